@@ -1,0 +1,1 @@
+"""mstrain: transformers trained with two-dimensional tensor parallelism (MeshSlice)."""
