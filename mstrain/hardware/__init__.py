@@ -1,0 +1,11 @@
+"""Chips, the slices they come in, what their links cost, and how much of their peak a step used."""
+
+from mstrain.hardware.chips import Chip, CompilerOption, all_chips, chip_for, chip_named, compiler_options
+from mstrain.hardware.link import Link, collective_seconds
+from mstrain.hardware.slices import Slice, parse_target
+from mstrain.hardware.utilization import mfu
+
+__all__ = [
+    "Chip", "CompilerOption", "Link", "Slice", "all_chips", "chip_for", "chip_named", "collective_seconds",
+    "compiler_options", "mfu", "parse_target",
+]

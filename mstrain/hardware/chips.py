@@ -1,0 +1,128 @@
+"""The table of chips (chips.toml), counted per JAX device."""
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+_NUMBERS = (
+    "peak_bf16", "peak_f32", "hbm_bytes", "hbm_bandwidth", "ici_links", "ici_bandwidth",
+    "launch_all_gather", "launch_reduce_scatter", "launch_permute", "sync",
+)
+
+
+@dataclass(frozen=True)
+class CompilerOption:
+    """One XLA option with the reason for it and where its effect was read."""
+
+    name: str
+    value: bool | int
+    reason: str
+    source: str
+    two_axes_only: bool = False
+
+
+@dataclass(frozen=True)
+class SliceRules:
+    """How a generation's slices are named and shaped; shapes count chips along the torus axes."""
+
+    prefixes: tuple[str, ...]
+    name_counts_per_chip: int
+    devices_per_chip: int
+    shapes: tuple[str, ...]
+    max_axis: int
+    wrap_axis: int
+    max_chips: int | None = None
+    topology_options: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One JAX device. FLOP/s dense, bytes, bytes/s, seconds; None where nothing is published.
+
+    `ici_bandwidth` is one way, per link; on GPUs the links are NVLink ports, and `torus_rank` is 0.
+    `sources` names the origin of every number that is not None.
+    """
+
+    name: str
+    platform: str
+    device_kinds: tuple[str, ...]
+    torus_rank: int = 0
+    peak_bf16: float | None = None
+    peak_f32: float | None = None
+    hbm_bytes: float | None = None
+    hbm_bandwidth: float | None = None
+    ici_links: int | None = None
+    ici_bandwidth: float | None = None
+    launch_all_gather: float | None = None
+    launch_reduce_scatter: float | None = None
+    launch_permute: float | None = None
+    sync: float | None = None
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    options: tuple[CompilerOption, ...] = ()
+    slices: SliceRules | None = field(default=None, compare=False)
+
+    def peak(self, dtype: str) -> float | None:
+        """Peak FLOP/s for GeMMs of `dtype` ("bf16", "f32", or JAX's names); None when unknown."""
+        known = {"bf16": self.peak_bf16, "f32": self.peak_f32}
+        known |= {"bfloat16": self.peak_bf16, "float32": self.peak_f32}
+        if dtype not in known:
+            raise ValueError(f"no peak is kept for dtype {dtype!r}; use one of {', '.join(known)}")
+        return known[dtype]
+
+
+def _chip(name: str, entry: dict) -> Chip:
+    numbers = entry.get("numbers", {})
+    assert set(numbers) <= set(_NUMBERS), f"chips.toml: {name} has an unknown number"
+    options = [
+        CompilerOption(option, *row, two_axes_only=key.startswith("two_axis"))
+        for key in ("compiler_options", "two_axis_compiler_options")
+        for option, row in entry.get(key, {}).items()
+    ]
+    rules = dict(entry["slices"]) if "slices" in entry else None
+    if rules:
+        rules.update(prefixes=tuple(rules["prefixes"]), shapes=tuple(rules["shapes"]))
+    return Chip(
+        name=name,
+        platform=entry["platform"],
+        device_kinds=tuple(entry["device_kinds"]),
+        torus_rank=entry.get("torus_rank", 0),
+        **{key: value for key, (value, _) in numbers.items()},
+        sources=MappingProxyType({key: source for key, (_, source) in numbers.items()}),
+        options=tuple(options),
+        slices=SliceRules(**rules) if rules else None,
+    )
+
+
+@functools.cache
+def all_chips() -> Mapping[str, Chip]:
+    """Every chip of the table by its name: "v5p", "h200", "cpu", ..."""
+    table = tomllib.loads(Path(__file__).with_name("chips.toml").read_text())
+    return MappingProxyType({name: _chip(name, entry) for name, entry in table.items()})
+
+
+def chip_for(device_kind: str) -> Chip | None:
+    """The chip that JAX calls `device.device_kind`; None when it is not in the table (never a near match)."""
+    kind = device_kind.lower()
+    return next((c for c in all_chips().values() if kind in (k.lower() for k in c.device_kinds)), None)
+
+
+def chip_named(name: str) -> Chip:
+    """The chip called `name` in the table; ValueError lists the names."""
+    chips = all_chips()
+    if name not in chips:
+        raise ValueError(f"unknown chip {name!r}; known: {', '.join(chips)}")
+    return chips[name]
+
+
+def compiler_options(chip: Chip | None, two_torus_axes: bool = False) -> dict[str, bool | int]:
+    """XLA options for `jax.jit(...).lower(...).compile(compiler_options=...)` that let collectives overlap.
+
+    `two_torus_axes` says that a mesh axis covers two physical torus axes (`Slice.spans_two_axes`).
+    Empty for an unknown chip. The reasons are in `chip.options`.
+    """
+    if chip is None:
+        return {}
+    return {o.name: o.value for o in chip.options if two_torus_axes or not o.two_axes_only}

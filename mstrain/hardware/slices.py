@@ -1,0 +1,146 @@
+"""Pod slices: from a cloud name or a topology to devices, torus axes and the meshes they can carry."""
+
+import functools
+import itertools
+import math
+import re
+from dataclasses import dataclass, field
+
+from mstrain.hardware.chips import Chip, all_chips, compiler_options
+
+CUBE = 4  # chips along an edge of the block that optical switches join (TPU v4 paper, section 2)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A pod slice: `topology` counts chips along each torus axis, `devices` counts JAX devices.
+
+    `topology_name` and `topology_options` are what `jax.experimental.topologies.get_topology_desc` takes.
+    """
+
+    name: str
+    chip: Chip
+    topology: tuple[int, ...]
+    topology_name: str
+    topology_options: dict[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.topology) * self.chip.slices.devices_per_chip
+
+    @property
+    def physical_axes(self) -> tuple[int, ...]:
+        """Devices along each physical axis longer than 1; the cores of a chip count as one more axis."""
+        return tuple(n for n in (*self.topology, self.chip.slices.devices_per_chip) if n > 1)
+
+    @property
+    def wraps(self) -> bool:
+        """Whether every torus axis is a closed ring, so that collectives can use both directions of it."""
+        wrap = self.chip.slices.wrap_axis
+        return all(n % wrap == 0 for n in self.topology)
+
+    def _assignments(self, data: int):
+        """Ways to give each physical axis to data (0), row (1) or col (2), as (rows, cols, axis counts)."""
+        for owners in itertools.product(range(3), repeat=len(self.physical_axes)):
+            sizes, counts = [1, 1, 1], [0, 0, 0]
+            for axis, owner in zip(self.physical_axes, owners):
+                sizes[owner] *= axis
+                counts[owner] += 1
+            if sizes[0] == data:
+                yield (sizes[1], sizes[2]), max(counts)
+
+    def mesh_shapes(self, data: int = 1) -> tuple[tuple[int, int], ...]:
+        """The (rows, cols) that whole physical axes can form, with `data` replicas of the 2-D mesh."""
+        shapes = sorted({shape for shape, _ in self._assignments(data)})
+        if not shapes:
+            sizes = sorted({math.prod(s) for n in range(len(self.physical_axes) + 1)
+                            for s in itertools.combinations(self.physical_axes, n)})
+            raise ValueError(
+                f"{self.name}: {data} replicas cannot be made of whole torus axes {self.physical_axes}; "
+                f"use data = {_nearest(data, sizes)} (possible: {', '.join(map(str, sizes))})"
+            )
+        return tuple(shapes)
+
+    def spans_two_axes(self, rows: int, cols: int) -> bool:
+        """Whether some axis of the mesh must cover two or more physical axes."""
+        data = self.devices // (rows * cols)
+        counts = [count for shape, count in self._assignments(data) if shape == (rows, cols)]
+        return not counts or min(counts) > 1
+
+    def compiler_options(self, rows: int, cols: int) -> dict[str, bool | int]:
+        """`compiler_options` of the chip for a mesh of rows x cols on this slice."""
+        return compiler_options(self.chip, self.spans_two_axes(rows, cols))
+
+
+def _nearest(value: int, options) -> int:
+    return min(options, key=lambda option: (abs(option - value), option))
+
+
+def _text(topology) -> str:
+    return "x".join(map(str, topology))
+
+
+@functools.cache
+def _named_shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
+    """Cloud name's number -> topology. Larger 3-D slices are the most cubic arrangement of 4x4x4 cubes."""
+    rules = chip.slices
+    shapes = [tuple(map(int, shape.split("x"))) for shape in rules.shapes]
+    if rules.max_chips:
+        longest = rules.max_axis // CUBE
+        for cubes in range(1, rules.max_chips // CUBE**3 + 1):
+            fits = [
+                (a, b, cubes // (a * b))
+                for a in range(1, round(cubes ** (1 / 3)) + 1) if cubes % a == 0
+                for b in range(a, math.isqrt(cubes // a) + 1) if (cubes // a) % b == 0
+            ]
+            best = min(fits, key=sum)
+            if best[2] <= longest:
+                shapes.append(tuple(CUBE * n for n in best))
+    return {math.prod(shape) * rules.name_counts_per_chip: shape for shape in shapes}
+
+
+def _check_topology(chip: Chip, topology: tuple[int, ...], text: str) -> None:
+    rules = chip.slices
+    if len(topology) != chip.torus_rank:
+        example = rules.shapes[-1]
+        raise ValueError(f"{text!r}: {chip.name} is a {chip.torus_rank}-D torus; "
+                         f"write it like {chip.name}:{example}")
+    single = topology == (1, 1) and "1x1" in rules.shapes
+    host = [2, 2, 1][: chip.torus_rank]
+    near = tuple(min(max(1, round(n / h)) * h, rules.max_axis) for n, h in zip(topology, host))
+    if not single and near != topology:
+        raise ValueError(
+            f"{text!r}: hosts carry {_text(host)} chips and an axis at most {rules.max_axis}; "
+            f"the nearest topology is {chip.name}:{_text(near)}"
+        )
+    limit = rules.max_chips or math.prod(map(int, rules.shapes[-1].split("x")))
+    if math.prod(topology) > limit:
+        largest = _text(max(_named_shapes(chip).values(), key=math.prod))
+        raise ValueError(f"{text!r}: a {chip.name} slice has at most {limit} chips; the largest is "
+                         f"{chip.name}:{largest}")
+
+
+def parse_target(text: str) -> Slice:
+    """The slice called `text`: a cloud name ("v4-64", "v5litepod-32") or a topology ("v5p:4x4x2").
+
+    v2, v3, v4, v5p and tpu7x names count cores, v5e and v6e names count chips.
+    Raises ValueError naming the nearest slice.
+    """
+    chips = {prefix: chip for chip in all_chips().values() if chip.slices for prefix in chip.slices.prefixes}
+    match = re.fullmatch(r"(\w+?)(?:-(\d+)|:(\d+(?:x\d+)*))", text.strip().lower())
+    if not match or match[1] not in chips:
+        raise ValueError(f"{text!r} is no TPU slice; write {' | '.join(chips)}, then -SIZE or :TOPOLOGY, "
+                         f"as in v5p-64 or v5p:4x4x2")
+    chip = chips[match[1]]
+    if match[3]:
+        topology = tuple(map(int, match[3].split("x")))
+        _check_topology(chip, topology, text)
+    else:
+        named, size = _named_shapes(chip), int(match[2])
+        if size not in named:
+            unit = "chips" if chip.slices.name_counts_per_chip == 1 else "cores"
+            near = _nearest(size, named)
+            raise ValueError(f"{text!r}: there is no {chip.name} slice of {size} {unit}; "
+                             f"the nearest is {match[1]}-{near} ({_text(named[near])} chips)")
+        topology = named[size]
+    return Slice(text, chip, topology, f"{chip.name}:{_text(topology)}", dict(chip.slices.topology_options))
