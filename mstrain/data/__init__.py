@@ -1,0 +1,14 @@
+"""Corpus -> token file -> batch(step).
+
+`prepare` makes or finds the token files of a `DataConfig`; `Batches` turns one of them into batches that are
+a pure function of (seed, step); the unigram functions say what a trained model must beat.
+"""
+
+from mstrain.data.batches import Batches
+from mstrain.data.config import SOURCES, DataConfig
+from mstrain.data.corpus import Corpus, prepare
+from mstrain.data.token_file import TokenFile
+from mstrain.data.unigram import unigram_bits_per_byte, unigram_nats_per_token
+
+__all__ = ["SOURCES", "Batches", "Corpus", "DataConfig", "TokenFile", "prepare", "unigram_bits_per_byte",
+           "unigram_nats_per_token"]

@@ -1,0 +1,60 @@
+"""Batch k as a pure function of (seed, k): nothing to save, restore or reshard.
+
+The file is cut on a grid into windows of seq+1 tokens with stride seq, so no token is a target twice in an
+epoch, and at most the last seq-1 never are. Row i of step k is sample k * batch + i of an endless sequence;
+epoch e of it visits all windows once, in an order that depends on (seed, e). Hosts ask for their own rows:
+the number of hosts changes who reads a row, never what the row is.
+"""
+
+import numpy as np
+
+from mstrain.data.permutation import permute
+from mstrain.data.token_file import TokenFile
+
+
+class Batches:
+    """All batches of one token file.
+
+    `seq` is tokens per sequence, `batch` sequences per step of the whole job. `shuffle=False` keeps file
+    order. A fixed validation set is `batch(0) ... batch(n - 1)` of a fixed seed: these never change.
+    Raises ValueError when a size is not positive, the seed negative or the file shorter than one window.
+    """
+
+    def __init__(self, file: TokenFile, seq: int, batch: int, seed: int = 0, shuffle: bool = True):
+        for name, value, least in (("seq", seq, 1), ("batch", batch, 1), ("seed", seed, 0)):
+            if value < least:
+                raise ValueError(f"{name}={value} is too small: type {name}={least} or more")
+        if file.num_tokens < seq + 1:
+            raise ValueError(
+                f"{file.path} has {file.num_tokens} tokens, fewer than one window of seq={seq} and its last "
+                f"target: type seq={max(file.num_tokens - 1, 1)} or less, or give more text")
+        self.file, self.seq, self.batch_size, self.seed, self.shuffle = file, seq, batch, seed, shuffle
+        self.num_windows = (file.num_tokens - 1) // seq
+        self._windows = np.lib.stride_tricks.sliding_window_view(file.tokens, seq + 1)[::seq]
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Steps that together repeat no window; 1 when even the first batch must repeat some."""
+        return max(1, self.num_windows // self.batch_size)
+
+    def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
+        """Tokens [rows, seq+1], int32, of step `step` (from 0); only the bytes of these rows are read.
+
+        Inputs are `[:, :-1]`, targets `[:, 1:]`. `rows` selects from range(batch) by slice or index array.
+        Raises ValueError when the file holds a token id outside its vocabulary.
+        """
+        assert step >= 0
+        tokens = self._windows[self._window_ids(step, rows)]
+        if tokens.size and tokens.max() >= self.file.vocab_size:
+            raise ValueError(f"{self.file.path} holds token id {tokens.max()}, outside its vocabulary of "
+                             f"{self.file.vocab_size}: delete its folder and run again to tokenise anew")
+        return tokens.astype(np.int32)
+
+    def _window_ids(self, step: int, rows: slice | np.ndarray) -> np.ndarray:
+        samples = step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)[rows]
+        epochs, windows = np.divmod(samples, self.num_windows)
+        if self.shuffle:
+            for epoch in np.unique(epochs):
+                here = epochs == epoch
+                windows[here] = permute(windows[here], self.num_windows, self.seed, int(epoch))
+        return windows

@@ -1,0 +1,88 @@
+"""What a corpus is made of: the typed options under `data.`, checked without touching a file."""
+
+import dataclasses
+import difflib
+
+SOURCES = ("stdlib", "text", "jsonl", "hf", "synthetic")
+
+# Which sources read an option; with any other source a changed value would silently do nothing.
+_READ_BY = {
+    "path": ("text", "jsonl", "hf"),
+    "field": ("jsonl", "hf"),
+    "name": ("hf",),
+    "split": ("hf",),
+    "num_tokens": ("synthetic",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Options of one corpus. Raises ValueError at construction when a value is bad or has no effect."""
+
+    source: str = "stdlib"
+    """stdlib: the running Python's own source text. text, jsonl: files. hf: Hugging Face datasets.
+    synthetic: a seeded Markov chain that needs no file."""
+    path: str | None = None
+    """File or folder (text, jsonl, hf), or a dataset's name on the Hugging Face Hub (hf)."""
+    field: str = "text"
+    """Key (jsonl) or column (hf) that holds the text."""
+    name: str | None = None
+    """Configuration of a Hugging Face dataset, for example wikitext-2-raw-v1."""
+    split: str = "train"
+    """Split of a Hugging Face dataset to read; validation documents are taken out of it."""
+    num_tokens: int = 1 << 22
+    """Tokens made by the synthetic source, training and validation together."""
+    validation_fraction: float = 0.05
+    """Expected share of documents (of bytes, when there is only one document) held out."""
+    cache_dir: str = "~/.cache/mstrain"
+    """Folder of the token files: a fast disk with room for 2 bytes (4 above 65536 symbols) per token."""
+
+    def __post_init__(self) -> None:
+        if self.source not in SOURCES:
+            near = nearest(self.source, SOURCES)
+            raise ValueError(f"data={self.source} is not one of {', '.join(SOURCES)}: type data={near}")
+        self._check_types()
+        self._check_used()
+        if "path" in self._options_read() and not self.path:
+            raise ValueError(f"data={self.source} needs to know what to read: add data.path=FILE_OR_FOLDER")
+        if not 0 < self.validation_fraction <= 0.5:
+            raise ValueError(f"data.validation_fraction={self.validation_fraction} is not above 0 and up to "
+                             "0.5: type for example data.validation_fraction=0.05")
+        if self.num_tokens < 1024:
+            raise ValueError(f"data.num_tokens={self.num_tokens} is too few to train on: "
+                             "type data.num_tokens=1024 or more")
+
+    def _options_read(self) -> list[str]:
+        return [option for option, readers in _READ_BY.items() if self.source in readers]
+
+    def _check_types(self) -> None:
+        for option in ("path", "name"):
+            value = getattr(self, option)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"data.{option}={value!r} is not text: quote it, data.{option}='{value}'")
+        for option in ("field", "split", "cache_dir"):
+            value = getattr(self, option)
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"data.{option}={value!r} is not a name: leave it out, or type for example "
+                                 f"data.{option}={_default(option)}")
+        for option, kinds in (("num_tokens", int), ("validation_fraction", (int, float))):
+            value = getattr(self, option)
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                raise ValueError(f"data.{option}={value!r} is not a number: type for example "
+                                 f"data.{option}={_default(option)}")
+
+    def _check_used(self) -> None:
+        for option, readers in _READ_BY.items():
+            value = getattr(self, option)
+            if self.source not in readers and value != _default(option):
+                raise ValueError(f"data.{option}={value} has no effect with data={self.source}: "
+                                 f"remove it, or type data={' or data='.join(readers)}")
+
+
+def _default(option: str):
+    return DataConfig.__dataclass_fields__[option].default
+
+
+def nearest(word: object, choices: tuple[str, ...] | list[str]) -> str:
+    """The choice spelled most like `word`; the first choice when none is close. `choices` is not empty."""
+    return (difflib.get_close_matches(str(word), choices, n=1, cutoff=0.5) or [choices[0]])[0]

@@ -1,0 +1,121 @@
+"""From a config to token files, once: later runs with the same text, tokenizer and split map the same files.
+
+Files live in `cache_dir/<fingerprint>/`: train.bin, validation.bin, corpus.json (warnings) and, unless the
+tokenizer is bytes, tokenizer.json. They are written into a temporary folder and appear by one rename: a
+killed run leaves at most a `.tmp-*` folder that nothing reads, and of several processes that prepare at once the
+first rename wins. A damaged folder of ours is tokenised anew, with a warning.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from mstrain.data.config import DataConfig
+from mstrain.data.documents import text_digest
+from mstrain.data.recipes import Recipe, synthetic_recipe, text_recipe
+from mstrain.data.split import TRAIN, VALIDATION
+from mstrain.data.token_file import TokenFile
+from mstrain.data.tokenizers import Tokenizer, load_tokenizer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Corpus:
+    """Both splits of a prepared corpus."""
+
+    train: TokenFile
+    validation: TokenFile
+    tokenizer: Tokenizer | None
+    """None for the synthetic source, whose tokens stand for no text."""
+    directory: Path
+    warnings: tuple[str, ...]
+    """What was skipped or repaired, one sentence each; the same list on every later run."""
+
+    @property
+    def vocab_size(self) -> int:
+        return self.train.vocab_size
+
+    @property
+    def digest(self) -> str:
+        """Identity of the tokens: compare it on resume and between hosts; it ignores file times and paths."""
+        return text_digest(self.train.digest, self.validation.digest, str(self.vocab_size))
+
+
+def prepare(config: DataConfig, tokenizer: str = "bytes", seed: int = 0, vocab_size: int | None = None,
+            on_progress: Callable[[int], None] | None = None) -> Corpus:
+    """Token files of the corpus, made now or found in the cache.
+
+    `tokenizer` is bytes, bpe, a tokenizer.json file or a Hugging Face name. `vocab_size` is for bpe (None:
+    8192) and for the synthetic source (None: 256), the only reader of `seed`. `on_progress` gets the bytes of
+    text (synthetic: tokens) done so far. Raises ValueError for everything a person can mend.
+    """
+    if config.source == "synthetic":
+        recipe = synthetic_recipe(config, tokenizer, seed, vocab_size)
+    else:
+        recipe = text_recipe(config, tokenizer, vocab_size)
+    cache = Path(config.cache_dir).expanduser()
+    directory = cache / recipe.fingerprint
+    repaired = []
+    if directory.exists():
+        try:
+            return _open(directory, recipe)
+        except ValueError as error:
+            repaired = [f"tokenised anew, because the cached files were damaged ({error})"]
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{recipe.fingerprint}-", dir=cache))
+    except OSError as error:
+        raise ValueError(f"cannot write to data.cache_dir={config.cache_dir} ({error}): "
+                         "type data.cache_dir= of a writable folder") from None
+    try:
+        warnings = recipe.write(temporary, on_progress or (lambda done: None))
+        (temporary / "corpus.json").write_text(json.dumps({"warnings": warnings + repaired}))
+        _check_filled(temporary)
+        _publish(temporary, directory, recipe)
+    except OSError as error:
+        raise ValueError(f"cannot write token files to data.cache_dir={config.cache_dir} ({error}): free "
+                         "some room, or type data.cache_dir= of another folder") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return _open(directory, recipe)
+
+
+def _check_filled(folder: Path) -> None:
+    for side in (TRAIN, VALIDATION):
+        file = TokenFile.open(folder / f"{side}.bin")
+        if file.num_tokens < 2:
+            raise ValueError(f"the {side} split holds {file.num_tokens} tokens: give more text, or a larger "
+                             "data.validation_fraction=")
+
+
+def _publish(temporary: Path, directory: Path, recipe: Recipe) -> None:
+    """Rename into place, unless another process has already put a sound folder there."""
+    os.chmod(temporary, 0o755)  # mkdtemp makes it private, but a cache may be shared
+    if directory.exists():
+        try:
+            _open(directory, recipe)
+            return
+        except ValueError:
+            os.replace(directory, temporary.with_name(temporary.name + "-damaged"))
+            shutil.rmtree(temporary.with_name(temporary.name + "-damaged"), ignore_errors=True)
+    try:
+        os.replace(temporary, directory)
+    except OSError:
+        if not directory.exists():
+            raise
+
+
+def _open(directory: Path, recipe: Recipe) -> Corpus:
+    """Raises ValueError when any file of the folder is missing or damaged."""
+    try:
+        warnings = json.loads((directory / "corpus.json").read_text())["warnings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(f"{directory / 'corpus.json'} is missing or broken: delete {directory}") from None
+    tokenizer = recipe.tokenizer
+    if recipe.trains_tokenizer:
+        tokenizer = load_tokenizer(str(directory / "tokenizer.json"))
+    train, validation = (TokenFile.open(directory / f"{side}.bin") for side in (TRAIN, VALIDATION))
+    return Corpus(train, validation, tokenizer, directory, tuple(warnings))

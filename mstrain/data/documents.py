@@ -1,0 +1,61 @@
+"""What a source of text gives: named documents, each a stream of chunks, and a count of what it skipped."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One non-empty document. `name` is stable between runs; `chunks` may be iterated once."""
+
+    name: str
+    num_bytes: int
+    """UTF-8 bytes of the whole text."""
+    chunks: Iterable[str]
+
+
+class Skips:
+    """Counts what one pass over a source left out, by reason, with the first place of each."""
+
+    def __init__(self, unit: str):
+        self.unit = unit
+        self.seen = 0
+        self._reasons: dict[str, tuple[int, str]] = {}
+
+    def add(self, reason: str, where: str) -> None:
+        count, first = self._reasons.get(reason, (0, where))
+        self._reasons[reason] = (count + 1, first)
+
+    def messages(self) -> list[str]:
+        """For example: skipped 3 of 120 files that are not UTF-8, first: notes/a.bin"""
+        return [f"skipped {count} of {self.seen} {self.unit} {reason}, first: {printable(first)}"
+                for reason, (count, first) in self._reasons.items()]
+
+
+class Source(Protocol):
+    """A corpus of text that can be read several times in the same order."""
+
+    unit: str
+    """What is counted when something is skipped: files, lines or rows."""
+
+    def fingerprint(self) -> str:
+        """Changes whenever the text may have changed; cheap, so not a hash of the text."""
+
+    def documents(self, skips: Skips) -> Iterator[Document]:
+        """Non-empty readable documents; everything else is added to `skips`."""
+
+
+def printable(name: str) -> str:
+    """A file name that any terminal and JSON file can hold; undecodable bytes become escapes."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def text_digest(*parts: str) -> str:
+    """Hash of texts and their boundaries, 32 hex digits; file names with undecodable bytes are legal."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        data = part.encode("utf-8", "backslashreplace")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()

@@ -1,0 +1,176 @@
+"""Text from local files: a Python standard library, a tree of text files, or JSON lines."""
+
+import codecs
+import difflib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from mstrain.data.config import nearest
+from mstrain.data.documents import Document, Skips, printable, text_digest
+
+_CHUNK_BYTES = 1 << 20
+# Tests of the library hold deliberately broken files; installed packages differ from host to host.
+_NOT_STDLIB = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
+
+
+class TextFiles:
+    """One document per UTF-8 file, verbatim. Raises ValueError when no file is found."""
+
+    unit = "files"
+
+    def __init__(self, root: str | Path, names: list[str]):
+        self._root, self._names = Path(root), names
+
+    @classmethod
+    def of_path(cls, path: str) -> "TextFiles":
+        """The file, or every file below the folder whose path has no part that starts with a dot."""
+        return cls(*_listing(path, ("",)))
+
+    @classmethod
+    def of_stdlib(cls) -> "TextFiles":
+        """The *.py files of the running interpreter's standard library, without its tests."""
+        root = sysconfig.get_paths()["stdlib"]
+        names = _walk(root, (".py",), _NOT_STDLIB) if os.path.isdir(root) else []
+        if not names:
+            raise ValueError(f"this Python ships no library sources ({root}): type data=synthetic, "
+                             "or data=text data.path=FOLDER")
+        return cls(root, names)
+
+    def fingerprint(self) -> str:
+        return _fingerprint("text", self._root, self._names)
+
+    def documents(self, skips: Skips) -> Iterator[Document]:
+        for name in self._names:
+            skips.seen += 1
+            path = self._root / name
+            try:
+                size = os.path.getsize(path)
+                if size <= _CHUNK_BYTES:
+                    data = path.read_bytes()
+                    chunks = [data.decode("utf-8")]
+                    size = len(data)
+                else:
+                    for _ in _decoded_blocks(path):
+                        pass
+                    chunks = _chunks(path)
+            except UnicodeDecodeError:
+                skips.add("that are not UTF-8", name)
+                continue
+            except OSError:
+                skips.add("that cannot be read", name)
+                continue
+            if size:
+                yield Document(name, size, chunks)
+
+
+class JsonLines:
+    """One document per line of *.jsonl files: text under `field`. Raises ValueError when none is found."""
+
+    unit = "lines"
+
+    def __init__(self, path: str, field: str):
+        self._root, self._names = _listing(path, (".jsonl", ".ndjson"))
+        self._field = field
+
+    def fingerprint(self) -> str:
+        return _fingerprint(f"jsonl {self._field}", self._root, self._names)
+
+    def documents(self, skips: Skips) -> Iterator[Document]:
+        for name in self._names:
+            try:
+                with open(self._root / name, "rb") as file:
+                    for number, line in enumerate(file, 1):
+                        if line.strip():
+                            yield from self._document(f"{name}:{number}", line, skips)
+            except OSError:
+                skips.seen += 1
+                skips.add("in files that cannot be read", name)
+
+    def _document(self, where: str, line: bytes, skips: Skips) -> Iterator[Document]:
+        skips.seen += 1
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            return skips.add("that are not JSON", where)
+        text = record.get(self._field) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            return skips.add(f"without text under {self._field!r}", where + self._other_field(record))
+        try:
+            size = len(text.encode("utf-8"))
+        except UnicodeEncodeError:
+            return skips.add("whose text is not valid Unicode", where)
+        if size:
+            yield Document(where, size, [text])
+
+    def _other_field(self, record: object) -> str:
+        """Names the key that was probably meant. Only short keys: the message is for a terminal."""
+        items = record.items() if isinstance(record, dict) else ()
+        keys = [key for key, value in items if isinstance(value, str) and len(key) < 40]
+        return f" (type data.field={printable(nearest(self._field, keys))}?)" if keys else ""
+
+
+def _listing(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
+    """(root, sorted relative names) of a file or of the files below a folder."""
+    full = Path(path).expanduser()
+    if full.is_file():
+        return full.parent, [full.name]
+    if not full.is_dir():
+        siblings = sorted(os.listdir(full.parent)) if full.parent.is_dir() else []
+        meant = difflib.get_close_matches(full.name, siblings, n=1)
+        hint = f", perhaps {full.parent / meant[0]}" if meant and not full.exists() else ""
+        raise ValueError(printable(f"data.path={path} is no file or folder: type one that exists{hint}"))
+    names = _walk(full, suffixes, set())
+    if not names:
+        kinds = " or ".join("*" + suffix for suffix in suffixes if suffix) or "visible"
+        raise ValueError(f"the folder data.path={path} has no {kinds} files: type a data.path= that has")
+    return full, names
+
+
+def _walk(root: str | Path, suffixes: tuple[str, ...], skipped_folders: set[str]) -> list[str]:
+    """Sorted relative POSIX names of regular visible files; links to folders are not followed."""
+    names = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [sub for sub in subfolders if sub not in skipped_folders and not sub.startswith(".")]
+        paths = [Path(folder, file) for file in files if file.endswith(suffixes) and not file.startswith(".")]
+        names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
+    return sorted(names)
+
+
+def _fingerprint(kind: str, root: Path, names: list[str]) -> str:
+    stats = []
+    for name in names:
+        try:
+            stat = os.stat(root / name)
+            stats.append(f"{stat.st_size} {stat.st_mtime_ns}")
+        except OSError:
+            stats.append("unreadable")
+    return text_digest(kind, *names, *stats)
+
+
+def _decoded_blocks(path: Path) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with open(path, "rb") as file:
+        while block := file.read(_CHUNK_BYTES):
+            yield decoder.decode(block)
+    decoder.decode(b"", final=True)
+
+
+def _chunks(path: Path) -> Iterator[str]:
+    """The text of a file already found to be UTF-8, cut after line ends where there are any.
+
+    A tokenizer sees each chunk alone, and seldom merges across a line end.
+    """
+    rest = ""
+    try:
+        for block in _decoded_blocks(path):
+            rest += block
+            cut = rest.rfind("\n") + 1 or len(rest)
+            yield rest[:cut]
+            rest = rest[cut:]
+    except (OSError, UnicodeDecodeError):
+        raise ValueError(f"{printable(str(path))} changed while it was read: run again") from None
+    if rest:
+        yield rest
