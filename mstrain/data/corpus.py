@@ -2,8 +2,8 @@
 
 Files live in `cache_dir/<fingerprint>/`: train.bin, validation.bin, corpus.json (warnings) and, unless the
 tokenizer is bytes, tokenizer.json. They are written into a temporary folder and appear by one rename: a
-killed run leaves at most a `.tmp-*` folder that nothing reads, and of several processes that prepare at once the
-first rename wins. A damaged folder of ours is tokenised anew, with a warning.
+killed run leaves at most a `.tmp-*` folder that nothing reads, and of several processes that prepare at once
+the first rename wins. A damaged folder of ours is tokenised anew, with a warning.
 """
 
 import dataclasses

@@ -62,7 +62,8 @@ def _load(config: DataConfig):
     # The library raises types of its own, of pyarrow and of its HTTP client; to a person all say the same.
     except Exception as error:
         raise ValueError(f"cannot load the dataset data.path={config.path} ({type(error).__name__}: "
-                         f"{error.__cause__ or error}): check the name and the network, or give a local path") from None
+                         f"{error.__cause__ or error}): check the name and the network, or give a local "
+                         "path") from None
     return _pick_split(dataset, config)
 
 

@@ -1,0 +1,166 @@
+"""Configs and files as people (and accidents) make them: each is read, counted or refused with the fix."""
+
+import json
+import os
+
+import pytest
+
+from mstrain.data import DataConfig, prepare
+from mstrain.data.documents import Skips
+from mstrain.data.files import JsonLines, TextFiles
+
+
+def read(source):
+    """({name: text}, skip messages) of one pass."""
+    skips = Skips(source.unit)
+    texts = {}
+    for document in source.documents(skips):
+        texts[document.name] = "".join(document.chunks)
+        assert len(texts[document.name].encode()) == document.num_bytes
+    return texts, skips.messages()
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"source": "stdlb"}, "type data=stdlib$"),
+    ({"source": "json"}, "type data=jsonl$"),
+    ({"source": "text"}, "add data.path="),
+    ({"source": "stdlib", "path": "x"}, "data.path=x has no effect with data=stdlib: remove it"),
+    ({"source": "text", "path": "x", "field": "body"}, "field=body has no effect.*data=jsonl or data=hf"),
+    ({"source": "jsonl", "path": "x", "name": "en"}, "data.name=en has no effect"),
+    ({"num_tokens": 5000}, "data.num_tokens=5000 has no effect .* data=synthetic"),
+    ({"source": "synthetic", "num_tokens": 10}, "type data.num_tokens=1024 or more"),
+    ({"source": "synthetic", "num_tokens": "many"}, "is not a number"),
+    ({"source": "text", "path": 7}, "data.path='7'"),
+    ({"validation_fraction": 0}, "type for example data.validation_fraction=0.05"),
+    ({"validation_fraction": float("nan")}, "type for example data.validation_fraction=0.05"),
+    ({"validation_fraction": True}, "is not a number"),
+    ({"cache_dir": ""}, "data.cache_dir"),
+])
+def test_a_bad_config_is_refused_with_the_fix(options, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**options)
+
+
+def test_text_folder_is_recursive_sorted_and_verbatim(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".git").mkdir()
+    for name, content in {"b/a.md": "é\r\n\n", "c": "\0x", "a.txt": "1", "empty": "", ".git/x": "no"}.items():
+        (tmp_path / name).write_bytes(content.encode())
+    os.mkfifo(tmp_path / "pipe")  # opening it would wait for ever
+    texts, skipped = read(TextFiles.of_path(str(tmp_path)))
+    assert list(texts.items()) == [("a.txt", "1"), ("b/a.md", "é\r\n\n"), ("c", "\0x")]
+    assert skipped == []
+
+
+def test_large_files_are_read_in_chunks_that_lose_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("mstrain.data.files._CHUNK_BYTES", 7)
+    content = "ab\nδοκιμή 😀😀😀😀\n\n" * 9 + "no end"
+    (tmp_path / "long.txt").write_text(content, newline="")
+    (tmp_path / "late.txt").write_bytes(b"fine so far, " * 9 + b"\xf0\x9f")
+    texts, skipped = read(TextFiles.of_path(str(tmp_path)))
+    assert texts == {"long.txt": content}
+    assert skipped == ["skipped 1 of 2 files that are not UTF-8, first: late.txt"]
+
+
+def test_files_that_are_not_utf8_are_counted(folder):
+    (folder / "05.bin").write_bytes(b"\xff\xfe\0")
+    with open(os.fsencode(folder) + b"/\xff.txt", "wb") as file:  # a name no terminal can print
+        file.write(b"\xff")
+    texts, skipped = read(TextFiles.of_path(str(folder)))
+    assert len(texts) == 40
+    assert skipped == ["skipped 2 of 42 files that are not UTF-8, first: 05.bin"]
+
+
+def test_a_file_that_vanishes_is_counted(folder):
+    source = TextFiles.of_path(str(folder))
+    (folder / "03.txt").unlink()
+    texts, skipped = read(source)
+    assert len(texts) == 39 and skipped == ["skipped 1 of 40 files that cannot be read, first: 03.txt"]
+
+
+def test_the_standard_library_needs_no_network_and_has_no_tests():
+    texts, skipped = read(TextFiles.of_stdlib())
+    assert "json/decoder.py" in texts
+    assert not any(name.startswith(("test/", "site-packages/")) for name in texts)
+    assert skipped == [] and sum(map(len, texts.values())) > 5e6
+
+
+def test_broken_json_lines_are_counted_by_file_and_line(tmp_path):
+    lines = [json.dumps({"body": "one"}), "{bad", "", "[" * 100000, '"text"', '{"bodies": "x"}',
+             '{"body": 3}', '{"body": "\\ud800"}', '{"body": ""}', "9" * 10000, json.dumps({"body": "zwölf"})]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "ignored.txt").write_text("no")
+    texts, skipped = read(JsonLines(str(tmp_path), "body"))
+    assert texts == {"a.jsonl:1": "one", "a.jsonl:11": "zwölf"}
+    assert skipped == [
+        "skipped 3 of 10 lines that are not JSON, first: a.jsonl:2",
+        "skipped 3 of 10 lines without text under 'body', first: a.jsonl:5",
+        "skipped 1 of 10 lines whose text is not valid Unicode, first: a.jsonl:8"]
+
+
+def test_a_wrong_field_names_the_right_one(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"content": "x", "id": 1}\n' * 3)
+    with pytest.raises(ValueError, match="3 of 3 lines without text under 'text'.*data.field=content"):
+        prepare(DataConfig("jsonl", str(tmp_path), cache_dir=str(tmp_path / "cache")))
+
+
+@pytest.mark.parametrize("content, message", [
+    (None, "is no file or folder.*perhaps .*corpus2.txt"), (b"", "all 1 files are empty"),
+    (b"\xff", "not UTF-8, first: corpus.txt"), (b"x", "the validation split holds"),
+])
+def test_a_corpus_without_text_is_refused(tmp_path, content, message):
+    path = tmp_path / "corpus.txt"
+    (tmp_path / "corpus2.txt").write_text("")
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        prepare(DataConfig("text", str(path), cache_dir=str(tmp_path / "cache")))
+    assert not list((tmp_path).glob("cache/*"))
+
+
+def test_a_folder_without_such_files_is_refused(folder):
+    with pytest.raises(ValueError, match=r"has no \*.jsonl or \*.ndjson files"):
+        JsonLines(str(folder), "text")
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """Datasets on disk in every form: saved, saved with splits, parquet and JSON lines."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    root = tmp_path_factory.mktemp("hub")
+    rows = {"body": [f"row {n} 😀 " * 9 for n in range(60)] + [None, ""], "n": list(range(62))}
+    dataset = datasets.Dataset.from_dict(rows)
+    dataset.save_to_disk(root / "saved")
+    datasets.DatasetDict({"train": dataset, "test": dataset.select(range(5))}).save_to_disk(root / "splits")
+    dataset.to_parquet(root / "rows.parquet")
+    dataset.to_json(root / "rows.jsonl")
+    (root / "script.py").write_text("raise SystemExit('ran')")
+    (root / "rows.xyz").write_text("")
+    return root
+
+
+@pytest.mark.parametrize("name", ["saved", "splits", "rows.parquet", "rows.jsonl"])
+def test_hugging_face_datasets_on_disk(hub, tmp_path, monkeypatch, name):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    config = DataConfig("hf", str(hub / name), field="body", cache_dir=str(tmp_path / "cache"))
+    corpus = prepare(config)
+    assert corpus.train.num_documents + corpus.validation.num_documents == 60
+    texts = sorted(corpus.tokenizer.decode(corpus.train.tokens).split("row "))
+    assert len(texts) == 9 * corpus.train.num_documents + 1 and texts[-1].endswith(" 😀 ")
+    assert corpus.warnings == ("skipped 1 of 62 rows without text in column 'body', first: row 60",)
+    assert prepare(config).directory == corpus.directory
+
+
+@pytest.mark.parametrize("name, options, message", [
+    ("saved", {"field": "bdy"}, "columns: body, n.*type data.field=body"),
+    ("saved", {"field": "n"}, "skipped 62 of 62 rows without text"),
+    ("saved", {"field": "body", "split": "test"}, "has no effect: remove it"),
+    ("splits", {"field": "body", "split": "tst"}, "splits: train, test.*type data.split=test"),
+    ("script.py", {}, "scripts are not run"),
+    ("rows.xyz", {}, "convert it"),
+    ("nothing/here", {}, "check the name and the network"),
+])
+def test_a_dataset_that_cannot_be_used_is_refused(hub, tmp_path, name, options, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(DataConfig("hf", str(hub / name), cache_dir=str(tmp_path), **options))
