@@ -1,0 +1,64 @@
+"""Which mesh axes play the rows and the columns of a product.
+
+A two-dimensional algorithm uses mesh axis `row` for rows and `col` for columns. The one-dimensional baselines are
+corners of the same picture: with every device in one row (`P = 1 x n`) the W-stationary dataflow *is* Megatron tensor
+parallelism with sequence parallelism, and with every device in one column (`P = n x 1`) the Y-stationary one *is*
+fully sharded data parallelism. A `Grid` says which case it is, so that everything above is written once.
+"""
+
+import dataclasses
+
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where an activation `x_TxD` lives: the mesh axes that shard its tokens and its features."""
+
+    tokens: tuple[str, ...]
+    features: tuple[str, ...]
+
+    @property
+    def spec(self) -> P:
+        return P(self.tokens or None, self.features or None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Mesh axes used as rows and as columns of a product; either may be empty."""
+
+    mesh: Mesh
+    rows: tuple[str, ...]
+    cols: tuple[str, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.size(self.rows)
+
+    @property
+    def num_cols(self) -> int:
+        return self.size(self.cols)
+
+    @property
+    def swapped(self) -> "Grid":
+        """The transposed twin: rows and columns exchange their mesh axes (MeshSlice paper, Table 1)."""
+        return Grid(self.mesh, self.cols, self.rows)
+
+    @property
+    def layout(self) -> Layout:
+        """Activations with tokens over (data, rows) and features over columns."""
+        return Layout(("data", *self.rows), self.cols)
+
+    @property
+    def weight_spec(self) -> P:
+        return P(self.rows or None, self.cols or None)
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        size = 1
+        for axis in axes:
+            size *= self.mesh.shape[axis]
+        return size
+
+    def sharding(self, spec: P) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)

@@ -1,0 +1,96 @@
+"""`y = x @ w` under a plan, with the backward pass that belongs to it.
+
+Each dataflow's backward pass is the other two, on the same three matrices, nothing transposed in memory and the same
+one stationary (MeshSlice paper, Table 1):
+
+    dataflow   y             dx             dw
+    os         OS(x, w)      LS(dy, w)      RS(x, dy)
+    ls         LS(x, w)      OS(dy, w)      RS(dy, x)          w stored [out, in]
+    rs         RS(x.T, w)    LS(w, dy).T    OS(x.T, dy)        x and y exchange rows and columns
+
+The transposes of `rs` are within one device and fold into the product. Only x and w are kept for the backward pass,
+neither of them gathered.
+"""
+
+import functools
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from mstrain.gemm import gspmd
+from mstrain.gemm.local import all_reduce
+from mstrain.gemm.plan import ALGORITHMS, Plan
+
+
+def linear(x_TxI: jax.Array, w: jax.Array, plan: Plan) -> jax.Array:
+    """Multiplies activations by a weight in stored order.
+
+    Args:
+      x_TxI: tokens x features, laid out as `plan.input_layout`; its dtype is the dtype of the product.
+      w: [in, out], or [out, in] for dataflow `ls`, laid out as `plan.grid.weight_spec`; any float dtype.
+      plan: how to multiply.
+
+    Returns:
+      y_TxO in the dtype of x, laid out as `plan.output_layout`. The gradient of w has the dtype of w and is summed over
+      the data axis.
+    """
+    if plan.algorithm == "gspmd":
+        return gspmd.product(x_TxI, w, plan.grid)
+    return _linear(x_TxI, w, plan)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _linear(x, w, plan):
+    flows = _Flows(plan)
+    local = {
+        "os": lambda x, w: flows.os(x, w),
+        "ls": lambda x, w: flows.ls(x, w),
+        "rs": lambda x, w: flows.rs(x.T, w),
+    }[plan.dataflow]
+    return flows.on_mesh(
+        lambda x, w: local(x, w.astype(x.dtype)),
+        (plan.input_layout.spec, plan.grid.weight_spec),
+        plan.output_layout.spec,
+    )(x, w)
+
+
+def _forward(x, w, plan):
+    return _linear(x, w, plan), (x, w)
+
+
+def _backward(plan, saved, dy):
+    x, w = saved
+    flows = _Flows(plan)
+    gradients = {
+        "os": lambda x, w, dy: (flows.ls(dy, w), flows.rs(x, dy)),
+        "ls": lambda x, w, dy: (flows.os(dy, w), flows.rs(dy, x)),
+        "rs": lambda x, w, dy: (flows.ls(w, dy).T, flows.os(x.T, dy)),
+    }[plan.dataflow]
+
+    def local(x, w, dy):
+        dx, dw = gradients(x, w.astype(x.dtype), dy)
+        return dx, all_reduce(dw.astype(w.dtype), ("data",))
+
+    specs: tuple[P, ...] = (plan.input_layout.spec, plan.grid.weight_spec)
+    return flows.on_mesh(local, (*specs, plan.output_layout.spec), specs)(x, w, dy)
+
+
+_linear.defvjp(_forward, _backward)
+
+
+class _Flows:
+    """The three flows of a plan's algorithm, bound to its grid and slice count."""
+
+    def __init__(self, plan: Plan):
+        module = ALGORITHMS[plan.algorithm]
+        axes = {"rows": plan.grid.rows, "cols": plan.grid.cols, "slices": plan.slices}
+        self.os = functools.partial(module.os, **axes)
+        self.ls = functools.partial(module.ls, **axes)
+        self.rs = functools.partial(module.rs, **axes)
+        self._mesh = plan.grid.mesh
+
+    def on_mesh(self, function, in_specs, out_specs):
+        # Replication is not tracked: outputs are sharded over every axis, or reduced over `data` by hand.
+        return jax.shard_map(
+            function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )

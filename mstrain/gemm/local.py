@@ -1,0 +1,60 @@
+"""What one device does inside a product: multiply, gather, scatter, rotate.
+
+Every function runs inside `jax.shard_map`. A collective over one device is no collective: it returns its input.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+Axes = tuple[str, ...]
+
+NN = ((1,), (0,))  # a @ b
+NT = ((1,), (1,))  # a @ b.T
+TN = ((0,), (0,))  # a.T @ b
+
+
+def dot(a, b, contract, dtype=None):
+    """Matrix product with float32 accumulation, rounded once to `dtype` (the inputs' by default)."""
+    y = lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
+    return y.astype(dtype or a.dtype)
+
+
+def axis_size(axes: Axes) -> int:
+    return lax.axis_size(axes) if axes else 1
+
+
+def axis_index(axes: Axes):
+    return lax.axis_index(axes) if axes else 0
+
+
+def gather(x, axes: Axes, dim: int):
+    """All-gather of the shards of `x` along `axes`, joined on `dim`."""
+    if axis_size(axes) == 1:
+        return x
+    return lax.all_gather(x, axes, axis=dim, tiled=True)
+
+
+def scatter(x, axes: Axes, dim: int):
+    """Reduce-scatter of the partial sums `x` along `axes`, split on `dim`."""
+    if axis_size(axes) == 1:
+        return x
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
+
+def all_reduce(x, axes: Axes):
+    axes = tuple(axis for axis in axes if axis_size((axis,)) > 1)
+    return lax.psum(x, axes) if axes else x
+
+
+def rotate(x, axes: Axes, by: int):
+    """Sends `x` to the device `by` places further on the ring of `axes`."""
+    n = axis_size(axes)
+    if n == 1:
+        return x
+    return lax.ppermute(x, axes, [(i, (i + by) % n) for i in range(n)])
+
+
+def piece(x, dim: int, index: int, count: int):
+    """The `index`-th of `count` contiguous pieces of `x` along `dim`."""
+    width = x.shape[dim] // count
+    return lax.slice_in_dim(x, index * width, (index + 1) * width, axis=dim)

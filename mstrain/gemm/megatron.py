@@ -1,0 +1,17 @@
+"""Megatron 1-D tensor parallelism with sequence parallelism (Korthikanti et al., 2022).
+
+The W-stationary dataflow with every tensor-parallel device in one row: the projection into a block gathers
+token shards and splits features, the projection out of it sums features and scatters tokens. Residual stream and
+norms are sharded over tokens.
+"""
+
+from jax.sharding import Mesh
+
+from mstrain.gemm.collective import ls, os, rs
+from mstrain.gemm.grid import Grid
+
+__all__ = ["grid", "ls", "os", "rs"]
+
+
+def grid(mesh: Mesh) -> Grid:
+    return Grid(mesh, (), ("row", "col"))

@@ -1,0 +1,132 @@
+"""A plan says how one product is computed: algorithm, dataflow, slice count, grid. Every legality rule is here."""
+
+import dataclasses
+import difflib
+import math
+from types import ModuleType
+
+from jax.sharding import Mesh
+
+from mstrain.gemm import cannon, collective, fsdp, gspmd, megatron, meshslice, summa, wang
+from mstrain.gemm.grid import Grid, Layout
+
+DATAFLOWS = ("os", "ls", "rs")
+ALGORITHMS: dict[str, ModuleType] = {
+    module.__name__.rsplit(".", 1)[1]: module
+    for module in (meshslice, collective, wang, summa, cannon, megatron, fsdp, gspmd)
+}
+ONE_DIMENSIONAL = {"megatron": "rs", "fsdp": "os"}  # a corner of the grid has one dataflow
+CHOOSES_DATAFLOW = frozenset(ALGORITHMS) - {"gspmd"} - set(ONE_DIMENSIONAL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How `y_TxO = x_TxI @ w` is computed.
+
+    Attributes:
+      algorithm: a key of `ALGORITHMS`.
+      dataflow: `os` (Y-stationary), `ls` (X-stationary, weight stored [out, in]) or `rs` (W-stationary: tokens and
+        features exchange their mesh axes between input and output).
+      grid: mesh axes that play rows and columns.
+      slices: slice count S; 1 for every algorithm but MeshSlice.
+    """
+
+    algorithm: str
+    dataflow: str
+    grid: Grid
+    slices: int = 1
+
+    @property
+    def input_layout(self) -> Layout:
+        return self.grid.swapped.layout if self.dataflow == "rs" else self.grid.layout
+
+    @property
+    def output_layout(self) -> Layout:
+        return self.grid.layout
+
+    def check(self, in_dim: int, out_dim: int, batch: int, what: str) -> None:
+        """Raises ValueError, naming the nearest legal choice, if this plan cannot multiply these dims.
+
+        Args:
+          in_dim, out_dim: features in and out.
+          batch: sequences in one microbatch of one data-parallel copy.
+          what: the projection's name, for the message.
+        """
+        rows, cols = self.grid.num_rows, self.grid.num_cols
+        shape = f"{rows}x{cols}"
+        if self.algorithm == "cannon" and rows != cols:
+            raise ValueError(
+                f"{what}: cannon needs a square mesh and this one is {shape}. "
+                "Type mesh=2x2 or mesh=4x4, or parallel=collective."
+            )
+        self._check_divides(in_dim, out_dim, what)
+        legal = legal_slices(self.dataflow, in_dim, out_dim, batch, rows, cols)
+        if self.slices not in legal:
+            near = sorted(sorted(legal, key=lambda s: abs(s - self.slices))[:3])
+            raise ValueError(
+                f"{what}: slice count {self.slices} is illegal on {shape} for a {in_dim} x {out_dim} weight with "
+                f"dataflow {self.dataflow} and {batch} sequences. Type parallel.slices={_or(near)}."
+            )
+
+    def _check_divides(self, in_dim, out_dim, what):
+        rows, cols = self.grid.num_rows, self.grid.num_cols
+        both = math.lcm(rows, cols)
+        shards = {"os": (both, cols), "ls": (cols, both), "rs": (rows, cols)}[self.dataflow]
+        for name, dim, count in zip(("input", "output"), (in_dim, out_dim), shards, strict=True):
+            if dim % count:
+                raise ValueError(
+                    f"{what}: {dim} {name} features do not divide over the {rows}x{cols} grid of {self.algorithm} "
+                    f"(they must be a multiple of {count}). Choose another mesh= or other model sizes."
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanPair:
+    """One half of a transformer block: the projection into it and the one out of it, back to the residual stream."""
+
+    into: Plan
+    out: Plan
+
+    @property
+    def residual(self) -> Layout:
+        """Where the residual stream lives around this half."""
+        return self.into.input_layout
+
+    @property
+    def inside(self) -> Layout:
+        """Where heads or hidden features live."""
+        return self.into.output_layout
+
+    @property
+    def grid(self) -> Grid:
+        return self.into.grid
+
+
+def grid_of(algorithm: str, mesh: Mesh) -> Grid:
+    """The grid an algorithm uses on `mesh`: both tensor axes, or one corner of them."""
+    module = ALGORITHMS[check_algorithm(algorithm)]
+    return module.grid(mesh) if algorithm in ONE_DIMENSIONAL else Grid(mesh, ("row",), ("col",))
+
+
+def check_algorithm(name: str) -> str:
+    """Returns `name`; raises ValueError naming the nearest algorithm if there is none of that name."""
+    if name not in ALGORITHMS:
+        near = difflib.get_close_matches(name, ALGORITHMS, 1)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise ValueError(f"There is no algorithm {name!r}. {hint}Choose one of {', '.join(ALGORITHMS)}.")
+    return name
+
+
+def legal_slices(dataflow: str, in_dim: int, out_dim: int, batch: int, rows: int, cols: int) -> list[int]:
+    """Slice counts that divide the sliced dim on both grid directions (MeshSlice paper, section 3.1).
+
+    The sliced dim is the one the stationary matrix does not have: features in for `os`, features out for `ls`, tokens
+    for `rs`. Tokens are cut between sequences, so that attention finds whole ones.
+    """
+    sliced = {"os": in_dim, "ls": out_dim, "rs": batch}[dataflow]
+    pieces, rest = divmod(sliced, math.lcm(rows, cols))
+    return [1, *(s for s in range(2, min(pieces, 128) + 1) if not rest and pieces % s == 0)]
+
+
+def _or(values):
+    return " or ".join(map(str, values))

@@ -1,0 +1,63 @@
+"""Wang: the column direction as a bidirectional ring of permutes that overlap with block products.
+
+Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023; as the baseline of the
+MeshSlice paper (section 2.3.2). The row direction stays one whole, exposed collective. A ring of C devices takes
+exactly C - 1 steps; half of every block travels each way.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from mstrain.gemm.local import NN, NT, TN, axis_index, axis_size, dot, gather, rotate, scatter
+
+
+def os(a, b, rows, cols, slices=1):
+    """Y = A B: halves of A circulate, each met by its rows of the gathered B."""
+    b = gather(b, rows, 0)
+    y = 0
+    for block, start in _circulate(a, 1, cols):
+        b_block = lax.dynamic_slice_in_dim(b, start, block.shape[1], axis=0)
+        y = y + dot(block, b_block, NN, jnp.float32)
+    return y.astype(a.dtype)
+
+
+def ls(a, b, rows, cols, slices=1):
+    """Y = A B^T: halves of the output circulate and collect each device's partial product."""
+    b = gather(b, rows, 0)
+    n, me = axis_size(cols), axis_index(cols)
+    width = b.shape[0] // n
+    low = width // 2
+
+    def partial(owner, start, size):
+        rows_of_b = lax.dynamic_slice_in_dim(b, (owner % n) * width + start, size, axis=0)
+        return dot(a, rows_of_b, NT)
+
+    right, left = partial(me - 1, 0, low), partial(me + 1, low, width - low)
+    for step in range(1, n):
+        right, left = rotate(right, cols, 1), rotate(left, cols, -1)
+        right = right + partial(me - 1 - step, 0, low)
+        left = left + partial(me + 1 + step, low, width - low)
+    return jnp.concatenate([right, left], axis=1)
+
+
+def rs(a, b, rows, cols, slices=1):
+    """Y = A^T B: halves of A circulate, each gives a block of rows of the partial product, scattered at the end."""
+    y = jnp.zeros((a.shape[1] * axis_size(cols), b.shape[1]), a.dtype)
+    for block, start in _circulate(a, 1, cols):
+        y = lax.dynamic_update_slice_in_dim(y, dot(block, b, TN), start, axis=0)
+    return scatter(y, rows, 0)
+
+
+def _circulate(x, dim, axes):
+    """Yields (half block, its offset in the gathered dim) for every half block on the ring, own blocks first."""
+    n, me = axis_size(axes), axis_index(axes)
+    width = x.shape[dim]
+    low = width // 2
+    right = lax.slice_in_dim(x, 0, low, axis=dim)
+    left = lax.slice_in_dim(x, low, width, axis=dim)
+    for step in range(n):
+        coming = (rotate(right, axes, 1), rotate(left, axes, -1)) if step + 1 < n else None
+        yield right, ((me - step) % n) * width
+        yield left, ((me + step) % n) * width + low
+        if coming:
+            right, left = coming

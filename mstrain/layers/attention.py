@@ -1,0 +1,118 @@
+"""Causal self-attention on whole sequences and whole heads: every device works alone.
+
+Tokens are sharded between sequences and features between heads, so nothing travels. Shapes: B sequences, T tokens
+each, N query heads, K key-value heads, G = N / K queries per key-value head, H head width.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.sharding import PartitionSpec as P
+
+from mstrain.gemm import PlanPair, Storage
+from mstrain.gemm.local import axis_index, axis_size
+from mstrain.layers.attention_kernels import Scores, attend
+from mstrain.layers.dense import Dense, Inits
+from mstrain.layers.norm import normalise
+from mstrain.layers.parameter import parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """Counts and width of heads: N query heads over K key-value heads of width H."""
+
+    queries: int
+    keys: int
+    width: int
+
+    @property
+    def segments(self) -> tuple[int, int, int]:
+        """Widths of the fused projection: queries, keys, values."""
+        return (self.queries * self.width, self.keys * self.width, self.keys * self.width)
+
+
+class Attention(nn.Module):
+    """The attention half of a block: project to queries, keys and values, attend, project back.
+
+    Attributes:
+      plans: how the two projections are computed.
+      heads: numbers of heads.
+      scores: how scores are formed (scale, soft cap, ALiBi).
+      bias: biases on (the projection in, the projection out).
+      inits: initialisers of the two kernels.
+      rotary_base: base of rotary position embedding, or None.
+      qk_norm_epsilon: RMS-normalise queries and keys per head with this epsilon and a learned scale (Qwen 3), or None.
+    """
+
+    plans: PlanPair
+    heads: Heads
+    scores: Scores
+    bias: tuple[bool, bool]
+    inits: Inits
+    rotary_base: float | None = None
+    qk_norm_epsilon: float | None = None
+
+    @nn.compact
+    def __call__(self, x_TxD, seq: int, window):
+        """x_TxD holds sequences of `seq` tokens; `window` (traced int32) limits how far back a token sees."""
+        qkv = Dense(self.plans.into, self.heads.segments, self.inits.into, self.bias[0], name="qkv")(x_TxD)
+        y_TxNH = self._attend(qkv, seq, window)
+        return Dense(self.plans.out, x_TxD.shape[-1:], self.inits.out, self.bias[1], name="out")(y_TxNH)
+
+    def _attend(self, qkv, seq, window):
+        layout, scales = self.plans.inside, []
+        if self.qk_norm_epsilon:
+            storage = Storage((self.heads.width,))
+            scales = [parameter(self, f"{x}_scale", nn.initializers.ones, storage, P(None)) for x in "qk"]
+        local = jax.shard_map(
+            functools.partial(self._local, seq),
+            mesh=self.plans.grid.mesh,
+            in_specs=(layout.spec, P(), *([P(None)] * len(scales))),
+            out_specs=layout.spec,
+            check_vma=False,
+        )
+        return local(qkv, window, *scales)
+
+    def _local(self, seq, qkv, window, *scales):
+        axes = self.plans.inside.features
+        shards = axis_size(axes)
+        queries, keys = self.heads.queries // shards, self.heads.keys // shards
+        qkv = qkv.reshape(-1, seq, queries + 2 * keys, self.heads.width)
+        q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = jnp.split(qkv, [queries, queries + keys], axis=2)
+        if scales:
+            q_BxTxNxH = self._normalise(q_BxTxNxH, scales[0])
+            k_BxTxKxH = self._normalise(k_BxTxKxH, scales[1])
+        if self.rotary_base:
+            q_BxTxNxH = rotate_positions(q_BxTxNxH, self.rotary_base)
+            k_BxTxKxH = rotate_positions(k_BxTxKxH, self.rotary_base)
+        slopes_N = None
+        if self.scores.alibi:
+            first = axis_index(axes) * queries
+            slopes_N = jax.lax.dynamic_slice_in_dim(alibi_slopes(self.heads.queries), first, queries)
+        y_BxTxNxH = attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, self.scores, slopes_N, window)
+        return y_BxTxNxH.reshape(-1, queries * self.heads.width)
+
+    def _normalise(self, x, scale_H):
+        return (normalise(x.astype(jnp.float32), "rmsnorm", self.qk_norm_epsilon) * scale_H).astype(x.dtype)
+
+
+def rotate_positions(x_BxTxNxH, base: float):
+    """Rotary position embedding on halves of the head (Su et al., 2021, in the half-split form of Llama)."""
+    seq, width = x_BxTxNxH.shape[1], x_BxTxNxH.shape[3]
+    frequencies = base ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+    angles = jnp.arange(seq, dtype=jnp.float32)[:, None, None] * frequencies
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    low, high = jnp.split(x_BxTxNxH.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+    return rotated.astype(x_BxTxNxH.dtype)
+
+
+def alibi_slopes(heads: int):
+    """Slopes of ALiBi (Press et al., 2022): powers of two, interpolated when `heads` is not one."""
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    extra = [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
+    return jnp.array(slopes + extra, jnp.float32)

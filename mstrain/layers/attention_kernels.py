@@ -1,0 +1,90 @@
+"""Which kernel computes attention: the device's flash attention where it has one, plain XLA elsewhere.
+
+Shapes as in `mstrain.layers.attention`. The choice is made when the step is compiled, for the platform it is compiled for.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+SAVED_ATTENTION = "attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How scores are formed from q . k.
+
+    Attributes:
+      scale: factor on q . k.
+      alibi: add slope * (key position - query position).
+      soft_cap: c * tanh(score / c), or None (Gemma 2).
+      windowed: some layers see only a window of past tokens, so the window is an operand and not a constant.
+    """
+
+    scale: float
+    alibi: bool = False
+    soft_cap: float | None = None
+    windowed: bool = False
+
+
+def attend(q, k, v, scores: Scores, slopes_N, window):
+    """Causal attention of q_BxTxNxH over k, v_BxTxKxH; returns [B, T, N, H] in the dtype of q."""
+    plain = functools.partial(_attend_xla, scores=scores)
+    branches = {"default": plain}
+    if _flash_supports(q, scores):
+        branches["cuda"] = functools.partial(_attend_cudnn, scores=scores)
+        branches["tpu"] = functools.partial(_attend_splash, scores=scores)
+    y = lax.platform_dependent(q, k, v, slopes_N, window, **branches)
+    return checkpoint_name(y, SAVED_ATTENTION)
+
+
+def _flash_supports(q, scores: Scores) -> bool:
+    """Flash kernels want 16-bit inputs, lane-wide heads, whole blocks and scores without extras."""
+    extras = scores.alibi or scores.windowed or scores.soft_cap
+    return not extras and q.dtype == jnp.bfloat16 and q.shape[3] % 64 == 0 and q.shape[1] % 128 == 0
+
+
+def _attend_xla(q, k, v, slopes_N, window, *, scores: Scores):
+    B, T, N, H = q.shape
+    K = k.shape[2]
+    q = q.reshape(B, T, K, N // K, H)
+    s_BxKxGxTxS = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * scores.scale
+    if scores.soft_cap:
+        s_BxKxGxTxS = scores.soft_cap * jnp.tanh(s_BxKxGxTxS / scores.soft_cap)
+    past_TxS = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
+    if scores.alibi:
+        s_BxKxGxTxS = s_BxKxGxTxS - slopes_N.reshape(K, N // K, 1, 1) * past_TxS
+    seen_TxS = past_TxS >= 0
+    if scores.windowed:
+        seen_TxS &= past_TxS < window
+    p_BxKxGxTxS = jax.nn.softmax(jnp.where(seen_TxS, s_BxKxGxTxS, -1e30), axis=-1).astype(v.dtype)
+    y = jnp.einsum("bkgts,bskh->btkgh", p_BxKxGxTxS, v, preferred_element_type=jnp.float32)
+    return y.reshape(B, T, N, H).astype(q.dtype)
+
+
+def _attend_cudnn(q, k, v, slopes_N, window, *, scores: Scores):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=scores.scale, implementation="cudnn")
+
+
+def _attend_splash(q, k, v, slopes_N, window, *, scores: Scores):
+    """The splash attention kernel that ships with JAX: causal blocks that are all masked are never visited."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    seq, queries = q.shape[1], q.shape[2]
+    block = next(b for b in (1024, 512, 256, 128) if seq % b == 0)
+    sizes = splash.BlockSizes(
+        block_q=block, block_kv=block, block_kv_compute=min(block, 512),
+        block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=min(block, 512),
+        use_fused_bwd_kernel=True,
+    )  # fmt: skip
+    mask = masks.MultiHeadMask([masks.CausalMask((seq, seq))] * queries)
+    kernel = splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+    q, k, v = (x.swapaxes(1, 2) for x in (q * scores.scale, k, v))
+    if k.shape[1] != queries:
+        k, v = (jnp.repeat(x, queries // k.shape[1], axis=1) for x in (k, v))
+    return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)

@@ -1,0 +1,64 @@
+"""A projection: `y = x @ w + b`, computed as its plan says."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from mstrain.gemm import Plan, Storage, linear
+from mstrain.layers.parameter import parameter
+
+SAVED_PRODUCT = "product"  # the name by which remat=dots finds what to keep
+
+
+@dataclasses.dataclass(frozen=True)
+class Inits:
+    """Initialisers of the projection into one half of a block and of the one out of it."""
+
+    into: Callable
+    out: Callable
+
+
+class Dense(nn.Module):
+    """Projects the last dim of x_TxI to the sum of `segments`.
+
+    Attributes:
+      plan: how the product is computed.
+      segments: output widths; several for a fused projection, each split over the columns of the grid.
+      bias: add a bias.
+      initializer: initialiser of the canonical [in, out] kernel.
+      padding: output features appended (zeros, for ever) so that shards divide.
+
+    Returns y_TxO in the dtype of x; column shard j holds its part of every segment side by side.
+    """
+
+    plan: Plan
+    segments: tuple[int, ...]
+    initializer: Callable
+    bias: bool = False
+    padding: int = 0
+
+    @nn.compact
+    def __call__(self, x_TxI):
+        grid, flow = self.plan.grid, self.plan.dataflow
+        shape = (x_TxI.shape[-1], sum(self.segments))
+        storage = Storage(
+            shape,
+            segments=self.segments,
+            columns=grid.num_cols,
+            rows=grid.num_rows,
+            slices=1 if flow == "rs" else self.plan.slices,
+            transposed=flow == "ls",
+            padding=(0, self.padding) if self.padding else (),
+        )
+        kernel = parameter(self, "kernel", self.initializer, storage, grid.weight_spec)
+        y_TxO = linear(x_TxI, kernel, self.plan)
+        if self.bias:
+            order = Storage(shape[1:], segments=self.segments, columns=grid.num_cols)
+            spec = P(self.plan.output_layout.features or None)
+            bias = parameter(self, "bias", nn.initializers.zeros, order, spec)
+            y_TxO = y_TxO + bias.astype(y_TxO.dtype)
+        return checkpoint_name(y_TxO, SAVED_PRODUCT)

@@ -1,0 +1,83 @@
+"""Token (and learned position) embedding, sharded over vocabulary and features.
+
+The table is a weight like any other, `E[vocabulary, features]` over (rows, columns). A lookup gathers it along the
+vocabulary, once per step, in the compute dtype; gradients of a token seen often are summed in float32 before
+they are scattered back.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from mstrain.gemm import Grid, Layout, Plan, Storage
+from mstrain.gemm.local import gather
+from mstrain.layers.parameter import parameter
+
+
+class Embedding(nn.Module):
+    """Looks up tokens_T (int32) and gives x_TxD in `dtype`, laid out as `layout`.
+
+    Attributes:
+      grid: rows shard the vocabulary, columns the features.
+      vocabulary, width: canonical table shape.
+      padding: rows appended to the vocabulary so that shards divide.
+      initializer: initialiser of the canonical table.
+      dtype: dtype of the result.
+    """
+
+    grid: Grid
+    vocabulary: int
+    width: int
+    padding: int
+    initializer: Callable
+    dtype: jnp.dtype
+
+    def setup(self):
+        storage = Storage((self.vocabulary, self.width), padding=(self.padding, 0) if self.padding else ())
+        self.table = parameter(self, "table", self.initializer, storage, self.grid.weight_spec)
+
+    def __call__(self, tokens_T):
+        layout = self.grid.layout
+        lookup = jax.shard_map(
+            self._lookup,
+            mesh=self.grid.mesh,
+            in_specs=(P(layout.tokens), self.grid.weight_spec),
+            out_specs=layout.spec,
+            check_vma=False,
+        )
+        return lookup(tokens_T, self.table)
+
+    def _lookup(self, tokens, table):
+        table = gather(table.astype(self.dtype), self.grid.rows, 0)
+        return table.astype(jnp.float32)[tokens].astype(self.dtype)
+
+    def head_kernel(self, plan: Plan):
+        """The table as the [features, vocabulary] kernel of a tied output projection computed by `plan`."""
+        return jax.lax.with_sharding_constraint(self.table.T, plan.grid.sharding(plan.grid.weight_spec))
+
+
+class Positions(nn.Module):
+    """Adds a learned embedding of each token's place in its sequence of `seq` tokens."""
+
+    layout: Layout
+    mesh: Mesh
+    context: int
+    initializer: Callable
+
+    @nn.compact
+    def __call__(self, x_TxD, seq: int):
+        features = self.layout.features or None
+        storage = Storage((self.context, x_TxD.shape[-1]))
+        table = parameter(self, "table", self.initializer, storage, P(None, features))
+        add = jax.shard_map(
+            lambda x, places, table: x + table.astype(x.dtype)[places],
+            mesh=self.mesh,
+            in_specs=(self.layout.spec, P(self.layout.tokens), P(None, features)),
+            out_specs=self.layout.spec,
+            check_vma=False,
+        )
+        return add(x_TxD, jnp.arange(x_TxD.shape[0]) % seq, table)

@@ -1,0 +1,89 @@
+"""Vocabulary-parallel cross-entropy: logits stay sharded over the vocabulary.
+
+What travels is one maximum, one sum and one target logit per token and device, never the logits (the scheme of
+Megatron-LM; Shoeybi et al., 2019). The derivative, softmax minus one-hot, needs nothing but each device's own logits.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from mstrain.gemm import Layout
+from mstrain.gemm.local import all_reduce, axis_index
+
+
+@dataclasses.dataclass(frozen=True)
+class LogitsHead:
+    """What the loss must know of the logits.
+
+    Attributes:
+      vocabulary: number of real symbols; columns beyond are padding and count for nothing.
+      layout: where the logits live.
+      soft_cap: logits become c * tanh(logits / c) first, or None (Gemma 2).
+    """
+
+    vocabulary: int
+    layout: Layout
+    mesh: Mesh
+    soft_cap: float | None = None
+
+    def on_mesh(self, function, in_specs, out_specs):
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def cross_entropy(logits_TxV: jax.Array, targets_T: jax.Array, head: LogitsHead) -> jax.Array:
+    """Negative log-likelihood in nats of each target (int32 [T]) under logits of any float dtype; float32 [T]."""
+    return _forward(logits_TxV, targets_T, head)[0]
+
+
+def _forward(logits, targets, head: LogitsHead):
+    axes, per_token = head.layout.features, P(head.layout.tokens)
+
+    def local(logits, targets):
+        logits, symbols = _prepare(logits, head)
+        peak = jnp.max(logits, axis=1)
+        peak = lax.pmax(peak, axes) if axes else peak
+        total = all_reduce(jnp.sum(jnp.exp(logits - peak[:, None]), axis=1), axes)
+        is_target = symbols == targets[:, None]
+        target = all_reduce(jnp.sum(jnp.where(is_target, logits, 0), axis=1), axes)
+        log_total = peak + jnp.log(total)
+        return log_total - target, log_total
+
+    run = head.on_mesh(local, (head.layout.spec, per_token), (per_token, per_token))
+    loss, log_total = run(logits, targets)
+    return loss, (logits, targets, log_total)
+
+
+def _backward(head: LogitsHead, saved, g_T):
+    per_token = P(head.layout.tokens)
+
+    def local(raw, targets, log_total, g):
+        logits, symbols = _prepare(raw, head)
+        slope = jnp.exp(logits - log_total[:, None]) - (symbols == targets[:, None])
+        if head.soft_cap:
+            slope = slope * (1 - jnp.square(jnp.tanh(raw.astype(jnp.float32) / head.soft_cap)))
+        return (slope * g[:, None]).astype(raw.dtype)
+
+    specs = (head.layout.spec, per_token, per_token, per_token)
+    return head.on_mesh(local, specs, head.layout.spec)(*saved, g_T), None
+
+
+cross_entropy.defvjp(_forward, _backward)
+
+
+def _prepare(logits, head: LogitsHead):
+    """Float32 logits of this shard, capped, padding masked out; and the symbol each column stands for."""
+    logits = logits.astype(jnp.float32)
+    if head.soft_cap:
+        logits = head.soft_cap * jnp.tanh(logits / head.soft_cap)
+    width = logits.shape[1]
+    symbols = lax.iota(jnp.int32, width)[None, :] + axis_index(head.layout.features) * width
+    return jnp.where(symbols < head.vocabulary, logits, -1e30), symbols

@@ -1,0 +1,57 @@
+"""The feed-forward half of a block: plain (up, activate, down) or gated (gate and up fused, multiply, down)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from mstrain.gemm import PlanPair
+from mstrain.layers.dense import Dense, Inits
+
+ACTIVATIONS = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+}
+
+
+class Mlp(nn.Module):
+    """x_TxD -> activate(x U) D, or with `gated` (activate(x G) * (x U)) D.
+
+    Attributes:
+      plans: how the two projections are computed.
+      hidden: F, the width between them.
+      activation: a key of `ACTIVATIONS`.
+      gated: multiply by a second projection; [gate, up] are the two segments of one product.
+      bias: both projections have one.
+    """
+
+    plans: PlanPair
+    hidden: int
+    activation: str
+    gated: bool
+    bias: bool
+    inits: Inits
+
+    @nn.compact
+    def __call__(self, x_TxD):
+        segments = (self.hidden,) * (2 if self.gated else 1)
+        h_TxF = Dense(self.plans.into, segments, self.inits.into, self.bias, name="up")(x_TxD)
+        h_TxF = self._activate(h_TxF)
+        return Dense(self.plans.out, x_TxD.shape[-1:], self.inits.out, self.bias, name="down")(h_TxF)
+
+    def _activate(self, h):
+        activate = ACTIVATIONS[self.activation]
+        if not self.gated:
+            return activate(h)
+
+        def local(h):  # each feature shard holds its [gate | up]
+            gate, up = jnp.split(h, 2, axis=-1)
+            return activate(gate) * up
+
+        spec = self.plans.inside.spec
+        return jax.shard_map(
+            local, mesh=self.plans.grid.mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )(h)

@@ -1,0 +1,59 @@
+"""Parameters that know where they live and in which order they are stored.
+
+A parameter is initialised in canonical order, so that its values do not depend on mesh, algorithm or slice count, then
+stored as its `Storage` says. Both facts ride on the parameter as Linen metadata: `partition_specs` and `storages` read
+them off the abstract parameter tree.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import struct
+from jax.sharding import PartitionSpec as P
+
+from mstrain.gemm import Storage
+
+
+class Stored(struct.PyTreeNode, nn.meta.AxisMetadata):
+    """A parameter in stored order with its partition spec and storage."""
+
+    value: Any
+    spec: P = struct.field(pytree_node=False)
+    storage: Storage = struct.field(pytree_node=False)
+
+    def unbox(self):
+        return self.value
+
+    def replace_boxed(self, val):
+        return self.replace(value=val)
+
+    def add_axis(self, index: int, params: dict):
+        return self.replace(spec=P(*self.spec[:index], None, *self.spec[index:]))
+
+    def remove_axis(self, index: int, params: dict):
+        return self.replace(spec=P(*self.spec[:index], *self.spec[index + 1 :]))
+
+
+def parameter(module: nn.Module, name: str, init: Callable, storage: Storage, spec: P) -> jax.Array:
+    """Declares float32 parameter `name` of canonical shape `storage.shape`, kept in stored order, sharded by `spec`."""
+
+    def boxed_init(key):
+        return Stored(storage.store(init(key, storage.shape)), spec, storage)
+
+    return module.param(name, boxed_init)
+
+
+def is_stored(x) -> bool:
+    return isinstance(x, Stored)
+
+
+def partition_specs(boxed: Any) -> Any:
+    """The `PartitionSpec` of every parameter of a boxed (possibly abstract) tree."""
+    return jax.tree.map(lambda box: box.spec, boxed, is_leaf=is_stored)
+
+
+def storages(boxed: Any) -> Any:
+    """The `Storage` of every parameter of a boxed (possibly abstract) tree."""
+    return jax.tree.map(lambda box: box.storage, boxed, is_leaf=is_stored)

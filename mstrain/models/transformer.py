@@ -1,0 +1,173 @@
+"""One decoder-only transformer; families differ by the small choices in `ModelConfig`.
+
+Activations are x_TxD: all tokens of the batch in a row, sequence after sequence, by features. The model file knows plans and
+layouts, not algorithms. Consecutive layers with equal plans are one scan, so compile time does not grow with depth.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from mstrain.gemm import Layout, linear
+from mstrain.layers.attention import Attention, Heads
+from mstrain.layers.attention_kernels import SAVED_ATTENTION, Scores
+from mstrain.layers.dense import SAVED_PRODUCT, Dense, Inits
+from mstrain.layers.embedding import Embedding, Positions
+from mstrain.layers.loss import LogitsHead, cross_entropy
+from mstrain.layers.mlp import Mlp
+from mstrain.layers.norm import Norm
+from mstrain.models.config import ModelConfig
+from mstrain.models.plan import BlockPlan, ModelPlan
+
+REMAT = ("none", "dots", "full")
+INIT_SCALE = 0.02  # standard deviation of initial weights (GPT-2); projections out of a block shrink with depth
+
+
+class Block(nn.Module):
+    """Residual plus attention, residual plus MLP."""
+
+    model: ModelConfig
+    plan: BlockPlan
+    seq: int
+
+    @nn.compact
+    def __call__(self, x_TxD, window):
+        attention, mlp = self._attention(), self._mlp()
+        if self.model.parallel_block:
+            h_TxD = self._norm("norm", self.plan.attention.residual)(x_TxD)
+            y_TxD = self._out("attention", attention(h_TxD, self.seq, window), self.plan.attention.residual)
+            z_TxD = self._out("mlp", mlp(self._move(h_TxD, self.plan.mlp.residual)), self.plan.mlp.residual)
+            x_TxD = x_TxD + y_TxD + self._move(z_TxD, self.plan.attention.residual)
+            return x_TxD, None
+        x_TxD = self._half("attention", x_TxD, lambda h: attention(h, self.seq, window), self.plan.attention)
+        x_TxD = self._half("mlp", x_TxD, mlp, self.plan.mlp)
+        return self._move(x_TxD, self.plan.attention.residual), None
+
+    def _half(self, name, x_TxD, half, plans):
+        x_TxD = self._move(x_TxD, plans.residual)
+        h_TxD = self._norm(f"{name}_norm", plans.residual)(x_TxD)
+        return x_TxD + self._out(name, half(h_TxD), plans.residual)
+
+    def _out(self, name, y_TxD, layout):
+        return self._norm(f"{name}_post_norm", layout)(y_TxD) if self.model.post_norm else y_TxD
+
+    def _move(self, x_TxD, layout: Layout):
+        return move(x_TxD, layout, self.plan)
+
+    def _norm(self, name, layout):
+        m = self.model
+        return Norm(m.norm, layout, m.norm_bias, m.norm_epsilon, m.unit_offset_norm, name=name)
+
+    def _attention(self):
+        m = self.model
+        return Attention(
+            plans=self.plan.attention,
+            heads=Heads(m.heads, m.num_kv_heads, m.head_width),
+            scores=Scores(
+                scale=m.attention_scale or m.head_width**-0.5,
+                alibi=m.position == "alibi",
+                soft_cap=m.attention_soft_cap,
+                windowed=bool(m.window) and m.window < self.seq,
+            ),
+            bias=(m.bias in ("all", "qkv"), m.bias == "all"),
+            inits=self._inits(),
+            rotary_base=m.rotary_base if m.position == "rotary" else None,
+            qk_norm_epsilon=m.norm_epsilon if m.qk_norm else None,
+            name="attention",
+        )
+
+    def _mlp(self):
+        m = self.model
+        return Mlp(self.plan.mlp, m.hidden, m.activation, m.gated, m.bias == "all", self._inits(), name="mlp")
+
+    def _inits(self):
+        shrunk = INIT_SCALE / (2 * self.model.layers) ** 0.5
+        return Inits(nn.initializers.normal(INIT_SCALE), nn.initializers.normal(shrunk))
+
+
+class Transformer(nn.Module):
+    """Maps tokens_T (int32, whole sequences of `seq` in a row) to logits_TxV laid out as `plan.head.output_layout`.
+
+    Attributes:
+      model: sizes and choices; `model.vocabulary` must be set.
+      plan: how every product is computed.
+      seq: tokens per sequence.
+      dtype: of activations and products; parameters are float32.
+      remat: what a layer keeps for its backward pass: everything (`none`), its products (`dots`) or its input (`full`).
+    """
+
+    model: ModelConfig
+    plan: ModelPlan
+    seq: int
+    dtype: jnp.dtype = jnp.float32
+    remat: str = "none"
+
+    def setup(self):
+        model, plan, init = self.model, self.plan, nn.initializers.normal(INIT_SCALE)
+        residual = plan.head.input_layout
+        padding = plan.vocabulary_padding(model.vocabulary)
+        self.embedding = Embedding(
+            plan.embedding_grid, model.vocabulary, model.width, padding, init, self.dtype
+        )
+        if model.position == "learned":
+            self.positions = Positions(residual, plan.mesh, model.context, init)
+        self.blocks = [self._scan(block, count) for block, count in plan.groups]
+        self.final_norm = Norm(
+            model.norm, residual, model.norm_bias, model.norm_epsilon, model.unit_offset_norm
+        )
+        if not model.tied:
+            self.head = Dense(plan.head, (model.vocabulary,), init, padding=padding)
+
+    def __call__(self, tokens_T):
+        x_TxD = self.embedding(tokens_T)
+        if self.model.scaled_embedding:
+            x_TxD = x_TxD * jnp.asarray(self.model.width**0.5, self.dtype)
+        if self.model.position == "learned":
+            x_TxD = self.positions(x_TxD, self.seq)
+        windows, first = self._windows(), 0
+        for blocks, (block, count) in zip(self.blocks, self.plan.groups, strict=True):
+            x_TxD = move(x_TxD, block.attention.residual, block)
+            x_TxD, _ = blocks(x_TxD, windows[first : first + count])
+            first += count
+        x_TxD = self.final_norm(move(x_TxD, self.plan.head.input_layout, self.plan))
+        if self.model.tied:
+            return linear(x_TxD, self.embedding.head_kernel(self.plan.head), self.plan.head)
+        return self.head(x_TxD)
+
+    def loss(self, tokens_T, targets_T):
+        """Negative log-likelihood of every target in nats, float32 [T]."""
+        m, layout = self.model, self.plan.head.output_layout
+        head = LogitsHead(m.vocabulary, layout, self.plan.mesh, m.logit_soft_cap)
+        return cross_entropy(self(tokens_T), targets_T, head)
+
+    def _windows(self):
+        every_second = jnp.arange(self.model.layers) % 2 == 0
+        return jnp.where(every_second, self.model.window or self.seq, self.seq)
+
+    def _scan(self, plan: BlockPlan, count: int):
+        block = Block
+        if self.remat != "none":
+            saved = [SAVED_PRODUCT, SAVED_ATTENTION] if self.remat == "dots" else []
+            policy = jax.checkpoint_policies.save_only_these_names(*saved)
+            block = nn.remat(Block, policy=policy, prevent_cse=False)
+        scanned = nn.scan(
+            block, variable_axes={"params": 0}, split_rngs={"params": True}, length=count, metadata_params={}
+        )
+        return scanned(self.model, plan, self.seq)
+
+
+def move(x_TxD, layout: Layout, plan: BlockPlan | ModelPlan):
+    """Brings activations to `layout`; free when they are there already."""
+    return jax.lax.with_sharding_constraint(x_TxD, jax.sharding.NamedSharding(plan.mesh, layout.spec))
+
+
+@functools.cache
+def count_parameters(model: ModelConfig) -> int:
+    """Exact number of parameters; shapes only, nothing is allocated."""
+    from mstrain.models.plan import canonical_plan
+
+    module = Transformer(model, canonical_plan(model), seq=1)
+    shapes = jax.eval_shape(module.init, jax.random.key(0), jax.ShapeDtypeStruct((1,), jnp.int32))
+    return sum(leaf.size for leaf in jax.tree.leaves(shapes))

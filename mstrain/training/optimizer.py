@@ -1,0 +1,62 @@
+"""AdamW as large language models are trained: clipped by global norm, warmed up linearly, decayed by a cosine."""
+
+import dataclasses
+
+import jax
+import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """`learning_rate` is the peak, reached after `warmup` steps; it ends at `final_fraction` of it at the last step.
+
+    `weight_decay` is applied to matrices and tables, not to norms and biases. `clip` bounds the global gradient norm.
+    """
+
+    learning_rate: float = 1e-3
+    warmup: int = 50
+    final_fraction: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+    def __post_init__(self):
+        for field in ("learning_rate", "clip", "epsilon"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"optimizer.{field}={getattr(self, field)} must be above 0.")
+        if self.warmup < 0 or self.weight_decay < 0:
+            raise ValueError("optimizer.warmup and optimizer.weight_decay cannot be negative. Type 0 to do without.")
+        for field in ("b1", "b2", "final_fraction"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ValueError(f"optimizer.{field}={getattr(self, field)} must lie between 0 and 1.")
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Linear warm-up from 0, then a cosine that ends at step `steps`."""
+    peak = config.learning_rate
+    warmup = min(config.warmup, max(steps - 1, 0))
+    if not warmup:
+        return optax.cosine_decay_schedule(peak, max(steps, 1), config.final_fraction)
+    return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, 1), peak * config.final_fraction)
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """The whole update, first moment and second moment in float32 like the parameters."""
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip),
+        optax.adamw(
+            learning_rate(config, steps),
+            b1=config.b1,
+            b2=config.b2,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+            mask=decay_mask,
+        ),
+    )
+
+
+def decay_mask(params):
+    """True for kernels and embedding tables, false for norm scales and biases."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "table"), params)

@@ -1,0 +1,91 @@
+"""One step: loss, gradients, update, in one compiled program that owns its state.
+
+A step is one optimizer update; `state["step"]` is the number of updates finished.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mstrain.models.parameters import init_parameters, parameter_shardings
+from mstrain.models.transformer import Transformer
+
+State = dict  # {"step": int32, "params": ..., "optimizer": ...}
+
+
+def mean_loss(module: Transformer, params, tokens_BxT1):
+    """Mean negative log-likelihood in nats of the last T tokens of every sequence given those before."""
+    inputs, targets = tokens_BxT1[:, :-1].reshape(-1), tokens_BxT1[:, 1:].reshape(-1)
+    return jnp.mean(module.apply({"params": params}, inputs, targets, method="loss"))
+
+
+def gradients(module: Transformer, params, batch_AxBxT1):
+    """Mean loss and float32 mean gradients over A microbatches of B sequences of T + 1 tokens."""
+    value_and_grad = jax.value_and_grad(lambda params, tokens: mean_loss(module, params, tokens))
+    microbatches = batch_AxBxT1.shape[0]
+    if microbatches == 1:
+        return value_and_grad(params, batch_AxBxT1[0])
+
+    def add(total, tokens):
+        return jax.tree.map(jnp.add, total, value_and_grad(params, tokens)), None
+
+    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    total, _ = jax.lax.scan(add, zeros, batch_AxBxT1)
+    return jax.tree.map(lambda x: x / microbatches, total)
+
+
+def make_step(module: Transformer, optimizer: optax.GradientTransformation):
+    """The compiled `step(state, batch_AxBxT1) -> (state, metrics)`; it consumes the state it is given.
+
+    Metrics, float32 scalars: `loss` before the update and `grad_norm` before clipping.
+    """
+
+    def step(state: State, batch_AxBxT1):
+        loss, grads = gradients(module, state["params"], batch_AxBxT1)
+        updates, moments = optimizer.update(grads, state["optimizer"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        return {"step": state["step"] + 1, "params": params, "optimizer": moments}, metrics
+
+    shardings = state_shardings(module, optimizer)
+    replicated = NamedSharding(module.plan.mesh, P())
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated))
+
+
+def init_state(module: Transformer, optimizer: optax.GradientTransformation, seed: int) -> State:
+    """Step 0: initial parameters and zero moments, created where they live."""
+    params = init_parameters(module, seed)
+    shardings = state_shardings(module, optimizer)
+    moments = jax.jit(optimizer.init, out_shardings=shardings["optimizer"])(params)
+    step = jax.device_put(jnp.zeros((), jnp.int32), shardings["step"])
+    return {"step": step, "params": params, "optimizer": moments}
+
+
+def state_shardings(module: Transformer, optimizer: optax.GradientTransformation) -> State:
+    """Moments are sharded as the parameters they belong to, everything else is replicated."""
+    params = parameter_shardings(module)
+    replicated = NamedSharding(module.plan.mesh, P())
+    abstract = jax.eval_shape(optimizer.init, params_shapes(module))
+    moments = map_parameter_trees(lambda _: params, abstract, params, lambda _: replicated)
+    return {"step": replicated, "params": params, "optimizer": moments}
+
+
+def map_parameter_trees(function, tree, params_like, otherwise=lambda leaf: leaf):
+    """Applies `function` to every subtree of an optimizer state shaped like the parameters."""
+    structure = jax.tree.structure(params_like)
+
+    def is_parameters(node):
+        return jax.tree.structure(node) == structure
+
+    return jax.tree.map(
+        lambda node: function(node) if is_parameters(node) else otherwise(node), tree, is_leaf=is_parameters
+    )
+
+
+def params_shapes(module: Transformer):
+    from mstrain.models.parameters import abstract_parameters
+
+    boxed = abstract_parameters(module)
+    return jax.tree.map(lambda box: box.value, boxed, is_leaf=lambda x: hasattr(x, "storage"))
