@@ -1,0 +1,1 @@
+"""Searches for parallel plans and the simulator that costs them."""

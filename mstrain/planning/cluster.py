@@ -1,0 +1,198 @@
+"""Devices and the links between them.
+
+Networks: a switch (every device has one port, full duplex), a torus (a link per neighbour and direction) and
+arbitrary pairs (a bandwidth per pair). All answer the same questions: which links a message uses, how fast it
+travels, and what ring a group of devices forms. Bandwidths are bytes/s per direction, latencies seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from mstrain.planning.collectives import Ring
+
+GIGABIT = 1.25e8  # bytes
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator: peak rate in flop/s, memory bandwidth in bytes/s, memory in bytes, kernel launch in seconds."""
+
+    flops: float
+    memory_bandwidth: float
+    memory_bytes: float = float("inf")
+    launch_seconds: float = 0.0
+    kind: str = "device"
+
+
+class Link(NamedTuple):
+    """One direction of one link; `device` is where it is drawn, `name` what it is called there."""
+
+    device: int
+    name: str
+    bandwidth: float
+
+
+class Path(NamedTuple):
+    """The links a message crosses (numbers of the network), the slowest one's bandwidth, and the latency."""
+
+    links: tuple[int, ...]
+    bandwidth: float
+    latency: float
+
+
+class Network:
+    """What all networks share; `uniform` means that every pair of devices looks the same."""
+
+    uniform = False
+
+    def link(self, number: int) -> Link:
+        raise NotImplementedError
+
+    def path(self, source: int, destination: int) -> Path:
+        raise NotImplementedError
+
+    def ring(self, members: Sequence[int]) -> Ring:
+        """The ring through `members` in order, half of the data going each way round.
+
+        A link that several hops cross is shared by them, so a ring that closes over a line of torus links comes out
+        at half the bandwidth of one that closes around the torus.
+        """
+        return _ring(self, members)[0]
+
+    def ring_links(self, members: Sequence[int]) -> Sequence[int]:
+        """The links that the ring through `members` occupies."""
+        return _ring(self, members)[1]
+
+    def mean_bandwidth(self, members: Sequence[int]) -> float:
+        """Mean over the unordered pairs of `members`, as DistIR's collectives see a group."""
+        pairs = [self.path(a, b).bandwidth for i, a in enumerate(members) for b in members[i + 1:]]
+        return float(np.mean(pairs))
+
+
+@lru_cache(maxsize=1 << 14)
+def _ring(network: Network, members: Sequence[int]) -> tuple[Ring, tuple[int, ...]]:
+    load: dict[int, float] = {}
+    latency = 0.0
+    for here, there in zip(members, [*members[1:], members[0]]):
+        for source, destination in ((here, there), (there, here)):
+            path = network.path(source, destination)
+            latency = max(latency, path.latency)
+            for number in path.links:
+                load[number] = load.get(number, 0.0) + 0.5
+    bandwidth = min(network.link(number).bandwidth / share for number, share in load.items())
+    return Ring(len(members), bandwidth, latency), tuple(load)
+
+
+@dataclass(frozen=True)
+class Switch(Network):
+    """Every device behind one full-duplex port of `bandwidth`; links 2d (out) and 2d + 1 (in) belong to device d."""
+
+    bandwidth: float
+    latency: float = 0.0
+    uniform = True
+
+    def link(self, number: int) -> Link:
+        return Link(number // 2, ("link out", "link in")[number % 2], self.bandwidth)
+
+    def path(self, source: int, destination: int) -> Path:
+        return Path((2 * source, 2 * destination + 1), self.bandwidth, self.latency)
+
+    def ring(self, members: Sequence[int]) -> Ring:
+        return Ring(len(members), self.bandwidth, self.latency)
+
+    def ring_links(self, members: Sequence[int]) -> Sequence[int]:
+        return [2 * member + side for member in members for side in (0, 1)]
+
+    def mean_bandwidth(self, members: Sequence[int]) -> float:
+        return self.bandwidth
+
+
+@dataclass(frozen=True)
+class Torus(Network):
+    """Devices numbered row-major over `shape`; each has a link of `bandwidth` to both neighbours in every dim.
+
+    Messages go dim by dim, the shorter way round. `wrap=False` makes a mesh (no links around).
+    """
+
+    shape: tuple[int, ...]
+    bandwidth: float
+    latency: float = 0.0
+    wrap: bool = True
+
+    def link(self, number: int) -> Link:
+        device, which = divmod(number, 2 * len(self.shape))
+        return Link(device, f"link dim {which // 2} {'+-'[which % 2]}", self.bandwidth)
+
+    def path(self, source: int, destination: int) -> Path:
+        links, here, stride = [], source, 1
+        for dim in reversed(range(len(self.shape))):
+            size = self.shape[dim]
+            at, target = here // stride % size, destination // stride % size
+            forward = (target - at) % size
+            positive = forward <= size - forward if self.wrap else target > at
+            for _ in range(forward if positive else (at - target) % size):
+                links.append(2 * len(self.shape) * here + 2 * dim + (0 if positive else 1))
+                moved = (at + (1 if positive else -1)) % size
+                here, at = here + (moved - at) * stride, moved
+            stride *= size
+        return Path(tuple(links), self.bandwidth, self.latency * len(links))
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs(Network):
+    """A symmetric matrix of bandwidths (bytes/s), NaN where two devices have no link; one latency for all.
+
+    This is DistIR's notion of a topology: no shared links.
+    """
+
+    bandwidths: np.ndarray
+    latency: float = 0.0
+
+    @classmethod
+    def from_triples(cls, num_devices: int, triples: Sequence[tuple[int, int, float]], latency=0.0) -> Pairs:
+        """From (source, destination, bytes/s) triples, each stored both ways."""
+        matrix = np.full((num_devices, num_devices), np.nan)
+        for source, destination, bandwidth in triples:
+            matrix[source, destination] = matrix[destination, source] = bandwidth
+        return cls(matrix, latency)
+
+    def link(self, number: int) -> Link:
+        source, destination = divmod(number, len(self.bandwidths))
+        return Link(source, f"link to {destination}", float(self.bandwidths[source, destination]))
+
+    def path(self, source: int, destination: int) -> Path:
+        bandwidth = float(self.bandwidths[source, destination])
+        if np.isnan(bandwidth):
+            raise ValueError(f"devices {source} and {destination} must talk but have no link; "
+                             f"add ({source}, {destination}, bytes_per_second) to the topology")
+        return Path((source * len(self.bandwidths) + destination,), bandwidth, self.latency)
+
+    def mean_bandwidth(self, members: Sequence[int]) -> float:
+        inside = self.bandwidths[np.ix_(members, members)][np.triu_indices(len(members), 1)]
+        return super().mean_bandwidth(members) if np.isnan(inside).any() else float(inside.mean())
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices 0..n-1 and the network between them."""
+
+    devices: tuple[Device, ...]
+    network: Network
+
+    @classmethod
+    def homogeneous(cls, num_devices: int, device: Device, network: Network) -> Cluster:
+        """`num_devices` devices of one kind. Raises ValueError when a torus has another size."""
+        if isinstance(network, Torus) and int(np.prod(network.shape)) != num_devices:
+            raise ValueError(f"a torus of shape {network.shape} has {int(np.prod(network.shape))} devices, "
+                             f"not {num_devices}; give a shape whose product is {num_devices}")
+        return cls((device,) * num_devices, network)
+
+    def uniform(self, devices: Sequence[int]) -> bool:
+        """Whether `devices` are interchangeable: one kind, and every pair connected alike."""
+        return self.network.uniform and len({self.devices[device] for device in devices}) <= 1

@@ -1,0 +1,204 @@
+"""Runs a program on a cluster: when each operation starts, what each device holds, and the timeline of it all.
+
+Operations are taken in program order. One starts when its inputs exist and every lane it uses is free; it then
+holds those lanes for its duration. With `rules.link_lanes` a message uses the links it crosses, otherwise the
+compute lanes of its devices (DistIR's rendezvous). Lanes are served first come, first served.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numba
+import numpy as np
+
+from mstrain.planning.cluster import Cluster
+from mstrain.planning.memory import MemoryUse, memory_use
+from mstrain.planning.program import Program, Ragged
+from mstrain.planning.rules import RuleSet, communication_seconds, compute_seconds, operation_work, rule_set
+from mstrain.timeline import Counter, Lane, Timeline
+
+
+@numba.njit(cache=True)
+def _run(offsets, lanes, seconds, in_offsets, in_items, out_offsets, out_items, num_lanes, num_values):
+    """Start of every operation, shape (ops,); end of every event; and the end of every lane."""
+    free = np.zeros(num_lanes)
+    ready = np.zeros(num_values)
+    starts = np.empty(len(offsets) - 1)
+    ends = np.empty(len(offsets) - 1)
+    for op in range(len(offsets) - 1):
+        start = 0.0
+        for event in range(offsets[op], offsets[op + 1]):
+            start = max(start, free[lanes[event]])
+        for entry in range(in_offsets[op], in_offsets[op + 1]):
+            start = max(start, ready[in_items[entry]])
+        end = start
+        for event in range(offsets[op], offsets[op + 1]):
+            duration = seconds[event]
+            until = start if np.isnan(duration) else start + duration
+            free[lanes[event]] = until
+            end = max(end, until)
+        for entry in range(out_offsets[op], out_offsets[op + 1]):
+            ready[out_items[entry]] = end
+        starts[op] = start
+        ends[op] = end
+    return starts, ends, free
+
+
+class _Lanes:
+    """Numbers the lanes in use: first the compute lane of every device, then links as they appear."""
+
+    def __init__(self, program: Program, cluster: Cluster):
+        self.cluster = cluster
+        self.lanes = [Lane(device, f"{cluster.devices[device].kind} {device}", "compute")
+                      for device in program.devices]
+        self.compute = {device: number for number, device in enumerate(program.devices)}
+        self.links: dict[int, int] = {}
+
+    def of_devices(self, members) -> tuple[int, ...]:
+        return tuple(self.compute[device] for device in members if device in self.compute)
+
+    def of_links(self, numbers) -> tuple[int, ...]:
+        found = []
+        for number in numbers:
+            lane = self.links.get(number)
+            if lane is None:
+                link = self.cluster.network.link(number)
+                if link.device not in self.compute:
+                    continue
+                lane = self.links[number] = len(self.lanes)
+                self.lanes.append(Lane(link.device, self.lanes[self.compute[link.device]].process, link.name))
+            found.append(lane)
+        return tuple(found)
+
+
+def _events(program: Program, cluster: Cluster, rules: RuleSet, lanes: _Lanes) -> tuple[np.ndarray, Ragged, np.ndarray]:
+    """Per operation its action; per action the lanes it holds, and for how long (NaN: no event)."""
+    code = program.spec * len(program.groups) + program.group
+    present = np.zeros(len(program.specs) * len(program.groups), bool)
+    present[code] = True
+    held, seconds = [], []
+    cost: dict[tuple, float] = {}
+    for pair in np.flatnonzero(present).tolist():
+        spec, group = divmod(pair, len(program.groups))
+        what, members = program.specs[spec], program.groups[group]
+        if not what.communicates:
+            key = (spec, cluster.devices[members[0]])
+            if key not in cost:
+                cost[key] = compute_seconds(rules, what, key[1])
+            held.append((lanes.compute[members[0]],))
+            seconds.append(cost[key])
+            continue
+        duration = communication_seconds(rules, what, members, cluster)
+        if rules.link_lanes:
+            network = cluster.network
+            held.append(lanes.of_links(network.path(*members).links if what.kind == "Send" else
+                                       network.ring_links(members)))
+        else:
+            held.append(lanes.of_devices(members))
+        if isinstance(duration, tuple):
+            seconds.extend(np.nan if value is None else value for value in duration)
+        else:
+            seconds.extend([duration] * len(held[-1]))
+    return (np.cumsum(present) - 1)[code], Ragged.of(held), np.array(seconds)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a simulated step does. Times in seconds, memory in bytes; see `Program` for operations and devices."""
+
+    program: Program
+    rules: RuleSet
+    lanes: tuple[Lane, ...]
+    start: np.ndarray
+    end: np.ndarray
+    lane_end: np.ndarray
+    action: np.ndarray
+    held: Ragged
+    action_seconds: np.ndarray
+
+    @property
+    def seconds(self) -> float:
+        """Length of the step: when the last lane is done."""
+        return float(self.lane_end.max(initial=0.0))
+
+    @property
+    def device_seconds(self) -> dict[int, float]:
+        """When each kept device is done, on its compute unit and its links."""
+        done: dict[int, float] = {}
+        for lane, end in zip(self.lanes, self.lane_end.tolist()):
+            done[lane.device] = max(done.get(lane.device, 0.0), end)
+        return done
+
+    @property
+    def num_events(self) -> int:
+        """Trace events of the whole job: one per operation and device, those of ranks left out included."""
+        members = np.array([len(group) for group in self.program.groups])[self.program.group]
+        silent = np.bincount(self.action, minlength=len(self.held.lengths)) @ np.bincount(
+            self.held.owner(), weights=np.isnan(self.action_seconds), minlength=len(self.held.lengths))
+        return int(members @ self.program.copies - silent)
+
+    @cached_property
+    def communication_fraction(self) -> float:
+        """Device-seconds of communication over device-seconds of everything, as DistIR's notebook counts them."""
+        per_action = np.bincount(self.held.owner(), weights=np.nan_to_num(self.action_seconds),
+                                 minlength=len(self.held.lengths))[self.action]
+        communicates = np.array([spec.communicates for spec in self.program.specs])[self.program.spec]
+        total = float(per_action.sum())
+        return float(per_action[communicates].sum()) / total if total else 0.0
+
+    @cached_property
+    def memory(self) -> MemoryUse:
+        """Live memory per device over time."""
+        return memory_use(self.program, self.start if self.rules.link_lanes else self.end, self.end)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest live total of any device."""
+        return max(self.memory.peak_bytes.values(), default=0)
+
+    def timeline(self) -> Timeline:
+        """Events on lanes, with operator, shape, bytes, flops and microbatch of each, and live memory."""
+        program = self.program
+        taken = self.held.take(self.action)
+        op = taken.owner()
+        seconds = self.held._replace(items=np.arange(len(self.action_seconds))).take(self.action).items
+        duration = self.action_seconds[seconds]
+        kept = ~np.isnan(duration)
+        op, lane, duration = op[kept], taken.items[kept], duration[kept]
+        spec = program.spec[op]
+        names = tuple(dict.fromkeys(item.kind for item in program.specs))
+        number = {name: index for index, name in enumerate(names)}
+        shapes = np.array([" ".join("x".join(map(str, shape)) for shape in item.shapes[:2])
+                           for item in program.specs], dtype=object)
+        args = {
+            "shape": shapes[spec],
+            "bytes": np.array([sum(map(prod, item.shapes)) * item.element_bytes for item in program.specs])[spec],
+            "flops": np.array([operation_work(item) for item in program.specs])[spec],
+            "microbatch": np.where(program.microbatch < 0, np.nan, program.microbatch)[op],
+            "flow": np.where([item.kind == "Send" for item in program.specs], 1, -1)[spec] * (op + 1)}
+        return Timeline(
+            self.lanes, names, lane, np.array([number[item.kind] for item in program.specs])[spec], self.start[op],
+            duration, np.array([item.communicates for item in program.specs])[spec], args,
+            tuple(Counter(device, "live memory", time, value)
+                  for device, (time, value) in self.memory.timelines().items()))
+
+
+def simulate(program: Program, cluster: Cluster, rules: str | RuleSet = "corrected") -> Simulation:
+    """Run `program` on `cluster` under `rules`.
+
+    Raises ValueError when the program names devices that the cluster lacks, or a rule refuses an operation.
+    """
+    rules = rule_set(rules)
+    if max(program.devices, default=-1) >= len(cluster.devices):
+        raise ValueError(f"the program uses device {max(program.devices)}, the cluster has {len(cluster.devices)} "
+                         f"devices numbered from 0; give it at least {max(program.devices) + 1}")
+    lanes = _Lanes(program, cluster)
+    action, held, seconds = _events(program, cluster, rules, lanes)
+    taken = held.take(action)
+    durations = held._replace(items=seconds).take(action).items
+    start, end, lane_end = _run(taken.offsets, taken.items, durations, *program.inputs, *program.outputs,
+                                len(lanes.lanes), len(program.value_bytes))
+    return Simulation(program, rules, tuple(lanes.lanes), start, end, lane_end, action, held, seconds)

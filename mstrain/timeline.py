@@ -1,0 +1,192 @@
+"""Events on lanes: the one form in which a schedule is kept, measured and shown.
+
+The simulator and the reader of compiled schedules both produce a `Timeline`. A lane is something that does one
+thing at a time (a device's compute unit, one link); a timeline is flat arrays with one entry per event. Times are
+seconds everywhere in memory; only the exported files use microseconds, as the Chrome trace format wants.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One row of the picture: what `device` does on one unit (`thread`, for example "compute" or "link out")."""
+
+    device: int
+    process: str
+    thread: str
+
+
+@dataclass(frozen=True)
+class Counter:
+    """A quantity over time on one device, for example live memory in bytes; `time` is ascending, in seconds."""
+
+    device: int
+    name: str
+    time: np.ndarray
+    value: np.ndarray
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Events on lanes.
+
+    Attributes:
+      lanes: the lanes; `lane` indexes them.
+      names: distinct event names; `name` indexes them.
+      lane, name: int arrays of shape (events,).
+      start, duration: float arrays of shape (events,), seconds.
+      communication: bool array of shape (events,): the event occupies a link rather than a compute unit.
+      args: further columns of shape (events,): numbers (NaN: not applicable) or strings. The column `flow`
+        (int, -1 for none) joins events that are two ends of one message.
+      counters: quantities over time.
+
+    Raises ValueError when a column has another length than `start`.
+    """
+
+    lanes: tuple[Lane, ...]
+    names: tuple[str, ...]
+    lane: np.ndarray
+    name: np.ndarray
+    start: np.ndarray
+    duration: np.ndarray
+    communication: np.ndarray
+    args: Mapping[str, np.ndarray] = field(default_factory=dict)
+    counters: tuple[Counter, ...] = ()
+
+    def __post_init__(self):
+        columns = {"lane": self.lane, "name": self.name, "duration": self.duration,
+                   "communication": self.communication, **self.args}
+        for key, column in columns.items():
+            if len(column) != len(self.start):
+                raise ValueError(f"timeline column {key!r} has {len(column)} entries for {len(self.start)} events")
+
+    @property
+    def num_events(self) -> int:
+        return len(self.start)
+
+    @property
+    def seconds(self) -> float:
+        """The end of the last event."""
+        return float(np.max(self.start + self.duration, initial=0.0))
+
+    @property
+    def device(self) -> np.ndarray:
+        """Device of each event, shape (events,)."""
+        return np.array([lane.device for lane in self.lanes], dtype=np.int64)[self.lane]
+
+
+def communication_fraction(timeline: Timeline) -> float:
+    """Device-seconds spent in communication events over all device-seconds (0.0 for an empty timeline)."""
+    total = float(timeline.duration.sum())
+    return float(timeline.duration[timeline.communication].sum()) / total if total else 0.0
+
+
+def _seconds_where(timeline: Timeline, wanted) -> dict[int, float]:
+    """Seconds per device during which `wanted(num_compute, num_communication)` holds (arrays of active counts)."""
+    device = np.tile(timeline.device, 2)
+    time = np.concatenate([timeline.start, timeline.start + timeline.duration])
+    delta = np.repeat([1, -1], timeline.num_events)
+    communication = np.tile(timeline.communication, 2)
+    order = np.lexsort((time, device))
+    device, time, delta, communication = device[order], time[order], delta[order], communication[order]
+    # Every event closes on its own device, so one running sum over all devices is back at zero at each boundary.
+    compute_active = np.cumsum(np.where(communication, 0, delta))
+    communication_active = np.cumsum(np.where(communication, delta, 0))
+    gap = np.append(np.diff(time), 0.0)
+    gap[np.append(np.diff(device), 1) != 0] = 0.0
+    gap[~wanted(compute_active, communication_active)] = 0.0
+    devices, index = np.unique(device, return_inverse=True)
+    return dict(zip(devices.tolist(), np.bincount(index, weights=gap, minlength=len(devices)).tolist()))
+
+
+def exposed_communication(timeline: Timeline) -> dict[int, float]:
+    """Seconds per device in which one of its links is in use and it computes nothing."""
+    return _seconds_where(timeline, lambda compute, link: (compute == 0) & (link > 0))
+
+
+def busy_compute(timeline: Timeline) -> dict[int, float]:
+    """Seconds per device in which it computes."""
+    return _seconds_where(timeline, lambda compute, link: compute > 0)
+
+
+def chrome_events(timeline: Timeline, rename: Mapping[str, str] | None = None) -> list[dict]:
+    """The bare event array that DistIR's simulator keeps: name, ph, ts, dur (seconds), pid 0, tid = device."""
+    rename = rename or {}
+    names = [rename.get(name, name) for name in timeline.names]
+    columns = zip(timeline.name.tolist(), timeline.start.tolist(), timeline.duration.tolist(),
+                  timeline.device.tolist())
+    return [{"name": names[name], "ph": "X", "ts": start, "dur": duration, "pid": 0, "tid": device}
+            for name, start, duration, device in columns]
+
+
+def _arguments(timeline: Timeline) -> list[dict]:
+    rows = [{} for _ in range(timeline.num_events)]
+    for key, column in timeline.args.items():
+        if key == "flow":
+            continue
+        numeric = np.issubdtype(column.dtype, np.number)
+        for row, value in zip(rows, column.tolist()):
+            if not (numeric and value != value):
+                row[key] = value
+    return rows
+
+
+def _flows(timeline: Timeline) -> list[dict]:
+    flow = timeline.args.get("flow")
+    if flow is None:
+        return []
+    events, seen = [], set()
+    for index in np.flatnonzero(np.asarray(flow) >= 0).tolist():
+        key, lane = int(flow[index]), int(timeline.lane[index])
+        first = key not in seen
+        seen.add(key)
+        events.append({"name": "send", "cat": "flow", "ph": "s" if first else "f", "bp": "e", "id": key,
+                       "ts": 1e6 * float(timeline.start[index]), "pid": timeline.lanes[lane].device, "tid": lane})
+    return events
+
+
+def perfetto(timeline: Timeline) -> dict:
+    """The timeline as a trace object for ui.perfetto.dev or chrome://tracing (times in microseconds).
+
+    One process per device, one thread per lane, event arguments, flow arrows between the ends of a message and
+    one counter track per `Counter`.
+    """
+    events = []
+    processes = {lane.device: lane.process for lane in timeline.lanes}
+    for device, process in processes.items():
+        events.append({"name": "process_name", "ph": "M", "pid": device, "args": {"name": process}})
+        events.append({"name": "process_sort_index", "ph": "M", "pid": device, "args": {"sort_index": device}})
+    for index, lane in enumerate(timeline.lanes):
+        events.append({"name": "thread_name", "ph": "M", "pid": lane.device, "tid": index,
+                       "args": {"name": lane.thread}})
+    arguments = _arguments(timeline)
+    columns = zip(timeline.name.tolist(), timeline.lane.tolist(), timeline.start.tolist(),
+                  timeline.duration.tolist(), timeline.communication.tolist(), arguments)
+    for name, lane, start, duration, communication, args in columns:
+        events.append({"name": timeline.names[name], "cat": "communication" if communication else "compute",
+                       "ph": "X", "ts": 1e6 * start, "dur": 1e6 * duration,
+                       "pid": timeline.lanes[lane].device, "tid": lane, "args": args})
+    events.extend(_flows(timeline))
+    for counter in timeline.counters:
+        for time, value in zip(counter.time.tolist(), counter.value.tolist()):
+            events.append({"name": counter.name, "ph": "C", "pid": counter.device, "ts": 1e6 * time,
+                           "args": {counter.name: value}})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_perfetto(timeline: Timeline, path: str | Path) -> Path:
+    """Write `perfetto(timeline)` as JSON, compressed when `path` ends in `.gz`; return the path."""
+    path = Path(path)
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wt", encoding="utf-8") as file:
+        json.dump(perfetto(timeline), file)
+    return path
