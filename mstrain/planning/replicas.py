@@ -1,14 +1,14 @@
 """From what one tensor rank of one data replica does to the program of all devices.
 
 A transform describes a training step once, for one rank of one replica: a list of operations per task (chunk,
-direction, microbatch), with values numbered by slot. `assemble` lays the tasks out in the order of a schedule;
+direction, microbatch), with values numbered by slot. `Layout` puts the tasks into the order of a schedule;
 `Step.representative` makes a program that keeps time for one rank only (exact when all are alike), `Step.expand` one
 for every device. Everything after the description is array arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -224,23 +224,37 @@ def _with_prologue(program: Program, prologue: tuple[tuple[OpSpec, tuple[int, ..
         devices=tuple(sorted({*program.devices, *(device for _, group in prologue for device in group)})))
 
 
-def assemble(degrees: Degrees, slots: Slots, templates: Sequence[Sequence[RankOp]],
-             tasks: Sequence[tuple[int, int]], prologue=()) -> Step:
-    """Lay out `tasks`, (template, microbatch) pairs in program order."""
-    ops = [op for template in templates for op in template]
-    numbers: dict[OpSpec, int] = {}
-    table = np.array([(numbers.setdefault(op.spec, len(numbers)), op.axis, op.stage, op.peer) for op in ops])
-    begin = np.zeros(len(templates) + 1, np.int64)
-    np.cumsum([len(template) for template in templates], out=begin[1:])
-    order = np.array(tasks, np.int64)
-    rows = Ragged(begin, np.arange(len(ops))).take(order[:, 0])
-    microbatch = np.repeat(order[:, 1], rows.lengths)
+class Layout:
+    """Collects tasks in program order; the operations of equal keys are written once and repeated."""
 
-    def numbered(lists: Ragged) -> Ragged:
-        lists = lists.take(rows.items)
-        return lists._replace(items=slots.numbers(lists.items, np.repeat(microbatch, lists.lengths)))
+    def __init__(self):
+        self._templates: list[Sequence[RankOp]] = []
+        self._numbers: dict[tuple, int] = {}
+        self._tasks: list[tuple[int, int]] = []
 
-    spec, axis, stage, peer = table[rows.items].T
-    return Step(degrees, tuple(numbers), spec, axis, stage, peer, microbatch,
-                numbered(Ragged.of([op.inputs for op in ops])), numbered(Ragged.of([op.outputs for op in ops])),
-                slots, tuple(prologue))
+    def add(self, key: tuple, microbatch: int, write: Callable[..., Sequence[RankOp]], *args) -> None:
+        """Append the task `key` for `microbatch`; `write(*args)` gives its operations the first time."""
+        if key not in self._numbers:
+            self._numbers[key] = len(self._templates)
+            self._templates.append(write(*args))
+        self._tasks.append((self._numbers[key], microbatch))
+
+    def step(self, degrees: Degrees, slots: Slots, prologue=()) -> Step:
+        """Everything added so far, as one step."""
+        ops = [op for template in self._templates for op in template]
+        numbers: dict[OpSpec, int] = {}
+        table = np.array([(numbers.setdefault(op.spec, len(numbers)), op.axis, op.stage, op.peer) for op in ops])
+        begin = np.zeros(len(self._templates) + 1, np.int64)
+        np.cumsum([len(template) for template in self._templates], out=begin[1:])
+        order = np.array(self._tasks, np.int64)
+        rows = Ragged(begin, np.arange(len(ops))).take(order[:, 0])
+        microbatch = np.repeat(order[:, 1], rows.lengths)
+
+        def numbered(lists: Ragged) -> Ragged:
+            lists = lists.take(rows.items)
+            return lists._replace(items=slots.numbers(lists.items, np.repeat(microbatch, lists.lengths)))
+
+        spec, axis, stage, peer = table[rows.items].T
+        return Step(degrees, tuple(numbers), spec, axis, stage, peer, microbatch,
+                    numbered(Ragged.of([op.inputs for op in ops])), numbered(Ragged.of([op.outputs for op in ops])),
+                    slots, tuple(prologue))

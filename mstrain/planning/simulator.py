@@ -74,7 +74,8 @@ class _Lanes:
         return tuple(found)
 
 
-def _events(program: Program, cluster: Cluster, rules: RuleSet, lanes: _Lanes) -> tuple[np.ndarray, Ragged, np.ndarray]:
+def _events(program: Program, cluster: Cluster, rules: RuleSet, lanes: _Lanes
+            ) -> tuple[np.ndarray, Ragged, np.ndarray]:
     """Per operation its action; per action the lanes it holds, and for how long (NaN: no event)."""
     code = program.spec * len(program.groups) + program.group
     present = np.zeros(len(program.specs) * len(program.groups), bool)
@@ -85,11 +86,12 @@ def _events(program: Program, cluster: Cluster, rules: RuleSet, lanes: _Lanes) -
         spec, group = divmod(pair, len(program.groups))
         what, members = program.specs[spec], program.groups[group]
         if not what.communicates:
-            key = (spec, cluster.devices[members[0]])
-            if key not in cost:
-                cost[key] = compute_seconds(rules, what, key[1])
-            held.append((lanes.compute[members[0]],))
-            seconds.append(cost[key])
+            for device in members:
+                key = (spec, cluster.devices[device])
+                if key not in cost:
+                    cost[key] = compute_seconds(rules, what, key[1])
+                seconds.append(cost[key])
+            held.append(lanes.of_devices(members))
             continue
         duration = communication_seconds(rules, what, members, cluster)
         if rules.link_lanes:

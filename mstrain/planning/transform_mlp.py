@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mstrain.planning.program import OpSpec
-from mstrain.planning.replicas import DATA, LOCAL, SEND, TENSOR, Degrees, Placement, RankOp, Slots, Step, assemble
+from mstrain.planning.replicas import DATA, LOCAL, SEND, TENSOR, Degrees, Layout, Placement, RankOp, Slots, Step
 from mstrain.planning.rules import RuleSet, rule_set
-from mstrain.planning.schedules import BACKWARD, FORWARD, schedule as find_schedule
+from mstrain.planning.schedules import FORWARD, schedule as find_schedule
 
 
 @dataclass(frozen=True)
@@ -303,25 +303,15 @@ def mlp_step(mlp: Mlp, degrees: Degrees = Degrees(), rules: str | RuleSet = "cor
     writer = _MlpStep(mlp, degrees, rules, options)
     name = options.schedule or ("interleaved" if degrees.interleave > 1 else rules.schedule)
     steps = find_schedule(name, degrees.pipeline, degrees.microbatches, writer.chunks)
-    templates: list[list[RankOp]] = []
-    number: dict[tuple, int] = {}
-    tasks = []
-
-    def add(key: tuple, microbatch: int, write) -> None:
-        if key not in number:
-            number[key] = len(templates)
-            templates.append(write())
-        if templates[number[key]]:
-            tasks.append((number[key], microbatch))
-
+    layout = Layout()
     for step in steps:
         for _, chunk, direction, m in step:
             first, last = m == 0, rules.gradients_early and m == degrees.microbatches - 1
             if direction == FORWARD:
-                add((chunk, direction, first), m, lambda: writer.forward(chunk, first))
+                layout.add((chunk, direction, first), m, writer.forward, chunk, first)
             else:
-                add((chunk, direction, first, last), m, lambda: writer.backward(chunk, first, last))
+                layout.add((chunk, direction, first, last), m, writer.backward, chunk, first, last)
         for _, chunk, direction, m in step:
-            add((chunk, direction, "send"), m, lambda: writer.send(chunk, direction))
-    add(("finish",), degrees.microbatches - 1, writer.finish)
-    return assemble(degrees, writer.slots, templates, tasks, () if options.loaded else writer.prologue())
+            layout.add((chunk, direction, "send"), m, writer.send, chunk, direction)
+    layout.add(("finish",), degrees.microbatches - 1, writer.finish)
+    return layout.step(degrees, writer.slots, () if options.loaded else writer.prologue())
