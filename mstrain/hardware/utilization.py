@@ -19,7 +19,7 @@ def mfu(flops_per_step: float, step_seconds: float, devices: int, peak: float | 
     if fraction > 1.0:
         raise ValueError(
             f"MFU of {fraction:.1%} is impossible ({flops_per_step:.4g} FLOPs in {step_seconds:.4g} s on "
-            f"{devices} x {peak:.4g} FLOP/s): the measurement or the peak is wrong; wait for the device before "
-            f"reading the clock, and check the chip's entry in mstrain/hardware/chips.toml"
+            f"{devices} x {peak:.4g} FLOP/s): the measurement or the peak is wrong; wait for the "
+            f"device before reading the clock, and check the chip's entry in mstrain/hardware/chips.toml"
         )
     return fraction

@@ -1,0 +1,108 @@
+"""Link and compute constants of the cost model: shipped files, a user's file, or the table of chips."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from mstrain.hardware import Chip, Link, Slice
+
+FOLDER = Path(__file__).parent / "constants"
+COLLECTIVES = ("all_gather", "reduce_scatter", "permute")
+GEMM_FRACTION = 249 / 272  # of the peak: what the MeshSlice authors fitted to their simulated TPU v4
+
+
+@dataclass(frozen=True)
+class AxisLinks:
+    """The link of each kind of collective along one mesh axis."""
+
+    all_gather: Link
+    reduce_scatter: Link
+    permute: Link
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How two times combine, each as weights on (the longer, the shorter).
+
+    `gathers`: the two first all-gathers of OS. `chain`: gather, then scatter, of LS and RS.
+    `steady`: the two collectives that travel while a slice multiplies.
+    """
+
+    gathers: tuple[float, float]
+    chain: tuple[float, float]
+    steady: tuple[float, float]
+
+
+OVERLAPS = {
+    "max": Overlap((1, 0), (1, 1), (1, 0)),  # MeshSlice paper section 3.2.2
+    "average": Overlap((0.5, 0.5), (0.5, 0.5), (0.5, 0.5)),  # the reference's refit to its simulator
+}
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the cost model knows of a machine; `flops` is the GeMM rate of one device in FLOP/s."""
+
+    name: str
+    source: str
+    flops: float
+    row: AxisLinks
+    col: AxisLinks
+    overlap: str = "max"
+
+    def __post_init__(self):
+        if self.overlap not in OVERLAPS:
+            raise ValueError(f"{self.name}: overlap {self.overlap!r} is unknown; use {' | '.join(OVERLAPS)}")
+        if self.flops <= 0:
+            raise ValueError(f"{self.name}: flops must be positive (FLOP/s of one device), not {self.flops}")
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON file that `load_constants` reads."""
+        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+
+def _axis(entry: dict) -> AxisLinks:
+    return AxisLinks(**{name: Link(**{k: float(v) for k, v in entry[name].items()}) for name in COLLECTIVES})
+
+
+def load_constants(name_or_path: str | Path) -> Constants:
+    """Constants from a shipped file ("tpu_v4_reference"), or from a JSON file of the same form.
+
+    Raises ValueError for a name that is neither and for a file that lacks a key.
+    """
+    shipped = {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
+    path = shipped.get(str(name_or_path), Path(name_or_path))
+    if not path.is_file():
+        raise ValueError(f"no constants {str(name_or_path)!r}; use a JSON file or {' | '.join(shipped)}")
+    try:
+        entry = json.loads(path.read_text())
+        return Constants(entry["name"], entry["source"], float(entry["flops"]), _axis(entry["row"]),
+                         _axis(entry["col"]), entry["overlap"])
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not a constants file ({error!r}); "
+                         f"compare it with {FOLDER / 'tpu_v4_reference.json'}") from None
+
+
+def constants_for(target: Chip | Slice, dtype: str = "bf16") -> Constants:
+    """Constants derived from the table of chips, before anybody has measured.
+
+    A TPU axis gathers over one link, or over both directions where a `Slice` closes its rings. The row and
+    col axes of a GPU share its ports, half each. GeMMs run at GEMM_FRACTION of the peak.
+    Raises ValueError when the table lacks a number.
+    """
+    chip = target.chip if isinstance(target, Slice) else target
+    needed = {"peak": chip.peak(dtype), "ici_links": chip.ici_links, "ici_bandwidth": chip.ici_bandwidth,
+              "launch_all_gather": chip.launch_all_gather, "sync": chip.sync}
+    missing = [name for name, value in needed.items() if value is None]
+    if missing:
+        raise ValueError(f"the table of chips has no {', '.join(missing)} for {chip.name}: "
+                         f"measure with bench=collectives and pass its file")
+    if chip.torus_rank:
+        links = 2 if isinstance(target, Slice) and target.wraps else 1
+    else:
+        links = chip.ici_links / 2
+    bandwidth = links * chip.ici_bandwidth
+    axis = AxisLinks(*(Link(getattr(chip, f"launch_{name}"), chip.sync, bandwidth) for name in COLLECTIVES))
+    source = f"derived from the table of chips: {links:g} link(s) per axis, {GEMM_FRACTION:.3f} of the peak"
+    return Constants(target.name, source, chip.peak(dtype) * GEMM_FRACTION, axis, axis)

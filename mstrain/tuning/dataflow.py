@@ -1,0 +1,108 @@
+"""Which matrix of a projection stays put, which two move, and into how many slices they may be cut.
+
+For one projection Y = X W with X (tokens, in), W (in, out), Y (tokens, out), the three GeMMs of a training
+step (forward, input gradient, weight gradient) are one OS, one LS and one RS, whatever the dataflow; the
+dataflow decides which pair of {X, W, Y} moves. A gradient travels like the matrix it belongs to.
+MeshSlice paper sections 2.3, 3.1 and 3.2.1, table 1.
+"""
+
+import math
+from dataclasses import dataclass
+
+# dataflow -> (matrix moving between columns, matrix moving between rows), as in the paper's table 1
+MOVING = {"os": ("x", "w"), "ls": ("y", "w"), "rs": ("x", "y")}
+# dataflow -> (the dim cut into slices, the dim sharded over rows only, the dim sharded over columns only)
+DIMS = {"os": ("in", "tokens", "out"), "ls": ("out", "tokens", "in"), "rs": ("tokens", "in", "out")}
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A fully connected layer (in_dim -> out_dim), `repeats` of them in the model.
+
+    `parallel` marks one that reads the input of the projection before it (k and v after q, up after gate).
+    """
+
+    name: str
+    in_dim: int
+    out_dim: int
+    repeats: int = 1
+    parallel: bool = False
+
+    def __post_init__(self):
+        if min(self.in_dim, self.out_dim, self.repeats) < 1:
+            raise ValueError(f"projection {self.name}: in_dim, out_dim and repeats must be 1 or more")
+
+
+def check_dataflow(dataflow: str) -> str:
+    if dataflow not in MOVING:
+        raise ValueError(f"unknown dataflow {dataflow!r}; use {' | '.join(MOVING)}")
+    return dataflow
+
+
+def choose_dataflow(in_dim: int, out_dim: int, tokens: int) -> str:
+    """The dataflow that keeps the largest of X, W and Y still (MeshSlice paper section 3.2.1)."""
+    if out_dim > in_dim and tokens >= in_dim:
+        return "os"
+    if in_dim >= out_dim and tokens >= out_dim:
+        return "ls"
+    return "rs"
+
+
+def orientations(projections, dataflows) -> tuple[bool, ...]:
+    """For each projection, whether its input arrives transposed; the last entry is the block's output.
+
+    The block's input is (tokens, features). "rs" turns what it produces, "os" and "ls" keep it.
+    """
+    flags, entered, current = [], False, False
+    for projection, dataflow in zip(projections, dataflows, strict=True):
+        entered = entered if projection.parallel else current
+        flags.append(entered)
+        current = entered != (dataflow == "rs")
+    return (*flags, current)
+
+
+def swapped(dataflow: str, transposed: bool) -> bool:
+    """Whether rows and columns change roles against MOVING and DIMS, where "rs" has transposed input."""
+    return transposed != (dataflow == "rs")
+
+
+def _dims(in_dim, out_dim, tokens, rows, cols, dataflow, transposed):
+    sizes = {"in": in_dim, "out": out_dim, "tokens": tokens}
+    sliced, over_rows, over_cols = DIMS[check_dataflow(dataflow)]
+    if swapped(dataflow, transposed):
+        over_rows, over_cols = over_cols, over_rows
+    both = math.lcm(rows, cols)
+    return sizes, ((sliced, both), (over_rows, rows), (over_cols, cols))
+
+
+def mesh_fault(in_dim: int, out_dim: int, tokens: int, rows: int, cols: int, dataflow: str,
+               transposed: bool = False) -> str | None:
+    """Why rows x cols cannot shard this projection; None when it can."""
+    sizes, needs = _dims(in_dim, out_dim, tokens, rows, cols, dataflow, transposed)
+    for dim, parts in needs:
+        if sizes[dim] % parts:
+            return f"{dim} {sizes[dim]} is not a multiple of {parts} ({dataflow} on {rows}x{cols})"
+    return None
+
+
+def legal_slices(in_dim: int, out_dim: int, tokens: int, rows: int, cols: int, dataflow: str, *,
+                 transposed: bool = False, max_slices: int = 32, block: int = 1) -> tuple[int, ...]:
+    """The slice counts S <= max_slices that MeshSlice may use, ascending; empty if the mesh does not fit.
+
+    S * block * lcm(rows, cols) must divide the sliced dim (in for os, out for ls, tokens for rs): only then
+    is slice s the same set of indices on both axes. MeshSlice paper section 3.1.2.
+    """
+    if mesh_fault(in_dim, out_dim, tokens, rows, cols, dataflow, transposed):
+        return ()
+    sizes, ((sliced, both), *_) = _dims(in_dim, out_dim, tokens, rows, cols, dataflow, transposed)
+    width = sizes[sliced] // both
+    return tuple(s for s in range(1, min(width, max_slices) + 1) if width % (s * block) == 0)
+
+
+def check_slices(slices: int, legal: tuple[int, ...], what: str) -> int:
+    """`slices` if legal; else ValueError naming the nearest legal count below and above."""
+    if slices in legal:
+        return slices
+    below, above = [s for s in legal if s < slices], [s for s in legal if s > slices]
+    near = below[-1:] + above[:1]
+    raise ValueError(f"{what}: {slices} slices do not divide it; use {' or '.join(map(str, near))}")

@@ -1,0 +1,68 @@
+"""Constants files, and constants derived from the table of chips."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from mstrain.hardware import all_chips, chip_named, parse_target
+from mstrain.tuning import constants_for, load_constants
+
+
+def test_shipped_files_hold_the_published_numbers(reference):
+    assert reference.flops == 242 * 1024**4
+    assert (reference.row.all_gather.bandwidth, reference.col.all_gather.bandwidth) == (27.472e9, 79.751e9)
+    assert (reference.row.reduce_scatter.bandwidth, reference.col.permute.sync) == (37.506e9, 50e-6)
+    simulator = load_constants("tpu_v4_simulator")
+    assert (simulator.overlap, simulator.flops) == ("average", 249e12)
+    assert simulator.row.reduce_scatter.bandwidth == 50e9
+
+
+def test_a_saved_file_loads_equal(reference, tmp_path):
+    reference.save(tmp_path / "mine.json")
+    assert load_constants(tmp_path / "mine.json") == reference
+
+
+def test_bad_files_and_names_say_what_to_do(reference, tmp_path):
+    with pytest.raises(ValueError, match="tpu_v4_reference"):
+        load_constants("tpu_v4_referense")
+    reference.save(path := tmp_path / "mine.json")
+    entry = json.loads(path.read_text())
+    del entry["row"]["permute"]
+    path.write_text(json.dumps(entry))
+    with pytest.raises(ValueError, match="permute.*compare it with"):
+        load_constants(path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="not a constants file"):
+        load_constants(path)
+    with pytest.raises(ValueError, match=r"use max \| average"):
+        replace(reference, overlap="sum")
+    with pytest.raises(ValueError, match="flops must be positive"):
+        replace(reference, flops=0)
+
+
+def test_every_tpu_and_linked_gpu_has_derived_constants():
+    for chip in all_chips().values():
+        if chip.ici_bandwidth is None or chip.peak_bf16 is None:
+            with pytest.raises(ValueError, match="bench=collectives"):
+                constants_for(chip)
+        else:
+            derived = constants_for(chip)
+            assert 0.5 * chip.peak_bf16 < derived.flops < chip.peak_bf16
+            assert derived.row == derived.col
+            assert derived.row.reduce_scatter.launch == chip.launch_reduce_scatter
+
+
+def test_closed_rings_use_both_directions_and_gpu_axes_share_the_ports():
+    one_way = chip_named("v5p").ici_bandwidth
+    assert constants_for(chip_named("v5p")).row.all_gather.bandwidth == one_way
+    assert constants_for(parse_target("v5p-64")).row.all_gather.bandwidth == one_way
+    assert constants_for(parse_target("v5p-512")).row.all_gather.bandwidth == 2 * one_way
+    assert constants_for(chip_named("h100")).col.all_gather.bandwidth == 225e9
+
+
+def test_tuning_imports_neither_jax_nor_matplotlib():
+    code = "import sys, mstrain.tuning; sys.exit(bool({'jax', 'matplotlib'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
