@@ -85,13 +85,15 @@ def load_constants(name_or_path: str | Path) -> Constants:
 
 
 def constants_for(target: Chip | Slice, dtype: str = "bf16") -> Constants:
-    """Constants derived from the table of chips, before anybody has measured.
+    """Constants derived from the table of chips, before anybody has measured; for "cpu" a shipped one.
 
     A TPU axis gathers over one link, or over both directions where a `Slice` closes its rings. The row and
     col axes of a GPU share its ports, half each. GeMMs run at GEMM_FRACTION of the peak.
     Raises ValueError when the table lacks a number.
     """
     chip = target.chip if isinstance(target, Slice) else target
+    if chip.platform == "cpu":
+        return load_constants("cpu_emulated")
     needed = {"peak": chip.peak(dtype), "ici_links": chip.ici_links, "ici_bandwidth": chip.ici_bandwidth,
               "launch_all_gather": chip.launch_all_gather, "sync": chip.sync}
     missing = [name for name, value in needed.items() if value is None]

@@ -45,7 +45,9 @@ def test_bad_files_and_names_say_what_to_do(reference, tmp_path):
 
 def test_every_tpu_and_linked_gpu_has_derived_constants():
     for chip in all_chips().values():
-        if chip.ici_bandwidth is None or chip.peak_bf16 is None:
+        if chip.name == "cpu":
+            assert constants_for(chip) == load_constants("cpu_emulated")
+        elif chip.ici_bandwidth is None or chip.peak_bf16 is None:
             with pytest.raises(ValueError, match="bench=collectives"):
                 constants_for(chip)
         else:

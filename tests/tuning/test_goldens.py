@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from mstrain.tuning import Layout, Projection, layout_cost, legal_slices, tune
+from mstrain.hardware import parse_target
+from mstrain.tuning import Layout, Projection, constants_for, layout_cost, legal_slices, tune
+from mstrain.tuning.cost import communication_terms
 from mstrain.tuning.dataflow import choose_dataflow
 from mstrain.tuning.reference import analytic, emulated
 from tests.tuning.blocks import GPT3, MEGATRON
@@ -100,6 +102,18 @@ def test_rule_of_the_largest_matrix():
     assert tuple(choose_dataflow(p.in_dim, p.out_dim, BATCH_HALF) for p in GPT3) == RULE
     assert tuple(choose_dataflow(p.in_dim, p.out_dim, BATCH_HALF) for p in MEGATRON) == RULE
     assert {choose_dataflow(p.in_dim, p.out_dim, 8 * 2048) for p in MEGATRON} == {"rs"}
+
+
+def test_balance_of_a_v5p_layer():
+    """GPT-3 ff1 on 256 v5p chips, S = 8: a slice multiplies in 370 us, gathers X in 122 and W in 102."""
+    layout = Layout(GPT3[2], BATCH_HALF, 32, 8, "os")
+    v5p = constants_for(parse_target("v5p:8x8x4"))
+    gathers = communication_terms(layout, v5p)[0]
+    assert layout.gemm_seconds(v5p) / 8 == pytest.approx(370e-6, rel=0.01)
+    assert gathers.traffic_col / 8 == pytest.approx(122e-6, rel=0.01)
+    assert gathers.traffic_row / 8 == pytest.approx(102e-6, rel=0.02)
+    cost = layout_cost(layout, 8, v5p)
+    assert 0 < cost.exposed < 0.2 * cost.compute  # both gathers fit under the GeMM, save the first
 
 
 def test_traffic_of_a_published_layer():
