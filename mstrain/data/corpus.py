@@ -6,6 +6,7 @@ killed run leaves at most a `.tmp-*` folder that nothing reads, and of several p
 the first rename wins. A damaged folder of ours is tokenised anew, with a warning.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -41,7 +42,7 @@ class Corpus:
     @property
     def digest(self) -> str:
         """Identity of the tokens: compare it on resume and between hosts; it ignores file times and paths."""
-        return text_digest(self.train.digest, self.validation.digest, str(self.vocab_size))
+        return text_digest(self.train.digest, self.validation.digest)
 
 
 def prepare(config: DataConfig, tokenizer: str = "bytes", seed: int = 0, vocab_size: int | None = None,
@@ -99,8 +100,10 @@ def _publish(temporary: Path, directory: Path, recipe: Recipe) -> None:
             _open(directory, recipe)
             return
         except ValueError:
-            os.replace(directory, temporary.with_name(temporary.name + "-damaged"))
-            shutil.rmtree(temporary.with_name(temporary.name + "-damaged"), ignore_errors=True)
+            damaged = temporary.with_name(temporary.name + "-damaged")
+            with contextlib.suppress(FileNotFoundError):  # another process moved it away first
+                os.replace(directory, damaged)
+            shutil.rmtree(damaged, ignore_errors=True)
     try:
         os.replace(temporary, directory)
     except OSError:

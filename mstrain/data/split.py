@@ -68,8 +68,7 @@ def choose_split(source: Source, fraction: float) -> Split:
         raise ValueError(f"the corpus has no text ({reasons}): type a data.path= that holds UTF-8 text")
     if len(names) == 1:
         return Split(fraction, tail_of=names[0])
-    all_held_out = plain.side(names[0]) == VALIDATION
-    return Split(fraction, moved=(max if all_held_out else min)(names, key=_hash))
+    return Split(fraction, moved=min(names, key=_hash))
 
 
 def _hash(name: str) -> float:

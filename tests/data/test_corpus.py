@@ -145,6 +145,32 @@ def test_the_loser_of_a_race_uses_the_winners_files(config):
     assert os.path.samefile(TokenFile.open(outer.train.path).path, inner[0].train.path)
 
 
+def test_a_rename_that_comes_second_gives_way(config, monkeypatch):
+    """Another process publishes in the instant between our check and our rename."""
+    rename = os.replace
+
+    def beaten(source, target):
+        shutil.copytree(source, target)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", beaten)
+    corpus = prepare(config)
+    assert list(Path(config.cache_dir).iterdir()) == [corpus.directory]
+
+
+def test_bpe_learns_nothing_from_held_out_documents(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    words = {"a": "alpha", "b": "bravo"}
+    for name, word in words.items():
+        (folder / name).write_text(f"{word} " * 100)
+    config = DataConfig("text", str(folder), cache_dir=str(tmp_path / "cache"))
+    corpus = prepare(config, "bpe", vocab_size=300)
+    held_out = corpus.tokenizer.decode(corpus.validation.tokens)[:5]
+    kept = next(word for word in words.values() if word != held_out)
+    assert len(corpus.tokenizer.encode(kept)) == 1 and len(corpus.tokenizer.encode(held_out)) == 5
+
+
 def test_progress_counts_every_byte(config, folder, monkeypatch):
     monkeypatch.setattr("mstrain.data.recipes._GROUP_BYTES", 5000)
     seen = []

@@ -52,8 +52,9 @@ def test_text_folder_is_recursive_sorted_and_verbatim(tmp_path):
     assert skipped == []
 
 
-def test_large_files_are_read_in_chunks_that_lose_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("mstrain.data.files._CHUNK_BYTES", 7)
+@pytest.mark.parametrize("chunk_bytes", [1, 2, 7, 50, 61])
+def test_large_files_are_read_in_chunks_that_lose_nothing(tmp_path, monkeypatch, chunk_bytes):
+    monkeypatch.setattr("mstrain.data.files._CHUNK_BYTES", chunk_bytes)
     content = "ab\nδοκιμή 😀😀😀😀\n\n" * 9 + "no end"
     (tmp_path / "long.txt").write_text(content, newline="")
     (tmp_path / "late.txt").write_bytes(b"fine so far, " * 9 + b"\xf0\x9f")

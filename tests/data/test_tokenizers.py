@@ -68,6 +68,7 @@ def test_a_length_limit_in_the_file_does_not_cut_documents(tmp_path):
     inner.save(str(tmp_path / "t.json"))
     tokenizer = load_tokenizer(str(tmp_path / "t.json"))
     assert tokenizer.encode("a b " * 50).tolist() == [0, 7] * 50
+    assert tokenizer.encode("b").tolist() == [7]  # nor does its padding lengthen them
     assert tokenizer.vocab_size == 8 and tokenizer.eod is None  # ids have holes; there is no such token
 
 
