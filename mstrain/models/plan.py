@@ -55,10 +55,14 @@ class BlockPlan:
 
 @dataclasses.dataclass(frozen=True)
 class ModelPlan:
-    """Plans of consecutive groups of equal layers, with their lengths, and of the output projection."""
+    """Plans of consecutive groups of equal layers, with their lengths, and of the output projection.
+
+    `padded`: the vocabulary may grow by symbols that are never used; not so for canonical parameters.
+    """
 
     groups: tuple[tuple[BlockPlan, int], ...]
     head: Plan
+    padded: bool = True
 
     @property
     def mesh(self) -> Mesh:
@@ -70,6 +74,8 @@ class ModelPlan:
 
     def vocabulary_padding(self, vocabulary: int) -> int:
         """Symbols to add so that vocabulary shards are equal, and whole 128-wide lanes for large vocabularies."""
+        if not self.padded:
+            return 0
         unit = math.lcm(self.head.grid.num_rows, self.head.grid.num_cols)
         unit *= 128 if vocabulary >= 8192 else 1
         return -vocabulary % unit
@@ -108,7 +114,7 @@ def canonical_plan(model: ModelConfig) -> ModelPlan:
     import jax
 
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
-    return make_plan(ParallelConfig("gspmd"), model, mesh, 1, 1)
+    return dataclasses.replace(make_plan(ParallelConfig("gspmd"), model, mesh, 1, 1), padded=False)
 
 
 def layer_algorithms(parallel: ParallelConfig, layers: int) -> list[tuple[str, str]]:

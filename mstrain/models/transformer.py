@@ -19,7 +19,7 @@ from mstrain.layers.loss import LogitsHead, cross_entropy
 from mstrain.layers.mlp import Mlp
 from mstrain.layers.norm import Norm
 from mstrain.models.config import ModelConfig
-from mstrain.models.plan import BlockPlan, ModelPlan
+from mstrain.models.plan import BlockPlan, ModelPlan, canonical_plan
 
 REMAT = ("none", "dots", "full")
 INIT_SCALE = 0.02  # standard deviation of initial weights (GPT-2); projections out of a block shrink with depth
@@ -165,9 +165,15 @@ def move(x_TxD, layout: Layout, plan: BlockPlan | ModelPlan):
 
 @functools.cache
 def count_parameters(model: ModelConfig) -> int:
-    """Exact number of parameters; shapes only, nothing is allocated."""
-    from mstrain.models.plan import canonical_plan
+    """Exact number of parameters; shapes only, nothing is allocated.
 
+    Raises ValueError when the vocabulary is left to the tokenizer.
+    """
+    if model.vocabulary is None:
+        raise ValueError(
+            f"model {model.name} takes its vocabulary from the tokenizer, so its size is not known yet. "
+            "Set model.vocabulary."
+        )
     module = Transformer(model, canonical_plan(model), seq=1)
     shapes = jax.eval_shape(module.init, jax.random.key(0), jax.ShapeDtypeStruct((1,), jnp.int32))
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))

@@ -1,0 +1,86 @@
+"""The model zoo: every preset under conf/model, by name. A preset is the one place where a model's sizes stand."""
+
+import dataclasses
+import difflib
+import re
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.table import Table
+
+from mstrain.models.config import ModelConfig
+from mstrain.models.transformer import count_parameters
+
+PRESETS = Path(__file__).resolve().parents[2] / "conf" / "model"
+FAMILIES = {
+    "gpt2": "GPT-2",
+    "gpt3": "GPT-3",
+    "megatron": "Megatron-NLG",
+    "seed": "transformer_shmap",
+    "llama2": "Llama 2",
+    "llama3": "Llama 3",
+    "qwen3": "Qwen 3",
+    "gemma2": "Gemma 2",
+}
+
+
+def preset_names() -> tuple[str, ...]:
+    """Names of all presets, in order of the alphabet."""
+    return tuple(sorted(path.stem for path in PRESETS.glob("*.yaml")))
+
+
+def load_preset(name: str) -> ModelConfig:
+    """The preset `name`.
+
+    Raises:
+      ValueError: there is no such preset (the message names the nearest), or its file is wrong (the message says where).
+    """
+    names = preset_names()
+    if name not in names:
+        near = difflib.get_close_matches(re.sub(r"[^a-z0-9]", "_", name.lower()), names, 1, cutoff=0.4)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise ValueError(f"There is no model {name!r}. {hint}Choose one of {', '.join(names)}.")
+    path = PRESETS / f"{name}.yaml"
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(path))
+        model = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path}: {reason}. Correct the file; the fields are those of ModelConfig.") from None
+    if model.name != name:
+        raise ValueError(f"{path} says name: {model.name}. Write name: {name}, as the file is called.")
+    return model
+
+
+def family(model: ModelConfig) -> str:
+    """The family a preset belongs to, by the first word of its name; presets of our own have none."""
+    return FAMILIES.get(model.name.split("_")[0], "mstrain")
+
+
+def zoo_table(names: tuple[str, ...] | None = None) -> Table:
+    """A row for each preset (all by default, by family and then size), with its exact parameter count."""
+    models = [load_preset(name) for name in names or preset_names()]
+    models.sort(key=lambda m: (family(m), count_parameters(_with_vocabulary(m, 1))))
+    table = Table(title="Models: type model=NAME")
+    for column in ("name", "family"):
+        table.add_column(column)
+    for column in ("layers", "width", "heads (kv)", "MLP width", "vocabulary", "context", "parameters"):
+        table.add_column(column, justify="right")
+    for m in models:
+        sizes = (str(m.layers), f"{m.width:,}", f"{m.heads} ({m.num_kv_heads})", f"{m.hidden:,}")
+        vocabulary = f"{m.vocabulary:,}" if m.vocabulary else "tokenizer's"
+        table.add_row(m.name, family(m), *sizes, vocabulary, f"{m.context:,}", _size(m))
+    return table
+
+
+def _size(model: ModelConfig) -> str:
+    """Exact parameter count; per symbol where the tokenizer decides about the vocabulary."""
+    if model.vocabulary:
+        return f"{count_parameters(model):,}"
+    one, two = (count_parameters(_with_vocabulary(model, v)) for v in (1, 2))
+    return f"{2 * one - two:,} + {two - one:,} a symbol"
+
+
+def _with_vocabulary(model: ModelConfig, vocabulary: int) -> ModelConfig:
+    return dataclasses.replace(model, vocabulary=model.vocabulary or vocabulary)
