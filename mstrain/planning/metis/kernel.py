@@ -1,0 +1,400 @@
+"""The compiled inner search of Metis for one inter-stage plan: walk, layer balancer, memory check and cost.
+
+All in one file because numba's cache looks for changes only in the file of the function it loads. Sums run
+left to right in float64, as in the reference: another order may change which plans tie. A *row* is a profile,
+a *demand* the memory of a stage's layers, *left* its capacity less that (MB); a *share* is of the speed.
+"""
+
+import numba
+import numpy as np
+
+CUTS = 7                # sub-layers per layer in the balancer
+MAX_ATTEMPTS = 3        # partitions tried per strategy
+MEMORY_FACTOR = 5.0     # the reference's allowance over the profiled memory
+SHRINK = 0.9            # further cut of the share of a stage that does not fit
+ADJUST_PASSES = 10_000  # a guard; the reference would loop for ever
+BYTES_PER_MS = 1024.0 * 1024.0  # of one GB/s, in the reference's reckoning
+
+
+@numba.njit(cache=True)
+def profile_row(rows, missing, kind, tp, batch):
+    """Index of a profile; when there is none, its key goes to `missing` and -1, a row of NaN, is returned."""
+    row = rows[kind, tp, batch] if tp < rows.shape[1] and batch < rows.shape[2] else -1
+    if row < 0:
+        missing[0], missing[1], missing[2] = kind, tp, batch
+    return row
+
+
+@numba.njit(cache=True)
+def range_sum(table, row, begin, end):
+    total = 0.0
+    for layer in range(begin, end):
+        total += table[row, layer]
+    return total
+
+
+@numba.njit(cache=True)
+def split_batch(t, types, begin, end, dp, tp, samples, missing, kinds, shares):
+    """Samples per replica of ranks [begin, end), by the speed of the type of the replica's first device."""
+    rows, total_ms, block = t.row, t.total_ms, (end - begin) // dp
+    fraction = np.empty(dp)
+    total = 0.0
+    for i in range(dp):
+        kinds[i] = types[begin + i * block]
+        fraction[i] = 1.0 / total_ms[profile_row(rows, missing, kinds[i], tp, 1)]
+        total += fraction[i]
+    if np.isnan(total):
+        return False
+    left = samples
+    for i in range(dp):
+        exact = samples * (fraction[i] / total)
+        shares[i] = int(np.floor(exact))
+        fraction[i] = exact - shares[i]
+        left -= shares[i]
+    while left > 0:  # replicas of one type are neighbours with equal fractions, so they take the rest in turn
+        i = int(np.argmax(fraction))
+        kind = kinds[i]
+        while left > 0 and i < dp and kinds[i] == kind:
+            shares[i] += 1
+            fraction[i] = -1.0
+            left -= 1
+            i += 1
+    return True
+
+
+@numba.njit(cache=True)
+def mixed_ms(t, types, begin, end, dp, layer, next_layer, samples, max_bit, missing, kinds, shares):
+    """Compute ms of a stage of several types; replicas run shares as powers of two. NaN without a profile."""
+    rows, layer_ms, tp = t.row, t.layer_ms, (end - begin) // dp
+    if not split_batch(t, types, begin, end, dp, tp, samples, missing, kinds, shares):
+        return np.nan
+    slowest = 0.0
+    for i in range(dp):
+        if i > 0 and kinds[i] == kinds[i - 1] and shares[i] == shares[i - 1]:
+            continue
+        replica_ms = 0.0
+        for power in range(62, -1, -1):
+            if shares[i] & (1 << power):
+                row = profile_row(rows, missing, kinds[i], tp, 1 << power) if 1 << power <= max_bit else -1
+                replica_ms += range_sum(layer_ms, row, layer, next_layer)
+        slowest = np.maximum(slowest, replica_ms)
+    return slowest
+
+
+@numba.njit(cache=True)
+def stage_speeds(t, types, starts, dp, batches, missing, kinds, shares, speed):
+    """Normalised speed of every stage if it ran the whole model; False without a profile."""
+    rows, total_ms, layers, samples = t.row, t.total_ms, len(t.weight), t.gbs // batches
+    total = 0.0
+    for i in range(len(dp)):
+        begin, end = starts[i], starts[i + 1]
+        if types[begin] == types[end - 1]:
+            row = profile_row(rows, missing, types[begin], (end - begin) // dp[i], samples // dp[i])
+            ms = total_ms[row]
+        else:
+            ms = mixed_ms(t, types, begin, end, dp[i], 0, layers, samples, t.gbs, missing, kinds, shares)
+        speed[i] = 0.0 if ms == 0.0 else 1.0 / ms
+        total += speed[i]
+    speed /= total
+    return not np.isnan(total)
+
+
+@numba.njit(cache=True)
+def mixed_demand(t, types, dp, tp, layer, next_layer, samples, missing, kinds, shares):
+    """Demand of a stage of several types, the batch split over the whole cluster. NaN without a profile."""
+    rows, layer_mb = t.row, t.layer_mb
+    if not split_batch(t, types, 0, len(types), dp, tp, samples, missing, kinds, shares):
+        return np.nan
+    by_power = np.full(63, -1.0)
+    demand = 0.001
+    for i in range(dp):
+        for power in range(62, -1, -1):
+            if shares[i] & (1 << power):
+                if by_power[power] == -1.0:
+                    row = profile_row(rows, missing, types[0], tp, 1 << power)
+                    by_power[power] = MEMORY_FACTOR * range_sum(layer_mb, row, layer, next_layer)
+                demand += by_power[power]
+    return demand
+
+
+@numba.njit(cache=True)
+def stage_demands(t, types, starts, dp, bounds, batches, missing, kinds, shares, demand):
+    """MB the reference expects: one replica's, by profiles of the first type. False without a profile."""
+    rows, layer_mb, samples = t.row, t.layer_mb, t.gbs // batches
+    for i in range(len(dp)):
+        tp = (starts[i + 1] - starts[i]) // dp[i]
+        if types[starts[i]] == types[starts[i + 1] - 1]:
+            row = profile_row(rows, missing, types[0], tp, samples // dp[i])
+            demand[i] = 0.001 + MEMORY_FACTOR * range_sum(layer_mb, row, bounds[i], bounds[i + 1])
+        else:
+            layers = bounds[i], bounds[i + 1]
+            demand[i] = mixed_demand(t, types, dp[i], tp, *layers, samples, missing, kinds, shares)
+    return not np.isnan(demand.sum())
+
+
+@numba.njit(cache=True)
+def spread_sub_layers(weight, capacity, owner, room):
+    """Give out the sub-layers: stages fill up in order, the last one from the end, then gaps by room."""
+    stages, end = len(capacity), len(owner)
+    room[:] = capacity
+    owner[:] = -1
+    k, last, held, lowest = 0, stages - 1, 0, end
+    for i in range(last):
+        while k <= end - CUTS - 2:
+            unit = weight[k // CUTS] / CUTS
+            k += 1
+            if not room[i] > unit:
+                break
+            owner[k - 1] = i
+            room[i] -= unit
+    for q in range(end - 1, -1, -1):
+        if owner[q] >= 0:
+            continue
+        unit = weight[q // CUTS] / CUTS
+        if held >= CUTS and not (q + 1 == lowest and room[last] > unit):
+            break
+        owner[q], held, lowest = last, held + 1, q
+        room[last] -= unit
+    fill_gaps(weight, owner, room)
+
+
+@numba.njit(cache=True)
+def fill_gaps(weight, owner, room):
+    """A sub-layer left over goes to the roomiest stage from the last ending below it to the first above."""
+    stages, end = len(room), len(owner)
+    smallest, largest = np.full(stages, end), np.full(stages, -1)
+    for q in range(end):
+        if owner[q] >= 0:
+            smallest[owner[q]] = min(smallest[owner[q]], q)
+            largest[owner[q]] = q
+    for q in range(end):
+        if owner[q] >= 0:
+            continue
+        low, high = 0, stages - 1
+        below, above = -1, end
+        for i in range(stages):
+            if below < largest[i] < q:
+                low, below = i, largest[i]
+            if q < smallest[i] < above:
+                high, above = i, smallest[i]
+        best = low
+        for i in range(low + 1, high + 1):
+            best = i if room[i] > room[best] else best
+        owner[q] = best
+        room[best] -= weight[q // CUTS] / CUTS
+        smallest[best] = min(smallest[best], q)
+        largest[best] = max(largest[best], q)
+
+
+@numba.njit(cache=True)
+def balance(weight, capacity, owner, room, keeper, bounds):
+    """Layer bounds per stage. Layers cut in too many parts are lost; stages may be empty."""
+    stages, layers = len(capacity), len(weight)
+    spread_sub_layers(weight, capacity, owner, room)
+    first, last = np.full(stages, layers), np.full(stages, -1)
+    kept = np.zeros(stages, np.int64)
+    keeper[:] = -1
+    for layer in range(layers):
+        for cut in range(CUTS * layer, CUTS * (layer + 1)):
+            stage, held = owner[cut], 0
+            for other in range(CUTS * layer, CUTS * (layer + 1)):
+                held += owner[other] == stage
+            if 2 * held > CUTS:
+                keeper[layer] = stage
+                kept[stage] += 1
+                first[stage] = min(first[stage], layer)
+                last[stage] = layer
+                break
+    slack, one_row = capacity.copy(), weight.reshape(1, layers)
+    for i in range(stages):
+        slack[i] -= range_sum(one_row, 0, first[i], last[i] + 1)
+    shift_layers(weight, keeper, kept, slack)
+    bounds[0] = 0
+    for i in range(stages):
+        bounds[i + 1] = bounds[i] + kept[i]
+
+
+@numba.njit(cache=True)
+def shift_layers(weight, keeper, kept, slack):
+    """Up to three times, give the stage with most slack a layer, unless the largest slack grows."""
+    stages, layers = len(kept), len(weight)
+    for _ in range(3 if stages > 1 else 0):
+        most = int(np.argmax(slack))
+        above = most == 0 or (most < stages - 1 and slack[most + 1] < slack[most - 1])
+        giver = most + 1 if above else most - 1
+        if kept[giver] <= 1:
+            return
+        moved = -1
+        for layer in range(layers):
+            if keeper[layer] == giver and not (above and moved >= 0):
+                moved = layer
+        before = slack[most]
+        slack[most] -= weight[moved]
+        slack[giver] += weight[moved]
+        if slack.max() > before:
+            return
+        keeper[moved] = most
+        kept[giver] -= 1
+        kept[most] += 1
+
+
+@numba.njit(cache=True)
+def adjust_capacities(share, capacity, demand):
+    """Move share from stages out of memory to those with memory to spare; False if there is too little."""
+    roomy = capacity > demand
+    kept = np.where(roomy, share, share * (capacity / demand) * SHRINK)
+    spare = np.where(roomy, share * capacity / demand - share, 0.0)
+    extra, missing = np.zeros(len(share)), (share - kept).sum()
+    if spare.sum() < missing:
+        return False
+    for _ in range(ADJUST_PASSES):
+        if not missing > 0.01:
+            share[:] = extra + kept
+            return True
+        takers = spare > 0.001
+        total = share[takers].sum()
+        for i in range(len(share)):
+            part = min(missing * (share[i] / total), spare[i]) if takers[i] else 0.0
+            extra[i] += part
+            spare[i] -= part
+            missing -= part
+    return False
+
+
+@numba.njit(cache=True)
+def fit(t, types, starts, dp, batches, share, missing, scratch, bounds, left, first_left):
+    """Partition until memory suffices: the attempt that fitted, minus the failures, or 0 without profile."""
+    kinds, shares, owner, room, keeper, capacity, demand = scratch
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        balance(t.weight, share, owner, room, keeper, bounds)
+        if not stage_demands(t, types, starts, dp, bounds, batches, missing, kinds, shares, demand):
+            return 0
+        fits = True
+        for i in range(len(dp)):
+            left[i] = capacity[i] - demand[i]
+            fits = fits and left[i] >= 0.0
+            if attempt == 1:
+                first_left[i] = left[i]
+        if fits:
+            return attempt
+        if not adjust_capacities(share, capacity, demand):
+            return -attempt
+    return -MAX_ATTEMPTS
+
+
+@numba.njit(cache=True)
+def bandwidth(rank_node, node_intra, node_least, begin, end, stride):
+    """GB/s the reference assumes between the nodes of every stride-th rank of a range."""
+    node = rank_node[begin]
+    one_node, least = True, node_least[node]
+    for rank in range(begin, end, stride):
+        other = rank_node[rank]
+        one_node = one_node and other == node
+        least = min(least, node_least[other])
+    return node_intra[node] if one_node else least
+
+
+@numba.njit(cache=True)
+def plan_cost(t, layout, starts, num_stage, batches, dp, bounds, missing, kinds, shares):
+    """Milliseconds per iteration of the first `num_stage` stages; NaN without a needed profile."""
+    types, nodes, intra, least = layout
+    rows, layer_ms, sync_ms, samples = t.row, t.layer_ms, t.sync_ms, t.gbs // batches
+    layers, embedding, middle, output = len(t.weight), t.parameters[0], t.parameters[1], t.parameters[2]
+    slowest = total = sync = update = p2p = 0.0
+    data_parallel = -np.inf
+    for i in range(num_stage):
+        begin, end = bounds[i], bounds[i + 1]
+        tp = (starts[i + 1] - starts[i]) // dp[i]
+        micro = samples // dp[i]
+        if types[starts[i]] == types[starts[i + 1] - 1]:
+            ms = range_sum(layer_ms, profile_row(rows, missing, types[starts[i]], tp, micro), begin, end)
+        else:
+            ms = mixed_ms(t, types, starts[i], starts[i + 1], dp[i], begin, end, samples, t.max_batch,
+                          missing, kinds, shares)
+        slowest = max(slowest, ms)
+        total += ms
+        if i == num_stage - 1:
+            sync = -np.inf
+            for rank in range(starts[i], starts[i + 1]):
+                sync = np.maximum(sync, sync_ms[profile_row(rows, missing, types[rank], tp, micro)])
+        else:
+            elements = micro * t.sequence * (t.vocab / tp if end == layers - 1 else t.hidden)
+            p2p += elements / (bandwidth(nodes, intra, least, starts[i], starts[i + 2], 1) * BYTES_PER_MS)
+        ring = np.inf
+        for j in range(dp[i]):
+            ring = min(ring, bandwidth(nodes, intra, least, starts[i] + j, starts[i + 1], dp[i]))
+        held = middle / tp * (end - begin - (begin == 0) - (end == layers))
+        if begin == 0:
+            held += embedding / tp
+        if end == layers:
+            held += output / tp
+        data_parallel = max(data_parallel, 2 * (dp[i] - 1) / (dp[i] * (ring * BYTES_PER_MS)) * held)
+        update = max(update, t.optimizer_ms / tp * ((end - begin) / layers))
+    return (((batches - 1) * slowest + total) + batches * sync + update + data_parallel + p2p
+            + t.batch_generator_ms * batches)
+
+
+@numba.njit(cache=True)
+def is_valid(samples, max_batch, max_tp, groups, dp):
+    """Every replica gets 1 to max_batch samples, rounded down, and tp is within its limit."""
+    for i in range(len(groups)):
+        if dp[i] > samples or dp[i] * (max_batch + 1) <= samples or groups[i] > max_tp * dp[i]:
+            return False
+    return True
+
+
+@numba.njit(cache=True)
+def stage_to_split(dp, key):
+    """The stage with the least key (without keys: most replicas) that has replicas to halve; -1 if none."""
+    best = -1
+    for i in range(len(dp)):
+        if dp[i] != 1 and (best < 0 or (key[i] < key[best] if len(key) else dp[i] > dp[best])):
+            best = i
+    return best
+
+
+@numba.njit(cache=True)
+def walk(t, layout, groups, num_stage, batches, use_strat, found):
+    """Walk from data to tensor parallelism until a partition fits at the first attempt.
+
+    Returns (plans found, steps counted). A walk that lacks a profile stops; `found.missing` then has its key.
+    """
+    types, memory_mb, missing = layout.rank_type, t.memory_mb, found.missing
+    layers, stages = len(t.weight), len(groups)
+    starts, capacity = np.zeros(stages + 1, np.int64), np.zeros(stages)
+    starts[1:] = np.cumsum(groups)
+    for i in range(stages):
+        for rank in range(starts[i], starts[i + 1]):
+            capacity[i] += memory_mb[types[rank]]
+    kinds, shares = np.empty(len(types), np.int64), np.empty(len(types), np.int64)
+    scratch = (kinds, shares, np.empty(CUTS * layers, np.int64), np.empty(stages), np.empty(layers, np.int64),
+               capacity, np.empty(stages))
+    bounds, share = np.zeros(stages + 1, np.int64), np.empty(stages)
+    left, first_left = np.empty(stages), np.empty(stages)
+    key = no_key = np.empty(0)
+    dp = groups.copy()
+    plans = steps = pending = 0
+    while True:
+        if is_valid(t.gbs // batches, t.max_batch, t.max_tp, groups, dp):
+            if not stage_speeds(t, types, starts, dp, batches, missing, kinds, shares, share):
+                break
+            attempt = fit(t, types, starts, dp, batches, share, missing, scratch, bounds, left, first_left)
+            if attempt == 0:
+                break
+            pending += attempt - 1 if attempt > 0 else -attempt
+            key = first_left if use_strat else (left if attempt > 0 else no_key)
+            if attempt > 0:
+                steps, pending = steps + pending, 0
+                found.attempt[plans], found.dp[plans], found.bounds[plans] = attempt, dp, bounds
+                found.cost[plans] = plan_cost(t, layout, starts, num_stage, batches, dp, bounds, missing,
+                                              kinds, shares)
+                missing[0] = -1
+                plans += 1
+            if attempt == 1:
+                break
+        stage = stage_to_split(dp, key)
+        if stage < 0:
+            break
+        dp[stage] //= 2
+        pending += 1
+    return plans, steps
