@@ -1,8 +1,9 @@
 """Events on lanes: the one form in which a schedule is kept, measured and shown.
 
-The simulator and the reader of compiled schedules both produce a `Timeline`. A lane is something that does one
-thing at a time (a device's compute unit, one link); a timeline is flat arrays with one entry per event. Times are
-seconds everywhere in memory; only the exported files use microseconds, as the Chrome trace format wants.
+The simulator and the reader of compiled schedules both produce a `Timeline`. A lane is something that does
+one thing at a time (a device's compute unit, one link); a timeline is flat arrays with one entry per event.
+Times are seconds everywhere in memory; only the exported files use microseconds, as the Chrome trace format
+wants.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Lane:
-    """One row of the picture: what `device` does on one unit (`thread`, for example "compute" or "link out")."""
+    """One row of the picture: what `device` does on one unit (`thread`, such as "compute" or "link out")."""
 
     device: int
     process: str
     thread: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Counter:
-    """A quantity over time on one device, for example live memory in bytes; `time` is ascending, in seconds."""
+    """A quantity over time on one device, such as live memory in bytes; `time` is ascending, in seconds."""
 
     device: int
     name: str
@@ -35,7 +36,7 @@ class Counter:
     value: np.ndarray
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Timeline:
     """Events on lanes.
 
@@ -63,11 +64,18 @@ class Timeline:
     counters: tuple[Counter, ...] = ()
 
     def __post_init__(self):
-        columns = {"lane": self.lane, "name": self.name, "duration": self.duration,
-                   "communication": self.communication, **self.args}
+        columns = {
+            "lane": self.lane,
+            "name": self.name,
+            "duration": self.duration,
+            "communication": self.communication,
+            **self.args,
+        }
         for key, column in columns.items():
             if len(column) != len(self.start):
-                raise ValueError(f"timeline column {key!r} has {len(column)} entries for {len(self.start)} events")
+                raise ValueError(
+                    f"timeline column {key!r} has {len(column)} entries for {len(self.start)} events"
+                )
 
     @property
     def num_events(self) -> int:
@@ -91,14 +99,17 @@ def communication_fraction(timeline: Timeline) -> float:
 
 
 def _seconds_where(timeline: Timeline, wanted) -> dict[int, float]:
-    """Seconds per device during which `wanted(num_compute, num_communication)` holds (arrays of active counts)."""
+    """Seconds per device during which `wanted(num_compute, num_communication)` holds (arrays of active
+    counts).
+    """
     device = np.tile(timeline.device, 2)
     time = np.concatenate([timeline.start, timeline.start + timeline.duration])
     delta = np.repeat([1, -1], timeline.num_events)
     communication = np.tile(timeline.communication, 2)
     order = np.lexsort((time, device))
     device, time, delta, communication = device[order], time[order], delta[order], communication[order]
-    # Every event closes on its own device, so one running sum over all devices is back at zero at each boundary.
+    # Every event closes on its own device, so one running sum over all devices is back at zero at each
+    # boundary.
     compute_active = np.cumsum(np.where(communication, 0, delta))
     communication_active = np.cumsum(np.where(communication, delta, 0))
     gap = np.append(np.diff(time), 0.0)
@@ -119,13 +130,16 @@ def busy_compute(timeline: Timeline) -> dict[int, float]:
 
 
 def chrome_events(timeline: Timeline, rename: Mapping[str, str] | None = None) -> list[dict]:
-    """The bare event array that DistIR's simulator keeps: name, ph, ts, dur (seconds), pid 0, tid = device."""
+    """The bare event array of DistIR's simulator: name, ph, ts, dur (seconds), pid 0, tid = device."""
     rename = rename or {}
     names = [rename.get(name, name) for name in timeline.names]
-    columns = zip(timeline.name.tolist(), timeline.start.tolist(), timeline.duration.tolist(),
-                  timeline.device.tolist())
-    return [{"name": names[name], "ph": "X", "ts": start, "dur": duration, "pid": 0, "tid": device}
-            for name, start, duration, device in columns]
+    columns = zip(
+        timeline.name.tolist(), timeline.start.tolist(), timeline.duration.tolist(), timeline.device.tolist()
+    )
+    return [
+        {"name": names[name], "ph": "X", "ts": start, "dur": duration, "pid": 0, "tid": device}
+        for name, start, duration, device in columns
+    ]
 
 
 def _arguments(timeline: Timeline) -> list[dict]:
@@ -149,37 +163,78 @@ def _flows(timeline: Timeline) -> list[dict]:
         key, lane = int(flow[index]), int(timeline.lane[index])
         first = key not in seen
         seen.add(key)
-        events.append({"name": "send", "cat": "flow", "ph": "s" if first else "f", "bp": "e", "id": key,
-                       "ts": 1e6 * float(timeline.start[index]), "pid": timeline.lanes[lane].device, "tid": lane})
+        events.append(
+            {
+                "name": "send",
+                "cat": "flow",
+                "ph": "s" if first else "f",
+                "bp": "e",
+                "id": key,
+                "ts": 1e6 * float(timeline.start[index]),
+                "pid": timeline.lanes[lane].device,
+                "tid": lane,
+            }
+        )
     return events
 
 
 def perfetto(timeline: Timeline) -> dict:
     """The timeline as a trace object for ui.perfetto.dev or chrome://tracing (times in microseconds).
 
-    One process per device, one thread per lane, event arguments, flow arrows between the ends of a message and
-    one counter track per `Counter`.
+    One process per device, one thread per lane, event arguments, flow arrows between the ends of a message
+    and one counter track per `Counter`.
     """
     events = []
     processes = {lane.device: lane.process for lane in timeline.lanes}
     for device, process in processes.items():
         events.append({"name": "process_name", "ph": "M", "pid": device, "args": {"name": process}})
-        events.append({"name": "process_sort_index", "ph": "M", "pid": device, "args": {"sort_index": device}})
+        events.append(
+            {"name": "process_sort_index", "ph": "M", "pid": device, "args": {"sort_index": device}}
+        )
     for index, lane in enumerate(timeline.lanes):
-        events.append({"name": "thread_name", "ph": "M", "pid": lane.device, "tid": index,
-                       "args": {"name": lane.thread}})
+        events.append(
+            {
+                "name": "thread_name",
+                "ph": "M",
+                "pid": lane.device,
+                "tid": index,
+                "args": {"name": lane.thread},
+            }
+        )
     arguments = _arguments(timeline)
-    columns = zip(timeline.name.tolist(), timeline.lane.tolist(), timeline.start.tolist(),
-                  timeline.duration.tolist(), timeline.communication.tolist(), arguments)
+    columns = zip(
+        timeline.name.tolist(),
+        timeline.lane.tolist(),
+        timeline.start.tolist(),
+        timeline.duration.tolist(),
+        timeline.communication.tolist(),
+        arguments,
+    )
     for name, lane, start, duration, communication, args in columns:
-        events.append({"name": timeline.names[name], "cat": "communication" if communication else "compute",
-                       "ph": "X", "ts": 1e6 * start, "dur": 1e6 * duration,
-                       "pid": timeline.lanes[lane].device, "tid": lane, "args": args})
+        events.append(
+            {
+                "name": timeline.names[name],
+                "cat": "communication" if communication else "compute",
+                "ph": "X",
+                "ts": 1e6 * start,
+                "dur": 1e6 * duration,
+                "pid": timeline.lanes[lane].device,
+                "tid": lane,
+                "args": args,
+            }
+        )
     events.extend(_flows(timeline))
     for counter in timeline.counters:
         for time, value in zip(counter.time.tolist(), counter.value.tolist()):
-            events.append({"name": counter.name, "ph": "C", "pid": counter.device, "ts": 1e6 * time,
-                           "args": {counter.name: value}})
+            events.append(
+                {
+                    "name": counter.name,
+                    "ph": "C",
+                    "pid": counter.device,
+                    "ts": 1e6 * time,
+                    "args": {counter.name: value},
+                }
+            )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

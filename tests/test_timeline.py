@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstrain.timeline import (Counter, Lane, Timeline, busy_compute, chrome_events, communication_fraction,
-                              exposed_communication, perfetto, write_perfetto)
+from mstrain.timeline import (
+    Counter,
+    Lane,
+    Timeline,
+    busy_compute,
+    chrome_events,
+    communication_fraction,
+    exposed_communication,
+    perfetto,
+    write_perfetto,
+)
 
 LANES = tuple(Lane(device, f"chip {device}", thread) for device in (0, 1) for thread in ("compute", "link"))
 
@@ -17,8 +26,17 @@ LANES = tuple(Lane(device, f"chip {device}", thread) for device in (0, 1) for th
 def make(events, counters=(), **args) -> Timeline:
     """A timeline of (lane, start, duration); odd lanes are links."""
     lane, start, duration = (np.array(column) for column in zip(*events))
-    return Timeline(LANES, ("matmul", "send"), lane, lane % 2, start.astype(float), duration.astype(float),
-                    lane % 2 == 1, args, counters)
+    return Timeline(
+        LANES,
+        ("matmul", "send"),
+        lane,
+        lane % 2,
+        start.astype(float),
+        duration.astype(float),
+        lane % 2 == 1,
+        args,
+        counters,
+    )
 
 
 def test_only_link_time_without_computation_is_exposed():
@@ -34,24 +52,44 @@ def test_only_link_time_without_computation_is_exposed():
 def test_exposed_communication_agrees_with_counting_unit_ticks(events):
     exposed = exposed_communication(make(events))
     for device in exposed:
-        ticks = {kind: {tick for lane, start, length in events if lane == 2 * device + kind
-                        for tick in range(start, start + length)} for kind in (0, 1)}
+        ticks = {
+            kind: {
+                tick
+                for lane, start, length in events
+                if lane == 2 * device + kind
+                for tick in range(start, start + length)
+            }
+            for kind in (0, 1)
+        }
         assert exposed[device] == len(ticks[1] - ticks[0])
 
 
 def test_perfetto_names_everything_and_keeps_arguments():
     counter = Counter(1, "live memory", np.array([0.0, 1.0]), np.array([8, 16]))
-    timeline = make([(0, 0, 1), (1, 1, 2), (3, 1, 2)], (counter,), flops=np.array([10.0, np.nan, np.nan]),
-                    flow=np.array([-1, 7, 7]))
+    timeline = make(
+        [(0, 0, 1), (1, 1, 2), (3, 1, 2)],
+        (counter,),
+        flops=np.array([10.0, np.nan, np.nan]),
+        flow=np.array([-1, 7, 7]),
+    )
     events = perfetto(timeline)["traceEvents"]
     kinds = {phase: [event for event in events if event["ph"] == phase] for phase in "MXCsf"}
-    assert {event["args"]["name"] for event in kinds["M"] if event["name"] == "process_name"} == {"chip 0", "chip 1"}
+    assert {event["args"]["name"] for event in kinds["M"] if event["name"] == "process_name"} == {
+        "chip 0",
+        "chip 1",
+    }
     assert [event["args"]["name"] for event in kinds["M"] if event["name"] == "thread_name"] == [
-        "compute", "link", "compute", "link"]
+        "compute",
+        "link",
+        "compute",
+        "link",
+    ]
     assert [event["args"] for event in kinds["X"]] == [{"flops": 10.0}, {}, {}]
     assert [event["dur"] for event in kinds["X"]] == [1e6, 2e6, 2e6]
     assert [event["args"] for event in kinds["C"]] == [{"live memory": 8}, {"live memory": 16}]
-    assert kinds["s"][0]["pid"] == 0 and kinds["f"][0]["pid"] == 1 and kinds["s"][0]["id"] == kinds["f"][0]["id"]
+    assert (
+        kinds["s"][0]["pid"] == 0 and kinds["f"][0]["pid"] == 1 and kinds["s"][0]["id"] == kinds["f"][0]["id"]
+    )
 
 
 def test_written_file_is_json_and_compresses(tmp_path):
@@ -63,7 +101,8 @@ def test_written_file_is_json_and_compresses(tmp_path):
 
 def test_plain_events_are_in_seconds_and_renamed():
     assert chrome_events(make([(1, 2, 3)]), {"send": "Send"}) == [
-        {"name": "Send", "ph": "X", "ts": 2.0, "dur": 3.0, "pid": 0, "tid": 0}]
+        {"name": "Send", "ph": "X", "ts": 2.0, "dur": 3.0, "pid": 0, "tid": 0}
+    ]
 
 
 def test_columns_of_another_length_are_refused():

@@ -1,7 +1,7 @@
 """Devices and the links between them.
 
 Networks: a switch (every device has one port, full duplex), a torus (a link per neighbour and direction) and
-arbitrary pairs (a bandwidth per pair). All answer the same questions: which links a message uses, how fast it
+arbitrary pairs (a bandwidth per pair). All answer the same questions: which wires a message uses, how fast it
 travels, and what ring a group of devices forms. Bandwidths are bytes/s per direction, latencies seconds.
 """
 
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mstrain.hardware import Link
 from mstrain.planning.collectives import Ring
 
 GIGABIT = 1.25e8  # bytes
@@ -21,7 +22,9 @@ GIGABIT = 1.25e8  # bytes
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator: peak rate in flop/s, memory bandwidth in bytes/s, memory in bytes, kernel launch in seconds."""
+    """One accelerator: peak rate in flop/s, memory bandwidth in bytes/s, memory in bytes, kernel launch in
+    seconds.
+    """
 
     flops: float
     memory_bandwidth: float
@@ -30,7 +33,7 @@ class Device:
     kind: str = "device"
 
 
-class Link(NamedTuple):
+class Wire(NamedTuple):
     """One direction of one link; `device` is where it is drawn, `name` what it is called there."""
 
     device: int
@@ -39,39 +42,47 @@ class Link(NamedTuple):
 
 
 class Path(NamedTuple):
-    """The links a message crosses (numbers of the network), the slowest one's bandwidth, and the latency."""
+    """The wires a message crosses (the network numbers them), the slowest one's bandwidth, and the time to
+    start.
+    """
 
-    links: tuple[int, ...]
+    wires: tuple[int, ...]
     bandwidth: float
     latency: float
 
 
 class Network:
-    """What all networks share; `uniform` means that every pair of devices looks the same."""
+    """What all networks share; `uniform` means that every pair of devices looks the same.
+
+    `latency` is seconds per hop, `launch` seconds to start a message or a collective. `both_ways`: rings send
+    half of their data each way round.
+    """
 
     uniform = False
+    both_ways = False
+    launch = 0.0
 
-    def link(self, number: int) -> Link:
+    def wire(self, number: int) -> Wire:
         raise NotImplementedError
 
     def path(self, source: int, destination: int) -> Path:
         raise NotImplementedError
 
     def ring(self, members: Sequence[int]) -> Ring:
-        """The ring through `members` in order, half of the data going each way round.
+        """The ring through `members` in order.
 
-        A link that several hops cross is shared by them, so a ring that closes over a line of torus links comes out
-        at half the bandwidth of one that closes around the torus.
+        A wire that several hops cross is shared by them, so a ring that closes over a line of torus links
+        comes out at half the bandwidth of one that closes around the torus.
         """
         return _ring(self, members)[0]
 
-    def ring_links(self, members: Sequence[int]) -> Sequence[int]:
-        """The links that the ring through `members` occupies."""
+    def ring_wires(self, members: Sequence[int]) -> Sequence[int]:
+        """The wires that the ring through `members` occupies."""
         return _ring(self, members)[1]
 
     def mean_bandwidth(self, members: Sequence[int]) -> float:
         """Mean over the unordered pairs of `members`, as DistIR's collectives see a group."""
-        pairs = [self.path(a, b).bandwidth for i, a in enumerate(members) for b in members[i + 1:]]
+        pairs = [self.path(a, b).bandwidth for i, a in enumerate(members) for b in members[i + 1 :]]
         return float(np.mean(pairs))
 
 
@@ -80,33 +91,36 @@ def _ring(network: Network, members: Sequence[int]) -> tuple[Ring, tuple[int, ..
     load: dict[int, float] = {}
     latency = 0.0
     for here, there in zip(members, [*members[1:], members[0]]):
-        for source, destination in ((here, there), (there, here)):
+        for source, destination in ((here, there), (there, here))[: 1 + network.both_ways]:
             path = network.path(source, destination)
-            latency = max(latency, path.latency)
-            for number in path.links:
-                load[number] = load.get(number, 0.0) + 0.5
-    bandwidth = min(network.link(number).bandwidth / share for number, share in load.items())
-    return Ring(len(members), bandwidth, latency), tuple(load)
+            latency = max(latency, path.latency - network.launch)
+            for number in path.wires:
+                load[number] = load.get(number, 0.0) + 1.0 / (1 + network.both_ways)
+    bandwidth = min(network.wire(number).bandwidth / share for number, share in load.items())
+    return Ring(len(members), Link(network.launch, latency, bandwidth)), tuple(load)
 
 
 @dataclass(frozen=True)
 class Switch(Network):
-    """Every device behind one full-duplex port of `bandwidth`; links 2d (out) and 2d + 1 (in) belong to device d."""
+    """Every device behind one full-duplex port of `bandwidth`; wires 2d (out) and 2d + 1 (in) belong to
+    device d.
+    """
 
     bandwidth: float
     latency: float = 0.0
+    launch: float = 0.0
     uniform = True
 
-    def link(self, number: int) -> Link:
-        return Link(number // 2, ("link out", "link in")[number % 2], self.bandwidth)
+    def wire(self, number: int) -> Wire:
+        return Wire(number // 2, ("link out", "link in")[number % 2], self.bandwidth)
 
     def path(self, source: int, destination: int) -> Path:
-        return Path((2 * source, 2 * destination + 1), self.bandwidth, self.latency)
+        return Path((2 * source, 2 * destination + 1), self.bandwidth, self.launch + self.latency)
 
     def ring(self, members: Sequence[int]) -> Ring:
-        return Ring(len(members), self.bandwidth, self.latency)
+        return Ring(len(members), Link(self.launch, self.latency, self.bandwidth))
 
-    def ring_links(self, members: Sequence[int]) -> Sequence[int]:
+    def ring_wires(self, members: Sequence[int]) -> Sequence[int]:
         return [2 * member + side for member in members for side in (0, 1)]
 
     def mean_bandwidth(self, members: Sequence[int]) -> float:
@@ -115,7 +129,8 @@ class Switch(Network):
 
 @dataclass(frozen=True)
 class Torus(Network):
-    """Devices numbered row-major over `shape`; each has a link of `bandwidth` to both neighbours in every dim.
+    """Devices numbered row-major over `shape`; each has a link of `bandwidth` to both neighbours in every
+    dim.
 
     Messages go dim by dim, the shorter way round. `wrap=False` makes a mesh (no links around).
     """
@@ -123,11 +138,13 @@ class Torus(Network):
     shape: tuple[int, ...]
     bandwidth: float
     latency: float = 0.0
+    launch: float = 0.0
     wrap: bool = True
+    both_ways = True
 
-    def link(self, number: int) -> Link:
+    def wire(self, number: int) -> Wire:
         device, which = divmod(number, 2 * len(self.shape))
-        return Link(device, f"link dim {which // 2} {'+-'[which % 2]}", self.bandwidth)
+        return Wire(device, f"link dim {which // 2} {'+-'[which % 2]}", self.bandwidth)
 
     def path(self, source: int, destination: int) -> Path:
         links, here, stride = [], source, 1
@@ -141,37 +158,43 @@ class Torus(Network):
                 moved = (at + (1 if positive else -1)) % size
                 here, at = here + (moved - at) * stride, moved
             stride *= size
-        return Path(tuple(links), self.bandwidth, self.latency * len(links))
+        return Path(tuple(links), self.bandwidth, self.launch + self.latency * len(links))
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs(Network):
     """A symmetric matrix of bandwidths (bytes/s), NaN where two devices have no link; one latency for all.
 
-    This is DistIR's notion of a topology: no shared links.
+    This is DistIR's notion of a topology: no pair slows another. Rings go one way only, because a measured
+    pair bandwidth is usually that of a port which both directions of a ring would share.
     """
 
     bandwidths: np.ndarray
     latency: float = 0.0
+    launch: float = 0.0
 
     @classmethod
-    def from_triples(cls, num_devices: int, triples: Sequence[tuple[int, int, float]], latency=0.0) -> Pairs:
+    def from_triples(
+        cls, num_devices: int, triples: Sequence[tuple[int, int, float]], latency: float = 0.0
+    ) -> Pairs:
         """From (source, destination, bytes/s) triples, each stored both ways."""
         matrix = np.full((num_devices, num_devices), np.nan)
         for source, destination, bandwidth in triples:
             matrix[source, destination] = matrix[destination, source] = bandwidth
         return cls(matrix, latency)
 
-    def link(self, number: int) -> Link:
+    def wire(self, number: int) -> Wire:
         source, destination = divmod(number, len(self.bandwidths))
-        return Link(source, f"link to {destination}", float(self.bandwidths[source, destination]))
+        return Wire(source, f"link to {destination}", float(self.bandwidths[source, destination]))
 
     def path(self, source: int, destination: int) -> Path:
         bandwidth = float(self.bandwidths[source, destination])
         if np.isnan(bandwidth):
-            raise ValueError(f"devices {source} and {destination} must talk but have no link; "
-                             f"add ({source}, {destination}, bytes_per_second) to the topology")
-        return Path((source * len(self.bandwidths) + destination,), bandwidth, self.latency)
+            raise ValueError(
+                f"devices {source} and {destination} must talk but have no link; "
+                f"add ({source}, {destination}, bytes_per_second) to the topology"
+            )
+        return Path((source * len(self.bandwidths) + destination,), bandwidth, self.launch + self.latency)
 
     def mean_bandwidth(self, members: Sequence[int]) -> float:
         inside = self.bandwidths[np.ix_(members, members)][np.triu_indices(len(members), 1)]
@@ -189,8 +212,10 @@ class Cluster:
     def homogeneous(cls, num_devices: int, device: Device, network: Network) -> Cluster:
         """`num_devices` devices of one kind. Raises ValueError when a torus has another size."""
         if isinstance(network, Torus) and int(np.prod(network.shape)) != num_devices:
-            raise ValueError(f"a torus of shape {network.shape} has {int(np.prod(network.shape))} devices, "
-                             f"not {num_devices}; give a shape whose product is {num_devices}")
+            raise ValueError(
+                f"a torus of shape {network.shape} has {int(np.prod(network.shape))} devices, "
+                f"not {num_devices}; give a shape whose product is {num_devices}"
+            )
         return cls((device,) * num_devices, network)
 
     def uniform(self, devices: Sequence[int]) -> bool:

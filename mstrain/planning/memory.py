@@ -1,8 +1,8 @@
 """Live memory of a program over time, from the lifetimes of its values.
 
-A value takes memory from the operation that writes it until its last reader is done; program inputs stay, and so do
-values that nobody reads (results). An operation holds its inputs and outputs at once. This is DistIR's model: no
-workspace, no fragmentation.
+A value takes memory from the operation that writes it until its last reader is done; program inputs stay, and
+so do values that nobody reads (results). An operation holds its inputs and outputs at once. This is DistIR's
+model: no workspace, no fragmentation.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from mstrain.planning.program import Program
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MemoryUse:
     """Changes of live memory, sorted by device and time.
 
-    Attributes: `device`, `time` (seconds), `total` (bytes after the change) and `moment` (changes with one number
-    happen together), int or float arrays of shape (changes,).
+    Attributes: `device`, `time` (seconds), `total` (bytes after the change) and `moment` (changes with one
+    number happen together), int or float arrays of shape (changes,).
     """
 
     device: np.ndarray
@@ -32,8 +32,11 @@ class MemoryUse:
     def peak_bytes(self) -> dict[int, int]:
         """The largest live total of each device."""
         begin = np.flatnonzero(np.diff(self.device, prepend=-1))
-        return dict(zip(self.device[begin].tolist(), np.maximum.reduceat(self.total, begin).tolist())) \
-            if len(begin) else {}
+        return (
+            dict(zip(self.device[begin].tolist(), np.maximum.reduceat(self.total, begin).tolist()))
+            if len(begin)
+            else {}
+        )
 
     def timelines(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Per device, times and totals, one entry for all changes that happen together."""
@@ -47,7 +50,9 @@ class MemoryUse:
 
 
 def memory_use(program: Program, allocate: np.ndarray, free: np.ndarray) -> MemoryUse:
-    """Live memory when operation i takes its outputs at `allocate[i]` and drops its inputs at `free[i]` (seconds)."""
+    """Live memory when operation i takes its outputs at `allocate[i]` and drops its inputs at `free[i]`
+    (seconds).
+    """
     values = np.arange(len(program.value_bytes))
     reader = np.full(len(values), -1)
     reader[program.inputs.items] = program.inputs.owner()

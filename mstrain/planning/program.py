@@ -1,9 +1,9 @@
 """A program of operations over devices, as flat arrays (after the IR of DistIR, microsoft/dist-ir).
 
-The program is global: it holds the operations of all devices in one order. An operation is a pair (what, where):
-what is an `OpSpec` (kind, operand shapes, element size), where is a group of devices. One device computes; several
-devices communicate. Values live on one device each. Distinct specs and groups are stored once, so that costs are
-computed once per distinct pair, however long the program is.
+The program is global: it holds the operations of all devices in one order. An operation is a pair (what,
+where): what is an `OpSpec` (kind, operand shapes, element size), where is a group of devices. One device
+computes; several devices communicate. Values live on one device each. Distinct specs and groups are stored
+once, so that costs are computed once per distinct pair, however long the program is.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 COMMUNICATION = frozenset(
-    {"Send", "Scatter", "Broadcast", "Gather", "Reduce", "AllReduce", "AllGather", "ReduceScatter"})
+    {"Send", "Scatter", "Broadcast", "Gather", "Reduce", "AllReduce", "AllGather", "ReduceScatter"}
+)
 
 
 class OpSpec(NamedTuple):
-    """What an operation does: its kind, the shapes of the operands that decide its cost, bytes per element."""
+    """What an operation does: its kind, the operand shapes that decide its cost, bytes per element."""
 
     kind: str
     shapes: tuple[tuple[int, ...], ...]
@@ -60,18 +61,20 @@ class Ragged(NamedTuple):
         return np.repeat(np.arange(len(self.offsets) - 1), self.lengths)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """Operations in program order.
 
     Attributes:
-      specs, groups: the distinct specs and device groups; `spec` and `group` (int arrays of shape (ops,)) index them.
+      specs, groups: the distinct specs and device groups; `spec` and `group` (int arrays of shape (ops,))
+        index them.
       microbatch: int array of shape (ops,), -1 where it does not apply.
-      copies: int array of shape (ops,): how many operations of the whole job each one stands for (1 unless the
-        program is one representative of symmetric ranks).
+      copies: int array of shape (ops,): how many operations of the whole job each one stands for (1 unless
+        the program is one representative of symmetric ranks).
       inputs, outputs: values read and written by each operation.
       value_bytes, value_device: int arrays of shape (values,).
-      resident: bool array of shape (values,): an input of the program, in memory from the start and never freed.
+      resident: bool array of shape (values,): an input of the program, in memory from the start and never
+        freed.
       devices: the devices whose time is kept. A group may name others: they only decide the cost.
     """
 
@@ -126,22 +129,47 @@ class ProgramBuilder:
             self._values[value] = (nbytes, device, True)
         return value
 
-    def op(self, kind: str, shapes: Sequence[Sequence[int]], devices: Sequence[int], inputs: Sequence[int],
-           outputs: Sequence[tuple[Sequence[int], int]] = ()) -> tuple[int, ...]:
-        """Append an operation of `kind` on `devices`; `outputs` are (shape, device) pairs. Returns output values."""
+    def op(
+        self,
+        kind: str,
+        shapes: Sequence[Sequence[int]],
+        devices: Sequence[int],
+        inputs: Sequence[int],
+        outputs: Sequence[tuple[Sequence[int], int]] = (),
+    ) -> tuple[int, ...]:
+        """Append an operation of `kind` on `devices`; `outputs` are (shape, device) pairs. Returns output
+        values.
+        """
         spec = OpSpec(kind, tuple(tuple(shape) for shape in shapes), self.element_bytes)
         results = tuple(self._value(shape, device, False) for shape, device in outputs)
-        self._ops.append((self._specs.setdefault(spec, len(self._specs)),
-                          self._groups.setdefault(tuple(devices), len(self._groups)), tuple(inputs), results))
+        self._ops.append(
+            (
+                self._specs.setdefault(spec, len(self._specs)),
+                self._groups.setdefault(tuple(devices), len(self._groups)),
+                tuple(inputs),
+                results,
+            )
+        )
         return results
 
     def build(self) -> Program:
         """The finished program."""
         columns = list(zip(*self._ops)) or [(), (), (), ()]
-        sizes, devices, resident = map(np.array, zip(*self._values)) if self._values else (np.zeros(0, int),) * 3
+        sizes, devices, resident = (
+            map(np.array, zip(*self._values)) if self._values else (np.zeros(0, int),) * 3
+        )
         count = len(self._ops)
         return Program(
-            specs=tuple(self._specs), groups=tuple(self._groups), spec=np.array(columns[0], np.int64),
-            group=np.array(columns[1], np.int64), microbatch=np.full(count, -1), copies=np.ones(count, np.int64),
-            inputs=Ragged.of(columns[2]), outputs=Ragged.of(columns[3]), value_bytes=sizes, value_device=devices,
-            resident=resident.astype(bool), devices=tuple(sorted({d for group in self._groups for d in group})))
+            specs=tuple(self._specs),
+            groups=tuple(self._groups),
+            spec=np.array(columns[0], np.int64),
+            group=np.array(columns[1], np.int64),
+            microbatch=np.full(count, -1),
+            copies=np.ones(count, np.int64),
+            inputs=Ragged.of(columns[2]),
+            outputs=Ragged.of(columns[3]),
+            value_bytes=sizes,
+            value_device=devices,
+            resident=resident.astype(bool),
+            devices=tuple(sorted({d for group in self._groups for d in group})),
+        )

@@ -1,8 +1,8 @@
 """Pipeline schedules: which stage runs which microbatch, in which order.
 
-A schedule is a list of time steps; a step is the tasks that different stages run side by side. The steps only fix
-an order: how long anything takes is the simulator's business. Chunks are consecutive parts of the model; with
-`pipeline` stages, chunk c runs on stage c mod `pipeline` (more chunks than stages: interleaved).
+A schedule is a list of time steps; a step is the tasks that different stages run side by side. The steps only
+fix an order: how long anything takes is the simulator's business. Chunks are consecutive parts of the model;
+with `pipeline` stages, chunk c runs on stage c mod `pipeline` (more chunks than stages: interleaved).
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ def _steps_from_orders(orders: Sequence[Sequence[Task]], num_chunks: int) -> Sch
     done: set[tuple[int, int, int]] = set()
     steps = []
     while any(at < len(order) for at, order in zip(position, orders)):
-        step = [order[at] for at, order in zip(position, orders) if at < len(order)
-                and all(need in done for need in _needs(*order[at][1:], num_chunks))]
+        step = [
+            order[at]
+            for at, order in zip(position, orders)
+            if at < len(order) and all(need in done for need in _needs(*order[at][1:], num_chunks))
+        ]
         assert step, "the stage orders wait for each other"
         for task in step:
             position[task.stage] += 1
@@ -52,13 +55,17 @@ def _steps_from_orders(orders: Sequence[Sequence[Task]], num_chunks: int) -> Sch
 
 def gpipe(pipeline: int, microbatches: int, chunks: int) -> Schedule:
     """All forwards, then all backwards (Huang et al., 2019): every microbatch is in flight on every stage."""
-    orders = [[Task(stage, stage, direction, m) for direction in (FORWARD, BACKWARD) for m in range(microbatches)]
-              for stage in range(pipeline)]
+    orders = [
+        [Task(stage, stage, direction, m) for direction in (FORWARD, BACKWARD) for m in range(microbatches)]
+        for stage in range(pipeline)
+    ]
     return _steps_from_orders(orders, chunks)
 
 
 def one_f_one_b(pipeline: int, microbatches: int, chunks: int) -> Schedule:
-    """Textbook 1F1B (Narayanan et al., 2021): stage s holds at most min(microbatches, pipeline - s) in flight."""
+    """Textbook 1F1B (Narayanan et al., 2021): stage s holds at most min(microbatches, pipeline - s) in
+    flight.
+    """
     orders = []
     for stage in range(pipeline):
         warm_up = min(pipeline - stage - 1, microbatches)
@@ -76,8 +83,10 @@ def interleaved(pipeline: int, microbatches: int, chunks: int) -> Schedule:
     Raises ValueError unless chunks and microbatches are multiples of the pipeline degree.
     """
     if chunks % pipeline or microbatches % pipeline:
-        raise ValueError(f"schedule interleaved needs chunks ({chunks}) and microbatches ({microbatches}) that are "
-                         f"multiples of the pipeline degree ({pipeline}); change them or use schedule=1f1b")
+        raise ValueError(
+            f"schedule interleaved needs chunks ({chunks}) and microbatches ({microbatches}) that are "
+            f"multiples of the pipeline degree ({pipeline}); change them or use schedule=1f1b"
+        )
     per_stage, total = chunks // pipeline, microbatches * (chunks // pipeline)
 
     def passes(stage: int, direction: int) -> list[Task]:
@@ -86,7 +95,9 @@ def interleaved(pipeline: int, microbatches: int, chunks: int) -> Schedule:
             group, within = divmod(index, pipeline * per_stage)
             which = within // pipeline
             which = which if direction == FORWARD else per_stage - 1 - which
-            order.append(Task(stage, which * pipeline + stage, direction, group * pipeline + within % pipeline))
+            order.append(
+                Task(stage, which * pipeline + stage, direction, group * pipeline + within % pipeline)
+            )
         return order
 
     orders = []
@@ -96,7 +107,7 @@ def interleaved(pipeline: int, microbatches: int, chunks: int) -> Schedule:
         order = forwards[:warm_up]
         for forward, backward in zip(forwards[warm_up:], backwards):
             order += [forward, backward]
-        orders.append(order + backwards[total - warm_up:])
+        orders.append(order + backwards[total - warm_up :])
     return _steps_from_orders(orders, chunks)
 
 
@@ -114,7 +125,9 @@ def distir_forward(stage_of_chunk: Sequence[int], microbatches: int) -> Schedule
 
 
 @lru_cache(maxsize=256)
-def _alternating(pipeline: int, microbatches: int, stage_of_chunk: tuple[int, ...], backward: bool) -> Schedule:
+def _alternating(
+    pipeline: int, microbatches: int, stage_of_chunk: tuple[int, ...], backward: bool
+) -> Schedule:
     num_chunks = len(stage_of_chunk)
     last = [BACKWARD] * pipeline
     ready: list[tuple[list, list]] = [([], []) for _ in range(pipeline)]
@@ -147,7 +160,11 @@ def _alternating(pipeline: int, microbatches: int, stage_of_chunk: tuple[int, ..
 
 
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
-    "distir": distir, "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
+    "distir": distir,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+}
 
 
 @lru_cache(maxsize=256)
@@ -156,8 +173,10 @@ def schedule(name: str, pipeline: int, microbatches: int, chunks: int) -> Schedu
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r} is unknown; choose one of {' '.join(SCHEDULES)}")
     if chunks != pipeline and name != "interleaved":
-        raise ValueError(f"schedule {name} runs one chunk per stage, not {chunks} chunks on {pipeline} stages; "
-                         "use schedule=interleaved")
+        raise ValueError(
+            f"schedule {name} runs one chunk per stage, not {chunks} chunks on {pipeline} stages; "
+            "use schedule=interleaved"
+        )
     return SCHEDULES[name](pipeline, microbatches, chunks)
 
 

@@ -1,8 +1,9 @@
-"""Runs a program on a cluster: when each operation starts, what each device holds, and the timeline of it all.
+"""Runs a program on a cluster: when each operation starts, what each device holds, and the timeline of it
+all.
 
-Operations are taken in program order. One starts when its inputs exist and every lane it uses is free; it then
-holds those lanes for its duration. With `rules.link_lanes` a message uses the links it crosses, otherwise the
-compute lanes of its devices (DistIR's rendezvous). Lanes are served first come, first served.
+Operations are taken in program order. One starts when its inputs exist and every lane it uses is free; it
+then holds those lanes for its duration. With `rules.link_lanes` a message uses the links it crosses,
+otherwise the compute lanes of its devices (DistIR's rendezvous). Lanes are served first come, first served.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import numba
 import numpy as np
 
 from mstrain.planning.cluster import Cluster
+from mstrain.planning.costs import communication_seconds, compute_seconds, operation_work
 from mstrain.planning.memory import MemoryUse, memory_use
 from mstrain.planning.program import Program, Ragged
-from mstrain.planning.rules import RuleSet, communication_seconds, compute_seconds, operation_work, rule_set
+from mstrain.planning.rules import RuleSet, rule_set
 from mstrain.timeline import Counter, Lane, Timeline
 
 
@@ -52,8 +54,9 @@ class _Lanes:
 
     def __init__(self, program: Program, cluster: Cluster):
         self.cluster = cluster
-        self.lanes = [Lane(device, f"{cluster.devices[device].kind} {device}", "compute")
-                      for device in program.devices]
+        self.lanes = [
+            Lane(device, f"{cluster.devices[device].kind} {device}", "compute") for device in program.devices
+        ]
         self.compute = {device: number for number, device in enumerate(program.devices)}
         self.links: dict[int, int] = {}
 
@@ -65,39 +68,43 @@ class _Lanes:
         for number in numbers:
             lane = self.links.get(number)
             if lane is None:
-                link = self.cluster.network.link(number)
-                if link.device not in self.compute:
+                wire = self.cluster.network.wire(number)
+                if wire.device not in self.compute:
                     continue
                 lane = self.links[number] = len(self.lanes)
-                self.lanes.append(Lane(link.device, self.lanes[self.compute[link.device]].process, link.name))
+                self.lanes.append(Lane(wire.device, self.lanes[self.compute[wire.device]].process, wire.name))
             found.append(lane)
         return tuple(found)
 
 
-def _events(program: Program, cluster: Cluster, rules: RuleSet, lanes: _Lanes
-            ) -> tuple[np.ndarray, Ragged, np.ndarray]:
+def _events(
+    program: Program, cluster: Cluster, rules: RuleSet, lanes: _Lanes
+) -> tuple[np.ndarray, Ragged, np.ndarray]:
     """Per operation its action; per action the lanes it holds, and for how long (NaN: no event)."""
     code = program.spec * len(program.groups) + program.group
     present = np.zeros(len(program.specs) * len(program.groups), bool)
     present[code] = True
     held, seconds = [], []
-    cost: dict[tuple, float] = {}
+    cost: dict[tuple[int, int], float] = {}  # by identity: hashing a device costs more than its cost
     for pair in np.flatnonzero(present).tolist():
         spec, group = divmod(pair, len(program.groups))
         what, members = program.specs[spec], program.groups[group]
         if not what.communicates:
             for device in members:
-                key = (spec, cluster.devices[device])
+                key = (spec, id(cluster.devices[device]))
                 if key not in cost:
-                    cost[key] = compute_seconds(rules, what, key[1])
+                    cost[key] = compute_seconds(rules, what, cluster.devices[device])
                 seconds.append(cost[key])
             held.append(lanes.of_devices(members))
             continue
         duration = communication_seconds(rules, what, members, cluster)
         if rules.link_lanes:
             network = cluster.network
-            held.append(lanes.of_links(network.path(*members).links if what.kind == "Send" else
-                                       network.ring_links(members)))
+            held.append(
+                lanes.of_links(
+                    network.path(*members).wires if what.kind == "Send" else network.ring_wires(members)
+                )
+            )
         else:
             held.append(lanes.of_devices(members))
         if isinstance(duration, tuple):
@@ -107,9 +114,11 @@ def _events(program: Program, cluster: Cluster, rules: RuleSet, lanes: _Lanes
     return (np.cumsum(present) - 1)[code], Ragged.of(held), np.array(seconds)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Simulation:
-    """What a simulated step does. Times in seconds, memory in bytes; see `Program` for operations and devices."""
+    """What a simulated step does. Times in seconds, memory in bytes; see `Program` for operations and
+    devices.
+    """
 
     program: Program
     rules: RuleSet
@@ -139,14 +148,18 @@ class Simulation:
         """Trace events of the whole job: one per operation and device, those of ranks left out included."""
         members = np.array([len(group) for group in self.program.groups])[self.program.group]
         silent = np.bincount(self.action, minlength=len(self.held.lengths)) @ np.bincount(
-            self.held.owner(), weights=np.isnan(self.action_seconds), minlength=len(self.held.lengths))
+            self.held.owner(), weights=np.isnan(self.action_seconds), minlength=len(self.held.lengths)
+        )
         return int(members @ self.program.copies - silent)
 
     @cached_property
     def communication_fraction(self) -> float:
-        """Device-seconds of communication over device-seconds of everything, as DistIR's notebook counts them."""
-        per_action = np.bincount(self.held.owner(), weights=np.nan_to_num(self.action_seconds),
-                                 minlength=len(self.held.lengths))[self.action]
+        """Device-seconds of communication over device-seconds of everything, as DistIR's notebook counts
+        them.
+        """
+        per_action = np.bincount(
+            self.held.owner(), weights=np.nan_to_num(self.action_seconds), minlength=len(self.held.lengths)
+        )[self.action]
         communicates = np.array([spec.communicates for spec in self.program.specs])[self.program.spec]
         total = float(per_action.sum())
         return float(per_action[communicates].sum()) / total if total else 0.0
@@ -173,19 +186,33 @@ class Simulation:
         spec = program.spec[op]
         names = tuple(dict.fromkeys(item.kind for item in program.specs))
         number = {name: index for index, name in enumerate(names)}
-        shapes = np.array([" ".join("x".join(map(str, shape)) for shape in item.shapes[:2])
-                           for item in program.specs], dtype=object)
+        shapes = np.array(
+            [" ".join("x".join(map(str, shape)) for shape in item.shapes[:2]) for item in program.specs],
+            dtype=object,
+        )
         args = {
             "shape": shapes[spec],
-            "bytes": np.array([sum(map(prod, item.shapes)) * item.element_bytes for item in program.specs])[spec],
+            "bytes": np.array([sum(map(prod, item.shapes)) * item.element_bytes for item in program.specs])[
+                spec
+            ],
             "flops": np.array([operation_work(item) for item in program.specs])[spec],
             "microbatch": np.where(program.microbatch < 0, np.nan, program.microbatch)[op],
-            "flow": np.where([item.kind == "Send" for item in program.specs], 1, -1)[spec] * (op + 1)}
+            "flow": np.where([item.kind == "Send" for item in program.specs], 1, -1)[spec] * (op + 1),
+        }
         return Timeline(
-            self.lanes, names, lane, np.array([number[item.kind] for item in program.specs])[spec], self.start[op],
-            duration, np.array([item.communicates for item in program.specs])[spec], args,
-            tuple(Counter(device, "live memory", time, value)
-                  for device, (time, value) in self.memory.timelines().items()))
+            self.lanes,
+            names,
+            lane,
+            np.array([number[item.kind] for item in program.specs])[spec],
+            self.start[op],
+            duration,
+            np.array([item.communicates for item in program.specs])[spec],
+            args,
+            tuple(
+                Counter(device, "live memory", time, value)
+                for device, (time, value) in self.memory.timelines().items()
+            ),
+        )
 
 
 def simulate(program: Program, cluster: Cluster, rules: str | RuleSet = "corrected") -> Simulation:
@@ -195,12 +222,21 @@ def simulate(program: Program, cluster: Cluster, rules: str | RuleSet = "correct
     """
     rules = rule_set(rules)
     if max(program.devices, default=-1) >= len(cluster.devices):
-        raise ValueError(f"the program uses device {max(program.devices)}, the cluster has {len(cluster.devices)} "
-                         f"devices numbered from 0; give it at least {max(program.devices) + 1}")
+        raise ValueError(
+            f"the program uses device {max(program.devices)}, the cluster has {len(cluster.devices)} "
+            f"devices numbered from 0; give it at least {max(program.devices) + 1}"
+        )
     lanes = _Lanes(program, cluster)
     action, held, seconds = _events(program, cluster, rules, lanes)
     taken = held.take(action)
     durations = held._replace(items=seconds).take(action).items
-    start, end, lane_end = _run(taken.offsets, taken.items, durations, *program.inputs, *program.outputs,
-                                len(lanes.lanes), len(program.value_bytes))
+    start, end, lane_end = _run(
+        taken.offsets,
+        taken.items,
+        durations,
+        *program.inputs,
+        *program.outputs,
+        len(lanes.lanes),
+        len(program.value_bytes),
+    )
     return Simulation(program, rules, tuple(lanes.lanes), start, end, lane_end, action, held, seconds)

@@ -1,19 +1,21 @@
 """Inference of a GPT-2-like stack under data, tensor and pipeline parallelism, cut as DistIR cuts GPT-2.
 
-A two-dimensional stand-in for the ONNX file that DistIR imports: rows are tokens, attention is elementwise. What it
-keeps is the cut. A block ends with the `mlp.c_proj` product, before its residual sum, so two tensors cross every
-pipeline boundary; what follows the last block is a block of its own; blocks are placed on stages in order, the first
-stages taking one more. Each block has two all-reduces over the tensor ranks.
+A two-dimensional stand-in for the ONNX file that DistIR imports: rows are tokens, attention is elementwise.
+What it keeps is the cut. A block ends with the `mlp.c_proj` product, before its residual sum, so two tensors
+cross every pipeline boundary; what follows the last block is a block of its own; blocks are placed on stages
+in order, the first stages taking one more. Each block has two all-reduces over the tensor ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mstrain.planning.mlp import chunk_bounds
+from mstrain.planning.placement import LOCAL, SEND, TENSOR, Degrees
 from mstrain.planning.program import OpSpec
-from mstrain.planning.replicas import LOCAL, SEND, TENSOR, Degrees, Layout, RankOp, Slots, Step
+from mstrain.planning.replicas import Layout, Step
 from mstrain.planning.schedules import distir_forward
-from mstrain.planning.transform_mlp import chunk_bounds
+from mstrain.planning.slots import RankOp, Slots
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,19 @@ def check_gpt(gpt: GptStack, degrees: Degrees) -> None:
     """Raise ValueError, with the fix, when the stack cannot be cut by `degrees`."""
     pieces = degrees.data * degrees.microbatches
     if gpt.rows % pieces:
-        raise ValueError(f"{gpt.rows} rows do not split over {degrees.data} replicas x {degrees.microbatches} "
-                         f"microbatches; use a multiple of {pieces}")
+        raise ValueError(
+            f"{gpt.rows} rows do not split over {degrees.data} replicas x {degrees.microbatches} "
+            f"microbatches; use a multiple of {pieces}"
+        )
     if gpt.width % degrees.tensor:
-        raise ValueError(f"width {gpt.width} is not a multiple of the tensor degree {degrees.tensor}; change either")
+        raise ValueError(
+            f"width {gpt.width} is not a multiple of the tensor degree {degrees.tensor}; change either"
+        )
     if degrees.pipeline > gpt.layers + 1:
-        raise ValueError(f"{degrees.pipeline} stages need at least as many blocks, not {gpt.layers + 1}; "
-                         "lower the pipeline degree")
+        raise ValueError(
+            f"{degrees.pipeline} stages need at least as many blocks, not {gpt.layers + 1}; "
+            "lower the pipeline degree"
+        )
     if degrees.interleave > 1:
         raise ValueError("GPT inference has no interleaved schedule; set interleave=1")
 
@@ -68,8 +76,14 @@ class _GptStep:
         return outputs[0]
 
     def _gemm(self, ops, value: int, fan_in: int, fan_out: int, stage: int, reduce: bool = False) -> int:
-        out = self._op(ops, "Gemm", ((self.rows, fan_in), (fan_in, fan_out)), stage,
-                       (value, *self._weight(fan_in, fan_out, stage)), fan_out)
+        out = self._op(
+            ops,
+            "Gemm",
+            ((self.rows, fan_in), (fan_in, fan_out)),
+            stage,
+            (value, *self._weight(fan_in, fan_out, stage)),
+            fan_out,
+        )
         if reduce and self.degrees.tensor > 1:
             out = self._op(ops, "AllReduce", ((self.rows, fan_out),), stage, (out,), fan_out, axis=TENSOR)
         return out
@@ -105,8 +119,15 @@ class _GptStep:
         if self.result < 0:
             self.result = self._tensor(self.gpt.width, stage, grows=True)
         inputs = (value,) if first else (Slots.previous(self.result), value)
-        ops.append(RankOp(OpSpec("Identity" if first else "Concat", shape, self.gpt.element_bytes), LOCAL, stage,
-                          inputs, (self.result,)))
+        ops.append(
+            RankOp(
+                OpSpec("Identity" if first else "Concat", shape, self.gpt.element_bytes),
+                LOCAL,
+                stage,
+                inputs,
+                (self.result,),
+            )
+        )
 
     def send(self, b: int) -> list[RankOp]:
         """The two messages after block `b`, if the next block is on another stage."""
@@ -115,7 +136,10 @@ class _GptStep:
         here, there = self.stage_of_block[b], self.stage_of_block[b + 1]
         spec = OpSpec("Send", ((self.rows, self.gpt.width),), self.gpt.element_bytes)
         arrived = tuple(self._tensor(self.gpt.width, there) for _ in range(2))
-        ops = [RankOp(spec, SEND, here, (value,), (copy,), there) for value, copy in zip(self.carried[b], arrived)]
+        ops = [
+            RankOp(spec, SEND, here, (value,), (copy,), there)
+            for value, copy in zip(self.carried[b], arrived)
+        ]
         self.carried[b] = arrived
         return ops
 

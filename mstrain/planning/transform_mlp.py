@@ -1,90 +1,21 @@
 """The training step of a multi-layer perceptron under data, tensor and pipeline parallelism.
 
 Layers are MatMul + Relu. Even layers are split over the tensor ranks by columns, odd ones by rows, so that an
-all-reduce is needed after every odd layer forward and every even layer backward (Shoeybi et al., 2019). A stage owns
-consecutive layers. The step is the one that DistIR builds (`mlp_dhp_transform`), so that its rule sets can be
-compared number by number; `RuleSet` says what the corrected step does differently.
+all-reduce is needed after every odd layer forward and every even layer backward (Shoeybi et al., 2019). A
+stage owns consecutive layers. The step is the one that DistIR builds (`mlp_dhp_transform`), so that its rule
+sets can be compared number by number; `RuleSet` says what the corrected step does differently.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from mstrain.planning.mlp import Mlp, StepOptions, check_mlp, chunk_bounds
+from mstrain.planning.placement import DATA, LOCAL, SEND, TENSOR, Degrees, Placement
 from mstrain.planning.program import OpSpec
-from mstrain.planning.replicas import DATA, LOCAL, SEND, TENSOR, Degrees, Layout, Placement, RankOp, Slots, Step
+from mstrain.planning.replicas import Layout, Step
 from mstrain.planning.rules import RuleSet, rule_set
-from mstrain.planning.schedules import FORWARD, schedule as find_schedule
-
-
-@dataclass(frozen=True)
-class Mlp:
-    """A perceptron and its batch: `layers` matmuls, widths input -> hidden -> ... -> output."""
-
-    layers: int
-    input_dim: int
-    hidden_dim: int
-    output_dim: int
-    batch: int
-    element_bytes: int = 4
-
-    @classmethod
-    def square(cls, layers: int, width: int, batch: int, element_bytes: int = 4) -> Mlp:
-        """All widths alike."""
-        return cls(layers, width, width, width, batch, element_bytes)
-
-    def dims(self, layer: int) -> tuple[int, int]:
-        """(in, out) of one layer's weight."""
-        return (self.hidden_dim if layer else self.input_dim,
-                self.hidden_dim if layer < self.layers - 1 else self.output_dim)
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """Choices beside the degrees; None: what the rule set does.
-
-    `loaded=False` (rules=notebook only) starts with the untransformed inputs on the root device.
-    """
-
-    schedule: str | None = None
-    optimizer: bool = True
-    gather_outputs: bool | None = None
-    loaded: bool = True
-
-
-def check_mlp(mlp: Mlp, degrees: Degrees, rules: RuleSet) -> None:
-    """Raise ValueError, with the fix, when the model cannot be cut by `degrees`."""
-    d, h, p, k = degrees.data, degrees.tensor, degrees.pipeline, degrees.microbatches
-    chunks = p * degrees.interleave
-    if min(d, h, p, k, degrees.interleave, mlp.layers, mlp.batch) < 1:
-        raise ValueError(f"degrees, layers and batch must be at least 1, got {degrees} and {mlp}")
-    if mlp.batch % (d * k):
-        raise ValueError(f"batch {mlp.batch} does not split over {d} replicas x {k} microbatches; "
-                         f"use a multiple of {d * k}")
-    if h > 1 and mlp.layers % 2:
-        raise ValueError(f"tensor parallelism cuts layers in pairs (columns, then rows), but there are {mlp.layers} "
-                         f"layers; use {mlp.layers + 1} layers or tensor degree 1")
-    for layer in range(mlp.layers if h > 1 else 0):
-        split = mlp.dims(layer)[1 if layer % 2 == 0 else 0]
-        if split % h:
-            raise ValueError(f"layer {layer} is {split} wide, which {h} tensor ranks do not divide; "
-                             "choose a tensor degree that divides the width")
-    if chunks > mlp.layers:
-        raise ValueError(f"{chunks} pipeline chunks need at least as many layers, not {mlp.layers}; "
-                         "lower the pipeline degree")
-    if rules.root and mlp.layers % chunks:
-        raise ValueError(f"rules={rules.name} needs layers ({mlp.layers}) that are a multiple of the pipeline degree "
-                         f"({chunks}); change it or use rules=corrected")
-    if degrees.interleave > 1 and p == 1:
-        raise ValueError("interleave needs a pipeline degree above 1; set interleave=1")
-
-
-def chunk_bounds(layers: int, chunks: int) -> list[tuple[int, int]]:
-    """Layers [begin, end) of each chunk; when they do not divide, the first chunks get one more."""
-    small, extra = divmod(layers, chunks)
-    bounds = [0]
-    for chunk in range(chunks):
-        bounds.append(bounds[-1] + small + (chunk < extra))
-    return list(zip(bounds, bounds[1:]))
+from mstrain.planning.schedules import FORWARD
+from mstrain.planning.schedules import schedule as find_schedule
+from mstrain.planning.slots import RankOp, Slots
 
 
 class _MlpStep:
@@ -103,10 +34,14 @@ class _MlpStep:
         self.weights, self.y, self.reduced_y, self.a, self.final, self.accumulated = {}, {}, {}, {}, {}, {}
         for chunk in range(self.chunks):
             self._declare(chunk)
-        self.received_a = {c: self._tensor(self.out_width(self.bounds[c - 1][1] - 1), self.stage(c))
-                           for c in range(1, self.chunks)}
-        self.received_g = {c: self._tensor(self.out_width(self.bounds[c][1] - 1), self.stage(c))
-                           for c in range(self.chunks - 1)}
+        self.received_a = {
+            c: self._tensor(self.out_width(self.bounds[c - 1][1] - 1), self.stage(c))
+            for c in range(1, self.chunks)
+        }
+        self.received_g = {
+            c: self._tensor(self.out_width(self.bounds[c][1] - 1), self.stage(c))
+            for c in range(self.chunks - 1)
+        }
         self.sent_g: dict[int, int] = {}
 
     def stage(self, chunk: int) -> int:
@@ -157,8 +92,11 @@ class _MlpStep:
             weight, out = self.weight(j), (self.rows, self.out_width(j))
             if first:
                 self._load(ops, weight, stage)
-            ops.append(self._op("MatMul", ((self.rows, weight[0]), weight), stage, (value, self.weights[j]),
-                                (self.y[j],)))
+            ops.append(
+                self._op(
+                    "MatMul", ((self.rows, weight[0]), weight), stage, (value, self.weights[j]), (self.y[j],)
+                )
+            )
             if j in self.reduced_y:
                 ops.append(self._op("AllReduce", (out,), stage, (self.y[j],), (self.reduced_y[j],), TENSOR))
             ops.append(self._op("Relu", (out,), stage, (self.reduced_y.get(j, self.y[j]),), (self.a[j],)))
@@ -203,10 +141,15 @@ class _MlpStep:
             value = self.a[j - 1] if j > begin else self.received_a[chunk] if chunk else self.x
             wanted = bool(j) or self.rules.input_gradient
             da, dw, g, reduced = self._backward_slots(j, stage)
-            ops.append(self._op("ReluGrad", (out,), stage, (self.reduced_y.get(j, self.y[j]), gradient), (da,)))
+            ops.append(
+                self._op("ReluGrad", (out,), stage, (self.reduced_y.get(j, self.y[j]), gradient), (da,))
+            )
             shapes = ((self.rows, weight[0]), weight)
-            ops.append(self._op("MatMulGrad", shapes, stage, (value, self.weights[j], da), (g, dw)) if wanted else
-                       self._op("WeightGrad", (shapes[0], out), stage, (value, da), (dw,)))
+            ops.append(
+                self._op("MatMulGrad", shapes, stage, (value, self.weights[j], da), (g, dw))
+                if wanted
+                else self._op("WeightGrad", (shapes[0], out), stage, (value, da), (dw,))
+            )
             if wanted and reduced != g:
                 ops.append(self._op("AllReduce", ((self.rows, weight[0]),), stage, (g,), (reduced,), TENSOR))
             gradient = reduced
@@ -221,7 +164,10 @@ class _MlpStep:
     def _backward_slots(self, j: int, stage: int) -> tuple[int, int, int, int]:
         """The slots of da, dw, g and the all-reduced g (g itself where there is no all-reduce)."""
         if j not in self.accumulated:
-            da, dw = self._tensor(self.out_width(j), stage), self.slots.value(self._bytes(self.weight(j)), stage)
+            da, dw = (
+                self._tensor(self.out_width(j), stage),
+                self.slots.value(self._bytes(self.weight(j)), stage),
+            )
             g = self._tensor(self.weight(j)[0], stage)
             reduced = self._tensor(self.weight(j)[0], stage) if self._reduces(j % 2 == 0) else g
             self.accumulated[j] = (da, dw, g, reduced)
@@ -240,20 +186,41 @@ class _MlpStep:
         if not 0 <= other < self.chunks:
             return []
         begin, end = self.bounds[chunk]
-        value, arrival, width = ((self.a[end - 1], self.received_a[other], self.out_width(end - 1))
-                                 if direction == FORWARD else
-                                 (self.sent_g[chunk], self.received_g[other], self.weight(begin)[0]))
-        return [self._op("Send", ((self.rows, width),), self.stage(chunk), (value,), (arrival,), SEND,
-                         self.stage(other))]
+        value, arrival, width = (
+            (self.a[end - 1], self.received_a[other], self.out_width(end - 1))
+            if direction == FORWARD
+            else (self.sent_g[chunk], self.received_g[other], self.weight(begin)[0])
+        )
+        return [
+            self._op(
+                "Send",
+                ((self.rows, width),),
+                self.stage(chunk),
+                (value,),
+                (arrival,),
+                SEND,
+                self.stage(other),
+            )
+        ]
 
     def finish(self) -> list[RankOp]:
         """What follows the last backward pass: sums and gathers over the replicas, then the optimizer."""
         ops = []
-        gathers = self.rules.gather_outputs if self.options.gather_outputs is None else self.options.gather_outputs
+        gathers = (
+            self.rules.gather_outputs if self.options.gather_outputs is None else self.options.gather_outputs
+        )
         for name in ("l", *range(self.mlp.layers - 1, 0, -1), "g", 0) if self.degrees.data > 1 else ():
             if name == "l" and self.rules.scalar_loss:
-                ops.append(self._op("AllReduce", ((1,),), self.last_stage, (self.final["l"],),
-                                    (self.slots.value(self._bytes((1,)), self.last_stage),), DATA))
+                ops.append(
+                    self._op(
+                        "AllReduce",
+                        ((1,),),
+                        self.last_stage,
+                        (self.final["l"],),
+                        (self.slots.value(self._bytes((1,)), self.last_stage),),
+                        DATA,
+                    )
+                )
             elif name in ("l", "g"):
                 ops += [self._gather(name)] if gathers and name in self.final else []
             elif not self.rules.gradients_early:
@@ -270,8 +237,13 @@ class _MlpStep:
 
     def _optimizer(self, stage: int) -> RankOp:
         layers = [j for c, bounds in enumerate(self.bounds) if self.stage(c) == stage for j in range(*bounds)]
-        return self._op("SGD", tuple(self.weight(j) for j in layers), stage,
-                        (*(self.weights[j] for j in layers), *(self.final[j] for j in layers)), ())
+        return self._op(
+            "SGD",
+            tuple(self.weight(j) for j in layers),
+            stage,
+            (*(self.weights[j] for j in layers), *(self.final[j] for j in layers)),
+            (),
+        )
 
     def prologue(self) -> list[tuple[OpSpec, tuple[int, ...]]]:
         """How the notebook's unloaded step brings its inputs from the root to stage 0 of every rank."""
@@ -284,19 +256,29 @@ class _MlpStep:
         def spec(kind, shape):
             return OpSpec(kind, (shape,), self.mlp.element_bytes)
 
-        ops = [(spec("Send" if d == 1 else "Scatter" if n < 2 else "Broadcast", shape), (0, *replicas))
-               for n, shape in enumerate(full)]
+        ops = [
+            (spec("Send" if d == 1 else "Scatter" if n < 2 else "Broadcast", shape), (0, *replicas))
+            for n, shape in enumerate(full)
+        ]
         for i in range(d if h > 1 else 0):
             ranks = tuple(worker(i, j, 0) for j in range(h))
             ops += [(spec("Broadcast" if n < 2 else "Scatter", shape), ranks) for n, shape in enumerate(full)]
         if self.degrees.pipeline > 1:
-            ops += [(spec("Split", shape), (worker(i, j, 0),))
-                    for i in range(d) for j in range(h) for shape in full[:2]]
+            ops += [
+                (spec("Split", shape), (worker(i, j, 0),))
+                for i in range(d)
+                for j in range(h)
+                for shape in full[:2]
+            ]
         return ops
 
 
-def mlp_step(mlp: Mlp, degrees: Degrees = Degrees(), rules: str | RuleSet = "corrected",
-             options: StepOptions = StepOptions()) -> Step:
+def mlp_step(
+    mlp: Mlp,
+    degrees: Degrees = Degrees(),
+    rules: str | RuleSet = "corrected",
+    options: StepOptions = StepOptions(),
+) -> Step:
     """The training step of `mlp` under `degrees`. Raises ValueError when they do not fit each other."""
     rules = rule_set(rules)
     check_mlp(mlp, degrees, rules)

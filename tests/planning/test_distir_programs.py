@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from mstrain.planning.cluster import GIGABIT, Cluster, Device, Switch
+from mstrain.planning.mlp import Mlp, StepOptions
+from mstrain.planning.placement import Degrees, Placement
 from mstrain.planning.program import ProgramBuilder
-from mstrain.planning.replicas import Degrees, Placement
 from mstrain.planning.rules import DISTIR_NAMES, RULES
 from mstrain.planning.simulator import simulate
-from mstrain.planning.transform_mlp import Mlp, StepOptions, mlp_step
+from mstrain.planning.transform_mlp import mlp_step
 from mstrain.timeline import chrome_events
 
 CLUSTER = Cluster.homogeneous(3, Device(1.4e13, 9e11), Switch(25 * GIGABIT))
@@ -48,23 +49,32 @@ def replicated():
 
     def each(kind, shapes, inputs, outputs=1):
         shape_of = (rows, W)
-        return [build.op(kind, shapes, (d,), inputs(d), [(shape_of[n], d) for n in range(outputs)]) for d in (0, 1)]
+        return [
+            build.op(kind, shapes, (d,), inputs(d), [(shape_of[n], d) for n in range(outputs)])
+            for d in (0, 1)
+        ]
 
     a = each("MatMul", (rows, W), lambda d: (x[d], w[1, d]))
     p = each("MatMul", (rows, W), lambda d: (a[d][0], w[2, d]))
     g = each("LossGrad", (rows,), lambda d: (p[d][0], y[d]))
     second = each("MatMulGrad", (rows, W), lambda d: (a[d][0], w[2, d], g[d][0]), 2)
     first = each("MatMulGrad", (rows, W), lambda d: (x[d], w[1, d], second[d][0]), 2)
-    sums = [build.op("AllReduce", (W,), (0, 1), [grad[d][1] for d in (0, 1)], [(W, 0), (W, 1)])
-            for grad in (first, second)]
+    sums = [
+        build.op("AllReduce", (W,), (0, 1), [grad[d][1] for d in (0, 1)], [(W, 0), (W, 1)])
+        for grad in (first, second)
+    ]
     weights = [w[1, 0], w[1, 1], w[2, 0], w[2, 1]]
     build.op("SGD", (W,) * 4, (0, 1), (*weights, *sums[0], *sums[1]))
     return build.build()
 
 
-@pytest.mark.parametrize("name,program", [
-    ("head-memory-gradient-checkpointing-base", checkpointing(False)),
-    ("head-memory-gradient-checkpointing-opt", checkpointing(True))])
+@pytest.mark.parametrize(
+    "name,program",
+    [
+        ("head-memory-gradient-checkpointing-base", checkpointing(False)),
+        ("head-memory-gradient-checkpointing-opt", checkpointing(True)),
+    ],
+)
 def test_live_memory_of_checkpointing(distir, name, program):
     wanted = find(distir, name)
     result = simulate(program, CLUSTER, "head")
@@ -81,8 +91,9 @@ def test_live_memory_of_replicated_weights(distir):
     assert result.num_events == wanted["trace_events"]
     assert result.seconds == pytest.approx(wanted["latency_s"], rel=1e-12)
     for device, (time, total) in result.memory.timelines().items():
-        np.testing.assert_allclose(np.c_[time, total], wanted["live_memory_timeline_by_device"][str(device)],
-                                   rtol=1e-12)
+        np.testing.assert_allclose(
+            np.c_[time, total], wanted["live_memory_timeline_by_device"][str(device)], rtol=1e-12
+        )
 
 
 def test_inference(distir):
@@ -106,11 +117,15 @@ def test_trace_and_memory_of_the_tiny_step(distir):
     events = chrome_events(result.timeline(), DISTIR_NAMES)
     assert len(events) == len(wanted["trace"])
     for found, event in zip(events, wanted["trace"]):
-        assert found == {**event, "ts": pytest.approx(event["ts"], rel=1e-12),
-                         "dur": pytest.approx(event["dur"], rel=1e-12)}
+        assert found == {
+            **event,
+            "ts": pytest.approx(event["ts"], rel=1e-12),
+            "dur": pytest.approx(event["dur"], rel=1e-12),
+        }
     for device, (time, total) in result.memory.timelines().items():
-        np.testing.assert_allclose(np.c_[time, total], wanted["live_memory_timeline_by_device"][str(device)],
-                                   rtol=1e-12)
+        np.testing.assert_allclose(
+            np.c_[time, total], wanted["live_memory_timeline_by_device"][str(device)], rtol=1e-12
+        )
     for device, seconds in result.device_seconds.items():
         assert seconds == pytest.approx(wanted["device_clock_s"][str(device)], rel=1e-12)
 
@@ -121,8 +136,11 @@ def test_simulated_column_of_the_measured_table(distir):
     for row in table["rows"]:
         degrees = Degrees(data=row["world_size"])
         mlp = Mlp.square(row["layers"], row["hidden_dim"], row["batch"])
-        cluster = Cluster.homogeneous(degrees.world + 1, Device(table["device_flops"], table["dram_bytes_per_s"]),
-                                      Switch(table["bandwidth_gbps"] * GIGABIT))
+        cluster = Cluster.homogeneous(
+            degrees.world + 1,
+            Device(table["device_flops"], table["dram_bytes_per_s"]),
+            Switch(table["bandwidth_gbps"] * GIGABIT),
+        )
         result = simulate(mlp_step(mlp, degrees, rules).expand(Placement(degrees, first=1)), cluster, rules)
         assert abs(1e3 * result.seconds - row["simulated_ms"]) <= 0.5 * table["simulated_ms_is_rounded_to"]
 
@@ -132,8 +150,13 @@ def test_simulated_latency_of_the_scaling_programs(distir, rules, device):
     rows = [row for row in distir["simulator_scaling"] if row["rules"] == rules]
     assert rows
     for row in rows:
-        step = mlp_step(Mlp.square(row["layers"], row["dim"], row["batch"]), rules=rules,
-                        options=StepOptions(optimizer=False))
-        result = simulate(step.expand(Placement(Degrees())), Cluster.homogeneous(1, device, Switch(1.0)), rules)
+        step = mlp_step(
+            Mlp.square(row["layers"], row["dim"], row["batch"]),
+            rules=rules,
+            options=StepOptions(optimizer=False),
+        )
+        result = simulate(
+            step.expand(Placement(Degrees())), Cluster.homogeneous(1, device, Switch(1.0)), rules
+        )
         assert result.seconds == pytest.approx(row["simulated_latency_s"], rel=1e-9)
         assert result.num_events == row["num_ops"]

@@ -1,0 +1,176 @@
+"""Grid search over data, tensor and pipeline degrees of a perceptron, and the table it gives."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from math import log2
+from pathlib import Path
+
+from mstrain.planning.cluster import Cluster
+from mstrain.planning.mlp import Mlp, StepOptions
+from mstrain.planning.placement import Degrees, Placement
+from mstrain.planning.replicas import Step
+from mstrain.planning.rules import RuleSet, rule_set
+from mstrain.planning.simulator import Simulation, simulate
+from mstrain.planning.transform_mlp import mlp_step
+
+
+@dataclass(frozen=True)
+class Row:
+    """One simulated plan; the columns up to peak_memory are those of DistIR's grid search (seconds,
+    samples/s, bytes).
+
+    `communication_fraction` counts hidden communication too.
+    """
+
+    model_size: str
+    world_size: int
+    batch_size: int
+    dp_degree: int
+    hp_degree: int
+    pp_degree: int
+    num_microbatches: int
+    latency: float
+    throughput: float
+    peak_memory: int
+    communication_fraction: float
+    schedule: str
+    rules: str
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A plan that cannot be run, and why."""
+
+    degrees: Degrees
+    reason: str
+
+
+def place(step: Step, cluster: Cluster, rules: RuleSet, everything: bool = False):
+    """The program of `step` on the workers of `cluster`.
+
+    One representative rank where all are alike; every device where they are not, or with `everything`.
+    """
+    placement = Placement(step.degrees, rules.axis_order, 1 if rules.root else 0)
+    workers = range(placement.first, placement.first + step.degrees.world)
+    if workers.stop > len(cluster.devices):
+        raise ValueError(
+            f"{step.degrees} needs devices {workers.start} to {workers.stop - 1}, the cluster has "
+            f"{len(cluster.devices)}; lower the degrees" + (" (device 0 is the root)" if rules.root else "")
+        )
+    alike = not everything and not step.prologue and cluster.uniform(workers)
+    return step.representative(placement) if alike else step.expand(placement)
+
+
+def simulate_mlp(
+    mlp: Mlp,
+    degrees: Degrees,
+    cluster: Cluster,
+    rules: str | RuleSet = "corrected",
+    options: StepOptions = StepOptions(),
+    everything: bool = False,
+) -> Simulation:
+    """Simulate a training step of `mlp`. Raises ValueError, with the fix, for a plan that does not fit.
+
+    On a uniform cluster one rank of one replica stands for all, whatever their number, unless `everything`.
+    """
+    rules = rule_set(rules)
+    return simulate(place(mlp_step(mlp, degrees, rules, options), cluster, rules, everything), cluster, rules)
+
+
+def notebook_microbatches(batch: int, data: int, pipeline: int) -> list[int]:
+    """What DistIR's notebook tries: 1 without a pipeline, else powers of two up to a quarter of sqrt(batch /
+    data).
+    """
+    return [1] if pipeline == 1 else [2**e for e in range(1, int(log2(batch / data) / 2))]
+
+
+def degrees_grid(
+    world: int, batch: int, microbatches: Callable[[int, int, int], Sequence[int]] = notebook_microbatches
+) -> Iterator[Degrees]:
+    """Every (data, tensor, pipeline) with product `world`, nested in that order, for each number of
+    microbatches.
+    """
+    for data in (d for d in range(1, world + 1) if world % d == 0):
+        for tensor in (h for h in range(1, world // data + 1) if world // data % h == 0):
+            pipeline = world // data // tensor
+            for count in microbatches(batch, data, pipeline):
+                yield Degrees(data, tensor, pipeline, count)
+
+
+def grid_search(
+    mlp: Mlp,
+    world: int,
+    cluster: Cluster,
+    rules: str | RuleSet = "corrected",
+    options: StepOptions = StepOptions(),
+    model_size: str = "mlp",
+) -> tuple[list[Row], list[Rejected]]:
+    """Simulate every plan of `degrees_grid` on `world` devices: the plans that run, in grid order, and the
+    others.
+
+    A plan that needs more memory than its device has is rejected too.
+    """
+    rules = rule_set(rules)
+    rows, rejected = [], []
+    for degrees in degrees_grid(world, mlp.batch):
+        try:
+            result = simulate_mlp(mlp, degrees, cluster, rules, options)
+        except ValueError as error:
+            rejected.append(Rejected(degrees, str(error)))
+            continue
+        row = make_row(mlp, degrees, result, options, model_size)
+        limit = min(cluster.devices[device].memory_bytes for device in result.program.devices)
+        if row.peak_memory > limit:
+            rejected.append(
+                Rejected(
+                    degrees,
+                    f"needs {row.peak_memory / 1e9:.1f} GB on a device that has "
+                    f"{limit / 1e9:.1f} GB; raise a degree or lower the batch",
+                )
+            )
+        else:
+            rows.append(row)
+    return rows, rejected
+
+
+def make_row(
+    mlp: Mlp,
+    degrees: Degrees,
+    result: Simulation,
+    options: StepOptions = StepOptions(),
+    model_size: str = "mlp",
+) -> Row:
+    """The table row of one simulated plan."""
+    return Row(
+        model_size,
+        degrees.world,
+        mlp.batch,
+        degrees.data,
+        degrees.tensor,
+        degrees.pipeline,
+        degrees.microbatches,
+        result.seconds,
+        mlp.batch / result.seconds,
+        result.peak_bytes,
+        result.communication_fraction,
+        options.schedule or result.rules.schedule,
+        result.rules.name,
+    )
+
+
+def write_rows(rows: Sequence[Row], path: str | Path) -> None:
+    """Write `rows` as `path`.csv and `path`.json. Raises ValueError when there are none."""
+    if not rows:
+        raise ValueError(
+            "no plan fits, so there is no table to write; see the rejected plans for the reasons"
+        )
+    table = [asdict(row) for row in rows]
+    with open(f"{path}.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(table[0]))
+        writer.writeheader()
+        writer.writerows(table)
+    Path(f"{path}.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,58 @@
+"""How many ways a step is split, and which device does which part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Which devices an operation involves: its own, its tensor ranks, its data replicas, or the next stage.
+LOCAL, TENSOR, DATA, SEND = range(4)
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Parallel degrees of a plan; `interleave` is the number of model chunks per pipeline stage."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    microbatches: int = 1
+    interleave: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Numbers the workers: `order` lists the axes from the outermost to the innermost, `first` is the first
+    number.
+    """
+
+    degrees: Degrees
+    order: tuple[str, ...] = ("data", "tensor", "pipeline")
+    first: int = 0
+
+    def strides(self) -> tuple[int, int, int]:
+        """Steps in device number along data, tensor and pipeline."""
+        strides, stride = {}, 1
+        for axis in reversed(self.order):
+            strides[axis] = stride
+            stride *= getattr(self.degrees, axis)
+        return strides["data"], strides["tensor"], strides["pipeline"]
+
+    def worker(self, replica, rank, stage):
+        """Device number of (replica, rank, stage); integers or arrays of them."""
+        data, tensor, pipeline = self.strides()
+        return self.first + replica * data + rank * tensor + stage * pipeline
+
+    def group(self, axis: int, replica: int, rank: int, stage: int, peer: int) -> Sequence[int]:
+        """The devices of one operation along `axis`."""
+        data, tensor, _ = self.strides()
+        here = self.worker(replica, rank, stage)
+        if axis == TENSOR:
+            return range(here, here + tensor * self.degrees.tensor, tensor)
+        if axis == DATA:
+            return range(here, here + data * self.degrees.data, data)
+        return (here, self.worker(replica, rank, peer)) if axis == SEND else (here,)
