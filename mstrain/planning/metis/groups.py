@@ -23,16 +23,23 @@ def device_groups(num_devices: int, num_stages: int, variance: int, max_permute_
 def _ascending_sums(shapes: list[int], total: int, length: int) -> Iterator[Bundle]:
     """Non-decreasing tuples of `length` shapes with the given sum, in lexicographic order."""
     if length == 0:
-        if total == 0:
-            yield ()
+        yield ()
         return
     for index, shape in enumerate(shapes):
-        if shape * length > total:
-            return
-        if shapes[-1] * (length - 1) + shape < total:
-            continue
-        for rest in _ascending_sums(shapes[index:], total - shape, length - 1):
-            yield (shape, *rest)
+        if _has_sum(shape, shapes[-1], total - shape, length - 1):
+            for rest in _ascending_sums(shapes[index:], total - shape, length - 1):
+                yield (shape, *rest)
+
+
+def _has_sum(smallest: int, largest: int, total: int, length: int) -> bool:
+    """Whether `length` powers of two from smallest to largest can sum to `total`.
+
+    Without this test the enumeration could run for ever between two results. The fewest terms are the largest
+    ones and the binary digits of the rest; any term above the smallest can be halved to get one more.
+    """
+    units, rest = divmod(total, smallest)
+    whole, digits = divmod(units, largest // smallest)
+    return rest == 0 and whole + digits.bit_count() <= length <= units
 
 
 def merge_bundles(bundles: list[Bundle], limit: int) -> list[Bundle]:

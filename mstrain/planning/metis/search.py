@@ -89,11 +89,9 @@ def inter_stage_groups(options: MetisOptions, num_devices: int, first_sequence: 
     most = min(num_devices, options.num_layers)
     limits = (options.min_group_scale_variance, options.max_permute_len)
     if not first_sequence:
-        for stages in range(2, most + 1):
-            groups = list(device_groups(num_devices, stages, *limits))
-            if groups:
-                yield from ((1, group) for group in groups)
-                break
+        counts = (stages for stages in range(2, most + 1) if any(device_groups(num_devices, stages, *limits)))
+        for stages in itertools.islice(counts, 1):
+            yield from ((1, group) for group in device_groups(num_devices, stages, *limits))
     for stages in range(1 if first_sequence else 2, most + 1):
         yield from ((stages, group) for group in device_groups(num_devices, stages, *limits))
 
@@ -106,21 +104,32 @@ def search(options: MetisOptions, cluster: Cluster, order: tuple[str, ...], tabl
     for index, sequence in enumerate(itertools.permutations(order)):
         layout = build_layout(cluster, sequence)
         for num_stage, groups in inter_stage_groups(options, cluster.num_devices, index == 0):
-            found = room.setdefault(len(groups), room_for_plans(cluster.num_devices, len(groups)))
+            if len(groups) not in room:
+                room[len(groups)] = room_for_plans(cluster.num_devices, len(groups))
+            found = room[len(groups)]
             sizes = np.array(groups, np.int64)
             for batches in batch_counts:
                 if tally.inter_stage_plans >= options.max_plans or time.perf_counter() > deadline:
                     tally.exhausted = True
-                    return
+                    return check_found(tally)
                 plans, steps = walk(tables, layout, sizes, num_stage, batches, options.use_strat, found)
                 tally.add(sequence, num_stage, groups, batches, found, plans, steps)
                 if found.missing[0] >= 0:
                     kind, tp, batch = found.missing
                     raise SearchStopped(missing_profile_message(
                         options, (cluster.device_types[kind], int(tp), int(batch)), batches), tally.result())
-    if not tally.plans_costed:
-        raise SearchStopped("no plan fits this cluster: the layers need more memory than any division of the "
-                            "devices has; add devices or memory, or lower the global batch", tally.result())
+    check_found(tally)
+
+
+def check_found(tally: Tally) -> None:
+    """SearchStopped when the search ends without any plan."""
+    if tally.plans_costed:
+        return
+    if tally.exhausted:
+        raise SearchStopped(f"no plan among the {tally.inter_stage_plans} tried within the budget; "
+                            "raise max_seconds or max_plans", tally.result())
+    raise SearchStopped("no plan fits this cluster: the layers need more memory than any division of the "
+                        "devices has; add devices or memory, or lower the global batch", tally.result())
 
 
 def missing_profile_message(options: MetisOptions, key: Key, batches: int) -> str:

@@ -60,14 +60,14 @@ def build_tables(options: MetisOptions, cluster: Cluster, profiles: dict[Key, Pr
     type's smallest profile) the relative weight of the layers. ValueError when that profile is absent.
     """
     types = cluster.device_types
-    keys = [key for key in profiles if key[0] in types]
+    smallest = (reference.device_type, 1, 1)
+    if smallest not in profiles:
+        raise ValueError(f"{profile_name(smallest)} is missing; it supplies the relative times of the layers")
+    keys = [key for key in profiles if key[1] <= cluster.num_devices and key[2] <= options.gbs]
     most_tp, most_batch = max(key[1] for key in keys), max(key[2] for key in keys)
     row = np.full((len(types), most_tp + 1, most_batch + 1), -1, np.int32)
     for index, (device_type, tp, batch) in enumerate(keys):
         row[types.index(device_type), tp, batch] = index
-    smallest = (reference.device_type, 1, 1)
-    if smallest not in profiles:
-        raise ValueError(f"{profile_name(smallest)} is missing; it supplies the relative times of the layers")
     weights = np.array(profiles[smallest].layer_ms, np.float64)
     parameters = reference.parameter_bytes
     return Tables(
