@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import log2
 from pathlib import Path
 
@@ -162,13 +162,10 @@ def make_row(
     )
 
 
-def write_rows(rows: Sequence[Row], path: str | Path) -> None:
-    """Write `rows` as `path`.csv and `path`.json. Raises ValueError when there are none."""
-    if not rows:
-        raise ValueError(
-            "no plan fits, so there is no table to write; see the rejected plans for the reasons"
-        )
-    table = [asdict(row) for row in rows]
+def write_table(table: Sequence[Mapping], path: str | Path) -> None:
+    """Write rows with equal keys as `path`.csv and `path`.json. Raises ValueError when there are none."""
+    if not table:
+        raise ValueError("there are no rows to write: no plan fits; see the rejected plans for the reasons")
     with open(f"{path}.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(table[0]))
         writer.writeheader()

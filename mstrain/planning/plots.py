@@ -1,0 +1,164 @@
+"""Pictures of plans and simulations. Every function writes one file; its suffix picks the format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from mstrain.planning.grid import Row
+from mstrain.timeline import Timeline
+
+MARKERS = "osD^vP*Xhp"
+COLOURS = {
+    "forward": "tab:blue",
+    "backward": "tab:orange",
+    "optimizer": "tab:green",
+    "communication": "tab:red",
+}
+# Bookkeeping between the operations of a pass belongs to that pass.
+_INHERITS = frozenset({"Add", "Identity", "Concat", "Split"})
+
+
+def _save(figure: Figure, path: str | Path) -> Path:
+    figure.savefig(path, bbox_inches="tight", dpi=200)
+    return Path(path)
+
+
+def plot_grid(rows: Sequence[Row], path: str | Path) -> Path:
+    """Throughput against tensor degree, one panel per data degree, one line per number of microbatches."""
+    counts = sorted({row.num_microbatches for row in rows})
+    panels = sorted({row.dp_degree for row in rows})
+    degrees = sorted({row.hp_degree for row in rows})
+    figure = Figure(figsize=(3 * len(panels), 3))
+    axes = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
+    for axis, data in zip(axes, panels):
+        for index, count in enumerate(counts):
+            points = sorted(
+                (row.hp_degree, row.throughput)
+                for row in rows
+                if (row.dp_degree, row.num_microbatches) == (data, count)
+            )
+            label = "No pipeline parallelism" if count == 1 else f"{count} microbatches"
+            axis.plot(
+                *zip(*points) if points else ([], []), marker=MARKERS[index % len(MARKERS)], label=label
+            )
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(degrees, [str(degree) for degree in degrees])
+        axis.set_title("No data parallelism" if data == 1 else f"{data} data parallel partitions", fontsize=9)
+        axis.set_xlabel("Tensor parallel degree")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("Throughput (samples/second)")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", bbox_to_anchor=(0.5, 1.0),
+                  ncols=len(counts), frameon=False)  # fmt: skip
+    return _save(figure, path)
+
+
+def plot_lines(table: Sequence[Mapping], x: str, y: str, series: str | None, path: str | Path,
+               labels: tuple[str, str]) -> Path:  # fmt: skip
+    """Column `y` against column `x` of `table`, one line per value of column `series`; log x with base 2."""
+    figure = Figure(figsize=(5, 3.5))
+    axis = figure.subplots()
+    names = sorted({row[series] for row in table}) if series else [None]
+    ramp = colormaps["Blues"](np.linspace(0.4, 1.0, len(names)))
+    for index, name in enumerate(names):
+        points = sorted((row[x], row[y]) for row in table if series is None or row[series] == name)
+        axis.plot(*zip(*points), marker=MARKERS[index % len(MARKERS)], color=ramp[index],
+                  label=None if series is None else f"{series} {name}")  # fmt: skip
+    axis.set_xscale("log", base=2)
+    ticks = sorted({row[x] for row in table})
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.set_xlabel(labels[0])
+    axis.set_ylabel(labels[1])
+    axis.grid(alpha=0.3)
+    if series:
+        axis.legend()
+    return _save(figure, path)
+
+
+def plot_memory_against_throughput(rows: Sequence[Row], path: str | Path) -> Path:
+    """Peak memory (GB) against throughput of every plan, coloured by pipeline degree."""
+    figure = Figure(figsize=(5, 3.5))
+    axis = figure.subplots()
+    for index, pipeline in enumerate(sorted({row.pp_degree for row in rows})):
+        mine = [row for row in rows if row.pp_degree == pipeline]
+        axis.scatter([row.throughput for row in mine], [row.peak_memory / 1e9 for row in mine],
+                     marker=MARKERS[index % len(MARKERS)], label=f"pipeline {pipeline}", alpha=0.8)  # fmt: skip
+    axis.set_xlabel("Throughput (samples/second)")
+    axis.set_ylabel("Peak memory (GB per device)")
+    axis.legend()
+    axis.grid(alpha=0.3)
+    return _save(figure, path)
+
+
+def _bars(timeline: Timeline) -> list[tuple[int, str, float, float, float]]:
+    """Runs of events of one lane, one kind of work and one microbatch: (lane, kind, microbatch, start, end)."""
+    microbatch = timeline.args.get("microbatch", np.full(timeline.num_events, np.nan))
+    bars: list[tuple[int, str, float, float, float]] = []
+    for event in np.lexsort((np.arange(timeline.num_events), timeline.start, timeline.lane)).tolist():
+        lane, name = int(timeline.lane[event]), timeline.names[int(timeline.name[event])]
+        start, count = float(timeline.start[event]), float(microbatch[event])
+        last = bars[-1] if bars and bars[-1][0] == lane else None
+        if timeline.communication[event]:
+            kind = "communication"
+        elif name in _INHERITS and last and last[1] != "communication":
+            kind = last[1]
+        else:
+            kind = "optimizer" if name == "SGD" else "backward" if name.endswith("Grad") else "forward"
+        end = start + float(timeline.duration[event])
+        touching = last is not None and start - last[4] <= 1e-9 + 1e-6 * end
+        if touching and last[1] == kind and last[2] == count:
+            bars[-1] = (lane, kind, count, last[3], end)
+        elif end > start:
+            bars.append((lane, kind, count, start, end))
+    return bars
+
+
+def plot_gantt(timeline: Timeline, path: str | Path) -> Path:
+    """What every lane does over time, passes marked with their microbatch where there is room."""
+    figure = Figure(figsize=(12, 0.6 + 0.35 * len(timeline.lanes)))
+    axis = figure.subplots()
+    bars = _bars(timeline)
+    rows = sorted(range(len(timeline.lanes)), key=lambda lane: (timeline.lanes[lane].device, lane))
+    height = {lane: row for row, lane in enumerate(rows)}
+    for kind, colour in COLOURS.items():
+        for lane in rows:
+            spans = [
+                (start, end - start) for which, what, _, start, end in bars if (which, what) == (lane, kind)
+            ]
+            axis.broken_barh(spans, (height[lane] - 0.4, 0.8), color=colour, edgecolor="white", linewidth=0.3)
+    room = timeline.seconds / 120
+    for lane, kind, microbatch, start, end in bars:
+        if microbatch == microbatch and kind in ("forward", "backward") and end - start > room:
+            axis.text(
+                (start + end) / 2, height[lane], f"{microbatch:.0f}", ha="center", va="center", fontsize=6
+            )
+    axis.set_yticks(
+        range(len(rows)), [f"{timeline.lanes[lane].process} {timeline.lanes[lane].thread}" for lane in rows]
+    )
+    axis.set_ylim(len(rows) - 0.5, -0.5)
+    axis.set_xlim(0, timeline.seconds)
+    axis.set_xlabel("Seconds")
+    axis.legend(handles=[Patch(color=colour, label=kind) for kind, colour in COLOURS.items()], ncols=4,
+                loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)  # fmt: skip
+    return _save(figure, path)
+
+
+def plot_memory(timeline: Timeline, path: str | Path) -> Path:
+    """Live memory (GB) of every device over time, from the counters of the timeline."""
+    figure = Figure(figsize=(8, 3.5))
+    axis = figure.subplots()
+    ramp = colormaps["viridis"](np.linspace(0, 0.9, max(1, len(timeline.counters))))
+    for colour, counter in zip(ramp, timeline.counters):
+        axis.step(np.append(counter.time, timeline.seconds), np.append(counter.value, counter.value[-1]) / 1e9,
+                  where="post", color=colour, label=f"device {counter.device}", linewidth=1)  # fmt: skip
+    axis.set_xlabel("Seconds")
+    axis.set_ylabel("Live memory (GB)")
+    axis.grid(alpha=0.3)
+    if len(timeline.counters) <= 16:
+        axis.legend(fontsize=7, ncols=2)
+    return _save(figure, path)
