@@ -1,0 +1,106 @@
+"""The FLOP count against the matrix products that JAX is asked for, and against published formulas."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from mstrain.models.config import ModelConfig
+from mstrain.models.flops import forward_flops_per_token, matmul_parameters, training_flops_per_token
+from mstrain.models.plan import canonical_plan
+from mstrain.models.transformer import Transformer, count_parameters
+from mstrain.models.zoo import load_preset
+
+SEQ, SEQUENCES = 16, 2
+FAMILIES = ("gpt2", "seed_160m", "llama2_70b", "qwen3_0_6b", "gemma2_27b")
+
+
+def shrink(name):
+    """The choices of a preset in sizes of which no two are equal."""
+    preset = load_preset(name)
+    grouped = preset.num_kv_heads < preset.heads
+    sizes = dict(layers=3, width=40, heads=4, kv_heads=2 if grouped else None, head_dim=6, mlp_width=56, vocabulary=97)
+    return dataclasses.replace(preset, **sizes, context=64, window=None)
+
+
+def dot_flops(jaxpr):
+    """Multiply-adds, as two each, of all dot products in a jaxpr, loops unrolled."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            sizes = [eqn.invars[0].aval.shape[dim] for dim in contracted]
+            total += 2 * math.prod(sizes) * eqn.outvars[0].aval.size
+        elif eqn.primitive.name == "cond":
+            total += max(dot_flops(branch.jaxpr) for branch in eqn.params["branches"])
+        else:
+            times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            for inner in jaxprs_in_params(eqn.params):
+                total += times * dot_flops(inner)
+    return total
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_count_is_the_products_of_the_traced_model(name):
+    """Forward exactly, and a backward pass is twice a forward one; attention as the plain kernel does it, in full."""
+    model = shrink(name)
+    module = Transformer(model, canonical_plan(model), seq=SEQ)
+    tokens = jax.ShapeDtypeStruct((SEQ * SEQUENCES,), jnp.int32)
+    variables = jax.eval_shape(module.init, jax.random.key(0), tokens)
+
+    def loss(variables, tokens):
+        return module.apply(variables, tokens, tokens, method="loss").sum()
+
+    forward = jax.make_jaxpr(loss)(variables, tokens)
+    both = jax.make_jaxpr(jax.grad(loss))(variables, tokens)
+    assert dot_flops(forward.jaxpr) == forward_flops_per_token(model, SEQ) * tokens.size
+    assert dot_flops(both.jaxpr) == training_flops_per_token(model, SEQ) * tokens.size
+
+
+def test_conventions_by_their_formulas():
+    """PaLM paper, appendix B: 6 N + 12 L H Q T; causal is half of the second term."""
+    m = load_preset("gpt3_175b")
+    square = 12 * m.layers * m.heads * m.head_width * m.context
+    products = 6 * matmul_parameters(m)
+    assert training_flops_per_token(m, m.context, "full") == products + square
+    assert training_flops_per_token(m, m.context, "causal") == products + square / 2
+    assert training_flops_per_token(m, m.context) == 3 * forward_flops_per_token(m, m.context)
+
+
+def test_gpt3_total_compute_as_published():
+    """Brown et al., table D.1: 3.14e23 FLOPs for 300 billion tokens, which counts no attention."""
+    m = load_preset("gpt3_175b")
+    assert 6 * matmul_parameters(m) * 300e9 == pytest.approx(3.14e23, rel=5e-3)
+
+
+@pytest.mark.parametrize("name, inside", [("gpt2", True), ("llama3_8b", False)])
+def test_lookup_is_no_product_and_output_projection_is(name, inside):
+    """Everything but norms, biases and tables multiplies; a tied table does once, as the output projection."""
+    m = load_preset(name)
+    table = m.vocabulary * m.width
+    rest = count_parameters(m) - matmul_parameters(m) - (0 if inside else table)
+    tiny = m.layers * 13 * m.width + 2 * m.width + m.context * m.width
+    assert 0 < rest <= tiny
+
+
+def test_window_counts_the_band_that_is_seen():
+    """Pairs counted one by one; the diagonal is the only difference."""
+    model = ModelConfig(layers=3, window=100, vocabulary=256)  # layers 0 and 2 have the window
+    seq = 1000
+    pairs = 2 * sum(min(t + 1, 100) for t in range(seq)) + sum(t + 1 for t in range(seq))
+    without_scores = 2 * matmul_parameters(model)
+    scores = forward_flops_per_token(model, seq, "causal") - without_scores
+    per_pair = 4 * model.heads * model.head_width
+    assert scores * seq == pytest.approx(pairs * per_pair, rel=3 * seq / pairs)
+    wide = dataclasses.replace(model, window=seq)
+    assert forward_flops_per_token(wide, seq) == forward_flops_per_token(dataclasses.replace(model, window=None), seq)
+
+
+def test_errors_name_the_fix():
+    with pytest.raises(ValueError, match="Choose one of full, causal"):
+        forward_flops_per_token(load_preset("gpt2"), 1024, "half")
+    with pytest.raises(ValueError, match="Set model.vocabulary"):
+        training_flops_per_token(load_preset("small"), 512)
