@@ -1,14 +1,20 @@
-"""Settings of the whole suite: eight emulated CPU devices, and where golden numbers are read from."""
+"""Settings of the whole suite: sixteen emulated CPU devices, exact products, the folder of golden numbers."""
 
 import os
 from pathlib import Path
 
-# Before anything imports jax: it reads both once.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+os.environ["JAX_PLATFORMS"] = "cpu"  # JAX reads it when its backends are made
+
+import jax  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", 16)
+jax.config.update("jax_default_matmul_precision", "highest")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--golden", metavar="DIR", default=str(Path(__file__).parent / "golden"),
-                     help="folder with the golden numbers of the references (default: tests/golden)")
+    parser.addoption(
+        "--golden",
+        metavar="DIR",
+        default=str(Path(__file__).parent / "golden"),
+        help="folder with the golden numbers of the references (default: tests/golden)",
+    )

@@ -1,0 +1,122 @@
+"""Value and gradients of every algorithm equal the dense product; a wrong result would be noticed."""
+
+import jax
+import numpy as np
+import pytest
+
+from mstrain.gemm import Plan, grid_of
+from mstrain.gemm.plan import ALGORITHMS, ONE_DIMENSIONAL
+from tests.gemm.products import (
+    DIMS,
+    check,
+    dense,
+    expected,
+    mesh_of,
+    place,
+    plans_of,
+    random_operands,
+    run,
+)
+
+# Slice counts legal on each mesh for tokens, features in and features out alike.
+SLICES = {
+    "1x4": (2,),
+    "4x1": (3,),
+    "2x4": (1, 2, 3, 5),
+    "4x2": (3, 6),
+    "3x2": (4, 5),
+    "4x4": (2,),
+    "2x8": (5,),
+    "2x2x2": (3,),
+}
+TWINS = ("2x4", "3x2", "2x2x2")
+ONE_MESH_IS_ENOUGH = {*ONE_DIMENSIONAL, "gspmd"}
+
+
+def cases():
+    for mesh in SLICES:
+        for algorithm in ALGORITHMS:
+            square = mesh in ("4x4", "2x2x2")
+            if algorithm in ONE_MESH_IS_ENOUGH and mesh not in ("2x4", "2x2x2"):
+                continue
+            if algorithm != "cannon" or square:
+                yield algorithm, mesh
+
+
+@pytest.mark.parametrize("algorithm, mesh", list(cases()))
+def test_value_and_gradients_equal_the_dense_product(algorithm, mesh):
+    plans = plans_of(algorithm, mesh_of(mesh), SLICES[mesh], twins=mesh in TWINS)
+    if algorithm in ONE_MESH_IS_ENOUGH - {"megatron"}:
+        plans = plans[:1]
+    for plan in plans:
+        plan.check(*DIMS[1:], DIMS[0] // plan.grid.mesh.shape["data"], "the product")
+    inputs = [place(plan, random_operands()) for plan in plans]
+    for plan, results in zip(plans, run(plans, inputs), strict=True):
+        what = f"{algorithm} {plan.dataflow} rows={plan.grid.rows} cols={plan.grid.cols} S={plan.slices}"
+        check(results, expected(plan, dense()), what)
+        check_layouts(plan, results)
+
+
+def check_layouts(plan: Plan, results):
+    """Outputs live where the layouts say: gradients where their operands live."""
+    specs = (plan.output_layout.spec, plan.input_layout.spec, plan.grid.weight_spec)
+    specs = specs[:1] if plan.algorithm == "gspmd" else specs  # the compiler places its gradients
+    for result, spec in zip(results, specs):
+        assert result.sharding.is_equivalent_to(plan.grid.sharding(spec), 2), (
+            plan.algorithm,
+            plan.dataflow,
+            spec,
+        )
+
+
+def test_a_single_device_multiplies_alone():
+    plans = [plan for algorithm in ALGORITHMS for plan in plans_of(algorithm, mesh_of("1x1"))]
+    inputs = [place(plan, random_operands((12, 6, 18))) for plan in plans]
+    for plan, results in zip(plans, run(plans, inputs), strict=True):
+        check(results, expected(plan, dense((12, 6, 18))), f"{plan.algorithm} {plan.dataflow}")
+
+
+SQUARE = (48, 48, 48)  # so that a transposed result has the right shape
+
+
+@pytest.fixture(scope="module")
+def square_results():
+    plans = [Plan("meshslice", flow, grid_of("meshslice", mesh_of("2x4")), 3) for flow in ("os", "ls", "rs")]
+    inputs = [place(plan, random_operands(SQUARE)) for plan in plans]
+    return list(zip(plans, inputs, run(plans, inputs), strict=True))
+
+
+@pytest.mark.parametrize("index", range(3), ids=("y", "dx", "dw"))
+@pytest.mark.parametrize(
+    "mutate",
+    (np.zeros_like, lambda r: 2 * r, np.transpose, lambda r: np.full_like(r, np.nan)),
+    ids=("zeros", "doubled", "transposed", "nan"),
+)
+def test_checker_notices_wrong_results(square_results, mutate, index):
+    for plan, _, results in square_results:
+        right = expected(plan, dense(SQUARE))
+        check(results, right)
+        wrong = [np.asarray(result) for result in results]
+        wrong[index] = mutate(wrong[index])
+        with pytest.raises(AssertionError):
+            check(wrong, right)
+
+
+def test_checker_notices_swapped_slices(square_results):
+    """Slices 0 and 1 of the sliced operand change places in every shard, for real."""
+    plans, wrong_inputs = [], []
+    for plan, (x, w, dy), _ in square_results:
+        if plan.dataflow == "rs":  # tokens are sliced
+            x = jax.device_put(swap_slices(np.asarray(x), plan.grid.num_cols, plan.slices), x.sharding)
+        else:
+            w = jax.device_put(swap_slices(np.asarray(w), plan.grid.num_rows, plan.slices), w.sharding)
+        plans.append(plan)
+        wrong_inputs.append((x, w, dy))
+    for plan, results in zip(plans, run(plans, wrong_inputs), strict=True):
+        with pytest.raises(AssertionError):
+            check(results, expected(plan, dense(SQUARE)))
+
+
+def swap_slices(x, shards, slices):
+    x = x.reshape(shards, slices, -1, x.shape[-1])
+    return x[:, [1, 0, *range(2, slices)]].reshape(shards * slices * x.shape[2], -1)

@@ -1,0 +1,77 @@
+"""Illegal plans are refused with the nearest legal choice; what is called legal is legal."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mstrain.gemm import ALGORITHMS, DATAFLOWS, Plan, check_algorithm, grid_of, legal_slices
+from tests.gemm.products import mesh_of
+
+
+def plan_on(mesh, algorithm="meshslice", dataflow="os", slices=1):
+    return Plan(algorithm, dataflow, grid_of(algorithm, mesh_of(mesh)), slices)
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [("meshslise", "meshslice"), ("Cannon", "cannon"), ("mega", "megatron"), ("sumna", "summa")],
+)
+def test_unknown_algorithm_is_told_the_nearest_one(name, meant):
+    with pytest.raises(ValueError, match=f"Did you mean {meant}"):
+        check_algorithm(name)
+
+
+def test_unknown_algorithm_is_told_all_of_them():
+    with pytest.raises(ValueError) as refused:
+        grid_of("zzz", mesh_of("2x4"))
+    assert all(name in str(refused.value) for name in ALGORITHMS)
+    assert "Did you mean" not in str(refused.value)
+
+
+@pytest.mark.parametrize("mesh", ["2x4", "3x2"])
+def test_cannon_needs_a_square_mesh(mesh):
+    with pytest.raises(ValueError, match=f"square mesh and this one is {mesh}.*mesh=2x2"):
+        plan_on(mesh, "cannon").check(48, 48, 48, "the product")
+    plan_on("2x2", "cannon").check(48, 48, 48, "the product")
+
+
+@pytest.mark.parametrize(
+    "dataflow, in_dim, out_dim, name, unit",
+    [
+        ("os", 42, 48, "input", 4),  # gathered over 2 rows as a weight and 4 columns as activations
+        ("os", 48, 42, "output", 4),
+        ("ls", 48, 42, "output", 4),
+        ("rs", 45, 48, "input", 2),
+        ("rs", 48, 42, "output", 4),
+    ],
+)
+def test_indivisible_dims_name_the_multiple_they_need(dataflow, in_dim, out_dim, name, unit):
+    with pytest.raises(ValueError, match=f"qkv.* {name} features .* multiple of {unit}"):
+        plan_on("2x4", dataflow=dataflow).check(in_dim, out_dim, 48, "qkv")
+
+
+@pytest.mark.parametrize("dataflow", DATAFLOWS)
+@pytest.mark.parametrize("slices, near", [(5, "4 or 6"), (7, "6 or 8"), (1000, "8 or 12 or 24")])
+def test_illegal_slice_count_names_the_nearest_legal_ones(dataflow, slices, near):
+    with pytest.raises(ValueError) as refused:
+        plan_on("2x4", dataflow=dataflow, slices=slices).check(96, 96, 96, "mlp in")
+    message = str(refused.value)
+    assert "mlp in" in message and f"slice count {slices}" in message
+    proposed = list(map(int, re.findall(r"\d+", message.split("parallel.slices=")[1])))
+    assert set(map(int, re.findall(r"\d+", near))) <= set(proposed)
+    for better in proposed:
+        plan_on("2x4", dataflow=dataflow, slices=better).check(96, 96, 96, "mlp in")
+
+
+sizes = st.integers(1, 12)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(DATAFLOWS), st.integers(1, 400), st.integers(1, 400), st.integers(1, 64), sizes, sizes)
+def test_legal_slices_divide_the_sliced_dim_on_both_directions(dataflow, in_dim, out_dim, batch, rows, cols):
+    legal = legal_slices(dataflow, in_dim, out_dim, batch, rows, cols)
+    sliced = {"os": in_dim, "ls": out_dim, "rs": batch}[dataflow]
+    divides = [s for s in range(2, 129) if sliced % (rows * s) == 0 and sliced % (cols * s) == 0]
+    assert legal == [1, *divides]

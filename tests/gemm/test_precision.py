@@ -1,0 +1,78 @@
+"""Rounding: S = 1 is Collective to the bit, and slicing costs no accuracy in bfloat16."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mstrain.gemm import Plan, grid_of, linear
+from tests.gemm.products import (
+    QUICK,
+    error,
+    mesh_of,
+    output_order,
+    place,
+    plans_of,
+    random_operands,
+    run,
+)
+
+LONG = (128, 8192, 128)  # a long contraction: partial sums are many and large
+SLICES = (1, 4, 16, 64)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_slice_is_collective_to_the_bit(dtype):
+    operands = random_operands((24, 16, 32), dtype)
+    one_slice = plans_of("meshslice", mesh_of("2x4"))
+    whole = [dataclasses.replace(plan, algorithm="collective") for plan in one_slice]
+    inputs = [place(plan, operands) for plan in one_slice]
+    for results, references in zip(run(one_slice, inputs), run(whole, inputs), strict=True):
+        for result, reference in zip(results, references, strict=True):
+            assert result.dtype == dtype
+            np.testing.assert_array_equal(np.asarray(result), np.asarray(reference))
+
+
+@pytest.fixture(scope="module")
+def exact():
+    operands = random_operands(LONG, "bfloat16")
+    return np.asarray(operands.x, np.float64) @ np.asarray(operands.w, np.float64)
+
+
+def test_output_stationary_error_does_not_grow_with_slices(exact):
+    """The slices are summed in float32, so what remains is the final rounding to bfloat16."""
+    grid = grid_of("meshslice", mesh_of("2x2"))
+    plans = [Plan("meshslice", "os", grid, slices) for slices in SLICES]
+    x, w, _ = place(plans[0], random_operands(LONG, "bfloat16"))
+    program = jax.jit(lambda x, w: [linear(x, w, plan) for plan in plans])  # R = C: one order for every S
+    errors = [error(y, exact) for y in program.lower(x, w).compile(compiler_options=QUICK)(x, w)]
+    assert max(errors) <= 3e-3
+    assert max(errors) <= 1.05 * min(errors)
+
+
+def test_carrying_the_sum_in_bfloat16_would_show(exact):
+    """The control: the same data, slices summed as the products are, in bfloat16."""
+    operands = random_operands(LONG, "bfloat16")
+
+    def carried(slices):
+        total = jnp.zeros((), jnp.bfloat16)
+        for x, w in zip(np.split(operands.x, slices, 1), np.split(operands.w, slices, 0), strict=True):
+            total = total + (x.astype(np.float32) @ w.astype(np.float32)).astype(jnp.bfloat16)
+        return error(total, exact)
+
+    assert carried(1) <= 3e-3
+    assert carried(64) >= 1e-2
+
+
+@pytest.mark.parametrize("flow", ["ls", "rs"])
+def test_scattered_outputs_do_not_depend_on_slices(flow):
+    """These flows slice an output dim: no sum is cut, every entry is rounded as often as with Collective."""
+    dims = (64, 256, 64)
+    operands = random_operands(dims, "bfloat16")
+    exact = np.asarray(operands.x, np.float64) @ np.asarray(operands.w, np.float64)
+    plans = [Plan("meshslice", flow, grid_of("meshslice", mesh_of("2x4")), slices) for slices in (1, 4, 16)]
+    results = run(plans, [place(plan, operands) for plan in plans])
+    errors = [error(y, output_order(plan, exact)) for plan, (y, _, _) in zip(plans, results, strict=True)]
+    assert max(errors) <= 1.05 * min(errors) <= 1e-2

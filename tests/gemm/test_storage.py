@@ -1,0 +1,121 @@
+"""Stored order: round trips are exact, and slice s holds the same features over rows as over columns."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from mstrain.gemm import Plan, Storage, grid_of
+from mstrain.gemm.local import gather, piece
+from tests.gemm.products import check, dense, error, expected, mesh_of, place, random_operands, run
+
+counts = st.integers(1, 3)
+
+
+@st.composite
+def storages(draw):
+    """A storage whose shape divides as a plan would have checked, with or without padding."""
+    rows, columns, slices, transposed = draw(counts), draw(counts), draw(counts), draw(st.booleans())
+    unit = np.lcm(rows, columns) * slices
+    segments = tuple(columns * slices * rows * draw(counts) for _ in range(draw(counts)))
+    pad = draw(st.sampled_from([(), (unit, 0)])) if not transposed else ()
+    shape = (int(unit) * draw(counts), sum(segments))
+    if len(segments) == 1 and draw(st.booleans()):  # a vocabulary: its end is padding
+        pad, shape = (0, columns), (shape[0], shape[1] - columns)
+        transposed = transposed and (shape[1] + columns) % unit == 0
+    return Storage(shape, segments, columns, rows, slices, transposed, tuple(map(int, pad)))
+
+
+@settings(deadline=None, max_examples=20)
+@given(storages(), st.integers(0, 2))
+def test_restore_undoes_store(storage, leading):
+    if min(storage.shape) < 1:
+        return
+    lead = (2, 3)[:leading]
+    x = jnp.arange(np.prod((*lead, *storage.shape)), dtype=jnp.float32).reshape(*lead, *storage.shape)
+    stored = storage.store(x)
+    np.testing.assert_array_equal(storage.restore(stored), x)
+    values = np.sort(np.asarray(stored), axis=None)
+    padding = values.size - x.size
+    np.testing.assert_array_equal(values[padding:], np.asarray(x).ravel())  # nothing lost, nothing twice
+    assert not values[:padding].any()
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 4), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 3))
+def test_column_shards_hold_their_part_of_every_segment(columns, widths, padding):
+    segments = tuple(columns * width for width in widths)
+    storage = Storage((sum(segments),), segments, columns)
+    parts = np.split(np.asarray(storage.store(jnp.arange(sum(segments)))), columns)
+    starts = np.cumsum((0, *segments[:-1]))
+    for j, part in enumerate(parts):
+        want = [np.arange(s + j * w, s + (j + 1) * w) for s, w in zip(starts, widths, strict=True)]
+        np.testing.assert_array_equal(part, np.concatenate(want))
+
+
+def slices_over(shards, index, slices):
+    """The features that each slice gathers when `index` is split over `shards` devices."""
+    return [np.concatenate([piece(x, 0, s, slices) for x in np.split(index, shards)]) for s in range(slices)]
+
+
+@settings(deadline=None, max_examples=20)
+@given(counts, counts, st.integers(1, 5), counts, st.booleans())
+def test_slices_over_rows_and_columns_are_the_same_ordered_set(rows, columns, slices, width, transposed):
+    dim = int(np.lcm(rows, columns)) * slices * width
+    index = np.arange(dim)
+    kernel = np.broadcast_to(index[:, None], (dim, 2))
+    shape = (
+        (2, dim) if transposed else (dim, 2)
+    )  # an X-stationary weight is stored [out, in], sliced over out
+    storage, kernel = (
+        Storage(shape, (), columns, rows, slices, transposed),
+        kernel.T if transposed else kernel,
+    )
+    stored = np.asarray(storage.store(jnp.asarray(kernel)))[:, 0]
+    over_rows, over_columns = slices_over(rows, stored, slices), slices_over(columns, index, slices)
+    np.testing.assert_array_equal(over_rows, over_columns)
+    np.testing.assert_array_equal(np.sort(np.concatenate(over_rows)), index)  # every index exactly once
+    plain = slices_over(rows, index, slices)
+    assert (rows == columns or slices == 1) == np.array_equal(plain, over_columns)  # slice-major is needed
+
+
+@pytest.mark.parametrize("mesh, slices", [("2x4", 3), ("4x2", 2), ("3x2", 4)])
+def test_devices_gather_the_same_slices(mesh, slices):
+    """As above, through the collectives themselves."""
+    grid = grid_of("meshslice", mesh_of(mesh))
+    index = jnp.arange(48, dtype=jnp.int32)[:, None]
+    kernel = Storage((48, 1), columns=grid.num_cols, rows=grid.num_rows, slices=slices).store(index)
+
+    def local(x, w):
+        over_columns = [gather(piece(x, 1, s, slices), grid.cols, 1) for s in range(slices)]
+        over_rows = [gather(piece(w, 0, s, slices), grid.rows, 0) for s in range(slices)]
+        return jnp.stack(over_columns)[None], jnp.stack(over_rows)[None]
+
+    every = P(("row", "col"))
+    both = jax.shard_map(
+        local, mesh=grid.mesh, in_specs=(P(None, "col"), P("row")), out_specs=(every, every), check_vma=False
+    )
+    over_columns, over_rows = map(np.asarray, jax.jit(both)(index.T, kernel))
+    first = over_columns[0]
+    assert (over_columns.squeeze() == first.squeeze()).all() and (
+        over_rows.squeeze() == first.squeeze()
+    ).all()
+    np.testing.assert_array_equal(np.sort(first, axis=None), np.arange(48))
+
+
+@pytest.mark.parametrize("mesh, right", [("2x4", False), ("4x2", False), ("2x2", True)])
+def test_contiguous_slices_of_canonical_weights_are_wrong_unless_square(mesh, right):
+    dims = (24, 24, 48)
+    operands = random_operands(dims)
+    plans = [Plan("meshslice", flow, grid_of("meshslice", mesh_of(mesh)), 3) for flow in ("os", "ls")]
+    stored = [place(plan, operands) for plan in plans]
+    canonical = [(x, jax.device_put(w, s[1].sharding), dy) for (x, _, dy), s, w in zip(
+        stored, stored, (operands.w, operands.w.T), strict=True)]  # fmt: skip
+    for plan, good, naive in zip(plans, run(plans, stored), run(plans, canonical), strict=True):
+        reference = expected(plan, dense(dims))
+        check(good, reference)
+        assert (error(naive[0], reference[0]) <= 1e-5) == right
+        assert right or error(naive[0], reference[0]) > 0.1

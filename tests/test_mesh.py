@@ -1,0 +1,89 @@
+"""Mesh strings: what is a mesh is read exactly, anything else is a ValueError that shows what to type."""
+
+import re
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mstrain.mesh import AXES, MeshShape, fit_to_devices, make_mesh, parse_mesh
+
+axis_sizes = st.integers(1, 999)
+shapes = st.builds(MeshShape, axis_sizes, axis_sizes, axis_sizes)
+
+
+@given(shapes)
+def test_a_mesh_reads_back_what_it_prints(shape):
+    assert parse_mesh(str(shape)) == shape
+    assert parse_mesh(f"  {shape} ") == shape
+    assert shape.devices == shape.data * shape.row * shape.col
+
+
+def test_two_sizes_are_rows_and_columns():
+    assert parse_mesh("2x4") == MeshShape(data=1, row=2, col=4)
+    assert parse_mesh("3x2x4") == MeshShape(data=3, row=2, col=4)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "4",
+        "x",
+        "2x",
+        "x4",
+        "2x4x",
+        "2x2x2x2",
+        "0x4",
+        "2x0",
+        "-2x4",
+        "2.0x4",
+        "2X4",
+        "2*4",
+        "auto",
+        "1" * 9,
+    ],
+)
+def test_what_is_no_mesh_is_told_what_one_looks_like(text):
+    with pytest.raises(ValueError, match="mesh=2x4.*mesh=2x4x8.*mesh=auto"):
+        parse_mesh(text)
+
+
+@given(
+    st.one_of(
+        st.text(), st.text("0123456789x X*-"), st.none(), st.integers(), st.floats(), st.lists(st.integers())
+    )
+)
+def test_anything_else_raises_only_value_error(text):
+    try:
+        shape = parse_mesh(text)
+    except ValueError:
+        return
+    assert min(shape.sizes) >= 1 and re.fullmatch(r"\s*\d+x\d+(x\d+)?\s*", str(text))
+
+
+@given(shapes, st.integers(1, 4096))
+def test_surplus_devices_become_data_parallelism_or_the_message_names_a_mesh_that_fits(shape, available):
+    try:
+        fitted = fit_to_devices(shape, available)
+    except ValueError as refused:
+        proposals = re.findall(r"mesh=([\dx]+)", str(refused).split("Type ")[1])
+        assert proposals and all(parse_mesh(mesh).devices == available for mesh in proposals)
+        assert available % shape.devices
+    else:
+        assert fitted.devices == available
+        assert (fitted.row, fitted.col) == (shape.row, shape.col)
+        assert fitted.data % shape.data == 0
+
+
+def test_make_mesh_uses_every_device_once_along_named_axes():
+    mesh = make_mesh(MeshShape(2, 2, 4))
+    assert mesh.axis_names == AXES and dict(mesh.shape) == {"data": 2, "row": 2, "col": 4}
+    assert {device.id for device in mesh.devices.flat} == {device.id for device in jax.devices()}
+
+
+def test_make_mesh_may_leave_devices_out_but_not_invent_them():
+    assert make_mesh(MeshShape(1, 1, 3)).size == 3
+    with pytest.raises(ValueError, match="needs 32 devices and 16 are present. Type mesh=4x4"):
+        make_mesh(MeshShape(1, 4, 8))
