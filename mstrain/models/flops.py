@@ -1,16 +1,16 @@
 """Floating-point operations a model needs per token: the numerator of MFU.
 
-Only matrix products count, a multiply-add as two, and each once: recomputation (remat) is no progress. Norms, activations
-and the embedding lookup multiply no matrices. L layers, D width, N query and K key-value heads of width H, F MLP
-width, V vocabulary, T tokens per sequence. Forward, per token:
+Only matrix products count, a multiply-add as two, and each once: recomputation (remat) is no progress. Norms,
+activations and the embedding lookup multiply no matrices. L layers, D width, N query and K key-value heads of
+width H, F MLP width, V vocabulary, T tokens per sequence. Forward, per token:
 
-    products   2 * (L * (D * (N + 2 K) * H + N * H * D + m * D * F) + D * V)      m = 3 for a gated MLP, else 2
-    attention  4 * L * N * H * T        convention `full`: the whole square of scores (PaLM paper, appendix B)
-               2 * L * N * H * T        convention `causal`: half of it, the part that is seen
+    products   2 * (L * (D * (N + 2 K) * H + N * H * D + m * D * F) + D * V)   m = 3 for a gated MLP, else 2
+    attention  4 * L * N * H * T   convention `full`: the whole square of scores (PaLM paper, appendix B)
+               2 * L * N * H * T   convention `causal`: half of it, the part that is seen
 
 A backward pass computes two products for each one forward, so training costs three times as much: 6 FLOPs per
-parameter that multiplies and, under `full`, PaLM's 12 * L * N * H * T. A layer that sees a window of W < T tokens has
-W * (2 - W / T) in the place of T: the share of the square that a band of that width fills, exact but for the diagonal.
+parameter that multiplies and, under `full`, PaLM's 12 * L * N * H * T. A layer that sees a window of W < T
+tokens has W * (2 - W / T) in the place of T: the seen half of the square shrinks to a band by that factor.
 """
 
 from mstrain.models.config import ModelConfig
@@ -38,14 +38,14 @@ def forward_flops_per_token(model: ModelConfig, seq: int, attention: str = "full
     """FLOPs of a forward pass per token of sequences of `seq` tokens.
 
     Args:
-      attention: `full` or `causal`, a key of `ATTENTION_CONVENTIONS`; published MFU figures use both, so name yours.
+      attention: `full` or `causal`; published MFU figures use both, so name yours.
 
     Raises:
       ValueError: unknown convention, or a vocabulary left to the tokenizer.
     """
     if attention not in ATTENTION_CONVENTIONS:
         raise ValueError(
-            f"There is no attention convention {attention!r}. Choose one of {', '.join(ATTENTION_CONVENTIONS)}."
+            f"There is no attention convention {attention!r}. Choose {' or '.join(ATTENTION_CONVENTIONS)}."
         )
     scores = 4 * model.heads * model.head_width * _tokens_attended(model, seq)
     return 2 * matmul_parameters(model) + ATTENTION_CONVENTIONS[attention] * scores
@@ -57,7 +57,7 @@ def training_flops_per_token(model: ModelConfig, seq: int, attention: str = "ful
 
 
 def _tokens_attended(model: ModelConfig, seq: int) -> float:
-    """Sum over layers of T, or of what stands in its place where a window is shorter; the first layer has a window."""
+    """Sum over layers of T, or of what stands in its place in every second layer when a window is shorter."""
     windowed = (model.layers + 1) // 2 if model.window and model.window < seq else 0
     band = model.window * (2 - model.window / seq) if windowed else 0.0
     return (model.layers - windowed) * seq + windowed * band

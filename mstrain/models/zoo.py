@@ -1,4 +1,4 @@
-"""The model zoo: every preset under conf/model, by name. A preset is the one place where a model's sizes stand."""
+"""The model zoo: every preset under conf/model, by name. A preset is the one place for a model's sizes."""
 
 import dataclasses
 import difflib
@@ -34,7 +34,7 @@ def load_preset(name: str) -> ModelConfig:
     """The preset `name`.
 
     Raises:
-      ValueError: there is no such preset (the message names the nearest), or its file is wrong (the message says where).
+      ValueError: no such preset (the message names the nearest), or a mistake in its file.
     """
     names = preset_names()
     if name not in names:
@@ -47,7 +47,7 @@ def load_preset(name: str) -> ModelConfig:
         model = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{path}: {reason}. Correct the file; the fields are those of ModelConfig.") from None
+        raise ValueError(f"{path}: {reason}. Its fields must be those of ModelConfig.") from None
     if model.name != name:
         raise ValueError(f"{path} says name: {model.name}. Write name: {name}, as the file is called.")
     return model

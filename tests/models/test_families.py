@@ -1,7 +1,8 @@
-"""Each family of the zoo, shrunken: against an independent reference, causal, and the same on a mesh as on one device.
+"""Each family of the zoo, shrunken: against an independent reference, causal, and the same on any mesh.
 
-B sequences of T tokens. The reference is NumPy in float64 and shares no code with the package. One function is compiled
-per family and mesh; it gives losses and gradients of any weighted sum of them, which serves all three properties.
+B sequences of T tokens. The reference is NumPy in float64 and shares no code with the package. One function
+is compiled per family and mesh; it gives losses and gradients of any weighted sum of them, which serves all
+three properties.
 """
 
 import dataclasses
@@ -99,7 +100,8 @@ def run(name, mesh="1x1", algorithm="gspmd", weight=None):
     """(losses, canonical gradients, gradients at the embedded tokens), as NumPy arrays."""
     nudge = np.zeros((B * T, shrink(name).width), np.float32)
     weight = np.random.default_rng(5).normal(size=B * T) if weight is None else weight
-    grads, losses = losses_and_gradients(name, mesh, algorithm)(weights(name), nudge, weight.astype(np.float32))
+    compute = losses_and_gradients(name, mesh, algorithm)
+    grads, losses = compute(weights(name), nudge, weight.astype(np.float32))
     return jax.device_get((losses, *grads))
 
 
@@ -134,8 +136,8 @@ def test_losses_and_gradients_do_not_depend_on_the_mesh(name):
     jax.tree_util.tree_map_with_path(same, one, mesh)
 
 
-def test_alibi_slopes_of_head_counts_between_powers_of_two():
-    """Press et al. (2022): the eight slopes of eight heads, then every second one of sixteen (seed_160m has twelve)."""
+def test_alibi_slopes_of_the_twelve_heads_of_seed_160m():
+    """Press et al. (2022): the eight slopes of eight heads, then every second one of sixteen."""
     of_eight, of_sixteen = (2.0 ** (-8 * np.arange(1, n + 1) / n) for n in (8, 16))
     np.testing.assert_allclose(alibi_slopes(12), [*of_eight, *of_sixteen[::2][:4]], rtol=1e-6)
 

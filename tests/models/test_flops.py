@@ -22,8 +22,9 @@ def shrink(name):
     """The choices of a preset in sizes of which no two are equal."""
     preset = load_preset(name)
     grouped = preset.num_kv_heads < preset.heads
-    sizes = dict(layers=3, width=40, heads=4, kv_heads=2 if grouped else None, head_dim=6, mlp_width=56, vocabulary=97)
-    return dataclasses.replace(preset, **sizes, context=64, window=None)
+    heads = dict(heads=4, kv_heads=2 if grouped else None, head_dim=6)
+    sizes = dict(layers=3, width=40, mlp_width=56, vocabulary=97, context=64)
+    return dataclasses.replace(preset, **heads, **sizes, window=None)
 
 
 def dot_flops(jaxpr):
@@ -45,7 +46,7 @@ def dot_flops(jaxpr):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_count_is_the_products_of_the_traced_model(name):
-    """Forward exactly, and a backward pass is twice a forward one; attention as the plain kernel does it, in full."""
+    """Forward and backward, to the last FLOP; the plain kernel computes the full square of scores."""
     model = shrink(name)
     module = Transformer(model, canonical_plan(model), seq=SEQ)
     tokens = jax.ShapeDtypeStruct((SEQ * SEQUENCES,), jnp.int32)
@@ -78,7 +79,7 @@ def test_gpt3_total_compute_as_published():
 
 @pytest.mark.parametrize("name, inside", [("gpt2", True), ("llama3_8b", False)])
 def test_lookup_is_no_product_and_output_projection_is(name, inside):
-    """Everything but norms, biases and tables multiplies; a tied table does once, as the output projection."""
+    """Everything but norms, biases and tables multiplies; a tied table does, as output projection."""
     m = load_preset(name)
     table = m.vocabulary * m.width
     rest = count_parameters(m) - matmul_parameters(m) - (0 if inside else table)
@@ -95,12 +96,12 @@ def test_window_counts_the_band_that_is_seen():
     scores = forward_flops_per_token(model, seq, "causal") - without_scores
     per_pair = 4 * model.heads * model.head_width
     assert scores * seq == pytest.approx(pairs * per_pair, rel=3 * seq / pairs)
-    wide = dataclasses.replace(model, window=seq)
-    assert forward_flops_per_token(wide, seq) == forward_flops_per_token(dataclasses.replace(model, window=None), seq)
+    wide, none = (dataclasses.replace(model, window=window) for window in (seq, None))
+    assert forward_flops_per_token(wide, seq) == forward_flops_per_token(none, seq)
 
 
 def test_errors_name_the_fix():
-    with pytest.raises(ValueError, match="Choose one of full, causal"):
+    with pytest.raises(ValueError, match="Choose full or causal"):
         forward_flops_per_token(load_preset("gpt2"), 1024, "half")
     with pytest.raises(ValueError, match="Set model.vocabulary"):
         training_flops_per_token(load_preset("small"), 512)

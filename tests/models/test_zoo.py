@@ -1,6 +1,7 @@
 """Presets against published totals, to the last parameter; and what a wrong name or a wrong file is told.
 
-A preset whose total is right to the last digit has its layers, widths, heads, vocabulary, biases and tying right.
+A preset whose total is right to the last digit has its layers, widths, key-value heads, vocabulary, biases and
+tying right. What no total shows (heads that share a width, constants) is held to published configurations.
 """
 
 import dataclasses
@@ -50,6 +51,28 @@ PRINTED = {  # totals as papers print them, and how far the print may be from th
     "seed_2_8b": (2.83e9, 0.005e9),
     "seed_6_9b": (6.86e9, 0.006e9),  # 6.855 billion
 }
+HEADS = {  # heads and their width, as published
+    "gpt2": (12, 64), "gpt2_medium": (16, 64), "gpt2_large": (20, 64), "gpt2_xl": (25, 64),
+    "gpt3_125m": (12, 64), "gpt3_350m": (16, 64), "gpt3_760m": (16, 96), "gpt3_1_3b": (16, 128),
+    "gpt3_2_7b": (32, 80), "gpt3_6_7b": (32, 128), "gpt3_13b": (40, 128), "gpt3_175b": (96, 128),
+    "megatron_nlg_530b": (128, 160), "seed_160m": (12, 64), "seed_2_8b": (16, 256), "seed_6_9b": (16, 256),
+    "llama2_7b": (32, 128), "llama2_13b": (40, 128), "llama2_70b": (64, 128),
+    "llama3_8b": (32, 128), "llama3_70b": (64, 128), "llama3_405b": (128, 128),
+    "qwen3_0_6b": (16, 128), "qwen3_1_7b": (16, 128), "qwen3_4b": (32, 128),
+    "qwen3_8b": (32, 128), "qwen3_14b": (40, 128), "qwen3_32b": (64, 128),
+    "gemma2_2b": (8, 256), "gemma2_9b": (16, 256), "gemma2_27b": (32, 128),
+}  # fmt: skip
+# norm, position, activation; epsilon, context, rotary base, window; qk norm, post norm, parallel block
+CHOICES = {
+    "gpt2": ("layernorm", "learned", "gelu_tanh", 1e-5, 1024, None, None, False, False, False),
+    "gpt3": ("layernorm", "learned", "gelu_tanh", 1e-5, 2048, None, None, False, False, False),
+    "megatron": ("layernorm", "learned", "gelu_tanh", 1e-5, 2048, None, None, False, False, False),
+    "seed": ("layernorm", "alibi", "gelu_tanh", 1e-6, 1024, None, None, False, False, True),
+    "llama2": ("rmsnorm", "rotary", "silu", 1e-5, 4096, 1e4, None, False, False, False),
+    "llama3": ("rmsnorm", "rotary", "silu", 1e-5, 8192, 5e5, None, False, False, False),
+    "qwen3": ("rmsnorm", "rotary", "silu", 1e-6, 32768, 1e6, None, True, False, False),
+    "gemma2": ("rmsnorm", "rotary", "gelu_tanh", 1e-6, 8192, 1e4, 4096, False, True, False),
+}
 WITHOUT_VOCABULARY = {"small", "tiny"}
 
 
@@ -74,6 +97,28 @@ def test_printed_totals_follow_the_closed_form_of_gpt(name):
     m = load_preset(name)
     blocks = m.layers * (12 * m.width**2 + 13 * m.width)
     assert count_parameters(m) == blocks + (m.vocabulary + m.context) * m.width + 2 * m.width
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_and_their_width(name):
+    model = load_preset(name)
+    assert (model.heads, model.head_width) == HEADS[name]
+
+
+@pytest.mark.parametrize("prefix", CHOICES)
+def test_choices_that_no_total_shows(prefix):
+    for name in preset_names():
+        if name.startswith(prefix):
+            m = load_preset(name)
+            rotary_base = m.rotary_base if m.position == "rotary" else None
+            numbers = (m.norm_epsilon, m.context, rotary_base, m.window)
+            flags = (m.qk_norm, m.post_norm, m.parallel_block)
+            assert (m.norm, m.position, m.activation, *numbers, *flags) == CHOICES[prefix], name
+
+
+def test_gemma_scales_its_scores_by_the_head_width_but_for_the_largest():
+    scales = {size: load_preset(f"gemma2_{size}").attention_scale for size in ("2b", "9b", "27b")}
+    assert scales == {"2b": None, "9b": None, "27b": pytest.approx(144**-0.5)}
 
 
 def test_counting_allocates_nothing_and_takes_no_time():
@@ -136,7 +181,8 @@ def test_numbers_with_exponents_are_numbers():
 def test_table_shows_every_preset_and_its_exact_count():
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(zoo_table())
-    lines = {line.split("│")[1].strip(): line for line in console.export_text().splitlines() if "│" in line}
+    rows = [line for line in console.export_text().splitlines() if "│" in line]
+    lines = {row.split("│")[1].strip(): row for row in rows}
     assert set(lines) == set(preset_names())
     for name, total in EXACT.items():
         assert f"{total:,}" in lines[name]
