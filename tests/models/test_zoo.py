@@ -1,7 +1,7 @@
 """Presets against published totals, to the last parameter; and what a wrong name or a wrong file is told.
 
-A preset whose total is right to the last digit has its layers, widths, key-value heads, vocabulary, biases and
-tying right. What no total shows (heads that share a width, constants) is held to published configurations.
+A preset whose total is right to the last digit has its layers, widths, key-value heads, vocabulary, biases
+and tying right. What no total shows (heads that share a width, constants) is held to published configurations.
 """
 
 import dataclasses
