@@ -1,0 +1,131 @@
+"""Which collective an instruction is, on which mesh axes it travels and how long that takes."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from mstrain.compiler.hlo import Instruction, Module
+from mstrain.hardware import Link, collective_seconds
+from mstrain.tuning import AxisLinks
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all")
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What turns a schedule into seconds.
+
+    Attributes:
+      name: of the chip, for the picture.
+      clock: cycles per second of the TensorCore.
+      flops, hbm_bandwidth: FLOP/s and bytes/s that a custom kernel, for which XLA estimates nothing, is held to.
+      axes: size of every mesh axis, in the order of the mesh.
+      links: the links of each axis.
+    """
+
+    name: str
+    clock: float
+    flops: float
+    hbm_bandwidth: float
+    axes: Mapping[str, int]
+    links: Mapping[str, AxisLinks]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of one device: `bytes` it sends in each of the `participants - 1` steps of a ring."""
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: float
+    participants: int
+    seconds: float
+
+
+def find_collective(module: Module, computation: str, instruction: Instruction, machine: Machine) -> Collective | None:
+    """The collective that `instruction` is, starts or contains; None when it is none, or is among one device."""
+    inside = [(computation, instruction), *module.within(instruction)]
+    for where, found in inside:
+        kind = found.opcode.removesuffix("-start")
+        if kind in KINDS:
+            kind = _true_kind(kind, instruction, [i for _, i in inside])
+            return _collective(kind, found, _payload(module, where, found), machine)
+    return None
+
+
+def _true_kind(kind: str, instruction: Instruction, inside: list[Instruction]) -> str:
+    """A fusion that sums everything and keeps its own part moves what a reduce-scatter moves."""
+    fused = instruction.opcode == "fusion" and kind == "all-reduce"
+    return "reduce-scatter" if fused and any(i.opcode == "dynamic-slice" for i in inside) else kind
+
+
+def _payload(module: Module, computation: str, instruction: Instruction) -> int:
+    operands = [module.find(computation, name) for name in instruction.operands]
+    return sum(o.bytes for o in operands if o is not None)
+
+
+def _collective(kind: str, instruction: Instruction, operand: float, machine: Machine) -> Collective | None:
+    sizes = tuple(machine.axes.values())
+    if kind == "collective-permute":
+        axes, hops = _permuted_axes(instruction.attributes, machine)
+        participants = 2
+    else:
+        group = replica_group(instruction.attributes, math.prod(sizes))
+        places = np.array(np.unravel_index(group, sizes))
+        axes = tuple(a for a, place in zip(machine.axes, places) if len(set(place.tolist())) > 1)
+        participants, hops = len(group), 1
+    if not axes:
+        return None
+    part = {"reduce-scatter": participants, "all-reduce": participants, "all-to-all": 4}.get(kind, 1)
+    bytes = operand / part
+    links = [machine.links[axis] for axis in axes]
+    seconds = hops * sum(
+        collective_seconds(_slowest([getattr(link, phase) for link in links]), bytes, participants)
+        for phase in _PHASES[kind]
+    )
+    return Collective(kind, axes, bytes, participants, seconds)
+
+
+# An all-reduce scatters and gathers. An all-to-all loads each link with a quarter of what an all-gather of the same
+# shards does ("How to Scale Your Model", sharding), hence the 4 above.
+_PHASES = {
+    "all-gather": ("all_gather",),
+    "reduce-scatter": ("reduce_scatter",),
+    "all-reduce": ("reduce_scatter", "all_gather"),
+    "collective-permute": ("permute",),
+    "all-to-all": ("all_gather",),
+}
+
+
+def _slowest(links: list[Link]) -> Link:
+    return min(links, key=lambda link: link.bandwidth)
+
+
+def replica_group(attributes: str, devices: int) -> list[int]:
+    """The group of partition 0, from a list, an iota or a mesh form; all devices when none is printed."""
+    if match := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
+        return [int(n) for n in match[1].split(",")]
+    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+        dims = [int(n) for n in match[3].split(",")]
+        ids = np.arange(math.prod(dims)).reshape(dims)
+        if match[4]:
+            ids = ids.transpose([int(n) for n in match[4].split(",")])
+        return ids.reshape(int(match[1]), int(match[2]))[0].tolist()
+    return list(range(devices))
+
+
+def _permuted_axes(attributes: str, machine: Machine) -> tuple[tuple[str, ...], int]:
+    """Axes along which source and target differ, and the longest way round the ring that any message takes."""
+    text = re.search(r"source_target_pairs=\{(.*?)\}\}", attributes)[1]
+    pairs = np.array([[int(n) for n in pair.split(",")] for pair in re.findall(r"\{(\d+,\d+)", text)])
+    places = np.array(np.unravel_index(pairs, tuple(machine.axes.values())))
+    axes, hops = [], 1
+    for (axis, size), place in zip(machine.axes.items(), places):
+        shift = np.abs(place[:, 0] - place[:, 1])
+        if shift.any():
+            axes.append(axis)
+            hops = max(hops, int(np.minimum(shift, size - shift).max()))
+    return tuple(axes), hops

@@ -1,0 +1,151 @@
+"""The scheduled program as what a device does, one step after the other: compute, start, wait, loop."""
+
+import dataclasses
+import re
+
+from mstrain.compiler.collectives import Collective, Machine, find_collective
+from mstrain.compiler.hlo import Instruction, Module
+
+FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota", "after-all"}
+MOVES = {"copy", "transpose", "reshape", "slice", "dynamic-slice", "dynamic-update-slice", "pad", "concatenate"}
+COMPUTE_KINDS = ("gemm", "kernel", "move", "other")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """Keeps the TensorCore busy; `kind` is one of `COMPUTE_KINDS`."""
+
+    name: str
+    kind: str
+    cycles: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Hands a collective its operand; it runs beside what follows. `handle` is known to `Wait`."""
+
+    name: str
+    handle: str
+    collective: Collective
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """Goes on when the collective behind `handle` is done."""
+
+    handle: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Starts a collective and waits for it."""
+
+    name: str
+    collective: Collective
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """`steps`, `trips` times."""
+
+    steps: tuple
+    trips: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Translator:
+    """Turns the instructions of a module into steps on a machine."""
+
+    module: Module
+    machine: Machine
+
+    def steps(self, computation: str) -> tuple:
+        """The steps of one computation, loops and calls included."""
+        found = []
+        for instruction in self.module.computations[computation]:
+            found.extend(self._translate(computation, instruction))
+        updated = {s.handle for s in found if isinstance(s, Start) and s.name != s.handle}
+        return tuple(s for s in found if not (isinstance(s, Start) and s.name in updated))
+
+    def _translate(self, computation: str, i: Instruction) -> list:
+        if i.opcode == "while":
+            return [Loop(self.steps(i.attribute("body")), self._trips(i))]
+        if i.opcode == "conditional":
+            return list(max((self.steps(name) for name in i.called), key=_cycles))
+        if i.opcode == "call":
+            return list(self.steps(i.called[0]))
+        phase = _phase(i)
+        if phase == "start":
+            collective = find_collective(self.module, computation, i, self.machine)
+            return [Start(i.name, i.name, collective)] if collective else []
+        if phase in ("update", "done"):
+            return self._follow(computation, i, phase)
+        kind = self._kind(i)
+        if kind in ("move", "other") and (found := find_collective(self.module, computation, i, self.machine)):
+            return [Block(i.name, found)]
+        cycles = self._kernel_cycles(i) if kind == "kernel" else i.estimated_cycles
+        return [Compute(i.name, kind, cycles)] if cycles else []
+
+    def _follow(self, computation: str, i: Instruction, phase: str) -> list:
+        start = self._start_of(computation, i)
+        collective = start and find_collective(self.module, computation, start, self.machine)
+        if not collective:
+            return []
+        return [Wait(start.name)] if phase == "done" else [Start(i.name, start.name, collective)]
+
+    def _start_of(self, computation: str, i: Instruction) -> Instruction | None:
+        """The start that a done or an update belongs to, behind tuples, updates and GeMMs that carry it on."""
+        for name in i.operands:
+            operand = self.module.find(computation, name)
+            if operand is None:
+                continue
+            if _phase(operand) == "start":
+                return operand
+            carries = operand.opcode in ("get-tuple-element", "tuple", "bitcast") or _phase(operand) == "update"
+            if carries or any(name.startswith("async_collective_fusion") for name in operand.called):
+                if start := self._start_of(computation, operand):
+                    return start
+        return None
+
+    def _kind(self, i: Instruction) -> str:
+        inside = [i, *(inner for _, inner in self.module.within(i))]
+        opcodes = {x.opcode for x in inside if not _is_index(x)}
+        if opcodes & {"convolution", "dot"}:
+            return "gemm"
+        if i.opcode == "custom-call" and i.cost_estimate:
+            return "kernel"
+        joins = {"maximum"} if "pad" in opcodes else set()  # padded pieces are joined by their maximum
+        return "move" if opcodes & MOVES and opcodes <= MOVES | FREE | joins | {"fusion"} else "other"
+
+    def _kernel_cycles(self, i: Instruction) -> float:
+        """The roofline of what a custom kernel says of itself."""
+        cost, machine = i.cost_estimate, self.machine
+        seconds = max(cost.get("flops", 0) / machine.flops, cost.get("bytes_accessed", 0) / machine.hbm_bandwidth)
+        return seconds * machine.clock
+
+    def _trips(self, loop: Instruction) -> int:
+        """The known trip count, or the bound that the counter of a scan is compared with."""
+        if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
+            return int(match[1])
+        condition = self.module.computations[loop.attribute("condition")]
+        bounds = [int(i.operands[0]) for i in condition if i.opcode == "constant" and i.operands[0].isdigit()]
+        if not bounds:
+            raise ValueError(f"loop {loop.name} has no trip count that can be read; use lax.scan or fori_loop")
+        return max(bounds)
+
+
+def _phase(i: Instruction) -> str | None:
+    """Which part of an asynchronous operation an instruction is: start, update, done, or none."""
+    if i.opcode == "fusion" and (match := re.match(r"async.collective.(start|done)\b", i.name)):
+        return match[1]
+    match = re.search(r"-(start|update|done)$", i.opcode)
+    return match[1] if match else None
+
+
+def _is_index(i: Instruction) -> bool:
+    """Scalars compute where a slice begins, not data."""
+    return bool(re.match(r"[su]\d+\[\]", i.shape))
+
+
+def _cycles(steps) -> float:
+    return sum(s.cycles if isinstance(s, Compute) else 0 for s in steps)

@@ -1,0 +1,105 @@
+"""The devices of a pod slice that is not there, and a mesh over them.
+
+JAX's topology descriptions come from libtpu, which holds the whole XLA:TPU compiler and runs on any Linux machine.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import os
+import re
+import tempfile
+
+import jax
+from jax.experimental import mesh_utils, topologies
+from jax.sharding import AxisType, Mesh
+
+from mstrain.hardware import Slice, parse_target
+from mstrain.mesh import AXES, MeshShape, parse_mesh
+
+# No metadata server to ask, and two compilations at once are harmless where no TPU is attached.
+_ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A mesh of the absent devices of `slice`. Nothing can be put on them; programs can be compiled for them."""
+
+    slice: Slice
+    mesh: Mesh
+
+    @property
+    def compiler_options(self) -> dict[str, bool | int]:
+        """XLA options of this generation for this mesh (`mstrain.hardware`)."""
+        return self.slice.compiler_options(self.mesh.shape["row"], self.mesh.shape["col"])
+
+
+def missing_compiler() -> str | None:
+    """Why nothing can be compiled for a TPU here and what to type, or None when it can."""
+    wanted = next(
+        (match[1] for line in importlib.metadata.requires("jax") or ()
+         if (match := re.match(r"libtpu==([\d.]+)\.\*", line))), None)
+    fix = f'Type: pip install "jax[tpu]=={jax.__version__}"'
+    try:
+        present = importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return f"Predicting for a TPU needs its compiler, the package libtpu, which is not installed. {fix}"
+    if wanted and not f"{present}.".startswith(f"{wanted}."):
+        return f"libtpu {present} is not the one that jax {jax.__version__} can read ({wanted}). {fix}"
+    return None
+
+
+@contextlib.contextmanager
+def quiet():
+    """Keeps what the compiler's C++ library writes to standard output and error from the user."""
+    with tempfile.TemporaryFile() as sink, contextlib.ExitStack() as stack:
+        for stream in (1, 2):
+            saved = os.dup(stream)
+            stack.callback(os.close, saved)
+            stack.callback(os.dup2, saved, stream)
+            os.dup2(sink.fileno(), stream)
+        yield
+
+
+@functools.cache
+def slice_devices(slice: Slice) -> tuple:
+    """The absent devices of a slice; ValueError with the remedy when the compiler is not installed."""
+    if problem := missing_compiler():
+        raise ValueError(problem)
+    for key, value in _ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    if not jax.config.jax_platforms:
+        jax.config.update("jax_platforms", "cpu")  # the host of the compilation needs no accelerator
+    options = dict(slice.topology_options)
+    if slice.wraps:
+        options["wrap"] = (True,) * len(slice.topology)
+    with quiet():
+        topology = topologies.get_topology_desc(topology_name=slice.topology_name, platform="tpu", **options)
+    return tuple(topology.devices)
+
+
+def make_target(slice: str | Slice, mesh: str | MeshShape) -> Target:
+    """Lays a mesh on a slice: `make_target("v5p-64", "4x8")`.
+
+    A mesh axis takes whole torus axes where it can (`Slice.mesh_shapes`) and part of one otherwise. Surplus
+    devices become data-parallel copies.
+
+    Raises:
+      ValueError: no such slice or mesh, sizes that do not match, or no compiler.
+    """
+    slice = parse_target(slice) if isinstance(slice, str) else slice
+    shape = parse_mesh(mesh) if isinstance(mesh, str) else mesh
+    copies, rest = divmod(slice.devices, shape.devices)
+    if rest or not copies:
+        raise ValueError(
+            f"mesh={shape} does not divide the {slice.devices} devices of {slice.name}. Choose one of "
+            f"{', '.join(f'mesh={rows}x{cols}' for rows, cols in slice.mesh_shapes())}."
+        )
+    sizes = (shape.data * copies, shape.row, shape.col)
+    devices = slice_devices(slice)
+    try:
+        grid = mesh_utils.create_device_mesh(sizes, devices)
+    except NotImplementedError:
+        grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    return Target(slice, Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
