@@ -1,0 +1,160 @@
+"""Attention against a loop over tokens, and the properties of its position schemes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from mstrain.gemm import Plan, PlanPair, grid_of
+from mstrain.layers.attention import Attention, Heads, alibi_slopes, rotate_positions
+from mstrain.layers.attention_kernels import Scores, attend
+from mstrain.layers.dense import Inits
+from mstrain.layers.parameter import partition_specs, storages
+from tests.gemm.products import QUICK, mesh_of
+
+B, T, N, K, H = 2, 8, 6, 2, 4
+
+
+def random_qkv(dtype="float32"):
+    rng = np.random.default_rng(5)
+    return [jnp.asarray(rng.standard_normal((B, T, heads, H)), dtype) for heads in (N, K, K)]
+
+
+def naive(q, k, v, scores, slopes, window):
+    """One query at a time, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    y = np.zeros_like(q)
+    for b, t, n in np.ndindex(B, T, N):
+        first = max(0, t - window + 1) if scores.windowed else 0
+        keys = range(first, t + 1)
+        s = np.array([q[b, t, n] @ k[b, u, n // (N // K)] for u in keys]) * scores.scale
+        if scores.soft_cap:
+            s = scores.soft_cap * np.tanh(s / scores.soft_cap)
+        if scores.alibi:
+            s = s + slopes[n] * np.array([u - t for u in keys])
+        p = np.exp(s - s.max())
+        y[b, t, n] = sum(w * v[b, u, n // (N // K)] for w, u in zip(p / p.sum(), keys, strict=True))
+    return y
+
+
+@pytest.mark.parametrize(
+    "scores, window",
+    [
+        (Scores(0.5), T),
+        (Scores(0.5, alibi=True), T),
+        (Scores(2.0, soft_cap=1.5), T),
+        (Scores(0.5, windowed=True), 3),
+        (Scores(0.5, windowed=True), T),
+        (Scores(2.0, alibi=True, soft_cap=1.5, windowed=True), 3),
+    ],
+    ids=("plain", "alibi", "soft_cap", "window", "whole_window", "all"),
+)
+def test_grouped_query_attention_equals_a_loop_over_tokens(scores, window):
+    q, k, v = random_qkv()
+    slopes = alibi_slopes(N)
+    y = attend(q, k, v, scores, slopes, jnp.int32(window))
+    want = naive(q, k, v, scores, np.asarray(slopes), window)
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
+    other = naive(q, k, v, dataclasses.replace(scores, scale=scores.scale * 2), np.asarray(slopes), window)
+    assert not np.allclose(y, other, atol=1e-2)
+
+
+def test_bfloat16_attention_keeps_its_dtype_and_float32_scores():
+    q, k, v = random_qkv("bfloat16")
+    y = attend(q, k, v, Scores(0.5), None, jnp.int32(T))
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_allclose(y.astype(jnp.float32), naive(q, k, v, Scores(0.5), None, T), atol=2e-2)
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_no_token_sees_the_future_or_beyond_its_window(windowed):
+    """By gradients: dy_t / dv_u is zero exactly where u is unseen."""
+    q, k, v = random_qkv()
+    scores, window = Scores(0.5, windowed=windowed), 3
+
+    def seen(t):
+        slope = jax.grad(lambda v: attend(q, k, v, scores, None, jnp.int32(window))[:, t].sum())(v)
+        return np.abs(slope).sum((0, 2, 3)) > 0
+
+    for t in (0, 2, T - 1):
+        first = t - window + 1 if windowed else 0
+        assert [bool(x) for x in seen(t)] == [first <= u <= t for u in range(T)]
+
+
+def test_alibi_slopes_are_those_of_the_paper():
+    """Press et al., 2022: 8 heads start at 1/2 and halve; other counts borrow from twice the power of two below."""
+    np.testing.assert_allclose(alibi_slopes(8), [2.0**-i for i in range(1, 9)])
+    twelve = [2.0**-i for i in range(1, 9)] + [2.0 ** -(i + 0.5) for i in range(4)]
+    np.testing.assert_allclose(alibi_slopes(12), twelve, rtol=1e-6)
+    np.testing.assert_allclose(alibi_slopes(1), [2.0**-8])
+    for heads in (3, 5, 6, 20, 71):
+        slopes = np.asarray(alibi_slopes(heads))
+        assert len(slopes) == len(set(slopes.tolist())) == heads and (slopes > 0).all() and (slopes < 1).all()
+
+
+def test_rotary_scores_depend_on_distance_alone():
+    rng = np.random.default_rng(6)
+    q, k = (
+        jnp.broadcast_to(jnp.asarray(rng.standard_normal(8), jnp.float32), (1, 12, 1, 8)) for _ in range(2)
+    )
+    q, k = rotate_positions(q, 100.0), rotate_positions(k, 100.0)
+    scores = np.asarray(jnp.einsum("btnh,bunh->tu", q, k))
+    for distance in range(-11, 12):
+        np.testing.assert_allclose(np.ptp(np.diagonal(scores, distance)), 0, atol=1e-4)
+    assert np.ptp(scores[0]) > 0.1
+    np.testing.assert_allclose(jnp.linalg.norm(q[0, :, 0], axis=-1), jnp.linalg.norm(q[0, 0, 0]), rtol=1e-5)
+
+
+def test_rotary_turns_pair_i_by_position_times_its_frequency():
+    x = jnp.zeros((1, 5, 1, 4)).at[..., 1].set(1.0)  # the second pair is (1, 3)
+    angle = np.arange(5) * 100.0 ** (-2 / 4)
+    turned = np.asarray(rotate_positions(x, 100.0))[0, :, 0]
+    np.testing.assert_allclose(
+        turned, np.stack([0 * angle, np.cos(angle), 0 * angle, np.sin(angle)], 1), atol=1e-6
+    )
+
+
+SEQUENCES, WIDTH = 8, 24
+VARIANTS = {
+    "alibi": {"scores": Scores(0.5, alibi=True)},
+    "rotary": {"scores": Scores(0.5), "rotary_base": 100.0, "qk_norm_epsilon": 1e-5},
+}
+
+
+def attention_step(algorithm, mesh, slices, variant):
+    """(y, dx, canonical parameter gradients) of an attention half with 8 heads over 4, from canonical initial values."""
+    grid = grid_of(algorithm, mesh_of(mesh))
+    pair = PlanPair(Plan(algorithm, "os", grid, slices), Plan(algorithm, "ls", grid, slices))
+    normal = nn.initializers.normal(0.3)
+    module = Attention(
+        pair, Heads(8, 4, H), bias=(True, True), inits=Inits(normal, normal), **VARIANTS[variant]
+    )
+    rng = np.random.default_rng(7)
+    x, g = (
+        jax.device_put(
+            rng.standard_normal((SEQUENCES * T, WIDTH), np.float32), grid.sharding(pair.residual.spec)
+        )
+        for _ in range(2)
+    )
+    boxed = module.init(jax.random.key(1), x, T, jnp.int32(T))["params"]
+    rules, specs = storages(boxed), partition_specs(boxed)
+    params = jax.tree.map(lambda p, s: jax.device_put(p, grid.sharding(s)), nn.meta.unbox(boxed), specs)
+
+    def program(params, x, g):
+        y, backward = jax.vjp(lambda p, x: module.apply({"params": p}, x, T, jnp.int32(T)), params, x)
+        return y, *backward(g)
+
+    y, slopes, dx = jax.jit(program).lower(params, x, g).compile(compiler_options=QUICK)(params, x, g)
+    return y, dx, jax.tree.map(lambda rule, slope: rule.restore(slope), rules, slopes)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sharded_attention_equals_one_device(variant):
+    """Every device finds its own heads, slopes and whole sequences, in the fused and sliced weight layouts."""
+    one = attention_step("collective", "1x1", 1, variant)
+    many = attention_step("meshslice", "2x4", 3, variant)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
