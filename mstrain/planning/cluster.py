@@ -16,6 +16,7 @@ import numpy as np
 
 from mstrain.hardware import Link
 from mstrain.planning.collectives import Ring
+from mstrain.planning.placement import Placement
 
 GIGABIT = 1.25e8  # bytes
 
@@ -52,13 +53,12 @@ class Path(NamedTuple):
 
 
 class Network:
-    """What all networks share; `uniform` means that every pair of devices looks the same.
+    """What all networks share.
 
     `latency` is seconds per hop, `launch` seconds to start a message or a collective. `both_ways`: rings send
     half of their data each way round.
     """
 
-    uniform = False
     both_ways = False
     launch = 0.0
 
@@ -67,6 +67,10 @@ class Network:
 
     def path(self, source: int, destination: int) -> Path:
         raise NotImplementedError
+
+    def alike(self, placement: Placement) -> bool:
+        """Whether all tensor ranks and data replicas of a placed plan see the same links."""
+        return False
 
     def ring(self, members: Sequence[int]) -> Ring:
         """The ring through `members` in order.
@@ -109,7 +113,9 @@ class Switch(Network):
     bandwidth: float
     latency: float = 0.0
     launch: float = 0.0
-    uniform = True
+
+    def alike(self, placement: Placement) -> bool:
+        return True
 
     def wire(self, number: int) -> Wire:
         return Wire(number // 2, ("link out", "link in")[number % 2], self.bandwidth)
@@ -141,6 +147,15 @@ class Torus(Network):
     launch: float = 0.0
     wrap: bool = True
     both_ways = True
+
+    def alike(self, placement: Placement) -> bool:
+        # Shifts along a closed dim map the plan to itself when every parallel axis is one whole dim.
+        sizes = [getattr(placement.degrees, axis) for axis in placement.order]
+        return (
+            self.wrap
+            and placement.first == 0
+            and [size for size in sizes if size > 1] == [size for size in self.shape if size > 1]
+        )
 
     def wire(self, number: int) -> Wire:
         device, which = divmod(number, 2 * len(self.shape))
@@ -218,6 +233,18 @@ class Cluster:
             )
         return cls((device,) * num_devices, network)
 
-    def uniform(self, devices: Sequence[int]) -> bool:
-        """Whether `devices` are interchangeable: one kind, and every pair connected alike."""
-        return self.network.uniform and len({self.devices[device] for device in devices}) <= 1
+    def ranks_alike(self, placement: Placement) -> bool:
+        """Whether one tensor rank of one data replica can stand for all: same links, same devices in each
+        stage.
+        """
+        degrees = placement.degrees
+        replicas, ranks = np.divmod(np.arange(degrees.data * degrees.tensor), degrees.tensor)
+
+        def one_kind(stage: int) -> bool:
+            mine = {
+                id(device): device
+                for device in map(self.devices.__getitem__, placement.worker(replicas, ranks, stage).tolist())
+            }
+            return len(set(mine.values())) == 1
+
+        return self.network.alike(placement) and all(one_kind(stage) for stage in range(degrees.pipeline))

@@ -111,13 +111,25 @@ def simulator_scaling(rules: str | RuleSet = "corrected", trials: int = 5) -> li
 def _draw(out: Path, rows: list[Row], scaling: list[dict], series: dict[str, list[dict]]) -> None:
     throughput = "Throughput (samples/second)"
     plots.plot_grid(rows, out / "grid_search.pdf")
-    plots.plot_lines(scaling, "operations", "milliseconds", None, out / "simulator_scaling.pdf",
-                     ("Operations", "Simulation time (ms)"))  # fmt: skip
+    plots.plot_lines(
+        scaling,
+        "operations",
+        "milliseconds",
+        None,
+        out / "simulator_scaling.pdf",
+        ("Operations", "Simulation time (ms)"),
+    )
     for axis, table in series.items():
         # The notebook simulates 128 replicas but draws 64.
         shown = [row for row in table if row["degree"] <= 64]
-        plots.plot_lines(shown, "degree", "throughput", ISOLATED[axis][0], out / f"{axis}_parallelism.pdf",
-                         (f"{axis.capitalize()} parallel degree", throughput))  # fmt: skip
+        plots.plot_lines(
+            shown,
+            "degree",
+            "throughput",
+            ISOLATED[axis][0],
+            out / f"{axis}_parallelism.pdf",
+            (f"{axis.capitalize()} parallel degree", throughput),
+        )
     plots.plot_memory_against_throughput(rows, out / "memory_against_throughput.pdf")
 
 
@@ -146,8 +158,15 @@ def run_notebook(out_dir: str | Path, rules: str | RuleSet = "corrected", trials
     plots.plot_gantt(timeline, out / "best_pipeline.pdf")
     plots.plot_memory(timeline, out / "best_pipeline_memory.pdf")
     write_perfetto(timeline, out / "best_pipeline.json.gz")
-    return {"rules": rules.name, "sequential": alone.throughput, "best": asdict(best),
-            "best_pipeline": asdict(piped), "plans": len(rows), "rejected": len(rejected), "out_dir": str(out)}  # fmt: skip
+    return {
+        "rules": rules.name,
+        "sequential": alone.throughput,
+        "best": asdict(best),
+        "best_pipeline": asdict(piped),
+        "plans": len(rows),
+        "rejected": len(rejected),
+        "out_dir": str(out),
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -162,8 +181,10 @@ def main(arguments: list[str] | None = None) -> None:
     for title in ("best", "best_pipeline"):
         row = summary[title]
         plan = f"data {row['dp_degree']} tensor {row['hp_degree']} pipeline {row['pp_degree']}"
-        print(f"{title:13s} {row['throughput']:7.1f} samples/s   {plan} microbatches {row['num_microbatches']}"
-              f"   simulated, {row['peak_memory'] / 1e9:.1f} GB per device")  # fmt: skip
+        print(
+            f"{title:13s} {row['throughput']:7.1f} samples/s   {plan} microbatches {row['num_microbatches']}"
+            f"   simulated, {row['peak_memory'] / 1e9:.1f} GB per device"
+        )
     print(f"tables, plots and best_pipeline.json.gz (ui.perfetto.dev) in {summary['out_dir']}")
 
 

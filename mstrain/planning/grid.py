@@ -14,8 +14,9 @@ from mstrain.planning.mlp import Mlp, StepOptions
 from mstrain.planning.placement import Degrees, Placement
 from mstrain.planning.replicas import Step
 from mstrain.planning.rules import RuleSet, rule_set
+from mstrain.planning.schedules import bubble_fraction, schedule
 from mstrain.planning.simulator import Simulation, simulate
-from mstrain.planning.transform_mlp import mlp_step
+from mstrain.planning.transform_mlp import mlp_step, schedule_name
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,9 @@ class Row:
     """One simulated plan; the columns up to peak_memory are those of DistIR's grid search (seconds,
     samples/s, bytes).
 
-    `communication_fraction` counts hidden communication too.
+    `communication_fraction` counts hidden communication too; `idle_fraction` is the part of the step in which
+    a device computes nothing; `bubble_fraction` is what the pipeline schedule alone leaves idle, were all
+    tasks equally long.
     """
 
     model_size: str
@@ -37,6 +40,8 @@ class Row:
     throughput: float
     peak_memory: int
     communication_fraction: float
+    idle_fraction: float
+    bubble_fraction: float
     schedule: str
     rules: str
 
@@ -61,8 +66,8 @@ def place(step: Step, cluster: Cluster, rules: RuleSet, everything: bool = False
             f"{step.degrees} needs devices {workers.start} to {workers.stop - 1}, the cluster has "
             f"{len(cluster.devices)}; lower the degrees" + (" (device 0 is the root)" if rules.root else "")
         )
-    alike = not everything and not step.prologue and cluster.uniform(workers)
-    return step.representative(placement) if alike else step.expand(placement)
+    everything = everything or bool(step.prologue) or not cluster.ranks_alike(placement)
+    return step.expand(placement) if everything else step.representative(placement)
 
 
 def simulate_mlp(
@@ -75,7 +80,8 @@ def simulate_mlp(
 ) -> Simulation:
     """Simulate a training step of `mlp`. Raises ValueError, with the fix, for a plan that does not fit.
 
-    On a uniform cluster one rank of one replica stands for all, whatever their number, unless `everything`.
+    Where all ranks are alike (a switch; a torus with one dim per parallel axis) one of them stands for all,
+    whatever their number, unless `everything`.
     """
     rules = rule_set(rules)
     return simulate(place(mlp_step(mlp, degrees, rules, options), cluster, rules, everything), cluster, rules)
@@ -122,19 +128,24 @@ def grid_search(
         except ValueError as error:
             rejected.append(Rejected(degrees, str(error)))
             continue
-        row = make_row(mlp, degrees, result, options, model_size)
-        limit = min(cluster.devices[device].memory_bytes for device in result.program.devices)
-        if row.peak_memory > limit:
-            rejected.append(
-                Rejected(
-                    degrees,
-                    f"needs {row.peak_memory / 1e9:.1f} GB on a device that has "
-                    f"{limit / 1e9:.1f} GB; raise a degree or lower the batch",
-                )
-            )
+        problem = _too_big(result, cluster)
+        if problem:
+            rejected.append(Rejected(degrees, problem))
         else:
-            rows.append(row)
+            rows.append(make_row(mlp, degrees, result, options, model_size))
     return rows, rejected
+
+
+def _too_big(result: Simulation, cluster: Cluster) -> str:
+    """Why the plan does not fit the memory of some device, or nothing."""
+    for device, peak in result.memory.peak_bytes.items():
+        limit = cluster.devices[device].memory_bytes
+        if peak > limit:
+            return (
+                f"needs {peak / 1e9:.1f} GB on device {device}, which has {limit / 1e9:.1f} GB; "
+                "raise a degree or lower the batch"
+            )
+    return ""
 
 
 def make_row(
@@ -145,20 +156,24 @@ def make_row(
     model_size: str = "mlp",
 ) -> Row:
     """The table row of one simulated plan."""
+    name = schedule_name(degrees, result.rules, options)
+    steps = schedule(name, degrees.pipeline, degrees.microbatches, degrees.pipeline * degrees.interleave)
     return Row(
-        model_size,
-        degrees.world,
-        mlp.batch,
-        degrees.data,
-        degrees.tensor,
-        degrees.pipeline,
-        degrees.microbatches,
-        result.seconds,
-        mlp.batch / result.seconds,
-        result.peak_bytes,
-        result.communication_fraction,
-        options.schedule or result.rules.schedule,
-        result.rules.name,
+        model_size=model_size,
+        world_size=degrees.world,
+        batch_size=mlp.batch,
+        dp_degree=degrees.data,
+        hp_degree=degrees.tensor,
+        pp_degree=degrees.pipeline,
+        num_microbatches=degrees.microbatches,
+        latency=result.seconds,
+        throughput=mlp.batch / result.seconds,
+        peak_memory=result.peak_bytes,
+        communication_fraction=result.communication_fraction,
+        idle_fraction=result.idle_fraction,
+        bubble_fraction=bubble_fraction(steps, degrees.pipeline),
+        schedule=name,
+        rules=result.rules.name,
     )
 
 

@@ -53,13 +53,19 @@ def plot_grid(rows: Sequence[Row], path: str | Path) -> Path:
         axis.set_xlabel("Tensor parallel degree")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("Throughput (samples/second)")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", bbox_to_anchor=(0.5, 1.0),
-                  ncols=len(counts), frameon=False)  # fmt: skip
+    figure.legend(
+        *axes[0].get_legend_handles_labels(),
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=len(counts),
+        frameon=False,
+    )
     return _save(figure, path)
 
 
-def plot_lines(table: Sequence[Mapping], x: str, y: str, series: str | None, path: str | Path,
-               labels: tuple[str, str]) -> Path:  # fmt: skip
+def plot_lines(
+    table: Sequence[Mapping], x: str, y: str, series: str | None, path: str | Path, labels: tuple[str, str]
+) -> Path:
     """Column `y` against column `x` of `table`, one line per value of column `series`; log x with base 2."""
     figure = Figure(figsize=(5, 3.5))
     axis = figure.subplots()
@@ -67,8 +73,12 @@ def plot_lines(table: Sequence[Mapping], x: str, y: str, series: str | None, pat
     ramp = colormaps["Blues"](np.linspace(0.4, 1.0, len(names)))
     for index, name in enumerate(names):
         points = sorted((row[x], row[y]) for row in table if series is None or row[series] == name)
-        axis.plot(*zip(*points), marker=MARKERS[index % len(MARKERS)], color=ramp[index],
-                  label=None if series is None else f"{series} {name}")  # fmt: skip
+        axis.plot(
+            *zip(*points),
+            marker=MARKERS[index % len(MARKERS)],
+            color=ramp[index],
+            label=None if series is None else f"{series} {name}",
+        )
     axis.set_xscale("log", base=2)
     ticks = sorted({row[x] for row in table})
     axis.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -86,8 +96,13 @@ def plot_memory_against_throughput(rows: Sequence[Row], path: str | Path) -> Pat
     axis = figure.subplots()
     for index, pipeline in enumerate(sorted({row.pp_degree for row in rows})):
         mine = [row for row in rows if row.pp_degree == pipeline]
-        axis.scatter([row.throughput for row in mine], [row.peak_memory / 1e9 for row in mine],
-                     marker=MARKERS[index % len(MARKERS)], label=f"pipeline {pipeline}", alpha=0.8)  # fmt: skip
+        axis.scatter(
+            [row.throughput for row in mine],
+            [row.peak_memory / 1e9 for row in mine],
+            marker=MARKERS[index % len(MARKERS)],
+            label=f"pipeline {pipeline}",
+            alpha=0.8,
+        )
     axis.set_xlabel("Throughput (samples/second)")
     axis.set_ylabel("Peak memory (GB per device)")
     axis.legend()
@@ -96,7 +111,7 @@ def plot_memory_against_throughput(rows: Sequence[Row], path: str | Path) -> Pat
 
 
 def _bars(timeline: Timeline) -> list[tuple[int, str, float, float, float]]:
-    """Runs of events of one lane, one kind of work and one microbatch: (lane, kind, microbatch, start, end)."""
+    """Runs of one lane, kind of work and microbatch: (lane, kind, microbatch, start, end)."""
     microbatch = timeline.args.get("microbatch", np.full(timeline.num_events, np.nan))
     bars: list[tuple[int, str, float, float, float]] = []
     for event in np.lexsort((np.arange(timeline.num_events), timeline.start, timeline.lane)).tolist():
@@ -143,8 +158,13 @@ def plot_gantt(timeline: Timeline, path: str | Path) -> Path:
     axis.set_ylim(len(rows) - 0.5, -0.5)
     axis.set_xlim(0, timeline.seconds)
     axis.set_xlabel("Seconds")
-    axis.legend(handles=[Patch(color=colour, label=kind) for kind, colour in COLOURS.items()], ncols=4,
-                loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)  # fmt: skip
+    axis.legend(
+        handles=[Patch(color=colour, label=kind) for kind, colour in COLOURS.items()],
+        ncols=4,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        frameon=False,
+    )
     return _save(figure, path)
 
 
@@ -154,8 +174,14 @@ def plot_memory(timeline: Timeline, path: str | Path) -> Path:
     axis = figure.subplots()
     ramp = colormaps["viridis"](np.linspace(0, 0.9, max(1, len(timeline.counters))))
     for colour, counter in zip(ramp, timeline.counters):
-        axis.step(np.append(counter.time, timeline.seconds), np.append(counter.value, counter.value[-1]) / 1e9,
-                  where="post", color=colour, label=f"device {counter.device}", linewidth=1)  # fmt: skip
+        axis.step(
+            np.append(counter.time, timeline.seconds),
+            np.append(counter.value, counter.value[-1]) / 1e9,
+            where="post",
+            color=colour,
+            label=f"device {counter.device}",
+            linewidth=1,
+        )
     axis.set_xlabel("Seconds")
     axis.set_ylabel("Live memory (GB)")
     axis.grid(alpha=0.3)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -40,8 +41,8 @@ class Ragged(NamedTuple):
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]]) -> Ragged:
         offsets = np.zeros(len(lists) + 1, np.int64)
-        np.cumsum([len(entry) for entry in lists], out=offsets[1:])
-        items = np.fromiter((item for entry in lists for item in entry), np.int64, int(offsets[-1]))
+        np.cumsum(np.fromiter(map(len, lists), np.int64, len(lists)), out=offsets[1:])
+        items = np.fromiter(chain.from_iterable(lists), np.int64, int(offsets[-1]))
         return cls(offsets, items)
 
     @property
@@ -59,6 +60,13 @@ class Ragged(NamedTuple):
     def owner(self) -> np.ndarray:
         """For each item, the index of the list it belongs to."""
         return np.repeat(np.arange(len(self.offsets) - 1), self.lengths)
+
+
+def number_present(codes: np.ndarray, bound: int) -> tuple[np.ndarray, np.ndarray]:
+    """Number the distinct values of `codes` (ints in [0, bound)): each one's number, and the sorted values."""
+    present = np.zeros(bound, bool)
+    present[codes] = True
+    return (np.cumsum(present) - 1)[codes], np.flatnonzero(present)
 
 
 @dataclass(frozen=True, eq=False)

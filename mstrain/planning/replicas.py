@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mstrain.planning.placement import Degrees, Placement
-from mstrain.planning.program import OpSpec, Program, Ragged
+from mstrain.planning.program import OpSpec, Program, Ragged, number_present
 from mstrain.planning.slots import RankOp, Slots
 
 
@@ -50,7 +50,7 @@ class Step:
         return self._program(placement, self.degrees.data, self.degrees.tensor)
 
     def _program(self, placement: Placement, data: int, tensor: int) -> Program:
-        """The program of `data` replicas of `tensor` ranks; the others' operations are counted in `copies`."""
+        """The program of `data` replicas of `tensor` ranks; `copies` counts the operations of the others."""
         ranks = data * tensor
         axis_copies = np.array([ranks, data, tensor, ranks])
         width = np.array([1, tensor, data, 1])
@@ -63,16 +63,10 @@ class Step:
         replica = np.choose(axis, [copy // tensor, copy, 0 * copy, copy // tensor])
         rank = np.choose(axis, [copy % tensor, 0 * copy, copy, copy % tensor])
         groups, group = self._groups(placement, axis, replica, rank, rows)
-        whole = np.array(
-            [
-                self.degrees.world // self.degrees.pipeline,
-                self.degrees.data,
-                self.degrees.tensor,
-                self.degrees.world // self.degrees.pipeline,
-            ]
-        )
+        all_ranks = self.degrees.data * self.degrees.tensor
+        whole = np.array([all_ranks, self.degrees.data, self.degrees.tensor, all_ranks])
         nbytes, stage, resident = self.slots.table(self.degrees.microbatches)
-        every = np.arange(ranks)
+        every, stages = np.arange(ranks), np.arange(self.degrees.pipeline)
         program = Program(
             specs=self.specs,
             groups=groups,
@@ -86,35 +80,28 @@ class Step:
             resident=np.repeat(resident, ranks),
             value_device=placement.worker(every // tensor, every % tensor, stage[:, None]).ravel(),
             devices=tuple(
-                placement.worker(every // tensor, every % tensor, np.arange(self.degrees.pipeline)[:, None])
-                .ravel()
-                .tolist()
+                placement.worker(every // tensor, every % tensor, stages[:, None]).ravel().tolist()
             ),
         )
         return _with_prologue(program, self.prologue) if self.prologue else program
 
     def _groups(self, placement, axis, replica, rank, rows) -> tuple[tuple[Sequence[int], ...], np.ndarray]:
-        peer, stages = self.peer[rows] + 1, self.degrees.pipeline + 1
-        code = (
-            ((axis * self.degrees.data + replica) * self.degrees.tensor + rank) * stages + self.stage[rows]
-        ) * stages + peer
-        present = np.zeros(4 * self.degrees.data * self.degrees.tensor * stages**2, bool)
-        present[code] = True
-        group = (np.cumsum(present) - 1)[code]
+        stages, tensor = self.degrees.pipeline, self.degrees.tensor
+        pair, pairs = number_present(self.stage * (stages + 1) + self.peer + 1, stages * (stages + 1))
+        code = ((axis * (replica.max(initial=0) + 1) + replica) * tensor + rank) * len(pairs) + pair[rows]
+        group, codes = number_present(code, int(code.max(initial=-1)) + 1)
         groups = []
-        for number in np.flatnonzero(present).tolist():
-            number, its_peer = divmod(number, stages)
-            number, its_stage = divmod(number, stages)
-            number, its_rank = divmod(number, self.degrees.tensor)
-            its_axis, its_replica = divmod(number, self.degrees.data)
+        for number in codes.tolist():
+            number, its_pair = divmod(number, len(pairs))
+            its_stage, its_peer = divmod(int(pairs[its_pair]), stages + 1)
+            number, its_rank = divmod(number, tensor)
+            its_axis, its_replica = divmod(number, int(replica.max(initial=0)) + 1)
             groups.append(placement.group(its_axis, its_replica, its_rank, its_stage, its_peer - 1))
         return tuple(groups), group
 
 
 def _spread(lists: Ragged, axis, copy, width, data: int, tensor: int) -> Ragged:
-    """Value numbers per rank: a collective touches the value of every member, the others that of their own
-    rank.
-    """
+    """Value numbers per rank: a collective touches the value of every member, the rest that of their own."""
     owner = lists.owner()
     times = width[axis[owner]]
     items, owner = np.repeat(lists.items, times), np.repeat(owner, times)

@@ -180,17 +180,6 @@ def schedule(name: str, pipeline: int, microbatches: int, chunks: int) -> Schedu
     return SCHEDULES[name](pipeline, microbatches, chunks)
 
 
-def in_flight(steps: Schedule, stage: int) -> int:
-    """The largest number of passes that `stage` has run forward and not yet backward."""
-    count = peak = 0
-    for step in steps:
-        for task in step:
-            if task.stage == stage:
-                count += 1 if task.direction == FORWARD else -1
-                peak = max(peak, count)
-    return peak
-
-
 def bubble_fraction(steps: Schedule, pipeline: int) -> float:
     """Idle stage-steps over all stage-steps, counting every task as one step."""
     return 1.0 - sum(map(len, steps)) / (len(steps) * pipeline)

@@ -18,7 +18,7 @@ import numpy as np
 from mstrain.planning.cluster import Cluster
 from mstrain.planning.costs import communication_seconds, compute_seconds, operation_work
 from mstrain.planning.memory import MemoryUse, memory_use
-from mstrain.planning.program import Program, Ragged
+from mstrain.planning.program import Program, Ragged, number_present
 from mstrain.planning.rules import RuleSet, rule_set
 from mstrain.timeline import Counter, Lane, Timeline
 
@@ -81,12 +81,12 @@ def _events(
     program: Program, cluster: Cluster, rules: RuleSet, lanes: _Lanes
 ) -> tuple[np.ndarray, Ragged, np.ndarray]:
     """Per operation its action; per action the lanes it holds, and for how long (NaN: no event)."""
-    code = program.spec * len(program.groups) + program.group
-    present = np.zeros(len(program.specs) * len(program.groups), bool)
-    present[code] = True
+    action, pairs = number_present(
+        program.spec * len(program.groups) + program.group, len(program.specs) * len(program.groups)
+    )
     held, seconds = [], []
     cost: dict[tuple[int, int], float] = {}  # by identity: hashing a device costs more than its cost
-    for pair in np.flatnonzero(present).tolist():
+    for pair in pairs.tolist():
         spec, group = divmod(pair, len(program.groups))
         what, members = program.specs[spec], program.groups[group]
         if not what.communicates:
@@ -111,7 +111,7 @@ def _events(
             seconds.extend(np.nan if value is None else value for value in duration)
         else:
             seconds.extend([duration] * len(held[-1]))
-    return (np.cumsum(present) - 1)[code], Ragged.of(held), np.array(seconds)
+    return action, Ragged.of(held), np.array(seconds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,16 +153,26 @@ class Simulation:
         return int(members @ self.program.copies - silent)
 
     @cached_property
-    def communication_fraction(self) -> float:
-        """Device-seconds of communication over device-seconds of everything, as DistIR's notebook counts
-        them.
-        """
+    def _device_seconds_by_kind(self) -> tuple[float, float]:
+        """Device-seconds of computation and of communication."""
         per_action = np.bincount(
             self.held.owner(), weights=np.nan_to_num(self.action_seconds), minlength=len(self.held.lengths)
         )[self.action]
         communicates = np.array([spec.communicates for spec in self.program.specs])[self.program.spec]
-        total = float(per_action.sum())
-        return float(per_action[communicates].sum()) / total if total else 0.0
+        return float(per_action[~communicates].sum()), float(per_action[communicates].sum())
+
+    @property
+    def communication_fraction(self) -> float:
+        """Device-seconds of communication over those of everything, as DistIR's notebook counts them."""
+        compute, communication = self._device_seconds_by_kind
+        return communication / (compute + communication) if compute + communication else 0.0
+
+    @property
+    def idle_fraction(self) -> float:
+        """The part of the step in which a device computes nothing, on average: bubbles and exposed
+        communication.
+        """
+        return 1.0 - self._device_seconds_by_kind[0] / (len(self.program.devices) * self.seconds)
 
     @cached_property
     def memory(self) -> MemoryUse:

@@ -26,6 +26,8 @@ class _MlpStep:
         self.rows = mlp.batch // (degrees.data * degrees.microbatches)
         self.chunks = degrees.pipeline * degrees.interleave
         self.bounds = chunk_bounds(mlp.layers, self.chunks)
+        # Local shapes of the weights: even layers are cut by columns, odd ones by rows.
+        self.shapes = [self._local_weight(j) for j in range(mlp.layers)]
         self.slots = Slots()
         self.last_stage = self.stage(self.chunks - 1)
         self.x = self._tensor(mlp.input_dim, 0, resident=True)
@@ -50,19 +52,18 @@ class _MlpStep:
     def _declare(self, chunk: int) -> None:
         for j in range(*self.bounds[chunk]):
             stage = self.stage(chunk)
-            self.weights[j] = self.slots.resident(self._bytes(self.weight(j)), stage)
+            self.weights[j] = self.slots.resident(self._bytes(self.shapes[j]), stage)
             self.y[j], self.a[j] = (self._tensor(self.out_width(j), stage) for _ in range(2))
             if self._reduces(j % 2 == 1):
                 self.reduced_y[j] = self._tensor(self.out_width(j), stage)
 
-    def weight(self, j: int) -> tuple[int, int]:
-        """Local shape of weight j: even layers are cut by columns, odd ones by rows."""
+    def _local_weight(self, j: int) -> tuple[int, int]:
         fan_in, fan_out = self.mlp.dims(j)
         h = self.degrees.tensor
         return (fan_in, fan_out // h) if j % 2 == 0 else (fan_in // h, fan_out)
 
     def out_width(self, j: int) -> int:
-        return self.weight(j)[1]
+        return self.shapes[j][1]
 
     def _reduces(self, condition: bool) -> bool:
         return self.degrees.tensor > 1 and condition
@@ -89,7 +90,7 @@ class _MlpStep:
         stage, ops = self.stage(chunk), []
         value = self.received_a[chunk] if chunk else self.x
         for j in range(*self.bounds[chunk]):
-            weight, out = self.weight(j), (self.rows, self.out_width(j))
+            weight, out = self.shapes[j], (self.rows, self.out_width(j))
             if first:
                 self._load(ops, weight, stage)
             ops.append(
@@ -137,7 +138,7 @@ class _MlpStep:
         gradient = self.received_g[chunk] if chunk < self.chunks - 1 else self.loss_gradient
         begin, end = self.bounds[chunk]
         for j in reversed(range(begin, end)):
-            weight, out = self.weight(j), (self.rows, self.out_width(j))
+            weight, out = self.shapes[j], (self.rows, self.out_width(j))
             value = self.a[j - 1] if j > begin else self.received_a[chunk] if chunk else self.x
             wanted = bool(j) or self.rules.input_gradient
             da, dw, g, reduced = self._backward_slots(j, stage)
@@ -166,19 +167,19 @@ class _MlpStep:
         if j not in self.accumulated:
             da, dw = (
                 self._tensor(self.out_width(j), stage),
-                self.slots.value(self._bytes(self.weight(j)), stage),
+                self.slots.value(self._bytes(self.shapes[j]), stage),
             )
-            g = self._tensor(self.weight(j)[0], stage)
-            reduced = self._tensor(self.weight(j)[0], stage) if self._reduces(j % 2 == 0) else g
+            g = self._tensor(self.shapes[j][0], stage)
+            reduced = self._tensor(self.shapes[j][0], stage) if self._reduces(j % 2 == 0) else g
             self.accumulated[j] = (da, dw, g, reduced)
         return self.accumulated[j]
 
     def _reduce_gradient(self, j: int) -> RankOp:
         stage = self.stage(next(c for c, (_, end) in enumerate(self.bounds) if j < end))
         total = self.final[j]
-        self.final[j] = self.slots.value(self._bytes(self.weight(j)), stage)
+        self.final[j] = self.slots.value(self._bytes(self.shapes[j]), stage)
         axis = TENSOR if self.rules.gradient_axis == "tensor" and self.degrees.tensor > 1 else DATA
-        return self._op("AllReduce", (self.weight(j),), stage, (total,), (self.final[j],), axis)
+        return self._op("AllReduce", (self.shapes[j],), stage, (total,), (self.final[j],), axis)
 
     def send(self, chunk: int, direction: int) -> list[RankOp]:
         """The message that follows a pass of `chunk`, if its value goes to another stage."""
@@ -189,7 +190,7 @@ class _MlpStep:
         value, arrival, width = (
             (self.a[end - 1], self.received_a[other], self.out_width(end - 1))
             if direction == FORWARD
-            else (self.sent_g[chunk], self.received_g[other], self.weight(begin)[0])
+            else (self.sent_g[chunk], self.received_g[other], self.shapes[begin][0])
         )
         return [
             self._op(
@@ -239,7 +240,7 @@ class _MlpStep:
         layers = [j for c, bounds in enumerate(self.bounds) if self.stage(c) == stage for j in range(*bounds)]
         return self._op(
             "SGD",
-            tuple(self.weight(j) for j in layers),
+            tuple(self.shapes[j] for j in layers),
             stage,
             (*(self.weights[j] for j in layers), *(self.final[j] for j in layers)),
             (),
@@ -273,6 +274,11 @@ class _MlpStep:
         return ops
 
 
+def schedule_name(degrees: Degrees, rules: RuleSet, options: StepOptions) -> str:
+    """The pipeline schedule of a step: the one asked for, else what interleaving or the rule set implies."""
+    return options.schedule or ("interleaved" if degrees.interleave > 1 else rules.schedule)
+
+
 def mlp_step(
     mlp: Mlp,
     degrees: Degrees = Degrees(),
@@ -283,13 +289,17 @@ def mlp_step(
     rules = rule_set(rules)
     check_mlp(mlp, degrees, rules)
     writer = _MlpStep(mlp, degrees, rules, options)
-    name = options.schedule or ("interleaved" if degrees.interleave > 1 else rules.schedule)
-    steps = find_schedule(name, degrees.pipeline, degrees.microbatches, writer.chunks)
+    steps = find_schedule(
+        schedule_name(degrees, rules, options), degrees.pipeline, degrees.microbatches, writer.chunks
+    )
     layout = Layout()
     for step in steps:
         for _, chunk, direction, m in step:
             first, last = m == 0, rules.gradients_early and m == degrees.microbatches - 1
             if direction == FORWARD:
+                first = first and (
+                    chunk == writer.chunks - 1 or not options.loaded
+                )  # elsewhere all are alike
                 layout.add((chunk, direction, first), m, writer.forward, chunk, first)
             else:
                 layout.add((chunk, direction, first, last), m, writer.backward, chunk, first, last)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from mstrain.hardware import Link
 from mstrain.planning.cluster import Cluster, Device, Pairs, Switch, Torus
 from mstrain.planning.collectives import Ring, ring_seconds
+from mstrain.planning.placement import Degrees, Placement
 
 GB = 1e9
 
@@ -85,10 +86,20 @@ def test_missing_link_says_what_to_add():
             ask()
 
 
-def test_uniform_means_one_kind_of_device_behind_one_switch():
+def test_ranks_are_alike_behind_a_switch_or_when_each_axis_is_a_torus_dim():
     fast, slow = Device(2.0, 1.0), Device(1.0, 1.0)
-    mixed = Cluster((fast, slow, slow), Switch(1.0))
-    assert mixed.uniform((1, 2)) and not mixed.uniform((0, 1))
-    assert not Cluster.homogeneous(4, fast, Torus((2, 2), 1.0)).uniform(range(4))
+    plan = Placement(Degrees(data=3, tensor=2, pipeline=2), ("pipeline", "data", "tensor"))
+
+    def alike(network, devices=(fast,) * 12):
+        return Cluster(devices, network).ranks_alike(plan)
+
+    assert alike(Switch(1.0)) and alike(Torus((2, 3, 2), 1.0)) and alike(Torus((2, 1, 3, 2), 1.0))
+    assert alike(Switch(1.0), (fast,) * 6 + (slow,) * 6)
+    assert not alike(Switch(1.0), (fast,) * 11 + (slow,))
+    assert not alike(Torus((3, 2, 2), 1.0)) and not alike(Torus((2, 3, 2), 1.0, wrap=False))
+    assert not alike(Torus((2, 6), 1.0)) and not alike(Pairs(np.ones((12, 12))))
+
+
+def test_a_torus_of_another_size_is_refused():
     with pytest.raises(ValueError, match="has 4 devices, not 5"):
-        Cluster.homogeneous(5, fast, Torus((2, 2), 1.0))
+        Cluster.homogeneous(5, Device(2.0, 1.0), Torus((2, 2), 1.0))

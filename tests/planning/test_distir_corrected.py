@@ -99,6 +99,23 @@ def test_one_rank_stands_for_all(degrees, rules):
     assert one.peak_bytes == all_.peak_bytes
 
 
+@pytest.mark.parametrize("interleave", [1, 2])
+@pytest.mark.parametrize("shape", [(4, 3, 2), (2, 4, 3), (4, 1, 6), (2, 2, 1)])
+def test_one_rank_stands_for_all_on_a_torus(shape, interleave):
+    mlp = Mlp(12, 96, 72, 144, 48, 2)
+    degrees = Degrees(
+        pipeline=shape[0], data=shape[1], tensor=shape[2], microbatches=4, interleave=interleave
+    )
+    cluster = Cluster.homogeneous(degrees.world, CHIP, Torus(shape, 1e9, 1e-6))
+    one, all_ = (simulate_mlp(mlp, degrees, cluster, everything=flag) for flag in (False, True))
+    assert len(one.program.devices) < len(all_.program.devices)
+    assert one.seconds == pytest.approx(all_.seconds, rel=1e-12)
+    assert one.peak_bytes == all_.peak_bytes
+    exposed = exposed_communication(all_.timeline())
+    for device, seconds in exposed_communication(one.timeline()).items():
+        assert seconds == pytest.approx(exposed[device], rel=1e-9)
+
+
 def test_gradient_sums_hide_behind_the_backward_pass():
     mlp, degrees = Mlp.square(8, 2048, 4096, 2), Degrees(data=4)
     stopping = dataclasses.replace(CORRECTED, link_lanes=False, gradients_early=False)

@@ -11,9 +11,20 @@ from mstrain.planning.schedules import (
     bubble_fraction,
     distir,
     distir_forward,
-    in_flight,
     schedule,
 )
+
+
+def in_flight(steps, stage):
+    """The largest number of passes that `stage` has run forward and not yet backward."""
+    count = peak = 0
+    for step in steps:
+        for task in step:
+            if task.stage == stage:
+                count += 1 if task.direction == FORWARD else -1
+                peak = max(peak, count)
+    return peak
+
 
 PLANS = st.tuples(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 5), st.integers(1, 3))
 
