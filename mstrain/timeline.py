@@ -158,23 +158,18 @@ def _flows(timeline: Timeline) -> list[dict]:
     flow = timeline.args.get("flow")
     if flow is None:
         return []
-    events, seen = [], set()
+    chains: dict[int, list[int]] = {}
     for index in np.flatnonzero(np.asarray(flow) >= 0).tolist():
-        key, lane = int(flow[index]), int(timeline.lane[index])
-        first = key not in seen
-        seen.add(key)
-        events.append(
-            {
-                "name": "send",
-                "cat": "flow",
-                "ph": "s" if first else "f",
-                "bp": "e",
-                "id": key,
-                "ts": 1e6 * float(timeline.start[index]),
-                "pid": timeline.lanes[lane].device,
-                "tid": lane,
-            }
-        )
+        chains.setdefault(int(flow[index]), []).append(index)
+    events = []
+    for key, chain in chains.items():
+        if len(chain) == 1:
+            continue
+        for index, phase in zip(chain, "s" + "t" * (len(chain) - 2) + "f"):
+            lane = int(timeline.lane[index])
+            event = {"name": "send", "cat": "flow", "ph": phase, "bp": "e", "id": key, "tid": lane}
+            event |= {"ts": 1e6 * float(timeline.start[index]), "pid": timeline.lanes[lane].device}
+            events.append(event)
     return events
 
 

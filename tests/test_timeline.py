@@ -108,3 +108,13 @@ def test_plain_events_are_in_seconds_and_renamed():
 def test_columns_of_another_length_are_refused():
     with pytest.raises(ValueError, match="'flops' has 2 entries for 1 events"):
         make([(0, 0, 1)], flops=np.zeros(2))
+
+
+def test_flows_join_the_hops_of_a_message_and_nothing_else():
+    timeline = make([(1, 0, 1), (3, 0, 1), (3, 1, 1), (1, 2, 1)], flow=np.array([4, 4, 4, 9]))
+    flows = [event for event in perfetto(timeline)["traceEvents"] if event.get("cat") == "flow"]
+    assert [(event["ph"], event["id"], event["pid"]) for event in flows] == [
+        ("s", 4, 0),
+        ("t", 4, 1),
+        ("f", 4, 1),
+    ]

@@ -17,6 +17,7 @@ from mstrain.planning.rules import RuleSet, rule_set
 from mstrain.planning.schedules import bubble_fraction, schedule
 from mstrain.planning.simulator import Simulation, simulate
 from mstrain.planning.transform_mlp import mlp_step, schedule_name
+from mstrain.timeline import exposed_communication
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,10 @@ class Row:
     """One simulated plan; the columns up to peak_memory are those of DistIR's grid search (seconds,
     samples/s, bytes).
 
-    `communication_fraction` counts hidden communication too; `idle_fraction` is the part of the step in which
-    a device computes nothing; `bubble_fraction` is what the pipeline schedule alone leaves idle, were all
-    tasks equally long.
+    `exposed_fraction` is the part of the step in which a device waits for a link and computes nothing, on
+    average; `communication_fraction` counts hidden communication too; `idle_fraction` is the part of the step
+    in which a device computes nothing; `bubble_fraction` is what the pipeline schedule alone leaves idle,
+    were all tasks equally long.
     """
 
     model_size: str
@@ -40,6 +42,7 @@ class Row:
     throughput: float
     peak_memory: int
     communication_fraction: float
+    exposed_fraction: float
     idle_fraction: float
     bubble_fraction: float
     schedule: str
@@ -156,6 +159,7 @@ def make_row(
     model_size: str = "mlp",
 ) -> Row:
     """The table row of one simulated plan."""
+    exposed = exposed_communication(result.timeline())
     name = schedule_name(degrees, result.rules, options)
     steps = schedule(name, degrees.pipeline, degrees.microbatches, degrees.pipeline * degrees.interleave)
     return Row(
@@ -170,6 +174,7 @@ def make_row(
         throughput=mlp.batch / result.seconds,
         peak_memory=result.peak_bytes,
         communication_fraction=result.communication_fraction,
+        exposed_fraction=sum(exposed.values()) / (len(exposed) * result.seconds),
         idle_fraction=result.idle_fraction,
         bubble_fraction=bubble_fraction(steps, degrees.pipeline),
         schedule=name,

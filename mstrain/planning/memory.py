@@ -40,13 +40,11 @@ class MemoryUse:
 
     def timelines(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Per device, times and totals, one entry for all changes that happen together."""
-        device_ends = np.append(np.diff(self.device), 1) != 0
-        shown = device_ends | (np.append(np.diff(self.moment), 1) != 0)
-        result = {}
-        for device in np.unique(self.device).tolist():
-            mine = shown & (self.device == device)
-            result[device] = (self.time[mine], self.total[mine])
-        return result
+        shown = (np.append(np.diff(self.device), 1) != 0) | (np.append(np.diff(self.moment), 1) != 0)
+        device, time, total = self.device[shown], self.time[shown], self.total[shown]
+        begin = np.flatnonzero(np.diff(device, prepend=-1))
+        columns = zip(device[begin].tolist(), np.split(time, begin[1:]), np.split(total, begin[1:]))
+        return {which: (times, totals) for which, times, totals in columns}
 
 
 def memory_use(program: Program, allocate: np.ndarray, free: np.ndarray) -> MemoryUse:

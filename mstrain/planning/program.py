@@ -63,7 +63,7 @@ class Ragged(NamedTuple):
 
 
 def number_present(codes: np.ndarray, bound: int) -> tuple[np.ndarray, np.ndarray]:
-    """Number the distinct values of `codes` (ints in [0, bound)): each one's number, and the sorted values."""
+    """Number the distinct values of `codes`, ints in [0, bound): each one's number, and the sorted values."""
     present = np.zeros(bound, bool)
     present[codes] = True
     return (np.cumsum(present) - 1)[codes], np.flatnonzero(present)
