@@ -1,13 +1,15 @@
 """Illegal plans are refused with the nearest legal choice; what is called legal is legal."""
 
+import functools
 import re
 
+import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstrain.gemm import ALGORITHMS, DATAFLOWS, Plan, check_algorithm, grid_of, legal_slices
-from tests.gemm.products import mesh_of
+from tests.gemm.products import mesh_of, plans_of, step
 
 
 def plan_on(mesh, algorithm="meshslice", dataflow="os", slices=1):
@@ -63,6 +65,28 @@ def test_illegal_slice_count_names_the_nearest_legal_ones(dataflow, slices, near
     assert set(map(int, re.findall(r"\d+", near))) <= set(proposed)
     for better in proposed:
         plan_on("2x4", dataflow=dataflow, slices=better).check(96, 96, 96, "mlp in")
+
+
+MESHES = st.sampled_from(["1x1", "1x4", "4x1", "2x4", "3x2", "4x4", "2x2x2", "2x8"])
+dims = st.integers(1, 12).map(lambda n: 4 * n) | st.integers(1, 48)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.sampled_from(sorted(ALGORITHMS)), MESHES, st.booleans(), st.integers(0, 99), dims, dims, dims)
+def test_what_check_accepts_can_be_multiplied(algorithm, mesh, twin, choice, batch, in_dim, out_dim):
+    """Down to single columns and odd widths; shapes only, nothing is compiled."""
+    mesh = mesh_of(mesh)
+    plans = plans_of(algorithm, mesh, slices=(1, 2, 3, 4), twins=twin and algorithm not in ("fsdp", "gspmd"))
+    plan = plans[choice % len(plans)]
+    try:
+        plan.check(in_dim, out_dim, batch, "the product")
+    except ValueError:
+        return
+    tokens = batch * mesh.size  # sequences of any length that divides over the devices
+    w_shape = (out_dim, in_dim) if plan.dataflow == "ls" else (in_dim, out_dim)
+    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((tokens, in_dim), w_shape, (tokens, out_dim))]
+    results = jax.eval_shape(functools.partial(step, plan), *shapes)
+    assert [r.shape for r in results] == [(tokens, out_dim), (tokens, in_dim), w_shape]
 
 
 sizes = st.integers(1, 12)

@@ -17,7 +17,9 @@ from tests.gemm.products import (
     plans_of,
     random_operands,
     run,
+    step,
 )
+from tests.gemm.programs import operations
 
 LONG = (128, 8192, 128)  # a long contraction: partial sums are many and large
 SLICES = (1, 4, 16, 64)
@@ -33,6 +35,22 @@ def test_one_slice_is_collective_to_the_bit(dtype):
         for result, reference in zip(results, references, strict=True):
             assert result.dtype == dtype
             np.testing.assert_array_equal(np.asarray(result), np.asarray(reference))
+
+
+def test_master_weights_keep_their_dtype():
+    """bfloat16 activations, float32 weights: they travel in bfloat16, their gradient sums in float32."""
+    plan = Plan("meshslice", "os", grid_of("meshslice", mesh_of("2x2x2")), 2)
+    x, w, dy = (
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((24, 16), "bfloat16"), ((16, 32), "float32"), ((24, 32), "bfloat16"))
+    )
+    lowered = jax.jit(lambda *arrays: step(plan, *arrays)).lower(x, w, dy)
+    assert [out.dtype for out in lowered.out_info] == ["bfloat16", "bfloat16", "float32"]
+    ops = operations(lowered.as_text())
+    (reduction,) = [op for op in ops if op.kind == "all_reduce"]
+    assert reduction.in_bytes == 4 * 16 * 32 // 4
+    x_slice, w_slice = 2 * 6 * 4, 2 * 4 * 16
+    assert {op.in_bytes for op in ops if op.kind == "all_gather"} == {x_slice, w_slice}
 
 
 @pytest.fixture(scope="module")

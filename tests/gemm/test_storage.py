@@ -29,7 +29,7 @@ def storages(draw):
     return Storage(shape, segments, columns, rows, slices, transposed, tuple(map(int, pad)))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(storages(), st.integers(0, 2))
 def test_restore_undoes_store(storage, leading):
     if min(storage.shape) < 1:
@@ -44,7 +44,7 @@ def test_restore_undoes_store(storage, leading):
     assert not values[:padding].any()
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(1, 4), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 3))
 def test_column_shards_hold_their_part_of_every_segment(columns, widths, padding):
     segments = tuple(columns * width for width in widths)
@@ -61,7 +61,7 @@ def slices_over(shards, index, slices):
     return [np.concatenate([piece(x, 0, s, slices) for x in np.split(index, shards)]) for s in range(slices)]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(counts, counts, st.integers(1, 5), counts, st.booleans())
 def test_slices_over_rows_and_columns_are_the_same_ordered_set(rows, columns, slices, width, transposed):
     dim = int(np.lcm(rows, columns)) * slices * width

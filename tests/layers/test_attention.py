@@ -1,6 +1,7 @@
 """Attention against a loop over tokens, and the properties of its position schemes."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,7 @@ def test_no_token_sees_the_future_or_beyond_its_window(windowed):
 
 
 def test_alibi_slopes_are_those_of_the_paper():
-    """Press et al., 2022: 8 heads start at 1/2 and halve; other counts borrow from twice the power of two below."""
+    """Press et al., 2022: 8 heads start at 1/2 and halve; others borrow from twice their power of two."""
     np.testing.assert_allclose(alibi_slopes(8), [2.0**-i for i in range(1, 9)])
     twelve = [2.0**-i for i in range(1, 9)] + [2.0 ** -(i + 0.5) for i in range(4)]
     np.testing.assert_allclose(alibi_slopes(12), twelve, rtol=1e-6)
@@ -124,14 +125,13 @@ VARIANTS = {
 }
 
 
-def attention_step(algorithm, mesh, slices, variant):
-    """(y, dx, canonical parameter gradients) of an attention half with 8 heads over 4, from canonical initial values."""
+def attention_step(variant, algorithm, mesh, dataflow="os", slices=1):
+    """(y, dx, canonical parameter gradients) of an attention half from canonical parameters."""
     grid = grid_of(algorithm, mesh_of(mesh))
-    pair = PlanPair(Plan(algorithm, "os", grid, slices), Plan(algorithm, "ls", grid, slices))
-    normal = nn.initializers.normal(0.3)
-    module = Attention(
-        pair, Heads(8, 4, H), bias=(True, True), inits=Inits(normal, normal), **VARIANTS[variant]
-    )
+    out = ("rs", grid.swapped) if dataflow == "rs" else ("ls", grid)
+    pair = PlanPair(Plan(algorithm, dataflow, grid, slices), Plan(algorithm, *out, slices))
+    inits = Inits(nn.initializers.zeros, nn.initializers.zeros)
+    module = Attention(pair, Heads(8, 4, H), bias=(True, True), inits=inits, **VARIANTS[variant])
     rng = np.random.default_rng(7)
     x, g = (
         jax.device_put(
@@ -139,9 +139,14 @@ def attention_step(algorithm, mesh, slices, variant):
         )
         for _ in range(2)
     )
-    boxed = module.init(jax.random.key(1), x, T, jnp.int32(T))["params"]
+    boxed = jax.eval_shape(lambda key: module.init(key, x, T, jnp.int32(T))["params"], jax.random.key(0))
     rules, specs = storages(boxed), partition_specs(boxed)
-    params = jax.tree.map(lambda p, s: jax.device_put(p, grid.sharding(s)), nn.meta.unbox(boxed), specs)
+    canonical = jax.tree.map(
+        lambda rule: jnp.asarray(rng.standard_normal(rule.shape) * 0.3, "float32"), rules
+    )
+    params = jax.tree.map(
+        lambda rule, p, spec: jax.device_put(rule.store(p), grid.sharding(spec)), rules, canonical, specs
+    )
 
     def program(params, x, g):
         y, backward = jax.vjp(lambda p, x: module.apply({"params": p}, x, T, jnp.int32(T)), params, x)
@@ -151,10 +156,18 @@ def attention_step(algorithm, mesh, slices, variant):
     return y, dx, jax.tree.map(lambda rule, slope: rule.restore(slope), rules, slopes)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_sharded_attention_equals_one_device(variant):
-    """Every device finds its own heads, slopes and whole sequences, in the fused and sliced weight layouts."""
-    one = attention_step("collective", "1x1", 1, variant)
-    many = attention_step("meshslice", "2x4", 3, variant)
+@functools.cache
+def on_one_device(variant):
+    return attention_step(variant, "collective", "1x1")
+
+
+@pytest.mark.parametrize(
+    "variant, mesh, dataflow, slices",
+    [("alibi", "2x4", "os", 3), ("rotary", "2x4", "rs", 2), ("rotary", "2x2x2", "os", 3)],
+)
+def test_sharded_attention_equals_one_device(variant, mesh, dataflow, slices):
+    """Every device finds its own heads, slopes and whole sequences, in fused and sliced weight layouts."""
+    one = on_one_device(variant)
+    many = attention_step(variant, "meshslice", mesh, dataflow, slices)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)

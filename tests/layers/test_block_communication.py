@@ -1,4 +1,4 @@
-"""A whole transformer block, forward and backward, as compiled: only its products and norm statistics communicate."""
+"""A whole transformer block, forward and backward: only products and norm statistics communicate."""
 
 import collections
 import math
@@ -29,7 +29,7 @@ MESHES = {"2x4": MeshShape(1, 2, 4), "4x2": MeshShape(1, 4, 2), "2x2x4": MeshSha
 
 
 def lowered_block(model, mesh, dataflow="auto", reshard=False):
-    """Value and all gradients of one block; with `reshard`, a layout mistake of the kind this file is about."""
+    """Value and all gradients of one block; with `reshard`, a layout mistake as this file hunts."""
     model = ModelConfig(layers=1, width=WIDTH, heads=8, vocabulary=64, **MODELS[model])
     mesh = make_mesh(MESHES[mesh])
     parallel = ParallelConfig(slices=str(SLICES), dataflow=dataflow)
@@ -75,8 +75,8 @@ def check_block(lowered):
         assert made, "the block communicates"
         assert made <= asked, f"{kind} beyond those of the products: {made - asked}"
     for shape in found["all-reduce"]:
-        # One number per token (norm statistics), one per feature (gradients of scales and biases), and the sum of
-        # weight gradients over data-parallel copies.
+        # One number per token (norm statistics), one per feature (gradients of scales and biases), and the
+        # sum of weight gradients over data-parallel copies.
         assert len(shape) <= 1 or ("all_reduce", shape) in asked, f"an all-reduce of {shape}"
         assert math.prod(shape) <= SEQUENCES * SEQ * 4 or ("all_reduce", shape) in asked
 

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross-entropy: value and gradient of the dense one, and logits that stay where they are."""
+"""Vocabulary-parallel cross-entropy: value and gradient of the dense one, logits that stay in place."""
 
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,73 @@
+"""The feed-forward half on a mesh, in every dataflow, against its formula."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from mstrain.gemm import Plan, PlanPair, grid_of
+from mstrain.layers.dense import Inits
+from mstrain.layers.mlp import ACTIVATIONS, Mlp
+from mstrain.layers.parameter import partition_specs, storages
+from tests.gemm.products import QUICK, mesh_of
+
+TOKENS, WIDTH, HIDDEN = 24, 24, 48
+
+
+def pair_on(mesh, algorithm, into, out):
+    grid = grid_of(algorithm, mesh_of(mesh))
+    slices = 3 if algorithm == "meshslice" else 1
+    return PlanPair(
+        Plan(algorithm, into, grid, slices),
+        Plan(algorithm, out, grid.swapped if out == "rs" else grid, slices),
+    )
+
+
+def formula(params, x, activation, gated):
+    up, down = params["up"], params["down"]
+    h = x @ up["kernel"] + up["bias"]
+    activate = ACTIVATIONS[activation]
+    h = activate(h[:, :HIDDEN]) * h[:, HIDDEN:] if gated else activate(h)
+    return h @ down["kernel"] + down["bias"]
+
+
+@pytest.mark.parametrize(
+    "mesh, algorithm, into, out, activation, gated",
+    [
+        ("2x4", "meshslice", "os", "ls", "silu", True),
+        ("4x2", "meshslice", "ls", "os", "gelu", True),
+        ("2x4", "meshslice", "rs", "rs", "gelu_tanh", True),
+        ("2x4", "megatron", "rs", "rs", "relu", False),
+        ("2x2x2", "cannon", "os", "os", "silu", True),
+    ],
+)
+def test_mlp_equals_its_formula(mesh, algorithm, into, out, activation, gated):
+    pair = pair_on(mesh, algorithm, into, out)
+    inits = Inits(nn.initializers.zeros, nn.initializers.zeros)
+    module = Mlp(pair, HIDDEN, activation, gated, True, inits)
+    rng = np.random.default_rng(8)
+    x, g = (
+        jax.device_put(
+            rng.standard_normal((TOKENS, WIDTH), np.float32), pair.grid.sharding(pair.residual.spec)
+        )
+        for _ in range(2)
+    )
+    boxed = jax.eval_shape(lambda key: module.init(key, x)["params"], jax.random.key(0))
+    rules, specs = storages(boxed), partition_specs(boxed)
+    canonical = jax.tree.map(lambda rule: jnp.asarray(rng.standard_normal(rule.shape, np.float32)), rules)
+    stored = jax.tree.map(
+        lambda rule, p, s: jax.device_put(rule.store(p), pair.grid.sharding(s)), rules, canonical, specs
+    )
+
+    def program(params, x, g):
+        y, backward = jax.vjp(lambda p, x: module.apply({"params": p}, x), params, x)
+        return y, *backward(g)
+
+    y, slopes, dx = jax.jit(program).lower(stored, x, g).compile(compiler_options=QUICK)(stored, x, g)
+    slopes = jax.tree.map(lambda rule, slope: rule.restore(slope), rules, slopes)
+    want, backward = jax.vjp(lambda p, x: formula(p, x, activation, gated), canonical, np.asarray(x))
+    for a, b in zip(
+        jax.tree.leaves((y, slopes, dx)), jax.tree.leaves((want, *backward(np.asarray(g)))), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
