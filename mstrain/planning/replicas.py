@@ -58,8 +58,7 @@ class Step:
         rows = np.repeat(np.arange(len(self.spec)), copies)
         copy = np.arange(len(rows)) - np.repeat(np.cumsum(copies) - copies, copies)
         axis = self.axis[rows]
-        # `copy` numbers the ranks, the replicas (one tensor group each) or the ranks of a replica (data
-        # groups).
+        # `copy` numbers the ranks; of tensor groups the replicas; of data groups the ranks of a replica.
         replica = np.choose(axis, [copy // tensor, copy, 0 * copy, copy // tensor])
         rank = np.choose(axis, [copy % tensor, 0 * copy, copy, copy % tensor])
         groups, group = self._groups(placement, axis, replica, rank, rows)
@@ -74,8 +73,8 @@ class Step:
             group=group,
             microbatch=self.microbatch[rows],
             copies=(whole // axis_copies)[axis],
-            inputs=_spread(self.inputs.take(rows), axis, copy, width, data, tensor),
-            outputs=_spread(self.outputs.take(rows), axis, copy, width, data, tensor),
+            inputs=_spread(self.inputs, rows, axis, copy, width, data, tensor),
+            outputs=_spread(self.outputs, rows, axis, copy, width, data, tensor),
             value_bytes=np.repeat(nbytes, ranks),
             resident=np.repeat(resident, ranks),
             value_device=placement.worker(every // tensor, every % tensor, stage[:, None]).ravel(),
@@ -100,8 +99,11 @@ class Step:
         return tuple(groups), group
 
 
-def _spread(lists: Ragged, axis, copy, width, data: int, tensor: int) -> Ragged:
+def _spread(lists: Ragged, rows, axis, copy, width, data: int, tensor: int) -> Ragged:
     """Value numbers per rank: a collective touches the value of every member, the rest that of their own."""
+    if data * tensor == 1:
+        return lists
+    lists = lists.take(rows)
     owner = lists.owner()
     times = width[axis[owner]]
     items, owner = np.repeat(lists.items, times), np.repeat(owner, times)

@@ -1,9 +1,8 @@
-"""Runs a program on a cluster: when each operation starts, what each device holds, and the timeline of it
-all.
+"""Runs a program on a cluster: when each operation starts, what each device holds, and a timeline of both.
 
-Operations are taken in program order. One starts when its inputs exist and every lane it uses is free; it
-then holds those lanes for its duration. With `rules.link_lanes` a message uses the links it crosses,
-otherwise the compute lanes of its devices (DistIR's rendezvous). Lanes are served first come, first served.
+An operation starts when its inputs exist and every lane it uses is free; it then holds those lanes for its
+duration. Devices compute in program order. With `rules.link_lanes` a message uses the links it crosses, which
+serve messages as they become ready; otherwise it uses the compute lanes of its devices (DistIR's rendezvous).
 """
 
 from __future__ import annotations
@@ -12,41 +11,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-import numba
 import numpy as np
 
 from mstrain.planning.cluster import Cluster
 from mstrain.planning.costs import communication_seconds, compute_seconds, operation_work
+from mstrain.planning.kernels import first_come, in_order
 from mstrain.planning.memory import MemoryUse, memory_use
 from mstrain.planning.program import Program, Ragged, number_present
 from mstrain.planning.rules import RuleSet, rule_set
 from mstrain.timeline import Counter, Lane, Timeline
-
-
-@numba.njit(cache=True)
-def _run(offsets, lanes, seconds, in_offsets, in_items, out_offsets, out_items, num_lanes, num_values):
-    """Start of every operation, shape (ops,); end of every event; and the end of every lane."""
-    free = np.zeros(num_lanes)
-    ready = np.zeros(num_values)
-    starts = np.empty(len(offsets) - 1)
-    ends = np.empty(len(offsets) - 1)
-    for op in range(len(offsets) - 1):
-        start = 0.0
-        for event in range(offsets[op], offsets[op + 1]):
-            start = max(start, free[lanes[event]])
-        for entry in range(in_offsets[op], in_offsets[op + 1]):
-            start = max(start, ready[in_items[entry]])
-        end = start
-        for event in range(offsets[op], offsets[op + 1]):
-            duration = seconds[event]
-            until = start if np.isnan(duration) else start + duration
-            free[lanes[event]] = until
-            end = max(end, until)
-        for entry in range(out_offsets[op], out_offsets[op + 1]):
-            ready[out_items[entry]] = end
-        starts[op] = start
-        ends[op] = end
-    return starts, ends, free
 
 
 class _Lanes:
@@ -240,13 +213,10 @@ def simulate(program: Program, cluster: Cluster, rules: str | RuleSet = "correct
     action, held, seconds = _events(program, cluster, rules, lanes)
     taken = held.take(action)
     durations = held._replace(items=seconds).take(action).items
-    start, end, lane_end = _run(
-        taken.offsets,
-        taken.items,
-        durations,
-        *program.inputs,
-        *program.outputs,
-        len(lanes.lanes),
-        len(program.value_bytes),
+    sizes = (len(lanes.lanes), len(program.value_bytes))
+    events = (taken.offsets, taken.items, durations, *program.inputs, *program.outputs, *sizes)
+    start, end, lane_end = (
+        first_come(*events, len(program.devices)) if rules.link_lanes else in_order(*events)
     )
+    assert not np.isnan(end).any(), "operations wait for each other: the program is not in topological order"
     return Simulation(program, rules, tuple(lanes.lanes), start, end, lane_end, action, held, seconds)
