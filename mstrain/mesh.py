@@ -6,6 +6,7 @@ A mesh string is parsed without touching a device; `make_mesh` then finds (or, o
 
 import dataclasses
 import math
+import os
 import re
 
 import jax
@@ -52,6 +53,9 @@ def emulate_devices(count: int) -> None:
 
     Later calls are no-ops for JAX once its backends exist; `make_mesh` reports if that left too few devices.
     """
+    # Emulated devices wait for each other in threads of one pool. With as many threads as devices, two independent
+    # collectives taken up in different order deadlock; XLA reads the size of its pool from NPROC.
+    os.environ.setdefault("NPROC", str(8 * count))
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # backends exist already: what there is decides

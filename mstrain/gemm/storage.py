@@ -18,6 +18,10 @@ import dataclasses
 import jax.numpy as jnp
 
 
+def _anywhere(x, dim, stored):
+    return x
+
+
 @dataclasses.dataclass(frozen=True)
 class Storage:
     """How a parameter whose canonical shape ends in `shape` is stored.
@@ -40,34 +44,61 @@ class Storage:
     transposed: bool = False
     padding: tuple[int, ...] = ()
 
-    def store(self, x):
-        """Canonical [..., *shape] to stored order."""
-        if any(self.padding):
-            x = jnp.pad(x, [(0, 0)] * (x.ndim - len(self.shape)) + [(0, n) for n in self.padding])
-        x = _per_segment(x, self.segments, self.columns, interleave=True)
-        if self.transposed:
-            x = jnp.swapaxes(x, -1, -2)
-        return self._slice_major(x, self.columns, self.rows)
+    @property
+    def _is_fused(self) -> bool:
+        return len(self.segments) > 1 and self.columns > 1
 
-    def restore(self, x):
-        """Stored order to canonical [..., *shape]."""
-        x = self._slice_major(x, self.rows, self.columns)
+    @property
+    def _is_slice_major(self) -> bool:
+        return self.slices > 1 and self.rows != self.columns
+
+    @property
+    def is_canonical(self) -> bool:
+        """Stored as it is: no reordering, no padding."""
+        return not (self._is_fused or self._is_slice_major or self.transposed or any(self.padding))
+
+    def store(self, x, place=_anywhere):
+        """Canonical [..., *shape] to stored order.
+
+        `place(x, dim, stored)` may say where x should be now: sharded on its last (-1) or second last (-2) dim alone, as
+        the other one is reordered whole and without communication, or (None) on both as a running step wants it. `stored` tells
+        whether a transposed kernel is in its stored orientation yet.
+        """
+        if self._is_fused or any(self.padding):
+            x = place(x, -2, False)
+            if any(self.padding):
+                x = jnp.pad(x, [(0, 0)] * (x.ndim - len(self.shape)) + [(0, n) for n in self.padding])
+            x = place(_per_segment(x, self.segments, self.columns, interleave=True), -2, False)
         if self.transposed:
             x = jnp.swapaxes(x, -1, -2)
-        x = _per_segment(x, self.segments, self.columns, interleave=False)
-        if any(self.padding):
-            x = x[(..., *(slice(0, n) for n in self.shape))]
+        elif self._is_slice_major:
+            x = place(x, None, True)
+        return self._slice_major(x, self.columns, self.rows, place)
+
+    def restore(self, x, place=_anywhere):
+        """Stored order to canonical [..., *shape]; `place` as in `store`."""
+        x = self._slice_major(x, self.rows, self.columns, place)
+        if self.transposed:
+            x = jnp.swapaxes(x, -1, -2)
+        elif self._is_slice_major:
+            x = place(x, None, False)
+        if self._is_fused or any(self.padding):
+            x = _per_segment(place(x, -2, False), self.segments, self.columns, interleave=False)
+            if any(self.padding):
+                x = x[(..., *(slice(0, n) for n in self.shape))]
+            x = place(x, -2, False)
         return x
 
-    def _slice_major(self, x, shards_from: int, shards_to: int):
+    def _slice_major(self, x, shards_from: int, shards_to: int, place):
         """Reorders the first stored dim from `shards_from` x slices pieces to `shards_to` x slices pieces."""
-        if self.slices == 1 or shards_from == shards_to:
+        if not self._is_slice_major:
             return x
+        x = place(x, -1, True)
         lead, dim, last = x.shape[:-2], x.shape[-2], x.shape[-1]
         x = x.reshape(*lead, shards_from, self.slices, dim // (shards_from * self.slices), last)
         x = jnp.swapaxes(x, -4, -3)
         x = x.reshape(*lead, self.slices, shards_to, dim // (shards_to * self.slices), last)
-        return jnp.swapaxes(x, -4, -3).reshape(*lead, dim, last)
+        return place(jnp.swapaxes(x, -4, -3).reshape(*lead, dim, last), -1, True)
 
 
 def _per_segment(x, segments, columns, interleave):

@@ -1,8 +1,8 @@
 """Parameters that know where they live and in which order they are stored.
 
 A parameter is initialised in canonical order, so that its values do not depend on mesh, algorithm or slice count, then
-stored as its `Storage` says. Both facts ride on the parameter as Linen metadata: `partition_specs` and `storages` read
-them off the abstract parameter tree.
+stored as its `Storage` says. Both facts ride on the parameter as Linen metadata: the abstract
+parameter tree is a tree of `Stored` boxes.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,3 @@ def partition_specs(boxed: Any) -> Any:
     """The `PartitionSpec` of every parameter of a boxed (possibly abstract) tree."""
     return jax.tree.map(lambda box: box.spec, boxed, is_leaf=is_stored)
 
-
-def storages(boxed: Any) -> Any:
-    """The `Storage` of every parameter of a boxed (possibly abstract) tree."""
-    return jax.tree.map(lambda box: box.storage, boxed, is_leaf=is_stored)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mstrain.layers.parameter import partition_specs, storages
+from mstrain.layers.parameter import Stored, is_stored, partition_specs
 from mstrain.models.plan import canonical_plan
 from mstrain.models.transformer import Transformer
 
@@ -29,6 +29,11 @@ def parameter_shardings(module: Transformer):
     return jax.tree.map(lambda spec: NamedSharding(module.plan.mesh, spec), specs)
 
 
+def parameter_shapes(module: Transformer):
+    """Abstract stored parameters, without their boxes."""
+    return jax.tree.map(lambda box: box.value, abstract_parameters(module), is_leaf=is_stored)
+
+
 def canonical_shapes(module: Transformer):
     """Abstract canonical parameters of the same model."""
     return jax.eval_shape(lambda: init_canonical(module, 0))
@@ -38,7 +43,7 @@ def init_canonical(module: Transformer, seed: int):
     """Canonical initial parameters, a pure function of the model and the seed."""
     canonical = Transformer(module.model, canonical_plan(module.model), seq=1)
     boxed = canonical.init(jax.random.key(seed), jnp.zeros((1,), jnp.int32))["params"]
-    return jax.tree.map(lambda box: box.value, boxed, is_leaf=lambda x: hasattr(x, "storage"))
+    return jax.tree.map(lambda box: box.value, boxed, is_leaf=is_stored)
 
 
 def init_parameters(module: Transformer, seed: int):
@@ -52,47 +57,78 @@ def init_parameters(module: Transformer, seed: int):
 
 def store(module: Transformer, canonical):
     """Canonical parameters to the form `module` runs."""
-    rules = storages(abstract_parameters(module))
+    rules = abstract_parameters(module)
     stored, first = {}, 0
     for name, rule in rules.items():
         if name.startswith("blocks_"):
             continue
-        stored[name] = _apply(rule, canonical[name], "store")
+        stored[name] = _apply("store", rule, canonical[name], module)
     for i, (_, count) in enumerate(module.plan.groups):
         group = jax.tree.map(lambda x, a=first, n=count: x[a : a + n], canonical[STACK])
-        stored[f"blocks_{i}"] = _apply(rules[f"blocks_{i}"], group, "store")
+        stored[f"blocks_{i}"] = _apply("store", rules[f"blocks_{i}"], group, module)
         first += count
     return stored
 
 
 def restore(module: Transformer, stored):
     """The form `module` runs to canonical parameters."""
-    rules = storages(abstract_parameters(module))
-    parts = {name: _apply(rule, stored[name], "restore") for name, rule in rules.items()}
+    rules = abstract_parameters(module)
+    parts = {name: _apply("restore", rule, stored[name], module) for name, rule in rules.items()}
     groups = [parts.pop(f"blocks_{i}") for i in range(len(module.plan.groups))]
     stack = groups[0] if len(groups) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *groups)
     return {**parts, STACK: stack}
 
 
-def canonical_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """Spreads a canonical array over every tensor-parallel device, on the last dims that divide."""
-    spec: list = [None] * len(shape)
-    left = ["row", "col"]
-    for dim in reversed(range(len(shape))):
-        take = []
-        for axis in list(left):
-            size = mesh.shape[axis]
-            for taken in take:
-                size *= mesh.shape[taken]
-            if shape[dim] % size == 0:
-                take.append(axis)
-                left.remove(axis)
-        spec[dim] = tuple(take) or None
-    return NamedSharding(mesh, P(*spec))
+def canonical_shardings(module: Transformer):
+    """A sharding for every canonical parameter: over all tensor-parallel devices, on one dim that divides.
+
+    That dim is the second last where possible, with mesh axes in the order that lets an all-to-all along one of them
+    reach the stored form, so that converting and saving never gathers a parameter.
+    """
+    boxes = abstract_parameters(module)
+    boxes = {name: box for name, box in boxes.items() if not name.startswith("blocks_") or name == STACK}
+
+    def sharding(box, shape):
+        dims = [dim for dim in (-2, -1) if len(shape.shape) + dim >= 0]
+        divides = [dim for dim in dims if shape.shape[dim] % _devices(module) == 0]
+        return _sharded_on(divides[0] if divides else None, _axes(box, False), len(shape.shape), module)
+
+    return jax.tree.map(sharding, boxes, canonical_shapes(module), is_leaf=is_stored)
 
 
-def _apply(rules, tree, direction: str):
-    return jax.tree.map(lambda rule, x: getattr(rule, direction)(x), rules, tree)
+def _apply(direction: str, boxes, tree, module: Transformer):
+    def convert(box, x):
+        def place(x, dim, stored):
+            if dim is not None and (x.ndim + dim < 0 or x.shape[dim] % _devices(module)):
+                return x
+            sharding = _sharded_on(dim, _axes(box, stored), x.ndim, module, both=dim is None)
+            return jax.lax.with_sharding_constraint(x, sharding)
+
+        return x if box.storage.is_canonical else getattr(box.storage, direction)(x, place)
+
+    return jax.tree.map(convert, boxes, tree, is_leaf=is_stored)
+
+
+def _axes(box: Stored, stored: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Mesh axes of the last two dims of a parameter, in stored or in canonical orientation."""
+    first, last = (
+        (axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in (None, *box.spec)[-2:]
+    )
+    return (last, first) if box.storage.transposed and not stored else (first, last)
+
+
+def _sharded_on(dim: int | None, axes, ndim: int, module: Transformer, both: bool = False) -> NamedSharding:
+    """All tensor-parallel devices on one of the last two dims (on none for None), or on `both` as a step has them."""
+    spec: list = [None] * ndim
+    if both:
+        spec[-2:] = [axis or None for axis in axes][-ndim:]
+    elif dim is not None:
+        spec[dim] = (*axes[0], *axes[1]) if dim == -2 else (*axes[1], *axes[0])
+    return NamedSharding(module.plan.mesh, P(*spec))
+
+
+def _devices(module: Transformer) -> int:
+    return module.plan.mesh.shape["row"] * module.plan.mesh.shape["col"]
 
 
 def _sequences(module: Transformer) -> int:

@@ -9,7 +9,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mstrain.models.parameters import init_parameters, parameter_shardings
+from mstrain.models.parameters import init_parameters, parameter_shapes, parameter_shardings
 from mstrain.models.transformer import Transformer
 
 State = dict  # {"step": int32, "params": ..., "optimizer": ...}
@@ -67,7 +67,7 @@ def state_shardings(module: Transformer, optimizer: optax.GradientTransformation
     """Moments are sharded as the parameters they belong to, everything else is replicated."""
     params = parameter_shardings(module)
     replicated = NamedSharding(module.plan.mesh, P())
-    abstract = jax.eval_shape(optimizer.init, params_shapes(module))
+    abstract = jax.eval_shape(optimizer.init, parameter_shapes(module))
     moments = map_parameter_trees(lambda _: params, abstract, params, lambda _: replicated)
     return {"step": replicated, "params": params, "optimizer": moments}
 
@@ -83,9 +83,3 @@ def map_parameter_trees(function, tree, params_like, otherwise=lambda leaf: leaf
         lambda node: function(node) if is_parameters(node) else otherwise(node), tree, is_leaf=is_parameters
     )
 
-
-def params_shapes(module: Transformer):
-    from mstrain.models.parameters import abstract_parameters
-
-    boxed = abstract_parameters(module)
-    return jax.tree.map(lambda box: box.value, boxed, is_leaf=lambda x: hasattr(x, "storage"))

@@ -1,0 +1,254 @@
+"""What a run is: the typed schema, and the way from a command line to it.
+
+Hydra composes the files under conf/ with the command line; the frozen dataclasses here decide. Everything that needs no
+device is checked at construction, and each message ends with what to type instead.
+"""
+
+import dataclasses
+import difflib
+import re
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mstrain.data import DataConfig
+from mstrain.models.config import ModelConfig
+from mstrain.models.plan import ParallelConfig, layer_algorithms
+from mstrain.models.transformer import REMAT
+from mstrain.training.optimizer import OptimizerConfig
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+GROUPS = {"model": "model.name", "data": "data.source", "parallel": "parallel.algorithm"}
+DTYPES = ("auto", "bf16", "f32")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """Save `every` so many steps (and at the end), `keep` the newest so many."""
+
+    every: int = 100
+    keep: int = 3
+
+    def __post_init__(self):
+        _at_least("checkpoint", self, every=1, keep=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Validation loss `every` so many steps, on the same `batches` batches each time."""
+
+    every: int = 100
+    batches: int = 8
+
+    def __post_init__(self):
+        _at_least("eval", self, every=1, batches=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileConfig:
+    """Trace `steps` steps from step `start` on; null does not trace."""
+
+    start: int | None = None
+    steps: int | None = None
+
+    def __post_init__(self):
+        if (self.start is None) != (self.steps is None):
+            raise ValueError("profile.start and profile.steps belong together. Type profile.start=10 profile.steps=3.")
+        if self.start is not None:
+            _at_least("profile", self, start=1, steps=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+    """At the end, continue `prompt` by `tokens` tokens (0 for none) at `temperature` (0 takes the likeliest)."""
+
+    prompt: str = "def __init__(self"
+    tokens: int = 100
+    temperature: float = 0.7
+
+    def __post_init__(self):
+        _at_least("sample", self, tokens=0, temperature=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """One training run; see conf/config.yaml for the defaults of a bare `python train.py`.
+
+    Attributes (beyond the nested ones):
+      mesh: `RxC`, `DxRxC` or `auto`.
+      tokenizer: `bytes`, `bpe`, a tokenizer.json or a Hugging Face name; `vocabulary` is the size of a bpe (or of the
+        synthetic corpus).
+      batch: sequences per step of the whole job, in `accumulate` microbatches; seq: tokens per sequence.
+      steps: optimizer updates in all; seed: of initial weights, batches and samples.
+      run_dir: everything the run writes; a checkpoint found there is resumed.
+      dtype: of activations and products: `bf16`, `f32`, or `auto` (bf16 on accelerators). Weights are float32.
+      remat: what a layer keeps for its backward pass: `none` of it recomputed, all but `dots`, or in `full`.
+      log_every: steps between lines of metrics.jsonl.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    parallel: ParallelConfig
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
+    sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
+    mesh: str = "auto"
+    tokenizer: str = "bytes"
+    vocabulary: int | None = None
+    batch: int = 32
+    seq: int = 128
+    steps: int = 300
+    seed: int = 0
+    run_dir: str = "runs/default"
+    dtype: str = "auto"
+    remat: str = "none"
+    accumulate: int = 1
+    log_every: int = 1
+
+    def __post_init__(self):
+        _at_least("", self, batch=1, seq=1, steps=1, seed=0, accumulate=1, log_every=1)
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("remat", self.remat, REMAT)
+        layer_algorithms(self.parallel, self.model.layers)
+        if self.batch % self.accumulate:
+            near = [a for a in range(1, self.batch + 1) if self.batch % a == 0]
+            raise ValueError(
+                f"batch={self.batch} does not divide into accumulate={self.accumulate} microbatches. "
+                f"Type accumulate={min(near, key=lambda a: abs(a - self.accumulate))}, or another batch=."
+            )
+        if self.model.position == "learned" and self.seq > self.model.context:
+            raise ValueError(
+                f"seq={self.seq} is longer than the {self.model.context} positions model {self.model.name} learns. "
+                f"Type seq={self.model.context} or model.context={self.seq}."
+            )
+        if self.profile.start is not None and self.profile.start > self.steps:
+            raise ValueError(
+                f"profile.start={self.profile.start} comes after the last step. Type a start up to {self.steps}."
+            )
+
+
+def load_config(arguments: list[str]) -> RunConfig:
+    """Composes conf/ with command-line overrides into a checked run; raises ValueError with the fix otherwise."""
+    _check_keys(arguments)
+    schema = {field.name: _defaults(field.type) if dataclasses.is_dataclass(field.type) else field.default
+              for field in dataclasses.fields(RunConfig)}  # fmt: skip
+    ConfigStore.instance().store(name="schema", node=schema)
+    try:
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            composed = hydra.compose("config", overrides=arguments)
+        values = OmegaConf.to_container(composed, resolve=True)
+    except (hydra.errors.HydraException, OmegaConfBaseException) as error:
+        raise ValueError(f"Cannot read the command line: {str(error).splitlines()[0]}") from None
+    return build(RunConfig, values)
+
+
+def build(kind: type, values: dict, path: str = "") -> Any:
+    """A dataclass from nested plain values, each checked against its annotation."""
+    hints = typing.get_type_hints(kind)
+    unknown = set(values) - set(hints)
+    if unknown:
+        raise ValueError(f"{path}{min(unknown)} is not a key. Known: {', '.join(path + name for name in hints)}.")
+    return kind(**{name: _typed(hints[name], value, path + name) for name, value in values.items()})
+
+
+def to_dict(config: RunConfig) -> dict:
+    """The resolved configuration as plain nested values."""
+    return dataclasses.asdict(config)
+
+
+def known_keys() -> list[str]:
+    """Every key a command line may set."""
+    keys = list(GROUPS)
+    for name, hint in typing.get_type_hints(RunConfig).items():
+        if dataclasses.is_dataclass(hint):
+            keys += [f"{name}.{field.name}" for field in dataclasses.fields(hint)]
+        else:
+            keys.append(name)
+    return keys
+
+
+def choices(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def _check_keys(arguments: list[str]) -> None:
+    """Unknown keys and group members, with suggestions that Hydra would not make."""
+    keys = known_keys()
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
+            raise ValueError(f"Cannot read {argument!r}. Write key=value, such as mesh=2x4 (--help lists the keys).")
+        if key not in keys:
+            near = difflib.get_close_matches(key, keys, 1)
+            hint = f"Did you mean {near[0]}?" if near else f"Known keys: {', '.join(keys)}."
+            raise ValueError(f"There is no key {key!r}. {hint}")
+        if key in GROUPS:
+            _one_of(key, value, choices(key))
+
+
+def _typed(hint, value, path):
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ValueError(f"{path}={value!r} must be set by its keys, such as {path}.{dataclasses.fields(hint)[0].name}=.")
+        return build(hint, value, path + ".")
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in kinds:
+        return None
+    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if str in kinds and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if type(value) in kinds:
+        return value
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    raise ValueError(f"{path}={value!r} is not {' or '.join(names[kind] for kind in kinds)}.")
+
+
+def _defaults(kind: type) -> dict:
+    return dataclasses.asdict(kind())
+
+
+def _one_of(key: str, value: str, allowed) -> None:
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), allowed, 1)
+        hint = f"Did you mean {key}={near[0]}?" if near else f"Choose one of {', '.join(allowed)}."
+        raise ValueError(f"{key}={value} is unknown. {hint}")
+
+
+def _at_least(path: str, config, **bounds) -> None:
+    for name, bound in bounds.items():
+        if not getattr(config, name) >= bound:
+            key = f"{path}.{name}" if path else name
+            raise ValueError(f"{key}={getattr(config, name)} is too small. Type {key}={bound} or more.")
+
+
+def run_command(name: str, main) -> typing.NoReturn:
+    """Runs `main(arguments)` as a command: a `ValueError` is one message and exit code 2, anything else a traceback."""
+    arguments = sys.argv[1:]
+    if "--help" in arguments or "-h" in arguments:
+        print(f"python {name}.py [key=value ...]\n\n" + "\n".join(_help_lines()))
+        sys.exit(0)
+    try:
+        sys.exit(main(arguments))
+    except ValueError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _help_lines() -> list[str]:
+    lines = [f"{group}=  one of {', '.join(choices(group))}" for group in GROUPS]
+    for name, hint in typing.get_type_hints(RunConfig).items():
+        if dataclasses.is_dataclass(hint):
+            fields = ", ".join(f"{f.name}={f.default}" for f in dataclasses.fields(hint))
+            lines.append(f"{name}.  {fields}")
+    docs = (RunConfig.__doc__ or "").split("Attributes")[1]
+    return [*lines, "", *(line.strip() for line in docs.splitlines()[1:])]

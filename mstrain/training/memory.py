@@ -1,0 +1,56 @@
+"""Will it fit: memory of the compiled step per device, told before training, refused with what to change."""
+
+import dataclasses
+import os
+
+import jax
+from jax.sharding import Mesh
+
+GIB = 1024**3
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes per device of a compiled step; `limit` is what the device has, or None when unknown."""
+
+    arguments: int
+    outputs: int
+    temporaries: int
+    limit: int | None
+
+    @property
+    def peak(self) -> int:
+        return self.arguments + self.outputs + self.temporaries
+
+    def __str__(self) -> str:
+        parts = f"state and batch {_size(self.arguments)}, temporary {_size(self.temporaries)}"
+        limit = f" of {_size(self.limit)}" if self.limit else ""
+        return f"{_size(self.peak)}{limit} per device ({parts})"
+
+    def check(self) -> None:
+        """Raises ValueError when the step cannot fit."""
+        if self.limit and self.peak > self.limit:
+            biggest = "remat=full or accumulate=2 (or more)" if self.temporaries > self.arguments else "a larger mesh="
+            raise ValueError(f"The step needs {self}: it will not fit. Type {biggest}, or choose a smaller model=.")
+
+
+def memory_of(compiled, mesh: Mesh) -> Memory:
+    """Reads XLA's memory analysis; outputs that reuse donated arguments count once."""
+    analysis = compiled.memory_analysis()
+    outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return Memory(
+        analysis.argument_size_in_bytes, max(outputs, 0), analysis.temp_size_in_bytes, _limit(mesh)
+    )
+
+
+def _limit(mesh: Mesh) -> int | None:
+    device = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
+    if device.platform == "cpu":  # emulated devices share the host's memory
+        local = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit")
+
+
+def _size(number: float) -> str:
+    return f"{number / GIB:.2f} GiB" if number >= GIB / 10 else f"{number / 1024**2:.1f} MiB"

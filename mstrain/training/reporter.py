@@ -1,0 +1,125 @@
+"""What a person sees of training: a progress line, metrics.jsonl, TensorBoard.
+
+`metrics.jsonl` has one object per logged step, `eval.jsonl` one per evaluation. After a resume both continue behind the
+checkpoint: lines of steps that were lost and will be made again are dropped first, so that every step stands once.
+"""
+
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tensorboardX import SummaryWriter
+
+METRICS, EVALUATIONS = "metrics.jsonl", "eval.jsonl"
+SECONDS_BETWEEN_LINES = 10  # of plain progress lines, where there is no terminal to redraw
+
+
+class Reporter:
+    """Takes the metrics of every step; only process 0 writes.
+
+    Args:
+      directory: the run directory, which exists.
+      steps: steps this life of the run will make.
+      log_every: steps between lines of metrics.jsonl.
+      per_step: function of (step, step_seconds) that gives further fields, such as tokens per second.
+    """
+
+    def __init__(self, directory: Path, steps: range, log_every: int, per_step, console: Console):
+        self._writes = jax.process_index() == 0
+        self._directory, self._log_every, self._per_step = directory, log_every, per_step
+        first, self._last = steps[0], steps[-1]
+        self._console = console
+        if self._writes:
+            for name in (METRICS, EVALUATIONS):
+                drop_after(directory / name, first - 1)
+            self._metrics = open(directory / METRICS, "a", buffering=1)
+            self._tensorboard = SummaryWriter(str(directory / "tensorboard"), purge_step=first)
+        self._progress = Progress(
+            TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"),
+            TimeRemainingColumn(), console=console, disable=not (self._writes and console.is_terminal),
+        )  # fmt: skip
+        self._task = self._progress.add_task("compiling", total=self._last, completed=first - 1)
+        self._since = self._started = time.perf_counter()
+        self._paused, self._line_at, self.seconds, self.steps = 0.0, 0.0, 0.0, 0
+        self.first_loss_at: float | None = None
+
+    def step(self, step: int, metrics: dict) -> None:
+        """Waits for the metrics of `step` and reports them."""
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        now = time.perf_counter()
+        seconds = max(now - self._since - self._paused, 1e-9)
+        self._since, self._paused = now, 0.0
+        if self.first_loss_at is None:  # the first step's time includes its start-up
+            self.first_loss_at = now
+        else:
+            self.seconds, self.steps = self.seconds + seconds, self.steps + 1
+        values |= {"step_seconds": seconds, **self._per_step(step, seconds)}
+        if self._writes:
+            self._write(step, values, now)
+
+    @contextlib.contextmanager
+    def pause(self):
+        """Time inside does not count as step time."""
+        start = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - start
+
+    def evaluation(self, step: int, values: dict) -> None:
+        """Records an evaluation and prints it."""
+        if not self._writes:
+            return
+        with open(self._directory / EVALUATIONS, "a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        for name, value in values.items():
+            self._tensorboard.add_scalar(f"eval/{name}", value, step)
+        shown = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
+        self._progress.console.print(f"step {step}/{self._last}  {shown}")
+
+    def __enter__(self):
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_):
+        self._progress.stop()
+        if self._writes:
+            self._metrics.close()
+            self._tensorboard.close()
+
+    def _write(self, step, values, now):
+        if step % self._log_every == 0 or step == self._last:
+            self._metrics.write(json.dumps({"step": step, **values}) + "\n")
+            for name, value in values.items():
+                if value is not None:
+                    self._tensorboard.add_scalar(f"train/{name}", value, step)
+        mfu = "" if values["mfu"] is None else f"  MFU {values['mfu']:.1%}"
+        text = (
+            f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s  "
+            f"{values['step_seconds'] * 1e3:,.0f} ms/step{mfu}"
+        )
+        self._progress.update(self._task, completed=step, description=text)
+        if self._progress.disable and (now - self._line_at > SECONDS_BETWEEN_LINES or step == self._last):
+            self._line_at = now
+            left = (self._last - step) * self.seconds / self.steps if self.steps else None
+            ending = "" if left is None else f"  {left:,.0f} s left"
+            self._console.print(f"step {step}/{self._last}  {text}{ending}")
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Keeps the whole lines of a JSON-lines file up to `step`; a line cut short by a kill goes too."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(line + "\n" for line in kept))
+    temporary.replace(path)
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

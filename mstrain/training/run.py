@@ -1,0 +1,163 @@
+"""From a configuration to a run that is ready to train: devices, corpus, plan, compiled step, checkpoint.
+
+The order is the order in which things can go wrong cheaply: nothing is written, and no device memory is taken, before
+everything has been checked.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from rich.console import Console
+
+from mstrain import mesh as meshes
+from mstrain.config import RunConfig
+from mstrain.data import Batches, Corpus
+from mstrain.data import prepare as prepare_corpus
+from mstrain.hardware import Chip, chip_for, compiler_options, mfu
+from mstrain.models.config import ModelConfig
+from mstrain.models.flops import training_flops_per_token
+from mstrain.models.parameters import parameter_shapes
+from mstrain.models.plan import ModelPlan, make_plan
+from mstrain.models.transformer import Transformer, count_parameters
+from mstrain.training.feed import Feed
+from mstrain.training.memory import Memory, memory_of
+from mstrain.training.optimizer import make_optimizer
+from mstrain.training.step import make_step, state_shardings
+
+EMULATED = meshes.MeshShape(1, 2, 4)  # what mesh=auto means on a CPU
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Everything a training loop needs; arrays are created by `mstrain.training.loop`."""
+
+    config: RunConfig
+    corpus: Corpus
+    module: Transformer
+    optimizer: optax.GradientTransformation
+    feed: Feed
+    chip: Chip | None
+    console: Console
+
+    @functools.cached_property
+    def compiled_step(self):
+        """The compiled step for this run's shapes, with the chip's compiler options."""
+        step = make_step(self.module, self.optimizer)
+        options = compiler_options(self.chip)
+        return step.lower(abstract_state(self.module, self.optimizer), self.feed.abstract()).compile(options)
+
+    @functools.cached_property
+    def memory(self) -> Memory:
+        return memory_of(self.compiled_step, self.module.plan.mesh)
+
+    def train(self) -> int:
+        """Trains to the last step; returns the exit code."""
+        from mstrain.training.session import train
+
+        return train(self)
+
+    def mfu(self, step_seconds: float) -> float | None:
+        """Model FLOP/s of a step over the peak of the mesh's devices; None when the peak is unknown."""
+        return mfu(self.flops, step_seconds, self.module.plan.mesh.size, self.peak)
+
+    @functools.cached_property
+    def flops(self) -> float:
+        """Model FLOPs of one step, recomputation not counted."""
+        return self.config.batch * self.config.seq * training_flops_per_token(self.module.model, self.config.seq)
+
+    @property
+    def peak(self) -> float | None:
+        """Peak FLOP/s of one device in the compute dtype, or None when unknown."""
+        return self.chip.peak(jnp.dtype(self.module.dtype).name) if self.chip else None
+
+
+def prepare(config: RunConfig) -> Run:
+    """Checks and builds a run; raises ValueError with the fix when something cannot work."""
+    console = Console(highlight=False)
+    mesh = _make_mesh(config)
+    chip = chip_for(jax.devices()[0].device_kind)
+    with console.status("Preparing the corpus"):
+        corpus = prepare_corpus(config.data, config.tokenizer, config.seed, config.vocabulary)
+    for warning in corpus.warnings:
+        console.print(f"[yellow]Corpus:[/] {warning}")
+    model = _with_vocabulary(config.model, corpus)
+    microbatch = config.batch // config.accumulate
+    plan = make_plan(config.parallel, model, mesh, microbatch, config.seq)
+    module = Transformer(model, plan, config.seq, _dtype(config.dtype), config.remat)
+    feed = Feed(Batches(corpus.train, config.seq, config.batch, config.seed), mesh, config.accumulate)
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    run = Run(config, corpus, module, optimizer, feed, chip, console)
+    _announce(run)
+    with console.status("Compiling the step"):
+        console.print(f"[bold]Memory[/] {run.memory}")
+    run.memory.check()
+    return run
+
+
+def abstract_state(module: Transformer, optimizer: optax.GradientTransformation):
+    """Shapes, dtypes and shardings of the training state; nothing is allocated."""
+    params = parameter_shapes(module)
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    state = {"step": step, "params": params, "optimizer": jax.eval_shape(optimizer.init, params)}
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        state,
+        state_shardings(module, optimizer),
+    )
+
+
+def _make_mesh(config: RunConfig):
+    wanted = None if config.mesh == "auto" else meshes.parse_mesh(config.mesh)
+    meshes.emulate_devices((wanted or EMULATED).devices)
+    devices = jax.device_count()
+    if wanted is None:
+        wanted = EMULATED if jax.devices()[0].platform == "cpu" else _tuned_shape(config, devices)
+    return meshes.make_mesh(meshes.fit_to_devices(wanted, devices))
+
+
+def _with_vocabulary(model: ModelConfig, corpus: Corpus) -> ModelConfig:
+    if model.vocabulary is None:
+        return dataclasses.replace(model, vocabulary=corpus.vocab_size)
+    if model.vocabulary < corpus.vocab_size:
+        raise ValueError(
+            f"model {model.name} knows {model.vocabulary} symbols and the tokenizer makes {corpus.vocab_size}. "
+            "Type model.vocabulary=null to take the tokenizer's, or choose another tokenizer=."
+        )
+    return model
+
+
+def _dtype(name: str):
+    if name == "auto":
+        name = "f32" if jax.devices()[0].platform == "cpu" else "bf16"
+    return {"f32": jnp.float32, "bf16": jnp.bfloat16}[name]
+
+
+def _announce(run: Run) -> None:
+    mesh, model, plan = run.module.plan.mesh, run.module.model, run.module.plan
+    device = jax.devices()[0]
+    kind = "emulated CPU devices" if device.platform == "cpu" else device.device_kind
+    shape = "x".join(str(n) for n in mesh.shape.values())
+    say = run.console.print
+    say(f"[bold]Model[/]  {model.name}: {count_parameters(model):,} parameters, {model.layers} layers")
+    say(f"[bold]Mesh[/]   {shape} (data x row x col): {mesh.size} {kind}")
+    say(f"[bold]Plan[/]   {describe(plan)}")
+    train, validation = run.corpus.train.num_tokens, run.corpus.validation.num_tokens
+    say(f"[bold]Data[/]   {run.config.data.source}: {train:,} training and {validation:,} validation tokens")
+
+
+def describe(plan: ModelPlan) -> str:
+    """One line: which layers run which algorithm, dataflow and slice count."""
+    parts, first = [], 0
+    for block, count in plan.groups:
+        halves = []
+        for name, pair in (("attention", block.attention), ("mlp", block.mlp)):
+            into, out = pair.into, pair.out
+            slices = f" S={into.slices},{out.slices}" if into.algorithm == "meshslice" else ""
+            halves.append(f"{name} {into.algorithm} {into.dataflow},{out.dataflow}{slices}")
+        layers = f"layer {first}" if count == 1 else f"layers {first}-{first + count - 1}"
+        parts.append(f"{layers}: {'; '.join(halves)}")
+        first += count
+    return " | ".join(parts)

@@ -1,0 +1,72 @@
+"""What a finished run leaves: a table, the loss curve as a picture, a sampled continuation, summary.json."""
+
+import json
+from pathlib import Path
+
+import jax
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from rich.markup import escape
+from rich.table import Table
+
+from mstrain.training.evaluate import Evaluator
+from mstrain.training.reporter import EVALUATIONS, METRICS, Reporter
+from mstrain.training.run import Run
+from mstrain.training.sample import sample
+from mstrain.training.step import State
+
+
+def summarise(run: Run, state: State, evaluator: Evaluator, reporter: Reporter, seconds: float) -> None:
+    """Prints and saves the results of a run that has reached its last step."""
+    continuation = sample(run, state["params"])
+    if jax.process_index() != 0:
+        return
+    directory, config = Path(run.config.run_dir), run.config
+    per_second = config.batch * config.seq * reporter.steps / reporter.seconds if reporter.steps else None
+    results = {
+        "steps": config.steps,
+        "validation_loss": evaluator.nats,
+        "bits_per_byte": evaluator.bits_per_byte,
+        "unigram_bits_per_byte": evaluator.unigram_bits_per_byte,
+        "tokens_per_second": per_second,
+        "training_seconds": seconds,
+        "mfu": run.mfu(reporter.seconds / reporter.steps) if reporter.steps else None,
+        "sample": continuation,
+    }
+    (directory / "summary.json").write_text(json.dumps(results, indent=2) + "\n")
+    plot_loss(directory, evaluator.unigram_nats)
+    table = Table("Result", "Value", title=f"{run.module.model.name}, {config.steps} steps", title_justify="left")
+    table.add_row("validation loss", f"{evaluator.nats:.4f} nats/token")
+    if evaluator.bits_per_byte is not None:
+        table.add_row("", f"{evaluator.bits_per_byte:.3f} bits/byte")
+        table.add_row("unigram model", f"{evaluator.unigram_bits_per_byte:.3f} bits/byte (the best without context)")
+    if per_second:
+        table.add_row("throughput", f"{per_second:,.0f} tokens/s")
+    table.add_row("training time", f"{seconds:,.0f} s")
+    table.add_row("loss curve", str(directory / "loss.png"))
+    run.console.print(table)
+    if continuation is not None:
+        run.console.print(f"[bold]Sample[/]\n{escape(continuation)}")
+
+
+def plot_loss(directory: Path, unigram: float) -> None:
+    """Draws training and validation loss from the run's own files into loss.png."""
+    train, evaluations = (_read(directory / name) for name in (METRICS, EVALUATIONS))
+    figure, axes = plt.subplots(figsize=(7, 4))
+    axes.plot([x["step"] for x in train], [x["loss"] for x in train], lw=0.8, label="training")
+    if evaluations:
+        points = [(x["step"], x["validation_loss"]) for x in evaluations]
+        axes.plot(*zip(*points, strict=True), "o-", label="validation")
+    axes.axhline(unigram, color="grey", ls=":", label="unigram model")
+    axes.set(xlabel="step", ylabel="nats per token", title="Loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(directory / "loss.png", dpi=120)
+    plt.close(figure)
+
+
+def _read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
