@@ -99,9 +99,7 @@ def communication_fraction(timeline: Timeline) -> float:
 
 
 def _seconds_where(timeline: Timeline, wanted) -> dict[int, float]:
-    """Seconds per device during which `wanted(num_compute, num_communication)` holds (arrays of active
-    counts).
-    """
+    """Seconds per device in which `wanted(compute, communication)` holds for the active counts."""
     device = np.tile(timeline.device, 2)
     time = np.concatenate([timeline.start, timeline.start + timeline.duration])
     delta = np.repeat([1, -1], timeline.num_events)

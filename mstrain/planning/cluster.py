@@ -23,9 +23,7 @@ GIGABIT = 1.25e8  # bytes
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator: peak rate in flop/s, memory bandwidth in bytes/s, memory in bytes, kernel launch in
-    seconds.
-    """
+    """One accelerator: flop/s, bytes/s to memory, bytes of memory, seconds per kernel launch."""
 
     flops: float
     memory_bandwidth: float
@@ -43,9 +41,7 @@ class Wire(NamedTuple):
 
 
 class Path(NamedTuple):
-    """The wires a message crosses (the network numbers them), the slowest one's bandwidth, and the time to
-    start.
-    """
+    """The numbers of the wires a message crosses, the slowest one's bandwidth, and its latency."""
 
     wires: tuple[int, ...]
     bandwidth: float
@@ -106,9 +102,7 @@ def _ring(network: Network, members: Sequence[int]) -> tuple[Ring, tuple[int, ..
 
 @dataclass(frozen=True)
 class Switch(Network):
-    """Every device behind one full-duplex port of `bandwidth`; wires 2d (out) and 2d + 1 (in) belong to
-    device d.
-    """
+    """One full-duplex port of `bandwidth` per device; wires 2d (out) and 2d + 1 (in) are device d's."""
 
     bandwidth: float
     latency: float = 0.0
@@ -234,9 +228,7 @@ class Cluster:
         return cls((device,) * num_devices, network)
 
     def ranks_alike(self, placement: Placement) -> bool:
-        """Whether one tensor rank of one data replica can stand for all: same links, same devices in each
-        stage.
-        """
+        """Whether one rank of one replica can stand for all: same links, same devices per stage."""
         degrees = placement.degrees
         replicas, ranks = np.divmod(np.arange(degrees.data * degrees.tensor), degrees.tensor)
 

@@ -33,9 +33,7 @@ ISOLATED = {
 
 
 def notebook_cluster(num_workers: int, rules: RuleSet) -> Cluster:
-    """The notebook's devices: 1e14 flop/s, 1.2e12 bytes/s, 200 Gbit/s between all (and a root if the rules
-    have one).
-    """
+    """The notebook's devices: 1e14 flop/s, 1.2e12 bytes/s, 200 Gbit/s; a root if the rules have one."""
     device = Device(flops=1e14, memory_bandwidth=1.2e12)
     return Cluster.homogeneous(num_workers + rules.root, device, Switch(200 * GIGABIT))
 

@@ -91,18 +91,14 @@ def simulate_mlp(
 
 
 def notebook_microbatches(batch: int, data: int, pipeline: int) -> list[int]:
-    """What DistIR's notebook tries: 1 without a pipeline, else powers of two up to a quarter of sqrt(batch /
-    data).
-    """
+    """DistIR's choice: 1 without a pipeline, else powers of two up to sqrt(batch / data) / 4."""
     return [1] if pipeline == 1 else [2**e for e in range(1, int(log2(batch / data) / 2))]
 
 
 def degrees_grid(
     world: int, batch: int, microbatches: Callable[[int, int, int], Sequence[int]] = notebook_microbatches
 ) -> Iterator[Degrees]:
-    """Every (data, tensor, pipeline) with product `world`, nested in that order, for each number of
-    microbatches.
-    """
+    """Every (data, tensor, pipeline) with product `world`, in that order, for all microbatch counts."""
     for data in (d for d in range(1, world + 1) if world % d == 0):
         for tensor in (h for h in range(1, world // data + 1) if world // data % h == 0):
             pipeline = world // data // tensor

@@ -105,9 +105,7 @@ def _waiting(offsets, lanes, in_offsets, in_items, out_items, num_ordered, num_v
 
 @numba.njit(cache=True)
 def _release(op, time, pending, ready, times, ops, size):
-    """One thing that `op` waits for is there at `time`; returns the size of the heap, with `op` if it is
-    ready.
-    """
+    """One thing `op` waits for is there at `time`; returns the size of the heap, `op` added if ready."""
     ready[op] = max(ready[op], time)
     pending[op] -= 1
     if pending[op]:

@@ -48,9 +48,7 @@ class MemoryUse:
 
 
 def memory_use(program: Program, allocate: np.ndarray, free: np.ndarray) -> MemoryUse:
-    """Live memory when operation i takes its outputs at `allocate[i]` and drops its inputs at `free[i]`
-    (seconds).
-    """
+    """Live memory if operation i takes its outputs at `allocate[i]` and drops its inputs at `free[i]`."""
     values = np.arange(len(program.value_bytes))
     reader = np.full(len(values), -1)
     reader[program.inputs.items] = program.inputs.owner()

@@ -26,9 +26,7 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Placement:
-    """Numbers the workers: `order` lists the axes from the outermost to the innermost, `first` is the first
-    number.
-    """
+    """Numbers the workers from `first` up; `order` lists the axes from outermost to innermost."""
 
     degrees: Degrees
     order: tuple[str, ...] = ("data", "tensor", "pipeline")

@@ -145,9 +145,7 @@ class ProgramBuilder:
         inputs: Sequence[int],
         outputs: Sequence[tuple[Sequence[int], int]] = (),
     ) -> tuple[int, ...]:
-        """Append an operation of `kind` on `devices`; `outputs` are (shape, device) pairs. Returns output
-        values.
-        """
+        """Append an operation; `outputs` are (shape, device) pairs. Returns the output values."""
         spec = OpSpec(kind, tuple(tuple(shape) for shape in shapes), self.element_bytes)
         results = tuple(self._value(shape, device, False) for shape, device in outputs)
         self._ops.append(

@@ -38,9 +38,7 @@ class Step:
     prologue: tuple[tuple[OpSpec, tuple[int, ...]], ...] = ()
 
     def representative(self, placement: Placement) -> Program:
-        """The program of rank 0 of replica 0: exact where all ranks are alike. Raises ValueError with a
-        prologue.
-        """
+        """The program of one rank, exact where all are alike. Raises ValueError with a prologue."""
         if self.prologue:
             raise ValueError("loading from a root device is not alike for all ranks; use expand()")
         return self._program(placement, 1, 1)

@@ -63,9 +63,7 @@ def gpipe(pipeline: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def one_f_one_b(pipeline: int, microbatches: int, chunks: int) -> Schedule:
-    """Textbook 1F1B (Narayanan et al., 2021): stage s holds at most min(microbatches, pipeline - s) in
-    flight.
-    """
+    """Textbook 1F1B (Narayanan et al., 2021): stage s holds min(microbatches, pipeline - s) in flight."""
     orders = []
     for stage in range(pipeline):
         warm_up = min(pipeline - stage - 1, microbatches)

@@ -84,13 +84,19 @@ def _events(
             seconds.extend(np.nan if value is None else value for value in duration)
         else:
             seconds.extend([duration] * len(held[-1]))
-    return action, Ragged.of(held), np.array(seconds)
+    lists = Ragged.of(held)
+    assert len(lists.items) == len(seconds), "an operation with a duration per member must keep all members"
+    return action, lists, np.array(seconds)
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What a simulated step does. Times in seconds, memory in bytes; see `Program` for operations and
-    devices.
+    """What a simulated step does, in seconds and bytes; see `Program` for operations and devices.
+
+    Attributes:
+      start, end: when each operation holds its lanes, shape (ops,); `lane_end`: when each lane is done.
+      action: number of each operation's (what, where) pair, shape (ops,).
+      held, action_seconds: the lanes that an action holds, and for how long (NaN: no event is recorded).
     """
 
     program: Program
@@ -127,9 +133,11 @@ class Simulation:
 
     @cached_property
     def _device_seconds_by_kind(self) -> tuple[float, float]:
-        """Device-seconds of computation and of communication."""
+        """Device-seconds of computation and of communication; a device that uses several links counts once."""
+        owner, device = self.held.owner(), np.array([lane.device for lane in self.lanes])[self.held.items]
+        once = np.unique(owner * (device.max(initial=0) + 1) + device, return_index=True)[1]
         per_action = np.bincount(
-            self.held.owner(), weights=np.nan_to_num(self.action_seconds), minlength=len(self.held.lengths)
+            owner[once], weights=np.nan_to_num(self.action_seconds[once]), minlength=len(self.held.lengths)
         )[self.action]
         communicates = np.array([spec.communicates for spec in self.program.specs])[self.program.spec]
         return float(per_action[~communicates].sum()), float(per_action[communicates].sum())
@@ -142,9 +150,7 @@ class Simulation:
 
     @property
     def idle_fraction(self) -> float:
-        """The part of the step in which a device computes nothing, on average: bubbles and exposed
-        communication.
-        """
+        """The part of the step in which a device computes nothing, on average: bubbles and waiting."""
         return 1.0 - self._device_seconds_by_kind[0] / (len(self.program.devices) * self.seconds)
 
     @cached_property

@@ -209,6 +209,19 @@ def test_plans_that_do_not_fit_say_what_to_change(mlp, degrees, rules, message):
         simulate_mlp(mlp, degrees, cluster_of(9), rules)
 
 
+def test_communication_counts_devices_not_links():
+    build, shape = ProgramBuilder(4), (2048, 2048)
+    values = [build.input(shape, device) for device in range(4)]
+    build.op("AllReduce", (shape,), range(4), values, [(shape, device) for device in range(4)])
+    build.op("MatMul", (shape, shape), (0,), (values[0], values[0]), [(shape, 0)])
+    for network in (Switch(25e9), Torus((4,), 12.5e9)):
+        result = simulate(build.build(), Cluster.homogeneous(4, CHIP, network))
+        ring, work = result.end[0], result.end[1]
+        assert ring == pytest.approx(1.5 * 4 * 2048**2 / 25e9)
+        assert result.communication_fraction == pytest.approx(4 * ring / (4 * ring + work))
+        assert result.idle_fraction == pytest.approx(1 - work / (4 * result.seconds))
+
+
 def test_simulated_timeline_names_units_and_work():
     result = simulate_mlp(Mlp.square(4, 256, 64), Degrees(pipeline=2, microbatches=2), cluster_of(2))
     timeline = result.timeline()
