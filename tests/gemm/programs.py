@@ -88,6 +88,16 @@ def _bytes(tensor) -> int:
     return math.prod(dims) * _WIDTHS[dtype]
 
 
+def dependencies(text: str) -> dict[str, set[str]]:
+    """{SSA name: every name its value depends on} of a program without nested functions."""
+    every = {}
+    for line in text.splitlines():
+        if match := re.match(r"\s*(%\w+)(?::\d+)? = (.*)$", line):
+            used = re.findall(r"%\w+", match[2])
+            every[match[1]] = set(used).union(*(every.get(name, ()) for name in used))
+    return every
+
+
 def collectives(ops: list[Operation]) -> list[Operation]:
     return [op for op in ops if op.kind != "dot_general"]
 
@@ -105,6 +115,11 @@ SHAPES = {"os": ((24, 48), (48, 96)), "ls": ((48, 24), (96, 24)), "rs": ((24, 48
 
 def flow(function, name: str, grid: Grid, slices=1) -> list[Operation]:
     """Operations of one GeMM: `function`, a flow of an algorithm, on float32 operands of `SHAPES[name]`."""
+    return operations(flow_text(function, name, grid, slices))
+
+
+def flow_text(function, name: str, grid: Grid, slices=1) -> str:
+    """StableHLO of the same."""
     spec = grid.weight_spec
     product = jax.shard_map(
         functools.partial(function, rows=grid.rows, cols=grid.cols, slices=slices),
@@ -114,7 +129,7 @@ def flow(function, name: str, grid: Grid, slices=1) -> list[Operation]:
         check_vma=False,
     )
     a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES[name])
-    return operations(jax.jit(product).lower(a, b).as_text())
+    return jax.jit(product).lower(a, b).as_text()
 
 
 def flow_of(algorithm: str, name: str, grid: Grid, slices=1) -> list[Operation]:

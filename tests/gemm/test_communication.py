@@ -6,10 +6,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mstrain.gemm import Plan, grid_of, linear
+from mstrain.gemm import Plan, grid_of, linear, meshslice
 from mstrain.gemm.local import NN, NT, TN, dot, gather, piece, scatter
 from tests.gemm.products import DIMS, QUICK, mesh_of, place, random_operands, step
-from tests.gemm.programs import collectives, flow, flow_of, groups_of, operations, shard_bytes
+from tests.gemm.programs import (
+    collectives,
+    dependencies,
+    flow,
+    flow_of,
+    flow_text,
+    groups_of,
+    operations,
+    shard_bytes,
+)
 
 FLOWS = ("os", "ls", "rs")
 # (kind, matrix, direction) of the two movements of a flow; MeshSlice paper, section 2.3.
@@ -175,6 +184,17 @@ def test_meshslice_issues_the_neighbouring_slices_first(name):
     scattered = {op.operands[0] for op in ops if op.kind == "reduce_scatter"}
     dots = {op.result for op in ops if op.kind == "dot_general"}
     assert scattered == (set() if name == "os" else dots)
+
+
+def test_output_stationary_gathers_wait_for_the_product_two_steps_back():
+    """Issue order binds no compiler; a barrier does, and bounds the memory to two gathered slices."""
+    slices = 4
+    text = flow_text(meshslice.os, "os", grid_of("meshslice", mesh_of("2x4")), slices)
+    needs = dependencies(text)
+    dots = [op for op in operations(text) if op.kind == "dot_general"]
+    for s, product in enumerate(dots):
+        for fetched in product.operands:
+            assert [dot.result in needs[fetched] for dot in dots] == [t <= s - 2 for t in range(slices)]
 
 
 def serial_os(a, b, rows, cols, slices):
