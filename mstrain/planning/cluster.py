@@ -7,6 +7,7 @@ travels, and what ring a group of devices forms. Bandwidths are bytes/s per dire
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -48,7 +49,7 @@ class Path(NamedTuple):
     latency: float
 
 
-class Network:
+class Network(ABC):
     """What all networks share.
 
     `latency` is seconds per hop, `launch` seconds to start a message or a collective. `both_ways`: rings send
@@ -58,11 +59,13 @@ class Network:
     both_ways = False
     launch = 0.0
 
+    @abstractmethod
     def wire(self, number: int) -> Wire:
-        raise NotImplementedError
+        """The wire called `number`."""
 
+    @abstractmethod
     def path(self, source: int, destination: int) -> Path:
-        raise NotImplementedError
+        """The way of a message from `source` to `destination`."""
 
     def alike(self, placement: Placement) -> bool:
         """Whether all tensor ranks and data replicas of a placed plan see the same links."""

@@ -133,7 +133,7 @@ class Simulation:
 
     @cached_property
     def _device_seconds_by_kind(self) -> tuple[float, float]:
-        """Device-seconds of computation and of communication; a device that uses several links counts once."""
+        """Device-seconds of computation and of communication; using several links counts once."""
         owner, device = self.held.owner(), np.array([lane.device for lane in self.lanes])[self.held.items]
         once = np.unique(owner * (device.max(initial=0) + 1) + device, return_index=True)[1]
         per_action = np.bincount(
@@ -150,7 +150,7 @@ class Simulation:
 
     @property
     def idle_fraction(self) -> float:
-        """The part of the step in which a device computes nothing, on average: bubbles and waiting."""
+        """The mean part of the step in which a device computes nothing: bubbles and waiting."""
         return 1.0 - self._device_seconds_by_kind[0] / (len(self.program.devices) * self.seconds)
 
     @cached_property

@@ -35,7 +35,7 @@ class Slots:
         return -len(self.single)
 
     def value(self, nbytes: int, stage: int, resident: bool = False, grows: bool = False) -> int:
-        """A value per microbatch; `resident`: an input; `grows`: that of microbatch m has m + 1 times `nbytes`."""
+        """A value per microbatch; `resident`: an input; `grows`: microbatch m has m + 1 times `nbytes`."""
         self.repeated.append((nbytes, stage, resident, grows))
         return len(self.repeated) - 1
 

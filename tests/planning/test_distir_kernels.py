@@ -1,4 +1,4 @@
-"""The simulator's two loops: causal, exclusive, work-conserving, and alike where every lane keeps its order."""
+"""The two loops: causal, exclusive, work-conserving, and alike where every lane keeps its order."""
 
 import numpy as np
 import pytest
