@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ class Device:
 
 
 class Wire(NamedTuple):
-    """One direction of one link; `device` is where it is drawn, `name` what it is called there."""
+    """One end of one direction of a link; `device` is where it is drawn, `name` what it is called there."""
 
     device: int
     name: str
@@ -154,23 +155,34 @@ class Torus(Network):
             and [size for size in sizes if size > 1] == [size for size in self.shape if size > 1]
         )
 
+    def _step(self, device: int, dim: int, positive: bool) -> int:
+        """The neighbour of `device` along `dim`."""
+        stride = prod(self.shape[dim + 1 :])
+        at = device // stride % self.shape[dim]
+        return device + ((at + (1 if positive else -1)) % self.shape[dim] - at) * stride
+
     def wire(self, number: int) -> Wire:
+        # Two numbers per link and direction: where it leaves a device, and where it arrives at the neighbour.
+        number, arrives = divmod(number, 2)
         device, which = divmod(number, 2 * len(self.shape))
-        return Wire(device, f"link dim {which // 2} {'+-'[which % 2]}", self.bandwidth)
+        dim, negative = divmod(which, 2)
+        if arrives:
+            neighbour = self._step(device, dim, not negative)
+            return Wire(neighbour, f"link dim {dim} {'-+'[negative]} in", self.bandwidth)
+        return Wire(device, f"link dim {dim} {'+-'[negative]} out", self.bandwidth)
 
     def path(self, source: int, destination: int) -> Path:
-        links, here, stride = [], source, 1
+        wires, here, hops = [], source, 0
         for dim in reversed(range(len(self.shape))):
-            size = self.shape[dim]
-            at, target = here // stride % size, destination // stride % size
+            size, stride = self.shape[dim], prod(self.shape[dim + 1 :])
+            at, target = source // stride % size, destination // stride % size
             forward = (target - at) % size
             positive = forward <= size - forward if self.wrap else target > at
             for _ in range(forward if positive else (at - target) % size):
-                links.append(2 * len(self.shape) * here + 2 * dim + (0 if positive else 1))
-                moved = (at + (1 if positive else -1)) % size
-                here, at = here + (moved - at) * stride, moved
-            stride *= size
-        return Path(tuple(links), self.bandwidth, self.launch + self.latency * len(links))
+                number = 2 * (2 * len(self.shape) * here + 2 * dim + (0 if positive else 1))
+                wires += [number, number + 1]
+                here, hops = self._step(here, dim, positive), hops + 1
+        return Path(tuple(wires), self.bandwidth, self.launch + self.latency * hops)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,8 +208,12 @@ class Pairs(Network):
         return cls(matrix, latency)
 
     def wire(self, number: int) -> Wire:
-        source, destination = divmod(number, len(self.bandwidths))
-        return Wire(source, f"link to {destination}", float(self.bandwidths[source, destination]))
+        pair, arrives = divmod(number, 2)
+        source, destination = divmod(pair, len(self.bandwidths))
+        bandwidth = float(self.bandwidths[source, destination])
+        if arrives:
+            return Wire(destination, f"link from {source}", bandwidth)
+        return Wire(source, f"link to {destination}", bandwidth)
 
     def path(self, source: int, destination: int) -> Path:
         bandwidth = float(self.bandwidths[source, destination])
@@ -206,7 +222,8 @@ class Pairs(Network):
                 f"devices {source} and {destination} must talk but have no link; "
                 f"add ({source}, {destination}, bytes_per_second) to the topology"
             )
-        return Path((source * len(self.bandwidths) + destination,), bandwidth, self.launch + self.latency)
+        number = 2 * (source * len(self.bandwidths) + destination)
+        return Path((number, number + 1), bandwidth, self.launch + self.latency)
 
     def mean_bandwidth(self, members: Sequence[int]) -> float:
         inside = self.bandwidths[np.ix_(members, members)][np.triu_indices(len(members), 1)]

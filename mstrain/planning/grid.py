@@ -12,6 +12,7 @@ from pathlib import Path
 from mstrain.planning.cluster import Cluster
 from mstrain.planning.mlp import Mlp, StepOptions
 from mstrain.planning.placement import Degrees, Placement
+from mstrain.planning.program import Program
 from mstrain.planning.replicas import Step
 from mstrain.planning.rules import RuleSet, rule_set
 from mstrain.planning.schedules import bubble_fraction, schedule
@@ -57,7 +58,7 @@ class Rejected:
     reason: str
 
 
-def place(step: Step, cluster: Cluster, rules: RuleSet, everything: bool = False):
+def place(step: Step, cluster: Cluster, rules: RuleSet, everything: bool = False) -> Program:
     """The program of `step` on the workers of `cluster`.
 
     One representative rank where all are alike; every device where they are not, or with `everything`.
@@ -73,6 +74,18 @@ def place(step: Step, cluster: Cluster, rules: RuleSet, everything: bool = False
     return step.expand(placement) if everything else step.representative(placement)
 
 
+def simulate_step(
+    step: Step, cluster: Cluster, rules: str | RuleSet = "corrected", everything: bool = False
+) -> Simulation:
+    """Simulate any step (`mlp_step`, `gpt_step`). Raises ValueError when the cluster is too small.
+
+    Where all ranks are alike (a switch; a torus with one dim per parallel axis) one of them stands for all,
+    whatever their number, unless `everything`.
+    """
+    rules = rule_set(rules)
+    return simulate(place(step, cluster, rules, everything), cluster, rules)
+
+
 def simulate_mlp(
     mlp: Mlp,
     degrees: Degrees,
@@ -81,13 +94,9 @@ def simulate_mlp(
     options: StepOptions = StepOptions(),
     everything: bool = False,
 ) -> Simulation:
-    """Simulate a training step of `mlp`. Raises ValueError, with the fix, for a plan that does not fit.
-
-    Where all ranks are alike (a switch; a torus with one dim per parallel axis) one of them stands for all,
-    whatever their number, unless `everything`.
-    """
+    """Simulate a training step of `mlp`. Raises ValueError, with the fix, for a plan that does not fit."""
     rules = rule_set(rules)
-    return simulate(place(mlp_step(mlp, degrees, rules, options), cluster, rules, everything), cluster, rules)
+    return simulate_step(mlp_step(mlp, degrees, rules, options), cluster, rules, everything)
 
 
 def notebook_microbatches(batch: int, data: int, pipeline: int) -> list[int]:

@@ -39,20 +39,23 @@ def test_torus_paths_arrive_by_the_shortest_way(shape, wrap, data):
     path = torus.path(source, destination)
     a, b = np.unravel_index(source, shape), np.unravel_index(destination, shape)
     apart = [abs(int(x) - int(y)) for x, y in zip(a, b)]
-    assert len(path.wires) == sum(min(gap, size - gap) if wrap else gap for gap, size in zip(apart, shape))
+    assert len(path.wires) == 2 * sum(
+        min(gap, size - gap) if wrap else gap for gap, size in zip(apart, shape)
+    )
     here = list(a)
-    for number in path.wires:
-        wire = torus.wire(number)
+    for leaving, arriving in zip(path.wires[::2], path.wires[1::2]):
+        wire, other = torus.wire(leaving), torus.wire(arriving)
         assert wire.device == np.ravel_multi_index(here, shape)
-        dim, sign = int(wire.name.split()[2]), wire.name[-1]
+        dim, sign = int(wire.name.split()[2]), wire.name.split()[3]
         here[dim] = (here[dim] + (1 if sign == "+" else -1)) % shape[dim]
+        assert other.device == np.ravel_multi_index(here, shape) and other.name.endswith("in")
     assert tuple(here) == tuple(b)
 
 
 def test_ring_around_a_torus_uses_both_directions_and_a_line_does_not():
     around = Torus((4, 4), 10 * GB)
     assert around.ring((0, 1, 2, 3)).link.bandwidth == 20 * GB
-    assert len(around.ring_wires((0, 1, 2, 3))) == 8
+    assert len(around.ring_wires((0, 1, 2, 3))) == 2 * 8
     assert Torus((4, 4), 10 * GB, wrap=False).ring((0, 1, 2, 3)).link.bandwidth == 10 * GB
     assert Torus((8,), 10 * GB).ring((0, 1, 2, 3)).link.bandwidth == 10 * GB
     # Every other device: both hops over each device's wires, still one ring each way.

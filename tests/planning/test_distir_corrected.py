@@ -222,6 +222,15 @@ def test_communication_counts_devices_not_links():
         assert result.idle_fraction == pytest.approx(1 - work / (4 * result.seconds))
 
 
+def test_a_message_shows_at_both_ends_on_every_network():
+    mlp, degrees = Mlp.square(4, 256, 64), Degrees(pipeline=2, microbatches=2)
+    for network in (Switch(1e8), Torus((2,), 1e8), Pairs(np.full((2, 2), 1e8))):
+        result = simulate_mlp(mlp, degrees, Cluster.homogeneous(2, CHIP, network))
+        exposed = exposed_communication(result.timeline())
+        # Links are so slow that whoever does not compute waits for a message, bar the start and the end.
+        assert min(exposed.values()) > 0.5 * result.seconds
+
+
 def test_simulated_timeline_names_units_and_work():
     result = simulate_mlp(Mlp.square(4, 256, 64), Degrees(pipeline=2, microbatches=2), cluster_of(2))
     timeline = result.timeline()

@@ -3,9 +3,9 @@
 import pytest
 
 from mstrain.planning.cluster import GIGABIT, Cluster, Device, Switch
-from mstrain.planning.placement import Degrees, Placement
+from mstrain.planning.grid import simulate_step
+from mstrain.planning.placement import Degrees
 from mstrain.planning.rules import DISTIR_NAMES
-from mstrain.planning.simulator import simulate
 from mstrain.planning.transform_gpt import GptStack, gpt_step
 
 
@@ -21,11 +21,9 @@ def test_gpt_like_inference(distir):
             Switch(given["bandwidth_gbps"] * GIGABIT),
         )
         step = gpt_step(GptStack(given["n_layer"], given["d_embd"], given["rows"]), degrees)
-        for program in (
-            step.expand(Placement(degrees, first=1)),
-            step.representative(Placement(degrees, first=1)),
-        ):
-            result = simulate(program, cluster, "head")
+        for everything in (False, True):
+            result = simulate_step(step, cluster, "head", everything)
+            program = result.program
             assert result.seconds == pytest.approx(wanted["latency_s"], rel=distir["tolerance_relative"])
             assert result.peak_bytes == wanted["peak_memory_bytes"]
             assert result.num_events == wanted["trace_events"] and program.num_ops == wanted["num_ops"]
@@ -48,3 +46,15 @@ def test_gpt_like_inference(distir):
 def test_impossible_cuts_say_what_to_change(degrees, message):
     with pytest.raises(ValueError, match=message):
         gpt_step(GptStack(2, 64, 64), degrees)
+
+
+def test_corrected_rules_run_the_same_stack_faster_on_faster_links():
+    degrees = Degrees(2, 2, 3, 4)
+    step = gpt_step(GptStack(5, 1024, 4096), degrees)
+    device = Device(1e14, 1e12)
+    slow, fast = (
+        simulate_step(step, Cluster.homogeneous(12, device, Switch(rate))).seconds for rate in (1e9, 1e11)
+    )
+    assert 0 < fast < slow
+    everything = simulate_step(step, Cluster.homogeneous(12, device, Switch(1e9)), everything=True)
+    assert everything.seconds == pytest.approx(slow, rel=1e-12)

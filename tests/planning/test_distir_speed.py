@@ -54,4 +54,4 @@ def test_65536_devices_take_less_than_ten_seconds_and_keep_only_one_rank_of_each
         result = simulate_mlp(mlp, degrees, cluster)
         assert result.peak_bytes > 0 and time.process_time() - begin < 10.0
         assert result.program.num_ops > 1e8 and len(result.program.spec) < 2e5
-        assert len(result.timeline().lanes) < 64 * 8
+        assert len(result.timeline().lanes) <= 64 * 13  # compute, and both ends of six links
