@@ -58,7 +58,8 @@ def test_files_of_the_notebook(notebook):
             assert len(list(csv.DictReader(file))) == len(json.loads((folder / f"{name}.json").read_text()))
     with open(folder / "grid_search.csv", newline="") as file:
         assert ",".join(next(csv.reader(file))).startswith(
-            "model_size,world_size,batch_size,dp_degree,hp_degree,pp_degree,num_microbatches,latency,throughput,"
+            "model_size,world_size,batch_size,dp_degree,hp_degree,"
+            "pp_degree,num_microbatches,latency,throughput,"
             "peak_memory"
         )
     with gzip.open(folder / "best_pipeline.json.gz", "rt") as file:
