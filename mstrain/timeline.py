@@ -140,6 +140,17 @@ def chrome_events(timeline: Timeline, rename: Mapping[str, str] | None = None) -
     ]
 
 
+def write_chrome_events(
+    timeline: Timeline, path: str | Path, rename: Mapping[str, str] | None = None
+) -> Path:
+    """Write `chrome_events` as a bare JSON array in microseconds, the file DistIR exports; return the path."""
+    events = chrome_events(timeline, rename)
+    Path(path).write_text(
+        json.dumps([{**event, "ts": 1e6 * event["ts"], "dur": 1e6 * event["dur"]} for event in events])
+    )
+    return Path(path)
+
+
 def _arguments(timeline: Timeline) -> list[dict]:
     rows = [{} for _ in range(timeline.num_events)]
     for key, column in timeline.args.items():

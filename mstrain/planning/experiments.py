@@ -17,10 +17,10 @@ from mstrain.planning.cluster import GIGABIT, Cluster, Device, Switch
 from mstrain.planning.grid import Rejected, Row, grid_search, make_row, place, simulate_mlp, write_table
 from mstrain.planning.mlp import Mlp, StepOptions
 from mstrain.planning.placement import Degrees
-from mstrain.planning.rules import RULES, RuleSet, rule_set
+from mstrain.planning.rules import DISTIR_NAMES, RULES, RuleSet, rule_set
 from mstrain.planning.simulator import simulate
 from mstrain.planning.transform_mlp import mlp_step
-from mstrain.timeline import write_perfetto
+from mstrain.timeline import write_chrome_events, write_perfetto
 
 MODEL = Mlp.square(64, 8192, 8192)
 WORLD = 16
@@ -156,6 +156,8 @@ def run_notebook(out_dir: str | Path, rules: str | RuleSet = "corrected", trials
     plots.plot_gantt(timeline, out / "best_pipeline.pdf")
     plots.plot_memory(timeline, out / "best_pipeline_memory.pdf")
     write_perfetto(timeline, out / "best_pipeline.json.gz")
+    if rules.root:
+        write_chrome_events(timeline, out / "best_pipeline_distir.json", DISTIR_NAMES)
     return {
         "rules": rules.name,
         "sequential": alone.throughput,
