@@ -143,7 +143,7 @@ def chrome_events(timeline: Timeline, rename: Mapping[str, str] | None = None) -
 def write_chrome_events(
     timeline: Timeline, path: str | Path, rename: Mapping[str, str] | None = None
 ) -> Path:
-    """Write `chrome_events` as a bare JSON array in microseconds, the file DistIR exports; return the path."""
+    """Write `chrome_events` as a bare JSON array in microseconds, as DistIR does; return the path."""
     events = chrome_events(timeline, rename)
     Path(path).write_text(
         json.dumps([{**event, "ts": 1e6 * event["ts"], "dur": 1e6 * event["dur"]} for event in events])

@@ -132,8 +132,9 @@ def _draw(out: Path, rows: list[Row], scaling: list[dict], series: dict[str, lis
 
 
 def run_notebook(out_dir: str | Path, rules: str | RuleSet = "corrected", trials: int = 5) -> dict:
-    """All experiments: CSV and JSON tables, the five plots, and pictures and a trace of the best pipelined
-    plan.
+    """All experiments: CSV and JSON tables, the five plots, pictures and a trace of the best pipelined plan.
+
+    DistIR's rule sets also write the trace as DistIR does (`best_pipeline_distir.json`).
 
     Returns a summary with throughputs in samples/s: `sequential`, `best` (the best row of the grid),
     `best_pipeline`, `plans`, `rejected` and the directory `out_dir`.

@@ -66,6 +66,14 @@ def test_files_of_the_notebook(notebook):
         assert {event["ph"] for event in json.load(file)["traceEvents"]} == {"M", "X", "C", "s", "f"}
 
 
+def test_trace_as_distir_writes_it(notebook):
+    events = json.loads((notebook[0] / "best_pipeline_distir.json").read_text())
+    assert {event["name"] for event in events} >= {"MatMul", "MPIAllreduce", "Send"}
+    assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(
+        1e6 * notebook[1]["best_pipeline"]["latency"]
+    )
+
+
 def test_head_and_corrected_rules_overturn_the_conclusion():
     def order(rules):
         rows, _ = experiments.grid(rules)
