@@ -35,7 +35,7 @@ def random_events(draw, one_ordered_lane: bool):
     )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(random_events(one_ordered_lane=False))
 def test_first_come_is_causal_exclusive_and_never_idles_needlessly(events):
     lanes, inputs, seconds, arguments = events
