@@ -7,7 +7,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # JAX reads it when its backends are made
 
 import jax  # noqa: E402
 
-jax.config.update("jax_num_cpu_devices", 16)
+from mstrain.mesh import emulate_devices  # noqa: E402
+
+emulate_devices(16)
 jax.config.update("jax_default_matmul_precision", "highest")
 
 

@@ -79,7 +79,7 @@ def accepts(plan, in_dim, out_dim):
 
 
 def needed_dims(plan):
-    """What a product needs and no more: whole shards, and whole slices of the dim that both directions share."""
+    """What a product needs and no more: whole shards, and whole slices of the dim both directions share."""
     rows, cols = plan.grid.num_rows, plan.grid.num_cols
     shared = math.lcm(rows, cols) * plan.slices
     return {"os": (shared, cols), "ls": (cols, shared), "rs": (rows, cols)}[plan.dataflow]
@@ -91,7 +91,7 @@ def smallest_dims(plan):
     return in_dim and (in_dim, next(n for n in range(1, LARGE) if accepts(plan, in_dim, n)))
 
 
-@pytest.mark.parametrize("mesh", ["1x4", "4x1", "2x4", "3x2", "4x4", "2x2x2", "2x8"])
+@pytest.mark.parametrize("mesh", ["4x1", "2x4", "3x2", "2x2x2"])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_what_check_accepts_can_be_multiplied(algorithm, mesh):
     """Down to single columns; shapes only, nothing is compiled."""

@@ -13,8 +13,8 @@ from mstrain.gemm import Plan, PlanPair, grid_of
 from mstrain.layers.attention import Attention, Heads, alibi_slopes, rotate_positions
 from mstrain.layers.attention_kernels import Scores, attend
 from mstrain.layers.dense import Inits
-from mstrain.layers.parameter import partition_specs, storages
 from tests.gemm.products import QUICK, mesh_of
+from tests.layers.random_parameters import random_parameters
 
 B, T, N, K, H = 2, 8, 6, 2, 4
 
@@ -139,14 +139,7 @@ def attention_step(variant, algorithm, mesh, dataflow="os", slices=1):
         )
         for _ in range(2)
     )
-    boxed = jax.eval_shape(lambda key: module.init(key, x, T, jnp.int32(T))["params"], jax.random.key(0))
-    rules, specs = storages(boxed), partition_specs(boxed)
-    canonical = jax.tree.map(
-        lambda rule: jnp.asarray(rng.standard_normal(rule.shape) * 0.3, "float32"), rules
-    )
-    params = jax.tree.map(
-        lambda rule, p, spec: jax.device_put(rule.store(p), grid.sharding(spec)), rules, canonical, specs
-    )
+    rules, _, params = random_parameters(lambda key: module.init(key, x, T, jnp.int32(T)), grid.mesh, 0.3)
 
     def program(params, x, g):
         y, backward = jax.vjp(lambda p, x: module.apply({"params": p}, x, T, jnp.int32(T)), params, x)

@@ -1,7 +1,6 @@
 """The feed-forward half on a mesh, in every dataflow, against its formula."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -9,8 +8,8 @@ from flax import linen as nn
 from mstrain.gemm import Plan, PlanPair, grid_of
 from mstrain.layers.dense import Inits
 from mstrain.layers.mlp import ACTIVATIONS, Mlp
-from mstrain.layers.parameter import partition_specs, storages
 from tests.gemm.products import QUICK, mesh_of
+from tests.layers.random_parameters import random_parameters
 
 TOKENS, WIDTH, HIDDEN = 24, 24, 48
 
@@ -53,12 +52,7 @@ def test_mlp_equals_its_formula(mesh, algorithm, into, out, activation, gated):
         )
         for _ in range(2)
     )
-    boxed = jax.eval_shape(lambda key: module.init(key, x)["params"], jax.random.key(0))
-    rules, specs = storages(boxed), partition_specs(boxed)
-    canonical = jax.tree.map(lambda rule: jnp.asarray(rng.standard_normal(rule.shape, np.float32)), rules)
-    stored = jax.tree.map(
-        lambda rule, p, s: jax.device_put(rule.store(p), pair.grid.sharding(s)), rules, canonical, specs
-    )
+    rules, canonical, stored = random_parameters(lambda key: module.init(key, x), pair.grid.mesh)
 
     def program(params, x, g):
         y, backward = jax.vjp(lambda p, x: module.apply({"params": p}, x), params, x)
