@@ -5,9 +5,12 @@ from mstrain.config import run_command
 
 def main(arguments: list[str]) -> int:
     if arguments == ["model=list"]:
-        from mstrain.models.zoo import print_zoo
+        from rich.console import Console
 
-        return print_zoo()
+        from mstrain.models.zoo import zoo_table
+
+        Console().print(zoo_table())
+        return 0
     from mstrain.config import load_config
     from mstrain.training.run import prepare
 

@@ -6,6 +6,7 @@ device is checked at construction, and each message ends with what to type inste
 
 import dataclasses
 import difflib
+import itertools
 import re
 import sys
 import types
@@ -19,8 +20,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mstrain.data import DataConfig
+from mstrain.mesh import parse_mesh
 from mstrain.models.config import ModelConfig
-from mstrain.models.plan import ParallelConfig, layer_algorithms
+from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
 from mstrain.models.transformer import REMAT
 from mstrain.training.optimizer import OptimizerConfig
 
@@ -118,7 +120,13 @@ class RunConfig:
         _at_least("", self, batch=1, seq=1, steps=1, seed=0, accumulate=1, log_every=1)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("remat", self.remat, REMAT)
-        layer_algorithms(self.parallel, self.model.layers)
+        if self.mesh != "auto":
+            parse_mesh(self.mesh)
+        if self.parallel.slices != "auto":
+            parse_slices(self.parallel.slices)
+        check_effect(self.parallel, set(itertools.chain(*layer_algorithms(self.parallel, self.model.layers))))
+        if not self.run_dir.strip():
+            raise ValueError("run_dir is empty. Type run_dir=runs/default, or the name of another folder.")
         if self.batch % self.accumulate:
             near = [a for a in range(1, self.batch + 1) if self.batch % a == 0]
             raise ValueError(
@@ -148,7 +156,8 @@ def load_config(arguments: list[str]) -> RunConfig:
         values = OmegaConf.to_container(composed, resolve=True)
     except (hydra.errors.HydraException, OmegaConfBaseException) as error:
         raise ValueError(f"Cannot read the command line: {str(error).splitlines()[0]}") from None
-    return build(RunConfig, values)
+    config = build(RunConfig, values)
+    return dataclasses.replace(config, optimizer=config.optimizer.for_width(config.model.width))
 
 
 def build(kind: type, values: dict, path: str = "") -> Any:
@@ -182,7 +191,7 @@ def choices(group: str) -> list[str]:
 
 def _check_keys(arguments: list[str]) -> None:
     """Unknown keys and group members, with suggestions that Hydra would not make."""
-    keys = known_keys()
+    keys, given = known_keys(), set()
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
@@ -191,6 +200,9 @@ def _check_keys(arguments: list[str]) -> None:
             near = difflib.get_close_matches(key, keys, 1)
             hint = f"Did you mean {near[0]}?" if near else f"Known keys: {', '.join(keys)}."
             raise ValueError(f"There is no key {key!r}. {hint}")
+        if key in given:
+            raise ValueError(f"{key} is given twice. Type it once.")
+        given.add(key)
         if key in GROUPS:
             _one_of(key, value, choices(key))
 

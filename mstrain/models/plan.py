@@ -1,6 +1,6 @@
-"""From what a person asked of the parallelism to a plan for every product of a model.
+"""From what a person asked of the parallelism (`ParallelConfig`) to a plan for every product of a model (`ModelPlan`).
 
-`ParallelConfig` is what the person wrote, `ModelPlan` what the model obeys. `make_plan` checks everything that needs no
+ `make_plan` checks everything that needs no
 device time: spelling, divisibility, legal slice counts, options without effect.
 """
 
@@ -13,34 +13,15 @@ import re
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from mstrain.gemm import DATAFLOWS, Grid, Plan, PlanPair, check_algorithm, grid_of, legal_slices
-from mstrain.gemm.plan import CHOOSES_DATAFLOW, ONE_DIMENSIONAL
+from mstrain.gemm import Grid, Plan, PlanPair, grid_of, legal_slices
+from mstrain.gemm.plan import ONE_DIMENSIONAL
+from mstrain.hardware import Chip
 from mstrain.mesh import AXES
+from mstrain.models.auto import tune_products
 from mstrain.models.config import ModelConfig
+from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
 
-HALVES = ("attention", "mlp")
-SLICES_WITHOUT_TUNING = (4, 3, 2, 1)  # auto takes the first legal one when no chip is known to tune for
-
-
-@dataclasses.dataclass(frozen=True)
-class ParallelConfig:
-    """Which algorithm computes which products.
-
-    Attributes:
-      algorithm: of every layer.
-      attention, mlp: of that half of every block, instead.
-      layers: exceptions, separated by spaces, each `LAYERS:ALGO` or `LAYERS:attention:ALGO` or `LAYERS:mlp:ALGO` where
-        LAYERS is a layer (`3`) or an inclusive range (`0-5`, `6-`); later ones win.
-      slices: MeshSlice's slice count, or `auto`.
-      dataflow: `os`, `ls`, `rs` for every product, or `auto`: the largest of input, weight and output stays.
-    """
-
-    algorithm: str = "meshslice"
-    attention: str | None = None
-    mlp: str | None = None
-    layers: str | None = None
-    slices: str = "auto"
-    dataflow: str = "auto"
+SLICES_WITHOUT_TUNING = 4  # auto takes the largest legal count up to this when there is no chip to tune for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +62,15 @@ class ModelPlan:
         return -vocabulary % unit
 
 
-def make_plan(parallel: ParallelConfig, model: ModelConfig, mesh: Mesh, microbatch: int, seq: int) -> ModelPlan:
+def make_plan(
+    parallel: ParallelConfig, model: ModelConfig, mesh: Mesh, microbatch: int, seq: int, chip: Chip | None = None
+) -> ModelPlan:
     """Plans every product of `model` on `mesh`.
 
     Args:
       microbatch: sequences that go through the model at once, whole job.
       seq: tokens per sequence.
+      chip: what MeshSlice's automatic dataflows and slice counts are tuned for; None takes the paper's rule and few slices.
 
     Raises:
       ValueError: what is wrong and what to type instead.
@@ -97,9 +81,9 @@ def make_plan(parallel: ParallelConfig, model: ModelConfig, mesh: Mesh, microbat
             f"A microbatch of {microbatch} sequences does not divide over {data} data-parallel copies. "
             f"Type batch={math.ceil(microbatch / data) * data} (times accumulate=)."
         )
-    planner = _Planner(parallel, model, mesh, microbatch // data, seq)
+    planner = _Planner(parallel, model, mesh, microbatch // data, seq, chip)
     algorithms = layer_algorithms(parallel, model.layers)
-    _check_effect(parallel, set(itertools.chain(*algorithms)))
+    check_effect(parallel, set(itertools.chain(*algorithms)))
     blocks = [planner.block(*names) for names in algorithms]
     groups = tuple((plan, len(list(equal))) for plan, equal in itertools.groupby(blocks))
     return ModelPlan(groups, planner.head(parallel.algorithm))
@@ -117,44 +101,6 @@ def canonical_plan(model: ModelConfig) -> ModelPlan:
     return dataclasses.replace(make_plan(ParallelConfig("gspmd"), model, mesh, 1, 1), padded=False)
 
 
-def layer_algorithms(parallel: ParallelConfig, layers: int) -> list[tuple[str, str]]:
-    """(attention, mlp) algorithm of every layer; raises ValueError on a spelling it cannot read."""
-    everywhere = [check_algorithm(half or parallel.algorithm) for half in (parallel.attention, parallel.mlp)]
-    names = [list(everywhere) for _ in range(layers)]
-    for rule in (parallel.layers or "").split():
-        match = re.fullmatch(r"(\d{1,6})(?:(-)(\d{1,6})?)?:(?:(attention|mlp):)?([A-Za-z_]\w*)", rule)
-        if not match:
-            raise ValueError(
-                f"parallel.layers: cannot read {rule!r}. Write LAYERS:ALGO or LAYERS:mlp:ALGO separated by "
-                'spaces, such as parallel.layers="0-3:megatron 4-:mlp:fsdp".'
-            )
-        first, dash, last, half, algorithm = match.groups()
-        first = int(first)
-        last = int(last) if last else (layers - 1 if dash else first)
-        if not first <= last < layers:
-            raise ValueError(f"parallel.layers: {rule!r} names layers outside 0-{layers - 1} of this model.")
-        for layer in range(first, last + 1):
-            for i, name in enumerate(HALVES):
-                if half in (None, name):
-                    names[layer][i] = check_algorithm(algorithm)
-    return [tuple(pair) for pair in names]
-
-
-def _check_effect(parallel: ParallelConfig, used: set[str]) -> None:
-    """An option that would change nothing is an error."""
-    if parallel.slices != "auto" and "meshslice" not in used:
-        raise ValueError(
-            f"parallel.slices={parallel.slices} has no effect: no layer uses meshslice. Drop it, or type parallel=meshslice."
-        )
-    if parallel.dataflow not in ("auto", *DATAFLOWS):
-        raise ValueError(f"parallel.dataflow={parallel.dataflow!r} is unknown. Choose auto, os, ls or rs.")
-    if parallel.dataflow != "auto" and not used & CHOOSES_DATAFLOW:
-        raise ValueError(
-            f"parallel.dataflow={parallel.dataflow} has no effect on {', '.join(sorted(used))}. Drop it, or choose one of "
-            f"{', '.join(sorted(CHOOSES_DATAFLOW))}."
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class _Planner:
     parallel: ParallelConfig
@@ -162,6 +108,13 @@ class _Planner:
     mesh: Mesh
     sequences: int  # of one data-parallel copy
     seq: int
+    chip: Chip | None
+
+    @functools.cached_property
+    def tuned(self):
+        """The tuner's choices for MeshSlice by product, empty without a chip to tune for."""
+        shape = (self.mesh.shape["row"], self.mesh.shape["col"])
+        return tune_products(self.model, self.parallel, shape, self.sequences * self.seq, self.chip)
 
     def block(self, attention: str, mlp: str) -> BlockPlan:
         m = self.model
@@ -176,7 +129,7 @@ class _Planner:
     def head(self, algorithm: str) -> Plan:
         """The output projection: largest of its three matrices is the logits, which stay; tokens keep their order."""
         grid = grid_of(algorithm, self.mesh)
-        swap = ONE_DIMENSIONAL.get(algorithm) == "rs" or self._flow(algorithm, 1, 1) == "rs"
+        swap = ONE_DIMENSIONAL.get(algorithm) == "rs" or self._flow(algorithm, 1, 1, "attention in") == "rs"
         plan = Plan(algorithm, "rs" if swap else "os", grid)
         vocabulary = self.model.vocabulary or 1
         padded = vocabulary + ModelPlan((), plan).vocabulary_padding(vocabulary)
@@ -187,7 +140,8 @@ class _Planner:
 
     def _pair(self, algorithm: str, half: str, segments: tuple[int, ...], inside: int) -> PlanPair:
         grid, width, total = grid_of(algorithm, self.mesh), self.model.width, sum(segments)
-        into, out = self._flow(algorithm, width, total), self._flow(algorithm, inside, width)
+        into = self._flow(algorithm, width, total, f"{half} in")
+        out = self._flow(algorithm, inside, width, f"{half} out")
         into_plan = Plan(algorithm, into, grid)
         out_plan = Plan(algorithm, out, grid.swapped if out == "rs" else grid)
         for segment in segments:
@@ -203,13 +157,15 @@ class _Planner:
         self._check_sequences(pair, half)
         return pair
 
-    def _flow(self, algorithm: str, in_dim: int, out_dim: int) -> str:
+    def _flow(self, algorithm: str, in_dim: int, out_dim: int, what: str) -> str:
         if algorithm in ONE_DIMENSIONAL:
             return ONE_DIMENSIONAL[algorithm]
         if algorithm == "gspmd":
             return "os"
         if self.parallel.dataflow != "auto":
             return self.parallel.dataflow
+        if algorithm == "meshslice" and what in self.tuned:
+            return self.tuned[what].dataflow
         return "os" if out_dim > in_dim else "ls"
 
     def _sliced(self, plan: Plan, in_dim: int, out_dim: int, what: str) -> Plan:
@@ -218,7 +174,8 @@ class _Planner:
                 legal = legal_slices(
                     plan.dataflow, in_dim, out_dim, self.sequences, plan.grid.num_rows, plan.grid.num_cols
                 )
-                slices = next(s for s in SLICES_WITHOUT_TUNING if s in legal)
+                wanted = self.tuned[what].slices if what in self.tuned else SLICES_WITHOUT_TUNING
+                slices = max(s for s in legal if s <= wanted)
             else:
                 slices = parse_slices(self.parallel.slices)
             plan = dataclasses.replace(plan, slices=slices)
@@ -248,9 +205,3 @@ class _Planner:
                 f"{self.sequences} x {self.seq} tokens do not divide over {max(residual, inside)} devices. "
                 "Choose another batch= or seq=."
             )
-
-
-def parse_slices(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d{0,5}", str(text)):
-        raise ValueError(f"parallel.slices={text!r} is no slice count. Type a whole number such as 4, or auto.")
-    return int(text)

@@ -17,6 +17,7 @@ from mstrain.config import RunConfig
 from mstrain.data import Batches, Corpus
 from mstrain.data import prepare as prepare_corpus
 from mstrain.hardware import Chip, chip_for, compiler_options, mfu
+from mstrain.models.auto import rank_meshes
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.parameters import parameter_shapes
@@ -76,16 +77,15 @@ class Run:
 
 def prepare(config: RunConfig) -> Run:
     """Checks and builds a run; raises ValueError with the fix when something cannot work."""
-    console = Console(highlight=False)
-    mesh = _make_mesh(config)
-    chip = chip_for(jax.devices()[0].device_kind)
+    console = Console(highlight=False, soft_wrap=True)
+    chip = _start_devices(config)
     with console.status("Preparing the corpus"):
         corpus = prepare_corpus(config.data, config.tokenizer, config.seed, config.vocabulary)
     for warning in corpus.warnings:
         console.print(f"[yellow]Corpus:[/] {warning}")
     model = _with_vocabulary(config.model, corpus)
-    microbatch = config.batch // config.accumulate
-    plan = make_plan(config.parallel, model, mesh, microbatch, config.seq)
+    plan = _choose_plan(config, model, chip, console)
+    mesh = plan.mesh
     module = Transformer(model, plan, config.seq, _dtype(config.dtype), config.remat)
     feed = Feed(Batches(corpus.train, config.seq, config.batch, config.seed), mesh, config.accumulate)
     optimizer = make_optimizer(config.optimizer, config.steps)
@@ -109,13 +109,38 @@ def abstract_state(module: Transformer, optimizer: optax.GradientTransformation)
     )
 
 
-def _make_mesh(config: RunConfig):
-    wanted = None if config.mesh == "auto" else meshes.parse_mesh(config.mesh)
-    meshes.emulate_devices((wanted or EMULATED).devices)
-    devices = jax.device_count()
-    if wanted is None:
-        wanted = EMULATED if jax.devices()[0].platform == "cpu" else _tuned_shape(config, devices)
-    return meshes.make_mesh(meshes.fit_to_devices(wanted, devices))
+def _start_devices(config: RunConfig) -> Chip | None:
+    """Emulates a mesh where there is only a CPU; returns the chip, None when it is not in the table."""
+    wanted = EMULATED if config.mesh == "auto" else meshes.parse_mesh(config.mesh)
+    meshes.emulate_devices(wanted.devices)
+    return chip_for(jax.devices()[0].device_kind)
+
+
+def _choose_plan(config: RunConfig, model: ModelConfig, chip: Chip | None, console: Console) -> ModelPlan:
+    """The plan on the mesh that was asked for, or on the best mesh by the tuner's cost model."""
+    microbatch, devices = config.batch // config.accumulate, jax.device_count()
+
+    def plan_on(shape: meshes.MeshShape) -> ModelPlan:
+        return make_plan(config.parallel, model, meshes.make_mesh(shape), microbatch, config.seq, chip)
+
+    if config.mesh != "auto":
+        return plan_on(meshes.fit_to_devices(meshes.parse_mesh(config.mesh), devices))
+    if devices == 1 or jax.devices()[0].platform == "cpu":
+        return plan_on(meshes.fit_to_devices(EMULATED if devices > 1 else meshes.MeshShape(1, 1, 1), devices))
+    if chip is None:
+        raise ValueError(f"mesh=auto does not know the {jax.devices()[0].device_kind}. Type mesh=ROWSxCOLUMNS.")
+    refusals = []
+    for candidate in rank_meshes(model, count_parameters(model), microbatch * config.seq, devices, chip):
+        try:
+            plan = plan_on(meshes.MeshShape(*candidate.shape))
+        except ValueError as error:
+            refusals.append(error)
+            continue
+        console.print(f"[bold]Auto[/]   mesh {meshes.MeshShape(*candidate.shape)}, by the tuner's cost model")
+        return plan
+    raise refusals[0] if refusals else ValueError(
+        f"mesh=auto finds no mesh of {devices} devices that holds {model.name}. Choose a smaller model=, or more devices."
+    )
 
 
 def _with_vocabulary(model: ModelConfig, corpus: Corpus) -> ModelConfig:

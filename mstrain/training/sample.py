@@ -53,7 +53,7 @@ def _smallest(run: Run) -> tuple[Transformer, int]:
     module, microbatch = run.module, run.config.batch // run.config.accumulate
     for sequences in range(1, microbatch):
         try:
-            plan = make_plan(run.config.parallel, module.model, module.plan.mesh, sequences, module.seq)
+            plan = make_plan(run.config.parallel, module.model, module.plan.mesh, sequences, module.seq, run.chip)
         except ValueError:  # does not divide over the mesh
             continue
         if plan == module.plan:

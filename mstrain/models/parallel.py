@@ -1,0 +1,74 @@
+"""What a person asks of the parallelism: an algorithm for every layer and half of it, slice count, dataflow."""
+
+import dataclasses
+import re
+
+from mstrain.gemm import DATAFLOWS, check_algorithm
+from mstrain.gemm.plan import CHOOSES_DATAFLOW
+
+HALVES = ("attention", "mlp")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelConfig:
+    """Which algorithm computes which products.
+
+    Attributes:
+      algorithm: of every layer.
+      attention, mlp: of that half of every block, instead.
+      layers: exceptions, separated by spaces, each `LAYERS:ALGO` or `LAYERS:attention:ALGO` or `LAYERS:mlp:ALGO` where
+        LAYERS is a layer (`3`) or an inclusive range (`0-5`, `6-`); later ones win.
+      slices: MeshSlice's slice count, or `auto`.
+      dataflow: `os`, `ls`, `rs` for every product, or `auto`: the largest of input, weight and output stays.
+    """
+
+    algorithm: str = "meshslice"
+    attention: str | None = None
+    mlp: str | None = None
+    layers: str | None = None
+    slices: str = "auto"
+    dataflow: str = "auto"
+
+
+def layer_algorithms(parallel: ParallelConfig, layers: int) -> list[tuple[str, str]]:
+    """(attention, mlp) algorithm of every layer; raises ValueError on a spelling it cannot read."""
+    everywhere = [check_algorithm(half or parallel.algorithm) for half in (parallel.attention, parallel.mlp)]
+    names = [list(everywhere) for _ in range(layers)]
+    for rule in (parallel.layers or "").split():
+        match = re.fullmatch(r"(\d{1,6})(?:(-)(\d{1,6})?)?:(?:(attention|mlp):)?([A-Za-z_]\w*)", rule)
+        if not match:
+            raise ValueError(
+                f"parallel.layers: cannot read {rule!r}. Write LAYERS:ALGO or LAYERS:mlp:ALGO separated by "
+                'spaces, such as parallel.layers="0-3:megatron 4-:mlp:fsdp".'
+            )
+        first, dash, last, half, algorithm = match.groups()
+        first = int(first)
+        last = int(last) if last else (layers - 1 if dash else first)
+        if not first <= last < layers:
+            raise ValueError(f"parallel.layers: {rule!r} names layers outside 0-{layers - 1} of this model.")
+        for layer in range(first, last + 1):
+            for i, name in enumerate(HALVES):
+                if half in (None, name):
+                    names[layer][i] = check_algorithm(algorithm)
+    return [tuple(pair) for pair in names]
+
+
+def check_effect(parallel: ParallelConfig, used: set[str]) -> None:
+    """An option that would change nothing is an error."""
+    if parallel.slices != "auto" and "meshslice" not in used:
+        raise ValueError(
+            f"parallel.slices={parallel.slices} has no effect: no layer uses meshslice. Drop it, or type parallel=meshslice."
+        )
+    if parallel.dataflow not in ("auto", *DATAFLOWS):
+        raise ValueError(f"parallel.dataflow={parallel.dataflow!r} is unknown. Choose auto, os, ls or rs.")
+    if parallel.dataflow != "auto" and not used & CHOOSES_DATAFLOW:
+        raise ValueError(
+            f"parallel.dataflow={parallel.dataflow} has no effect on {', '.join(sorted(used))}. Drop it, or choose one of "
+            f"{', '.join(sorted(CHOOSES_DATAFLOW))}."
+        )
+
+
+def parse_slices(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,5}", str(text)):
+        raise ValueError(f"parallel.slices={text!r} is no slice count. Type a whole number such as 4, or auto.")
+    return int(text)
