@@ -4,9 +4,15 @@ MeshSlice paper, section 3.1 and Algorithm 2. Slices are contiguous here, which 
 dim of a weight is stored slice-major (`mstrain.gemm.storage`): slice s gathered over the rows and slice s gathered
 over the columns then hold the same features in the same order.
 
-The loops are unrolled, as a collective inside a loop body cannot overlap with the next iteration's product. In the
-output-stationary flow a barrier per step keeps the gathers one step ahead and not more, which bounds the memory to
-two slices; without it the compiler hoists every gather to the front.
+The loops are unrolled, as a collective inside a loop body cannot overlap with the next iteration's product. What else
+the form owes to the compilers (read from schedules for v4 to tpu7x, `mstrain.compiler`):
+
+* Output-stationary: a barrier per step keeps the gathers one step ahead and not more, which bounds the memory to two
+  slices; without it every gather is hoisted to the front. The barrier holds slices and not whole operands, whose
+  layout would otherwise be changed once per step.
+* Scattered outputs are scattered along their first dim. Along the last one the whole product changes its layout (v5p,
+  v6e) or is summed everywhere and cut (v4, tpu7x), which moves twice the bytes.
+* They are written into one buffer slice by slice; joining all of them at the end delays the last scatters.
 """
 
 import jax.numpy as jnp
@@ -20,9 +26,11 @@ def os(a, b, rows, cols, slices):
     """Y = A B, accumulated over the slices of the contracted dim in float32."""
     if slices == 1:
         return collective.os(a, b, rows, cols)
+    pieces = [(piece(a, 1, s, slices), piece(b, 0, s, slices)) for s in range(slices)]
 
     def fetch(s):
-        return gather(piece(a, 1, s, slices), cols, 1), gather(piece(b, 0, s, slices), rows, 0)
+        a_s, b_s = pieces[s]
+        return gather(a_s, cols, 1), gather(b_s, rows, 0)
 
     ready, y = fetch(0), None
     for s in range(slices):
@@ -30,31 +38,35 @@ def os(a, b, rows, cols, slices):
         product = dot(*ready, NN, jnp.float32)
         y = product if y is None else y + product
         if s + 2 < slices:  # the gathers of step s + 2 wait for the product of step s
-            y, a, b = lax.optimization_barrier((y, a, b))
+            y, pieces[s + 2] = lax.optimization_barrier((y, pieces[s + 2]))
         ready = coming
     return y.astype(a.dtype)
 
 
 def ls(a, b, rows, cols, slices):
     """Y = A B^T: gather slice s + 1 of B | multiply slice s | scatter slice s - 1 of Y."""
-    slices_of_y = _pipeline(
+    if slices == 1:
+        return collective.ls(a, b, rows, cols)
+    transposed_slices_of_y = _pipeline(
         slices,
         fetch=lambda s: gather(piece(b, 0, s, slices), rows, 0),
-        multiply=lambda b_s: dot(a, b_s, NT),
-        send=lambda y_s: scatter(y_s, cols, 1),
+        multiply=lambda b_s: dot(b_s, a, NT),
+        send=lambda y_s: scatter(y_s, cols, 0),
     )
-    return jnp.concatenate(slices_of_y, axis=1) if slices > 1 else slices_of_y[0]
+    return _stack(transposed_slices_of_y).T
 
 
 def rs(a, b, rows, cols, slices):
     """Y = A^T B: gather slice s + 1 of A | multiply slice s | scatter slice s - 1 of Y."""
+    if slices == 1:
+        return collective.rs(a, b, rows, cols)
     slices_of_y = _pipeline(
         slices,
         fetch=lambda s: gather(piece(a, 1, s, slices), cols, 1),
         multiply=lambda a_s: dot(a_s, b, TN),
         send=lambda y_s: scatter(y_s, rows, 0),
     )
-    return jnp.concatenate(slices_of_y, axis=0) if slices > 1 else slices_of_y[0]
+    return _stack(slices_of_y)
 
 
 def _pipeline(slices, fetch, multiply, send):
@@ -67,3 +79,12 @@ def _pipeline(slices, fetch, multiply, send):
         product = multiply(ready)
         ready = coming
     return [*sent, send(product)]
+
+
+def _stack(pieces):
+    """The pieces below each other, each written as soon as it is there."""
+    height, width = pieces[0].shape
+    y = lax.empty((len(pieces) * height, width), pieces[0].dtype)
+    for s, y_s in enumerate(pieces):
+        y = lax.dynamic_update_slice(y, y_s, (s * height, 0))
+    return y
