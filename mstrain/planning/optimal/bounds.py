@@ -1,0 +1,46 @@
+"""An exact relaxation of the rest of a pipeline, by dynamic programming; it bounds the search from below.
+
+For every number of leading layers and every combination of devices left: the least sum of stage times,
+when only stages are allowed that respect a limit on their own time and on their end-of-iteration time.
+"""
+
+import numba
+import numpy as np
+
+
+@numba.njit(cache=True)
+def least_totals(stage_ms, end_ms, possible, limits, group_of, offsets, fits, contains):
+    """Least sum of stage times of the first l layers on the devices of state s: (L + 1, S), or infinity.
+
+    `stage_ms`, `end_ms` and `possible` are (L + 1, L + 1, C), of each choice for layers [begin, end);
+    `limits` are the most they may take. `group_of` (C,) is the device group of a choice, `offsets` (G,)
+    how far the state index falls when a group's devices are taken, `fits` (S, G) whether a state has
+    them, and `contains` (G, G) whether the first group has the devices of the second.
+    """
+    groups, layers, states = len(offsets), len(stage_ms) - 1, fits.shape[0]
+    total = np.full((layers + 1, states), np.inf)
+    total[0] = 0.0
+    for end in range(1, layers + 1):
+        for begin in range(end):
+            best = np.full(groups, np.inf)
+            for choice in range(len(group_of)):
+                ms = stage_ms[begin, end, choice]
+                if (
+                    possible[begin, end, choice]
+                    and ms <= limits[0]
+                    and end_ms[begin, end, choice] <= limits[1]
+                ):
+                    best[group_of[choice]] = min(best[group_of[choice]], ms)
+            for group in range(groups):
+                ms = best[group]
+                useful = ms < np.inf
+                for other in range(groups):  # devices may idle, so fewer that are as fast do
+                    if useful and other != group and contains[group, other]:
+                        useful = best[other] > ms
+                if not useful:
+                    continue
+                offset = offsets[group]
+                for state in range(offset, states):
+                    if fits[state, group]:
+                        total[end, state] = min(total[end, state], total[begin, state - offset] + ms)
+    return total

@@ -1,0 +1,141 @@
+"""The planner against brute force: the optimum, the top k, and the certificate."""
+
+import itertools
+import math
+import time
+from dataclasses import replace
+
+import pytest
+
+from mstrain.planning.metis.cluster import read_cluster
+from mstrain.planning.metis.profiles import read_profiles
+from mstrain.planning.optimal import PlanOptions, plan_optimal
+from mstrain.planning.optimal.cost import build_model, build_stage, generator_ms
+from mstrain.planning.optimal.space import choices, choose_unit, kinds_of
+from mstrain.planning.optimal.times import degrees_of
+
+SIZES = {"hidden_size": 64, "sequence_length": 128, "vocab_size": 512}
+
+
+def pipelines(all_choices, free, num_stages):
+    """Every sequence of choices that the free devices allow."""
+    if num_stages == 0:
+        yield ()
+        return
+    for choice in all_choices:
+        if all(need <= have for need, have in zip(choice.devices, free)):
+            left = tuple(have - need for need, have in zip(choice.devices, free))
+            for rest in pipelines(all_choices, left, num_stages - 1):
+                yield (choice, *rest)
+
+
+def stage_cost(model, stage, begin, end, flight):
+    """(stage ms, end ms) or None when memory does not suffice, by plain loops."""
+    layers, parameters = model.layers, model.parameter_bytes[end] - model.parameter_bytes[begin]
+    slowest = 0.0
+    for row, share in enumerate(stage.shares):
+        time_of = model.times[stage.choice.kinds[row], stage.choice.tp]
+        ms = sum(time_of.layer_ms[share][layer] for layer in range(begin, end))
+        ms += sum(stage.tensor_ms[row] for layer in range(begin, end) if 0 < layer < layers - 1)
+        if end == layers:
+            ms += time_of.sync_ms[share]
+        slowest = max(slowest, ms)
+        kept = model.activation_bytes[end] - model.activation_bytes[begin]
+        held = flight * share * kept / stage.choice.tp + stage.state_bytes * parameters
+        if held > stage.memory_bytes[row]:
+            return None
+    return (
+        slowest + (stage.boundary_ms if begin else 0.0),
+        stage.exchange_latency_ms + (stage.exchange_ms + stage.update_ms) * parameters,
+    )
+
+
+def brute_force(files, options):
+    """Cheapest cost of every distinct plan: microbatch size and stages in any order."""
+    cluster = read_cluster(*files[:2])
+    profiles = read_profiles(files[2], cluster.device_types)
+    kinds = kinds_of(cluster)
+    model = build_model(options, kinds, profiles)
+    degrees = [degrees_of(profiles, kind.name, options.max_tp) for kind in kinds]
+    all_choices = list(choices(kinds, choose_unit(options, kinds), degrees))
+    costs = {}
+    for samples in range(1, options.batch + 1):
+        count = math.ceil(options.batch / samples)
+        if math.ceil(options.batch / count) != samples:
+            continue
+        stages = {choice: build_stage(model, choice, samples) for choice in all_choices}
+        usable = [choice for choice, stage in stages.items() if stage is not None]
+        for num_stages in range(1, options.num_layers + 1):
+            for plan in pipelines(usable, tuple(kind.devices for kind in kinds), num_stages):
+                for cuts in itertools.combinations(range(1, options.num_layers), num_stages - 1):
+                    bounds = [0, *cuts, options.num_layers]
+                    parts = []
+                    for index, choice in enumerate(plan):
+                        flight = count if options.schedule == "gpipe" else min(count, num_stages - index)
+                        parts.append(stage_cost(model, stages[choice], *bounds[index : index + 2], flight))
+                        if parts[-1] is None:
+                            break
+                    if parts[-1] is None:
+                        continue
+                    times, ends = zip(*parts)
+                    cost = (count - 1) * max(times) + sum(times) + max(ends) + count * generator_ms(model)
+                    name = samples, tuple(sorted(map(repr, plan)))
+                    costs[name] = min(cost, costs.get(name, math.inf))
+    return sorted(costs.values())
+
+
+CASES = [
+    ([("fast", 2), ("slow", 2)], {}, {}),
+    ([("fast", 2), ("slow", 2)], {"seed": 1}, {"batch": 7, "latency_ms": 0.5}),
+    ([("fast", 2), ("slow", 2)], {"seed": 2, "memory_gb": 0.5}, {"schedule": "gpipe", "batch": 5}),
+    ([("fast", 2), ("slow", 2)], {"seed": 3, "memory_gb": 0.3}, {"shard_optimizer": True}),
+    ([("fast", 2), ("fast", 1), ("slow", 1)], {"seed": 4}, {"collectives_in_profile": False}),
+    ([("slow", 3)], {"seed": 5, "num_layers": 5}, {"batch": 9, "element_bytes": 4}),
+    ([("fast", 1), ("fast", 1), ("fast", 1)], {"seed": 6}, {"batch": 3, "hidden_size": 2048}),
+]
+
+
+@pytest.mark.parametrize("hosts, cluster, given", CASES)
+def test_top_plans_are_those_of_brute_force(small_cluster, hosts, cluster, given):
+    files = small_cluster(hosts, **cluster).files
+    options = PlanOptions(
+        **{"num_layers": cluster.get("num_layers", 4), "batch": 6, "top_k": 4, **SIZES, **given}
+    )
+    expected = brute_force(files, options)
+    result = plan_optimal(*files, options)
+    assert [plan.cost_ms for plan in result.plans] == pytest.approx(expected[:4], rel=1e-9)
+    assert result.certificate.proven and result.gap == pytest.approx(0.0, abs=1e-9)
+    assert result.certificate.lower_bound_ms <= result.best.cost_ms
+
+
+def test_memory_changes_the_plan(small_cluster):
+    """Otherwise the memory cases above would prove nothing."""
+    roomy, tight = (
+        brute_force(
+            small_cluster([("fast", 2), ("slow", 2)], seed=3, memory_gb=memory).files,
+            PlanOptions(num_layers=4, batch=6, **SIZES),
+        )[0]
+        for memory in (1.0, 0.28)
+    )
+    assert tight > roomy
+
+
+def test_time_budget_leaves_a_plan_and_an_honest_bound(small_cluster):
+    files = small_cluster([("fast", 2)] * 4 + [("slow", 2)] * 4, num_layers=8).files
+    options = PlanOptions(num_layers=8, batch=16, **SIZES)
+    whole = plan_optimal(*files, options)
+    hasty = plan_optimal(*files, replace(options, max_seconds=whole.certificate.seconds / 4))
+    assert whole.certificate.proven and whole.gap <= 1e-9
+    assert hasty.certificate.lower_bound_ms <= whole.best.cost_ms <= hasty.best.cost_ms * (1 + 1e-12)
+    assert hasty.certificate.proven or hasty.gap >= 0
+
+
+def test_row_1_of_metis_is_planned_completely(inputs):
+    started = time.process_time()
+    result = plan_optimal(*inputs(10, 16), PlanOptions(num_layers=10, batch=128, top_k=3))
+    assert time.process_time() - started < 20
+    assert result.certificate.proven
+    for plan in result.plans:
+        bounds = [stage.first_layer for stage in plan.stages] + [plan.stages[-1].end_layer]
+        assert bounds[0] == 0 and bounds[-1] == 10 and bounds == sorted(set(bounds))
+        assert sum(sum(stage.devices.values()) for stage in plan.stages) + plan.idle_devices == 32
