@@ -23,6 +23,8 @@ COLLECTIVES = (
 )
 _OPERATION = re.compile(rf'(%\w+)(?::\d+)? = "?stablehlo\.({"|".join(COLLECTIVES)}|dot_general)"?[ (](.*)$')
 _TYPES = re.compile(r": \((tensor<[^)]*>)\) -> (tensor<\S+>)$")
+_MESH = re.compile(r"sdy\.mesh (@\w+) = <\[(.*?)\]>")
+_MESH_AXES = re.compile(r"#stablehlo\.replica_group_mesh_axes<mesh = (@\w+), axes = \[(.*?)\]>")
 _WIDTHS = {"f32": 4, "bf16": 2, "i32": 4}
 
 
@@ -50,7 +52,7 @@ class Operation:
 def operations(text: str) -> list[Operation]:
     """Products and collectives in issue order."""
     found, open_line = [], None
-    for line in map(str.strip, text.splitlines()):
+    for line in map(str.strip, _with_device_groups(text).splitlines()):
         if open_line is not None and line.startswith("})"):  # the end of a reduction's body carries its types
             line, open_line = open_line + line, None
         elif _OPERATION.search(line) and line.endswith("({"):
@@ -60,6 +62,25 @@ def operations(text: str) -> list[Operation]:
             found.append(_operation(*match.groups()))
     assert open_line is None
     return found
+
+
+def _with_device_groups(text: str) -> str:
+    """`text` with replica groups as lists of devices, where newer JAX names the mesh axes instead."""
+    sizes = {name: {axis: int(size) for axis, size in re.findall(r'"(\w+)"=(\d+)', axes)}
+             for name, axes in _MESH.findall(text)}  # fmt: skip
+
+    def spell_out(match):
+        groups = _groups(sizes[match[1]], re.findall(r'name = "(\w+)"', match[2]))
+        return f"dense<{groups.tolist()}> : tensor<{'x'.join(map(str, groups.shape))}xi64>"
+
+    return _MESH_AXES.sub(spell_out, text)
+
+
+def _groups(sizes: dict[str, int], axes) -> np.ndarray:
+    """[groups, devices of each] for a mesh of these axis sizes, in gathering order."""
+    numbers = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    numbers = np.moveaxis(numbers, [list(sizes).index(axis) for axis in axes], range(-len(axes), 0))
+    return numbers.reshape(-1, math.prod(sizes[axis] for axis in axes))
 
 
 def _operation(result, kind, rest) -> Operation:
@@ -104,10 +125,7 @@ def collectives(ops: list[Operation]) -> list[Operation]:
 
 def groups_of(mesh: Mesh, axes: tuple[str, ...]) -> frozenset[tuple[int, ...]]:
     """Devices that meet in a collective along `axes`, numbered as in the mesh, in gathering order."""
-    numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
-    last = [mesh.axis_names.index(axis) for axis in axes]
-    numbers = np.moveaxis(numbers, last, range(-len(last), 0))
-    return frozenset(map(tuple, numbers.reshape(-1, math.prod(mesh.shape[axis] for axis in axes)).tolist()))
+    return frozenset(map(tuple, _groups(dict(mesh.shape), axes).tolist()))
 
 
 SHAPES = {"os": ((24, 48), (48, 96)), "ls": ((48, 24), (96, 24)), "rs": ((24, 48), (24, 96))}  # of A and B

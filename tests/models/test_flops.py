@@ -6,7 +6,6 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.extend.core import jaxprs_in_params
 
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import forward_flops_per_token, matmul_parameters, training_flops_per_token
@@ -39,8 +38,8 @@ def dot_flops(jaxpr):
             total += max(dot_flops(branch.jaxpr) for branch in eqn.params["branches"])
         else:
             times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            for inner in jaxprs_in_params(eqn.params):
-                total += times * dot_flops(inner)
+            inner = [getattr(param, "jaxpr", param) for param in jax.tree.leaves(list(eqn.params.values()))]
+            total += times * sum(dot_flops(jaxpr) for jaxpr in inner if hasattr(jaxpr, "eqns"))
     return total
 
 
