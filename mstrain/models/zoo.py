@@ -13,6 +13,7 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.transformer import count_parameters
 
 PRESETS = Path(__file__).resolve().parents[2] / "conf" / "model"
+BYTES = 256  # symbols of the default tokenizer
 FAMILIES = {
     "gpt2": "GPT-2",
     "gpt3": "GPT-3",
@@ -62,24 +63,19 @@ def zoo_table(names: tuple[str, ...] | None = None) -> Table:
     """A row for each preset (all by default, by family and then size), with its exact parameter count."""
     models = [load_preset(name) for name in names or preset_names()]
     models.sort(key=lambda m: (family(m), count_parameters(_with_vocabulary(m, 1))))
-    table = Table(title="Models: type model=NAME")
-    for column in ("name", "family"):
-        table.add_column(column)
-    for column in ("layers", "width", "heads (kv)", "MLP width", "vocabulary", "context", "parameters"):
-        table.add_column(column, justify="right")
+    table = Table(
+        title="Models: type model=NAME", title_justify="left", box=None, padding=(0, 1, 0, 0),
+        caption="* whatever the tokenizer makes; counted for bytes", caption_justify="left",
+    )  # fmt: skip
+    table.add_column("name", no_wrap=True)
+    for column in ("layers", "width", "heads/kv", "mlp", "vocab", "context", "parameters"):
+        table.add_column(column, justify="right", no_wrap=True)
     for m in models:
-        sizes = (str(m.layers), f"{m.width:,}", f"{m.heads} ({m.num_kv_heads})", f"{m.hidden:,}")
-        vocabulary = f"{m.vocabulary:,}" if m.vocabulary else "tokenizer's"
-        table.add_row(m.name, family(m), *sizes, vocabulary, f"{m.context:,}", _size(m))
+        sizes = (str(m.layers), str(m.width), f"{m.heads}/{m.num_kv_heads}", str(m.hidden))
+        vocabulary = str(m.vocabulary or f"{BYTES}*")
+        count = count_parameters(_with_vocabulary(m, BYTES))
+        table.add_row(m.name, *sizes, vocabulary, str(m.context), f"{count:,}")
     return table
-
-
-def _size(model: ModelConfig) -> str:
-    """Exact parameter count; per symbol where the tokenizer decides about the vocabulary."""
-    if model.vocabulary:
-        return f"{count_parameters(model):,}"
-    one, two = (count_parameters(_with_vocabulary(model, v)) for v in (1, 2))
-    return f"{2 * one - two:,} + {two - one:,} a symbol"
 
 
 def _with_vocabulary(model: ModelConfig, vocabulary: int) -> ModelConfig:
