@@ -1,27 +1,25 @@
 """Validation loss on a fixed set of batches, in nats per token and bits per byte of text."""
 
-
 import jax
+import jax.numpy as jnp
 
-from mstrain.data import Batches, unigram_nats_per_token
-from mstrain.training.feed import Feed
+from mstrain.data import unigram_nats_per_token
 from mstrain.training.reporter import Reporter
 from mstrain.training.run import Run
 from mstrain.training.step import State, mean_loss
-
-FIXED_SEED = 0  # the validation batches of every run of one corpus are the same
 
 
 class Evaluator:
     """Called as a hook; keeps the last result in `nats` and `bits_per_byte`."""
 
     def __init__(self, run: Run, reporter: Reporter):
-        config, module = run.config, run.module
-        microbatch = config.batch // config.accumulate
-        batches = Batches(run.corpus.validation, config.seq, microbatch, FIXED_SEED)
-        self._feed = Feed(batches, module.plan.mesh, 1)
-        self._batches = min(config.eval.batches, batches.batches_per_epoch)
-        self._loss = jax.jit(lambda params, tokens: mean_loss(module, params, tokens[0]))
+        module, self._feed = run.module, run.validation_feed
+        self._batches = min(run.config.eval.batches, self._feed.batches.batches_per_epoch)
+
+        def loss(params, batch_AxBxT1):
+            return jnp.mean(jax.lax.map(lambda tokens: mean_loss(module, params, tokens), batch_AxBxT1))
+
+        self._loss = jax.jit(loss)
         self._file, self._reporter = run.corpus.validation, reporter
         self.unigram_nats = unigram_nats_per_token(self._file)
         self.nats: float | None = None

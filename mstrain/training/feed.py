@@ -14,7 +14,7 @@ class Feed:
     """Gives `batch_AxBxT1` (int32: A microbatches of B sequences of T + 1 tokens) for any step, counted from 0."""
 
     def __init__(self, batches: Batches, mesh: Mesh, accumulate: int):
-        self._batches = batches
+        self.batches = batches
         microbatch = batches.batch_size // accumulate
         self.shape = (accumulate, microbatch, batches.seq + 1)
         self.sharding = NamedSharding(mesh, P(None, _axes_that_divide(microbatch, mesh)))
@@ -22,7 +22,7 @@ class Feed:
     def __call__(self, step: int) -> jax.Array:
         def read(index):
             rows = np.arange(math.prod(self.shape[:2])).reshape(self.shape[:2])[index[:2]]
-            tokens = self._batches.batch(step, rows.reshape(-1))
+            tokens = self.batches.batch(step, rows.reshape(-1))
             return tokens.reshape(*rows.shape, -1)[..., index[2]]
 
         return jax.make_array_from_callback(self.shape, self.sharding, read)

@@ -29,6 +29,7 @@ from mstrain.training.optimizer import make_optimizer
 from mstrain.training.step import make_step, state_shardings
 
 EMULATED = meshes.MeshShape(1, 2, 4)  # what mesh=auto means on a CPU
+VALIDATION_SEED = 0  # the validation batches of every run of one corpus are the same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Run:
     module: Transformer
     optimizer: optax.GradientTransformation
     feed: Feed
+    validation_feed: Feed
     chip: Chip | None
     console: Console
 
@@ -87,9 +89,12 @@ def prepare(config: RunConfig) -> Run:
     plan = _choose_plan(config, model, chip, console)
     mesh = plan.mesh
     module = Transformer(model, plan, config.seq, _dtype(config.dtype), config.remat)
-    feed = Feed(Batches(corpus.train, config.seq, config.batch, config.seed), mesh, config.accumulate)
+    feed, validation_feed = (
+        Feed(Batches(file, config.seq, config.batch, seed), mesh, config.accumulate)
+        for file, seed in ((corpus.train, config.seed), (corpus.validation, VALIDATION_SEED))
+    )
     optimizer = make_optimizer(config.optimizer, config.steps)
-    run = Run(config, corpus, module, optimizer, feed, chip, console)
+    run = Run(config, corpus, module, optimizer, feed, validation_feed, chip, console)
     _announce(run)
     with console.status("Compiling the step"):
         console.print(f"[bold]Memory[/] {run.memory}")
