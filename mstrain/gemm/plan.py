@@ -87,6 +87,11 @@ class PlanPair:
     into: Plan
     out: Plan
 
+    def __post_init__(self):
+        # rs leaves sequences slice-major; only the projection out with the same slices puts them back.
+        turned = [(plan.dataflow == "rs", plan.slices if plan.dataflow == "rs" else 1) for plan in (self.into, self.out)]
+        assert turned[0] == turned[1], f"{self.into} and {self.out} do not undo each other's token order"
+
     @property
     def residual(self) -> Layout:
         """Where the residual stream lives around this half."""

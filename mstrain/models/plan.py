@@ -150,10 +150,12 @@ class _Planner:
                     f"{half}: {segment} features do not divide over the {grid.num_cols} columns of {algorithm} on "
                     f"mesh {grid.num_rows}x{grid.num_cols}. Choose another mesh= or other model sizes."
                 )
-        pair = PlanPair(
-            self._sliced(into_plan, width, total, f"{half} in"),
-            self._sliced(out_plan, inside, width, f"{half} out"),
-        )
+        into_plan = self._sliced(into_plan, width, total, f"{half} in")
+        out_plan = self._sliced(out_plan, inside, width, f"{half} out")
+        if into == out == "rs":  # one order of the sequences inside
+            slices = min(into_plan.slices, out_plan.slices)
+            into_plan, out_plan = (dataclasses.replace(p, slices=slices) for p in (into_plan, out_plan))
+        pair = PlanPair(into_plan, out_plan)
         self._check_sequences(pair, half)
         return pair
 
