@@ -6,14 +6,21 @@
 
 from mstrain.compiler.collectives import Collective, Machine
 from mstrain.compiler.compile import (
-    DoesNotFit, Memory, Program, compile_function, compile_gemm, compile_layer, compile_step,
+    DoesNotFit,
+    Memory,
+    Program,
+    compile_flow,
+    compile_function,
+    compile_gemm,
+    compile_layer,
+    compile_step,
 )
 from mstrain.compiler.machine import machine_for
 from mstrain.compiler.schedule import Schedule, Transfer, predict, read_schedule
 from mstrain.compiler.topology import Target, make_target, missing_compiler
 
 __all__ = [
-    "Collective", "DoesNotFit", "Machine", "Memory", "Program", "Schedule", "Target", "Transfer", "compile_function",
-    "compile_gemm", "compile_layer", "compile_step", "machine_for", "make_target", "missing_compiler", "predict",
-    "read_schedule",
+    "Collective", "DoesNotFit", "Machine", "Memory", "Program", "Schedule", "Target", "Transfer", "compile_flow",
+    "compile_function", "compile_gemm", "compile_layer", "compile_step", "machine_for", "make_target",
+    "missing_compiler", "predict", "read_schedule",
 ]

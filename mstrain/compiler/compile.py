@@ -4,6 +4,7 @@ Arguments are `jax.ShapeDtypeStruct`s with shardings on the target's mesh.
 """
 
 import dataclasses
+import functools
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -16,12 +17,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mstrain.compiler.topology import Target, quiet
-from mstrain.gemm import Plan, linear
+from mstrain.gemm import ALGORITHMS, Plan, linear
 from mstrain.layers.parameter import is_stored
 from mstrain.models.config import ModelConfig
+from mstrain.models.parameters import abstract_parameters
 from mstrain.models.plan import ParallelConfig, make_plan
 from mstrain.models.transformer import Block, Transformer
-from mstrain.training.step import make_step, params_shapes, state_shardings
+from mstrain.training.step import make_step, state_shardings
 
 GIB = 2**30
 
@@ -131,6 +133,20 @@ def compile_gemm(
     return compile_function(name, function, arguments, target, **keywords)
 
 
+def compile_flow(
+    algorithm: str, flow: str, slices: int, target: Target, tokens: int, in_dim: int, out_dim: int, **keywords
+) -> Program:
+    """Compiles one of the three products of a projection, bf16: os Y = X W, ls dX = dY W^T or rs dW = X^T dY."""
+    module, spec = ALGORITHMS[algorithm], P("row", "col")
+    product = functools.partial(getattr(module, flow), rows=("row",), cols=("col",), slices=slices)
+    on_mesh = jax.shard_map(product, mesh=target.mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
+    x, w, y = (tokens, in_dim), (in_dim, out_dim), (tokens, out_dim)
+    sharding = NamedSharding(target.mesh, spec)
+    operands = {"os": (x, w), "ls": (y, w), "rs": (x, y)}[flow]
+    arguments = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in operands)
+    return compile_function(f"{algorithm} {flow} S={slices}", on_mesh, arguments, target, **keywords)
+
+
 def compile_layer(
     model: ModelConfig, parallel: ParallelConfig, target: Target, batch: int, seq: int, **keywords
 ) -> Program:
@@ -165,7 +181,7 @@ def compile_step(
 
     `module.plan` must lie on `target.mesh`.
     """
-    params = params_shapes(module)
+    params = jax.tree.map(lambda box: box.value, abstract_parameters(module), is_leaf=is_stored)
     shapes = {
         "step": jax.ShapeDtypeStruct((), jnp.int32),
         "params": params,

@@ -17,6 +17,9 @@ FLOPS_PER_CYCLE = {
 }
 
 
+CORE = 3  # the place of a device is x, y, z of its chip, then its core
+
+
 def clock(chip: Chip) -> float:
     """Cycles per second of XLA's estimates for this chip."""
     return chip.peak_bf16 / FLOPS_PER_CYCLE[chip.name]
@@ -34,7 +37,8 @@ def axis_rings(target: Target, axis: str) -> float:
 
     Two where the axis closes a ring of neighbours, so that both directions carry: a whole torus axis of a wrapped
     slice, or a block of two torus axes. One on an open line. Less where neighbours on the axis are several chips
-    apart, because their messages share the links between.
+    apart, because their messages share the links between. The devices of one chip share its links (the table gives each
+    its part), unless they are neighbours on this axis: then one message at a time leaves the chip.
     """
     devices = np.moveaxis(target.mesh.devices, target.mesh.axis_names.index(axis), 0)
     line = devices.reshape(len(devices), -1)[:, 0]
@@ -45,7 +49,8 @@ def axis_rings(target: Target, axis: str) -> float:
         return 1.0
     whole = [dim < len(target.slice.topology) and len(along[dim]) == target.slice.topology[dim] for dim in spread]
     closed = len(spread) > 1 or (target.slice.wraps and whole[0])
-    return (2.0 if closed else 1.0) / max(int(np.diff(along[dim]).min()) for dim in spread)
+    shared = len(along[CORE]) if spread != [CORE] else 1
+    return (2.0 if closed else 1.0) * shared / max(int(np.diff(along[dim]).min()) for dim in spread)
 
 
 def _axis_links(chip: Chip, bandwidth: float) -> AxisLinks:

@@ -102,9 +102,9 @@ class Translator:
             if _phase(operand) == "start":
                 return operand
             carries = operand.opcode in ("get-tuple-element", "tuple", "bitcast") or _phase(operand) == "update"
-            if carries or any(name.startswith("async_collective_fusion") for name in operand.called):
-                if start := self._start_of(computation, operand):
-                    return start
+            carries = carries or any(called.startswith("async_collective_fusion") for called in operand.called)
+            if carries and (start := self._start_of(computation, operand)):
+                return start
         return None
 
     def _kind(self, i: Instruction) -> str:

@@ -73,7 +73,7 @@ def slice_devices(slice: Slice) -> tuple:
         jax.config.update("jax_platforms", "cpu")  # the host of the compilation needs no accelerator
     options = dict(slice.topology_options)
     if slice.wraps:
-        options["wrap"] = (True,) * len(slice.topology)
+        options["wrap"] = tuple(axis < len(slice.topology) for axis in range(3))
     with quiet():
         topology = topologies.get_topology_desc(topology_name=slice.topology_name, platform="tpu", **options)
     return tuple(topology.devices)

@@ -1,0 +1,64 @@
+"""Does MeshSlice overlap where the compiler decides? A table of the three products of one projection.
+
+    python -m mstrain.compiler.study v5p-64 v6e-32 --slices 4 8
+
+Default sizes are the first feed-forward projection of GPT-3 175B with 65536 tokens on 4x8 devices (MeshSlice paper,
+section 4). Everything is read from schedules; nothing has run on a chip.
+"""
+
+import argparse
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from mstrain.compiler.compile import Program, compile_flow
+from mstrain.compiler.schedule import Schedule, predict
+from mstrain.compiler.topology import Target, make_target
+
+COLUMNS = (
+    "target", "flow", "S", "overlapped", "blocking", "copies / GeMM", "GeMM / Collective", "temporaries / Collective",
+    "exposed", "predicted ms", "Collective ms",
+)  # fmt: skip
+
+
+def row(flow: str, slices: int, target: Target, sizes: tuple[int, ...], collective: Schedule, **keywords) -> tuple:
+    """One line of the table: MeshSlice in `slices` slices against `collective`, the same product unsliced."""
+    program: Program = compile_flow("meshslice", flow, slices, target, *sizes, **keywords)
+    s = predict(program)
+    return (
+        target.slice.name, flow, str(slices), f"{s.overlapped} of {len(s.transfers)}", str(s.blocking),
+        f"{s.move_fraction:.1%}", f"{s.cycles['gemm'] / collective.cycles['gemm']:.3f}",
+        f"{s.memory.temporaries / collective.memory.temporaries:.2f}", f"{s.exposed_fraction:.1%}",
+        f"{1e3 * s.seconds:.2f}", f"{1e3 * collective.seconds:.2f}",
+    )  # fmt: skip
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m mstrain.compiler.study", description=__doc__.partition("\n")[0])
+    parser.add_argument("targets", nargs="+", help="pod slices such as v5p-64 or tpu7x:2x2x4")
+    parser.add_argument("--mesh", default="4x8")
+    parser.add_argument("--slices", nargs="+", type=int, default=[4, 8])
+    parser.add_argument("--flows", nargs="+", default=["os", "ls", "rs"])
+    parser.add_argument("--sizes", default="65536x12288x49152", help="tokens x features in x features out")
+    parser.add_argument("--dump", help="folder for the scheduled programs")
+    chosen = parser.parse_args(arguments)
+    sizes = tuple(map(int, chosen.sizes.split("x")))
+    console = Console()
+    table = Table(*COLUMNS, title=f"{chosen.sizes} in bf16 on {chosen.mesh}, read from compiled schedules")
+    try:
+        for name in chosen.targets:
+            target = make_target(name, chosen.mesh)
+            for flow in chosen.flows:
+                collective = predict(compile_flow("collective", flow, 1, target, *sizes))
+                for slices in chosen.slices:
+                    line = row(flow, slices, target, sizes, collective, dump=chosen.dump)
+                    table.add_row(*line)
+                    print(*line, sep=" | ", file=sys.stderr)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,49 @@
+"""Hand-written schedules for a machine on which everything takes a round number of microseconds."""
+
+from mstrain.compiler import Machine
+from mstrain.hardware import Link
+from mstrain.tuning import AxisLinks
+
+LINK = Link(launch=0.0, sync=0.0, bandwidth=1e9)  # 1000 bytes in a microsecond
+LINKS = AxisLinks(LINK, LINK, LINK)
+MACHINE = Machine(
+    "toy", clock=1e9, flops=1e12, hbm_bandwidth=1e12, axes={"data": 1, "row": 2, "col": 4},
+    links={"data": LINKS, "row": LINKS, "col": LINKS},
+)  # fmt: skip
+ROW, COL = "{{0,4},{1,5},{2,6},{3,7}}", "{{0,1,2,3},{4,5,6,7}}"
+
+PRODUCT = """
+%product (a: bf16[64,64], b: bf16[64,64]) -> bf16[64,64] {
+  %a = bf16[64,64]{1,0} parameter(0)
+  %b = bf16[64,64]{1,0} parameter(1)
+  %c = f32[64,64]{1,0} convolution(%a, %b), dim_labels=bf_io->bf
+  ROOT %r = bf16[64,64]{1,0} convert(%c)
+}
+"""
+
+
+def module(entry: str, *computations: str) -> str:
+    """A scheduled module; `entry` is the lines of the entry computation."""
+    body = "\n".join(f"  {line.strip()}" for line in entry.strip().splitlines())
+    parts = ["HloModule toy, is_scheduled=true, num_partitions=8", PRODUCT, *computations]
+    return "\n".join([*parts, "ENTRY %main (x: bf16[64,64]) -> bf16[64,64] {", body, "}", ""])
+
+
+def cycles(number: int) -> str:
+    return f'backend_config={{"window_config":{{"estimated_cycles":"{number}"}}}}'
+
+
+def gemm(name: str, operand: str, number: int = 10_000) -> str:
+    """A product of 10 us unless told otherwise."""
+    shape = "bf16[64,64]{1,0:T(8,128)(2,1)}"
+    return f"%{name} = {shape} fusion(%{operand}, %{operand}), kind=kOutput, calls=%product, {cycles(number)}"
+
+
+def gather_start(name: str, operand: str, groups: str) -> str:
+    """An all-gather of 64 x 64 bf16 = 8192 bytes per device: 8.192 us per other device of its group."""
+    shape = "(bf16[64,64]{1,0}, bf16[128,64]{1,0})"
+    return f"%{name} = {shape} all-gather-start(%{operand}), replica_groups={groups}, dimensions={{0}}"
+
+
+def gather_done(name: str, start: str) -> str:
+    return f"%{name} = bf16[128,64]{{1,0}} all-gather-done(%{start})"

@@ -1,0 +1,105 @@
+"""Meshes over absent devices: which links an axis gets, and what is said when something is missing."""
+
+import importlib.metadata
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mstrain.compiler import machine_for, make_target, topology
+from mstrain.compiler.machine import axis_rings, clock
+from mstrain.compiler.topology import Target, missing_compiler, quiet
+from mstrain.hardware import all_chips, parse_target
+
+
+def target(name, order, sizes):
+    """A target whose devices are numbered by hand: `order` are torus axes (3 is the core), slowest first."""
+    slice = parse_target(name)
+    extent = (*slice.topology, *(1,) * (3 - len(slice.topology)), slice.chip.slices.devices_per_chip)
+    places = np.stack(np.meshgrid(*[np.arange(extent[a]) for a in order], indexing="ij"), -1).reshape(-1, len(order))
+    devices = np.empty(len(places), object)
+    for i, place in enumerate(places):
+        at = dict(zip(order, place.tolist()))
+        devices[i] = SimpleNamespace(coords=[at.get(a, 0) for a in range(3)], core_on_chip=at.get(3, 0))
+    mesh = SimpleNamespace(devices=devices.reshape(sizes), axis_names=("data", "row", "col"),
+                           shape=dict(zip(("data", "row", "col"), sizes)))
+    return Target(slice, mesh)
+
+
+@pytest.mark.parametrize(("name", "order", "sizes", "row", "col"), [
+    ("v6e:4x8", (0, 1), (1, 4, 8), 1, 1),  # open lines
+    ("v6e:16x16", (0, 1), (1, 16, 16), 2, 2),  # both wrap
+    ("v5p:2x4x4", (2, 0, 1), (1, 4, 8), 1, 2),  # a 2 x 4 block holds a ring of 8 neighbours
+    ("v5p:8x8x4", (1, 2, 0), (1, 32, 8), 2, 2),
+    ("v6e:16x16", (0, 1), (1, 32, 8), 2 / 8, 1),  # half a torus axis is an open line, its ends are eight chips apart
+    ("v6e:16x16", (0, 1), (2, 8, 16), 1, 2),
+    ("tpu7x:2x2x4", (2, 0, 1, 3), (1, 4, 8), 1, 4),  # both cores of a chip on the axis: its links for each message
+])  # fmt: skip
+def test_links_follow_from_the_places_of_the_devices(name, order, sizes, row, col):
+    found = target(name, order, sizes)
+    assert (axis_rings(found, "row"), axis_rings(found, "col")) == (row, col)
+
+
+def test_neighbours_three_chips_apart_share_the_links_between():
+    spread = target("v6e:4x8", (1, 0), (1, 8, 4))
+    spread.mesh.devices = spread.mesh.devices[:, ::4, :]
+    assert axis_rings(spread, "row") == 1 / 4
+
+
+def test_the_machine_takes_bandwidth_from_the_table():
+    machine = machine_for(target("v5p:2x4x4", (2, 0, 1), (1, 4, 8)))
+    assert machine.links["row"].all_gather.bandwidth == 9e10
+    assert machine.links["col"].reduce_scatter.bandwidth == 1.8e11
+    assert machine.links["col"].permute.bandwidth == 9e10
+    assert machine.axes == {"data": 1, "row": 4, "col": 8}
+
+
+@pytest.mark.parametrize(("name", "gigahertz"), [("v4", 1.05), ("v5e", 1.5), ("v5p", 1.75), ("v6e", 1.75),
+                                                 ("tpu7x", 2.2), ("v3", 0.94), ("v2", 0.7)])
+def test_clocks_are_the_published_ones(name, gigahertz):
+    assert clock(all_chips()[name]) == pytest.approx(1e9 * gigahertz, rel=0.02)
+
+
+def test_a_missing_compiler_is_named_with_its_remedy(monkeypatch):
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(topology.importlib.metadata, "version", absent)
+    topology.slice_devices.cache_clear()
+    with pytest.raises(ValueError, match=r"libtpu, which is not installed. Type: pip install \"jax\[tpu\]=="):
+        make_target("v5p-64", "4x8")
+
+
+def test_a_compiler_that_jax_cannot_read_is_refused(monkeypatch):
+    monkeypatch.setattr(topology.importlib.metadata, "requires", lambda name: ['libtpu==0.0.42.*; extra == "tpu"'])
+    monkeypatch.setattr(topology.importlib.metadata, "version", lambda name: "0.0.420")
+    assert "libtpu 0.0.420 is not the one" in missing_compiler()
+    monkeypatch.setattr(topology.importlib.metadata, "version", lambda name: "0.0.42.1")
+    assert missing_compiler() is None
+
+
+def test_sizes_that_do_not_match_name_those_that_do():
+    with pytest.raises(ValueError, match="mesh=3x8 does not divide the 32 devices of v5p-64. Choose one of .*mesh=4x8"):
+        make_target("v5p-64", "3x8")
+
+
+def test_quiet_swallows_what_c_writes_and_gives_the_streams_back(capfd):
+    with quiet():
+        os.write(1, b"chatter")
+        os.write(2, b"chatter")
+    os.write(2, b"heard")
+    assert capfd.readouterr() == ("", "heard")
+
+
+@pytest.mark.parametrize(("name", "mesh", "sizes"), [
+    ("v5p-64", "4x8", (1, 4, 8)), ("v5p-128", "2x4x4", (4, 4, 4)), ("v5p:8x8x4", "32x8", (1, 32, 8)),
+    ("v5p:8x8x4", "16x16", (1, 16, 16)), ("v6e-256", "16x16", (1, 16, 16)), ("v4-64", "4x8", (1, 4, 8)),
+    ("tpu7x:2x2x4", "4x8", (1, 4, 8)), ("v6e-32", "2x4x2", (4, 4, 2)),
+])  # fmt: skip
+def test_meshes_of_the_real_compiler(tpu_compiler, capfd, name, mesh, sizes):
+    topology.slice_devices.cache_clear()
+    found = make_target(name, mesh)
+    assert tuple(found.mesh.shape.values()) == sizes
+    assert len({device.id for device in found.mesh.devices.flat}) == found.slice.devices
+    assert capfd.readouterr() == ("", "")
