@@ -1,0 +1,169 @@
+"""Every mistake in a configuration is one message with its fix and exit code 2, before anything is written."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from mstrain.config import RunConfig, build, load_config, run_command, to_dict
+from mstrain.gemm.plan import ALGORITHMS
+from mstrain.mesh import parse_mesh
+from mstrain.models.parallel import ParallelConfig, layer_algorithms, parse_slices
+from train import main
+
+SMALL = ["model=tiny", "data=synthetic", "data.num_tokens=4096", "seq=16", "batch=16", "steps=2"]
+
+# Arguments, and words that the message must contain: what is wrong and what to type instead.
+MISTAKES = {
+    "unknown key": (["modle=tiny"], ["'modle'", "Did you mean model?"]),
+    "misspelt nested key": (["parallel.slcies=2"], ["Did you mean parallel.slices?"]),
+    "whole group": (["optimizer={}"], ["'optimizer'", "optimizer."]),
+    "no value": (["batch"], ["'batch'", "key=value"]),
+    "given twice": (["seed=1", "seed=2"], ["seed is given twice"]),
+    "misspelt model": (["model=tinny"], ["Did you mean model=tiny?"]),
+    "misspelt algorithm": (["parallel=meshslise"], ["Did you mean parallel=meshslice?"]),
+    "misspelt half": (["parallel.attention=megatrn"], ["Did you mean megatron?"]),
+    "misspelt corpus": (["data=stdlb"], ["Did you mean data=stdlib?"]),
+    "misspelt dtype": (["dtype=b16"], ["Did you mean dtype=bf16?"]),
+    "misspelt remat": (["remat=ful"], ["Did you mean remat=full?"]),
+    "misspelt position": (["model.position=learnd"], ["learned, rotary, alibi, none"]),
+    "misspelt dataflow": (["parallel.dataflow=is"], ["auto, os, ls or rs"]),
+    "text for a number": (["batch=many"], ["batch='many'", "whole number"]),
+    "fraction": (["steps=1.5"], ["steps=1.5", "whole number"]),
+    "true for a number": (["seed=true"], ["seed=True", "whole number"]),
+    "null": (["seq=null"], ["seq=None", "whole number"]),
+    "list": (["model.layers=[1]"], ["model.layers=[1]", "whole number"]),
+    "unreadable": (["run_dir='a"], ["Cannot read the command line", "run_dir='a"]),
+    "interpolation": (["tokenizer=${nothing}"], ["nothing"]),
+    "too small": (["steps=0"], ["Type steps=1 or more"]),
+    "negative rate": (["optimizer.learning_rate=-1"], ["optimizer.learning_rate=-1.0", "above 0"]),
+    "empty run_dir": (["run_dir="], ["run_dir is empty", "Type run_dir="]),
+    "mesh": (["mesh=2by4"], ["'2by4'", "mesh=2x4"]),
+    "mesh of nothing": (["mesh=0x4"], ["'0x4'", "mesh=2x4"]),
+    "mesh too large": (["mesh=8x16"], ["128 devices and 16 are present", "Type mesh=4x4"]),
+    "mesh leaves devices idle": (["mesh=3x3"], ["9 of 16 devices", "Type mesh=4x4"]),
+    "layers": (["parallel.layers=0:mlp"], ["There is no algorithm 'mlp'", "Choose one of meshslice"]),
+    "layers unreadable": (["parallel.layers=all"], ["cannot read 'all'", "parallel.layers=\"0-3:megatron"]),
+    "layers outside": (["parallel.layers=1-7:fsdp"], ["'1-7:fsdp'", "outside 0-1"]),
+    "heads in width": (["model.heads=5"], ["model.width=64", "Set model.heads to a divisor"]),
+    "heads on columns": (["model.heads=2", "mesh=2x4"], ["model.heads=2", "4 columns", "[1, 2]"]),
+    "kv_heads in heads": (["model.kv_heads=3"], ["model.kv_heads=3", "Choose one of [1, 2, 4, 8]"]),
+    "kv_heads on columns": (["model.kv_heads=2", "mesh=2x4"], ["model.kv_heads=2", "[1, 2]"]),
+    "features": (["model.mlp_width=250", "mesh=2x4"], ["250 features", "Choose another mesh="]),
+    "batch on copies": (["batch=15", "mesh=2x2x4"], ["15 sequences", "2 data-parallel copies", "Type batch=16"]),
+    "batch on rows": (["batch=4", "mesh=8x2"], ["4 sequences", "8 rows", "multiple of 8"]),
+    "accumulate": (["batch=16", "accumulate=5"], ["accumulate=5", "Type accumulate=4"]),
+    "square": (["parallel=cannon", "mesh=2x8"], ["square mesh", "2x8", "parallel=collective"]),
+    "slice count": (["parallel.slices=5", "mesh=2x2x4"], ["slice count 5", "Type parallel.slices=2 or 4"]),
+    "slice count zero": (["parallel.slices=0"], ["'0'", "Type a whole number such as 4"]),
+    "slices without meshslice": (["parallel=megatron", "parallel.slices=2"], ["no effect", "parallel=meshslice"]),
+    "dataflow without choice": (["parallel=fsdp", "parallel.dataflow=ls"], ["no effect on fsdp", "meshslice"]),
+    "path without files": (["data=stdlib", "data.path=x"], ["no effect with data=stdlib", "data=text"]),
+    "no path": (["data=text"], ["add data.path="]),
+    "profile without steps": (["profile.start=3"], ["Type profile.start=10 profile.steps=3"]),
+    "profile after the end": (["profile.start=9", "profile.steps=1"], ["profile.start=9", "up to 2"]),
+    "sequence beyond positions": (["seq=512"], ["256 positions", "Type seq=256 or model.context=512"]),
+    "sequence beyond corpus": (["seq=300", "model.context=300", "data.num_tokens=1024"], ["seq="]),
+    "tokenizer outgrows model": (["model.vocabulary=100"], ["100 symbols", "model.vocabulary=null"]),
+    "vocabulary of bytes": (["data=stdlib", "vocabulary=300"], ["=300 has no effect", "tokenizer=bpe"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sixteen_devices():
+    """Makes the emulated devices before a mesh asks for more of them."""
+    assert jax.device_count() == 16
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("corpora")
+
+
+def command(arguments, monkeypatch) -> int:
+    """Exit code of `python train.py arguments`."""
+    monkeypatch.setattr("sys.argv", ["train.py", *arguments])
+    with pytest.raises(SystemExit) as left:
+        run_command("train", main)
+    return left.value.code
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_message_with_its_fix(mistake, cache, tmp_path, monkeypatch, capsys):
+    arguments, words = MISTAKES[mistake]
+    monkeypatch.chdir(tmp_path)
+    given_keys = {argument.partition("=")[0] for argument in arguments}
+    usual = [*SMALL, f"data.cache_dir={cache}", f"run_dir={tmp_path / 'run'}"]
+    if any(argument.startswith("data=") for argument in arguments):
+        usual.remove("data.num_tokens=4096")
+    usual = [argument for argument in usual if argument.partition("=")[0] not in given_keys]
+    assert command(usual + arguments, monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("train: ") and "Traceback" not in error
+    assert all(word in error for word in words), error
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_bug_is_a_traceback(monkeypatch):
+    def broken(_):
+        raise AssertionError("ours")
+
+    with pytest.raises(AssertionError):
+        run_command("train", broken)
+
+
+def test_help_lists_every_key(monkeypatch, capsys):
+    assert command(["--help"], monkeypatch) == 0
+    shown = capsys.readouterr().out
+    for field in dataclasses.fields(RunConfig):
+        assert field.name in shown
+
+
+def test_the_defaults_are_those_on_record():
+    golden = Path(__file__).parent / "golden" / "default_config.yaml"
+    assert OmegaConf.to_yaml(OmegaConf.create(to_dict(load_config([])))) == golden.read_text(), (
+        "A default has changed. If that is intended, put the new value into tests/golden/default_config.yaml."
+    )
+
+
+def test_a_written_configuration_reads_back_equal(tmp_path):
+    arguments = [*SMALL, 'parallel.layers="0:fsdp 1:mlp:wang"', "optimizer.learning_rate=1e-4", "mesh=2x2x4", "seed=7"]
+    config = load_config(arguments)
+    path = tmp_path / "config.yaml"
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))
+    again = build(RunConfig, OmegaConf.to_container(OmegaConf.load(path)))
+    assert again == config
+    assert (again.parallel.layers, again.optimizer.learning_rate, again.seed) == ("0:fsdp 1:mlp:wang", 1e-4, 7)
+
+
+near_misses = st.text(st.sampled_from("0123456789x-: autmlpfsdwngé²٣\t"), max_size=12)
+rules = st.builds(
+    lambda layers, half, algorithm: f"{layers}:{half}{algorithm}",
+    st.from_regex(r"\d{1,3}(-\d{0,3})?", fullmatch=True),
+    st.sampled_from(["", "mlp:", "attention:"]),
+    st.sampled_from([*ALGORITHMS, "nothing"]),
+)
+PARSERS = [parse_mesh, parse_slices, lambda text: layer_algorithms(ParallelConfig(layers=text), 4)]
+
+
+@pytest.mark.parametrize("parse", PARSERS, ids=["mesh", "slices", "layers"])
+@settings(max_examples=150, deadline=None)
+@given(text=st.one_of(st.text(max_size=20), near_misses, st.lists(rules, max_size=3).map(" ".join)))
+def test_any_text_is_read_or_refused_with_a_reason(parse, text):
+    try:
+        parse(text)
+    except ValueError as error:
+        assert len(str(error)) > 20
+
+
+@settings(max_examples=40, deadline=None)
+@given(key=st.sampled_from(["mesh", "parallel.layers", "parallel.slices", "batch", "dtype"]), value=st.text(max_size=12))
+def test_any_argument_is_read_or_refused_with_a_reason(key, value):
+    try:
+        load_config([*(a for a in SMALL if not a.startswith(key + "=")), f"{key}={value}"])
+    except ValueError as error:
+        assert str(error)
