@@ -128,7 +128,7 @@ def ring_ms(members: int, num_bytes: float, gb_s: float, latency_ms: float) -> f
 
 
 def tensor_collectives(model: Model, choice: Choice, kind: int, share: int) -> float:
-    """All-reduces of one transformer layer between nodes, and those inside one unless the profile has them."""
+    """All-reduces of one transformer layer between nodes, and inside one unless the profile has them."""
     options, spec = model.options, model.kinds[kind]
     if share == 0:
         return 0.0

@@ -58,7 +58,7 @@ def plan_optimal(
 
 
 SHRINK = 0.7  # a box is cut to this part of a side before it is halved
-NARROW = 0.001  # width of a box, as a part of the cost, below which it is searched and not halved
+NARROW = 0.003  # width of a box, as a part of the cost, below which it is searched and not halved
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,9 @@ class Search:
 
     def enter(self, box: Box) -> None:
         """Queue a box; dive for a plan in it first."""
-        root = Label(box, self.model.layers, self.space.fits.shape[0] - 1)
+        if np.inf in (box.slowest[0], box.finish[0]):
+            return  # no stage takes a time within the limits
+        root = Label(box, self.model.layers, self.space.fits.shape[1] - 1)
         self.dive(root)
         self.queue_box(root)
 
@@ -252,13 +254,13 @@ class Search:
             raise ValueError(self.why_nothing_fits())
         best = self.found[0][0]
         certificate = Certificate(
-            lower_bound_ms=min(best, bound),
+            lower_bound_ms=float(min(best, bound)),
             proven=finished,
             expanded=self.num_expanded,
             seconds=seconds,
             unit=self.space.unit,
             choices=len(self.space.choices),
-            states=self.space.fits.shape[0],
+            states=self.space.fits.shape[1],
         )
         plans = tuple(
             report_plan(

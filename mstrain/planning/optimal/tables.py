@@ -19,7 +19,7 @@ class Space:
     groups: tuple[tuple[int, ...], ...]  # distinct device counts
     group_of: np.ndarray  # (C,) of a choice
     offsets: np.ndarray  # (G,)
-    fits: np.ndarray  # (S, G)
+    fits: np.ndarray  # (G, S)
     contains: np.ndarray  # (G, G) whether the first group has the devices of the second
 
 
@@ -29,7 +29,7 @@ def build_space(model: Model, unit: int, choices: tuple[Choice, ...]) -> Space:
     states = np.array(list(itertools.product(*(range(size) for size in shape))))
     units = np.array(groups) // unit
     strides = np.cumprod([1, *shape[:0:-1]])[::-1]
-    fits = (states[:, None, :] >= units[None]).all(axis=2)
+    fits = (states[None] >= units[:, None, :]).all(axis=2)
     group_of = np.array([groups.index(choice.devices) for choice in choices])
     contains = (units[:, None, :] >= units[None]).all(axis=2)
     return Space(unit, choices, groups, group_of, units @ strides, fits, contains)
@@ -62,12 +62,13 @@ class Box:
 
 
 def build_box(space: Space, tables: Tables, slowest: tuple[float, float], finish: tuple[float, float]) -> Box:
-    limits = slowest[1], finish[1]
-    total = least_totals(
+    """Bound the box, shrunk to times that stages really take; an empty one gets an infinite low end."""
+    total, slowest, finish = least_totals(
         tables.stage_ms,
         tables.end_ms,
         tables.possible,
-        limits,
+        slowest,
+        finish,
         tables.groups,
         space.offsets,
         space.fits,
@@ -95,7 +96,7 @@ def build_tables(
         microbatches,
         tuple(stages.values()),
         space.offsets[by_group],
-        space.fits[:, by_group],
+        space.fits[by_group].T,
         stage_ms,
         end_ms,
         flights,

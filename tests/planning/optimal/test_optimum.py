@@ -120,14 +120,19 @@ def test_memory_changes_the_plan(small_cluster):
     assert tight > roomy
 
 
-def test_time_budget_leaves_a_plan_and_an_honest_bound(small_cluster):
+def test_time_budget_leaves_a_plan_and_an_honest_bound(small_cluster, monkeypatch):
     files = small_cluster([("fast", 2)] * 4 + [("slow", 2)] * 4, num_layers=8).files
     options = PlanOptions(num_layers=8, batch=16, **SIZES)
     whole = plan_optimal(*files, options)
-    hasty = plan_optimal(*files, replace(options, max_seconds=whole.certificate.seconds / 4))
+    ticks = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))  # one second per look at the clock
+    hasty = plan_optimal(*files, replace(options, max_seconds=4.0))
+    monkeypatch.undo()
     assert whole.certificate.proven and whole.gap <= 1e-9
     assert hasty.certificate.lower_bound_ms <= whole.best.cost_ms <= hasty.best.cost_ms * (1 + 1e-12)
-    assert hasty.certificate.proven or hasty.gap >= 0
+    assert not hasty.certificate.proven and 0 < hasty.gap < 1
+    with pytest.raises(ValueError, match="raise max_seconds"):
+        plan_optimal(*files, replace(options, max_seconds=1e-9))
 
 
 def test_row_1_of_metis_is_planned_completely(inputs):
