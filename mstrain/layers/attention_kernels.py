@@ -12,6 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 SAVED_ATTENTION = "attention"
+CUDNN_WIDEST_HEAD = 128  # its backward pass, on every generation it supports
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,19 +34,19 @@ class Scores:
 
 def attend(q, k, v, scores: Scores, slopes_N, window):
     """Causal attention of q_BxTxNxH over k, v_BxTxKxH; returns [B, T, N, H] in the dtype of q."""
-    plain = functools.partial(_attend_xla, scores=scores)
-    branches = {"default": plain}
-    if _flash_supports(q, scores):
-        branches["cuda"] = functools.partial(_attend_cudnn, scores=scores)
+    branches = {"default": functools.partial(_attend_xla, scores=scores)}
+    if _flash_fits(q, scores):
         branches["tpu"] = functools.partial(_attend_splash, scores=scores)
+        if q.shape[3] <= CUDNN_WIDEST_HEAD and not scores.soft_cap:
+            branches["cuda"] = functools.partial(_attend_cudnn, scores=scores)
     y = lax.platform_dependent(q, k, v, slopes_N, window, **branches)
     return checkpoint_name(y, SAVED_ATTENTION)
 
 
-def _flash_supports(q, scores: Scores) -> bool:
-    """Flash kernels want 16-bit inputs, lane-wide heads, whole blocks and scores without extras."""
-    extras = scores.alibi or scores.windowed or scores.soft_cap
-    return not extras and q.dtype == jnp.bfloat16 and q.shape[3] % 64 == 0 and q.shape[1] % 128 == 0
+def _flash_fits(q, scores: Scores) -> bool:
+    """Flash kernels want 16-bit inputs, whole blocks of tokens and scores without a bias or a traced window."""
+    extras = scores.alibi or scores.windowed
+    return not extras and q.dtype == jnp.bfloat16 and q.shape[3] % 8 == 0 and q.shape[1] % 128 == 0
 
 
 def _attend_xla(q, k, v, slopes_N, window, *, scores: Scores):
@@ -75,16 +76,17 @@ def _attend_splash(q, k, v, slopes_N, window, *, scores: Scores):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    seq, queries = q.shape[1], q.shape[2]
-    block = next(b for b in (1024, 512, 256, 128) if seq % b == 0)
+    seq, queries, width = q.shape[1:]
+    widest = 1024 if width <= 128 else 512  # wider heads leave less room for a block in on-chip memory
+    block = next(b for b in (1024, 512, 256, 128) if b <= widest and seq % b == 0)
     sizes = splash.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=min(block, 512),
         block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=min(block, 512),
         use_fused_bwd_kernel=True,
     )  # fmt: skip
     mask = masks.MultiHeadMask([masks.CausalMask((seq, seq))] * queries)
-    kernel = splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+    kernel = splash.make_splash_mha(
+        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, attn_logits_soft_cap=scores.soft_cap
+    )
     q, k, v = (x.swapaxes(1, 2) for x in (q * scores.scale, k, v))
-    if k.shape[1] != queries:
-        k, v = (jnp.repeat(x, queries // k.shape[1], axis=1) for x in (k, v))
     return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)
