@@ -15,6 +15,7 @@ link unless there is a single node.
 
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 
 from mstrain.planning.metis.profiles import Key, Profile
@@ -164,32 +165,62 @@ def gradient_exchange(model: Model, choice: Choice) -> tuple[float, float]:
 
 def stage_tables(model: Model, stages: list[Stage]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Stage ms, end-of-iteration ms, microbatches that fit: (begin, end, stage) for layers [begin, end)."""
-
-    def ranges(prefix):
-        return prefix[None] - prefix[:, None]
-
-    parameters, kept, middle = (
-        ranges(prefix)[:, :, None] for prefix in (model.parameter_bytes, model.activation_bytes, model.middle)
-    )
     shape = (model.layers + 1, model.layers + 1, len(stages))
-    stage_ms, flights = np.zeros(shape), np.full(shape, float(UNLIMITED))
-    state_bytes = np.array([stage.state_bytes for stage in stages])
-    tp = np.array([stage.choice.tp for stage in stages])
+    stage_ms, flights = np.zeros(shape), np.full(shape, UNLIMITED)
+    prefixes = model.parameter_bytes, model.activation_bytes, model.middle
     for kind in range(len(model.kinds)):
         users = [index for index, stage in enumerate(stages) if kind in stage.choice.kinds]
-        if not users:
-            continue
-        rows = [(stages[index], stages[index].choice.kinds.index(kind)) for index in users]
-        ms = ranges(np.array([stage.compute_ms[row] for stage, row in rows]).T)
-        ms += np.array([stage.tensor_ms[row] for stage, row in rows]) * middle
-        ms[:, -1] += np.array([stage.sync_ms[row] for stage, row in rows])
-        stage_ms[:, :, users] = np.maximum(stage_ms[:, :, users], ms)
-        held = np.array([stage.shares[row] for stage, row in rows]) / tp[users] * kept
-        room = np.array([stage.memory_bytes[row] for stage, row in rows]) - state_bytes[users] * parameters
-        fit = np.where(held > 0, np.floor(room / np.where(held > 0, held, 1.0)), UNLIMITED)
-        flights[:, :, users] = np.minimum(flights[:, :, users], np.where(room >= 0, fit, -1))
+        if users:
+            rows = [(stages[index], stages[index].choice.kinds.index(kind)) for index in users]
+            terms = np.array(
+                [
+                    (
+                        stage.tensor_ms[row],
+                        stage.sync_ms[row],
+                        stage.shares[row] / stage.choice.tp,
+                        stage.memory_bytes[row],
+                        stage.state_bytes,
+                    )
+                    for stage, row in rows
+                ]
+            )
+            compute_ms = np.array([stage.compute_ms[row] for stage, row in rows]).T
+            enter_kind(
+                np.array(users),
+                np.ascontiguousarray(compute_ms),
+                *np.ascontiguousarray(terms.T),
+                prefixes,
+                stage_ms,
+                flights,
+            )
     stage_ms[1:] += np.array([stage.boundary_ms for stage in stages])
-    end_ms = np.array([stage.exchange_ms + stage.update_ms for stage in stages]) * parameters + np.array(
-        [stage.exchange_latency_ms for stage in stages]
-    )
-    return stage_ms, end_ms, flights.astype(np.int64)
+    parameters = (model.parameter_bytes[None] - model.parameter_bytes[:, None])[:, :, None]
+    per_byte = np.array([stage.exchange_ms + stage.update_ms for stage in stages])
+    latency = np.array([stage.exchange_latency_ms for stage in stages])
+    return stage_ms, per_byte * parameters + latency, flights
+
+
+@numba.njit(cache=True)
+def enter_kind(users, compute_ms, tensor_ms, sync_ms, samples, memory, state, prefixes, stage_ms, flights):
+    """Raise the times and lower the flights of stages `users` to what one of their kinds allows, in place.
+
+    `compute_ms` is (L + 1, users), a prefix; the next five are (users,): ms per transformer layer and on
+    the last stage, samples / tp, usable bytes, and state bytes per parameter byte.
+    """
+    parameter_bytes, activation_bytes, middle = prefixes
+    layers = len(middle) - 1
+    for begin in range(layers):
+        for end in range(begin + 1, layers + 1):
+            parameters = parameter_bytes[end] - parameter_bytes[begin]
+            kept = activation_bytes[end] - activation_bytes[begin]
+            for i, user in enumerate(users):
+                tensor = tensor_ms[i] * (middle[end] - middle[begin])
+                ms = compute_ms[end, i] - compute_ms[begin, i] + tensor
+                if end == layers:
+                    ms += sync_ms[i]
+                stage_ms[begin, end, user] = max(stage_ms[begin, end, user], ms)
+                room, held = memory[i] - state[i] * parameters, samples[i] * kept
+                if room < 0:
+                    flights[begin, end, user] = -1
+                elif room < held * flights[begin, end, user]:
+                    flights[begin, end, user] = int(room / held)

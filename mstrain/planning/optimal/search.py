@@ -101,7 +101,7 @@ class Search:
             if stages:
                 slowest, total = quick_bound(self.model, stages)
                 bound = self.cost(microbatches, slowest, total, 0.0)
-                self.push(bound, 0, self.start, (samples, microbatches, stages, slowest))
+                self.push(bound, 0, self.start, (samples, microbatches, stages, slowest, bound))
         bound, finished = np.inf, True
         while self.queue:
             bound, _, _, work, arguments = heapq.heappop(self.queue)
@@ -122,11 +122,14 @@ class Search:
     def cost(self, microbatches: int, slowest, total, finish):
         return (microbatches - 1) * slowest + total + finish + microbatches * self.generator_ms
 
-    def start(self, samples: int, microbatches: int, stages: dict, slowest: float) -> None:
+    def start(self, samples: int, microbatches: int, stages: dict, slowest: float, bound: float) -> None:
+        """Build the tables of a microbatch size; enter the box of its plans that may beat the limit."""
         tables = build_tables(self.model, self.space, samples, microbatches, stages)
-        finish = float(tables.end_ms[tables.possible].max(initial=0.0))
-        longest = float(tables.stage_ms[tables.possible].max(initial=slowest))
-        self.enter(build_box(self.space, tables, (slowest, longest), (0.0, finish)))
+        spare = self.limit - bound
+        highest = slowest + spare / max(microbatches - 1, 1e-12)
+        highest = min(highest, float(tables.stage_ms[tables.possible].max(initial=slowest)))
+        finish = min(spare, float(tables.end_ms[tables.possible].max(initial=0.0)))
+        self.enter(build_box(self.space, tables, (slowest, highest), (0.0, finish)))
 
     def enter(self, box: Box) -> None:
         """Queue a box; dive for a plan in it first."""

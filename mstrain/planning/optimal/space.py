@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from mstrain.planning.metis.cluster import Cluster
 from mstrain.planning.optimal.options import PlanOptions
@@ -40,7 +41,7 @@ class Choice:
     def dp(self) -> int:
         return 1 if self.spans else sum(self.replicas)
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[int, ...]:
         return tuple(kind for kind, count in enumerate(self.devices) if count)
 

@@ -78,8 +78,9 @@ def test_unequal_nodes_are_kinds_of_their_own_and_sizes_pack(small_cluster):
 
 
 def test_json_and_csv_hold_every_term(small_cluster, tmp_path):
-    result = plan_optimal(*small_cluster([("fast", 2), ("slow", 2)]).files,
-                          PlanOptions(num_layers=4, batch=6, top_k=2, **SIZES))
+    result = plan_optimal(
+        *small_cluster([("fast", 2), ("slow", 2)]).files, PlanOptions(num_layers=4, batch=6, top_k=2, **SIZES)
+    )
     write_json(result, tmp_path / "plan.json")
     document = json.loads((tmp_path / "plan.json").read_text())
     best = document["plans"][0]
@@ -102,13 +103,16 @@ def test_cluster_on_which_nothing_fits_says_how_much_is_needed(small_cluster):
         plan_optimal(*files, PlanOptions(num_layers=4, batch=6, **SIZES))
 
 
-@pytest.mark.parametrize("change, says", [
-    ({"batch": 0}, "batch=0: give an integer of 1 or more"),
-    ({"schedule": "zigzag"}, "schedule=zigzag: choose one of 1f1b, gpipe"),
-    ({"memory_margin": 1.5}, "memory_margin=1.5: give a part"),
-    ({"latency_ms": -1.0}, "latency_ms=-1.0: give 0 or more"),
-    ({"num_layers": 5}, "has 4 layers, the model has 5"),
-])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"batch": 0}, "batch=0: give an integer of 1 or more"),
+        ({"schedule": "zigzag"}, "schedule=zigzag: choose one of 1f1b, gpipe"),
+        ({"memory_margin": 1.5}, "memory_margin=1.5: give a part"),
+        ({"latency_ms": -1.0}, "latency_ms=-1.0: give 0 or more"),
+        ({"num_layers": 5}, "has 4 layers, the model has 5"),
+    ],
+)
 def test_bad_options_name_the_fix(small_cluster, change, says):
     files = small_cluster([("fast", 2)]).files
     with pytest.raises(ValueError, match=says):
