@@ -6,6 +6,7 @@ asynchronous: the arrays are copied off the device, then written while training 
 its step by one rename, so a killed save leaves nothing that a resume would read.
 """
 
+import functools
 import logging
 from pathlib import Path
 
@@ -40,7 +41,7 @@ class Checkpoints:
         if step == self.latest:
             return
         args = ocp.args.Composite(
-            **{STATE: ocp.args.StandardSave(_canonical(module, state)), FACTS: ocp.args.JsonSave(facts)}
+            **{STATE: ocp.args.StandardSave(_to_canonical(module)(state)), FACTS: ocp.args.JsonSave(facts)}
         )
         self._manager.save(step, args=args)
 
@@ -95,15 +96,18 @@ class Checkpoints:
             )
 
 
-def _canonical(module: Transformer, state: State) -> State:
+@functools.lru_cache(maxsize=2)
+def _to_canonical(module: Transformer):
+    """The compiled conversion of a state to canonical form, kept because every save needs it."""
+
     def convert(state):
         moments = map_parameter_trees(
             lambda tree: parameters.restore(module, tree), state["optimizer"], state["params"]
         )
-        return {"step": state["step"], "params": parameters.restore(module, state["params"]), "optimizer": moments}
+        canonical = {**state, "params": parameters.restore(module, state["params"]), "optimizer": moments}
+        return jax.lax.with_sharding_constraint(canonical, _canonical_shardings(module, canonical))
 
-    shapes = jax.eval_shape(convert, state)
-    return jax.jit(convert, out_shardings=_canonical_shardings(module, shapes))(state)
+    return jax.jit(convert)
 
 
 def _canonical_targets(module: Transformer, optimizer: optax.GradientTransformation):
