@@ -1,6 +1,6 @@
 """Which kernel computes attention: the device's flash attention where it has one, plain XLA elsewhere.
 
-Shapes as in `mstrain.layers.attention`. The choice is made when the step is compiled, for the platform it is compiled for.
+Shapes as in `mstrain.layers.attention`. The choice is made when the step is compiled, for its platform.
 """
 
 import dataclasses

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable
 
-import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P

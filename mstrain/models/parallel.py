@@ -57,14 +57,15 @@ def check_effect(parallel: ParallelConfig, used: set[str]) -> None:
     """An option that would change nothing is an error."""
     if parallel.slices != "auto" and "meshslice" not in used:
         raise ValueError(
-            f"parallel.slices={parallel.slices} has no effect: no layer uses meshslice. Drop it, or type parallel=meshslice."
+            f"parallel.slices={parallel.slices} has no effect: no layer uses meshslice. "
+            "Drop it, or type parallel=meshslice."
         )
     if parallel.dataflow not in ("auto", *DATAFLOWS):
         raise ValueError(f"parallel.dataflow={parallel.dataflow!r} is unknown. Choose auto, os, ls or rs.")
     if parallel.dataflow != "auto" and not used & CHOOSES_DATAFLOW:
         raise ValueError(
-            f"parallel.dataflow={parallel.dataflow} has no effect on {', '.join(sorted(used))}. Drop it, or choose one of "
-            f"{', '.join(sorted(CHOOSES_DATAFLOW))}."
+            f"parallel.dataflow={parallel.dataflow} has no effect on {', '.join(sorted(used))}. "
+            f"Drop it, or choose one of {', '.join(sorted(CHOOSES_DATAFLOW))}."
         )
 
 

@@ -1,13 +1,13 @@
 """Parameters in two forms: canonical, as checkpoints carry them, and stored, as a plan runs them.
 
-Canonical parameters are whole in the model's own order, every layer stacked in `blocks_0`. Stored ones follow the plan: layers
-split into its groups, every parameter reordered by its `Storage`. Both ways are permutations (and zero padding), so
-a round trip is exact, and initial values do not depend on mesh, algorithm or slice count.
+Canonical parameters are whole, in the model's own order, every layer stacked in `blocks_0`. Stored ones follow the plan:
+layers split into its groups, every parameter reordered by its `Storage`. Both ways are permutations (and zero padding),
+so a round trip is exact, and initial values do not depend on mesh, algorithm or slice count.
 """
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mstrain.layers.parameter import Stored, is_stored, partition_specs

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
 
 import numpy as np
 from jax.sharding import AxisType, Mesh
@@ -70,7 +69,7 @@ def make_plan(
     Args:
       microbatch: sequences that go through the model at once, whole job.
       seq: tokens per sequence.
-      chip: what MeshSlice's automatic dataflows and slice counts are tuned for; None takes the paper's rule and few slices.
+      chip: what MeshSlice's automatic dataflows and slice counts are tuned for; None takes the paper's rule, few slices.
 
     Raises:
       ValueError: what is wrong and what to type instead.

@@ -1,6 +1,6 @@
 """One decoder-only transformer; families differ by the small choices in `ModelConfig`.
 
-Activations are x_TxD: all tokens of the batch in a row, sequence after sequence, by features. The model file knows plans and
+Activations are x_TxD: all tokens of the batch in a row, sequence after sequence, by features. This file knows plans and
 layouts, not algorithms. Consecutive layers with equal plans are one scan, so compile time does not grow with depth.
 """
 
