@@ -1,7 +1,7 @@
 """Cannon: skew by point-to-point shifts, then multiply and rotate, on a square mesh.
 
-Cannon, 1969; the stationary-input forms follow the MeshSlice paper, section 2.3.2. Only permutes travel: one to skew each
-moving matrix, n - 1 rotations, and for the flows whose output moves one more to bring it home.
+Cannon, 1969; the stationary-input forms follow the MeshSlice paper, section 2.3.2. Only permutes travel: one to
+skew each moving matrix, n - 1 rotations, and for the flows whose output moves one more to bring it home.
 """
 
 import jax.numpy as jnp

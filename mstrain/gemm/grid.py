@@ -1,9 +1,9 @@
 """Which mesh axes play the rows and the columns of a product.
 
 A two-dimensional algorithm uses mesh axis `row` for rows and `col` for columns. The one-dimensional baselines are
-corners of the same picture: with every device in one row (`P = 1 x n`) the W-stationary dataflow *is* Megatron tensor
-parallelism with sequence parallelism, and with every device in one column (`P = n x 1`) the Y-stationary one *is*
-fully sharded data parallelism. A `Grid` says which case it is, so that everything above is written once.
+corners of the same picture: with every device in one row (`P = 1 x n`) the W-stationary dataflow *is* Megatron
+tensor parallelism with sequence parallelism, and with every device in one column (`P = n x 1`) the Y-stationary
+one *is* fully sharded data parallelism. A `Grid` says which case it is, so that everything above is written once.
 """
 
 import dataclasses

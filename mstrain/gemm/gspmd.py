@@ -1,6 +1,7 @@
 """GSPMD: say where operands and result live and let the compiler choose the communication.
 
-On recent TPU compilers this yields the ring of `mstrain.gemm.wang` along one axis and a whole collective along the other.
+On recent TPU compilers this yields the ring of `mstrain.gemm.wang` along one axis and a whole collective along the
+other.
 """
 
 import jax

@@ -1,7 +1,7 @@
 """`y = x @ w` under a plan, with the backward pass that belongs to it.
 
-Each dataflow's backward pass is the other two, on the same three matrices, nothing transposed in memory and the same
-one stationary (MeshSlice paper, Table 1):
+Each dataflow's backward pass is the other two, on the same three matrices, nothing transposed in memory and the
+same one stationary (MeshSlice paper, Table 1):
 
     dataflow   y             dx             dw
     os         OS(x, w)      LS(dy, w)      RS(x, dy)
@@ -31,8 +31,8 @@ def linear(x_TxI: jax.Array, w: jax.Array, plan: Plan) -> jax.Array:
       plan: how to multiply.
 
     Returns:
-      y_TxO in the dtype of x, laid out as `plan.output_layout`. The gradient of w has the dtype of w and is summed over
-      the data axis.
+      y_TxO in the dtype of x, laid out as `plan.output_layout`. The gradient of w has the dtype of w and is summed
+      over the data axis.
     """
     if plan.algorithm == "gspmd":
         return gspmd.product(x_TxI, w, plan.grid)

@@ -89,8 +89,8 @@ class PlanPair:
 
     def __post_init__(self):
         # rs leaves sequences slice-major; only the projection out with the same slices puts them back.
-        turned = [(plan.dataflow == "rs", plan.slices if plan.dataflow == "rs" else 1) for plan in (self.into, self.out)]
-        assert turned[0] == turned[1], f"{self.into} and {self.out} do not undo each other's token order"
+        into, out = (p.slices if p.dataflow == "rs" else None for p in (self.into, self.out))
+        assert into == out, f"{self.into} and {self.out} do not undo each other's token order"
 
     @property
     def residual(self) -> Layout:
@@ -125,8 +125,8 @@ def check_algorithm(name: str) -> str:
 def legal_slices(dataflow: str, in_dim: int, out_dim: int, batch: int, rows: int, cols: int) -> list[int]:
     """Slice counts that divide the sliced dim on both grid directions (MeshSlice paper, section 3.1).
 
-    The sliced dim is the one the stationary matrix does not have: features in for `os`, features out for `ls`, tokens
-    for `rs`. Tokens are cut between sequences, so that attention finds whole ones.
+    The sliced dim is the one the stationary matrix does not have: features in for `os`, features out for `ls`,
+      tokens for `rs`. Tokens are cut between sequences, so that attention finds whole ones.
     """
     sliced = {"os": in_dim, "ls": out_dim, "rs": batch}[dataflow]
     pieces, rest = divmod(sliced, math.lcm(rows, cols))

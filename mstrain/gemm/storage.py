@@ -1,12 +1,12 @@
 """The order in which a weight's features are stored, and the way back to the canonical order.
 
-Canonical order is the model's own: `W[in, out]`, fused projections as consecutive segments (all queries, then all keys,
-then all values). Two things want another order on a mesh of R x C, and both are properties of the parameter:
+Canonical order is the model's own: `W[in, out]`, fused projections as consecutive segments (all queries, then all
+keys, then all values). Two things want another order on a mesh of R x C, and both are properties of the parameter:
 
 * A fused projection splits on each column shard, so column shard j stores its part of every segment side by side.
-* MeshSlice with S slices wants contiguous slices. Activations keep their features in order over the C columns, so slice s
-  is the s-th piece of every column shard, C pieces in all; the row-sharded dim of a weight is stored such that
-  the s-th piece of every row shard, R pieces in all, holds the same features in the same order. With R = C the
+* MeshSlice with S slices wants contiguous slices. Activations keep their features in order over the C columns, so
+  slice s is the s-th piece of every column shard, C pieces in all; the row-sharded dim of a weight is stored such
+  that the s-th piece of every row shard, R pieces in all, holds the same features in the same order. With R = C the
   two orders are the same, and nothing moves.
 
 Orders are applied by reshapes and transposes, so a sharded array moves by collectives instead of being gathered.
@@ -60,9 +60,9 @@ class Storage:
     def store(self, x, place=_anywhere):
         """Canonical [..., *shape] to stored order.
 
-        `place(x, dim, stored)` may say where x should be now: sharded on its last (-1) or second last (-2) dim alone, as
-        the other one is reordered whole and without communication, or (None) on both as a running step wants it. `stored` tells
-        whether a transposed kernel is in its stored orientation yet.
+        `place(x, dim, stored)` may say where x should be now: sharded on its last (-1) or second last (-2) dim
+        alone, as the other one is reordered whole and without communication, or (None) on both as a running step
+        wants it. `stored` tells whether a transposed kernel is in its stored orientation yet.
         """
         if self._is_fused or any(self.padding):
             x = place(x, -2, False)

@@ -1,8 +1,9 @@
 """SUMMA: one panel per step is broadcast (or reduced) from (or to) the devices that own it.
 
-Van de Geijn and Watts, 1997; the dataflows follow the MeshSlice paper, section 2.3.3. With p = lcm(rows, columns) panels each
-panel has one owner in either direction. A mesh axis has no native one-to-all, so a broadcast is the sum over
-the axis of the owner's panel and zeros elsewhere, and a reduction is a sum of which the owner keeps the result.
+Van de Geijn and Watts, 1997; the dataflows follow the MeshSlice paper, section 2.3.3. With p = lcm(rows, columns)
+panels each panel has one owner in either direction. A mesh axis has no native one-to-all, so a broadcast is the sum
+over the axis of the owner's panel and zeros elsewhere, and a reduction is a sum of which the owner keeps the
+result.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Wang: the column direction as a bidirectional ring of permutes that overlap with block products.
 
-Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023; as the baseline of the
-MeshSlice paper (section 2.3.2). The row direction stays one whole, exposed collective. A ring of C devices takes
-exactly C - 1 steps; half of every block travels each way.
+Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023; as the baseline of
+the MeshSlice paper (section 2.3.2). The row direction stays one whole, exposed collective. A ring of C devices
+takes exactly C - 1 steps; half of every block travels each way.
 """
 
 import jax.numpy as jnp

@@ -44,7 +44,8 @@ class Attention(nn.Module):
       bias: biases on (the projection in, the projection out).
       inits: initialisers of the two kernels.
       rotary_base: base of rotary position embedding, or None.
-      qk_norm_epsilon: RMS-normalise queries and keys per head with this epsilon and a learned scale (Qwen 3), or None.
+      qk_norm_epsilon: RMS-normalise queries and keys per head with this epsilon and a learned scale (Qwen 3), or
+        None.
     """
 
     plans: PlanPair

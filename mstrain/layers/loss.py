@@ -1,7 +1,8 @@
 """Vocabulary-parallel cross-entropy: logits stay sharded over the vocabulary.
 
 What travels is one maximum, one sum and one target logit per token and device, never the logits (the scheme of
-Megatron-LM; Shoeybi et al., 2019). The derivative, softmax minus one-hot, needs nothing but each device's own logits.
+Megatron-LM; Shoeybi et al., 2019). The derivative, softmax minus one-hot, needs nothing but each device's own
+logits.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Parameters that know where they live and in which order they are stored.
 
-A parameter is initialised in canonical order, so that its values do not depend on mesh, algorithm or slice count, then
-stored as its `Storage` says. Both facts ride on the parameter as Linen metadata: the abstract
-parameter tree is a tree of `Stored` boxes.
+A parameter is initialised in canonical order, so that its values do not depend on mesh, algorithm or slice count,
+then stored as its `Storage` says. Both facts ride on the parameter as Linen metadata: the abstract parameter tree
+is a tree of `Stored` boxes.
 """
 
 from collections.abc import Callable

@@ -16,9 +16,9 @@ CHOICES = {
 class ModelConfig:
     """A decoder-only transformer.
 
-    Sizes: `layers`, `width` (D), `heads` (N), `kv_heads` (K; null means as many as heads), `head_dim` (H; null means
-    width / heads), `mlp_width` (F; null means 4 x width), `vocabulary` (V; null means the tokenizer's), `context`
-    (longest sequence a learned position knows).
+    Sizes: `layers`, `width` (D), `heads` (N), `kv_heads` (K; null means as many as heads), `head_dim` (H; null
+      means width / heads), `mlp_width` (F; null means 4 x width), `vocabulary` (V; null means the tokenizer's),
+      `context` (longest sequence a learned position knows).
 
     Choices: `norm`, `norm_bias`, `norm_epsilon`, `position`, `rotary_base`, `activation`, `gated` (MLP), `bias`
     (`all` linear layers, only `qkv`, or `none`), `parallel_block` (one norm feeds attention and MLP, both are added

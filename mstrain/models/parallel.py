@@ -16,8 +16,8 @@ class ParallelConfig:
     Attributes:
       algorithm: of every layer.
       attention, mlp: of that half of every block, instead.
-      layers: exceptions, separated by spaces, each `LAYERS:ALGO` or `LAYERS:attention:ALGO` or `LAYERS:mlp:ALGO` where
-        LAYERS is a layer (`3`) or an inclusive range (`0-5`, `6-`); later ones win.
+      layers: exceptions, separated by spaces, each `LAYERS:ALGO` or `LAYERS:attention:ALGO` or `LAYERS:mlp:ALGO`
+        where LAYERS is a layer (`3`) or an inclusive range (`0-5`, `6-`); later ones win.
       slices: MeshSlice's slice count, or `auto`.
       dataflow: `os`, `ls`, `rs` for every product, or `auto`: the largest of input, weight and output stays.
     """

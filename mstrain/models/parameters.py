@@ -1,8 +1,8 @@
 """Parameters in two forms: canonical, as checkpoints carry them, and stored, as a plan runs them.
 
-Canonical parameters are whole, in the model's own order, every layer stacked in `blocks_0`. Stored ones follow the plan:
-layers split into its groups, every parameter reordered by its `Storage`. Both ways are permutations (and zero padding),
-so a round trip is exact, and initial values do not depend on mesh, algorithm or slice count.
+Canonical parameters are whole, in the model's own order, every layer stacked in `blocks_0`. Stored ones follow the
+plan: layers split into its groups, every parameter reordered by its `Storage`. Both ways are permutations (and zero
+padding), so a round trip is exact, and initial values do not depend on mesh, algorithm or slice count.
 """
 
 import jax
@@ -82,8 +82,8 @@ def restore(module: Transformer, stored):
 def canonical_shardings(module: Transformer):
     """A sharding for every canonical parameter: over all tensor-parallel devices, on one dim that divides.
 
-    That dim is the second last where possible, with mesh axes in the order that lets an all-to-all along one of them
-    reach the stored form, so that converting and saving never gathers a parameter.
+    That dim is the second last where possible, with mesh axes in the order that lets an all-to-all along one of
+    them reach the stored form, so that converting and saving never gathers a parameter.
     """
     boxes = abstract_parameters(module)
     boxes = {name: box for name, box in boxes.items() if not name.startswith("blocks_") or name == STACK}

@@ -69,7 +69,8 @@ def make_plan(
     Args:
       microbatch: sequences that go through the model at once, whole job.
       seq: tokens per sequence.
-      chip: what MeshSlice's automatic dataflows and slice counts are tuned for; None takes the paper's rule, few slices.
+      chip: what MeshSlice's automatic dataflows and slice counts are tuned for; None takes the paper's rule, few
+        slices.
 
     Raises:
       ValueError: what is wrong and what to type instead.

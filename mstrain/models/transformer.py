@@ -1,7 +1,8 @@
 """One decoder-only transformer; families differ by the small choices in `ModelConfig`.
 
-Activations are x_TxD: all tokens of the batch in a row, sequence after sequence, by features. This file knows plans and
-layouts, not algorithms. Consecutive layers with equal plans are one scan, so compile time does not grow with depth.
+Activations are x_TxD: all tokens of the batch in a row, sequence after sequence, by features. This file knows plans
+  and layouts, not algorithms. Consecutive layers with equal plans are one scan, so compile time does not grow with
+  depth.
 """
 
 import functools
@@ -95,7 +96,8 @@ class Transformer(nn.Module):
       plan: how every product is computed.
       seq: tokens per sequence.
       dtype: of activations and products; parameters are float32.
-      remat: what a layer keeps for its backward pass: everything (`none`), its products (`dots`) or its input (`full`).
+      remat: what a layer keeps for its backward pass: everything (`none`), its products (`dots`) or its input
+        (`full`).
     """
 
     model: ModelConfig
