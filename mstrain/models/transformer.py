@@ -1,8 +1,7 @@
 """One decoder-only transformer; families differ by the small choices in `ModelConfig`.
 
 Activations are x_TxD: all tokens of the batch in a row, sequence after sequence, by features. This file knows plans
-  and layouts, not algorithms. Consecutive layers with equal plans are one scan, so compile time does not grow with
-  depth.
+and layouts, not algorithms. Consecutive layers with equal plans are one scan, so compile time does not grow with depth.
 """
 
 import functools
