@@ -1,6 +1,7 @@
-"""Installing and continuous integration: declared packages, the TPU worker script, README commands as CI runs them.
+"""Declared packages, the script that prepares a TPU worker, and README's commands as CI runs them.
 
-No network and no real installation here: the scripts meet stand-ins for Python, pip and JAX in a folder of their own.
+Nothing is installed and no network is used: the scripts meet stand-ins for Python, pip and JAX in a folder of
+their own.
 """
 
 import ast
@@ -25,8 +26,8 @@ def requirements(name: str) -> list[Requirement]:
 
 
 def imported(*paths: str) -> dict[str, Path]:
-    """{distribution: a file that imports it} of the packages from elsewhere that the Python files below import."""
-    files = [file for path in paths for file in ([ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("*.py"))]
+    """{distribution: a file that imports it} of what files matching `paths` import from elsewhere."""
+    files = [file for path in paths for file in sorted(ROOT.glob(path))]
     ours = {"mstrain", "tests", *(script.stem for script in ROOT.glob("*.py"))}
     distributions, found = importlib.metadata.packages_distributions(), {}
     for file in files:
@@ -40,12 +41,14 @@ def imported(*paths: str) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.parametrize("paths, files", [(("mstrain", "train.py"), [RUN]), (("tests",), [RUN, DEV])])
+@pytest.mark.parametrize(
+    "paths, files", [(("mstrain/**/*.py", "*.py"), [RUN]), (("tests/**/*.py",), [RUN, DEV])], ids=["run", "tests"]
+)
 def test_every_import_is_a_declared_requirement(paths, files):
     declared = {requirement.name.lower() for name in files for requirement in requirements(name)}
-    brought = {"omegaconf": "hydra-core", "jaxlib": "jax", "packaging": "pytest"}  # what another one stands for
-    undeclared = {name: file for name, file in imported(*paths).items() if brought.get(name, name) not in declared}
-    assert not undeclared
+    brought_by = {"omegaconf": "hydra-core", "packaging": "pytest"}
+    found = imported(*paths)
+    assert not {name: file for name, file in found.items() if brought_by.get(name, name) not in declared}
 
 
 @pytest.mark.parametrize("name", [RUN, DEV])
@@ -62,7 +65,7 @@ def test_scripts_parse_and_are_executable(script):
 
 
 class Worker:
-    """A TPU worker with nothing but a stand-in `python`: its virtual environments hold one that logs and, for -c, runs."""
+    """A TPU worker whose stand-in `python`, and that of its virtual environment, logs its calls and runs only -c."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -102,7 +105,8 @@ process_index, process_count, local_device_count = lambda: 1, lambda: 4, lambda:
 
     def prepare(self, *arguments, **environment):
         command = ["bash", self.folder / PREPARE.name, *arguments]
-        return subprocess.run(command, env=self.environment | environment, capture_output=True, text=True, timeout=60)
+        environment = self.environment | environment
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
     @property
     def log(self) -> list[str]:
@@ -121,8 +125,8 @@ def test_dry_run_prints_the_steps_and_takes_none(worker):
     done = worker.prepare("--dry-run")
     assert done.returncode == 0
     steps = [line for line in done.stdout.splitlines() if line.startswith("+ ")]
-    for step, part in zip(steps, ("python3.11 -m venv .venv", "requirements-tpu.txt", "JAX_PLATFORMS=tpu"), strict=True):
-        assert part in step
+    parts = ("python3.11 -m venv .venv", "requirements-tpu.txt", "JAX_PLATFORMS=tpu")
+    assert all(part in step for step, part in zip(steps, parts, strict=True))
     assert worker.log == [] and set(worker.folder.iterdir()) == before
 
 
@@ -140,7 +144,8 @@ def test_without_a_suitable_python_it_names_the_fix(worker):
     worker.python("python3", (3, 10))
     done = worker.prepare()
     assert done.returncode == 1 and done.stdout == ""
-    assert "Python 3.11 or 3.12" in done.stderr and "apt-get install -y python3.11 python3.11-venv" in done.stderr
+    assert "Python 3.11 or 3.12" in done.stderr
+    assert "apt-get install -y python3.11 python3.11-venv" in done.stderr
     assert worker.log == []
 
 
