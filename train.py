@@ -12,9 +12,13 @@ def main(arguments: list[str]) -> int:
         Console().print(zoo_table())
         return 0
     from mstrain.config import load_config
+    from mstrain.hosts import find_seat, joined
     from mstrain.training.run import prepare
 
-    return prepare(load_config(arguments)).train()
+    config = load_config(arguments)
+    seat, devices = find_seat(config.coordinator, config.processes, config.process)
+    with joined(seat, config.hosts, devices) as job:
+        return prepare(config, job).train()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mstrain.data import DataConfig
+from mstrain.hosts import HostsConfig
 from mstrain.mesh import parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
@@ -93,6 +94,9 @@ class RunConfig:
       dtype: of activations and products: `bf16`, `f32`, or `auto` (bf16 on accelerators). Weights are float32.
       remat: what a layer keeps for its backward pass: `none` of it recomputed, all but `dots`, or in `full`.
       log_every: steps between lines of metrics.jsonl.
+      compile_cache: folder of compiled programs, so that a restart compiles nothing; null for none.
+      coordinator, processes, process: `HOST:PORT` of process 0, how many there are and which this is, where neither a TPU
+        pod, SLURM nor Kubernetes tells.
     """
 
     model: ModelConfig
@@ -103,6 +107,7 @@ class RunConfig:
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
     sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
+    hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
     mesh: str = "auto"
     tokenizer: str = "bytes"
     vocabulary: int | None = None
@@ -115,6 +120,10 @@ class RunConfig:
     remat: str = "none"
     accumulate: int = 1
     log_every: int = 1
+    compile_cache: str | None = "~/.cache/mstrain/compiled"
+    coordinator: str | None = None
+    processes: int | None = None
+    process: int | None = None
 
     def __post_init__(self):
         _at_least("", self, batch=1, seq=1, steps=1, seed=0, accumulate=1, log_every=1)

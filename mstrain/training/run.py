@@ -6,6 +6,8 @@ everything has been checked.
 
 import dataclasses
 import functools
+import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from mstrain.config import RunConfig
 from mstrain.data import Batches, Corpus
 from mstrain.data import prepare as prepare_corpus
 from mstrain.hardware import Chip, chip_for, compiler_options, mfu
+from mstrain.hosts import ALONE, Job
 from mstrain.models.auto import rank_meshes
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import training_flops_per_token
@@ -44,6 +47,7 @@ class Run:
     validation_feed: Feed
     chip: Chip | None
     console: Console
+    job: Job = ALONE
 
     @functools.cached_property
     def compiled_step(self):
@@ -77,12 +81,13 @@ class Run:
         return self.chip.peak(jnp.dtype(self.module.dtype).name) if self.chip else None
 
 
-def prepare(config: RunConfig) -> Run:
+def prepare(config: RunConfig, job: Job = ALONE) -> Run:
     """Checks and builds a run; raises ValueError with the fix when something cannot work."""
-    console = Console(highlight=False, soft_wrap=True)
-    chip = _start_devices(config)
+    console = Console(highlight=False, soft_wrap=True, quiet=not job.leads)
+    chip = _start_devices(config, job)
     with console.status("Preparing the corpus"):
         corpus = prepare_corpus(config.data, config.tokenizer, config.seed, config.vocabulary)
+    job.agree("corpus", corpus.digest)
     for warning in corpus.warnings:
         console.print(f"[yellow]Corpus:[/] {warning}")
     model = _with_vocabulary(config.model, corpus)
@@ -94,7 +99,7 @@ def prepare(config: RunConfig) -> Run:
         for file, seed in ((corpus.train, config.seed), (corpus.validation, VALIDATION_SEED))
     )
     optimizer = make_optimizer(config.optimizer, config.steps)
-    run = Run(config, corpus, module, optimizer, feed, validation_feed, chip, console)
+    run = Run(config, corpus, module, optimizer, feed, validation_feed, chip, console, job)
     _announce(run)
     with console.status("Compiling the step"):
         console.print(f"[bold]Memory[/] {run.memory}")
@@ -114,11 +119,22 @@ def abstract_state(module: Transformer, optimizer: optax.GradientTransformation)
     )
 
 
-def _start_devices(config: RunConfig) -> Chip | None:
-    """Emulates a mesh where there is only a CPU; returns the chip, None when it is not in the table."""
+def _start_devices(config: RunConfig, job: Job) -> Chip | None:
+    """Emulates a mesh where there is only a CPU, each process its part of it; returns the chip, None when not in the table."""
     wanted = EMULATED if config.mesh == "auto" else meshes.parse_mesh(config.mesh)
-    meshes.emulate_devices(wanted.devices)
+    _keep_compiled(config.compile_cache)
+    meshes.emulate_devices(math.ceil(wanted.devices / job.processes))
+    if job.processes > 1:
+        job.say(f"joined, {jax.local_device_count()} of {jax.device_count()} {jax.devices()[0].device_kind} devices here")
+        job.agree("configuration", repr(dataclasses.replace(config, process=None)))
     return chip_for(jax.devices()[0].device_kind)
+
+
+def _keep_compiled(folder: str | None) -> None:
+    """Points JAX's persistent compilation cache at `folder`, for every program however small."""
+    jax.config.update("jax_compilation_cache_dir", folder and str(Path(folder).expanduser()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _choose_plan(config: RunConfig, model: ModelConfig, chip: Chip | None, console: Console) -> ModelPlan:
