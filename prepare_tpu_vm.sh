@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Prepares this worker of a TPU VM: virtual environment .venv, packages, and a look at the TPU. Run it on every worker
-# at once, as the workers of a slice wait for each other:
+# Prepares this worker of a TPU VM: virtual environment .venv, packages, and a look at the TPU. Run it on
+# every worker at once, as the workers of a slice wait for each other:
 #
 #   gcloud compute tpus tpu-vm ssh NAME --worker=all --command='cd mstrain && bash prepare_tpu_vm.sh'
 #
@@ -16,7 +16,7 @@ import jax
 
 try:
     try:
-        jax.distributed.initialize(initialization_timeout=120)  # workers find each other by the metadata of the VM
+        jax.distributed.initialize(initialization_timeout=120)  # workers find each other by the VM's metadata
     except ValueError:
         print("no other workers to join: this does not look like a worker of a TPU slice")
     devices = jax.devices()
@@ -53,14 +53,15 @@ find_python() {
 
 install() {
     .venv/bin/python -m pip install --quiet --upgrade -r requirements-tpu.txt ||
-        fail "pip could not install requirements-tpu.txt; its message is above. Check the network and the free disk space."
+        fail "pip could not install requirements-tpu.txt; its message is above." \
+            "Check the network and the free disk space."
 }
 
 look() {
-    JAX_PLATFORMS=tpu .venv/bin/python -c "$check" || fail "the TPU is not usable from here; the reason is above." \
+    JAX_PLATFORMS=tpu .venv/bin/python -c "$check" || fail "the TPU is not usable; the reason is above." \
         "If this is one worker of several, run on all of them (--worker=all)." \
-        "If a process holds the TPU, end it (sudo lsof /dev/accel* /dev/vfio/*). If this machine has no TPU," \
-        "create one with: gcloud compute tpus tpu-vm create"
+        "If a process holds the TPU, end it (sudo lsof /dev/accel* /dev/vfio/*)." \
+        "If this machine has no TPU, create one with: gcloud compute tpus tpu-vm create"
 }
 
 dry_run=false

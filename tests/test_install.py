@@ -41,9 +41,10 @@ def imported(*paths: str) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.parametrize(
-    "paths, files", [(("mstrain/**/*.py", "*.py"), [RUN]), (("tests/**/*.py",), [RUN, DEV])], ids=["run", "tests"]
-)
+@pytest.mark.parametrize("paths, files", [
+    (("mstrain/**/*.py", "*.py"), [RUN]),
+    (("tests/**/*.py",), [RUN, DEV]),
+], ids=["run", "tests"])  # fmt: skip
 def test_every_import_is_a_declared_requirement(paths, files):
     declared = {requirement.name.lower() for name in files for requirement in requirements(name)}
     brought_by = {"omegaconf": "hydra-core", "packaging": "pytest"}
@@ -65,7 +66,7 @@ def test_scripts_parse_and_are_executable(script):
 
 
 class Worker:
-    """A TPU worker whose stand-in `python`, and that of its virtual environment, logs its calls and runs only -c."""
+    """A TPU worker whose `python`, in and out of its virtual environment, logs its calls and runs only -c."""
 
     def __init__(self, folder: Path):
         self.folder = folder
