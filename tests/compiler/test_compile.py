@@ -1,0 +1,76 @@
+"""What the real compilers make of MeshSlice. Small sizes, 32 devices; skipped where libtpu is not installed."""
+
+import functools
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+from mstrain.compiler import DoesNotFit, compile_flow, compile_gemm, compile_layer, compile_step, make_target, predict
+from mstrain.compiler.machine import FLOPS_PER_CYCLE
+from mstrain.gemm import Grid, Plan
+from mstrain.models.config import ModelConfig
+from mstrain.models.plan import ParallelConfig, make_plan
+from mstrain.models.transformer import Transformer, count_parameters
+
+pytestmark = pytest.mark.usefixtures("tpu_compiler")
+SIZES = (16384, 4096, 16384)
+SMALL = ModelConfig(name="small", layers=3, width=1024, heads=8, position="alibi", vocabulary=1024)
+
+BLOCK = 12 * SMALL.width**2  # weights of one layer
+
+
+@functools.cache
+def target(name):
+    return make_target(name, "4x8")
+
+
+@pytest.mark.parametrize(("name", "flow"), [("v5p-64", "os"), ("v5p-64", "ls"), ("v5p-64", "rs"), ("tpu7x:2x2x4", "ls")])
+def test_all_but_the_first_and_last_transfer_hide(name, flow):
+    schedule = predict(compile_flow("meshslice", flow, 4, target(name), *SIZES))
+    assert len(schedule.transfers) == 2 * 4
+    assert schedule.overlapped >= 2 * 4 - 2
+    assert schedule.blocking == 0
+    kinds = {t.collective.kind for t in schedule.transfers}
+    assert kinds == ({"all-gather"} if flow == "os" else {"all-gather", "reduce-scatter"})
+
+
+def test_nothing_hides_without_the_options():
+    schedule = predict(compile_flow("meshslice", "os", 4, target("v5p-64"), *SIZES, options={}))
+    assert schedule.overlapped == 0
+    assert schedule.blocking == 2 * 4
+
+
+def test_a_product_with_both_gradients(tmp_path):
+    plan = Plan("collective", "os", Grid(target("v5p-64").mesh, ("row",), ("col",)))
+    program = compile_gemm(plan, target("v5p-64"), *SIZES, backward=True, dump=tmp_path, options={})
+    schedule = predict(program)
+    assert [t.collective.kind for t in schedule.transfers].count("reduce-scatter") == 2
+    peak = target("v5p-64").slice.chip.peak_bf16
+    ideal = 3 * 2 * SIZES[0] * SIZES[1] * SIZES[2] / 32 / peak
+    assert ideal < schedule.seconds - schedule.exposed < 1.5 * ideal
+    operands = SIZES[0] * SIZES[1] + SIZES[1] * SIZES[2] + SIZES[0] * SIZES[2]
+    assert program.memory.arguments == pytest.approx(2 * operands / 32, rel=0.01)
+    assert (tmp_path / "collective_os_16384x4096x16384_S_1.hlo").read_text() == program.text
+
+
+def test_a_layer_compiles_with_its_gradients():
+    schedule = predict(compile_layer(SMALL, ParallelConfig("collective"), target("v5p-64"), 32, 512, options={}))
+    assert {"row", "col"} <= {axis for t in schedule.transfers for axis in t.collective.axes}
+    assert schedule.cycles["gemm"] > 6 * BLOCK * 32 * 512 / 32 / FLOPS_PER_CYCLE["v5p"]
+
+
+def test_the_training_step_costs_every_layer_and_gives_its_state_up():
+    plan = make_plan(ParallelConfig("collective"), SMALL, target("v5p-64").mesh, 32, 512)
+    module = Transformer(SMALL, plan, 512, jnp.bfloat16, "full")
+    schedule = predict(compile_step(module, optax.adamw(1e-3), target("v5p-64"), 32, options={}))
+    assert schedule.cycles["gemm"] > 8 * SMALL.layers * BLOCK * 32 * 512 / 32 / FLOPS_PER_CYCLE["v5p"]  # and remat
+    state = 3 * 4 * count_parameters(SMALL) / 32
+    assert state < schedule.memory.arguments < 1.2 * state
+    assert schedule.memory.aliased > 0.9 * state
+
+
+def test_what_does_not_fit_says_by_how_much():
+    with pytest.raises(DoesNotFit, match="remat=full") as error:
+        compile_flow("collective", "os", 1, target("v6e-32"), 2**21, 2**16, 2**16)
+    assert "GiB" in str(error.value) or "G of" in str(error.value)
