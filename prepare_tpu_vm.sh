@@ -16,7 +16,7 @@ import jax
 
 try:
     try:
-        jax.distributed.initialize(initialization_timeout=120)  # they find each other by the metadata of the VM
+        jax.distributed.initialize(initialization_timeout=120)  # they meet by the metadata of the VM
     except ValueError:
         print("no other workers to join: this does not look like a worker of a TPU slice")
     devices = jax.devices()
