@@ -127,8 +127,8 @@ class RunConfig:
 
     def __post_init__(self):
         _at_least("", self, batch=1, seq=1, steps=1, seed=0, accumulate=1, log_every=1)
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("remat", self.remat, REMAT)
+        one_of("dtype", self.dtype, DTYPES)
+        one_of("remat", self.remat, REMAT)
         if self.mesh != "auto":
             parse_mesh(self.mesh)
         if self.parallel.slices != "auto":
@@ -155,18 +155,23 @@ class RunConfig:
 
 def load_config(arguments: list[str]) -> RunConfig:
     """Composes conf/ with command-line overrides into a checked run; raises ValueError with the fix otherwise."""
-    _check_keys(arguments)
-    schema = {field.name: _defaults(field.type) if dataclasses.is_dataclass(field.type) else field.default
-              for field in dataclasses.fields(RunConfig)}  # fmt: skip
+    config = compose(RunConfig, "config", arguments)
+    return dataclasses.replace(config, optimizer=config.optimizer.for_width(config.model.width))
+
+
+def compose(kind: type, name: str, arguments: list[str]) -> Any:
+    """The dataclass `kind` from conf/NAME.yaml and command-line overrides; raises ValueError with the fix."""
+    _check_keys(kind, arguments)
+    schema = {field.name: _defaults(field.type) if dataclasses.is_dataclass(field.type) else _default(field)
+              for field in dataclasses.fields(kind)}  # fmt: skip
     ConfigStore.instance().store(name="schema", node=schema)
     try:
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-            composed = hydra.compose("config", overrides=arguments)
+            composed = hydra.compose(name, overrides=arguments)
         values = OmegaConf.to_container(composed, resolve=True)
     except (hydra.errors.HydraException, OmegaConfBaseException) as error:
         raise ValueError(f"Cannot read the command line: {str(error).splitlines()[0]}") from None
-    config = build(RunConfig, values)
-    return dataclasses.replace(config, optimizer=config.optimizer.for_width(config.model.width))
+    return build(kind, values)
 
 
 def build(kind: type, values: dict, path: str = "") -> Any:
@@ -175,6 +180,10 @@ def build(kind: type, values: dict, path: str = "") -> Any:
     unknown = set(values) - set(hints)
     if unknown:
         raise ValueError(f"{path}{min(unknown)} is not a key. Known: {', '.join(path + name for name in hints)}.")
+    for field in dataclasses.fields(kind):
+        required = field.default is field.default_factory is dataclasses.MISSING
+        if required and values.get(field.name) is None:
+            raise ValueError(f"{path}{field.name}= is missing. Type {path}{field.name}=VALUE (--help lists the keys).")
     return kind(**{name: _typed(hints[name], value, path + name) for name, value in values.items()})
 
 
@@ -183,10 +192,10 @@ def to_dict(config: RunConfig) -> dict:
     return dataclasses.asdict(config)
 
 
-def known_keys() -> list[str]:
+def known_keys(kind: type = RunConfig) -> list[str]:
     """Every key a command line may set."""
-    keys = list(GROUPS)
-    for name, hint in typing.get_type_hints(RunConfig).items():
+    keys = groups_of(kind)
+    for name, hint in typing.get_type_hints(kind).items():
         if dataclasses.is_dataclass(hint):
             keys += [f"{name}.{field.name}" for field in dataclasses.fields(hint)]
         else:
@@ -194,13 +203,19 @@ def known_keys() -> list[str]:
     return keys
 
 
+def groups_of(kind: type) -> list[str]:
+    """The keys of `kind` that choose a file under conf/."""
+    hints = typing.get_type_hints(kind)
+    return [group for group in GROUPS if dataclasses.is_dataclass(hints.get(group))]
+
+
 def choices(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
-def _check_keys(arguments: list[str]) -> None:
+def _check_keys(kind: type, arguments: list[str]) -> None:
     """Unknown keys and group members, with suggestions that Hydra would not make."""
-    keys, given = known_keys(), set()
+    keys, given = known_keys(kind), set()
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
@@ -212,8 +227,8 @@ def _check_keys(arguments: list[str]) -> None:
         if key in given:
             raise ValueError(f"{key} is given twice. Type it once.")
         given.add(key)
-        if key in GROUPS:
-            _one_of(key, value, choices(key))
+        if key in groups_of(kind):
+            one_of(key, value, choices(key))
 
 
 def _typed(hint, value, path):
@@ -221,7 +236,9 @@ def _typed(hint, value, path):
         if not isinstance(value, dict):
             raise ValueError(f"{path}={value!r} must be set by its keys, such as {path}.{dataclasses.fields(hint)[0].name}=.")
         return build(hint, value, path + ".")
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if typing.get_origin(hint) is tuple and isinstance(value, list):
+        return tuple(_typed(typing.get_args(hint)[0], item, path) for item in value)
+    kinds = _kinds(hint)
     if value is None and type(None) in kinds:
         return None
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
@@ -231,14 +248,24 @@ def _typed(hint, value, path):
     if type(value) in kinds:
         return value
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-    raise ValueError(f"{path}={value!r} is not {' or '.join(names[kind] for kind in kinds)}.")
+    wanted = " or ".join(names.get(kind, "a list, such as '[A,B]'") for kind in kinds)
+    raise ValueError(f"{path}={value!r} is not {wanted}.")
+
+
+def _kinds(hint) -> tuple[type, ...]:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
 
 
 def _defaults(kind: type) -> dict:
     return dataclasses.asdict(kind())
 
 
-def _one_of(key: str, value: str, allowed) -> None:
+def _default(field: dataclasses.Field):
+    """The default of a field; None where it has none and must be given."""
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def one_of(key: str, value: str, allowed) -> None:
     if value not in allowed:
         near = difflib.get_close_matches(str(value), allowed, 1)
         hint = f"Did you mean {key}={near[0]}?" if near else f"Choose one of {', '.join(allowed)}."
@@ -252,24 +279,30 @@ def _at_least(path: str, config, **bounds) -> None:
             raise ValueError(f"{key}={getattr(config, name)} is too small. Type {key}={bound} or more.")
 
 
-def run_command(name: str, main) -> typing.NoReturn:
-    """Runs `main(arguments)` as a command: a `ValueError` is one message and exit code 2, anything else a traceback."""
+def run_command(name: str, main, help_lines=None) -> typing.NoReturn:
+    """Runs `main(arguments)` as a command: a `ValueError` is one message and exit code 2, anything else a traceback.
+
+    `help_lines(arguments)` gives what --help prints; by default the keys of a training run.
+    """
     arguments = sys.argv[1:]
-    if "--help" in arguments or "-h" in arguments:
-        print(f"python {name}.py [key=value ...]\n\n" + "\n".join(_help_lines()))
-        sys.exit(0)
+    help_lines = help_lines or (lambda _: describe_keys(RunConfig))
     try:
+        if "--help" in arguments or "-h" in arguments:
+            rest = [argument for argument in arguments if argument not in ("--help", "-h")]
+            print(f"python {name}.py [key=value ...]\n\n" + "\n".join(help_lines(rest)))
+            sys.exit(0)
         sys.exit(main(arguments))
     except ValueError as error:
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-def _help_lines() -> list[str]:
-    lines = [f"{group}=  one of {', '.join(choices(group))}" for group in GROUPS]
-    for name, hint in typing.get_type_hints(RunConfig).items():
+def describe_keys(kind: type) -> list[str]:
+    """The keys of `kind` for --help: groups, nested keys with their defaults, then the attributes it documents."""
+    lines = [f"{group}=  one of {', '.join(choices(group))}" for group in groups_of(kind)]
+    for name, hint in typing.get_type_hints(kind).items():
         if dataclasses.is_dataclass(hint):
             fields = ", ".join(f"{f.name}={f.default}" for f in dataclasses.fields(hint))
             lines.append(f"{name}.  {fields}")
-    docs = (RunConfig.__doc__ or "").split("Attributes")[1]
+    docs = (kind.__doc__ or "").partition("Attributes")[2]
     return [*lines, "", *(line.strip() for line in docs.splitlines()[1:])]
