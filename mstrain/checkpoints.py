@@ -3,11 +3,14 @@
 A checkpoint holds step, parameters and optimizer moments in canonical order (`mstrain.models.parameters`) and, beside
 them, a few facts about the run. Batches are a pure function of (seed, step), so there is no data position to save. Saves are
 asynchronous: the arrays are copied off the device, then written while training goes on; a checkpoint appears under
-its step by one rename, so a killed save leaves nothing that a resume would read.
+its step by one rename, with a manifest of its files' checksums, so a killed save leaves nothing that a resume would read
+and damage done later is noticed.
 """
 
+import contextlib
 import functools
 import logging
+import shutil
 from pathlib import Path
 
 import jax
@@ -16,25 +19,40 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mstrain import manifest
 from mstrain.models import parameters
 from mstrain.models.transformer import Transformer
 from mstrain.training.step import State, map_parameter_trees, state_shardings
 
 STATE, FACTS = "state", "facts"
+SAVE_SECONDS = 600  # that a host waits for the others' parts of a save
 
 
 class Checkpoints:
     """The checkpoints of one run directory."""
 
-    def __init__(self, directory: Path, keep: int):
+    def __init__(self, directory: Path, keep: int | None):
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of every save at length
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
-        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            enable_async_checkpointing=True,
+            cleanup_tmp_directories=True,
+            async_options=ocp.AsyncOptions(
+                timeout_secs=SAVE_SECONDS, post_finalization_callback=self._write_manifest
+            ),
+        )
+        self._directory, self._saving = directory.absolute(), 0
+        self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     @property
     def latest(self) -> int | None:
         """Step of the newest complete checkpoint."""
         return self._manager.latest_step()
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of all complete checkpoints, the newest first."""
+        return sorted(self._manager.all_steps(), reverse=True)
 
     def save(self, step: int, state: State, module: Transformer, facts: dict) -> None:
         """Starts saving `state` as step `step`; returns when the arrays may be overwritten."""
@@ -43,7 +61,33 @@ class Checkpoints:
         args = ocp.args.Composite(
             **{STATE: ocp.args.StandardSave(_to_canonical(module)(state)), FACTS: ocp.args.JsonSave(facts)}
         )
+        self._saving = step
         self._manager.save(step, args=args)
+
+    def give_up_save(self) -> None:
+        """After a save that raised: removes what it wrote, so that the next one finds the space."""
+        if jax.process_index() == 0:
+            for folder in self._unfinished():
+                shutil.rmtree(folder, ignore_errors=True)
+        self._manager.reload()
+
+    def damage(self, step: int, part: int = 0, parts: int = 1) -> list[str]:
+        """What is wrong with the files of a checkpoint; of `parts` hosts each reads its share."""
+        return manifest.problems(self._directory / str(step), part, parts)
+
+    def set_aside(self, step: int) -> Path:
+        """Renames a damaged checkpoint, so that it is neither read again nor in the way; returns where it is now."""
+        target = self._directory.parent / "damaged" / str(step)
+        while target.exists():
+            target = target.with_name(target.name + "-again")
+        if jax.process_index() == 0:
+            target.parent.mkdir(exist_ok=True)
+            (self._directory / str(step)).rename(target)
+        return target
+
+    def reload(self) -> None:
+        """Reads the folder again after `set_aside` on process 0."""
+        self._manager.reload()
 
     def facts(self, step: int) -> dict:
         """What the run that saved `step` said of itself."""
@@ -69,12 +113,34 @@ class Checkpoints:
         shardings = state_shardings(module, optimizer)
         return jax.jit(to_stored, out_shardings=shardings, donate_argnums=0)(canonical)
 
+    def restore_parameters(self, step: int, module: Transformer):
+        """The parameters alone of the state saved as `step`, laid out for `module`; moments are not read."""
+        target = _canonical_targets(module)
+        self._check_shapes(step, target)
+        args = ocp.args.PyTreeRestore(
+            target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
+        )
+        with ocp.PyTreeCheckpointer() as reader:
+            canonical = reader.restore(self._directory / str(step) / STATE, args=args)["params"]
+        shardings = parameters.parameter_shardings(module)
+        return jax.jit(lambda x: parameters.store(module, x), out_shardings=shardings, donate_argnums=0)(canonical)
+
     def wait(self) -> None:
-        """Returns when every save is on disk."""
+        """Returns when every save is on disk; raises whatever made one fail."""
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        self._manager.close()
+        with contextlib.suppress(Exception):  # a failed save has been reported by then
+            self._manager.close()
+
+    def _unfinished(self) -> list[Path]:
+        return [path for path in self._directory.iterdir() if ".orbax-checkpoint-tmp" in path.name]
+
+    def _write_manifest(self) -> None:
+        """Called when all files are written and before the folder gets its final name."""
+        for folder in self._unfinished():
+            if folder.name.startswith(f"{self._saving}."):
+                manifest.write(folder)
 
     def _saved_tree(self, step):
         with ocp.StandardCheckpointer() as reader:
@@ -110,11 +176,12 @@ def _to_canonical(module: Transformer):
     return jax.jit(convert)
 
 
-def _canonical_targets(module: Transformer, optimizer: optax.GradientTransformation):
-    """Abstract canonical state, spread over the devices that will read it."""
-    params = parameters.canonical_shapes(module)
-    step = jax.ShapeDtypeStruct((), "int32")
-    state = {"step": step, "params": params, "optimizer": jax.eval_shape(optimizer.init, params)}
+def _canonical_targets(module: Transformer, optimizer: optax.GradientTransformation | None = None):
+    """Abstract canonical state, spread over the devices that will read it; only its parameters without an optimizer."""
+    state: State = {"params": parameters.canonical_shapes(module)}
+    if optimizer:
+        state["step"] = jax.ShapeDtypeStruct((), "int32")
+        state["optimizer"] = jax.eval_shape(optimizer.init, state["params"])
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         state,

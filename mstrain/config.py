@@ -25,7 +25,10 @@ from mstrain.mesh import parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
 from mstrain.models.transformer import REMAT
+from mstrain.training.guard import GuardConfig
 from mstrain.training.optimizer import OptimizerConfig
+from mstrain.training.replicas import ReplicasConfig
+from mstrain.training.watchdog import WatchdogConfig
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = {"model": "model.name", "data": "data.source", "parallel": "parallel.algorithm"}
@@ -34,13 +37,14 @@ DTYPES = ("auto", "bf16", "f32")
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """Save `every` so many steps (and at the end), `keep` the newest so many."""
+    """Save `every` so many steps (and at the end), `keep` the newest so many; stop after `max_failures` in a row."""
 
     every: int = 100
     keep: int = 3
+    max_failures: int = 3
 
     def __post_init__(self):
-        _at_least("checkpoint", self, every=1, keep=1)
+        _at_least("checkpoint", self, every=1, keep=1, max_failures=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +95,7 @@ class RunConfig:
       batch: sequences per step of the whole job, in `accumulate` microbatches; seq: tokens per sequence.
       steps: optimizer updates in all; seed: of initial weights, batches and samples.
       run_dir: everything the run writes; a checkpoint found there is resumed.
+      init_from: run_dir of another run, whose newest parameters a new run begins with.
       dtype: of activations and products: `bf16`, `f32`, or `auto` (bf16 on accelerators). Weights are float32.
       remat: what a layer keeps for its backward pass: `none` of it recomputed, all but `dots`, or in `full`.
       log_every: steps between lines of metrics.jsonl.
@@ -107,6 +112,9 @@ class RunConfig:
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
     sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
+    guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
+    watchdog: WatchdogConfig = dataclasses.field(default_factory=WatchdogConfig)
+    check_replicas: ReplicasConfig = dataclasses.field(default_factory=ReplicasConfig)
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
     mesh: str = "auto"
     tokenizer: str = "bytes"
@@ -116,6 +124,7 @@ class RunConfig:
     steps: int = 300
     seed: int = 0
     run_dir: str = "runs/default"
+    init_from: str | None = None
     dtype: str = "auto"
     remat: str = "none"
     accumulate: int = 1

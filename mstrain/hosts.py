@@ -13,6 +13,7 @@ import math
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -76,6 +77,8 @@ class Job:
         self._left: set[int] = set()
         self._handlers: dict[str, Callable[[int, dict], None]] = {"bye": self._bye, "gone": self._told}
         self._used: dict[str, int] = {}
+        self._unheard: list[tuple[int, dict]] = []
+        self._hearing = threading.RLock()
         if links:
             roll_call.watch(links, self._heard, self._gone)
 
@@ -86,7 +89,11 @@ class Job:
 
     def on(self, kind: str, handler: Callable[[int, dict], None]) -> None:
         """Calls `handler(process, message)` for messages of this kind, from a thread of its own."""
-        self._handlers[kind] = handler
+        with self._hearing:
+            self._handlers[kind] = handler
+            early = [(process, message) for process, message in self._unheard if message.get("kind") == kind]
+            for process, message in early:
+                handler(process, message)
 
     def send(self, kind: str, **values) -> None:
         """Process 0 sends to all others, the others to process 0; a run of one sends nothing."""
@@ -138,9 +145,12 @@ class Job:
         self.send("bye", reason=reason and reason[:2000], code=code)
 
     def _heard(self, process: int, message: dict) -> None:
-        handler = self._handlers.get(str(message.get("kind")))
-        if handler:
-            handler(process, message)
+        with self._hearing:
+            handler = self._handlers.get(str(message.get("kind")))
+            if handler:
+                handler(process, message)
+            else:  # another process is ahead of this one
+                self._unheard.append((process, message))
 
     def _bye(self, process: int, message: dict) -> None:
         self._left.add(process)

@@ -8,19 +8,22 @@ from mstrain.config import ProfileConfig
 from mstrain.training.loop import Hook
 
 
-def profile_hooks(config: ProfileConfig, directory: Path, steps: range) -> list[Hook]:
-    """Hooks that begin and end the trace; none when no profile is asked for or its steps are already behind."""
+def profile_hooks(config: ProfileConfig, directory: Path, steps: range) -> tuple[list[Hook], list[Hook]]:
+    """Hooks that begin and that end the trace; none when no profile is asked for or its steps are already behind.
+
+    The first belong behind all other hooks and the second before them, so that the trace holds steps alone.
+    """
     if config.start is None or config.start not in steps:
-        return []
+        return [], []
     before, last = config.start - 1, min(config.start + config.steps - 1, steps[-1])
     logs = str(directory / "tensorboard")
-    begin = Hook(lambda step: step == before, lambda step, state: jax.profiler.start_trace(logs))
 
     def end(step, state):
         jax.block_until_ready(state)
         jax.profiler.stop_trace()
 
+    ends = [Hook(lambda step: step == last, end)]
     if before < steps[0]:
         jax.profiler.start_trace(logs)
-        return [Hook(lambda step: step == last, end)]
-    return [begin, Hook(lambda step: step == last, end)]
+        return [], ends
+    return [Hook(lambda step: step == before, lambda step, state: jax.profiler.start_trace(logs))], ends

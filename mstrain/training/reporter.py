@@ -6,6 +6,7 @@ checkpoint: lines of steps that were lost and will be made again are dropped fir
 
 import contextlib
 import json
+import math
 import time
 from pathlib import Path
 
@@ -26,13 +27,14 @@ class Reporter:
       steps: steps this life of the run will make.
       log_every: steps between lines of metrics.jsonl.
       per_step: function of (step, step_seconds) that gives further fields, such as tokens per second.
+      observers: called with (step, values) of every step, in this order.
     """
 
-    def __init__(self, directory: Path, steps: range, log_every: int, per_step, console: Console):
+    def __init__(self, directory: Path, steps: range, log_every: int, per_step, console: Console, observers=()):
         self._writes = jax.process_index() == 0
         self._directory, self._log_every, self._per_step = directory, log_every, per_step
         first, self._last = steps[0], steps[-1]
-        self._console = console
+        self._console, self._observers = console, observers
         if self._writes:
             for name in (METRICS, EVALUATIONS):
                 drop_after(directory / name, first - 1)
@@ -60,6 +62,8 @@ class Reporter:
         values |= {"step_seconds": seconds, **self._per_step(step, seconds)}
         if self._writes:
             self._write(step, values, now)
+        for observer in self._observers:
+            observer(step, values)
 
     @contextlib.contextmanager
     def pause(self):
@@ -79,6 +83,12 @@ class Reporter:
         shown = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
         self._progress.console.print(f"step {step}/{self._last}  {shown}")
 
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Shows further values in TensorBoard."""
+        if self._writes:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+
     def __enter__(self):
         self._progress.start()
         return self
@@ -91,7 +101,8 @@ class Reporter:
 
     def _write(self, step, values, now):
         if step % self._log_every == 0 or step == self._last:
-            self._metrics.write(json.dumps({"step": step, **values}) + "\n")
+            finite = {name: x if x is None or math.isfinite(x) else None for name, x in values.items()}
+            self._metrics.write(json.dumps({"step": step, **finite}) + "\n")  # JSON knows no NaN
             for name, value in values.items():
                 if value is not None:
                     self._tensorboard.add_scalar(f"train/{name}", value, step)
@@ -116,6 +127,12 @@ def drop_after(path: Path, step: int) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(line + "\n" for line in kept))
     temporary.replace(path)
+
+
+def seconds_after(path: Path, step: int) -> float:
+    """Step seconds of the lines that `drop_after` would drop."""
+    lines = [json.loads(line) for line in path.read_text().splitlines() if step < _step_of(line) < math.inf] if path.exists() else []
+    return sum(line.get("step_seconds") or 0.0 for line in lines)
 
 
 def _step_of(line: str) -> float:

@@ -27,6 +27,7 @@ from mstrain.models.parameters import parameter_shapes
 from mstrain.models.plan import ModelPlan, make_plan
 from mstrain.models.transformer import Transformer, count_parameters
 from mstrain.training.feed import Feed
+from mstrain.training.goodput import Goodput
 from mstrain.training.memory import Memory, memory_of
 from mstrain.training.optimizer import make_optimizer
 from mstrain.training.step import make_step, state_shardings
@@ -48,13 +49,15 @@ class Run:
     chip: Chip | None
     console: Console
     job: Job = ALONE
+    goodput: Goodput = dataclasses.field(default_factory=Goodput)
 
     @functools.cached_property
     def compiled_step(self):
         """The compiled step for this run's shapes, with the chip's compiler options."""
         step = make_step(self.module, self.optimizer)
         options = compiler_options(self.chip)
-        return step.lower(abstract_state(self.module, self.optimizer), self.feed.abstract()).compile(options)
+        with self.goodput.spend("compile"):
+            return step.lower(abstract_state(self.module, self.optimizer), self.feed.abstract()).compile(options)
 
     @functools.cached_property
     def memory(self) -> Memory:

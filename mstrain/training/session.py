@@ -1,92 +1,104 @@
-"""One life of a run: make or resume its state, train to the last step, say what came of it.
+"""One life of a run: make or resume its state, train to the last step or until told to stop, say what came of it."""
 
-Precedence: a checkpoint in `run_dir` is resumed; otherwise weights are initialised from `seed`.
-"""
-
+import tempfile
 import time
 from pathlib import Path
 
 import jax
 from omegaconf import OmegaConf
+from rich.markup import escape
 
 from mstrain.checkpoints import Checkpoints
 from mstrain.config import to_dict
 from mstrain.training import loop
 from mstrain.training.evaluate import Evaluator
+from mstrain.training.goodput import account as goodput_account
+from mstrain.training.guard import Guard
 from mstrain.training.optimizer import learning_rate
+from mstrain.training.preemption import Preemption
 from mstrain.training.profiler import profile_hooks
-from mstrain.training.reporter import Reporter
+from mstrain.training.replicas import ReplicaCheck
+from mstrain.training.reporter import METRICS, Reporter, seconds_after
+from mstrain.training.resume import begin
 from mstrain.training.run import Run
-from mstrain.training.step import State, init_state
+from mstrain.training.saver import Saver
+from mstrain.training.step import State
+from mstrain.training.stopped import Stopped
 from mstrain.training.summary import summarise
-
-DEFINES_BATCHES = ("seed", "batch", "seq", "corpus")
+from mstrain.training.watchdog import Watchdog
 
 
 def train(run: Run) -> int:
-    """Trains `run` to its last step in its run directory; returns the exit code."""
-    config, directory = run.config, Path(run.config.run_dir)
-    if jax.process_index() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
+    """Trains `run` to its last step, or until it is told to stop, in its run directory; returns the exit code."""
+    directory = Path(run.config.run_dir)
+    _make_folder(run, directory)
+    checkpoints = Checkpoints(directory / "checkpoints", run.config.checkpoint.keep)
     try:
-        state, done = _begin(run, checkpoints)
-        if done >= config.steps:
+        with run.goodput.spend("restore"):
+            state, done = begin(run, checkpoints)
+        if done >= run.config.steps:
             run.console.print(f"{directory} has all {done} steps. Type steps= above {done}, or another run_dir=.")
             return 0
-        if jax.process_index() == 0:
-            (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))
-        steps = range(done + 1, config.steps + 1)
-        reporter = Reporter(directory, steps, config.log_every, _per_step(run), run.console)
-        evaluator = Evaluator(run, reporter)
-        hooks = [
-            *profile_hooks(config.profile, directory, steps),
-            loop.every(config.eval.every, config.steps, evaluator),
-            loop.every(config.checkpoint.every, config.steps, _saver(run, checkpoints)),
-        ]
-        begun = time.perf_counter()
-        with reporter:
-            state = loop.train(run.compiled_step, run.feed, state, steps, hooks, reporter)
-        checkpoints.wait()
-        summarise(run, state, evaluator, reporter, time.perf_counter() - begun)
+        _train_from(run, state, done, checkpoints, directory)
         return 0
+    except Stopped as stopped:
+        run.console.print(f"[red]{escape(stopped.reason)}[/]")
+        raise
     finally:
         checkpoints.close()
 
 
-def _begin(run: Run, checkpoints: Checkpoints) -> tuple[State, int]:
-    """The state to start from and the number of steps it has behind it."""
-    step, say = checkpoints.latest, run.console.print
-    if step is None:
-        return init_state(run.module, run.optimizer, run.config.seed), 0
-    state = checkpoints.restore(step, run.module, run.optimizer)
-    before, now = checkpoints.facts(step), _facts(run)
-    changed = [name for name in DEFINES_BATCHES if before.get(name) != now[name]]
-    if changed:
-        say(
-            f"[yellow]Resume:[/] {', '.join(changed)} changed since step {step}: later batches are not those the "
-            "uninterrupted run would have seen."
+def _train_from(run: Run, state: State, done: int, checkpoints: Checkpoints, directory: Path) -> None:
+    config, job, goodput = run.config, run.job, run.goodput
+    steps = range(done + 1, config.steps + 1)
+    if job.leads:
+        goodput.lose(directory, seconds_after(directory / METRICS, done))
+        goodput.write(directory)
+        (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))
+    guard = Guard(config.guard, run.feed.batches, directory if job.leads else None, run.console)
+    watchdog, preemption = Watchdog(config.watchdog, directory, job), Preemption(job)
+    observers = (watchdog, goodput.step, guard)
+    reporter = Reporter(directory, steps, config.log_every, _per_step(run), run.console, observers)
+    evaluator, saver = Evaluator(run, reporter), Saver(run, checkpoints)
+    begin_profile, end_profile = profile_hooks(config.profile, directory, steps)
+    hooks = [
+        *end_profile,
+        *([loop.every(config.check_replicas.every, config.steps, ReplicaCheck(job))] if config.check_replicas.every else []),
+        loop.every(config.eval.every, config.steps, goodput.timed("evaluate", evaluator)),
+        loop.every(config.checkpoint.every, config.steps, goodput.timed("save", saver)),
+        *([loop.every(config.checkpoint.every, config.steps, lambda *_: goodput.write(directory))] if job.leads else []),
+        *begin_profile,
+    ]
+    feed = goodput.timed("input", run.feed)
+    begun = time.perf_counter()
+    with reporter, watchdog.watching(), preemption.listening():
+        state = loop.train(run.compiled_step, feed, state, preemption.until_told(steps), hooks, reporter)
+        finished = int(jax.device_get(state["step"]))
+        with goodput.spend("save"):
+            if finished > done:
+                saver.finish(finished, state)
+        if job.leads:
+            goodput.write(directory, finished=finished == config.steps)
+            account = goodput_account(directory)
+            reporter.scalars(finished, {f"goodput/{kind}": seconds for kind, seconds in account["seconds"].items()})
+    if finished < config.steps:
+        run.console.print(
+            f"[bold]Stopped[/] after step {finished} of {config.steps}, which is saved. The same command goes on from there."
         )
-    say(f"[bold]Resume[/] after step {step} of {run.config.run_dir}, saved on mesh {before['mesh']}")
-    return state, step
+        return
+    summarise(run, state, evaluator, reporter, guard.bad_steps, time.perf_counter() - begun)
 
 
-def _saver(run: Run, checkpoints: Checkpoints):
-    facts = _facts(run)
-    return lambda step, state: checkpoints.save(step, state, run.module, facts)
-
-
-def _facts(run: Run) -> dict:
-    """What a checkpoint tells of its run; the first four decide what batch k is."""
-    config, mesh = run.config, run.module.plan.mesh
-    return {
-        "seed": config.seed,
-        "batch": config.batch,
-        "seq": config.seq,
-        "corpus": run.corpus.digest,
-        "mesh": "x".join(str(size) for size in mesh.shape.values()),
-        "jax": jax.__version__,
-    }
+def _make_folder(run: Run, directory: Path) -> None:
+    """Process 0 makes the run directory; raises ValueError when it cannot be written."""
+    if run.job.leads:
+        try:
+            (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+        except OSError as error:
+            raise ValueError(f"Cannot write into run_dir={directory} ({error.strerror}). Type another run_dir=.") from None
+    run.job.barrier("run folder")
 
 
 def _per_step(run: Run):

@@ -39,19 +39,28 @@ def gradients(module: Transformer, params, batch_AxBxT1):
 def make_step(module: Transformer, optimizer: optax.GradientTransformation):
     """The compiled `step(state, batch_AxBxT1) -> (state, metrics)`; it consumes the state it is given.
 
-    Metrics, float32 scalars: `loss` before the update and `grad_norm` before clipping.
+    Metrics, float32 scalars: `loss` before the update, `grad_norm` before clipping, and `skipped`, 1 when one of the two is not
+    finite: then parameters and moments stay as they are, and only the counters of steps go on.
     """
 
     def step(state: State, batch_AxBxT1):
         loss, grads = gradients(module, state["params"], batch_AxBxT1)
         updates, moments = optimizer.update(grads, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
-        return {"step": state["step"] + 1, "params": params, "optimizer": moments}, metrics
+        norm = optax.global_norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        new = {"step": state["step"] + 1, "params": params, "optimizer": moments}
+        metrics = {"loss": loss, "grad_norm": norm, "skipped": 1.0 - finite}
+        return jax.tree.map(lambda new, old: _unless_bad(finite, new, old), new, state), metrics
 
     shardings = state_shardings(module, optimizer)
     replicated = NamedSharding(module.plan.mesh, P())
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated))
+
+
+def _unless_bad(finite, new, old):
+    """`new`, or `old` after bad numbers; counters (integers) count bad steps, too, so that schedules keep time."""
+    return jnp.where(finite, new, old) if jnp.issubdtype(new.dtype, jnp.floating) else new
 
 
 def init_state(module: Transformer, optimizer: optax.GradientTransformation, seed: int) -> State:

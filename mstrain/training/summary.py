@@ -12,13 +12,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from mstrain.training.evaluate import Evaluator
+from mstrain.training.goodput import account
 from mstrain.training.reporter import EVALUATIONS, METRICS, Reporter
 from mstrain.training.run import Run
 from mstrain.training.sample import sample
 from mstrain.training.step import State
 
 
-def summarise(run: Run, state: State, evaluator: Evaluator, reporter: Reporter, seconds: float) -> None:
+def summarise(run: Run, state: State, evaluator: Evaluator, reporter: Reporter, bad_steps: int, seconds: float) -> None:
     """Prints and saves the results of a run that has reached its last step."""
     continuation = sample(run, state["params"])
     if jax.process_index() != 0:
@@ -33,6 +34,8 @@ def summarise(run: Run, state: State, evaluator: Evaluator, reporter: Reporter, 
         "tokens_per_second": per_second,
         "training_seconds": seconds,
         "mfu": run.mfu(reporter.seconds / reporter.steps) if reporter.steps else None,
+        "bad_steps": bad_steps,
+        **account(directory),
         "sample": continuation,
     }
     (directory / "summary.json").write_text(json.dumps(results, indent=2) + "\n")
@@ -45,6 +48,11 @@ def summarise(run: Run, state: State, evaluator: Evaluator, reporter: Reporter, 
     if per_second:
         table.add_row("throughput", f"{per_second:,.0f} tokens/s")
     table.add_row("training time", f"{seconds:,.0f} s")
+    spent = results["seconds"]
+    where = ", ".join(f"{kind} {spent[kind]:,.0f} s" for kind in spent if spent[kind] >= 1)
+    table.add_row("goodput", f"{results['goodput']:.1%} of {results['lives']} lives' time in steps that count ({where})")
+    if bad_steps:
+        table.add_row("bad steps", f"{bad_steps}, noted in {directory / 'bad_steps.jsonl'}")
     table.add_row("loss curve", str(directory / "loss.png"))
     run.console.print(table)
     if continuation is not None:

@@ -1,0 +1,57 @@
+"""Saves as a hook, and keeps training when a save fails."""
+
+from mstrain.checkpoints import Checkpoints
+from mstrain.training.resume import facts
+from mstrain.training.run import Run
+from mstrain.training.step import State
+from mstrain.training.stopped import Stopped
+
+
+class Saver:
+    """Called as a hook: starts a save. A save that fails is told when it is noticed: at once, at the next one, or by `finish`."""
+
+    def __init__(self, run: Run, checkpoints: Checkpoints):
+        self._run, self._checkpoints, self._facts = run, checkpoints, facts(run)
+        self._allowed = run.config.checkpoint.max_failures
+        self._failures, self._pending = 0, None
+
+    def __call__(self, step: int, state: State) -> None:
+        self._settle()
+        self._attempt(step, lambda: self._checkpoints.save(step, state, self._run.module, self._facts))
+
+    def finish(self, step: int, state: State) -> None:
+        """Makes sure that `step` is on disk; raises Stopped when it cannot be saved."""
+        for _ in range(2):  # the hook may just have tried in vain, and what it wrote is gone now
+            if self._checkpoints.latest != step or self._pending is not None:
+                if self._pending is None:
+                    self(step, state)
+                self._settle()
+        if self._checkpoints.latest != step:
+            newest = self._checkpoints.latest
+            kept = "nothing is saved" if newest is None else f"the newest checkpoint is that of step {newest}"
+            raise Stopped(f"Step {step} could not be saved; {kept}. Make room or mend the folder, and type the same command.")
+
+    def _settle(self) -> None:
+        """Waits for the save in flight."""
+        if self._pending is not None:
+            step, self._pending = self._pending, None
+            if self._attempt(step, self._checkpoints.wait, waiting=True):
+                self._failures = 0
+
+    def _attempt(self, step: int, action, waiting: bool = False) -> bool:
+        try:
+            action()
+        except (OSError, RuntimeError, ValueError) as error:  # what Orbax and TensorStore raise for storage
+            self._failures += 1
+            self._checkpoints.give_up_save()
+            reason = " ".join(str(error).split())[:300]
+            self._run.job.say(f"saving step {step} failed ({self._failures} in a row): {type(error).__name__}: {reason}")
+            if self._failures >= self._allowed:
+                raise Stopped(
+                    f"Stopped: {self._failures} saves in a row failed, the last that of step {step}. Look at the disk that "
+                    f"holds {self._run.config.run_dir} (full? read-only?), then type the same command."
+                ) from error
+            return False
+        if not waiting:
+            self._pending = step
+        return True
