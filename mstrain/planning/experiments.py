@@ -1,12 +1,11 @@
 """The experiments of DistIR's notebook, `euromlsys21_mlp_grid_search_results.ipynb`, under any rule set.
 
-`python -m mstrain.planning.experiments runs/distir --rules notebook` repeats them; `--rules corrected` (the
-default) says what they come to with the right units, where the notebook's conclusion does not hold.
+`python plan.py experiment=distir_mlp rules=notebook` repeats them; `rules=corrected` (the default) says what they
+come to with the right units, where the notebook's conclusion does not hold.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from mstrain.planning.cluster import GIGABIT, Cluster, Device, Switch
 from mstrain.planning.grid import Rejected, Row, grid_search, make_row, place, simulate_mlp, write_table
 from mstrain.planning.mlp import Mlp, StepOptions
 from mstrain.planning.placement import Degrees
-from mstrain.planning.rules import DISTIR_NAMES, RULES, RuleSet, rule_set
+from mstrain.planning.rules import DISTIR_NAMES, RuleSet, rule_set
 from mstrain.planning.simulator import simulate
 from mstrain.planning.transform_mlp import mlp_step
 from mstrain.timeline import write_chrome_events, write_perfetto
@@ -168,26 +167,3 @@ def run_notebook(out_dir: str | Path, rules: str | RuleSet = "corrected", trials
         "rejected": len(rejected),
         "out_dir": str(out),
     }
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out_dir", help="directory for tables, plots and the trace")
-    parser.add_argument(
-        "--rules", default="corrected", choices=sorted(RULES), help="rule set (default: corrected)"
-    )
-    options = parser.parse_args(arguments)
-    summary = run_notebook(options.out_dir, options.rules)
-    print(f"sequential {summary['sequential']:10.1f} samples/s   rules {summary['rules']}")
-    for title in ("best", "best_pipeline"):
-        row = summary[title]
-        plan = f"data {row['dp_degree']} tensor {row['hp_degree']} pipeline {row['pp_degree']}"
-        print(
-            f"{title:13s} {row['throughput']:7.1f} samples/s   {plan} microbatches {row['num_microbatches']}"
-            f"   simulated, {row['peak_memory'] / 1e9:.1f} GB per device"
-        )
-    print(f"tables, plots and best_pipeline.json.gz (ui.perfetto.dev) in {summary['out_dir']}")
-
-
-if __name__ == "__main__":
-    main()

@@ -134,29 +134,3 @@ def test_gantt_bars_cover_exactly_the_busy_time(tmp_path):
     assert {("forward", m) for m in range(4)} | {("backward", m) for m in range(4)} <= passes
     for draw in (plots.plot_gantt, plots.plot_memory):
         assert draw(timeline, tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_command_line_prints_the_winner(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        experiments,
-        "run_notebook",
-        lambda out, rules: {
-            "rules": rules,
-            "sequential": 1.0,
-            "out_dir": str(out),
-            **{
-                name: {
-                    "throughput": 2.0,
-                    "dp_degree": 1,
-                    "hp_degree": 2,
-                    "pp_degree": 3,
-                    "num_microbatches": 4,
-                    "peak_memory": 5e9,
-                }
-                for name in ("best", "best_pipeline")
-            },
-        },
-    )
-    experiments.main([str(tmp_path), "--rules", "head"])
-    printed = capsys.readouterr().out
-    assert "rules head" in printed and "data 1 tensor 2 pipeline 3 microbatches 4" in printed

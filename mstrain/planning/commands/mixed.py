@@ -1,0 +1,147 @@
+"""Plans for clusters described by Metis's files: the optimal planner, and the reference's own two."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, fields
+
+from rich.table import Table
+
+from mstrain.planning.commands.output import console, make_folder, progress
+from mstrain.planning.metis import MetisOptions, SearchStopped, reference_lines, write_json
+from mstrain.planning.metis import run_metis as search_metis
+from mstrain.planning.metis.homogeneous import run_homogeneous as search_homogeneous
+from mstrain.planning.optimal import OptimalResult, PlanOptions, plan_optimal, write_csv
+from mstrain.planning.optimal import write_json as write_optimal_json
+
+NOT_TRAINABLE = (
+    "train.py runs none of these plans: it has no pipeline and gives every device the same share, while they have "
+    "stages of unequal devices. For the hosts of one kind alone, type planner=pod cluster=CHIP:N."
+)
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where a mixed cluster is described.
+
+    Attributes:
+      hostfile: one line `ADDRESS slots=K` per host.
+      clusterfile: JSON object, ADDRESS -> instance_type, inter_bandwidth and intra_bandwidth (GB/s), memory (GB).
+      profiles: folder of DeviceType.<TYPE>_tp<T>_bs<S>.json files.
+      run_dir: where tables go.
+    """
+
+    hostfile: str
+    clusterfile: str
+    profiles: str
+    run_dir: str = "runs/plan"
+
+    @property
+    def paths(self) -> tuple[str, str, str]:
+        return self.hostfile, self.clusterfile, self.profiles
+
+
+def _with_files(options: type, name: str):
+    """A flat dataclass of the keys of `Files` and of `options`, checked as both check themselves."""
+    required = [(f.name, f.type) for kind in (Files, options) for f in fields(kind) if _required(f)]
+    rest = [(f.name, f.type, dataclasses.field(default=f.default))
+            for kind in (Files, options) for f in fields(kind) if not _required(f)]  # fmt: skip
+    config = dataclasses.make_dataclass(name, [*required, *rest], frozen=True)
+    config.files = property(lambda self: _part(Files, self))
+    config.options = property(lambda self: _part(options, self))
+    config.__doc__ = f"{Files.__doc__}\n{options.__name__}: {', '.join(f.name for f in fields(options))}"
+    return config
+
+
+def _required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING
+
+
+def _part(kind: type, config):
+    return kind(**{f.name: getattr(config, f.name) for f in fields(kind)})
+
+
+MetisConfig = _with_files(MetisOptions, "MetisConfig")
+OptimalConfig = _with_files(PlanOptions, "OptimalConfig")
+
+
+def run_metis(config) -> int:
+    """Prints the reference's lines; writes metis.json, also of a search that had to stop."""
+    options, folder = config.options, make_folder(config.run_dir)
+    try:
+        with progress("planner=metis", options.max_seconds * options.trials):
+            result = search_metis(*config.files.paths, options)
+    except SearchStopped as stopped:
+        write_json(stopped.partial, folder / "metis.json")
+        raise ValueError(f"{stopped} (what was found until then is in {folder / 'metis.json'})") from None
+    write_json(result, folder / "metis.json")
+    print(*reference_lines(result), sep="\n")
+    if result.exhausted:
+        print(f"The budget ended the search after {result.inter_stage_plans} inter-stage plans; "
+              "raise max_seconds or max_plans.")  # fmt: skip
+    if result.best != result.best_complete:
+        print(f"The best plan leaves out layers or stages, as {result.plans_costed - result.num_complete} of "
+              f"{result.plans_costed} do; planner=optimal costs complete plans only.")  # fmt: skip
+    print(f"ranking and statistics in {folder / 'metis.json'}")
+    return 0
+
+
+def run_homogeneous(config) -> int:
+    """The reference's planner for one type; writes homogeneous.json."""
+    folder = make_folder(config.run_dir)
+    result = search_homogeneous(*config.files.paths, config.options)
+    path = folder / "homogeneous.json"
+    path.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
+    print(f"{result.num_plans} plans, {len(result.ranking)} costed, {len(result.missing)} without a profile")
+    for plan in result.ranking[: config.top_k]:
+        print(f"{plan.cost:12.3f} ms  dp {plan.dp} pp {plan.pp} tp {plan.tp} microbatch {plan.microbatch}")
+    print(f"all plans in {path}")
+    return 0
+
+
+def run_optimal(config) -> int:
+    """Prints the best plans, their terms and the certificate; writes optimal.json and optimal.csv."""
+    options, folder = config.options, make_folder(config.run_dir)
+    with progress("planner=optimal", options.max_seconds):
+        result = plan_optimal(*config.files.paths, options)
+    write_optimal_json(result, folder / "optimal.json")
+    write_csv(result, folder / "optimal.csv")
+    say = console()
+    say.print(plans_table(result))
+    for number, stage in enumerate(result.best.stages):
+        say.print(f"  stage {number}: layers {stage.first_layer}-{stage.end_layer - 1} on {_named(stage.devices)}, "
+                  f"tp {stage.tp}, replicas {_named(stage.replicas)}, samples {_named(stage.samples)}, "
+                  f"{stage.stage_ms:.2f} ms, {stage.state_gb + stage.activation_gb:.1f} of {stage.usable_gb:.1f} GB")  # fmt: skip
+    proof = result.certificate
+    reason = "proven optimal over the space" if proof.proven else "the time budget ended the search"
+    say.print(f"lower bound {proof.lower_bound_ms:.3f} ms, gap {100 * result.gap:.2f} %: {reason} "
+              f"({proof.expanded} labels, {proof.seconds:.2f} s)")  # fmt: skip
+    say.print(NOT_TRAINABLE)
+    say.print(f"plans with every term in {folder / 'optimal.json'} and optimal.csv")
+    return 0
+
+
+def plans_table(result: OptimalResult) -> Table:
+    """The distinct plans, cheapest first, with the terms of their cost."""
+    table = Table(title="Plans, predicted from the profiles (ms per iteration)", title_justify="left", box=None)
+    for name in ("", "ms", "steady", "fill", "end", "data", "stages", "batches", "bubble", "why"):
+        table.add_column(name, justify="left" if name == "why" else "right", no_wrap=True)
+    for rank, plan in enumerate(result.plans, 1):
+        terms = (plan.cost_ms, plan.steady_ms, plan.fill_ms, plan.end_ms, plan.generator_ms)
+        table.add_row(str(rank), *(f"{term:.1f}" for term in terms), str(len(plan.stages)),
+                      f"{plan.microbatches}x{plan.microbatch}", f"{100 * plan.bubble:.0f} %",
+                      why_dearer(plan, result.best))  # fmt: skip
+    return table
+
+
+def why_dearer(plan, best) -> str:
+    """The term that grew most over the best plan's."""
+    if plan is best:
+        return "best"
+    terms = ("steady_ms", "fill_ms", "end_ms", "generator_ms")
+    term = max(terms, key=lambda name: getattr(plan, name) - getattr(best, name))
+    return f"{term.removesuffix('_ms')} +{getattr(plan, term) - getattr(best, term):.1f} ms"
+
+
+def _named(counts: dict[str, int]) -> str:
+    return " ".join(f"{name} {count}" for name, count in counts.items())
+
