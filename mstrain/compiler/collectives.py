@@ -106,15 +106,38 @@ def _slowest(links: list[Link]) -> Link:
 
 def replica_group(attributes: str, devices: int) -> list[int]:
     """The group of partition 0, from a list, an iota or a mesh form; all devices when none is printed."""
-    if match := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
-        return [int(n) for n in match[1].split(",")]
-    if match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
-        dims = [int(n) for n in match[3].split(",")]
+    text = re.search(r"replica_groups=(.*)", attributes)
+    if not text or text[1].startswith("{}"):
+        return list(range(devices))
+    if match := re.match(r"\{\{([\d,]*)\}", text[1]):
+        return _numbers(match[1])
+    if match := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text[1]):
+        dims = _numbers(match[3])
         ids = np.arange(math.prod(dims)).reshape(dims)
         if match[4]:
-            ids = ids.transpose([int(n) for n in match[4].split(",")])
+            ids = ids.transpose(_numbers(match[4]))
         return ids.reshape(int(match[1]), int(match[2]))[0].tolist()
-    return list(range(devices))
+    if match := re.match(r"mesh\[('[^\]]*)\] \{('[^}]*)\}", text[1]):
+        return _mesh_group(match[1], match[2])
+    raise ValueError(f"a form of replica groups that is not known: {text[1][:80]!r}")
+
+
+def _mesh_group(mesh: str, axes: str) -> list[int]:
+    """From "'a'=4,'b'=8" and "'b'", or "'b':(2)4" for the part of size 4 of b that follows its first factor 2."""
+    stride, strides, sizes = 1, {}, {}
+    for name, size in reversed(re.findall(r"'([^']+)'=(\d+)", mesh)):
+        strides[name], sizes[name] = stride, int(size)
+        stride *= int(size)
+    group = np.zeros(1, int)
+    for name, before, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes):
+        count = int(part or sizes[name])
+        step = strides[name] * sizes[name] // (int(before or 1) * count)
+        group = np.add.outer(group, np.arange(count) * step).reshape(-1)
+    return group.tolist()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
 
 
 def _permuted_axes(attributes: str, machine: Machine) -> tuple[tuple[str, ...], int]:

@@ -38,7 +38,7 @@ class Instruction:
 
     def attribute(self, key: str) -> str | None:
         """The text of an attribute such as `body=%x` or `index=3`, without the %."""
-        match = re.search(rf"\b{key}=%?([\w.\-]+)", self.attributes)
+        match = re.search(rf'\b{key}="?%?([\w.\-]+)', self.attributes)
         return match[1] if match else None
 
     @property
@@ -87,13 +87,15 @@ def parse(text: str) -> Module:
         if header := _COMPUTATION.match(line):
             name, body = header[2], []
             entry = name if header[1] else entry
-        elif line.startswith("}"):
+        elif line == "}" or line.startswith("}, execution_thread"):
             computations[name] = tuple(body)
             name = None
         elif name and (match := _INSTRUCTION.match(line)):
             operands, attributes = _split_operands(match[4])
             names = (operands,) if match[3] == "constant" else tuple(re.findall(r"%([\w.\-]+)", operands))
             body.append(Instruction(match[1], match[2], match[3], names, attributes))
+        elif name and body:  # strings that a kernel carries may hold line ends
+            body[-1] = dataclasses.replace(body[-1], attributes=body[-1].attributes + line)
     return Module(computations, entry)
 
 

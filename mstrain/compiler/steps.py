@@ -1,6 +1,7 @@
 """The scheduled program as what a device does, one step after the other: compute, start, wait, loop."""
 
 import dataclasses
+import math
 import re
 
 from mstrain.compiler.collectives import Collective, Machine, find_collective
@@ -8,6 +9,7 @@ from mstrain.compiler.hlo import Instruction, Module
 
 FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota", "after-all"}
 MOVES = {"copy", "transpose", "reshape", "slice", "dynamic-slice", "dynamic-update-slice", "pad", "concatenate"}
+PALLAS = "tpu_custom_call"
 COMPUTE_KINDS = ("gemm", "kernel", "move", "other")
 
 
@@ -83,7 +85,7 @@ class Translator:
         kind = self._kind(i)
         if kind in ("move", "other") and (found := find_collective(self.module, computation, i, self.machine)):
             return [Block(i.name, found)]
-        cycles = self._kernel_cycles(i) if kind == "kernel" else i.estimated_cycles
+        cycles = self._kernel_cycles(computation, i) if kind == "kernel" else i.estimated_cycles
         return [Compute(i.name, kind, cycles)] if cycles else []
 
     def _follow(self, computation: str, i: Instruction, phase: str) -> list:
@@ -112,14 +114,17 @@ class Translator:
         opcodes = {x.opcode for x in inside if not _is_index(x)}
         if opcodes & {"convolution", "dot"}:
             return "gemm"
-        if i.opcode == "custom-call" and i.cost_estimate:
+        if i.attribute("custom_call_target") == PALLAS:
             return "kernel"
         joins = {"maximum"} if "pad" in opcodes else set()  # padded pieces are joined by their maximum
         return "move" if opcodes & MOVES and opcodes <= MOVES | FREE | joins | {"fusion"} else "other"
 
-    def _kernel_cycles(self, i: Instruction) -> float:
-        """The roofline of what a custom kernel says of itself."""
-        cost, machine = i.cost_estimate, self.machine
+    def _kernel_cycles(self, computation: str, i: Instruction) -> float:
+        """The roofline of a custom kernel, for which XLA estimates nothing."""
+        operands = [found for name in i.operands if (found := self.module.find(computation, name))]
+        moved = i.bytes + sum(operand.bytes for operand in operands)
+        cost = i.cost_estimate or {"flops": attention_flops(i, operands), "bytes_accessed": moved}
+        machine = self.machine
         seconds = max(cost.get("flops", 0) / machine.flops, cost.get("bytes_accessed", 0) / machine.hbm_bandwidth)
         return seconds * machine.clock
 
@@ -132,6 +137,19 @@ class Translator:
         if not bounds:
             raise ValueError(f"loop {loop.name} has no trip count that can be read; use lax.scan or fori_loop")
         return max(bounds)
+
+
+def attention_flops(kernel: Instruction, operands: list[Instruction]) -> float:
+    """FLOPs of JAX's splash attention kernels over causal masks, which state none; 0 for any other kernel.
+
+    Half of the full products: two forward (scores, values), five backward (scores again and four gradients).
+    """
+    if not kernel.name.startswith("splash_"):
+        return 0.0
+    shapes = [re.match(r"bf16\[([\d,]+)\]", operand.shape) for operand in operands]
+    q, k = [[int(n) for n in match[1].split(",")] for match in shapes if match][:2]
+    products = 2 if "fwd" in kernel.name else 5
+    return products * 2 * math.prod(q) * k[-2] / 2
 
 
 def _phase(i: Instruction) -> str | None:

@@ -24,7 +24,8 @@ PRODUCT = """
 
 def module(entry: str, *computations: str) -> str:
     """A scheduled module; `entry` is the lines of the entry computation."""
-    body = "\n".join(f"  {line.strip()}" for line in entry.strip().splitlines())
+    lines = (line.strip() for line in entry.strip().splitlines())
+    body = "\n".join(f"  {line}" if "=" in line and line[0] in "%R" else line for line in lines)
     parts = ["HloModule toy, is_scheduled=true, num_partitions=8", PRODUCT, *computations]
     return "\n".join([*parts, "ENTRY %main (x: bf16[64,64]) -> bf16[64,64] {", body, "}", ""])
 

@@ -19,7 +19,7 @@ def test_bytes_of_a_tuple_are_those_of_its_parts():
 
 @settings(deadline=None)
 @given(sizes=st.tuples(*[st.integers(1, 5)] * 3), axes=st.sets(st.integers(0, 2), min_size=1))
-def test_lists_and_iotas_name_the_same_group(sizes, axes):
+def test_lists_iotas_and_meshes_name_the_same_group(sizes, axes):
     kept = [a for a in range(3) if a not in axes]
     order = (*kept, *sorted(axes))
     ids = np.arange(np.prod(sizes)).reshape(sizes).transpose(order)
@@ -27,7 +27,20 @@ def test_lists_and_iotas_name_the_same_group(sizes, axes):
     listed = "replica_groups={" + ",".join("{" + ",".join(map(str, g)) + "}" for g in groups.tolist()) + "}"
     dims, perm = (",".join(map(str, t)) for t in (sizes, order))
     iota = f"replica_groups=[{groups.shape[0]},{groups.shape[1]}]<=[{dims}]T({perm})"
-    assert replica_group(listed, ids.size) == replica_group(iota, ids.size) == groups[0].tolist()
+    shape = ",".join(f"'axis_{a}'={n}" for a, n in enumerate(sizes))
+    named = f"replica_groups=mesh[{shape}] {{{','.join(repr(f'axis_{a}') for a in sorted(axes))}}}, channel_id=3"
+    found = [replica_group(text, ids.size) for text in (listed, iota, named)]
+    assert found == [groups[0].tolist()] * 3
+
+
+def test_a_group_may_be_part_of_an_axis():
+    assert replica_group("replica_groups=mesh['a'=2,'b'=8] {'b':(2)4}", 16) == [0, 1, 2, 3]
+    assert replica_group("replica_groups=mesh['a'=2,'b'=8] {'a','b':(1)2}", 16) == [0, 4, 8, 12]
+
+
+def test_an_unknown_form_is_not_taken_for_all_devices():
+    with pytest.raises(ValueError, match="not known"):
+        replica_group("replica_groups=<@mesh>", 4)
 
 
 def test_no_groups_means_all_devices():

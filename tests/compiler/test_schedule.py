@@ -243,6 +243,28 @@ def test_a_custom_kernel_takes_the_longer_of_its_flops_and_bytes():
     assert seconds(1, 5_000_000) == pytest.approx(5 * US)
 
 
+def test_splash_attention_is_charged_what_a_causal_mask_leaves():
+    operands = "%m = s8[1,2,2]{2,1,0} parameter(1)\n" + "\n".join(
+        f"%{name} = bf16[2,4,1024,128]{{3,2,1,0}} parameter({i})" for i, name in enumerate("qkv", 2))
+
+    def cycles_of(kernel):
+        call = 'custom-call(%m, %q, %k, %v), custom_call_target="tpu_custom_call"'
+        return read(f"{X}{operands}\nROOT %{kernel} = bf16[2,4,1024,128]{{3,2,1,0}} {call}").cycles["kernel"]
+
+    product = 2 * 2 * 4 * 1024 * 1024 * 128
+    assert cycles_of("splash_mha_fwd.1") == pytest.approx(2 * product / 2 / 1e12 * 1e9)
+    assert cycles_of("splash_mha_dkv.1") == pytest.approx(5 * product / 2 / 1e12 * 1e9)
+    assert cycles_of("my_kernel") == pytest.approx((4 * 2 * 4 * 1024 * 128 * 2 + 4) / 1e12 * 1e9)
+
+
+def test_an_instruction_may_span_lines():
+    call = """custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={note={
+"block": "1024",
+}}, metadata={op_name="a"}"""
+    schedule = read(f"{X}%k = bf16[64,64]{{1,0}} {call}\nROOT {gemm('y', 'k')}")
+    assert schedule.cycles["gemm"] == 10_000
+
+
 def test_a_collective_among_one_device_is_none():
     entry = "ROOT %g = bf16[64,64]{1,0} all-gather(%x), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, dimensions={0}"
     assert read(X + entry).transfers == ()
