@@ -1,0 +1,78 @@
+"""Batches reach the devices whole, the same on any mesh, and a process reads the rows of its own devices only."""
+
+import jax
+import numpy as np
+import pytest
+
+from mstrain.data import Batches
+from mstrain.mesh import make_mesh, parse_mesh
+from mstrain.training.feed import Feed
+
+SEQ, BATCH = 8, 16
+MESHES = ("1x1", "2x4", "1x8", "2x2x2", "4x2x2", "16x1x1")
+
+
+class File:
+    """A token file in memory."""
+
+    path, vocab_size = "memory", 1000
+
+    def __init__(self, num_tokens=700):
+        self.tokens = np.arange(num_tokens, dtype=np.uint16)
+        self.num_tokens = num_tokens
+
+
+class Recorded(Batches):
+    """Remembers which rows were asked for."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.asked = []
+
+    def batch(self, step, rows=slice(None)):
+        self.asked.append(tuple(rows))
+        return super().batch(step, rows)
+
+
+def feed_on(mesh: str, accumulate: int = 1, batch: int = BATCH) -> Feed:
+    return Feed(Recorded(File(), SEQ, batch, 5), make_mesh(parse_mesh(mesh)), accumulate)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_sees_the_same_batches(mesh, accumulate):
+    feed, expected = feed_on(mesh, accumulate), Batches(File(), SEQ, BATCH, 5)
+    for step in (0, 7):
+        batch = feed(step)
+        assert batch.shape == (accumulate, BATCH // accumulate, SEQ + 1) and batch.dtype == np.int32
+        np.testing.assert_array_equal(np.asarray(batch).reshape(BATCH, -1), expected.batch(step))
+
+
+@pytest.mark.parametrize("mesh, shards", [("2x4", 2), ("2x2x2", 4), ("1x8", 1), ("8x1", 8)])
+def test_a_device_reads_its_own_rows_only(mesh, shards):
+    feed = feed_on(mesh)
+    batch = feed(0)
+    rows = {shard.index[1].indices(BATCH)[:2] for shard in batch.addressable_shards}
+    assert len(rows) == shards
+    # What one process asks for is what make_array_from_callback asks for its devices: no read is wider than a shard.
+    assert {len(asked) for asked in feed.batches.asked} == {BATCH // shards}
+    assert {(asked[0], asked[-1] + 1) for asked in feed.batches.asked} == rows
+
+
+def test_rows_of_every_microbatch_are_read_together():
+    feed = feed_on("2x2x2", accumulate=2)
+    feed(3)
+    assert (0, 1, 8, 9) in feed.batches.asked  # rows 0-1 of microbatch 0 and of microbatch 1
+
+
+def test_a_batch_that_divides_over_no_axis_is_replicated():
+    batch = feed_on("2x4", batch=5)(0)
+    assert batch.is_fully_replicated
+    np.testing.assert_array_equal(np.asarray(batch)[0], Batches(File(), SEQ, 5, 5).batch(0))
+
+
+def test_abstract_batches_are_those_that_come():
+    feed = feed_on("2x2x2", accumulate=2)
+    batch, abstract = feed(0), feed.abstract()
+    assert (batch.shape, batch.dtype, batch.sharding) == (abstract.shape, abstract.dtype, abstract.sharding)
+    assert isinstance(batch, jax.Array)

@@ -1,0 +1,116 @@
+"""What a finished run leaves in its directory, read back as a person's tools would."""
+
+import collections
+import json
+import math
+import re
+import struct
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from jax.profiler import ProfileData
+from omegaconf import OmegaConf
+from tensorboardX.proto import event_pb2
+from xprof.convert import raw_to_tool_data
+
+from mstrain.config import RunConfig, build
+from mstrain.data import unigram_nats_per_token
+from mstrain.training.optimizer import learning_rate
+from mstrain.training.reporter import drop_after
+from tests.training.runs import lines, losses
+
+FIELDS = {"step", "loss", "grad_norm", "learning_rate", "step_seconds", "tokens_per_second", "mfu"}
+
+
+@pytest.fixture
+def directory(finished):
+    return Path(finished.config.run_dir)
+
+
+def scalars(directory) -> dict:
+    """{(tag, step): value} of all TensorBoard events: records of a length, its checksum, an event, its checksum."""
+    found = {}
+    for path in (directory / "tensorboard").glob("events.*"):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            event = event_pb2.Event.FromString(data[12 : 12 + length])
+            found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+            data = data[16 + length :]
+    return found
+
+
+def test_every_step_is_logged_with_its_fields(finished, directory):
+    rows = lines(directory)
+    assert len(losses(directory)) == 6
+    schedule = learning_rate(finished.config.optimizer.for_width(64), 6)
+    for row in rows:
+        assert row.keys() == FIELDS
+        assert row["mfu"] is None  # the peak of an emulated device is unknown
+        assert row["tokens_per_second"] == pytest.approx(16 * 16 / row["step_seconds"])
+        assert row["learning_rate"] == pytest.approx(float(schedule(row["step"] - 1)))
+        assert math.isfinite(row["grad_norm"]) and row["grad_norm"] > 0
+    assert losses(directory)[0] == pytest.approx(np.log(61), rel=0.05)  # it knows nothing yet
+
+
+def test_evaluations_are_logged(directory):
+    rows = lines(directory, "eval.jsonl")
+    assert [row["step"] for row in rows] == [4, 6]
+    assert all(2 < row["validation_loss"] < 6 for row in rows)
+
+
+def test_the_configuration_reads_back_equal(finished, directory):
+    values = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
+    assert build(RunConfig, values) == finished.config
+
+
+def test_tensorboard_holds_the_same_numbers(directory):
+    found = scalars(directory)
+    for row in lines(directory):
+        for name in FIELDS - {"step", "mfu"}:
+            assert found["train/" + name, row["step"]] == pytest.approx(row[name], rel=1e-6)
+    for row in lines(directory, "eval.jsonl"):
+        assert found["eval/validation_loss", row["step"]] == pytest.approx(row["validation_loss"], rel=1e-6)
+
+
+def test_the_trace_opens_in_the_profile_plugin_and_holds_the_steps(directory):
+    paths = [str(path) for path in directory.glob("tensorboard/plugins/profile/*/*.xplane.pb")]
+    assert len(paths) == 1
+    assert "trace_viewer@" in raw_to_tool_data.xspace_to_tool_names(paths)
+    events = (event for plane in ProfileData.from_file(paths[0]).planes for line in plane.lines for event in line.events)
+    names = collections.Counter(event.name.partition(".")[0] for event in events)
+    slices, products, layers, devices, steps = 2, 4, 2, 8, 2
+    assert names["all_gather"] >= slices * products * layers * devices * steps
+    assert not {"$evaluate", "$checkpoints"} & names.keys()
+
+
+def test_the_summary_repeats_what_was_logged(finished, directory):
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["steps"] == 6 and summary["mfu"] is None and summary["sample"] is None
+    assert summary["validation_loss"] == lines(directory, "eval.jsonl")[-1]["validation_loss"]
+    assert summary["bits_per_byte"] is None  # synthetic tokens stand for no text
+    assert 0 < unigram_nats_per_token(finished.corpus.validation) < np.log(61)
+    assert summary["tokens_per_second"] > 0 and summary["training_seconds"] > 0
+
+
+def test_the_loss_curve_is_a_picture(directory):
+    picture = matplotlib.image.imread(directory / "loss.png")
+    assert picture.shape[0] > 300 and picture.std() > 0.01
+
+
+def test_memory_plan_and_results_were_printed(finished):
+    shown = finished.console.export_text(clear=False)
+    assert "validation loss" in shown and "step 6/6" in shown
+    assert f"Memory {finished.memory}" in shown and "8 emulated CPU devices" in shown
+    assert re.match(r"[\d.]+ MiB of [\d.]+ GiB per device \(state and batch [\d.]+ MiB, temp", str(finished.memory))
+
+
+def test_lines_after_the_checkpoint_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "lo')
+    drop_after(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+    drop_after(tmp_path / "absent.jsonl", 2)
+    assert [*tmp_path.iterdir()] == [path]

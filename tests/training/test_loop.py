@@ -1,0 +1,76 @@
+"""The loop reads metrics late, and lets hooks look at the state at their steps."""
+
+import contextlib
+
+from mstrain.config import ProfileConfig
+from mstrain.training.loop import every, train
+from mstrain.training.profiler import profile_hooks
+
+
+class Log:
+    """A reporter, a step and a feed that write down who was called when."""
+
+    def __init__(self):
+        self.events = []
+
+    def step(self, step, metrics):
+        assert metrics == f"metrics {step}"
+        self.events.append(f"read {step}")
+
+    @contextlib.contextmanager
+    def pause(self):
+        self.events.append("pause")
+        yield
+        self.events.append("go")
+
+    def dispatch(self, state, batch):
+        assert batch == state  # step k consumes batch k - 1
+        self.events.append(f"dispatch {state + 1}")
+        return state + 1, f"metrics {state + 1}"
+
+
+def run(first, last, hooks):
+    log = Log()
+    state = train(log.dispatch, lambda step: step, first - 1, range(first, last + 1), hooks(log), log)
+    assert state == last
+    return log.events
+
+
+def test_metrics_are_read_after_the_next_step_is_dispatched():
+    assert run(1, 3, lambda log: []) == ["dispatch 1", "dispatch 2", "read 1", "dispatch 3", "read 2", "read 3"]
+
+
+def test_hooks_see_the_state_of_their_step_with_its_metrics_read():
+    def hooks(log):
+        return [every(2, 5, lambda step, state: log.events.append(f"hook {step} sees {state}"))]
+
+    events = run(3, 5, hooks)
+    assert events == [
+        "dispatch 3", "dispatch 4", "read 3", "read 4", "pause", "hook 4 sees 4", "go",
+        "dispatch 5", "read 5", "pause", "hook 5 sees 5", "go",
+    ]  # fmt: skip
+
+
+def traced(config, steps, monkeypatch, tmp_path):
+    """Steps after which a trace began and ended; a start before the first step is step `first - 1`."""
+    calls, now = [], steps[0] - 1
+    monkeypatch.setattr("jax.profiler.start_trace", lambda logs: calls.append(("begin", now)))
+    monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls.append(("end", now)))
+    begin, end = profile_hooks(config, tmp_path, steps)
+    for now in steps:
+        for hook in (*end, *begin):
+            if hook.due(now):
+                hook.act(now, {})
+    return calls
+
+
+def test_a_trace_covers_the_steps_asked_for(monkeypatch, tmp_path):
+    def of(start, count, steps):
+        return traced(ProfileConfig(start, count), steps, monkeypatch, tmp_path)
+
+    assert of(3, 2, range(1, 10)) == [("begin", 2), ("end", 4)]
+    assert of(1, 1, range(1, 10)) == [("begin", 0), ("end", 1)]  # from the first step on
+    assert of(8, 5, range(1, 10)) == [("begin", 7), ("end", 9)]  # cut at the last step
+    assert of(5, 2, range(5, 10)) == [("begin", 4), ("end", 6)]  # resumed right there
+    assert of(3, 2, range(5, 10)) == []  # behind us
+    assert traced(ProfileConfig(), range(1, 10), monkeypatch, tmp_path) == []

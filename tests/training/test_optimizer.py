@@ -1,0 +1,98 @@
+"""AdamW against a plain NumPy one; what decays, what clips, and the schedule's corners."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from mstrain.training.optimizer import OptimizerConfig, decay_mask, learning_rate, make_optimizer
+from mstrain.training.step import map_parameter_trees
+from tests.training.parity import REFERENCE, initial, module_of
+
+CONFIG = OptimizerConfig(learning_rate=0.01, warmup=4, final_fraction=0.2, weight_decay=0.3, clip=0.5)
+
+
+def test_the_schedule_at_its_corners():
+    rate = learning_rate(CONFIG, 20)
+    assert float(rate(0)) == 0
+    assert float(rate(2)) == pytest.approx(0.005)
+    assert float(rate(4)) == pytest.approx(0.01)
+    assert float(rate(12)) == pytest.approx((0.01 + 0.002) / 2)  # half-way down the cosine
+    assert float(rate(20)) == pytest.approx(0.002)
+
+
+def test_schedules_of_short_runs_and_without_warmup():
+    assert float(learning_rate(dataclasses.replace(CONFIG, warmup=0), 10)(0)) == pytest.approx(0.01)
+    for steps in (1, 2, 3):
+        rate = learning_rate(dataclasses.replace(CONFIG, warmup=50), steps)
+        assert all(np.isfinite(float(rate(step))) for step in range(steps + 1))
+
+
+def test_the_rate_follows_the_width_unless_it_is_given():
+    assert OptimizerConfig().for_width(460).learning_rate == pytest.approx(1e-3)
+    assert CONFIG.for_width(460) == CONFIG
+
+
+def test_kernels_and_tables_decay_norms_and_biases_do_not():
+    mask = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(decay_mask(initial()))}
+    assert len(mask) == 16 and sum(mask.values()) == 6
+    for path, decays in mask.items():
+        assert decays == path.endswith(("['kernel']", "['table']")), path
+
+
+def adamw(params, gradients, config, steps):
+    """Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 2, after clipping; float64."""
+    first = {name: np.zeros_like(value) for name, value in params.items()}
+    second = {name: np.zeros_like(value) for name, value in params.items()}
+    for t, gradient in enumerate(gradients, 1):
+        norm = np.sqrt(sum(np.sum(g**2) for g in gradient.values()))
+        rate = float(learning_rate(config, steps)(t - 1))
+        for name, g in gradient.items():
+            g = g * min(1, config.clip / norm)
+            first[name] = config.b1 * first[name] + (1 - config.b1) * g
+            second[name] = config.b2 * second[name] + (1 - config.b2) * g**2
+            update = first[name] / (1 - config.b1**t) / (np.sqrt(second[name] / (1 - config.b2**t)) + config.epsilon)
+            decay = config.weight_decay * params[name] if name in ("kernel", "table") else 0
+            params = params | {name: params[name] - rate * (update + decay)}
+    return params
+
+
+@pytest.mark.parametrize("size", [1e-2, 10.0], ids=["not clipped", "clipped"])
+def test_updates_are_those_of_adamw(size):
+    draw = np.random.default_rng(1)
+    params = {name: draw.normal(size=(3, 4)) for name in ("kernel", "table", "bias", "scale")}
+    gradients = [{name: size * draw.normal(size=(3, 4)) for name in params} for _ in range(6)]
+    optimizer = make_optimizer(CONFIG, 20)
+    found = jax.tree.map(jnp.float32, params)
+    state = optimizer.init(found)
+    for gradient in gradients:
+        updates, state = optimizer.update(jax.tree.map(jnp.float32, gradient), state, found)
+        found = optax.apply_updates(found, updates)
+    for name, expected in adamw(params, gradients, CONFIG, 20).items():
+        np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_both_moments_are_found_as_parameter_trees_and_counters_are_not():
+    shapes = jax.tree.map(jnp.zeros_like, initial())
+    state = make_optimizer(CONFIG, 20).init(shapes)
+    found = []
+    map_parameter_trees(lambda tree: found.append(tree), state, shapes, lambda leaf: found.append(leaf.shape))
+    assert [x for x in found if isinstance(x, tuple)] == [(), ()]
+    assert sum(jax.tree.structure(x) == jax.tree.structure(shapes) for x in found) == 2
+    assert module_of(REFERENCE).model.layers == 2
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"learning_rate": 0}, "optimizer.learning_rate=0 must be above 0"),
+        ({"warmup": -1}, "Type 0 to do without"),
+        ({"b2": 1.5}, "optimizer.b2=1.5 must lie between 0 and 1"),
+    ],
+)
+def test_impossible_values_are_refused(values, words):
+    with pytest.raises(ValueError, match=words):
+        OptimizerConfig(**values)

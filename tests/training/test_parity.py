@@ -1,0 +1,93 @@
+"""Loss, gradient norm and every gradient agree with one device, whatever the mesh, algorithm and plan."""
+
+import collections
+
+import jax
+import numpy as np
+import pytest
+
+from mstrain.gemm.plan import ALGORITHMS
+from mstrain.models.plan import ParallelConfig
+from tests.training.parity import (
+    BF16_REFERENCE,
+    MESHES,
+    MIXED,
+    REFERENCE,
+    Case,
+    curve_of,
+    difference,
+    first_moments,
+    initial,
+)
+
+SUITE = [
+    Case("1x1", ParallelConfig("cannon")),
+    Case("1x1", ParallelConfig("meshslice", slices="4", dataflow="os")),
+    Case("2x4", ParallelConfig("meshslice", slices="2"), remat="full"),
+    Case("2x4", ParallelConfig("meshslice", slices="2", dataflow="rs")),
+    Case("2x4", ParallelConfig("collective", dataflow="ls")),
+    Case("2x4", ParallelConfig("gspmd")),
+    Case("4x2", ParallelConfig("meshslice", slices="4", dataflow="os")),
+    Case("4x2", ParallelConfig("meshslice", slices="2"), accumulate=2, remat="dots"),
+    Case("4x2", ParallelConfig("summa", dataflow="rs")),
+    Case("4x2", MIXED),
+    Case("1x8", ParallelConfig("megatron")),
+    Case("1x8", ParallelConfig("wang", dataflow="rs")),
+    Case("8x1", ParallelConfig("fsdp")),
+    Case("8x1", ParallelConfig("summa")),
+    Case("8x1", ParallelConfig("meshslice", slices="2", dataflow="ls")),
+    Case("2x2x2", ParallelConfig("cannon")),
+    Case("2x2x2", ParallelConfig("collective", dataflow="rs")),
+    Case("2x2x2", ParallelConfig("wang")),
+    Case("2x2x2", MIXED),
+]
+# XLA's partitioner (jaxlib 0.10.2) multiplies wrongly when the tokens lie over (data, row), the contracted features over
+# col and the weight over both: it exchanges data and row on the way in and not on the way out.
+MISCOMPILED = Case("2x2x2", ParallelConfig("gspmd"))
+TOLERANCE = 1e-5  # float32 rounds at 6e-8; twenty updates amplify it
+# bfloat16 keeps 8 bits, so a product summed in another order differs by 2 ** -9 = 0.2 %. Losses average over 256
+# tokens; gradient norms do not, and follow weights that have drifted apart for twenty steps.
+BF16_BAND = {"loss": 5e-3, "grad_norm": 5e-2}
+
+
+@pytest.mark.parametrize("case", SUITE, ids=str)
+def test_twenty_steps_agree_with_one_device(case):
+    assert max(difference(case)) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", SUITE, ids=str)
+def test_every_gradient_agrees_with_one_device(case):
+    expected, found = (dict(jax.tree_util.tree_leaves_with_path(first_moments(c))) for c in (REFERENCE, case))
+    assert found.keys() == expected.keys()
+    for path, value in expected.items():
+        error = np.max(np.abs(found[path] - value)) / np.max(np.abs(value))
+        assert error < TOLERANCE, f"{jax.tree_util.keystr(path)}: {error:.1e}"
+
+
+@pytest.mark.xfail(strict=True, reason="XLA's partitioner computes wrong gradients, see MISCOMPILED")
+def test_gspmd_beside_data_parallel_copies_agrees_with_one_device():
+    assert max(difference(MISCOMPILED)) < TOLERANCE
+
+
+def test_the_subset_covers_every_mesh_and_every_algorithm():
+    meshes, algorithms = collections.Counter(case.mesh for case in SUITE), collections.defaultdict(set)
+    for case in SUITE:
+        p = case.parallel
+        rules = [rule.rpartition(":")[2] for rule in (p.layers or "").split()]
+        for algorithm in {p.algorithm, p.attention, p.mlp, *rules} - {None}:
+            algorithms[algorithm].add(case.mesh)
+    assert all(meshes[mesh] >= 2 for mesh in MESHES), meshes
+    assert all(len(algorithms[name]) >= 2 for name in ALGORITHMS), algorithms
+    assert {case.parallel.dataflow for case in SUITE} == {"auto", "os", "ls", "rs"}
+
+
+def test_a_weight_off_by_one_percent_would_be_noticed():
+    nudged = jax.tree.map(np.copy, initial())
+    nudged["blocks_0"]["mlp"]["down"]["kernel"][1] *= 1.01
+    assert np.max(np.abs(curve_of(REFERENCE, nudged) / curve_of(REFERENCE) - 1)) > 10 * TOLERANCE
+
+
+def test_bfloat16_agrees_within_its_rounding():
+    case = Case("2x4", ParallelConfig(slices="2"), dtype="bfloat16")
+    assert np.all(difference(case) < [*BF16_BAND.values()])
+    assert np.max(np.abs(curve_of(BF16_REFERENCE) / curve_of(REFERENCE) - 1), axis=0)[0] < BF16_BAND["loss"]

@@ -1,0 +1,119 @@
+"""A run that was cut and resumed is the run that was not, on its own mesh and on any other."""
+
+import dataclasses
+import io
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from mstrain.checkpoints import Checkpoints
+from mstrain.config import run_command
+from mstrain.training import session
+from mstrain.training.step import init_state
+from tests.training.runs import lines, losses, make, saved_steps
+
+CUT = 4  # the step after which the copies below go on
+ELSEWHERE = {
+    "other slices and tall": ["mesh=4x2", "parallel.slices=4", "parallel.dataflow=os"],
+    "other algorithms and copies": ["mesh=2x2x2", 'parallel.layers="0:cannon 1:fsdp 1:mlp:wang"', "parallel=megatron"],
+    "one device and microbatches": ["mesh=1x1", "parallel=gspmd", "accumulate=2", "remat=full"],
+}
+
+
+def copy_cut_after(step: int, finished, directory: Path) -> Path:
+    """The directory of the finished run as if its process had died before its next save after `step`."""
+    shutil.copytree(finished.config.run_dir, directory)
+    for saved in saved_steps(directory):
+        if saved > step:
+            shutil.rmtree(directory / "checkpoints" / str(saved))
+    return directory
+
+
+def in_directory(run, directory: Path):
+    """The same run, compiled step and all, in another directory."""
+    moved = dataclasses.replace(run, config=dataclasses.replace(run.config, run_dir=str(directory)))
+    vars(moved).update(compiled_step=run.compiled_step)
+    return moved
+
+
+def test_the_newest_checkpoints_are_kept(finished):
+    assert saved_steps(Path(finished.config.run_dir)) == [4, 6]
+
+
+def test_resume_on_the_same_mesh_is_bit_identical(finished, tmp_path):
+    directory = copy_cut_after(CUT, finished, tmp_path / "run")
+    with open(directory / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "loss": 1.2')  # a line the kill cut short
+    assert in_directory(finished, directory).train() == 0
+    whole = Path(finished.config.run_dir)
+    assert losses(directory) == losses(whole)
+    for name in ("grad_norm", "learning_rate"):
+        assert [row[name] for row in lines(directory)] == [row[name] for row in lines(whole)]
+    assert lines(directory, "eval.jsonl") == lines(whole, "eval.jsonl")
+    assert saved_steps(directory) == [4, 6]
+
+
+@pytest.mark.parametrize("elsewhere", ELSEWHERE)
+def test_resume_elsewhere_agrees(elsewhere, finished, tmp_path, small_compiles):
+    directory = copy_cut_after(CUT, finished, tmp_path / "run")
+    run = make(directory, "steps=6", *ELSEWHERE[elsewhere])
+    checkpoints = Checkpoints(directory / "checkpoints", 2)
+    state = checkpoints.restore(checkpoints.latest, run.module, run.optimizer)
+    checkpoints.close()
+    found = []
+    for step in range(CUT + 1, 7):
+        assert int(state["step"]) == step - 1
+        state, metrics = run.compiled_step(state, run.feed(step - 1))
+        found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
+    expected = [[row["loss"], row["grad_norm"]] for row in lines(Path(finished.config.run_dir))[CUT:]]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_finished_run_says_so(finished, tmp_path):
+    directory = copy_cut_after(6, finished, tmp_path / "run")
+    shown = io.StringIO()
+    run = dataclasses.replace(in_directory(finished, directory), console=Console(file=shown, soft_wrap=True))
+    before = (directory / "metrics.jsonl").read_text()
+    assert run.train() == 0
+    assert "has all 6 steps. Type steps= above 6" in shown.getvalue()
+    assert (directory / "metrics.jsonl").read_text() == before
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_its_shapes(finished, tmp_path, monkeypatch, capsys):
+    directory = copy_cut_after(6, finished, tmp_path / "run")
+    model = dataclasses.replace(finished.module.model, mlp_width=128)
+    run = dataclasses.replace(finished, module=dataclasses.replace(finished.module, model=model))
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    with pytest.raises(SystemExit) as left:
+        run_command("train", lambda _: session.train(in_directory_without_step(run, directory)))
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and "belongs to another model" in error and "Traceback" not in error
+    assert "blocks_0.mlp.down.kernel: checkpoint (2, 256, 64), model (2, 128, 64)" in error
+    assert "attention" not in error and "another run_dir=" in error
+
+
+def in_directory_without_step(run, directory):
+    return dataclasses.replace(run, config=dataclasses.replace(run.config, run_dir=str(directory)))
+
+
+def test_changed_batches_are_announced(finished, tmp_path):
+    directory = copy_cut_after(CUT, finished, tmp_path / "run")
+    shown = io.StringIO()
+    config = dataclasses.replace(finished.config, run_dir=str(directory), seed=3)
+    run = dataclasses.replace(finished, config=config, console=Console(file=shown, soft_wrap=True))
+    checkpoints = Checkpoints(directory / "checkpoints", 2)
+    session._begin(run, checkpoints)
+    checkpoints.close()
+    assert "seed changed since step 4" in shown.getvalue()
+
+
+def test_the_step_owns_its_state(finished):
+    state = init_state(finished.module, finished.optimizer, 0)
+    before = jax.tree.leaves(state)
+    after, _ = finished.compiled_step(state, finished.feed(0))
+    assert all(leaf.is_deleted() for leaf in before if leaf.ndim)
+    assert jax.tree.map(lambda x: x.sharding, after) == jax.tree.map(lambda x: x.sharding, state)
