@@ -26,6 +26,7 @@ from mstrain.models.flops import training_flops_per_token
 from mstrain.models.parameters import parameter_shapes
 from mstrain.models.plan import ModelPlan, make_plan
 from mstrain.models.transformer import Transformer, count_parameters
+from mstrain.training.announce import announce
 from mstrain.training.feed import Feed
 from mstrain.training.goodput import Goodput
 from mstrain.training.memory import Memory, memory_of
@@ -103,10 +104,7 @@ def prepare(config: RunConfig, job: Job = ALONE) -> Run:
     )
     optimizer = make_optimizer(config.optimizer, config.steps)
     run = Run(config, corpus, module, optimizer, feed, validation_feed, chip, console, job)
-    _announce(run)
-    with console.status("Compiling the step"):
-        console.print(f"[bold]Memory[/] {run.memory}")
-    run.memory.check()
+    announce(run)
     return run
 
 
@@ -182,31 +180,3 @@ def _dtype(name: str):
     if name == "auto":
         name = "f32" if jax.devices()[0].platform == "cpu" else "bf16"
     return {"f32": jnp.float32, "bf16": jnp.bfloat16}[name]
-
-
-def _announce(run: Run) -> None:
-    mesh, model, plan = run.module.plan.mesh, run.module.model, run.module.plan
-    device = jax.devices()[0]
-    kind = "emulated CPU devices" if device.platform == "cpu" else device.device_kind
-    shape = "x".join(str(n) for n in mesh.shape.values())
-    say = run.console.print
-    say(f"[bold]Model[/]  {model.name}: {count_parameters(model):,} parameters, {model.layers} layers")
-    say(f"[bold]Mesh[/]   {shape} (data x row x col): {mesh.size} {kind}")
-    say(f"[bold]Plan[/]   {describe(plan)}")
-    train, validation = run.corpus.train.num_tokens, run.corpus.validation.num_tokens
-    say(f"[bold]Data[/]   {run.config.data.source}: {train:,} training and {validation:,} validation tokens")
-
-
-def describe(plan: ModelPlan) -> str:
-    """One line: which layers run which algorithm, dataflow and slice count."""
-    parts, first = [], 0
-    for block, count in plan.groups:
-        halves = []
-        for name, pair in (("attention", block.attention), ("mlp", block.mlp)):
-            into, out = pair.into, pair.out
-            slices = f" S={into.slices},{out.slices}" if into.algorithm == "meshslice" else ""
-            halves.append(f"{name} {into.algorithm} {into.dataflow},{out.dataflow}{slices}")
-        layers = f"layer {first}" if count == 1 else f"layers {first}-{first + count - 1}"
-        parts.append(f"{layers}: {'; '.join(halves)}")
-        first += count
-    return " | ".join(parts)
