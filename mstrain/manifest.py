@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 NAME = "manifest.json"
+LEFT_OUT = {NAME, "_CHECKPOINT_METADATA"}  # Orbax adds the time of the commit to the latter, and restores without it
 
 
 def write(folder: Path) -> None:
@@ -44,7 +45,7 @@ def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != NAME)
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in LEFT_OUT)
 
 
 def _facts(path: Path) -> tuple[int, str]:

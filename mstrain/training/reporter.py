@@ -101,8 +101,7 @@ class Reporter:
 
     def _write(self, step, values, now):
         if step % self._log_every == 0 or step == self._last:
-            finite = {name: x if x is None or math.isfinite(x) else None for name, x in values.items()}
-            self._metrics.write(json.dumps({"step": step, **finite}) + "\n")  # JSON knows no NaN
+            self._metrics.write(json.dumps({"step": step, **_plain(values)}) + "\n")
             for name, value in values.items():
                 if value is not None:
                     self._tensorboard.add_scalar(f"train/{name}", value, step)
@@ -117,6 +116,12 @@ class Reporter:
             left = (self._last - step) * self.seconds / self.steps if self.steps else None
             ending = "" if left is None else f"  {left:,.0f} s left"
             self._console.print(f"step {step}/{self._last}  {text}{ending}")
+
+
+def _plain(values: dict) -> dict:
+    """As JSON, which knows no NaN, with `skipped` only for steps that were."""
+    kept = {name: value for name, value in values.items() if name != "skipped" or value}
+    return {name: value if value is None or math.isfinite(value) else None for name, value in kept.items()}
 
 
 def drop_after(path: Path, step: int) -> None:
