@@ -5,6 +5,8 @@ plan: layers split into its groups, every parameter reordered by its `Storage`. 
 padding), so a round trip is exact, and initial values do not depend on mesh, algorithm or slice count.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -17,8 +19,9 @@ from mstrain.models.transformer import Transformer
 STACK = "blocks_0"  # Linen's name of the first group; the only one of canonical parameters
 
 
+@functools.lru_cache(maxsize=8)
 def abstract_parameters(module: Transformer):
-    """Boxed abstract parameters of `module`; nothing is allocated."""
+    """Boxed abstract parameters of `module`; nothing is allocated. Traced once; do not change the tree."""
     tokens = jax.ShapeDtypeStruct((module.seq * _sequences(module),), jnp.int32)
     return jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]
 
@@ -34,6 +37,7 @@ def parameter_shapes(module: Transformer):
     return jax.tree.map(lambda box: box.value, abstract_parameters(module), is_leaf=is_stored)
 
 
+@functools.lru_cache(maxsize=8)
 def canonical_shapes(module: Transformer):
     """Abstract canonical parameters of the same model."""
     return jax.eval_shape(lambda: init_canonical(module, 0))
