@@ -65,7 +65,9 @@ def find_seat(coordinator: str | None, processes: int | None, process: int | Non
     *found, devices = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, 60)
     if None in found or found[1] < 2:
         return None, None
-    return Seat(*found), devices
+    # One task per SLURM node has the node's devices; JAX's rule of one device per task is for several.
+    alone_on_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0] == "1"
+    return Seat(*found), None if alone_on_node else devices
 
 
 class Job:

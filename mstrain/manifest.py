@@ -20,11 +20,11 @@ def write(folder: Path) -> None:
 def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
     """What differs from the manifest, one sentence each; of every `parts`-th file from `part` on, so that hosts share the reading.
 
-    A folder without a manifest is from elsewhere and is not judged.
+    A folder without a manifest was half deleted by a run that was killed while it removed old ones, or is from elsewhere.
     """
     path = folder / NAME
     if not path.exists():
-        return []
+        return [f"{NAME} is missing: it was half deleted, or not written by mstrain"]
     try:
         files = dict(json.loads(path.read_text())["files"])
         expected = {str(name): (int(size), str(digest)) for name, (size, digest) in sorted(files.items())}
