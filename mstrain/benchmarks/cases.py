@@ -1,0 +1,125 @@
+"""The rows of a comparison: model x mesh x algorithm, with the plan of each."""
+
+import dataclasses
+
+from jax.sharding import Mesh
+
+from mstrain.benchmarks.config import PRODUCTS, BenchmarkConfig
+from mstrain.gemm import Plan, PlanPair
+from mstrain.hardware import Chip
+from mstrain.mesh import MeshShape, parse_mesh
+from mstrain.models.auto import projections
+from mstrain.models.config import ModelConfig
+from mstrain.models.plan import BlockPlan, ModelPlan, make_plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One algorithm on one mesh for one model; `batch` sequences in `accumulate` microbatches."""
+
+    model: ModelConfig
+    mesh: MeshShape
+    algorithm: str
+    batch: int
+    accumulate: int = 1
+
+    @property
+    def microbatch(self) -> int:
+        return self.batch // self.accumulate
+
+
+def make_cases(config: BenchmarkConfig, meshes: list[MeshShape]) -> list[Case]:
+    """Every combination; raises ValueError where an emulated mesh or the batch cannot be had."""
+    found = []
+    for model in config.model_configs:
+        for mesh in meshes:
+            whole = parse_mesh(config.emulate) if config.emulate else mesh
+            batch = config.batch or whole.devices * config.accumulate
+            if batch % config.accumulate:
+                raise ValueError(
+                    f"batch={batch} does not divide into accumulate={config.accumulate} microbatches. "
+                    f"Type batch={-(-batch // config.accumulate) * config.accumulate}."
+                )
+            shrunk, sequences = shrink(model, batch, whole, mesh)
+            found += [Case(shrunk, mesh, name, sequences, config.accumulate) for name in config.algorithm_names]
+    return found
+
+
+def shrink(model: ModelConfig, batch: int, whole: MeshShape, physical: MeshShape) -> tuple[ModelConfig, int]:
+    """Model and batch whose activation shards on `physical` have the shapes they would have on `whole`.
+
+    As the MeshSlice reference does it: batch by the ratio of rows (and data), heads and widths by the ratio of columns.
+    A weight shard then has fewer features in, and rings are those of `physical`. Raises ValueError when something does
+    not divide.
+    """
+    if whole == physical:
+        return model, batch
+    here, there = physical.row * physical.data, whole.row * whole.data
+
+    def cols(name: str, size: int) -> int:
+        return _scaled(name, size, physical.col, whole.col, physical)
+
+    smaller = dataclasses.replace(
+        model,
+        heads=cols("heads", model.heads),
+        kv_heads=cols("kv_heads", model.num_kv_heads),
+        head_dim=model.head_width,
+        width=cols("width", model.width),
+        mlp_width=cols("mlp_width", model.hidden),
+        vocabulary=-(-model.vocabulary * physical.col // whole.col),
+    )
+    return smaller, _scaled("batch", batch, here, there, physical)
+
+
+def _scaled(name: str, size: int, part: int, whole: int, physical: MeshShape) -> int:
+    scaled, rest = divmod(size * part, whole)
+    if rest or not scaled or part > whole:
+        raise ValueError(
+            f"emulate: {name} {size} cannot shrink to {part}/{whole} of it for mesh {physical}. Choose meshes= with "
+            "fewer rows and columns that divide those of emulate=, or another batch=."
+        )
+    return scaled
+
+
+def plan_case(case: Case, config: BenchmarkConfig, mesh: Mesh, chip: Chip | None) -> ModelPlan:
+    """The plan of a case on a mesh, with the slice counts that were asked for; raises ValueError when it is illegal."""
+    plan = make_plan(config.parallel(case.algorithm), case.model, mesh, case.microbatch, config.seq, chip)
+    if config.slice_counts is None or case.algorithm != "meshslice":
+        return plan
+    counts = dict(zip(PRODUCTS, config.slice_counts, strict=True))
+    sequences = case.microbatch // mesh.shape["data"]
+    groups = tuple((_sliced(block, counts, case.model, sequences), count) for block, count in plan.groups)
+    return dataclasses.replace(plan, groups=groups)
+
+
+def products(block: BlockPlan) -> dict[str, Plan]:
+    """The four products of a block by name."""
+    plans = (block.attention.into, block.attention.out, block.mlp.into, block.mlp.out)
+    return dict(zip(PRODUCTS, plans, strict=True))
+
+
+def _sliced(block: BlockPlan, counts: dict[str, int], model: ModelConfig, sequences: int) -> BlockPlan:
+    plans = {name: dataclasses.replace(plan, slices=counts[name]) for name, plan in products(block).items()}
+    for projection in projections(model):
+        plans[projection.name].check(projection.in_dim, projection.out_dim, sequences, projection.name)
+    pairs = []
+    for into, out in (PRODUCTS[:2], PRODUCTS[2:]):
+        if plans[into].dataflow == "rs" and counts[into] != counts[out]:
+            raise ValueError(
+                f"{into} and {out} share one order of sequences under dataflow rs, so they need the same slice count. "
+                f"Type {counts[into]} for both."
+            )
+        pairs.append(PlanPair(plans[into], plans[out]))
+    return BlockPlan(*pairs)
+
+
+def describe(block: BlockPlan) -> str:
+    """Dataflows of the four products and, where one slices, slice counts: `os ls os ls S=4 4 8 4`."""
+    return describe_plans(*products(block).values())
+
+
+def describe_plans(*plans: Plan) -> str:
+    text = " ".join(plan.dataflow for plan in plans)
+    if any(plan.slices > 1 for plan in plans):
+        text += " S=" + " ".join(str(plan.slices) for plan in plans)
+    return text

@@ -1,0 +1,50 @@
+"""From the command line to a table on the screen and files in run_dir."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from mstrain.benchmarks.config import BenchmarkConfig, load
+from mstrain.benchmarks.presets import PRESETS, PUBLISHED
+from mstrain.benchmarks.table import Report, Row, to_table, write
+from mstrain.hardware import parse_target
+
+
+def run(arguments: list[str]) -> int:
+    """Runs the benchmark; the exit code is 1 when no row has a result. Raises ValueError for a configuration mistake."""
+    config = load(arguments)
+    console = Console(highlight=False)
+    if config.bench == "tune":
+        from mstrain.benchmarks.tuned import explain_all
+
+        return explain_all(config, console)
+    if config.bench == "collectives":
+        from mstrain.benchmarks.collectives import measure_links
+
+        return measure_links(config, console)
+    report = compare(config, console)
+    if config.preset:
+        report.rows.append(published(config))
+    console.print(to_table(report))
+    console.print("Written:", *write(report, Path(config.run_dir)), soft_wrap=True)
+    return 0 if any(row.seconds for row in report.rows) else 1
+
+
+def compare(config: BenchmarkConfig, console: Console) -> Report:
+    """Every row of the table, predicted for a target or measured on the devices present."""
+    if config.target:
+        from mstrain.benchmarks.predicted import predict_all as compare_all
+    else:
+        from mstrain.benchmarks.measured import measure as compare_all
+    with console.status("Starting") as status:
+        return compare_all(config, status.update)
+
+
+def published(config: BenchmarkConfig) -> Row:
+    """What transformer_shmap's README says of the preset's slice."""
+    model, flops, share = PUBLISHED[config.preset]
+    devices = parse_target(PRESETS[config.preset]["target"]).devices
+    return Row(
+        model, f"{devices} cores", "published", config.bench, plan="transformer_shmap README, measured in 2023",
+        flops_per_second=flops / devices, mfu=share,
+    )  # fmt: skip

@@ -1,0 +1,181 @@
+"""What a benchmark compares: the typed keys of benchmark.py, and every check that needs no device."""
+
+import dataclasses
+import re
+
+from mstrain.benchmarks.presets import preset_arguments
+from mstrain.config import DTYPES, compose
+from mstrain.gemm import ALGORITHMS, check_algorithm
+from mstrain.gemm.plan import CHOOSES_DATAFLOW
+from mstrain.hardware import Slice, parse_target
+from mstrain.mesh import MeshShape, parse_mesh
+from mstrain.models.auto import projections
+from mstrain.models.config import ModelConfig
+from mstrain.models.parallel import ParallelConfig, check_effect
+from mstrain.models.transformer import REMAT
+from mstrain.models.zoo import BYTES, load_preset
+
+BENCHES = ("step", "layer", "gemm", "nongemm", "collectives", "tune")
+PRODUCTS = tuple(p.name for p in projections(ModelConfig()))
+# The names that train.py has for the same choices.
+SYNONYMS = {
+    "model": "models", "mesh": "meshes", "parallel": "algorithms", "parallel.slices": "slices",
+    "parallel.dataflow": "dataflow",
+}  # fmt: skip
+WORDS = ("models", "algorithms", "meshes", "slices")
+# Keys that a bench does not look at; where they were typed, that is a mistake.
+IDLE = {
+    "layer": ("remat", "accumulate"),
+    "gemm": ("remat", "accumulate"),
+    "nongemm": ("remat", "accumulate", "slices", "dataflow"),
+    "collectives": ("models", "layers", "algorithms", "slices", "dataflow", "batch", "seq", "remat", "accumulate",
+                    "target", "emulate", "dump"),
+    "tune": ("algorithms", "remat", "accumulate", "emulate", "dump", "repeats", "warmup", "dtype"),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkConfig:
+    """One comparison; lists are words separated by spaces, such as algorithms="meshslice wang".
+
+    Attributes:
+      bench: `step` (forward, backward and update), `layer` or `gemm` (forward and backward), `nongemm` (what a layer does
+        beside its products), `collectives` (measure links and fit them) or `tune` (the tuner explains itself).
+      models: presets of the zoo; `layers` replaces their depth.
+      algorithms: of `parallel=`, or `all`.
+      meshes: `RxC` or `DxRxC`; `auto` is one mesh for the devices; `all`, with target=, every mesh its torus can carry.
+      slices: MeshSlice's slice count, or one for each of the four products of a block (attention in and out, mlp in and
+        out), or `auto`; dataflow: `os`, `ls`, `rs` or `auto`.
+      batch: sequences per step of the whole job, null for one per device (and microbatch); seq: tokens per sequence.
+      target: an absent TPU slice, such as v5p-64, for which programs are compiled and their schedules read.
+      dump: folder for the compiled text, one file per row of the table.
+      emulate: a larger mesh; batch, heads and widths shrink so that a device's activations have the shapes they would
+        have there.
+      preset: `v2` or `v3`, the table of transformer_shmap as a prediction.
+      repeats, warmup: timed and untimed executions; the median counts.
+      constants: of the tuner: a file that bench=collectives wrote or a shipped one; null takes the chip's.
+    """
+
+    bench: str = "step"
+    models: str = "tiny"
+    layers: int | None = None
+    algorithms: str = "all"
+    meshes: str = "auto"
+    slices: str = "auto"
+    dataflow: str = "auto"
+    batch: int | None = None
+    seq: int = 128
+    dtype: str = "auto"
+    remat: str = "none"
+    accumulate: int = 1
+    target: str | None = None
+    dump: str | None = None
+    emulate: str | None = None
+    preset: str | None = None
+    repeats: int = 5
+    warmup: int = 2
+    constants: str | None = None
+    seed: int = 0
+    run_dir: str = "runs/benchmark"
+
+    def __post_init__(self):
+        for key, allowed in (("bench", BENCHES), ("dtype", DTYPES), ("remat", REMAT)):
+            if getattr(self, key) not in allowed:
+                raise ValueError(f"{key}={getattr(self, key)} is unknown. Choose one of {', '.join(allowed)}.")
+        for key in ("layers", "batch", "seq", "accumulate", "repeats", "warmup"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
+                raise ValueError(f"{key}={getattr(self, key)} is too small. Type {key}=1 or more.")
+        self._check_effect()
+        if self.emulate:
+            parse_mesh(self.emulate)
+        if self.meshes not in ("auto", "all"):
+            self.mesh_shapes
+        if self.target:
+            self.slice
+        self.slice_counts
+        self.algorithm_names
+
+    @property
+    def algorithm_names(self) -> list[str]:
+        names = list(ALGORITHMS) if self.algorithms == "all" else self.algorithms.split()
+        if not names:
+            raise ValueError('algorithms= is empty. Type algorithms=all, or some such as algorithms="meshslice wang".')
+        return [check_algorithm(name) for name in names]
+
+    @property
+    def mesh_shapes(self) -> list[MeshShape]:
+        """The meshes spelled out."""
+        shapes = [parse_mesh(text) for text in self.meshes.split()]
+        if not shapes:
+            raise ValueError('meshes= is empty. Type meshes=auto, or some such as meshes="2x4 4x2".')
+        return shapes
+
+    @property
+    def slice(self) -> Slice | None:
+        """The slice that is absent; None when the devices present are measured."""
+        return parse_target(self.target) if self.target else None
+
+    @property
+    def slice_counts(self) -> tuple[int, ...] | None:
+        """One slice count for each product of a block; None for `auto`."""
+        if self.slices == "auto":
+            return None
+        words = self.slices.split()
+        if len(words) not in (1, len(PRODUCTS)) or not all(re.fullmatch(r"[1-9]\d{0,5}", word) for word in words):
+            raise ValueError(
+                f"slices={self.slices!r} is neither one slice count nor four (of {', '.join(PRODUCTS)}). "
+                'Type slices=4, slices="8 8 8 8" or slices=auto.'
+            )
+        return tuple(map(int, words * (len(PRODUCTS) // len(words))))
+
+    @property
+    def model_configs(self) -> list[ModelConfig]:
+        """The models, with a vocabulary of bytes where the tokenizer decides it."""
+        if not self.models.split():
+            raise ValueError("models= is empty. Type models=tiny, or other names (python train.py model=list).")
+        models = [load_preset(name) for name in self.models.split()]
+        return [
+            dataclasses.replace(m, vocabulary=m.vocabulary or BYTES, layers=self.layers or m.layers) for m in models
+        ]
+
+    def parallel(self, algorithm: str) -> ParallelConfig:
+        """What is asked of one algorithm; a dataflow goes to those that choose one."""
+        return ParallelConfig(algorithm, dataflow=self.dataflow if algorithm in CHOOSES_DATAFLOW else "auto")
+
+    def _check_effect(self) -> None:
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for key in IDLE.get(self.bench, ()):
+            if getattr(self, key) != defaults[key]:
+                raise ValueError(f"{key}={getattr(self, key)} has no effect with bench={self.bench}. Drop it.")
+        if self.target:
+            idle = [key for key in ("emulate", "repeats", "warmup") if getattr(self, key) != defaults[key]]
+            if idle and self.bench != "tune":
+                raise ValueError(f"{idle[0]}= has no effect with target=, which measures nothing. Drop one of them.")
+        else:
+            if self.dump:
+                raise ValueError("dump= needs target=: only what is compiled for a TPU is dumped. Type target=v5p-64.")
+            if self.meshes == "all":
+                raise ValueError("meshes=all needs target=, whose torus says which. Type target=v5p-64.")
+        if self.constants and self.bench != "tune":
+            raise ValueError(f"constants= has no effect with bench={self.bench}. Type bench=tune or drop it.")
+        if self.bench != "tune":
+            slices = "auto" if self.slices == "auto" else "1"
+            check_effect(ParallelConfig(slices=slices, dataflow=self.dataflow), set(self.algorithm_names))
+
+
+def load(arguments: list[str]) -> BenchmarkConfig:
+    """Reads the command line; raises ValueError with the fix. Keys of train.py for the same choices are understood."""
+    arguments = [_plain(argument) for argument in arguments]
+    given = dict(argument.partition("=")[::2] for argument in arguments)
+    if preset := given.get("preset"):
+        arguments += [f"{key}={value}" for key, value in preset_arguments(preset).items() if key not in given]
+    return compose(BenchmarkConfig, "benchmark", arguments)
+
+
+def _plain(argument: str) -> str:
+    """The argument under this script's name for its key, lists such as [2x4,4x2] as words."""
+    key, equals, value = argument.partition("=")
+    key = SYNONYMS.get(key, key)
+    if key in WORDS:
+        value = value.strip().removeprefix("[").removesuffix("]").replace(",", " ")
+    return f"{key}{equals}{value}"

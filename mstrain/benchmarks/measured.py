@@ -1,0 +1,94 @@
+"""Run programs on the devices present and time them."""
+
+import os
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+
+from mstrain.benchmarks.cases import Case, make_cases, plan_case
+from mstrain.benchmarks.config import BenchmarkConfig
+from mstrain.benchmarks.programs import make_works
+from mstrain.benchmarks.table import Report, Row, failed, make_row
+from mstrain.benchmarks.work import Work
+from mstrain.compiler.topology import quiet
+from mstrain.hardware import Chip, chip_for, compiler_options
+from mstrain.mesh import MeshShape, emulate_devices, make_mesh
+from mstrain.training.memory import memory_of
+
+EMULATED = MeshShape(1, 2, 4)  # what meshes=auto means on a CPU
+
+
+def measure(config: BenchmarkConfig, progress) -> Report:
+    """Times every case; a case that cannot run says why in its row. `progress(text)` is called before each."""
+    meshes = start_devices(config)
+    chip = chip_for(jax.devices()[0].device_kind)
+    platform = jax.devices()[0].platform
+    dtype = _dtype(config.dtype, platform)
+    peak = chip.peak(jnp.dtype(dtype).name) if chip else None
+    rows = []
+    for case in make_cases(config, meshes):
+        progress(f"Measuring {case.algorithm} on {case.mesh}")
+        try:
+            plan = plan_case(case, config, make_mesh(case.mesh, jax.devices()[: case.mesh.devices]), chip)
+            works = make_works(case, config, plan, dtype)
+            rows += [_row(case, work, plan, config, chip, peak) for work in works]
+        except (ValueError, RuntimeError) as error:
+            rows.append(failed(case, config.bench, error))
+    emulating = f", emulating {config.emulate} with equal activation shards per device" if config.emulate else ""
+    return Report("measured", f"Measured on {_devices()}{emulating}", config.bench, jnp.dtype(dtype).name, peak, rows)
+
+
+def start_devices(config: BenchmarkConfig) -> list[MeshShape]:
+    """Emulates devices where there is only a CPU; returns the meshes to run on, raises ValueError if one is too large."""
+    wanted = [EMULATED] if config.meshes == "auto" else config.mesh_shapes
+    emulate_devices(max(mesh.devices for mesh in wanted))
+    with quiet():  # JAX asks an installed libtpu, which complains where there is no TPU
+        jax.devices()
+    if config.meshes == "auto" and jax.devices()[0].platform != "cpu":
+        rows = max(r for r in range(1, jax.device_count() + 1) if jax.device_count() % r == 0 and r * r <= jax.device_count())
+        wanted = [MeshShape(1, rows, jax.device_count() // rows)]
+    for mesh in wanted:
+        if mesh.devices > jax.device_count():
+            raise ValueError(
+                f"meshes={mesh} needs {mesh.devices} devices and {jax.device_count()} are present. Choose smaller "
+                "meshes=, or target= to predict."
+            )
+    return wanted
+
+
+def time_program(work: Work, options: dict, warmup: int, repeats: int):
+    """Compiles and runs a program: the compiled program and the seconds of each timed execution.
+
+    The clock stops when every result is on its device.
+    """
+    function = work.function if hasattr(work.function, "lower") else jax.jit(work.function)
+    compiled = function.lower(*work.arguments).compile(options)
+    arguments, seconds = work.start(), []
+    for _ in range(warmup + repeats):
+        begin = time.perf_counter()
+        results = jax.block_until_ready(compiled(*arguments))
+        seconds.append(time.perf_counter() - begin)
+        if work.carries:
+            arguments = (results[0], *arguments[1:])
+    return compiled, seconds[warmup:]
+
+
+def _row(case: Case, work: Work, plan, config: BenchmarkConfig, chip: Chip | None, peak: float | None) -> Row:
+    compiled, seconds = time_program(work, compiler_options(chip), config.warmup, config.repeats)
+    memory = memory_of(compiled, plan.mesh).peak
+    return make_row(case, work, statistics.median(seconds), peak, memory=memory)
+
+
+def _dtype(name: str, platform: str):
+    if name == "auto":
+        name = "f32" if platform == "cpu" else "bf16"
+    return {"f32": jnp.float32, "bf16": jnp.bfloat16}[name]
+
+
+def _devices() -> str:
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return f"{jax.device_count()} emulated CPU devices that share {os.cpu_count()} cores"
+    return f"{jax.device_count()} x {device.device_kind}"

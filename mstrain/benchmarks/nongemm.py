@@ -1,0 +1,85 @@
+"""What a layer does beside its products: norms, attention, activation, residual sums, with the same layouts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from mstrain.benchmarks.cases import Case
+from mstrain.benchmarks.work import Work, abstract, boxed_arguments, random_arguments, with_pullback
+from mstrain.layers.attention import Attention
+from mstrain.layers.mlp import Mlp
+from mstrain.models.flops import forward_flops_per_token
+from mstrain.models.plan import ModelPlan
+from mstrain.models.transformer import Block, move
+
+
+class Scoring(Attention):
+    """Attention from fused queries, keys and values, without its projections."""
+
+    @nn.compact
+    def __call__(self, qkv, seq, window):
+        return self._attend(qkv, seq, window)
+
+
+class Activation(Mlp):
+    """The activation between the projections of an MLP."""
+
+    def __call__(self, h):
+        return self._activate(h)
+
+
+class NonGemm(Block):
+    """x_TxD, qkv and the hidden features h to every result of the block that is no product."""
+
+    @nn.compact
+    def __call__(self, x_TxD, qkv, h_TxF, seq):
+        m, plan = self.model, self.plan
+        scores = Scoring(**_fields(self._attention()), name="scoring")(qkv, seq, seq)
+        hidden = Activation(**_fields(self._mlp()), name="activation")(h_TxF)
+        residual = plan.attention.residual
+        normed = self._norm("attention_norm", residual)(x_TxD)
+        x_TxD = x_TxD + normed
+        if not m.parallel_block:
+            x_TxD = move(x_TxD, plan.mlp.residual, plan)
+            x_TxD = x_TxD + self._norm("mlp_norm", plan.mlp.residual)(x_TxD)
+        if m.post_norm:
+            x_TxD = self._norm("mlp_post_norm", residual)(self._norm("attention_post_norm", residual)(x_TxD))
+        return x_TxD, scores, hidden
+
+
+def _fields(module: nn.Module) -> dict:
+    return {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name not in ("parent", "name")}
+
+
+def nongemm_work(case: Case, seq: int, plan: ModelPlan, dtype: jnp.dtype) -> Work:
+    """The non-GeMM part of one block, forward and backward. Its FLOPs are those of the attention scores."""
+    model, block = case.model, plan.groups[0][0]
+    count = case.microbatch * seq
+    qkv = (model.heads + 2 * model.num_kv_heads) * model.head_width
+    hidden = model.hidden * (2 if model.gated else 1)
+    inputs = tuple(
+        abstract((count, width), dtype, plan.mesh, layout.spec)
+        for width, layout in (
+            (model.width, block.attention.residual), (qkv, block.attention.inside), (hidden, block.mlp.inside)
+        )
+    )  # fmt: skip
+    module = NonGemm(model, block, seq)
+    params = boxed_arguments(module, plan.mesh, *inputs, seq)
+
+    def forward(params, x, qkv, h):
+        return module.apply({"params": params}, x, qkv, h, seq)
+
+    outputs = jax.eval_shape(forward, params, *inputs)
+    layouts = (block.mlp.residual, block.attention.inside, block.mlp.inside)
+    cotangents = tuple(
+        abstract(y.shape, y.dtype, plan.mesh, layout.spec) for y, layout in zip(outputs, layouts, strict=True)
+    )
+    arguments = (params, *inputs, cotangents)
+    one = dataclasses.replace(model, layers=1, vocabulary=1, window=None)
+    scores = forward_flops_per_token(one, seq) - forward_flops_per_token(one, seq, "causal")  # half of them
+    return Work(
+        "nongemm", "", with_pullback(forward), arguments, lambda: random_arguments(arguments), count,
+        6 * count * scores,
+    )  # fmt: skip

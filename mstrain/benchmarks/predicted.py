@@ -1,0 +1,69 @@
+"""Compile programs for a slice that is absent and read what they will cost from their schedules."""
+
+import dataclasses
+import importlib.metadata
+import re
+
+import jax.numpy as jnp
+
+from mstrain.benchmarks.cases import Case, make_cases, plan_case
+from mstrain.benchmarks.config import BenchmarkConfig
+from mstrain.benchmarks.programs import make_works
+from mstrain.benchmarks.table import Report, Row, failed, make_row
+from mstrain.benchmarks.tuned import best_mesh
+from mstrain.benchmarks.work import Work
+from mstrain.compiler import Program, Target, compile_function, make_target, missing_compiler, predict
+from mstrain.hardware import Slice
+from mstrain.mesh import MeshShape
+
+
+def predict_all(config: BenchmarkConfig, progress) -> Report:
+    """Predicts every case; one that does not fit or cannot be compiled says why in its row."""
+    if problem := missing_compiler():
+        raise ValueError(problem)
+    slice, rows = config.slice, []
+    dtype = {"f32": jnp.float32, "bf16": jnp.bfloat16}.get(config.dtype, jnp.bfloat16)
+    peak = slice.chip.peak(jnp.dtype(dtype).name)
+    for case in make_cases(config, _meshes(config, slice)):
+        progress(f"Compiling {case.algorithm} on {case.mesh} for {slice.name}")
+        try:
+            target = make_target(slice, case.mesh)
+            plan = plan_case(case, config, target.mesh, slice.chip)
+            for work in make_works(case, config, plan, dtype):
+                rows.append(_row(case, work, target, config, peak))
+        except (ValueError, RuntimeError) as error:
+            rows.append(failed(case, config.bench, error))
+    source = (
+        f"Predicted for {slice.name} ({slice.devices} devices), from schedules compiled by libtpu "
+        f"{importlib.metadata.version('libtpu')}, not run"
+    )
+    return Report("predicted", source, config.bench, jnp.dtype(dtype).name, peak, rows)
+
+
+def schedule_of(program: Program):
+    """The schedule of a program and what its seconds leave out: kernels for which nobody gives an estimate."""
+    kernels = re.findall(r'custom_call_target="tpu_custom_call".*', program.text)
+    silent = sum('"cost_estimate"' not in kernel for kernel in kernels)
+    note = f"{silent} kernels without an estimate count as 0 s" if silent else ""
+    return predict(program), note
+
+
+def _row(case: Case, work: Work, target: Target, config: BenchmarkConfig, peak: float | None) -> Row:
+    shape = "x".join(map(str, target.mesh.devices.shape))
+    name = f"{case.model.name} {shape} {case.algorithm} {work.part}"
+    program = compile_function(name, work.function, work.arguments, target, dump=config.dump)
+    schedule, note = schedule_of(program)
+    data, rows, cols = target.mesh.devices.shape
+    case = dataclasses.replace(case, mesh=MeshShape(data, rows, cols))
+    return make_row(
+        case, work, schedule.seconds, peak, exposed=schedule.exposed, memory=program.memory.peak, note=note
+    )
+
+
+def _meshes(config: BenchmarkConfig, slice: Slice) -> list[MeshShape]:
+    if config.meshes == "all":
+        return [MeshShape(1, *shape) for shape in slice.mesh_shapes()]
+    if config.meshes != "auto":
+        return config.mesh_shapes
+    meshes = [best_mesh(model, config, slice) for model in config.model_configs]
+    return list(dict.fromkeys(meshes))

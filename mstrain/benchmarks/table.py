@@ -1,0 +1,169 @@
+"""The result of a comparison: rows, and their forms as table, CSV, JSON and picture."""
+
+import csv
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from rich.table import Table
+
+from mstrain.benchmarks.cases import Case
+from mstrain.benchmarks.work import Work
+from mstrain.hardware import mfu
+
+FORMULA = "MFU = model FLOPs (no recomputation) / (seconds x devices x peak)"
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line. SI units; per device: `flops_per_second`, `memory` (bytes), `exposed` (seconds of communication in which
+    it computes nothing). None where it is unknown, or where `problem` says why there is no result.
+    """
+
+    model: str
+    mesh: str
+    algorithm: str
+    part: str
+    plan: str = ""
+    batch: int | None = None
+    seconds: float | None = None
+    tokens_per_second: float | None = None
+    flops_per_second: float | None = None
+    mfu: float | None = None
+    exposed: float | None = None
+    memory: int | None = None
+    note: str = ""
+    problem: str = ""
+
+
+def make_row(case: Case, work: Work, seconds: float, peak: float | None, **measured) -> Row:
+    """The row of a program that took `seconds`; raises ValueError for an MFU above 1."""
+    devices = case.mesh.devices
+    return Row(
+        case.model.name, str(case.mesh), case.algorithm, work.part, work.plan, case.batch, seconds, work.tokens / seconds,
+        work.flops / seconds / devices, mfu(work.flops, seconds, devices, peak), **measured,
+    )  # fmt: skip
+
+
+def failed(case: Case, part: str, error: Exception) -> Row:
+    """The row of a case that has no result."""
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return Row(case.model.name, str(case.mesh), case.algorithm, part, batch=case.batch, problem=reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """`kind` is `measured` or `predicted`; `source` says on what or from what, and heads every form of the table."""
+
+    kind: str
+    source: str
+    bench: str
+    dtype: str
+    peak: float | None
+    rows: list[Row]
+
+    @property
+    def basis(self) -> str:
+        """The formula and the peak behind every MFU."""
+        peak = f"{self.peak / 1e12:g} TFLOP/s ({self.dtype})" if self.peak else "unknown, so MFU is n/a"
+        return f"{FORMULA}; peak of a device: {peak}"
+
+
+def to_table(report: Report) -> Table:
+    """For a terminal. What all rows have in common is in the title; rows without a result say why below."""
+    names = [name for name in ("model", "mesh", "part") if len({getattr(row, name) for row in report.rows}) > 1]
+    same = [f"{name} {getattr(report.rows[0], name)}" for name in ("model", "mesh") if name not in names]
+    title = f"{report.source}: bench={report.bench}" + "".join(f", {text}" for text in same)
+    notes = [*dict.fromkeys(row.note for row in report.rows if row.note), report.basis]
+    notes += [f"{row.algorithm} on {row.mesh} has no result: {row.problem}" for row in report.rows if row.problem]
+    table = Table(
+        title=title, caption="\n".join(notes), title_justify="left", caption_justify="left", box=None,
+        padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    numbers = ("ms", "tokens/s", "TFLOP/s", "MFU", *(["exposed"] if report.kind == "predicted" else []), "memory")
+    for name in (*names, "algorithm", "plan"):
+        table.add_column(name, no_wrap=name != "plan")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in report.rows:
+        cells = _cells(row)
+        texts = (*(getattr(row, name) for name in names), row.algorithm, "no result" if row.problem else row.plan)
+        table.add_row(*texts, *(cells[name] for name in numbers))
+    return table
+
+
+def _cells(row: Row) -> dict[str, str]:
+    def cell(value: float | None, form: str, scale: float = 1.0) -> str:
+        return "n/a" if value is None else format(scale * value, form)
+
+    share = None if None in (row.exposed, row.seconds) else row.exposed / row.seconds
+    large = (row.memory or 0) >= GIB / 10
+    return {
+        "ms": cell(row.seconds, ",.2f", 1e3),
+        "tokens/s": cell(row.tokens_per_second, ",.0f"),
+        "TFLOP/s": cell(row.flops_per_second, ".3g", 1e-12),
+        "MFU": cell(row.mfu, ".1%"),
+        "exposed": cell(share, ".1%"),
+        "memory": cell(row.memory, ".2f" if large else ".1f", 1 / GIB if large else 2**-20) + (
+            "" if row.memory is None else " GiB" if large else " MiB"
+        ),
+    }
+
+
+def to_csv(report: Report) -> str:
+    """One line per row in SI units; the first column is `measured` or `predicted`."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ["kind", *(field.name for field in dataclasses.fields(Row))], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({"kind": report.kind, **dataclasses.asdict(row)} for row in report.rows)
+    return text.getvalue()
+
+
+def to_json(report: Report) -> str:
+    """Everything, in SI units."""
+    return json.dumps({**dataclasses.asdict(report), "basis": report.basis}, indent=2) + "\n"
+
+
+def from_json(text: str) -> Report:
+    """The report that `to_json` wrote."""
+    values = json.loads(text)
+    values.pop("basis")
+    return Report(**{**values, "rows": [Row(**row) for row in values["rows"]]})
+
+
+def plot(report: Report, path: str | Path) -> None:
+    """Bars of time per row, exposed communication in another colour, MFU (or TFLOP/s per device) beside them."""
+    rows = [row for row in report.rows if row.seconds]
+    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.32 * len(rows)), layout="constrained")
+    labels = [" ".join((row.model, row.mesh, row.algorithm, row.part)) for row in rows]
+    exposed = [1e3 * (row.exposed or 0.0) for row in rows]
+    rest = [1e3 * row.seconds - e for row, e in zip(rows, exposed, strict=True)]
+    places = range(len(rows))
+    axes.barh(places, rest, color="tab:blue", label=report.kind)
+    bars = axes.barh(places, exposed, left=rest, color="tab:orange", label="exposed communication")
+    marks = [f"{row.mfu:.1%}" if row.mfu is not None else f"{row.flops_per_second / 1e12:.3g} TFLOP/s" for row in rows]
+    axes.bar_label(bars, marks, padding=3, fontsize=8)
+    axes.set_yticks(list(places), labels, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set_xlabel("ms; beside the bars MFU, or TFLOP/s per device where the peak is unknown")
+    axes.set_title(f"{report.source}: bench={report.bench}", fontsize=9, wrap=True)
+    if report.kind == "predicted":
+        axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def write(report: Report, folder: Path) -> list[Path]:
+    """Leaves benchmark.csv, .json and .png in `folder`; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "benchmark.csv").write_text(to_csv(report))
+    (folder / "benchmark.json").write_text(to_json(report))
+    plot(report, folder / "benchmark.png")
+    return [folder / f"benchmark.{kind}" for kind in ("csv", "json", "png")]

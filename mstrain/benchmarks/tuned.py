@@ -1,0 +1,67 @@
+"""The tuner's answer for a model and a machine, and why every other candidate lost."""
+
+import math
+from pathlib import Path
+
+from rich.console import Console
+
+from mstrain.benchmarks.config import BenchmarkConfig
+from mstrain.hardware import Slice
+from mstrain.mesh import MeshShape
+from mstrain.models.auto import projections
+from mstrain.models.config import ModelConfig
+from mstrain.tuning import Tuning, constants_for, explain, load_constants, plot, to_csv, to_json, tune
+
+DEFAULT_DEVICES = 8  # of the emulated mesh
+
+
+def best_mesh(model: ModelConfig, config: BenchmarkConfig, slice: Slice) -> MeshShape:
+    """The mesh that the cost model likes best on a slice, without data parallelism."""
+    return MeshShape(1, *tune_model(model, config, slice).mesh)
+
+
+def tune_model(model: ModelConfig, config: BenchmarkConfig, slice: Slice | None) -> Tuning:
+    """Tunes the products of every layer of a model for a slice, or for as many emulated CPU devices as meshes= has."""
+    counts = config.slice_counts
+    if counts and len(set(counts)) > 1:
+        raise ValueError("bench=tune takes one slice count for all products. Type slices=8, or slices=auto.")
+    shapes = None if config.meshes in ("auto", "all") else config.mesh_shapes
+    if shapes and len({(shape.data, shape.devices) for shape in shapes}) > 1:
+        raise ValueError("bench=tune compares meshes of equal size. Type meshes= that have as many devices and copies.")
+    copies = shapes[0].data if shapes else 1
+    devices = shapes[0].devices if shapes else slice.devices if slice else DEFAULT_DEVICES
+    if slice and devices != slice.devices:
+        raise ValueError(f"{slice.name} has {slice.devices} devices and meshes= {devices}. Choose meshes= that fill it.")
+    constants = load_constants(config.constants) if config.constants else _constants(slice)
+    tokens = (config.batch or devices) * config.seq
+    if tokens % copies:
+        raise ValueError(f"{tokens} tokens do not divide over {copies} data-parallel copies. Type another batch=.")
+    meshes = [(shape.row, shape.col) for shape in shapes] if shapes else slice
+    return tune(
+        projections(model, model.layers), tokens // copies, devices // copies, constants, meshes=meshes,
+        slices=counts[0] if counts else None, dataflow=config.dataflow,
+    )  # fmt: skip
+
+
+def _constants(slice: Slice | None):
+    return constants_for(slice) if slice else load_constants("cpu_emulated")
+
+
+def explain_all(config: BenchmarkConfig, console: Console) -> int:
+    """Prints the table of candidates for every model; leaves it as JSON, CSV and picture in run_dir."""
+    folder = Path(config.run_dir)
+    for model in config.model_configs:
+        tuning = tune_model(model, config, config.slice)
+        folder.mkdir(parents=True, exist_ok=True)
+        console.print(explain(tuning))
+        best = " ".join(f"{name} {flow} S={tuning.slices[name]};" for name, flow in tuning.dataflows.items())
+        console.print(f"[bold]{model.name}[/]: mesh {'x'.join(map(str, tuning.mesh))}, {best.rstrip(';')}")
+        for rows, cols, why in tuning.rejected:
+            console.print(f"  not {rows}x{cols}: {why}")
+        stem = folder / f"tune_{model.name}"
+        stem.with_suffix(".json").write_text(to_json(tuning))
+        stem.with_suffix(".csv").write_text(to_csv(tuning))
+        plot(tuning, stem.with_suffix(".png"))
+        share = tuning.best.exposed / tuning.best.seconds if math.isfinite(tuning.best.seconds) else math.nan
+        console.print(f"Cost model, not measured: {share:.1%} of these products' time exposed. Written: {stem}.json .csv .png")
+    return 0
