@@ -20,7 +20,7 @@ from mstrain.compiler.schedule import Schedule, Transfer, predict, read_schedule
 from mstrain.compiler.topology import Target, make_target, missing_compiler
 
 __all__ = [
-    "Collective", "DoesNotFit", "Machine", "Memory", "Program", "Schedule", "Target", "Transfer", "compile_flow",
-    "compile_function", "compile_gemm", "compile_layer", "compile_step", "machine_for", "make_target",
-    "missing_compiler", "predict", "read_schedule",
+    "Collective", "DoesNotFit", "Machine", "Memory", "Program", "Schedule", "Target", "Transfer",
+    "compile_flow", "compile_function", "compile_gemm", "compile_layer", "compile_step", "machine_for",
+    "make_target", "missing_compiler", "predict", "read_schedule",
 ]

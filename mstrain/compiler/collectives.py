@@ -21,7 +21,8 @@ class Machine:
     Attributes:
       name: of the chip, for the picture.
       clock: cycles per second of the TensorCore.
-      flops, hbm_bandwidth: FLOP/s and bytes/s that a custom kernel, for which XLA estimates nothing, is held to.
+      flops, hbm_bandwidth: FLOP/s and bytes/s that a custom kernel, for which XLA estimates nothing, is held
+        to.
       axes: size of every mesh axis, in the order of the mesh.
       links: the links of each axis.
     """
@@ -45,8 +46,10 @@ class Collective:
     seconds: float
 
 
-def find_collective(module: Module, computation: str, instruction: Instruction, machine: Machine) -> Collective | None:
-    """The collective that `instruction` is, starts or contains; None when it is none, or is among one device."""
+def find_collective(
+    module: Module, computation: str, instruction: Instruction, machine: Machine
+) -> Collective | None:
+    """The collective that `instruction` is, starts or contains; None for none, or one among one device."""
     inside = [(computation, instruction), *module.within(instruction)]
     for where, found in inside:
         kind = found.opcode.removesuffix("-start")
@@ -89,8 +92,8 @@ def _collective(kind: str, instruction: Instruction, operand: float, machine: Ma
     return Collective(kind, axes, bytes, participants, seconds)
 
 
-# An all-reduce scatters and gathers. An all-to-all loads each link with a quarter of what an all-gather of the same
-# shards does ("How to Scale Your Model", sharding), hence the 4 above.
+# An all-reduce scatters and gathers. An all-to-all loads each link with a quarter of what an all-gather of
+# the same shards does ("How to Scale Your Model", sharding), hence the 4 above.
 _PHASES = {
     "all-gather": ("all_gather",),
     "reduce-scatter": ("reduce_scatter",),
@@ -112,18 +115,22 @@ def replica_group(attributes: str, devices: int) -> list[int]:
     if match := re.match(r"\{\{([\d,]*)\}", text[1]):
         return _numbers(match[1])
     if match := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text[1]):
-        dims = _numbers(match[3])
-        ids = np.arange(math.prod(dims)).reshape(dims)
-        if match[4]:
-            ids = ids.transpose(_numbers(match[4]))
-        return ids.reshape(int(match[1]), int(match[2]))[0].tolist()
-    if match := re.match(r"mesh\[('[^\]]*)\] \{('[^}]*)\}", text[1]):
-        return _mesh_group(match[1], match[2])
+        return _iota(match[3], match[4])[: int(match[2])].tolist()
+    order = r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"  # of the devices, when not ascending
+    if match := re.match(rf"mesh\[('[^\]]*)\]{order} \{{('[^}}]*)\}}", text[1]):
+        places = _mesh_group(match[1], match[4])
+        return _iota(match[2], match[3])[places].tolist() if match[2] else places
     raise ValueError(f"a form of replica groups that is not known: {text[1][:80]!r}")
 
 
+def _iota(dims: str, permutation: str | None) -> np.ndarray:
+    """Ascending numbers in an array of `dims`, transposed and flattened."""
+    numbers = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
+    return numbers.transpose(_numbers(permutation) if permutation else None).reshape(-1)
+
+
 def _mesh_group(mesh: str, axes: str) -> list[int]:
-    """From "'a'=4,'b'=8" and "'b'", or "'b':(2)4" for the part of size 4 of b that follows its first factor 2."""
+    """From "'a'=4,'b'=8" and "'b'", or "'b':(2)4": the part of size 4 of b behind its first factor 2."""
     stride, strides, sizes = 1, {}, {}
     for name, size in reversed(re.findall(r"'([^']+)'=(\d+)", mesh)):
         strides[name], sizes[name] = stride, int(size)
@@ -141,7 +148,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _permuted_axes(attributes: str, machine: Machine) -> tuple[tuple[str, ...], int]:
-    """Axes along which source and target differ, and the longest way round the ring that any message takes."""
+    """Axes along which source and target differ, and the longest way round the ring of any message."""
     text = re.search(r"source_target_pairs=\{(.*?)\}\}", attributes)[1]
     pairs = np.array([[int(n) for n in pair.split(",")] for pair in re.findall(r"\{(\d+,\d+)", text)])
     places = np.array(np.unravel_index(pairs, tuple(machine.axes.values())))

@@ -45,7 +45,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A compiled program: its scheduled HLO text, memory on one device, and the seconds it took to compile."""
+    """A compiled program: scheduled HLO text, memory on one device, and the seconds it took to compile."""
 
     name: str
     target: Target
@@ -100,8 +100,8 @@ def _does_not_fit(name: str, target: Target, error: str) -> str:
     have = f"{target.slice.chip.hbm_bytes / GIB:.1f} GiB" if target.slice.chip.hbm_bytes else "its memory"
     used = f"{amount[1]} of {amount[2]}" if amount else f"more than {have}"
     return (
-        f"{name} does not fit on {target.slice.name}: a device would need {used}. Type remat=full, a smaller batch= or "
-        "more accumulate=, or take a larger slice."
+        f"{name} does not fit on {target.slice.name}: a device would need {used}. Type remat=full, a smaller "
+        "batch= or more accumulate=, or take a larger slice."
     )
 
 
@@ -136,7 +136,10 @@ def compile_gemm(
 def compile_flow(
     algorithm: str, flow: str, slices: int, target: Target, tokens: int, in_dim: int, out_dim: int, **keywords
 ) -> Program:
-    """Compiles one of the three products of a projection, bf16: os Y = X W, ls dX = dY W^T or rs dW = X^T dY."""
+    """Compiles one of the three products of a projection, bf16.
+
+    They are os: Y = X W, ls: dX = dY W^T and rs: dW = X^T dY, X of tokens x `in_dim`, Y of tokens x `out_dim`.
+    """
     module, spec = ALGORITHMS[algorithm], P("row", "col")
     product = functools.partial(getattr(module, flow), rows=("row",), cols=("col",), slices=slices)
     on_mesh = jax.shard_map(product, mesh=target.mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
@@ -150,7 +153,8 @@ def compile_flow(
 def compile_layer(
     model: ModelConfig, parallel: ParallelConfig, target: Target, batch: int, seq: int, **keywords
 ) -> Program:
-    """Compiles one transformer layer in bf16, forward and backward: (y, gradients, dx) from (parameters, x, dy).
+    """Compiles one transformer layer in bf16, forward and backward: (y, gradients, dx) from (parameters, x,
+    dy).
 
     `batch` counts sequences of `seq` tokens, whole job. Parameters are float32, as in training.
     """
@@ -170,14 +174,16 @@ def compile_layer(
         y, pullback = jax.vjp(forward, params, x)
         return y, *pullback(dy)
 
-    return compile_function(f"layer of {model.name}", forward_and_backward, (params, x, x), target, **keywords)
+    name = f"layer of {model.name}"
+    return compile_function(name, forward_and_backward, (params, x, x), target, **keywords)
 
 
 def compile_step(
-    module: Transformer, optimizer: optax.GradientTransformation, target: Target, batch: int, accumulate: int = 1,
-    **keywords,
+    module: Transformer, optimizer: optax.GradientTransformation, target: Target, batch: int,
+    accumulate: int = 1, **keywords,
 ) -> Program:
-    """Compiles the training step itself (`mstrain.training.step`): `accumulate` microbatches of `batch` sequences.
+    """Compiles the training step itself (`mstrain.training.step`): `accumulate` microbatches of `batch`
+    sequences.
 
     `module.plan` must lie on `target.mesh`.
     """

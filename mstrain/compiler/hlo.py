@@ -1,4 +1,4 @@
-"""Scheduled HLO text as computations of instructions. Reads the printed form; knows no operation's meaning."""
+"""Scheduled HLO text as computations of instructions: the printed form, no operation's meaning."""
 
 import dataclasses
 import functools
@@ -29,7 +29,8 @@ class Instruction:
     @property
     def called(self) -> tuple[str, ...]:
         """Computations this instruction calls, in the order of its attributes."""
-        return tuple(name for text in _CALLED.findall(self.attributes) for name in re.findall(r"[\w.\-]+", text))
+        found = _CALLED.findall(self.attributes)
+        return tuple(name for text in found for name in re.findall(r"[\w.\-]+", text))
 
     @property
     def bytes(self) -> int:
@@ -49,7 +50,7 @@ class Instruction:
 
     @property
     def cost_estimate(self) -> dict:
-        """`flops`, `transcendentals` and `bytes_accessed` that a custom kernel states of itself; may be empty."""
+        """`flops` and `bytes_accessed` that a custom kernel states of itself; may be empty."""
         match = re.search(r'"cost_estimate":(\{[^}]*\})', self.attributes)
         return {key: float(value) for key, value in json.loads(match[1]).items()} if match else {}
 

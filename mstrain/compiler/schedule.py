@@ -1,8 +1,8 @@
-"""Read the scheduled program of a TPU compiler: what one device computes, what travels meanwhile, what is exposed.
+"""Read a TPU compiler's scheduled program: what a device computes, what travels meanwhile, what is exposed.
 
-Order is the program's, cycles of compute operations are the compiler's estimates, and times of collectives come from
-bytes and links (`mstrain.hardware.collective_seconds`). A mesh axis carries one collective at a time. Not modelled:
-contention for HBM between links and compute, and devices that run late.
+Order is the program's, cycles of compute operations are the compiler's estimates, and times of collectives
+come from bytes and links (`mstrain.hardware.collective_seconds`). A mesh axis carries one collective at a
+time. Not modelled: contention for HBM between links and compute, and devices that run late.
 """
 
 import dataclasses
@@ -19,7 +19,10 @@ from mstrain.timeline import Lane, Timeline, exposed_communication
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """One execution of a collective, in seconds. `overlapped`: a GeMM or kernel ran between its begin and its wait."""
+    """One execution of a collective, in seconds.
+
+    `overlapped`: a GeMM or kernel ran between its begin and its wait.
+    """
 
     name: str
     collective: Collective
@@ -36,7 +39,8 @@ class Schedule:
     Attributes:
       seconds: predicted time.
       exposed: seconds of it in which a link is in use and nothing is computed.
-      cycles: estimated cycles by kind: products (gemm), custom kernels, data movement (move), the rest (other).
+      cycles: estimated cycles by kind: products (gemm), custom kernels, data movement (move), the rest
+        (other).
       transfers: every collective executed.
       timeline: the picture, for `mstrain.timeline.write_perfetto`.
       memory: bytes on the device, where the program was compiled here.

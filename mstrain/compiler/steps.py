@@ -8,7 +8,9 @@ from mstrain.compiler.collectives import Collective, Machine, find_collective
 from mstrain.compiler.hlo import Instruction, Module
 
 FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota", "after-all"}
-MOVES = {"copy", "transpose", "reshape", "slice", "dynamic-slice", "dynamic-update-slice", "pad", "concatenate"}
+MOVES = {
+    "copy", "transpose", "reshape", "slice", "dynamic-slice", "dynamic-update-slice", "pad", "concatenate",
+}  # fmt: skip
 PALLAS = "tpu_custom_call"
 COMPUTE_KINDS = ("gemm", "kernel", "move", "other")
 
@@ -83,8 +85,9 @@ class Translator:
         if phase in ("update", "done"):
             return self._follow(computation, i, phase)
         kind = self._kind(i)
-        if kind in ("move", "other") and (found := find_collective(self.module, computation, i, self.machine)):
-            return [Block(i.name, found)]
+        collective = find_collective(self.module, computation, i, self.machine)
+        if kind in ("move", "other") and collective:
+            return [Block(i.name, collective)]
         cycles = self._kernel_cycles(computation, i) if kind == "kernel" else i.estimated_cycles
         return [Compute(i.name, kind, cycles)] if cycles else []
 
@@ -96,15 +99,18 @@ class Translator:
         return [Wait(start.name)] if phase == "done" else [Start(i.name, start.name, collective)]
 
     def _start_of(self, computation: str, i: Instruction) -> Instruction | None:
-        """The start that a done or an update belongs to, behind tuples, updates and GeMMs that carry it on."""
+        """The start of a done or an update, behind tuples, updates and GeMMs that carry it on."""
         for name in i.operands:
             operand = self.module.find(computation, name)
             if operand is None:
                 continue
             if _phase(operand) == "start":
                 return operand
-            carries = operand.opcode in ("get-tuple-element", "tuple", "bitcast") or _phase(operand) == "update"
-            carries = carries or any(called.startswith("async_collective_fusion") for called in operand.called)
+            carries = (
+                operand.opcode in ("get-tuple-element", "tuple", "bitcast")
+                or _phase(operand) == "update"
+                or any(called.startswith("async_collective_fusion") for called in operand.called)
+            )
             if carries and (start := self._start_of(computation, operand)):
                 return start
         return None
@@ -125,8 +131,9 @@ class Translator:
         moved = i.bytes + sum(operand.bytes for operand in operands)
         cost = i.cost_estimate or {"flops": attention_flops(i, operands), "bytes_accessed": moved}
         machine = self.machine
-        seconds = max(cost.get("flops", 0) / machine.flops, cost.get("bytes_accessed", 0) / machine.hbm_bandwidth)
-        return seconds * machine.clock
+        computing = cost.get("flops", 0) / machine.flops
+        moving = cost.get("bytes_accessed", 0) / machine.hbm_bandwidth
+        return max(computing, moving) * machine.clock
 
     def _trips(self, loop: Instruction) -> int:
         """The known trip count, or the bound that the counter of a scan is compared with."""
@@ -135,7 +142,7 @@ class Translator:
         condition = self.module.computations[loop.attribute("condition")]
         bounds = [int(i.operands[0]) for i in condition if i.opcode == "constant" and i.operands[0].isdigit()]
         if not bounds:
-            raise ValueError(f"loop {loop.name} has no trip count that can be read; use lax.scan or fori_loop")
+            raise ValueError(f"loop {loop.name} has no trip count that can be read; use lax.scan")
         return max(bounds)
 
 

@@ -2,8 +2,8 @@
 
     python -m mstrain.compiler.study v5p-64 v6e-32 --slices 4 8
 
-Default sizes are the first feed-forward projection of GPT-3 175B with 65536 tokens on 4x8 devices (MeshSlice paper,
-section 4). Everything is read from schedules; nothing has run on a chip.
+Default sizes are the first feed-forward projection of GPT-3 175B with 65536 tokens on 4x8 devices (MeshSlice
+paper, section 4). Everything is read from schedules; nothing has run on a chip.
 """
 
 import argparse
@@ -12,19 +12,21 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from mstrain.compiler.compile import Program, compile_flow
+from mstrain.compiler.compile import compile_flow
 from mstrain.compiler.schedule import Schedule, predict
 from mstrain.compiler.topology import Target, make_target
 
 COLUMNS = (
-    "target", "flow", "S", "overlapped", "blocking", "copies / GeMM", "GeMM / Collective", "temporaries / Collective",
-    "exposed", "predicted ms", "Collective ms",
+    "target", "flow", "S", "overlapped", "blocking", "copies / GeMM", "GeMM / Collective",
+    "temporaries / Collective", "exposed", "predicted ms", "Collective ms",
 )  # fmt: skip
 
 
-def row(flow: str, slices: int, target: Target, sizes: tuple[int, ...], collective: Schedule, **keywords) -> tuple:
+def row(
+    flow: str, slices: int, target: Target, sizes: tuple[int, ...], collective: Schedule, **keywords
+) -> tuple[str, ...]:
     """One line of the table: MeshSlice in `slices` slices against `collective`, the same product unsliced."""
-    program: Program = compile_flow("meshslice", flow, slices, target, *sizes, **keywords)
+    program = compile_flow("meshslice", flow, slices, target, *sizes, **keywords)
     s = predict(program)
     return (
         target.slice.name, flow, str(slices), f"{s.overlapped} of {len(s.transfers)}", str(s.blocking),
@@ -35,7 +37,8 @@ def row(flow: str, slices: int, target: Target, sizes: tuple[int, ...], collecti
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m mstrain.compiler.study", description=__doc__.partition("\n")[0])
+    about = __doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m mstrain.compiler.study", description=about)
     parser.add_argument("targets", nargs="+", help="pod slices such as v5p-64 or tpu7x:2x2x4")
     parser.add_argument("--mesh", default="4x8")
     parser.add_argument("--slices", nargs="+", type=int, default=[4, 8])

@@ -1,6 +1,7 @@
 """The devices of a pod slice that is not there, and a mesh over them.
 
-JAX's topology descriptions come from libtpu, which holds the whole XLA:TPU compiler and runs on any Linux machine.
+JAX's topology descriptions come from libtpu, which holds the whole XLA:TPU compiler and runs on any Linux
+machine.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ _ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A mesh of the absent devices of `slice`. Nothing can be put on them; programs can be compiled for them."""
+    """A mesh of the absent devices of `slice`: nothing can be put on them, programs are compiled for them."""
 
     slice: Slice
     mesh: Mesh

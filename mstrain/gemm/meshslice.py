@@ -1,17 +1,17 @@
 """MeshSlice: every collective cut into S partial ones that travel while the neighbouring slice multiplies.
 
-MeshSlice paper, section 3.1 and Algorithm 2. Slices are contiguous here, which is right on any mesh because the
-row-sharded dim of a weight is stored slice-major (`mstrain.gemm.storage`): slice s gathered over the rows and slice
-s gathered over the columns then hold the same features in the same order.
+MeshSlice paper, section 3.1 and Algorithm 2. Slices are contiguous here, which is right on any mesh because
+the row-sharded dim of a weight is stored slice-major (`mstrain.gemm.storage`): slice s gathered over the rows
+and slice s gathered over the columns then hold the same features in the same order.
 
-The loops are unrolled, as a collective inside a loop body cannot overlap with the next iteration's product. What
-else the form owes to the compilers (read from schedules for v4 to tpu7x, `mstrain.compiler`):
+The loops are unrolled, as a collective inside a loop body cannot overlap with the next iteration's product.
+What else the form owes to the compilers (read from schedules for v4 to tpu7x, `mstrain.compiler`):
 
-* Output-stationary: a barrier per step keeps the gathers one step ahead and not more, which bounds the memory to
-  two slices; without it every gather is hoisted to the front. The barrier holds slices and not whole operands,
-  whose layout would otherwise be changed once per step.
-* Scattered outputs are scattered along their first dim. Along the last one the whole product changes its layout
-  (v5p, v6e) or is summed everywhere and cut (v4, tpu7x), which moves twice the bytes.
+* Output-stationary: a barrier per step keeps the gathers one step ahead and not more, which bounds the memory
+  to two slices; without it every gather is hoisted to the front. The barrier holds slices and not whole
+  operands, whose layout would otherwise be changed once per step.
+* Scattered outputs are scattered along their first dim. Along the last one the whole product changes its
+  layout (v5p, v6e) or is summed everywhere and cut (v4, tpu7x), which moves twice the bytes.
 * They are written into one buffer slice by slice; joining all of them at the end delays the last scatters.
 """
 

@@ -28,7 +28,8 @@ def test_lists_iotas_and_meshes_name_the_same_group(sizes, axes):
     dims, perm = (",".join(map(str, t)) for t in (sizes, order))
     iota = f"replica_groups=[{groups.shape[0]},{groups.shape[1]}]<=[{dims}]T({perm})"
     shape = ",".join(f"'axis_{a}'={n}" for a, n in enumerate(sizes))
-    named = f"replica_groups=mesh[{shape}] {{{','.join(repr(f'axis_{a}') for a in sorted(axes))}}}, channel_id=3"
+    along = ",".join(f"'axis_{a}'" for a in sorted(axes))
+    named = f"replica_groups=mesh[{shape}] {{{along}}}, channel_id=3"
     found = [replica_group(text, ids.size) for text in (listed, iota, named)]
     assert found == [groups[0].tolist()] * 3
 
@@ -36,6 +37,14 @@ def test_lists_iotas_and_meshes_name_the_same_group(sizes, axes):
 def test_a_group_may_be_part_of_an_axis():
     assert replica_group("replica_groups=mesh['a'=2,'b'=8] {'b':(2)4}", 16) == [0, 1, 2, 3]
     assert replica_group("replica_groups=mesh['a'=2,'b'=8] {'a','b':(1)2}", 16) == [0, 4, 8, 12]
+
+
+def test_a_mesh_may_list_its_devices_in_another_order():
+    """Of 4 x 4 x 2 devices with the last two dims exchanged, the neighbours on the part of size 2 are 0 and 1."""
+    mesh = "mesh['a'=8,'b'=4], device_ids=([4,4,2]T(0,2,1))"
+    assert replica_group(f"replica_groups={mesh} {{'a':(4)2}}, dimensions={{0}}", 32) == [0, 1]
+    assert replica_group(f"replica_groups={mesh} {{'b'}}", 32) == [0, 2, 4, 6]
+    assert replica_group("replica_groups=mesh['a'=2,'b'=2], device_ids=([4]) {'b'}", 4) == [0, 1]
 
 
 def test_an_unknown_form_is_not_taken_for_all_devices():
@@ -57,7 +66,8 @@ def permute(pairs, machine=MACHINE):
 
 @pytest.mark.parametrize(("shift", "hops"), [(1, 1), (-1, 1), (2, 2), (4, 4), (7, 1)])
 def test_a_rotation_pays_for_the_shorter_way_round(shift, hops):
-    ring = Machine("ring", 1e9, 1e12, 1e12, {"data": 1, "row": 1, "col": 8}, dict.fromkeys(("data", "row", "col"), LINKS))
+    sizes = {"data": 1, "row": 1, "col": 8}
+    ring = Machine("ring", 1e9, 1e12, 1e12, sizes, dict.fromkeys(sizes, LINKS))
     found = permute([(i, (i + shift) % 8) for i in range(8)], ring)
     assert found.axes == ("col",)
     assert found.seconds == pytest.approx(hops * 8192 / 1e9)
