@@ -25,6 +25,7 @@ from mstrain.mesh import parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
 from mstrain.models.transformer import REMAT
+from mstrain.plan_file import plan_overrides
 from mstrain.training.guard import GuardConfig
 from mstrain.training.optimizer import OptimizerConfig
 from mstrain.training.replicas import ReplicasConfig
@@ -44,7 +45,7 @@ class CheckpointConfig:
     max_failures: int = 3
 
     def __post_init__(self):
-        _at_least("checkpoint", self, every=1, keep=1, max_failures=1)
+        at_least("checkpoint", self, every=1, keep=1, max_failures=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ class EvalConfig:
     batches: int = 8
 
     def __post_init__(self):
-        _at_least("eval", self, every=1, batches=1)
+        at_least("eval", self, every=1, batches=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ class ProfileConfig:
         if (self.start is None) != (self.steps is None):
             raise ValueError("profile.start and profile.steps belong together. Type profile.start=10 profile.steps=3.")
         if self.start is not None:
-            _at_least("profile", self, start=1, steps=1)
+            at_least("profile", self, start=1, steps=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ class SampleConfig:
     temperature: float = 0.7
 
     def __post_init__(self):
-        _at_least("sample", self, tokens=0, temperature=0)
+        at_least("sample", self, tokens=0, temperature=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +91,7 @@ class RunConfig:
 
     Attributes (beyond the nested ones):
       mesh: `RxC`, `DxRxC` or `auto`.
+      plan: plan.json of plan.py, which supplies mesh, parallel, accumulate and remat unless they are given too.
       tokenizer: `bytes`, `bpe`, a tokenizer.json or a Hugging Face name; `vocabulary` is the size of a bpe (or of the
         synthetic corpus).
       batch: sequences per step of the whole job, in `accumulate` microbatches; seq: tokens per sequence.
@@ -117,6 +119,7 @@ class RunConfig:
     check_replicas: ReplicasConfig = dataclasses.field(default_factory=ReplicasConfig)
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
     mesh: str = "auto"
+    plan: str | None = None
     tokenizer: str = "bytes"
     vocabulary: int | None = None
     batch: int = 32
@@ -135,7 +138,7 @@ class RunConfig:
     process: int | None = None
 
     def __post_init__(self):
-        _at_least("", self, batch=1, seq=1, steps=1, seed=0, accumulate=1, log_every=1)
+        at_least("", self, batch=1, seq=1, steps=1, seed=0, accumulate=1, log_every=1)
         one_of("dtype", self.dtype, DTYPES)
         one_of("remat", self.remat, REMAT)
         if self.mesh != "auto":
@@ -164,7 +167,7 @@ class RunConfig:
 
 def load_config(arguments: list[str]) -> RunConfig:
     """Composes conf/ with command-line overrides into a checked run; raises ValueError with the fix otherwise."""
-    config = compose(RunConfig, "config", arguments)
+    config = compose(RunConfig, "config", [*arguments, *plan_overrides(arguments)])
     return dataclasses.replace(config, optimizer=config.optimizer.for_width(config.model.width))
 
 
@@ -281,7 +284,7 @@ def one_of(key: str, value: str, allowed) -> None:
         raise ValueError(f"{key}={value} is unknown. {hint}")
 
 
-def _at_least(path: str, config, **bounds) -> None:
+def at_least(path: str, config, **bounds) -> None:
     for name, bound in bounds.items():
         if not getattr(config, name) >= bound:
             key = f"{path}.{name}" if path else name

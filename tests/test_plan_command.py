@@ -1,12 +1,13 @@
 """plan.py as a person meets it: its modes end in files and a printed answer, its mistakes in one message and exit code 2."""
 
+import csv
 import json
 import sys
 
 import pytest
 
 import plan
-from mstrain.config import run_command
+from mstrain.config import load_config, run_command
 from mstrain.planning.commands.modes import choose
 from tests.planning.metis.conftest import load_golden, sample_documents
 
@@ -94,3 +95,108 @@ def test_help_lists_the_keys_of_the_mode(capsys):
     assert command("planner=metis", "--help") == 0
     printed = capsys.readouterr().out
     assert "max_permute_len" in printed and "clusterfile: JSON object" in printed
+
+
+POD = ["model=tiny", "model.vocabulary=256", "cluster=h200:8", "batch=16", "seq=64", "simulate=false"]
+
+
+@pytest.fixture(scope="module")
+def pod(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pod")
+    assert command(*POD, f"run_dir={folder}") == 0
+    return folder
+
+
+def test_pod_writes_plans_with_terms_and_reasons(pod):
+    with open(pod / "plans.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len({tuple(row[key] for key in ("data", "algorithm", "rows", "cols", "pipeline", "sharded")) for row in rows}) == len(rows)
+    seconds = [float(row["step_seconds"]) for row in rows if row["step_seconds"]]
+    assert seconds == sorted(seconds) and rows[0]["why"] == "best" and all(row["why"] for row in rows)
+    terms = [name for name in rows[0] if name.endswith("_seconds") and name != "step_seconds"]
+    assert sum(float(rows[0][name]) for name in terms) == pytest.approx(seconds[0])
+    document = json.loads((pod / "plans.json").read_text())
+    assert document["searched_whole_space"] and len(document["plans"]) == 5 and document["plans"][0]["stages"]
+    assert (pod / "throughput_against_memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pod_ends_with_a_line_that_train_composes(tmp_path, capsys):
+    assert command(*POD, f"run_dir={tmp_path}") == 0
+    line = capsys.readouterr().out.splitlines()[-1].split()
+    assert line[:2] == ["python", "train.py"]
+    config = load_config([*line[2:], "data=synthetic"])
+    keys = json.loads((tmp_path / "plan.json").read_text())["train"]
+    assert (config.mesh, config.accumulate, config.remat) == (keys["mesh"], keys["accumulate"], keys["remat"])
+
+
+def test_train_takes_the_file_and_the_command_line_wins(pod):
+    path = pod / "plan.json"
+    keys = json.loads(path.read_text())["train"]
+    config = load_config(["model=tiny", "batch=16", "seq=64", f"plan={path}"])
+    assert (config.mesh, config.parallel.algorithm, config.remat) == (keys["mesh"], keys["parallel"], keys["remat"])
+    config = load_config(["model=tiny", "batch=16", "seq=64", f"plan={path}", "mesh=2x2", "remat=full"])
+    assert (config.mesh, config.remat, config.accumulate) == ("2x2", "full", keys["accumulate"])
+
+
+# What the file says, and words of the message.
+PLAN_FILES = {
+    "absent": (None, ["No such file", "plan.json"]),
+    "not JSON": ("{", ["not JSON", "Run plan.py again"]),
+    "not a plan": ("[1]", ["not a plan.json"]),
+    "pipeline": ('{"model": "tiny", "train": null, "why_not_trainable": "no pipeline"}', ["no pipeline", "Type pipeline=1"]),
+    "another model": ('{"model": "gpt2", "train": {}}', ["model gpt2", "Type model=gpt2"]),
+    "other keys": ('{"model": "tiny", "train": {"run_dir": "x"}}', ["'run_dir'", "run plan.py again"]),
+}
+
+
+@pytest.mark.parametrize("case", PLAN_FILES)
+def test_train_refuses_a_bad_plan_file(case, tmp_path):
+    text, words = PLAN_FILES[case]
+    path = tmp_path / "plan.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        load_config(["model=tiny", f"plan={path}"])
+    assert all(word in str(error.value) for word in [str(path), *words]), error.value
+
+
+# Arguments, and words of the message: what is wrong and what to type.
+MISTAKES = {
+    "unknown mode": (["planner=meits"], ["Did you mean planner=metis?"]),
+    "two modes": (["planner=metis", "profile=tiny"], ["different modes", "Type one"]),
+    "key of another mode": (["planner=metis", "cluster=v4-8"], ["'cluster'"]),
+    "missing key": (["planner=metis", "hostfile=x"], ["clusterfile= is missing", "Type clusterfile="]),
+    "no such slice": (["cluster=v4-65"], ["v4-65", "the nearest is v4-64"]),
+    "no such chip": (["cluster=h300:8"], ["h300:8", "h200"]),
+    "two servers": (["cluster=h200:16"], ["cluster=h200:8", "hostfile="]),
+    "chip without links": (["cluster=l4:8"], ["ici_links", "l4"]),
+    "degree": (["pipeline=two"], ["pipeline=two", "pipeline=4"]),
+    "degrees that do not multiply": (["pipeline=3"], ["pipeline=3", "multiply to 32", "pipeline=auto"]),
+    "batch on copies": (["replicas=32", "batch=31"], ["replicas=32", "batch=31"]),
+    "nothing fits": (["model=megatron_nlg_530b", "cluster=v4-64"], ["no plan of megatron_nlg_530b", "GB", "larger cluster="]),
+    "vocabulary": (["model=tiny", "seq=64"], ["model.vocabulary=256"]),
+    "sequence": (["seq=4096"], ["seq=4096", "Type seq=2048"]),
+    "margin": (["memory_margin=1"], ["memory_margin=0.1"]),
+    "no time": (["max_seconds=0"], ["max_seconds=60"]),
+    "no folder": (["run_dir=/proc/x"], ["run_dir=/proc/x"]),
+    "misspelt model": (["model=gpt3_175"], ["Did you mean model=gpt3_175b?"]),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_one_message_with_its_fix(case, tmp_path, capsys):
+    arguments, words = MISTAKES[case]
+    if not any(argument.startswith("run_dir=") for argument in arguments):
+        arguments = [*arguments, f"run_dir={tmp_path}"]
+    assert command(*arguments) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("plan: ") and message.count("\n") == 1 and "Traceback" not in message
+    assert all(word in message for word in words), message
+
+
+def test_a_search_out_of_time_keeps_what_it_found(tmp_path, monkeypatch, capsys):
+    clock = iter(0.4 * tick for tick in range(100000))
+    monkeypatch.setattr("mstrain.planning.pod.search.time.monotonic", lambda: next(clock))
+    assert command(*POD, "max_seconds=5", f"run_dir={tmp_path}") == 0
+    assert "max_seconds=5 ended it" in capsys.readouterr().out
+    assert not json.loads((tmp_path / "plans.json").read_text())["searched_whole_space"]

@@ -10,13 +10,13 @@ PACKAGE = "mstrain.planning.commands"
 MODES = {
     "planner": {
         "pod": ("pod", "PodConfig", "plan"),
-        "optimal": ("mixed", "OptimalConfig", "plan/optimal"),
-        "metis": ("mixed", "MetisConfig", "plan/metis"),
-        "homogeneous": ("mixed", "MetisConfig", "plan/homogeneous"),
+        "optimal": ("mixed", "OptimalConfig", "planner/optimal"),
+        "metis": ("mixed", "MetisConfig", "planner/metis"),
+        "homogeneous": ("mixed", "MetisConfig", "planner/homogeneous"),
     },
     "experiment": {
-        "distir_mlp": ("experiments", "DistirConfig", "plan/distir_mlp"),
-        "metis_inputs": ("experiments", "InputsConfig", "plan/metis_inputs"),
+        "distir_mlp": ("experiments", "DistirConfig", "planner/distir_mlp"),
+        "metis_inputs": ("experiments", "InputsConfig", "planner/metis_inputs"),
     },
 }
 
@@ -50,7 +50,7 @@ def load(arguments: list[str]):
 
 
 def _mode(key: str, value: str):
-    module, kind, file = ("profile", "ProfileConfig", "plan/profile") if key == "profile" else MODES[key][value]
+    module, kind, file = ("profile", "ProfileConfig", "planner/profile") if key == "profile" else MODES[key][value]
     module = importlib.import_module(f"{PACKAGE}.{module}")
     return module, getattr(module, kind), file
 

@@ -12,7 +12,8 @@ PROGRESS_SECONDS = 5.0  # between lines on standard error
 
 
 def console() -> Console:
-    return Console(highlight=False, soft_wrap=True)
+    """Standard output; tables that go to a file are not cut to the width of a terminal that is not there."""
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
 
 
 def make_folder(path: str) -> Path:

@@ -1,0 +1,30 @@
+"""Plans for homogeneous pods: search, tables, the simulated winner, and the train.py line."""
+
+import sys
+
+from mstrain.planning.commands.output import console, make_folder
+from mstrain.planning.pod import PodConfig, find_pod, search_pod
+from mstrain.planning.pod.report import memory_table, plans_table, plot_plans, terms_table, write_tables
+from mstrain.planning.pod.trainer import closing_lines, write_plan
+
+__all__ = ["PodConfig", "run_pod"]
+
+
+def run_pod(config: PodConfig) -> int:
+    """Searches, prints, writes; the last line is the train.py command of the best plan it can run."""
+    pod = find_pod(config.cluster, config.dtype)
+    folder, say = make_folder(config.run_dir), console()
+    result = search_pod(config, pod, lambda line: print(f"plan: {line}", file=sys.stderr))
+    write_tables(config, pod, result, folder)
+    path = write_plan(config, pod, result, folder)
+    plot_plans(config, pod, result, folder / "throughput_against_memory.png")
+    say.print(plans_table(config, pod, result))
+    scope = "the whole space" if result.finished else f"part of the space (max_seconds={config.max_seconds:g} ended it)"
+    say.print(f"{result.costed} plans of {scope} costed in {result.seconds:.1f} s, {len(result.rejected)} layouts do not "
+              f"fit; links: {result.best.constants}")  # fmt: skip
+    say.print(terms_table(config, result))
+    say.print(memory_table(result.best))
+    say.print(f"plans.csv, plans.json, throughput_against_memory.png in {folder}")
+    for line in closing_lines(config, result, path):
+        say.print(line)
+    return 0

@@ -1,0 +1,175 @@
+"""What one plan takes: seconds of a step by term, memory of its fullest stage.
+
+    step = (M - 1) * cycle + sum of stages + 2 (P - 1) messages + gradient sums + update
+
+for M microbatches and P stages; a stage takes the forward and the backward pass of one microbatch. The cycle of 1F1B is
+the slowest stage, or a round trip through the stages behind stage s shared by the P - s microbatches in flight there;
+that of GPipe the slowest forward plus the slowest backward. Nothing of the gradient sums is hidden. train.py sums
+gradients over the replicas once per microbatch; pipelines, which it does not have, are charged for one sum.
+"""
+
+from dataclasses import asdict, dataclass
+
+from mstrain.hardware import Link, collective_seconds
+from mstrain.models.config import ModelConfig
+from mstrain.planning.pod.config import PodConfig
+from mstrain.planning.pod.layer import Pass, Work, layer_work
+from mstrain.planning.pod.memory import WEIGHT_BYTES, Memory, parameter_counts, stage_memory
+from mstrain.planning.pod.plan import PodPlan, Products
+from mstrain.planning.pod.target import Pod
+from mstrain.tuning import Constants
+
+UPDATE_BYTES = 28  # per parameter: weight, gradient and two moments read, weight and moments written
+NONE = Pass()
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Seconds of a step of one device of the slowest stage, by what they are spent on; they add up to the step."""
+
+    products: float
+    attention: float
+    elementwise: float
+    tensor_exposed: float
+    recomputation: float
+    bubble: float
+    gradient_sum: float
+    update: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: its layers, seconds of a forward and a backward pass of a microbatch, and its memory."""
+
+    first_layer: int
+    end_layer: int
+    forward: float
+    backward: float
+    memory: Memory
+    in_flight: int
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Costed:
+    """A plan with all its terms."""
+
+    plan: PodPlan
+    terms: Terms
+    stages: tuple[Stage, ...]
+    products: Products
+    constants: str
+
+    @property
+    def seconds(self) -> float:
+        return self.terms.seconds
+
+    @property
+    def fullest(self) -> Stage:
+        return max(self.stages, key=lambda stage: stage.memory.total)
+
+
+def split_layers(layers: int, pipeline: int, head: float) -> list[tuple[int, int]]:
+    """Layers [begin, end) per stage; the last stage, whose output projection takes as long as `head` layers, has fewer.
+
+    The other stages share evenly, the first ones taking one more; of all such splits one with the least maximum.
+    """
+    if pipeline == 1:
+        return [(0, layers)]
+    others = pipeline - 1
+    fewest = min(
+        range(1, layers - others + 1), key=lambda last: (max(-(-(layers - last) // others), last + head), -last)
+    )
+    small, extra = divmod(layers - fewest, others)
+    bounds = [0]
+    for stage in range(others):
+        bounds.append(bounds[-1] + small + (stage < extra))
+    return list(zip(bounds, [*bounds[1:], layers]))
+
+
+def recomputed(work: Work, remat: str) -> Pass:
+    """What the backward pass of a layer computes again."""
+    if remat == "full":
+        return work.forward
+    return Pass(elementwise=work.forward.elementwise) if remat == "dots" else NONE
+
+
+def message_seconds(config: PodConfig, plan: PodPlan, tokens: int, link: Link) -> float:
+    """An activation to the next stage: each device sends its part."""
+    nbytes = tokens * config.model.width * config.element_bytes / plan.tensor
+    return link.launch + link.sync + nbytes / link.bandwidth if plan.pipeline > 1 else 0.0
+
+
+def cycle_seconds(stages: list[Stage], message: float, schedule: str) -> float:
+    """Seconds between microbatches once the pipeline is full."""
+    if schedule == "gpipe":
+        return max(stage.forward for stage in stages) + max(stage.backward for stage in stages)
+    behind, loops = 0.0, []
+    for count, stage in enumerate(reversed(stages)):
+        behind += stage.seconds
+        loops.append(max(stage.seconds, (behind + 2 * count * message) / (count + 1)))
+    return max(loops)
+
+
+def cost_plan(config: PodConfig, pod: Pod, plan: PodPlan, products: Products) -> Costed:
+    """All terms of one plan that `plan_products` accepts."""
+    constants = pod.constants((plan.pipeline, plan.data, plan.rows, plan.cols), config.dtype)
+    work = layer_work(config.model, products, config.seq, constants, pod.chip.hbm_bandwidth, constants.flops)
+    again = recomputed(work, plan.remat)
+    stages, passes = [], []
+    layer_seconds = work.forward.seconds + work.backward.seconds + again.seconds
+    head_seconds = work.head_forward.seconds + work.head_backward.seconds
+    bounds = split_layers(config.model.layers, plan.pipeline, head_seconds / layer_seconds)
+    for number, (begin, end) in enumerate(bounds):
+        last = number == plan.pipeline - 1
+        forward = work.forward * (end - begin) + (work.head_forward if last else NONE)
+        backward = work.backward * (end - begin) + (work.head_backward if last else NONE)
+        repeated = again * (end - begin)
+        in_flight = min(plan.microbatches, plan.pipeline - number) if config.schedule == "1f1b" else plan.microbatches
+        memory = stage_memory(config.model, products, config.seq, plan, number, end - begin, in_flight)
+        stages.append(Stage(begin, end, forward.seconds, backward.seconds + repeated.seconds, memory, in_flight))
+        passes.append((forward + backward, repeated))
+    message = message_seconds(config, plan, products.block[0].layout.tokens, constants.row.permute)
+    terms = _terms(config, pod, plan, constants, stages, passes, message)
+    return Costed(plan, terms, tuple(stages), products, constants.source)
+
+
+def _terms(config, pod, plan: PodPlan, constants: Constants, stages, passes, message: float) -> Terms:
+    slowest = max(range(len(stages)), key=lambda number: stages[number].seconds)
+    useful, repeated = (part * plan.microbatches for part in passes[slowest])
+    pipeline = (plan.microbatches - 1) * cycle_seconds(stages, message, config.schedule)
+    pipeline += sum(stage.seconds for stage in stages) + 2 * (plan.pipeline - 1) * message
+    ends = [_end(config.model, pod, plan, constants, number, stage) for number, stage in enumerate(stages)]
+    summed, update = max(ends, key=sum)
+    return Terms(
+        products=useful.gemm,
+        attention=useful.attention,
+        elementwise=useful.elementwise,
+        tensor_exposed=useful.exposed,
+        recomputation=repeated.seconds,
+        bubble=pipeline - plan.microbatches * stages[slowest].seconds,
+        gradient_sum=summed,
+        update=update,
+    )
+
+
+def _end(model: ModelConfig, pod: Pod, plan: PodPlan, constants: Constants, number: int, stage: Stage):
+    """(gradient sums over the replicas, update) of one stage, in seconds per step."""
+    parameters = stage.memory.parameters / WEIGHT_BYTES
+    part = WEIGHT_BYTES * parameters / plan.data
+    links = constants.row
+    summed = sum(collective_seconds(link, part, plan.data) for link in (links.reduce_scatter, links.all_gather))
+    sums = plan.microbatches if plan.pipeline == 1 and not plan.sharded else 1
+    tied = model.tied and plan.pipeline > 1 and number in (0, plan.pipeline - 1)
+    if tied:  # the first and the last stage add up the gradients of their copies of the table
+        table = WEIGHT_BYTES * parameter_counts(model)[2] / plan.tensor
+        summed += links.permute.launch + links.permute.sync + table / links.permute.bandwidth
+    shards = plan.data if plan.sharded else 1
+    return sums * summed, UPDATE_BYTES * parameters / shards / pod.chip.hbm_bandwidth

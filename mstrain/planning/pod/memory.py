@@ -1,0 +1,109 @@
+"""Bytes per device by category, stage by stage.
+
+Weights, gradients and both moments of Adam are float32 and sharded over the tensor devices, as train.py keeps them;
+while microbatches are accumulated there are two sets of gradients. Activations are what the backward pass needs:
+under remat=none every input of a product, norm or activation function, under dots the results of products, under full
+the input of a layer. No fragmentation, no compiler workspace beyond what is named.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mstrain.models.config import ModelConfig
+from mstrain.models.transformer import count_parameters
+from mstrain.planning.pod.layer import flash
+from mstrain.planning.pod.plan import PodPlan, Product, Products
+
+WEIGHT_BYTES = 4
+MOMENT_BYTES = 8
+SCORE_BYTES = 6  # of one score where attention keeps them: float32, and the 16-bit probability
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device of one stage."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    workspace: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.workspace
+
+    @property
+    def state(self) -> float:
+        """What stays however little is computed at once."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def largest(self) -> str:
+        """The category that takes most."""
+        names = ("parameters", "gradients", "optimizer", "activations", "workspace")
+        return max(names, key=lambda name: getattr(self, name))
+
+
+@lru_cache(maxsize=64)
+def parameter_counts(model: ModelConfig) -> tuple[int, int, int]:
+    """(of one layer, of the embedding and positions, of the output projection and final norm)."""
+    one, two = (count_parameters(dataclasses.replace(model, layers=layers)) for layers in (1, 2))
+    head = model.width * model.vocabulary
+    outside = one - (two - one)
+    return two - one, outside if model.tied else outside - head, head
+
+
+def kept_values(model: ModelConfig, remat: str) -> int:
+    """Values per token that a layer keeps from the forward to the backward pass."""
+    heads, kv = model.heads * model.head_width, 2 * model.num_kv_heads * model.head_width
+    up = model.hidden * (2 if model.gated else 1)
+    if remat == "full":
+        return model.width
+    if remat == "dots":
+        return model.width + heads + kv + heads + model.width + up + model.width
+    return 4 * model.width + heads + kv + heads + up + model.hidden
+
+
+def layer_activations(model: ModelConfig, remat: str, tokens: int, seq: int, size: int) -> float:
+    """Bytes that one layer keeps of one microbatch, over all tensor devices."""
+    kept = size * kept_values(model, remat) * tokens
+    if remat == "none" and not flash(model, seq, size):
+        kept += SCORE_BYTES * model.heads * seq * tokens
+    return kept
+
+
+def gathered_bytes(product: Product) -> float:
+    """What one device holds of gathered matrices: two slices, or the whole where there is one."""
+    layout = product.layout
+    col, row = layout.moving_bytes()
+    whole = (col / layout.rows if layout.cols > 1 else 0) + (row / layout.cols if layout.rows > 1 else 0)
+    return whole * min(2, product.slices) / product.slices
+
+
+def stage_memory(
+    model: ModelConfig, products: Products, seq: int, plan: PodPlan, stage: int, layers: int, in_flight: int
+) -> Memory:
+    """Memory of a device of `stage`, which has `layers` layers and `in_flight` microbatches between its passes."""
+    layer, embedding, head = parameter_counts(model)
+    first, last = stage == 0, stage == plan.pipeline - 1
+    count = layers * layer + first * embedding
+    if last and not (first and model.tied):
+        count += head
+    mine = count / plan.tensor
+    layout = products.block[0].layout
+    tokens, size = layout.tokens, layout.dtype_bytes
+    one_layer = layer_activations(model, "none", tokens, seq, size)
+    kept = layers * layer_activations(model, plan.remat, tokens, seq, size) * in_flight
+    workspace = 0.0 if plan.remat == "none" else one_layer / plan.tensor
+    workspace += max(gathered_bytes(product) for product in products.block)
+    if last:  # logits and their gradient, and a float32 copy of them
+        workspace += (2 * size + 4) * tokens * products.head.layout.projection.out_dim / plan.tensor
+    return Memory(
+        WEIGHT_BYTES * mine,
+        WEIGHT_BYTES * mine * (2 if plan.microbatches > 1 else 1),
+        MOMENT_BYTES * mine / (plan.data if plan.sharded else 1),
+        kept / plan.tensor,
+        workspace,
+    )

@@ -1,0 +1,118 @@
+"""One plan for a pod, and how it would compute the products of a block: exactly as train.py would."""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import lru_cache
+
+from jax.sharding import AbstractMesh, AxisType
+
+from mstrain.hardware import Chip
+from mstrain.mesh import AXES
+from mstrain.models.auto import projections
+from mstrain.models.config import ModelConfig
+from mstrain.models.parallel import ParallelConfig
+from mstrain.models.plan import ModelPlan, make_plan
+from mstrain.tuning import Projection
+from mstrain.tuning.cost import Layout
+
+
+@dataclass(frozen=True)
+class PodPlan:
+    """Parallel degrees and choices of one plan.
+
+    Attributes:
+      data: replicas; `sharded`: each keeps a part of the optimizer state (ZeRO stage 1), else all of it.
+      algorithm, rows, cols: of the tensor products; Megatron and FSDP use rows x cols devices as one ring.
+      pipeline: stages; microbatches: per step and replica.
+      remat: what a layer keeps for its backward pass (train.py's key).
+    """
+
+    data: int
+    algorithm: str
+    rows: int
+    cols: int
+    pipeline: int
+    microbatches: int
+    remat: str
+    sharded: bool = False
+
+    @property
+    def tensor(self) -> int:
+        return self.rows * self.cols
+
+    @property
+    def name(self) -> str:
+        """What makes plans distinct: everything but microbatches and remat."""
+        return f"data {self.data}{' sharded' if self.sharded else ''}, {self.tensor_name}, pipeline {self.pipeline}"
+
+    @property
+    def tensor_name(self) -> str:
+        """The algorithm, with the mesh it slices or the number of devices in its ring."""
+        shape = f"{self.rows}x{self.cols}" if self.algorithm == "meshslice" else self.tensor
+        return f"{self.algorithm} {shape}"
+
+    @property
+    def mesh(self) -> str:
+        return f"{self.data}x{self.rows}x{self.cols}"
+
+    def why_not_trainable(self) -> str:
+        """Why train.py cannot run this plan today; empty where it can."""
+        if self.pipeline > 1:
+            return f"train.py has no pipeline, this plan has {self.pipeline} stages"
+        if self.sharded:
+            return "train.py keeps the whole optimizer state in every data-parallel copy, this plan shards it"
+        return ""
+
+
+@dataclass(frozen=True)
+class Product:
+    """One projection as laid out: `layout` says what moves where, `slices` in how many pieces."""
+
+    layout: Layout
+    slices: int
+
+    @property
+    def name(self) -> str:
+        return self.layout.projection.name
+
+
+@dataclass(frozen=True)
+class Products:
+    """The four products of a block, and the output projection."""
+
+    block: tuple[Product, ...]
+    head: Product
+
+
+@lru_cache(maxsize=1 << 16)
+def plan_products(
+    model: ModelConfig, algorithm: str, shape: tuple[int, int], sequences: int, seq: int, chip: Chip, dtype_bytes: int
+) -> Products | str:
+    """How `sequences` of `seq` tokens go through a rows x cols mesh; a string says why they cannot.
+
+    The checks, dataflows and slice counts are those of train.py (`mstrain.models.plan`).
+    """
+    mesh = AbstractMesh((1, *shape), AXES, axis_types=(AxisType.Auto,) * 3)
+    one = dataclasses.replace(model, layers=1)
+    try:
+        plan = make_plan(ParallelConfig(algorithm), one, mesh, sequences, seq, chip)
+    except ValueError as error:
+        return str(error)
+    block = plan.groups[0][0]
+    tokens = sequences * seq
+    parts = (block.attention.into, block.attention.out, block.mlp.into, block.mlp.out)
+    products = (_product(p, part, tokens, dtype_bytes) for p, part in zip(projections(model), parts, strict=True))
+    head = Projection("output", model.width, padded_vocabulary(plan, model))
+    return Products(tuple(products), _product(head, plan.head, tokens, dtype_bytes))
+
+
+def padded_vocabulary(plan: ModelPlan, model: ModelConfig) -> int:
+    return model.vocabulary + plan.vocabulary_padding(model.vocabulary)
+
+
+def _product(projection: Projection, plan, tokens: int, dtype_bytes: int) -> Product:
+    # The tuner's "rs" swaps rows and columns unless its input arrives transposed; the trainer's plan has done so.
+    layout = Layout(
+        projection, tokens, plan.grid.num_rows, plan.grid.num_cols, plan.dataflow, plan.dataflow == "rs", dtype_bytes
+    )
+    return Product(layout, plan.slices)
