@@ -1,24 +1,34 @@
-"""Small runs: their arguments, their files, and compilers that do not try hard."""
+"""Small runs: their arguments and their files."""
 
 import json
 from pathlib import Path
 
+import jax
+import pytest
+
 from mstrain.config import load_config
 from mstrain.training.run import Run, prepare
+from tests.training.parity import QUICK
 
 ARGUMENTS = [
     "model=tiny", "data=synthetic", "data.num_tokens=4096", "vocabulary=61", "seq=16", "batch=16", "dtype=f32",
     "optimizer.warmup=2", "eval.batches=2", "sample.tokens=0",
 ]  # fmt: skip
-TENSORBOARD = "tensorboard"
 
 
 def make(directory: Path, *arguments: str) -> Run:
-    """A prepared run in `directory`; its corpus lies beside it."""
+    """A prepared run in `directory`, its corpus beside it: compiled fast, on exactly the mesh it asks for.
+
+    The suite emulates more devices than most meshes need; elsewhere they would become data-parallel copies.
+    """
     places = [f"run_dir={directory}", f"data.cache_dir={directory.parent / 'corpora'}"]
     keys = {argument.partition("=")[0] for argument in arguments}
     usual = [argument for argument in ARGUMENTS if argument.partition("=")[0] not in keys]
-    return prepare(load_config([*usual, *places, *arguments]))
+    assert jax.device_count() == 16  # makes them, before a mesh asks for fewer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mstrain.training.run.compiler_options", lambda chip: QUICK)
+        patch.setattr("mstrain.mesh.fit_to_devices", lambda shape, devices: shape)
+        return prepare(load_config([*usual, *places, *arguments]))
 
 
 def lines(directory: Path, name: str = "metrics.jsonl") -> list[dict]:

@@ -58,7 +58,7 @@ def test_resume_on_the_same_mesh_is_bit_identical(finished, tmp_path):
 
 
 @pytest.mark.parametrize("elsewhere", ELSEWHERE)
-def test_resume_elsewhere_agrees(elsewhere, finished, tmp_path, small_compiles):
+def test_resume_elsewhere_agrees(elsewhere, finished, tmp_path):
     directory = copy_cut_after(CUT, finished, tmp_path / "run")
     run = make(directory, "steps=6", *ELSEWHERE[elsewhere])
     checkpoints = Checkpoints(directory / "checkpoints", 2)
@@ -86,18 +86,15 @@ def test_a_finished_run_says_so(finished, tmp_path):
 def test_a_checkpoint_of_another_model_is_refused_with_its_shapes(finished, tmp_path, monkeypatch, capsys):
     directory = copy_cut_after(6, finished, tmp_path / "run")
     model = dataclasses.replace(finished.module.model, mlp_width=128)
-    run = dataclasses.replace(finished, module=dataclasses.replace(finished.module, model=model))
+    config = dataclasses.replace(finished.config, run_dir=str(directory))
+    run = dataclasses.replace(finished, config=config, module=dataclasses.replace(finished.module, model=model))
     monkeypatch.setattr("sys.argv", ["train.py"])
     with pytest.raises(SystemExit) as left:
-        run_command("train", lambda _: session.train(in_directory_without_step(run, directory)))
+        run_command("train", lambda _: session.train(run))
     error = capsys.readouterr().err
     assert left.value.code == 2 and "belongs to another model" in error and "Traceback" not in error
     assert "blocks_0.mlp.down.kernel: checkpoint (2, 256, 64), model (2, 128, 64)" in error
     assert "attention" not in error and "another run_dir=" in error
-
-
-def in_directory_without_step(run, directory):
-    return dataclasses.replace(run, config=dataclasses.replace(run.config, run_dir=str(directory)))
 
 
 def test_changed_batches_are_announced(finished, tmp_path):
@@ -106,7 +103,7 @@ def test_changed_batches_are_announced(finished, tmp_path):
     config = dataclasses.replace(finished.config, run_dir=str(directory), seed=3)
     run = dataclasses.replace(finished, config=config, console=Console(file=shown, soft_wrap=True))
     checkpoints = Checkpoints(directory / "checkpoints", 2)
-    session._begin(run, checkpoints)
+    session.begin(run, checkpoints)
     checkpoints.close()
     assert "seed changed since step 4" in shown.getvalue()
 
