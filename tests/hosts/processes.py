@@ -10,9 +10,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
-    "model=tiny", "model.width=32", "model.mlp_width=64", "data=synthetic", "data.num_tokens=8192", "vocabulary=61",
-    "seq=16", "batch=16", "dtype=f32", "optimizer.warmup=2", "eval.batches=1", "sample.tokens=0",
+    "model=tiny", "model.layers=1", "model.width=32", "model.mlp_width=64", "data=synthetic", "data.num_tokens=8192", "vocabulary=61",
+    "seq=16", "batch=16", "dtype=f32", "parallel.slices=2", "optimizer.warmup=2", "eval.batches=1", "sample.tokens=0",
 ]  # fmt: skip
+
+# Compiling costs more than these few steps.
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 class Job:
@@ -20,8 +23,8 @@ class Job:
 
     def __init__(self, folder: Path, arguments: list[str], processes: int = 1, life: int = 0, present=None, command=()):
         environment = {
-            **{name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")},
-            "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1",
+            **{name: value for name, value in os.environ.items() if name != "NPROC"},
+            "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "XLA_FLAGS": QUICK,
         }  # fmt: skip
         command = list(command) or [sys.executable, str(ROOT / "train.py")]
         self.outputs, self.processes = [], []

@@ -1,0 +1,144 @@
+"""Real processes on this machine, gloo between them: one story of a run that is stopped and moved, and jobs that lose a process.
+
+A start costs seconds, so each story shows several properties: 2 and 4 processes, and changes between 4, 2 and 1,
+give the curve of one process; signals stop all processes after the same step; each process reads its own rows.
+"""
+
+import collections
+import json
+import re
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from mstrain import manifest
+from mstrain.hosts import LOST
+from tests.hosts.processes import ROOT, Job, arguments
+
+STEPS = 40
+USUAL = [f"steps={STEPS}", "mesh=2x2x2", "checkpoint.every=100", "eval.every=100"]
+TOLERANCE = 1e-5  # gloo adds in another order than one process does
+
+
+def rows(run):
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def saved(run):
+    return sorted(int(path.name) for path in (run / "checkpoints").glob("*") if path.name.isdigit())
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, cache):
+    """The losses of one process that was left alone."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    job = Job(folder, arguments(folder / "run", cache, *USUAL))
+    assert job.wait() == [0], job.output
+    return [row["loss"] for row in rows(folder / "run")]
+
+
+def stop_after(job, run, step, number, index=0):
+    """Sends the signal when `step` is logged; the exit codes."""
+    assert job.wait_for(lambda: len(rows(run)) >= step), job.output[-4000:]
+    job.send(number, index)
+    return job.wait()
+
+
+def test_a_run_moves_between_four_two_and_one_processes(tmp_path, cache, undisturbed, monkeypatch):
+    run = tmp_path / "run"
+    words = arguments(run, cache, *USUAL)
+    monkeypatch.setenv("ROWS", str(tmp_path / "rows"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    job = Job(tmp_path, words, 4, 0, command=[sys.executable, "-m", "tests.hosts.spy"])
+    assert stop_after(job, run, 4, signal.SIGTERM, index=2) == [0] * 4, job.output[-4000:]
+    first = check_stop(job, run, 4)
+    check_reading(tmp_path)
+
+    job = Job(tmp_path, words, 2, 1)
+    assert stop_after(job, run, first + 4, signal.SIGINT, index=0) == [0, 0], job.output[-4000:]
+    assert f"Resume after step {first} of" in job.output
+    second = check_stop(job, run, 2)
+    assert second > first
+
+    job = Job(tmp_path, words, 1, 2)
+    assert job.wait() == [0], job.output
+    assert f"Resume after step {second} of" in job.output
+    assert [row["step"] for row in rows(run)] == [*range(1, STEPS + 1)]
+    np.testing.assert_allclose([row["loss"] for row in rows(run)], undisturbed, rtol=TOLERANCE)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["lives"] == 3 and 0 < summary["goodput"] < 1
+
+
+def check_stop(job, run, processes):
+    """The step after which all stopped: saved whole, logged, said once, joining said by each."""
+    (step,) = re.findall(r"Stopped after step (\d+) of", job.output)
+    assert saved(run)[-1] == int(step) == rows(run)[-1]["step"] and "goes on from there" in job.output
+    assert not manifest.problems(run / "checkpoints" / step)
+    for i, path in enumerate(job.outputs):
+        text = path.read_text()
+        assert f"process {i} of {processes}: on " in text
+        assert f"process {i} of {processes}: joined, {8 // processes} of 8 cpu devices here" in text
+    return int(step)
+
+
+def check_reading(folder):
+    """On mesh 2x2x2 with four processes, each needs a quarter of every training batch, and no two the same."""
+    read = collections.defaultdict(lambda: collections.defaultdict(set))
+    for path in folder.glob("rows.process=*"):
+        for line in path.read_text().splitlines():
+            name, step, numbers = line.split()
+            if name.startswith("train"):
+                read[step][path.name] |= set(map(int, numbers.split(",")))
+    assert len(read) >= 4
+    for step, of_processes in read.items():
+        parts = list(of_processes.values())
+        assert sorted(row for part in parts for row in part) == [*range(16)], (step, parts)
+        assert [len(part) for part in parts] == [4] * 4
+
+
+def test_a_coordinator_that_dies_is_named_and_ends_the_others(tmp_path, cache):
+    run = tmp_path / "run"
+    job = Job(tmp_path, arguments(run, cache, *USUAL[1:], "steps=100000"), 2)
+    assert job.wait_for(lambda: len(rows(run)) >= 2), job.output[-4000:]
+    job.processes[0].kill()
+    killed = time.monotonic()
+    codes = job.wait(30)
+    assert time.monotonic() - killed < 10
+    assert codes == [-signal.SIGKILL, LOST], job.output[-3000:]
+    survivor = job.outputs[1].read_text()
+    assert "process 0 (" in survivor and "is gone without a word" in survivor
+
+
+def test_a_process_that_never_comes_is_named_in_time(tmp_path, cache):
+    job = Job(tmp_path, arguments(tmp_path / "run", cache, *USUAL, "hosts.join_seconds=3"), 3, present=[0, 2])
+    assert job.wait(90) == [2, 2]
+    for path in job.outputs:
+        assert "Process 1 of 3 did not come" in path.read_text() and "Traceback" not in path.read_text()
+
+
+def test_a_second_signal_ends_at_once(tmp_path, cache):
+    run = tmp_path / "run"
+    # The fourth batch never arrives, so the step that the first signal waits for never ends.
+    command = [sys.executable, "-c", (
+        "import time, sys; sys.path.insert(0, '.');"
+        "from mstrain.data import Batches; original = Batches.batch;"
+        "Batches.batch = lambda self, step, rows=slice(None): time.sleep(3600) if step == 3 else original(self, step, rows);"
+        "from train import main; from mstrain.config import run_command; run_command('train', main)"
+    )]  # fmt: skip
+    job = Job(tmp_path, arguments(run, cache, *USUAL), command=command)
+    assert job.wait_for(lambda: len(rows(run)) >= 2), job.output[-4000:]
+    job.send(signal.SIGTERM)
+    assert job.wait_for(lambda: "stopping after this step" in job.output, 20)
+    sent = time.monotonic()
+    job.send(signal.SIGTERM)
+    assert job.wait(20) == [128 + signal.SIGTERM] and time.monotonic() - sent < 5
+    assert not saved(run)

@@ -1,0 +1,190 @@
+"""Kills runs at random moments until enough have died, and compares what comes out with a run that was left alone.
+
+    python -m tests.soak.soak --kills 50 --seed 0 --folder /tmp/soak
+
+Every run is one of four kinds (one or two processes; one mesh or another mesh in every life) and lives until it has made all its
+steps. A life is killed by SIGKILL during start-up, between steps, or while a checkpoint is being written. At the end of each run:
+metrics.jsonl has every step once; losses and final parameters equal those of the undisturbed run (to the last bit where
+processes and mesh never changed, within rounding otherwise), so no batch was repeated or skipped; every life began from
+the newest complete checkpoint, whose checksums hold.
+"""
+
+import argparse
+import dataclasses
+import json
+import random
+import re
+import shutil
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from mstrain import manifest
+from tests.hosts.processes import Job, arguments
+
+STEPS, EVERY = 24, 3
+MESHES = ("2x4", "4x2", "1x8", "2x2x2")
+TOLERANCE = 1e-4  # f32 rounds differently on another mesh, and AdamW amplifies it over 24 steps
+MOMENTS = ("start", "step", "save")
+PATIENCE = 90  # seconds within which the others must have ended after one was killed
+
+
+@dataclasses.dataclass
+class Tally:
+    """What has happened so far."""
+
+    runs: int = 0
+    lives: int = 0
+    kills: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(MOMENTS, 0))
+    lost_steps: int = 0
+    meshes: set[str] = dataclasses.field(default_factory=set)
+    processes: set[int] = dataclasses.field(default_factory=set)
+    worst: float = 0.0
+    identical: int = 0
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def killed(self) -> int:
+        return sum(self.kills.values())
+
+    def __str__(self) -> str:
+        kills = ", ".join(f"{number} at {moment}" for moment, number in self.kills.items())
+        ended = f", survivors ended within {max(self.seconds):.1f} s" if self.seconds else ""
+        return (
+            f"{self.killed} kills ({kills}) in {self.lives} lives of {self.runs} runs; {sorted(self.processes)} processes, "
+            f"meshes {sorted(self.meshes)}; {self.lost_steps} steps made again; {self.identical} runs equal to the last bit, "
+            f"largest difference of the others {self.worst:.1e}{ended}"
+        )
+
+
+class Soak:
+    """Runs in `folder`, compared with undisturbed ones made on demand, until `kills` lives were killed."""
+
+    def __init__(self, folder: Path, kills: int, seed: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._kills, self._random = folder, kills, random.Random(seed)
+        self.tally = Tally()
+
+    def reference(self) -> Path:
+        """The run that was left alone: one process, mesh 2x4."""
+        folder = self._folder / "reference"
+        if not (folder / "run" / "summary.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            job = self._start(folder, "2x4", 1, 0)
+            assert job.wait() == [0], job.output
+        return folder / "run"
+
+    def run(self, processes: int, one_mesh: bool) -> None:
+        """One run through all its lives, then the comparison."""
+        reference, tally = self.reference(), self.tally
+        folder = self._folder / f"run-{tally.runs}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        tally.runs += 1
+        for life in range(1000):
+            mesh = "2x4" if one_mesh else self._random.choice(MESHES)
+            tally.lives, tally.meshes, tally.processes = tally.lives + 1, tally.meshes | {mesh}, tally.processes | {processes}
+            newest = max(_complete(folder / "run"), default=None)
+            made = _logged(folder / "run")
+            job = self._start(folder, mesh, processes, life)
+            died = tally.killed < self._kills and self._kill(job, folder / "run", self._random.choice(MOMENTS))
+            codes = job.wait()
+            began = re.search(r"Resume after step (\d+)", job.output)
+            if began or not died:
+                assert (int(began[1]) if began else None) == newest, (newest, job.output[-3000:])
+                tally.lost_steps += max(made - (newest or 0), 0)
+            if not died:
+                assert set(codes) == {0}, job.output[-4000:]
+                break
+        self._compare(folder / "run", reference, exact=one_mesh and processes == 1)
+        print(f"run {tally.runs} ({processes} processes, {'one mesh' if one_mesh else 'any mesh'}): {tally}", flush=True)
+
+    def _start(self, folder: Path, mesh: str, processes: int, life: int) -> Job:
+        usual = [f"mesh={mesh}", f"steps={STEPS}", f"checkpoint.every={EVERY}", "eval.every=100", "hosts.join_seconds=30"]
+        return Job(folder, arguments(folder / "run", self._folder / "cache", *usual), processes, life)
+
+    def _kill(self, job: Job, run: Path, moment: str) -> bool:
+        """Whether the job was killed at (or near) the moment before it finished."""
+        if moment == "start":
+            time.sleep(self._random.uniform(0, 8))
+        elif moment == "step":
+            wanted = _logged(run) + self._random.randint(1, 2 * EVERY)
+            job.wait_for(lambda: _logged(run) >= wanted)
+            time.sleep(self._random.uniform(0, 0.1))
+        else:
+            job.wait_for(lambda: any(run.glob("checkpoints/*.orbax-checkpoint-tmp*")))
+            time.sleep(self._random.uniform(0, 0.1))
+        if any(process.poll() is not None for process in job.processes):
+            return False
+        victim = self._random.choice(job.processes)
+        victim.kill()
+        killed = time.monotonic()
+        self.tally.kills[moment] += 1
+        codes = job.wait(PATIENCE)
+        if len(codes) > 1:
+            self.tally.seconds.append(time.monotonic() - killed)
+            survivors = [code for process, code in zip(job.processes, codes, strict=True) if process is not victim]
+            assert 0 not in survivors, job.output[-4000:]
+        return True
+
+    def _compare(self, run: Path, reference: Path, exact: bool) -> None:
+        rows, expected = _lines(run), _lines(reference)
+        assert [row["step"] for row in rows] == [*range(1, STEPS + 1)], [row["step"] for row in rows]
+        parameters, wanted = _parameters(run), _parameters(reference)
+        pairs = [(parameters[name], wanted[name]) for name in wanted]
+        pairs.append((np.array([row["loss"] for row in rows]), np.array([row["loss"] for row in expected])))
+        difference = max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in pairs)
+        assert difference <= (0.0 if exact else TOLERANCE), difference
+        self.tally.identical += difference == 0
+        self.tally.worst = max(self.tally.worst, difference)
+
+
+def _complete(run: Path) -> list[int]:
+    """Steps of the whole checkpoints; the newest must be whole whatever was killed, old ones may be half deleted."""
+    folders = {int(path.name): path for path in (run / "checkpoints").glob("*") if path.name.isdigit()}
+    found = {step: manifest.problems(folder) for step, folder in folders.items()}
+    assert not found or not found[max(found)], found
+    return [step for step, problems in found.items() if not problems]
+
+
+def _lines(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def _logged(run: Path) -> int:
+    """The last step logged."""
+    path = run / "metrics.jsonl"
+    steps = re.findall(rb'^\{"step": (\d+),.*\}$', path.read_bytes(), re.MULTILINE) if path.exists() else []
+    return int(steps[-1]) if steps else 0
+
+
+def _parameters(run: Path) -> dict[str, np.ndarray]:
+    """Canonical parameters of the last checkpoint by name."""
+    path = (run / "checkpoints" / str(STEPS) / "state").absolute()
+    with ocp.PyTreeCheckpointer() as reader:
+        tree = reader.metadata(path).item_metadata.tree
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        state = reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+    leaves = jax.tree_util.tree_leaves_with_path(state["params"])
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/mstrain-soak"))
+    options = parser.parse_args()
+    soak = Soak(options.folder, options.kills, options.seed)
+    kinds = [(1, True), (2, True), (1, False), (2, False)]
+    while soak.tally.killed < options.kills:
+        soak.run(*kinds[soak.tally.runs % len(kinds)])
+    print(soak.tally)
+
+
+if __name__ == "__main__":
+    main()
