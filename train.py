@@ -16,6 +16,10 @@ def main(arguments: list[str]) -> int:
     from mstrain.training.run import prepare
 
     config = load_config(arguments)
+    if config.check:
+        from mstrain.benchmarks.check import check
+
+        return check(config)
     seat, devices = find_seat(config.coordinator, config.processes, config.process)
     with joined(seat, config.hosts, devices) as job:
         return prepare(config, job).train()

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mstrain.data import DataConfig
+from mstrain.hardware import parse_target
 from mstrain.hosts import HostsConfig
 from mstrain.mesh import parse_mesh
 from mstrain.models.config import ModelConfig
@@ -102,6 +103,7 @@ class RunConfig:
       remat: what a layer keeps for its backward pass: `none` of it recomputed, all but `dots`, or in `full`.
       log_every: steps between lines of metrics.jsonl.
       compile_cache: folder of compiled programs, so that a restart compiles nothing; null for none.
+      target, check: an absent TPU slice such as v5p-64, and true: compile the step for it instead of training.
       coordinator, processes, process: `HOST:PORT` of process 0, how many there are and which this is, where neither a TPU
         pod, SLURM nor Kubernetes tells.
     """
@@ -133,6 +135,8 @@ class RunConfig:
     accumulate: int = 1
     log_every: int = 1
     compile_cache: str | None = "~/.cache/mstrain/compiled"
+    target: str | None = None
+    check: bool = False
     coordinator: str | None = None
     processes: int | None = None
     process: int | None = None
@@ -159,6 +163,11 @@ class RunConfig:
                 f"seq={self.seq} is longer than the {self.model.context} positions model {self.model.name} learns. "
                 f"Type seq={self.model.context} or model.context={self.seq}."
             )
+        if self.check != (self.target is not None):
+            given = "check=true" if self.check else f"target={self.target}"
+            raise ValueError(f"{given} has no effect alone. Type target=v5p-64 check=true, both or neither.")
+        if self.target is not None:
+            parse_target(self.target)
         if self.profile.start is not None and self.profile.start > self.steps:
             raise ValueError(
                 f"profile.start={self.profile.start} comes after the last step. Type a start up to {self.steps}."
