@@ -37,7 +37,7 @@ def measure(config: BenchmarkConfig, progress) -> Report:
         except (ValueError, RuntimeError) as error:
             rows.append(failed(case, config.bench, error))
     emulating = f", emulating {config.emulate} with equal activation shards per device" if config.emulate else ""
-    return Report("measured", f"Measured on {_devices()}{emulating}", config.bench, jnp.dtype(dtype).name, peak, rows)
+    return Report("measured", f"Measured on {describe_devices()}{emulating}", config.bench, jnp.dtype(dtype).name, peak, rows)
 
 
 def start_devices(config: BenchmarkConfig) -> list[MeshShape]:
@@ -87,7 +87,7 @@ def _dtype(name: str, platform: str):
     return {"f32": jnp.float32, "bf16": jnp.bfloat16}[name]
 
 
-def _devices() -> str:
+def describe_devices() -> str:
     device = jax.devices()[0]
     if device.platform == "cpu":
         return f"{jax.device_count()} emulated CPU devices that share {os.cpu_count()} cores"

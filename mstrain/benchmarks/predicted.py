@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.metadata
-import re
 
 import jax.numpy as jnp
 
@@ -12,7 +11,7 @@ from mstrain.benchmarks.programs import make_works
 from mstrain.benchmarks.table import Report, Row, failed, make_row
 from mstrain.benchmarks.tuned import best_mesh
 from mstrain.benchmarks.work import Work
-from mstrain.compiler import Program, Target, compile_function, make_target, missing_compiler, predict
+from mstrain.compiler import Target, compile_function, make_target, missing_compiler, predict
 from mstrain.hardware import Slice
 from mstrain.mesh import MeshShape
 
@@ -40,23 +39,15 @@ def predict_all(config: BenchmarkConfig, progress) -> Report:
     return Report("predicted", source, config.bench, jnp.dtype(dtype).name, peak, rows)
 
 
-def schedule_of(program: Program):
-    """The schedule of a program and what its seconds leave out: kernels for which nobody gives an estimate."""
-    kernels = re.findall(r'custom_call_target="tpu_custom_call".*', program.text)
-    silent = sum('"cost_estimate"' not in kernel for kernel in kernels)
-    note = f"{silent} kernels without an estimate count as 0 s" if silent else ""
-    return predict(program), note
-
-
 def _row(case: Case, work: Work, target: Target, config: BenchmarkConfig, peak: float | None) -> Row:
     shape = "x".join(map(str, target.mesh.devices.shape))
     name = f"{case.model.name} {shape} {case.algorithm} {work.part}"
     program = compile_function(name, work.function, work.arguments, target, dump=config.dump)
-    schedule, note = schedule_of(program)
+    schedule = predict(program)
     data, rows, cols = target.mesh.devices.shape
     case = dataclasses.replace(case, mesh=MeshShape(data, rows, cols))
     return make_row(
-        case, work, schedule.seconds, peak, exposed=schedule.exposed, memory=program.memory.peak, note=note
+        case, work, schedule.seconds, peak, exposed=schedule.exposed, memory=program.memory.peak
     )
 
 

@@ -38,7 +38,6 @@ class Row:
     mfu: float | None = None
     exposed: float | None = None
     memory: int | None = None
-    note: str = ""
     problem: str = ""
 
 
@@ -80,7 +79,7 @@ def to_table(report: Report) -> Table:
     names = [name for name in ("model", "mesh", "part") if len({getattr(row, name) for row in report.rows}) > 1]
     same = [f"{name} {getattr(report.rows[0], name)}" for name in ("model", "mesh") if name not in names]
     title = f"{report.source}: bench={report.bench}" + "".join(f", {text}" for text in same)
-    notes = [*dict.fromkeys(row.note for row in report.rows if row.note), report.basis]
+    notes = [report.basis]
     notes += [f"{row.algorithm} on {row.mesh} has no result: {row.problem}" for row in report.rows if row.problem]
     table = Table(
         title=title, caption="\n".join(notes), title_justify="left", caption_justify="left", box=None,

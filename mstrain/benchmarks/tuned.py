@@ -53,7 +53,7 @@ def explain_all(config: BenchmarkConfig, console: Console) -> int:
     for model in config.model_configs:
         tuning = tune_model(model, config, config.slice)
         folder.mkdir(parents=True, exist_ok=True)
-        console.print(explain(tuning))
+        console.print(explain(tuning), width=max(console.width, 120))  # numbers are cut in less
         best = " ".join(f"{name} {flow} S={tuning.slices[name]};" for name, flow in tuning.dataflows.items())
         console.print(f"[bold]{model.name}[/]: mesh {'x'.join(map(str, tuning.mesh))}, {best.rstrip(';')}")
         for rows, cols, why in tuning.rejected:

@@ -1,0 +1,194 @@
+"""train.py target=SLICE check=true: will the training step fit on a slice that is absent, and what will it cost?"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from mstrain.benchmarks.layer_kinds import seconds_by_kind
+from mstrain.compiler import DoesNotFit, Program, Target, compile_step, make_target, predict
+from mstrain.config import RunConfig
+from mstrain.hardware import Slice, mfu, parse_target
+from mstrain.mesh import MeshShape
+from mstrain.models.auto import projections
+from mstrain.models.config import ModelConfig
+from mstrain.models.flops import training_flops_per_token
+from mstrain.models.plan import make_plan
+from mstrain.models.transformer import Transformer
+from mstrain.models.zoo import BYTES
+from mstrain.training.optimizer import make_optimizer
+from mstrain.training.run import abstract_state, describe
+from mstrain.tuning import constants_for, tune
+
+GIB = 2**30
+LARGEST = 4  # how many times larger a slice is tried
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The training step of a configuration, planned for an absent slice."""
+
+    config: RunConfig
+    target: Target
+    module: Transformer
+
+    @property
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes of one device: weights and the optimizer's moments."""
+        state = abstract_state(self.module, self._optimizer)
+        sizes = {name: _shard_bytes(state[name]) for name in ("params", "optimizer")}
+        return {"weights (float32)": sizes["params"], "optimizer moments": sizes["optimizer"]}
+
+    @property
+    def _optimizer(self):
+        return make_optimizer(self.config.optimizer, self.config.steps)
+
+    def compile(self) -> Program:
+        """Raises DoesNotFit when a device has too little memory."""
+        hbm, state = self.target.slice.chip.hbm_bytes, sum(self.state_bytes.values())
+        if hbm and state > hbm:
+            raise DoesNotFit(f"weights and moments alone are {state / GIB:.1f} of {hbm / GIB:.1f} GiB of a device")
+        config = self.config
+        program = compile_step(
+            self.module, self._optimizer, self.target, config.batch // config.accumulate, config.accumulate
+        )
+        if hbm and program.memory.peak > hbm:
+            raise DoesNotFit(f"the step needs {program.memory.peak / GIB:.1f} of {hbm / GIB:.1f} GiB of a device")
+        return program
+
+
+def check(config: RunConfig) -> int:
+    """Prints memory and predicted cost; returns 1, with the smallest change that would fit, when it does not."""
+    console = Console(highlight=False)
+    step = plan_step(config)
+    shape = "x".join(map(str, step.target.mesh.devices.shape))
+    console.print(f"[bold]Target[/] {config.target}: mesh {shape} (data x row x col), {describe(step.module.plan)}")
+    try:
+        with console.status("Compiling the step"):
+            program = step.compile()
+    except DoesNotFit as error:
+        console.print(f"[bold red]Does not fit:[/] {error}")
+        with console.status("Looking for the smallest change that fits") as status:
+            remedy = smallest_change(config, status.update)
+        console.print(f"It fits with: {remedy}" if remedy else "Nothing tried fits: remat, accumulate, larger slices.")
+        return 1
+    console.print(_memory_table(step, program))
+    console.print(*_cost_lines(step, program), sep="\n")
+    return 0
+
+
+def plan_step(config: RunConfig) -> Step:
+    """Plans the step for `config.target`; raises ValueError when the plan is illegal or there is no compiler."""
+    slice, model = parse_target(config.target), _with_vocabulary(config)
+    mesh = _best_mesh(config, model, slice) if config.mesh == "auto" else config.mesh
+    target = make_target(slice, mesh)
+    microbatch = config.batch // config.accumulate
+    plan = make_plan(config.parallel, model, target.mesh, microbatch, config.seq, slice.chip)
+    dtype = jnp.float32 if config.dtype == "f32" else jnp.bfloat16
+    return Step(config, target, Transformer(model, plan, config.seq, dtype, config.remat))
+
+
+def smallest_change(config: RunConfig, progress=lambda text: None) -> str | None:
+    """The first change, from cheapest to dearest, with which the step compiles and fits; None when none does."""
+    for text, changed in _changes(config):
+        progress(f"Trying {text}")
+        try:
+            plan_step(changed).compile()
+        except (DoesNotFit, ValueError):
+            continue
+        return text
+    return None
+
+
+def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Recomputing more, then more microbatches on top of it, then larger slices of the same generation."""
+    for remat in ("dots", "full")[("none", "dots", "full").index(config.remat) :]:
+        yield f"remat={remat}", dataclasses.replace(config, remat=remat)
+    config = dataclasses.replace(config, remat="full")
+    factors = [f for f in (2, 4, 8, 16) if config.batch % (config.accumulate * f) == 0]
+    for accumulate in (config.accumulate * factor for factor in factors):
+        text = f"remat=full accumulate={accumulate}"
+        yield text, dataclasses.replace(config, accumulate=accumulate)
+    slice = parse_target(config.target)
+    prefix, count = slice.chip.slices.prefixes[0], slice.devices
+    for factor in (2**n for n in range(1, LARGEST + 1)):
+        size = count * factor // slice.chip.slices.devices_per_chip * slice.chip.slices.name_counts_per_chip
+        try:
+            larger = parse_target(f"{prefix}-{size}")
+        except ValueError:
+            continue
+        mesh = _best_mesh(config, _with_vocabulary(config), larger)
+        text = f"remat=full target={larger.name} mesh={mesh}"
+        yield text, dataclasses.replace(config, target=larger.name, mesh=str(mesh))
+
+
+def _best_mesh(config: RunConfig, model: ModelConfig, slice: Slice) -> MeshShape:
+    """The tuner's mesh among those the torus carries and the batch divides over."""
+    microbatch = config.batch // config.accumulate
+    shapes = [s for s in slice.mesh_shapes() if microbatch % s[0] == 0 and model.num_kv_heads % s[1] == 0]
+    if not shapes:
+        raise ValueError(
+            f"mesh=auto: no mesh of {slice.name} divides {microbatch} sequences over rows and {model.num_kv_heads} "
+            f"heads over columns. Type mesh=, or batch={slice.devices * config.accumulate}."
+        )
+    tokens = microbatch * config.seq
+    tuning = tune(projections(model, model.layers), tokens, slice.devices, constants_for(slice), meshes=shapes)
+    return MeshShape(1, *tuning.mesh)
+
+
+def _with_vocabulary(config: RunConfig) -> ModelConfig:
+    """The model with its vocabulary; bytes need no corpus, other tokenizers would have to be read."""
+    if config.model.vocabulary is not None:
+        return config.model
+    if config.tokenizer != "bytes" and config.vocabulary is None:
+        raise ValueError(
+            f"check=true reads no corpus, so the vocabulary of tokenizer={config.tokenizer} is not known. "
+            "Type model.vocabulary=50257, or what it has."
+        )
+    return dataclasses.replace(config.model, vocabulary=config.vocabulary or BYTES)
+
+
+def _shard_bytes(tree) -> int:
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def _memory_table(step: Step, program: Program) -> Table:
+    hbm = step.target.slice.chip.hbm_bytes
+    memory, state = program.memory, step.state_bytes
+    parts = state | {
+        "batch and padding": memory.arguments - sum(state.values()),
+        "results beside the state": memory.outputs - memory.aliased,
+        "gradients, activations, slices": memory.temporaries,
+        "program": memory.code,
+    }
+    table = Table("memory of a device", "GiB", title="Fits", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name, size in parts.items():
+        table.add_row(name, f"{size / GIB:.3f}")
+    table.add_row("[bold]peak[/]", f"[bold]{memory.peak / GIB:.3f}[/]" + (f" of {hbm / GIB:.1f}" if hbm else ""))
+    return table
+
+
+def _cost_lines(step: Step, program: Program) -> list:
+    schedule, config = predict(program), step.config
+    devices, tokens = step.target.mesh.size, config.batch * config.seq
+    flops = tokens * training_flops_per_token(step.module.model, config.seq)
+    peak = step.target.slice.chip.peak(jnp.dtype(step.module.dtype).name)
+    share = mfu(flops, schedule.seconds, devices, peak)
+    table = Table("layer", "compute ms", "exposed ms", "share", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for kind, (compute, exposed) in seconds_by_kind(program, schedule).items():
+        part = (compute + exposed) / schedule.seconds
+        table.add_row(kind, f"{1e3 * compute:.2f}", f"{1e3 * exposed:.2f}", f"{part:.1%}")
+    return [
+        "",
+        f"Predicted from the compiled schedule, not measured ({program.seconds:.0f} s to compile)",
+        f"step {schedule.seconds:.4g} s, {tokens / schedule.seconds:,.0f} tokens/s, "
+        f"MFU {'n/a' if share is None else f'{share:.1%}'}, exposed communication {schedule.exposed_fraction:.1%}",
+        "MFU = model FLOPs (no recomputation) / (seconds x devices x peak of "
+        f"{'unknown' if peak is None else f'{peak / 1e12:g} TFLOP/s'})",
+        table,
+    ]

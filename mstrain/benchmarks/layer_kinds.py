@@ -1,0 +1,55 @@
+"""Where a predicted step spends its time: compute and exposed communication by kind of layer."""
+
+import re
+
+import numpy as np
+
+from mstrain.compiler import Program, Schedule
+from mstrain.compiler.hlo import parse
+
+# First match wins; op names are Flax module paths, as JAX leaves them in the compiled text.
+RULES = (
+    ("attention", r"/attention[/_.]"),
+    ("mlp", r"/mlp[/_.]"),
+    ("rest of the blocks", r"blocks_\d+"),
+    ("embedding", r"/(embedding|positions)[/_.]"),
+    ("head and loss", r"Transformer"),
+    ("optimizer", r"jit\(step\)"),
+)
+KINDS = (*(kind for kind, _ in RULES), "unnamed (copies, loops)")
+
+
+def kind_of(op_name: str) -> str:
+    """The kind of layer an operation belongs to."""
+    return next((kind for kind, rule in RULES if re.search(rule, op_name)), KINDS[-1])
+
+
+def seconds_by_kind(program: Program, schedule: Schedule) -> dict[str, tuple[float, float]]:
+    """Seconds of (compute, exposed communication) of each kind; together they are the schedule's.
+
+    A pause of the TensorCore is charged to the transfers that end in it, each from the end of the one before.
+    """
+    timeline = schedule.timeline
+    kinds = np.array([KINDS.index(kind) for kind in _kinds_of_names(program.text, timeline.names)], int)[timeline.name]
+    core = ~timeline.communication
+    compute = np.bincount(kinds[core], timeline.duration[core], len(KINDS))
+    exposed = np.zeros(len(KINDS))
+    ends = (timeline.start + timeline.duration)[~core]
+    order = np.argsort(ends)
+    ends, owners = ends[order], kinds[~core][order]
+    begins = np.append(timeline.start[core], schedule.seconds)
+    stops = np.insert((timeline.start + timeline.duration)[core], 0, 0.0)
+    for begin, end in zip(stops, begins, strict=True):
+        if end > begin:
+            first, last = np.searchsorted(ends, (begin, end), side="right")
+            np.add.at(exposed, owners[first:last], np.diff(ends[first:last], prepend=begin))
+    return {kind: (float(compute[i]), float(exposed[i])) for i, kind in enumerate(KINDS)}
+
+
+def _kinds_of_names(text: str, names: tuple[str, ...]) -> list[str]:
+    op_names = {}
+    for body in parse(text).computations.values():
+        for instruction in body:
+            if match := re.search(r'op_name="([^"]*)"', instruction.attributes):
+                op_names[instruction.name] = match[1]
+    return [kind_of(op_names.get(name, "")) for name in names]
