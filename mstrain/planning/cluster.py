@@ -19,6 +19,7 @@ import numpy as np
 from mstrain.hardware import Link
 from mstrain.planning.collectives import Ring
 from mstrain.planning.placement import Placement
+from mstrain.tuning.constants import AxisLinks
 
 GIGABIT = 1.25e8  # bytes
 
@@ -79,6 +80,10 @@ class Network(ABC):
         comes out at half the bandwidth of one that closes around the torus.
         """
         return _ring(self, members)[0]
+
+    def ring_for(self, kind: str, members: Sequence[int]) -> Ring:
+        """The ring through `members` as a collective of `kind` sees it."""
+        return self.ring(members)
 
     def ring_wires(self, members: Sequence[int]) -> Sequence[int]:
         """The wires that the ring through `members` occupies."""
@@ -228,6 +233,53 @@ class Pairs(Network):
     def mean_bandwidth(self, members: Sequence[int]) -> float:
         inside = self.bandwidths[np.ix_(members, members)][np.triu_indices(len(members), 1)]
         return super().mean_bandwidth(members) if np.isnan(inside).any() else float(inside.mean())
+
+
+@dataclass(frozen=True)
+class Axes(Network):
+    """Devices numbered row-major over the axes of a plan, one full-duplex link per device and axis.
+
+    This is the network that the tuner's cost model has in mind: axes do not slow each other, and every collective has
+    its own launch. `links` has one entry per axis; messages use the link of the axis along which they go.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    links: tuple[AxisLinks, ...]
+
+    def alike(self, placement: Placement) -> bool:
+        return True
+
+    def _axis(self, source: int, destination: int) -> int:
+        distance = abs(source - destination)
+        return next(i for i in range(len(self.sizes)) if distance >= prod(self.sizes[i + 1 :]))
+
+    def _wires(self, device: int, axis: int) -> tuple[int, int]:
+        out = 2 * (device * len(self.sizes) + axis)
+        return out, out + 1
+
+    def wire(self, number: int) -> Wire:
+        rest, inward = divmod(number, 2)
+        device, axis = divmod(rest, len(self.sizes))
+        bandwidth = self.links[axis].permute.bandwidth
+        return Wire(device, f"link {self.names[axis]} {'in' if inward else 'out'}", bandwidth)
+
+    def path(self, source: int, destination: int) -> Path:
+        axis = self._axis(source, destination)
+        link = self.links[axis].permute
+        wires = self._wires(source, axis)[0], self._wires(destination, axis)[1]
+        return Path(wires, link.bandwidth, link.launch + link.sync)
+
+    def ring_for(self, kind: str, members: Sequence[int]) -> Ring:
+        links = self.links[self._axis(members[0], members[1])]
+        return Ring(len(members), links.reduce_scatter if kind == "ReduceScatter" else links.all_gather)
+
+    def ring(self, members: Sequence[int]) -> Ring:
+        return self.ring_for("AllGather", members)
+
+    def ring_wires(self, members: Sequence[int]) -> Sequence[int]:
+        axis = self._axis(members[0], members[1])
+        return [number for member in members for number in self._wires(member, axis)]
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,10 @@ READS = {
 MOVES = frozenset(
     {"Concat", "Split", "Slice", "Reshape", "Shape", "Squeeze", "Unsqueeze", "Lookup", "Identity"}
 )
+# Kernels that are bound by memory: the first shape is what they move, in elements.
+TRAFFIC = frozenset({"Norm", "NormGrad", "Residual", "Activation", "ActivationGrad", "Logits", "LogitsGrad", "Adam"})
+PRODUCTS = frozenset({"MatMul", "Gemm", "InputGrad", "MatMulGrad", "WeightGrad"})
+ATTENTION_BACKWARD = 2.5  # of the forward pass: five products instead of two (FlashAttention-2, section 3.1)
 FREE_NETWORK = frozenset({"Scatter", "Broadcast"})
 
 
@@ -41,7 +45,11 @@ def compute_seconds(rules: RuleSet, spec: OpSpec, device: Device) -> float:
         return _elementwise(rules, kind, shapes[0], size, device)
     if kind in MOVES:
         return _move(rules, spec, device)
-    if kind in ("MatMul", "Gemm"):
+    if kind in TRAFFIC:
+        return _kernel(rules, device, size * prod(shapes[0]), 0.0)
+    if kind in ("Attention", "AttentionGrad"):
+        return _kernel(rules, device, 0.0, operation_work(spec))
+    if kind in ("MatMul", "Gemm", "InputGrad"):
         seconds = _matmul(rules, *shapes[:2], size, device)
         return seconds + (
             _elementwise(rules, "Add", (shapes[0][0], shapes[1][1]), size, device) if kind == "Gemm" else 0.0
@@ -54,14 +62,17 @@ def compute_seconds(rules: RuleSet, spec: OpSpec, device: Device) -> float:
         return _optimizer(rules, shapes, size, device)
     raise ValueError(
         f"no cost rule for operation {kind!r}; known: "
-        + " ".join(sorted([*READS, *MOVES, "MatMul", "Gemm", "MatMulGrad", "WeightGrad", "SGD"]))
+        + " ".join(sorted([*READS, *MOVES, *TRAFFIC, *PRODUCTS, "SGD"]))
     )
 
 
 def operation_work(spec: OpSpec) -> float:
     """Floating-point operations of one operation on one device (0 for communication and data movement)."""
     kind, shapes, _ = spec
-    if kind in ("MatMul", "Gemm", "MatMulGrad", "WeightGrad"):
+    if kind in ("Attention", "AttentionGrad"):  # (tokens x heads, head width), (tokens seen,)
+        forward = 4.0 * prod(shapes[0]) * shapes[1][0]
+        return forward * (ATTENTION_BACKWARD if kind == "AttentionGrad" else 1.0)
+    if kind in PRODUCTS:
         once = 2.0 * prod(shapes[0]) * shapes[1][-1]
         return 2 * once if kind == "MatMulGrad" else once
     if kind == "SGD":
@@ -130,7 +141,7 @@ def communication_seconds(
         if kind == "Send":
             path = cluster.network.path(*members)
             return path.latency + nbytes / path.bandwidth
-        return ring_seconds(kind, nbytes, cluster.network.ring(members))
+        return ring_seconds(kind, nbytes, cluster.network.ring_for(kind, members))
     if kind in FREE_NETWORK:
         return (None, *(0.0 for _ in members[1:]))
     per_second = rules.gigabit_bytes / GIGABIT

@@ -47,8 +47,13 @@ class MemoryUse:
         return {which: (times, totals) for which, times, totals in columns}
 
 
-def memory_use(program: Program, allocate: np.ndarray, free: np.ndarray) -> MemoryUse:
-    """Live memory if operation i takes its outputs at `allocate[i]` and drops its inputs at `free[i]`."""
+def memory_use(
+    program: Program, allocate: np.ndarray, free: np.ndarray, counted: np.ndarray | None = None
+) -> MemoryUse:
+    """Live memory if operation i takes its outputs at `allocate[i]` and drops its inputs at `free[i]`.
+
+    `counted`, a bool array of shape (values,), leaves out the values where it is false.
+    """
     values = np.arange(len(program.value_bytes))
     reader = np.full(len(values), -1)
     reader[program.inputs.items] = program.inputs.owner()
@@ -60,7 +65,11 @@ def memory_use(program: Program, allocate: np.ndarray, free: np.ndarray) -> Memo
     # Moments count up in program order: inputs, then per operation first the outputs, then what it frees.
     moment = np.concatenate([np.full(len(resident), -1), 2 * writer, 2 * reader[freed] + 1])
     time = np.concatenate([np.zeros(len(resident)), allocate[writer], free[reader[freed]]])
-    delta = program.value_bytes[value] * np.repeat([1, 1, -1], [len(resident), len(written), len(freed)])
+    sign = np.repeat([1, 1, -1], [len(resident), len(written), len(freed)])
+    if counted is not None:
+        keep = counted[value]
+        value, moment, time, sign = value[keep], moment[keep], time[keep], sign[keep]
+    delta = program.value_bytes[value] * sign
     device = program.value_device[value]
     order = np.lexsort((moment, time, device))
     device, delta = device[order], delta[order]

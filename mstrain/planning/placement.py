@@ -5,19 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Which devices an operation involves: its own, its tensor ranks, its data replicas, or the next stage.
-LOCAL, TENSOR, DATA, SEND = range(4)
+# Which devices an operation involves: its own, its tensor ranks, its data replicas, the next stage, or (where the
+# tensor ranks form a mesh) those of its column, which differ in their row, and those of its row.
+LOCAL, TENSOR, DATA, SEND, ROW, COL = range(6)
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """Parallel degrees of a plan; `interleave` is the number of model chunks per pipeline stage."""
+    """Parallel degrees of a plan.
+
+    `interleave` is the number of model chunks per pipeline stage; `cols` the columns of the mesh that the tensor
+    ranks form, numbered row by row (1 where they form none).
+    """
 
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
     microbatches: int = 1
     interleave: int = 1
+    cols: int = 1
+
+    @property
+    def rows(self) -> int:
+        return self.tensor // self.cols
 
     @property
     def world(self) -> int:
@@ -51,6 +61,11 @@ class Placement:
         here = self.worker(replica, rank, stage)
         if axis == TENSOR:
             return range(here, here + tensor * self.degrees.tensor, tensor)
+        if axis == ROW:
+            step = tensor * self.degrees.cols
+            return range(here, here + step * self.degrees.rows, step)
+        if axis == COL:
+            return range(here, here + tensor * self.degrees.cols, tensor)
         if axis == DATA:
             return range(here, here + data * self.degrees.data, data)
         return (here, self.worker(replica, rank, peer)) if axis == SEND else (here,)

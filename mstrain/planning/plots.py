@@ -123,7 +123,7 @@ def _bars(timeline: Timeline) -> list[tuple[int, str, float, float, float]]:
         elif name in _INHERITS and last and last[1] != "communication":
             kind = last[1]
         else:
-            kind = "optimizer" if name == "SGD" else "backward" if name.endswith("Grad") else "forward"
+            kind = "optimizer" if name in ("SGD", "Adam") else "backward" if name.endswith("Grad") else "forward"
         end = start + float(timeline.duration[event])
         touching = last is not None and start - last[4] <= 1e-9 + 1e-6 * end
         if touching and last[1] == kind and last[2] == count:

@@ -19,6 +19,9 @@ COMMUNICATION = frozenset(
     {"Send", "Scatter", "Broadcast", "Gather", "Reduce", "AllReduce", "AllGather", "ReduceScatter"}
 )
 
+# What a value is for, in the order in which memory is reported.
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "workspace")
+
 
 class OpSpec(NamedTuple):
     """What an operation does: its kind, the operand shapes that decide its cost, bytes per element."""
@@ -81,6 +84,7 @@ class Program:
         the program is one representative of symmetric ranks).
       inputs, outputs: values read and written by each operation.
       value_bytes, value_device: int arrays of shape (values,).
+      category: int array of shape (values,), an index into `CATEGORIES`; None where nobody has said.
       resident: bool array of shape (values,): an input of the program, in memory from the start and never
         freed.
       devices: the devices whose time is kept. A group may name others: they only decide the cost.
@@ -98,6 +102,7 @@ class Program:
     value_device: np.ndarray
     resident: np.ndarray
     devices: tuple[int, ...]
+    category: np.ndarray | None = None
 
     @property
     def num_ops(self) -> int:

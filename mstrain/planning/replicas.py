@@ -50,19 +50,17 @@ class Step:
     def _program(self, placement: Placement, data: int, tensor: int) -> Program:
         """The program of `data` replicas of `tensor` ranks; `copies` counts the operations of the others."""
         ranks = data * tensor
-        axis_copies = np.array([ranks, data, tensor, ranks])
-        width = np.array([1, tensor, data, 1])
+        cols = self.degrees.cols if tensor > 1 else 1
+        mesh = _Mesh(data, tensor, tensor // cols, cols)
+        axis_copies, width = mesh.copies, mesh.width
         copies = axis_copies[self.axis]
         rows = np.repeat(np.arange(len(self.spec)), copies)
         copy = np.arange(len(rows)) - np.repeat(np.cumsum(copies) - copies, copies)
         axis = self.axis[rows]
-        # `copy` numbers the ranks; of tensor groups the replicas; of data groups the ranks of a replica.
-        replica = np.choose(axis, [copy // tensor, copy, 0 * copy, copy // tensor])
-        rank = np.choose(axis, [copy % tensor, 0 * copy, copy, copy % tensor])
+        replica, rank = mesh.first_rank(axis, copy)
         groups, group = self._groups(placement, axis, replica, rank, rows)
-        all_ranks = self.degrees.data * self.degrees.tensor
-        whole = np.array([all_ranks, self.degrees.data, self.degrees.tensor, all_ranks])
-        nbytes, stage, resident = self.slots.table(self.degrees.microbatches)
+        whole = _Mesh(self.degrees.data, self.degrees.tensor, self.degrees.rows, self.degrees.cols).copies
+        nbytes, stage, resident, category = self.slots.table(self.degrees.microbatches)
         every, stages = np.arange(ranks), np.arange(self.degrees.pipeline)
         program = Program(
             specs=self.specs,
@@ -71,10 +69,11 @@ class Step:
             group=group,
             microbatch=self.microbatch[rows],
             copies=(whole // axis_copies)[axis],
-            inputs=_spread(self.inputs, rows, axis, copy, width, data, tensor),
-            outputs=_spread(self.outputs, rows, axis, copy, width, data, tensor),
+            inputs=_spread(self.inputs, rows, axis, copy, mesh),
+            outputs=_spread(self.outputs, rows, axis, copy, mesh),
             value_bytes=np.repeat(nbytes, ranks),
             resident=np.repeat(resident, ranks),
+            category=np.repeat(category, ranks),
             value_device=placement.worker(every // tensor, every % tensor, stage[:, None]).ravel(),
             devices=tuple(
                 placement.worker(every // tensor, every % tensor, stages[:, None]).ravel().tolist()
@@ -97,20 +96,56 @@ class Step:
         return tuple(groups), group
 
 
-def _spread(lists: Ragged, rows, axis, copy, width, data: int, tensor: int) -> Ragged:
+@dataclass(frozen=True)
+class _Mesh:
+    """Which groups each axis of an operation has among `data` replicas of rows x cols tensor ranks.
+
+    `copies`: groups per axis; `width`: ranks per group. Groups of tensor ranks are numbered by replica, those of
+    data replicas by rank, those along ROW and COL by replica and then by column or row.
+    """
+
+    data: int
+    tensor: int
+    rows: int
+    cols: int
+
+    @property
+    def copies(self) -> np.ndarray:
+        ranks = self.data * self.tensor
+        return np.array([ranks, self.data, self.tensor, ranks, self.data * self.cols, self.data * self.rows])
+
+    @property
+    def width(self) -> np.ndarray:
+        return np.array([1, self.tensor, self.data, 1, self.rows, self.cols])
+
+    def first_rank(self, axis: np.ndarray, copy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(replica, rank) of the first member of group `copy` along `axis`."""
+        own, none = copy // self.tensor, 0 * copy
+        replica = np.choose(axis, [own, copy, none, own, copy // self.cols, copy // self.rows])
+        rank = copy % self.tensor
+        return replica, np.choose(axis, [rank, none, copy, rank, copy % self.cols, copy % self.rows * self.cols])
+
+    def member(self, axis: np.ndarray, copy: np.ndarray, member: np.ndarray) -> np.ndarray:
+        """Number (replica by replica) of each member of group `copy` along `axis`."""
+        replica, rank = self.first_rank(axis, copy)
+        first = replica * self.tensor + rank
+        return first + member * np.array([0, 1, self.tensor, 0, self.cols, 1])[axis]
+
+
+def _spread(lists: Ragged, rows, axis, copy, mesh: _Mesh) -> Ragged:
     """Value numbers per rank: a collective touches the value of every member, the rest that of their own."""
-    if data * tensor == 1:
+    ranks, width = mesh.data * mesh.tensor, mesh.width
+    if ranks == 1:
         return lists
     lists = lists.take(rows)
     owner = lists.owner()
     times = width[axis[owner]]
     items, owner = np.repeat(lists.items, times), np.repeat(owner, times)
     member = np.arange(len(items)) - np.repeat(np.cumsum(times) - times, times)
-    kind, own = axis[owner], copy[owner]
-    rank = np.choose(kind, [own, own * tensor + member, member * tensor + own, own])
+    rank = mesh.member(axis[owner], copy[owner], member)
     offsets = np.zeros(len(lists.offsets), np.int64)
     np.cumsum(lists.lengths * width[axis], out=offsets[1:])
-    return Ragged(offsets, items * (data * tensor) + rank)
+    return Ragged(offsets, items * ranks + rank)
 
 
 def _with_prologue(program: Program, prologue: tuple[tuple[OpSpec, tuple[int, ...]], ...]) -> Program:
@@ -132,6 +167,7 @@ def _with_prologue(program: Program, prologue: tuple[tuple[OpSpec, tuple[int, ..
         value_bytes=program.value_bytes,
         value_device=program.value_device,
         resident=program.resident,
+        category=program.category,
         devices=tuple(sorted({*program.devices, *(device for _, group in prologue for device in group)})),
     )
 

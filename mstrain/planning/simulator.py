@@ -17,7 +17,7 @@ from mstrain.planning.cluster import Cluster
 from mstrain.planning.costs import communication_seconds, compute_seconds, operation_work
 from mstrain.planning.kernels import first_come, in_order
 from mstrain.planning.memory import MemoryUse, memory_use
-from mstrain.planning.program import Program, Ragged, number_present
+from mstrain.planning.program import CATEGORIES, Program, Ragged, number_present
 from mstrain.planning.rules import RuleSet, rule_set
 from mstrain.timeline import Counter, Lane, Timeline
 
@@ -157,6 +157,18 @@ class Simulation:
     def memory(self) -> MemoryUse:
         """Live memory per device over time."""
         return memory_use(self.program, self.start if self.rules.link_lanes else self.end, self.end)
+
+    @cached_property
+    def memory_by_category(self) -> dict[str, MemoryUse]:
+        """Live memory per device over time of the categories that the program has."""
+        if self.program.category is None:
+            return {}
+        allocate = self.start if self.rules.link_lanes else self.end
+        return {
+            name: memory_use(self.program, allocate, self.end, self.program.category == index)
+            for index, name in enumerate(CATEGORIES)
+            if (self.program.category == index).any()
+        }
 
     @property
     def peak_bytes(self) -> int:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mstrain.planning.program import OpSpec
+from mstrain.planning.program import CATEGORIES, OpSpec
 
 
 class RankOp(NamedTuple):
@@ -26,17 +26,24 @@ class Slots:
     _PREVIOUS = 1 << 40
 
     def __init__(self):
-        self.single: list[tuple[int, int]] = []
-        self.repeated: list[tuple[int, int, bool, bool]] = []
+        self.single: list[tuple[int, int, int]] = []
+        self.repeated: list[tuple[int, int, bool, bool, int]] = []
 
-    def resident(self, nbytes: int, stage: int) -> int:
+    def resident(self, nbytes: int, stage: int, category: str = "parameters") -> int:
         """A program input that exists once, such as a weight."""
-        self.single.append((nbytes, stage))
+        self.single.append((nbytes, stage, CATEGORIES.index(category)))
         return -len(self.single)
 
-    def value(self, nbytes: int, stage: int, resident: bool = False, grows: bool = False) -> int:
+    def value(
+        self,
+        nbytes: int,
+        stage: int,
+        resident: bool = False,
+        grows: bool = False,
+        category: str = "activations",
+    ) -> int:
         """A value per microbatch; `resident`: an input; `grows`: microbatch m has m + 1 times `nbytes`."""
-        self.repeated.append((nbytes, stage, resident, grows))
+        self.repeated.append((nbytes, stage, resident, grows, CATEGORIES.index(category)))
         return len(self.repeated) - 1
 
     @classmethod
@@ -51,12 +58,13 @@ class Slots:
         at = len(self.single) + (microbatch - before) * len(self.repeated) + repeated
         return np.where(slots < 0, -slots - 1, at)
 
-    def table(self, microbatches: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Bytes, stage and residency of every value number."""
-        single = np.array(self.single, np.int64).reshape(-1, 2)
-        repeated = np.array(self.repeated, np.int64).reshape(-1, 4)
+    def table(self, microbatches: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Bytes, stage, residency and category (an index into `CATEGORIES`) of every value number."""
+        single = np.array(self.single, np.int64).reshape(-1, 3)
+        repeated = np.array(self.repeated, np.int64).reshape(-1, 5)
         times = np.where(repeated[:, 3] > 0, np.arange(1, microbatches + 1)[:, None], 1)
         nbytes = np.concatenate([single[:, 0], (repeated[:, 0] * times).ravel()])
         stage = np.concatenate([single[:, 1], np.tile(repeated[:, 1], microbatches)])
         resident = np.concatenate([np.ones(len(single), bool), np.tile(repeated[:, 2] > 0, microbatches)])
-        return nbytes, stage, resident
+        category = np.concatenate([single[:, 2], np.tile(repeated[:, 4], microbatches)])
+        return nbytes, stage, resident, category

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mstrain.models.config import ModelConfig
+from mstrain.planning.costs import ATTENTION_BACKWARD
 from mstrain.planning.pod.plan import Product, Products
 from mstrain.tuning import Constants
 from mstrain.tuning.cost import Cost, communication_terms, sliced_cost
 
-ATTENTION_BACKWARD = 2.5  # of the forward pass: five products instead of two (FlashAttention-2, section 3.1)
 FLASH_BLOCK = 128  # tokens; sequences of whole blocks in 16 bits use a kernel that skips what is masked
 
 
