@@ -89,11 +89,11 @@ class Attention(nn.Module):
         if self.rotary_base:
             q_BxTxNxH = rotate_positions(q_BxTxNxH, self.rotary_base)
             k_BxTxKxH = rotate_positions(k_BxTxKxH, self.rotary_base)
-        slopes_N = None
+        slopes_N, platform = None, self.plans.grid.mesh.devices.flat[0].platform
         if self.scores.alibi:
             first = axis_index(axes) * queries
             slopes_N = jax.lax.dynamic_slice_in_dim(alibi_slopes(self.heads.queries), first, queries)
-        y_BxTxNxH = attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, self.scores, slopes_N, window)
+        y_BxTxNxH = attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, self.scores, slopes_N, window, platform)
         return y_BxTxNxH.reshape(-1, queries * self.heads.width)
 
     def _normalise(self, x, scale_H):

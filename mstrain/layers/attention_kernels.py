@@ -4,11 +4,9 @@ Shapes as in `mstrain.layers.attention`. The choice is made when the step is com
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 SAVED_ATTENTION = "attention"
@@ -32,15 +30,18 @@ class Scores:
     windowed: bool = False
 
 
-def attend(q, k, v, scores: Scores, slopes_N, window):
-    """Causal attention of q_BxTxNxH over k, v_BxTxKxH; returns [B, T, N, H] in the dtype of q."""
-    branches = {"default": functools.partial(_attend_xla, scores=scores)}
+def attend(q, k, v, scores: Scores, slopes_N, window, platform: str = "cpu"):
+    """Causal attention of q_BxTxNxH over k, v_BxTxKxH; returns [B, T, N, H] in the dtype of q.
+
+    `platform` is JAX's name of the platform compiled for, which need not be the one that compiles.
+    """
+    kernel = _attend_xla
     if _flash_fits(q, scores):
-        branches["tpu"] = functools.partial(_attend_splash, scores=scores)
-        if q.shape[3] <= CUDNN_WIDEST_HEAD and not scores.soft_cap:
-            branches["cuda"] = functools.partial(_attend_cudnn, scores=scores)
-    y = lax.platform_dependent(q, k, v, slopes_N, window, **branches)
-    return checkpoint_name(y, SAVED_ATTENTION)
+        if platform == "tpu":
+            kernel = _attend_splash
+        elif platform in ("gpu", "cuda") and q.shape[3] <= CUDNN_WIDEST_HEAD and not scores.soft_cap:
+            kernel = _attend_cudnn
+    return checkpoint_name(kernel(q, k, v, slopes_N, window, scores=scores), SAVED_ATTENTION)
 
 
 def _flash_fits(q, scores: Scores) -> bool:
