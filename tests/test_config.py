@@ -1,4 +1,4 @@
-"""Every mistake in a configuration is one message with its fix and exit code 2, before anything is written."""
+"""Every mistake in a configuration is one message with its fix and exit code 2; nothing is written."""
 
 import dataclasses
 from pathlib import Path
@@ -54,14 +54,17 @@ MISTAKES = {
     "kv_heads in heads": (["model.kv_heads=3"], ["model.kv_heads=3", "Choose one of [1, 2, 4, 8]"]),
     "kv_heads on columns": (["model.kv_heads=2", "mesh=2x4"], ["model.kv_heads=2", "[1, 2]"]),
     "features": (["model.mlp_width=250", "mesh=2x4"], ["250 features", "Choose another mesh="]),
-    "batch on copies": (["batch=15", "mesh=2x2x4"], ["15 sequences", "2 data-parallel copies", "Type batch=16"]),
+    "batch on copies": (["batch=15", "mesh=2x2x4"],
+                        ["15 sequences", "2 data-parallel copies", "Type batch=16"]),
     "batch on rows": (["batch=4", "mesh=8x2"], ["4 sequences", "8 rows", "multiple of 8"]),
     "accumulate": (["batch=16", "accumulate=5"], ["accumulate=5", "Type accumulate=4"]),
     "square": (["parallel=cannon", "mesh=2x8"], ["square mesh", "2x8", "parallel=collective"]),
     "slice count": (["parallel.slices=5", "mesh=2x2x4"], ["slice count 5", "Type parallel.slices=2 or 4"]),
     "slice count zero": (["parallel.slices=0"], ["'0'", "Type a whole number such as 4"]),
-    "slices without meshslice": (["parallel=megatron", "parallel.slices=2"], ["no effect", "parallel=meshslice"]),
-    "dataflow without choice": (["parallel=fsdp", "parallel.dataflow=ls"], ["no effect on fsdp", "meshslice"]),
+    "slices without meshslice": (["parallel=megatron", "parallel.slices=2"],
+                                 ["no effect", "parallel=meshslice"]),
+    "dataflow without choice": (["parallel=fsdp", "parallel.dataflow=ls"],
+                                ["no effect on fsdp", "meshslice"]),
     "path without files": (["data=stdlib", "data.path=x"], ["no effect with data=stdlib", "data=text"]),
     "no path": (["data=text"], ["add data.path="]),
     "profile without steps": (["profile.start=3"], ["Type profile.start=10 profile.steps=3"]),
@@ -131,13 +134,23 @@ def test_the_defaults_are_those_on_record():
 
 
 def test_a_written_configuration_reads_back_equal(tmp_path):
-    arguments = [*SMALL, 'parallel.layers="0:fsdp 1:mlp:wang"', "optimizer.learning_rate=1e-4", "mesh=2x2x4", "seed=7"]
+    arguments = [
+        *SMALL,
+        'parallel.layers="0:fsdp 1:mlp:wang"',
+        "optimizer.learning_rate=1e-4",
+        "mesh=2x2x4",
+        "seed=7",
+    ]
     config = load_config(arguments)
     path = tmp_path / "config.yaml"
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))
     again = build(RunConfig, OmegaConf.to_container(OmegaConf.load(path)))
     assert again == config
-    assert (again.parallel.layers, again.optimizer.learning_rate, again.seed) == ("0:fsdp 1:mlp:wang", 1e-4, 7)
+    assert (again.parallel.layers, again.optimizer.learning_rate, again.seed) == (
+        "0:fsdp 1:mlp:wang",
+        1e-4,
+        7,
+    )
 
 
 near_misses = st.text(st.sampled_from("0123456789x-: autmlpfsdwngé²٣\t"), max_size=12)
@@ -161,7 +174,10 @@ def test_any_text_is_read_or_refused_with_a_reason(parse, text):
 
 
 @settings(max_examples=40, deadline=None)
-@given(key=st.sampled_from(["mesh", "parallel.layers", "parallel.slices", "batch", "dtype"]), value=st.text(max_size=12))
+@given(
+    key=st.sampled_from(["mesh", "parallel.layers", "parallel.slices", "batch", "dtype"]),
+    value=st.text(max_size=12),
+)
 def test_any_argument_is_read_or_refused_with_a_reason(key, value):
     try:
         load_config([*(a for a in SMALL if not a.startswith(key + "=")), f"{key}={value}"])

@@ -1,4 +1,4 @@
-"""Canonical parameters: the same on every mesh, restored exactly from any stored form, never gathered on the way."""
+"""Canonical parameters: the same on every mesh, restored exactly from any form, never gathered on the way."""
 
 import functools
 import math
@@ -45,7 +45,9 @@ def module_of(case: str) -> Transformer:
 @functools.cache
 def canonical(model: ModelConfig):
     """Initial parameters as one device draws them."""
-    module = Transformer(model, make_plan(ParallelConfig("gspmd"), model, make_mesh(parse_mesh("1x1")), 16, 16), 16)
+    module = Transformer(
+        model, make_plan(ParallelConfig("gspmd"), model, make_mesh(parse_mesh("1x1")), 16, 16), 16
+    )
     return jax.device_get(jax.jit(lambda: parameters.init_canonical(module, 0))())
 
 
@@ -55,7 +57,9 @@ def converters(case: str):
     module = module_of(case)
     whole, parts = parameters.canonical_shardings(module), parameters.parameter_shardings(module)
     store = jax.jit(functools.partial(parameters.store, module), in_shardings=(whole,), out_shardings=parts)
-    restore = jax.jit(functools.partial(parameters.restore, module), in_shardings=(parts,), out_shardings=whole)
+    restore = jax.jit(
+        functools.partial(parameters.restore, module), in_shardings=(parts,), out_shardings=whole
+    )
     shapes = parameters.canonical_shapes(module)
     stored = parameters.parameter_shapes(module)
     return store.lower(shapes).compile(QUICK), restore.lower(stored).compile(QUICK), whole
@@ -96,7 +100,10 @@ def test_initial_parameters_do_not_depend_on_the_plan(case):
 def test_initial_parameters_depend_on_the_seed():
     module = module_of("wide, slices")
     other = jax.jit(lambda: parameters.init_canonical(module, 1))()
-    assert np.mean(other["blocks_0"]["mlp"]["up"]["kernel"] == canonical(GPT)["blocks_0"]["mlp"]["up"]["kernel"]) < 0.01
+    assert (
+        np.mean(other["blocks_0"]["mlp"]["up"]["kernel"] == canonical(GPT)["blocks_0"]["mlp"]["up"]["kernel"])
+        < 0.01
+    )
 
 
 def gathered(compiled) -> int:

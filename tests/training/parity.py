@@ -1,8 +1,8 @@
 """The same curve on every mesh: twenty steps of a small GPT as one compiled program per case.
 
-`python -m tests.training.parity` prints the largest relative difference of loss and gradient norm from the run on one
-device, for every mesh and algorithm. The suite runs a subset that covers each mesh and each algorithm at least twice
-(test_parity.py).
+`python -m tests.training.parity` prints the largest relative difference of loss and gradient norm from the
+run on one device, for every mesh and algorithm. The suite runs a subset that covers each mesh and algorithm
+at least twice (test_parity.py).
 """
 
 import dataclasses
@@ -48,7 +48,9 @@ class Case:
         p = self.parallel
         name = "mixed" if p == MIXED else p.algorithm
         name += f"-{p.dataflow}" * (p.dataflow != "auto") + f"-S{p.slices}" * (p.slices != "auto")
-        name += f"-accumulate{self.accumulate}" * (self.accumulate > 1) + f"-{self.remat}" * (self.remat != "none")
+        name += f"-accumulate{self.accumulate}" * (self.accumulate > 1) + f"-{self.remat}" * (
+            self.remat != "none"
+        )
         return f"{self.mesh}-{name}" + "-bf16" * (self.dtype == "bfloat16")
 
 
@@ -76,7 +78,9 @@ def variant_cases() -> list[Case]:
         cases += [Case(mesh, ParallelConfig(slices="2", dataflow=flow)) for flow in ("os", "ls", "rs")]
         cases += [Case(mesh, ParallelConfig(slices="4", dataflow="os")), Case(mesh, sliced, accumulate=2)]
         cases += [Case(mesh, sliced, remat=remat) for remat in ("dots", "full")]
-        cases += [Case(mesh, parallel, dtype="bfloat16") for parallel in (sliced, ParallelConfig("wang"), MIXED)]
+        cases += [
+            Case(mesh, parallel, dtype="bfloat16") for parallel in (sliced, ParallelConfig("wang"), MIXED)
+        ]
     cases += [Case("2x2x2", ParallelConfig("cannon", dataflow=flow)) for flow in ("os", "ls", "rs")]
     return cases
 
@@ -143,7 +147,7 @@ def results(case: Case):
 
 
 def difference(case: Case) -> np.ndarray:
-    """Largest relative difference of loss and of gradient norm to one device in the same dtype, over all steps."""
+    """Largest relative difference of loss and of gradient norm to one device in the same dtype."""
     expected, _ = results(BF16_REFERENCE if case.dtype == "bfloat16" else REFERENCE)
     return np.max(np.abs(results(case)[0] / expected - 1), axis=0)
 

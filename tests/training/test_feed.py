@@ -1,4 +1,4 @@
-"""Batches reach the devices whole, the same on any mesh, and a process reads the rows of its own devices only."""
+"""Batches reach the devices whole, the same on any mesh; a process reads the rows of its own devices only."""
 
 import jax
 import numpy as np
@@ -54,7 +54,7 @@ def test_a_device_reads_its_own_rows_only(mesh, shards):
     batch = feed(0)
     rows = {shard.index[1].indices(BATCH)[:2] for shard in batch.addressable_shards}
     assert len(rows) == shards
-    # What one process asks for is what make_array_from_callback asks for its devices: no read is wider than a shard.
+    # One process asks for what make_array_from_callback asks for its devices: no read is wider than a shard.
     assert {len(asked) for asked in feed.batches.asked} == {BATCH // shards}
     assert {(asked[0], asked[-1] + 1) for asked in feed.batches.asked} == rows
 

@@ -30,7 +30,7 @@ def directory(finished):
 
 
 def scalars(directory) -> dict:
-    """{(tag, step): value} of all TensorBoard events: records of a length, its checksum, an event, its checksum."""
+    """{(tag, step): value} of all TensorBoard events: records of length, checksum, event, checksum."""
     found = {}
     for path in (directory / "tensorboard").glob("events.*"):
         data = path.read_bytes()
@@ -79,7 +79,12 @@ def test_the_trace_opens_in_the_profile_plugin_and_holds_the_steps(directory):
     paths = [str(path) for path in directory.glob("tensorboard/plugins/profile/*/*.xplane.pb")]
     assert len(paths) == 1
     assert "trace_viewer@" in raw_to_tool_data.xspace_to_tool_names(paths)
-    events = (event for plane in ProfileData.from_file(paths[0]).planes for line in plane.lines for event in line.events)
+    events = (
+        event
+        for plane in ProfileData.from_file(paths[0]).planes
+        for line in plane.lines
+        for event in line.events
+    )
     names = collections.Counter(event.name.partition(".")[0] for event in events)
     slices, products, layers, devices, steps = 2, 4, 2, 8, 2
     assert names["all_gather"] >= slices * products * layers * devices * steps
@@ -104,7 +109,9 @@ def test_memory_plan_and_results_were_printed(finished):
     shown = finished.console.export_text(clear=False)
     assert "validation loss" in shown and "step 6/6" in shown
     assert f"Memory {finished.memory}" in shown and "8 emulated CPU devices" in shown
-    assert re.match(r"[\d.]+ MiB of [\d.]+ GiB per device \(state and batch [\d.]+ MiB, temp", str(finished.memory))
+    assert re.match(
+        r"[\d.]+ MiB of [\d.]+ GiB per device \(state and batch [\d.]+ MiB, temp", str(finished.memory)
+    )
 
 
 def test_lines_after_the_checkpoint_are_dropped(tmp_path):

@@ -1,4 +1,4 @@
-"""Real processes, killed without warning while training and while saving, then started again by the same command."""
+"""Real processes, killed while training and while saving, then started again by the same command."""
 
 import os
 import shutil

@@ -37,7 +37,14 @@ def run(first, last, hooks):
 
 
 def test_metrics_are_read_after_the_next_step_is_dispatched():
-    assert run(1, 3, lambda log: []) == ["dispatch 1", "dispatch 2", "read 1", "dispatch 3", "read 2", "read 3"]
+    assert run(1, 3, lambda log: []) == [
+        "dispatch 1",
+        "dispatch 2",
+        "read 1",
+        "dispatch 3",
+        "read 2",
+        "read 3",
+    ]
 
 
 def test_hooks_see_the_state_of_their_step_with_its_metrics_read():

@@ -43,13 +43,14 @@ SUITE = [
     Case("2x2x2", ParallelConfig("wang")),
     Case("2x2x2", MIXED),
 ]
-# XLA's partitioner (jaxlib 0.10.2) multiplies wrongly when the tokens lie over (data, row), the contracted features over
-# col and the weight over both: it exchanges data and row on the way in and not on the way out.
+# XLA's partitioner (jaxlib 0.10.2) multiplies wrongly when the tokens lie over (data, row), the contracted
+# features over col and the weight over (row, col): it exchanges data and row going in, and not going out.
 MISCOMPILED = Case("2x2x2", ParallelConfig("gspmd"))
 TOLERANCE = 1e-5  # float32 rounds at 6e-8; twenty updates amplify it
-# bfloat16 keeps 8 bits, so a product summed in another order differs by 2 ** -9 = 0.2 %. Losses average over 256
-# tokens; gradient norms do not, and follow weights that have drifted apart for twenty steps.
-BF16_BAND = {"loss": 5e-3, "grad_norm": 5e-2}
+# bfloat16 keeps 8 bits: an activation rounded after another order of sums differs by 2 ** -9 = 0.2 %. A loss
+# averages that over 256 tokens (measured: up to 1.6e-4); a gradient norm does not, and follows weights that
+# have drifted apart for twenty steps (5.3e-3). Each band leaves room for another such factor of four to six.
+BF16_BAND = {"loss": 1e-3, "grad_norm": 2e-2}
 
 
 @pytest.mark.parametrize("case", SUITE, ids=str)
@@ -93,4 +94,6 @@ def test_a_weight_off_by_one_percent_would_be_noticed():
 def test_bfloat16_agrees_within_its_rounding():
     case = Case("2x4", ParallelConfig(slices="2"), dtype="bfloat16")
     assert np.all(difference(case) < [*BF16_BAND.values()])
-    assert np.max(np.abs(results(BF16_REFERENCE)[0] / results(REFERENCE)[0] - 1), axis=0)[0] < BF16_BAND["loss"]
+    assert (
+        np.max(np.abs(results(BF16_REFERENCE)[0] / results(REFERENCE)[0] - 1), axis=0)[0] < BF16_BAND["loss"]
+    )

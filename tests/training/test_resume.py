@@ -19,7 +19,11 @@ from tests.training.runs import lines, losses, make, saved_steps
 CUT = 4  # the step after which the copies below go on
 ELSEWHERE = {
     "other slices and tall": ["mesh=4x2", "parallel.slices=4", "parallel.dataflow=os"],
-    "other algorithms and copies": ["mesh=2x2x2", 'parallel.layers="0:cannon 1:fsdp 1:mlp:wang"', "parallel=megatron"],
+    "other algorithms and copies": [
+        "mesh=2x2x2",
+        'parallel.layers="0:cannon 1:fsdp 1:mlp:wang"',
+        "parallel=megatron",
+    ],
     "one device and microbatches": ["mesh=1x1", "parallel=gspmd", "accumulate=2", "remat=full"],
 }
 
@@ -87,7 +91,9 @@ def test_a_checkpoint_of_another_model_is_refused_with_its_shapes(finished, tmp_
     directory = copy_cut_after(6, finished, tmp_path / "run")
     model = dataclasses.replace(finished.module.model, mlp_width=128)
     config = dataclasses.replace(finished.config, run_dir=str(directory))
-    run = dataclasses.replace(finished, config=config, module=dataclasses.replace(finished.module, model=model))
+    run = dataclasses.replace(
+        finished, config=config, module=dataclasses.replace(finished.module, model=model)
+    )
     monkeypatch.setattr("sys.argv", ["train.py"])
     with pytest.raises(SystemExit) as left:
         run_command("train", lambda _: session.train(run))

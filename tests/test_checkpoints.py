@@ -1,0 +1,84 @@
+"""A checkpoint carries every number exactly from one mesh and plan to another."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from mstrain.checkpoints import Checkpoints
+from mstrain.mesh import make_mesh, parse_mesh
+from mstrain.models import parameters
+from mstrain.models.config import ModelConfig
+from mstrain.models.plan import ParallelConfig, make_plan
+from mstrain.models.transformer import Transformer
+from mstrain.training.optimizer import OptimizerConfig, make_optimizer
+from mstrain.training.step import map_parameter_trees
+
+MODEL = ModelConfig(layers=2, width=32, heads=4, mlp_width=64, vocabulary=61, context=8)
+OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-3), 10)
+STEP = 7
+
+
+def module_on(mesh: str, model: ModelConfig = MODEL, **parallel) -> Transformer:
+    plan = make_plan(ParallelConfig(**parallel), model, make_mesh(parse_mesh(mesh)), 8, 8)
+    return Transformer(model, plan, 8)
+
+
+def random_state(module: Transformer):
+    """Step, weights and both moments, all different; the canonical trees and what `module` stores of them."""
+    draw = np.random.default_rng(0)
+    shapes = parameters.canonical_shapes(module)
+
+    def random_tree(_):
+        return jax.tree.map(lambda x: draw.normal(size=x.shape).astype(np.float32), shapes)
+
+    params = random_tree(None)
+    moments = map_parameter_trees(
+        random_tree, jax.eval_shape(OPTIMIZER.init, shapes), shapes, lambda _: np.int32(STEP)
+    )
+    canonical = {"step": np.int32(STEP), "params": params, "optimizer": moments}
+
+    def store(state):
+        return map_parameter_trees(lambda tree: parameters.store(module, tree), state, params)
+
+    return canonical, jax.jit(store)(canonical)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(directory, canonical state) of a checkpoint that a 2x4 mesh wrote."""
+    module, directory = module_on("2x4", slices="2"), tmp_path_factory.mktemp("checkpoints")
+    canonical, state = random_state(module)
+    checkpoints = Checkpoints(directory, 2)
+    checkpoints.save(STEP, state, module, {"mesh": "1x2x4"})
+    checkpoints.wait()
+    checkpoints.close()
+    return directory, canonical
+
+
+@pytest.mark.parametrize(
+    "mesh, parallel",
+    [
+        ("2x4", {"slices": "2"}),
+        ("4x2", {"dataflow": "rs"}),
+        ("2x2x2", {"mlp": "fsdp"}),
+        ("1x1", {"algorithm": "gspmd"}),
+    ],
+)
+def test_weights_moments_and_counters_arrive_bit_for_bit(mesh, parallel, saved):
+    directory, canonical = saved
+    module, checkpoints = module_on(mesh, **parallel), Checkpoints(directory, 2)
+    assert checkpoints.latest == STEP and checkpoints.facts(STEP) == {"mesh": "1x2x4"}
+    state = checkpoints.restore(STEP, module, OPTIMIZER)
+    checkpoints.close()
+    back = map_parameter_trees(lambda tree: parameters.restore(module, tree), state, state["params"])
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), canonical)
+
+
+def test_another_model_is_refused_with_what_differs(saved):
+    checkpoints = Checkpoints(saved[0], 2)
+    module = module_on("1x1", dataclasses.replace(MODEL, vocabulary=67))
+    with pytest.raises(ValueError, match=r"embedding.table: checkpoint \(61, 32\), model \(67, 32\)"):
+        checkpoints.restore(STEP, module, OPTIMIZER)
+    checkpoints.close()
