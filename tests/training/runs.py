@@ -17,7 +17,7 @@ ARGUMENTS = [
 
 
 def make(directory: Path, *arguments: str) -> Run:
-    """A prepared run in `directory`, its corpus beside it: compiled fast, on just the mesh asked for.
+    """A prepared run in `directory`, its corpus beside it: compiled fast, on the mesh asked for.
 
     The suite emulates more devices than most meshes need; elsewhere they would become data-parallel copies.
     """
