@@ -1,0 +1,198 @@
+"""Checkpoints that were damaged, cannot be written or cannot be read: what a run does, and what it says."""
+
+import dataclasses
+import io
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from mstrain import manifest
+from mstrain.checkpoints import Checkpoints
+from mstrain.training import resume
+from mstrain.training.session import _make_folder
+from mstrain.training.stopped import Stopped
+from tests.training.runs import lines, make, saved_steps
+
+WORDS = ("mesh=2x2", "model.layers=1", "parallel.slices=2", "steps=6", "checkpoint.every=2", "eval.every=100")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A finished run with checkpoints 2, 4 and 6; its compiled step serves every test here."""
+    run = make(tmp_path_factory.mktemp("storage") / "made", *WORDS)
+    assert run.train() == 0
+    return run
+
+
+def again(made, directory, **changes):
+    """The same run in another directory, its output recorded."""
+    console = Console(file=io.StringIO(), record=True, width=400)
+    config = dataclasses.replace(made.config, run_dir=str(directory), **changes)
+    run = dataclasses.replace(made, config=config, console=console)
+    run.__dict__["compiled_step"] = made.compiled_step
+    return run
+
+
+def said(run) -> str:
+    return run.console.export_text(clear=False)
+
+
+def folder_of(run) -> Path:
+    return Path(run.config.run_dir)
+
+
+def copy(made, tmp_path):
+    return shutil.copytree(made.config.run_dir, tmp_path / "run")
+
+
+def biggest_file(folder):
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def flip_a_bit(folder):
+    path = biggest_file(folder)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def truncate(folder):
+    os.truncate(biggest_file(folder), 100)
+
+
+def lose_a_part(folder):
+    shutil.rmtree(folder / "state" / "ocdbt.process_0")
+
+
+def lose_the_manifest(folder):
+    (folder / manifest.NAME).unlink()
+
+
+def garble_the_manifest(folder):
+    (folder / manifest.NAME).write_text('{"files": [1')
+
+
+DAMAGE = {
+    flip_a_bit: "checksum differs", truncate: "has 100 bytes", lose_a_part: "is missing",
+    lose_the_manifest: "half deleted", garble_the_manifest: "manifest.json is damaged",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("harm", DAMAGE, ids=lambda harm: harm.__name__)
+def test_damage_is_named_and_the_newest_good_checkpoint_used(harm, made, tmp_path):
+    directory = copy(made, tmp_path)
+    harm(directory / "checkpoints" / "6")
+    run = again(made, directory)
+    assert run.train() == 0
+    text = said(run)
+    assert "Checkpoint 6 is damaged" in text and DAMAGE[harm] in text
+    assert "2 steps since the good checkpoint of step 4 are made again" in text and "Resume after step 4" in text
+    assert (directory / "damaged" / "6").is_dir() and saved_steps(directory) == [2, 4, 6]
+    assert [(row["step"], row["loss"]) for row in lines(directory)] == [
+        (row["step"], row["loss"]) for row in lines(folder_of(made))
+    ]
+
+
+def test_nothing_good_left_is_a_refusal(made, tmp_path):
+    directory = copy(made, tmp_path)
+    for step in saved_steps(directory):
+        truncate(directory / "checkpoints" / str(step))
+    with pytest.raises(ValueError, match="No checkpoint of .* can be read.*Type another run_dir="):
+        again(made, directory).train()
+
+
+def test_a_newer_format_is_refused(made, tmp_path, monkeypatch):
+    directory = copy(made, tmp_path)
+    monkeypatch.setattr(resume, "FORMAT", 0)
+    with pytest.raises(ValueError, match=r"newer mstrain \(format 1, this one reads 0\). Update mstrain"):
+        again(made, directory).train()
+    assert saved_steps(directory) == [2, 4, 6]
+
+
+def test_a_folder_that_cannot_be_written_is_refused(made, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ValueError, match="Cannot write into run_dir=.*Type another run_dir="):
+        _make_folder(again(made, tmp_path / "file"), tmp_path / "file")
+
+
+class Disk:
+    """A disk without room during the saves of `steps`: the kernel refuses files above a few kilobytes."""
+
+    def __init__(self, monkeypatch, steps):
+        soft, self._hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        original, original_wait = Checkpoints.save, Checkpoints.wait
+
+        def save(checkpoints, step, *rest):
+            self.limit(4096 if step in steps else soft)
+            original(checkpoints, step, *rest)
+
+        def wait(checkpoints):
+            try:
+                original_wait(checkpoints)
+            finally:
+                self.limit(soft)
+
+        monkeypatch.setattr(Checkpoints, "save", save)
+        monkeypatch.setattr(Checkpoints, "wait", wait)
+
+    def limit(self, size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, self._hard))
+
+
+def test_training_goes_on_when_a_save_fails(made, tmp_path, monkeypatch, capsys):
+    Disk(monkeypatch, {2})
+    run = again(made, tmp_path / "run")
+    assert run.train() == 0
+    assert "saving step 2 failed (1 in a row)" in capsys.readouterr().out
+    assert saved_steps(tmp_path / "run") == [4, 6]
+    assert not [*(tmp_path / "run" / "checkpoints").glob("*tmp*")]
+    assert [row["loss"] for row in lines(tmp_path / "run")] == [row["loss"] for row in lines(folder_of(made))]
+
+
+def test_too_many_failures_in_a_row_end_the_run(made, tmp_path, monkeypatch, capsys):
+    Disk(monkeypatch, {4, 6, 8})
+    limits = dataclasses.replace(made.config.checkpoint, max_failures=2)
+    run = again(made, tmp_path / "run", checkpoint=limits)
+    with pytest.raises(Stopped, match="1") as stopped:
+        run.train()
+    assert stopped.value.code == 1 and "2 saves in a row failed" in said(run)
+    assert saved_steps(tmp_path / "run") == [2] and not Checkpoints(tmp_path / "run" / "checkpoints", 3).damage(2)
+
+
+def test_parameters_of_another_run_begin_a_new_one(made, tmp_path):
+    run = again(made, tmp_path / "run", init_from=made.config.run_dir, steps=2)
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", 3)
+    state, done = resume.begin(run, checkpoints)
+    theirs = Checkpoints(folder_of(made) / "checkpoints", 3)
+    whole = theirs.restore(6, made.module, made.optimizer)
+    assert done == 0 and int(state["step"]) == 0
+    jax.tree.map(np.testing.assert_array_equal, state["params"], whole["params"])
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(state["optimizer"]))
+    checkpoints.close()
+    theirs.close()
+    with pytest.raises(ValueError, match="has no checkpoints. Type the run_dir"):
+        resume.begin(again(made, tmp_path / "empty", init_from=str(tmp_path / "nowhere")), checkpoints)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(st.one_of(st.binary(max_size=200), st.builds(lambda value: json.dumps(value).encode(), st.recursive(
+    st.none() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["files", "../x", "/etc/passwd", "a"]), inner),
+    max_leaves=8,
+))))  # fmt: skip
+def test_any_manifest_is_judged_and_nothing_outside_is_read(tmp_path_factory, content):
+    folder = tmp_path_factory.getbasetemp() / "manifest"
+    folder.mkdir(exist_ok=True)
+    (folder / manifest.NAME).write_bytes(content)
+    found = manifest.problems(folder)
+    assert all(isinstance(line, str) for line in found)
+    assert not any("passwd" in line for line in found)
