@@ -1,0 +1,130 @@
+"""NaN, infinity and spikes in training; bits that flip on one device."""
+
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+from mstrain.hosts import ALONE
+from mstrain.training import step as step_module
+from mstrain.training.guard import FILE, Guard, GuardConfig
+from mstrain.training.replicas import ReplicaCheck
+from mstrain.training.step import init_state
+from mstrain.training.stopped import Stopped
+from tests.training.runs import lines, make, saved_steps
+
+WORDS = ("mesh=2x2x1", "model.layers=1", "parallel=collective", "steps=8", "checkpoint.every=4", "eval.every=100")
+POISON = {"nan in the loss": (np.nan, 1.0), "nan in the gradients": (1.0, np.nan), "inf in the gradients": (1.0, np.inf)}
+
+
+def poison(monkeypatch, feed, batches, loss_factor, gradient_factor):
+    """Multiplies loss and gradients of the given batches (numbers from 0) inside the compiled step."""
+    markers = jnp.stack([jnp.asarray(feed(batch))[0, 0] for batch in batches])
+    original = step_module.gradients
+
+    def gradients(module, params, batch):
+        loss, grads = original(module, params, batch)
+        bad = jnp.any(jnp.all(batch[0, 0] == markers, axis=-1))
+        grads = jax.tree.map(lambda x: x * jnp.where(bad, gradient_factor, 1.0), grads)
+        return loss * jnp.where(bad, loss_factor, 1.0), grads
+
+    monkeypatch.setattr(step_module, "gradients", gradients)
+
+
+@pytest.fixture(scope="module")
+def feed(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("numbers") / "feed", *WORDS).feed
+
+
+@pytest.mark.parametrize("kind", POISON)
+def test_a_bad_step_changes_nothing(kind, feed, tmp_path, monkeypatch):
+    poison(monkeypatch, feed, [3], *POISON[kind])
+    run = make(tmp_path / "run", *WORDS)
+    state = init_state(run.module, run.optimizer, 0)
+    for number in range(3):
+        state, metrics = run.compiled_step(state, run.feed(number))
+    before = jax.device_get(state)
+    after, metrics = run.compiled_step(state, run.feed(3))
+    after = jax.device_get(after)
+    assert metrics["skipped"] == 1 and after["step"] == 4
+    for path, value in jax.tree_util.tree_leaves_with_path(after):
+        old = dict(jax.tree_util.tree_leaves_with_path(before))[path]
+        np.testing.assert_array_equal(value, old if value.dtype == np.float32 else old + 1)
+
+
+def test_a_bad_step_is_noted_with_its_batch(feed, tmp_path, monkeypatch):
+    poison(monkeypatch, feed, [3], np.nan, np.nan)
+    assert make(tmp_path / "run", *WORDS).train() == 0
+    rows = lines(tmp_path / "run")
+    assert [row.get("skipped") for row in rows] == [None] * 3 + [1.0] + [None] * 4
+    assert all(np.isfinite(row["loss"]) for row in rows if "skipped" not in row)
+    (noted,) = lines(tmp_path / "run", FILE)
+    assert (noted["step"], noted["batch"], noted["seed"]) == (4, 3, 0) and "skipped" in noted["reason"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["bad_steps"] == 1
+
+
+def test_bad_steps_in_a_row_stop_the_run_and_keep_the_good_checkpoint(feed, tmp_path, monkeypatch):
+    poison(monkeypatch, feed, [4, 5, 6], np.nan, np.nan)
+    run = make(tmp_path / "run", *WORDS, "guard.max_bad_steps=3")
+    with pytest.raises(Stopped) as stopped:
+        run.train()
+    assert stopped.value.code == 1 and "3 bad steps in a row" in stopped.value.reason and "batch 6" in stopped.value.reason
+    assert saved_steps(tmp_path / "run") == [4] and len(lines(tmp_path / "run", FILE)) == 3
+
+
+def guard(batches, **config):
+    console = Console(file=io.StringIO(), record=True, width=300)
+    return Guard(GuardConfig(**config), batches, None, console), console
+
+
+def test_spikes_count_only_when_asked_for(feed):
+    losses = [3.0, 3.1, 2.9] * 5 + [9.0, 3.0, 9.0, 9.0]
+    for spike, expected in ((None, 0), (6.0, 3)):
+        watch, console = guard(feed.batches, spike=spike, max_bad_steps=3)
+        for step, loss in enumerate(losses, 1):
+            watch(step, {"loss": loss, "grad_norm": 1.0, "skipped": 0.0})
+        assert watch.bad_steps == expected
+        assert ("Step 16: the loss 9.0000 is a spike" in console.export_text()) == bool(expected)
+
+
+def test_the_mesh_axes_of_a_value_decide_what_its_copies_are(feed):
+    check, mesh = ReplicaCheck(ALONE), jax.make_mesh((2, 2, 1), ("data", "row", "col"), devices=jax.devices()[:4])
+    whole = jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(mesh, P()))
+    parts = jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(mesh, P("row")))
+    check(1, {"whole": whole, "parts": parts, "count": jax.device_put(np.int32(3), NamedSharding(mesh, P()))})
+
+
+@pytest.mark.parametrize("device", [0, 3])
+@pytest.mark.parametrize("bit", [0, 30])
+@pytest.mark.parametrize("spec", [P(), P("row"), P(("data", "row"))], ids=str)
+def test_one_flipped_bit_names_its_device(spec, device, bit, feed):
+    mesh = jax.make_mesh((4, 1, 1), ("data", "row", "col"), devices=jax.devices()[:4])
+    sharding = NamedSharding(mesh, spec)
+    value = np.linspace(-1, 1, 16, dtype=np.float32)
+    copies = []
+    for place, index in sharding.addressable_devices_indices_map(value.shape).items():
+        part = value[index].copy()
+        if place.id == device:
+            part.view(np.uint32)[1] ^= np.uint32(1 << bit)
+        copies.append(jax.device_put(part, place))
+    broken = jax.make_array_from_single_device_arrays(value.shape, sharding, copies)
+    check = ReplicaCheck(ALONE)
+    if spec == P(("data", "row")):  # sharded over all devices: there is no copy to compare with
+        return check(5, {"weight": broken})
+    with pytest.raises(Stopped) as stopped:
+        check(5, {"weight": broken})
+    assert f"['weight'] on device {device} of process 0" in stopped.value.reason and "after step 5" in stopped.value.reason
+    assert stopped.value.reason.count(" on device") == 1
+
+
+def test_a_run_checks_its_replicas(tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setattr(ReplicaCheck, "__call__", lambda self, step, state: called.append(step))
+    assert make(tmp_path / "run", *WORDS, "check_replicas.every=3").train() == 0
+    assert called == [3, 6, 8]
