@@ -41,16 +41,17 @@ def make_cases(config: BenchmarkConfig, meshes: list[MeshShape]) -> list[Case]:
                     f"Type batch={-(-batch // config.accumulate) * config.accumulate}."
                 )
             shrunk, sequences = shrink(model, batch, whole, mesh)
-            found += [Case(shrunk, mesh, name, sequences, config.accumulate) for name in config.algorithm_names]
+            for name in config.algorithm_names:
+                found.append(Case(shrunk, mesh, name, sequences, config.accumulate))
     return found
 
 
 def shrink(model: ModelConfig, batch: int, whole: MeshShape, physical: MeshShape) -> tuple[ModelConfig, int]:
     """Model and batch whose activation shards on `physical` have the shapes they would have on `whole`.
 
-    As the MeshSlice reference does it: batch by the ratio of rows (and data), heads and widths by the ratio of columns.
-    A weight shard then has fewer features in, and rings are those of `physical`. Raises ValueError when something does
-    not divide.
+    As the MeshSlice reference does it: batch by the ratio of rows (and data), heads and widths by the ratio
+    of columns. A weight shard then has fewer features in, and rings are those of `physical`. Raises
+    ValueError when something does not divide.
     """
     if whole == physical:
         return model, batch
@@ -75,14 +76,15 @@ def _scaled(name: str, size: int, part: int, whole: int, physical: MeshShape) ->
     scaled, rest = divmod(size * part, whole)
     if rest or not scaled or part > whole:
         raise ValueError(
-            f"emulate: {name} {size} cannot shrink to {part}/{whole} of it for mesh {physical}. Choose meshes= with "
-            "fewer rows and columns that divide those of emulate=, or another batch=."
+            f"emulate: {name} {size} cannot shrink to {part}/{whole} of it for mesh {physical}. Choose "
+            "meshes= with fewer rows and columns that divide those of emulate=, or another batch=."
         )
     return scaled
 
 
 def plan_case(case: Case, config: BenchmarkConfig, mesh: Mesh, chip: Chip | None) -> ModelPlan:
-    """The plan of a case on a mesh, with the slice counts that were asked for; raises ValueError when it is illegal."""
+    """The plan of a case on a mesh, with the slice counts that were asked for; raises ValueError when it is
+    illegal."""
     plan = make_plan(config.parallel(case.algorithm), case.model, mesh, case.microbatch, config.seq, chip)
     if config.slice_counts is None or case.algorithm != "meshslice":
         return plan
@@ -106,8 +108,8 @@ def _sliced(block: BlockPlan, counts: dict[str, int], model: ModelConfig, sequen
     for into, out in (PRODUCTS[:2], PRODUCTS[2:]):
         if plans[into].dataflow == "rs" and counts[into] != counts[out]:
             raise ValueError(
-                f"{into} and {out} share one order of sequences under dataflow rs, so they need the same slice count. "
-                f"Type {counts[into]} for both."
+                f"{into} and {out} share one order of sequences under dataflow rs, so they need the same "
+                f"slice count. Type {counts[into]} for both."
             )
         pairs.append(PlanPair(plans[into], plans[out]))
     return BlockPlan(*pairs)

@@ -1,4 +1,5 @@
-"""train.py target=SLICE check=true: will the training step fit on a slice that is absent, and what will it cost?"""
+"""train.py target=SLICE check=true: will the training step fit on a slice that is absent, and what will it
+cost?"""
 
 import dataclasses
 import math
@@ -20,8 +21,9 @@ from mstrain.models.flops import training_flops_per_token
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import BYTES
+from mstrain.training.announce import describe
 from mstrain.training.optimizer import make_optimizer
-from mstrain.training.run import abstract_state, describe
+from mstrain.training.run import abstract_state
 from mstrain.tuning import constants_for, tune
 
 GIB = 2**30
@@ -51,22 +53,24 @@ class Step:
         """Raises DoesNotFit when a device has too little memory."""
         hbm, state = self.target.slice.chip.hbm_bytes, sum(self.state_bytes.values())
         if hbm and state > hbm:
-            raise DoesNotFit(f"weights and moments alone are {state / GIB:.1f} of {hbm / GIB:.1f} GiB of a device")
+            raise DoesNotFit(f"weights and moments alone are {_of(state, hbm)} of a device")
         config = self.config
         program = compile_step(
             self.module, self._optimizer, self.target, config.batch // config.accumulate, config.accumulate
         )
         if hbm and program.memory.peak > hbm:
-            raise DoesNotFit(f"the step needs {program.memory.peak / GIB:.1f} of {hbm / GIB:.1f} GiB of a device")
+            raise DoesNotFit(f"the step needs {_of(program.memory.peak, hbm)} of a device")
         return program
 
 
 def check(config: RunConfig) -> int:
-    """Prints memory and predicted cost; returns 1, with the smallest change that would fit, when it does not."""
+    """Prints memory and predicted cost; returns 1, with the smallest change that would fit, when it does
+    not."""
     console = Console(highlight=False)
     step = plan_step(config)
     shape = "x".join(map(str, step.target.mesh.devices.shape))
-    console.print(f"[bold]Target[/] {config.target}: mesh {shape} (data x row x col), {describe(step.module.plan)}")
+    console.print(f"[bold]Target[/] {config.target}: mesh {shape} (data x row x col)")
+    console.print(f"[bold]Plan[/]   {describe(step.module.plan)}")
     try:
         with console.status("Compiling the step"):
             program = step.compile()
@@ -74,7 +78,8 @@ def check(config: RunConfig) -> int:
         console.print(f"[bold red]Does not fit:[/] {error}")
         with console.status("Looking for the smallest change that fits") as status:
             remedy = smallest_change(config, status.update)
-        console.print(f"It fits with: {remedy}" if remedy else "Nothing tried fits: remat, accumulate, larger slices.")
+        nothing = "Nothing tried makes it fit: remat, accumulate, larger slices."
+        console.print(f"It fits with: {remedy}" if remedy else nothing)
         return 1
     console.print(_memory_table(step, program))
     console.print(*_cost_lines(step, program), sep="\n")
@@ -82,7 +87,8 @@ def check(config: RunConfig) -> int:
 
 
 def plan_step(config: RunConfig) -> Step:
-    """Plans the step for `config.target`; raises ValueError when the plan is illegal or there is no compiler."""
+    """Plans the step for `config.target`; raises ValueError when the plan is illegal or there is no
+    compiler."""
     slice, model = parse_target(config.target), _with_vocabulary(config)
     mesh = _best_mesh(config, model, slice) if config.mesh == "auto" else config.mesh
     target = make_target(slice, mesh)
@@ -93,7 +99,8 @@ def plan_step(config: RunConfig) -> Step:
 
 
 def smallest_change(config: RunConfig, progress=lambda text: None) -> str | None:
-    """The first change, from cheapest to dearest, with which the step compiles and fits; None when none does."""
+    """The first change, from cheapest to dearest, with which the step compiles and fits; None when none
+    does."""
     for text, changed in _changes(config):
         progress(f"Trying {text}")
         try:
@@ -132,11 +139,12 @@ def _best_mesh(config: RunConfig, model: ModelConfig, slice: Slice) -> MeshShape
     shapes = [s for s in slice.mesh_shapes() if microbatch % s[0] == 0 and model.num_kv_heads % s[1] == 0]
     if not shapes:
         raise ValueError(
-            f"mesh=auto: no mesh of {slice.name} divides {microbatch} sequences over rows and {model.num_kv_heads} "
-            f"heads over columns. Type mesh=, or batch={slice.devices * config.accumulate}."
+            f"mesh=auto: no mesh of {slice.name} divides {microbatch} sequences over rows and "
+            f"{model.num_kv_heads} heads over columns. Type mesh=, or "
+            f"batch={slice.devices * config.accumulate}."
         )
-    tokens = microbatch * config.seq
-    tuning = tune(projections(model, model.layers), tokens, slice.devices, constants_for(slice), meshes=shapes)
+    work = projections(model, model.layers)
+    tuning = tune(work, microbatch * config.seq, slice.devices, constants_for(slice), meshes=shapes)
     return MeshShape(1, *tuning.mesh)
 
 
@@ -157,6 +165,10 @@ def _shard_bytes(tree) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
+def _of(size: float, hbm: float) -> str:
+    return f"{size / GIB:.1f} of {hbm / GIB:.1f} GiB"
+
+
 def _memory_table(step: Step, program: Program) -> Table:
     hbm = step.target.slice.chip.hbm_bytes
     memory, state = program.memory, step.state_bytes
@@ -166,10 +178,10 @@ def _memory_table(step: Step, program: Program) -> Table:
         "gradients, activations, slices": memory.temporaries,
         "program": memory.code,
     }
-    table = Table("memory of a device", "GiB", title="Fits", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table("memory of a device", "GiB", title="Fits", title_justify="left", box=None)
     for name, size in parts.items():
         table.add_row(name, f"{size / GIB:.3f}")
-    table.add_row("[bold]peak[/]", f"[bold]{memory.peak / GIB:.3f}[/]" + (f" of {hbm / GIB:.1f}" if hbm else ""))
+    table.add_row("[bold]peak[/]", _of(memory.peak, hbm) if hbm else f"{memory.peak / GIB:.3f}")
     return table
 
 
@@ -179,15 +191,16 @@ def _cost_lines(step: Step, program: Program) -> list:
     flops = tokens * training_flops_per_token(step.module.model, config.seq)
     peak = step.target.slice.chip.peak(jnp.dtype(step.module.dtype).name)
     share = mfu(flops, schedule.seconds, devices, peak)
-    table = Table("layer", "compute ms", "exposed ms", "share", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table("layer", "compute ms", "exposed ms", "share", box=None)
     for kind, (compute, exposed) in seconds_by_kind(program, schedule).items():
         part = (compute + exposed) / schedule.seconds
         table.add_row(kind, f"{1e3 * compute:.2f}", f"{1e3 * exposed:.2f}", f"{part:.1%}")
     return [
         "",
         f"Predicted from the compiled schedule, not measured ({program.seconds:.0f} s to compile)",
-        f"step {schedule.seconds:.4g} s, {tokens / schedule.seconds:,.0f} tokens/s, "
-        f"MFU {'n/a' if share is None else f'{share:.1%}'}, exposed communication {schedule.exposed_fraction:.1%}",
+        f"step {schedule.seconds:.4g} s, {tokens / schedule.seconds:,.0f} tokens/s, MFU "
+        + ("n/a" if share is None else f"{share:.1%}")
+        + f", exposed communication {schedule.exposed_fraction:.1%}",
         "MFU = model FLOPs (no recomputation) / (seconds x devices x peak of "
         f"{'unknown' if peak is None else f'{peak / 1e12:g} TFLOP/s'})",
         table,

@@ -1,8 +1,8 @@
 """bench=collectives: time collectives on the devices present and write the constants that the tuner reads.
 
-All groups of an axis work at once, as they do in training. A program chains CHAIN of a kind, so that what it costs to
-start a program counts little; the largest group of an axis is the axis, smaller ones are parts of it, which tell launch
-and sync apart.
+All groups of an axis work at once, as they do in training. A program chains CHAIN of a kind, so that what it
+costs to start a program counts little; the largest group of an axis is the axis, smaller ones are parts of
+it, which tell launch and sync apart.
 """
 
 import csv
@@ -31,12 +31,16 @@ from mstrain.tuning import AxisLinks, Constants
 
 KINDS = ("all_gather", "reduce_scatter", "permute")
 CHAIN = 4
-SIZES = {"cpu": [4**i << 10 for i in range(1, 7)], "other": [8 * 4**i << 10 for i in range(8)]}  # bytes of a shard
+SIZES = {  # bytes of a shard: 4 KiB to 4 MiB, and 8 KiB to 128 MiB
+    "cpu": [4**i << 10 for i in range(1, 7)],
+    "other": [8 * 4**i << 10 for i in range(8)],
+}
 GEMM = {"cpu": 512, "other": 8192}  # edge of the product that gives the FLOP/s of a device
 
 
 def measure_links(config: BenchmarkConfig, console: Console) -> int:
-    """Measures every axis of one mesh, prints the fits, leaves collectives.csv, .png and constants.json in run_dir."""
+    """Measures every axis of one mesh, prints the fits, leaves collectives.csv, .png and constants.json in
+    run_dir."""
     shapes = start_devices(config)
     if len(shapes) > 1:
         raise ValueError(f"bench=collectives measures one mesh. Type meshes={shapes[0]}.")
@@ -59,8 +63,9 @@ def measure_links(config: BenchmarkConfig, console: Console) -> int:
     _plot(groups, fits, source, folder / "collectives.png")
     console.print(_table(fits, rate, source))
     console.print(
-        f"Written: {folder}/constants.json collectives.csv collectives.png. The tuner reads the first: python "
-        f"benchmark.py bench=tune meshes={shape} constants={folder / 'constants.json'}", soft_wrap=True,
+        f"Written: {folder}/constants.json collectives.csv collectives.png. The tuner reads the first: "
+        f"python benchmark.py bench=tune meshes={shape} constants={folder / 'constants.json'}",
+        soft_wrap=True,
     )  # fmt: skip
     return 0
 

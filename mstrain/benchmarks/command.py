@@ -11,7 +11,8 @@ from mstrain.hardware import parse_target
 
 
 def run(arguments: list[str]) -> int:
-    """Runs the benchmark; the exit code is 1 when no row has a result. Raises ValueError for a configuration mistake."""
+    """Runs the benchmark; the exit code is 1 when no row has a result. Raises ValueError for a configuration
+    mistake."""
     config = load(arguments)
     console = Console(highlight=False)
     if config.bench == "tune":
@@ -45,6 +46,6 @@ def published(config: BenchmarkConfig) -> Row:
     model, flops, share = PUBLISHED[config.preset]
     devices = parse_target(PRESETS[config.preset]["target"]).devices
     return Row(
-        model, f"{devices} cores", "published", config.bench, plan="transformer_shmap README, measured in 2023",
+        model, f"{devices} cores", "published", config.bench, plan="transformer_shmap README, measured 2023",
         flops_per_second=flops / devices, mfu=share,
     )  # fmt: skip

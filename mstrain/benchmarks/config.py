@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 from mstrain.benchmarks.presets import preset_arguments
-from mstrain.config import DTYPES, compose
+from mstrain.config import DTYPES, at_least, compose, one_of
 from mstrain.gemm import ALGORITHMS, check_algorithm
 from mstrain.gemm.plan import CHOOSES_DATAFLOW
 from mstrain.hardware import Slice, parse_target
@@ -28,8 +28,8 @@ IDLE = {
     "layer": ("remat", "accumulate"),
     "gemm": ("remat", "accumulate"),
     "nongemm": ("remat", "accumulate", "slices", "dataflow"),
-    "collectives": ("models", "layers", "algorithms", "slices", "dataflow", "batch", "seq", "remat", "accumulate",
-                    "target", "emulate", "dump"),
+    "collectives": ("models", "layers", "algorithms", "slices", "dataflow", "batch", "seq", "remat",
+                    "accumulate", "target", "emulate", "dump"),
     "tune": ("algorithms", "remat", "accumulate", "emulate", "dump", "repeats", "warmup", "dtype"),
 }  # fmt: skip
 
@@ -39,18 +39,21 @@ class BenchmarkConfig:
     """One comparison; lists are words separated by spaces, such as algorithms="meshslice wang".
 
     Attributes:
-      bench: `step` (forward, backward and update), `layer` or `gemm` (forward and backward), `nongemm` (what a layer does
-        beside its products), `collectives` (measure links and fit them) or `tune` (the tuner explains itself).
+      bench: `step` (forward, backward and update), `layer` or `gemm` (forward and backward), `nongemm` (what
+        a layer does beside its products), `collectives` (measure links and fit them) or `tune` (the tuner
+        explains itself).
       models: presets of the zoo; `layers` replaces their depth.
       algorithms: of `parallel=`, or `all`.
-      meshes: `RxC` or `DxRxC`; `auto` is one mesh for the devices; `all`, with target=, every mesh its torus can carry.
-      slices: MeshSlice's slice count, or one for each of the four products of a block (attention in and out, mlp in and
-        out), or `auto`; dataflow: `os`, `ls`, `rs` or `auto`.
-      batch: sequences per step of the whole job, null for one per device (and microbatch); seq: tokens per sequence.
+      meshes: `RxC` or `DxRxC`; `auto` is one mesh for the devices; `all`, with target=, every mesh its torus
+        can carry.
+      slices: MeshSlice's slice count, or one for each of the four products of a block (attention in and out,
+        mlp in and out), or `auto`; dataflow: `os`, `ls`, `rs` or `auto`.
+      batch: sequences per step of the whole job, null for one per device (and microbatch); seq: tokens per
+        sequence.
       target: an absent TPU slice, such as v5p-64, for which programs are compiled and their schedules read.
       dump: folder for the compiled text, one file per row of the table.
-      emulate: a larger mesh; batch, heads and widths shrink so that a device's activations have the shapes they would
-        have there.
+      emulate: a larger mesh; batch, heads and widths shrink so that a device's activations have the shapes
+        they would have there.
       preset: `v2` or `v3`, the table of transformer_shmap as a prediction.
       repeats, warmup: timed and untimed executions; the median counts.
       constants: of the tuner: a file that bench=collectives wrote or a shipped one; null takes the chip's.
@@ -80,11 +83,9 @@ class BenchmarkConfig:
 
     def __post_init__(self):
         for key, allowed in (("bench", BENCHES), ("dtype", DTYPES), ("remat", REMAT)):
-            if getattr(self, key) not in allowed:
-                raise ValueError(f"{key}={getattr(self, key)} is unknown. Choose one of {', '.join(allowed)}.")
-        for key in ("layers", "batch", "seq", "accumulate", "repeats", "warmup"):
-            if getattr(self, key) is not None and getattr(self, key) < 1:
-                raise ValueError(f"{key}={getattr(self, key)} is too small. Type {key}=1 or more.")
+            one_of(key, getattr(self, key), allowed)
+        given = [key for key in ("layers", "batch") if getattr(self, key) is not None]
+        at_least("", self, **dict.fromkeys([*given, "seq", "accumulate", "repeats", "warmup"], 1), seed=0)
         self._check_effect()
         if self.emulate:
             parse_mesh(self.emulate)
@@ -99,7 +100,7 @@ class BenchmarkConfig:
     def algorithm_names(self) -> list[str]:
         names = list(ALGORITHMS) if self.algorithms == "all" else self.algorithms.split()
         if not names:
-            raise ValueError('algorithms= is empty. Type algorithms=all, or some such as algorithms="meshslice wang".')
+            raise ValueError('algorithms= is empty. Type algorithms=all, or algorithms="meshslice wang".')
         return [check_algorithm(name) for name in names]
 
     @property
@@ -121,7 +122,8 @@ class BenchmarkConfig:
         if self.slices == "auto":
             return None
         words = self.slices.split()
-        if len(words) not in (1, len(PRODUCTS)) or not all(re.fullmatch(r"[1-9]\d{0,5}", word) for word in words):
+        numbers = all(re.fullmatch(r"[1-9]\d{0,5}", word) for word in words)
+        if len(words) not in (1, len(PRODUCTS)) or not numbers:
             raise ValueError(
                 f"slices={self.slices!r} is neither one slice count nor four (of {', '.join(PRODUCTS)}). "
                 'Type slices=4, slices="8 8 8 8" or slices=auto.'
@@ -132,10 +134,11 @@ class BenchmarkConfig:
     def model_configs(self) -> list[ModelConfig]:
         """The models, with a vocabulary of bytes where the tokenizer decides it."""
         if not self.models.split():
-            raise ValueError("models= is empty. Type models=tiny, or other names (python train.py model=list).")
+            raise ValueError("models= is empty. Type models=tiny (python train.py model=list shows all).")
         models = [load_preset(name) for name in self.models.split()]
         return [
-            dataclasses.replace(m, vocabulary=m.vocabulary or BYTES, layers=self.layers or m.layers) for m in models
+            dataclasses.replace(m, vocabulary=m.vocabulary or BYTES, layers=self.layers or m.layers)
+            for m in models
         ]
 
     def parallel(self, algorithm: str) -> ParallelConfig:
@@ -146,14 +149,15 @@ class BenchmarkConfig:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for key in IDLE.get(self.bench, ()):
             if getattr(self, key) != defaults[key]:
-                raise ValueError(f"{key}={getattr(self, key)} has no effect with bench={self.bench}. Drop it.")
+                value = f"{key}={getattr(self, key)}"
+                raise ValueError(f"{value} has no effect with bench={self.bench}. Drop it.")
         if self.target:
             idle = [key for key in ("emulate", "repeats", "warmup") if getattr(self, key) != defaults[key]]
             if idle and self.bench != "tune":
-                raise ValueError(f"{idle[0]}= has no effect with target=, which measures nothing. Drop one of them.")
+                raise ValueError(f"{idle[0]}= has no effect with target=, which measures nothing. Drop one.")
         else:
             if self.dump:
-                raise ValueError("dump= needs target=: only what is compiled for a TPU is dumped. Type target=v5p-64.")
+                raise ValueError("dump= needs target=, for which programs are compiled. Type target=v5p-64.")
             if self.meshes == "all":
                 raise ValueError("meshes=all needs target=, whose torus says which. Type target=v5p-64.")
         if self.constants and self.bench != "tune":
@@ -164,7 +168,8 @@ class BenchmarkConfig:
 
 
 def load(arguments: list[str]) -> BenchmarkConfig:
-    """Reads the command line; raises ValueError with the fix. Keys of train.py for the same choices are understood."""
+    """Reads the command line; raises ValueError with the fix. Keys of train.py for the same choices are
+    understood."""
     arguments = [_plain(argument) for argument in arguments]
     given = dict(argument.partition("=")[::2] for argument in arguments)
     if preset := given.get("preset"):

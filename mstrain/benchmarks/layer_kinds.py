@@ -30,7 +30,8 @@ def seconds_by_kind(program: Program, schedule: Schedule) -> dict[str, tuple[flo
     A pause of the TensorCore is charged to the transfers that end in it, each from the end of the one before.
     """
     timeline = schedule.timeline
-    kinds = np.array([KINDS.index(kind) for kind in _kinds_of_names(program.text, timeline.names)], int)[timeline.name]
+    number = [KINDS.index(kind) for kind in _kinds_of_names(program.text, timeline.names)]
+    kinds = np.array(number, int)[timeline.name]
     core = ~timeline.communication
     compute = np.bincount(kinds[core], timeline.duration[core], len(KINDS))
     exposed = np.zeros(len(KINDS))

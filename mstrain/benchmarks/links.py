@@ -1,6 +1,7 @@
 """Fit a link's launch, sync and bandwidth to measured collectives.
 
-The model is the tuner's own (`mstrain.hardware.collective_seconds`): launch + (n - 1) * (sync + shard bytes / bandwidth).
+The model is the tuner's own (`mstrain.hardware.collective_seconds`): launch + (n - 1) * (sync + shard bytes /
+bandwidth).
 """
 
 import dataclasses
@@ -13,7 +14,8 @@ from mstrain.hardware import Link, collective_seconds
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Seconds of one collective among `participants` devices; `shard_bytes` as `collective_seconds` counts them."""
+    """Seconds of one collective among `participants` devices; `shard_bytes` as `collective_seconds` counts
+    them."""
 
     axis: str
     collective: str
@@ -24,7 +26,8 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """A link and the median relative error of its prediction; without `separable`, launch is counted as sync."""
+    """A link and the median relative error of its prediction; without `separable`, launch is counted as
+    sync."""
 
     link: Link
     error: float
@@ -34,8 +37,8 @@ class Fit:
 def fit_link(samples: list[Sample]) -> Fit:
     """The link that predicts the samples best: least squares of relative errors, no constant below 0.
 
-    Launch and sync can be told apart only when groups of different size were measured; otherwise all of it is sync,
-    which is the same for that size. Raises ValueError when the time does not grow with the size.
+    Launch and sync can be told apart only when groups of different size were measured; otherwise all of it is
+    sync, which is the same for that size. Raises ValueError when the time does not grow with the size.
     """
     steps = np.array([sample.participants - 1 for sample in samples], float)
     megabytes = np.array([sample.shard_bytes for sample in samples]) / 1e6
@@ -45,8 +48,8 @@ def fit_link(samples: list[Sample]) -> Fit:
     (launch, sync, per_megabyte), _ = nnls(columns / micros[:, None], np.ones(len(samples)))
     if per_megabyte <= 0:
         raise ValueError(
-            f"{samples[0].collective} on {samples[0].axis}: the time does not grow with the size, so no bandwidth "
-            "can be read. Measure again on a quieter machine, or with a larger repeats=."
+            f"{samples[0].collective} on {samples[0].axis}: the time does not grow with the size, so no "
+            "bandwidth can be read. Measure again on a quieter machine, or with a larger repeats=."
         )
     link = Link(launch / 1e6, sync / 1e6, 1e12 / per_megabyte)
     errors = [abs(collective_seconds(link, s.shard_bytes, s.participants) / s.seconds - 1) for s in samples]

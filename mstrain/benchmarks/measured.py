@@ -1,5 +1,6 @@
 """Run programs on the devices present and time them."""
 
+import math
 import os
 import statistics
 import time
@@ -21,7 +22,8 @@ EMULATED = MeshShape(1, 2, 4)  # what meshes=auto means on a CPU
 
 
 def measure(config: BenchmarkConfig, progress) -> Report:
-    """Times every case; a case that cannot run says why in its row. `progress(text)` is called before each."""
+    """Times every case; a case that cannot run says why in its row. `progress(text)` is called before
+    each."""
     meshes = start_devices(config)
     chip = chip_for(jax.devices()[0].device_kind)
     platform = jax.devices()[0].platform
@@ -36,24 +38,28 @@ def measure(config: BenchmarkConfig, progress) -> Report:
             rows += [_row(case, work, plan, config, chip, peak) for work in works]
         except (ValueError, RuntimeError) as error:
             rows.append(failed(case, config.bench, error))
-    emulating = f", emulating {config.emulate} with equal activation shards per device" if config.emulate else ""
-    return Report("measured", f"Measured on {describe_devices()}{emulating}", config.bench, jnp.dtype(dtype).name, peak, rows)
+    source = f"Measured on {describe_devices()}"
+    if config.emulate:
+        source += f", emulating {config.emulate} with equal activation shards per device"
+    return Report("measured", source, config.bench, jnp.dtype(dtype).name, peak, rows)
 
 
 def start_devices(config: BenchmarkConfig) -> list[MeshShape]:
-    """Emulates devices where there is only a CPU; returns the meshes to run on, raises ValueError if one is too large."""
+    """Emulates devices where there is only a CPU; returns the meshes to run on, raises ValueError if one is
+    too large."""
     wanted = [EMULATED] if config.meshes == "auto" else config.mesh_shapes
     emulate_devices(max(mesh.devices for mesh in wanted))
     with quiet():  # JAX asks an installed libtpu, which complains where there is no TPU
         jax.devices()
     if config.meshes == "auto" and jax.devices()[0].platform != "cpu":
-        rows = max(r for r in range(1, jax.device_count() + 1) if jax.device_count() % r == 0 and r * r <= jax.device_count())
-        wanted = [MeshShape(1, rows, jax.device_count() // rows)]
+        count = jax.device_count()
+        rows = max(r for r in range(1, math.isqrt(count) + 1) if count % r == 0)
+        wanted = [MeshShape(1, rows, count // rows)]
     for mesh in wanted:
         if mesh.devices > jax.device_count():
             raise ValueError(
-                f"meshes={mesh} needs {mesh.devices} devices and {jax.device_count()} are present. Choose smaller "
-                "meshes=, or target= to predict."
+                f"meshes={mesh} needs {mesh.devices} devices and {jax.device_count()} are present. Choose "
+                "smaller meshes=, or target= to predict."
             )
     return wanted
 

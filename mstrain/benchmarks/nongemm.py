@@ -1,4 +1,5 @@
-"""What a layer does beside its products: norms, attention, activation, residual sums, with the same layouts."""
+"""What a layer does beside its products: norms, attention, activation, residual sums, with the same
+layouts."""
 
 import dataclasses
 
@@ -50,7 +51,8 @@ class NonGemm(Block):
 
 
 def _fields(module: nn.Module) -> dict:
-    return {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.name not in ("parent", "name")}
+    names = {field.name for field in dataclasses.fields(module)} - {"parent", "name"}
+    return {name: getattr(module, name) for name in names}
 
 
 def nongemm_work(case: Case, seq: int, plan: ModelPlan, dtype: jnp.dtype) -> Work:

@@ -1,9 +1,9 @@
 """Comparisons that others published, as predictions: python benchmark.py preset=v2 (or v3).
 
-transformer_shmap's README gives two rows, worked out by hand from effective TFLOP/s: 2.8 B parameters on a v2-32 at 454
-TFLOP/s, 63 % of 16 chips x 45 TFLOP/s, and 6.9 B on a v3-32 at 867 TFLOP/s, 44 % of 16 chips x 123. Its benchmark feeds
-32 sequences of 1024 tokens per host (four hosts) in 32 microbatches, recomputes whole blocks, and splits tensors over
-one axis of the mesh, data over the other.
+transformer_shmap's README gives two rows, worked out by hand from effective TFLOP/s: 2.8 B parameters on a
+v2-32 at 454 TFLOP/s, 63 % of 16 chips x 45 TFLOP/s, and 6.9 B on a v3-32 at 867 TFLOP/s, 44 % of 16 chips x
+123. Its benchmark feeds 32 sequences of 1024 tokens per host (four hosts) in 32 microbatches, recomputes
+whole blocks, and splits tensors over one axis of the mesh, data over the other.
 """
 
 _COMMON = {

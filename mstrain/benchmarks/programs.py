@@ -1,4 +1,5 @@
-"""The programs that are timed or compiled: the training step, one layer, its products, and the rest of the layer.
+"""The programs that are timed or compiled: the training step, one layer, its products, and the rest of the
+layer.
 
 Each returns everything it computes, weight gradients too, so that no part of it is dead code.
 """
@@ -50,14 +51,16 @@ def step_work(case: Case, config: BenchmarkConfig, plan: ModelPlan, dtype: jnp.d
     module = Transformer(case.model, plan, config.seq, dtype, config.remat)
     optimizer = make_optimizer(OptimizerConfig().for_width(case.model.width), steps=1000)
     tokens = Feed(_Batches(case.batch, config.seq), plan.mesh, case.accumulate).abstract()
+    vocabulary = case.model.vocabulary
 
     def start():
-        ids = jax.random.randint(jax.random.key(config.seed), tokens.shape, 0, case.model.vocabulary, jnp.int32)
+        ids = jax.random.randint(jax.random.key(config.seed), tokens.shape, 0, vocabulary, jnp.int32)
         return init_state(module, optimizer, config.seed), jax.device_put(ids, tokens.sharding)
 
     count = case.batch * config.seq
+    arguments = (abstract_state(module, optimizer), tokens)
     return Work(
-        "step", describe(plan.groups[0][0]), make_step(module, optimizer), (abstract_state(module, optimizer), tokens), start, count,
+        "step", describe(plan.groups[0][0]), make_step(module, optimizer), arguments, start, count,
         count * training_flops_per_token(case.model, config.seq), carries=True,
     )  # fmt: skip
 
@@ -77,7 +80,8 @@ def layer_work(case: Case, seq: int, plan: ModelPlan, dtype: jnp.dtype) -> Work:
     head = 6 * one.width  # of the one-symbol vocabulary
     arguments = (params, x, x)
     return Work(
-        "layer", describe(block_plan), with_pullback(forward), arguments, lambda: random_arguments(arguments), count,
+        "layer", describe(block_plan), with_pullback(forward), arguments,
+        lambda: random_arguments(arguments), count,
         count * (training_flops_per_token(one, seq) - head),
     )  # fmt: skip
 
@@ -98,6 +102,6 @@ def _gemm_work(projection, plan, count: int, dtype) -> Work:
     )
     function: Callable = with_pullback(lambda x, w: linear(x, w, plan))
     return Work(
-        projection.name, describe_plans(plan), function, arguments, lambda: random_arguments(arguments), count,
-        6.0 * count * into * out,
+        projection.name, describe_plans(plan), function, arguments,
+        lambda: random_arguments(arguments), count, 6.0 * count * into * out,
     )  # fmt: skip

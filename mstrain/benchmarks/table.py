@@ -22,8 +22,9 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line. SI units; per device: `flops_per_second`, `memory` (bytes), `exposed` (seconds of communication in which
-    it computes nothing). None where it is unknown, or where `problem` says why there is no result.
+    """One line. SI units; per device: `flops_per_second`, `memory` (bytes), `exposed` (seconds of
+    communication in which it computes nothing). None where it is unknown, or where `problem` says why there
+    is no result.
     """
 
     model: str
@@ -45,8 +46,9 @@ def make_row(case: Case, work: Work, seconds: float, peak: float | None, **measu
     """The row of a program that took `seconds`; raises ValueError for an MFU above 1."""
     devices = case.mesh.devices
     return Row(
-        case.model.name, str(case.mesh), case.algorithm, work.part, work.plan, case.batch, seconds, work.tokens / seconds,
-        work.flops / seconds / devices, mfu(work.flops, seconds, devices, peak), **measured,
+        case.model.name, str(case.mesh), case.algorithm, work.part, work.plan, case.batch, seconds,
+        work.tokens / seconds, work.flops / seconds / devices, mfu(work.flops, seconds, devices, peak),
+        **measured,
     )  # fmt: skip
 
 
@@ -58,7 +60,8 @@ def failed(case: Case, part: str, error: Exception) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """`kind` is `measured` or `predicted`; `source` says on what or from what, and heads every form of the table."""
+    """`kind` is `measured` or `predicted`; `source` says on what or from what, and heads every form of the
+    table."""
 
     kind: str
     source: str
@@ -76,24 +79,28 @@ class Report:
 
 def to_table(report: Report) -> Table:
     """For a terminal. What all rows have in common is in the title; rows without a result say why below."""
-    names = [name for name in ("model", "mesh", "part") if len({getattr(row, name) for row in report.rows}) > 1]
+    values = {name: {getattr(row, name) for row in report.rows} for name in ("model", "mesh", "part")}
+    names = [name for name in values if len(values[name]) > 1]
     same = [f"{name} {getattr(report.rows[0], name)}" for name in ("model", "mesh") if name not in names]
     title = f"{report.source}: bench={report.bench}" + "".join(f", {text}" for text in same)
     notes = [report.basis]
-    notes += [f"{row.algorithm} on {row.mesh} has no result: {row.problem}" for row in report.rows if row.problem]
+    for row in report.rows:
+        if row.problem:
+            notes.append(f"{row.algorithm} on {row.mesh} has no result: {row.problem}")
     table = Table(
         title=title, caption="\n".join(notes), title_justify="left", caption_justify="left", box=None,
         padding=(0, 1, 0, 0),
     )  # fmt: skip
-    numbers = ("ms", "tokens/s", "TFLOP/s", "MFU", *(["exposed"] if report.kind == "predicted" else []), "memory")
+    exposed = ["exposed"] if report.kind == "predicted" else []
+    numbers = ("ms", "tokens/s", "TFLOP/s", "MFU", *exposed, "memory")
     for name in (*names, "algorithm", "plan"):
         table.add_column(name, no_wrap=name != "plan")
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     for row in report.rows:
         cells = _cells(row)
-        texts = (*(getattr(row, name) for name in names), row.algorithm, "no result" if row.problem else row.plan)
-        table.add_row(*texts, *(cells[name] for name in numbers))
+        texts = [getattr(row, name) for name in (*names, "algorithm")]
+        table.add_row(*texts, "no result" if row.problem else row.plan, *(cells[name] for name in numbers))
     return table
 
 
@@ -118,7 +125,8 @@ def _cells(row: Row) -> dict[str, str]:
 def to_csv(report: Report) -> str:
     """One line per row in SI units; the first column is `measured` or `predicted`."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, ["kind", *(field.name for field in dataclasses.fields(Row))], lineterminator="\n")
+    columns = ["kind", *(field.name for field in dataclasses.fields(Row))]
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows({"kind": report.kind, **dataclasses.asdict(row)} for row in report.rows)
     return text.getvalue()
@@ -137,7 +145,8 @@ def from_json(text: str) -> Report:
 
 
 def plot(report: Report, path: str | Path) -> None:
-    """Bars of time per row, exposed communication in another colour, MFU (or TFLOP/s per device) beside them."""
+    """Bars of time per row, exposed communication in another colour, MFU (or TFLOP/s per device) beside
+    them."""
     rows = [row for row in report.rows if row.seconds]
     figure, axes = plt.subplots(figsize=(9, 1.5 + 0.32 * len(rows)), layout="constrained")
     labels = [" ".join((row.model, row.mesh, row.algorithm, row.part)) for row in rows]
@@ -146,7 +155,8 @@ def plot(report: Report, path: str | Path) -> None:
     places = range(len(rows))
     axes.barh(places, rest, color="tab:blue", label=report.kind)
     bars = axes.barh(places, exposed, left=rest, color="tab:orange", label="exposed communication")
-    marks = [f"{row.mfu:.1%}" if row.mfu is not None else f"{row.flops_per_second / 1e12:.3g} TFLOP/s" for row in rows]
+    cells = [_cells(row) for row in rows]
+    marks = [c["MFU"] if c["MFU"] != "n/a" else f"{c['TFLOP/s']} TFLOP/s" for c in cells]
     axes.bar_label(bars, marks, padding=3, fontsize=8)
     axes.set_yticks(list(places), labels, fontsize=8)
     axes.invert_yaxis()

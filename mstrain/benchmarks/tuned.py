@@ -1,6 +1,5 @@
 """The tuner's answer for a model and a machine, and why every other candidate lost."""
 
-import math
 from pathlib import Path
 
 from rich.console import Console
@@ -21,21 +20,22 @@ def best_mesh(model: ModelConfig, config: BenchmarkConfig, slice: Slice) -> Mesh
 
 
 def tune_model(model: ModelConfig, config: BenchmarkConfig, slice: Slice | None) -> Tuning:
-    """Tunes the products of every layer of a model for a slice, or for as many emulated CPU devices as meshes= has."""
+    """Tunes the products of every layer of a model for a slice, or for as many emulated CPU devices as
+    meshes= has."""
     counts = config.slice_counts
     if counts and len(set(counts)) > 1:
         raise ValueError("bench=tune takes one slice count for all products. Type slices=8, or slices=auto.")
     shapes = None if config.meshes in ("auto", "all") else config.mesh_shapes
     if shapes and len({(shape.data, shape.devices) for shape in shapes}) > 1:
-        raise ValueError("bench=tune compares meshes of equal size. Type meshes= that have as many devices and copies.")
+        raise ValueError("bench=tune compares meshes of equal size. Type meshes= with as many devices each.")
     copies = shapes[0].data if shapes else 1
     devices = shapes[0].devices if shapes else slice.devices if slice else DEFAULT_DEVICES
     if slice and devices != slice.devices:
-        raise ValueError(f"{slice.name} has {slice.devices} devices and meshes= {devices}. Choose meshes= that fill it.")
+        raise ValueError(f"{slice.name} has {slice.devices} devices, meshes= {devices}. Type meshes= to fill it.")
     constants = load_constants(config.constants) if config.constants else _constants(slice)
     tokens = (config.batch or devices) * config.seq
     if tokens % copies:
-        raise ValueError(f"{tokens} tokens do not divide over {copies} data-parallel copies. Type another batch=.")
+        raise ValueError(f"{tokens} tokens do not divide over {copies} copies. Type another batch=.")
     meshes = [(shape.row, shape.col) for shape in shapes] if shapes else slice
     return tune(
         projections(model, model.layers), tokens // copies, devices // copies, constants, meshes=meshes,
@@ -62,6 +62,9 @@ def explain_all(config: BenchmarkConfig, console: Console) -> int:
         stem.with_suffix(".json").write_text(to_json(tuning))
         stem.with_suffix(".csv").write_text(to_csv(tuning))
         plot(tuning, stem.with_suffix(".png"))
-        share = tuning.best.exposed / tuning.best.seconds if math.isfinite(tuning.best.seconds) else math.nan
-        console.print(f"Cost model, not measured: {share:.1%} of these products' time exposed. Written: {stem}.json .csv .png")
+        share = tuning.best.exposed / tuning.best.seconds
+        console.print(
+            f"By the cost model, not measured: {share:.1%} of these products' time is exposed communication. "
+            f"Written: {stem}.json .csv .png", soft_wrap=True,
+        )  # fmt: skip
     return 0

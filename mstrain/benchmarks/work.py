@@ -56,7 +56,8 @@ def random_arguments(arguments: tuple) -> tuple:
 
     def create():
         keys = jax.random.split(jax.random.key(0), len(leaves))
-        return [jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
+        pairs = zip(keys, leaves, strict=True)
+        return [jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in pairs]
 
     return jax.tree.unflatten(tree, jax.jit(create, out_shardings=shardings)())
 

@@ -1,0 +1,57 @@
+"""Emulated meshes keep activation shards; plans take the slice counts that were asked for."""
+
+import dataclasses
+
+import pytest
+
+from mstrain.benchmarks.cases import describe, make_cases, plan_case, products, shrink
+from mstrain.benchmarks.config import load
+from mstrain.mesh import MeshShape, make_mesh
+from mstrain.models.config import ModelConfig
+from mstrain.models.zoo import load_preset
+
+GPT3 = dataclasses.replace(load_preset("gpt3_175b"), vocabulary=51200)
+
+
+@pytest.mark.parametrize("physical", [MeshShape(1, 4, 4), MeshShape(1, 2, 4), MeshShape(1, 32, 8), MeshShape(1, 1, 2)])
+def test_a_device_sees_the_shapes_of_the_whole_mesh(physical):
+    whole, batch, seq = MeshShape(1, 32, 8), 128, 2048
+    small, sequences = shrink(GPT3, batch, whole, physical)
+    assert sequences * seq / physical.row == batch * seq / whole.row
+    for size in ("width", "heads", "num_kv_heads", "hidden"):
+        assert getattr(small, size) / physical.col == getattr(GPT3, size) / whole.col
+    assert small.head_width == GPT3.head_width
+
+
+def test_what_does_not_shrink_evenly_is_refused():
+    with pytest.raises(ValueError, match="heads 96 cannot shrink to 1/64"):
+        shrink(GPT3, 128, MeshShape(1, 4, 64), MeshShape(1, 4, 1))
+    with pytest.raises(ValueError, match="batch 16 cannot shrink"):
+        shrink(GPT3, 16, MeshShape(1, 32, 8), MeshShape(1, 1, 8))
+
+
+def test_a_mesh_cannot_emulate_a_smaller_one():
+    with pytest.raises(ValueError, match="emulate"):
+        shrink(ModelConfig(vocabulary=256), 8, MeshShape(1, 2, 2), MeshShape(1, 2, 4))
+
+
+def test_every_product_has_its_own_slice_count():
+    config = load(["algorithms=meshslice", "meshes=2x4", "slices=4 1 8 2"])
+    (case,) = make_cases(config, config.mesh_shapes)
+    plan = plan_case(case, config, make_mesh(case.mesh), None)
+    assert [p.slices for p in products(plan.groups[0][0]).values()] == [4, 1, 8, 2]
+    assert describe(plan.groups[0][0]) == "os ls os ls S=4 1 8 2"
+
+
+def test_an_illegal_slice_count_names_legal_ones():
+    config = load(["algorithms=meshslice", "meshes=2x4", "slices=4 4 5 4"])
+    (case,) = make_cases(config, config.mesh_shapes)
+    with pytest.raises(ValueError, match="mlp in: slice count 5 is illegal"):
+        plan_case(case, config, make_mesh(case.mesh), None)
+
+
+def test_one_order_of_sequences_needs_one_slice_count():
+    config = load(["algorithms=meshslice", "meshes=2x4", "slices=1 1 2 1", "dataflow=rs", "batch=16"])
+    (case,) = make_cases(config, config.mesh_shapes)
+    with pytest.raises(ValueError, match="same slice count"):
+        plan_case(case, config, make_mesh(case.mesh), None)
