@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +90,24 @@ class Timeline:
     def device(self) -> np.ndarray:
         """Device of each event, shape (events,)."""
         return np.array([lane.device for lane in self.lanes], dtype=np.int64)[self.lane]
+
+
+def first_events(timeline: Timeline, limit: int) -> Timeline:
+    """The `limit` events that start first, and the counters until the last of them starts; all where they are fewer."""
+    if timeline.num_events <= limit:
+        return timeline
+    chosen = np.sort(np.argsort(timeline.start, kind="stable")[:limit])
+    until = timeline.start[chosen].max(initial=0.0)
+    columns = ("lane", "name", "start", "duration", "communication")
+    return replace(
+        timeline,
+        **{name: getattr(timeline, name)[chosen] for name in columns},
+        args={key: column[chosen] for key, column in timeline.args.items()},
+        counters=tuple(
+            replace(counter, time=counter.time[counter.time <= until], value=counter.value[counter.time <= until])
+            for counter in timeline.counters
+        ),
+    )
 
 
 def communication_fraction(timeline: Timeline) -> float:

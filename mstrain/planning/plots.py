@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from mstrain.planning.grid import Row
+from mstrain.planning.simulator import Simulation
 from mstrain.timeline import Timeline
 
 MARKERS = "osD^vP*Xhp"
@@ -110,8 +111,11 @@ def plot_memory_against_throughput(rows: Sequence[Row], path: str | Path) -> Pat
     return _save(figure, path)
 
 
-def _bars(timeline: Timeline) -> list[tuple[int, str, float, float, float]]:
-    """Runs of one lane, kind of work and microbatch: (lane, kind, microbatch, start, end)."""
+def _bars(timeline: Timeline, gap: float = 0.0) -> list[tuple[int, str, float, float, float]]:
+    """Runs of one lane, kind of work and microbatch: (lane, kind, microbatch, start, end).
+
+    Pauses of up to `gap` seconds do not end a run.
+    """
     microbatch = timeline.args.get("microbatch", np.full(timeline.num_events, np.nan))
     bars: list[tuple[int, str, float, float, float]] = []
     for event in np.lexsort((np.arange(timeline.num_events), timeline.start, timeline.lane)).tolist():
@@ -125,7 +129,7 @@ def _bars(timeline: Timeline) -> list[tuple[int, str, float, float, float]]:
         else:
             kind = "optimizer" if name in ("SGD", "Adam") else "backward" if name.endswith("Grad") else "forward"
         end = start + float(timeline.duration[event])
-        touching = last is not None and start - last[4] <= 1e-9 + 1e-6 * end
+        touching = last is not None and start - last[4] <= max(gap, 1e-9 + 1e-6 * end)
         if touching and last[1] == kind and last[2] == count:
             bars[-1] = (lane, kind, count, last[3], end)
         elif end > start:
@@ -133,12 +137,19 @@ def _bars(timeline: Timeline) -> list[tuple[int, str, float, float, float]]:
     return bars
 
 
-def plot_gantt(timeline: Timeline, path: str | Path) -> Path:
-    """What every lane does over time, passes marked with their microbatch where there is room."""
-    figure = Figure(figsize=(12, 0.6 + 0.35 * len(timeline.lanes)))
-    axis = figure.subplots()
-    bars = _bars(timeline)
+def plot_gantt(timeline: Timeline, path: str | Path, most: int | None = None) -> Path:
+    """What every lane does over time, passes marked with their microbatch where there is room.
+
+    Compute lanes come first where there are more than `most` lanes, and those beyond are not drawn; pauses too short
+    to be seen are then drawn over.
+    """
+    gap = 0.0 if most is None else timeline.seconds / 300
     rows = sorted(range(len(timeline.lanes)), key=lambda lane: (timeline.lanes[lane].device, lane))
+    if most is not None and len(rows) > most:
+        rows = sorted(rows, key=lambda lane: timeline.lanes[lane].thread != "compute")[:most]
+    figure = Figure(figsize=(12, 0.6 + 0.35 * len(rows)))
+    axis = figure.subplots()
+    bars = [bar for bar in _bars(timeline, gap) if bar[0] in set(rows)]
     height = {lane: row for row, lane in enumerate(rows)}
     for kind, colour in COLOURS.items():
         for lane in rows:
@@ -168,12 +179,31 @@ def plot_gantt(timeline: Timeline, path: str | Path) -> Path:
     return _save(figure, path)
 
 
+def plot_categories(result: Simulation, device: int, path: str | Path) -> Path:
+    """Live memory (GB) of one device over time, its categories on top of each other."""
+    figure = Figure(figsize=(8, 3.5))
+    axis = figure.subplots()
+    series = {}
+    for name, use in result.memory_by_category.items():
+        time, total = use.timelines().get(device, (np.zeros(1), np.zeros(1)))
+        series[name] = time, total
+    moments = np.unique(np.concatenate([time for time, _ in series.values()] + [[result.seconds]]))
+    at = {name: np.searchsorted(time, moments, side="right") - 1 for name, (time, _) in series.items()}
+    levels = [np.where(at[name] < 0, 0, series[name][1][at[name]]) / 1e9 for name in series]
+    axis.stackplot(moments, levels, labels=list(series), step="post")
+    axis.set_xlabel("Seconds")
+    axis.set_ylabel(f"Live memory of device {device} (GB)")
+    axis.legend(fontsize=7, loc="lower right")
+    return _save(figure, path)
+
+
 def plot_memory(timeline: Timeline, path: str | Path) -> Path:
     """Live memory (GB) of every device over time, from the counters of the timeline."""
     figure = Figure(figsize=(8, 3.5))
     axis = figure.subplots()
-    ramp = colormaps["viridis"](np.linspace(0, 0.9, max(1, len(timeline.counters))))
-    for colour, counter in zip(ramp, timeline.counters):
+    counters = [counter for counter in timeline.counters if counter.name == "live memory"]
+    ramp = colormaps["viridis"](np.linspace(0, 0.9, max(1, len(counters))))
+    for colour, counter in zip(ramp, counters):
         axis.step(
             np.append(counter.time, timeline.seconds),
             np.append(counter.value, counter.value[-1]) / 1e9,
@@ -185,6 +215,6 @@ def plot_memory(timeline: Timeline, path: str | Path) -> Path:
     axis.set_xlabel("Seconds")
     axis.set_ylabel("Live memory (GB)")
     axis.grid(alpha=0.3)
-    if len(timeline.counters) <= 16:
+    if len(counters) <= 16:
         axis.legend(fontsize=7, ncols=2)
     return _save(figure, path)

@@ -210,8 +210,9 @@ class Simulation:
             np.array([item.communicates for item in program.specs])[spec],
             args,
             tuple(
-                Counter(device, "live memory", time, value)
-                for device, (time, value) in self.memory.timelines().items()
+                Counter(device, name, time, value)
+                for name, use in {"live memory": self.memory, **self.memory_by_category}.items()
+                for device, (time, value) in use.timelines().items()
             ),
         )
 

@@ -5,6 +5,7 @@ import sys
 from mstrain.planning.commands.output import console, make_folder
 from mstrain.planning.pod import PodConfig, find_pod, search_pod
 from mstrain.planning.pod.report import memory_table, plans_table, plot_plans, terms_table, write_tables
+from mstrain.planning.pod.simulated import simulate_plan, summary, write_simulation
 from mstrain.planning.pod.trainer import closing_lines, write_plan
 
 __all__ = ["PodConfig", "run_pod"]
@@ -24,7 +25,12 @@ def run_pod(config: PodConfig) -> int:
               f"fit; links: {result.best.constants}")  # fmt: skip
     say.print(terms_table(config, result))
     say.print(memory_table(result.best))
-    say.print(f"plans.csv, plans.json, throughput_against_memory.png in {folder}")
+    written = ["plans.csv", "plans.json", "throughput_against_memory.png"]
+    if config.simulate:
+        simulated = simulate_plan(config, pod, result.best)
+        written += write_simulation(simulated, folder)
+        say.print(*summary(simulated, result.best.plan.microbatches), sep="\n")
+    say.print(f"{', '.join(written)} in {folder}")
     for line in closing_lines(config, result, path):
         say.print(line)
     return 0

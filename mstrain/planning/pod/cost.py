@@ -19,6 +19,7 @@ from mstrain.planning.pod.plan import PodPlan, Products
 from mstrain.planning.pod.target import Pod
 from mstrain.tuning import Constants
 
+ACCUMULATE_BYTES = 12  # per parameter and microbatch, where there are several: two gradients read, one written
 UPDATE_BYTES = 28  # per parameter: weight, gradient and two moments read, weight and moments written
 NONE = Pass()
 
@@ -118,10 +119,21 @@ def cycle_seconds(stages: list[Stage], message: float, schedule: str) -> float:
     return max(loops)
 
 
+def work_of(config: PodConfig, pod: Pod, plan: PodPlan, products: Products) -> tuple[Work, Constants]:
+    """Passes of one microbatch, and the constants they are reckoned with."""
+    constants = pod.constants((plan.pipeline, plan.data, plan.rows, plan.cols), config.dtype)
+    return layer_work(config.model, products, config.seq, constants, pod.device(constants)), constants
+
+
+def block_seconds(config: PodConfig, pod: Pod, plan: PodPlan, products: Products) -> float:
+    """Seconds of both passes of one microbatch through one layer."""
+    work, _ = work_of(config, pod, plan, products)
+    return work.forward.seconds + work.backward.seconds
+
+
 def cost_plan(config: PodConfig, pod: Pod, plan: PodPlan, products: Products) -> Costed:
     """All terms of one plan that `plan_products` accepts."""
-    constants = pod.constants((plan.pipeline, plan.data, plan.rows, plan.cols), config.dtype)
-    work = layer_work(config.model, products, config.seq, constants, pod.chip.hbm_bandwidth, constants.flops)
+    work, constants = work_of(config, pod, plan, products)
     again = recomputed(work, plan.remat)
     stages, passes = [], []
     layer_seconds = work.forward.seconds + work.backward.seconds + again.seconds
@@ -171,5 +183,6 @@ def _end(model: ModelConfig, pod: Pod, plan: PodPlan, constants: Constants, numb
     if tied:  # the first and the last stage add up the gradients of their copies of the table
         table = WEIGHT_BYTES * parameter_counts(model)[2] / plan.tensor
         summed += links.permute.launch + links.permute.sync + table / links.permute.bandwidth
-    shards = plan.data if plan.sharded else 1
-    return sums * summed, UPDATE_BYTES * parameters / shards / pod.chip.hbm_bandwidth
+    moved = UPDATE_BYTES / (plan.data if plan.sharded else 1)
+    moved += ACCUMULATE_BYTES * plan.microbatches if plan.microbatches > 1 else 0
+    return sums * summed, moved * parameters / pod.chip.hbm_bandwidth

@@ -1,19 +1,23 @@
 """Seconds and bytes of the parts of one stage: products, attention, element-wise work, per microbatch.
 
 Products cost what the tuner's model says of one forward and two backward GEMMs, slices overlapped (MeshSlice paper
-section 3.2.2); collectives of Megatron and FSDP are not overlapped, as train.py runs them. Attention runs at the rate
+section 3.2.2), at the rate of GEMMs or as fast as memory feeds a slice; collectives of Megatron and FSDP are not overlapped, as train.py runs them. Attention runs at the rate
 of GEMMs; element-wise work at the bandwidth of memory, each value read and written once.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from mstrain.models.config import ModelConfig
-from mstrain.planning.costs import ATTENTION_BACKWARD
+from mstrain.planning.cluster import Device
+from mstrain.planning.costs import ATTENTION_BACKWARD, compute_seconds
 from mstrain.planning.pod.plan import Product, Products
+from mstrain.planning.pod.products import gemms_of, multiplication
+from mstrain.planning.rules import rule_set
 from mstrain.tuning import Constants
 from mstrain.tuning.cost import Cost, communication_terms, sliced_cost
 
+CORRECTED = rule_set("corrected")
 FLASH_BLOCK = 128  # tokens; sequences of whole blocks in 16 bits use a kernel that skips what is masked
 
 
@@ -70,33 +74,34 @@ def elementwise_values(model: ModelConfig) -> tuple[int, int]:
     return around, inside
 
 
-def gemm_costs(product: Product, constants: Constants) -> tuple[Cost, Cost]:
+def gemm_costs(product: Product, constants: Constants, device: Device) -> tuple[Cost, Cost]:
     """(forward, backward) of one projection on one device."""
-    layout = product.layout
-    seconds = layout.gemm_seconds(constants)
-    terms = communication_terms(layout, constants)
-    first = tuple(term for term in terms if term.gemm == layout.dataflow.upper())
-    rest = tuple(term for term in terms if term not in first)
-    return tuple(sliced_cost(part, seconds, product.slices, constants.overlap) for part in (first, rest))
+    terms = {term.gemm: term for term in communication_terms(product.layout, constants)}
+    costs = []
+    for gemm in gemms_of(product):
+        seconds = product.slices * compute_seconds(CORRECTED, multiplication(product, gemm), device)
+        costs.append(sliced_cost((terms[gemm.dataflow],), seconds, product.slices, constants.overlap))
+    forward, *backward = costs
+    return forward, Cost(*(sum(getattr(cost, f.name) for cost in backward) for f in fields(Cost)))
 
 
 @lru_cache(maxsize=1 << 16)
 def layer_work(
-    model: ModelConfig, products: Products, seq: int, constants: Constants, hbm_bandwidth: float, flops: float
+    model: ModelConfig, products: Products, seq: int, constants: Constants, device: Device
 ) -> Work:
-    """Work of one microbatch; `flops` is the GEMM rate of a device."""
-    block = [gemm_costs(product, constants) for product in products.block]
+    """Work of one microbatch on `device`, whose flops are those of GEMMs."""
+    block = [gemm_costs(product, constants, device) for product in products.block]
     layout = products.block[0].layout
     devices, size = layout.rows * layout.cols, layout.dtype_bytes
     values = sum(elementwise_values(model)) * layout.tokens / devices
-    moved = size * values / hbm_bandwidth
-    attention = attention_flops(model, layout.tokens, seq, size) / devices / flops
+    moved = size * values / device.memory_bandwidth
+    attention = attention_flops(model, layout.tokens, seq, size) / devices / device.flops
     forward = Pass(sum(f.compute for f, _ in block), sum(f.exposed for f, _ in block), attention, moved)
     backward = Pass(
         sum(b.compute for _, b in block), sum(b.exposed for _, b in block), ATTENTION_BACKWARD * attention, 2 * moved
     )
-    ahead, behind = gemm_costs(products.head, constants)
-    logits = 4 * layout.tokens * products.head.layout.projection.out_dim / devices / hbm_bandwidth
+    ahead, behind = gemm_costs(products.head, constants, device)
+    logits = 4 * layout.tokens * products.head.layout.projection.out_dim / devices / device.memory_bandwidth
     return Work(
         forward,
         backward,

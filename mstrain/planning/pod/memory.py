@@ -98,8 +98,9 @@ def stage_memory(
     kept = layers * layer_activations(model, plan.remat, tokens, seq, size) * in_flight
     workspace = 0.0 if plan.remat == "none" else one_layer / plan.tensor
     workspace += max(gathered_bytes(product) for product in products.block)
-    if last:  # logits and their gradient, and a float32 copy of them
-        workspace += (2 * size + 4) * tokens * products.head.layout.projection.out_dim / plan.tensor
+    if last:  # logits with a float32 copy between their passes, and their gradient
+        symbols = products.head.layout.projection.out_dim
+        workspace += ((size + 4) * in_flight + size) * tokens * symbols / plan.tensor
     return Memory(
         WEIGHT_BYTES * mine,
         WEIGHT_BYTES * mine * (2 if plan.microbatches > 1 else 1),

@@ -11,7 +11,7 @@ from mstrain.mesh import AXES
 from mstrain.models.auto import projections
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
-from mstrain.models.plan import ModelPlan, make_plan
+from mstrain.models.plan import make_plan
 from mstrain.tuning import Projection
 from mstrain.tuning.cost import Layout
 
@@ -25,6 +25,7 @@ class PodPlan:
       algorithm, rows, cols: of the tensor products; Megatron and FSDP use rows x cols devices as one ring.
       pipeline: stages; microbatches: per step and replica.
       remat: what a layer keeps for its backward pass (train.py's key).
+      slices: MeshSlice's slice count (train.py's key): one number, or auto for the tuner's per product.
     """
 
     data: int
@@ -35,6 +36,7 @@ class PodPlan:
     microbatches: int
     remat: str
     sharded: bool = False
+    slices: str = "auto"
 
     @property
     def tensor(self) -> int:
@@ -42,7 +44,7 @@ class PodPlan:
 
     @property
     def name(self) -> str:
-        """What makes plans distinct: everything but microbatches and remat."""
+        """What makes plans distinct: everything but microbatches, remat and slices."""
         return f"data {self.data}{' sharded' if self.sharded else ''}, {self.tensor_name}, pipeline {self.pipeline}"
 
     @property
@@ -84,30 +86,26 @@ class Products:
     head: Product
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 14)
 def plan_products(
-    model: ModelConfig, algorithm: str, shape: tuple[int, int], sequences: int, seq: int, chip: Chip, dtype_bytes: int
+    model: ModelConfig, plan: PodPlan, sequences: int, seq: int, chip: Chip, dtype_bytes: int
 ) -> Products | str:
-    """How `sequences` of `seq` tokens go through a rows x cols mesh; a string says why they cannot.
+    """How `sequences` of `seq` tokens go through the mesh of a plan; a string says why they cannot.
 
     The checks, dataflows and slice counts are those of train.py (`mstrain.models.plan`).
     """
-    mesh = AbstractMesh((1, *shape), AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh = AbstractMesh((1, plan.rows, plan.cols), AXES, axis_types=(AxisType.Auto,) * 3)
     one = dataclasses.replace(model, layers=1)
     try:
-        plan = make_plan(ParallelConfig(algorithm), one, mesh, sequences, seq, chip)
+        made = make_plan(ParallelConfig(plan.algorithm, slices=plan.slices), one, mesh, sequences, seq, chip)
     except ValueError as error:
         return str(error)
-    block = plan.groups[0][0]
+    block = made.groups[0][0]
     tokens = sequences * seq
     parts = (block.attention.into, block.attention.out, block.mlp.into, block.mlp.out)
     products = (_product(p, part, tokens, dtype_bytes) for p, part in zip(projections(model), parts, strict=True))
-    head = Projection("output", model.width, padded_vocabulary(plan, model))
-    return Products(tuple(products), _product(head, plan.head, tokens, dtype_bytes))
-
-
-def padded_vocabulary(plan: ModelPlan, model: ModelConfig) -> int:
-    return model.vocabulary + plan.vocabulary_padding(model.vocabulary)
+    head = Projection("output", model.width, model.vocabulary + made.vocabulary_padding(model.vocabulary))
+    return Products(tuple(products), _product(head, made.head, tokens, dtype_bytes))
 
 
 def _product(projection: Projection, plan, tokens: int, dtype_bytes: int) -> Product:

@@ -5,13 +5,15 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from rich.table import Table
 
 from mstrain.hardware import mfu
 from mstrain.models.flops import training_flops_per_token
 from mstrain.planning.plots import MARKERS
-from mstrain.planning.pod.config import PodConfig
+from mstrain.planning.pod.config import TENSOR, PodConfig
 from mstrain.planning.pod.cost import Costed
 from mstrain.planning.pod.search import PodResult, usable_bytes, why_slower
 from mstrain.planning.pod.target import Pod
@@ -118,21 +120,24 @@ def memory_table(costed: Costed) -> Table:
 
 
 def plot_plans(config: PodConfig, pod: Pod, result: PodResult, path: Path) -> Path:
-    """Throughput against memory of every distinct plan, by pipeline degree; the line is what is usable."""
+    """Throughput against memory of every distinct plan, coloured by pipeline degree; the line is what is usable."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    groups = sorted({(costed.plan.pipeline, costed.plan.algorithm) for costed in result.ranked})
-    for index, group in enumerate(groups):
-        mine = [costed for costed in result.ranked if (costed.plan.pipeline, costed.plan.algorithm) == group]
+    pipelines = sorted({costed.plan.pipeline for costed in result.ranked})
+    colours = dict(zip(pipelines, colormaps["viridis"](np.linspace(0, 0.9, len(pipelines)))))
+    for marker, algorithm in zip(MARKERS, TENSOR):
+        mine = [costed for costed in result.ranked if costed.plan.algorithm == algorithm]
         axes.scatter(
             [costed.fullest.memory.total / GB for costed in mine],
             [config.batch * config.seq / costed.seconds for costed in mine],
-            marker=MARKERS[index % len(MARKERS)], s=18, alpha=0.8, label=f"{group[1]}, pipeline {group[0]}",
+            marker=marker, s=18, color=[colours[costed.plan.pipeline] for costed in mine], label=algorithm,
         )  # fmt: skip
+    for pipeline, colour in colours.items():
+        axes.plot([], [], linewidth=4, color=colour, label=f"pipeline {pipeline}")
     axes.axvline(usable_bytes(config, pod) / GB, color="black", linewidth=0.8, linestyle="--")
     axes.set(xlabel="memory of the fullest device (GB)", ylabel="tokens per second (predicted)",
              title=f"{config.model.name} on {pod.name}")  # fmt: skip
-    axes.legend(fontsize=6, ncols=2)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
     return path

@@ -9,16 +9,17 @@ early the result says so.
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mstrain.models.transformer import REMAT
 from mstrain.planning.pod.config import TENSOR, PodConfig
-from mstrain.planning.pod.cost import Costed, Terms, cost_plan
+from mstrain.planning.pod.cost import Costed, Terms, block_seconds, cost_plan
 from mstrain.planning.pod.memory import MOMENT_BYTES, WEIGHT_BYTES, parameter_counts
-from mstrain.planning.pod.plan import PodPlan, plan_products
+from mstrain.planning.pod.plan import PodPlan, Products, plan_products
 from mstrain.planning.pod.target import Pod
 
 PROGRESS_SECONDS = 5.0
+SLICES = ("1", "2", "4", "8", "16")
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def search_pod(config: PodConfig, pod: Pod, say: Callable[[str], None] = lambda 
             told = now
             say(f"{number} of {len(todo)} layouts, {result.costed} plans, {now - began:.0f} of {config.max_seconds:g} s")
         for sharded in (False, True) if layout.data > 1 else (False,):
-            plan = PodPlan(layout.data, layout.algorithm, layout.rows, layout.cols, layout.pipeline, 1, "none", sharded)
+            plan = replace(layout, sharded=sharded)
             fits, reason, count = best_of_layout(config, pod, plan)
             result.costed += count
             if fits:
@@ -129,6 +130,26 @@ def least_state(config: PodConfig, plan: PodPlan) -> float:
     return (2 * WEIGHT_BYTES + moments) * (layers - 1) * parameter_counts(config.model)[0] / plan.tensor
 
 
+def fastest_slices(config: PodConfig, pod: Pod, layout: PodPlan, sequences: int) -> tuple[str, Products | str]:
+    """MeshSlice's slice count (auto, or one for all products) and the products under it; a string: why there are none.
+
+    The tuner behind auto knows a rate of GEMMs, not that thin slices are fed by memory: there a fixed count may win.
+    """
+    sliced = layout.algorithm == "meshslice" and layout.tensor > 1
+    made = {
+        slices: plan_products(
+            config.model, replace(layout, slices=slices, data=1, pipeline=1, sharded=False), sequences, config.seq,
+            pod.chip, config.element_bytes,
+        )
+        for slices in (("auto", *SLICES) if sliced else ("auto",))
+    }  # fmt: skip
+    legal = [slices for slices, products in made.items() if not isinstance(products, str)]
+    if not legal:
+        return "auto", made["auto"]
+    best = min(legal, key=lambda slices: block_seconds(config, pod, layout, made[slices]))
+    return best, made[best]
+
+
 def best_of_layout(config: PodConfig, pod: Pod, layout: PodPlan) -> tuple[Costed | None, str, int]:
     """(the fastest that fits, else None and the nearest reason, number costed) over microbatches and remat."""
     usable, best, count = usable_bytes(config, pod), None, 0
@@ -137,16 +158,12 @@ def best_of_layout(config: PodConfig, pod: Pod, layout: PodPlan) -> tuple[Costed
     nearest, reason = float("inf"), ""
     for microbatches in divisors(config.batch // layout.data):
         sequences = config.batch // layout.data // microbatches
-        products = plan_products(
-            config.model, layout.algorithm, (layout.rows, layout.cols), sequences, config.seq, pod.chip,
-            config.element_bytes,
-        )  # fmt: skip
+        slices, products = fastest_slices(config, pod, layout, sequences)
         if isinstance(products, str):
             reason = reason or products
             continue
         for remat in REMAT if config.remat == "auto" else (config.remat,):
-            plan = PodPlan(layout.data, layout.algorithm, layout.rows, layout.cols, layout.pipeline, microbatches,
-                           remat, layout.sharded)  # fmt: skip
+            plan = replace(layout, microbatches=microbatches, remat=remat, slices=slices)
             costed = cost_plan(config, pod, plan, products)
             count += 1
             memory = costed.fullest.memory

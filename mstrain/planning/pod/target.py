@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mstrain.hardware import Chip, Slice, all_chips, parse_target
+from mstrain.planning.cluster import Device
 from mstrain.tuning import Constants, constants_for
 
 NVLINK_DEVICES = 8  # in the servers whose NVLink the table of chips describes
@@ -28,6 +29,10 @@ class Pod:
         otherwise some rings are lines, and all are given one link.
         """
         return _constants(self, tuple(size for size in sizes if size > 1), dtype)
+
+    def device(self, constants: Constants) -> Device:
+        """One device, at the rate of its GEMMs."""
+        return Device(constants.flops, self.chip.hbm_bandwidth, self.chip.hbm_bytes, kind=self.chip.name)
 
     @property
     def memory_bytes(self) -> float:

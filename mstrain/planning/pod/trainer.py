@@ -16,7 +16,7 @@ def train_keys(plan) -> dict[str, str | int]:
     """The keys of train.py that `plan=FILE` supplies."""
     keys = {"mesh": plan.mesh, "parallel": plan.algorithm}
     if plan.algorithm == "meshslice":
-        keys["parallel.slices"] = "auto"  # the trainer asks the same tuner
+        keys["parallel.slices"] = plan.slices  # for auto the trainer asks the same tuner
     return {**keys, "accumulate": plan.microbatches, "remat": plan.remat}
 
 

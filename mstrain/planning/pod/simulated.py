@@ -1,0 +1,73 @@
+"""The winner, simulated: one rank of every stage, with its links, its memory and a trace."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from mstrain.planning.cluster import Axes, Cluster
+from mstrain.planning.grid import simulate_step
+from mstrain.planning.plots import plot_categories, plot_gantt, plot_memory
+from mstrain.planning.pod.config import PodConfig
+from mstrain.planning.pod.cost import Costed, cost_plan
+from mstrain.planning.pod.step import transformer_step
+from mstrain.planning.pod.target import Pod
+from mstrain.planning.simulator import Simulation
+from mstrain.timeline import exposed_communication, first_events, write_perfetto
+
+TRACE_EVENTS = 150_000  # written; a longer simulation is cut there, so that the trace can be opened
+GANTT_LANES = 24
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A simulated step with `microbatches` of the plan's size; `predicted` is what the cost model says of the same."""
+
+    result: Simulation
+    microbatches: int
+    predicted: Costed
+    exposed: float  # mean part of the step in which a device waits for a link and computes nothing
+
+
+def plan_cluster(config: PodConfig, pod: Pod, costed: Costed) -> Cluster:
+    """The devices, at the rate of their GEMMs, and one link per axis of the plan."""
+    plan = costed.plan
+    sizes = (plan.pipeline, plan.data, plan.rows, plan.cols)
+    constants = pod.constants(sizes, config.dtype)
+    links = (constants.row, constants.row, constants.row, constants.col)
+    return Cluster.homogeneous(pod.devices, pod.device(constants), Axes(("pipeline", "data", "row", "col"), sizes, links))
+
+
+def simulate_plan(config: PodConfig, pod: Pod, costed: Costed) -> Simulated:
+    """Simulates the plan; long pipelines with `simulated_microbatches`, at least two per stage, instead of all."""
+    plan = costed.plan
+    count = min(plan.microbatches, max(config.simulated_microbatches, 2 * plan.pipeline))
+    step = transformer_step(config, costed, count)
+    result = simulate_step(step, plan_cluster(config, pod, costed))
+    same = cost_plan(config, pod, dataclasses.replace(plan, microbatches=count), costed.products)
+    waits = exposed_communication(result.timeline())
+    return Simulated(result, count, same, sum(waits.values()) / len(waits) / result.seconds)
+
+
+def write_simulation(simulated: Simulated, folder: Path) -> list[str]:
+    """trace.json.gz for ui.perfetto.dev, and pictures: lanes over time, memory over time, memory by category."""
+    timeline = simulated.result.timeline()
+    shown = first_events(timeline, TRACE_EVENTS)
+    write_perfetto(shown, folder / "trace.json.gz")
+    plot_gantt(shown, folder / "gantt.png", GANTT_LANES)
+    plot_memory(timeline, folder / "memory.png")
+    fullest = max(simulated.result.memory.peak_bytes.items(), key=lambda item: item[1])[0]
+    plot_categories(simulated.result, fullest, folder / "memory_by_category.png")
+    return ["trace.json.gz (ui.perfetto.dev)", "gantt.png", "memory.png", "memory_by_category.png"]
+
+
+def summary(simulated: Simulated, microbatches: int) -> list[str]:
+    """Simulated against predicted time and memory, of a plan with so many microbatches."""
+    result, count, predicted = simulated.result, simulated.microbatches, simulated.predicted
+    part = "" if count == microbatches else f", {count} of the {microbatches} microbatches"
+    peak = max(result.memory.peak_bytes.values())
+    return [
+        f"Simulated{part}: {1e3 * result.seconds:.1f} ms, cost model {1e3 * predicted.seconds:.1f} ms "
+        f"({100 * (result.seconds / predicted.seconds - 1):+.1f} %); {result.program.num_ops:,} operations of the whole "
+        f"job; devices wait for links {100 * simulated.exposed:.1f} % of the step",
+        f"Simulated memory: {peak / 1e9:.1f} GB on the fullest device, cost model {predicted.fullest.memory.total / 1e9:.1f} GB",
+    ]

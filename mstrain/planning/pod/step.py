@@ -1,0 +1,304 @@
+"""The training step of a transformer under a plan, written down for one rank: forward, backward, optimizer.
+
+What a layer keeps for its backward pass follows remat exactly as train.py's does: nothing recomputed, all but the
+results of products, or everything from the layer's input. Gradients are summed over the replicas as soon as a layer's
+are complete: after every microbatch where train.py does so (one stage), else after the last.
+"""
+
+from mstrain.planning.placement import DATA, LOCAL, SEND, Degrees
+from mstrain.planning.pod.config import PodConfig
+from mstrain.planning.pod.cost import Costed
+from mstrain.planning.pod.layer import elementwise_values, flash
+from mstrain.planning.pod.memory import MOMENT_BYTES, SCORE_BYTES, WEIGHT_BYTES, parameter_counts
+from mstrain.planning.pod.products import Emit, emit_gemm, gemms_of
+from mstrain.planning.program import OpSpec
+from mstrain.planning.replicas import Layout, Step
+from mstrain.planning.schedules import FORWARD, schedule
+from mstrain.planning.slots import RankOp, Slots
+
+STATE_ELEMENTS = 7  # float32 numbers the update moves per parameter: four read, three written
+
+
+class TransformerStep:
+    """Writes the operations of one rank, task by task; a chunk is a stage, its parts are layers and the head."""
+
+    def __init__(self, config: PodConfig, costed: Costed, microbatches: int):
+        plan = costed.plan
+        self.config, self.model, self.plan, self.products = config, config.model, plan, costed.products
+        self.microbatches = microbatches
+        self.bounds = [(stage.first_layer, stage.end_layer) for stage in costed.stages]
+        self.layout = self.products.block[0].layout
+        self.size, self.tokens = self.layout.dtype_bytes, self.layout.tokens
+        self.slots = Slots()
+        self.kept: dict[int, dict[str, int]] = {}  # by layer: values for its backward pass
+        self.gradients: dict[tuple[int, object], int] = {}  # by stage and part: of this microbatch
+        self.summed: dict[tuple[int, object], int] = {}  # over the replicas
+        self.totals: dict[tuple[int, object], int] = {}  # over the microbatches
+        self.stream: dict[int, int] = {}  # by stage: what its last layer makes
+        self.slope: dict[int, int] = {}  # by stage: the gradient of its input
+        layer, embedding, head = parameter_counts(self.model)
+        self.counts: dict[tuple[int, object], int] = {}
+        for stage, (begin, end) in enumerate(self.bounds):
+            if stage == 0:
+                self.counts[stage, "embedding"] = embedding
+            self.counts |= {(stage, number): layer for number in range(begin, end)}
+            if stage == len(self.bounds) - 1 and not (stage == 0 and self.model.tied):
+                self.counts[stage, "head"] = head
+        self.weights = {key: self._state(key, count) for key, count in self.counts.items()}
+        width = self.model.width
+        self.received = [self._new(self._bytes(width), s, "activations") for s in range(len(self.bounds))]
+        self.returned = [self._new(self._bytes(width), s, "workspace") for s in range(len(self.bounds))]
+
+    def _state(self, key, count: int) -> int:
+        """Weights and moments; with several microbatches also the sum of gradients so far."""
+        stage, mine = key[0], count / self.plan.tensor
+        moments = MOMENT_BYTES * mine / (self.plan.data if self.plan.sharded else 1)
+        self.slots.resident(round(moments), stage, "optimizer")
+        if self.microbatches > 1:
+            self.totals[key] = self.slots.resident(round(WEIGHT_BYTES * mine), stage, "gradients")
+        return self.slots.resident(round(WEIGHT_BYTES * mine), stage)
+
+    def _new(self, nbytes: float, stage: int, category: str) -> int:
+        return self.slots.value(round(nbytes), stage, category=category)
+
+    def _bytes(self, values: float) -> float:
+        """Bytes of `values` per token on one device."""
+        return self.size * values * self.tokens / self.plan.tensor
+
+    def _emit(self, ops: list[RankOp], stage: int) -> Emit:
+        return Emit(
+            ops, lambda nbytes, category: self._new(nbytes, stage, category), stage, (self.plan.rows, self.plan.cols)
+        )
+
+    def _traffic(self, emit: Emit, kind: str, moved: float, inputs, kept: float, category: str) -> int:
+        """A kernel bound by memory that moves `moved` values per token and leaves `kept`."""
+        elements = max(1, round(moved * self.tokens / self.plan.tensor))
+        return emit.add(OpSpec(kind, ((elements,),), self.size), inputs, self._bytes(kept), category)
+
+    def forward(self, stage: int) -> list[RankOp]:
+        """The forward pass of a stage."""
+        ops: list[RankOp] = []
+        emit, x = self._emit(ops, stage), self.received[stage]
+        begin, end = self.bounds[stage]
+        if stage == 0:
+            x = self._traffic(emit, "Norm", self.model.width, (self.weights[0, "embedding"],), self.model.width, "activations")
+        for layer in range(begin, end):
+            x, self.kept[layer] = self._layer(emit, layer, x, self.plan.remat)
+        if stage == len(self.bounds) - 1:
+            x = self._head(emit, x)
+        self.stream[stage] = x
+        return ops
+
+    def _layer(self, emit: Emit, layer: int, x: int, remat: str) -> tuple[int, dict[str, int]]:
+        """(what the layer makes, what its backward pass needs)."""
+        kept = {"x": x}
+        values = self._recomputable(emit, layer, kept, remat)
+        m, weight = self.model, self.weights[emit.stage, layer]
+        down = self.products.block[3]
+        category = "activations" if remat == "dots" else "workspace"
+        z = emit_gemm(emit, down, gemms_of(down)[0], (values["a"], weight), self._bytes(m.width), category)
+        around = elementwise_values(m)[0]
+        out = self._traffic(emit, "Residual", 0.3 * around, (values["x2"], z), m.width, "activations")
+        saved = {"none": values, "dots": {**{n: values[n] for n in ("x", "qkv", "o", "y", "u")}, "z": z}, "full": kept}
+        return out, saved[remat]
+
+    def _recomputable(self, emit: Emit, layer: int, kept: dict[str, int], remat: str) -> dict[str, int]:
+        """Everything of a layer up to the input of its last product, but for what is in `kept` already."""
+        m, blocks, weight = self.model, self.products.block, self.weights[emit.stage, layer]
+        heads = m.heads * m.head_width
+        qkv, up = heads + 2 * m.num_kv_heads * m.head_width, m.hidden * (2 if m.gated else 1)
+        around, inside = elementwise_values(m)
+        cheap = "activations" if remat == "none" else "workspace"
+        dear = "workspace" if remat == "full" else "activations"
+        found = dict(kept)
+
+        def make(name, write):
+            if name not in found:
+                found[name] = write()
+
+        def product(index, source, values, category):
+            return emit_gemm(
+                emit, blocks[index], gemms_of(blocks[index])[0], (found[source], weight), self._bytes(values), category
+            )
+
+        def traffic(kind, moved, sources, values):
+            return self._traffic(emit, kind, moved, [found[name] for name in sources], values, cheap)
+
+        make("h", lambda: traffic("Norm", 0.2 * around, ["x"], m.width))
+        make("qkv", lambda: product(0, "h", qkv, dear))
+        make("o", lambda: self._attention(emit, found["qkv"], heads, dear))
+        make("y", lambda: product(1, "o", m.width, dear if remat == "dots" else "workspace"))
+        make("x2", lambda: traffic("Residual", 0.3 * around, ["x", "y"], m.width))
+        make("h2", lambda: traffic("Norm", 0.2 * around, ["x2"], m.width))
+        make("u", lambda: product(2, "h2", up, dear))
+        make("a", lambda: traffic("Activation", inside, ["u"], m.hidden))
+        return found
+
+    def _attention(self, emit: Emit, qkv: int, heads: int, category: str) -> int:
+        scores = 0.0
+        if self.plan.remat == "none" and not flash(self.model, self.config.seq, self.size):
+            scores = SCORE_BYTES * self.model.heads * self.config.seq * self.tokens / self.plan.tensor
+        return emit.add(self._attention_spec("Attention"), (qkv,), self._bytes(heads) + scores, category)
+
+    def _attention_spec(self, kind: str) -> OpSpec:
+        seen = self.config.seq // 2 if flash(self.model, self.config.seq, self.size) else self.config.seq
+        rows = max(1, self.tokens * self.model.heads // self.plan.tensor)
+        return OpSpec(kind, ((rows, self.model.head_width), (max(1, seen),)), self.size)
+
+    def _head(self, emit: Emit, x: int) -> int:
+        """Final projection and loss; returns the logits."""
+        head = self.products.head
+        symbols = head.layout.projection.out_dim
+        weight = self.weights[emit.stage, "embedding" if (emit.stage, "head") not in self.weights else "head"]
+        nbytes = self._bytes(symbols) + 4 * symbols * self.tokens / self.plan.tensor
+        logits = emit_gemm(emit, head, gemms_of(head)[0], (x, weight), nbytes, "workspace")
+        moved = 4 * symbols / self.size * 2
+        loss = self._traffic(emit, "Logits", moved, (logits,), 0.0, "workspace")
+        self.head = {"x": x, "logits": logits, "loss": loss, "weight": weight}
+        return logits
+
+    def backward(self, stage: int, last_microbatch: bool) -> list[RankOp]:
+        """The backward pass of a stage, its gradients summed and accumulated."""
+        ops: list[RankOp] = []
+        emit = self._emit(ops, stage)
+        begin, end = self.bounds[stage]
+        slope = self.returned[stage]
+        if stage == len(self.bounds) - 1:
+            slope = self._head_backward(emit)
+        for layer in reversed(range(begin, end)):
+            slope = self._layer_backward(emit, layer, slope)
+        if stage == 0:
+            key = (0, "embedding")
+            shared = len(self.bounds) == 1 and (0, "head") not in self.counts
+            before = [self.gradients[key]] if shared else []  # of the output projection
+            self.gradients[key] = emit.add(
+                OpSpec("NormGrad", ((max(1, round(self._bytes(self.model.width) / self.size)),),), self.size),
+                (slope, *before), WEIGHT_BYTES * self.counts[key] / self.plan.tensor, "gradients",
+            )  # fmt: skip
+        self.slope[stage] = slope
+        for key in [key for key in self.counts if key[0] == stage]:
+            self._complete(emit, key, last_microbatch)
+        return ops
+
+    def _head_backward(self, emit: Emit) -> int:
+        head, stage = self.products.head, emit.stage
+        _, into, weight = gemms_of(head)
+        symbols = head.layout.projection.out_dim
+        sources = (self.head["logits"], self.head["loss"])
+        logits = self._traffic(emit, "LogitsGrad", 4 * symbols / self.size * 2, sources, symbols, "workspace")
+        slope = emit_gemm(emit, head, into, (logits, self.head["weight"]), self._bytes(self.model.width), "workspace")
+        own = (stage, "head") in self.counts
+        key = (stage, "head" if own else "embedding")
+        nbytes = WEIGHT_BYTES * self.model.width * self.model.vocabulary / self.plan.tensor
+        inputs = (logits, self.head["x"])
+        self.gradients[key] = emit_gemm(emit, head, weight, inputs, nbytes, "gradients" if own else "workspace")
+        return slope
+
+    def _layer_backward(self, emit: Emit, layer: int, slope: int) -> int:
+        """Recomputation, then each operation's gradient in reverse; returns the gradient of the layer's input."""
+        m, blocks = self.model, self.products.block
+        found = self._again(emit, layer, slope)
+        around, inside = elementwise_values(m)
+        heads = m.heads * m.head_width
+        qkv, up = heads + 2 * m.num_kv_heads * m.head_width, m.hidden * (2 if m.gated else 1)
+        parts: list[int] = []
+
+        def product(index, source, gradient, values):
+            _, into, of_weight = gemms_of(blocks[index])
+            weight = self.weights[emit.stage, layer]
+            back = emit_gemm(emit, blocks[index], into, (gradient, weight), self._bytes(values), "workspace")
+            projection = blocks[index].layout.projection
+            share = projection.in_dim * projection.out_dim / self.plan.tensor
+            inputs = (found[source], gradient, *parts[-1:])
+            parts.append(emit_gemm(emit, blocks[index], of_weight, inputs, WEIGHT_BYTES * share, "gradients"))
+            return back
+
+        def traffic(kind, moved, inputs, values):
+            return self._traffic(emit, kind, moved, inputs, values, "workspace")
+
+        da = product(3, "a", slope, m.hidden)
+        du = traffic("ActivationGrad", 2 * inside, (found["u"], da), up)
+        dh2 = product(2, "h2", du, m.width)
+        dx2 = traffic("NormGrad", around, (found["x2"], dh2, slope), m.width)
+        do = product(1, "o", dx2, heads)
+        spec = self._attention_spec("AttentionGrad")
+        dqkv = emit.add(spec, (found["qkv"], found["o"], do), self._bytes(qkv), "workspace")
+        dh = product(0, "h", dqkv, m.width)
+        dx = traffic("NormGrad", around, (found["x"], dh, dx2), m.width)
+        self.gradients[emit.stage, layer] = parts
+        return dx
+
+    def _again(self, emit: Emit, layer: int, slope: int) -> dict[str, int]:
+        """What the backward pass needs, recomputed where remat kept less; not before the gradient has arrived."""
+        kept = self.kept[layer]
+        if self.plan.remat == "none":
+            return kept
+        names = [kept["x"], *([kept["z"]] if "z" in kept else []), slope]
+        gate = emit.add(OpSpec("Identity", ((1,),), self.size), names, 0.0, "workspace")
+        first = len(emit.ops)
+        found = self._recomputable(emit, layer, {n: v for n, v in kept.items() if n != "z"}, "full")
+        for index in range(first, len(emit.ops)):
+            op = emit.ops[index]
+            if kept["x"] in op.inputs:
+                emit.ops[index] = op._replace(inputs=(*op.inputs, gate))
+        if self.plan.remat == "full":  # the whole forward pass runs again, its last product too
+            down = self.products.block[3]
+            weight = self.weights[emit.stage, layer]
+            emit_gemm(emit, down, gemms_of(down)[0], (found["a"], weight), 0.0, "workspace")
+            self._traffic(emit, "Residual", 0.3 * elementwise_values(self.model)[0], (found["x2"],), 0.0, "workspace")
+        return found
+
+    def _complete(self, emit: Emit, key, last_microbatch: bool) -> None:
+        """Sums a part's gradients over the replicas and adds them to those of earlier microbatches."""
+        parts = self.gradients[key]
+        parts = tuple(parts) if isinstance(parts, list) else (parts,)
+        elements = max(1, round(self.counts[key] / self.plan.tensor))
+        trainer = len(self.bounds) == 1 and not self.plan.sharded
+        spec = OpSpec("AllReduce", ((elements,),), WEIGHT_BYTES)
+        if self.plan.data > 1 and trainer:
+            parts = (emit.add(spec, parts, 0.0, "gradients", DATA), *parts)
+        if self.microbatches > 1:
+            moved = OpSpec("Residual", ((3 * elements,),), WEIGHT_BYTES)
+            parts = (emit.add(moved, (*parts, self.totals[key]), 0.0, "gradients"),)
+        if self.plan.data > 1 and not trainer and last_microbatch:
+            parts = (emit.add(spec, parts, 0.0, "gradients", DATA), *parts)
+        self.summed[key] = parts
+
+    def send(self, stage: int, direction: int) -> list[RankOp]:
+        """The message to the next stage, or the gradient back to the one before."""
+        other = stage + 1 if direction == FORWARD else stage - 1
+        if not 0 <= other < len(self.bounds):
+            return []
+        value = self.stream[stage] if direction == FORWARD else self.slope[stage]
+        arrival = self.received[other] if direction == FORWARD else self.returned[other]
+        elements = max(1, round(self._bytes(self.model.width) / self.size))
+        return [RankOp(OpSpec("Send", ((elements,),), self.size), SEND, stage, (value,), (arrival,), other)]
+
+    def update(self) -> list[RankOp]:
+        """One optimizer operation per stage."""
+        shards = self.plan.data if self.plan.sharded else 1
+        ops = []
+        for stage in range(len(self.bounds)):
+            keys = [key for key in self.counts if key[0] == stage]
+            moved = STATE_ELEMENTS * sum(self.counts[key] for key in keys) / self.plan.tensor / shards
+            spec = OpSpec("Adam", ((max(1, round(moved)),),), WEIGHT_BYTES)
+            inputs = [*(self.weights[key] for key in keys), *(part for key in keys for part in self.summed[key])]
+            ops.append(RankOp(spec, LOCAL, stage, tuple(inputs)))
+        return ops
+
+
+def transformer_step(config: PodConfig, costed: Costed, microbatches: int) -> Step:
+    """The step of `costed.plan` with so many microbatches of the plan's size."""
+    plan = costed.plan
+    degrees = Degrees(plan.data, plan.tensor, plan.pipeline, microbatches, cols=plan.cols)
+    writer, layout = TransformerStep(config, costed, microbatches), Layout()
+    for tasks in schedule(config.schedule, plan.pipeline, microbatches, plan.pipeline):
+        for stage, _, direction, m in tasks:
+            last = m == microbatches - 1
+            if direction == FORWARD:
+                layout.add((stage, direction), m, writer.forward, stage)
+            else:
+                layout.add((stage, direction, last), m, writer.backward, stage, last)
+            layout.add((stage, direction, "send", last), m, writer.send, stage, direction)
+    layout.add(("update",), microbatches - 1, writer.update)
+    return layout.step(degrees, writer.slots)
