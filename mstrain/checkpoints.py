@@ -1,16 +1,18 @@
 """Checkpoints that know nothing of the mesh: canonical arrays by Orbax, restored onto any plan.
 
-A checkpoint holds step, parameters and optimizer moments in canonical order (`mstrain.models.parameters`) and, beside
-them, a few facts about the run. Batches are a pure function of (seed, step), so there is no data position to save. Saves are
-asynchronous: the arrays are copied off the device, then written while training goes on; a checkpoint appears under
-its step by one rename, with a manifest of its files' checksums, so a killed save leaves nothing that a resume would read
-and damage done later is noticed.
+A checkpoint holds step, parameters and optimizer moments in canonical order (`mstrain.models.parameters`)
+and, beside them, a few facts about the run. Batches are a pure function of (seed, step), so there is no data
+position to save. Saves are
+asynchronous: the arrays are copied off the device, then written while training goes on; a checkpoint appears
+under its step by one rename, with a manifest of its files' checksums, so a killed save leaves nothing that a
+resume would read and damage done later is noticed.
 """
 
 import contextlib
 import functools
 import logging
 import shutil
+import time
 from pathlib import Path
 
 import jax
@@ -25,6 +27,7 @@ from mstrain.models.transformer import Transformer
 from mstrain.training.step import State, map_parameter_trees, state_shardings
 
 STATE, FACTS = "state", "facts"
+STRAGGLER_TRIES = 50
 SAVE_SECONDS = 600  # that a host waits for the others' parts of a save
 
 
@@ -66,9 +69,12 @@ class Checkpoints:
 
     def give_up_save(self) -> None:
         """After a save that raised: removes what it wrote, so that the next one finds the space."""
-        if jax.process_index() == 0:
+        for _ in range(STRAGGLER_TRIES if jax.process_index() == 0 else 0):
             for folder in self._unfinished():
                 shutil.rmtree(folder, ignore_errors=True)
+            time.sleep(0.1)  # writers that have not failed yet may put a file back
+            if not self._unfinished():
+                break
         self._manager.reload()
 
     def damage(self, step: int, part: int = 0, parts: int = 1) -> list[str]:
@@ -76,7 +82,8 @@ class Checkpoints:
         return manifest.problems(self._directory / str(step), part, parts)
 
     def set_aside(self, step: int) -> Path:
-        """Renames a damaged checkpoint, so that it is neither read again nor in the way; returns where it is now."""
+        """Renames a damaged checkpoint, so that it is neither read again nor in the way; returns where it is
+        now."""
         target = self._directory.parent / "damaged" / str(step)
         while target.exists():
             target = target.with_name(target.name + "-again")
@@ -123,7 +130,9 @@ class Checkpoints:
         with ocp.PyTreeCheckpointer() as reader:
             canonical = reader.restore(self._directory / str(step) / STATE, args=args)["params"]
         shardings = parameters.parameter_shardings(module)
-        return jax.jit(lambda x: parameters.store(module, x), out_shardings=shardings, donate_argnums=0)(canonical)
+        return jax.jit(lambda x: parameters.store(module, x), out_shardings=shardings, donate_argnums=0)(
+            canonical
+        )
 
     def wait(self) -> None:
         """Returns when every save is on disk; raises whatever made one fail."""
@@ -177,7 +186,8 @@ def _to_canonical(module: Transformer):
 
 
 def _canonical_targets(module: Transformer, optimizer: optax.GradientTransformation | None = None):
-    """Abstract canonical state, spread over the devices that will read it; only its parameters without an optimizer."""
+    """Abstract canonical state, spread over the devices that will read it; only its parameters without an
+    optimizer."""
     state: State = {"params": parameters.canonical_shapes(module)}
     if optimizer:
         state["step"] = jax.ShapeDtypeStruct((), "int32")

@@ -1,9 +1,10 @@
 """A job of several processes: find this one's place, join, agree, and end together.
 
-The place comes from, in this order: the keys coordinator=, processes= and process=; the variables JAX_COORDINATOR_ADDRESS,
-JAX_NUM_PROCESSES and JAX_PROCESS_ID (launch/jobset.yaml sets them); what JAX detects of a TPU pod, SLURM or Kubernetes.
-Without any of them a run has one process. Whoever is missing is named, within `hosts.join_seconds` at the start, at once when a
-process dies, and within `hosts.barrier_seconds` at a barrier.
+The place comes from, in this order: the keys coordinator=, processes= and process=; the variables
+JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID (launch/jobset.yaml sets them); what JAX detects
+of a TPU pod, SLURM or Kubernetes. Without any of them a run has one process. Whoever is missing is named,
+within `hosts.join_seconds` at the start, at once when a process dies, and within `hosts.barrier_seconds` at a
+barrier.
 """
 
 import contextlib
@@ -29,8 +30,9 @@ VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 @dataclasses.dataclass(frozen=True)
 class HostsConfig:
-    """Seconds within which all processes must have come (`join_seconds`), after which a host that says nothing counts as
-    dead (`silent_seconds`), and that a process waits for the others at a barrier (`barrier_seconds`)."""
+    """Seconds within which all processes must have come (`join_seconds`), after which a host that says
+    nothing counts as dead (`silent_seconds`), and that a process waits for the others at a barrier
+    (`barrier_seconds`)."""
 
     join_seconds: float = 300.0
     silent_seconds: float = 60.0
@@ -39,11 +41,16 @@ class HostsConfig:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             if not 1 <= getattr(self, field.name) < math.inf:
-                raise ValueError(f"hosts.{field.name}={getattr(self, field.name)} is no time. Type hosts.{field.name}=60.")
+                raise ValueError(
+                    f"hosts.{field.name}={getattr(self, field.name)} is no time. Type hosts.{field.name}=60."
+                )
 
 
-def find_seat(coordinator: str | None, processes: int | None, process: int | None) -> tuple[Seat | None, list[int] | None]:
-    """This process's place and the indices of the devices it may use; None for a run of one process, None for all."""
+def find_seat(
+    coordinator: str | None, processes: int | None, process: int | None
+) -> tuple[Seat | None, list[int] | None]:
+    """This process's place and the indices of the devices it may use; None for a run of one process, None for
+    all."""
     given = (coordinator, processes, process)
     names = ("coordinator", "processes", "process")
     if given != (None, None, None):
@@ -59,7 +66,9 @@ def find_seat(coordinator: str | None, processes: int | None, process: int | Non
         try:
             return Seat(values[0], int(values[1]), int(values[2])), None
         except ValueError as error:
-            raise ValueError(f"The environment says {dict(zip(VARIABLES, values, strict=True))}: {error}") from None
+            raise ValueError(
+                f"The environment says {dict(zip(VARIABLES, values, strict=True))}: {error}"
+            ) from None
     from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize() itself asks
 
     *found, devices = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, 60)
@@ -103,7 +112,8 @@ class Job:
             link.send({"kind": kind, **values})
 
     def gather(self, name: str, value: str) -> list[str]:
-        """What every process gave for `name`; raises ValueError naming who did not come to this barrier in time."""
+        """What every process gave for `name`; raises ValueError naming who did not come to this barrier in
+        time."""
         if self.processes == 1:
             return [value]
         from jax._src.distributed import global_state
@@ -118,13 +128,15 @@ class Job:
             came = {int(path.rpartition("/")[2]) for path, _ in client.key_value_dir_get(key)}
             missing = ", ".join(self.name(p) for p in range(self.processes) if p not in came)
             raise ValueError(
-                f"Barrier {name!r}: {missing or 'some process'} did not come within {self.config.barrier_seconds:.0f} s. "
+                f"Barrier {name!r}: {missing or 'some process'} did not come within "
+                f"{self.config.barrier_seconds:.0f} s. "
                 "Look at its output; type hosts.barrier_seconds= above the time it needs."
             ) from error
         return [client.key_value_try_get(f"{key}/{process}") for process in range(self.processes)]
 
     def barrier(self, name: str) -> None:
-        """Returns when every process is here; raises ValueError naming the missing after `hosts.barrier_seconds`."""
+        """Returns when every process is here; raises ValueError naming the missing after
+        `hosts.barrier_seconds`."""
         self.gather(name, "here")
 
     def agree(self, what: str, value: str) -> None:
@@ -132,7 +144,9 @@ class Job:
         values = self.gather(f"agree on {what}", value)
         others = [self.name(process) for process, other in enumerate(values) if other != values[0]]
         if others:
-            raise ValueError(f"{', '.join(others)}: another {what} than process 0. Start every process with the same.")
+            raise ValueError(
+                f"{', '.join(others)}: another {what} than process 0. Start every process with the same."
+            )
 
     def name(self, process: int) -> str:
         """`process 1 (host)`."""
@@ -165,7 +179,8 @@ class Job:
     def _gone(self, process: int) -> None:
         if process not in self._left:
             self._end(
-                f"{self.name(process)} is gone without a word: killed, crashed, or its host is lost. Ending; the same "
+                f"{self.name(process)} is gone without a word: killed, crashed, or its host is lost. Ending; "
+                f"the same "
                 "command, on all hosts, goes on from the newest checkpoint.",
                 LOST,
             )
@@ -173,7 +188,8 @@ class Job:
     def _end(self, reason: str, code: int) -> None:
         self.send("gone", reason=reason, code=code)
         self.say(reason)
-        # The main thread may wait inside a collective for the one that is gone; only the end of the process frees it.
+        # The main thread may wait inside a collective for the one that is gone; only the end of the process
+        # frees it.
         os._exit(code)
 
 
@@ -182,7 +198,8 @@ ALONE = Job(None, HostsConfig(), {0: socket.gethostname()}, {})
 
 @contextlib.contextmanager
 def joined(seat: Seat | None, config: HostsConfig, devices: list[int] | None = None):
-    """Joins the job at `seat`, gives it, and leaves it; whatever ends this process, the others learn of it and end too."""
+    """Joins the job at `seat`, gives it, and leaves it; whatever ends this process, the others learn of it
+    and end too."""
     if seat is None:
         yield ALONE
         return
@@ -218,7 +235,8 @@ def _join(seat: Seat, config: HostsConfig, devices: list[int] | None) -> Job:
 
 
 def _fail(job: Job, error: BaseException) -> None:
-    """Ends this process after an error; JAX would otherwise wait at exit for processes that wait for this one."""
+    """Ends this process after an error; JAX would otherwise wait at exit for processes that wait for this
+    one."""
     if isinstance(error, SystemExit):
         message, code = None, error.code if isinstance(error.code, int) else 1
     elif isinstance(error, ValueError):
@@ -237,7 +255,11 @@ def _fail(job: Job, error: BaseException) -> None:
 
 def _hardware() -> str:
     """What this host has, as far as can be told without JAX, which may look only after joining."""
-    for pattern, kind in (("/dev/accel[0-9]*", "TPU"), ("/dev/vfio/[0-9]*", "TPU"), ("/dev/nvidia[0-9]*", "GPU")):
+    for pattern, kind in (
+        ("/dev/accel[0-9]*", "TPU"),
+        ("/dev/vfio/[0-9]*", "TPU"),
+        ("/dev/nvidia[0-9]*", "GPU"),
+    ):
         if found := glob.glob(pattern):
             return f"{len(found)} {kind} device file{'s' * (len(found) > 1)}"
     return "no accelerator (CPU devices are emulated)"

@@ -1,6 +1,7 @@
 """Checksums of a folder's files, written into the folder before it appears under its final name.
 
-Orbax checks that a checkpoint is complete and TensorStore some of its own indices; neither would notice a flipped bit in an array.
+Orbax checks that a checkpoint is complete and TensorStore some of its own indices; neither would notice a
+flipped bit in an array.
 """
 
 import hashlib
@@ -8,7 +9,10 @@ import json
 from pathlib import Path
 
 NAME = "manifest.json"
-LEFT_OUT = {NAME, "_CHECKPOINT_METADATA"}  # Orbax adds the time of the commit to the latter, and restores without it
+LEFT_OUT = {
+    NAME,
+    "_CHECKPOINT_METADATA",
+}  # Orbax adds the time of the commit to the latter, and restores without it
 
 
 def write(folder: Path) -> None:
@@ -18,9 +22,11 @@ def write(folder: Path) -> None:
 
 
 def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """What differs from the manifest, one sentence each; of every `parts`-th file from `part` on, so that hosts share the reading.
+    """What differs from the manifest, one sentence each; of every `parts`-th file from `part` on, so that
+    hosts share the reading.
 
-    A folder without a manifest was half deleted by a run that was killed while it removed old ones, or is from elsewhere.
+    A folder without a manifest was half deleted by a run that was killed while it removed old ones, or is
+    from elsewhere.
     """
     path = folder / NAME
     if not path.exists():

@@ -1,10 +1,10 @@
 """Who takes part in a job, before and beside JAX: one TCP connection from every process to process 0.
 
-JAX ends a process that waits for others without saying for whom. Here every process says its number and host to the
-coordinator's port first; process 0 answers when all are there, or names those that are not. The connections
-stay open as the sign of life: the kernel closes them when a process dies, however it dies, and the
-others learn of it at once. Small messages (one JSON object per line) travel over them, too: `bye` before a process
-leaves, and the questions by which all stop after the same step.
+JAX ends a process that waits for others without saying for whom. Here every process says its number and host
+to the coordinator's port first; process 0 answers when all are there, or names those that are not. The
+connections stay open as the sign of life: the kernel closes them when a process dies, however it dies, and
+the others learn of it at once. Small messages (one JSON object per line) travel over them, too: `bye` before
+a process leaves, and the questions by which all stop after the same step.
 """
 
 import dataclasses
@@ -30,7 +30,10 @@ class Seat:
     def __post_init__(self):
         host, colon, port = self.coordinator.rpartition(":")
         if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
-            raise ValueError(f"coordinator={self.coordinator!r} is not an address. Type coordinator=HOST:PORT of process 0.")
+            raise ValueError(
+                f"coordinator={self.coordinator!r} is not an address. Type coordinator=HOST:PORT of process "
+                f"0."
+            )
         if not 0 <= self.process < self.processes:
             raise ValueError(
                 f"process={self.process} of processes={self.processes}: processes count from 0. "
@@ -59,7 +62,8 @@ class Link:
                 pass
 
     def receive(self) -> list[dict] | None:
-        """Messages that have arrived (waiting for bytes up to the socket's timeout); None when the peer is gone.
+        """Messages that have arrived (waiting for bytes up to the socket's timeout); None when the peer is
+        gone.
 
         Raises ValueError for bytes that are no message.
         """
@@ -74,7 +78,9 @@ class Link:
         *lines, self._pending = (self._pending + data).split(b"\n")
         if len(self._pending) > LONGEST:
             raise ValueError("not a message of a roll call")
-        messages = [json.loads(line) for line in lines]  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        messages = [
+            json.loads(line) for line in lines
+        ]  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         if not all(isinstance(message, dict) for message in messages):
             raise ValueError("not a message of a roll call")
         return messages
@@ -129,7 +135,8 @@ def report(seat: Seat, seconds: float, silent: float) -> tuple[dict[int, str], L
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"Process 0 of {seat.processes} does not answer at {seat.coordinator} for {seconds:.0f} s ({error}). "
+                    f"Process 0 of {seat.processes} does not answer at {seat.coordinator} for {seconds:.0f} "
+                    f"s ({error}). "
                     "Start it, or correct coordinator=."
                 ) from None
             time.sleep(RETRY_SECONDS)
@@ -141,16 +148,23 @@ def report(seat: Seat, seconds: float, silent: float) -> tuple[dict[int, str], L
     try:
         messages = link.receive()
     except ValueError:
-        raise ValueError(f"{seat.coordinator} answers, but not to a roll call: the job has begun, or it is another program.") from None
+        raise ValueError(
+            f"{seat.coordinator} answers, but not to a roll call: the job has begun, or it is another "
+            f"program."
+        ) from None
     if not messages:
-        raise ValueError(f"Process 0 at {seat.coordinator} left before everyone had come. Its own message says why.")
+        raise ValueError(
+            f"Process 0 at {seat.coordinator} left before everyone had come. Its own message says why."
+        )
     if "refused" in messages[0]:
         raise ValueError(str(messages[0]["refused"]))
     connection.settimeout(None)
     return {int(process): str(host) for process, host in messages[0]["present"].items()}, link
 
 
-def watch(links: dict[int, Link], heard: Callable[[int, dict], None], gone: Callable[[int], None]) -> threading.Thread:
+def watch(
+    links: dict[int, Link], heard: Callable[[int, dict], None], gone: Callable[[int], None]
+) -> threading.Thread:
     """Reads all `links` in a thread of its own: `heard(process, message)` and, once, `gone(process)`."""
     selector = selectors.DefaultSelector()
     for process, link in links.items():
@@ -185,7 +199,8 @@ def _listen(seat: Seat) -> socket.socket:
         )
     except OSError as error:
         raise ValueError(
-            f"Process 0 cannot listen on port {port} ({error.strerror}). Type another port in coordinator=, for every process."
+            f"Process 0 cannot listen on port {port} ({error.strerror}). Type another port in coordinator=, "
+            f"for every process."
         ) from None
 
 
@@ -200,7 +215,8 @@ def _admit(seat: Seat, connection: socket.socket, links, silent: float) -> None:
         link.close()
         return
     if processes != seat.processes or not 0 < process < seat.processes:
-        refusal = f"process 0 expects processes={seat.processes} and this one says process={process} processes={processes}"
+        refusal = f"process 0 expects processes={seat.processes}"
+        refusal += f" and this one says process={process} processes={processes}"
     elif process in links:
         refusal = f"two processes say process={process}: this one on {host} and one on {links[process][0]}"
     else:
@@ -219,7 +235,8 @@ def _drop_the_gone(links) -> None:
 
 
 def _watched(connection: socket.socket, silent: float) -> socket.socket:
-    """A host that loses power closes nothing: the kernel asks after it, and gives up after `silent` seconds."""
+    """A host that loses power closes nothing: the kernel asks after it, and gives up after `silent`
+    seconds."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     third = max(int(silent / 3), 1)

@@ -1,6 +1,8 @@
-"""Where the time went: seconds in steps, compilation, saving, restoring, input and evaluation, and those lost to restarts.
+"""Where the time went: seconds in steps, compilation, saving, restoring, input and evaluation, and those lost
+to restarts.
 
-`goodput.jsonl` in the run directory gets a line at every save and at the end; the last line of each life counts.
+`goodput.jsonl` in the run directory gets a line at every save and at the end; the last line of each life
+counts.
 """
 
 import contextlib
@@ -42,7 +44,8 @@ class Goodput:
         self.seconds["steps"] += values["step_seconds"]
 
     def lose(self, directory: Path, step_seconds: float) -> None:
-        """Counts steps that must be made again, and the time since an earlier life was last heard of unless it finished."""
+        """Counts steps that must be made again, and the time since an earlier life was last heard of unless
+        it finished."""
         lines = _lines(directory / FILE)
         self.seconds["lost"] += step_seconds
         metrics = directory / "metrics.jsonl"
@@ -58,13 +61,17 @@ class Goodput:
 
 
 def account(directory: Path) -> dict:
-    """All lives of a run: seconds by kind, `other` for the rest, their number, and the fraction spent in steps that count.
+    """All lives of a run: seconds by kind, `other` for the rest, their number, and the fraction spent in
+    steps that count.
 
-    The first life's start is what any run needs; compile, restore and the rest of later lives' starts are lost to restarts.
+    The first life's start is what any run needs; compile, restore and the rest of later lives' starts are
+    lost to restarts.
     """
     lives = list({line["life"]: line for line in _lines(directory / FILE)}.values())
     seconds = {kind: sum(life[kind] for life in lives) for kind in KINDS}
-    seconds["other"] = sum(life["total"] - sum(life[kind] for kind in KINDS if kind != "lost") for life in lives)
+    seconds["other"] = sum(
+        life["total"] - sum(life[kind] for kind in KINDS if kind != "lost") for life in lives
+    )
     total = sum(life["total"] for life in lives) + seconds["lost"]
     return {"lives": len(lives), "seconds": seconds, "goodput": seconds["steps"] / total if total else None}
 

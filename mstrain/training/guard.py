@@ -1,7 +1,8 @@
 """Bad numbers: steps whose loss or gradients are not finite, and losses far above those before.
 
-The compiled step itself leaves parameters and moments alone when a number is not finite (`mstrain.training.step`); the
-guard counts such steps, notes their batches and stops a run that no longer learns.
+The compiled step itself leaves parameters and moments alone when a number is not finite
+(`mstrain.training.step`); the guard counts such steps, notes their batches and stops a run that no longer
+learns.
 """
 
 import collections
@@ -21,8 +22,9 @@ FILE = "bad_steps.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class GuardConfig:
-    """Stop after `max_bad_steps` bad steps in a row. A step is bad when its loss or gradient norm is not finite, and, unless
-    `spike` is null, when its loss lies more than `spike` standard deviations above the mean of the last `window`."""
+    """Stop after `max_bad_steps` bad steps in a row. A step is bad when its loss or gradient norm is not
+    finite, and, unless `spike` is null, when its loss lies more than `spike` standard deviations above the
+    mean of the last `window`."""
 
     max_bad_steps: int = 10
     spike: float | None = None
@@ -30,11 +32,17 @@ class GuardConfig:
 
     def __post_init__(self):
         if self.max_bad_steps < 1:
-            raise ValueError(f"guard.max_bad_steps={self.max_bad_steps} is too small. Type guard.max_bad_steps=1 or more.")
+            raise ValueError(
+                f"guard.max_bad_steps={self.max_bad_steps} is too small. Type guard.max_bad_steps=1 or more."
+            )
         if self.spike is not None and not 0 < self.spike < math.inf:
-            raise ValueError(f"guard.spike={self.spike} is no number of deviations. Type guard.spike=6, or null for none.")
+            raise ValueError(
+                f"guard.spike={self.spike} is no number of deviations. Type guard.spike=6, or null for none."
+            )
         if self.window < 10:
-            raise ValueError(f"guard.window={self.window} is too short for a deviation. Type guard.window=10 or more.")
+            raise ValueError(
+                f"guard.window={self.window} is too short for a deviation. Type guard.window=10 or more."
+            )
 
 
 class Guard:
@@ -56,13 +64,20 @@ class Guard:
         batch = f"batch {step - 1} of seed {self._batches.seed} in {self._batches.file.path}"
         self._console.print(f"[yellow]Step {step}:[/] {reason}. It was made of {batch}.")
         if self._directory:
-            facts = {"step": step, "batch": step - 1, "seed": self._batches.seed, "file": str(self._batches.file.path)}
+            facts = {
+                "step": step,
+                "batch": step - 1,
+                "seed": self._batches.seed,
+                "file": str(self._batches.file.path),
+            }
             with open(self._directory / FILE, "a") as file:
                 file.write(json.dumps({**facts, "reason": reason}) + "\n")
         if self._in_a_row >= self._config.max_bad_steps:
             raise Stopped(
-                f"Stopped: {self._in_a_row} bad steps in a row, the last of {batch}. The checkpoints are those from before. "
-                "Look at the batch; type a lower optimizer.learning_rate=, or guard.max_bad_steps= above this number."
+                f"Stopped: {self._in_a_row} bad steps in a row, the last of {batch}. The checkpoints are "
+                f"those from before. "
+                "Look at the batch; type a lower optimizer.learning_rate=, or guard.max_bad_steps= above "
+                "this number."
             )
 
     def _complaint(self, values: dict) -> str | None:
@@ -74,4 +89,5 @@ class Guard:
         mean, deviation = statistics.fmean(self._losses), statistics.stdev(self._losses)
         if values["loss"] <= mean + self._config.spike * deviation:
             return None
-        return f"the loss {values['loss']:.4f} is a spike over the last {len(self._losses)} ({mean:.4f} +- {deviation:.4f})"
+        before = f"the last {len(self._losses)} ({mean:.4f} +- {deviation:.4f})"
+        return f"the loss {values['loss']:.4f} is a spike over {before}"

@@ -1,7 +1,7 @@
 """Do copies still agree: checksums of every replicated value on every device that holds one.
 
-Replicas of a value are made by the same program from the same bits, so they are equal to the last bit; a difference is
-the first sign of a defective chip, long before the loss shows it.
+Replicas of a value are made by the same program from the same bits, so they are equal to the last bit; a
+difference is the first sign of a defective chip, long before the loss shows it.
 """
 
 import collections
@@ -24,7 +24,10 @@ class ReplicasConfig:
 
     def __post_init__(self):
         if self.every is not None and self.every < 1:
-            raise ValueError(f"check_replicas.every={self.every} is too small. Type check_replicas.every=1000, or null for never.")
+            raise ValueError(
+                f"check_replicas.every={self.every} is too small. Type check_replicas.every=1000, or null "
+                f"for never."
+            )
 
 
 class ReplicaCheck:
@@ -46,9 +49,12 @@ class ReplicaCheck:
             for device in odd_ones_out(array.sharding.devices_indices_map(array.shape), found, i)
         ]
         if differing:
-            shown = ", ".join(differing[:8]) + (f" and {len(differing) - 8} more" if len(differing) > 8 else "")
+            shown = ", ".join(differing[:8]) + (
+                f" and {len(differing) - 8} more" if len(differing) > 8 else ""
+            )
             raise Stopped(
-                f"Stopped after step {step}: copies that should be equal differ: {shown}. Take that device's host out of the "
+                f"Stopped after step {step}: copies that should be equal differ: {shown}. Take that device's "
+                f"host out of the "
                 "job and start the same command; if it repeats elsewhere, resume from an older checkpoint."
             )
 
@@ -61,20 +67,26 @@ class ReplicaCheck:
 
 
 def compile_checksums(arrays: list[jax.Array]):
-    """A function from `arrays` to uint32 [devices, leaves]: what each device's own part of each leaf sums to; no communication."""
+    """A function from `arrays` to uint32 [devices, leaves]: what each device's own part of each leaf sums to;
+    no communication."""
     mesh = arrays[0].sharding.mesh
 
     def local(*parts):
         return jnp.stack([_checksum(part) for part in parts])[None]
 
     mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=tuple(a.sharding.spec for a in arrays), out_specs=P(mesh.axis_names), check_vma=False
+        local,
+        mesh=mesh,
+        in_specs=tuple(a.sharding.spec for a in arrays),
+        out_specs=P(mesh.axis_names),
+        check_vma=False,
     )
     return jax.jit(lambda arrays: mapped(*arrays))
 
 
 def odd_ones_out(indices: dict, checksums: dict[int, np.ndarray], leaf: int) -> list:
-    """Devices whose checksum of `leaf` is not that of most devices with the same index; all of them when no value leads."""
+    """Devices whose checksum of `leaf` is not that of most devices with the same index; all of them when no
+    value leads."""
     groups = collections.defaultdict(list)
     for device, index in indices.items():
         groups[str(index)].append(device)
@@ -83,13 +95,19 @@ def odd_ones_out(indices: dict, checksums: dict[int, np.ndarray], leaf: int) -> 
         counts = collections.Counter(int(checksums[device.id][leaf]) for device in devices)
         (leader, most), *others = counts.most_common(2)
         tied = others and others[0][1] == most
-        odd += [device for device in devices if len(counts) > 1 and (tied or int(checksums[device.id][leaf]) != leader)]
+        odd += [
+            device
+            for device in devices
+            if len(counts) > 1 and (tied or int(checksums[device.id][leaf]) != leader)
+        ]
     return odd
 
 
 def _checksum(part):
     """Sum of the bits as uint32, each weighted by its place, so that exchanged values show, too."""
-    bits = jax.lax.bitcast_convert_type(part, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[part.dtype.itemsize])
+    bits = jax.lax.bitcast_convert_type(
+        part, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[part.dtype.itemsize]
+    )
     bits = bits.reshape(-1).astype(jnp.uint32)
     return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 

@@ -1,7 +1,9 @@
 """What a person sees of training: a progress line, metrics.jsonl, TensorBoard.
 
-`metrics.jsonl` has one object per logged step, `eval.jsonl` one per evaluation. After a resume both continue behind the
-checkpoint: lines of steps that were lost and will be made again are dropped first, so that every step stands once.
+`metrics.jsonl` has one object per logged step, `eval.jsonl` one per evaluation. After a resume both continue
+behind the
+checkpoint: lines of steps that were lost and will be made again are dropped first, so that every step stands
+once.
 """
 
 import contextlib
@@ -30,7 +32,9 @@ class Reporter:
       observers: called with (step, values) of every step, in this order.
     """
 
-    def __init__(self, directory: Path, steps: range, log_every: int, per_step, console: Console, observers=()):
+    def __init__(
+        self, directory: Path, steps: range, log_every: int, per_step, console: Console, observers=()
+    ):
         self._writes = jax.process_index() == 0
         self._directory, self._log_every, self._per_step = directory, log_every, per_step
         first, self._last = steps[0], steps[-1]
@@ -136,7 +140,11 @@ def drop_after(path: Path, step: int) -> None:
 
 def seconds_after(path: Path, step: int) -> float:
     """Step seconds of the lines that `drop_after` would drop."""
-    lines = [json.loads(line) for line in path.read_text().splitlines() if step < _step_of(line) < math.inf] if path.exists() else []
+    lines = (
+        [json.loads(line) for line in path.read_text().splitlines() if step < _step_of(line) < math.inf]
+        if path.exists()
+        else []
+    )
     return sum(line.get("step_seconds") or 0.0 for line in lines)
 
 

@@ -1,7 +1,7 @@
 """What a life of a run begins with.
 
-Precedence: the newest good checkpoint in `run_dir`; otherwise the parameters of the run named by `init_from`; otherwise weights drawn
-from `seed`. A damaged checkpoint is set aside and the next older one is used.
+Precedence: the newest good checkpoint in `run_dir`; otherwise the parameters of the run named by `init_from`;
+otherwise weights drawn from `seed`. A damaged checkpoint is set aside and the next older one is used.
 """
 
 from pathlib import Path
@@ -26,7 +26,10 @@ def begin(run: Run, checkpoints: Checkpoints) -> tuple[State, int]:
         damage = _damage(run, checkpoints, step)
         if not damage:
             if step != steps[0]:
-                say(f"[yellow]Resume:[/] {steps[0] - step} steps since the good checkpoint of step {step} are made again.")
+                say(
+                    f"[yellow]Resume:[/] {steps[0] - step} steps since the good checkpoint of step {step} "
+                    f"are made again."
+                )
             return _resume(run, checkpoints, step), step
         place = checkpoints.set_aside(step)
         run.job.barrier("damaged checkpoint set aside")
@@ -34,7 +37,8 @@ def begin(run: Run, checkpoints: Checkpoints) -> tuple[State, int]:
         say(f"[yellow]Checkpoint {step} is damaged:[/] {'; '.join(damage[:3])}. It is now {place}.")
     if steps:
         raise ValueError(
-            f"No checkpoint of {run.config.run_dir} can be read; what is left of them is in its folder damaged/. "
+            f"No checkpoint of {run.config.run_dir} can be read; what is left of them is in its folder "
+            f"damaged/. "
             "Type another run_dir=, or delete this one to begin anew."
         )
     if run.config.init_from:
@@ -64,10 +68,13 @@ def _resume(run: Run, checkpoints: Checkpoints, step: int) -> State:
     changed = [name for name in DEFINES_BATCHES if before.get(name) != now[name]]
     if changed:
         run.console.print(
-            f"[yellow]Resume:[/] {', '.join(changed)} changed since step {step}: later batches are not those the "
+            f"[yellow]Resume:[/] {', '.join(changed)} changed since step {step}: later batches are not those "
+            f"the "
             "uninterrupted run would have seen."
         )
-    run.console.print(f"[bold]Resume[/] after step {step} of {run.config.run_dir}, saved on mesh {before['mesh']}")
+    run.console.print(
+        f"[bold]Resume[/] after step {step} of {run.config.run_dir}, saved on mesh {before['mesh']}"
+    )
     return state
 
 
@@ -80,12 +87,16 @@ def _damage(run: Run, checkpoints: Checkpoints, step: int) -> list[str]:
 def _from_another(run: Run) -> State:
     folder = Path(run.config.init_from) / "checkpoints"
     if not folder.is_dir():
-        raise ValueError(f"init_from={run.config.init_from} has no checkpoints. Type the run_dir of a run that has saved.")
+        raise ValueError(
+            f"init_from={run.config.init_from} has no checkpoints. Type the run_dir of a run that has saved."
+        )
     others = Checkpoints(folder, keep=None)
     try:
         step = next((step for step in others.steps if not _damage(run, others, step)), None)
         if step is None:
-            raise ValueError(f"init_from={run.config.init_from} has no checkpoint that can be read. Type another run.")
+            raise ValueError(
+                f"init_from={run.config.init_from} has no checkpoint that can be read. Type another run."
+            )
         _check_format(others.facts(step), run.config.init_from)
         state = init_state(run.module, run.optimizer, run.config.seed)
         params = others.restore_parameters(step, run.module)
@@ -98,6 +109,7 @@ def _from_another(run: Run) -> State:
 def _check_format(before: dict, directory: str) -> None:
     if before.get("format", FORMAT) > FORMAT:
         raise ValueError(
-            f"The checkpoints of {directory} were written by a newer mstrain (format {before['format']}, this one reads "
+            f"The checkpoints of {directory} were written by a newer mstrain (format {before['format']}, "
+            f"this one reads "
             f"{FORMAT}). Update mstrain, or type another run_dir=."
         )

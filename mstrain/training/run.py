@@ -1,7 +1,7 @@
 """From a configuration to a run that is ready to train: devices, corpus, plan, compiled step, checkpoint.
 
-The order is the order in which things can go wrong cheaply: nothing is written, and no device memory is taken, before
-everything has been checked.
+The order is the order in which things can go wrong cheaply: nothing is written, and no device memory is
+taken, before everything has been checked.
 """
 
 import dataclasses
@@ -58,7 +58,9 @@ class Run:
         step = make_step(self.module, self.optimizer)
         options = compiler_options(self.chip)
         with self.goodput.spend("compile"):
-            return step.lower(abstract_state(self.module, self.optimizer), self.feed.abstract()).compile(options)
+            return step.lower(abstract_state(self.module, self.optimizer), self.feed.abstract()).compile(
+                options
+            )
 
     @functools.cached_property
     def memory(self) -> Memory:
@@ -77,7 +79,9 @@ class Run:
     @functools.cached_property
     def flops(self) -> float:
         """Model FLOPs of one step, recomputation not counted."""
-        return self.config.batch * self.config.seq * training_flops_per_token(self.module.model, self.config.seq)
+        return (
+            self.config.batch * self.config.seq * training_flops_per_token(self.module.model, self.config.seq)
+        )
 
     @property
     def peak(self) -> float | None:
@@ -121,12 +125,16 @@ def abstract_state(module: Transformer, optimizer: optax.GradientTransformation)
 
 
 def _start_devices(config: RunConfig, job: Job) -> Chip | None:
-    """Emulates a mesh where there is only a CPU, each process its part of it; returns the chip, None when not in the table."""
+    """Emulates a mesh where there is only a CPU, each process its part of it; returns the chip, None when not
+    in the table."""
     wanted = EMULATED if config.mesh == "auto" else meshes.parse_mesh(config.mesh)
     _keep_compiled(config.compile_cache)
     meshes.emulate_devices(math.ceil(wanted.devices / job.processes))
     if job.processes > 1:
-        job.say(f"joined, {jax.local_device_count()} of {jax.device_count()} {jax.devices()[0].device_kind} devices here")
+        job.say(
+            f"joined, {jax.local_device_count()} of {jax.device_count()} {jax.devices()[0].device_kind} "
+            f"devices here"
+        )
         job.agree("configuration", repr(dataclasses.replace(config, process=None)))
     return chip_for(jax.devices()[0].device_kind)
 
@@ -150,7 +158,9 @@ def _choose_plan(config: RunConfig, model: ModelConfig, chip: Chip | None, conso
     if devices == 1 or jax.devices()[0].platform == "cpu":
         return plan_on(meshes.fit_to_devices(EMULATED if devices > 1 else meshes.MeshShape(1, 1, 1), devices))
     if chip is None:
-        raise ValueError(f"mesh=auto does not know the {jax.devices()[0].device_kind}. Type mesh=ROWSxCOLUMNS.")
+        raise ValueError(
+            f"mesh=auto does not know the {jax.devices()[0].device_kind}. Type mesh=ROWSxCOLUMNS."
+        )
     refusals = []
     for candidate in rank_meshes(model, count_parameters(model), microbatch * config.seq, devices, chip):
         try:
@@ -160,8 +170,13 @@ def _choose_plan(config: RunConfig, model: ModelConfig, chip: Chip | None, conso
             continue
         console.print(f"[bold]Auto[/]   mesh {meshes.MeshShape(*candidate.shape)}, by the tuner's cost model")
         return plan
-    raise refusals[0] if refusals else ValueError(
-        f"mesh=auto finds no mesh of {devices} devices that holds {model.name}. Choose a smaller model=, or more devices."
+    raise (
+        refusals[0]
+        if refusals
+        else ValueError(
+            f"mesh=auto finds no mesh of {devices} devices that holds {model.name}. Choose a smaller model=, "
+            f"or more devices."
+        )
     )
 
 
@@ -170,7 +185,8 @@ def _with_vocabulary(model: ModelConfig, corpus: Corpus) -> ModelConfig:
         return dataclasses.replace(model, vocabulary=corpus.vocab_size)
     if model.vocabulary < corpus.vocab_size:
         raise ValueError(
-            f"model {model.name} knows {model.vocabulary} symbols and the tokenizer makes {corpus.vocab_size}. "
+            f"model {model.name} knows {model.vocabulary} symbols and the tokenizer makes "
+            f"{corpus.vocab_size}. "
             "Type model.vocabulary=null to take the tokenizer's, or choose another tokenizer=."
         )
     return model

@@ -8,7 +8,8 @@ from mstrain.training.stopped import Stopped
 
 
 class Saver:
-    """Called as a hook: starts a save. A save that fails is told when it is noticed: at once, at the next one, or by `finish`."""
+    """Called as a hook: starts a save. A save that fails is told when it is noticed: at once, at the next
+    one, or by `finish`."""
 
     def __init__(self, run: Run, checkpoints: Checkpoints):
         self._run, self._checkpoints, self._facts = run, checkpoints, facts(run)
@@ -29,7 +30,10 @@ class Saver:
         if self._checkpoints.latest != step:
             newest = self._checkpoints.latest
             kept = "nothing is saved" if newest is None else f"the newest checkpoint is that of step {newest}"
-            raise Stopped(f"Step {step} could not be saved; {kept}. Make room or mend the folder, and type the same command.")
+            raise Stopped(
+                f"Step {step} could not be saved; {kept}. Make room or mend the folder, and type the same "
+                f"command."
+            )
 
     def _settle(self) -> None:
         """Waits for the save in flight."""
@@ -45,10 +49,13 @@ class Saver:
             self._failures += 1
             self._checkpoints.give_up_save()
             reason = " ".join(str(error).split())[:300]
-            self._run.job.say(f"saving step {step} failed ({self._failures} in a row): {type(error).__name__}: {reason}")
+            self._run.job.say(
+                f"saving step {step} failed ({self._failures} in a row): {type(error).__name__}: {reason}"
+            )
             if self._failures >= self._allowed:
                 raise Stopped(
-                    f"Stopped: {self._failures} saves in a row failed, the last that of step {step}. Look at the disk that "
+                    f"Stopped: {self._failures} saves in a row failed, the last that of step {step}. Look at "
+                    f"the disk that "
                     f"holds {self._run.config.run_dir} (full? read-only?), then type the same command."
                 ) from error
             return False

@@ -1,4 +1,5 @@
-"""One life of a run: make or resume its state, train to the last step or until told to stop, say what came of it."""
+"""One life of a run: make or resume its state, train to the last step or until told to stop, say what came of
+it."""
 
 import tempfile
 import time
@@ -29,7 +30,8 @@ from mstrain.training.watchdog import Watchdog
 
 
 def train(run: Run) -> int:
-    """Trains `run` to its last step, or until it is told to stop, in its run directory; returns the exit code."""
+    """Trains `run` to its last step, or until it is told to stop, in its run directory; returns the exit
+    code."""
     directory = Path(run.config.run_dir)
     _make_folder(run, directory)
     checkpoints = Checkpoints(directory / "checkpoints", run.config.checkpoint.keep)
@@ -37,7 +39,9 @@ def train(run: Run) -> int:
         with run.goodput.spend("restore"):
             state, done = begin(run, checkpoints)
         if done >= run.config.steps:
-            run.console.print(f"{directory} has all {done} steps. Type steps= above {done}, or another run_dir=.")
+            run.console.print(
+                f"{directory} has all {done} steps. Type steps= above {done}, or another run_dir=."
+            )
             return 0
         _train_from(run, state, done, checkpoints, directory)
         return 0
@@ -63,10 +67,18 @@ def _train_from(run: Run, state: State, done: int, checkpoints: Checkpoints, dir
     begin_profile, end_profile = profile_hooks(config.profile, directory, steps)
     hooks = [
         *end_profile,
-        *([loop.every(config.check_replicas.every, config.steps, ReplicaCheck(job))] if config.check_replicas.every else []),
+        *(
+            [loop.every(config.check_replicas.every, config.steps, ReplicaCheck(job))]
+            if config.check_replicas.every
+            else []
+        ),
         loop.every(config.eval.every, config.steps, goodput.timed("evaluate", evaluator)),
         loop.every(config.checkpoint.every, config.steps, goodput.timed("save", saver)),
-        *([loop.every(config.checkpoint.every, config.steps, lambda *_: goodput.write(directory))] if job.leads else []),
+        *(
+            [loop.every(config.checkpoint.every, config.steps, lambda *_: goodput.write(directory))]
+            if job.leads
+            else []
+        ),
         *begin_profile,
     ]
     feed = goodput.timed("input", run.feed)
@@ -80,10 +92,13 @@ def _train_from(run: Run, state: State, done: int, checkpoints: Checkpoints, dir
         if job.leads:
             goodput.write(directory, finished=finished == config.steps)
             account = goodput_account(directory)
-            reporter.scalars(finished, {f"goodput/{kind}": seconds for kind, seconds in account["seconds"].items()})
+            reporter.scalars(
+                finished, {f"goodput/{kind}": seconds for kind, seconds in account["seconds"].items()}
+            )
     if finished < config.steps:
         run.console.print(
-            f"[bold]Stopped[/] after step {finished} of {config.steps}, which is saved. The same command goes on from there."
+            f"[bold]Stopped[/] after step {finished} of {config.steps}, which is saved. The same command "
+            f"goes on from there."
         )
         return
     summarise(run, state, evaluator, reporter, guard.bad_steps, time.perf_counter() - begun)
@@ -97,7 +112,9 @@ def _make_folder(run: Run, directory: Path) -> None:
             with tempfile.TemporaryFile(dir=directory):
                 pass
         except OSError as error:
-            raise ValueError(f"Cannot write into run_dir={directory} ({error.strerror}). Type another run_dir=.") from None
+            raise ValueError(
+                f"Cannot write into run_dir={directory} ({error.strerror}). Type another run_dir=."
+            ) from None
     run.job.barrier("run folder")
 
 

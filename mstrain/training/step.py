@@ -39,7 +39,8 @@ def gradients(module: Transformer, params, batch_AxBxT1):
 def make_step(module: Transformer, optimizer: optax.GradientTransformation):
     """The compiled `step(state, batch_AxBxT1) -> (state, metrics)`; it consumes the state it is given.
 
-    Metrics, float32 scalars: `loss` before the update, `grad_norm` before clipping, and `skipped`, 1 when one of the two is not
+    Metrics, float32 scalars: `loss` before the update, `grad_norm` before clipping, and `skipped`, 1 when one
+    of the two is not
     finite: then parameters and moments stay as they are, and only the counters of steps go on.
     """
 
@@ -59,7 +60,8 @@ def make_step(module: Transformer, optimizer: optax.GradientTransformation):
 
 
 def _unless_bad(finite, new, old):
-    """`new`, or `old` after bad numbers; counters (integers) count bad steps, too, so that schedules keep time."""
+    """`new`, or `old` after bad numbers; counters (integers) count bad steps, too, so that schedules keep
+    time."""
     return jnp.where(finite, new, old) if jnp.issubdtype(new.dtype, jnp.floating) else new
 
 
@@ -91,4 +93,3 @@ def map_parameter_trees(function, tree, params_like, otherwise=lambda leaf: leaf
     return jax.tree.map(
         lambda node: function(node) if is_parameters(node) else otherwise(node), tree, is_leaf=is_parameters
     )
-

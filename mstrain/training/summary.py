@@ -19,7 +19,9 @@ from mstrain.training.sample import sample
 from mstrain.training.step import State
 
 
-def summarise(run: Run, state: State, evaluator: Evaluator, reporter: Reporter, bad_steps: int, seconds: float) -> None:
+def summarise(
+    run: Run, state: State, evaluator: Evaluator, reporter: Reporter, bad_steps: int, seconds: float
+) -> None:
     """Prints and saves the results of a run that has reached its last step."""
     continuation = sample(run, state["params"])
     if jax.process_index() != 0:
@@ -40,17 +42,23 @@ def summarise(run: Run, state: State, evaluator: Evaluator, reporter: Reporter, 
     }
     (directory / "summary.json").write_text(json.dumps(results, indent=2) + "\n")
     plot_loss(directory, evaluator.unigram_nats)
-    table = Table("Result", "Value", title=f"{run.module.model.name}, {config.steps} steps", title_justify="left")
+    table = Table(
+        "Result", "Value", title=f"{run.module.model.name}, {config.steps} steps", title_justify="left"
+    )
     table.add_row("validation loss", f"{evaluator.nats:.4f} nats/token")
     if evaluator.bits_per_byte is not None:
         table.add_row("", f"{evaluator.bits_per_byte:.3f} bits/byte")
-        table.add_row("unigram model", f"{evaluator.unigram_bits_per_byte:.3f} bits/byte (the best without context)")
+        table.add_row(
+            "unigram model", f"{evaluator.unigram_bits_per_byte:.3f} bits/byte (the best without context)"
+        )
     if per_second:
         table.add_row("throughput", f"{per_second:,.0f} tokens/s")
     table.add_row("training time", f"{seconds:,.0f} s")
     spent = results["seconds"]
     where = ", ".join(f"{kind} {spent[kind]:,.0f} s" for kind in spent if spent[kind] >= 1)
-    table.add_row("goodput", f"{results['goodput']:.1%} of {results['lives']} lives' time in steps that count ({where})")
+    table.add_row(
+        "goodput", f"{results['goodput']:.1%} of {results['lives']} lives' time in steps that count ({where})"
+    )
     if bad_steps:
         table.add_row("bad steps", f"{bad_steps}, noted in {directory / 'bad_steps.jsonl'}")
     table.add_row("loss curve", str(directory / "loss.png"))

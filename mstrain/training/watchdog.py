@@ -1,4 +1,5 @@
-"""Notices a step that does not end: writes what every thread is doing, and ends the job rather than let it hang.
+"""Notices a step that does not end: writes what every thread is doing, and ends the job rather than let it
+hang.
 
 A hang stops all processes of a job, as they wait for each other, so each one's watchdog writes its own file.
 """
@@ -21,7 +22,8 @@ STEPS = 50  # of the rolling median
 
 @dataclasses.dataclass(frozen=True)
 class WatchdogConfig:
-    """A step is stuck after `factor` times the median step and at least `least_seconds`; after `limit_seconds` the job ends."""
+    """A step is stuck after `factor` times the median step and at least `least_seconds`; after
+    `limit_seconds` the job ends."""
 
     factor: float = 10.0
     least_seconds: float = 60.0
@@ -30,7 +32,10 @@ class WatchdogConfig:
     def __post_init__(self):
         for name, bound in (("factor", 1), ("least_seconds", 0), ("limit_seconds", 1)):
             if not getattr(self, name) >= bound:
-                raise ValueError(f"watchdog.{name}={getattr(self, name)} is too small. Type watchdog.{name}={bound} or more.")
+                raise ValueError(
+                    f"watchdog.{name}={getattr(self, name)} is too small. Type watchdog.{name}={bound} or "
+                    f"more."
+                )
 
 
 class Watchdog:
@@ -67,12 +72,14 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK_SECONDS):
-            # If some thread never gives up the interpreter, this one cannot run: then the C timer ends the process.
+            # If some thread never gives up the interpreter, this one cannot run: then the C timer ends the
+            # process.
             faulthandler.dump_traceback_later(self._config.limit_seconds + 60, file=self._file, exit=True)
             elapsed = time.monotonic() - self._since
             if elapsed > self._config.limit_seconds:
                 self._dump(elapsed)
-                reason = f"step {self._step + 1} did not end within watchdog.limit_seconds={self._config.limit_seconds:.0f}"
+                limit = f"watchdog.limit_seconds={self._config.limit_seconds:.0f}"
+                reason = f"step {self._step + 1} did not end within {limit}"
                 self._job.say(f"{reason}; ending")
                 self._job.leave(reason, LOST)
                 os._exit(LOST)

@@ -19,8 +19,19 @@ from mstrain.training.step import init_state
 from mstrain.training.stopped import Stopped
 from tests.training.runs import lines, make, saved_steps
 
-WORDS = ("mesh=2x2x1", "model.layers=1", "parallel=collective", "steps=8", "checkpoint.every=4", "eval.every=100")
-POISON = {"nan in the loss": (np.nan, 1.0), "nan in the gradients": (1.0, np.nan), "inf in the gradients": (1.0, np.inf)}
+WORDS = (
+    "mesh=2x2x1",
+    "model.layers=1",
+    "parallel=collective",
+    "steps=8",
+    "checkpoint.every=4",
+    "eval.every=100",
+)
+POISON = {
+    "nan in the loss": (np.nan, 1.0),
+    "nan in the gradients": (1.0, np.nan),
+    "inf in the gradients": (1.0, np.inf),
+}
 
 
 def poison(monkeypatch, feed, batches, loss_factor, gradient_factor):
@@ -74,7 +85,11 @@ def test_bad_steps_in_a_row_stop_the_run_and_keep_the_good_checkpoint(feed, tmp_
     run = make(tmp_path / "run", *WORDS, "guard.max_bad_steps=3")
     with pytest.raises(Stopped) as stopped:
         run.train()
-    assert stopped.value.code == 1 and "3 bad steps in a row" in stopped.value.reason and "batch 6" in stopped.value.reason
+    assert (
+        stopped.value.code == 1
+        and "3 bad steps in a row" in stopped.value.reason
+        and "batch 6" in stopped.value.reason
+    )
     assert saved_steps(tmp_path / "run") == [4] and len(lines(tmp_path / "run", FILE)) == 3
 
 
@@ -94,7 +109,10 @@ def test_spikes_count_only_when_asked_for(feed):
 
 
 def test_the_mesh_axes_of_a_value_decide_what_its_copies_are(feed):
-    check, mesh = ReplicaCheck(ALONE), jax.make_mesh((2, 2, 1), ("data", "row", "col"), devices=jax.devices()[:4])
+    check, mesh = (
+        ReplicaCheck(ALONE),
+        jax.make_mesh((2, 2, 1), ("data", "row", "col"), devices=jax.devices()[:4]),
+    )
     whole = jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(mesh, P()))
     parts = jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(mesh, P("row")))
     check(1, {"whole": whole, "parts": parts, "count": jax.device_put(np.int32(3), NamedSharding(mesh, P()))})
@@ -119,7 +137,10 @@ def test_one_flipped_bit_names_its_device(spec, device, bit, feed):
         return check(5, {"weight": broken})
     with pytest.raises(Stopped) as stopped:
         check(5, {"weight": broken})
-    assert f"['weight'] on device {device} of process 0" in stopped.value.reason and "after step 5" in stopped.value.reason
+    assert (
+        f"['weight'] on device {device} of process 0" in stopped.value.reason
+        and "after step 5" in stopped.value.reason
+    )
     assert stopped.value.reason.count(" on device") == 1
 
 

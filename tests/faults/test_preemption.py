@@ -1,4 +1,5 @@
-"""All processes stop after the same step, whoever is signalled and whenever. Threads stand for processes, queues for links."""
+"""All processes stop after the same step, whoever is signalled and whenever. Threads stand for processes,
+queues for links."""
 
 import os
 import random
@@ -15,7 +16,8 @@ from mstrain.training.preemption import Preemption
 
 
 class Wire:
-    """Jobs of `processes` in one process; every message is delivered by a thread after a random while, in order."""
+    """Jobs of `processes` in one process; every message is delivered by a thread after a random while, in
+    order."""
 
     def __init__(self, processes: int, seed: int):
         self.jobs = [Fake(self, i, processes) for i in range(processes)]
@@ -37,7 +39,13 @@ class Wire:
 
 class Fake:
     def __init__(self, wire, process, processes):
-        self.process, self.processes, self.leads, self.handlers, self._wire = process, processes, process == 0, {}, wire
+        self.process, self.processes, self.leads, self.handlers, self._wire = (
+            process,
+            processes,
+            process == 0,
+            {},
+            wire,
+        )
 
     def on(self, kind, handler):
         self.handlers[kind] = handler

@@ -95,7 +95,9 @@ def test_damage_is_named_and_the_newest_good_checkpoint_used(harm, made, tmp_pat
     assert run.train() == 0
     text = said(run)
     assert "Checkpoint 6 is damaged" in text and DAMAGE[harm] in text
-    assert "2 steps since the good checkpoint of step 4 are made again" in text and "Resume after step 4" in text
+    assert (
+        "2 steps since the good checkpoint of step 4 are made again" in text and "Resume after step 4" in text
+    )
     assert (directory / "damaged" / "6").is_dir() and saved_steps(directory) == [2, 4, 6]
     assert [(row["step"], row["loss"]) for row in lines(directory)] == [
         (row["step"], row["loss"]) for row in lines(folder_of(made))
@@ -165,7 +167,9 @@ def test_too_many_failures_in_a_row_end_the_run(made, tmp_path, monkeypatch, cap
     with pytest.raises(Stopped, match="1") as stopped:
         run.train()
     assert stopped.value.code == 1 and "2 saves in a row failed" in said(run)
-    assert saved_steps(tmp_path / "run") == [2] and not Checkpoints(tmp_path / "run" / "checkpoints", 3).damage(2)
+    assert saved_steps(tmp_path / "run") == [2] and not Checkpoints(
+        tmp_path / "run" / "checkpoints", 3
+    ).damage(2)
 
 
 def test_parameters_of_another_run_begin_a_new_one(made, tmp_path):
@@ -186,7 +190,9 @@ def test_parameters_of_another_run_begin_a_new_one(made, tmp_path):
 @settings(max_examples=1500, deadline=None)
 @given(st.one_of(st.binary(max_size=200), st.builds(lambda value: json.dumps(value).encode(), st.recursive(
     st.none() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["files", "../x", "/etc/passwd", "a"]), inner),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(["files", "../x", "/etc/passwd", "a"]), inner
+    ),
     max_leaves=8,
 ))))  # fmt: skip
 def test_any_manifest_is_judged_and_nothing_outside_is_read(tmp_path_factory, content):

@@ -20,7 +20,8 @@ import sys, time, pathlib
 from mstrain.hosts import ALONE
 from mstrain.training import watchdog
 watchdog.LOOK_SECONDS = 0.05
-dog = watchdog.Watchdog(watchdog.WatchdogConfig(least_seconds=0.2, limit_seconds=1), pathlib.Path(sys.argv[1]), ALONE)
+limits = watchdog.WatchdogConfig(least_seconds=0.2, limit_seconds=1)
+dog = watchdog.Watchdog(limits, pathlib.Path(sys.argv[1]), ALONE)
 def the_function_that_hangs():
     time.sleep(60)
 with dog.watching():
@@ -33,12 +34,19 @@ with dog.watching():
 def test_a_step_that_hangs_leaves_its_stacks_and_ends(tmp_path):
     begun = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", HANG, tmp_path], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+        [sys.executable, "-c", HANG, tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == LOST and time.monotonic() - begun < 40
     stacks = (tmp_path / "stacks" / "process-0.txt").read_text()
     assert "the_function_that_hangs" in stacks and "step 4 has taken" in stacks
-    assert "the stacks of all threads are in" in done.stdout and "did not end within watchdog.limit_seconds=1" in done.stdout
+    assert (
+        "the stacks of all threads are in" in done.stdout
+        and "did not end within watchdog.limit_seconds=1" in done.stdout
+    )
 
 
 def test_slow_steps_are_told_once_each_and_quick_ones_never(tmp_path, monkeypatch, capsys):
@@ -57,7 +65,9 @@ def test_an_undisturbed_run_leaves_no_file(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("wrong", [{"factor": 0.5}, {"least_seconds": -1.0}, {"limit_seconds": 0.0}, {"factor": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong", [{"factor": 0.5}, {"least_seconds": -1.0}, {"limit_seconds": 0.0}, {"factor": float("nan")}]
+)
 def test_limits_must_be_limits(wrong):
     with pytest.raises(ValueError, match="Type watchdog."):
         WatchdogConfig(**wrong)
@@ -88,7 +98,10 @@ def test_goodput_adds_up_over_lives(tmp_path):
     third = Goodput()
     third._begun = second._begun + 10_000
     third.lose(tmp_path, 0.0)  # the run had finished; it waited for nobody
-    assert third.seconds["lost"] == 0 and json.loads((tmp_path / "goodput.jsonl").read_text().splitlines()[-1])["finished"]
+    assert (
+        third.seconds["lost"] == 0
+        and json.loads((tmp_path / "goodput.jsonl").read_text().splitlines()[-1])["finished"]
+    )
 
 
 def _touch(path):

@@ -10,8 +10,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
-    "model=tiny", "model.layers=1", "model.width=32", "model.mlp_width=64", "data=synthetic", "data.num_tokens=8192", "vocabulary=61",
-    "seq=16", "batch=16", "dtype=f32", "parallel.slices=2", "optimizer.warmup=2", "eval.batches=1", "sample.tokens=0",
+    "model=tiny", "model.layers=1", "model.width=32", "model.mlp_width=64", "data=synthetic",
+    "data.num_tokens=8192", "vocabulary=61", "seq=16", "batch=16", "dtype=f32", "parallel.slices=2",
+    "optimizer.warmup=2", "eval.batches=1", "sample.tokens=0",
 ]  # fmt: skip
 
 # Compiling costs more than these few steps.
@@ -21,7 +22,9 @@ QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=
 class Job:
     """The processes of one life of a run; output of process i is in `folder/life-N.i.txt`."""
 
-    def __init__(self, folder: Path, arguments: list[str], processes: int = 1, life: int = 0, present=None, command=()):
+    def __init__(
+        self, folder: Path, arguments: list[str], processes: int = 1, life: int = 0, present=None, command=()
+    ):
         environment = {
             **{name: value for name, value in os.environ.items() if name != "NPROC"},
             "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "XLA_FLAGS": QUICK,
@@ -34,7 +37,8 @@ class Job:
             self.outputs.append(folder / f"life-{life}.{i}.txt")
             with open(self.outputs[-1], "w") as output:
                 self.processes.append(subprocess.Popen(
-                    [*command, *arguments, *own], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment,
+                    [*command, *arguments, *own], cwd=ROOT, env=environment,
+                    stdout=output, stderr=subprocess.STDOUT,
                 ))  # fmt: skip
 
     @property
@@ -81,4 +85,10 @@ def arguments(run_dir: Path, cache: Path, *more: str) -> list[str]:
     """A small run in `run_dir`; corpus and compiled programs lie in `cache`."""
     keys = {argument.partition("=")[0] for argument in more}
     usual = [argument for argument in SMALL if argument.partition("=")[0] not in keys]
-    return [*usual, f"run_dir={run_dir}", f"data.cache_dir={cache}", f"compile_cache={cache / 'compiled'}", *more]
+    return [
+        *usual,
+        f"run_dir={run_dir}",
+        f"data.cache_dir={cache}",
+        f"compile_cache={cache / 'compiled'}",
+        *more,
+    ]

@@ -1,4 +1,5 @@
-"""Where a process finds its place, and the scripts that start jobs, as far as a machine without a cluster can tell."""
+"""Where a process finds its place, and the scripts that start jobs, as far as a machine without a cluster can
+tell."""
 
 import os
 import re
@@ -46,7 +47,9 @@ def test_keys_belong_together(given):
 
 
 def test_variables_of_a_job_set(monkeypatch):
-    environment(monkeypatch, dict(zip(VARIABLES, ("mstrain-workers-0-0.mstrain:8476", "4", "3"), strict=True)))
+    environment(
+        monkeypatch, dict(zip(VARIABLES, ("mstrain-workers-0-0.mstrain:8476", "4", "3"), strict=True))
+    )
     assert find_seat(None, None, None) == (Seat("mstrain-workers-0-0.mstrain:8476", 4, 3), None)
 
 
@@ -89,7 +92,11 @@ def test_the_slurm_script_runs_train_with_its_arguments(tmp_path):
     srun.chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", LAUNCH / "train.slurm", "parallel.layers=0-1:fsdp 2:summa"], env=path, capture_output=True, text=True, check=True
+        ["bash", LAUNCH / "train.slurm", "parallel.layers=0-1:fsdp 2:summa"],
+        env=path,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     words = done.stdout.splitlines()
     assert words[-2:] == ["train.py", "parallel.layers=0-1:fsdp 2:summa"]
@@ -107,7 +114,9 @@ def test_the_job_set_gives_every_pod_its_seat(monkeypatch):
     for index in range(spec["completions"]):
         environment(monkeypatch, {**variables, "JAX_PROCESS_ID": str(index)})
         seat, _ = find_seat(None, None, None)
-        assert (seat.process, seat.processes) == (index, spec["completions"]) and spec["parallelism"] == seat.processes
+        assert (seat.process, seat.processes) == (index, spec["completions"]) and spec[
+            "parallelism"
+        ] == seat.processes
         assert seat.address[1] == container["ports"][0]["containerPort"]
     assert pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] >= 60
 
@@ -115,7 +124,10 @@ def test_the_job_set_gives_every_pod_its_seat(monkeypatch):
 def test_the_tpu_line_passes_arguments_through_two_shells():
     words = ["mesh=2x4", "parallel.layers=0-1:fsdp 2:summa", "run_dir=/a b"]
     done = subprocess.run(
-        ["bash", LAUNCH / "tpu.sh", "--dry-run", "pod", "europe-west4-b", *words], capture_output=True, text=True, check=True
+        ["bash", LAUNCH / "tpu.sh", "--dry-run", "pod", "europe-west4-b", *words],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     line = shlex.split(done.stdout)
     assert line[:5] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh"] and "--worker=all" in line

@@ -1,7 +1,9 @@
-"""Real processes on this machine, gloo between them: one story of a run that is stopped and moved, and jobs that lose a process.
+"""Real processes on this machine, gloo between them: one story of a run that is stopped and moved, and jobs
+that lose a process.
 
-A start costs seconds, so each story shows several properties: 2 and 4 processes, and changes between 4, 2 and 1,
-give the curve of one process; signals stop all processes after the same step; each process reads its own rows.
+A start costs seconds, so each story shows several properties: 2 and 4 processes, and changes between 4, 2 and
+1, give the curve of one process; signals stop all processes after the same step; each process reads its own
+rows.
 """
 
 import collections
@@ -91,7 +93,8 @@ def check_stop(job, run, processes):
 
 
 def check_reading(folder):
-    """On mesh 2x2x2 with four processes, each needs a quarter of every training batch, and no two the same."""
+    """On mesh 2x2x2 with four processes, each needs a quarter of every training batch, and no two the
+    same."""
     read = collections.defaultdict(lambda: collections.defaultdict(set))
     for path in folder.glob("rows.process=*"):
         for line in path.read_text().splitlines():
@@ -131,7 +134,8 @@ def test_a_second_signal_ends_at_once(tmp_path, cache):
     command = [sys.executable, "-c", (
         "import time, sys; sys.path.insert(0, '.');"
         "from mstrain.data import Batches; original = Batches.batch;"
-        "Batches.batch = lambda self, step, rows=slice(None): time.sleep(3600) if step == 3 else original(self, step, rows);"
+        "Batches.batch = lambda self, step, rows=slice(None): time.sleep(3600) if step == 3 else "
+        "original(self, step, rows);"
         "from train import main; from mstrain.config import run_command; run_command('train', main)"
     )]  # fmt: skip
     job = Job(tmp_path, arguments(run, cache, *USUAL), command=command)

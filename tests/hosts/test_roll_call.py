@@ -1,4 +1,5 @@
-"""The roll call without JAX: everyone comes, someone does not, someone leaves, strangers knock. Threads stand for processes."""
+"""The roll call without JAX: everyone comes, someone does not, someone leaves, strangers knock. Threads stand
+for processes."""
 
 import concurrent.futures
 import contextlib
@@ -80,7 +81,9 @@ def test_a_process_that_dies_is_noticed_at_once_and_only_once():
     results = call_all(seats(3))
     links = {process: link for process, (_, link) in results[0].items()}
     events = queue.Queue()
-    roll_call.watch(links, lambda process, message: events.put((process, message)), lambda process: events.put(process))
+    roll_call.watch(
+        links, lambda process, message: events.put((process, message)), lambda process: events.put(process)
+    )
     results[2][1].send({"kind": "hello"})
     assert events.get(timeout=2) == (2, {"kind": "hello"})
     results[1][1].close()
@@ -97,7 +100,10 @@ def test_strangers_do_not_disturb_a_roll_call(noises):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         first = pool.submit(call, everyone[0])
         for noise in noises:
-            with contextlib.suppress(OSError), socket.create_connection(everyone[0].address, timeout=0.2) as stranger:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(everyone[0].address, timeout=0.2) as stranger,
+            ):
                 stranger.sendall(noise + b"\n")
         second = pool.submit(call, everyone[1])
         results = [first.result(), second.result()]
@@ -107,7 +113,8 @@ def test_strangers_do_not_disturb_a_roll_call(noises):
 
 @settings(max_examples=2000, deadline=None)
 @given(st.lists(st.one_of(st.binary(max_size=80), st.just(b"\n"), st.builds(
-    lambda value: json.dumps(value).encode(), st.recursive(st.none() | st.integers() | st.text(), st.lists, max_leaves=5)
+    lambda value: json.dumps(value).encode(),
+    st.recursive(st.none() | st.integers() | st.text(), st.lists, max_leaves=5),
 )), max_size=6))  # fmt: skip
 def test_any_bytes_are_messages_or_refused(chunks):
     near, far = socket.socketpair()

@@ -1,12 +1,14 @@
-"""Kills runs at random moments until enough have died, and compares what comes out with a run that was left alone.
+"""Kills runs at random moments until enough have died, and compares what comes out with a run that was left
+alone.
 
     python -m tests.soak.soak --kills 50 --seed 0 --folder /tmp/soak
 
-Every run is one of four kinds (one or two processes; one mesh or another mesh in every life) and lives until it has made all its
-steps. A life is killed by SIGKILL during start-up, between steps, or while a checkpoint is being written. At the end of each run:
-metrics.jsonl has every step once; losses and final parameters equal those of the undisturbed run (to the last bit where
-processes and mesh never changed, within rounding otherwise), so no batch was repeated or skipped; every life began from
-the newest complete checkpoint, whose checksums hold.
+Every run is one of four kinds (one or two processes; one mesh or another mesh in every life) and lives until
+it has made all its steps. A life is killed by SIGKILL during start-up, between steps, or while a checkpoint
+is being written. At the end of each run: metrics.jsonl has every step once; losses and final parameters equal
+those of the undisturbed run (to the last bit where processes and mesh never changed, within rounding
+otherwise), so no batch was repeated or skipped; every life began from the newest complete checkpoint, whose
+checksums hold.
 """
 
 import argparse
@@ -54,8 +56,10 @@ class Tally:
         kills = ", ".join(f"{number} at {moment}" for moment, number in self.kills.items())
         ended = f", survivors ended within {max(self.seconds):.1f} s" if self.seconds else ""
         return (
-            f"{self.killed} kills ({kills}) in {self.lives} lives of {self.runs} runs; {sorted(self.processes)} processes, "
-            f"meshes {sorted(self.meshes)}; {self.lost_steps} steps made again; {self.identical} runs equal to the last bit, "
+            f"{self.killed} kills ({kills}) in {self.lives} lives of {self.runs} runs; "
+            f"{sorted(self.processes)} processes, "
+            f"meshes {sorted(self.meshes)}; {self.lost_steps} steps made again; {self.identical} runs equal "
+            f"to the last bit, "
             f"largest difference of the others {self.worst:.1e}{ended}"
         )
 
@@ -67,6 +71,10 @@ class Soak:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._kills, self._random = folder, kills, random.Random(seed)
         self.tally = Tally()
+
+    def allow(self, kills: int) -> None:
+        """So many more."""
+        self._kills += kills
 
     def reference(self) -> Path:
         """The run that was left alone: one process, mesh 2x4."""
@@ -87,11 +95,17 @@ class Soak:
         tally.runs += 1
         for life in range(1000):
             mesh = "2x4" if one_mesh else self._random.choice(MESHES)
-            tally.lives, tally.meshes, tally.processes = tally.lives + 1, tally.meshes | {mesh}, tally.processes | {processes}
+            tally.lives, tally.meshes, tally.processes = (
+                tally.lives + 1,
+                tally.meshes | {mesh},
+                tally.processes | {processes},
+            )
             newest = max(_complete(folder / "run"), default=None)
             made = _logged(folder / "run")
             job = self._start(folder, mesh, processes, life)
-            died = tally.killed < self._kills and self._kill(job, folder / "run", self._random.choice(MOMENTS))
+            died = tally.killed < self._kills and self._kill(
+                job, folder / "run", self._random.choice(MOMENTS)
+            )
             codes = job.wait()
             began = re.search(r"Resume after step (\d+)", job.output)
             if began or not died:
@@ -101,10 +115,19 @@ class Soak:
                 assert set(codes) == {0}, job.output[-4000:]
                 break
         self._compare(folder / "run", reference, exact=one_mesh and processes == 1)
-        print(f"run {tally.runs} ({processes} processes, {'one mesh' if one_mesh else 'any mesh'}): {tally}", flush=True)
+        print(
+            f"run {tally.runs} ({processes} processes, {'one mesh' if one_mesh else 'any mesh'}): {tally}",
+            flush=True,
+        )
 
     def _start(self, folder: Path, mesh: str, processes: int, life: int) -> Job:
-        usual = [f"mesh={mesh}", f"steps={STEPS}", f"checkpoint.every={EVERY}", "eval.every=100", "hosts.join_seconds=30"]
+        usual = [
+            f"mesh={mesh}",
+            f"steps={STEPS}",
+            f"checkpoint.every={EVERY}",
+            "eval.every=100",
+            "hosts.join_seconds=30",
+        ]
         return Job(folder, arguments(folder / "run", self._folder / "cache", *usual), processes, life)
 
     def _kill(self, job: Job, run: Path, moment: str) -> bool:
@@ -127,7 +150,9 @@ class Soak:
         codes = job.wait(PATIENCE)
         if len(codes) > 1:
             self.tally.seconds.append(time.monotonic() - killed)
-            survivors = [code for process, code in zip(job.processes, codes, strict=True) if process is not victim]
+            survivors = [
+                code for process, code in zip(job.processes, codes, strict=True) if process is not victim
+            ]
             assert 0 not in survivors, job.output[-4000:]
         return True
 
@@ -144,7 +169,8 @@ class Soak:
 
 
 def _complete(run: Path) -> list[int]:
-    """Steps of the whole checkpoints; the newest must be whole whatever was killed, old ones may be half deleted."""
+    """Steps of the whole checkpoints; the newest must be whole whatever was killed, old ones may be half
+    deleted."""
     folders = {int(path.name): path for path in (run / "checkpoints").glob("*") if path.name.isdigit()}
     found = {step: manifest.problems(folder) for step, folder in folders.items()}
     assert not found or not found[max(found)], found
