@@ -31,7 +31,7 @@ def tune_model(model: ModelConfig, config: BenchmarkConfig, slice: Slice | None)
     copies = shapes[0].data if shapes else 1
     devices = shapes[0].devices if shapes else slice.devices if slice else DEFAULT_DEVICES
     if slice and devices != slice.devices:
-        raise ValueError(f"{slice.name} has {slice.devices} devices, meshes= {devices}. Type meshes= to fill it.")
+        raise ValueError(f"{slice.name} has {slice.devices} devices, not {devices}. Type meshes= to fill it.")
     constants = load_constants(config.constants) if config.constants else _constants(slice)
     tokens = (config.batch or devices) * config.seq
     if tokens % copies:

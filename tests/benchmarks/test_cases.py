@@ -13,7 +13,7 @@ from mstrain.models.zoo import load_preset
 GPT3 = dataclasses.replace(load_preset("gpt3_175b"), vocabulary=51200)
 
 
-@pytest.mark.parametrize("physical", [MeshShape(1, 4, 4), MeshShape(1, 2, 4), MeshShape(1, 32, 8), MeshShape(1, 1, 2)])
+@pytest.mark.parametrize("physical", [MeshShape(1, *shape) for shape in ((4, 4), (2, 4), (32, 8), (1, 2))])
 def test_a_device_sees_the_shapes_of_the_whole_mesh(physical):
     whole, batch, seq = MeshShape(1, 32, 8), 128, 2048
     small, sequences = shrink(GPT3, batch, whole, physical)

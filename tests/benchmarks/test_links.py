@@ -49,7 +49,8 @@ def test_a_time_that_does_not_grow_has_no_bandwidth():
 
 def test_the_tuner_reads_the_file(tmp_path):
     row, col = Link(1e-6, 2e-6, 3e9), Link(4e-6, 5e-6, 6e9)
-    fits = {(axis, kind): Fit(link, 0.0, True) for axis, link in (("row", row), ("col", col)) for kind in KINDS}
+    links = {"row": row, "col": col}
+    fits = {(axis, kind): Fit(links[axis], 0.0, True) for axis in links for kind in KINDS}
     constants = to_constants(fits, 1e12, "mine", "a test")
     constants.save(tmp_path / "constants.json")
     assert load_constants(tmp_path / "constants.json") == constants

@@ -1,0 +1,119 @@
+"""Measuring on emulated devices: a row for every algorithm, weight gradients computed, links fitted, tuner explained."""
+
+import csv
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mstrain.benchmarks.cases import make_cases, plan_case
+from mstrain.benchmarks.command import run
+from mstrain.benchmarks.config import load
+from mstrain.benchmarks.measured import measure, time_program
+from mstrain.benchmarks.programs import make_works
+from mstrain.benchmarks.table import from_json
+from mstrain.gemm import ALGORITHMS
+from mstrain.mesh import make_mesh
+from mstrain.tuning import load_constants
+
+TINY = ["models=tiny", "meshes=2x2", "layers=1", "seq=16", "batch=4", "repeats=1", "warmup=1"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def devices_first():
+    """Makes the suite's emulated devices before a benchmark asks for its own number of them."""
+    assert jax.device_count() == 16
+
+
+def works(*arguments):
+    config = load([*TINY, *arguments])
+    case = make_cases(config, config.mesh_shapes)[0]
+    plan = plan_case(case, config, make_mesh(case.mesh, jax.devices()[:4]), None)
+    return make_works(case, config, plan, jnp.float32)
+
+
+def test_every_algorithm_has_its_rows(tmp_path, capsys):
+    assert run([*TINY, "bench=gemm", f"run_dir={tmp_path}"]) == 0
+    assert "Measured on 16 emulated CPU devices" in " ".join(capsys.readouterr().out.split())
+    report = from_json((tmp_path / "benchmark.json").read_text())
+    assert report.kind == "measured" and report.source.startswith("Measured on 16 emulated CPU devices")
+    parts = {"attention in", "attention out", "mlp in", "mlp out"}
+    for algorithm in ALGORITHMS:
+        rows = [row for row in report.rows if row.algorithm == algorithm]
+        assert {row.part for row in rows} == parts
+        assert all(row.seconds > 0 and row.memory > 0 and row.mfu is None and not row.problem for row in rows)
+
+
+def test_the_step_trains_and_its_rate_follows_from_its_time():
+    config = load([*TINY, "algorithms=meshslice", "accumulate=2"])
+    (row,) = measure(config, lambda text: None).rows
+    assert not row.problem
+    assert row.tokens_per_second == pytest.approx(4 * 16 / row.seconds)
+    (work,) = works("algorithms=meshslice", "accumulate=2")
+    assert row.flops_per_second == pytest.approx(work.flops / row.seconds / 4)
+
+
+@pytest.mark.parametrize("bench", ["layer", "nongemm", "gemm"])
+def test_every_gradient_is_a_result(bench):
+    for work in works(f"bench={bench}", "algorithms=collective"):
+        results = jax.eval_shape(work.function, *work.arguments)
+        gradients = jax.tree.leaves(results[1:])
+        inputs = jax.tree.leaves(work.arguments[:-1])
+        assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in inputs]
+
+
+def test_the_parts_of_a_layer_are_its_flops():
+    (layer,) = works("bench=layer", "algorithms=collective")
+    (rest,) = works("bench=nongemm", "algorithms=collective")
+    products = works("bench=gemm", "algorithms=collective")
+    assert layer.flops == pytest.approx(sum(work.flops for work in products) + rest.flops)
+    assert rest.flops == 12 * 4 * 16 * 16 * 64  # PaLM's 12 H Q T per token: 4 x 16 tokens, T = 16, width 64
+
+
+def test_what_has_no_gemm_compiles_without_products_of_weights():
+    (work,) = works("bench=nongemm", "algorithms=collective")
+    compiled, seconds = time_program(work, {}, warmup=1, repeats=2)
+    assert len(seconds) == 2
+    assert "all-gather" not in compiled.as_text()
+
+
+def test_an_algorithm_that_cannot_run_says_why(tmp_path, capsys):
+    arguments = [*TINY, "mesh=1x4", "bench=layer", "algorithms=cannon", f"run_dir={tmp_path}"]
+    arguments.remove("meshes=2x2")
+    assert run(arguments) == 1
+    assert "cannon needs a square mesh" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_emulated_mesh_is_named(tmp_path):
+    config = load([*TINY, "bench=gemm", "algorithms=collective", "emulate=4x4"])
+    report = measure(config, lambda text: None)
+    assert "emulating 4x4" in report.source
+    assert {row.batch for row in report.rows} == {2}
+
+
+def test_links_are_fitted_for_the_tuner(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("mstrain.benchmarks.collectives.SIZES", {"cpu": [2**12, 2**22]})
+    monkeypatch.setattr("mstrain.benchmarks.collectives.GEMM", {"cpu": 64})
+    where = f"run_dir={tmp_path}"
+    assert run(["bench=collectives", "meshes=2x2", "repeats=3", "warmup=1", where]) == 0
+    assert "measured on 16 emulated CPU devices" in " ".join(capsys.readouterr().out.split())
+    constants = load_constants(tmp_path / "constants.json")
+    assert constants.flops > 0 and "emulated CPU" in constants.source
+    with (tmp_path / "collectives.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["axis"], row["collective"]) for row in rows} == {
+        (axis, kind) for axis in ("row", "col") for kind in ("all_gather", "reduce_scatter", "permute")
+    }
+    assert run(["bench=tune", "meshes=2x2", f"constants={tmp_path / 'constants.json'}", where]) == 0
+    assert constants.name in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_tuner_explains_itself(tmp_path, capsys):
+    arguments = ["bench=tune", "target=v4-512", "models=gpt3_175b", "batch=128", "seq=2048", f"run_dir={tmp_path}"]
+    assert run(arguments) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "mesh 32x8" in out and "not measured" in out  # as in the MeshSlice paper
+    tuning = json.loads((tmp_path / "tune_gpt3_175b.json").read_text())
+    assert all(candidate["why"] for candidate in tuning["candidates"][1:])
+    assert (tmp_path / "tune_gpt3_175b.png").stat().st_size and (tmp_path / "tune_gpt3_175b.csv").stat().st_size
