@@ -1,6 +1,7 @@
 """plan.py as a person meets it: its modes end in files and a printed answer, its mistakes in one message and exit code 2."""
 
 import csv
+import dataclasses
 import json
 import sys
 
@@ -8,7 +9,10 @@ import pytest
 
 import plan
 from mstrain.config import load_config, run_command
+from mstrain.models.transformer import count_parameters
+from mstrain.models.zoo import load_preset
 from mstrain.planning.commands.modes import choose
+from mstrain.planning.metis.profiles import read_profiles
 from tests.planning.metis.conftest import load_golden, sample_documents
 
 
@@ -200,3 +204,40 @@ def test_a_search_out_of_time_keeps_what_it_found(tmp_path, monkeypatch, capsys)
     assert command(*POD, "max_seconds=5", f"run_dir={tmp_path}") == 0
     assert "max_seconds=5 ended it" in capsys.readouterr().out
     assert not json.loads((tmp_path / "plans.json").read_text())["searched_whole_space"]
+
+
+def test_profiles_measured_here_are_what_the_planners_read(tmp_path, capsys):
+    keys = ["tensor=[1,2]", "batches=[2]", "seq=16", "repeats=1", "dtype=f32", "device_type=here"]
+    assert command("profile=tiny", *keys, f"run_dir={tmp_path}") == 0
+    assert "2 profiles of tiny" in capsys.readouterr().out
+    profiles = read_profiles(tmp_path, ["here"])
+    assert sorted(profiles) == [("here", tp, batch) for tp in (1, 2) for batch in (2,)]
+    layers = load_preset("tiny").layers + 2
+    assert all(len(p.layer_ms) == len(p.layer_mb) == len(p.parameter_bytes) == layers for p in profiles.values())
+    model = dataclasses.replace(load_preset("tiny"), vocabulary=256)
+    assert sum(profiles["here", 1, 2].parameter_bytes) == 4 * (count_parameters(model) + 64 * 256)  # a tied table is in both
+    (tmp_path / "hostfile").write_text("a slots=4\n")
+    entry = {"instance_type": "here", "inter_bandwidth": 10, "intra_bandwidth": 40, "memory": 4}
+    (tmp_path / "cluster.json").write_text(json.dumps({"a": entry}))
+    folder = tmp_path / "only"
+    folder.mkdir()
+    for path in tmp_path.glob("DeviceType.*"):
+        path.rename(folder / path.name)
+    given = [f"hostfile={tmp_path / 'hostfile'}", f"clusterfile={tmp_path / 'cluster.json'}", f"profiles={folder}"]
+    assert command(*given, f"num_layers={layers}", "batch=8", "hidden_size=64", f"run_dir={tmp_path}") == 0
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (["tensor=[64]"], ["tensor=64", "are present", "Type tensor=[1]"]),
+        (["tensor=2"], ["tensor=2 is not a list"]),
+        (["batches=[0]"], ["Type batches='[1,2]'"]),
+        (["algorithm=wang"], ["megatron, meshslice"]),
+        (["max_seconds=1e-9", "seq=16", "dtype=f32"], ["missing in", "_bs1.json", "larger max_seconds"]),
+    ],
+)
+def test_a_profile_that_cannot_be_is_one_message(arguments, words, tmp_path, capsys):
+    assert command("profile=tiny", *arguments, f"run_dir={tmp_path}") == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in words), message

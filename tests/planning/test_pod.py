@@ -63,7 +63,7 @@ def test_the_simulator_agrees_with_the_cost_model(name):
     for category in ("parameters", "gradients", "optimizer"):
         wanted = max(getattr(stage.memory, category) for stage in plan.stages)
         assert peaks[category] == pytest.approx(wanted, rel=0.02), category
-    assert simulated.result.peak_bytes == pytest.approx(plan.fullest.memory.total, rel=0.2)
+    assert simulated.result.peak_bytes == pytest.approx(plan.fullest.memory.total, rel=0.25)
     assert simulated.result.peak_bytes < 1.03 * plan.fullest.memory.total
 
 

@@ -18,7 +18,7 @@ class PodConfig:
     Attributes:
       cluster: a TPU slice (v5p-512, v6e:8x8) or CHIP:N GPUs that share NVLink (h200:8).
       batch: sequences per step of the whole job; seq: tokens per sequence.
-      parallel: auto, or the one algorithm of the tensor products: meshslice, megatron or fsdp.
+      algorithm: auto, or the one of the tensor products: meshslice, megatron or fsdp.
       replicas, tensor, pipeline: auto, or that degree of data, tensor or pipeline parallelism.
       schedule: of the pipeline: 1f1b or gpipe.
       remat: auto, or what train.py's remat= may be: none, dots, full.
@@ -33,7 +33,7 @@ class PodConfig:
     cluster: str = "v4-64"
     batch: int = 256
     seq: int = 2048
-    parallel: str = "auto"
+    algorithm: str = "auto"
     replicas: str = "auto"
     tensor: str = "auto"
     pipeline: str = "auto"
@@ -49,7 +49,7 @@ class PodConfig:
 
     def __post_init__(self):
         at_least("", self, batch=1, seq=1, top_k=1, simulated_microbatches=1)
-        one_of("parallel", self.parallel, ("auto", *TENSOR))
+        one_of("algorithm", self.algorithm, ("auto", *TENSOR))
         one_of("schedule", self.schedule, POD_SCHEDULES)
         one_of("remat", self.remat, ("auto", *REMAT))
         one_of("dtype", self.dtype, ("bf16", "f32"))

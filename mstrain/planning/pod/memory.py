@@ -99,6 +99,7 @@ def stage_memory(
     workspace = 0.0 if plan.remat == "none" else one_layer / plan.tensor
     workspace += max(gathered_bytes(product) for product in products.block)
     if last:  # logits with a float32 copy between their passes, and their gradient
+        kept += size * model.width * tokens * in_flight
         symbols = products.head.layout.projection.out_dim
         workspace += ((size + 4) * in_flight + size) * tokens * symbols / plan.tensor
     return Memory(

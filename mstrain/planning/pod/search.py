@@ -59,7 +59,7 @@ def divisors(number: int) -> list[int]:
 
 def meshes(config: PodConfig, tensor: int) -> Iterator[tuple[str, int, int]]:
     """(algorithm, rows, cols) for `tensor` devices; a single device is MeshSlice on 1 x 1."""
-    wanted = TENSOR if config.parallel == "auto" else (config.parallel,)
+    wanted = TENSOR if config.algorithm == "auto" else (config.algorithm,)
     if tensor == 1:
         yield wanted[0], 1, 1
         return
