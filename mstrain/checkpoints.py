@@ -11,11 +11,13 @@ resume would read and damage done later is noticed.
 import contextlib
 import functools
 import logging
+import re
 import shutil
 import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
@@ -28,6 +30,7 @@ from mstrain.training.step import State, map_parameter_trees, state_shardings
 
 STATE, FACTS = "state", "facts"
 STRAGGLER_TRIES = 50
+BUFFER = 2**29  # bytes per host, beside the state itself, while a checkpoint is read
 SAVE_SECONDS = 600  # that a host waits for the others' parts of a save
 
 
@@ -36,6 +39,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path, keep: int | None):
         logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of every save at length
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # and each of its tasks of a failed one
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             enable_async_checkpointing=True,
@@ -45,7 +49,11 @@ class Checkpoints:
             ),
         )
         self._directory, self._saving = directory.absolute(), 0
-        self._manager = ocp.CheckpointManager(self._directory, options=options)
+        handlers = {
+            STATE: ocp.StandardCheckpointHandler(restore_concurrent_gb=BUFFER / 10**9),
+            FACTS: ocp.JsonCheckpointHandler(),
+        }
+        self._manager = ocp.CheckpointManager(self._directory, options=options, item_handlers=handlers)
 
     @property
     def latest(self) -> int | None:
@@ -109,16 +117,7 @@ class Checkpoints:
         self._check_shapes(step, target)
         args = ocp.args.Composite(**{STATE: ocp.args.StandardRestore(target)})
         canonical = self._manager.restore(step, args=args)[STATE]
-
-        def to_stored(state):
-            moments = map_parameter_trees(
-                lambda tree: parameters.store(module, tree), state["optimizer"], state["params"]
-            )
-            params = parameters.store(module, state["params"])
-            return {"step": state["step"], "params": params, "optimizer": moments}
-
-        shardings = state_shardings(module, optimizer)
-        return jax.jit(to_stored, out_shardings=shardings, donate_argnums=0)(canonical)
+        return _to_stored(module, canonical, state_shardings(module, optimizer))
 
     def restore_parameters(self, step: int, module: Transformer):
         """The parameters alone of the state saved as `step`, laid out for `module`; moments are not read."""
@@ -128,11 +127,8 @@ class Checkpoints:
             target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=True
         )
         with ocp.PyTreeCheckpointer() as reader:
-            canonical = reader.restore(self._directory / str(step) / STATE, args=args)["params"]
-        shardings = parameters.parameter_shardings(module)
-        return jax.jit(lambda x: parameters.store(module, x), out_shardings=shardings, donate_argnums=0)(
-            canonical
-        )
+            canonical = reader.restore(self._directory / str(step) / STATE, args=args)
+        return _to_stored(module, canonical, {"params": parameters.parameter_shardings(module)})["params"]
 
     def wait(self) -> None:
         """Returns when every save is on disk; raises whatever made one fail."""
@@ -169,6 +165,61 @@ class Checkpoints:
                 + "\n".join(differing)
                 + "\nType the model= it was trained with, or another run_dir= to begin anew."
             )
+
+
+def _to_stored(module: Transformer, canonical: State, shardings) -> State:
+    """`canonical`, which it consumes, in the form `module` runs; `shardings` of the result.
+
+    Converts a few leaves at a time and frees them, so that memory never holds much more than one state.
+    """
+
+    def convert(state):
+        state = {**state, "params": parameters.store(module, state["params"])}
+        if "optimizer" in state:
+            state["optimizer"] = map_parameter_trees(
+                lambda tree: parameters.store(module, tree), state["optimizer"], canonical["params"]
+            )
+        return state
+
+    leaves, structure = jax.tree_util.tree_flatten_with_path(canonical)
+    places = jax.tree_util.tree_leaves_with_path(shardings)
+    stored = {}
+    for part in _parts([leaf.nbytes for _, leaf in leaves], BUFFER * jax.process_count()):
+        names = {_name(leaves[i][0]) for i in part}
+
+        def of_part(given, part=part, names=names):
+            whole = [
+                given[i] if i in part else jnp.zeros(leaf.shape, leaf.dtype) for i, (_, leaf) in enumerate(leaves)
+            ]
+            found = jax.tree_util.tree_leaves_with_path(convert(structure.unflatten(whole)))
+            return [leaf for path, leaf in found if _name(path) in names]
+
+        chosen = [path for path, _ in places if _name(path) in names]
+        out = [sharding for path, sharding in places if _name(path) in names]
+        given = {i: leaves[i][1] for i in part}
+        converted = jax.jit(of_part, out_shardings=out)(given)
+        stored |= zip(map(jax.tree_util.keystr, chosen), converted, strict=True)
+        jax.block_until_ready(stored)
+        for leaf in given.values():
+            leaf.delete()
+    return jax.tree_util.tree_map_with_path(lambda path, _: stored[jax.tree_util.keystr(path)], shardings)
+
+
+def _parts(sizes: list[int], limit: int) -> list[list[int]]:
+    """Indices in order, cut where a part would hold more than `limit` bytes."""
+    parts, filled = [[]], 0
+    for i, size in enumerate(sizes):
+        if parts[-1] and filled + size > limit:
+            parts.append([])
+            filled = 0
+        parts[-1].append(i)
+        filled += size
+    return parts
+
+
+def _name(path) -> str:
+    """The name of a leaf in canonical form: all groups of layers lie in one stack there."""
+    return re.sub(r"blocks_\d+", parameters.STACK, jax.tree_util.keystr(path))
 
 
 @functools.lru_cache(maxsize=2)

@@ -29,8 +29,9 @@ from tests.hosts.processes import Job, arguments
 
 STEPS, EVERY = 24, 3
 MESHES = ("2x4", "4x2", "1x8", "2x2x2")
-TOLERANCE = 1e-4  # f32 rounds differently on another mesh, and AdamW amplifies it over 24 steps
+TOLERANCE = 1e-5  # f32 rounds differently on another mesh, and AdamW amplifies it over 24 steps
 MOMENTS = ("start", "step", "save")
+KILLS_PER_RUN = 8
 PATIENCE = 90  # seconds within which the others must have ended after one was killed
 
 
@@ -93,6 +94,7 @@ class Soak:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         tally.runs += 1
+        allowed = min(tally.killed + KILLS_PER_RUN, self._kills)
         for life in range(1000):
             mesh = "2x4" if one_mesh else self._random.choice(MESHES)
             tally.lives, tally.meshes, tally.processes = (
@@ -103,7 +105,7 @@ class Soak:
             newest = max(_complete(folder / "run"), default=None)
             made = _logged(folder / "run")
             job = self._start(folder, mesh, processes, life)
-            died = tally.killed < self._kills and self._kill(
+            died = tally.killed < allowed and self._kill(
                 job, folder / "run", self._random.choice(MOMENTS)
             )
             codes = job.wait()
@@ -126,7 +128,7 @@ class Soak:
             f"steps={STEPS}",
             f"checkpoint.every={EVERY}",
             "eval.every=100",
-            "hosts.join_seconds=30",
+            "hosts.join_seconds=20",
         ]
         return Job(folder, arguments(folder / "run", self._folder / "cache", *usual), processes, life)
 
@@ -160,7 +162,9 @@ class Soak:
         rows, expected = _lines(run), _lines(reference)
         assert [row["step"] for row in rows] == [*range(1, STEPS + 1)], [row["step"] for row in rows]
         parameters, wanted = _parameters(run), _parameters(reference)
-        pairs = [(parameters[name], wanted[name]) for name in wanted]
+        # Softmax ignores the bias of the keys: its gradient is rounding alone, which AdamW scales up to whole updates.
+        names = [name for name in wanted if exact or "['qkv']['bias']" not in name]
+        pairs = [(parameters[name], wanted[name]) for name in names]
         pairs.append((np.array([row["loss"] for row in rows]), np.array([row["loss"] for row in expected])))
         difference = max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in pairs)
         assert difference <= (0.0 if exact else TOLERANCE), difference
