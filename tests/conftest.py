@@ -4,12 +4,23 @@ import os
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # JAX reads it when its backends are made
+# Compiling is most of a test's time; these save half of it and change nothing that a test is about. Processes that
+# tests start inherit them.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+    ]
+)
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 from mstrain.mesh import emulate_devices  # noqa: E402
 
 emulate_devices(16)
+jax.devices()  # from here on nobody changes their number
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
@@ -20,3 +31,10 @@ def pytest_addoption(parser):
         default=str(Path(__file__).parent / "golden"),
         help="folder with the golden numbers of the references (default: tests/golden)",
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Compiled programs hold memory maps, of which a process may have only so many."""
+    yield
+    jax.clear_caches()

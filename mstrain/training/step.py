@@ -48,7 +48,7 @@ def make_step(module: Transformer, optimizer: optax.GradientTransformation):
         loss, grads = gradients(module, state["params"], batch_AxBxT1)
         updates, moments = optimizer.update(grads, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         new = {"step": state["step"] + 1, "params": params, "optimizer": moments}
         metrics = {"loss": loss, "grad_norm": norm, "skipped": 1.0 - finite}

@@ -1,0 +1,47 @@
+"""The README keeps its word: what it tells people to type is accepted, what it points at exists, its tables are complete."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mstrain.config import load_config
+from mstrain.gemm import ALGORITHMS
+from mstrain.models.zoo import FAMILIES
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+CODE = re.findall(r"`([^`\n]+)`", README.replace("```", ""))
+TYPED = [code for code in CODE if re.match(r"[a-z_.]+=\S", code) and code != "model=list"]
+
+
+@pytest.mark.parametrize("code", TYPED)
+def test_what_the_tables_say_to_type_is_accepted(code):
+    load_config(shlex.split(code))
+
+
+@pytest.mark.parametrize("line", re.findall(r"^.*train\.py +(.*=.*?)(?: +#.*)?$", README, re.MULTILINE))
+def test_command_lines_are_accepted(line):
+    load_config(shlex.split(line.strip("'")))
+
+
+def test_links_and_files_exist():
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
+    files = [code for code in CODE if re.fullmatch(r"[\w/]+\.(py|ipynb|md|sh)", code)]
+    assert links and files
+    for name in (*links, *files):
+        assert (ROOT / name).exists(), name
+
+
+def test_tables_are_complete():
+    rows = re.findall(r"^\| `(\w+)` \|", README, re.MULTILINE)
+    assert sorted(rows) == sorted(ALGORITHMS)
+    for family in FAMILIES.values():
+        assert re.sub(r" \d$", "", family) in README
+
+
+def test_the_two_commands_set_up_everything_themselves():
+    for heading, end in (("Train", "train.py"), ("Test", "-m pytest")):
+        block = re.search(rf"^## {heading}\n.*?```bash\n(.*?)```", README, re.DOTALL | re.MULTILINE).group(1)
+        assert "-m venv" in block and "pip install" in block and block.strip().endswith(end)
