@@ -9,12 +9,16 @@ from mstrain.benchmarks.presets import PRESETS, PUBLISHED
 from mstrain.benchmarks.table import Report, Row, to_table, write
 from mstrain.hardware import parse_target
 
+WIDTH = 110  # of a table in a file or pipe
+
 
 def run(arguments: list[str]) -> int:
     """Runs the benchmark; the exit code is 1 when no row has a result. Raises ValueError for a configuration
     mistake."""
     config = load(arguments)
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
     if config.bench == "tune":
         from mstrain.benchmarks.tuned import explain_all
 
@@ -46,6 +50,6 @@ def published(config: BenchmarkConfig) -> Row:
     model, flops, share = PUBLISHED[config.preset]
     devices = parse_target(PRESETS[config.preset]["target"]).devices
     return Row(
-        model, f"{devices} cores", "published", config.bench, plan="transformer_shmap README, measured 2023",
+        model, f"{devices} cores", "published", config.bench, plan="README, 2023",
         flops_per_second=flops / devices, mfu=share,
     )  # fmt: skip

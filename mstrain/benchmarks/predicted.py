@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from mstrain.benchmarks.cases import Case, make_cases, plan_case
 from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.benchmarks.programs import make_works
-from mstrain.benchmarks.table import Report, Row, failed, make_row
+from mstrain.benchmarks.table import GIB, Report, Row, failed, make_row
 from mstrain.benchmarks.tuned import best_mesh
 from mstrain.benchmarks.work import Work
 from mstrain.compiler import Target, compile_function, make_target, missing_compiler, predict
@@ -46,8 +46,11 @@ def _row(case: Case, work: Work, target: Target, config: BenchmarkConfig, peak: 
     schedule = predict(program)
     data, rows, cols = target.mesh.devices.shape
     case = dataclasses.replace(case, mesh=MeshShape(data, rows, cols))
+    need, have, problem = program.memory.peak, target.slice.chip.hbm_bytes, ""
+    if have and need > have:
+        problem = f"does not fit, {need / GIB:.2f} of {have / GIB:.2f} GiB"
     return make_row(
-        case, work, schedule.seconds, peak, exposed=schedule.exposed, memory=program.memory.peak
+        case, work, schedule.seconds, peak, exposed=schedule.exposed, memory=need, problem=problem
     )
 
 

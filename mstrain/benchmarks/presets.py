@@ -7,7 +7,7 @@ whole blocks, and splits tensors over one axis of the mesh, data over the other.
 """
 
 _COMMON = {
-    "meshes": "4x1x8 4x2x4 2x1x16 2x4x4",
+    "meshes": "4x1x8 2x2x8 1x4x8",
     "algorithms": "megatron collective meshslice",
     "batch": "128",
     "seq": "1024",

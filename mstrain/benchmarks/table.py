@@ -23,8 +23,8 @@ GIB = 2**30
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One line. SI units; per device: `flops_per_second`, `memory` (bytes), `exposed` (seconds of
-    communication in which it computes nothing). None where it is unknown, or where `problem` says why there
-    is no result.
+    communication in which it computes nothing). None where it is unknown; `problem` says why there is no
+    result, or why nobody can have it.
     """
 
     model: str
@@ -86,7 +86,8 @@ def to_table(report: Report) -> Table:
     notes = [report.basis]
     for row in report.rows:
         if row.problem:
-            notes.append(f"{row.algorithm} on {row.mesh} has no result: {row.problem}")
+            result = "" if row.seconds else " has no result"
+            notes.append(f"{row.algorithm} on {row.mesh}{result}: {row.problem}")
     table = Table(
         title=title, caption="\n".join(notes), title_justify="left", caption_justify="left", box=None,
         padding=(0, 1, 0, 0),
@@ -100,7 +101,7 @@ def to_table(report: Report) -> Table:
     for row in report.rows:
         cells = _cells(row)
         texts = [getattr(row, name) for name in (*names, "algorithm")]
-        table.add_row(*texts, "no result" if row.problem else row.plan, *(cells[name] for name in numbers))
+        table.add_row(*texts, row.plan if row.seconds or not row.problem else "no result", *(cells[name] for name in numbers))
     return table
 
 
