@@ -2,7 +2,9 @@
 
 import csv
 import dataclasses
+import gzip
 import json
+import shutil
 import sys
 
 import pytest
@@ -241,3 +243,81 @@ def test_a_profile_that_cannot_be_is_one_message(arguments, words, tmp_path, cap
     assert command("profile=tiny", *arguments, f"run_dir={tmp_path}") == 2
     message = capsys.readouterr().err
     assert all(word in message for word in words), message
+
+
+# What is done to a good mixed cluster, and words of the message: the file, its line or entry, the fix.
+BAD_INPUTS = {
+    "missing host": (("hostfile", "9.9.9.9 slots=4\n"), ["hostfile:1", "9.9.9.9", "add an entry"]),
+    "malformed line": (("hostfile", "0.0.0.1 slots=4\n0.0.0.4 four\n"), ["hostfile:2", "ADDRESS slots=K"]),
+    "no devices": (("hostfile", "0.0.0.1 slots=0\n"), ["hostfile:1", "slots=1 or more"]),
+    "empty": (("hostfile", "\n# nobody\n"), ["hostfile", "no hosts"]),
+    "not JSON": (("clusterfile.json", "{"), ["clusterfile.json:1", "not JSON"]),
+    "zero memory": (("clusterfile.json", ("memory", 0)), ["clusterfile.json", "memory is 0", "positive number"]),
+    "bytes for gigabytes": (("clusterfile.json", ("inter_bandwidth", 1e10)), ["bytes/s", "write GB/s"]),
+    "unknown type": (("clusterfile.json", ("instance_type", "X9")), ["no profile of type X9", "A100"]),
+    "absent field": (("profiles/DeviceType.A100_tp1_bs1.json", "{}"), ["DeviceType.A100_tp1_bs1.json", "is missing"]),
+    "other model": (None, ["num_layers=10"]),
+    "nothing fits": (("clusterfile.json", ("memory", 1e-6)), ["memory", "add"]),
+}
+
+
+@pytest.mark.parametrize("planner", ["optimal", "metis"])
+@pytest.mark.parametrize("case", BAD_INPUTS)
+def test_a_bad_file_is_named_with_its_line_and_fix(case, planner, mixed, tmp_path, capsys):
+    change, words = BAD_INPUTS[case]
+    root = tmp_path / "inputs"
+    shutil.copytree(mixed, root)
+    if change:
+        path, content = root / change[0], change[1]
+        if isinstance(content, tuple):
+            entries = json.loads(path.read_text())
+            for entry in entries.values():
+                entry[content[0]] = content[1]
+            content = json.dumps(entries)
+        path.write_text(content)
+    layers = 11 if case == "other model" else 10
+    batch = "gbs=128" if planner == "metis" else "batch=128"
+    keys = [*files(root), f"num_layers={layers}", batch, f"run_dir={tmp_path}", "max_seconds=20"]
+    assert command(f"planner={planner}", *keys) == 2
+    message = capsys.readouterr().err
+    assert "Traceback" not in message and all(word in message for word in words), message
+
+
+def test_an_absent_profile_key_is_named(mixed, tmp_path, capsys):
+    root = tmp_path / "inputs"
+    shutil.copytree(mixed, root)
+    (root / "profiles" / "DeviceType.V100_tp4_bs8.json").unlink()
+    assert command("planner=metis", *files(root), "num_layers=10", "gbs=128", f"run_dir={tmp_path}") == 2
+    message = capsys.readouterr().err
+    assert "DeviceType.V100_tp4_bs8.json is missing: add it" in message and "metis.json" in message
+    assert command("planner=optimal", *files(root), "num_layers=10", "batch=128", f"run_dir={tmp_path}") == 0
+
+
+def test_a_batch_that_metis_cannot_divide_is_planned_by_the_optimal_planner(mixed, tmp_path):
+    assert command(*files(mixed), "num_layers=10", "batch=37", f"run_dir={tmp_path}", "max_seconds=20") == 0
+    plan = json.loads((tmp_path / "optimal.json").read_text())["plans"][0]
+    assert plan["microbatch"] * plan["microbatches"] >= 37
+
+
+def test_the_optimal_search_out_of_time_says_what_it_knows(mixed, tmp_path, capsys):
+    assert command(*files(mixed), "num_layers=10", "batch=128", f"run_dir={tmp_path}", "max_seconds=1e-9") in (0, 2)
+    said = capsys.readouterr()
+    assert "the time budget ended the search" in said.out or "raise max_seconds" in said.err
+
+
+def test_the_winner_is_simulated_into_a_trace_and_pictures(tmp_path, capsys):
+    keys = [key for key in POD if not key.startswith("simulate")]
+    assert command(*keys, "pipeline=2", f"run_dir={tmp_path}") == 0
+    printed = capsys.readouterr().out
+    assert "Simulated" in printed and "train.py has no pipeline" in printed
+    trace = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+    names = {event["args"]["name"] for event in trace if event["name"] in ("process_name", "thread_name")}
+    assert {"compute", "link pipeline out"} <= names and any(name.startswith("h200 ") for name in names)
+    work = [event for event in trace if event["ph"] == "X"]
+    assert {"MatMul", "Send", "Adam", "AttentionGrad"} <= {event["name"] for event in work}
+    assert all({"shape", "bytes", "flops"} <= set(event["args"]) for event in work)
+    assert {"parameters", "gradients", "optimizer", "activations"} <= {e["name"] for e in trace if e["ph"] == "C"}
+    for name in ("gantt.png", "memory.png", "memory_by_category.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    document = json.loads((tmp_path / "plan.json").read_text())
+    assert document["train"] is None and "no pipeline" in document["why_not_trainable"]
