@@ -31,6 +31,7 @@ from mstrain.training.step import State, map_parameter_trees, state_shardings
 STATE, FACTS = "state", "facts"
 STRAGGLER_TRIES = 50
 BUFFER = 2**29  # bytes per host, beside the state itself, while a checkpoint is read
+PART = 2**27  # bytes per host that are rearranged at a time: they, the result and what XLA needs between
 SAVE_SECONDS = 600  # that a host waits for the others' parts of a save
 
 
@@ -184,12 +185,13 @@ def _to_stored(module: Transformer, canonical: State, shardings) -> State:
     leaves, structure = jax.tree_util.tree_flatten_with_path(canonical)
     places = jax.tree_util.tree_leaves_with_path(shardings)
     stored = {}
-    for part in _parts([leaf.nbytes for _, leaf in leaves], BUFFER * jax.process_count()):
+    for part in _parts([leaf.nbytes for _, leaf in leaves], PART * jax.process_count()):
         names = {_name(leaves[i][0]) for i in part}
 
         def of_part(given, part=part, names=names):
             whole = [
-                given[i] if i in part else jnp.zeros(leaf.shape, leaf.dtype) for i, (_, leaf) in enumerate(leaves)
+                given[i] if i in part else jnp.zeros(leaf.shape, leaf.dtype)
+                for i, (_, leaf) in enumerate(leaves)
             ]
             found = jax.tree_util.tree_leaves_with_path(convert(structure.unflatten(whole)))
             return [leaf for path, leaf in found if _name(path) in names]

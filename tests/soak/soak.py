@@ -105,9 +105,7 @@ class Soak:
             newest = max(_complete(folder / "run"), default=None)
             made = _logged(folder / "run")
             job = self._start(folder, mesh, processes, life)
-            died = tally.killed < allowed and self._kill(
-                job, folder / "run", self._random.choice(MOMENTS)
-            )
+            died = tally.killed < allowed and self._kill(job, folder / "run", self._random.choice(MOMENTS))
             codes = job.wait()
             began = re.search(r"Resume after step (\d+)", job.output)
             if began or not died:
@@ -162,7 +160,7 @@ class Soak:
         rows, expected = _lines(run), _lines(reference)
         assert [row["step"] for row in rows] == [*range(1, STEPS + 1)], [row["step"] for row in rows]
         parameters, wanted = _parameters(run), _parameters(reference)
-        # Softmax ignores the bias of the keys: its gradient is rounding alone, which AdamW scales up to whole updates.
+        # Softmax ignores the bias of the keys: its gradient is rounding alone, which AdamW scales to whole updates.
         names = [name for name in wanted if exact or "['qkv']['bias']" not in name]
         pairs = [(parameters[name], wanted[name]) for name in names]
         pairs.append((np.array([row["loss"] for row in rows]), np.array([row["loss"] for row in expected])))
