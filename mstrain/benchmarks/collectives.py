@@ -181,7 +181,7 @@ def _plot(groups: dict, fits: dict[tuple[str, str], Fit], source: str, path: Pat
     for (axis, kind), samples in groups.items():
         panel = panels[KINDS.index(kind)]
         for count in sorted({s.participants for s in samples}):
-            chosen = [s for s in samples if s.participants == count]
+            chosen = sorted((s for s in samples if s.participants == count), key=lambda s: s.shard_bytes)
             sizes = [s.shard_bytes for s in chosen]
             label = f"{axis}, {count} devices"
             (line,) = panel.loglog(sizes, [s.seconds for s in chosen], "o", ms=4, label=label)

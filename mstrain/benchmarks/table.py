@@ -101,7 +101,8 @@ def to_table(report: Report) -> Table:
     for row in report.rows:
         cells = _cells(row)
         texts = [getattr(row, name) for name in (*names, "algorithm")]
-        table.add_row(*texts, row.plan if row.seconds or not row.problem else "no result", *(cells[name] for name in numbers))
+        plan = "no result" if row.problem and not row.seconds else row.plan
+        table.add_row(*texts, plan, *(cells[name] for name in numbers))
     return table
 
 
@@ -154,7 +155,7 @@ def plot(report: Report, path: str | Path) -> None:
     exposed = [1e3 * (row.exposed or 0.0) for row in rows]
     rest = [1e3 * row.seconds - e for row, e in zip(rows, exposed, strict=True)]
     places = range(len(rows))
-    axes.barh(places, rest, color="tab:blue", label=report.kind)
+    axes.barh(places, rest, color="tab:blue", label="computing")
     bars = axes.barh(places, exposed, left=rest, color="tab:orange", label="exposed communication")
     cells = [_cells(row) for row in rows]
     marks = [c["MFU"] if c["MFU"] != "n/a" else f"{c['TFLOP/s']} TFLOP/s" for c in cells]
@@ -165,7 +166,7 @@ def plot(report: Report, path: str | Path) -> None:
     axes.set_xlabel("ms; beside the bars MFU, or TFLOP/s per device where the peak is unknown")
     axes.set_title(f"{report.source}: bench={report.bench}", fontsize=9, wrap=True)
     if report.kind == "predicted":
-        axes.legend()
+        figure.legend(loc="outside lower right", ncols=2, fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -60,7 +60,7 @@ def schedule(events):
 
 
 def test_a_pause_is_charged_to_the_transfers_that_end_in_it():
-    # Core: attention until 2, waits until 5, mlp until 6. Links: one half hidden, 1 s of mlp, 1 s of the loss.
+    # Core: attention until 2, waits until 5, mlp until 6. Links: one half hidden, 1 s of mlp, 1 s of loss.
     events = [("a1", 0, 0, 2), ("a2", 1, 1, 2), ("m2", 2, 3, 1), ("head", 1, 4, 1), ("m1", 0, 5, 1)]
     program, plan = schedule(events)
     kinds = seconds_by_kind(program, plan)

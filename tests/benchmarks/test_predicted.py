@@ -1,4 +1,4 @@
-"""Predictions: columns that only a schedule can fill, one dumped file per row, reasons for missing results."""
+"""Predictions: columns that only a schedule fills, one dumped file per row, reasons for what is missing."""
 
 import dataclasses
 
