@@ -316,6 +316,8 @@ def run_command(name: str, main, help_lines=None) -> typing.NoReturn:
     except ValueError as error:
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def describe_keys(kind: type) -> list[str]:

@@ -235,10 +235,10 @@ def _join(seat: Seat, config: HostsConfig, devices: list[int] | None) -> Job:
 
 
 def _fail(job: Job, error: BaseException) -> None:
-    """Ends this process after an error; JAX would otherwise wait at exit for processes that wait for this
-    one."""
+    """Ends this process after an error; JAX would wait at exit for processes that wait for this one."""
     if isinstance(error, SystemExit):
-        message, code = None, error.code if isinstance(error.code, int) else 1
+        code = error.code if isinstance(error.code, int) else 1
+        message = getattr(error, "reason", None) or (code and f"exit code {code}") or None
     elif isinstance(error, ValueError):
         message, code = str(error), 2
         print(f"train: {message}", file=sys.stderr)

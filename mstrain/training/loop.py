@@ -18,9 +18,9 @@ class Hook:
     act: Callable[[int, State], None]
 
 
-def every(interval: int, last: int, act) -> Hook:
-    """A hook after every `interval`-th step and after the last one."""
-    return Hook(lambda step: step % interval == 0 or step == last, act)
+def every(interval: int | None, last: int, act) -> Hook:
+    """A hook after every `interval`-th step and after the last one; never for None."""
+    return Hook(lambda step: interval is not None and (step % interval == 0 or step == last), act)
 
 
 def train(step_fn, feed, state: State, steps: range, hooks: list[Hook], reporter: Reporter) -> State:

@@ -73,7 +73,7 @@ def _resume(run: Run, checkpoints: Checkpoints, step: int) -> State:
             "uninterrupted run would have seen."
         )
     run.console.print(
-        f"[bold]Resume[/] after step {step} of {run.config.run_dir}, saved on mesh {before['mesh']}"
+        f"[bold]Resume[/] after step {step} of {run.config.run_dir}, saved on mesh {before.get('mesh')}"
     )
     return state
 
@@ -107,9 +107,11 @@ def _from_another(run: Run) -> State:
 
 
 def _check_format(before: dict, directory: str) -> None:
-    if before.get("format", FORMAT) > FORMAT:
+    version = before.get("format", FORMAT) if isinstance(before, dict) else None
+    if not isinstance(version, int):
+        raise ValueError(f"The checkpoints of {directory} are not mstrain's. Type another run_dir=.")
+    if version > FORMAT:
         raise ValueError(
-            f"The checkpoints of {directory} were written by a newer mstrain (format {before['format']}, "
-            f"this one reads "
+            f"The checkpoints of {directory} were written by a newer mstrain (format {version}, this one reads "
             f"{FORMAT}). Update mstrain, or type another run_dir=."
         )

@@ -30,8 +30,7 @@ from mstrain.training.watchdog import Watchdog
 
 
 def train(run: Run) -> int:
-    """Trains `run` to its last step, or until it is told to stop, in its run directory; returns the exit
-    code."""
+    """Trains `run` to its last step, or until told to stop, in its run directory; returns the exit code."""
     directory = Path(run.config.run_dir)
     _make_folder(run, directory)
     checkpoints = Checkpoints(directory / "checkpoints", run.config.checkpoint.keep)
@@ -64,23 +63,7 @@ def _train_from(run: Run, state: State, done: int, checkpoints: Checkpoints, dir
     observers = (watchdog, goodput.step, guard)
     reporter = Reporter(directory, steps, config.log_every, _per_step(run), run.console, observers)
     evaluator, saver = Evaluator(run, reporter), Saver(run, checkpoints)
-    begin_profile, end_profile = profile_hooks(config.profile, directory, steps)
-    hooks = [
-        *end_profile,
-        *(
-            [loop.every(config.check_replicas.every, config.steps, ReplicaCheck(job))]
-            if config.check_replicas.every
-            else []
-        ),
-        loop.every(config.eval.every, config.steps, goodput.timed("evaluate", evaluator)),
-        loop.every(config.checkpoint.every, config.steps, goodput.timed("save", saver)),
-        *(
-            [loop.every(config.checkpoint.every, config.steps, lambda *_: goodput.write(directory))]
-            if job.leads
-            else []
-        ),
-        *begin_profile,
-    ]
+    hooks = _hooks(run, steps, directory, evaluator, saver)
     feed = goodput.timed("input", run.feed)
     begun = time.perf_counter()
     with reporter, watchdog.watching(), preemption.listening():
@@ -92,16 +75,29 @@ def _train_from(run: Run, state: State, done: int, checkpoints: Checkpoints, dir
         if job.leads:
             goodput.write(directory, finished=finished == config.steps)
             account = goodput_account(directory)
-            reporter.scalars(
-                finished, {f"goodput/{kind}": seconds for kind, seconds in account["seconds"].items()}
-            )
+            reporter.scalars(finished, {f"goodput/{kind}": x for kind, x in account["seconds"].items()})
     if finished < config.steps:
         run.console.print(
-            f"[bold]Stopped[/] after step {finished} of {config.steps}, which is saved. The same command "
-            f"goes on from there."
+            f"[bold]Stopped[/] after step {finished} of {config.steps}, which is saved. "
+            "The same command goes on from there."
         )
         return
     summarise(run, state, evaluator, reporter, guard.bad_steps, time.perf_counter() - begun)
+
+
+def _hooks(run: Run, steps: range, directory: Path, evaluator: Evaluator, saver: Saver) -> list[loop.Hook]:
+    """In this order: a copy that differs must not be saved, and a trace holds steps alone."""
+    config, goodput = run.config, run.goodput
+    begin_profile, end_profile = profile_hooks(config.profile, directory, steps)
+    account = (lambda *_: goodput.write(directory)) if run.job.leads else (lambda *_: None)
+    return [
+        *end_profile,
+        loop.every(config.check_replicas.every, config.steps, ReplicaCheck(run.job)),
+        loop.every(config.eval.every, config.steps, goodput.timed("evaluate", evaluator)),
+        loop.every(config.checkpoint.every, config.steps, goodput.timed("save", saver)),
+        loop.every(config.checkpoint.every, config.steps, account),
+        *begin_profile,
+    ]
 
 
 def _make_folder(run: Run, directory: Path) -> None:
