@@ -93,7 +93,9 @@ class Timeline:
 
 
 def first_events(timeline: Timeline, limit: int) -> Timeline:
-    """The `limit` events that start first, and the counters until the last of them starts; all where they are fewer."""
+    """The `limit` events that start first, and the counters until the last of them starts; all where they
+    are fewer.
+    """
     if timeline.num_events <= limit:
         return timeline
     chosen = np.sort(np.argsort(timeline.start, kind="stable")[:limit])
@@ -104,8 +106,9 @@ def first_events(timeline: Timeline, limit: int) -> Timeline:
         **{name: getattr(timeline, name)[chosen] for name in columns},
         args={key: column[chosen] for key, column in timeline.args.items()},
         counters=tuple(
-            replace(counter, time=counter.time[counter.time <= until], value=counter.value[counter.time <= until])
+            replace(counter, time=counter.time[shown], value=counter.value[shown])
             for counter in timeline.counters
+            for shown in [counter.time <= until]
         ),
     )
 

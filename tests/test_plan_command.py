@@ -1,4 +1,6 @@
-"""plan.py as a person meets it: its modes end in files and a printed answer, its mistakes in one message and exit code 2."""
+"""plan.py as a person meets it: its modes end in files and a printed answer, its mistakes in one message and
+exit code 2.
+"""
 
 import csv
 import dataclasses
@@ -38,7 +40,11 @@ def mixed(tmp_path_factory, request):
 
 
 def files(root, **changed) -> list[str]:
-    paths = {"hostfile": root / "hostfile", "clusterfile": root / "clusterfile.json", "profiles": root / "profiles"}
+    paths = {
+        "hostfile": root / "hostfile",
+        "clusterfile": root / "clusterfile.json",
+        "profiles": root / "profiles",
+    }
     return [f"{key}={path}" for key, path in (paths | changed).items()]
 
 
@@ -52,7 +58,10 @@ def test_metis_prints_the_lines_of_the_reference_and_writes_json(mixed, tmp_path
 
 def test_metis_takes_the_options_of_the_reference(mixed, tmp_path, capsys):
     options = ["use_strat=true", "device_order=[V100,A100]", "max_permute_len=128"]
-    assert command("planner=metis", *files(mixed), "num_layers=10", "gbs=128", f"run_dir={tmp_path}", *options) == 0
+    assert (
+        command("planner=metis", *files(mixed), "num_layers=10", "gbs=128", f"run_dir={tmp_path}", *options)
+        == 0
+    )
     assert "count: 562" in capsys.readouterr().out
 
 
@@ -75,7 +84,11 @@ def test_metis_stopped_by_a_missing_profile_keeps_what_it_found(mixed, tmp_path,
 def test_optimal_is_the_default_for_mixed_clusters(mixed, tmp_path, capsys):
     assert command(*files(mixed), "num_layers=10", "batch=128", f"run_dir={tmp_path}") == 0
     printed = capsys.readouterr().out
-    assert "proven optimal" in printed and "gap 0.00 %" in printed and "train.py runs none of these plans" in printed
+    assert (
+        "proven optimal" in printed
+        and "gap 0.00 %" in printed
+        and "train.py runs none of these plans" in printed
+    )
     result = json.loads((tmp_path / "optimal.json").read_text())
     assert sum(result["plans"][0]["stages"][0]["devices"].values()) >= 1
     assert (tmp_path / "optimal.csv").read_text().startswith("rank,")
@@ -116,7 +129,12 @@ def pod(tmp_path_factory):
 def test_pod_writes_plans_with_terms_and_reasons(pod):
     with open(pod / "plans.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len({tuple(row[key] for key in ("data", "algorithm", "rows", "cols", "pipeline", "sharded")) for row in rows}) == len(rows)
+    assert len(
+        {
+            tuple(row[key] for key in ("data", "algorithm", "rows", "cols", "pipeline", "sharded"))
+            for row in rows
+        }
+    ) == len(rows)
     seconds = [float(row["step_seconds"]) for row in rows if row["step_seconds"]]
     assert seconds == sorted(seconds) and rows[0]["why"] == "best" and all(row["why"] for row in rows)
     terms = [name for name in rows[0] if name.endswith("_seconds") and name != "step_seconds"]
@@ -139,7 +157,11 @@ def test_train_takes_the_file_and_the_command_line_wins(pod):
     path = pod / "plan.json"
     keys = json.loads(path.read_text())["train"]
     config = load_config(["model=tiny", "batch=16", "seq=64", f"plan={path}"])
-    assert (config.mesh, config.parallel.algorithm, config.remat) == (keys["mesh"], keys["parallel"], keys["remat"])
+    assert (config.mesh, config.parallel.algorithm, config.remat) == (
+        keys["mesh"],
+        keys["parallel"],
+        keys["remat"],
+    )
     config = load_config(["model=tiny", "batch=16", "seq=64", f"plan={path}", "mesh=2x2", "remat=full"])
     assert (config.mesh, config.remat, config.accumulate) == ("2x2", "full", keys["accumulate"])
 
@@ -149,7 +171,10 @@ PLAN_FILES = {
     "absent": (None, ["No such file", "plan.json"]),
     "not JSON": ("{", ["not JSON", "Run plan.py again"]),
     "not a plan": ("[1]", ["not a plan.json"]),
-    "pipeline": ('{"model": "tiny", "train": null, "why_not_trainable": "no pipeline"}', ["no pipeline", "Type pipeline=1"]),
+    "pipeline": (
+        '{"model": "tiny", "train": null, "why_not_trainable": "no pipeline"}',
+        ["no pipeline", "Type pipeline=1"],
+    ),
     "another model": ('{"model": "gpt2", "train": {}}', ["model gpt2", "Type model=gpt2"]),
     "other keys": ('{"model": "tiny", "train": {"run_dir": "x"}}', ["'run_dir'", "run plan.py again"]),
 }
@@ -179,7 +204,10 @@ MISTAKES = {
     "degree": (["pipeline=two"], ["pipeline=two", "pipeline=4"]),
     "degrees that do not multiply": (["pipeline=3"], ["pipeline=3", "multiply to 32", "pipeline=auto"]),
     "batch on copies": (["replicas=32", "batch=31"], ["replicas=32", "batch=31"]),
-    "nothing fits": (["model=megatron_nlg_530b", "cluster=v4-64"], ["no plan of megatron_nlg_530b", "GB", "larger cluster="]),
+    "nothing fits": (
+        ["model=megatron_nlg_530b", "cluster=v4-64"],
+        ["no plan of megatron_nlg_530b", "GB", "larger cluster="],
+    ),
     "vocabulary": (["model=tiny", "seq=64"], ["model.vocabulary=256"]),
     "sequence": (["seq=4096"], ["seq=4096", "Type seq=2048"]),
     "margin": (["memory_margin=1"], ["memory_margin=0.1"]),
@@ -215,9 +243,13 @@ def test_profiles_measured_here_are_what_the_planners_read(tmp_path, capsys):
     profiles = read_profiles(tmp_path, ["here"])
     assert list(profiles) == [("here", 2, 2)]
     layers = load_preset("tiny").layers + 2
-    assert all(len(p.layer_ms) == len(p.layer_mb) == len(p.parameter_bytes) == layers for p in profiles.values())
+    assert all(
+        len(p.layer_ms) == len(p.layer_mb) == len(p.parameter_bytes) == layers for p in profiles.values()
+    )
     model = dataclasses.replace(load_preset("tiny"), vocabulary=256)
-    assert sum(profiles["here", 2, 2].parameter_bytes) == 4 * (count_parameters(model) + 64 * 256)  # a tied table is in both
+    assert sum(profiles["here", 2, 2].parameter_bytes) == 4 * (
+        count_parameters(model) + 64 * 256
+    )  # a tied table is in both
     (tmp_path / "hostfile").write_text("a slots=4\n")
     entry = {"instance_type": "here", "inter_bandwidth": 10, "intra_bandwidth": 40, "memory": 4}
     (tmp_path / "cluster.json").write_text(json.dumps({"a": entry}))
@@ -225,7 +257,11 @@ def test_profiles_measured_here_are_what_the_planners_read(tmp_path, capsys):
     folder.mkdir()
     for path in tmp_path.glob("DeviceType.*"):
         path.rename(folder / path.name)
-    given = [f"hostfile={tmp_path / 'hostfile'}", f"clusterfile={tmp_path / 'cluster.json'}", f"profiles={folder}"]
+    given = [
+        f"hostfile={tmp_path / 'hostfile'}",
+        f"clusterfile={tmp_path / 'cluster.json'}",
+        f"profiles={folder}",
+    ]
     assert command(*given, f"num_layers={layers}", "batch=8", "hidden_size=64", f"run_dir={tmp_path}") == 0
 
 
@@ -252,10 +288,16 @@ BAD_INPUTS = {
     "no devices": (("hostfile", "0.0.0.1 slots=0\n"), ["hostfile:1", "slots=1 or more"]),
     "empty": (("hostfile", "\n# nobody\n"), ["hostfile", "no hosts"]),
     "not JSON": (("clusterfile.json", "{"), ["clusterfile.json:1", "not JSON"]),
-    "zero memory": (("clusterfile.json", ("memory", 0)), ["clusterfile.json", "memory is 0", "positive number"]),
+    "zero memory": (
+        ("clusterfile.json", ("memory", 0)),
+        ["clusterfile.json", "memory is 0", "positive number"],
+    ),
     "bytes for gigabytes": (("clusterfile.json", ("inter_bandwidth", 1e10)), ["bytes/s", "write GB/s"]),
     "unknown type": (("clusterfile.json", ("instance_type", "X9")), ["no profile of type X9", "A100"]),
-    "absent field": (("profiles/DeviceType.A100_tp1_bs1.json", "{}"), ["DeviceType.A100_tp1_bs1.json", "is missing"]),
+    "absent field": (
+        ("profiles/DeviceType.A100_tp1_bs1.json", "{}"),
+        ["DeviceType.A100_tp1_bs1.json", "is missing"],
+    ),
     "other model": (None, ["num_layers=10"]),
     "nothing fits": (("clusterfile.json", ("memory", 1e-6)), ["memory", "add"]),
 }
@@ -300,7 +342,9 @@ def test_a_batch_that_metis_cannot_divide_is_planned_by_the_optimal_planner(mixe
 
 
 def test_the_optimal_search_out_of_time_says_what_it_knows(mixed, tmp_path, capsys):
-    assert command(*files(mixed), "num_layers=10", "batch=128", f"run_dir={tmp_path}", "max_seconds=1e-9") in (0, 2)
+    assert command(
+        *files(mixed), "num_layers=10", "batch=128", f"run_dir={tmp_path}", "max_seconds=1e-9"
+    ) in (0, 2)
     said = capsys.readouterr()
     assert "the time budget ended the search" in said.out or "raise max_seconds" in said.err
 
@@ -316,7 +360,9 @@ def test_the_winner_is_simulated_into_a_trace_and_pictures(tmp_path, capsys):
     work = [event for event in trace if event["ph"] == "X"]
     assert {"MatMul", "Send", "Adam", "AttentionGrad"} <= {event["name"] for event in work}
     assert all({"shape", "bytes", "flops"} <= set(event["args"]) for event in work)
-    assert {"parameters", "gradients", "optimizer", "activations"} <= {e["name"] for e in trace if e["ph"] == "C"}
+    assert {"parameters", "gradients", "optimizer", "activations"} <= {
+        e["name"] for e in trace if e["ph"] == "C"
+    }
     for name in ("gantt.png", "memory.png", "memory_by_category.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     document = json.loads((tmp_path / "plan.json").read_text())

@@ -239,8 +239,9 @@ class Pairs(Network):
 class Axes(Network):
     """Devices numbered row-major over the axes of a plan, one full-duplex link per device and axis.
 
-    This is the network that the tuner's cost model has in mind: axes do not slow each other, and every collective has
-    its own launch. `links` has one entry per axis; messages use the link of the axis along which they go.
+    This is the network that the tuner's cost model has in mind: axes do not slow each other, and every
+    collective has its own launch. `links` has one entry per axis; messages use the link of the axis along
+    which they go.
     """
 
     names: tuple[str, ...]

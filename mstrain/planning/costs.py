@@ -32,7 +32,9 @@ MOVES = frozenset(
     {"Concat", "Split", "Slice", "Reshape", "Shape", "Squeeze", "Unsqueeze", "Lookup", "Identity"}
 )
 # Kernels that are bound by memory: the first shape is what they move, in elements.
-TRAFFIC = frozenset({"Norm", "NormGrad", "Residual", "Activation", "ActivationGrad", "Logits", "LogitsGrad", "Adam"})
+TRAFFIC = frozenset(
+    {"Norm", "NormGrad", "Residual", "Activation", "ActivationGrad", "Logits", "LogitsGrad", "Adam"}
+)
 PRODUCTS = frozenset({"MatMul", "Gemm", "InputGrad", "MatMulGrad", "WeightGrad"})
 ATTENTION_BACKWARD = 2.5  # of the forward pass: five products instead of two (FlashAttention-2, section 3.1)
 FREE_NETWORK = frozenset({"Scatter", "Broadcast"})

@@ -1,7 +1,7 @@
 """The experiments of DistIR's notebook, `euromlsys21_mlp_grid_search_results.ipynb`, under any rule set.
 
-`python plan.py experiment=distir_mlp rules=notebook` repeats them; `rules=corrected` (the default) says what they
-come to with the right units, where the notebook's conclusion does not hold.
+`python plan.py experiment=distir_mlp rules=notebook` repeats them; `rules=corrected` (the default) says what
+they come to with the right units, where the notebook's conclusion does not hold.
 """
 
 from __future__ import annotations

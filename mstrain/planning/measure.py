@@ -1,7 +1,8 @@
-"""Measures a model on the devices present: what one profile of Metis says of a type, a tensor degree and a batch.
+"""Measures a model on the devices present: what one profile of Metis says of a type, a tensor degree and a
+batch.
 
-A layer's time and memory are the difference between models of three layers and of one, so that what is not a layer
-cancels; the output layer is what is left of the model of one layer beside its layer and the embedding.
+A layer's time and memory are the difference between models of three layers and of one, so that what is not a
+layer cancels; the output layer is what is left of the model of one layer beside its layer and the embedding.
 """
 
 import dataclasses
@@ -41,7 +42,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Measured:
-    """Milliseconds and MB of one model; `gradient_ms` is forward and backward, memory is of the compiled program."""
+    """Milliseconds and MB of one model; `gradient_ms` is forward and backward, memory is of the compiled
+    program.
+    """
 
     gradient_ms: float
     embedding_ms: float
@@ -62,7 +65,9 @@ def fastest_ms(function: Callable[[], object], repeats: int) -> float:
 
 
 def measure_model(model: ModelConfig, sizes: Sizes) -> Measured:
-    """Runs the gradient, the embedding's gradient, the update and the feed of `model`; raises ValueError if illegal."""
+    """Runs the gradient, the embedding's gradient, the update and the feed of `model`; raises ValueError if
+    illegal.
+    """
     mesh = make_mesh(MeshShape(1, 1, sizes.tensor))
     plan = make_plan(ParallelConfig(sizes.algorithm), model, mesh, sizes.batch, sizes.seq)
     dtype = {"bf16": jnp.bfloat16, "f32": jnp.float32}[sizes.dtype]
@@ -75,7 +80,9 @@ def measure_model(model: ModelConfig, sizes: Sizes) -> Measured:
         return jnp.mean(module.apply({"params": params}, tokens, tokens, method="loss"))
 
     def embedded(params, tokens):
-        return jnp.sum(module.apply({"params": params}, tokens, method=lambda m, t: m.embedding(t)).astype(jnp.float32))
+        return jnp.sum(
+            module.apply({"params": params}, tokens, method=lambda m, t: m.embedding(t)).astype(jnp.float32)
+        )
 
     gradient = jax.jit(jax.grad(loss)).lower(params, tokens).compile()
     embedding = jax.jit(jax.grad(embedded)).lower(params, tokens).compile()

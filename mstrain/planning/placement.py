@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Which devices an operation involves: its own, its tensor ranks, its data replicas, the next stage, or (where the
-# tensor ranks form a mesh) those of its column, which differ in their row, and those of its row.
+# Which devices an operation involves: its own, its tensor ranks, its data replicas, the next stage, or
+# (where the tensor ranks form a mesh) those of its column, which differ in their row, and those of its row.
 LOCAL, TENSOR, DATA, SEND, ROW, COL = range(6)
 
 
@@ -14,8 +14,8 @@ LOCAL, TENSOR, DATA, SEND, ROW, COL = range(6)
 class Degrees:
     """Parallel degrees of a plan.
 
-    `interleave` is the number of model chunks per pipeline stage; `cols` the columns of the mesh that the tensor
-    ranks form, numbered row by row (1 where they form none).
+    `interleave` is the number of model chunks per pipeline stage; `cols` the columns of the mesh that the
+    tensor ranks form, numbered row by row (1 where they form none).
     """
 
     data: int = 1

@@ -127,7 +127,8 @@ def _bars(timeline: Timeline, gap: float = 0.0) -> list[tuple[int, str, float, f
         elif name in _INHERITS and last and last[1] != "communication":
             kind = last[1]
         else:
-            kind = "optimizer" if name in ("SGD", "Adam") else "backward" if name.endswith("Grad") else "forward"
+            kind = "backward" if name.endswith("Grad") else "forward"
+            kind = "optimizer" if name in ("SGD", "Adam") else kind
         end = start + float(timeline.duration[event])
         touching = last is not None and start - last[4] <= max(gap, 1e-9 + 1e-6 * end)
         if touching and last[1] == kind and last[2] == count:
@@ -140,8 +141,8 @@ def _bars(timeline: Timeline, gap: float = 0.0) -> list[tuple[int, str, float, f
 def plot_gantt(timeline: Timeline, path: str | Path, most: int | None = None) -> Path:
     """What every lane does over time, passes marked with their microbatch where there is room.
 
-    Compute lanes come first where there are more than `most` lanes, and those beyond are not drawn; pauses too short
-    to be seen are then drawn over.
+    Compute lanes come first where there are more than `most` lanes, and those beyond are not drawn; pauses
+    too short to be seen are then drawn over.
     """
     gap = 0.0 if most is None else timeline.seconds / 300
     rows = sorted(range(len(timeline.lanes)), key=lambda lane: (timeline.lanes[lane].device, lane))

@@ -52,7 +52,7 @@ class Step:
         ranks = data * tensor
         cols = self.degrees.cols if tensor > 1 else 1
         mesh = _Mesh(data, tensor, tensor // cols, cols)
-        axis_copies, width = mesh.copies, mesh.width
+        axis_copies = mesh.copies
         copies = axis_copies[self.axis]
         rows = np.repeat(np.arange(len(self.spec)), copies)
         copy = np.arange(len(rows)) - np.repeat(np.cumsum(copies) - copies, copies)
@@ -100,8 +100,8 @@ class Step:
 class _Mesh:
     """Which groups each axis of an operation has among `data` replicas of rows x cols tensor ranks.
 
-    `copies`: groups per axis; `width`: ranks per group. Groups of tensor ranks are numbered by replica, those of
-    data replicas by rank, those along ROW and COL by replica and then by column or row.
+    `copies`: groups per axis; `width`: ranks per group. Groups of tensor ranks are numbered by replica,
+    those of data replicas by rank, those along ROW and COL by replica and then by column or row.
     """
 
     data: int
@@ -123,7 +123,8 @@ class _Mesh:
         own, none = copy // self.tensor, 0 * copy
         replica = np.choose(axis, [own, copy, none, own, copy // self.cols, copy // self.rows])
         rank = copy % self.tensor
-        return replica, np.choose(axis, [rank, none, copy, rank, copy % self.cols, copy % self.rows * self.cols])
+        column, row = copy % self.cols, copy % self.rows * self.cols
+        return replica, np.choose(axis, [rank, none, copy, rank, column, row])
 
     def member(self, axis: np.ndarray, copy: np.ndarray, member: np.ndarray) -> np.ndarray:
         """Number (replica by replica) of each member of group `copy` along `axis`."""

@@ -1,4 +1,6 @@
-"""The planner for pods: its terms add up, its memory is the trainer's, its winner the best of everything it may choose."""
+"""The planner for pods: its terms add up, its memory is the trainer's, its winner the best of everything it
+may choose.
+"""
 
 import dataclasses
 import math
@@ -9,8 +11,8 @@ import pytest
 from mstrain.hardware import parse_target
 from mstrain.mesh import MeshShape, make_mesh
 from mstrain.models.flops import training_flops_per_token
-from mstrain.models.parameters import abstract_parameters
 from mstrain.models.parallel import ParallelConfig
+from mstrain.models.parameters import abstract_parameters
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer, count_parameters
 from mstrain.models.zoo import load_preset
@@ -54,7 +56,9 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_simulator_agrees_with_the_cost_model(name):
-    """Time within 17 % below and 5 above; the simulator may also hide the gradient sums, which the model never does."""
+    """Time within 17 % below and 5 above; the simulator may also hide the gradient sums, which the model
+    never does.
+    """
     config, pod, plan = costed(PLANS[name])
     simulated = simulate_plan(config, pod, plan)
     assert simulated.microbatches == plan.plan.microbatches
@@ -79,7 +83,9 @@ def test_activations_in_flight_follow_the_schedule(schedule):
 
 @pytest.mark.parametrize("name", ["meshslice", "meshslice pipelined", "megatron pipelined", "fsdp"])
 def test_simulated_products_are_those_of_the_model(name):
-    """Matrix FLOPs of the whole job are 6 per parameter and token, whatever the plan; recomputation comes on top."""
+    """Matrix FLOPs of the whole job are 6 per parameter and token, whatever the plan; recomputation comes on
+    top.
+    """
     plan = dataclasses.replace(PLANS[name], remat="none")
     config, pod, plan = costed(plan)
     program = simulate_plan(config, pod, plan).result.program
@@ -115,19 +121,25 @@ def test_one_rank_stands_for_all():
 
 
 def test_state_is_what_the_trainer_keeps():
-    """Bytes of weights on one device: shards of the stored parameters, but for norms and biases, which are whole."""
+    """Bytes of weights on one device: shards of the stored parameters, but for norms and biases, which are
+    whole.
+    """
     model = load_preset("tiny")
     model = dataclasses.replace(model, vocabulary=256, bias="none", norm="rmsnorm", position="rotary")
     mesh = make_mesh(MeshShape(2, 2, 4))
     module = Transformer(model, make_plan(ParallelConfig("meshslice"), model, mesh, 8, 64), 64)
     boxes = jax.tree.leaves(abstract_parameters(module), is_leaf=lambda x: hasattr(x, "spec"))
-    stored = sum(4 * math.prod(jax.sharding.NamedSharding(mesh, b.spec).shard_shape(b.value.shape)) for b in boxes)
+    stored = sum(
+        4 * math.prod(jax.sharding.NamedSharding(mesh, b.spec).shard_shape(b.value.shape)) for b in boxes
+    )
     config, pod = config_for(model, cluster="v4-32", batch=16, seq=64), find_pod("v4-32")
     plan = PodPlan(2, "meshslice", 2, 4, 1, 2, "none")
     memory = cost_plan(config, pod, plan, plan_products(model, plan, 4, 64, pod.chip, 2)).fullest.memory
     norms = 4 * model.width * (2 * model.layers + 1)
     assert memory.parameters == pytest.approx(stored, abs=norms)
-    assert memory.optimizer == 2 * memory.parameters == memory.gradients  # two moments; two sets, as microbatches add up
+    assert (
+        memory.optimizer == 2 * memory.parameters == memory.gradients
+    )  # two moments; two sets, as microbatches add up
 
 
 @pytest.mark.parametrize("name", ["gpt3_1_3b", "llama3_8b", "gemma2_2b"])
@@ -149,8 +161,12 @@ def test_search_finds_the_best_of_all_plans():
             tensor = pod.devices // pipeline // data
             shapes = [("meshslice", r, tensor // r) for r in divisors(tensor)]
             shapes += [(a, 1, tensor) for a in ("megatron", "fsdp") if tensor > 1]
-            for (algorithm, rows, cols), count in ((s, m) for s in shapes for m in divisors(config.batch // data) ):
-                for remat, slices in ((r, s) for r in ("none", "dots", "full") for s in ("auto", "1", "2", "4", "8", "16")):
+            for (algorithm, rows, cols), count in (
+                (s, m) for s in shapes for m in divisors(config.batch // data)
+            ):
+                for remat, slices in (
+                    (r, s) for r in ("none", "dots", "full") for s in ("auto", "1", "2", "4", "8", "16")
+                ):
                     if slices != "auto" and algorithm != "meshslice":
                         continue
                     plan = PodPlan(data, algorithm, rows, cols, pipeline, count, remat, slices=slices)
@@ -193,6 +209,13 @@ def test_last_stage_gives_layers_up_for_the_output_projection():
 def test_rings_close_only_on_whole_torus_axes():
     physical = parse_target("v5p-512").physical_axes
     assert physical == (4, 8, 8)
-    assert whole_axes(physical, (32, 8)) and whole_axes(physical, (4, 8, 8)) and not whole_axes(physical, (16, 16))
+    assert (
+        whole_axes(physical, (32, 8))
+        and whole_axes(physical, (4, 8, 8))
+        and not whole_axes(physical, (16, 16))
+    )
     pod = find_pod("v5p-512")
-    assert pod.constants((32, 8), "bf16").row.all_gather.bandwidth == 2 * pod.constants((16, 16), "bf16").row.all_gather.bandwidth
+    assert (
+        pod.constants((32, 8), "bf16").row.all_gather.bandwidth
+        == 2 * pod.constants((16, 16), "bf16").row.all_gather.bandwidth
+    )

@@ -88,6 +88,9 @@ def run_metis_inputs(config: InputsConfig) -> int:
         folder / "profiles", samples, config.num_layers, config.max_batch, slowdown=config.slowdown
     )
     print(f"{files} synthetic profiles, host file and cluster file in {folder}; now type")
-    print(f"python plan.py planner=metis hostfile={folder / 'hostfile'} clusterfile={folder / 'clusterfile.json'} "
-          f"profiles={folder / 'profiles'} num_layers={config.num_layers} gbs=128")  # fmt: skip
+    print(
+        f"python plan.py planner=metis hostfile={folder / 'hostfile'} "
+        f"clusterfile={folder / 'clusterfile.json'} "
+        f"profiles={folder / 'profiles'} num_layers={config.num_layers} gbs=128"
+    )
     return 0

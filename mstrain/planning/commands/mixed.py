@@ -14,7 +14,8 @@ from mstrain.planning.optimal import OptimalResult, PlanOptions, plan_optimal, w
 from mstrain.planning.optimal import write_json as write_optimal_json
 
 NOT_TRAINABLE = (
-    "train.py runs none of these plans: it has no pipeline and gives every device the same share, while they have "
+    "train.py runs none of these plans: it has no pipeline and gives every device the same share, while "
+    "they have "
     "stages of unequal devices. For the hosts of one kind alone, type planner=pod cluster=CHIP:N."
 )
 
@@ -25,7 +26,8 @@ class Files:
 
     Attributes:
       hostfile: one line `ADDRESS slots=K` per host.
-      clusterfile: JSON object, ADDRESS -> instance_type, inter_bandwidth and intra_bandwidth (GB/s), memory (GB).
+      clusterfile: JSON object, ADDRESS -> instance_type, inter_bandwidth and intra_bandwidth (GB/s), memory
+        (GB).
       profiles: folder of DeviceType.<TYPE>_tp<T>_bs<S>.json files.
       run_dir: where tables go.
     """
@@ -43,8 +45,12 @@ class Files:
 def _with_files(options: type, name: str):
     """A flat dataclass of the keys of `Files` and of `options`, checked as both check themselves."""
     required = [(f.name, f.type) for kind in (Files, options) for f in fields(kind) if _required(f)]
-    rest = [(f.name, f.type, dataclasses.field(default=f.default))
-            for kind in (Files, options) for f in fields(kind) if not _required(f)]  # fmt: skip
+    rest = [
+        (f.name, f.type, dataclasses.field(default=f.default))
+        for kind in (Files, options)
+        for f in fields(kind)
+        if not _required(f)
+    ]
     config = dataclasses.make_dataclass(name, [*required, *rest], frozen=True)
     config.files = property(lambda self: _part(Files, self))
     config.options = property(lambda self: _part(options, self))
@@ -76,11 +82,15 @@ def run_metis(config) -> int:
     write_json(result, folder / "metis.json")
     print(*reference_lines(result), sep="\n")
     if result.exhausted:
-        print(f"The budget ended the search after {result.inter_stage_plans} inter-stage plans; "
-              "raise max_seconds or max_plans.")  # fmt: skip
+        print(
+            f"The budget ended the search after {result.inter_stage_plans} inter-stage plans; "
+            "raise max_seconds or max_plans."
+        )
     if result.best != result.best_complete:
-        print(f"The best plan leaves out layers or stages, as {result.plans_costed - result.num_complete} of "
-              f"{result.plans_costed} do; planner=optimal costs complete plans only.")  # fmt: skip
+        print(
+            f"The best plan leaves out layers or stages, as {result.plans_costed - result.num_complete} of "
+            f"{result.plans_costed} do; planner=optimal costs complete plans only."
+        )
     print(f"ranking and statistics in {folder / 'metis.json'}")
     return 0
 
@@ -108,13 +118,17 @@ def run_optimal(config) -> int:
     say = console()
     say.print(plans_table(result))
     for number, stage in enumerate(result.best.stages):
-        say.print(f"  stage {number}: layers {stage.first_layer}-{stage.end_layer - 1} on {_named(stage.devices)}, "
-                  f"tp {stage.tp}, replicas {_named(stage.replicas)}, samples {_named(stage.samples)}, "
-                  f"{stage.stage_ms:.2f} ms, {stage.state_gb + stage.activation_gb:.1f} of {stage.usable_gb:.1f} GB")  # fmt: skip
+        say.print(
+            f"  stage {number}: layers {stage.first_layer}-{stage.end_layer - 1} on {_named(stage.devices)}, "
+            f"tp {stage.tp}, replicas {_named(stage.replicas)}, samples {_named(stage.samples)}, "
+            f"{stage.stage_ms:.2f} ms, {stage.state_gb + stage.activation_gb:.1f} of {stage.usable_gb:.1f} GB"
+        )
     proof = result.certificate
     reason = "proven optimal over the space" if proof.proven else "the time budget ended the search"
-    say.print(f"lower bound {proof.lower_bound_ms:.3f} ms, gap {100 * result.gap:.2f} %: {reason} "
-              f"({proof.expanded} labels, {proof.seconds:.2f} s)")  # fmt: skip
+    say.print(
+        f"lower bound {proof.lower_bound_ms:.3f} ms, gap {100 * result.gap:.2f} %: {reason} "
+        f"({proof.expanded} labels, {proof.seconds:.2f} s)"
+    )
     say.print(NOT_TRAINABLE)
     say.print(f"plans with every term in {folder / 'optimal.json'} and optimal.csv")
     return 0
@@ -122,14 +136,21 @@ def run_optimal(config) -> int:
 
 def plans_table(result: OptimalResult) -> Table:
     """The distinct plans, cheapest first, with the terms of their cost."""
-    table = Table(title="Plans, predicted from the profiles (ms per iteration)", title_justify="left", box=None)
+    table = Table(
+        title="Plans, predicted from the profiles (ms per iteration)", title_justify="left", box=None
+    )
     for name in ("", "ms", "steady", "fill", "end", "data", "stages", "batches", "bubble", "why"):
         table.add_column(name, justify="left" if name == "why" else "right", no_wrap=True)
     for rank, plan in enumerate(result.plans, 1):
         terms = (plan.cost_ms, plan.steady_ms, plan.fill_ms, plan.end_ms, plan.generator_ms)
-        table.add_row(str(rank), *(f"{term:.1f}" for term in terms), str(len(plan.stages)),
-                      f"{plan.microbatches}x{plan.microbatch}", f"{100 * plan.bubble:.0f} %",
-                      why_dearer(plan, result.best))  # fmt: skip
+        table.add_row(
+            str(rank),
+            *(f"{term:.1f}" for term in terms),
+            str(len(plan.stages)),
+            f"{plan.microbatches}x{plan.microbatch}",
+            f"{100 * plan.bubble:.0f} %",
+            why_dearer(plan, result.best),
+        )
     return table
 
 
@@ -144,4 +165,3 @@ def why_dearer(plan, best) -> str:
 
 def _named(counts: dict[str, int]) -> str:
     return " ".join(f"{name} {count}" for name, count in counts.items())
-

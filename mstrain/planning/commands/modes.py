@@ -2,7 +2,7 @@
 
 import importlib
 
-from mstrain.config import one_of, compose, describe_keys
+from mstrain.config import compose, describe_keys, one_of
 
 PACKAGE = "mstrain.planning.commands"
 # Key that chooses the mode -> value -> (module, configuration, configuration file). A mode's module is
@@ -50,13 +50,17 @@ def load(arguments: list[str]):
 
 
 def _mode(key: str, value: str):
-    module, kind, file = ("profile", "ProfileConfig", "planner/profile") if key == "profile" else MODES[key][value]
+    module, kind, file = (
+        ("profile", "ProfileConfig", "planner/profile") if key == "profile" else MODES[key][value]
+    )
     module = importlib.import_module(f"{PACKAGE}.{module}")
     return module, getattr(module, kind), file
 
 
 def run(arguments: list[str]) -> int:
-    """Runs plan.py; returns its exit code. Raises ValueError, the fix included, for whatever a person can mend."""
+    """Runs plan.py; returns its exit code. Raises ValueError, the fix included, for whatever a person can
+    mend.
+    """
     function, config = load(arguments)
     return function(config)
 

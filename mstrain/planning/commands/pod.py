@@ -20,9 +20,16 @@ def run_pod(config: PodConfig) -> int:
     path = write_plan(config, pod, result, folder)
     plot_plans(config, pod, result, folder / "throughput_against_memory.png")
     say.print(plans_table(config, pod, result))
-    scope = "the whole space" if result.finished else f"part of the space (max_seconds={config.max_seconds:g} ended it)"
-    say.print(f"{result.costed} plans of {scope} costed in {result.seconds:.1f} s, {len(result.rejected)} layouts do not "
-              f"fit; links: {result.best.constants}")  # fmt: skip
+    scope = (
+        "the whole space"
+        if result.finished
+        else f"part of the space (max_seconds={config.max_seconds:g} ended it)"
+    )
+    say.print(
+        f"{result.costed} plans of {scope} costed in {result.seconds:.1f} s, {len(result.rejected)} layouts "
+        "do not "
+        f"fit; links: {result.best.constants}"
+    )
     say.print(terms_table(config, result))
     say.print(memory_table(result.best))
     written = ["plans.csv", "plans.json", "throughput_against_memory.png"]

@@ -50,7 +50,9 @@ class ProfileConfig:
         one_of("dtype", self.dtype, ("bf16", "f32"))
         for name in ("tensor", "batches"):
             if not getattr(self, name) or min(getattr(self, name)) < 1:
-                raise ValueError(f"{name}={list(getattr(self, name))} must name numbers of 1 or more. Type {name}='[1,2]'.")
+                raise ValueError(
+                    f"{name}={list(getattr(self, name))} must name numbers of 1 or more. Type {name}='[1,2]'."
+                )
         if not self.max_seconds > 0:
             raise ValueError(f"max_seconds={self.max_seconds} leaves no time. Type max_seconds=600.")
 
@@ -63,21 +65,32 @@ def run_model(config: ProfileConfig) -> int:
     present, kind = jax.device_count(), jax.devices()[0].device_kind
     if max(config.tensor) > present:
         fits = [degree for degree in config.tensor if degree <= present] or [1]
-        raise ValueError(f"tensor={max(config.tensor)} needs as many devices and {present} are present. Type tensor={fits}.")
+        raise ValueError(
+            f"tensor={max(config.tensor)} needs as many devices and {present} are present. Type "
+            f"tensor={fits}."
+        )
     name = (config.device_type or kind).replace(" ", "-").replace("_", "-")
     todo = [(tensor, batch) for tensor in config.tensor for batch in config.batches]
     began = time.monotonic()
     for number, (tensor, batch) in enumerate(todo):
         if time.monotonic() - began > config.max_seconds:
             missing = ", ".join(profile_name((name, *key)) for key in todo[number:])
-            raise ValueError(f"max_seconds={config.max_seconds:g} ended the measurement; missing in {folder}: {missing}. "
-                             "Type a larger max_seconds.")  # fmt: skip
+            raise ValueError(
+                f"max_seconds={config.max_seconds:g} ended the measurement; missing in {folder}: {missing}. "
+                "Type a larger max_seconds."
+            )
         sizes = Sizes(config.seq, batch, tensor, config.algorithm, config.dtype, config.repeats)
         document = profile_document(model, sizes)
         path = folder / profile_name((name, tensor, batch))
         path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         times = document["execution_time"]
-        print(f"{path.name}: {times['forward_backward_time_ms']:.2f} ms, a layer {times['layer_compute_total_ms'][1]:.3f} ms, "
-              f"measured on {kind}")  # fmt: skip
-    print(f"{len(todo)} profiles of {model.name} ({model.layers + 2} layers with embedding and output) in {folder}")
+        print(
+            f"{path.name}: {times['forward_backward_time_ms']:.2f} ms, a layer "
+            f"{times['layer_compute_total_ms'][1]:.3f} ms, "
+            f"measured on {kind}"
+        )
+    print(
+        f"{len(todo)} profiles of {model.name} ({model.layers + 2} layers with embedding and output) in "
+        f"{folder}"
+    )
     return 0

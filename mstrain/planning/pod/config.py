@@ -25,7 +25,8 @@ class PodConfig:
       dtype: of activations and products: bf16 or f32. Weights, gradients and moments are float32.
       memory_margin: part of a device's memory that must stay free.
       top_k: distinct plans shown; max_seconds: time after which the best plans so far are returned.
-      simulate: simulate the winner and write trace and pictures; simulated_microbatches: at most so many of it.
+      simulate: simulate the winner and write trace and pictures; simulated_microbatches: at most so many of
+        it.
       run_dir: where tables, pictures and plan.json go.
     """
 
@@ -56,14 +57,19 @@ class PodConfig:
         for name in ("replicas", "tensor", "pipeline"):
             value = getattr(self, name)
             if value != "auto" and not (value.isdecimal() and int(value) > 0):
-                raise ValueError(f"{name}={value} is no degree. Type a whole number such as {name}=4, or {name}=auto.")
+                raise ValueError(
+                    f"{name}={value} is no degree. Type a whole number such as {name}=4, or {name}=auto."
+                )
         if not 0 <= self.memory_margin < 1:
-            raise ValueError(f"memory_margin={self.memory_margin} is no part of a memory. Type memory_margin=0.1.")
+            raise ValueError(
+                f"memory_margin={self.memory_margin} is no part of a memory. Type memory_margin=0.1."
+            )
         if not self.max_seconds > 0:
             raise ValueError(f"max_seconds={self.max_seconds} leaves no time. Type max_seconds=60.")
         if self.model.position == "learned" and self.seq > self.model.context:
             raise ValueError(
-                f"seq={self.seq} is longer than the {self.model.context} positions model {self.model.name} learns. "
+                f"seq={self.seq} is longer than the {self.model.context} positions model {self.model.name} "
+                "learns. "
                 f"Type seq={self.model.context} or model.context={self.seq}."
             )
 

@@ -2,10 +2,11 @@
 
     step = (M - 1) * cycle + sum of stages + 2 (P - 1) messages + gradient sums + update
 
-for M microbatches and P stages; a stage takes the forward and the backward pass of one microbatch. The cycle of 1F1B is
-the slowest stage, or a round trip through the stages behind stage s shared by the P - s microbatches in flight there;
-that of GPipe the slowest forward plus the slowest backward. Nothing of the gradient sums is hidden. train.py sums
-gradients over the replicas once per microbatch; pipelines, which it does not have, are charged for one sum.
+for M microbatches and P stages; a stage takes the forward and the backward pass of one microbatch. The cycle
+of 1F1B is the slowest stage, or a round trip through the stages behind stage s shared by the P - s
+microbatches in flight there; that of GPipe the slowest forward plus the slowest backward. Nothing of the
+gradient sums is hidden. train.py sums gradients over the replicas once per microbatch; pipelines, which it
+does not have, are charged for one sum.
 """
 
 from dataclasses import asdict, dataclass
@@ -19,14 +20,14 @@ from mstrain.planning.pod.plan import PodPlan, Products
 from mstrain.planning.pod.target import Pod
 from mstrain.tuning import Constants
 
-ACCUMULATE_BYTES = 12  # per parameter and microbatch, where there are several: two gradients read, one written
+ACCUMULATE_BYTES = 12  # per parameter and microbatch of several: two gradients read, one written
 UPDATE_BYTES = 28  # per parameter: weight, gradient and two moments read, weight and moments written
 NONE = Pass()
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Seconds of a step of one device of the slowest stage, by what they are spent on; they add up to the step."""
+    """Seconds of a step by what a device of the slowest stage spends them on; they add up to the step."""
 
     products: float
     attention: float
@@ -44,7 +45,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage: its layers, seconds of a forward and a backward pass of a microbatch, and its memory."""
+    """One pipeline stage: its layers, seconds of a microbatch's two passes, and its memory."""
 
     first_layer: int
     end_layer: int
@@ -78,15 +79,17 @@ class Costed:
 
 
 def split_layers(layers: int, pipeline: int, head: float) -> list[tuple[int, int]]:
-    """Layers [begin, end) per stage; the last stage, whose output projection takes as long as `head` layers, has fewer.
+    """Layers [begin, end) per stage; fewer for the last, whose output projection takes `head` layers' time.
 
-    The other stages share evenly, the first ones taking one more; of all such splits one with the least maximum.
+    The other stages share evenly, the first ones taking one more; of all such splits one with the least
+    maximum.
     """
     if pipeline == 1:
         return [(0, layers)]
     others = pipeline - 1
     fewest = min(
-        range(1, layers - others + 1), key=lambda last: (max(-(-(layers - last) // others), last + head), -last)
+        range(1, layers - others + 1),
+        key=lambda last: (max(-(-(layers - last) // others), last + head), -last),
     )
     small, extra = divmod(layers - fewest, others)
     bounds = [0]
@@ -144,9 +147,13 @@ def cost_plan(config: PodConfig, pod: Pod, plan: PodPlan, products: Products) ->
         forward = work.forward * (end - begin) + (work.head_forward if last else NONE)
         backward = work.backward * (end - begin) + (work.head_backward if last else NONE)
         repeated = again * (end - begin)
-        in_flight = min(plan.microbatches, plan.pipeline - number) if config.schedule == "1f1b" else plan.microbatches
+        in_flight = (
+            min(plan.microbatches, plan.pipeline - number) if config.schedule == "1f1b" else plan.microbatches
+        )
         memory = stage_memory(config.model, products, config.seq, plan, number, end - begin, in_flight)
-        stages.append(Stage(begin, end, forward.seconds, backward.seconds + repeated.seconds, memory, in_flight))
+        stages.append(
+            Stage(begin, end, forward.seconds, backward.seconds + repeated.seconds, memory, in_flight)
+        )
         passes.append((forward + backward, repeated))
     message = message_seconds(config, plan, products.block[0].layout.tokens, constants.row.permute)
     terms = _terms(config, pod, plan, constants, stages, passes, message)
@@ -177,7 +184,9 @@ def _end(model: ModelConfig, pod: Pod, plan: PodPlan, constants: Constants, numb
     parameters = stage.memory.parameters / WEIGHT_BYTES
     part = WEIGHT_BYTES * parameters / plan.data
     links = constants.row
-    summed = sum(collective_seconds(link, part, plan.data) for link in (links.reduce_scatter, links.all_gather))
+    summed = sum(
+        collective_seconds(link, part, plan.data) for link in (links.reduce_scatter, links.all_gather)
+    )
     sums = plan.microbatches if plan.pipeline == 1 and not plan.sharded else 1
     tied = model.tied and plan.pipeline > 1 and number in (0, plan.pipeline - 1)
     if tied:  # the first and the last stage add up the gradients of their copies of the table

@@ -1,8 +1,9 @@
 """Seconds and bytes of the parts of one stage: products, attention, element-wise work, per microbatch.
 
-Products cost what the tuner's model says of one forward and two backward GEMMs, slices overlapped (MeshSlice paper
-section 3.2.2), at the rate of GEMMs or as fast as memory feeds a slice; collectives of Megatron and FSDP are not overlapped, as train.py runs them. Attention runs at the rate
-of GEMMs; element-wise work at the bandwidth of memory, each value read and written once.
+Products cost what the tuner's model says of one forward and two backward GEMMs, slices overlapped (MeshSlice
+paper section 3.2.2), at the rate of GEMMs or as fast as memory feeds a slice; collectives of Megatron and
+FSDP are not overlapped, as train.py runs them. Attention runs at the rate of GEMMs; element-wise work at the
+bandwidth of memory, each value read and written once.
 """
 
 from dataclasses import dataclass, fields
@@ -68,7 +69,9 @@ def attention_flops(model: ModelConfig, tokens: int, seq: int, dtype_bytes: int)
 
 
 def elementwise_values(model: ModelConfig) -> tuple[int, int]:
-    """Values moved per token by what a layer does beside products and attention: (norms and residuals, MLP)."""
+    """Values moved per token by what a layer does beside products and attention: (norms and residuals,
+    MLP).
+    """
     around = 2 * (2 * model.width + 3 * model.width)  # per half: a norm reads and writes, a sum reads two
     inside = model.hidden * (3 if model.gated else 2)
     return around, inside
@@ -98,7 +101,10 @@ def layer_work(
     attention = attention_flops(model, layout.tokens, seq, size) / devices / device.flops
     forward = Pass(sum(f.compute for f, _ in block), sum(f.exposed for f, _ in block), attention, moved)
     backward = Pass(
-        sum(b.compute for _, b in block), sum(b.exposed for _, b in block), ATTENTION_BACKWARD * attention, 2 * moved
+        sum(b.compute for _, b in block),
+        sum(b.exposed for _, b in block),
+        ATTENTION_BACKWARD * attention,
+        2 * moved,
     )
     ahead, behind = gemm_costs(products.head, constants, device)
     logits = 4 * layout.tokens * products.head.layout.projection.out_dim / devices / device.memory_bandwidth

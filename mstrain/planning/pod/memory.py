@@ -1,9 +1,10 @@
 """Bytes per device by category, stage by stage.
 
-Weights, gradients and both moments of Adam are float32 and sharded over the tensor devices, as train.py keeps them;
-while microbatches are accumulated there are two sets of gradients. Activations are what the backward pass needs:
-under remat=none every input of a product, norm or activation function, under dots the results of products, under full
-the input of a layer. No fragmentation, no compiler workspace beyond what is named.
+Weights, gradients and both moments of Adam are float32 and sharded over the tensor devices, as train.py
+keeps them; while microbatches are accumulated there are two sets of gradients. Activations are what the
+backward pass needs: under remat=none every input of a product, norm or activation function, under dots the
+results of products, under full the input of a layer. No fragmentation, no compiler workspace beyond what is
+named.
 """
 
 import dataclasses
@@ -85,7 +86,9 @@ def gathered_bytes(product: Product) -> float:
 def stage_memory(
     model: ModelConfig, products: Products, seq: int, plan: PodPlan, stage: int, layers: int, in_flight: int
 ) -> Memory:
-    """Memory of a device of `stage`, which has `layers` layers and `in_flight` microbatches between its passes."""
+    """Memory of a device of `stage`, which has `layers` layers and `in_flight` microbatches between its
+    passes.
+    """
     layer, embedding, head = parameter_counts(model)
     first, last = stage == 0, stage == plan.pipeline - 1
     count = layers * layer + first * embedding

@@ -45,7 +45,8 @@ class PodPlan:
     @property
     def name(self) -> str:
         """What makes plans distinct: everything but microbatches, remat and slices."""
-        return f"data {self.data}{' sharded' if self.sharded else ''}, {self.tensor_name}, pipeline {self.pipeline}"
+        sharded = " sharded" if self.sharded else ""
+        return f"data {self.data}{sharded}, {self.tensor_name}, pipeline {self.pipeline}"
 
     @property
     def tensor_name(self) -> str:
@@ -103,14 +104,23 @@ def plan_products(
     block = made.groups[0][0]
     tokens = sequences * seq
     parts = (block.attention.into, block.attention.out, block.mlp.into, block.mlp.out)
-    products = (_product(p, part, tokens, dtype_bytes) for p, part in zip(projections(model), parts, strict=True))
+    products = (
+        _product(p, part, tokens, dtype_bytes) for p, part in zip(projections(model), parts, strict=True)
+    )
     head = Projection("output", model.width, model.vocabulary + made.vocabulary_padding(model.vocabulary))
     return Products(tuple(products), _product(head, made.head, tokens, dtype_bytes))
 
 
 def _product(projection: Projection, plan, tokens: int, dtype_bytes: int) -> Product:
-    # The tuner's "rs" swaps rows and columns unless its input arrives transposed; the trainer's plan has done so.
+    # The tuner's "rs" swaps rows and columns unless its input arrives transposed; the trainer's plan has
+    # done so.
     layout = Layout(
-        projection, tokens, plan.grid.num_rows, plan.grid.num_cols, plan.dataflow, plan.dataflow == "rs", dtype_bytes
+        projection,
+        tokens,
+        plan.grid.num_rows,
+        plan.grid.num_cols,
+        plan.dataflow,
+        plan.dataflow == "rs",
+        dtype_bytes,
     )
     return Product(layout, plan.slices)

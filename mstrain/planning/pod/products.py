@@ -1,7 +1,8 @@
-"""The operations of one product on one device: slices that are gathered, multiplied and scattered (MeshSlice section 3.1).
+"""The operations of one product on one device: slices that are gathered, multiplied and scattered (MeshSlice
+section 3.1).
 
-For each slice the collectives of the dataflow and one multiplication. At most two slices are gathered ahead of the one
-that multiplies. Values of no bytes order what has no data to pass on.
+For each slice the collectives of the dataflow and one multiplication. At most two slices are gathered ahead
+of the one that multiplies. Values of no bytes order what has no data to pass on.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +50,9 @@ def gemms_of(product: Product) -> tuple[Gemm, Gemm, Gemm]:
 def local_dims(gemm: Gemm, rows: int, cols: int, slices: int) -> tuple[int, int, int]:
     """(rows, summed, columns) of one slice on one device."""
     a, b, c = gemm.dims
-    parts = {"OS": (rows, slices, cols), "LS": (rows, cols, slices), "RS": (slices, rows, cols)}[gemm.dataflow]
+    parts = {"OS": (rows, slices, cols), "LS": (rows, cols, slices), "RS": (slices, rows, cols)}[
+        gemm.dataflow
+    ]
     return tuple(max(1, dim // part) for dim, part in zip((a, b, c), parts))
 
 
@@ -76,27 +79,35 @@ def axes_of(product: Product, mesh: tuple[int, int]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Emit:
-    """Where operations go: `ops`, values from `value(nbytes, category)`, on `stage` of a rows x cols `mesh`."""
+    """Where operations go: `ops`, values from `value(nbytes, category)`, on `stage` of a rows x cols
+    `mesh`.
+    """
 
     ops: list[RankOp]
     value: Callable[[float, str], int]
     stage: int
     mesh: tuple[int, int]
 
-    def add(self, spec: OpSpec, inputs: Sequence[int], nbytes: float, category: str, axis: int = LOCAL) -> int:
+    def add(
+        self, spec: OpSpec, inputs: Sequence[int], nbytes: float, category: str, axis: int = LOCAL
+    ) -> int:
         """Appends an operation with one output of `nbytes`; returns it."""
         output = self.value(nbytes, category)
         self.ops.append(RankOp(spec, axis, self.stage, tuple(inputs), (output,)))
         return output
 
 
-def emit_gemm(emit: Emit, product: Product, gemm: Gemm, inputs: Sequence[int], nbytes: float, category: str) -> int:
+def emit_gemm(
+    emit: Emit, product: Product, gemm: Gemm, inputs: Sequence[int], nbytes: float, category: str
+) -> int:
     """One sliced GEMM; returns its result of `nbytes` on this device."""
     layout, slices = product.layout, product.slices
     devices, size = layout.rows * layout.cols, layout.dtype_bytes
     axes = axes_of(product, emit.mesh)
     travels = []  # (operation, axis, participants, elements of a shard)
-    for kind, axis, count, moved in zip(GEMMS[gemm.dataflow], axes, (layout.cols, layout.rows), layout.moving_bytes()):
+    for kind, axis, count, moved in zip(
+        GEMMS[gemm.dataflow], axes, (layout.cols, layout.rows), layout.moving_bytes()
+    ):
         if count > 1:
             travels.append((KINDS[kind], axis, count, max(1, round(moved / devices / slices / size))))
     gathers = [travel for travel in travels if travel[0] == "AllGather"]
@@ -107,7 +118,9 @@ def emit_gemm(emit: Emit, product: Product, gemm: Gemm, inputs: Sequence[int], n
     for index in range(slices):
         waits = done[index - PREFETCH : index - PREFETCH + 1] if index >= PREFETCH else []
         pieces = [
-            emit.add(OpSpec(kind, ((shard,),), size), (*inputs, *waits), shard * count * size, "workspace", axis)
+            emit.add(
+                OpSpec(kind, ((shard,),), size), (*inputs, *waits), shard * count * size, "workspace", axis
+            )
             for kind, axis, count, shard in gathers
         ]
         last = index == slices - 1

@@ -55,7 +55,9 @@ def rejected_rows(result: PodResult) -> list[dict]:
 
 
 def write_tables(config: PodConfig, pod: Pod, result: PodResult, folder: Path) -> None:
-    """plans.csv (every distinct plan, then those that do not fit) and plans.json (also each stage of the top plans)."""
+    """plans.csv (every distinct plan, then those that do not fit) and plans.json (also each stage of the top
+    plans).
+    """
     rows = [row(config, pod, rank, costed, result.best) for rank, costed in enumerate(result.ranked, 1)]
     refused = rejected_rows(result)
     with open(folder / "plans.csv", "w", newline="", encoding="utf-8") as file:
@@ -67,11 +69,20 @@ def write_tables(config: PodConfig, pod: Pod, result: PodResult, folder: Path) -
         for line, costed in zip(rows[: config.top_k], result.ranked)
     ]
     document = {
-        "model": config.model.name, "cluster": pod.name, "devices": pod.devices, "batch": config.batch,
-        "seq": config.seq, "schedule": config.schedule, "link_constants": result.best.constants,
-        "searched_whole_space": result.finished, "plans_costed": result.costed, "search_seconds": result.seconds,
-        "usable_bytes": usable_bytes(config, pod), "plans": top, "rejected": refused,
-    }  # fmt: skip
+        "model": config.model.name,
+        "cluster": pod.name,
+        "devices": pod.devices,
+        "batch": config.batch,
+        "seq": config.seq,
+        "schedule": config.schedule,
+        "link_constants": result.best.constants,
+        "searched_whole_space": result.finished,
+        "plans_costed": result.costed,
+        "search_seconds": result.seconds,
+        "usable_bytes": usable_bytes(config, pod),
+        "plans": top,
+        "rejected": refused,
+    }
     (folder / "plans.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
@@ -79,19 +90,29 @@ def plans_table(config: PodConfig, pod: Pod, result: PodResult) -> Table:
     """The top plans: degrees, milliseconds of a step, GB of the fullest device, and why each lost."""
     table = Table(
         title=f"{config.model.name} on {pod.name} ({pod.devices} devices), predicted by the cost model",
-        title_justify="left", box=None, padding=(0, 1, 0, 0),
-    )  # fmt: skip
+        title_justify="left",
+        box=None,
+        padding=(0, 1, 0, 0),
+    )
     for name in ("", "data", "tensor", "pipeline", "batches", "remat", "ms", "MFU", "GB", "why"):
-        table.add_column(name, justify="left" if name in ("tensor", "remat", "why") else "right", no_wrap=True)
+        table.add_column(
+            name, justify="left" if name in ("tensor", "remat", "why") else "right", no_wrap=True
+        )
     for rank, costed in enumerate(result.ranked[: config.top_k], 1):
         plan = costed.plan
         sequences = config.batch // plan.data // plan.microbatches
         table.add_row(
-            str(rank), f"{plan.data}{' sharded' if plan.sharded else ''}", plan.tensor_name, str(plan.pipeline),
-            f"{plan.microbatches}x{sequences}", plan.remat, f"{1e3 * costed.seconds:.1f}",
-            f"{100 * utilization(config, pod, costed):.1f} %", f"{costed.fullest.memory.total / GB:.1f}",
+            str(rank),
+            f"{plan.data}{' sharded' if plan.sharded else ''}",
+            plan.tensor_name,
+            str(plan.pipeline),
+            f"{plan.microbatches}x{sequences}",
+            plan.remat,
+            f"{1e3 * costed.seconds:.1f}",
+            f"{100 * utilization(config, pod, costed):.1f} %",
+            f"{costed.fullest.memory.total / GB:.1f}",
             why_slower(costed, result.best),
-        )  # fmt: skip
+        )
     return table
 
 
@@ -120,7 +141,9 @@ def memory_table(costed: Costed) -> Table:
 
 
 def plot_plans(config: PodConfig, pod: Pod, result: PodResult, path: Path) -> Path:
-    """Throughput against memory of every distinct plan, coloured by pipeline degree; the line is what is usable."""
+    """Throughput against memory of every distinct plan, coloured by pipeline degree; the line is what is
+    usable.
+    """
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     pipelines = sorted({costed.plan.pipeline for costed in result.ranked})
@@ -130,13 +153,19 @@ def plot_plans(config: PodConfig, pod: Pod, result: PodResult, path: Path) -> Pa
         axes.scatter(
             [costed.fullest.memory.total / GB for costed in mine],
             [config.batch * config.seq / costed.seconds for costed in mine],
-            marker=marker, s=18, color=[colours[costed.plan.pipeline] for costed in mine], label=algorithm,
-        )  # fmt: skip
+            marker=marker,
+            s=18,
+            color=[colours[costed.plan.pipeline] for costed in mine],
+            label=algorithm,
+        )
     for pipeline, colour in colours.items():
         axes.plot([], [], linewidth=4, color=colour, label=f"pipeline {pipeline}")
     axes.axvline(usable_bytes(config, pod) / GB, color="black", linewidth=0.8, linestyle="--")
-    axes.set(xlabel="memory of the fullest device (GB)", ylabel="tokens per second (predicted)",
-             title=f"{config.model.name} on {pod.name}")  # fmt: skip
+    axes.set(
+        xlabel="memory of the fullest device (GB)",
+        ylabel="tokens per second (predicted)",
+        title=f"{config.model.name} on {pod.name}",
+    )
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)

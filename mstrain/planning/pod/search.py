@@ -1,10 +1,10 @@
 """Every plan of the space, costed, within a time budget.
 
 The space: data x tensor x pipeline degrees with product the number of devices; tensor by MeshSlice on every
-rows x cols, by Megatron or by FSDP; every number of microbatches that divides the batch; every remat. A plan that
-shards the optimizer state over its replicas takes as long as the one that does not, and is tried where that does not
-fit. The search is exhaustive, so that its winner is the best of the space by the cost model; where the budget ends it
-early the result says so.
+rows x cols, by Megatron or by FSDP; every number of microbatches that divides the batch; every remat. A plan
+that shards the optimizer state over its replicas takes as long as the one that does not, and is tried where
+that does not fit. The search is exhaustive, so that its winner is the best of the space by the cost model;
+where the budget ends it early the result says so.
 """
 
 import time
@@ -35,7 +35,8 @@ class PodResult:
     """What the search found.
 
     Attributes:
-      ranked: the best plan of each name, fastest first; trainable: the fastest that train.py can run, or None.
+      ranked: the best plan of each name, fastest first; trainable: the fastest that train.py can run, or
+        None.
       rejected: one per name of which no plan fits.
       costed: plans costed; finished: whether the whole space was searched, else the time budget ended it.
       seconds: of the search.
@@ -78,7 +79,9 @@ def layouts(config: PodConfig, pod: Pod) -> Iterator[PodPlan]:
             continue
         for data in divisors(pod.devices // pipeline):
             tensor = pod.devices // pipeline // data
-            if config.batch % data or not (config.allows("replicas", data) and config.allows("tensor", tensor)):
+            if config.batch % data or not (
+                config.allows("replicas", data) and config.allows("tensor", tensor)
+            ):
                 continue
             for algorithm, rows, cols in meshes(config, tensor):
                 yield PodPlan(data, algorithm, rows, cols, pipeline, 1, "none")
@@ -90,7 +93,9 @@ def search_pod(config: PodConfig, pod: Pod, say: Callable[[str], None] = lambda 
     Raises ValueError, with the nearest miss and the fix, when no plan fits.
     """
     if config.model.vocabulary is None:
-        raise ValueError(f"model {config.model.name} takes its vocabulary from the tokenizer. Type model.vocabulary=256.")
+        raise ValueError(
+            f"model {config.model.name} takes its vocabulary from the tokenizer. Type model.vocabulary=256."
+        )
     result, best = PodResult(), {}
     began = told = time.monotonic()
     todo = list(layouts(config, pod))
@@ -101,7 +106,10 @@ def search_pod(config: PodConfig, pod: Pod, say: Callable[[str], None] = lambda 
             break
         if now - told > PROGRESS_SECONDS:
             told = now
-            say(f"{number} of {len(todo)} layouts, {result.costed} plans, {now - began:.0f} of {config.max_seconds:g} s")
+            say(
+                f"{number} of {len(todo)} layouts, {result.costed} plans, {now - began:.0f} of "
+                f"{config.max_seconds:g} s"
+            )
         for sharded in (False, True) if layout.data > 1 else (False,):
             plan = replace(layout, sharded=sharded)
             fits, reason, count = best_of_layout(config, pod, plan)
@@ -130,19 +138,27 @@ def least_state(config: PodConfig, plan: PodPlan) -> float:
     return (2 * WEIGHT_BYTES + moments) * (layers - 1) * parameter_counts(config.model)[0] / plan.tensor
 
 
-def fastest_slices(config: PodConfig, pod: Pod, layout: PodPlan, sequences: int) -> tuple[str, Products | str]:
-    """MeshSlice's slice count (auto, or one for all products) and the products under it; a string: why there are none.
+def fastest_slices(
+    config: PodConfig, pod: Pod, layout: PodPlan, sequences: int
+) -> tuple[str, Products | str]:
+    """MeshSlice's slice count (auto, or one for all products) and the products under it; a string: why there
+    are none.
 
-    The tuner behind auto knows a rate of GEMMs, not that thin slices are fed by memory: there a fixed count may win.
+    The tuner behind auto knows a rate of GEMMs, not that thin slices are fed by memory: there a fixed count
+      may win.
     """
     sliced = layout.algorithm == "meshslice" and layout.tensor > 1
     made = {
         slices: plan_products(
-            config.model, replace(layout, slices=slices, data=1, pipeline=1, sharded=False), sequences, config.seq,
-            pod.chip, config.element_bytes,
+            config.model,
+            replace(layout, slices=slices, data=1, pipeline=1, sharded=False),
+            sequences,
+            config.seq,
+            pod.chip,
+            config.element_bytes,
         )
         for slices in (("auto", *SLICES) if sliced else ("auto",))
-    }  # fmt: skip
+    }
     legal = [slices for slices, products in made.items() if not isinstance(products, str)]
     if not legal:
         return "auto", made["auto"]
@@ -151,10 +167,16 @@ def fastest_slices(config: PodConfig, pod: Pod, layout: PodPlan, sequences: int)
 
 
 def best_of_layout(config: PodConfig, pod: Pod, layout: PodPlan) -> tuple[Costed | None, str, int]:
-    """(the fastest that fits, else None and the nearest reason, number costed) over microbatches and remat."""
+    """(the fastest that fits, else None and the nearest reason, number costed) over microbatches and
+    remat.
+    """
     usable, best, count = usable_bytes(config, pod), None, 0
     if least_state(config, layout) > usable:
-        return None, f"{least_state(config, layout) / 1e9:.1f} GB of state alone, {usable / 1e9:.1f} GB usable", 0
+        return (
+            None,
+            f"{least_state(config, layout) / 1e9:.1f} GB of state alone, {usable / 1e9:.1f} GB usable",
+            0,
+        )
     nearest, reason = float("inf"), ""
     for microbatches in divisors(config.batch // layout.data):
         sequences = config.batch // layout.data // microbatches
@@ -169,9 +191,13 @@ def best_of_layout(config: PodConfig, pod: Pod, layout: PodPlan) -> tuple[Costed
             memory = costed.fullest.memory
             if memory.total > usable:
                 if memory.total < nearest:
-                    nearest, reason = memory.total, (
-                        f"{memory.total / 1e9:.1f} GB at best, most of it {memory.largest}; {usable / 1e9:.1f} GB usable"
-                    )  # fmt: skip
+                    nearest, reason = (
+                        memory.total,
+                        (
+                            f"{memory.total / 1e9:.1f} GB at best, most of it {memory.largest}; "
+                            f"{usable / 1e9:.1f} GB usable"
+                        ),
+                    )
             elif best is None or costed.seconds < best.seconds:
                 best = costed
     return best, reason, count
@@ -181,25 +207,36 @@ def why_slower(loser: Costed, best: Costed) -> str:
     """The term that grew most over the best plan's."""
     if loser is best:
         return "best"
-    growth = {name: getattr(loser.terms, name) - getattr(best.terms, name) for name in Terms.__dataclass_fields__}
+    growth = {
+        name: getattr(loser.terms, name) - getattr(best.terms, name) for name in Terms.__dataclass_fields__
+    }
     term = max(growth, key=growth.get)
     return f"{term.replace('_', ' ')} +{1e3 * growth[term]:.1f} ms"
 
 
 def _nothing_fits(config: PodConfig, pod: Pod, result: PodResult) -> str:
     if not result.finished:
-        return f"no plan was found within {config.max_seconds:g} s. Type max_seconds={2 * config.max_seconds:g}."
+        return (
+            f"no plan was found within {config.max_seconds:g} s. Type max_seconds={2 * config.max_seconds:g}."
+        )
     if not result.rejected:
-        fixed = [f"{key}={getattr(config, key)}" for key in ("replicas", "tensor", "pipeline") if getattr(config, key) != "auto"]
+        fixed = [
+            f"{key}={getattr(config, key)}"
+            for key in ("replicas", "tensor", "pipeline")
+            if getattr(config, key) != "auto"
+        ]
         what = " and ".join(fixed) or f"batch={config.batch}"
         return (
-            f"no plan has {what} on the {pod.devices} devices of {pod.name}: the degrees multiply to {pod.devices}, replicas "
-            f"divide batch={config.batch}, pipeline is at most {config.model.layers} layers. Type replicas=auto tensor=auto "
+            f"no plan has {what} on the {pod.devices} devices of {pod.name}: the degrees multiply to "
+            f"{pod.devices}, replicas "
+            f"divide batch={config.batch}, pipeline is at most {config.model.layers} layers. Type "
+            "replicas=auto tensor=auto "
             "pipeline=auto."
         )
     fullest = [r for r in result.rejected if r.reason.endswith("usable")]
     shown = min(fullest, key=lambda r: float(r.reason.split()[0])) if fullest else result.rejected[0]
     return (
-        f"no plan of {config.model.name} with batch={config.batch} fits {pod.name}. The nearest, {shown.plan.name}: "
+        f"no plan of {config.model.name} with batch={config.batch} fits {pod.name}. The nearest, "
+        f"{shown.plan.name}: "
         f"{shown.reason}. Type a larger cluster=, another batch=, or a smaller memory_margin=."
     )

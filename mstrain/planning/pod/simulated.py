@@ -20,7 +20,9 @@ GANTT_LANES = 24
 
 @dataclass(frozen=True)
 class Simulated:
-    """A simulated step with `microbatches` of the plan's size; `predicted` is what the cost model says of the same."""
+    """A simulated step with `microbatches` of the plan's size; `predicted` is what the cost model says of
+    the same.
+    """
 
     result: Simulation
     microbatches: int
@@ -34,11 +36,15 @@ def plan_cluster(config: PodConfig, pod: Pod, costed: Costed) -> Cluster:
     sizes = (plan.pipeline, plan.data, plan.rows, plan.cols)
     constants = pod.constants(sizes, config.dtype)
     links = (constants.row, constants.row, constants.row, constants.col)
-    return Cluster.homogeneous(pod.devices, pod.device(constants), Axes(("pipeline", "data", "row", "col"), sizes, links))
+    return Cluster.homogeneous(
+        pod.devices, pod.device(constants), Axes(("pipeline", "data", "row", "col"), sizes, links)
+    )
 
 
 def simulate_plan(config: PodConfig, pod: Pod, costed: Costed) -> Simulated:
-    """Simulates the plan; long pipelines with `simulated_microbatches`, at least two per stage, instead of all."""
+    """Simulates the plan; long pipelines with `simulated_microbatches`, at least two per stage, instead of
+    all.
+    """
     plan = costed.plan
     count = min(plan.microbatches, max(config.simulated_microbatches, 2 * plan.pipeline))
     step = transformer_step(config, costed, count)
@@ -49,7 +55,9 @@ def simulate_plan(config: PodConfig, pod: Pod, costed: Costed) -> Simulated:
 
 
 def write_simulation(simulated: Simulated, folder: Path) -> list[str]:
-    """trace.json.gz for ui.perfetto.dev, and pictures: lanes over time, memory over time, memory by category."""
+    """trace.json.gz for ui.perfetto.dev, and pictures: lanes over time, memory over time, memory by
+    category.
+    """
     timeline = simulated.result.timeline()
     shown = first_events(timeline, TRACE_EVENTS)
     write_perfetto(shown, folder / "trace.json.gz")
@@ -67,7 +75,9 @@ def summary(simulated: Simulated, microbatches: int) -> list[str]:
     peak = max(result.memory.peak_bytes.values())
     return [
         f"Simulated{part}: {1e3 * result.seconds:.1f} ms, cost model {1e3 * predicted.seconds:.1f} ms "
-        f"({100 * (result.seconds / predicted.seconds - 1):+.1f} %); {result.program.num_ops:,} operations of the whole "
+        f"({100 * (result.seconds / predicted.seconds - 1):+.1f} %); {result.program.num_ops:,} operations "
+        "of the whole "
         f"job; devices wait for links {100 * simulated.exposed:.1f} % of the step",
-        f"Simulated memory: {peak / 1e9:.1f} GB on the fullest device, cost model {predicted.fullest.memory.total / 1e9:.1f} GB",
+        f"Simulated memory: {peak / 1e9:.1f} GB on the fullest device, cost model "
+        f"{predicted.fullest.memory.total / 1e9:.1f} GB",
     ]

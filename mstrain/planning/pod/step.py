@@ -1,7 +1,8 @@
 """The training step of a transformer under a plan, written down for one rank: forward, backward, optimizer.
 
-What a layer keeps for its backward pass follows remat exactly as train.py's does: nothing recomputed, all but the
-results of products, or everything from the layer's input. Gradients are summed over the replicas as soon as a layer's
+What a layer keeps for its backward pass follows remat exactly as train.py's does: nothing recomputed, all
+but the results of products, or everything from the layer's input. Gradients are summed over the replicas as
+soon as a layer's
 are complete: after every microbatch where train.py does so (one stage), else after the last.
 """
 
@@ -20,7 +21,7 @@ STATE_ELEMENTS = 7  # float32 numbers the update moves per parameter: four read,
 
 
 class TransformerStep:
-    """Writes the operations of one rank, task by task; a chunk is a stage, its parts are layers and the head."""
+    """Writes the operations of one rank, pass by pass."""
 
     def __init__(self, config: PodConfig, costed: Costed, microbatches: int):
         plan = costed.plan
@@ -67,7 +68,10 @@ class TransformerStep:
 
     def _emit(self, ops: list[RankOp], stage: int) -> Emit:
         return Emit(
-            ops, lambda nbytes, category: self._new(nbytes, stage, category), stage, (self.plan.rows, self.plan.cols)
+            ops,
+            lambda nbytes, category: self._new(nbytes, stage, category),
+            stage,
+            (self.plan.rows, self.plan.cols),
         )
 
     def _traffic(self, emit: Emit, kind: str, moved: float, inputs, kept: float, category: str) -> int:
@@ -81,7 +85,14 @@ class TransformerStep:
         emit, x = self._emit(ops, stage), self.received[stage]
         begin, end = self.bounds[stage]
         if stage == 0:
-            x = self._traffic(emit, "Norm", self.model.width, (self.weights[0, "embedding"],), self.model.width, "activations")
+            x = self._traffic(
+                emit,
+                "Norm",
+                self.model.width,
+                (self.weights[0, "embedding"],),
+                self.model.width,
+                "activations",
+            )
         for layer in range(begin, end):
             x, self.kept[layer] = self._layer(emit, layer, x, self.plan.remat)
         if stage == len(self.bounds) - 1:
@@ -99,7 +110,11 @@ class TransformerStep:
         z = emit_gemm(emit, down, gemms_of(down)[0], (values["a"], weight), self._bytes(m.width), category)
         around = elementwise_values(m)[0]
         out = self._traffic(emit, "Residual", 0.3 * around, (values["x2"], z), m.width, "activations")
-        saved = {"none": values, "dots": {**{n: values[n] for n in ("x", "qkv", "o", "y", "u")}, "z": z}, "full": kept}
+        saved = {
+            "none": values,
+            "dots": {**{n: values[n] for n in ("x", "qkv", "o", "y", "u")}, "z": z},
+            "full": kept,
+        }
         return out, saved[remat]
 
     def _recomputable(self, emit: Emit, layer: int, kept: dict[str, int], remat: str) -> dict[str, int]:
@@ -118,7 +133,12 @@ class TransformerStep:
 
         def product(index, source, values, category):
             return emit_gemm(
-                emit, blocks[index], gemms_of(blocks[index])[0], (found[source], weight), self._bytes(values), category
+                emit,
+                blocks[index],
+                gemms_of(blocks[index])[0],
+                (found[source], weight),
+                self._bytes(values),
+                category,
             )
 
         def traffic(kind, moved, sources, values):
@@ -136,7 +156,7 @@ class TransformerStep:
 
     def _attention(self, emit: Emit, qkv: int, heads: int, category: str) -> int:
         scores = 0.0
-        if self.plan.remat == "none" and not flash(self.model, self.config.seq, self.size):
+        if self.plan.remat != "dots" and not flash(self.model, self.config.seq, self.size):
             scores = SCORE_BYTES * self.model.heads * self.config.seq * self.tokens / self.plan.tensor
         return emit.add(self._attention_spec("Attention"), (qkv,), self._bytes(heads) + scores, category)
 
@@ -173,8 +193,10 @@ class TransformerStep:
             before = [self.gradients[key]] if shared else []  # of the output projection
             self.gradients[key] = emit.add(
                 OpSpec("NormGrad", ((max(1, round(self._bytes(self.model.width) / self.size)),),), self.size),
-                (slope, *before), WEIGHT_BYTES * self.counts[key] / self.plan.tensor, "gradients",
-            )  # fmt: skip
+                (slope, *before),
+                WEIGHT_BYTES * self.counts[key] / self.plan.tensor,
+                "gradients",
+            )
         self.slope[stage] = slope
         for key in [key for key in self.counts if key[0] == stage]:
             self._complete(emit, key, last_microbatch)
@@ -186,16 +208,20 @@ class TransformerStep:
         symbols = head.layout.projection.out_dim
         sources = (self.head["logits"], self.head["loss"])
         logits = self._traffic(emit, "LogitsGrad", 4 * symbols / self.size * 2, sources, symbols, "workspace")
-        slope = emit_gemm(emit, head, into, (logits, self.head["weight"]), self._bytes(self.model.width), "workspace")
+        slope = emit_gemm(
+            emit, head, into, (logits, self.head["weight"]), self._bytes(self.model.width), "workspace"
+        )
         own = (stage, "head") in self.counts
         key = (stage, "head" if own else "embedding")
         nbytes = WEIGHT_BYTES * self.model.width * self.model.vocabulary / self.plan.tensor
         inputs = (logits, self.head["x"])
-        self.gradients[key] = emit_gemm(emit, head, weight, inputs, nbytes, "gradients" if own else "workspace")
+        self.gradients[key] = emit_gemm(
+            emit, head, weight, inputs, nbytes, "gradients" if own else "workspace"
+        )
         return slope
 
     def _layer_backward(self, emit: Emit, layer: int, slope: int) -> int:
-        """Recomputation, then each operation's gradient in reverse; returns the gradient of the layer's input."""
+        """Recomputation, then every gradient in reverse; returns that of the layer's input."""
         m, blocks = self.model, self.products.block
         found = self._again(emit, layer, slope)
         around, inside = elementwise_values(m)
@@ -229,7 +255,7 @@ class TransformerStep:
         return dx
 
     def _again(self, emit: Emit, layer: int, slope: int) -> dict[str, int]:
-        """What the backward pass needs, recomputed where remat kept less; not before the gradient has arrived."""
+        """What the backward pass needs, recomputed where remat kept less, once the gradient has come."""
         kept = self.kept[layer]
         if self.plan.remat == "none":
             return kept
@@ -245,7 +271,9 @@ class TransformerStep:
             down = self.products.block[3]
             weight = self.weights[emit.stage, layer]
             emit_gemm(emit, down, gemms_of(down)[0], (found["a"], weight), 0.0, "workspace")
-            self._traffic(emit, "Residual", 0.3 * elementwise_values(self.model)[0], (found["x2"],), 0.0, "workspace")
+            self._traffic(
+                emit, "Residual", 0.3 * elementwise_values(self.model)[0], (found["x2"],), 0.0, "workspace"
+            )
         return found
 
     def _complete(self, emit: Emit, key, last_microbatch: bool) -> None:
@@ -282,7 +310,10 @@ class TransformerStep:
             keys = [key for key in self.counts if key[0] == stage]
             moved = STATE_ELEMENTS * sum(self.counts[key] for key in keys) / self.plan.tensor / shards
             spec = OpSpec("Adam", ((max(1, round(moved)),),), WEIGHT_BYTES)
-            inputs = [*(self.weights[key] for key in keys), *(part for key in keys for part in self.summed[key])]
+            inputs = [
+                *(self.weights[key] for key in keys),
+                *(part for key in keys for part in self.summed[key]),
+            ]
             ops.append(RankOp(spec, LOCAL, stage, tuple(inputs)))
         return ops
 

@@ -25,8 +25,8 @@ class Pod:
     def constants(self, sizes: tuple[int, ...], dtype: str) -> Constants:
         """The tuner's constants for a plan whose axes have `sizes`.
 
-        Rings use both directions of a torus axis only where every axis of the plan is made of whole torus axes;
-        otherwise some rings are lines, and all are given one link.
+        Rings use both directions of a torus axis only where every axis of the plan is made of whole torus
+        axes; otherwise some rings are lines, and all are given one link.
         """
         return _constants(self, tuple(size for size in sizes if size > 1), dtype)
 
@@ -55,25 +55,33 @@ def whole_axes(physical: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
 
 
 def find_pod(cluster: str, dtype: str = "bf16") -> Pod:
-    """The pod called `cluster`; raises ValueError with a name that exists, or the number that the table lacks."""
+    """The pod called `cluster`; raises ValueError with a name that exists, or the number that the table
+    lacks.
+    """
     gpus = {name: chip for name, chip in all_chips().items() if chip.platform == "gpu"}
     match = re.fullmatch(r"([\w-]+):(\d+)", cluster)
     if match and match[1] in gpus:
         chip, count = gpus[match[1]], int(match[2])
         if not 1 <= count <= NVLINK_DEVICES:
             raise ValueError(
-                f"cluster={cluster}: the table of chips knows the NVLink of one server of {NVLINK_DEVICES}. Type "
-                f"cluster={match[1]}:{NVLINK_DEVICES}, or describe the network to planner=optimal (hostfile=...)."
+                f"cluster={cluster}: the table of chips knows the NVLink of one server of {NVLINK_DEVICES}. "
+                "Type "
+                f"cluster={match[1]}:{NVLINK_DEVICES}, or describe the network to planner=optimal "
+                "(hostfile=...)."
             )
         pod = Pod(cluster, chip, count)
     else:
         try:
             found = parse_target(cluster)
         except ValueError as error:
-            raise ValueError(f"cluster={cluster}: {error}. GPUs: {' | '.join(gpus)}, then :N, as in h200:8.") from None
+            raise ValueError(
+                f"cluster={cluster}: {error}. GPUs: {' | '.join(gpus)}, then :N, as in h200:8."
+            ) from None
         pod = Pod(cluster, found.chip, found.devices, found)
     missing = [name for name in ("hbm_bytes", "hbm_bandwidth") if getattr(pod.chip, name) is None]
     if missing:
-        raise ValueError(f"cluster={cluster}: the table of chips has no {' or '.join(missing)} for {pod.chip.name}.")
+        raise ValueError(
+            f"cluster={cluster}: the table of chips has no {' or '.join(missing)} for {pod.chip.name}."
+        )
     pod.constants((), dtype)  # says which other number is missing
     return pod

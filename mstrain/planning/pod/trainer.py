@@ -22,13 +22,20 @@ def train_keys(plan) -> dict[str, str | int]:
 
 def train_line(config: PodConfig, plan) -> str:
     """The command that runs `plan`, every key spelled out."""
-    keys = {"model": config.model.name, **train_keys(plan), "batch": config.batch, "seq": config.seq,
-            "dtype": config.dtype}  # fmt: skip
+    keys = {
+        "model": config.model.name,
+        **train_keys(plan),
+        "batch": config.batch,
+        "seq": config.seq,
+        "dtype": config.dtype,
+    }
     return "python train.py " + " ".join(f"{key}={value}" for key, value in keys.items())
 
 
 def write_plan(config: PodConfig, pod: Pod, result: PodResult, folder: Path) -> Path:
-    """plan.json: the winner, and the best plan that train.py can run with its keys (null where there is none)."""
+    """plan.json: the winner, and the best plan that train.py can run with its keys (null where there is
+    none).
+    """
     trainable = result.trainable
     document = {
         "model": config.model.name,
@@ -50,13 +57,24 @@ def closing_lines(config: PodConfig, result: PodResult, path: Path) -> list[str]
     """What train.py can run, and what it cannot and why."""
     lines = []
     if result.best is not result.trainable:
-        lines.append(f"The best plan, {result.best.plan.name}, is not for train.py: {result.best.plan.why_not_trainable()}.")
+        lines.append(
+            f"The best plan, {result.best.plan.name}, is not for train.py: "
+            f"{result.best.plan.why_not_trainable()}."
+        )
     if result.trainable is None:
-        return [*lines, "No plan that train.py can run fits; type a larger cluster=, or pipeline=1 to see what is missing."]
+        return [
+            *lines,
+            "No plan that train.py can run fits: type pipeline=1 to see why, then a larger cluster= or "
+            "batch=.",
+        ]
     if result.best is not result.trainable:
         lines.append(f"The best that train.py runs takes {slower(result.trainable, result.best)}.")
-    return [*lines, f"This file: python train.py model={config.model.name} batch={config.batch} seq={config.seq} "
-            f"plan={path}", train_line(config, result.trainable.plan)]  # fmt: skip
+    return [
+        *lines,
+        f"This file: python train.py model={config.model.name} batch={config.batch} seq={config.seq} "
+        f"plan={path}",
+        train_line(config, result.trainable.plan),
+    ]
 
 
 def slower(costed: Costed, best: Costed) -> str:
