@@ -9,6 +9,7 @@ from mstrain.models.parallel import ParallelConfig, parse_slices
 from mstrain.tuning import Choice, Projection, Tuning, constants_for, tune
 
 STATE_BYTES = 16  # per parameter: float32 weight, gradient and two moments
+MOST_SLICES = 8  # unrolled slices cost compile time, and more of them gain little in the cost model
 STATE_SHARE = 0.7  # of a device's memory that state may take; activations need the rest
 
 
@@ -40,7 +41,7 @@ def tune_products(
         constants = constants_for(chip)
         tuning = tune(
             projections(model), tokens, math.prod(shape), constants,
-            meshes=[shape], slices=slices, dataflow=parallel.dataflow,
+            meshes=[shape], slices=slices, max_slices=MOST_SLICES, dataflow=parallel.dataflow,
         )  # fmt: skip
     except ValueError:
         return {}

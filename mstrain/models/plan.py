@@ -20,6 +20,7 @@ from mstrain.models.auto import tune_products
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
 
+LANES = 128  # of a TPU's vector registers: the last dim of an array moves without a relayout in multiples of it
 SLICES_WITHOUT_TUNING = 4  # auto takes the largest legal count up to this when there is no chip to tune for
 
 
@@ -176,13 +177,22 @@ class _Planner:
                 legal = legal_slices(
                     plan.dataflow, in_dim, out_dim, self.sequences, plan.grid.num_rows, plan.grid.num_cols
                 )
-                wanted = self.tuned[what].slices if what in self.tuned else SLICES_WITHOUT_TUNING
-                slices = max(s for s in legal if s <= wanted)
+                slices = self._automatic_slices(legal, plan, in_dim, out_dim, what)
             else:
                 slices = parse_slices(self.parallel.slices)
             plan = dataclasses.replace(plan, slices=slices)
         plan.check(in_dim, out_dim, self.sequences, what)
         return plan
+
+    def _automatic_slices(self, legal: list[int], plan: Plan, in_dim: int, out_dim: int, what: str) -> int:
+        """The tuner's slice count, or the nearest smaller one whose slices of features are whole lanes of a TPU."""
+        if what not in self.tuned:
+            return max(s for s in legal if s <= SLICES_WITHOUT_TUNING)
+        fitting = [s for s in legal if s <= self.tuned[what].slices]
+        sliced = {"os": in_dim, "ls": out_dim, "rs": 0}[plan.dataflow]  # tokens are cut between sequences
+        pieces = sliced // math.lcm(plan.grid.num_rows, plan.grid.num_cols)
+        aligned = [s for s in fitting if s > 1 and pieces // s % LANES == 0]
+        return max(aligned or fitting)
 
     def _check_heads(self, pair: PlanPair) -> None:
         columns = pair.grid.num_cols
