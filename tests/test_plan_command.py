@@ -150,6 +150,7 @@ def test_pod_ends_with_a_line_that_train_composes(tmp_path, capsys):
     assert line[:2] == ["python", "train.py"]
     config = load_config([*line[2:], "data=synthetic"])
     keys = json.loads((tmp_path / "plan.json").read_text())["train"]
+    assert config.model.vocabulary == 256  # which the preset leaves open
     assert (config.mesh, config.accumulate, config.remat) == (keys["mesh"], keys["accumulate"], keys["remat"])
 
 
@@ -365,5 +366,8 @@ def test_the_winner_is_simulated_into_a_trace_and_pictures(tmp_path, capsys):
     }
     for name in ("gantt.png", "memory.png", "memory_by_category.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    numbers = json.loads((tmp_path / "simulation.json").read_text())
+    assert numbers["peak_bytes"] <= sum(numbers["peak_bytes_by_category"].values())
+    assert 0 < numbers["step_seconds"] and 0 <= numbers["exposed_fraction"] < 1
     document = json.loads((tmp_path / "plan.json").read_text())
     assert document["train"] is None and "no pipeline" in document["why_not_trainable"]

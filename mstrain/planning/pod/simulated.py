@@ -1,6 +1,7 @@
 """The winner, simulated: one rank of every stage, with its links, its memory and a trace."""
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,7 +66,26 @@ def write_simulation(simulated: Simulated, folder: Path) -> list[str]:
     plot_memory(timeline, folder / "memory.png")
     fullest = max(simulated.result.memory.peak_bytes.items(), key=lambda item: item[1])[0]
     plot_categories(simulated.result, fullest, folder / "memory_by_category.png")
-    return ["trace.json.gz (ui.perfetto.dev)", "gantt.png", "memory.png", "memory_by_category.png"]
+    names = ["trace.json.gz (ui.perfetto.dev)", "gantt.png", "memory.png", "memory_by_category.png"]
+    return [*names, write_numbers(simulated, folder)]
+
+
+def write_numbers(simulated: Simulated, folder: Path) -> str:
+    """simulation.json: seconds, waiting, and peak bytes of the fullest device of each category."""
+    result = simulated.result
+    peaks = {name: max(use.peak_bytes.values()) for name, use in result.memory_by_category.items()}
+    document = {
+        "microbatches": simulated.microbatches,
+        "step_seconds": result.seconds,
+        "predicted_seconds": simulated.predicted.seconds,
+        "exposed_fraction": simulated.exposed,
+        "operations": result.program.num_ops,
+        "peak_bytes": result.peak_bytes,
+        "predicted_bytes": simulated.predicted.fullest.memory.total,
+        "peak_bytes_by_category": peaks,
+    }
+    (folder / "simulation.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return "simulation.json"
 
 
 def summary(simulated: Simulated, microbatches: int) -> list[str]:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from mstrain.models.zoo import load_preset
 from mstrain.planning.pod.config import PodConfig
 from mstrain.planning.pod.cost import Costed
 from mstrain.planning.pod.search import PodResult
@@ -20,16 +21,30 @@ def train_keys(plan) -> dict[str, str | int]:
     return {**keys, "accumulate": plan.microbatches, "remat": plan.remat}
 
 
+def model_keys(config: PodConfig) -> dict:
+    """model=NAME, and the fields in which the model differs from that preset."""
+    preset = dataclasses.asdict(load_preset(config.model.name))
+    changed = {
+        name: value for name, value in dataclasses.asdict(config.model).items() if value != preset[name]
+    }
+    texts = {name: "null" if value is None else str(value) for name, value in changed.items()}
+    return {"model": config.model.name, **{f"model.{name}": text for name, text in texts.items()}}
+
+
 def train_line(config: PodConfig, plan) -> str:
     """The command that runs `plan`, every key spelled out."""
     keys = {
-        "model": config.model.name,
+        **model_keys(config),
         **train_keys(plan),
         "batch": config.batch,
         "seq": config.seq,
         "dtype": config.dtype,
     }
-    return "python train.py " + " ".join(f"{key}={value}" for key, value in keys.items())
+    return f"python train.py {_spelled(keys)}"
+
+
+def _spelled(keys: dict) -> str:
+    return " ".join(f"{key}={value}" for key, value in keys.items())
 
 
 def write_plan(config: PodConfig, pod: Pod, result: PodResult, folder: Path) -> Path:
@@ -71,7 +86,7 @@ def closing_lines(config: PodConfig, result: PodResult, path: Path) -> list[str]
         lines.append(f"The best that train.py runs takes {slower(result.trainable, result.best)}.")
     return [
         *lines,
-        f"This file: python train.py model={config.model.name} batch={config.batch} seq={config.seq} "
+        f"This file: python train.py {_spelled(model_keys(config))} batch={config.batch} seq={config.seq} "
         f"plan={path}",
         train_line(config, result.trainable.plan),
     ]
