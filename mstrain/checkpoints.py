@@ -39,8 +39,8 @@ class Checkpoints:
     """The checkpoints of one run directory."""
 
     def __init__(self, directory: Path, keep: int | None):
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells of every save at length
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # and each of its tasks of a failed one
+        for name in ("absl", "asyncio"):  # Orbax tells of every save at length, and of a failed one in every thread
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             enable_async_checkpointing=True,

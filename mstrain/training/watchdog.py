@@ -65,10 +65,13 @@ class Watchdog:
             finally:
                 self._over.set()
                 thread.join()
+                with contextlib.suppress(OSError):
+                    self._remove_if_empty()
+
+    def _remove_if_empty(self) -> None:
         if not self._path.stat().st_size:
             self._path.unlink()
-            with contextlib.suppress(OSError):  # other processes' files
-                self._path.parent.rmdir()
+            self._path.parent.rmdir()  # unless other processes' files are in it
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK_SECONDS):

@@ -187,7 +187,7 @@ def test_parameters_of_another_run_begin_a_new_one(made, tmp_path):
         resume.begin(again(made, tmp_path / "empty", init_from=str(tmp_path / "nowhere")), checkpoints)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=800, deadline=None)
 @given(st.one_of(st.binary(max_size=200), st.builds(lambda value: json.dumps(value).encode(), st.recursive(
     st.none() | st.integers() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(

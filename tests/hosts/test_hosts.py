@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mstrain.hosts import VARIABLES, HostsConfig, find_seat
+from mstrain.hosts import ALONE, VARIABLES, HostsConfig, Job, find_seat
 from mstrain.roll_call import Seat
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
@@ -79,6 +79,17 @@ def test_one_slurm_task_is_no_job(monkeypatch):
 def test_times_must_be_times(seconds):
     with pytest.raises(ValueError, match="Type hosts.silent_seconds=60"):
         HostsConfig(silent_seconds=seconds)
+
+
+def test_whoever_disagrees_is_named():
+    class Told(Job):
+        def gather(self, name, value):
+            return [value, value, "another"]
+
+    job = Told(None, HostsConfig(), {2: "third"}, {})
+    with pytest.raises(ValueError, match=r"process 2 \(third\): another corpus than process 0"):
+        job.agree("corpus", "one")
+    ALONE.agree("corpus", "one")
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in LAUNCH.iterdir() if path.suffix != ".yaml"))

@@ -111,7 +111,7 @@ def test_strangers_do_not_disturb_a_roll_call(noises):
     close(results)
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(st.lists(st.one_of(st.binary(max_size=80), st.just(b"\n"), st.builds(
     lambda value: json.dumps(value).encode(),
     st.recursive(st.none() | st.integers() | st.text(), st.lists, max_leaves=5),

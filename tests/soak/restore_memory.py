@@ -18,8 +18,7 @@ from pathlib import Path
 from mstrain.config import load_config
 from mstrain.mesh import emulate_devices
 
-WORDS = ["model=gpt2", "model.layers=18", "data=synthetic", "data.num_tokens=8192", "seq=64", "batch=8", "dtype=f32",
-         "vocabulary=50257", "parallel=collective"]  # fmt: skip
+WORDS = ["model=gpt2", "model.layers=18", "data=synthetic", "seq=64", "batch=8", "parallel=collective"]
 GB = 10**9
 
 

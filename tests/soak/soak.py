@@ -160,7 +160,8 @@ class Soak:
         rows, expected = _lines(run), _lines(reference)
         assert [row["step"] for row in rows] == [*range(1, STEPS + 1)], [row["step"] for row in rows]
         parameters, wanted = _parameters(run), _parameters(reference)
-        # Softmax ignores the bias of the keys: its gradient is rounding alone, which AdamW scales to whole updates.
+        # Softmax ignores the bias of the keys: its gradient is rounding alone, which AdamW scales to whole
+        # updates.
         names = [name for name in wanted if exact or "['qkv']['bias']" not in name]
         pairs = [(parameters[name], wanted[name]) for name in names]
         pairs.append((np.array([row["loss"] for row in rows]), np.array([row["loss"] for row in expected])))
