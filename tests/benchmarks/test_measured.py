@@ -33,16 +33,21 @@ def works(*arguments):
     return make_works(case, config, plan, jnp.float32)
 
 
-def test_every_algorithm_has_its_rows(tmp_path, capsys):
+def test_every_algorithm_has_its_row(tmp_path, capsys, monkeypatch):
+    first = "mstrain.benchmarks.measured.make_works"  # one product of four: compiling them is what takes time
+    monkeypatch.setattr(first, lambda *arguments: make_works(*arguments)[:1])
     assert run([*TINY, "bench=gemm", f"run_dir={tmp_path}"]) == 0
     assert "Measured on 16 emulated CPU devices" in " ".join(capsys.readouterr().out.split())
     report = from_json((tmp_path / "benchmark.json").read_text())
     assert report.kind == "measured" and report.source.startswith("Measured on 16 emulated CPU devices")
-    parts = {"attention in", "attention out", "mlp in", "mlp out"}
-    for algorithm in ALGORITHMS:
-        rows = [row for row in report.rows if row.algorithm == algorithm]
-        assert {row.part for row in rows} == parts
-        assert all(row.seconds > 0 and row.memory > 0 and row.mfu is None and not row.problem for row in rows)
+    assert [row.algorithm for row in report.rows] == list(ALGORITHMS)
+    assert all(row.seconds > 0 and row.memory > 0 and row.mfu is None for row in report.rows)
+
+
+def test_products_have_a_row_each():
+    report = measure(load([*TINY, "bench=gemm", "algorithms=meshslice"]), lambda text: None)
+    assert [row.part for row in report.rows] == ["attention in", "attention out", "mlp in", "mlp out"]
+    assert all(row.seconds > 0 for row in report.rows)
 
 
 def test_the_step_trains_and_its_rate_follows_from_its_time():
@@ -85,8 +90,8 @@ def test_an_algorithm_that_cannot_run_says_why(tmp_path, capsys):
     assert "cannon needs a square mesh" in " ".join(capsys.readouterr().out.split())
 
 
-def test_an_emulated_mesh_is_named(tmp_path):
-    config = load([*TINY, "bench=gemm", "algorithms=collective", "emulate=4x4"])
+def test_an_emulated_mesh_is_named():
+    config = load([*TINY, "bench=nongemm", "algorithms=collective", "emulate=4x4"])
     report = measure(config, lambda text: None)
     assert "emulating 4x4" in report.source
     assert {row.batch for row in report.rows} == {2}
