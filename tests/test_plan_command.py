@@ -210,6 +210,11 @@ MISTAKES = {
         ["no plan of megatron_nlg_530b", "GB", "larger cluster="],
     ),
     "vocabulary": (["model=tiny", "seq=64"], ["model.vocabulary=256"]),
+    "interleave": (["interleave=2"], ["no effect", "schedule=interleaved"]),
+    "interleaved batch": (
+        ["schedule=interleaved", "pipeline=4", "batch=6"],
+        ["no plan of", "batch=6"],
+    ),
     "sequence": (["seq=4096"], ["seq=4096", "Type seq=2048"]),
     "margin": (["memory_margin=1"], ["memory_margin=0.1"]),
     "no time": (["max_seconds=0"], ["max_seconds=60"]),

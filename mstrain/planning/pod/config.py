@@ -8,7 +8,7 @@ from mstrain.models.transformer import REMAT
 from mstrain.planning.schedules import SCHEDULES
 
 TENSOR = ("meshslice", "megatron", "fsdp")
-POD_SCHEDULES = tuple(name for name in SCHEDULES if name in ("1f1b", "gpipe"))
+POD_SCHEDULES = tuple(name for name in SCHEDULES if name in ("1f1b", "gpipe", "interleaved"))
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class PodConfig:
       batch: sequences per step of the whole job; seq: tokens per sequence.
       algorithm: auto, or the one of the tensor products: meshslice, megatron or fsdp.
       replicas, tensor, pipeline: auto, or that degree of data, tensor or pipeline parallelism.
-      schedule: of the pipeline: 1f1b or gpipe.
+      schedule: of the pipeline: 1f1b, gpipe or interleaved, with `interleave` chunks per stage (2).
       remat: auto, or what train.py's remat= may be: none, dots, full.
       dtype: of activations and products: bf16 or f32. Weights, gradients and moments are float32.
       memory_margin: part of a device's memory that must stay free.
@@ -39,6 +39,7 @@ class PodConfig:
     tensor: str = "auto"
     pipeline: str = "auto"
     schedule: str = "1f1b"
+    interleave: int | None = None
     remat: str = "auto"
     dtype: str = "bf16"
     memory_margin: float = 0.1
@@ -52,6 +53,11 @@ class PodConfig:
         at_least("", self, batch=1, seq=1, top_k=1, simulated_microbatches=1)
         one_of("algorithm", self.algorithm, ("auto", *TENSOR))
         one_of("schedule", self.schedule, POD_SCHEDULES)
+        if self.interleave is not None and (self.schedule != "interleaved" or self.interleave < 2):
+            raise ValueError(
+                f"interleave={self.interleave} has no effect with schedule={self.schedule}. Drop it, or type "
+                "schedule=interleaved interleave=2."
+            )
         one_of("remat", self.remat, ("auto", *REMAT))
         one_of("dtype", self.dtype, ("bf16", "f32"))
         for name in ("replicas", "tensor", "pipeline"):
@@ -76,6 +82,10 @@ class PodConfig:
     @property
     def element_bytes(self) -> int:
         return {"bf16": 2, "f32": 4}[self.dtype]
+
+    def chunks(self, pipeline: int) -> int:
+        """Parts of the model per stage of such a pipeline."""
+        return (self.interleave or 2) if self.schedule == "interleaved" and pipeline > 1 else 1
 
     def allows(self, name: str, degree: int) -> bool:
         """Whether the key `name` (replicas, tensor, pipeline) leaves this degree open."""

@@ -4,7 +4,8 @@
 
 for M microbatches and P stages; a stage takes the forward and the backward pass of one microbatch. The cycle
 of 1F1B is the slowest stage, or a round trip through the stages behind stage s shared by the P - s
-microbatches in flight there; that of GPipe the slowest forward plus the slowest backward. Nothing of the
+microbatches in flight there; that of GPipe the slowest forward plus the slowest backward. Interleaved stages
+fill and drain in as many times less as they have chunks. Nothing of the
 gradient sums is hidden. train.py sums gradients over the replicas once per microbatch; pipelines, which it
 does not have, are charged for one sum.
 """
@@ -47,12 +48,15 @@ class Terms:
 class Stage:
     """One pipeline stage: its layers, seconds of a microbatch's two passes, and its memory."""
 
-    first_layer: int
-    end_layer: int
+    chunks: tuple[tuple[int, int], ...]  # layers [begin, end); several where the schedule is interleaved
     forward: float
     backward: float
     memory: Memory
-    in_flight: int
+    in_flight: float  # microbatches between their passes; parts of one where the schedule is interleaved
+
+    @property
+    def layers(self) -> int:
+        return sum(end - begin for begin, end in self.chunks)
 
     @property
     def seconds(self) -> float:
@@ -111,10 +115,23 @@ def message_seconds(config: PodConfig, plan: PodPlan, tokens: int, link: Link) -
     return link.launch + link.sync + nbytes / link.bandwidth if plan.pipeline > 1 else 0.0
 
 
+def microbatches_in_flight(config: PodConfig, plan: PodPlan, stage: int) -> float:
+    """Microbatches that `stage` holds between their passes, at most (Narayanan et al., 2021)."""
+    if config.schedule == "gpipe":
+        return plan.microbatches
+    chunks = config.chunks(plan.pipeline)
+    if chunks == 1:
+        return min(plan.microbatches, plan.pipeline - stage)
+    passes = 2 * (plan.pipeline - stage - 1) + (chunks - 1) * plan.pipeline + 1
+    return min(passes, plan.microbatches * chunks) / chunks
+
+
 def cycle_seconds(stages: list[Stage], message: float, schedule: str) -> float:
     """Seconds between microbatches once the pipeline is full."""
     if schedule == "gpipe":
         return max(stage.forward for stage in stages) + max(stage.backward for stage in stages)
+    if schedule == "interleaved":
+        return max(stage.seconds for stage in stages)
     behind, loops = 0.0, []
     for count, stage in enumerate(reversed(stages)):
         behind += stage.seconds
@@ -141,19 +158,17 @@ def cost_plan(config: PodConfig, pod: Pod, plan: PodPlan, products: Products) ->
     stages, passes = [], []
     layer_seconds = work.forward.seconds + work.backward.seconds + again.seconds
     head_seconds = work.head_forward.seconds + work.head_backward.seconds
-    bounds = split_layers(config.model.layers, plan.pipeline, head_seconds / layer_seconds)
-    for number, (begin, end) in enumerate(bounds):
-        last = number == plan.pipeline - 1
-        forward = work.forward * (end - begin) + (work.head_forward if last else NONE)
-        backward = work.backward * (end - begin) + (work.head_backward if last else NONE)
-        repeated = again * (end - begin)
-        in_flight = (
-            min(plan.microbatches, plan.pipeline - number) if config.schedule == "1f1b" else plan.microbatches
-        )
-        memory = stage_memory(config.model, products, config.seq, plan, number, end - begin, in_flight)
-        stages.append(
-            Stage(begin, end, forward.seconds, backward.seconds + repeated.seconds, memory, in_flight)
-        )
+    chunks = plan.pipeline * config.chunks(plan.pipeline)
+    bounds = split_layers(config.model.layers, chunks, head_seconds / layer_seconds)
+    for number in range(plan.pipeline):
+        mine, last = tuple(bounds[number :: plan.pipeline]), number == plan.pipeline - 1
+        layers = sum(end - begin for begin, end in mine)
+        forward = work.forward * layers + (work.head_forward if last else NONE)
+        backward = work.backward * layers + (work.head_backward if last else NONE)
+        repeated = again * layers
+        in_flight = microbatches_in_flight(config, plan, number)
+        memory = stage_memory(config, products, plan, number, mine, in_flight)
+        stages.append(Stage(mine, forward.seconds, backward.seconds + repeated.seconds, memory, in_flight))
         passes.append((forward + backward, repeated))
     message = message_seconds(config, plan, products.block[0].layout.tokens, constants.row.permute)
     terms = _terms(config, pod, plan, constants, stages, passes, message)
@@ -164,7 +179,9 @@ def _terms(config, pod, plan: PodPlan, constants: Constants, stages, passes, mes
     slowest = max(range(len(stages)), key=lambda number: stages[number].seconds)
     useful, repeated = (part * plan.microbatches for part in passes[slowest])
     pipeline = (plan.microbatches - 1) * cycle_seconds(stages, message, config.schedule)
-    pipeline += sum(stage.seconds for stage in stages) + 2 * (plan.pipeline - 1) * message
+    longest = stages[slowest].seconds
+    others = sum(stage.seconds for stage in stages) - longest
+    pipeline += longest + others / config.chunks(plan.pipeline) + 2 * (plan.pipeline - 1) * message
     ends = [_end(config.model, pod, plan, constants, number, stage) for number, stage in enumerate(stages)]
     summed, update = max(ends, key=sum)
     return Terms(

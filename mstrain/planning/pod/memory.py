@@ -13,6 +13,7 @@ from functools import lru_cache
 
 from mstrain.models.config import ModelConfig
 from mstrain.models.transformer import count_parameters
+from mstrain.planning.pod.config import PodConfig
 from mstrain.planning.pod.layer import flash
 from mstrain.planning.pod.plan import PodPlan, Product, Products
 
@@ -84,27 +85,31 @@ def gathered_bytes(product: Product) -> float:
 
 
 def stage_memory(
-    model: ModelConfig, products: Products, seq: int, plan: PodPlan, stage: int, layers: int, in_flight: int
+    config: PodConfig, products: Products, plan: PodPlan, stage: int, chunks, in_flight: float
 ) -> Memory:
-    """Memory of a device of `stage`, which has `layers` layers and `in_flight` microbatches between its
-    passes.
+    """Memory of a device of `stage`, whose layers are in `chunks`, with `in_flight` microbatches held.
+
+    Where chunks differ, all that is held is taken to be of the largest.
     """
+    sizes = [end - begin for begin, end in chunks]
+    model, seq = config.model, config.seq
     layer, embedding, head = parameter_counts(model)
     first, last = stage == 0, stage == plan.pipeline - 1
-    count = layers * layer + first * embedding
+    count = sum(sizes) * layer + first * embedding
     if last and not (first and model.tied):
         count += head
     mine = count / plan.tensor
     layout = products.block[0].layout
     tokens, size = layout.tokens, layout.dtype_bytes
     one_layer = layer_activations(model, "none", tokens, seq, size)
-    kept = layers * layer_activations(model, plan.remat, tokens, seq, size) * in_flight
+    kept = max(sizes) * len(sizes) * layer_activations(model, plan.remat, tokens, seq, size) * in_flight
     workspace = 0.0 if plan.remat == "none" else one_layer / plan.tensor
     workspace += max(gathered_bytes(product) for product in products.block)
     if last:  # logits with a float32 copy between their passes, and their gradient
-        kept += size * model.width * tokens * in_flight
+        ends = plan.microbatches if config.schedule == "gpipe" else 1  # forward passes not yet turned back
+        kept += size * model.width * tokens * ends
         symbols = products.head.layout.projection.out_dim
-        workspace += ((size + 4) * in_flight + size) * tokens * symbols / plan.tensor
+        workspace += ((size + 4) * ends + size) * tokens * symbols / plan.tensor
     return Memory(
         WEIGHT_BYTES * mine,
         WEIGHT_BYTES * mine * (2 if plan.microbatches > 1 else 1),

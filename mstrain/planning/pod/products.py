@@ -79,14 +79,16 @@ def axes_of(product: Product, mesh: tuple[int, int]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Emit:
-    """Where operations go: `ops`, values from `value(nbytes, category)`, on `stage` of a rows x cols
-    `mesh`.
+    """Where operations go: `ops`, values from `value(nbytes, category)`, on `stage` of a rows x cols `mesh`.
+
+    `chunk` is the part of the model they belong to, which the products need not know.
     """
 
     ops: list[RankOp]
     value: Callable[[float, str], int]
     stage: int
     mesh: tuple[int, int]
+    chunk: int
 
     def add(
         self, spec: OpSpec, inputs: Sequence[int], nbytes: float, category: str, axis: int = LOCAL

@@ -37,7 +37,7 @@ def row(config: PodConfig, pod: Pod, rank: int, costed: Costed, best: Costed) ->
         "microbatch_sequences": config.batch // plan.data // plan.microbatches,
         "slices": " ".join(str(product.slices) for product in costed.products.block),
         "dataflows": " ".join(product.layout.dataflow for product in costed.products.block),
-        "layers": " ".join(str(stage.end_layer - stage.first_layer) for stage in costed.stages),
+        "layers": " ".join(str(stage.layers) for stage in costed.stages),
         "step_seconds": costed.seconds,
         "tokens_per_second": config.batch * config.seq / costed.seconds,
         "mfu": utilization(config, pod, costed),
@@ -136,7 +136,7 @@ def memory_table(costed: Costed) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for number, stage in enumerate(costed.stages):
         values = [f"{getattr(stage.memory, name) / GB:.2f}" for name in names]
-        table.add_row(str(number), str(stage.end_layer - stage.first_layer), str(stage.in_flight), *values)
+        table.add_row(str(number), str(stage.layers), f"{stage.in_flight:g}", *values)
     return table
 
 

@@ -75,7 +75,9 @@ def meshes(config: PodConfig, tensor: int) -> Iterator[tuple[str, int, int]]:
 def layouts(config: PodConfig, pod: Pod) -> Iterator[PodPlan]:
     """Every plan but for its microbatches and remat, small pipelines first."""
     for pipeline in divisors(pod.devices):
-        if pipeline > config.model.layers or not config.allows("pipeline", pipeline):
+        if pipeline * config.chunks(pipeline) > config.model.layers or not config.allows(
+            "pipeline", pipeline
+        ):
             continue
         for data in divisors(pod.devices // pipeline):
             tensor = pod.devices // pipeline // data
@@ -180,6 +182,9 @@ def best_of_layout(config: PodConfig, pod: Pod, layout: PodPlan) -> tuple[Costed
     nearest, reason = float("inf"), ""
     for microbatches in divisors(config.batch // layout.data):
         sequences = config.batch // layout.data // microbatches
+        if config.chunks(layout.pipeline) > 1 and microbatches % layout.pipeline:
+            reason = reason or f"schedule=interleaved needs microbatches in multiples of {layout.pipeline}"
+            continue
         slices, products = fastest_slices(config, pod, layout, sequences)
         if isinstance(products, str):
             reason = reason or products

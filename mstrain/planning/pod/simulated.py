@@ -48,6 +48,8 @@ def simulate_plan(config: PodConfig, pod: Pod, costed: Costed) -> Simulated:
     """
     plan = costed.plan
     count = min(plan.microbatches, max(config.simulated_microbatches, 2 * plan.pipeline))
+    if config.chunks(plan.pipeline) > 1:
+        count -= count % plan.pipeline
     step = transformer_step(config, costed, count)
     result = simulate_step(step, plan_cluster(config, pod, costed))
     same = cost_plan(config, pod, dataclasses.replace(plan, microbatches=count), costed.products)

@@ -3,7 +3,7 @@
 What a layer keeps for its backward pass follows remat exactly as train.py's does: nothing recomputed, all
 but the results of products, or everything from the layer's input. Gradients are summed over the replicas as
 soon as a layer's
-are complete: after every microbatch where train.py does so (one stage), else after the last.
+are complete: after every microbatch where train.py does so (one chunk), else after the last.
 """
 
 from mstrain.planning.placement import DATA, LOCAL, SEND, Degrees
@@ -27,24 +27,24 @@ class TransformerStep:
         plan = costed.plan
         self.config, self.model, self.plan, self.products = config, config.model, plan, costed.products
         self.microbatches = microbatches
-        self.bounds = [(stage.first_layer, stage.end_layer) for stage in costed.stages]
+        self.bounds = sorted(bounds for stage in costed.stages for bounds in stage.chunks)
         self.layout = self.products.block[0].layout
         self.size, self.tokens = self.layout.dtype_bytes, self.layout.tokens
         self.slots = Slots()
         self.kept: dict[int, dict[str, int]] = {}  # by layer: values for its backward pass
-        self.gradients: dict[tuple[int, object], int] = {}  # by stage and part: of this microbatch
+        self.gradients: dict[tuple[int, object], int] = {}  # by chunk and part: of this microbatch
         self.summed: dict[tuple[int, object], int] = {}  # over the replicas
         self.totals: dict[tuple[int, object], int] = {}  # over the microbatches
-        self.stream: dict[int, int] = {}  # by stage: what its last layer makes
-        self.slope: dict[int, int] = {}  # by stage: the gradient of its input
+        self.stream: dict[int, int] = {}  # by chunk: what its last layer makes
+        self.slope: dict[int, int] = {}  # by chunk: the gradient of its input
         layer, embedding, head = parameter_counts(self.model)
         self.counts: dict[tuple[int, object], int] = {}
-        for stage, (begin, end) in enumerate(self.bounds):
-            if stage == 0:
-                self.counts[stage, "embedding"] = embedding
-            self.counts |= {(stage, number): layer for number in range(begin, end)}
-            if stage == len(self.bounds) - 1 and not (stage == 0 and self.model.tied):
-                self.counts[stage, "head"] = head
+        for chunk, (begin, end) in enumerate(self.bounds):
+            if chunk == 0:
+                self.counts[chunk, "embedding"] = embedding
+            self.counts |= {(chunk, number): layer for number in range(begin, end)}
+            if chunk == len(self.bounds) - 1 and not (chunk == 0 and self.model.tied):
+                self.counts[chunk, "head"] = head
         self.weights = {key: self._state(key, count) for key, count in self.counts.items()}
         width = self.model.width
         self.received = [self._new(self._bytes(width), s, "activations") for s in range(len(self.bounds))]
@@ -52,26 +52,31 @@ class TransformerStep:
 
     def _state(self, key, count: int) -> int:
         """Weights and moments; with several microbatches also the sum of gradients so far."""
-        stage, mine = key[0], count / self.plan.tensor
+        stage, mine = self._stage(key[0]), count / self.plan.tensor
         moments = MOMENT_BYTES * mine / (self.plan.data if self.plan.sharded else 1)
         self.slots.resident(round(moments), stage, "optimizer")
         if self.microbatches > 1:
             self.totals[key] = self.slots.resident(round(WEIGHT_BYTES * mine), stage, "gradients")
         return self.slots.resident(round(WEIGHT_BYTES * mine), stage)
 
-    def _new(self, nbytes: float, stage: int, category: str) -> int:
-        return self.slots.value(round(nbytes), stage, category=category)
+    def _new(self, nbytes: float, chunk: int, category: str) -> int:
+        return self.slots.value(round(nbytes), self._stage(chunk), category=category)
+
+    def _stage(self, chunk: int) -> int:
+        """Where a chunk runs."""
+        return chunk % self.plan.pipeline
 
     def _bytes(self, values: float) -> float:
         """Bytes of `values` per token on one device."""
         return self.size * values * self.tokens / self.plan.tensor
 
-    def _emit(self, ops: list[RankOp], stage: int) -> Emit:
+    def _emit(self, ops: list[RankOp], chunk: int) -> Emit:
         return Emit(
             ops,
-            lambda nbytes, category: self._new(nbytes, stage, category),
-            stage,
+            lambda nbytes, category: self._new(nbytes, chunk, category),
+            self._stage(chunk),
             (self.plan.rows, self.plan.cols),
+            chunk,
         )
 
     def _traffic(self, emit: Emit, kind: str, moved: float, inputs, kept: float, category: str) -> int:
@@ -79,12 +84,12 @@ class TransformerStep:
         elements = max(1, round(moved * self.tokens / self.plan.tensor))
         return emit.add(OpSpec(kind, ((elements,),), self.size), inputs, self._bytes(kept), category)
 
-    def forward(self, stage: int) -> list[RankOp]:
-        """The forward pass of a stage."""
+    def forward(self, chunk: int) -> list[RankOp]:
+        """The forward pass of a chunk."""
         ops: list[RankOp] = []
-        emit, x = self._emit(ops, stage), self.received[stage]
-        begin, end = self.bounds[stage]
-        if stage == 0:
+        emit, x = self._emit(ops, chunk), self.received[chunk]
+        begin, end = self.bounds[chunk]
+        if chunk == 0:
             x = self._traffic(
                 emit,
                 "Norm",
@@ -95,16 +100,16 @@ class TransformerStep:
             )
         for layer in range(begin, end):
             x, self.kept[layer] = self._layer(emit, layer, x, self.plan.remat)
-        if stage == len(self.bounds) - 1:
+        if chunk == len(self.bounds) - 1:
             x = self._head(emit, x)
-        self.stream[stage] = x
+        self.stream[chunk] = x
         return ops
 
     def _layer(self, emit: Emit, layer: int, x: int, remat: str) -> tuple[int, dict[str, int]]:
         """(what the layer makes, what its backward pass needs)."""
         kept = {"x": x}
         values = self._recomputable(emit, layer, kept, remat)
-        m, weight = self.model, self.weights[emit.stage, layer]
+        m, weight = self.model, self.weights[emit.chunk, layer]
         down = self.products.block[3]
         category = "activations" if remat == "dots" else "workspace"
         z = emit_gemm(emit, down, gemms_of(down)[0], (values["a"], weight), self._bytes(m.width), category)
@@ -119,7 +124,7 @@ class TransformerStep:
 
     def _recomputable(self, emit: Emit, layer: int, kept: dict[str, int], remat: str) -> dict[str, int]:
         """Everything of a layer up to the input of its last product, but for what is in `kept` already."""
-        m, blocks, weight = self.model, self.products.block, self.weights[emit.stage, layer]
+        m, blocks, weight = self.model, self.products.block, self.weights[emit.chunk, layer]
         heads = m.heads * m.head_width
         qkv, up = heads + 2 * m.num_kv_heads * m.head_width, m.hidden * (2 if m.gated else 1)
         around, inside = elementwise_values(m)
@@ -169,7 +174,7 @@ class TransformerStep:
         """Final projection and loss; returns the logits."""
         head = self.products.head
         symbols = head.layout.projection.out_dim
-        weight = self.weights[emit.stage, "embedding" if (emit.stage, "head") not in self.weights else "head"]
+        weight = self.weights[emit.chunk, "embedding" if (emit.chunk, "head") not in self.weights else "head"]
         nbytes = self._bytes(symbols) + 4 * symbols * self.tokens / self.plan.tensor
         logits = emit_gemm(emit, head, gemms_of(head)[0], (x, weight), nbytes, "workspace")
         moved = 4 * symbols / self.size * 2
@@ -177,17 +182,17 @@ class TransformerStep:
         self.head = {"x": x, "logits": logits, "loss": loss, "weight": weight}
         return logits
 
-    def backward(self, stage: int, last_microbatch: bool) -> list[RankOp]:
-        """The backward pass of a stage, its gradients summed and accumulated."""
+    def backward(self, chunk: int, last_microbatch: bool) -> list[RankOp]:
+        """The backward pass of a chunk, its gradients summed and accumulated."""
         ops: list[RankOp] = []
-        emit = self._emit(ops, stage)
-        begin, end = self.bounds[stage]
-        slope = self.returned[stage]
-        if stage == len(self.bounds) - 1:
+        emit = self._emit(ops, chunk)
+        begin, end = self.bounds[chunk]
+        slope = self.returned[chunk]
+        if chunk == len(self.bounds) - 1:
             slope = self._head_backward(emit)
         for layer in reversed(range(begin, end)):
             slope = self._layer_backward(emit, layer, slope)
-        if stage == 0:
+        if chunk == 0:
             key = (0, "embedding")
             shared = len(self.bounds) == 1 and (0, "head") not in self.counts
             before = [self.gradients[key]] if shared else []  # of the output projection
@@ -197,13 +202,13 @@ class TransformerStep:
                 WEIGHT_BYTES * self.counts[key] / self.plan.tensor,
                 "gradients",
             )
-        self.slope[stage] = slope
-        for key in [key for key in self.counts if key[0] == stage]:
+        self.slope[chunk] = slope
+        for key in [key for key in self.counts if key[0] == chunk]:
             self._complete(emit, key, last_microbatch)
         return ops
 
     def _head_backward(self, emit: Emit) -> int:
-        head, stage = self.products.head, emit.stage
+        head, chunk = self.products.head, emit.chunk
         _, into, weight = gemms_of(head)
         symbols = head.layout.projection.out_dim
         sources = (self.head["logits"], self.head["loss"])
@@ -211,8 +216,8 @@ class TransformerStep:
         slope = emit_gemm(
             emit, head, into, (logits, self.head["weight"]), self._bytes(self.model.width), "workspace"
         )
-        own = (stage, "head") in self.counts
-        key = (stage, "head" if own else "embedding")
+        own = (chunk, "head") in self.counts
+        key = (chunk, "head" if own else "embedding")
         nbytes = WEIGHT_BYTES * self.model.width * self.model.vocabulary / self.plan.tensor
         inputs = (logits, self.head["x"])
         self.gradients[key] = emit_gemm(
@@ -231,7 +236,7 @@ class TransformerStep:
 
         def product(index, source, gradient, values):
             _, into, of_weight = gemms_of(blocks[index])
-            weight = self.weights[emit.stage, layer]
+            weight = self.weights[emit.chunk, layer]
             back = emit_gemm(emit, blocks[index], into, (gradient, weight), self._bytes(values), "workspace")
             projection = blocks[index].layout.projection
             share = projection.in_dim * projection.out_dim / self.plan.tensor
@@ -251,7 +256,7 @@ class TransformerStep:
         dqkv = emit.add(spec, (found["qkv"], found["o"], do), self._bytes(qkv), "workspace")
         dh = product(0, "h", dqkv, m.width)
         dx = traffic("NormGrad", around, (found["x"], dh, dx2), m.width)
-        self.gradients[emit.stage, layer] = parts
+        self.gradients[emit.chunk, layer] = parts
         return dx
 
     def _again(self, emit: Emit, layer: int, slope: int) -> dict[str, int]:
@@ -269,7 +274,7 @@ class TransformerStep:
                 emit.ops[index] = op._replace(inputs=(*op.inputs, gate))
         if self.plan.remat == "full":  # the whole forward pass runs again, its last product too
             down = self.products.block[3]
-            weight = self.weights[emit.stage, layer]
+            weight = self.weights[emit.chunk, layer]
             emit_gemm(emit, down, gemms_of(down)[0], (found["a"], weight), 0.0, "workspace")
             self._traffic(
                 emit, "Residual", 0.3 * elementwise_values(self.model)[0], (found["x2"],), 0.0, "workspace"
@@ -292,22 +297,23 @@ class TransformerStep:
             parts = (emit.add(spec, parts, 0.0, "gradients", DATA), *parts)
         self.summed[key] = parts
 
-    def send(self, stage: int, direction: int) -> list[RankOp]:
-        """The message to the next stage, or the gradient back to the one before."""
-        other = stage + 1 if direction == FORWARD else stage - 1
+    def send(self, chunk: int, direction: int) -> list[RankOp]:
+        """The message to the next chunk, or the gradient back to the one before."""
+        other = chunk + 1 if direction == FORWARD else chunk - 1
         if not 0 <= other < len(self.bounds):
             return []
-        value = self.stream[stage] if direction == FORWARD else self.slope[stage]
+        value = self.stream[chunk] if direction == FORWARD else self.slope[chunk]
         arrival = self.received[other] if direction == FORWARD else self.returned[other]
         elements = max(1, round(self._bytes(self.model.width) / self.size))
-        return [RankOp(OpSpec("Send", ((elements,),), self.size), SEND, stage, (value,), (arrival,), other)]
+        here, there = self._stage(chunk), self._stage(other)
+        return [RankOp(OpSpec("Send", ((elements,),), self.size), SEND, here, (value,), (arrival,), there)]
 
     def update(self) -> list[RankOp]:
-        """One optimizer operation per stage."""
+        """One optimizer operation per chunk."""
         shards = self.plan.data if self.plan.sharded else 1
         ops = []
-        for stage in range(len(self.bounds)):
-            keys = [key for key in self.counts if key[0] == stage]
+        for stage in range(self.plan.pipeline):
+            keys = [key for key in self.counts if self._stage(key[0]) == stage]
             moved = STATE_ELEMENTS * sum(self.counts[key] for key in keys) / self.plan.tensor / shards
             spec = OpSpec("Adam", ((max(1, round(moved)),),), WEIGHT_BYTES)
             inputs = [
@@ -321,15 +327,16 @@ class TransformerStep:
 def transformer_step(config: PodConfig, costed: Costed, microbatches: int) -> Step:
     """The step of `costed.plan` with so many microbatches of the plan's size."""
     plan = costed.plan
-    degrees = Degrees(plan.data, plan.tensor, plan.pipeline, microbatches, cols=plan.cols)
+    parts = config.chunks(plan.pipeline)
+    degrees = Degrees(plan.data, plan.tensor, plan.pipeline, microbatches, parts, plan.cols)
     writer, layout = TransformerStep(config, costed, microbatches), Layout()
-    for tasks in schedule(config.schedule, plan.pipeline, microbatches, plan.pipeline):
-        for stage, _, direction, m in tasks:
+    for tasks in schedule(config.schedule, plan.pipeline, microbatches, plan.pipeline * parts):
+        for _, chunk, direction, m in tasks:
             last = m == microbatches - 1
             if direction == FORWARD:
-                layout.add((stage, direction), m, writer.forward, stage)
+                layout.add((chunk, direction), m, writer.forward, chunk)
             else:
-                layout.add((stage, direction, last), m, writer.backward, stage, last)
-            layout.add((stage, direction, "send", last), m, writer.send, stage, direction)
+                layout.add((chunk, direction, last), m, writer.backward, chunk, last)
+            layout.add((chunk, direction, "send", last), m, writer.send, chunk, direction)
     layout.add(("update",), microbatches - 1, writer.update)
     return layout.step(degrees, writer.slots)
