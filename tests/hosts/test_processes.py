@@ -102,17 +102,17 @@ def check_reading(folder):
         assert [len(part) for part in parts] == [4] * 4
 
 
-def test_a_coordinator_that_dies_is_named_and_ends_the_others(tmp_path, cache):
+def test_a_process_that_dies_is_named_and_ends_the_others(tmp_path, cache):
     run = tmp_path / "run"
     job = Job(tmp_path, arguments(run, cache, *USUAL[1:], "steps=100000"), 2)
     assert job.wait_for(lambda: len(rows(run)) >= 2), job.output[-4000:]
-    job.processes[0].kill()
+    job.processes[1].kill()
     killed = time.monotonic()
     codes = job.wait(30)
     assert time.monotonic() - killed < 10
-    assert codes == [-signal.SIGKILL, LOST], job.output[-3000:]
-    survivor = job.outputs[1].read_text()
-    assert "process 0 (" in survivor and "is gone without a word" in survivor
+    assert codes == [LOST, -signal.SIGKILL], job.output[-3000:]
+    survivor = job.outputs[0].read_text()
+    assert "process 1 (" in survivor and "is gone without a word" in survivor
 
 
 def test_a_process_that_never_comes_is_named_in_time(tmp_path, cache):
