@@ -21,20 +21,21 @@ class Wire:
 
     def __init__(self, processes: int, seed: int):
         self.jobs = [Fake(self, i, processes) for i in range(processes)]
-        self._random, self._clocks = random.Random(seed), {}
+        self._random, self._clocks, self._sending = random.Random(seed), {}, threading.Lock()
 
     def deliver(self, sender: int, to: int, kind: str, values: dict) -> None:
-        previous = self._clocks.get((sender, to))
         delay = self._random.uniform(0, 0.004)
 
-        def act():
+        def act(previous):
             if previous:
                 previous.join()
             time.sleep(delay)
             self.jobs[to].handlers[kind](sender, values)
 
-        self._clocks[sender, to] = thread = threading.Thread(target=act, daemon=True)
-        thread.start()
+        with self._sending:  # two threads of one process may send at once
+            thread = threading.Thread(target=act, args=(self._clocks.get((sender, to)),), daemon=True)
+            thread.start()
+            self._clocks[sender, to] = thread
 
 
 class Fake:
