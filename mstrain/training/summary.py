@@ -56,9 +56,8 @@ def summarise(
     table.add_row("training time", f"{seconds:,.0f} s")
     spent = results["seconds"]
     where = ", ".join(f"{kind} {spent[kind]:,.0f} s" for kind in spent if spent[kind] >= 1)
-    table.add_row(
-        "goodput", f"{results['goodput']:.1%} of {results['lives']} lives' time in steps that count ({where})"
-    )
+    lives = f" over {results['lives']} lives" if results["lives"] > 1 else ""
+    table.add_row("goodput", f"{results['goodput']:.1%} of the time{lives} in steps that count ({where})")
     if bad_steps:
         table.add_row("bad steps", f"{bad_steps}, noted in {directory / 'bad_steps.jsonl'}")
     table.add_row("loss curve", str(directory / "loss.png"))
