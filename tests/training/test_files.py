@@ -88,7 +88,7 @@ def test_the_trace_opens_in_the_profile_plugin_and_holds_the_steps(directory):
     names = collections.Counter(event.name.partition(".")[0] for event in events)
     slices, products, layers, devices, steps = 2, 4, 2, 8, 2
     assert names["all_gather"] >= slices * products * layers * devices * steps
-    assert not {"$evaluate", "$checkpoints"} & names.keys()
+    assert not {"$evaluate", "$saver"} & names.keys()  # writing what was saved before may go on beside the steps
 
 
 def test_the_summary_repeats_what_was_logged(finished, directory):
