@@ -85,7 +85,6 @@ class Search:
         self.order = itertools.count()
         self.queue: list[tuple] = []
         self.found: list[tuple[float, tuple, Label]] = []  # cost, signature, plan: the cheapest top_k
-        self.expanded: dict[tuple, list] = {}
         self.num_expanded = 0
 
     @property
@@ -240,7 +239,7 @@ class Search:
         They can when an expanded tail of the same stages, or tails of top_k other combinations of stages,
         have the same layers and devices left and are as good in every respect.
         """
-        peers = self.expanded.setdefault((id(label.box), label.begin, label.state), [])
+        peers = label.box.expanded.setdefault((label.begin, label.state), [])
         values = (label.slowest, label.total, label.finish, label.stages)
         name = signature(label)
         better = {peer for peer, other in peers if all(a <= b for a, b in zip(other, values))}

@@ -1,7 +1,7 @@
 """All choices of a stage as arrays for one microbatch size, with the bounds of the rest of the pipeline."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -59,6 +59,7 @@ class Box:
     slowest: tuple[float, float]
     finish: tuple[float, float]
     total: np.ndarray  # (L + 1, S) least sum of stage times of the first layers on the devices left
+    expanded: dict[tuple[int, int], list] = field(init=False, default_factory=dict)  # its tails, see search
 
 
 def build_box(space: Space, tables: Tables, slowest: tuple[float, float], finish: tuple[float, float]) -> Box:

@@ -12,6 +12,7 @@ from mstrain.planning.metis.profiles import read_profiles
 from mstrain.planning.optimal import PlanOptions, plan_optimal
 from mstrain.planning.optimal.cost import build_model, build_stage, generator_ms
 from mstrain.planning.optimal.space import choices, choose_unit, kinds_of
+from mstrain.planning.optimal.tables import Box
 from mstrain.planning.optimal.times import degrees_of
 
 SIZES = {"hidden_size": 64, "sequence_length": 128, "vocab_size": 512}
@@ -106,6 +107,14 @@ def test_top_plans_are_those_of_brute_force(small_cluster, hosts, cluster, given
     assert [plan.cost_ms for plan in result.plans] == pytest.approx(expected[:4], rel=1e-9)
     assert result.certificate.proven and result.gap == pytest.approx(0.0, abs=1e-9)
     assert result.certificate.lower_bound_ms <= result.best.cost_ms
+
+
+def test_a_box_knows_only_its_own_tails():
+    """Tails of another box, even one whose address it inherited, say nothing about its plans."""
+    box = Box(None, (0.0, 1.0), (0.0, 1.0), None)
+    box.expanded[0, 0] = ["a tail"]
+    assert replace(box, slowest=(0.5, 1.0)).expanded == {}
+    assert Box(None, (0.0, 1.0), (0.0, 1.0), None).expanded == {}
 
 
 def test_memory_changes_the_plan(small_cluster):
