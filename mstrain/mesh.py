@@ -53,9 +53,11 @@ def emulate_devices(count: int) -> None:
 
     Later calls are no-ops for JAX once its backends exist; `make_mesh` reports if that left too few devices.
     """
-    # Emulated devices wait for each other in threads of one pool. With as many threads as devices, two independent
-    # collectives taken up in different order deadlock; XLA reads the size of its pool from NPROC.
+    # Emulated devices wait for each other in threads of one pool: two independent collectives that they take up
+    # in different order deadlock. Hence one order on all devices, and threads to spare (XLA reads NPROC).
     os.environ.setdefault("NPROC", str(8 * count))
+    if (flag := "--xla_cpu_enable_concurrency_optimized_scheduler") not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}=false".strip()
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # backends exist already: what there is decides

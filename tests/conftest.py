@@ -11,8 +11,6 @@ os.environ["XLA_FLAGS"] = " ".join(
         os.environ.get("XLA_FLAGS", ""),
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
-        # Emulated devices that take up independent collectives in different order can deadlock (docs/design.md).
-        "--xla_cpu_enable_concurrency_optimized_scheduler=false",
     ]
 )
 
