@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from omegaconf import OmegaConf
 from rich.markup import escape
 
@@ -116,12 +118,14 @@ def _make_folder(run: Run, directory: Path) -> None:
 
 def _per_step(run: Run):
     """Fields of a logged step that follow from its number and duration."""
-    schedule = learning_rate(run.config.optimizer, run.config.steps)
+    steps = run.config.steps
+    # At once, before training: a schedule asked step by step would queue behind the next step on the device.
+    rates = np.asarray(jax.jit(jax.vmap(learning_rate(run.config.optimizer, steps)))(jnp.arange(steps)))
     tokens = run.config.batch * run.config.seq
 
     def fields(step: int, seconds: float) -> dict:
         return {
-            "learning_rate": float(schedule(step - 1)),
+            "learning_rate": float(rates[step - 1]),
             "tokens_per_second": tokens / seconds,
             "mfu": run.mfu(seconds),
         }
