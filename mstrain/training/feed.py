@@ -20,10 +20,15 @@ class Feed:
         self.sharding = NamedSharding(mesh, P(None, _axes_that_divide(microbatch, mesh)))
 
     def __call__(self, step: int) -> jax.Array:
+        numbers = np.arange(math.prod(self.shape[:2])).reshape(self.shape[:2])
+        parts = {}  # devices along `col` want the same rows, and JAX asks for each device anew
+
         def read(index):
-            rows = np.arange(math.prod(self.shape[:2])).reshape(self.shape[:2])[index[:2]]
-            tokens = self.batches.batch(step, rows.reshape(-1))
-            return tokens.reshape(*rows.shape, -1)[..., index[2]]
+            rows = numbers[index[:2]]
+            key = (rows.shape, rows.flat[0])
+            if key not in parts:
+                parts[key] = self.batches.batch(step, rows.reshape(-1)).reshape(*rows.shape, -1)
+            return parts[key]
 
         return jax.make_array_from_callback(self.shape, self.sharding, read)
 
