@@ -19,6 +19,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mstrain.checks import at_least, one_of
 from mstrain.data import DataConfig
 from mstrain.hardware import parse_target
 from mstrain.hosts import HostsConfig
@@ -33,7 +34,7 @@ from mstrain.training.replicas import ReplicasConfig
 from mstrain.training.watchdog import WatchdogConfig
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-GROUPS = {"model": "model.name", "data": "data.source", "parallel": "parallel.algorithm"}
+GROUPS = ("model", "data", "parallel")
 DTYPES = ("auto", "bf16", "f32")
 
 
@@ -208,11 +209,6 @@ def build(kind: type, values: dict, path: str = "") -> Any:
     return kind(**{name: _typed(hints[name], value, path + name) for name, value in values.items()})
 
 
-def to_dict(config: RunConfig) -> dict:
-    """The resolved configuration as plain nested values."""
-    return dataclasses.asdict(config)
-
-
 def known_keys(kind: type = RunConfig) -> list[str]:
     """Every key a command line may set."""
     keys = groups_of(kind)
@@ -236,7 +232,7 @@ def choices(group: str) -> list[str]:
 
 def _check_keys(kind: type, arguments: list[str]) -> None:
     """Unknown keys and group members, with suggestions that Hydra would not make."""
-    keys, given = known_keys(kind), set()
+    keys, groups, given = known_keys(kind), groups_of(kind), set()
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
@@ -248,7 +244,7 @@ def _check_keys(kind: type, arguments: list[str]) -> None:
         if key in given:
             raise ValueError(f"{key} is given twice. Type it once.")
         given.add(key)
-        if key in groups_of(kind):
+        if key in groups:
             one_of(key, value, choices(key))
 
 
@@ -284,20 +280,6 @@ def _defaults(kind: type) -> dict:
 def _default(field: dataclasses.Field):
     """The default of a field; None where it has none and must be given."""
     return None if field.default is dataclasses.MISSING else field.default
-
-
-def one_of(key: str, value: str, allowed) -> None:
-    if value not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, 1)
-        hint = f"Did you mean {key}={near[0]}?" if near else f"Choose one of {', '.join(allowed)}."
-        raise ValueError(f"{key}={value} is unknown. {hint}")
-
-
-def at_least(path: str, config, **bounds) -> None:
-    for name, bound in bounds.items():
-        if not getattr(config, name) >= bound:
-            key = f"{path}.{name}" if path else name
-            raise ValueError(f"{key}={getattr(config, name)} is too small. Type {key}={bound} or more.")
 
 
 def run_command(name: str, main, help_lines=None) -> typing.NoReturn:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from mstrain.config import RunConfig, build, load_config, run_command, to_dict
+from mstrain.config import RunConfig, build, load_config, run_command
 from mstrain.gemm.plan import ALGORITHMS
 from mstrain.mesh import parse_mesh
 from mstrain.models.parallel import ParallelConfig, layer_algorithms, parse_slices
@@ -128,7 +128,7 @@ def test_help_lists_every_key(monkeypatch, capsys):
 
 def test_the_defaults_are_those_on_record():
     golden = Path(__file__).parent / "golden" / "default_config.yaml"
-    assert OmegaConf.to_yaml(OmegaConf.create(to_dict(load_config([])))) == golden.read_text(), (
+    assert OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(load_config([])))) == golden.read_text(), (
         "A default has changed. If that is intended, put the new value into tests/golden/default_config.yaml."
     )
 
@@ -143,7 +143,7 @@ def test_a_written_configuration_reads_back_equal(tmp_path):
     ]
     config = load_config(arguments)
     path = tmp_path / "config.yaml"
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
     again = build(RunConfig, OmegaConf.to_container(OmegaConf.load(path)))
     assert again == config
     assert (again.parallel.layers, again.optimizer.learning_rate, again.seed) == (

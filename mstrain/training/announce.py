@@ -1,8 +1,9 @@
-"""What a run says before it trains: model, mesh, plan, data, how MFU is counted, and whether it fits."""
+"""What a run says before it trains: model, mesh, plan, data, how MFU is counted, and the memory it needs."""
 
 import typing
 
 import jax
+from jax.sharding import Mesh
 
 from mstrain.models.plan import ModelPlan
 from mstrain.models.transformer import count_parameters
@@ -14,15 +15,14 @@ MFU_FORMULA = "(6 x multiplying parameters + 12 x layers x heads x head width x 
 
 
 def announce(run: "Run") -> None:
-    """Prints the run's choices and, once the step is compiled, its memory; then refuses what will not fit."""
+    """Prints the run's choices and, once the step is compiled, its memory."""
     mesh, model = run.module.plan.mesh, run.module.model
     device, train, validation = jax.devices()[0], run.corpus.train, run.corpus.validation
     kind = "emulated CPU devices" if device.platform == "cpu" else device.device_kind
-    shape = "x".join(str(size) for size in mesh.shape.values())
     peak = f"{run.peak / 1e12:,.0f} TFLOP/s per device" if run.peak else "n/a, so MFU is n/a"
     lines = {
         "Model": f"{model.name}: {count_parameters(model):,} parameters, {model.layers} layers",
-        "Mesh": f"{shape} (data x row x col): {mesh.size} {kind}",
+        "Mesh": f"{describe_mesh(mesh)} (data x row x col): {mesh.size} {kind}",
         "Plan": describe(run.module.plan),
         "Data": f"{run.config.data.source}: {train.num_tokens:,} training, {validation.num_tokens:,} validation tokens",
         "MFU": f"{MFU_FORMULA}; peak {peak}",
@@ -31,7 +31,11 @@ def announce(run: "Run") -> None:
         run.console.print(f"[bold]{name:7}[/]{text}")
     with run.console.status("Compiling the step"):
         run.console.print(f"[bold]{'Memory':7}[/]{run.memory}")
-    run.memory.check()
+
+
+def describe_mesh(mesh: Mesh) -> str:
+    """Sizes along `data`, `row` and `col`."""
+    return "x".join(map(str, mesh.devices.shape))
 
 
 def describe(plan: ModelPlan) -> str:

@@ -6,9 +6,11 @@ counts.
 """
 
 import contextlib
-import json
 import time
 from pathlib import Path
+
+from mstrain.training import json_lines
+from mstrain.training.reporter import METRICS
 
 FILE = "goodput.jsonl"
 KINDS = ("steps", "compile", "save", "restore", "input", "evaluate", "lost")
@@ -43,12 +45,13 @@ class Goodput:
         """Counts the time of a step from its metrics."""
         self.seconds["steps"] += values["step_seconds"]
 
-    def lose(self, directory: Path, step_seconds: float) -> None:
-        """Counts steps that must be made again, and the time since an earlier life was last heard of unless
-        it finished."""
-        lines = _lines(directory / FILE)
-        self.seconds["lost"] += step_seconds
-        metrics = directory / "metrics.jsonl"
+    def lose(self, directory: Path, done: int) -> None:
+        """Counts steps after `done`, which must be made again, and the time since an earlier life was last heard
+        of unless it finished."""
+        lines = json_lines.read(directory / FILE)
+        metrics = directory / METRICS
+        lost = (line for line in json_lines.read(metrics) if line.get("step", 0) > done)
+        self.seconds["lost"] += sum(line.get("step_seconds") or 0.0 for line in lost)
         if metrics.exists() and not (lines and lines[-1]["finished"]):
             self.seconds["lost"] += max(self._begun - metrics.stat().st_mtime, 0.0)
 
@@ -56,8 +59,7 @@ class Goodput:
         """Adds a line for this life."""
         total = time.perf_counter() - self._started
         line = {"life": self._begun, "finished": finished, "total": total, **self.seconds}
-        with open(directory / FILE, "a") as file:
-            file.write(json.dumps(line) + "\n")
+        json_lines.append(directory / FILE, line)
 
 
 def account(directory: Path) -> dict:
@@ -67,7 +69,7 @@ def account(directory: Path) -> dict:
     The first life's start is what any run needs; compile, restore and the rest of later lives' starts are
     lost to restarts.
     """
-    lives = list({line["life"]: line for line in _lines(directory / FILE)}.values())
+    lives = list({line["life"]: line for line in json_lines.read(directory / FILE)}.values())
     seconds = {kind: sum(life[kind] for life in lives) for kind in KINDS}
     seconds["other"] = sum(
         life["total"] - sum(life[kind] for kind in KINDS if kind != "lost") for life in lives
@@ -75,9 +77,3 @@ def account(directory: Path) -> dict:
     total = sum(life["total"] for life in lives) + seconds["lost"]
     return {"lives": len(lives), "seconds": seconds, "goodput": seconds["steps"] / total if total else None}
 
-
-def _lines(path: Path) -> list[dict]:
-    """Whole lines of the file; one cut short by a kill is left out."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]

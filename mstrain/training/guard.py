@@ -7,14 +7,15 @@ learns.
 
 import collections
 import dataclasses
-import json
 import math
 import statistics
 from pathlib import Path
 
 from rich.console import Console
 
+from mstrain.checks import at_least
 from mstrain.data import Batches
+from mstrain.training import json_lines
 from mstrain.training.stopped import Stopped
 
 FILE = "bad_steps.jsonl"
@@ -31,17 +32,10 @@ class GuardConfig:
     window: int = 100
 
     def __post_init__(self):
-        if self.max_bad_steps < 1:
-            raise ValueError(
-                f"guard.max_bad_steps={self.max_bad_steps} is too small. Type guard.max_bad_steps=1 or more."
-            )
+        at_least("guard", self, max_bad_steps=1, window=10)  # fewer make no deviation
         if self.spike is not None and not 0 < self.spike < math.inf:
             raise ValueError(
                 f"guard.spike={self.spike} is no number of deviations. Type guard.spike=6, or null for none."
-            )
-        if self.window < 10:
-            raise ValueError(
-                f"guard.window={self.window} is too short for a deviation. Type guard.window=10 or more."
             )
 
 
@@ -49,7 +43,6 @@ class Guard:
     """Called with the metrics of every step; raises Stopped after `max_bad_steps` bad ones in a row."""
 
     def __init__(self, config: GuardConfig, batches: Batches, directory: Path | None, console: Console):
-        self.bad_steps = 0
         self._config, self._batches, self._directory, self._console = config, batches, directory, console
         self._in_a_row = 0
         self._losses: collections.deque[float] = collections.deque(maxlen=config.window)
@@ -60,7 +53,7 @@ class Guard:
             self._in_a_row = 0
             self._losses.append(values["loss"])
             return
-        self.bad_steps, self._in_a_row = self.bad_steps + 1, self._in_a_row + 1
+        self._in_a_row += 1
         batch = f"batch {step - 1} of seed {self._batches.seed} in {self._batches.file.path}"
         self._console.print(f"[yellow]Step {step}:[/] {reason}. It was made of {batch}.")
         if self._directory:
@@ -70,8 +63,7 @@ class Guard:
                 "seed": self._batches.seed,
                 "file": str(self._batches.file.path),
             }
-            with open(self._directory / FILE, "a") as file:
-                file.write(json.dumps({**facts, "reason": reason}) + "\n")
+            json_lines.append(self._directory / FILE, {**facts, "reason": reason})
         if self._in_a_row >= self._config.max_bad_steps:
             raise Stopped(
                 f"Stopped: {self._in_a_row} bad steps in a row, the last of {batch}. The checkpoints are "

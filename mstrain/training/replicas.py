@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from mstrain.checks import at_least
 from mstrain.hosts import Job
 from mstrain.training.stopped import Stopped
 
@@ -23,11 +24,8 @@ class ReplicasConfig:
     every: int | None = None
 
     def __post_init__(self):
-        if self.every is not None and self.every < 1:
-            raise ValueError(
-                f"check_replicas.every={self.every} is too small. Type check_replicas.every=1000, or null "
-                f"for never."
-            )
+        if self.every is not None:
+            at_least("check_replicas", self, every=1)
 
 
 class ReplicaCheck:

@@ -1,9 +1,6 @@
 """What a person sees of training: a progress line, metrics.jsonl, TensorBoard.
 
-`metrics.jsonl` has one object per logged step, `eval.jsonl` one per evaluation. After a resume both continue
-behind the
-checkpoint: lines of steps that were lost and will be made again are dropped first, so that every step stands
-once.
+`metrics.jsonl` has one object per logged step, `eval.jsonl` one per evaluation.
 """
 
 import contextlib
@@ -16,6 +13,8 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
+
+from mstrain.training import json_lines
 
 METRICS, EVALUATIONS = "metrics.jsonl", "eval.jsonl"
 SECONDS_BETWEEN_LINES = 10  # of plain progress lines, where there is no terminal to redraw
@@ -40,8 +39,6 @@ class Reporter:
         first, self._last = steps[0], steps[-1]
         self._console, self._observers = console, observers
         if self._writes:
-            for name in (METRICS, EVALUATIONS):
-                drop_after(directory / name, first - 1)
             self._metrics = open(directory / METRICS, "a", buffering=1)
             self._tensorboard = SummaryWriter(str(directory / "tensorboard"), purge_step=first)
         self._progress = Progress(
@@ -80,8 +77,7 @@ class Reporter:
         """Records an evaluation and prints it."""
         if not self._writes:
             return
-        with open(self._directory / EVALUATIONS, "a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        json_lines.append(self._directory / EVALUATIONS, {"step": step, **values})
         for name, value in values.items():
             self._tensorboard.add_scalar(f"eval/{name}", value, step)
         shown = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
@@ -126,30 +122,3 @@ def _plain(values: dict) -> dict:
     """As JSON, which knows no NaN, with `skipped` only for steps that were."""
     kept = {name: value for name, value in values.items() if name != "skipped" or value}
     return {name: value if value is None or math.isfinite(value) else None for name, value in kept.items()}
-
-
-def drop_after(path: Path, step: int) -> None:
-    """Keeps the whole lines of a JSON-lines file up to `step`; a line cut short by a kill goes too."""
-    if not path.exists():
-        return
-    kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept))
-    temporary.replace(path)
-
-
-def seconds_after(path: Path, step: int) -> float:
-    """Step seconds of the lines that `drop_after` would drop."""
-    lines = (
-        [json.loads(line) for line in path.read_text().splitlines() if step < _step_of(line) < math.inf]
-        if path.exists()
-        else []
-    )
-    return sum(line.get("step_seconds") or 0.0 for line in lines)
-
-
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return float("inf")

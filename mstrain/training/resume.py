@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 from mstrain.checkpoints import Checkpoints
+from mstrain.training.announce import describe_mesh
 from mstrain.training.run import Run
 from mstrain.training.step import State, init_state
 
@@ -48,14 +49,14 @@ def begin(run: Run, checkpoints: Checkpoints) -> tuple[State, int]:
 
 def facts(run: Run) -> dict:
     """What a checkpoint tells of its run; DEFINES_BATCHES decide what batch k is."""
-    config, mesh = run.config, run.module.plan.mesh
+    config = run.config
     return {
         "format": FORMAT,
         "seed": config.seed,
         "batch": config.batch,
         "seq": config.seq,
         "corpus": run.corpus.digest,
-        "mesh": "x".join(str(size) for size in mesh.shape.values()),
+        "mesh": describe_mesh(run.module.plan.mesh),
         "processes": run.job.processes,
         "jax": jax.__version__,
     }

@@ -109,6 +109,7 @@ def prepare(config: RunConfig, job: Job = ALONE) -> Run:
     optimizer = make_optimizer(config.optimizer, config.steps)
     run = Run(config, corpus, module, optimizer, feed, validation_feed, chip, console, job)
     announce(run)
+    run.memory.check()
     return run
 
 

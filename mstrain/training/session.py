@@ -1,6 +1,7 @@
 """One life of a run: make or resume its state, train to the last step or until told to stop, say what came of
 it."""
 
+import dataclasses
 import tempfile
 import time
 from pathlib import Path
@@ -12,16 +13,16 @@ from omegaconf import OmegaConf
 from rich.markup import escape
 
 from mstrain.checkpoints import Checkpoints
-from mstrain.config import to_dict
-from mstrain.training import loop
+from mstrain.training import json_lines, loop
 from mstrain.training.evaluate import Evaluator
 from mstrain.training.goodput import account as goodput_account
+from mstrain.training.guard import FILE as BAD_STEPS
 from mstrain.training.guard import Guard
 from mstrain.training.optimizer import learning_rate
 from mstrain.training.preemption import Preemption
 from mstrain.training.profiler import profile_hooks
 from mstrain.training.replicas import ReplicaCheck
-from mstrain.training.reporter import METRICS, Reporter, seconds_after
+from mstrain.training.reporter import EVALUATIONS, METRICS, Reporter
 from mstrain.training.resume import begin
 from mstrain.training.run import Run
 from mstrain.training.saver import Saver
@@ -57,9 +58,11 @@ def _train_from(run: Run, state: State, done: int, checkpoints: Checkpoints, dir
     config, job, goodput = run.config, run.job, run.goodput
     steps = range(done + 1, config.steps + 1)
     if job.leads:
-        goodput.lose(directory, seconds_after(directory / METRICS, done))
+        goodput.lose(directory, done)
         goodput.write(directory)
-        (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))
+        for name in (METRICS, EVALUATIONS, BAD_STEPS):  # every step stands once
+            json_lines.drop_after(directory / name, done)
+        (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
     guard = Guard(config.guard, run.feed.batches, directory if job.leads else None, run.console)
     watchdog, preemption = Watchdog(config.watchdog, directory, job), Preemption(job)
     observers = (watchdog, goodput.step, guard)
@@ -84,7 +87,7 @@ def _train_from(run: Run, state: State, done: int, checkpoints: Checkpoints, dir
             "The same command goes on from there."
         )
         return
-    summarise(run, state, evaluator, reporter, guard.bad_steps, time.perf_counter() - begun)
+    summarise(run, state, evaluator, reporter, time.perf_counter() - begun)
 
 
 def _hooks(run: Run, steps: range, directory: Path, evaluator: Evaluator, saver: Saver) -> list[loop.Hook]:

@@ -11,17 +11,17 @@ import matplotlib.pyplot as plt
 from rich.markup import escape
 from rich.table import Table
 
+from mstrain.training import json_lines
 from mstrain.training.evaluate import Evaluator
 from mstrain.training.goodput import account
+from mstrain.training.guard import FILE as BAD_STEPS
 from mstrain.training.reporter import EVALUATIONS, METRICS, Reporter
 from mstrain.training.run import Run
 from mstrain.training.sample import sample
 from mstrain.training.step import State
 
 
-def summarise(
-    run: Run, state: State, evaluator: Evaluator, reporter: Reporter, bad_steps: int, seconds: float
-) -> None:
+def summarise(run: Run, state: State, evaluator: Evaluator, reporter: Reporter, seconds: float) -> None:
     """Prints and saves the results of a run that has reached its last step."""
     continuation = sample(run, state["params"])
     if jax.process_index() != 0:
@@ -36,7 +36,7 @@ def summarise(
         "tokens_per_second": per_second,
         "training_seconds": seconds,
         "mfu": run.mfu(reporter.seconds / reporter.steps) if reporter.steps else None,
-        "bad_steps": bad_steps,
+        "bad_steps": len(json_lines.read(directory / BAD_STEPS)),
         **account(directory),
         "sample": continuation,
     }
@@ -58,8 +58,8 @@ def summarise(
     where = ", ".join(f"{kind} {spent[kind]:,.0f} s" for kind in spent if spent[kind] >= 1)
     lives = f" over {results['lives']} lives" if results["lives"] > 1 else ""
     table.add_row("goodput", f"{results['goodput']:.1%} of the time{lives} in steps that count ({where})")
-    if bad_steps:
-        table.add_row("bad steps", f"{bad_steps}, noted in {directory / 'bad_steps.jsonl'}")
+    if results["bad_steps"]:
+        table.add_row("bad steps", f"{results['bad_steps']}, noted in {directory / BAD_STEPS}")
     table.add_row("loss curve", str(directory / "loss.png"))
     run.console.print(table)
     if continuation is not None:
@@ -68,7 +68,7 @@ def summarise(
 
 def plot_loss(directory: Path, unigram: float) -> None:
     """Draws training and validation loss from the run's own files into loss.png."""
-    train, evaluations = (_read(directory / name) for name in (METRICS, EVALUATIONS))
+    train, evaluations = (json_lines.read(directory / name) for name in (METRICS, EVALUATIONS))
     figure, axes = plt.subplots(figsize=(7, 4))
     axes.plot([x["step"] for x in train], [x["loss"] for x in train], lw=0.8, label="training")
     if evaluations:
@@ -82,6 +82,3 @@ def plot_loss(directory: Path, unigram: float) -> None:
     figure.savefig(directory / "loss.png", dpi=120)
     plt.close(figure)
 
-
-def _read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

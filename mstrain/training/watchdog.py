@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+from mstrain.checks import at_least
 from mstrain.hosts import LOST, Job
 
 LOOK_SECONDS = 1.0
@@ -30,12 +31,7 @@ class WatchdogConfig:
     limit_seconds: float = 1800.0
 
     def __post_init__(self):
-        for name, bound in (("factor", 1), ("least_seconds", 0), ("limit_seconds", 1)):
-            if not getattr(self, name) >= bound:
-                raise ValueError(
-                    f"watchdog.{name}={getattr(self, name)} is too small. Type watchdog.{name}={bound} or "
-                    f"more."
-                )
+        at_least("watchdog", self, factor=1, least_seconds=0, limit_seconds=1)
 
 
 class Watchdog:

@@ -83,11 +83,13 @@ def test_goodput_adds_up_over_lives(tmp_path):
     first.write(tmp_path)
     with open(tmp_path / "goodput.jsonl", "a") as file:
         file.write('{"life": 3, "steps')  # killed while writing
-    os.utime(_touch(tmp_path / "metrics.jsonl"), (first._begun + 100, first._begun + 100))
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 7, "step_seconds": 3.0}\n{"step": 8, "step_seconds": 5.0}\n{"step": 9, "st')
+    os.utime(metrics, (first._begun + 100, first._begun + 100))
     (tmp_path / "goodput.jsonl").write_text((tmp_path / "goodput.jsonl").read_text() + "\n")
     second = Goodput()
     second._begun = first._begun + 107
-    second.lose(tmp_path, 5.0)
+    second.lose(tmp_path, 7)
     second.seconds |= {"steps": 20.0}
     second._started -= 28
     second.write(tmp_path, finished=True)
@@ -97,13 +99,9 @@ def test_goodput_adds_up_over_lives(tmp_path):
     assert found["seconds"]["other"] == pytest.approx(60 - 50 + 28 - 20, abs=0.1)
     third = Goodput()
     third._begun = second._begun + 10_000
-    third.lose(tmp_path, 0.0)  # the run had finished; it waited for nobody
+    third.lose(tmp_path, 9)  # the run had finished; it waited for nobody
     assert (
         third.seconds["lost"] == 0
         and json.loads((tmp_path / "goodput.jsonl").read_text().splitlines()[-1])["finished"]
     )
 
-
-def _touch(path):
-    path.touch()
-    return path

@@ -18,7 +18,7 @@ from xprof.convert import raw_to_tool_data
 from mstrain.config import RunConfig, build
 from mstrain.data import unigram_nats_per_token
 from mstrain.training.optimizer import learning_rate
-from mstrain.training.reporter import drop_after
+from mstrain.training.json_lines import drop_after
 from tests.training.runs import lines, losses
 
 FIELDS = {"step", "loss", "grad_norm", "learning_rate", "step_seconds", "tokens_per_second", "mfu"}

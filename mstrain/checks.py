@@ -1,0 +1,19 @@
+"""Checks that every part of a configuration makes at construction; messages end with what to type instead."""
+
+import difflib
+
+
+def one_of(key: str, value: str, allowed) -> None:
+    """Raises ValueError, with the nearest of `allowed`, when `key` has another value."""
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), allowed, 1)
+        hint = f"Did you mean {key}={near[0]}?" if near else f"Choose one of {', '.join(allowed)}."
+        raise ValueError(f"{key}={value} is unknown. {hint}")
+
+
+def at_least(path: str, config, **bounds) -> None:
+    """Raises ValueError for the first field of `config` (at `path` of the command line) below its bound, or NaN."""
+    for name, bound in bounds.items():
+        if not getattr(config, name) >= bound:
+            key = f"{path}.{name}" if path else name
+            raise ValueError(f"{key}={getattr(config, name)} is too small. Type {key}={bound} or more.")
