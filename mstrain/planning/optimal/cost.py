@@ -163,64 +163,71 @@ def gradient_exchange(model: Model, choice: Choice) -> tuple[float, float]:
     return per_byte, 2 * latency * (inside - 1 + groups - 1)
 
 
-def stage_tables(model: Model, stages: list[Stage]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Stage ms, end-of-iteration ms, microbatches that fit: (begin, end, stage) for layers [begin, end)."""
-    shape = (model.layers + 1, model.layers + 1, len(stages))
-    stage_ms, flights = np.zeros(shape), np.full(shape, UNLIMITED)
+def stage_tables(
+    model: Model, stages: list[Stage], fewest: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Stage ms, end-of-iteration ms, microbatches that fit: (begin, end, stage) for layers [begin, end).
+
+    The first is infinite where memory does not hold the `fewest` microbatches that may be in flight.
+    """
+    rows = [
+        (index, kind, row)
+        for index, stage in enumerate(stages)
+        for row, kind in enumerate(stage.choice.kinds)
+    ]
+    stage_of, kind_of, _ = zip(*rows)
+    shape = (len(model.kinds), len(stages))
+    compute_ms = np.zeros((model.layers + 1, *shape))
+    compute_ms[:, kind_of, stage_of] = np.array([stages[i].compute_ms[row] for i, _, row in rows]).T
+    terms = np.zeros((4, *shape))  # ms per transformer layer and on the last stage, samples, usable bytes
+    terms[3] = np.inf
+    terms[:, kind_of, stage_of] = np.array(
+        [
+            (s.tensor_ms[row], s.sync_ms[row], s.shares[row] / s.choice.tp, s.memory_bytes[row])
+            for s, row in ((stages[i], row) for i, _, row in rows)
+        ]
+    ).T
+    fixed = np.array(
+        [
+            (s.boundary_ms, s.exchange_ms + s.update_ms, s.exchange_latency_ms, s.state_bytes)
+            for s in stages
+        ]
+    )
     prefixes = model.parameter_bytes, model.activation_bytes, model.middle
-    for kind in range(len(model.kinds)):
-        users = [index for index, stage in enumerate(stages) if kind in stage.choice.kinds]
-        if users:
-            rows = [(stages[index], stages[index].choice.kinds.index(kind)) for index in users]
-            terms = np.array(
-                [
-                    (
-                        stage.tensor_ms[row],
-                        stage.sync_ms[row],
-                        stage.shares[row] / stage.choice.tp,
-                        stage.memory_bytes[row],
-                        stage.state_bytes,
-                    )
-                    for stage, row in rows
-                ]
-            )
-            compute_ms = np.array([stage.compute_ms[row] for stage, row in rows]).T
-            enter_kind(
-                np.array(users),
-                np.ascontiguousarray(compute_ms),
-                *np.ascontiguousarray(terms.T),
-                prefixes,
-                stage_ms,
-                flights,
-            )
-    stage_ms[1:] += np.array([stage.boundary_ms for stage in stages])
-    parameters = (model.parameter_bytes[None] - model.parameter_bytes[:, None])[:, :, None]
-    per_byte = np.array([stage.exchange_ms + stage.update_ms for stage in stages])
-    latency = np.array([stage.exchange_latency_ms for stage in stages])
-    return stage_ms, per_byte * parameters + latency, flights
+    return fill_tables(compute_ms, terms, np.ascontiguousarray(fixed.T), prefixes, fewest)
 
 
 @numba.njit(cache=True)
-def enter_kind(users, compute_ms, tensor_ms, sync_ms, samples, memory, state, prefixes, stage_ms, flights):
-    """Raise the times and lower the flights of stages `users` to what one of their kinds allows, in place.
+def fill_tables(compute_ms, terms, fixed, prefixes, fewest):
+    """The arrays of `stage_tables`: times are those of a stage's slowest kind, flights of its fullest.
 
-    `compute_ms` is (L + 1, users), a prefix; the next five are (users,): ms per transformer layer and on
-    the last stage, samples / tp, usable bytes, and state bytes per parameter byte.
+    `compute_ms` is (L + 1, K, stages), a prefix, zero for kinds that a stage has not.
     """
+    tensor_ms, sync_ms, samples, memory = terms
+    boundary_ms, per_byte_ms, latency_ms, state = fixed
     parameter_bytes, activation_bytes, middle = prefixes
-    layers = len(middle) - 1
+    layers, (kinds, stages) = len(middle) - 1, memory.shape
+    stage_ms = np.full((layers + 1, layers + 1, stages), np.inf)
+    end_ms, flights = np.full_like(stage_ms, np.inf), np.zeros(stage_ms.shape, np.int64)
     for begin in range(layers):
         for end in range(begin + 1, layers + 1):
             parameters = parameter_bytes[end] - parameter_bytes[begin]
             kept = activation_bytes[end] - activation_bytes[begin]
-            for i, user in enumerate(users):
-                tensor = tensor_ms[i] * (middle[end] - middle[begin])
-                ms = compute_ms[end, i] - compute_ms[begin, i] + tensor
-                if end == layers:
-                    ms += sync_ms[i]
-                stage_ms[begin, end, user] = max(stage_ms[begin, end, user], ms)
-                room, held = memory[i] - state[i] * parameters, samples[i] * kept
-                if room < 0:
-                    flights[begin, end, user] = -1
-                elif room < held * flights[begin, end, user]:
-                    flights[begin, end, user] = int(room / held)
+            for stage in range(stages):
+                slowest, fitting = 0.0, UNLIMITED
+                for kind in range(kinds):
+                    ms = compute_ms[end, kind, stage] - compute_ms[begin, kind, stage]
+                    ms += tensor_ms[kind, stage] * (middle[end] - middle[begin])
+                    ms += sync_ms[kind, stage] if end == layers else 0.0
+                    slowest = max(slowest, ms)
+                    room = memory[kind, stage] - state[stage] * parameters
+                    held = samples[kind, stage] * kept
+                    if room < 0:
+                        fitting = -1
+                    elif room < held * fitting:
+                        fitting = int(room / held)
+                flights[begin, end, stage] = fitting
+                end_ms[begin, end, stage] = per_byte_ms[stage] * parameters + latency_ms[stage]
+                if fitting >= fewest:
+                    stage_ms[begin, end, stage] = slowest + (boundary_ms[stage] if begin else 0.0)
+    return stage_ms, end_ms, flights

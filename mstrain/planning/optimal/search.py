@@ -17,6 +17,7 @@ import numpy as np
 
 from mstrain.planning.metis.cluster import read_cluster
 from mstrain.planning.metis.profiles import check_layer_times, profile_name, read_profiles
+from mstrain.planning.optimal.bounds import child_costs
 from mstrain.planning.optimal.cost import Model, build_model, generator_ms
 from mstrain.planning.optimal.options import PlanOptions
 from mstrain.planning.optimal.result import Certificate, OptimalResult, report_plan
@@ -58,7 +59,7 @@ def plan_optimal(
 
 
 SHRINK = 0.7  # a box is cut to this part of a side before it is halved
-NARROW = 0.003  # width of a box, as a part of the cost, below which it is searched and not halved
+NARROW = 0.01  # width of a box, as a part of the cost, below which it is searched and not halved
 
 
 @dataclass(frozen=True)
@@ -126,15 +127,13 @@ class Search:
         tables = build_tables(self.model, self.space, samples, microbatches, stages)
         spare = self.limit - bound
         highest = slowest + spare / max(microbatches - 1, 1e-12)
-        highest = min(highest, float(tables.stage_ms[tables.possible].max(initial=slowest)))
-        finish = min(spare, float(tables.end_ms[tables.possible].max(initial=0.0)))
-        self.enter(build_box(self.space, tables, (slowest, highest), (0.0, finish)))
+        self.enter(build_box(self.space, tables, (slowest, highest), (0.0, spare)))
 
     def enter(self, box: Box) -> None:
         """Queue a box; dive for a plan in it first."""
         if np.inf in (box.slowest[0], box.finish[0]):
             return  # no stage takes a time within the limits
-        root = Label(box, self.model.layers, self.space.fits.shape[1] - 1)
+        root = Label(box, self.model.layers, len(self.space.real) - 1)
         self.dive(root)
         self.queue_box(root)
 
@@ -168,21 +167,24 @@ class Search:
         self.enter(build_box(self.space, box.tables, **limits))
         self.queue_box(replace(root, box=upper))
 
-    def children(self, label: Label):
-        """Choices that fit the devices left, and the bound of each by first layer: (C',), (begin, C')."""
-        box, tables, end = label.box, label.box.tables, label.begin
-        usable = np.flatnonzero(tables.fits[label.state])
+    def children(self, label: Label) -> np.ndarray:
+        """Bound of the plans in which a choice comes before the tail, by first layer: (begin, C)."""
+        box, tables = label.box, label.box.tables
         gpipe = self.model.options.schedule == "gpipe"
-        flight = tables.microbatches if gpipe else min(tables.microbatches, label.stages + 1)
-        stage_ms, end_ms = tables.stage_ms[:end, end][:, usable], tables.end_ms[:end, end][:, usable]
-        slowest, finish = np.maximum(label.slowest, stage_ms), np.maximum(label.finish, end_ms)
-        slowest[1:] = np.maximum(slowest[1:], box.slowest[0])
-        finish[1:] = np.maximum(finish[1:], box.finish[0])
-        total = label.total + stage_ms + box.total[:end, label.state - tables.offsets[usable]]
-        bound = self.cost(tables.microbatches, slowest, total, finish)
-        allowed = tables.flights[:end, end][:, usable] >= flight
-        bound[~allowed | (stage_ms > box.slowest[1]) | (end_ms > box.finish[1])] = np.inf
-        return usable, bound
+        costs = child_costs(
+            tables.stage_ms,
+            tables.end_ms,
+            tables.flights,
+            tables.offsets,
+            tables.fits,
+            box.total,
+            box.slowest,
+            box.finish,
+            (label.begin, label.state, label.slowest, label.total, label.finish),
+            tables.microbatches if gpipe else min(tables.microbatches, label.stages + 1),
+            tables.microbatches - 1.0,
+        )
+        return costs + tables.microbatches * self.generator_ms
 
     def child(self, label: Label, choice: int, begin: int) -> Label:
         tables, end = label.box.tables, label.begin
@@ -202,11 +204,11 @@ class Search:
     def dive(self, label: Label) -> None:
         """Follow the least bound down to a complete plan."""
         while label.begin > 0:
-            usable, bound = self.children(label)
-            if not bound.size or bound.min() == np.inf:
-                return
+            bound = self.children(label)
             begin, choice = np.unravel_index(bound.argmin(), bound.shape)
-            label = self.child(label, int(usable[choice]), int(begin))
+            if bound[begin, choice] == np.inf:
+                return
+            label = self.child(label, int(choice), int(begin))
         self.keep(self.cost(label.box.tables.microbatches, label.slowest, label.total, label.finish), label)
 
     def keep(self, cost: float, label: Label) -> None:
@@ -224,14 +226,14 @@ class Search:
         if self.dominated(label):
             return
         self.num_expanded += 1
-        usable, bound = self.children(label)
-        for column in np.argsort(bound[0], kind="stable"):
-            if not bound[0, column] < self.limit:
+        bound = self.children(label)
+        for choice in np.argsort(bound[0], kind="stable"):
+            if not bound[0, choice] < self.limit:
                 break
-            self.keep(float(bound[0, column]), self.child(label, int(usable[column]), 0))
-        for row, column in zip(*np.nonzero(bound[1:] < self.limit)):
+            self.keep(float(bound[0, choice]), self.child(label, int(choice), 0))
+        for row, choice in zip(*np.nonzero(bound[1:] < self.limit)):
             begin = int(row) + 1
-            self.push(float(bound[begin, column]), begin, self.expand, (label, int(usable[column]), begin))
+            self.push(float(bound[begin, choice]), begin, self.expand, (label, int(choice), begin))
 
     def dominated(self, label: Label) -> bool:
         """Whether the top k can do without this tail; if not, remember it.
@@ -262,7 +264,7 @@ class Search:
             seconds=seconds,
             unit=self.space.unit,
             choices=len(self.space.choices),
-            states=self.space.fits.shape[1],
+            states=int(self.space.real.sum()),
         )
         plans = tuple(
             report_plan(

@@ -12,27 +12,35 @@ from mstrain.planning.optimal.space import Choice
 
 @dataclass(frozen=True)
 class Space:
-    """Choices of a stage, and states: units left per kind, row-major, so taking devices lowers the index."""
+    """Choices of a stage, and states: units left per kind, row-major, so taking devices lowers the index.
+
+    Rows are twice as long as they need to be, so that taking more than there is leads to no state.
+    """
 
     unit: int
     choices: tuple[Choice, ...]
-    groups: tuple[tuple[int, ...], ...]  # distinct device counts
+    groups: tuple[tuple[int, ...], ...]  # distinct device counts, each after those it contains
     group_of: np.ndarray  # (C,) of a choice
     offsets: np.ndarray  # (G,)
     fits: np.ndarray  # (G, S)
     contains: np.ndarray  # (G, G) whether the first group has the devices of the second
+    real: np.ndarray  # (S,) whether an index is that of a state; the last one is, with all devices
 
 
 def build_space(model: Model, unit: int, choices: tuple[Choice, ...]) -> Space:
-    groups = tuple(dict.fromkeys(choice.devices for choice in choices))
-    shape = [kind.devices // unit + 1 for kind in model.kinds]
-    states = np.array(list(itertools.product(*(range(size) for size in shape))))
+    groups = tuple(sorted({choice.devices for choice in choices}))
+    counts = [kind.devices // unit for kind in model.kinds]
+    strides = np.cumprod([1, *(2 * count + 1 for count in counts[:0:-1])])[::-1]
+    states = np.array(list(itertools.product(*(range(count + 1) for count in counts))))
+    numbers = states @ strides
+    real = np.zeros(numbers[-1] + 1, bool)
+    real[numbers] = True
     units = np.array(groups) // unit
-    strides = np.cumprod([1, *shape[:0:-1]])[::-1]
-    fits = (states[None] >= units[:, None, :]).all(axis=2)
+    fits = np.zeros((len(groups), len(real)), bool)
+    fits[:, numbers] = (states[None] >= units[:, None, :]).all(axis=2)
     group_of = np.array([groups.index(choice.devices) for choice in choices])
     contains = (units[:, None, :] >= units[None]).all(axis=2)
-    return Space(unit, choices, groups, group_of, units @ strides, fits, contains)
+    return Space(unit, choices, groups, group_of, units @ strides, fits, contains, real)
 
 
 @dataclass(frozen=True)
@@ -44,10 +52,9 @@ class Tables:
     stages: tuple[Stage, ...]
     offsets: np.ndarray  # (C,)
     fits: np.ndarray  # (S, C)
-    stage_ms: np.ndarray  # (L + 1, L + 1, C) for layers [begin, end)
+    stage_ms: np.ndarray  # (L + 1, L + 1, C) for layers [begin, end); infinite where memory never suffices
     end_ms: np.ndarray  # (L + 1, L + 1, C)
     flights: np.ndarray  # (L + 1, L + 1, C) microbatches that fit in memory
-    possible: np.ndarray  # (L + 1, L + 1, C) whether they fit with the fewest microbatches in flight
     groups: np.ndarray  # (C,) number of the device group of each choice
 
 
@@ -67,13 +74,12 @@ def build_box(space: Space, tables: Tables, slowest: tuple[float, float], finish
     total, slowest, finish = least_totals(
         tables.stage_ms,
         tables.end_ms,
-        tables.possible,
         slowest,
         finish,
         tables.groups,
         space.offsets,
-        space.fits,
         space.contains,
+        space.real,
     )
     return Box(tables, slowest, finish, total)
 
@@ -88,9 +94,8 @@ def build_tables(
     model: Model, space: Space, samples: int, microbatches: int, stages: dict[int, Stage]
 ) -> Tables:
     numbers = np.array(list(stages))
-    stage_ms, end_ms, flights = stage_tables(model, list(stages.values()))
-    least = microbatches if model.options.schedule == "gpipe" else 1
-    possible = flights >= least
+    fewest = microbatches if model.options.schedule == "gpipe" else 1
+    stage_ms, end_ms, flights = stage_tables(model, list(stages.values()), fewest)
     by_group = space.group_of[numbers]
     return Tables(
         samples,
@@ -101,7 +106,6 @@ def build_tables(
         stage_ms,
         end_ms,
         flights,
-        possible,
         by_group,
     )
 
