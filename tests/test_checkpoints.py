@@ -64,6 +64,7 @@ def saved(tmp_path_factory):
         ("4x2", {"dataflow": "rs"}),
         ("2x2x2", {"mlp": "fsdp"}),
         ("1x1", {"algorithm": "gspmd"}),
+        ("2x4", {"layers": "1:fsdp"}),
     ],
 )
 def test_weights_moments_and_counters_arrive_bit_for_bit(mesh, parallel, saved):

@@ -6,10 +6,11 @@ padding), so a round trip is exact, and initial values do not depend on mesh, al
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mstrain.layers.parameter import Stored, is_stored, partition_specs
@@ -61,23 +62,25 @@ def init_parameters(module: Transformer, seed: int):
 
 def store(module: Transformer, canonical):
     """Canonical parameters to the form `module` runs."""
-    rules = abstract_parameters(module)
-    stored, first = {}, 0
-    for name, rule in rules.items():
-        if name.startswith("blocks_"):
-            continue
-        stored[name] = _apply("store", rule, canonical[name], module)
-    for i, (_, count) in enumerate(module.plan.groups):
-        group = jax.tree.map(lambda x, a=first, n=count: x[a : a + n], canonical[STACK])
-        stored[f"blocks_{i}"] = _apply("store", rules[f"blocks_{i}"], group, module)
-        first += count
-    return stored
+    return _map_leaves(module, canonical, lambda x, boxes: _stored(x, boxes, module.plan.mesh))
+
+
+def store_in_turn(module: Transformer, canonical):
+    """`store` for a tree of arrays, which it consumes: each is freed when its stored form is there, so that memory
+    holds little beside one tree. Arrays of one shape and storage share a compiled program."""
+
+    def convert(x, boxes):
+        stored = jax.block_until_ready(_store_program(boxes, module.plan.mesh)(x))
+        x.delete()
+        return stored
+
+    return _map_leaves(module, canonical, convert)
 
 
 def restore(module: Transformer, stored):
     """The form `module` runs to canonical parameters."""
     rules = abstract_parameters(module)
-    parts = {name: _apply("restore", rule, stored[name], module) for name, rule in rules.items()}
+    parts = jax.tree.map(lambda box, x: _convert("restore", box, x, module.plan.mesh), rules, stored, is_leaf=is_stored)
     groups = [parts.pop(f"blocks_{i}") for i in range(len(module.plan.groups))]
     stack = groups[0] if len(groups) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *groups)
     return {**parts, STACK: stack}
@@ -89,28 +92,50 @@ def canonical_shardings(module: Transformer):
     That dim is the second last where possible, with mesh axes in the order that lets an all-to-all along one of
     them reach the stored form, so that converting and saving never gathers a parameter.
     """
-    boxes = abstract_parameters(module)
+    boxes, mesh = abstract_parameters(module), module.plan.mesh
     boxes = {name: box for name, box in boxes.items() if not name.startswith("blocks_") or name == STACK}
 
     def sharding(box, shape):
         dims = [dim for dim in (-2, -1) if len(shape.shape) + dim >= 0]
-        divides = [dim for dim in dims if shape.shape[dim] % _devices(module) == 0]
-        return _sharded_on(divides[0] if divides else None, _axes(box, False), len(shape.shape), module)
+        divides = [dim for dim in dims if shape.shape[dim] % _devices(mesh) == 0]
+        return _sharded_on(divides[0] if divides else None, _axes(box, False), len(shape.shape), mesh)
 
     return jax.tree.map(sharding, boxes, canonical_shapes(module), is_leaf=is_stored)
 
 
-def _apply(direction: str, boxes, tree, module: Transformer):
-    def convert(box, x):
-        def place(x, dim, stored):
-            if dim is not None and (x.ndim + dim < 0 or x.shape[dim] % _devices(module)):
-                return x
-            sharding = _sharded_on(dim, _axes(box, stored), x.ndim, module, both=dim is None)
-            return jax.lax.with_sharding_constraint(x, sharding)
+def _map_leaves(module: Transformer, canonical, convert):
+    """Stored parameters; `convert(x, boxes)` gives those made of one canonical array, a stack of layers one of each
+    group."""
+    rules, stored = abstract_parameters(module), {}
+    for name, tree in canonical.items():
+        targets = [f"blocks_{i}" for i in range(len(module.plan.groups))] if name == STACK else [name]
+        leaves, structure = jax.tree.flatten(tree)
+        boxes = [jax.tree.leaves(rules[target], is_leaf=is_stored) for target in targets]
+        converted = [convert(*leaf) for leaf in zip(leaves, zip(*boxes, strict=True), strict=True)]
+        stored |= zip(targets, map(structure.unflatten, zip(*converted, strict=True)), strict=True)
+    return stored
 
-        return x if box.storage.is_canonical else getattr(box.storage, direction)(x, place)
 
-    return jax.tree.map(convert, boxes, tree, is_leaf=is_stored)
+def _stored(x, boxes: tuple[Stored, ...], mesh: Mesh) -> tuple:
+    ends = itertools.accumulate(box.value.shape[0] for box in boxes[:-1])
+    parts = jnp.split(x, [*ends])
+    return tuple(_convert("store", box, part, mesh) for box, part in zip(boxes, parts, strict=True))
+
+
+@functools.lru_cache(maxsize=256)
+def _store_program(boxes: tuple[Stored, ...], mesh: Mesh):
+    shardings = tuple(NamedSharding(mesh, box.spec) for box in boxes)
+    return jax.jit(lambda x: _stored(x, boxes, mesh), out_shardings=shardings)
+
+
+def _convert(direction: str, box: Stored, x, mesh: Mesh):
+    def place(x, dim, stored):
+        if dim is not None and (x.ndim + dim < 0 or x.shape[dim] % _devices(mesh)):
+            return x
+        sharding = _sharded_on(dim, _axes(box, stored), x.ndim, mesh, both=dim is None)
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    return x if box.storage.is_canonical else getattr(box.storage, direction)(x, place)
 
 
 def _axes(box: Stored, stored: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -121,18 +146,18 @@ def _axes(box: Stored, stored: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return (last, first) if box.storage.transposed and not stored else (first, last)
 
 
-def _sharded_on(dim: int | None, axes, ndim: int, module: Transformer, both: bool = False) -> NamedSharding:
+def _sharded_on(dim: int | None, axes, ndim: int, mesh: Mesh, both: bool = False) -> NamedSharding:
     """All tensor-parallel devices on one of the last two dims (on none for None), or on `both` as a step has them."""
     spec: list = [None] * ndim
     if both:
         spec[-2:] = [axis or None for axis in axes][-ndim:]
     elif dim is not None:
         spec[dim] = (*axes[0], *axes[1]) if dim == -2 else (*axes[1], *axes[0])
-    return NamedSharding(module.plan.mesh, P(*spec))
+    return NamedSharding(mesh, P(*spec))
 
 
-def _devices(module: Transformer) -> int:
-    return module.plan.mesh.shape["row"] * module.plan.mesh.shape["col"]
+def _devices(mesh: Mesh) -> int:
+    return mesh.shape["row"] * mesh.shape["col"]
 
 
 def _sequences(module: Transformer) -> int:

@@ -97,6 +97,17 @@ def test_initial_parameters_do_not_depend_on_the_plan(case):
     assert_equal(restore(parameters.init_parameters(module_of(case), 0)), canonical(CASES[case][0]))
 
 
+def test_converted_in_turn_they_are_the_same_and_what_was_read_is_freed():
+    module, (store, _, whole) = module_of("mixed groups"), converters("mixed groups")
+    given = jax.device_put(canonical(GPT), whole)
+    expected = jax.device_get(store(given))
+    stored = parameters.store_in_turn(module, given)
+    assert_equal(stored, expected)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    parts = parameters.parameter_shardings(module)
+    jax.tree.map(lambda x, sharding: x.sharding.is_equivalent_to(sharding, x.ndim) or pytest.fail(), stored, parts)
+
+
 def test_initial_parameters_depend_on_the_seed():
     module = module_of("wide, slices")
     other = jax.jit(lambda: parameters.init_canonical(module, 1))()
