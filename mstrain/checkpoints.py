@@ -2,10 +2,9 @@
 
 A checkpoint holds step, parameters and optimizer moments in canonical order (`mstrain.models.parameters`)
 and, beside them, a few facts about the run. Batches are a pure function of (seed, step), so there is no data
-position to save. Saves are
-asynchronous: the arrays are copied off the device, then written while training goes on; a checkpoint appears
-under its step by one rename, with a manifest of its files' checksums, so a killed save leaves nothing that a
-resume would read and damage done later is noticed.
+position to save. Saves are asynchronous: the arrays are copied off the device, then written while training
+goes on; a checkpoint appears under its step by one rename, with a manifest of its files' checksums, so a
+killed save leaves nothing that a resume would read and damage done later is noticed.
 """
 
 import contextlib
@@ -36,7 +35,7 @@ class Checkpoints:
     """The checkpoints of one run directory."""
 
     def __init__(self, directory: Path, keep: int | None):
-        for name in ("absl", "asyncio"):  # Orbax tells of every save at length, and of a failed one in every thread
+        for name in ("absl", "asyncio"):  # Orbax tells of every save, and of a failed one in every thread
             logging.getLogger(name).setLevel(logging.CRITICAL)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
@@ -89,8 +88,7 @@ class Checkpoints:
         return manifest.problems(self._directory / str(step), part, parts)
 
     def set_aside(self, step: int) -> Path:
-        """Renames a damaged checkpoint, so that it is neither read again nor in the way; returns where it is
-        now."""
+        """Moves a damaged checkpoint, so that it is neither read again nor in the way; returns its place."""
         target = self._directory.parent / "damaged" / str(step)
         while target.exists():
             target = target.with_name(target.name + "-again")
@@ -178,8 +176,7 @@ def _to_canonical(module: Transformer):
 
 
 def _canonical_targets(module: Transformer, optimizer: optax.GradientTransformation | None = None):
-    """Abstract canonical state, spread over the devices that will read it; only its parameters without an
-    optimizer."""
+    """Abstract canonical state, spread over the devices; without an optimizer, its parameters alone."""
     state: State = {"params": parameters.canonical_shapes(module)}
     if optimizer:
         state["step"] = jax.ShapeDtypeStruct((), "int32")

@@ -12,7 +12,9 @@ def one_of(key: str, value: str, allowed) -> None:
 
 
 def at_least(path: str, config, **bounds) -> None:
-    """Raises ValueError for the first field of `config` (at `path` of the command line) below its bound, or NaN."""
+    """Raises ValueError for the first field of `config` (at `path` of the command line) below its bound, or
+    NaN.
+    """
     for name, bound in bounds.items():
         if not getattr(config, name) >= bound:
             key = f"{path}.{name}" if path else name

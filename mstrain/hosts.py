@@ -31,8 +31,7 @@ VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 @dataclasses.dataclass(frozen=True)
 class HostsConfig:
     """Seconds within which all processes must have come (`join_seconds`), after which a host that says
-    nothing counts as dead (`silent_seconds`), and that a process waits for the others at a barrier
-    (`barrier_seconds`)."""
+    nothing counts as dead (`silent_seconds`), and that a process waits at a barrier (`barrier_seconds`)."""
 
     join_seconds: float = 300.0
     silent_seconds: float = 60.0
@@ -49,8 +48,7 @@ class HostsConfig:
 def find_seat(
     coordinator: str | None, processes: int | None, process: int | None
 ) -> tuple[Seat | None, list[int] | None]:
-    """This process's place and the indices of the devices it may use; None for a run of one process, None for
-    all."""
+    """This process's place, None in a run of one; the indices of the devices it may use, None for all."""
     given = (coordinator, processes, process)
     names = ("coordinator", "processes", "process")
     if given != (None, None, None):
@@ -66,9 +64,8 @@ def find_seat(
         try:
             return Seat(values[0], int(values[1]), int(values[2])), None
         except ValueError as error:
-            raise ValueError(
-                f"The environment says {dict(zip(VARIABLES, values, strict=True))}: {error}"
-            ) from None
+            found = dict(zip(VARIABLES, values, strict=True))
+            raise ValueError(f"The environment says {found}: {error}") from None
     from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize() itself asks
 
     *found, devices = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, 60)
@@ -112,8 +109,7 @@ class Job:
             link.send({"kind": kind, **values})
 
     def gather(self, name: str, value: str) -> list[str]:
-        """What every process gave for `name`; raises ValueError naming who did not come to this barrier in
-        time."""
+        """What every process gave for `name`; raises ValueError naming who did not come here in time."""
         if self.processes == 1:
             return [value]
         from jax._src.distributed import global_state
@@ -135,8 +131,7 @@ class Job:
         return [client.key_value_try_get(f"{key}/{process}") for process in range(self.processes)]
 
     def barrier(self, name: str) -> None:
-        """Returns when every process is here; raises ValueError naming the missing after
-        `hosts.barrier_seconds`."""
+        """Returns when every process is here; after `hosts.barrier_seconds`, ValueError names the missing."""
         self.gather(name, "here")
 
     def agree(self, what: str, value: str) -> None:
@@ -180,16 +175,14 @@ class Job:
         if process not in self._left:
             self._end(
                 f"{self.name(process)} is gone without a word: killed, crashed, or its host is lost. Ending; "
-                f"the same "
-                "command, on all hosts, goes on from the newest checkpoint.",
+                "the same command, on all hosts, goes on from the newest checkpoint.",
                 LOST,
             )
 
     def _end(self, reason: str, code: int) -> None:
         self.send("gone", reason=reason, code=code)
         self.say(reason)
-        # The main thread may wait inside a collective for the one that is gone; only the end of the process
-        # frees it.
+        # The main thread may wait in a collective for the one that is gone; only the process's end frees it.
         os._exit(code)
 
 
@@ -198,8 +191,7 @@ ALONE = Job(None, HostsConfig(), {0: socket.gethostname()}, {})
 
 @contextlib.contextmanager
 def joined(seat: Seat | None, config: HostsConfig, devices: list[int] | None = None):
-    """Joins the job at `seat`, gives it, and leaves it; whatever ends this process, the others learn of it
-    and end too."""
+    """Joins the job at `seat`, gives it, and leaves it; whatever ends this process ends the others, too."""
     if seat is None:
         yield ALONE
         return

@@ -9,10 +9,7 @@ import json
 from pathlib import Path
 
 NAME = "manifest.json"
-LEFT_OUT = {
-    NAME,
-    "_CHECKPOINT_METADATA",
-}  # Orbax adds the time of the commit to the latter, and restores without it
+LEFT_OUT = {NAME, "_CHECKPOINT_METADATA"}  # Orbax adds the time of the commit to the latter, and needs it not
 
 
 def write(folder: Path) -> None:
@@ -22,8 +19,7 @@ def write(folder: Path) -> None:
 
 
 def problems(folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-    """What differs from the manifest, one sentence each; of every `parts`-th file from `part` on, so that
-    hosts share the reading.
+    """What differs from the manifest, one sentence each; looks at every `parts`-th file from `part` on.
 
     A folder without a manifest was half deleted by a run that was killed while it removed old ones, or is
     from elsewhere.

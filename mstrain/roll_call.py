@@ -31,8 +31,7 @@ class Seat:
         host, colon, port = self.coordinator.rpartition(":")
         if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
             raise ValueError(
-                f"coordinator={self.coordinator!r} is not an address. Type coordinator=HOST:PORT of process "
-                f"0."
+                f"coordinator={self.coordinator!r} is no address. Type coordinator=HOST:PORT of process 0."
             )
         if not 0 <= self.process < self.processes:
             raise ValueError(
@@ -78,9 +77,7 @@ class Link:
         *lines, self._pending = (self._pending + data).split(b"\n")
         if len(self._pending) > LONGEST:
             raise ValueError("not a message of a roll call")
-        messages = [
-            json.loads(line) for line in lines
-        ]  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        messages = [json.loads(line) for line in lines]  # what it raises for other bytes is a ValueError
         if not all(isinstance(message, dict) for message in messages):
             raise ValueError("not a message of a roll call")
         return messages
@@ -135,9 +132,8 @@ def report(seat: Seat, seconds: float, silent: float) -> tuple[dict[int, str], L
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"Process 0 of {seat.processes} does not answer at {seat.coordinator} for {seconds:.0f} "
-                    f"s ({error}). "
-                    "Start it, or correct coordinator=."
+                    f"Process 0 of {seat.processes} does not answer at {seat.coordinator} for "
+                    f"{seconds:.0f} s ({error}). Start it, or correct coordinator=."
                 ) from None
             time.sleep(RETRY_SECONDS)
     link = Link(_watched(connection, silent))
@@ -149,8 +145,7 @@ def report(seat: Seat, seconds: float, silent: float) -> tuple[dict[int, str], L
         messages = link.receive()
     except ValueError:
         raise ValueError(
-            f"{seat.coordinator} answers, but not to a roll call: the job has begun, or it is another "
-            f"program."
+            f"{seat.coordinator} answers, but not to a roll call: the job has begun, or it is something else."
         ) from None
     if not messages:
         raise ValueError(
@@ -200,7 +195,7 @@ def _listen(seat: Seat) -> socket.socket:
     except OSError as error:
         raise ValueError(
             f"Process 0 cannot listen on port {port} ({error.strerror}). Type another port in coordinator=, "
-            f"for every process."
+            "for every process."
         ) from None
 
 
@@ -235,8 +230,7 @@ def _drop_the_gone(links) -> None:
 
 
 def _watched(connection: socket.socket, silent: float) -> socket.socket:
-    """A host that loses power closes nothing: the kernel asks after it, and gives up after `silent`
-    seconds."""
+    """A host that loses power closes nothing: the kernel asks after it, for `silent` seconds."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     third = max(int(silent / 3), 1)

@@ -1,8 +1,9 @@
 """Parameters in two forms: canonical, as checkpoints carry them, and stored, as a plan runs them.
 
-Canonical parameters are whole, in the model's own order, every layer stacked in `blocks_0`. Stored ones follow the
-plan: layers split into its groups, every parameter reordered by its `Storage`. Both ways are permutations (and zero
-padding), so a round trip is exact, and initial values do not depend on mesh, algorithm or slice count.
+Canonical parameters are whole, in the model's own order, every layer stacked in `blocks_0`. Stored ones
+follow the plan: layers split into its groups, every parameter reordered by its `Storage`. Both ways are
+permutations (and zero padding), so a round trip is exact, and initial values do not depend on mesh, algorithm
+or slice count.
 """
 
 import functools
@@ -66,8 +67,9 @@ def store(module: Transformer, canonical):
 
 
 def store_in_turn(module: Transformer, canonical):
-    """`store` for a tree of arrays, which it consumes: each is freed when its stored form is there, so that memory
-    holds little beside one tree. Arrays of one shape and storage share a compiled program."""
+    """`store` for a tree of arrays, which it consumes: each is freed when its stored form is there, so that
+    memory holds little beside one tree. Arrays of one shape and storage share a compiled program.
+    """
 
     def convert(x, boxes):
         stored = jax.block_until_ready(_store_program(boxes, module.plan.mesh)(x))
@@ -80,7 +82,11 @@ def store_in_turn(module: Transformer, canonical):
 def restore(module: Transformer, stored):
     """The form `module` runs to canonical parameters."""
     rules = abstract_parameters(module)
-    parts = jax.tree.map(lambda box, x: _convert("restore", box, x, module.plan.mesh), rules, stored, is_leaf=is_stored)
+
+    def convert(box, x):
+        return _convert("restore", box, x, module.plan.mesh)
+
+    parts = jax.tree.map(convert, rules, stored, is_leaf=is_stored)
     groups = [parts.pop(f"blocks_{i}") for i in range(len(module.plan.groups))]
     stack = groups[0] if len(groups) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *groups)
     return {**parts, STACK: stack}
@@ -89,8 +95,8 @@ def restore(module: Transformer, stored):
 def canonical_shardings(module: Transformer):
     """A sharding for every canonical parameter: over all tensor-parallel devices, on one dim that divides.
 
-    That dim is the second last where possible, with mesh axes in the order that lets an all-to-all along one of
-    them reach the stored form, so that converting and saving never gathers a parameter.
+    That dim is the second last where possible, with mesh axes in the order that lets an all-to-all along one
+    of them reach the stored form, so that converting and saving never gathers a parameter.
     """
     boxes, mesh = abstract_parameters(module), module.plan.mesh
     boxes = {name: box for name, box in boxes.items() if not name.startswith("blocks_") or name == STACK}
@@ -104,8 +110,7 @@ def canonical_shardings(module: Transformer):
 
 
 def _map_leaves(module: Transformer, canonical, convert):
-    """Stored parameters; `convert(x, boxes)` gives those made of one canonical array, a stack of layers one of each
-    group."""
+    """Stored parameters; `convert(x, boxes)` gives those of one canonical array (a stack has several)."""
     rules, stored = abstract_parameters(module), {}
     for name, tree in canonical.items():
         targets = [f"blocks_{i}" for i in range(len(module.plan.groups))] if name == STACK else [name]
@@ -147,7 +152,7 @@ def _axes(box: Stored, stored: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _sharded_on(dim: int | None, axes, ndim: int, mesh: Mesh, both: bool = False) -> NamedSharding:
-    """All tensor-parallel devices on one of the last two dims (on none for None), or on `both` as a step has them."""
+    """All tensor-parallel devices on one of the last two dims (None: on none), or on `both` as in a step."""
     spec: list = [None] * ndim
     if both:
         spec[-2:] = [axis or None for axis in axes][-ndim:]

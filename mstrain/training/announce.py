@@ -11,7 +11,9 @@ from mstrain.models.transformer import count_parameters
 if typing.TYPE_CHECKING:
     from mstrain.training.run import Run
 
-MFU_FORMULA = "(6 x multiplying parameters + 12 x layers x heads x head width x seq) x tokens / seconds / peak"
+MFU_FORMULA = (
+    "(6 x multiplying parameters + 12 x layers x heads x head width x seq) x tokens / seconds / peak"
+)
 
 
 def announce(run: "Run") -> None:
@@ -24,7 +26,8 @@ def announce(run: "Run") -> None:
         "Model": f"{model.name}: {count_parameters(model):,} parameters, {model.layers} layers",
         "Mesh": f"{describe_mesh(mesh)} (data x row x col): {mesh.size} {kind}",
         "Plan": describe(run.module.plan),
-        "Data": f"{run.config.data.source}: {train.num_tokens:,} training, {validation.num_tokens:,} validation tokens",
+        "Data": f"{run.config.data.source}: {train.num_tokens:,} training tokens, "
+        f"{validation.num_tokens:,} validation tokens",
         "MFU": f"{MFU_FORMULA}; peak {peak}",
     }
     for name, text in lines.items():

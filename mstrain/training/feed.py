@@ -11,7 +11,7 @@ from mstrain.data import Batches
 
 
 class Feed:
-    """Gives `batch_AxBxT1` (int32: A microbatches of B sequences of T + 1 tokens) for any step, counted from 0."""
+    """Gives `batch_AxBxT1` (int32: A microbatches of B sequences of T + 1 tokens) for any step from 0 on."""
 
     def __init__(self, batches: Batches, mesh: Mesh, accumulate: int):
         self.batches = batches

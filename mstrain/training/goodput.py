@@ -1,5 +1,4 @@
-"""Where the time went: seconds in steps, compilation, saving, restoring, input and evaluation, and those lost
-to restarts.
+"""Where the time went: steps, compilation, saving, restoring, input, evaluation, and what restarts cost.
 
 `goodput.jsonl` in the run directory gets a line at every save and at the end; the last line of each life
 counts.
@@ -46,8 +45,9 @@ class Goodput:
         self.seconds["steps"] += values["step_seconds"]
 
     def lose(self, directory: Path, done: int) -> None:
-        """Counts steps after `done`, which must be made again, and the time since an earlier life was last heard
-        of unless it finished."""
+        """Counts the steps after `done`, which will be made again, and the time since the last sign of an
+        earlier life, unless that one finished.
+        """
         lines = json_lines.read(directory / FILE)
         metrics = directory / METRICS
         lost = (line for line in json_lines.read(metrics) if line.get("step", 0) > done)
@@ -65,9 +65,6 @@ class Goodput:
 def account(directory: Path) -> dict:
     """All lives of a run: seconds by kind, `other` for the rest, their number, and the fraction spent in
     steps that count.
-
-    The first life's start is what any run needs; compile, restore and the rest of later lives' starts are
-    lost to restarts.
     """
     lives = list({line["life"]: line for line in json_lines.read(directory / FILE)}.values())
     seconds = {kind: sum(life[kind] for life in lives) for kind in KINDS}

@@ -1,8 +1,7 @@
 """Bad numbers: steps whose loss or gradients are not finite, and losses far above those before.
 
 The compiled step itself leaves parameters and moments alone when a number is not finite
-(`mstrain.training.step`); the guard counts such steps, notes their batches and stops a run that no longer
-learns.
+(`mstrain.training.step`); the guard notes the batches of such steps and stops a run that no longer learns.
 """
 
 import collections
@@ -23,9 +22,11 @@ FILE = "bad_steps.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class GuardConfig:
-    """Stop after `max_bad_steps` bad steps in a row. A step is bad when its loss or gradient norm is not
-    finite, and, unless `spike` is null, when its loss lies more than `spike` standard deviations above the
-    mean of the last `window`."""
+    """Stop after `max_bad_steps` bad steps in a row.
+
+    A step is bad when its loss or gradient norm is not finite, and, unless `spike` is null, when its loss
+    lies more than `spike` standard deviations above the mean of the last `window`.
+    """
 
     max_bad_steps: int = 10
     spike: float | None = None
@@ -67,9 +68,8 @@ class Guard:
         if self._in_a_row >= self._config.max_bad_steps:
             raise Stopped(
                 f"Stopped: {self._in_a_row} bad steps in a row, the last of {batch}. The checkpoints are "
-                f"those from before. "
-                "Look at the batch; type a lower optimizer.learning_rate=, or guard.max_bad_steps= above "
-                "this number."
+                "those from before. Look at the batch; type a lower optimizer.learning_rate=, or "
+                "guard.max_bad_steps= above this number."
             )
 
     def _complaint(self, values: dict) -> str | None:

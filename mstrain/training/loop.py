@@ -26,7 +26,8 @@ def every(interval: int | None, last: int, act) -> Hook:
 def train(step_fn, feed, state: State, steps: range, hooks: list[Hook], reporter: Reporter) -> State:
     """Makes the steps in `steps` and returns the last state.
 
-    Metrics of a step are read while the next one runs: reading them at once would leave the devices idle between steps.
+    Metrics of a step are read while the next one runs: reading them at once would leave the devices idle
+    between steps.
     """
     unread = None
     for step in steps:

@@ -30,8 +30,11 @@ class Memory:
     def check(self) -> None:
         """Raises ValueError when the step cannot fit."""
         if self.limit and self.peak > self.limit:
-            biggest = "remat=full or accumulate=2 (or more)" if self.temporaries > self.arguments else "a larger mesh="
-            raise ValueError(f"The step needs {self}: it will not fit. Type {biggest}, or choose a smaller model=.")
+            most_is_temporary = self.temporaries > self.arguments
+            remedy = "remat=full or accumulate=2 (or more)" if most_is_temporary else "a larger mesh="
+            raise ValueError(
+                f"The step needs {self}: it will not fit. Type {remedy}, or choose a smaller model=."
+            )
 
 
 def memory_of(compiled, mesh: Mesh) -> Memory:

@@ -1,4 +1,4 @@
-"""AdamW as large language models are trained: clipped by global norm, warmed up linearly, decayed by a cosine."""
+"""AdamW as large language models are trained: clipped by global norm, linear warm-up, cosine decay."""
 
 import dataclasses
 
@@ -8,10 +8,12 @@ import optax
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """`learning_rate` is the peak, reached after `warmup` steps; it ends at `final_fraction` of it at the last step.
-    Null means 0.46 / model.width, which follows the GPT-3 paper's Table 2.1 from 125M to 175B within a factor of 1.7.
+    """`learning_rate` is the peak, reached after `warmup` steps; it ends at `final_fraction` of it at the
+    last step. Null means 0.46 / model.width, which follows the GPT-3 paper's Table 2.1 from 125M to 175B
+    within a factor of 1.7.
 
-    `weight_decay` is applied to matrices and tables, not to norms and biases. `clip` bounds the global gradient norm.
+    `weight_decay` is applied to matrices and tables, not to norms and biases. `clip` bounds the global
+    gradient norm.
     """
 
     learning_rate: float | None = None
@@ -28,7 +30,8 @@ class OptimizerConfig:
             if getattr(self, field) is not None and not getattr(self, field) > 0:
                 raise ValueError(f"optimizer.{field}={getattr(self, field)} must be above 0.")
         if self.warmup < 0 or self.weight_decay < 0:
-            raise ValueError("optimizer.warmup and optimizer.weight_decay cannot be negative. Type 0 to do without.")
+            names = "optimizer.warmup and optimizer.weight_decay"
+            raise ValueError(f"{names} cannot be negative. Type 0 to do without.")
         for field in ("b1", "b2", "final_fraction"):
             if not 0 <= getattr(self, field) <= 1:
                 raise ValueError(f"optimizer.{field}={getattr(self, field)} must lie between 0 and 1.")

@@ -2,8 +2,7 @@
 
 All processes stop after the same step. The process that got the signal tells process 0 (over the roll call's
 links), which asks everyone for the last step begun; each answers and begins no further one until it hears the
-answer: one more than the largest. An undisturbed run exchanges nothing, and each step costs it one
-uncontended lock.
+answer: the largest. An undisturbed run exchanges nothing, and each step costs it one uncontended lock.
 """
 
 import contextlib
@@ -52,12 +51,9 @@ class Preemption:
     def listening(self):
         """Inside, the first SIGTERM or SIGINT asks to stop and the second ends the process at once.
 
-        The interpreter writes signals into a pipe however long the main thread waits for a device; a thread
-        reads them.
+        The interpreter writes signals into a pipe while the main thread waits for a device; a thread reads.
         """
-        if (
-            threading.current_thread() is not threading.main_thread()
-        ):  # only the main thread may have signal handlers
+        if threading.current_thread() is not threading.main_thread():  # others may have no signal handlers
             yield
             return
         out, into = os.pipe()

@@ -9,7 +9,7 @@ from mstrain.training.loop import Hook
 
 
 def profile_hooks(config: ProfileConfig, directory: Path, steps: range) -> tuple[list[Hook], list[Hook]]:
-    """Hooks that begin and that end the trace; none when no profile is asked for or its steps are already behind.
+    """Hooks that begin and that end the trace; none when none is asked for or its steps are behind.
 
     The first belong behind all other hooks and the second before them, so that the trace holds steps alone.
     """

@@ -47,13 +47,12 @@ class ReplicaCheck:
             for device in odd_ones_out(array.sharding.devices_indices_map(array.shape), found, i)
         ]
         if differing:
-            shown = ", ".join(differing[:8]) + (
-                f" and {len(differing) - 8} more" if len(differing) > 8 else ""
-            )
+            more = f" and {len(differing) - 8} more" if len(differing) > 8 else ""
+            shown = ", ".join(differing[:8]) + more
             raise Stopped(
                 f"Stopped after step {step}: copies that should be equal differ: {shown}. Take that device's "
-                f"host out of the "
-                "job and start the same command; if it repeats elsewhere, resume from an older checkpoint."
+                "host out of the job and start the same command; if it repeats elsewhere, resume from an "
+                "older checkpoint."
             )
 
     def _gather(self, checksums: jax.Array) -> dict[int, np.ndarray]:
@@ -65,8 +64,7 @@ class ReplicaCheck:
 
 
 def compile_checksums(arrays: list[jax.Array]):
-    """A function from `arrays` to uint32 [devices, leaves]: what each device's own part of each leaf sums to;
-    no communication."""
+    """A function from `arrays` to uint32 [devices, leaves]: sums of each device's own part of each leaf."""
     mesh = arrays[0].sharding.mesh
 
     def local(*parts):
@@ -83,8 +81,7 @@ def compile_checksums(arrays: list[jax.Array]):
 
 
 def odd_ones_out(indices: dict, checksums: dict[int, np.ndarray], leaf: int) -> list:
-    """Devices whose checksum of `leaf` is not that of most devices with the same index; all of them when no
-    value leads."""
+    """Devices whose checksum of `leaf` is not that of most devices of its index; all when no value leads."""
     groups = collections.defaultdict(list)
     for device, index in indices.items():
         groups[str(index)].append(device)

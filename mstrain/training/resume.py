@@ -27,10 +27,8 @@ def begin(run: Run, checkpoints: Checkpoints) -> tuple[State, int]:
         damage = _damage(run, checkpoints, step)
         if not damage:
             if step != steps[0]:
-                say(
-                    f"[yellow]Resume:[/] {steps[0] - step} steps since the good checkpoint of step {step} "
-                    f"are made again."
-                )
+                lost = f"{steps[0] - step} steps since the good checkpoint of step {step}"
+                say(f"[yellow]Resume:[/] {lost} are made again.")
             return _resume(run, checkpoints, step), step
         place = checkpoints.set_aside(step)
         run.job.barrier("damaged checkpoint set aside")
@@ -39,8 +37,7 @@ def begin(run: Run, checkpoints: Checkpoints) -> tuple[State, int]:
     if steps:
         raise ValueError(
             f"No checkpoint of {run.config.run_dir} can be read; what is left of them is in its folder "
-            f"damaged/. "
-            "Type another run_dir=, or delete this one to begin anew."
+            "damaged/. Type another run_dir=, or delete this one to begin anew."
         )
     if run.config.init_from:
         return _from_another(run), 0
@@ -70,8 +67,7 @@ def _resume(run: Run, checkpoints: Checkpoints, step: int) -> State:
     if changed:
         run.console.print(
             f"[yellow]Resume:[/] {', '.join(changed)} changed since step {step}: later batches are not those "
-            f"the "
-            "uninterrupted run would have seen."
+            "that the uninterrupted run would have seen."
         )
     run.console.print(
         f"[bold]Resume[/] after step {step} of {run.config.run_dir}, saved on mesh {before.get('mesh')}"
@@ -113,6 +109,6 @@ def _check_format(before: dict, directory: str) -> None:
         raise ValueError(f"The checkpoints of {directory} are not mstrain's. Type another run_dir=.")
     if version > FORMAT:
         raise ValueError(
-            f"The checkpoints of {directory} were written by a newer mstrain (format {version}, this one reads "
-            f"{FORMAT}). Update mstrain, or type another run_dir=."
+            f"The checkpoints of {directory} were written by a newer mstrain (format {version}, this one "
+            f"reads {FORMAT}). Update mstrain, or type another run_dir=."
         )

@@ -58,9 +58,8 @@ class Run:
         step = make_step(self.module, self.optimizer)
         options = compiler_options(self.chip)
         with self.goodput.spend("compile"):
-            return step.lower(abstract_state(self.module, self.optimizer), self.feed.abstract()).compile(
-                options
-            )
+            lowered = step.lower(abstract_state(self.module, self.optimizer), self.feed.abstract())
+            return lowered.compile(options)
 
     @functools.cached_property
     def memory(self) -> Memory:
@@ -79,9 +78,8 @@ class Run:
     @functools.cached_property
     def flops(self) -> float:
         """Model FLOPs of one step, recomputation not counted."""
-        return (
-            self.config.batch * self.config.seq * training_flops_per_token(self.module.model, self.config.seq)
-        )
+        tokens = self.config.batch * self.config.seq
+        return tokens * training_flops_per_token(self.module.model, self.config.seq)
 
     @property
     def peak(self) -> float | None:
@@ -126,16 +124,13 @@ def abstract_state(module: Transformer, optimizer: optax.GradientTransformation)
 
 
 def _start_devices(config: RunConfig, job: Job) -> Chip | None:
-    """Emulates a mesh where there is only a CPU, each process its part of it; returns the chip, None when not
-    in the table."""
+    """Emulates a mesh where there is only a CPU, each process its part; returns the chip, None if unknown."""
     wanted = EMULATED if config.mesh == "auto" else meshes.parse_mesh(config.mesh)
     _keep_compiled(config.compile_cache)
     meshes.emulate_devices(math.ceil(wanted.devices / job.processes))
     if job.processes > 1:
-        job.say(
-            f"joined, {jax.local_device_count()} of {jax.device_count()} {jax.devices()[0].device_kind} "
-            f"devices here"
-        )
+        here = f"{jax.local_device_count()} of {jax.device_count()} {jax.devices()[0].device_kind} devices"
+        job.say(f"joined, {here} here")
         job.agree("configuration", repr(dataclasses.replace(config, process=None)))
     return chip_for(jax.devices()[0].device_kind)
 
@@ -171,14 +166,8 @@ def _choose_plan(config: RunConfig, model: ModelConfig, chip: Chip | None, conso
             continue
         console.print(f"[bold]Auto[/]   mesh {meshes.MeshShape(*candidate.shape)}, by the tuner's cost model")
         return plan
-    raise (
-        refusals[0]
-        if refusals
-        else ValueError(
-            f"mesh=auto finds no mesh of {devices} devices that holds {model.name}. Choose a smaller model=, "
-            f"or more devices."
-        )
-    )
+    nothing = f"mesh=auto finds no mesh of {devices} devices that holds {model.name}"
+    raise refusals[0] if refusals else ValueError(f"{nothing}. Choose a smaller model=, or more devices.")
 
 
 def _with_vocabulary(model: ModelConfig, corpus: Corpus) -> ModelConfig:
@@ -186,8 +175,7 @@ def _with_vocabulary(model: ModelConfig, corpus: Corpus) -> ModelConfig:
         return dataclasses.replace(model, vocabulary=corpus.vocab_size)
     if model.vocabulary < corpus.vocab_size:
         raise ValueError(
-            f"model {model.name} knows {model.vocabulary} symbols and the tokenizer makes "
-            f"{corpus.vocab_size}. "
+            f"model {model.name} knows {model.vocabulary} symbols, the tokenizer makes {corpus.vocab_size}. "
             "Type model.vocabulary=null to take the tokenizer's, or choose another tokenizer=."
         )
     return model

@@ -29,7 +29,7 @@ def sample(run: Run, params) -> str | None:
 
 
 def _generator(module: Transformer, temperature: float):
-    """Appends tokens one by one; each step runs the whole sequence, which needs no cache and no second model."""
+    """Appends tokens one by one; each step runs the whole sequence: no cache and no second model needed."""
 
     def generate(params, tokens_BxT, begin, end, key):
         def append(place, tokens_BxT):
@@ -53,7 +53,8 @@ def _smallest(run: Run) -> tuple[Transformer, int]:
     module, microbatch = run.module, run.config.batch // run.config.accumulate
     for sequences in range(1, microbatch):
         try:
-            plan = make_plan(run.config.parallel, module.model, module.plan.mesh, sequences, module.seq, run.chip)
+            mesh = module.plan.mesh
+            plan = make_plan(run.config.parallel, module.model, mesh, sequences, module.seq, run.chip)
         except ValueError:  # does not divide over the mesh
             continue
         if plan == module.plan:

@@ -8,8 +8,7 @@ from mstrain.training.stopped import Stopped
 
 
 class Saver:
-    """Called as a hook: starts a save. A save that fails is told when it is noticed: at once, at the next
-    one, or by `finish`."""
+    """Called as a hook: starts a save. One that fails is told at once, at the next, or by `finish`."""
 
     def __init__(self, run: Run, checkpoints: Checkpoints):
         self._run, self._checkpoints, self._facts = run, checkpoints, facts(run)
@@ -32,7 +31,7 @@ class Saver:
             kept = "nothing is saved" if newest is None else f"the newest checkpoint is that of step {newest}"
             raise Stopped(
                 f"Step {step} could not be saved; {kept}. Make room or mend the folder, and type the same "
-                f"command."
+                "command."
             )
 
     def _settle(self) -> None:
@@ -55,8 +54,8 @@ class Saver:
             if self._failures >= self._allowed:
                 raise Stopped(
                     f"Stopped: {self._failures} saves in a row failed, the last that of step {step}. Look at "
-                    f"the disk that "
-                    f"holds {self._run.config.run_dir} (full? read-only?), then type the same command."
+                    f"the disk that holds {self._run.config.run_dir} (full? read-only?), then type the same "
+                    "command."
                 ) from error
             return False
         if not waiting:

@@ -1,5 +1,4 @@
-"""One life of a run: make or resume its state, train to the last step or until told to stop, say what came of
-it."""
+"""One life of a run: make or resume its state, train until done or told to stop, say what came of it."""
 
 import dataclasses
 import tempfile
@@ -62,7 +61,8 @@ def _train_from(run: Run, state: State, done: int, checkpoints: Checkpoints, dir
         goodput.write(directory)
         for name in (METRICS, EVALUATIONS, BAD_STEPS):  # every step stands once
             json_lines.drop_after(directory / name, done)
-        (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+        resolved = OmegaConf.create(dataclasses.asdict(config))
+        (directory / "config.yaml").write_text(OmegaConf.to_yaml(resolved))
     guard = Guard(config.guard, run.feed.batches, directory if job.leads else None, run.console)
     watchdog, preemption = Watchdog(config.watchdog, directory, job), Preemption(job)
     observers = (watchdog, goodput.step, guard)

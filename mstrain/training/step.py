@@ -40,8 +40,7 @@ def make_step(module: Transformer, optimizer: optax.GradientTransformation):
     """The compiled `step(state, batch_AxBxT1) -> (state, metrics)`; it consumes the state it is given.
 
     Metrics, float32 scalars: `loss` before the update, `grad_norm` before clipping, and `skipped`, 1 when one
-    of the two is not
-    finite: then parameters and moments stay as they are, and only the counters of steps go on.
+    of the two is not finite: then parameters and moments stay as they are; counters of steps go on.
     """
 
     def step(state: State, batch_AxBxT1):
@@ -60,8 +59,7 @@ def make_step(module: Transformer, optimizer: optax.GradientTransformation):
 
 
 def _unless_bad(finite, new, old):
-    """`new`, or `old` after bad numbers; counters (integers) count bad steps, too, so that schedules keep
-    time."""
+    """`new`, or `old` after bad numbers; counters (integers) count bad steps, too: schedules keep time."""
     return jnp.where(finite, new, old) if jnp.issubdtype(new.dtype, jnp.floating) else new
 
 

@@ -2,8 +2,7 @@
 
 
 class Stopped(SystemExit):
-    """Ends the command with exit code `code` after `reason` has been printed; raise it on every process or on
-    one."""
+    """Ends the command with `code` after `reason` was printed; raise it on every process or on one."""
 
     def __init__(self, reason: str, code: int = 1):
         super().__init__(code)

@@ -23,8 +23,7 @@ STEPS = 50  # of the rolling median
 
 @dataclasses.dataclass(frozen=True)
 class WatchdogConfig:
-    """A step is stuck after `factor` times the median step and at least `least_seconds`; after
-    `limit_seconds` the job ends."""
+    """A step is stuck after `factor` medians, at least `least_seconds`; it ends after `limit_seconds`."""
 
     factor: float = 10.0
     least_seconds: float = 60.0
@@ -71,8 +70,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK_SECONDS):
-            # If some thread never gives up the interpreter, this one cannot run: then the C timer ends the
-            # process.
+            # A thread that never gives up the interpreter would stop this one: then the C timer ends it all.
             faulthandler.dump_traceback_later(self._config.limit_seconds + 60, file=self._file, exit=True)
             elapsed = time.monotonic() - self._since
             if elapsed > self._config.limit_seconds:

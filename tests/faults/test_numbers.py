@@ -75,7 +75,7 @@ def test_a_bad_step_is_noted_with_its_batch(feed, tmp_path, monkeypatch):
     run = make(tmp_path / "run", *WORDS)
     assert run.train() == 0
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "8")
-    assert run.train() == 0  # once more from step 4 on: every bad step stands once, and those of both lives count
+    assert run.train() == 0  # again from step 4 on: every bad step stands once, of both lives
     rows = lines(tmp_path / "run")
     assert [row["step"] for row in rows if "skipped" in row] == [4, 6]
     assert all(np.isfinite(row["loss"]) for row in rows if "skipped" not in row)

@@ -110,16 +110,8 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "MALLOC_MMAP_THRESHOLD_": "1000000"}
     for part in ("save", "restore"):
-        words = [
-            sys.executable,
-            "-m",
-            "tests.soak.restore_memory",
-            "--part",
-            part,
-            "--folder",
-            str(options.folder),
-        ]
-        subprocess.run(words, check=True, env=environment)
+        words = ["-m", "tests.soak.restore_memory", "--part", part, "--folder", str(options.folder)]
+        subprocess.run([sys.executable, *words], check=True, env=environment)
     disk(options.folder)
 
 

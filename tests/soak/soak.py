@@ -58,10 +58,9 @@ class Tally:
         ended = f", survivors ended within {max(self.seconds):.1f} s" if self.seconds else ""
         return (
             f"{self.killed} kills ({kills}) in {self.lives} lives of {self.runs} runs; "
-            f"{sorted(self.processes)} processes, "
-            f"meshes {sorted(self.meshes)}; {self.lost_steps} steps made again; {self.identical} runs equal "
-            f"to the last bit, "
-            f"largest difference of the others {self.worst:.1e}{ended}"
+            f"{sorted(self.processes)} processes, meshes {sorted(self.meshes)}; {self.lost_steps} steps made "
+            f"again; {self.identical} runs equal to the last bit, largest difference of the others "
+            f"{self.worst:.1e}{ended}"
         )
 
 
