@@ -87,6 +87,8 @@ class Program:
       category: int array of shape (values,), an index into `CATEGORIES`; None where nobody has said.
       resident: bool array of shape (values,): an input of the program, in memory from the start and never
         freed.
+      labels: distinct names of parts of the model; `label` (int array of shape (ops,)) indexes them, None
+        where nobody has named any.
       devices: the devices whose time is kept. A group may name others: they only decide the cost.
     """
 
@@ -103,6 +105,8 @@ class Program:
     resident: np.ndarray
     devices: tuple[int, ...]
     category: np.ndarray | None = None
+    labels: tuple[tuple, ...] = ()
+    label: np.ndarray | None = None
 
     @property
     def num_ops(self) -> int:

@@ -36,6 +36,8 @@ class Step:
     outputs: Ragged
     slots: Slots
     prologue: tuple[tuple[OpSpec, tuple[int, ...]], ...] = ()
+    labels: tuple[tuple, ...] = ()
+    label: np.ndarray | None = None
 
     def representative(self, placement: Placement) -> Program:
         """The program of one rank, exact where all are alike. Raises ValueError with a prologue."""
@@ -78,6 +80,8 @@ class Step:
             devices=tuple(
                 placement.worker(every // tensor, every % tensor, stages[:, None]).ravel().tolist()
             ),
+            labels=self.labels,
+            label=None if self.label is None else self.label[rows],
         )
         return _with_prologue(program, self.prologue) if self.prologue else program
 
@@ -192,9 +196,11 @@ class Layout:
         """Everything added so far, as one step."""
         ops = [op for template in self._templates for op in template]
         numbers: dict[OpSpec, int] = {}
+        labels: dict[tuple, int] = {}
         table = np.array(
             [(numbers.setdefault(op.spec, len(numbers)), op.axis, op.stage, op.peer) for op in ops]
         )
+        label = np.array([labels.setdefault(op.label, len(labels)) for op in ops])
         begin = np.zeros(len(self._templates) + 1, np.int64)
         np.cumsum([len(template) for template in self._templates], out=begin[1:])
         order = np.array(self._tasks, np.int64)
@@ -218,4 +224,6 @@ class Layout:
             numbered(Ragged.of([op.outputs for op in ops])),
             slots,
             tuple(prologue),
+            tuple(labels),
+            label[rows.items] if any(labels) else None,
         )

@@ -198,6 +198,7 @@ class Simulation:
             ],
             "flops": np.array([operation_work(item) for item in program.specs])[spec],
             "microbatch": np.where(program.microbatch < 0, np.nan, program.microbatch)[op],
+            **_parts(program, op),
             "flow": np.where([item.kind == "Send" for item in program.specs], 1, -1)[spec] * (op + 1),
         }
         return Timeline(
@@ -215,6 +216,14 @@ class Simulation:
                 for device, (time, value) in use.timelines().items()
             ),
         )
+
+
+def _parts(program: Program, op: np.ndarray) -> dict[str, np.ndarray]:
+    """The part of the model that each of the operations `op` belongs to, where the program says."""
+    if program.label is None:
+        return {}
+    names = np.array([" ".join(map(str, label)) for label in program.labels], dtype=object)
+    return {"part": names[program.label[op]]}
 
 
 def simulate(program: Program, cluster: Cluster, rules: str | RuleSet = "corrected") -> Simulation:

@@ -10,7 +10,10 @@ from mstrain.planning.program import CATEGORIES, OpSpec
 
 
 class RankOp(NamedTuple):
-    """One operation of one rank: what it does, along which axis, on which stage (a Send: to stage `peer`)."""
+    """One operation of one rank: what it does, along which axis, on which stage (a Send: to stage `peer`).
+
+    `label` names the part of the model it belongs to, in words and numbers; nothing where it does not matter.
+    """
 
     spec: OpSpec
     axis: int
@@ -18,6 +21,7 @@ class RankOp(NamedTuple):
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     peer: int = -1
+    label: tuple = ()
 
 
 class Slots:
@@ -26,12 +30,17 @@ class Slots:
     _PREVIOUS = 1 << 40
 
     def __init__(self):
-        self.single: list[tuple[int, int, int]] = []
+        self.single: list[tuple[int, int, bool, int]] = []
         self.repeated: list[tuple[int, int, bool, bool, int]] = []
 
     def resident(self, nbytes: int, stage: int, category: str = "parameters") -> int:
         """A program input that exists once, such as a weight."""
-        self.single.append((nbytes, stage, CATEGORIES.index(category)))
+        self.single.append((nbytes, stage, True, CATEGORIES.index(category)))
+        return -len(self.single)
+
+    def once(self, nbytes: int, stage: int, category: str) -> int:
+        """A value that one operation writes for all microbatches."""
+        self.single.append((nbytes, stage, False, CATEGORIES.index(category)))
         return -len(self.single)
 
     def value(
@@ -60,11 +69,11 @@ class Slots:
 
     def table(self, microbatches: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Bytes, stage, residency and category (an index into `CATEGORIES`) of every value number."""
-        single = np.array(self.single, np.int64).reshape(-1, 3)
+        single = np.array(self.single, np.int64).reshape(-1, 4)
         repeated = np.array(self.repeated, np.int64).reshape(-1, 5)
         times = np.where(repeated[:, 3] > 0, np.arange(1, microbatches + 1)[:, None], 1)
         nbytes = np.concatenate([single[:, 0], (repeated[:, 0] * times).ravel()])
         stage = np.concatenate([single[:, 1], np.tile(repeated[:, 1], microbatches)])
-        resident = np.concatenate([np.ones(len(single), bool), np.tile(repeated[:, 2] > 0, microbatches)])
-        category = np.concatenate([single[:, 2], np.tile(repeated[:, 4], microbatches)])
+        resident = np.concatenate([single[:, 2] > 0, np.tile(repeated[:, 2] > 0, microbatches)])
+        category = np.concatenate([single[:, 3], np.tile(repeated[:, 4], microbatches)])
         return nbytes, stage, resident, category

@@ -6,8 +6,13 @@ from pathlib import Path
 
 from mstrain.planning.metis.cluster import read_cluster
 from mstrain.planning.metis.options import MetisOptions
-from mstrain.planning.metis.profiles import Profile, check_layer_times, profile_name, read_profiles
-from mstrain.planning.metis.profiles import sequential_sum
+from mstrain.planning.metis.profiles import (
+    Profile,
+    check_layer_times,
+    profile_name,
+    read_profiles,
+    sequential_sum,
+)
 from mstrain.planning.metis.search import reference_profile
 
 BYTES_PER_MS = 1024.0 * 1024.0  # of one GB/s, in the reference's reckoning

@@ -163,9 +163,7 @@ def gradient_exchange(model: Model, choice: Choice) -> tuple[float, float]:
     return per_byte, 2 * latency * (inside - 1 + groups - 1)
 
 
-def stage_tables(
-    model: Model, stages: list[Stage], fewest: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def stage_tables(model: Model, stages: list[Stage], fewest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Stage ms, end-of-iteration ms, microbatches that fit: (begin, end, stage) for layers [begin, end).
 
     The first is infinite where memory does not hold the `fewest` microbatches that may be in flight.
@@ -188,10 +186,7 @@ def stage_tables(
         ]
     ).T
     fixed = np.array(
-        [
-            (s.boundary_ms, s.exchange_ms + s.update_ms, s.exchange_latency_ms, s.state_bytes)
-            for s in stages
-        ]
+        [(s.boundary_ms, s.exchange_ms + s.update_ms, s.exchange_latency_ms, s.state_bytes) for s in stages]
     )
     prefixes = model.parameter_bytes, model.activation_bytes, model.middle
     return fill_tables(compute_ms, terms, np.ascontiguousarray(fixed.T), prefixes, fewest)

@@ -84,6 +84,14 @@ def gathered_bytes(product: Product) -> float:
     return whole * min(2, product.slices) / product.slices
 
 
+def gathered_table(head: Product) -> float:
+    """Entries of the embedding's table that one device gathers along the vocabulary; none if it has all."""
+    layout = head.layout
+    count = layout.cols if layout.dataflow == "rs" else layout.rows
+    entries = layout.projection.in_dim * layout.projection.out_dim
+    return entries * count / (layout.rows * layout.cols) if count > 1 else 0.0
+
+
 def stage_memory(
     config: PodConfig, products: Products, plan: PodPlan, stage: int, chunks, in_flight: float
 ) -> Memory:
@@ -103,13 +111,21 @@ def stage_memory(
     tokens, size = layout.tokens, layout.dtype_bytes
     one_layer = layer_activations(model, "none", tokens, seq, size)
     kept = max(sizes) * len(sizes) * layer_activations(model, plan.remat, tokens, seq, size) * in_flight
-    workspace = 0.0 if plan.remat == "none" else one_layer / plan.tensor
-    workspace += max(gathered_bytes(product) for product in products.block)
-    if last:  # logits with a float32 copy between their passes, and their gradient
+    gathered = max(gathered_bytes(product) for product in products.block)
+    moments = [
+        gathered + (0.0 if plan.remat == "none" else one_layer / plan.tensor)
+    ]  # a layer's backward pass
+    waiting = 0.0
+    if last:  # logits with a float32 copy between their passes, and the gradient of one microbatch's
         ends = plan.microbatches if config.schedule == "gpipe" else 1  # forward passes not yet turned back
         kept += size * model.width * tokens * ends
-        symbols = products.head.layout.projection.out_dim
-        workspace += ((size + 4) * ends + size) * tokens * symbols / plan.tensor
+        logits = tokens * products.head.layout.projection.out_dim / plan.tensor
+        waiting = (size + 4) * logits * (ends - 1)
+        moments.append(gathered + (2 * size + 4) * logits)
+    table = gathered_table(products.head) if first else 0.0  # ready for lookups during the whole step
+    if first:  # its gradient comes when a microbatch's activations are gone
+        moments.append(WEIGHT_BYTES * table - kept / in_flight / plan.tensor)
+    workspace = max(moments) + waiting + size * table
     return Memory(
         WEIGHT_BYTES * mine,
         WEIGHT_BYTES * mine * (2 if plan.microbatches > 1 else 1),

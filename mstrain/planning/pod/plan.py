@@ -69,10 +69,14 @@ class PodPlan:
 
 @dataclass(frozen=True)
 class Product:
-    """One projection as laid out: `layout` says what moves where, `slices` in how many pieces."""
+    """One projection as laid out: `layout` says what moves where, `slices` in how many pieces.
+
+    `turned`: the rows of the layout lie along the columns of the mesh.
+    """
 
     layout: Layout
     slices: int
+    turned: bool = False
 
     @property
     def name(self) -> str:
@@ -123,4 +127,4 @@ def _product(projection: Projection, plan, tokens: int, dtype_bytes: int) -> Pro
         plan.dataflow == "rs",
         dtype_bytes,
     )
-    return Product(layout, plan.slices)
+    return Product(layout, plan.slices, plan.grid.rows == ("col",))

@@ -70,7 +70,7 @@ def axes_of(product: Product, mesh: tuple[int, int]) -> tuple[int, int]:
     A layout that is not the mesh or its transpose is a ring of all devices (Megatron, FSDP).
     """
     layout = product.layout
-    if (layout.rows, layout.cols) == mesh:
+    if (layout.rows, layout.cols) == mesh and not product.turned:
         return COL, ROW
     if (layout.cols, layout.rows) == mesh:
         return ROW, COL
@@ -91,45 +91,67 @@ class Emit:
     chunk: int
 
     def add(
-        self, spec: OpSpec, inputs: Sequence[int], nbytes: float, category: str, axis: int = LOCAL
+        self,
+        spec: OpSpec,
+        inputs: Sequence[int],
+        nbytes: float,
+        category: str,
+        axis: int = LOCAL,
+        label: tuple = (),
     ) -> int:
         """Appends an operation with one output of `nbytes`; returns it."""
         output = self.value(nbytes, category)
-        self.ops.append(RankOp(spec, axis, self.stage, tuple(inputs), (output,)))
+        self.ops.append(RankOp(spec, axis, self.stage, tuple(inputs), (output,), label=label))
         return output
 
 
 def emit_gemm(
-    emit: Emit, product: Product, gemm: Gemm, inputs: Sequence[int], nbytes: float, category: str
+    emit: Emit, product: Product, gemm: Gemm, inputs: Sequence[int], nbytes: float, category: str, part: tuple
 ) -> int:
-    """One sliced GEMM; returns its result of `nbytes` on this device."""
+    """One sliced GEMM of `part` of the model; returns its result of `nbytes` on this device.
+
+    The first two of `inputs` are its operands. Labels are (*part, product, gemm, what, slice); `what` is
+    "multiply", or the mesh dimension between whose devices a matrix travels: "columns" or "rows".
+    """
     layout, slices = product.layout, product.slices
     devices, size = layout.rows * layout.cols, layout.dtype_bytes
     axes = axes_of(product, emit.mesh)
-    travels = []  # (operation, axis, participants, elements of a shard)
-    for kind, axis, count, moved in zip(
-        GEMMS[gemm.dataflow], axes, (layout.cols, layout.rows), layout.moving_bytes()
+    travels = []  # (operation, axis, participants, elements of a shard, between what)
+    for kind, axis, count, moved, between in zip(
+        GEMMS[gemm.dataflow], axes, (layout.cols, layout.rows), layout.moving_bytes(), ("columns", "rows")
     ):
         if count > 1:
-            travels.append((KINDS[kind], axis, count, max(1, round(moved / devices / slices / size))))
+            shard = max(1, round(moved / devices / slices / size))
+            travels.append((KINDS[kind], axis, count, shard, between))
     gathers = [travel for travel in travels if travel[0] == "AllGather"]
     scatters = [travel for travel in travels if travel[0] == "ReduceScatter"]
     multiply = multiplication(product, gemm)
     results: list[int] = []
     done: list[int] = []
     for index in range(slices):
+
+        def label(what, at=index):
+            return (*part, product.name, gemm.kind, what, at)
+
         waits = done[index - PREFETCH : index - PREFETCH + 1] if index >= PREFETCH else []
         pieces = [
             emit.add(
-                OpSpec(kind, ((shard,),), size), (*inputs, *waits), shard * count * size, "workspace", axis
+                OpSpec(kind, ((shard,),), size),
+                (*inputs, *waits),
+                shard * count * size,
+                "workspace",
+                axis,
+                label(between),
             )
-            for kind, axis, count, shard in gathers
+            for kind, axis, count, shard, between in gathers
         ]
         last = index == slices - 1
         partial = scatters[0][2] * scatters[0][3] * size if scatters else nbytes if last else 0.0
         kept = "workspace" if scatters else category
-        done.append(emit.add(multiply, (*inputs, *pieces, *done[-1:]), partial, kept))
-        for kind, axis, count, shard in scatters:
-            spec = OpSpec(kind, ((shard * count,),), size)
-            results.append(emit.add(spec, (done[-1], *results[-1:]), nbytes if last else 0.0, category, axis))
+        inputs_here = (*inputs, *pieces, *done[-1:])
+        done.append(emit.add(multiply, inputs_here, partial, kept, label=label("multiply")))
+        for kind, axis, count, shard, between in scatters:
+            spec, before = OpSpec(kind, ((shard * count,),), size), results[-1:]
+            kept_bytes = nbytes if last else 0.0
+            results.append(emit.add(spec, (done[-1], *before), kept_bytes, category, axis, label(between)))
     return (results or done)[-1]

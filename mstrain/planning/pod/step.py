@@ -2,9 +2,11 @@
 
 What a layer keeps for its backward pass follows remat exactly as train.py's does: nothing recomputed, all
 but the results of products, or everything from the layer's input. Gradients are summed over the replicas as
-soon as a layer's
-are complete: after every microbatch where train.py does so (one chunk), else after the last.
+soon as a layer's are complete: after every microbatch where train.py does so (one chunk), else after the
+last. Labels say what every operation is to the model, so that a test can execute the program.
 """
+
+import dataclasses
 
 from mstrain.planning.placement import DATA, LOCAL, SEND, Degrees
 from mstrain.planning.pod.config import PodConfig
@@ -12,11 +14,13 @@ from mstrain.planning.pod.cost import Costed
 from mstrain.planning.pod.layer import elementwise_values, flash
 from mstrain.planning.pod.memory import MOMENT_BYTES, SCORE_BYTES, WEIGHT_BYTES, parameter_counts
 from mstrain.planning.pod.products import Emit, emit_gemm, gemms_of
+from mstrain.planning.pod.sums import emit_loss_sums, emit_norm_sums, emit_table, emit_table_gradient
 from mstrain.planning.program import OpSpec
 from mstrain.planning.replicas import Layout, Step
 from mstrain.planning.schedules import FORWARD, schedule
 from mstrain.planning.slots import RankOp, Slots
 
+NORM_VALUES, NORM_GRADIENT_VALUES = 2, 3  # moved per feature: read and written; two read and one written
 STATE_ELEMENTS = 7  # float32 numbers the update moves per parameter: four read, three written
 
 
@@ -79,10 +83,32 @@ class TransformerStep:
             chunk,
         )
 
-    def _traffic(self, emit: Emit, kind: str, moved: float, inputs, kept: float, category: str) -> int:
+    def _traffic(self, emit: Emit, kind: str, moved, inputs, kept: float, category: str, label: tuple) -> int:
         """A kernel bound by memory that moves `moved` values per token and leaves `kept`."""
         elements = max(1, round(moved * self.tokens / self.plan.tensor))
-        return emit.add(OpSpec(kind, ((elements,),), self.size), inputs, self._bytes(kept), category)
+        spec = OpSpec(kind, ((elements,),), self.size)
+        return emit.add(spec, inputs, self._bytes(kept), category, label=label)
+
+    def _norm(self, emit: Emit, moved: float, x: int, category: str, label: tuple) -> int:
+        """A norm; where features are sharded its sums travel."""
+        sums = emit_norm_sums(emit, self.products, self.model, (x,), label)
+        return self._traffic(emit, "Norm", moved, (x, *sums), self.model.width, category, label)
+
+    def _norm_gradient(self, emit: Emit, moved: float, inputs: tuple[int, ...], label: tuple) -> int:
+        """The gradient of a norm's input, from that input and the gradients of its output and past it."""
+        sums = emit_norm_sums(emit, self.products, self.model, inputs[:2], label)
+        width = self.model.width
+        return self._traffic(emit, "NormGrad", moved, (*inputs, *sums), width, "workspace", label)
+
+    def gather_table(self) -> list[RankOp]:
+        """Makes the embedding's table ready for the lookups of all microbatches."""
+        ops: list[RankOp] = []
+        emit = dataclasses.replace(self._emit(ops, 0), value=self._once)
+        self.table = emit_table(emit, self.products, self.weights[0, "embedding"])
+        return ops
+
+    def _once(self, nbytes: float, category: str) -> int:
+        return self.slots.once(round(nbytes), 0, category)
 
     def forward(self, chunk: int) -> list[RankOp]:
         """The forward pass of a chunk."""
@@ -90,14 +116,8 @@ class TransformerStep:
         emit, x = self._emit(ops, chunk), self.received[chunk]
         begin, end = self.bounds[chunk]
         if chunk == 0:
-            x = self._traffic(
-                emit,
-                "Norm",
-                self.model.width,
-                (self.weights[0, "embedding"],),
-                self.model.width,
-                "activations",
-            )
+            width, label = self.model.width, ("embedding", "lookup")
+            x = self._traffic(emit, "Norm", width, (self.table,), width, "activations", label)
         for layer in range(begin, end):
             x, self.kept[layer] = self._layer(emit, layer, x, self.plan.remat)
         if chunk == len(self.bounds) - 1:
@@ -112,9 +132,10 @@ class TransformerStep:
         m, weight = self.model, self.weights[emit.chunk, layer]
         down = self.products.block[3]
         category = "activations" if remat == "dots" else "workspace"
-        z = emit_gemm(emit, down, gemms_of(down)[0], (values["a"], weight), self._bytes(m.width), category)
-        around = elementwise_values(m)[0]
-        out = self._traffic(emit, "Residual", 0.3 * around, (values["x2"], z), m.width, "activations")
+        inputs, part = (values["a"], weight), (layer,)
+        z = emit_gemm(emit, down, gemms_of(down)[0], inputs, self._bytes(m.width), category, part)
+        around, inputs, label = elementwise_values(m)[0], (values["x2"], z), (layer, "mlp sum")
+        out = self._traffic(emit, "Residual", 0.3 * around, inputs, m.width, "activations", label)
         saved = {
             "none": values,
             "dots": {**{n: values[n] for n in ("x", "qkv", "o", "y", "u")}, "z": z},
@@ -144,26 +165,32 @@ class TransformerStep:
                 (found[source], weight),
                 self._bytes(values),
                 category,
+                (layer,),
             )
 
-        def traffic(kind, moved, sources, values):
-            return self._traffic(emit, kind, moved, [found[name] for name in sources], values, cheap)
+        def norm(source, name):
+            return self._norm(emit, 0.2 * around, found[source], cheap, (layer, name))
 
-        make("h", lambda: traffic("Norm", 0.2 * around, ["x"], m.width))
+        def traffic(kind, moved, sources, values, name):
+            inputs = [found[source] for source in sources]
+            return self._traffic(emit, kind, moved, inputs, values, cheap, (layer, name))
+
+        make("h", lambda: norm("x", "attention norm"))
         make("qkv", lambda: product(0, "h", qkv, dear))
-        make("o", lambda: self._attention(emit, found["qkv"], heads, dear))
+        make("o", lambda: self._attention(emit, layer, found["qkv"], heads, dear))
         make("y", lambda: product(1, "o", m.width, dear if remat == "dots" else "workspace"))
-        make("x2", lambda: traffic("Residual", 0.3 * around, ["x", "y"], m.width))
-        make("h2", lambda: traffic("Norm", 0.2 * around, ["x2"], m.width))
+        make("x2", lambda: traffic("Residual", 0.3 * around, ["x", "y"], m.width, "attention sum"))
+        make("h2", lambda: norm("x2", "mlp norm"))
         make("u", lambda: product(2, "h2", up, dear))
-        make("a", lambda: traffic("Activation", inside, ["u"], m.hidden))
+        make("a", lambda: traffic("Activation", inside, ["u"], m.hidden, "activation"))
         return found
 
-    def _attention(self, emit: Emit, qkv: int, heads: int, category: str) -> int:
+    def _attention(self, emit: Emit, layer: int, qkv: int, heads: int, category: str) -> int:
         scores = 0.0
         if self.plan.remat != "dots" and not flash(self.model, self.config.seq, self.size):
             scores = SCORE_BYTES * self.model.heads * self.config.seq * self.tokens / self.plan.tensor
-        return emit.add(self._attention_spec("Attention"), (qkv,), self._bytes(heads) + scores, category)
+        spec, nbytes = self._attention_spec("Attention"), self._bytes(heads) + scores
+        return emit.add(spec, (qkv,), nbytes, category, label=(layer, "attention"))
 
     def _attention_spec(self, kind: str) -> OpSpec:
         seen = self.config.seq // 2 if flash(self.model, self.config.seq, self.size) else self.config.seq
@@ -171,15 +198,17 @@ class TransformerStep:
         return OpSpec(kind, ((rows, self.model.head_width), (max(1, seen),)), self.size)
 
     def _head(self, emit: Emit, x: int) -> int:
-        """Final projection and loss; returns the logits."""
-        head = self.products.head
+        """Final norm, projection and loss; returns the logits."""
+        head, stream = self.products.head, x
+        x = self._norm(emit, NORM_VALUES * self.model.width, stream, "workspace", ("head", "norm"))
         symbols = head.layout.projection.out_dim
         weight = self.weights[emit.chunk, "embedding" if (emit.chunk, "head") not in self.weights else "head"]
         nbytes = self._bytes(symbols) + 4 * symbols * self.tokens / self.plan.tensor
-        logits = emit_gemm(emit, head, gemms_of(head)[0], (x, weight), nbytes, "workspace")
+        logits = emit_gemm(emit, head, gemms_of(head)[0], (x, weight), nbytes, "workspace", ("head",))
         moved = 4 * symbols / self.size * 2
-        loss = self._traffic(emit, "Logits", moved, (logits,), 0.0, "workspace")
-        self.head = {"x": x, "logits": logits, "loss": loss, "weight": weight}
+        inputs = (logits, *emit_loss_sums(emit, head, logits))
+        loss = self._traffic(emit, "Logits", moved, inputs, 0.0, "workspace", ("head", "loss"))
+        self.head = {"stream": stream, "x": x, "logits": logits, "loss": loss, "weight": weight}
         return logits
 
     def backward(self, chunk: int, last_microbatch: bool) -> list[RankOp]:
@@ -196,12 +225,12 @@ class TransformerStep:
             key = (0, "embedding")
             shared = len(self.bounds) == 1 and (0, "head") not in self.counts
             before = [self.gradients[key]] if shared else []  # of the output projection
-            self.gradients[key] = emit.add(
-                OpSpec("NormGrad", ((max(1, round(self._bytes(self.model.width) / self.size)),),), self.size),
-                (slope, *before),
-                WEIGHT_BYTES * self.counts[key] / self.plan.tensor,
-                "gradients",
+            spec = OpSpec(
+                "NormGrad", ((max(1, round(self._bytes(self.model.width) / self.size)),),), self.size
             )
+            nbytes = WEIGHT_BYTES * self.counts[key] / self.plan.tensor
+            inputs = (slope, *before)
+            self.gradients[key] = emit_table_gradient(emit, self.products, spec, inputs, nbytes)
         self.slope[chunk] = slope
         for key in [key for key in self.counts if key[0] == chunk]:
             self._complete(emit, key, last_microbatch)
@@ -212,18 +241,17 @@ class TransformerStep:
         _, into, weight = gemms_of(head)
         symbols = head.layout.projection.out_dim
         sources = (self.head["logits"], self.head["loss"])
-        logits = self._traffic(emit, "LogitsGrad", 4 * symbols / self.size * 2, sources, symbols, "workspace")
-        slope = emit_gemm(
-            emit, head, into, (logits, self.head["weight"]), self._bytes(self.model.width), "workspace"
-        )
+        moved, part = 4 * symbols / self.size * 2, ("head",)
+        logits = self._traffic(emit, "LogitsGrad", moved, sources, symbols, "workspace", ("head", "loss"))
+        inputs, nbytes = (logits, self.head["weight"]), self._bytes(self.model.width)
+        slope = emit_gemm(emit, head, into, inputs, nbytes, "workspace", part)
         own = (chunk, "head") in self.counts
         key = (chunk, "head" if own else "embedding")
         nbytes = WEIGHT_BYTES * self.model.width * self.model.vocabulary / self.plan.tensor
-        inputs = (logits, self.head["x"])
-        self.gradients[key] = emit_gemm(
-            emit, head, weight, inputs, nbytes, "gradients" if own else "workspace"
-        )
-        return slope
+        inputs, category = (self.head["x"], logits), "gradients" if own else "workspace"
+        self.gradients[key] = emit_gemm(emit, head, weight, inputs, nbytes, category, part)
+        inputs, moved = (self.head["stream"], slope), NORM_GRADIENT_VALUES * self.model.width
+        return self._norm_gradient(emit, moved, inputs, ("head", "norm"))
 
     def _layer_backward(self, emit: Emit, layer: int, slope: int) -> int:
         """Recomputation, then every gradient in reverse; returns that of the layer's input."""
@@ -237,25 +265,25 @@ class TransformerStep:
         def product(index, source, gradient, values):
             _, into, of_weight = gemms_of(blocks[index])
             weight = self.weights[emit.chunk, layer]
-            back = emit_gemm(emit, blocks[index], into, (gradient, weight), self._bytes(values), "workspace")
+            inputs, part = (gradient, weight), (layer,)
+            back = emit_gemm(emit, blocks[index], into, inputs, self._bytes(values), "workspace", part)
             projection = blocks[index].layout.projection
             share = projection.in_dim * projection.out_dim / self.plan.tensor
             inputs = (found[source], gradient, *parts[-1:])
-            parts.append(emit_gemm(emit, blocks[index], of_weight, inputs, WEIGHT_BYTES * share, "gradients"))
+            nbytes = WEIGHT_BYTES * share
+            parts.append(emit_gemm(emit, blocks[index], of_weight, inputs, nbytes, "gradients", part))
             return back
 
-        def traffic(kind, moved, inputs, values):
-            return self._traffic(emit, kind, moved, inputs, values, "workspace")
-
         da = product(3, "a", slope, m.hidden)
-        du = traffic("ActivationGrad", 2 * inside, (found["u"], da), up)
+        label, inputs = (layer, "activation"), (found["u"], da)
+        du = self._traffic(emit, "ActivationGrad", 2 * inside, inputs, up, "workspace", label)
         dh2 = product(2, "h2", du, m.width)
-        dx2 = traffic("NormGrad", around, (found["x2"], dh2, slope), m.width)
+        dx2 = self._norm_gradient(emit, around, (found["x2"], dh2, slope), (layer, "mlp norm"))
         do = product(1, "o", dx2, heads)
-        spec = self._attention_spec("AttentionGrad")
-        dqkv = emit.add(spec, (found["qkv"], found["o"], do), self._bytes(qkv), "workspace")
+        spec, inputs = self._attention_spec("AttentionGrad"), (found["qkv"], found["o"], do)
+        dqkv = emit.add(spec, inputs, self._bytes(qkv), "workspace", label=(layer, "attention"))
         dh = product(0, "h", dqkv, m.width)
-        dx = traffic("NormGrad", around, (found["x"], dh, dx2), m.width)
+        dx = self._norm_gradient(emit, around, (found["x"], dh, dx2), (layer, "attention norm"))
         self.gradients[emit.chunk, layer] = parts
         return dx
 
@@ -265,7 +293,8 @@ class TransformerStep:
         if self.plan.remat == "none":
             return kept
         names = [kept["x"], *([kept["z"]] if "z" in kept else []), slope]
-        gate = emit.add(OpSpec("Identity", ((1,),), self.size), names, 0.0, "workspace")
+        spec = OpSpec("Identity", ((1,),), self.size)
+        gate = emit.add(spec, names, 0.0, "workspace", label=(layer, "recompute"))
         first = len(emit.ops)
         found = self._recomputable(emit, layer, {n: v for n, v in kept.items() if n != "z"}, "full")
         for index in range(first, len(emit.ops)):
@@ -275,10 +304,10 @@ class TransformerStep:
         if self.plan.remat == "full":  # the whole forward pass runs again, its last product too
             down = self.products.block[3]
             weight = self.weights[emit.chunk, layer]
-            emit_gemm(emit, down, gemms_of(down)[0], (found["a"], weight), 0.0, "workspace")
-            self._traffic(
-                emit, "Residual", 0.3 * elementwise_values(self.model)[0], (found["x2"],), 0.0, "workspace"
-            )
+            inputs, moved = (found["a"], weight), 0.3 * elementwise_values(self.model)[0]
+            z = emit_gemm(emit, down, gemms_of(down)[0], inputs, 0.0, "workspace", (layer,))
+            inputs, label = (found["x2"], z), (layer, "mlp sum")
+            self._traffic(emit, "Residual", moved, inputs, 0.0, "workspace", label)
         return found
 
     def _complete(self, emit: Emit, key, last_microbatch: bool) -> None:
@@ -289,12 +318,12 @@ class TransformerStep:
         trainer = len(self.bounds) == 1 and not self.plan.sharded
         spec = OpSpec("AllReduce", ((elements,),), WEIGHT_BYTES)
         if self.plan.data > 1 and trainer:
-            parts = (emit.add(spec, parts, 0.0, "gradients", DATA), *parts)
+            parts = (emit.add(spec, parts, 0.0, "gradients", DATA, ("gradients", *key)), *parts)
         if self.microbatches > 1:
-            moved = OpSpec("Residual", ((3 * elements,),), WEIGHT_BYTES)
-            parts = (emit.add(moved, (*parts, self.totals[key]), 0.0, "gradients"),)
+            moved, inputs = OpSpec("Residual", ((3 * elements,),), WEIGHT_BYTES), (*parts, self.totals[key])
+            parts = (emit.add(moved, inputs, 0.0, "gradients", label=("gradients", *key)),)
         if self.plan.data > 1 and not trainer and last_microbatch:
-            parts = (emit.add(spec, parts, 0.0, "gradients", DATA), *parts)
+            parts = (emit.add(spec, parts, 0.0, "gradients", DATA, ("gradients", *key)), *parts)
         self.summed[key] = parts
 
     def send(self, chunk: int, direction: int) -> list[RankOp]:
@@ -306,7 +335,8 @@ class TransformerStep:
         arrival = self.received[other] if direction == FORWARD else self.returned[other]
         elements = max(1, round(self._bytes(self.model.width) / self.size))
         here, there = self._stage(chunk), self._stage(other)
-        return [RankOp(OpSpec("Send", ((elements,),), self.size), SEND, here, (value,), (arrival,), there)]
+        spec, label = OpSpec("Send", ((elements,),), self.size), ("to chunk", other)
+        return [RankOp(spec, SEND, here, (value,), (arrival,), there, label)]
 
     def update(self) -> list[RankOp]:
         """One optimizer operation per chunk."""
@@ -320,7 +350,7 @@ class TransformerStep:
                 *(self.weights[key] for key in keys),
                 *(part for key in keys for part in self.summed[key]),
             ]
-            ops.append(RankOp(spec, LOCAL, stage, tuple(inputs)))
+            ops.append(RankOp(spec, LOCAL, stage, tuple(inputs), label=("update",)))
         return ops
 
 
@@ -330,6 +360,7 @@ def transformer_step(config: PodConfig, costed: Costed, microbatches: int) -> St
     parts = config.chunks(plan.pipeline)
     degrees = Degrees(plan.data, plan.tensor, plan.pipeline, microbatches, parts, plan.cols)
     writer, layout = TransformerStep(config, costed, microbatches), Layout()
+    layout.add(("table",), 0, writer.gather_table)
     for tasks in schedule(config.schedule, plan.pipeline, microbatches, plan.pipeline * parts):
         for _, chunk, direction, m in tasks:
             last = m == microbatches - 1
