@@ -101,6 +101,23 @@ def test_simulated_products_are_those_of_the_model(name):
     assert work == pytest.approx(wanted, rel=1e-9)
 
 
+@pytest.mark.parametrize("name", PLANS)
+def test_terms_of_every_stage_add_up_to_the_step(name):
+    """And a step takes what its formula says, written out once more."""
+    config, pod, plan = costed(PLANS[name])
+    assert all(terms.seconds == pytest.approx(plan.seconds, rel=1e-12) for terms in plan.stage_terms)
+    assert all(min(dataclasses.astuple(terms)) >= 0 for terms in plan.stage_terms)
+    waits = [terms.bubble + terms.messages for terms in plan.stage_terms]
+    assert (max(waits) > 0) == (plan.plan.pipeline > 1)
+    compute = sum(dataclasses.astuple(plan.terms)[:5])  # products to recomputation, of the slowest stage
+    slowest = max(stage.seconds for stage in plan.stages)
+    assert compute == pytest.approx(plan.plan.microbatches * slowest, rel=1e-12)
+    end = max(terms.gradient_sum + terms.update for terms in plan.stage_terms)
+    cycle = cycle_seconds(list(plan.stages), plan.terms.messages / 2 / max(1, len(plan.stages) - 1), "1f1b")
+    pipeline = (plan.plan.microbatches - 1) * cycle + sum(stage.seconds for stage in plan.stages)
+    assert plan.seconds == pytest.approx(pipeline + plan.terms.messages + end, rel=1e-12)
+
+
 def test_interleaving_shrinks_the_bubble_and_keeps_more_in_flight():
     plan, model = PodPlan(2, "meshslice", 2, 2, 4, 8, "dots"), load_preset("gpt3_1_3b")
     plain = costed(plan, model=model)

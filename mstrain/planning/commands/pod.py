@@ -4,7 +4,14 @@ import sys
 
 from mstrain.planning.commands.output import console, make_folder
 from mstrain.planning.pod import PodConfig, find_pod, search_pod
-from mstrain.planning.pod.report import memory_table, plans_table, plot_plans, terms_table, write_tables
+from mstrain.planning.pod.report import (
+    memory_table,
+    plans_table,
+    plot_plans,
+    stages_table,
+    terms_table,
+    write_tables,
+)
 from mstrain.planning.pod.simulated import simulate_plan, summary, write_simulation
 from mstrain.planning.pod.trainer import closing_lines, write_plan
 
@@ -27,12 +34,13 @@ def run_pod(config: PodConfig) -> int:
     )
     say.print(
         f"{result.costed} plans of {scope} costed in {result.seconds:.1f} s, {len(result.rejected)} layouts "
-        "do not "
-        f"fit; links: {result.best.constants}"
+        f"do not fit; links: {result.best.constants}"
     )
     say.print(terms_table(config, result))
+    if result.best.plan.pipeline > 1:
+        say.print(stages_table(result.best))
     say.print(memory_table(result.best))
-    written = ["plans.csv", "plans.json", "throughput_against_memory.png"]
+    written = ["plans.csv", "stages.csv", "plans.json", "throughput_against_memory.png"]
     if config.simulate:
         simulated = simulate_plan(config, pod, result.best)
         written += write_simulation(simulated, folder)

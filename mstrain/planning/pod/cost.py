@@ -28,13 +28,17 @@ NONE = Pass()
 
 @dataclass(frozen=True)
 class Terms:
-    """Seconds of a step by what a device of the slowest stage spends them on; they add up to the step."""
+    """Seconds of a step by what a device of one stage spends them on; they add up to the step.
+
+    `messages` is what the way through the pipeline adds, `bubble` the rest of what the device waits.
+    """
 
     products: float
     attention: float
     elementwise: float
     tensor_exposed: float
     recomputation: float
+    messages: float
     bubble: float
     gradient_sum: float
     update: float
@@ -65,11 +69,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Costed:
-    """A plan with all its terms."""
+    """A plan with the terms of its slowest stage, and those of every stage."""
 
     plan: PodPlan
     terms: Terms
     stages: tuple[Stage, ...]
+    stage_terms: tuple[Terms, ...]
     products: Products
     constants: str
 
@@ -171,26 +176,33 @@ def cost_plan(config: PodConfig, pod: Pod, plan: PodPlan, products: Products) ->
         stages.append(Stage(mine, forward.seconds, backward.seconds + repeated.seconds, memory, in_flight))
         passes.append((forward + backward, repeated))
     message = message_seconds(config, plan, products.block[0].layout.tokens, constants.row.permute)
-    terms = _terms(config, pod, plan, constants, stages, passes, message)
-    return Costed(plan, terms, tuple(stages), products, constants.source)
-
-
-def _terms(config, pod, plan: PodPlan, constants: Constants, stages, passes, message: float) -> Terms:
-    slowest = max(range(len(stages)), key=lambda number: stages[number].seconds)
-    useful, repeated = (part * plan.microbatches for part in passes[slowest])
-    pipeline = (plan.microbatches - 1) * cycle_seconds(stages, message, config.schedule)
-    longest = stages[slowest].seconds
+    longest = max(stage.seconds for stage in stages)
     others = sum(stage.seconds for stage in stages) - longest
-    pipeline += longest + others / config.chunks(plan.pipeline) + 2 * (plan.pipeline - 1) * message
+    fill = longest + others / config.chunks(plan.pipeline)
+    messages = 2 * (plan.pipeline - 1) * message
+    pipeline = (plan.microbatches - 1) * cycle_seconds(stages, message, config.schedule) + fill + messages
     ends = [_end(config.model, pod, plan, constants, number, stage) for number, stage in enumerate(stages)]
-    summed, update = max(ends, key=sum)
+    step = pipeline + sum(max(ends, key=sum))
+    every = tuple(
+        _terms(useful * plan.microbatches, repeated * plan.microbatches, messages, end, step)
+        for (useful, repeated), end in zip(passes, ends)
+    )
+    slowest = max(range(len(stages)), key=lambda number: (stages[number].seconds, sum(ends[number])))
+    return Costed(plan, every[slowest], tuple(stages), every, products, constants.source)
+
+
+def _terms(useful: Pass, repeated: Pass, messages: float, end: tuple[float, float], step: float) -> Terms:
+    """Terms of a stage in a step of so many seconds; what nothing else takes is the bubble."""
+    summed, update = end
+    busy = useful.seconds + repeated.seconds + messages + summed + update
     return Terms(
         products=useful.gemm,
         attention=useful.attention,
         elementwise=useful.elementwise,
         tensor_exposed=useful.exposed,
         recomputation=repeated.seconds,
-        bubble=pipeline - plan.microbatches * stages[slowest].seconds,
+        messages=messages,
+        bubble=max(0.0, step - busy),
         gradient_sum=summed,
         update=update,
     )

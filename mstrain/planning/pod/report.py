@@ -14,7 +14,7 @@ from mstrain.hardware import mfu
 from mstrain.models.flops import training_flops_per_token
 from mstrain.planning.plots import MARKERS
 from mstrain.planning.pod.config import TENSOR, PodConfig
-from mstrain.planning.pod.cost import Costed
+from mstrain.planning.pod.cost import Costed, Terms
 from mstrain.planning.pod.search import PodResult, usable_bytes, why_slower
 from mstrain.planning.pod.target import Pod
 
@@ -54,19 +54,26 @@ def rejected_rows(result: PodResult) -> list[dict]:
     return [{**dataclasses.asdict(item.plan), "why": item.reason} for item in result.rejected]
 
 
+def write_csv(rows: list[dict], path: Path) -> None:
+    """Rows whose keys are among those of the first."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def write_tables(config: PodConfig, pod: Pod, result: PodResult, folder: Path) -> None:
-    """plans.csv (every distinct plan, then those that do not fit) and plans.json (also each stage of the top
-    plans).
+    """plans.csv (every distinct plan, then those that do not fit), stages.csv (each stage of the top plans)
+    and plans.json (the top plans with their stages).
     """
     rows = [row(config, pod, rank, costed, result.best) for rank, costed in enumerate(result.ranked, 1)]
     refused = rejected_rows(result)
-    with open(folder / "plans.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows([*rows, *refused])
+    write_csv([*rows, *refused], folder / "plans.csv")
+    stages = stage_rows(config, result)
+    write_csv(stages, folder / "stages.csv")
     top = [
-        {**line, "stages": [dataclasses.asdict(stage) for stage in costed.stages]}
-        for line, costed in zip(rows[: config.top_k], result.ranked)
+        {**line, "stages": [stage for stage in stages if stage["rank"] == line["rank"]]}
+        for line in rows[: config.top_k]
     ]
     document = {
         "model": config.model.name,
@@ -126,6 +133,33 @@ def terms_table(config: PodConfig, result: PodResult) -> Table:
     for term in dataclasses.asdict(top[0].terms):
         table.add_row(term.replace("_", " "), *(f"{1e3 * getattr(costed.terms, term):.1f}" for costed in top))
     return table
+
+
+def stages_table(costed: Costed) -> Table:
+    """Milliseconds of a step of every stage of one plan by term; each row adds up to the step."""
+    table = Table(title="Stages of plan 1 (ms)", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    names = list(Terms.__dataclass_fields__)
+    for name in ("stage", *(name.replace("_", " ") for name in names)):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, terms in enumerate(costed.stage_terms):
+        table.add_row(str(number), *(f"{1e3 * getattr(terms, name):.1f}" for name in names))
+    return table
+
+
+def stage_rows(config: PodConfig, result: PodResult) -> list[dict]:
+    """One row per stage of every top plan: layers, seconds by term, bytes by category."""
+    return [
+        {
+            "rank": rank,
+            "stage": number,
+            "layers": " ".join(f"{begin}-{end - 1}" for begin, end in stage.chunks),
+            "microbatches_in_flight": stage.in_flight,
+            **{f"{name}_seconds": value for name, value in dataclasses.asdict(terms).items()},
+            **{f"{name}_bytes": round(value) for name, value in dataclasses.asdict(stage.memory).items()},
+        }
+        for rank, costed in enumerate(result.ranked[: config.top_k], 1)
+        for number, (stage, terms) in enumerate(zip(costed.stages, costed.stage_terms))
+    ]
 
 
 def memory_table(costed: Costed) -> Table:
