@@ -12,6 +12,7 @@ import dataclasses
 import glob
 import math
 import os
+import re
 import socket
 import sys
 import threading
@@ -21,10 +22,11 @@ from collections.abc import Callable
 
 import jax
 
-from mstrain import roll_call
+from mstrain import relay, roll_call
 from mstrain.roll_call import Link, Seat
 
 LOST = 75  # exit code when another process is gone: sysexits' "temporary failure", start the job again
+RUNTIME = r"[A-Z_]+: "  # begins JAX's own failures, such as UNKNOWN: Gloo all-reduce failed, a ValueError
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -218,10 +220,12 @@ def _join(seat: Seat, config: HostsConfig, devices: list[int] | None) -> Job:
         links = {0: link}
     job = Job(seat, config, names, links)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    coordinator = relay.listen(seat.address) if seat.process else seat.coordinator
+    os.environ.setdefault("no_grpc_proxy", "127.0.0.1")  # nor may a web proxy stand before the relay
     jax.distributed.initialize(
-        seat.coordinator, seat.processes, seat.process, devices,
+        coordinator, seat.processes, seat.process, devices,
         cluster_detection_method="deactivate", initialization_timeout=int(config.join_seconds),
-        heartbeat_timeout_seconds=int(config.silent_seconds),
+        heartbeat_timeout_seconds=2 * math.ceil(config.silent_seconds),  # the roll call speaks first
     )  # fmt: skip
     return job
 
@@ -231,7 +235,7 @@ def _fail(job: Job, error: BaseException) -> None:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         message = getattr(error, "reason", None) or (code and f"exit code {code}") or None
-    elif isinstance(error, ValueError):
+    elif isinstance(error, ValueError) and not re.match(RUNTIME, str(error)):
         message, code = str(error), 2
         print(f"train: {message}", file=sys.stderr)
     else:

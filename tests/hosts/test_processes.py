@@ -115,6 +115,33 @@ def test_a_process_that_dies_is_named_and_ends_the_others(tmp_path, cache):
     assert "process 1 (" in survivor and "is gone without a word" in survivor
 
 
+BUSY = """
+import sys, time
+from mstrain.config import run_command
+from mstrain.hosts import HostsConfig, find_seat, joined
+def main(arguments):
+    coordinator, processes, process = [word.partition("=")[2] for word in arguments]
+    with joined(find_seat(coordinator, int(processes), int(process))[0], HostsConfig()) as job:
+        job.barrier("here")
+        print("ready", flush=True)
+        while True:
+            time.sleep(0.01) if job.leads else 3**6_000_000
+run_command("train", main)
+"""
+
+
+def test_the_death_of_process_0_is_named_however_busy_the_others_are(tmp_path):
+    """Their Python runs nothing else for a second at a time: long enough for JAX to end them unnamed, if it saw."""
+    job = Job(tmp_path, [], 3, command=[sys.executable, "-c", BUSY])
+    assert job.wait_for(lambda: job.output.count("ready") == 3, 60), job.output[-4000:]
+    job.processes[0].kill()
+    killed = time.monotonic()
+    assert job.wait(30) == [-signal.SIGKILL, LOST, LOST], job.output[-3000:]
+    assert time.monotonic() - killed < 15
+    for path in job.outputs[1:]:
+        assert "process 0 (" in path.read_text() and "is gone without a word" in path.read_text()
+
+
 def test_a_process_that_never_comes_is_named_in_time(tmp_path, cache):
     job = Job(tmp_path, arguments(tmp_path / "run", cache, *USUAL, "hosts.join_seconds=3"), 3, present=[0, 2])
     assert job.wait(90) == [2, 2]
