@@ -12,8 +12,10 @@ from matplotlib.patches import Patch
 
 from mstrain.planning.grid import Row
 from mstrain.planning.simulator import Simulation
-from mstrain.timeline import Timeline
+from mstrain.timeline import Timeline, first_events, write_perfetto
 
+TRACE_EVENTS = 150_000  # written; a longer simulation is cut there, so that the trace can be opened
+GANTT_LANES = 24
 MARKERS = "osD^vP*Xhp"
 COLOURS = {
     "forward": "tab:blue",
@@ -128,7 +130,7 @@ def _bars(timeline: Timeline, gap: float = 0.0) -> list[tuple[int, str, float, f
             kind = last[1]
         else:
             kind = "backward" if name.endswith("Grad") else "forward"
-            kind = "optimizer" if name in ("SGD", "Adam") else kind
+            kind = "optimizer" if name in ("SGD", "Adam", "ProfiledUpdate") else kind
         end = start + float(timeline.duration[event])
         touching = last is not None and start - last[4] <= max(gap, 1e-9 + 1e-6 * end)
         if touching and last[1] == kind and last[2] == count:
@@ -138,14 +140,20 @@ def _bars(timeline: Timeline, gap: float = 0.0) -> list[tuple[int, str, float, f
     return bars
 
 
-def plot_gantt(timeline: Timeline, path: str | Path, most: int | None = None) -> Path:
+def plot_gantt(
+    timeline: Timeline, path: str | Path, most: int | None = None, devices: Sequence[int] | None = None
+) -> Path:
     """What every lane does over time, passes marked with their microbatch where there is room.
 
+    With `devices` only theirs, in that order.
     Compute lanes come first where there are more than `most` lanes, and those beyond are not drawn; pauses
     too short to be seen are then drawn over.
     """
     gap = 0.0 if most is None else timeline.seconds / 300
-    rows = sorted(range(len(timeline.lanes)), key=lambda lane: (timeline.lanes[lane].device, lane))
+    order = list(devices) if devices is not None else sorted({lane.device for lane in timeline.lanes})
+    place = {device: number for number, device in enumerate(order)}
+    shown = [lane for lane, what in enumerate(timeline.lanes) if what.device in place]
+    rows = sorted(shown, key=lambda lane: (place[timeline.lanes[lane].device], lane))
     if most is not None and len(rows) > most:
         rows = sorted(rows, key=lambda lane: timeline.lanes[lane].thread != "compute")[:most]
     figure = Figure(figsize=(12, 0.6 + 0.35 * len(rows)))
@@ -198,11 +206,15 @@ def plot_categories(result: Simulation, device: int, path: str | Path) -> Path:
     return _save(figure, path)
 
 
-def plot_memory(timeline: Timeline, path: str | Path) -> Path:
-    """Live memory (GB) of every device over time, from the counters of the timeline."""
+def plot_memory(timeline: Timeline, path: str | Path, devices: Sequence[int] | None = None) -> Path:
+    """Live memory (GB) of every device (of `devices` only) over time, from the counters of the timeline."""
     figure = Figure(figsize=(8, 3.5))
     axis = figure.subplots()
-    counters = [counter for counter in timeline.counters if counter.name == "live memory"]
+    counters = [
+        counter
+        for counter in timeline.counters
+        if counter.name == "live memory" and (devices is None or counter.device in devices)
+    ]
     ramp = colormaps["viridis"](np.linspace(0, 0.9, max(1, len(counters))))
     for colour, counter in zip(ramp, counters):
         axis.step(
@@ -219,3 +231,17 @@ def plot_memory(timeline: Timeline, path: str | Path) -> Path:
     if len(counters) <= 16:
         axis.legend(fontsize=7, ncols=2)
     return _save(figure, path)
+
+
+def write_pictures(result: Simulation, folder: Path, devices: Sequence[int] | None = None) -> list[str]:
+    """trace.json.gz for ui.perfetto.dev, and pictures: lanes over time, memory over time (of `devices` only),
+    memory of the fullest device by category. Returns their names.
+    """
+    timeline = result.timeline()
+    shown = first_events(timeline, TRACE_EVENTS)
+    write_perfetto(shown, folder / "trace.json.gz")
+    plot_gantt(shown, folder / "gantt.png", GANTT_LANES, devices)
+    plot_memory(timeline, folder / "memory.png", devices)
+    fullest = max(result.memory.peak_bytes.items(), key=lambda item: item[1])[0]
+    plot_categories(result, fullest, folder / "memory_by_category.png")
+    return ["trace.json.gz (ui.perfetto.dev)", "gantt.png", "memory.png", "memory_by_category.png"]

@@ -131,6 +131,18 @@ class Simulation:
         )
         return int(members @ self.program.copies - silent)
 
+    @property
+    def compute_seconds(self) -> dict[int, float]:
+        """How long each kept device computes."""
+        times = np.bincount(self.action, minlength=len(self.held.lengths))[self.held.owner()]
+        seconds = np.zeros(len(self.lanes))
+        np.add.at(seconds, self.held.items, times * np.nan_to_num(self.action_seconds))
+        return {
+            lane.device: total
+            for lane, total in zip(self.lanes, seconds.tolist())
+            if lane.thread == "compute"
+        }
+
     @cached_property
     def _device_seconds_by_kind(self) -> tuple[float, float]:
         """Device-seconds of computation and of communication; using several links counts once."""

@@ -3,20 +3,23 @@
 import dataclasses
 import json
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from rich.table import Table
 
 from mstrain.planning.commands.output import console, make_folder, progress
 from mstrain.planning.metis import MetisOptions, SearchStopped, reference_lines, write_json
 from mstrain.planning.metis import run_metis as search_metis
+from mstrain.planning.metis.cluster import read_cluster
 from mstrain.planning.metis.homogeneous import run_homogeneous as search_homogeneous
 from mstrain.planning.optimal import OptimalResult, PlanOptions, plan_optimal, write_csv
 from mstrain.planning.optimal import write_json as write_optimal_json
+from mstrain.planning.optimal.simulated import simulate_mixed, stage_rows
+from mstrain.planning.plots import write_pictures
 
 NOT_TRAINABLE = (
     "train.py runs none of these plans: it has no pipeline and gives every device the same share, while "
-    "they have "
-    "stages of unequal devices. For the hosts of one kind alone, type planner=pod cluster=CHIP:N."
+    "they have stages of unequal devices. For the hosts of one kind alone, type planner=pod cluster=CHIP:N."
 )
 
 
@@ -109,7 +112,7 @@ def run_homogeneous(config) -> int:
 
 
 def run_optimal(config) -> int:
-    """Prints the best plans, their terms and the certificate; writes optimal.json and optimal.csv."""
+    """Prints the best plans with their terms and the certificate, simulates the best; writes all of it."""
     options, folder = config.options, make_folder(config.run_dir)
     with progress("planner=optimal", options.max_seconds):
         result = plan_optimal(*config.files.paths, options)
@@ -117,21 +120,93 @@ def run_optimal(config) -> int:
     write_csv(result, folder / "optimal.csv")
     say = console()
     say.print(plans_table(result))
-    for number, stage in enumerate(result.best.stages):
-        say.print(
-            f"  stage {number}: layers {stage.first_layer}-{stage.end_layer - 1} on {_named(stage.devices)}, "
-            f"tp {stage.tp}, replicas {_named(stage.replicas)}, samples {_named(stage.samples)}, "
-            f"{stage.stage_ms:.2f} ms, {stage.state_gb + stage.activation_gb:.1f} of {stage.usable_gb:.1f} GB"
-        )
+    say.print(stages_table(result.best))
     proof = result.certificate
     reason = "proven optimal over the space" if proof.proven else "the time budget ended the search"
     say.print(
         f"lower bound {proof.lower_bound_ms:.3f} ms, gap {100 * result.gap:.2f} %: {reason} "
         f"({proof.expanded} labels, {proof.seconds:.2f} s)"
     )
+    written = ["optimal.json", "optimal.csv"]
+    if options.simulate:
+        written += simulate_best(config, result, folder)
     say.print(NOT_TRAINABLE)
-    say.print(f"plans with every term in {folder / 'optimal.json'} and optimal.csv")
+    say.print(f"{', '.join(written)} in {folder}")
     return 0
+
+
+def simulate_best(config, result: OptimalResult, folder: Path) -> list[str]:
+    """Simulates the best plan; prints it beside the cost model, writes numbers, trace and pictures."""
+    plan = result.best
+    hosts = read_cluster(config.hostfile, config.clusterfile)
+    simulated = simulate_mixed(plan, config.options, hosts)
+    rows = stage_rows(plan, simulated)
+    say = console()
+    say.print(simulated_table(rows))
+    part = (
+        ""
+        if simulated.microbatches == plan.microbatches
+        else f", {simulated.microbatches} of the {plan.microbatches} microbatches"
+    )
+    predicted = simulated.predicted_ms
+    change = 100 * (simulated.ms / predicted - 1)
+    say.print(
+        f"Simulated{part}: {simulated.ms:.1f} ms, cost model {predicted:.1f} ms ({change:+.1f} %); "
+        f"{simulated.result.program.num_ops:,} operations on {len(simulated.result.program.devices)} devices"
+    )
+    document = {
+        "microbatches": simulated.microbatches,
+        "step_ms": simulated.ms,
+        "predicted_ms": predicted,
+        "stages": rows,
+    }
+    (folder / "simulation.json").write_text(json.dumps(document, indent=1) + "\n")
+    shown = [devices[0] for devices in simulated.devices]
+    return [*write_pictures(simulated.result, folder, shown), "simulation.json"]
+
+
+def simulated_table(rows: list[dict]) -> Table:
+    """Cost model and simulator side by side, stage by stage."""
+    title = "Stages of plan 1: cost model | simulator (ms of a step, GB of a device)"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("stage", "layers", "devices", "compute", "idle", "memory"):
+        table.add_column(name, justify="left" if name == "devices" else "right", no_wrap=True)
+    for row in rows:
+        pairs = [
+            f"{row[name]:.1f} | {row[f'simulated_{name}']:.1f}"
+            for name in ("compute_ms", "idle_ms", "memory_gb")
+        ]
+        table.add_row(str(row["stage"]), row["layers"], row["devices"], *pairs)
+    return table
+
+
+def stages_table(plan) -> Table:
+    """Every term of the best plan's stages: ms per microbatch, of the exchange and update per iteration."""
+    table = Table(
+        title="Stages of plan 1 (ms per microbatch; exchange and update per iteration)",
+        title_justify="left",
+        box=None,
+        padding=(0, 1, 0, 0),
+    )
+    which = ("stage", "layers", "devices", "tp", "replicas", "samples")
+    what = ("compute", "tensor", "pipeline", "stage", "exchange", "update", "GB", "of")
+    for name in (*which, *what):
+        left = name in ("devices", "replicas", "samples")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for number, stage in enumerate(plan.stages):
+        terms = (stage.compute_ms + stage.sync_ms, stage.tensor_ms, stage.boundary_ms, stage.stage_ms)
+        table.add_row(
+            str(number),
+            f"{stage.first_layer}-{stage.end_layer - 1}",
+            _named(stage.devices),
+            str(stage.tp),
+            _named(stage.replicas),
+            _named(stage.samples),
+            *(f"{term:.2f}" for term in (*terms, stage.exchange_ms, stage.update_ms)),
+            f"{stage.state_gb + stage.activation_gb:.1f}",
+            f"{stage.usable_gb:.1f}",
+        )
+    return table
 
 
 def plans_table(result: OptimalResult) -> Table:

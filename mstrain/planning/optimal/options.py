@@ -28,6 +28,8 @@ class PlanOptions:
     max_states: int = 3000  # limit that `unit=0` respects
     top_k: int = 5
     max_seconds: float = 60.0
+    simulate: bool = True  # the best plan, on every device
+    simulated_microbatches: int = 32  # at most so many, but two per stage
 
     def __post_init__(self):
         for name in (
@@ -38,6 +40,7 @@ class PlanOptions:
             "vocab_size",
             "element_bytes",
             "top_k",
+            "simulated_microbatches",
         ):
             value = getattr(self, name)
             if type(value) is not int or value < 1:

@@ -10,11 +10,15 @@ import numpy as np
 
 from mstrain.planning.optimal.cost import Model, Stage, generator_ms
 from mstrain.planning.optimal.options import PlanOptions
+from mstrain.planning.optimal.space import kind_labels
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage; ms per microbatch (exchange and update: per iteration), GB of its fullest device."""
+    """One stage; ms per microbatch (exchange and update: per iteration), GB of its fullest device.
+
+    Types are those of the devices; unequal nodes of one type are told apart by a number.
+    """
 
     devices: dict[str, int]  # per device type
     first_layer: int
@@ -23,7 +27,9 @@ class StagePlan:
     replicas: dict[str, int]  # per type; one replica spanning types is listed under all of them
     samples: dict[str, int]  # per replica of the type and microbatch
     slowest_type: str
-    compute_ms: float
+    type_ms: dict[str, float]  # per type: its layers, on the last stage the profiled time of no layer too
+    type_tensor_ms: dict[str, float]  # per type: tensor collectives that the profiles lack
+    compute_ms: float  # this and what follows: of the slowest type
     tensor_ms: float
     sync_ms: float
     boundary_ms: float
@@ -34,6 +40,8 @@ class StagePlan:
     activation_gb: float
     usable_gb: float
     microbatches_in_flight: int
+    parameter_bytes: float  # of its layers
+    sample_bytes: float  # activations that a device keeps per sample
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,8 @@ def report_stage(
 ) -> StagePlan:
     """Terms of one stage of a plan; `stages_left` counts it and the ones behind it."""
     choice = stage.choice
-    names = [f"{model.kinds[kind].name}" for kind in choice.kinds]
+    labels = kind_labels(model.kinds)
+    names = [labels[kind] for kind in choice.kinds]
     compute = stage.compute_ms[:, end] - stage.compute_ms[:, begin]
     tensor = stage.tensor_ms * (model.middle[end] - model.middle[begin])
     sync = stage.sync_ms * (end == model.layers)
@@ -96,18 +105,20 @@ def report_stage(
     boundary = stage.boundary_ms if begin > 0 else 0.0
     parameters = model.parameter_bytes[end] - model.parameter_bytes[begin]
     flight = min(microbatches, stages_left) if model.options.schedule == "1f1b" else microbatches
-    kept = (model.activation_bytes[end] - model.activation_bytes[begin]) / choice.tp * flight
-    activation = [share * kept for share in stage.shares]
+    kept = (model.activation_bytes[end] - model.activation_bytes[begin]) / choice.tp
+    activation = [share * kept * flight for share in stage.shares]
     fullest = int(np.argmin(stage.memory_bytes - activation))
     replicas = [1 if choice.spans else choice.replicas[kind] for kind in choice.kinds]
     return StagePlan(
-        devices=_by_name(names, [choice.devices[kind] for kind in choice.kinds]),
+        devices=dict(zip(names, (choice.devices[kind] for kind in choice.kinds))),
         first_layer=begin,
         end_layer=end,
         tp=choice.tp,
-        replicas=_by_name(names, replicas),
-        samples=_by_name(names, stage.shares),
+        replicas=dict(zip(names, replicas)),
+        samples=dict(zip(names, stage.shares)),
         slowest_type=names[slowest],
+        type_ms=dict(zip(names, (compute + sync).tolist())),
+        type_tensor_ms=dict(zip(names, tensor.tolist())),
         compute_ms=float(compute[slowest]),
         tensor_ms=float(tensor[slowest]),
         sync_ms=float(sync[slowest]),
@@ -119,16 +130,9 @@ def report_stage(
         activation_gb=float(activation[fullest] / 1e9),
         usable_gb=float(stage.memory_bytes[fullest] / 1e9),
         microbatches_in_flight=int(flight),
+        parameter_bytes=float(parameters),
+        sample_bytes=float(kept),
     )
-
-
-def _by_name(names: list[str], values) -> dict[str, int]:
-    """Values per type; unequal nodes of one type are told apart by a number."""
-    labels = [
-        name if names.count(name) == 1 else f"{name}#{names[:index].count(name) + 1}"
-        for index, name in enumerate(names)
-    ]
-    return {label: int(value) for label, value in zip(labels, values)}
 
 
 def report_plan(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from mstrain.planning.metis.cluster import Cluster
+from mstrain.planning.metis.cluster import Cluster, Node
 from mstrain.planning.optimal.options import PlanOptions
 
 
@@ -55,6 +55,25 @@ def kinds_of(cluster: Cluster) -> tuple[Kind, ...]:
     return tuple(
         Kind(name, number * slots, slots, intra, inter, memory)
         for (name, slots, intra, inter, memory), number in sorted(counts.items())
+    )
+
+
+def kind_of(node: Node, kinds: tuple[Kind, ...]) -> Kind:
+    """The kind that a node belongs to."""
+    mine = (node.device_type, node.slots, node.intra_gb_s, node.inter_gb_s, node.memory_gb)
+    return next(
+        kind
+        for kind in kinds
+        if (kind.name, kind.slots, kind.intra_gb_s, kind.inter_gb_s, kind.memory_gb) == mine
+    )
+
+
+def kind_labels(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
+    """Device types; those with unequal nodes get a number."""
+    names = [kind.name for kind in kinds]
+    return tuple(
+        name if names.count(name) == 1 else f"{name}#{names[:index].count(name) + 1}"
+        for index, name in enumerate(names)
     )
 
 

@@ -7,16 +7,13 @@ from pathlib import Path
 
 from mstrain.planning.cluster import Axes, Cluster
 from mstrain.planning.grid import simulate_step
-from mstrain.planning.plots import plot_categories, plot_gantt, plot_memory
+from mstrain.planning.plots import write_pictures
 from mstrain.planning.pod.config import PodConfig
 from mstrain.planning.pod.cost import Costed, cost_plan
 from mstrain.planning.pod.step import transformer_step
 from mstrain.planning.pod.target import Pod
 from mstrain.planning.simulator import Simulation
-from mstrain.timeline import exposed_communication, first_events, write_perfetto
-
-TRACE_EVENTS = 150_000  # written; a longer simulation is cut there, so that the trace can be opened
-GANTT_LANES = 24
+from mstrain.timeline import exposed_communication
 
 
 @dataclass(frozen=True)
@@ -58,18 +55,8 @@ def simulate_plan(config: PodConfig, pod: Pod, costed: Costed) -> Simulated:
 
 
 def write_simulation(simulated: Simulated, folder: Path) -> list[str]:
-    """trace.json.gz for ui.perfetto.dev, and pictures: lanes over time, memory over time, memory by
-    category.
-    """
-    timeline = simulated.result.timeline()
-    shown = first_events(timeline, TRACE_EVENTS)
-    write_perfetto(shown, folder / "trace.json.gz")
-    plot_gantt(shown, folder / "gantt.png", GANTT_LANES)
-    plot_memory(timeline, folder / "memory.png")
-    fullest = max(simulated.result.memory.peak_bytes.items(), key=lambda item: item[1])[0]
-    plot_categories(simulated.result, fullest, folder / "memory_by_category.png")
-    names = ["trace.json.gz (ui.perfetto.dev)", "gantt.png", "memory.png", "memory_by_category.png"]
-    return [*names, write_numbers(simulated, folder)]
+    """Trace, pictures and simulation.json; returns their names."""
+    return [*write_pictures(simulated.result, folder), write_numbers(simulated, folder)]
 
 
 def write_numbers(simulated: Simulated, folder: Path) -> str:
@@ -98,8 +85,7 @@ def summary(simulated: Simulated, microbatches: int) -> list[str]:
     return [
         f"Simulated{part}: {1e3 * result.seconds:.1f} ms, cost model {1e3 * predicted.seconds:.1f} ms "
         f"({100 * (result.seconds / predicted.seconds - 1):+.1f} %); {result.program.num_ops:,} operations "
-        "of the whole "
-        f"job; devices wait for links {100 * simulated.exposed:.1f} % of the step",
+        f"of the whole job; devices wait for links {100 * simulated.exposed:.1f} % of the step",
         f"Simulated memory: {peak / 1e9:.1f} GB on the fullest device, cost model "
         f"{predicted.fullest.memory.total / 1e9:.1f} GB",
     ]
