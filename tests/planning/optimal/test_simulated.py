@@ -28,7 +28,7 @@ def test_one_device_takes_what_the_cost_model_says(small_cluster):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_simulator_stays_near_the_cost_model_and_keeps_its_memory(inputs, schedule):
-    """It may hide messages and the batch generator; on top of the model's memory come messages on their way."""
+    """It may hide messages and the batch generator; on top of memory come messages on their way."""
     options = PlanOptions(num_layers=10, batch=128, schedule=schedule, top_k=8)
     files = inputs(10, 16)
     for plan in plan_optimal(*files, options).plans:
