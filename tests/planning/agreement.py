@@ -1,4 +1,6 @@
-"""Golden agreement in figures, and Metis's best plans beside the optimal ones: python -m tests.planning.agreement
+"""Golden agreement in figures, and Metis's best plans beside the optimal ones.
+
+    python -m tests.planning.agreement
 
 Takes under a minute. `--golden DIR` reads other golden files of the same format.
 """
@@ -146,7 +148,8 @@ def compare(name: str, files, given: dict, best) -> None:
         f"{name}: Metis {best.cost:.1f} ms: {groups}, {best.batches} microbatches; its cost counts ", end=""
     )
     print(
-        f"{best.num_stage} of {len(best.device_groups)} stages, layers {begin}-{end - 1} of {options.num_layers}"
+        f"{best.num_stage} of {len(best.device_groups)} stages, "
+        f"layers {begin}-{end - 1} of {options.num_layers}"
     )
     print(f"      correct cost of that plan: {correct_cost(files, options, best)}")
     stages = " | ".join(

@@ -66,8 +66,8 @@ def run_model(config: ProfileConfig) -> int:
     if max(config.tensor) > present:
         fits = [degree for degree in config.tensor if degree <= present] or [1]
         raise ValueError(
-            f"tensor={max(config.tensor)} needs as many devices and {present} are present. Type "
-            f"tensor={fits}."
+            f"tensor={max(config.tensor)} needs as many devices and {present} are present. "
+            f"Type tensor={fits}."
         )
     name = (config.device_type or kind).replace(" ", "-").replace("_", "-")
     todo = [(tensor, batch) for tensor in config.tensor for batch in config.batches]
@@ -86,11 +86,10 @@ def run_model(config: ProfileConfig) -> int:
         times = document["execution_time"]
         print(
             f"{path.name}: {times['forward_backward_time_ms']:.2f} ms, a layer "
-            f"{times['layer_compute_total_ms'][1]:.3f} ms, "
-            f"measured on {kind}"
+            f"{times['layer_compute_total_ms'][1]:.3f} ms, measured on {kind}"
         )
     print(
-        f"{len(todo)} profiles of {model.name} ({model.layers + 2} layers with embedding and output) in "
-        f"{folder}"
+        f"{len(todo)} profiles of {model.name} ({model.layers + 2} layers with embedding and output) "
+        f"in {folder}"
     )
     return 0

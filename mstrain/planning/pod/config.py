@@ -75,8 +75,7 @@ class PodConfig:
         if self.model.position == "learned" and self.seq > self.model.context:
             raise ValueError(
                 f"seq={self.seq} is longer than the {self.model.context} positions model {self.model.name} "
-                "learns. "
-                f"Type seq={self.model.context} or model.context={self.seq}."
+                f"learns. Type seq={self.model.context} or model.context={self.seq}."
             )
 
     @property

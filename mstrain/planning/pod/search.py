@@ -109,8 +109,8 @@ def search_pod(config: PodConfig, pod: Pod, say: Callable[[str], None] = lambda 
         if now - told > PROGRESS_SECONDS:
             told = now
             say(
-                f"{number} of {len(todo)} layouts, {result.costed} plans, {now - began:.0f} of "
-                f"{config.max_seconds:g} s"
+                f"{number} of {len(todo)} layouts, {result.costed} plans, "
+                f"{now - began:.0f} of {config.max_seconds:g} s"
             )
         for sharded in (False, True) if layout.data > 1 else (False,):
             plan = replace(layout, sharded=sharded)
@@ -147,7 +147,7 @@ def fastest_slices(
     are none.
 
     The tuner behind auto knows a rate of GEMMs, not that thin slices are fed by memory: there a fixed count
-      may win.
+    may win.
     """
     sliced = layout.algorithm == "meshslice" and layout.tensor > 1
     made = {
@@ -233,15 +233,13 @@ def _nothing_fits(config: PodConfig, pod: Pod, result: PodResult) -> str:
         what = " and ".join(fixed) or f"batch={config.batch}"
         return (
             f"no plan has {what} on the {pod.devices} devices of {pod.name}: the degrees multiply to "
-            f"{pod.devices}, replicas "
-            f"divide batch={config.batch}, pipeline is at most {config.model.layers} layers. Type "
-            "replicas=auto tensor=auto "
-            "pipeline=auto."
+            f"{pod.devices}, replicas divide batch={config.batch}, pipeline is at most {config.model.layers} "
+            "layers. Type replicas=auto tensor=auto pipeline=auto."
         )
     fullest = [r for r in result.rejected if r.reason.endswith("usable")]
     shown = min(fullest, key=lambda r: float(r.reason.split()[0])) if fullest else result.rejected[0]
     return (
         f"no plan of {config.model.name} with batch={config.batch} fits {pod.name}. The nearest, "
-        f"{shown.plan.name}: "
-        f"{shown.reason}. Type a larger cluster=, another batch=, or a smaller memory_margin=."
+        f"{shown.plan.name}: {shown.reason}. "
+        "Type a larger cluster=, another batch=, or a smaller memory_margin=."
     )

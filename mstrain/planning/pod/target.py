@@ -65,8 +65,7 @@ def find_pod(cluster: str, dtype: str = "bf16") -> Pod:
         if not 1 <= count <= NVLINK_DEVICES:
             raise ValueError(
                 f"cluster={cluster}: the table of chips knows the NVLink of one server of {NVLINK_DEVICES}. "
-                "Type "
-                f"cluster={match[1]}:{NVLINK_DEVICES}, or describe the network to planner=optimal "
+                f"Type cluster={match[1]}:{NVLINK_DEVICES}, or describe the network to planner=optimal "
                 "(hostfile=...)."
             )
         pod = Pod(cluster, chip, count)
