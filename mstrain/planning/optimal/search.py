@@ -51,6 +51,10 @@ def plan_optimal(
                 f"{profile_name(key)}: parameters_per_layer_bytes has {len(profile.parameter_bytes)} "
                 f"layers, the model has {options.num_layers}; profile that model"
             )
+        if not sum(profile.parameter_bytes) > 0:
+            raise ValueError(
+                f"{profile_name(key)}: parameters_per_layer_bytes adds up to 0; write the bytes of every layer"
+            )
     kinds = kinds_of(cluster)
     model = build_model(options, kinds, profiles)
     unit = choose_unit(options, kinds)

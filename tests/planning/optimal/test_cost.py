@@ -119,6 +119,16 @@ def test_bad_options_name_the_fix(small_cluster, change, says):
         plan_optimal(*files, PlanOptions(**{"num_layers": 4, "batch": 6, **change}))
 
 
+def test_a_model_without_parameters_is_refused(small_cluster):
+    files = small_cluster([("fast", 1)]).files
+    path = files[2] / "DeviceType.fast_tp2_bs4.json"
+    document = json.loads(path.read_text())
+    document["model"]["parameters"]["parameters_per_layer_bytes"] = [0] * 4
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match="fast_tp2_bs4.json: parameters_per_layer_bytes adds up to 0; write"):
+        plan_optimal(*files, PlanOptions(num_layers=4, batch=6, **SIZES))
+
+
 def test_microbatches_cover_any_batch():
     for batch in (1, 7, 12, 96):
         pairs = PlanOptions(num_layers=4, batch=batch).microbatches()
