@@ -1,4 +1,4 @@
-"""Golden agreement in figures, and Metis's best plans beside the optimal ones.
+"""Golden agreement and speed in figures, and Metis's best plans beside the optimal ones.
 
     python -m tests.planning.agreement
 
@@ -14,18 +14,26 @@ from pathlib import Path
 
 import numpy as np
 
-from mstrain.planning.cluster import GIGABIT, Cluster, Device, Switch
-from mstrain.planning.grid import simulate_step
+from mstrain.planning import experiments
+from mstrain.planning.cluster import GIGABIT, Cluster, Device, Pairs, Switch
+from mstrain.planning.grid import simulate_mlp, simulate_step
 from mstrain.planning.metis import MetisOptions, run_metis
 from mstrain.planning.metis.cluster import read_cluster, write_hostfile
 from mstrain.planning.metis.profiles import read_profiles
 from mstrain.planning.metis.synthetic import write_profiles
+from mstrain.planning.mlp import Mlp
 from mstrain.planning.optimal import PlanOptions, plan_optimal
-from mstrain.planning.optimal.cost import build_model, build_stage, generator_ms, stage_tables
+from mstrain.planning.optimal.cost import (
+    build_model,
+    build_stage,
+    generator_ms,
+    stage_tables,
+)
 from mstrain.planning.optimal.space import Choice, kinds_of
-from mstrain.planning.placement import Degrees
+from mstrain.planning.placement import Degrees, Placement
 from mstrain.planning.simulator import simulate
 from mstrain.planning.transform_gpt import GptStack, gpt_step
+from mstrain.planning.transform_mlp import mlp_step
 from tests.planning.conftest import plan_of_case
 from tests.planning.metis.conftest import sample_documents, write_clusterfile
 from tests.planning.test_distir_golden import figures
@@ -79,6 +87,33 @@ def distir(golden: dict) -> None:
     print("  compared in tests only: " + ", ".join(f"{name} {count}" for name, count in elsewhere.items()))
 
 
+def speed() -> None:
+    """The simulator on one core, compiled code warm: processor seconds, operations per second."""
+    experiments.grid("notebook")
+    started = time.process_time()
+    rows, _ = experiments.grid("notebook")
+    print(f"Simulator: {len(rows)} plans of the notebook's grid in {time.process_time() - started:.2f} s CPU")
+    device, degrees = Device(1e14, 1.2e12), Degrees(4, 4, 4, 16)
+    bandwidths = 25e9 * np.random.default_rng(0).uniform(0.5, 1.0, (64, 64))
+    pairs = Cluster.homogeneous(64, device, Pairs((bandwidths + bandwidths.T) / 2))
+    program = mlp_step(Mlp.square(64, 1024, 4096), degrees).expand(Placement(degrees))
+    rate("64 devices, no two links alike", lambda: simulate(program, pairs))
+    for name, degrees, mlp in (
+        ("1,024 devices alike", Degrees(16, 16, 4, 16), Mlp.square(64, 8192, 8192, 2)),
+        ("65,536 devices alike", Degrees(64, 16, 64, 128), Mlp.square(128, 16384, 64 * 128 * 4, 2)),
+    ):
+        cluster = Cluster.homogeneous(degrees.world, device, Switch(25e9, 1e-6))
+        rate(name, lambda mlp=mlp, degrees=degrees, cluster=cluster: simulate_mlp(mlp, degrees, cluster))
+
+
+def rate(name: str, work) -> None:
+    started = time.process_time()
+    operations = work().program.num_ops
+    seconds = time.process_time() - started
+    million = operations / seconds / 1e6
+    print(f"  {name}: {operations:,} operations in {seconds:.3f} s CPU, {million:.1f} million/s")
+
+
 def metis_found(result) -> dict:
     """Under the names of the golden file."""
     return {
@@ -109,7 +144,7 @@ def metis_wanted(run: dict) -> dict:
 
 def metis(golden: dict, folder: Path) -> None:
     """Every run of the golden file; then a table of its best plans and the optimal ones."""
-    agreement, table = Agreement(), []
+    agreement, table, slowest = Agreement(), [], (0.0, "")
     write_clusterfile(folder / "clusterfile.json")
     for config in golden["configs"]:
         given, per_type = config["inputs"], int(config["inputs"]["hostfile"].split()[1])
@@ -126,10 +161,13 @@ def metis(golden: dict, folder: Path) -> None:
                 device_order=tuple(run["first_node_sequence"]),
                 reference_profile=run["profile_reference_file"],
             )
+            started = time.process_time()
             results.append(run_metis(*files, options))
+            slowest = max(slowest, (time.process_time() - started, f"{config['id']} {run['mode']}"))
             agreement.add(metis_found(results[-1]), metis_wanted(run))
         table.append((config["id"], files, given, min((r.best for r in results), key=lambda plan: plan.cost)))
     agreement.say("Metis")
+    print(f"  the slowest run, {slowest[1]}: {slowest[0]:.2f} s CPU")
     for row in table:
         compare(*row)
 
@@ -200,6 +238,7 @@ def main() -> None:
     parser.add_argument("--golden", type=Path, default=Path(__file__).parents[1] / "golden")
     folder = parser.parse_args().golden
     distir(json.loads((folder / "distir.json").read_text()))
+    speed()
     with tempfile.TemporaryDirectory() as scratch:
         metis(json.loads((folder / "metis.json").read_text()), Path(scratch))
 

@@ -53,7 +53,7 @@ def plan_optimal(
             )
         if not sum(profile.parameter_bytes) > 0:
             raise ValueError(
-                f"{profile_name(key)}: parameters_per_layer_bytes adds up to 0; write the bytes of every layer"
+                f"{profile_name(key)}: parameters_per_layer_bytes adds up to 0; write every layer's bytes"
             )
     kinds = kinds_of(cluster)
     model = build_model(options, kinds, profiles)
