@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import shutil
+import tempfile
 import time
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mstrain import manifest
+from mstrain.agreement import Agreement
+from mstrain.hosts import ALONE, Job
 from mstrain.models import parameters
 from mstrain.models.transformer import Transformer
 from mstrain.training.step import State, map_parameter_trees
@@ -34,18 +37,21 @@ SAVE_SECONDS = 600  # that a host waits for the others' parts of a save
 class Checkpoints:
     """The checkpoints of one run directory."""
 
-    def __init__(self, directory: Path, keep: int | None):
+    def __init__(self, directory: Path, keep: int | None, job: Job = ALONE):
         for name in ("absl", "asyncio"):  # Orbax tells of every save, and of a failed one in every thread
             logging.getLogger(name).setLevel(logging.CRITICAL)
+        self._directory, self._saving = directory.absolute(), 0
+        self._job, self._agreement = job, Agreement(job)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             enable_async_checkpointing=True,
             cleanup_tmp_directories=True,
             async_options=ocp.AsyncOptions(
-                timeout_secs=SAVE_SECONDS, post_finalization_callback=self._write_manifest
+                timeout_secs=SAVE_SECONDS,
+                post_finalization_callback=self._write_manifest,
+                barrier_sync_fn=self._agreement.wait if job.processes > 1 else None,
             ),
         )
-        self._directory, self._saving = directory.absolute(), 0
         handlers = {
             # Numbers of 32 bits compress by 8 %, which costs twice the time of reading them.
             STATE: ocp.PyTreeCheckpointHandler(use_compression=False, restore_concurrent_gb=BUFFER / 10**9),
@@ -64,14 +70,20 @@ class Checkpoints:
         return sorted(self._manager.all_steps(), reverse=True)
 
     def save(self, step: int, state: State, module: Transformer, facts: dict) -> None:
-        """Starts saving `state` as step `step`; returns when the arrays may be overwritten."""
+        """Starts saving `state` as step `step`; returns when the arrays may be overwritten.
+
+        Raises OSError on all processes when one of them cannot write.
+        """
         if step == self.latest:
             return
+        self._check_folder()
         args = ocp.args.Composite(
             **{STATE: ocp.args.PyTreeSave(_to_canonical(module)(state)), FACTS: ocp.args.JsonSave(facts)}
         )
         self._saving = step
-        self._manager.save(step, args=args)
+        self._agreement.begin()
+        with self._telling():
+            self._manager.save(step, args=args)
 
     def give_up_save(self) -> None:
         """After a save that raised: removes what it wrote, so that the next one finds the space."""
@@ -121,12 +133,33 @@ class Checkpoints:
         return parameters.store_in_turn(module, canonical["params"])
 
     def wait(self) -> None:
-        """Returns when every save is on disk; raises whatever made one fail."""
-        self._manager.wait_until_finished()
+        """Returns when every save is on disk; raises whatever made one fail, on one process or on all."""
+        with self._telling():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         with contextlib.suppress(Exception):  # a failed save has been reported by then
             self._manager.close()
+
+    def _check_folder(self) -> None:
+        """Whether every process can write at all; what Orbax does before it writes cannot be broken off."""
+        try:
+            with tempfile.TemporaryFile(dir=self._directory) as file:
+                file.write(b"x")
+            problem = ""
+        except OSError as error:
+            problem = f"{self._job.name(self._job.process)}: {error.strerror or error}"
+        if problems := [text for text in self._job.gather("save", problem) if text]:
+            raise OSError("; ".join(problems))
+
+    @contextlib.contextmanager
+    def _telling(self):
+        """The other processes learn of what goes wrong inside."""
+        try:
+            yield
+        except Exception as error:
+            self._agreement.fail(f"{type(error).__name__}: {error}")
+            raise
 
     def _unfinished(self) -> list[Path]:
         return [path for path in self._directory.iterdir() if ".orbax-checkpoint-tmp" in path.name]

@@ -130,7 +130,10 @@ class Job:
                 f"{self.config.barrier_seconds:.0f} s. "
                 "Look at its output; type hosts.barrier_seconds= above the time it needs."
             ) from error
-        return [client.key_value_try_get(f"{key}/{process}") for process in range(self.processes)]
+        values = [client.key_value_try_get(f"{key}/{process}") for process in range(self.processes)]
+        if self._used[name] > 1:  # all have read what was gathered last time, or they would not be here
+            client.key_value_delete(f"mstrain/{name}/{self._used[name] - 1}/{self.process}")
+        return values
 
     def barrier(self, name: str) -> None:
         """Returns when every process is here; after `hosts.barrier_seconds`, ValueError names the missing."""
@@ -150,8 +153,9 @@ class Job:
         return f"process {process} ({self.names[process]})" if process in self.names else f"process {process}"
 
     def say(self, text: str) -> None:
-        """A line of this process, whichever it is."""
-        print(f"process {self.process} of {self.processes}: {text}", flush=True)
+        """A line of this process, whichever it is; none when the output's disk is full."""
+        with contextlib.suppress(OSError):
+            print(f"process {self.process} of {self.processes}: {text}", flush=True)
 
     def leave(self, reason: str | None = None, code: int = 0) -> None:
         """Says farewell; with a reason, the others end with the same exit code."""
@@ -221,7 +225,8 @@ def _join(seat: Seat, config: HostsConfig, devices: list[int] | None) -> Job:
     job = Job(seat, config, names, links)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     coordinator = relay.listen(seat.address) if seat.process else seat.coordinator
-    os.environ.setdefault("no_grpc_proxy", "127.0.0.1")  # nor may a web proxy stand before the relay
+    if {"grpc_proxy", "https_proxy", "http_proxy"} & os.environ.keys():
+        os.environ.setdefault("no_grpc_proxy", "127.0.0.1")  # no web proxy between JAX and the relay
     jax.distributed.initialize(
         coordinator, seat.processes, seat.process, devices,
         cluster_detection_method="deactivate", initialization_timeout=int(config.join_seconds),
@@ -237,15 +242,18 @@ def _fail(job: Job, error: BaseException) -> None:
         message = getattr(error, "reason", None) or (code and f"exit code {code}") or None
     elif isinstance(error, ValueError) and not re.match(RUNTIME, str(error)):
         message, code = str(error), 2
-        print(f"train: {message}", file=sys.stderr)
     else:
         # Often the echo of another process's death, which the roll call is about to name.
         time.sleep(2)
         message, code = f"{type(error).__name__}: {error}", 1
-        traceback.print_exception(error)
     job.leave(message, code)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk must not keep this process from its end
+        if code == 1 and not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        elif code == 2 and isinstance(error, ValueError):
+            print(f"train: {message}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -35,7 +35,7 @@ def train(run: Run) -> int:
     """Trains `run` to its last step, or until told to stop, in its run directory; returns the exit code."""
     directory = Path(run.config.run_dir)
     _make_folder(run, directory)
-    checkpoints = Checkpoints(directory / "checkpoints", run.config.checkpoint.keep)
+    checkpoints = Checkpoints(directory / "checkpoints", run.config.checkpoint.keep, run.job)
     try:
         with run.goodput.spend("restore"):
             state, done = begin(run, checkpoints)

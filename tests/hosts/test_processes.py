@@ -102,19 +102,6 @@ def check_reading(folder):
         assert [len(part) for part in parts] == [4] * 4
 
 
-def test_a_process_that_dies_is_named_and_ends_the_others(tmp_path, cache):
-    run = tmp_path / "run"
-    job = Job(tmp_path, arguments(run, cache, *USUAL[1:], "steps=100000"), 2)
-    assert job.wait_for(lambda: len(rows(run)) >= 2), job.output[-4000:]
-    job.processes[1].kill()
-    killed = time.monotonic()
-    codes = job.wait(30)
-    assert time.monotonic() - killed < 10
-    assert codes == [LOST, -signal.SIGKILL], job.output[-3000:]
-    survivor = job.outputs[0].read_text()
-    assert "process 1 (" in survivor and "is gone without a word" in survivor
-
-
 BUSY = """
 import sys, time
 from mstrain.config import run_command
@@ -131,7 +118,7 @@ run_command("train", main)
 
 
 def test_the_death_of_process_0_is_named_however_busy_the_others_are(tmp_path):
-    """Their Python runs nothing else for a second at a time: long enough for JAX to end them unnamed, if it saw."""
+    """Their Python does nothing else for a second at a time: JAX would end them first, if it noticed."""
     job = Job(tmp_path, [], 3, command=[sys.executable, "-c", BUSY])
     assert job.wait_for(lambda: job.output.count("ready") == 3, 60), job.output[-4000:]
     job.processes[0].kill()
@@ -147,6 +134,48 @@ def test_a_process_that_never_comes_is_named_in_time(tmp_path, cache):
     assert job.wait(90) == [2, 2]
     for path in job.outputs:
         assert "Process 1 of 3 did not come" in path.read_text() and "Traceback" not in path.read_text()
+
+
+UNLUCKY = """
+import resource, sys, tempfile
+from mstrain.checkpoints import Checkpoints
+from mstrain.config import run_command
+from train import main
+save, temporary_file = Checkpoints.save, tempfile.TemporaryFile
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+def full(**_):
+    raise OSError(28, "No space left on device")
+def unlucky_save(self, step, *rest):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000 if step == 2 else soft, hard))
+    tempfile.TemporaryFile = full if step == 4 else temporary_file
+    save(self, step, *rest)
+if sys.argv[-1] == "process=1":
+    Checkpoints.save = unlucky_save
+run_command("train", main)
+"""
+
+
+def test_a_job_survives_saves_that_fail_on_one_host_and_ends_when_one_dies(tmp_path, cache):
+    """Of process 1's files, those of step 2 are refused while they are written and those of step 4 before."""
+    run = tmp_path / "run"
+    words = arguments(run, cache, "steps=100000", "mesh=2x2x2", "eval.every=100", "checkpoint.every=2")
+    job = Job(tmp_path, words, 2, command=[sys.executable, "-c", UNLUCKY])
+    assert job.wait_for(lambda: saved(run), 60), job.output[-4000:]
+    assert saved(run)[0] == 6 and not manifest.problems(run / "checkpoints" / "6")
+    assert not [*(run / "checkpoints").glob("[24].*")]
+    first, second = (path.read_text(errors="replace") for path in job.outputs)
+    assert "saving step 2 failed (1 in a row): OSError: process 1 (" in first
+    for text in (first, second):
+        assert "saving step 4 failed (2 in a row): OSError: process 1 (" in text
+        assert "No space left on device" in text
+
+    job.processes[1].kill()
+    killed = time.monotonic()
+    assert job.wait(30) == [LOST, -signal.SIGKILL], job.output[-3000:]
+    assert time.monotonic() - killed < 10
+    survivor = job.outputs[0].read_text()
+    assert "process 1 (" in survivor and "is gone without a word" in survivor
+    assert not manifest.problems(run / "checkpoints" / str(saved(run)[-1]))
 
 
 def test_a_second_signal_ends_at_once(tmp_path, cache):
