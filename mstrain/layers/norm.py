@@ -1,48 +1,136 @@
 """LayerNorm and RMSNorm. Statistics in float32, in two passes, so that a large mean does not cancel.
 
-Features may be sharded: the compiler turns the means into small all-reduces over the feature axes, one number per
-token each. Nothing else of a norm communicates.
+Features may be sharded. Then every shard sends its own mean and variance once, and the shards' numbers are combined as
+in Chan et al., 1979: one small all-gather forward and one backward, a few numbers per token. The backward pass keeps x
+as it came and two numbers per token.
 """
 
+import dataclasses
+import functools
+
+import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm import Layout, Storage
+from mstrain.gemm.local import all_reduce, axis_size
 from mstrain.layers.parameter import parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a norm computes and where its x_TxD lives.
+
+    Attributes:
+      kind: `layernorm` or `rmsnorm`.
+      layout, mesh: of x; the scale is sharded as the features.
+      epsilon: added to the variance.
+    """
+
+    kind: str
+    layout: Layout
+    mesh: Mesh
+    epsilon: float = 1e-5
+
+    def on_mesh(self, function, in_specs, out_specs):
+        # Replication is not tracked: what is not sharded over an axis is reduced over it by hand.
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
 
 
 class Norm(nn.Module):
     """Normalises the last dim of x_TxD and scales it (and, for a LayerNorm with bias, shifts it).
 
     Attributes:
-      kind: `layernorm` or `rmsnorm`.
-      layout: where x lives; the scale is sharded as the features.
+      rule: kind, layout, epsilon.
       bias: add a learned shift.
-      epsilon: added to the variance.
       unit_offset: the learned scale is stored as its difference from one (Gemma).
     """
 
-    kind: str
-    layout: Layout
+    rule: Rule
     bias: bool = False
-    epsilon: float = 1e-5
     unit_offset: bool = False
 
     @nn.compact
     def __call__(self, x_TxD):
-        storage, spec = Storage(x_TxD.shape[-1:]), P(self.layout.features or None)
+        storage, spec = Storage(x_TxD.shape[-1:]), P(self.rule.layout.features or None)
         init = nn.initializers.zeros if self.unit_offset else nn.initializers.ones
         scale_D = parameter(self, "scale", init, storage, spec) + float(self.unit_offset)
-        y_TxD = normalise(x_TxD.astype(jnp.float32), self.kind, self.epsilon) * scale_D
-        if self.bias:
-            y_TxD = y_TxD + parameter(self, "bias", nn.initializers.zeros, storage, spec)
-        return y_TxD.astype(x_TxD.dtype)
+        bias_D = parameter(self, "bias", nn.initializers.zeros, storage, spec) if self.bias else None
+        return _norm(x_TxD, scale_D, bias_D, self.rule)
 
 
 def normalise(x, kind: str, epsilon: float):
-    """Unscaled LayerNorm or RMSNorm of the last dim of float32 x."""
-    if kind == "layernorm":
-        x = x - jnp.mean(x, axis=-1, keepdims=True)
-    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
+    """Unscaled LayerNorm or RMSNorm of the last dim of float32 x, which is whole on its device."""
+    mean, variance = _moments(x, kind)
+    return (x - mean) * lax.rsqrt(variance + epsilon)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _norm(x, scale, bias, rule):
+    return _forward(x, scale, bias, rule)[0]
+
+
+def _forward(x, scale, bias, rule):
+    axes = rule.layout.features
+
+    def local(x, scale, bias):
+        x_f32 = x.astype(jnp.float32)
+        mean, variance = _moments(x_f32, rule.kind)
+        if axis_size(axes) > 1:
+            means, variances = jnp.moveaxis(_from_all(jnp.stack([mean, variance]), axes), 1, 0)
+            mean = jnp.mean(means, axis=0)
+            variance = jnp.mean(variances + jnp.square(means - mean), axis=0)
+        rsqrt = lax.rsqrt(variance + rule.epsilon)
+        y = (x_f32 - mean) * rsqrt * scale
+        return (y if bias is None else y + bias).astype(x.dtype), mean, rsqrt
+
+    features, per_token = P(axes or None), P(rule.layout.tokens or None)
+    bias_spec = None if bias is None else features
+    y, mean, rsqrt = rule.on_mesh(
+        local, (rule.layout.spec, features, bias_spec), (rule.layout.spec, per_token, per_token)
+    )(x, scale, bias)
+    return y, (x, scale, bias is None, mean, rsqrt)
+
+
+def _backward(rule, saved, dy):
+    x, scale, biasless, mean, rsqrt = saved
+    axes, tokens = rule.layout.features, rule.layout.tokens
+
+    def local(x, scale, mean, rsqrt, dy):
+        dy_f32 = dy.astype(jnp.float32)
+        normal = (x.astype(jnp.float32) - mean) * rsqrt
+        g = dy_f32 * scale
+        means = jnp.stack([jnp.mean(g, axis=-1, keepdims=True), jnp.mean(g * normal, axis=-1, keepdims=True)])
+        if axis_size(axes) > 1:
+            means = jnp.mean(_from_all(means, axes), axis=0)
+        dx = g - normal * means[1]
+        dx = (dx if rule.kind == "rmsnorm" else dx - means[0]) * rsqrt
+        sums = jnp.stack([jnp.sum(dy_f32 * normal, axis=0), jnp.sum(dy_f32, axis=0)])
+        return dx.astype(x.dtype), all_reduce(sums, tokens)
+
+    features, per_token = P(axes or None), P(tokens or None)
+    dx, (dscale, dbias) = rule.on_mesh(
+        local,
+        (rule.layout.spec, features, per_token, per_token, rule.layout.spec),
+        (rule.layout.spec, P(None, axes or None)),
+    )(x, scale, mean, rsqrt, dy)
+    return dx, dscale, None if biasless else dbias
+
+
+_norm.defvjp(_forward, _backward)
+
+
+def _moments(x, kind: str):
+    """Mean over the last dim (zero for an RMSNorm) and mean square about it, that dim kept."""
+    mean = jnp.mean(x, axis=-1, keepdims=True) if kind == "layernorm" else jnp.zeros_like(x[..., :1])
+    return mean, jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)
+
+
+def _from_all(x, axes):
+    """Stacks the x of all shards in front."""
+    return lax.all_gather(x, axes)

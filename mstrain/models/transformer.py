@@ -17,7 +17,7 @@ from mstrain.layers.dense import SAVED_PRODUCT, Dense, Inits
 from mstrain.layers.embedding import Embedding, Positions
 from mstrain.layers.loss import LogitsHead, cross_entropy
 from mstrain.layers.mlp import Mlp
-from mstrain.layers.norm import Norm
+from mstrain.layers.norm import Norm, Rule
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import BlockPlan, ModelPlan, canonical_plan
 
@@ -58,7 +58,8 @@ class Block(nn.Module):
 
     def _norm(self, name, layout):
         m = self.model
-        return Norm(m.norm, layout, m.norm_bias, m.norm_epsilon, m.unit_offset_norm, name=name)
+        rule = Rule(m.norm, layout, self.plan.mesh, m.norm_epsilon)
+        return Norm(rule, m.norm_bias, m.unit_offset_norm, name=name)
 
     def _attention(self):
         m = self.model
@@ -115,9 +116,8 @@ class Transformer(nn.Module):
         if model.position == "learned":
             self.positions = Positions(residual, plan.mesh, model.context, init)
         self.blocks = [self._scan(block, count) for block, count in plan.groups]
-        self.final_norm = Norm(
-            model.norm, residual, model.norm_bias, model.norm_epsilon, model.unit_offset_norm
-        )
+        rule = Rule(model.norm, residual, plan.mesh, model.norm_epsilon)
+        self.final_norm = Norm(rule, model.norm_bias, model.unit_offset_norm)
         if not model.tied:
             self.head = Dense(plan.head, (model.vocabulary,), init, padding=padding)
 

@@ -17,7 +17,7 @@ from mstrain.models.transformer import Block
 from tests.gemm.products import QUICK
 from tests.gemm.programs import collectives, operations
 
-SEQUENCES, SEQ, WIDTH, SLICES, PRODUCTS = 16, 8, 64, 2, 4
+SEQUENCES, SEQ, WIDTH, SLICES, PRODUCTS, NORMS = 16, 8, 64, 2, 4, 2
 MODELS = {
     "gpt": {"position": "none"},
     "llama": {
@@ -95,9 +95,14 @@ def check_block(lowered):
 def test_only_products_and_norm_statistics_communicate(model, mesh, dataflow):
     lowered = lowered_block(model, mesh, dataflow)
     kinds = collections.Counter(op.kind for op in collectives(operations(lowered.as_text())))
-    assert kinds.pop("all_reduce", 0) == (PRODUCTS if mesh == "2x2x4" else 0)
-    # One product and its two gradients gather four times and scatter twice, each in S parts.
-    assert kinds == {"all_gather": 4 * SLICES * PRODUCTS, "reduce_scatter": 2 * SLICES * PRODUCTS}
+    # One product and its two gradients gather four times and scatter twice, each in S parts; with several copies of
+    # the model it sums the gradient of its weight. A norm gathers statistics forward and backward and sums the
+    # gradients of its scale and shift.
+    assert kinds == {
+        "all_gather": 4 * SLICES * PRODUCTS + 2 * NORMS,
+        "reduce_scatter": 2 * SLICES * PRODUCTS,
+        "all_reduce": (PRODUCTS if mesh == "2x2x4" else 0) + NORMS,
+    }
     check_block(lowered)
 
 

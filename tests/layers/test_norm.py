@@ -7,10 +7,12 @@ import pytest
 from flax import linen as nn
 
 from mstrain.gemm import Layout
-from mstrain.layers.norm import Norm, normalise
+from mstrain.layers.norm import Norm, Rule, normalise
 from tests.gemm.products import QUICK, mesh_of
 
-EVERYWHERE = Layout((), ())
+
+def rule(kind, mesh="1x1", layout=Layout((), ())):
+    return Rule(kind, layout, mesh_of(mesh))
 
 
 def reference(x, kind, epsilon=1e-5):
@@ -36,7 +38,7 @@ def apply(norm, params, x):
 def test_norm_is_exact_and_finite_under_a_large_mean(kind, mean, dtype, rounding):
     """The result is rounded once to its dtype; float32 statistics may be off by 1e-4."""
     x = shifted(mean, dtype)
-    norm = Norm(kind, EVERYWHERE, bias=True)
+    norm = Norm(rule(kind), bias=True)
     params = {"scale": jnp.ones(256), "bias": jnp.zeros(256)}
     y, backward = jax.vjp(lambda x: apply(norm, params, x), x)
     (dx,) = backward(y)
@@ -67,7 +69,7 @@ def test_variance_in_one_pass_would_fail_where_ours_holds():
 )
 def test_sharded_values_and_gradients_equal_flax(kind, ours, theirs):
     mesh, layout = mesh_of("2x4"), Layout(("data", "row"), ("col",))
-    norm = Norm(kind, layout, **ours)
+    norm = Norm(rule(kind, "2x4", layout), **ours)
     rng = np.random.default_rng(2)
     x, g = (jnp.asarray(rng.standard_normal((16, 64)), jnp.float32) for _ in range(2))
     scale, bias = (jnp.asarray(1 + rng.standard_normal(64) / 4, jnp.float32) for _ in range(2))
@@ -91,7 +93,7 @@ def test_sharded_values_and_gradients_equal_flax(kind, ours, theirs):
 def test_initial_scale_is_one_either_way():
     x = shifted(0, "float32")
     for unit_offset in (False, True):
-        norm = Norm("rmsnorm", EVERYWHERE, unit_offset=unit_offset)
+        norm = Norm(rule("rmsnorm"), unit_offset=unit_offset)
         y, boxed = norm.init_with_output(jax.random.key(0), x)
         np.testing.assert_allclose(y, reference(x, "rmsnorm"), atol=1e-5)
         assert (boxed["params"]["scale"].value == 1 - unit_offset).all()
