@@ -15,7 +15,7 @@ def os(a, b, rows, cols, slices=1):
     """Y = A B: A rotates along the columns, B along the rows."""
     n = _side(rows, cols)
     a = _move(a, rows, cols, lambda i, j: (i, j - i))
-    b = _move(b, rows, cols, lambda i, j: (i - j, j))
+    b = _move(b.astype(a.dtype), rows, cols, lambda i, j: (i - j, j))
     y = dot(a, b, NN, jnp.float32)
     for _ in range(1, n):
         a, b = rotate(a, cols, -1), rotate(b, rows, -1)
@@ -26,7 +26,7 @@ def os(a, b, rows, cols, slices=1):
 def ls(a, b, rows, cols, slices=1):
     """Y = A B^T: B rotates along the rows, Y along the columns; device (i, k) meets Y_i,i+k+t in step t."""
     n = _side(rows, cols)
-    b = _move(b, rows, cols, lambda i, j: (i - j, j))
+    b = _move(b.astype(a.dtype), rows, cols, lambda i, j: (i - j, j))
     y = dot(a, b, NT)
     for _ in range(1, n):
         b, y = rotate(b, rows, -1), rotate(y, cols, -1)

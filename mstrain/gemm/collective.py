@@ -5,12 +5,12 @@ from mstrain.gemm.local import NN, NT, TN, dot, gather, scatter
 
 def os(a, b, rows, cols, slices=1):
     """Y = A B. Output-stationary: gathers A_MxK along the columns and B_KxN along the rows."""
-    return dot(gather(a, cols, 1), gather(b, rows, 0), NN)
+    return dot(gather(a, cols, 1), gather(b.astype(a.dtype), rows, 0), NN)
 
 
 def ls(a, b, rows, cols, slices=1):
     """Y = A B^T. Left-stationary: gathers B_NxK along the rows, scatters Y_MxN along the columns."""
-    return scatter(dot(a, gather(b, rows, 0), NT), cols, 1)
+    return scatter(dot(a, gather(b.astype(a.dtype), rows, 0), NT), cols, 1)
 
 
 def rs(a, b, rows, cols, slices=1):

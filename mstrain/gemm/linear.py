@@ -45,10 +45,10 @@ def _linear(x, w, plan):
     local = {
         "os": lambda x, w: flows.os(x, w),
         "ls": lambda x, w: flows.ls(x, w),
-        "rs": lambda x, w: flows.rs(x.T, w),
+        "rs": lambda x, w: flows.rs(x.T, w.astype(x.dtype)),
     }[plan.dataflow]
     return flows.on_mesh(
-        lambda x, w: local(x, w.astype(x.dtype)),
+        local,
         (plan.input_layout.spec, plan.grid.weight_spec),
         plan.output_layout.spec,
     )(x, w)
@@ -64,11 +64,11 @@ def _backward(plan, saved, dy):
     gradients = {
         "os": lambda x, w, dy: (flows.ls(dy, w), flows.rs(x, dy)),
         "ls": lambda x, w, dy: (flows.os(dy, w), flows.rs(dy, x)),
-        "rs": lambda x, w, dy: (flows.ls(w, dy).T, flows.os(x.T, dy)),
+        "rs": lambda x, w, dy: (flows.ls(w.astype(dy.dtype), dy).T, flows.os(x.T, dy)),
     }[plan.dataflow]
 
     def local(x, w, dy):
-        dx, dw = gradients(x, w.astype(x.dtype), dy)
+        dx, dw = gradients(x, w, dy)
         return dx, all_reduce(dw.astype(w.dtype), ("data",))
 
     specs: tuple[P, ...] = (plan.input_layout.spec, plan.grid.weight_spec)

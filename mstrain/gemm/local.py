@@ -5,6 +5,7 @@ Every function runs inside `jax.shard_map`. A collective over one device is no c
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 Axes = tuple[str, ...]
 
@@ -44,6 +45,11 @@ def scatter(x, axes: Axes, dim: int):
 def all_reduce(x, axes: Axes):
     axes = tuple(axis for axis in axes if axis_size((axis,)) > 1)
     return lax.psum(x, axes) if axes else x
+
+
+def row_major(x):
+    """x in the plain layout, last dim minor; its cotangent, too. Left alone, a compiler may prefer another one."""
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def rotate(x, axes: Axes, by: int):

@@ -12,6 +12,8 @@ What else the form owes to the compilers (read from schedules for v4 to tpu7x, `
   operands, whose layout would otherwise be changed once per step.
 * Scattered outputs are scattered along their first dim. Along the last one the whole product changes its
   layout (v5p, v6e) or is summed everywhere and cut (v4, tpu7x), which moves twice the bytes.
+* A transposed output would make tokens the minor dim of the whole residual stream, and every norm and every saved
+  activation would change its layout.
 * They are written into one buffer slice by slice; joining all of them at the end delays the last scatters.
 """
 
@@ -19,14 +21,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from mstrain.gemm import collective
-from mstrain.gemm.local import NN, NT, TN, dot, gather, piece, scatter
+from mstrain.gemm.local import NN, NT, TN, dot, gather, piece, row_major, scatter
 
 
 def os(a, b, rows, cols, slices):
     """Y = A B, accumulated over the slices of the contracted dim in float32."""
     if slices == 1:
         return collective.os(a, b, rows, cols)
-    pieces = [(piece(a, 1, s, slices), piece(b, 0, s, slices)) for s in range(slices)]
+    pieces = [(piece(a, 1, s, slices), _moving_piece(b, s, slices, a.dtype)) for s in range(slices)]
 
     def fetch(s):
         a_s, b_s = pieces[s]
@@ -49,11 +51,11 @@ def ls(a, b, rows, cols, slices):
         return collective.ls(a, b, rows, cols)
     transposed_slices_of_y = _pipeline(
         slices,
-        fetch=lambda s: gather(piece(b, 0, s, slices), rows, 0),
+        fetch=lambda s: gather(_moving_piece(b, s, slices, a.dtype), rows, 0),
         multiply=lambda b_s: dot(b_s, a, NT),
         send=lambda y_s: scatter(y_s, cols, 0),
     )
-    return _stack(transposed_slices_of_y).T
+    return row_major(_stack(transposed_slices_of_y).T)
 
 
 def rs(a, b, rows, cols, slices):
@@ -67,6 +69,17 @@ def rs(a, b, rows, cols, slices):
         send=lambda y_s: scatter(y_s, rows, 0),
     )
     return _stack(slices_of_y)
+
+
+def _moving_piece(b, s, slices, dtype):
+    """Slice s of B, which may be a float32 weight, rounded to `dtype` before it travels.
+
+    The compiler moves a rounding above a static slice, rounds the whole weight, and copies the slices out of it. It
+    leaves a slice alone whose begin it cannot know.
+    """
+    height = b.shape[0] // slices
+    begin = lax.optimization_barrier(jnp.int32(s * height))
+    return lax.dynamic_slice_in_dim(b, begin, height, axis=0).astype(dtype)
 
 
 def _pipeline(slices, fetch, multiply, send):

@@ -15,7 +15,7 @@ from mstrain.gemm.local import NN, NT, TN, all_reduce, axis_index, axis_size, do
 
 def os(a, b, rows, cols, slices=1):
     """Y = A B: broadcast a panel of A along the columns and of B along the rows, multiply, accumulate."""
-    panels, y = _panels(rows, cols), 0
+    panels, y, b = _panels(rows, cols), 0, b.astype(a.dtype)
     for p in range(panels):
         a_p, b_p = _broadcast(a, 1, p, panels, cols), _broadcast(b, 0, p, panels, rows)
         y = y + dot(a_p, b_p, NN, jnp.float32)
@@ -24,7 +24,7 @@ def os(a, b, rows, cols, slices=1):
 
 def ls(a, b, rows, cols, slices=1):
     """Y = A B^T: broadcast a panel of B along the rows, multiply, reduce to the owning column."""
-    panels = _panels(rows, cols)
+    panels, b = _panels(rows, cols), b.astype(a.dtype)
     ys = [dot(a, _broadcast(b, 0, p, panels, rows), NT) for p in range(panels)]
     return _collect(ys, 1, cols)
 

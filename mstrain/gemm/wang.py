@@ -13,7 +13,7 @@ from mstrain.gemm.local import NN, NT, TN, axis_index, axis_size, dot, gather, r
 
 def os(a, b, rows, cols, slices=1):
     """Y = A B: halves of A circulate, each met by its rows of the gathered B."""
-    b = gather(b, rows, 0)
+    b = gather(b.astype(a.dtype), rows, 0)
     y = 0
     for block, start in _circulate(a, 1, cols):
         b_block = lax.dynamic_slice_in_dim(b, start, block.shape[1], axis=0)
@@ -23,7 +23,7 @@ def os(a, b, rows, cols, slices=1):
 
 def ls(a, b, rows, cols, slices=1):
     """Y = A B^T: halves of the output circulate and collect each device's partial product."""
-    b = gather(b, rows, 0)
+    b = gather(b.astype(a.dtype), rows, 0)
     n, me = axis_size(cols), axis_index(cols)
     width = b.shape[0] // n
     low = width // 2

@@ -44,13 +44,15 @@ class Mlp(nn.Module):
 
     def _activate(self, h):
         activate = ACTIVATIONS[self.activation]
-        if not self.gated:
-            return activate(h)
 
-        def local(h):  # each feature shard holds its [gate | up]
-            gate, up = jnp.split(h, 2, axis=-1)
+        def local(h):
+            if not self.gated:
+                return activate(h)
+            gate, up = jnp.split(h, 2, axis=-1)  # each feature shard holds its [gate | up]
             return activate(gate) * up
 
+        # Recomputing an activation is cheaper than keeping what lies between its input and its output.
+        local = jax.checkpoint(local, prevent_cse=False)
         spec = self.plans.inside.spec
         return jax.shard_map(
             local, mesh=self.plans.grid.mesh, in_specs=spec, out_specs=spec, check_vma=False
