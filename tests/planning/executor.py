@@ -40,7 +40,9 @@ def interleave(segments, columns):
 
 
 class Executor:
-    """One step of `model` (norms without scale, no biases, no positions, untied) under the plan of `costed`.
+    """One step of `model` (norms without scale, no biases, no positions) under the plan of `costed`.
+
+    A tied table must not be split over tensor ranks: the program does not say how its two uses lie.
 
     `weights` maps "table", "output" and (layer, product) to canonical float64 matrices; `tokens` and
     `targets` are int arrays (batch, seq). After `run`, `loss` is the mean over all targets and
@@ -210,6 +212,9 @@ class Executor:
             self.updates.setdefault(divmod(ins[0] % self.ranks, self.plan.tensor), {}).update(gradients)
             return None
         number = ins[0] % self.ranks
+        if label == ("gradients", "tied"):
+            table, copy = self.merged(ins[:-1])["table"], self.merged(ins[-1:])["output"]
+            return {"table": table + copy.T, "output": (table + copy.T).T}
         if label[0] == "gradients":
             gradients, totals = self.merged(ins[:-1]), self.values[ins[-1]]
             new = {name: totals.get(name, 0.0) + gradient for name, gradient in gradients.items()}
@@ -223,7 +228,7 @@ class Executor:
                 return (args[0]["table"] if isinstance(args[0], dict) else args[0])[ids]
             gradient = np.zeros((self.model.vocabulary, args[0].shape[1]))
             np.add.at(gradient, ids, args[0])
-            return gradient
+            return gradient + (args[1].T if len(args) > 1 else 0.0)  # of a tied projection
         if label == ("head", "loss"):
             return self.lose(kind, ins, args, number, microbatch)
         sums = [value for value in ins if self.made.get(value, ())[-1:] == ("sums",)]
@@ -250,7 +255,9 @@ class Executor:
 
     def operand(self, value: int, name: str):
         found = self.values[value]
-        return found[name] if isinstance(found, dict) else found
+        if not isinstance(found, dict):
+            return found
+        return found[name] if name in found else found["table"].T  # a tied table, whole
 
     @staticmethod
     def piece(shard, dim, index, slices):

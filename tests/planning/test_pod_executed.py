@@ -24,6 +24,7 @@ MODEL = ModelConfig(
     "tiny", layers=4, width=16, heads=4, kv_heads=2, mlp_width=24, vocabulary=48, context=SEQ, norm="rmsnorm",
     norm_bias=False, position="none", activation="silu", gated=True, bias="none", tied=False,
 )  # fmt: skip
+TIED = dataclasses.replace(MODEL, tied=True)
 PLAIN = dataclasses.replace(MODEL, norm="layernorm", gated=False, kv_heads=4)
 GENERATOR = np.random.default_rng(0)
 TOKENS, TARGETS = GENERATOR.integers(0, 48, (2, BATCH, SEQ), dtype=np.int32)
@@ -57,7 +58,7 @@ def named(tree, model):
             result["table"] = leaf
         elif leaf.ndim == 2 and leaf.shape[1] == model.vocabulary:
             result["output"] = leaf
-    assert len(result) == 4 * model.layers + 2, sorted(leaves)
+    assert len(result) == 4 * model.layers + 2 - model.tied, sorted(leaves)
     return result
 
 
@@ -69,7 +70,7 @@ def widths(model):
 
 @pytest.fixture(scope="module")
 def references():
-    return {model: sequential(model) for model in (MODEL, PLAIN)}
+    return {model: sequential(model) for model in (MODEL, PLAIN, TIED)}
 
 
 def costed_plan(plan: PodPlan, model, **keys):
@@ -85,6 +86,7 @@ def execute(references, plan: PodPlan, model=MODEL, **keys):
     """Run the program of `plan`; compare loss and gradients of every replica with the sequential model's."""
     config, costed = costed_plan(plan, model, **keys)
     loss, gradients, weights = references[model]
+    weights = {"output": weights["table"].T, **weights}  # its copy, where the table is tied
     run = Executor(config, costed, plan.microbatches, weights, TOKENS, TARGETS)
     assert run.run() == pytest.approx(loss, rel=1e-5)
     for replica in run.gradients:
@@ -131,6 +133,15 @@ def test_two_dimensional_products_are_those_of_one_device(references, name):
     assert {product.layout.dataflow for product in run.products.block} == dataflows
     travelling = {run.program.specs[spec].kind for spec in run.program.spec}
     assert {"AllGather", "ReduceScatter", "AllReduce"} <= travelling or plan.data == 1
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_both_copies_of_a_tied_table_get_the_whole_gradient(references, schedule):
+    for data, pipeline, microbatches in itertools.product((1, 2), (1, 2), (2, 4)):
+        plan = PodPlan(data, "meshslice", 1, 1, pipeline, microbatches, "dots")
+        run = execute(references, plan, TIED, schedule=schedule)
+        for replica in run.gradients if pipeline > 1 else ():
+            np.testing.assert_array_equal(replica["output"], replica["table"].T)
 
 
 def test_a_collective_over_the_wrong_devices_is_noticed(references):

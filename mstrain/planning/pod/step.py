@@ -334,14 +334,33 @@ class TransformerStep:
         value = self.stream[chunk] if direction == FORWARD else self.slope[chunk]
         arrival = self.received[other] if direction == FORWARD else self.returned[other]
         elements = max(1, round(self._bytes(self.model.width) / self.size))
+        return [self._message(chunk, other, OpSpec("Send", ((elements,),), self.size), value, arrival)]
+
+    def _message(self, chunk: int, other: int, spec: OpSpec, value: int, arrival: int) -> RankOp:
         here, there = self._stage(chunk), self._stage(other)
-        spec, label = OpSpec("Send", ((elements,),), self.size), ("to chunk", other)
-        return [RankOp(spec, SEND, here, (value,), (arrival,), there, label)]
+        return RankOp(spec, SEND, here, (value,), (arrival,), there, ("to chunk", other))
+
+    def tie(self) -> list[RankOp]:
+        """Adds up the gradients of the two copies of a tied table, on the first and the last stage."""
+        last = len(self.bounds) - 1
+        copy, table = (last, "head"), (0, "embedding")
+        if not self.model.tied or last == 0:
+            return []
+        elements = max(1, round(self.counts[copy] / self.plan.tensor))
+        spec = OpSpec("Send", ((elements,),), WEIGHT_BYTES)
+        arrived, returned = (self._new(WEIGHT_BYTES * elements, chunk, "workspace") for chunk in (0, last))
+        ops = [self._message(last, 0, spec, self.summed[copy][0], arrived)]
+        added, inputs = OpSpec("Residual", ((3 * elements,),), WEIGHT_BYTES), (*self.summed[table], arrived)
+        total = self._emit(ops, 0).add(added, inputs, 0.0, "gradients", label=("gradients", "tied"))
+        ops.append(self._message(0, last, spec, total, returned))
+        self.summed[table] = (total, *self.summed[table])
+        self.summed[copy] = (returned, *self.summed[copy])
+        return ops
 
     def update(self) -> list[RankOp]:
-        """One optimizer operation per chunk."""
+        """What ties need, and one optimizer operation per stage."""
         shards = self.plan.data if self.plan.sharded else 1
-        ops = []
+        ops = self.tie()
         for stage in range(self.plan.pipeline):
             keys = [key for key in self.counts if self._stage(key[0]) == stage]
             moved = STATE_ELEMENTS * sum(self.counts[key] for key in keys) / self.plan.tensor / shards
