@@ -239,27 +239,37 @@ class _Writer:
                 self.arrived.setdefault((direction, to, q, m), []).extend(arrived)
 
     def finish(self, s: int) -> None:
-        """Gradient sums over the replicas, inside nodes and then between them, and the update."""
+        """Gradient sums over the replicas, and the update."""
+        stage, replicas, label = self.plan.stages[s], self.replicas[s], _part(self.plan.stages[s])
+        many = len(replicas) > 1
+        sums = [self.gradient_sums(s, rank, (*label, "gradients")) for rank in range(stage.tp) if many]
+        for r, replica in enumerate(replicas):
+            inputs = [
+                *self.last[s, r],
+                *(value for device in replica.devices for value in self.state[device]),
+            ]
+            for rank, by_node in enumerate(sums):
+                inputs.append(by_node[self.network.node_of[replica.devices[rank]]])
+            ms, devices = stage.update_ms, replica.devices
+            self.timed("ProfiledUpdate", ms, devices, inputs, 0, "workspace", -1, (*label, "update"))
+
+    def gradient_sums(self, s: int, rank: int, label) -> dict[int, int]:
+        """Sums over the replicas of what one tensor rank has: inside nodes, then between them; by node."""
         stage, replicas = self.plan.stages[s], self.replicas[s]
-        values = [value for r in range(len(replicas)) for value in self.last[s, r]]
-        label = (*_part(stage), "gradients")
-        for rank in range(stage.tp) if len(replicas) > 1 else ():
-            by_node: dict[int, list[int]] = {}
-            for replica in replicas:
-                by_node.setdefault(self.network.node_of[replica.devices[rank]], []).append(
-                    replica.devices[rank]
-                )
-            groups = [*by_node.values(), [members[0] for members in by_node.values()]]
-            mine = values
-            for members in groups:
-                if len(members) > 1:
-                    nbytes = stage.parameter_bytes / stage.tp
-                    mine = [*mine, *self.collective(tuple(members), nbytes, mine, -1, label)]
-            values = [*values, *mine[len(values) :]]
-        for replica in replicas:
-            state = [value for device in replica.devices for value in self.state[device]]
-            inputs, label = [*values, *state], (*_part(stage), "update")
-            self.timed("ProfiledUpdate", stage.update_ms, replica.devices, inputs, 0, "workspace", -1, label)
+        by_node: dict[int, list[int]] = {}
+        for r, replica in enumerate(replicas):
+            by_node.setdefault(self.network.node_of[replica.devices[rank]], []).append(r)
+        nbytes, sums = stage.parameter_bytes / stage.tp, {}
+        for node, mine in by_node.items():
+            values = [value for r in mine for value in (self.last[s, r][rank], *self.last[s, r][stage.tp :])]
+            sums[node] = values[-1]
+            if len(mine) > 1:
+                members = tuple(replicas[r].devices[rank] for r in mine)
+                sums[node] = self.collective(members, nbytes, values, -1, label)[0]
+        if len(by_node) > 1:
+            leaders = tuple(replicas[mine[0]].devices[rank] for mine in by_node.values())
+            sums = dict(zip(by_node, self.collective(leaders, nbytes, list(sums.values()), -1, label)))
+        return sums
 
 
 def _part(stage: StagePlan) -> tuple[str, str]:
