@@ -79,6 +79,22 @@ def store_in_turn(module: Transformer, canonical):
     return _map_leaves(module, canonical, convert)
 
 
+def compile_store(module: Transformer) -> None:
+    """Compiles what `store_in_turn` will need, for the compilation cache."""
+    programs = {}  # in one order on all processes
+
+    def note(x, boxes):
+        programs[x, boxes] = _store_program(boxes, module.plan.mesh)
+        return boxes
+
+    def placed(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    _map_leaves(module, jax.tree.map(placed, canonical_shapes(module), canonical_shardings(module)), note)
+    for (x, _), program in programs.items():
+        program.lower(x).compile()
+
+
 def restore(module: Transformer, stored):
     """The form `module` runs to canonical parameters."""
     rules = abstract_parameters(module)
@@ -130,7 +146,11 @@ def _stored(x, boxes: tuple[Stored, ...], mesh: Mesh) -> tuple:
 @functools.lru_cache(maxsize=256)
 def _store_program(boxes: tuple[Stored, ...], mesh: Mesh):
     shardings = tuple(NamedSharding(mesh, box.spec) for box in boxes)
-    return jax.jit(lambda x: _stored(x, boxes, mesh), out_shardings=shardings)
+
+    def store_parameter(x):
+        return _stored(x, boxes, mesh)
+
+    return jax.jit(store_parameter, out_shardings=shardings)
 
 
 def _convert(direction: str, box: Stored, x, mesh: Mesh):

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 from mstrain.checkpoints import Checkpoints
+from mstrain.models.parameters import compile_store
 from mstrain.training.announce import describe_mesh
 from mstrain.training.run import Run
 from mstrain.training.step import State, init_state
@@ -39,6 +40,8 @@ def begin(run: Run, checkpoints: Checkpoints) -> tuple[State, int]:
             f"No checkpoint of {run.config.run_dir} can be read; what is left of them is in its folder "
             "damaged/. Type another run_dir=, or delete this one to begin anew."
         )
+    if run.config.compile_cache:  # so that not even the first restart compiles anything
+        compile_store(run.module)
     if run.config.init_from:
         return _from_another(run), 0
     return init_state(run.module, run.optimizer, run.config.seed), 0

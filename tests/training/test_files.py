@@ -73,6 +73,11 @@ def test_tensorboard_holds_the_same_numbers(directory):
             assert found["train/" + name, row["step"]] == pytest.approx(row[name], rel=1e-6)
     for row in lines(directory, "eval.jsonl"):
         assert found["eval/validation_loss", row["step"]] == pytest.approx(row["validation_loss"], rel=1e-6)
+    spent = json.loads((directory / "summary.json").read_text())["seconds"]
+    assert {"steps", "compile", "save", "restore", "input", "evaluate", "lost", "other"} == spent.keys()
+    for kind, seconds in spent.items():
+        assert found["goodput/" + kind, 6] == pytest.approx(seconds, rel=1e-6)
+    assert min(spent[kind] for kind in ("steps", "compile", "save", "restore", "input", "evaluate")) > 0
 
 
 def test_the_trace_opens_in_the_profile_plugin_and_holds_the_steps(directory):

@@ -1,6 +1,7 @@
 """Real processes, killed while training and while saving, then started again by the same command."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,20 +21,33 @@ HOME, ELSEWHERE = "mesh=2x4", "mesh=4x2"
 PATIENCE = 240  # seconds
 
 
+# train.py that says in the end how many programs it compiled and how many it took from the cache.
+COUNTING = """
+import collections, jax
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda name, **_: events.update([name.rpartition("/")[2]]))
+from train import main
+from mstrain.config import run_command
+try:
+    run_command("train", main)
+finally:
+    print("compiled", events["cache_misses"], "taken", events["cache_hits"])
+"""
+
+
 class Command:
-    """`python train.py` in a process of its own; compiled programs are shared with those before it."""
+    """train.py in a process of its own; compiled programs are shared with those before it."""
 
     def __init__(self, directory: Path, cache: Path, mesh: str):
         self.directory = directory
-        arguments = [*ARGUMENTS, *RUN, mesh, f"run_dir={directory}", f"data.cache_dir={cache / 'corpora'}"]
+        places = [f"run_dir={directory}", f"data.cache_dir={cache / 'corpora'}"]
+        arguments = [*ARGUMENTS, *RUN, mesh, *places, f"compile_cache={cache / 'programs'}"]
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(cache / "programs"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "train.py", *arguments],
+            [sys.executable, "-c", COUNTING, *arguments],
             cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
@@ -87,6 +101,8 @@ def test_killed_twice_the_run_is_the_same_and_elsewhere_nearly(uninterrupted, ca
 
     shown = Command(directory, cache, HOME).finish()
     assert f"Resume after step {resumed} of" in shown
+    compiled, taken = map(int, re.search(r"compiled (\d+) taken (\d+)", shown).groups())
+    assert compiled == 0 and taken > 0  # the lives before have compiled all that a restart needs
     assert losses(directory) == losses(uninterrupted)
     for name in ("grad_norm", "learning_rate"):
         assert [row[name] for row in lines(directory)] == [row[name] for row in lines(uninterrupted)]
