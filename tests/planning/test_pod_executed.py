@@ -156,3 +156,21 @@ def test_a_collective_over_the_wrong_devices_is_noticed():
     program.inputs.items[program.inputs.offsets[gather]] += 2  # a device of the other row
     with pytest.raises(AssertionError):
         run.run()
+
+
+class Deaf(Executor):
+    """Replicas that keep their gradients to themselves."""
+
+    def communicate(self, kind, label, lists, outs):
+        if label[0] == "gradients":
+            return [self.merged([values[member] for values in lists]) for member in range(len(outs))]
+        return super().communicate(kind, label, lists, outs)
+
+
+def test_a_missing_sum_over_replicas_is_noticed():
+    config, costed = costed_plan(PodPlan(2, "meshslice", 1, 1, 2, 2, "none"), MODEL)
+    loss, gradients, weights = sequential(MODEL)
+    run = Deaf(config, costed, 2, weights, TOKENS, TARGETS)
+    assert run.run() == pytest.approx(loss, rel=1e-5)
+    for name, wanted in gradients.items():
+        assert np.abs(run.gradients[0][name] - wanted).max() > 1e-2 * np.abs(wanted).max()
