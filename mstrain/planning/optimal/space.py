@@ -106,7 +106,7 @@ def choose_unit(options: PlanOptions, kinds: tuple[Kind, ...]) -> int:
             return unit
     raise ValueError(
         f"the cluster has more than max_states={options.max_states} combinations of stage sizes, "
-        f"even in units of {common[-1]} devices; raise max_states (the time grows with it) or "
+        f"even in units of {common[-1]} devices; raise max_states to {states} (the time grows with it) or "
         "plan for fewer kinds of nodes"
     )
 
