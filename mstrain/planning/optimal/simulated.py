@@ -142,6 +142,7 @@ class _Writer:
 
     def __init__(self, plan: Plan, options: PlanOptions, hosts: Hosts, cluster: Cluster):
         self.plan, self.options, self.network = plan, options, cluster.network
+        self.sample_bytes = options.sequence_length * options.hidden_size * options.element_bytes  # messages
         self.build = ProgramBuilder(1)
         self.devices = allocate(hosts, plan.stages)
         self.replicas = [
@@ -149,7 +150,7 @@ class _Writer:
         ]
         self.state: dict[int, tuple[int, ...]] = {}  # by device
         for number, stage in enumerate(plan.stages):
-            sharded = sum(stage.replicas.values()) if options.shard_optimizer else 1
+            sharded = len(self.replicas[number]) if options.shard_optimizer else 1
             mine = stage.parameter_bytes / stage.tp
             factors = {"parameters": 1.0, "gradients": options.gradient_factor}
             factors["optimizer"] = options.optimizer_factor / sharded
@@ -178,17 +179,14 @@ class _Writer:
         """The all-reduces of one pass that the profiles lack: inside nodes and between them."""
         if replica.tensor_ms == 0:
             return values
-        options = self.options
-        token = options.sequence_length * options.hidden_size * options.element_bytes
-        middle = sum(
-            0 < layer < options.num_layers - 1 for layer in range(stage.first_layer, stage.end_layer)
-        )
-        message = (replica.end - replica.begin) * token
+        last = self.options.num_layers - 1
+        middle = sum(0 < layer < last for layer in range(stage.first_layer, stage.end_layer))
+        message = (replica.end - replica.begin) * self.sample_bytes
         by_node: dict[int, list[int]] = {}
         for device in replica.devices:
             by_node.setdefault(self.network.node_of[device], []).append(device)
         for _ in range(2 * middle if message else 0):
-            if not options.collectives_in_profile:
+            if not self.options.collectives_in_profile:
                 for members in by_node.values():
                     if len(members) > 1:
                         values = [*values, *self.collective(tuple(members), message, values, m, label)]
@@ -209,8 +207,8 @@ class _Writer:
             kept = (replica.end - replica.begin) * stage.sample_bytes
             ms = FORWARD_PART * replica.compute_ms
             done = self.timed("Profiled", ms, replica.devices, inputs, kept, "activations", m, label)
-            self.kept[s, r, m] = done
-            self.send(s, s + 1, r, m, FORWARD, self.tensor_sums(replica, stage, done, m, label))
+            self.kept[s, r, m] = self.tensor_sums(replica, stage, done, m, label)
+            self.send(s, s + 1, r, m, FORWARD, self.kept[s, r, m])
 
     def backward(self, s: int, m: int) -> None:
         stage = self.plan.stages[s]
@@ -226,16 +224,14 @@ class _Writer:
         """The samples of a replica to those replicas of the stage `to` that go on with them."""
         if not 0 <= to < len(self.plan.stages):
             return
-        mine, options = self.replicas[s][r], self.options
-        token = options.sequence_length * options.hidden_size * options.element_bytes
+        mine = self.replicas[s][r]
         for q, other in enumerate(self.replicas[to]):
             samples = min(mine.end, other.end) - max(mine.begin, other.begin)
             if samples > 0:
                 here, there = mine.devices[0], other.devices[0]
-                spec, outputs = OpSpec("Send", ((samples * token,),), 1), [((samples * token,), there)]
-                arrived = self.build.add(
-                    spec, (here, there), values, outputs, "workspace", m, ("to stage", to)
-                )
+                nbytes, label = samples * self.sample_bytes, ("to stage", to)
+                spec, outputs = OpSpec("Send", ((nbytes,),), 1), [((nbytes,), there)]
+                arrived = self.build.add(spec, (here, there), values, outputs, "workspace", m, label)
                 self.arrived.setdefault((direction, to, q, m), []).extend(arrived)
 
     def finish(self, s: int) -> None:

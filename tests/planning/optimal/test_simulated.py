@@ -42,6 +42,24 @@ def test_simulator_stays_near_the_cost_model_and_keeps_its_memory(inputs, schedu
             assert -1e-6 < row["simulated_memory_gb"] - row["memory_gb"] < 3 * message
 
 
+def test_tensor_collectives_between_nodes_take_what_the_cost_model_says(small_cluster):
+    """One stage, one replica over two nodes of one device: nothing overlaps, so the times are equal."""
+    files = small_cluster([("fast", 1), ("fast", 1)], memory_gb=0.35).files
+    result, options, hosts = planned(files, optimizer_factor=4.0, top_k=20)
+    plan = next(plan for plan in result.plans if plan.stages[0].tp == 2)
+    simulated = simulate_mixed(plan, options, hosts)
+    assert plan.stages[0].tensor_ms > 0
+    assert simulated.ms == pytest.approx(simulated.predicted_ms, rel=1e-6)
+
+
+def test_sharded_state_of_a_stage_is_that_of_the_cost_model(small_cluster):
+    files = small_cluster([("fast", 2), ("slow", 2)]).files
+    result, options, hosts = planned(files, shard_optimizer=True, top_k=12)
+    for plan in result.plans:
+        for row in stage_rows(plan, simulate_mixed(plan, options, hosts)):
+            assert row["simulated_memory_gb"] == pytest.approx(row["memory_gb"], rel=0.01)
+
+
 def test_every_device_has_one_stage_and_no_stage_straddles_nodes(small_cluster):
     hosts = [("fast", 2), ("slow", 4), ("fast", 4), ("slow", 4), ("fast", 2)]
     result, options, cluster = planned(
