@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mstrain.benchmarks.comparison import Comparison, run_comparison
 from mstrain.benchmarks.config import BenchmarkConfig, load
 from mstrain.benchmarks.presets import PRESETS, PUBLISHED
 from mstrain.benchmarks.table import Report, Row, to_table, write
@@ -27,7 +28,7 @@ def run(arguments: list[str]) -> int:
         from mstrain.benchmarks.collectives import measure_links
 
         return measure_links(config, console)
-    report = compare(config, console)
+    report = run_comparison(compare(config), Path(config.run_dir), console)
     if config.preset:
         report.rows.append(published(config))
     console.print(to_table(report))
@@ -35,14 +36,13 @@ def run(arguments: list[str]) -> int:
     return 0 if any(row.seconds for row in report.rows) else 1
 
 
-def compare(config: BenchmarkConfig, console: Console) -> Report:
-    """Every row of the table, predicted for a target or measured on the devices present."""
+def compare(config: BenchmarkConfig) -> Comparison:
+    """The rows of the table to come, predicted for a target or measured on the devices present."""
     if config.target:
         from mstrain.benchmarks.predicted import predict_all as compare_all
     else:
         from mstrain.benchmarks.measured import measure as compare_all
-    with console.status("Starting") as status:
-        return compare_all(config, status.update)
+    return compare_all(config)
 
 
 def published(config: BenchmarkConfig) -> Row:

@@ -104,6 +104,11 @@ class BenchmarkConfig:
         return [check_algorithm(name) for name in names]
 
     @property
+    def parts(self) -> int:
+        """Rows of one model on one mesh with one algorithm."""
+        return len(PRODUCTS) if self.bench == "gemm" else 1
+
+    @property
     def mesh_shapes(self) -> list[MeshShape]:
         """The meshes spelled out."""
         shapes = [parse_mesh(text) for text in self.meshes.split()]

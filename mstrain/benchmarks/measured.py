@@ -4,14 +4,16 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
 from mstrain.benchmarks.cases import Case, make_cases, plan_case
+from mstrain.benchmarks.comparison import Comparison
 from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.benchmarks.programs import make_works
-from mstrain.benchmarks.table import Report, Row, failed, make_row
+from mstrain.benchmarks.table import Report, Row, make_row
 from mstrain.benchmarks.work import Work
 from mstrain.compiler.topology import quiet
 from mstrain.hardware import Chip, chip_for, compiler_options
@@ -21,27 +23,23 @@ from mstrain.training.memory import memory_of
 EMULATED = MeshShape(1, 2, 4)  # what meshes=auto means on a CPU
 
 
-def measure(config: BenchmarkConfig, progress) -> Report:
-    """Times every case; a case that cannot run says why in its row. `progress(text)` is called before
-    each."""
+def measure(config: BenchmarkConfig) -> Comparison:
+    """Every case, to be timed on the devices present."""
     meshes = start_devices(config)
     chip = chip_for(jax.devices()[0].device_kind)
-    platform = jax.devices()[0].platform
-    dtype = _dtype(config.dtype, platform)
+    dtype = _dtype(config.dtype, jax.devices()[0].platform)
     peak = chip.peak(jnp.dtype(dtype).name) if chip else None
-    rows = []
-    for case in make_cases(config, meshes):
-        progress(f"Measuring {case.algorithm} on {case.mesh}")
-        try:
-            plan = plan_case(case, config, make_mesh(case.mesh, jax.devices()[: case.mesh.devices]), chip)
-            works = make_works(case, config, plan, dtype)
-            rows += [_row(case, work, plan, config, chip, peak) for work in works]
-        except (ValueError, RuntimeError) as error:
-            rows.append(failed(case, config.bench, error))
+
+    def rows_of(case: Case) -> Iterator[Row]:
+        plan = plan_case(case, config, make_mesh(case.mesh, jax.devices()[: case.mesh.devices]), chip)
+        for work in make_works(case, config, plan, dtype):
+            yield _row(case, work, plan, config, chip, peak)
+
     source = f"Measured on {describe_devices()}"
     if config.emulate:
         source += f", emulating {config.emulate} with equal activation shards per device"
-    return Report("measured", source, config.bench, jnp.dtype(dtype).name, peak, rows)
+    head = Report("measured", source, config.bench, jnp.dtype(dtype).name, peak)
+    return Comparison(head, make_cases(config, meshes), config.parts, rows_of)
 
 
 def start_devices(config: BenchmarkConfig) -> list[MeshShape]:

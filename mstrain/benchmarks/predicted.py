@@ -2,13 +2,15 @@
 
 import dataclasses
 import importlib.metadata
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 
 from mstrain.benchmarks.cases import Case, make_cases, plan_case
+from mstrain.benchmarks.comparison import Comparison
 from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.benchmarks.programs import make_works
-from mstrain.benchmarks.table import GIB, Report, Row, failed, make_row
+from mstrain.benchmarks.table import GIB, Report, Row, make_row
 from mstrain.benchmarks.tuned import best_mesh
 from mstrain.benchmarks.work import Work
 from mstrain.compiler import Target, compile_function, make_target, missing_compiler, predict
@@ -16,27 +18,26 @@ from mstrain.hardware import Slice
 from mstrain.mesh import MeshShape
 
 
-def predict_all(config: BenchmarkConfig, progress) -> Report:
-    """Predicts every case; one that does not fit or cannot be compiled says why in its row."""
+def predict_all(config: BenchmarkConfig) -> Comparison:
+    """Every case, to be compiled for the target."""
     if problem := missing_compiler():
         raise ValueError(problem)
-    slice, rows = config.slice, []
+    slice = config.slice
     dtype = {"f32": jnp.float32, "bf16": jnp.bfloat16}.get(config.dtype, jnp.bfloat16)
     peak = slice.chip.peak(jnp.dtype(dtype).name)
-    for case in make_cases(config, _meshes(config, slice)):
-        progress(f"Compiling {case.algorithm} on {case.mesh} for {slice.name}")
-        try:
-            target = make_target(slice, case.mesh)
-            plan = plan_case(case, config, target.mesh, slice.chip)
-            for work in make_works(case, config, plan, dtype):
-                rows.append(_row(case, work, target, config, peak))
-        except (ValueError, RuntimeError) as error:
-            rows.append(failed(case, config.bench, error))
+
+    def rows_of(case: Case) -> Iterator[Row]:
+        target = make_target(slice, case.mesh)
+        plan = plan_case(case, config, target.mesh, slice.chip)
+        for work in make_works(case, config, plan, dtype):
+            yield _row(case, work, target, config, peak)
+
     source = (
         f"Predicted for {slice.name} ({slice.devices} devices), from schedules compiled by libtpu "
         f"{importlib.metadata.version('libtpu')}, not run"
     )
-    return Report("predicted", source, config.bench, jnp.dtype(dtype).name, peak, rows)
+    head = Report("predicted", source, config.bench, jnp.dtype(dtype).name, peak)
+    return Comparison(head, make_cases(config, _meshes(config, slice)), config.parts, rows_of)
 
 
 def _row(case: Case, work: Work, target: Target, config: BenchmarkConfig, peak: float | None) -> Row:

@@ -61,14 +61,16 @@ def failed(case: Case, part: str, error: Exception) -> Row:
 @dataclasses.dataclass(frozen=True)
 class Report:
     """`kind` is `measured` or `predicted`; `source` says on what or from what, and heads every form of the
-    table."""
+    table. `unfinished` counts rows that are still to come, or never came.
+    """
 
     kind: str
     source: str
     bench: str
     dtype: str
     peak: float | None
-    rows: list[Row]
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    unfinished: int = 0
 
     @property
     def basis(self) -> str:
@@ -124,6 +126,15 @@ def _cells(row: Row) -> dict[str, str]:
     }
 
 
+def summarise(row: Row) -> str:
+    """A row in one line, for those who wait: `meshslice on 4x8, step: 512.3 ms, MFU 45.6%`."""
+    cells = _cells(row)
+    shown = {"ms": "{} ms", "MFU": "MFU {}", "exposed": "exposed {}", "memory": "{}"}
+    results = [form.format(cells[name]) for name, form in shown.items() if cells[name] != "n/a"]
+    text = ", ".join([*results, row.problem] if row.problem else results)
+    return f"{row.model} {row.algorithm} on {row.mesh}, {row.part}: {text}"
+
+
 def to_csv(report: Report) -> str:
     """One line per row in SI units; the first column is `measured` or `predicted`."""
     text = io.StringIO()
@@ -171,10 +182,19 @@ def plot(report: Report, path: str | Path) -> None:
     plt.close(figure)
 
 
+def write_numbers(report: Report, folder: Path) -> list[Path]:
+    """Leaves benchmark.csv and .json in `folder`, each whole at any moment; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for kind, text in (("csv", to_csv(report)), ("json", to_json(report))):
+        path = folder / f"benchmark.{kind}"
+        path.with_suffix(".part").write_text(text)
+        paths.append(path.with_suffix(".part").replace(path))
+    return paths
+
+
 def write(report: Report, folder: Path) -> list[Path]:
     """Leaves benchmark.csv, .json and .png in `folder`; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "benchmark.csv").write_text(to_csv(report))
-    (folder / "benchmark.json").write_text(to_json(report))
+    paths = write_numbers(report, folder)
     plot(report, folder / "benchmark.png")
-    return [folder / f"benchmark.{kind}" for kind in ("csv", "json", "png")]
+    return [*paths, folder / "benchmark.png"]

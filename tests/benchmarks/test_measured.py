@@ -26,6 +26,10 @@ def devices_first():
     assert jax.device_count() == 16
 
 
+def rows(config):
+    return [row for _, row in measure(config).rows()]
+
+
 def works(*arguments):
     config = load([*TINY, *arguments])
     case = make_cases(config, config.mesh_shapes)[0]
@@ -45,14 +49,14 @@ def test_every_algorithm_has_its_row(tmp_path, capsys, monkeypatch):
 
 
 def test_products_have_a_row_each():
-    report = measure(load([*TINY, "bench=gemm", "algorithms=meshslice"]), lambda text: None)
-    assert [row.part for row in report.rows] == ["attention in", "attention out", "mlp in", "mlp out"]
-    assert all(row.seconds > 0 for row in report.rows)
+    found = rows(load([*TINY, "bench=gemm", "algorithms=meshslice"]))
+    assert [row.part for row in found] == ["attention in", "attention out", "mlp in", "mlp out"]
+    assert all(row.seconds > 0 for row in found)
 
 
 def test_the_step_trains_and_its_rate_follows_from_its_time():
     config = load([*TINY, "algorithms=meshslice", "accumulate=2"])
-    (row,) = measure(config, lambda text: None).rows
+    (row,) = rows(config)
     assert not row.problem
     assert row.tokens_per_second == pytest.approx(4 * 16 / row.seconds)
     (work,) = works("algorithms=meshslice", "accumulate=2")
@@ -92,9 +96,9 @@ def test_an_algorithm_that_cannot_run_says_why(tmp_path, capsys):
 
 def test_an_emulated_mesh_is_named():
     config = load([*TINY, "bench=nongemm", "algorithms=collective", "emulate=4x4"])
-    report = measure(config, lambda text: None)
-    assert "emulating 4x4" in report.source
-    assert {row.batch for row in report.rows} == {2}
+    comparison = measure(config)
+    assert "emulating 4x4" in comparison.head.source
+    assert {row.batch for _, row in comparison.rows()} == {2}
 
 
 def test_links_are_fitted_for_the_tuner(tmp_path, monkeypatch, capsys):
