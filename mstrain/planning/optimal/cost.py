@@ -196,14 +196,15 @@ def stage_tables(model: Model, stages: list[Stage], fewest: int) -> tuple[np.nda
 def fill_tables(compute_ms, terms, fixed, prefixes, fewest):
     """The arrays of `stage_tables`: times are those of a stage's slowest kind, flights of its fullest.
 
-    `compute_ms` is (L + 1, K, stages), a prefix, zero for kinds that a stage has not.
+    `compute_ms` is (L + 1, K, stages), a prefix, zero for kinds that a stage has not. Entries with begin >=
+    end are left as they come.
     """
     tensor_ms, sync_ms, samples, memory = terms
     boundary_ms, per_byte_ms, latency_ms, state = fixed
     parameter_bytes, activation_bytes, middle = prefixes
     layers, (kinds, stages) = len(middle) - 1, memory.shape
-    stage_ms = np.full((layers + 1, layers + 1, stages), np.inf)
-    end_ms, flights = np.full_like(stage_ms, np.inf), np.zeros(stage_ms.shape, np.int64)
+    shape = (layers + 1, layers + 1, stages)
+    stage_ms, end_ms, flights = np.empty(shape), np.empty(shape), np.empty(shape, np.int32)
     for begin in range(layers):
         for end in range(begin + 1, layers + 1):
             parameters = parameter_bytes[end] - parameter_bytes[begin]
@@ -223,6 +224,6 @@ def fill_tables(compute_ms, terms, fixed, prefixes, fewest):
                         fitting = int(room / held)
                 flights[begin, end, stage] = fitting
                 end_ms[begin, end, stage] = per_byte_ms[stage] * parameters + latency_ms[stage]
-                if fitting >= fewest:
-                    stage_ms[begin, end, stage] = slowest + (boundary_ms[stage] if begin else 0.0)
+                slowest += boundary_ms[stage] if begin else 0.0
+                stage_ms[begin, end, stage] = slowest if fitting >= fewest else np.inf
     return stage_ms, end_ms, flights
