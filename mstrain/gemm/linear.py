@@ -83,10 +83,12 @@ class _Flows:
 
     def __init__(self, plan: Plan):
         module = ALGORITHMS[plan.algorithm]
-        axes = {"rows": plan.grid.rows, "cols": plan.grid.cols, "slices": plan.slices}
-        self.os = functools.partial(module.os, **axes)
-        self.ls = functools.partial(module.ls, **axes)
-        self.rs = functools.partial(module.rs, **axes)
+        how = {"rows": plan.grid.rows, "cols": plan.grid.cols, "slices": plan.slices}
+        if plan.rings:
+            how["rings"] = True
+        self.os = functools.partial(module.os, **how)
+        self.ls = functools.partial(module.ls, **how)
+        self.rs = functools.partial(module.rs, **how)
         self._mesh = plan.grid.mesh
 
     def on_mesh(self, function, in_specs, out_specs):

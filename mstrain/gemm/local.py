@@ -42,6 +42,27 @@ def scatter(x, axes: Axes, dim: int):
     return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
+def scatter_in_ring(x, axes: Axes, dim: int):
+    """`scatter` as two rings of permutes, one each way round, half of every block on each.
+
+    A ring of n devices takes n - 1 steps. Sums are rounded to the dtype of x at every step.
+    """
+    n, me = axis_size(axes), axis_index(axes)
+    if n == 1:
+        return x
+    width = x.shape[dim] // n
+    low = width // 2
+
+    def part(owner, start, size):
+        return lax.dynamic_slice_in_dim(x, (owner % n) * width + start, size, axis=dim)
+
+    right, left = part(me - 1, 0, low), part(me + 1, low, width - low)
+    for step in range(2, n + 1):
+        right = rotate(right, axes, 1) + part(me - step, 0, low)
+        left = rotate(left, axes, -1) + part(me + step, low, width - low)
+    return jnp.concatenate([right, left], axis=dim)
+
+
 def all_reduce(x, axes: Axes):
     axes = tuple(axis for axis in axes if axis_size((axis,)) > 1)
     return lax.psum(x, axes) if axes else x

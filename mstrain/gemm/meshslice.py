@@ -14,6 +14,7 @@ What else the form owes to the compilers (read from schedules for v4 to tpu7x, `
   layout (v5p, v6e) or is summed everywhere and cut (v4, tpu7x), which moves twice the bytes.
 * A transposed output would make tokens the minor dim of the whole residual stream, and every norm and every saved
   activation would change its layout.
+* With `rings` they go round in permutes, which run beside a product where a reduce-scatter would block (v4).
 * They are written into one buffer slice by slice; joining all of them at the end delays the last scatters.
 """
 
@@ -21,10 +22,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from mstrain.gemm import collective
-from mstrain.gemm.local import NN, NT, TN, dot, gather, piece, row_major, scatter
+from mstrain.gemm.local import NN, NT, TN, dot, gather, piece, row_major, scatter, scatter_in_ring
 
 
-def os(a, b, rows, cols, slices):
+def os(a, b, rows, cols, slices, rings=False):
     """Y = A B, accumulated over the slices of the contracted dim in float32."""
     if slices == 1:
         return collective.os(a, b, rows, cols)
@@ -45,7 +46,7 @@ def os(a, b, rows, cols, slices):
     return y.astype(a.dtype)
 
 
-def ls(a, b, rows, cols, slices):
+def ls(a, b, rows, cols, slices, rings=False):
     """Y = A B^T: gather slice s + 1 of B | multiply slice s | scatter slice s - 1 of Y."""
     if slices == 1:
         return collective.ls(a, b, rows, cols)
@@ -53,12 +54,12 @@ def ls(a, b, rows, cols, slices):
         slices,
         fetch=lambda s: gather(_moving_piece(b, s, slices, a.dtype), rows, 0),
         multiply=lambda b_s: dot(b_s, a, NT),
-        send=lambda y_s: scatter(y_s, cols, 0),
+        send=lambda y_s: _scatter(y_s, cols, rings),
     )
     return row_major(_stack(transposed_slices_of_y).T)
 
 
-def rs(a, b, rows, cols, slices):
+def rs(a, b, rows, cols, slices, rings=False):
     """Y = A^T B: gather slice s + 1 of A | multiply slice s | scatter slice s - 1 of Y."""
     if slices == 1:
         return collective.rs(a, b, rows, cols)
@@ -66,7 +67,7 @@ def rs(a, b, rows, cols, slices):
         slices,
         fetch=lambda s: gather(piece(a, 1, s, slices), cols, 1),
         multiply=lambda a_s: dot(a_s, b, TN),
-        send=lambda y_s: scatter(y_s, rows, 0),
+        send=lambda y_s: _scatter(y_s, rows, rings),
     )
     return _stack(slices_of_y)
 
@@ -92,6 +93,10 @@ def _pipeline(slices, fetch, multiply, send):
         product = multiply(ready)
         ready = coming
     return [*sent, send(product)]
+
+
+def _scatter(y_s, axes, rings):
+    return scatter_in_ring(y_s, axes, 0) if rings else scatter(y_s, axes, 0)
 
 
 def _stack(pieces):

@@ -29,12 +29,14 @@ class Plan:
         features exchange their mesh axes between input and output).
       grid: mesh axes that play rows and columns.
       slices: slice count S; 1 for every algorithm but MeshSlice.
+      rings: MeshSlice scatters in rings of permutes instead of reduce-scatters (chips whose reduce-scatters block).
     """
 
     algorithm: str
     dataflow: str
     grid: Grid
     slices: int = 1
+    rings: bool = False
 
     @property
     def input_layout(self) -> Layout:

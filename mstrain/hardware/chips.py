@@ -43,6 +43,7 @@ class Chip:
     """One JAX device. FLOP/s dense, bytes, bytes/s, seconds; None where nothing is published.
 
     `ici_bandwidth` is one way, per link; on GPUs the links are NVLink ports, and `torus_rank` is 0.
+    `scatters_in_rings`: reduce-scatters block its TensorCore, permutes do not.
     `sources` names the origin of every number that is not None.
     """
 
@@ -62,6 +63,7 @@ class Chip:
     sync: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     options: tuple[CompilerOption, ...] = ()
+    scatters_in_rings: bool = False
     slices: SliceRules | None = field(default=None, compare=False)
 
     def peak(self, dtype: str) -> float | None:
@@ -92,6 +94,7 @@ def _chip(name: str, entry: dict) -> Chip:
         **{key: value for key, (value, _) in numbers.items()},
         sources=MappingProxyType({key: source for key, (_, source) in numbers.items()}),
         options=tuple(options),
+        scatters_in_rings=entry.get("scatters_in_rings", False),
         slices=SliceRules(**rules) if rules else None,
     )
 

@@ -1,7 +1,7 @@
 """From what a person asked of the parallelism (`ParallelConfig`) to a plan for every product of a model (`ModelPlan`).
 
- `make_plan` checks everything that needs no
-device time: spelling, divisibility, legal slice counts, options without effect.
+`make_plan` checks everything that needs no device time: spelling, divisibility, legal slice counts, options without
+effect.
 """
 
 import dataclasses
@@ -180,7 +180,8 @@ class _Planner:
                 slices = self._automatic_slices(legal, plan, in_dim, out_dim, what)
             else:
                 slices = parse_slices(self.parallel.slices)
-            plan = dataclasses.replace(plan, slices=slices)
+            rings = self.chip is not None and self.chip.scatters_in_rings and slices > 1
+            plan = dataclasses.replace(plan, slices=slices, rings=rings)
         plan.check(in_dim, out_dim, self.sequences, what)
         return plan
 

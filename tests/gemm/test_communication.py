@@ -1,6 +1,7 @@
 """What travels in one GeMM, and in which order: read off lowered programs, so nothing is compiled."""
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,17 @@ def test_meshslice_moves_what_collective_moves_in_s_parts(name, swapped, mesh):
         ops = collectives(flow_of(algorithm, name, grid, slices))
         assert len(ops) == 2 * slices
         assert sent(ops) == {key: (slices, total) for key, total in movements(name, grid).items()}
+
+
+@pytest.mark.parametrize("name", ["ls", "rs"])
+def test_rings_move_what_reduce_scatters_move(name):
+    grid = grid_of("meshslice", mesh_of("2x4"))
+    ops = collectives(flow(functools.partial(getattr(meshslice, name), rings=True), name, grid, 2))
+    kinds = collections.Counter(op.kind for op in ops)
+    devices = {"ls": 4, "rs": 2}[name]
+    assert kinds == {"all_gather": 2, "collective_permute": 2 * 2 * (devices - 1)}
+    (_, expected), *_ = [(key, size) for key, size in movements(name, grid).items() if key[0] == "reduce_scatter"]
+    assert sum(op.sent for op in ops if op.kind == "collective_permute") == expected
 
 
 def test_one_row_or_column_needs_one_direction():

@@ -1,5 +1,7 @@
 """Value and gradients of every algorithm equal the dense product; a wrong result would be noticed."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -55,6 +57,15 @@ def test_value_and_gradients_equal_the_dense_product(algorithm, mesh):
         what = f"{algorithm} {plan.dataflow} rows={plan.grid.rows} cols={plan.grid.cols} S={plan.slices}"
         check(results, expected(plan, dense()), what)
         check_layouts(plan, results)
+
+
+@pytest.mark.parametrize("mesh", ["1x4", "2x4", "3x2"])
+def test_scattering_in_rings_gives_the_same(mesh):
+    plans = plans_of("meshslice", mesh_of(mesh), SLICES[mesh][-1:])
+    plans = [dataclasses.replace(plan, rings=True) for plan in plans]
+    inputs = [place(plan, random_operands()) for plan in plans]
+    for plan, results in zip(plans, run(plans, inputs), strict=True):
+        check(results, expected(plan, dense()), f"{plan.dataflow} in rings")
 
 
 def check_layouts(plan: Plan, results):
