@@ -15,16 +15,15 @@ from mstrain.compiler import DoesNotFit, Program, Target, compile_step, make_tar
 from mstrain.config import RunConfig
 from mstrain.hardware import Slice, mfu, parse_target
 from mstrain.mesh import MeshShape
-from mstrain.models.auto import projections
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import training_flops_per_token
+from mstrain.models.meshes import best_meshes
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import BYTES
 from mstrain.training.announce import describe
 from mstrain.training.optimizer import make_optimizer
 from mstrain.training.run import abstract_state
-from mstrain.tuning import constants_for, tune
 
 GIB = 2**30
 LARGEST = 4  # how many times larger a slice is tried
@@ -134,18 +133,9 @@ def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
 
 
 def _best_mesh(config: RunConfig, model: ModelConfig, slice: Slice) -> MeshShape:
-    """The tuner's mesh among those the torus carries and the batch divides over."""
+    """The mesh that train.py mesh=auto would take on the slice."""
     microbatch = config.batch // config.accumulate
-    shapes = [s for s in slice.mesh_shapes() if microbatch % s[0] == 0 and model.num_kv_heads % s[1] == 0]
-    if not shapes:
-        raise ValueError(
-            f"mesh=auto: no mesh of {slice.name} divides {microbatch} sequences over rows and "
-            f"{model.num_kv_heads} heads over columns. Type mesh=, or "
-            f"batch={slice.devices * config.accumulate}."
-        )
-    work = projections(model, model.layers)
-    tuning = tune(work, microbatch * config.seq, slice.devices, constants_for(slice), meshes=shapes)
-    return MeshShape(1, *tuning.mesh)
+    return best_meshes(config.parallel, model, microbatch, config.seq, slice.devices, slice)[0].shape
 
 
 def _with_vocabulary(config: RunConfig) -> ModelConfig:

@@ -60,5 +60,4 @@ def _meshes(config: BenchmarkConfig, slice: Slice) -> list[MeshShape]:
         return [MeshShape(1, *shape) for shape in slice.mesh_shapes()]
     if config.meshes != "auto":
         return config.mesh_shapes
-    meshes = [best_mesh(model, config, slice) for model in config.model_configs]
-    return list(dict.fromkeys(meshes))
+    return list(dict.fromkeys(best_mesh(model, config, slice) for model in config.model_configs))

@@ -9,14 +9,27 @@ from mstrain.hardware import Slice
 from mstrain.mesh import MeshShape
 from mstrain.models.auto import projections
 from mstrain.models.config import ModelConfig
+from mstrain.models.meshes import best_meshes
 from mstrain.tuning import Tuning, constants_for, explain, load_constants, plot, to_csv, to_json, tune
 
 DEFAULT_DEVICES = 8  # of the emulated mesh
 
 
 def best_mesh(model: ModelConfig, config: BenchmarkConfig, slice: Slice) -> MeshShape:
-    """The mesh that the cost model likes best on a slice, without data parallelism."""
-    return MeshShape(1, *tune_model(model, config, slice).mesh)
+    """The mesh that the cost model likes best on a slice, without data parallelism, among those on which
+    MeshSlice's plan is legal (the first algorithm's, where MeshSlice is not compared).
+    """
+    names = config.algorithm_names
+    parallel = config.parallel("meshslice" if "meshslice" in names else names[0])
+    batch = config.batch or slice.devices * config.accumulate
+    found = best_meshes(parallel, model, batch // config.accumulate, config.seq, slice.devices, slice)
+    alone = [candidate.shape for candidate in found if candidate.shape.data == 1]
+    if not alone:
+        raise ValueError(
+            f"meshes=auto: {model.name} with batch={batch} has no legal mesh on {slice.name} without copies "
+            f"beside each other. Type meshes={found[0].shape}, or another batch=."
+        )
+    return alone[0]
 
 
 def tune_model(model: ModelConfig, config: BenchmarkConfig, slice: Slice | None) -> Tuning:

@@ -20,12 +20,12 @@ from mstrain.data import Batches, Corpus
 from mstrain.data import prepare as prepare_corpus
 from mstrain.hardware import Chip, chip_for, compiler_options, mfu
 from mstrain.hosts import ALONE, Job
-from mstrain.models.auto import rank_meshes
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import training_flops_per_token
+from mstrain.models.meshes import best_meshes, slice_of
 from mstrain.models.parameters import parameter_shapes
 from mstrain.models.plan import ModelPlan, make_plan
-from mstrain.models.transformer import Transformer, count_parameters
+from mstrain.models.transformer import Transformer
 from mstrain.training.announce import announce
 from mstrain.training.feed import Feed
 from mstrain.training.goodput import Goodput
@@ -157,17 +157,15 @@ def _choose_plan(config: RunConfig, model: ModelConfig, chip: Chip | None, conso
         raise ValueError(
             f"mesh=auto does not know the {jax.devices()[0].device_kind}. Type mesh=ROWSxCOLUMNS."
         )
-    refusals = []
-    for candidate in rank_meshes(model, count_parameters(model), microbatch * config.seq, devices, chip):
-        try:
-            plan = plan_on(meshes.MeshShape(*candidate.shape))
-        except ValueError as error:
-            refusals.append(error)
-            continue
-        console.print(f"[bold]Auto[/]   mesh {meshes.MeshShape(*candidate.shape)}, by the tuner's cost model")
-        return plan
-    nothing = f"mesh=auto finds no mesh of {devices} devices that holds {model.name}"
-    raise refusals[0] if refusals else ValueError(f"{nothing}. Choose a smaller model=, or more devices.")
+    machine = slice_of(jax.devices()) or chip
+    found = best_meshes(config.parallel, model, microbatch, config.seq, devices, machine)
+    if not found[0].roomy:
+        raise ValueError(
+            f"mesh=auto finds no mesh of {devices} devices that holds {model.name}. Choose a smaller model=, "
+            "or more devices."
+        )
+    console.print(f"[bold]Auto[/]   mesh {found[0].shape}, by the tuner's cost model")
+    return plan_on(found[0].shape)
 
 
 def _with_vocabulary(model: ModelConfig, corpus: Corpus) -> ModelConfig:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from mstrain.benchmarks.config import load
 from mstrain.benchmarks.measured import measure, time_program
 from mstrain.benchmarks.programs import make_works
 from mstrain.benchmarks.table import from_json
+from mstrain.compiler.hlo import shape_bytes
 from mstrain.gemm import ALGORITHMS
 from mstrain.mesh import make_mesh
 from mstrain.tuning import load_constants
@@ -80,11 +82,15 @@ def test_the_parts_of_a_layer_are_its_flops():
     assert rest.flops == 12 * 4 * 16 * 16 * 64  # PaLM's 12 H Q T per token: 4 x 16 tokens, T = 16, width 64
 
 
-def test_what_has_no_gemm_compiles_without_products_of_weights():
+def test_what_has_no_gemm_has_no_weights_of_products():
+    """What it gathers are the statistics of norms: two float32 numbers per token at most."""
     (work,) = works("bench=nongemm", "algorithms=collective")
     compiled, seconds = time_program(work, {}, warmup=1, repeats=2)
     assert len(seconds) == 2
-    assert "all-gather" not in compiled.as_text()
+    leaves = jax.tree.leaves(work.arguments[0])
+    assert leaves and all(leaf.ndim == 1 for leaf in leaves)  # scales and biases of norms
+    gathered = re.findall(r"= (\w+\[[\d,]*\])\S* all-gather\(", compiled.as_text())
+    assert all(shape_bytes(shape) <= 2 * 4 * work.tokens for shape in gathered), gathered
 
 
 def test_an_algorithm_that_cannot_run_says_why(tmp_path, capsys):
