@@ -50,7 +50,7 @@ class Goodput:
         """
         lines = json_lines.read(directory / FILE)
         metrics = directory / METRICS
-        lost = (line for line in json_lines.read(metrics) if line.get("step", 0) > done)
+        lost = (line for line in json_lines.read(metrics) if json_lines.step_of(line) > done)
         self.seconds["lost"] += sum(line.get("step_seconds") or 0.0 for line in lost)
         if metrics.exists() and not (lines and lines[-1]["finished"]):
             self.seconds["lost"] += max(self._begun - metrics.stat().st_mtime, 0.0)
