@@ -5,6 +5,7 @@ JAX aborts a process, with words of its own, as soon as the connection to the co
 moment, has the time to say who died.
 """
 
+import contextlib
 import socket
 import threading
 
@@ -36,12 +37,12 @@ def _accept(listener: socket.socket, upstream: tuple[str, int]) -> None:
 def _send(near: socket.socket, far: socket.socket) -> None:
     """Passes on what `near` says until it closes; what a dead `far` cannot hear is dropped."""
     while data := _read(near):
-        try:
+        with contextlib.suppress(OSError):
             far.sendall(data)
-        except OSError:
-            pass
-    near.close()
-    far.close()
+    for connection in (near, far):
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)  # closing alone would not wake `_receive`
+        connection.close()
 
 
 def _receive(near: socket.socket, far: socket.socket) -> None:
