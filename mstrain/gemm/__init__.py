@@ -1,5 +1,6 @@
 """The product: y = x @ w on a two-dimensional mesh. One file per algorithm, one interface, three dataflows."""
 
+from mstrain.gemm.form import Form
 from mstrain.gemm.grid import Grid, Layout
 from mstrain.gemm.linear import linear
 from mstrain.gemm.plan import ALGORITHMS, DATAFLOWS, Plan, PlanPair, check_algorithm, grid_of, legal_slices
@@ -8,6 +9,7 @@ from mstrain.gemm.storage import Storage
 __all__ = [
     "ALGORITHMS",
     "DATAFLOWS",
+    "Form",
     "Grid",
     "Layout",
     "Plan",

@@ -84,8 +84,8 @@ class _Flows:
     def __init__(self, plan: Plan):
         module = ALGORITHMS[plan.algorithm]
         how = {"rows": plan.grid.rows, "cols": plan.grid.cols, "slices": plan.slices}
-        if plan.rings:
-            how["rings"] = True
+        if plan.algorithm == "meshslice":
+            how["form"] = plan.form
         self.os = functools.partial(module.os, **how)
         self.ls = functools.partial(module.ls, **how)
         self.rs = functools.partial(module.rs, **how)

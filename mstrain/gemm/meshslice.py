@@ -12,24 +12,26 @@ What else the form owes to the compilers (read from schedules for v4 to tpu7x, `
   operands, whose layout would otherwise be changed once per step.
 * Scattered outputs are scattered along their first dim. Along the last one the whole product changes its
   layout (v5p, v6e) or is summed everywhere and cut (v4, tpu7x), which moves twice the bytes.
-* A transposed output would make tokens the minor dim of the whole residual stream, and every norm and every saved
-  activation would change its layout.
-* With `rings` they go round in permutes, which run beside a product where a reduce-scatter would block (v4).
 * They are written into one buffer slice by slice; joining all of them at the end delays the last scatters.
+
+What is right for some compilers only is a `Form`.
 """
 
 import jax.numpy as jnp
 from jax import lax
 
 from mstrain.gemm import collective
+from mstrain.gemm.form import Form
 from mstrain.gemm.local import NN, NT, TN, dot, gather, piece, row_major, scatter, scatter_in_ring
 
+PLAIN = Form()
 
-def os(a, b, rows, cols, slices, rings=False):
+
+def os(a, b, rows, cols, slices, form=PLAIN):
     """Y = A B, accumulated over the slices of the contracted dim in float32."""
     if slices == 1:
         return collective.os(a, b, rows, cols)
-    pieces = [(piece(a, 1, s, slices), _moving_piece(b, s, slices, a.dtype)) for s in range(slices)]
+    pieces = [(piece(a, 1, s, slices), _rounded_piece(b, s, slices, a.dtype, form)) for s in range(slices)]
 
     def fetch(s):
         a_s, b_s = pieces[s]
@@ -46,38 +48,38 @@ def os(a, b, rows, cols, slices, rings=False):
     return y.astype(a.dtype)
 
 
-def ls(a, b, rows, cols, slices, rings=False):
+def ls(a, b, rows, cols, slices, form=PLAIN):
     """Y = A B^T: gather slice s + 1 of B | multiply slice s | scatter slice s - 1 of Y."""
     if slices == 1:
         return collective.ls(a, b, rows, cols)
     transposed_slices_of_y = _pipeline(
         slices,
-        fetch=lambda s: gather(_moving_piece(b, s, slices, a.dtype), rows, 0),
+        fetch=lambda s: gather(_rounded_piece(b, s, slices, a.dtype, form), rows, 0),
         multiply=lambda b_s: dot(b_s, a, NT),
-        send=lambda y_s: _scatter(y_s, cols, rings),
+        send=lambda y_s: scatter(y_s, cols, 0),
     )
-    return row_major(_stack(transposed_slices_of_y).T)
+    y = _stack(transposed_slices_of_y).T
+    return row_major(y) if form.row_major else y
 
 
-def rs(a, b, rows, cols, slices, rings=False):
+def rs(a, b, rows, cols, slices, form=PLAIN):
     """Y = A^T B: gather slice s + 1 of A | multiply slice s | scatter slice s - 1 of Y."""
     if slices == 1:
         return collective.rs(a, b, rows, cols)
+    send = scatter_in_ring if form.rs_in_rings else scatter
     slices_of_y = _pipeline(
         slices,
         fetch=lambda s: gather(piece(a, 1, s, slices), cols, 1),
         multiply=lambda a_s: dot(a_s, b, TN),
-        send=lambda y_s: _scatter(y_s, rows, rings),
+        send=lambda y_s: send(y_s, rows, 0),
     )
     return _stack(slices_of_y)
 
 
-def _moving_piece(b, s, slices, dtype):
-    """Slice s of B, which may be a float32 weight, rounded to `dtype` before it travels.
-
-    The compiler moves a rounding above a static slice, rounds the whole weight, and copies the slices out of it. It
-    leaves a slice alone whose begin it cannot know.
-    """
+def _rounded_piece(b, s, slices, dtype, form):
+    """Slice s of B, which may be a float32 weight, rounded to `dtype` before it travels."""
+    if not form.opaque_slices or b.dtype == dtype:
+        return piece(b, 0, s, slices).astype(dtype)
     height = b.shape[0] // slices
     begin = lax.optimization_barrier(jnp.int32(s * height))
     return lax.dynamic_slice_in_dim(b, begin, height, axis=0).astype(dtype)
@@ -93,10 +95,6 @@ def _pipeline(slices, fetch, multiply, send):
         product = multiply(ready)
         ready = coming
     return [*sent, send(product)]
-
-
-def _scatter(y_s, axes, rings):
-    return scatter_in_ring(y_s, axes, 0) if rings else scatter(y_s, axes, 0)
 
 
 def _stack(pieces):

@@ -8,6 +8,7 @@ from types import ModuleType
 from jax.sharding import Mesh
 
 from mstrain.gemm import cannon, collective, fsdp, gspmd, megatron, meshslice, summa, wang
+from mstrain.gemm.form import Form
 from mstrain.gemm.grid import Grid, Layout
 
 DATAFLOWS = ("os", "ls", "rs")
@@ -29,14 +30,14 @@ class Plan:
         features exchange their mesh axes between input and output).
       grid: mesh axes that play rows and columns.
       slices: slice count S; 1 for every algorithm but MeshSlice.
-      rings: MeshSlice scatters in rings of permutes instead of reduce-scatters (chips whose reduce-scatters block).
+      form: of MeshSlice, for the compiler at hand.
     """
 
     algorithm: str
     dataflow: str
     grid: Grid
     slices: int = 1
-    rings: bool = False
+    form: Form = Form()
 
     @property
     def input_layout(self) -> Layout:

@@ -18,7 +18,7 @@ class CompilerOption:
     """One XLA option with the reason for it and where its effect was read."""
 
     name: str
-    value: bool | int
+    value: bool | int | str
     reason: str
     source: str
     two_axes_only: bool = False
@@ -43,7 +43,7 @@ class Chip:
     """One JAX device. FLOP/s dense, bytes, bytes/s, seconds; None where nothing is published.
 
     `ici_bandwidth` is one way, per link; on GPUs the links are NVLink ports, and `torus_rank` is 0.
-    `scatters_in_rings`: reduce-scatters block its TensorCore, permutes do not.
+    `meshslice` are the fields of `mstrain.gemm.Form` that are true for its compiler.
     `sources` names the origin of every number that is not None.
     """
 
@@ -63,7 +63,7 @@ class Chip:
     sync: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     options: tuple[CompilerOption, ...] = ()
-    scatters_in_rings: bool = False
+    meshslice: Mapping[str, bool] = field(default_factory=dict, compare=False)
     slices: SliceRules | None = field(default=None, compare=False)
 
     def peak(self, dtype: str) -> float | None:
@@ -94,7 +94,7 @@ def _chip(name: str, entry: dict) -> Chip:
         **{key: value for key, (value, _) in numbers.items()},
         sources=MappingProxyType({key: source for key, (_, source) in numbers.items()}),
         options=tuple(options),
-        scatters_in_rings=entry.get("scatters_in_rings", False),
+        meshslice=MappingProxyType({key: value for key, (value, _) in entry.get("meshslice", {}).items()}),
         slices=SliceRules(**rules) if rules else None,
     )
 
@@ -120,7 +120,7 @@ def chip_named(name: str) -> Chip:
     return chips[name]
 
 
-def compiler_options(chip: Chip | None, two_torus_axes: bool = False) -> dict[str, bool | int]:
+def compiler_options(chip: Chip | None, two_torus_axes: bool = False) -> dict[str, bool | int | str]:
     """XLA options for `jax.jit(...).lower(...).compile(compiler_options=...)` that let collectives overlap.
 
     `two_torus_axes` says that a mesh axis covers two physical torus axes (`Slice.spans_two_axes`).

@@ -12,7 +12,7 @@ import math
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from mstrain.gemm import Grid, Plan, PlanPair, grid_of, legal_slices
+from mstrain.gemm import Form, Grid, Plan, PlanPair, grid_of, legal_slices
 from mstrain.gemm.plan import ONE_DIMENSIONAL
 from mstrain.hardware import Chip
 from mstrain.mesh import AXES
@@ -180,8 +180,8 @@ class _Planner:
                 slices = self._automatic_slices(legal, plan, in_dim, out_dim, what)
             else:
                 slices = parse_slices(self.parallel.slices)
-            rings = self.chip is not None and self.chip.scatters_in_rings and slices > 1
-            plan = dataclasses.replace(plan, slices=slices, rings=rings)
+            form = Form(**self.chip.meshslice) if self.chip else Form()
+            plan = dataclasses.replace(plan, slices=slices, form=form)
         plan.check(in_dim, out_dim, self.sequences, what)
         return plan
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mstrain.gemm import Plan, grid_of, linear, meshslice
+from mstrain.gemm import Form, Plan, grid_of, linear, meshslice
 from mstrain.gemm.local import NN, NT, TN, dot, gather, piece, scatter
 from tests.gemm.products import DIMS, QUICK, mesh_of, place, random_operands, step
 from tests.gemm.programs import (
@@ -60,14 +60,12 @@ def test_meshslice_moves_what_collective_moves_in_s_parts(name, swapped, mesh):
         assert sent(ops) == {key: (slices, total) for key, total in movements(name, grid).items()}
 
 
-@pytest.mark.parametrize("name", ["ls", "rs"])
-def test_rings_move_what_reduce_scatters_move(name):
-    grid = grid_of("meshslice", mesh_of("2x4"))
-    ops = collectives(flow(functools.partial(getattr(meshslice, name), rings=True), name, grid, 2))
+def test_rings_move_what_reduce_scatters_move():
+    grid = grid_of("meshslice", mesh_of("4x2"))
+    ops = collectives(flow(functools.partial(meshslice.rs, form=Form(rs_in_rings=True)), "rs", grid, 2))
     kinds = collections.Counter(op.kind for op in ops)
-    devices = {"ls": 4, "rs": 2}[name]
-    assert kinds == {"all_gather": 2, "collective_permute": 2 * 2 * (devices - 1)}
-    (_, expected), *_ = [(key, size) for key, size in movements(name, grid).items() if key[0] == "reduce_scatter"]
+    assert kinds == {"all_gather": 2, "collective_permute": 2 * 2 * (grid.num_rows - 1)}
+    (expected,) = [size for key, size in movements("rs", grid).items() if key[0] == "reduce_scatter"]
     assert sum(op.sent for op in ops if op.kind == "collective_permute") == expected
 
 

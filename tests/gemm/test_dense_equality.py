@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from mstrain.gemm import Plan, grid_of
+from mstrain.gemm import Form, Plan, grid_of
 from mstrain.gemm.plan import ALGORITHMS, ONE_DIMENSIONAL
 from tests.gemm.products import (
     DIMS,
@@ -60,12 +60,23 @@ def test_value_and_gradients_equal_the_dense_product(algorithm, mesh):
 
 
 @pytest.mark.parametrize("mesh", ["1x4", "2x4", "3x2"])
-def test_scattering_in_rings_gives_the_same(mesh):
-    plans = plans_of("meshslice", mesh_of(mesh), SLICES[mesh][-1:])
-    plans = [dataclasses.replace(plan, rings=True) for plan in plans]
+def test_another_form_gives_the_same(mesh):
+    form = Form(rs_in_rings=True, row_major=True, opaque_slices=True)
+    plans = [dataclasses.replace(p, form=form) for p in plans_of("meshslice", mesh_of(mesh), SLICES[mesh][-1:])]
     inputs = [place(plan, random_operands()) for plan in plans]
     for plan, results in zip(plans, run(plans, inputs), strict=True):
-        check(results, expected(plan, dense()), f"{plan.dataflow} in rings")
+        check(results, expected(plan, dense()), f"{plan.dataflow} as {form}")
+
+
+@pytest.mark.parametrize("dataflow", ["os", "ls"])
+def test_opaque_slices_of_a_float32_weight_are_rounded_as_plain_ones(dataflow):
+    plan = Plan("meshslice", dataflow, grid_of("meshslice", mesh_of("2x4")), 3)
+    other = dataclasses.replace(plan, form=Form(opaque_slices=True))
+    x, w, dy = place(plan, random_operands())
+    inputs = [(x.astype("bfloat16"), w, dy.astype("bfloat16"))] * 2
+    plain, opaque = run([plan, other], inputs)
+    for a, b in zip(plain, opaque, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
 def check_layouts(plan: Plan, results):
