@@ -36,6 +36,7 @@ from mstrain.training.watchdog import WatchdogConfig
 CONF = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("model", "data", "parallel")
 DTYPES = ("auto", "bf16", "f32")
+TUNE = ("model", "compile")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +105,8 @@ class RunConfig:
       remat: what a layer keeps for its backward pass: `none` of it recomputed, all but `dots`, or in `full`.
       log_every: steps between lines of metrics.jsonl.
       compile_cache: folder of compiled programs, so that a restart compiles nothing; null for none.
+      tune: who decides what is `auto` of mesh and slice counts: the cost `model`, or `compile` its best candidates and
+        take the fastest schedule (TPU slices, here or absent; the answer is kept).
       target, check: an absent TPU slice such as v5p-64, and true: compile the step for it instead of training.
       coordinator, processes, process: `HOST:PORT` of process 0, how many there are and which this is, where neither a TPU
         pod, SLURM nor Kubernetes tells.
@@ -136,6 +139,7 @@ class RunConfig:
     accumulate: int = 1
     log_every: int = 1
     compile_cache: str | None = "~/.cache/mstrain/compiled"
+    tune: str = "model"
     target: str | None = None
     check: bool = False
     coordinator: str | None = None
@@ -146,11 +150,16 @@ class RunConfig:
         at_least("", self, batch=1, seq=1, steps=1, seed=0, accumulate=1, log_every=1)
         one_of("dtype", self.dtype, DTYPES)
         one_of("remat", self.remat, REMAT)
+        one_of("tune", self.tune, TUNE)
         if self.mesh != "auto":
             parse_mesh(self.mesh)
         if self.parallel.slices != "auto":
             parse_slices(self.parallel.slices)
-        check_effect(self.parallel, set(itertools.chain(*layer_algorithms(self.parallel, self.model.layers))))
+        used = set(itertools.chain(*layer_algorithms(self.parallel, self.model.layers)))
+        check_effect(self.parallel, used)
+        open_slices = self.parallel.slices == "auto" and "meshslice" in used
+        if self.tune == "compile" and self.mesh != "auto" and not open_slices:
+            raise ValueError("tune=compile has nothing to choose. Type mesh=auto, parallel.slices=auto or tune=model.")
         if not self.run_dir.strip():
             raise ValueError("run_dir is empty. Type run_dir=runs/default, or the name of another folder.")
         if self.batch % self.accumulate:

@@ -3,15 +3,18 @@ cost?"""
 
 import dataclasses
 import math
-from collections.abc import Iterator
+import time
 
 import jax
 import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from mstrain.benchmarks.comparison import duration
 from mstrain.benchmarks.layer_kinds import seconds_by_kind
-from mstrain.compiler import DoesNotFit, Program, Target, compile_step, make_target, predict
+from mstrain.benchmarks.remedies import Remedies, Remedy
+from mstrain.compiler import DoesNotFit, Program, Target, compile_step, make_target, predict, slice_devices
+from mstrain.compiler.answers import tuned
 from mstrain.config import RunConfig
 from mstrain.hardware import Slice, mfu, parse_target
 from mstrain.mesh import MeshShape
@@ -26,7 +29,7 @@ from mstrain.training.optimizer import make_optimizer
 from mstrain.training.run import abstract_state
 
 GIB = 2**30
-LARGEST = 4  # how many times larger a slice is tried
+QUIET = Console(quiet=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +55,12 @@ class Step:
         """Raises DoesNotFit when a device has too little memory."""
         hbm, state = self.target.slice.chip.hbm_bytes, sum(self.state_bytes.values())
         if hbm and state > hbm:
-            raise DoesNotFit(f"weights and moments alone are {_of(state, hbm)} of a device")
+            raise DoesNotFit(f"weights and moments alone are {_of(state, hbm)} of a device", state)
         config = self.config
         program = compile_step(
             self.module, self._optimizer, self.target, config.batch // config.accumulate, config.accumulate
         )
-        if hbm and program.memory.peak > hbm:
-            raise DoesNotFit(f"the step needs {_of(program.memory.peak, hbm)} of a device")
+        program.check_fits()
         return program
 
 
@@ -66,7 +68,7 @@ def check(config: RunConfig) -> int:
     """Prints memory and predicted cost; returns 1, with the smallest change that would fit, when it does
     not."""
     console = Console(highlight=False)
-    step = plan_step(config)
+    step = plan_step(config, console)
     shape = "x".join(map(str, step.target.mesh.devices.shape))
     console.print(f"[bold]Target[/] {config.target}: mesh {shape} (data x row x col)")
     console.print(f"[bold]Plan[/]   {describe(step.module.plan)}")
@@ -74,62 +76,63 @@ def check(config: RunConfig) -> int:
         with console.status("Compiling the step"):
             program = step.compile()
     except DoesNotFit as error:
-        console.print(f"[bold red]Does not fit:[/] {error}")
-        with console.status("Looking for the smallest change that fits") as status:
-            remedy = smallest_change(config, status.update)
-        nothing = "Nothing tried makes it fit: remat, accumulate, larger slices."
-        console.print(f"It fits with: {remedy}" if remedy else nothing)
-        return 1
+        console.print(f"[bold red]Does not fit:[/] {error}", soft_wrap=True)
+        return _propose(step.config, error, console)
     console.print(_memory_table(step, program))
     console.print(*_cost_lines(step, program), sep="\n")
     return 0
 
 
-def plan_step(config: RunConfig) -> Step:
+def _propose(config: RunConfig, error: DoesNotFit, console: Console) -> int:
+    """Prints every change tried and the one to type; returns the exit code of a step that does not fit."""
+    begin = time.monotonic()
+
+    def told(text: str) -> None:
+        console.print(f"  {duration(time.monotonic() - begin)}  {text}", soft_wrap=True)
+
+    with console.status("Looking for the smallest change that fits"):
+        remedy = smallest_change(config, error, told)
+    if remedy:
+        console.print(f"It fits with: {remedy.keys} (predicted {remedy.seconds:.4g} s a step)", soft_wrap=True)
+    else:
+        console.print("Nothing tried makes it fit: remat, accumulate, larger slices.")
+    return 1
+
+
+def plan_step(config: RunConfig, console: Console = QUIET) -> Step:
     """Plans the step for `config.target`; raises ValueError when the plan is illegal or there is no
     compiler."""
     slice, model = parse_target(config.target), _with_vocabulary(config)
+    slice_devices(slice)  # before anything asks JAX for devices: the compiler is quiet only there
+    dtype = jnp.float32 if config.dtype == "f32" else jnp.bfloat16
+    if config.tune == "compile":
+        config = tuned(config, model, slice, dtype, make_target, console)
     mesh = _best_mesh(config, model, slice) if config.mesh == "auto" else config.mesh
     target = make_target(slice, mesh)
     microbatch = config.batch // config.accumulate
     plan = make_plan(config.parallel, model, target.mesh, microbatch, config.seq, slice.chip)
-    dtype = jnp.float32 if config.dtype == "f32" else jnp.bfloat16
     return Step(config, target, Transformer(model, plan, config.seq, dtype, config.remat))
 
 
-def smallest_change(config: RunConfig, progress=lambda text: None) -> str | None:
-    """The first change, from cheapest to dearest, with which the step compiles and fits; None when none
-    does."""
-    for text, changed in _changes(config):
-        progress(f"Trying {text}")
-        try:
-            plan_step(changed).compile()
-        except (DoesNotFit, ValueError):
-            continue
-        return text
-    return None
+def smallest_change(config: RunConfig, error: DoesNotFit, told=lambda text: None) -> Remedy | None:
+    """The change with which the step fits, found as `mstrain.benchmarks.remedies` says; None for none."""
 
+    def attempt(changed: RunConfig) -> float:
+        return predict(plan_step(changed).compile()).seconds
 
-def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Recomputing more, then more microbatches on top of it, then larger slices of the same generation."""
-    for remat in ("dots", "full")[("none", "dots", "full").index(config.remat) :]:
-        yield f"remat={remat}", dataclasses.replace(config, remat=remat)
-    config = dataclasses.replace(config, remat="full")
-    factors = [f for f in (2, 4, 8, 16) if config.batch % (config.accumulate * f) == 0]
-    for accumulate in (config.accumulate * factor for factor in factors):
-        text = f"remat=full accumulate={accumulate}"
-        yield text, dataclasses.replace(config, accumulate=accumulate)
-    slice = parse_target(config.target)
-    prefix, count = slice.chip.slices.prefixes[0], slice.devices
-    for factor in (2**n for n in range(1, LARGEST + 1)):
-        size = count * factor // slice.chip.slices.devices_per_chip * slice.chip.slices.name_counts_per_chip
+    def state(changed: RunConfig) -> float:
+        return sum(plan_step(changed).state_bytes.values())
+
+    def larger(target: str) -> RunConfig | None:
+        changed = dataclasses.replace(config, target=target, mesh="auto")
         try:
-            larger = parse_target(f"{prefix}-{size}")
+            return dataclasses.replace(changed, mesh=str(_best_mesh(changed, _with_vocabulary(config), parse_target(target))))
         except ValueError:
-            continue
-        mesh = _best_mesh(config, _with_vocabulary(config), larger)
-        text = f"remat=full target={larger.name} mesh={mesh}"
-        yield text, dataclasses.replace(config, target=larger.name, mesh=str(mesh))
+            return None
+
+    search = Remedies(attempt, state, parse_target(config.target).chip.hbm_bytes, told)
+    search.learn(config, error)
+    return search.smallest(config, larger)
 
 
 def _best_mesh(config: RunConfig, model: ModelConfig, slice: Slice) -> MeshShape:

@@ -20,6 +20,10 @@ def run(arguments: list[str]) -> int:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
+    if config.tune == "compile":
+        from mstrain.benchmarks.refined import refine_all
+
+        return refine_all(config, console)
     if config.bench == "tune":
         from mstrain.benchmarks.tuned import explain_all
 

@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 from mstrain.benchmarks.presets import preset_arguments
-from mstrain.config import DTYPES, at_least, compose, one_of
+from mstrain.config import DTYPES, TUNE, at_least, compose, one_of
 from mstrain.gemm import ALGORITHMS, check_algorithm
 from mstrain.gemm.plan import CHOOSES_DATAFLOW
 from mstrain.hardware import Slice, parse_target
@@ -56,6 +56,8 @@ class BenchmarkConfig:
         they would have there.
       preset: `v2` or `v3`, the table of transformer_shmap as a prediction.
       repeats, warmup: timed and untimed executions; the median counts.
+      tune: with bench=tune, `model` for the cost model alone, or `compile` for the schedules of its best candidates
+        on the target.
       constants: of the tuner: a file that bench=collectives wrote or a shipped one; null takes the chip's.
     """
 
@@ -77,12 +79,13 @@ class BenchmarkConfig:
     preset: str | None = None
     repeats: int = 5
     warmup: int = 2
+    tune: str = "model"
     constants: str | None = None
     seed: int = 0
     run_dir: str = "runs/benchmark"
 
     def __post_init__(self):
-        for key, allowed in (("bench", BENCHES), ("dtype", DTYPES), ("remat", REMAT)):
+        for key, allowed in (("bench", BENCHES), ("dtype", DTYPES), ("remat", REMAT), ("tune", TUNE)):
             one_of(key, getattr(self, key), allowed)
         given = [key for key in ("layers", "batch") if getattr(self, key) is not None]
         at_least("", self, **dict.fromkeys([*given, "seq", "accumulate", "repeats", "warmup"], 1), seed=0)
@@ -152,7 +155,10 @@ class BenchmarkConfig:
 
     def _check_effect(self) -> None:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        for key in IDLE.get(self.bench, ()):
+        if self.tune == "compile" and (self.bench != "tune" or not self.target):
+            raise ValueError("tune=compile needs bench=tune and a slice. Type bench=tune target=v5p-64.")
+        compiles = {"remat", "accumulate", "dtype"} if self.tune == "compile" else set()
+        for key in (key for key in IDLE.get(self.bench, ()) if key not in compiles):
             if getattr(self, key) != defaults[key]:
                 value = f"{key}={getattr(self, key)}"
                 raise ValueError(f"{value} has no effect with bench={self.bench}. Drop it.")
@@ -165,6 +171,8 @@ class BenchmarkConfig:
                 raise ValueError("dump= needs target=, for which programs are compiled. Type target=v5p-64.")
             if self.meshes == "all":
                 raise ValueError("meshes=all needs target=, whose torus says which. Type target=v5p-64.")
+        if self.constants and self.tune == "compile":
+            raise ValueError("constants= has no effect with tune=compile, which reads schedules. Drop it.")
         if self.constants and self.bench != "tune":
             raise ValueError(f"constants= has no effect with bench={self.bench}. Type bench=tune or drop it.")
         if self.bench != "tune":

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from mstrain.benchmarks.cases import Case, make_cases, plan_case
 from mstrain.benchmarks.comparison import Comparison
@@ -16,8 +17,9 @@ from mstrain.benchmarks.programs import make_works
 from mstrain.benchmarks.table import Report, Row, make_row
 from mstrain.benchmarks.work import Work
 from mstrain.compiler.topology import quiet
-from mstrain.hardware import Chip, chip_for, compiler_options
+from mstrain.hardware import chip_for
 from mstrain.mesh import MeshShape, emulate_devices, make_mesh
+from mstrain.models.meshes import present_options
 from mstrain.training.memory import memory_of
 
 EMULATED = MeshShape(1, 2, 4)  # what meshes=auto means on a CPU
@@ -33,7 +35,7 @@ def measure(config: BenchmarkConfig) -> Comparison:
     def rows_of(case: Case) -> Iterator[Row]:
         plan = plan_case(case, config, make_mesh(case.mesh, jax.devices()[: case.mesh.devices]), chip)
         for work in make_works(case, config, plan, dtype):
-            yield _row(case, work, plan, config, chip, peak)
+            yield _row(case, work, plan.mesh, config, peak)
 
     source = f"Measured on {describe_devices()}"
     if config.emulate:
@@ -79,10 +81,9 @@ def time_program(work: Work, options: dict, warmup: int, repeats: int):
     return compiled, seconds[warmup:]
 
 
-def _row(case: Case, work: Work, plan, config: BenchmarkConfig, chip: Chip | None, peak: float | None) -> Row:
-    compiled, seconds = time_program(work, compiler_options(chip), config.warmup, config.repeats)
-    memory = memory_of(compiled, plan.mesh).peak
-    return make_row(case, work, statistics.median(seconds), peak, memory=memory)
+def _row(case: Case, work: Work, mesh: Mesh, config: BenchmarkConfig, peak: float | None) -> Row:
+    compiled, seconds = time_program(work, present_options(mesh), config.warmup, config.repeats)
+    return make_row(case, work, statistics.median(seconds), peak, memory=memory_of(compiled, mesh).peak)
 
 
 def _dtype(name: str, platform: str):

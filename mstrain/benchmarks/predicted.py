@@ -13,16 +13,15 @@ from mstrain.benchmarks.programs import make_works
 from mstrain.benchmarks.table import GIB, Report, Row, make_row
 from mstrain.benchmarks.tuned import best_mesh
 from mstrain.benchmarks.work import Work
-from mstrain.compiler import Target, compile_function, make_target, missing_compiler, predict
+from mstrain.compiler import Target, compile_function, make_target, predict, slice_devices
 from mstrain.hardware import Slice
 from mstrain.mesh import MeshShape
 
 
 def predict_all(config: BenchmarkConfig) -> Comparison:
     """Every case, to be compiled for the target."""
-    if problem := missing_compiler():
-        raise ValueError(problem)
     slice = config.slice
+    slice_devices(slice)  # before anything asks JAX for devices: the compiler is quiet only there
     dtype = {"f32": jnp.float32, "bf16": jnp.bfloat16}.get(config.dtype, jnp.bfloat16)
     peak = slice.chip.peak(jnp.dtype(dtype).name)
 
@@ -48,7 +47,7 @@ def _row(case: Case, work: Work, target: Target, config: BenchmarkConfig, peak: 
     data, rows, cols = target.mesh.devices.shape
     case = dataclasses.replace(case, mesh=MeshShape(data, rows, cols))
     need, have, problem = program.memory.peak, target.slice.chip.hbm_bytes, ""
-    if have and need > have:
+    if not program.fits:
         problem = f"does not fit, {need / GIB:.2f} of {have / GIB:.2f} GiB"
     return make_row(
         case, work, schedule.seconds, peak, exposed=schedule.exposed, memory=need, problem=problem

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mstrain.compiler.topology import Target, quiet
-from mstrain.gemm import ALGORITHMS, Plan, linear
+from mstrain.gemm import ALGORITHMS, Form, Plan, linear
 from mstrain.layers.parameter import is_stored
 from mstrain.models.config import ModelConfig
 from mstrain.models.parameters import abstract_parameters
@@ -53,14 +53,29 @@ class Program:
     memory: Memory
     seconds: float
 
+    @property
+    def fits(self) -> bool:
+        """Whether a device has the memory; true when nobody knows."""
+        hbm = self.target.slice.chip.hbm_bytes
+        return not hbm or self.memory.peak <= hbm
+
+    def check_fits(self) -> None:
+        """Raises DoesNotFit when a device has too little memory: XLA compiles some programs that nothing holds."""
+        if not self.fits:
+            raise DoesNotFit(_does_not_fit(self.name, self.target, self.memory.peak), self.memory.peak)
+
 
 class DoesNotFit(ValueError):
-    """The program needs more memory than a device of the target has."""
+    """The program needs more memory than a device of the target has: `needed` bytes, None when nobody said."""
+
+    def __init__(self, message: str, needed: float | None = None):
+        super().__init__(message)
+        self.needed = needed
 
 
 def compile_function(
     name: str, function: Callable, arguments: tuple, target: Target,
-    options: Mapping[str, bool | int] | None = None, dump: str | Path | None = None,
+    options: Mapping[str, bool | int | str] | None = None, dump: str | Path | None = None,
 ) -> Program:
     """Compiles `function(*arguments)` for `target`.
 
@@ -81,7 +96,8 @@ def compile_function(
             text = compiled.as_text()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
-            raise DoesNotFit(_does_not_fit(name, target, str(error))) from None
+            needed = needed_bytes(str(error))
+            raise DoesNotFit(_does_not_fit(name, target, needed), needed) from None
         raise
     stats = compiled.memory_analysis()
     memory = Memory(
@@ -95,10 +111,25 @@ def compile_function(
     return program
 
 
-def _does_not_fit(name: str, target: Target, error: str) -> str:
-    amount = re.search(r"Used (\S+) of (\S+) hbm", error)
-    have = f"{target.slice.chip.hbm_bytes / GIB:.1f} GiB" if target.slice.chip.hbm_bytes else "its memory"
-    used = f"{amount[1]} of {amount[2]}" if amount else f"more than {have}"
+# What XLA:TPU says; the amount includes arguments and results, whatever it calls them.
+_NEEDED = (
+    r"total memory required for HLO temporaries \(([\d.]+)([KMGT])\)",  # before anything has a place
+    r"Used ([\d.]+)([KMGT]) of \S+ hbm",  # when places are given out
+)
+
+
+def needed_bytes(error: str) -> float | None:
+    """The bytes that a program would need, from the compiler's message that it does not fit."""
+    for pattern in _NEEDED:
+        if match := re.search(pattern, error):
+            return float(match[1]) * 1024.0 ** (1 + "KMGT".index(match[2]))
+    return None
+
+
+def _does_not_fit(name: str, target: Target, needed: float | None) -> str:
+    hbm = target.slice.chip.hbm_bytes
+    have = f"{hbm / GIB:.1f} GiB" if hbm else "its memory"
+    used = f"{needed / GIB:.1f} GiB of {have}" if needed else f"more than {have}"
     return (
         f"{name} does not fit on {target.slice.name}: a device would need {used}. Type remat=full, a smaller "
         "batch= or more accumulate=, or take a larger slice."
@@ -141,7 +172,10 @@ def compile_flow(
     They are os: Y = X W, ls: dX = dY W^T and rs: dW = X^T dY, X of tokens x `in_dim`, Y of tokens x `out_dim`.
     """
     module, spec = ALGORITHMS[algorithm], P("row", "col")
-    product = functools.partial(getattr(module, flow), rows=("row",), cols=("col",), slices=slices)
+    how = {"rows": ("row",), "cols": ("col",), "slices": slices}
+    if algorithm == "meshslice":
+        how["form"] = Form(**target.slice.chip.meshslice)
+    product = functools.partial(getattr(module, flow), **how)
     on_mesh = jax.shard_map(product, mesh=target.mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
     x, w, y = (tokens, in_dim), (in_dim, out_dim), (tokens, out_dim)
     sharding = NamedSharding(target.mesh, spec)

@@ -31,7 +31,7 @@ class Target:
     mesh: Mesh
 
     @property
-    def compiler_options(self) -> dict[str, bool | int]:
+    def compiler_options(self) -> dict[str, bool | int | str]:
         """XLA options of this generation for this mesh (`mstrain.hardware`)."""
         return self.slice.compiler_options(self.mesh.shape["row"], self.mesh.shape["col"])
 

@@ -67,7 +67,7 @@ class Slice:
         counts = [count for shape, count in self._assignments(data) if shape == (rows, cols)]
         return not counts or min(counts) > 1
 
-    def compiler_options(self, rows: int, cols: int) -> dict[str, bool | int]:
+    def compiler_options(self, rows: int, cols: int) -> dict[str, bool | int | str]:
         """`compiler_options` of the chip for a mesh of rows x cols on this slice."""
         return compiler_options(self.chip, self.spans_two_axes(rows, cols))
 

@@ -3,9 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
-from mstrain.hardware import Chip, Slice, chip_for, collective_seconds, parse_target
+from mstrain.hardware import Chip, Slice, chip_for, collective_seconds, compiler_options, parse_target
 from mstrain.mesh import AXES, MeshShape
 from mstrain.models.auto import projections
 from mstrain.models.config import ModelConfig
@@ -112,3 +112,11 @@ def slice_of(devices: Sequence) -> Slice | None:
     except ValueError:
         return None
     return slice if slice.devices == len(devices) else None
+
+
+def present_options(mesh: Mesh) -> dict[str, bool | int | str]:
+    """The compiler options for a mesh of devices that are here (`mstrain.hardware`)."""
+    devices = mesh.devices.flatten().tolist()
+    if slice := slice_of(devices):
+        return slice.compiler_options(mesh.shape["row"], mesh.shape["col"])
+    return compiler_options(chip_for(devices[0].device_kind))

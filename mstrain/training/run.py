@@ -18,15 +18,15 @@ from mstrain import mesh as meshes
 from mstrain.config import RunConfig
 from mstrain.data import Batches, Corpus
 from mstrain.data import prepare as prepare_corpus
-from mstrain.hardware import Chip, chip_for, compiler_options, mfu
+from mstrain.hardware import Chip, chip_for, mfu
 from mstrain.hosts import ALONE, Job
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import training_flops_per_token
-from mstrain.models.meshes import best_meshes, slice_of
+from mstrain.models.meshes import best_meshes, present_options, slice_of
 from mstrain.models.parameters import parameter_shapes
 from mstrain.models.plan import ModelPlan, make_plan
 from mstrain.models.transformer import Transformer
-from mstrain.training.announce import announce
+from mstrain.training.announce import announce, describe, describe_mesh
 from mstrain.training.feed import Feed
 from mstrain.training.goodput import Goodput
 from mstrain.training.memory import Memory, memory_of
@@ -56,7 +56,7 @@ class Run:
     def compiled_step(self):
         """The compiled step for this run's shapes, with the chip's compiler options."""
         step = make_step(self.module, self.optimizer)
-        options = compiler_options(self.chip)
+        options = present_options(self.module.plan.mesh)
         with self.goodput.spend("compile"):
             lowered = step.lower(abstract_state(self.module, self.optimizer), self.feed.abstract())
             return lowered.compile(options)
@@ -98,6 +98,7 @@ def prepare(config: RunConfig, job: Job = ALONE) -> Run:
         console.print(f"[yellow]Corpus:[/] {warning}")
     model = _with_vocabulary(config.model, corpus)
     plan = _choose_plan(config, model, chip, console)
+    job.agree("plan", f"{describe_mesh(plan.mesh)} {describe(plan)}")
     mesh = plan.mesh
     module = Transformer(model, plan, config.seq, _dtype(config.dtype), config.remat)
     feed, validation_feed = (
@@ -143,7 +144,10 @@ def _keep_compiled(folder: str | None) -> None:
 
 
 def _choose_plan(config: RunConfig, model: ModelConfig, chip: Chip | None, console: Console) -> ModelPlan:
-    """The plan on the mesh that was asked for, or on the best mesh by the tuner's cost model."""
+    """The plan on the mesh that was asked for, or on the best mesh by the tuner's cost model (tune=compile: by the
+    compiled schedules)."""
+    if config.tune == "compile":
+        config = _compile_candidates(config, model, console)
     microbatch, devices = config.batch // config.accumulate, jax.device_count()
 
     def plan_on(shape: meshes.MeshShape) -> ModelPlan:
@@ -166,6 +170,20 @@ def _choose_plan(config: RunConfig, model: ModelConfig, chip: Chip | None, conso
         )
     console.print(f"[bold]Auto[/]   mesh {found[0].shape}, by the tuner's cost model")
     return plan_on(found[0].shape)
+
+
+def _compile_candidates(config: RunConfig, model: ModelConfig, console: Console) -> RunConfig:
+    """With the mesh and slice count of the fastest schedule on the slice that is here."""
+    from mstrain.compiler.answers import tuned
+    from mstrain.compiler.refine import on_present
+
+    slice = slice_of(jax.devices())
+    if slice is None:
+        raise ValueError(
+            f"tune=compile compares schedules of the TPU compiler, and the devices here are no TPU slice but "
+            f"{jax.device_count()} x {jax.devices()[0].device_kind}. Type tune=model."
+        )
+    return tuned(config, model, slice, _dtype(config.dtype), on_present, console)
 
 
 def _with_vocabulary(model: ModelConfig, corpus: Corpus) -> ModelConfig:
