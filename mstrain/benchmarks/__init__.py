@@ -1,2 +1,1 @@
-"""What `python benchmark.py` does: MFU tables measured on the devices present or predicted for absent ones,
-link fits."""
+"""What `python benchmark.py` does: MFU tables, measured or predicted, the tuner's answers, link fits."""

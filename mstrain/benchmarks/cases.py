@@ -83,8 +83,7 @@ def _scaled(name: str, size: int, part: int, whole: int, physical: MeshShape) ->
 
 
 def plan_case(case: Case, config: BenchmarkConfig, mesh: Mesh, chip: Chip | None) -> ModelPlan:
-    """The plan of a case on a mesh, with the slice counts that were asked for; raises ValueError when it is
-    illegal."""
+    """The plan of a case on a mesh, with the slice counts asked for; raises ValueError when it is illegal."""
     plan = make_plan(config.parallel(case.algorithm), case.model, mesh, case.microbatch, config.seq, chip)
     if config.slice_counts is None or case.algorithm != "meshslice":
         return plan

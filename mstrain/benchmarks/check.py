@@ -1,5 +1,4 @@
-"""train.py target=SLICE check=true: will the training step fit on a slice that is absent, and what will it
-cost?"""
+"""train.py target=SLICE check=true: does the training step fit on an absent slice, and what will it cost?"""
 
 import dataclasses
 import math
@@ -65,8 +64,7 @@ class Step:
 
 
 def check(config: RunConfig) -> int:
-    """Prints memory and predicted cost; returns 1, with the smallest change that would fit, when it does
-    not."""
+    """Prints memory and predicted cost; returns 1, with the smallest change that fits, when it does not."""
     console = Console(highlight=False)
     step = plan_step(config, console)
     shape = "x".join(map(str, step.target.mesh.devices.shape))
@@ -76,7 +74,8 @@ def check(config: RunConfig) -> int:
         with console.status("Compiling the step"):
             program = step.compile()
     except DoesNotFit as error:
-        console.print(f"[bold red]Does not fit:[/] {error}", soft_wrap=True)
+        reason = str(error).partition(" Type ")[0]  # what to type is found out below
+        console.print(f"[bold red]Does not fit:[/] {reason}", soft_wrap=True)
         return _propose(step.config, error, console)
     console.print(_memory_table(step, program))
     console.print(*_cost_lines(step, program), sep="\n")
@@ -93,15 +92,15 @@ def _propose(config: RunConfig, error: DoesNotFit, console: Console) -> int:
     with console.status("Looking for the smallest change that fits"):
         remedy = smallest_change(config, error, told)
     if remedy:
-        console.print(f"It fits with: {remedy.keys} (predicted {remedy.seconds:.4g} s a step)", soft_wrap=True)
+        cost = f"predicted {remedy.seconds:.4g} s a step"
+        console.print(f"It fits with: {remedy.keys} ({cost})", soft_wrap=True)
     else:
         console.print("Nothing tried makes it fit: remat, accumulate, larger slices.")
     return 1
 
 
 def plan_step(config: RunConfig, console: Console = QUIET) -> Step:
-    """Plans the step for `config.target`; raises ValueError when the plan is illegal or there is no
-    compiler."""
+    """Plans the step for `config.target`; raises ValueError for an illegal plan or a missing compiler."""
     slice, model = parse_target(config.target), _with_vocabulary(config)
     slice_devices(slice)  # before anything asks JAX for devices: the compiler is quiet only there
     dtype = jnp.float32 if config.dtype == "f32" else jnp.bfloat16
@@ -126,9 +125,10 @@ def smallest_change(config: RunConfig, error: DoesNotFit, told=lambda text: None
     def larger(target: str) -> RunConfig | None:
         changed = dataclasses.replace(config, target=target, mesh="auto")
         try:
-            return dataclasses.replace(changed, mesh=str(_best_mesh(changed, _with_vocabulary(config), parse_target(target))))
+            mesh = _best_mesh(changed, _with_vocabulary(config), parse_target(target))
         except ValueError:
             return None
+        return dataclasses.replace(changed, mesh=str(mesh))
 
     search = Remedies(attempt, state, parse_target(config.target).chip.hbm_bytes, told)
     search.learn(config, error)

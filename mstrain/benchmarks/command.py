@@ -14,8 +14,7 @@ WIDTH = 110  # of a table in a file or pipe
 
 
 def run(arguments: list[str]) -> int:
-    """Runs the benchmark; the exit code is 1 when no row has a result. Raises ValueError for a configuration
-    mistake."""
+    """Runs the benchmark; the exit code is 1 when no row has a result. Raises ValueError for a mistake."""
     config = load(arguments)
     console = Console(highlight=False)
     if not console.is_terminal:

@@ -11,7 +11,7 @@ from mstrain.benchmarks.table import Report, Row, failed, summarise, write_numbe
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What will be compared: `head` is the report without rows; `rows_of(case)` yields the `parts` of a case."""
+    """What will be compared: the report without rows, and how to get its rows, `parts` from each case."""
 
     head: Report
     cases: list[Case]

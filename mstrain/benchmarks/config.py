@@ -56,8 +56,8 @@ class BenchmarkConfig:
         they would have there.
       preset: `v2` or `v3`, the table of transformer_shmap as a prediction.
       repeats, warmup: timed and untimed executions; the median counts.
-      tune: with bench=tune, `model` for the cost model alone, or `compile` for the schedules of its best candidates
-        on the target.
+      tune: with bench=tune, `model` for the cost model alone, or `compile` for compiled steps of its best
+        candidates on the target.
       constants: of the tuner: a file that bench=collectives wrote or a shipped one; null takes the chip's.
     """
 
@@ -181,8 +181,7 @@ class BenchmarkConfig:
 
 
 def load(arguments: list[str]) -> BenchmarkConfig:
-    """Reads the command line; raises ValueError with the fix. Keys of train.py for the same choices are
-    understood."""
+    """Reads the command line, also with train.py's names of keys; raises ValueError with the fix."""
     arguments = [_plain(argument) for argument in arguments]
     given = dict(argument.partition("=")[::2] for argument in arguments)
     if preset := given.get("preset"):

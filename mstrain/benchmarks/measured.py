@@ -45,8 +45,7 @@ def measure(config: BenchmarkConfig) -> Comparison:
 
 
 def start_devices(config: BenchmarkConfig) -> list[MeshShape]:
-    """Emulates devices where there is only a CPU; returns the meshes to run on, raises ValueError if one is
-    too large."""
+    """Emulates devices on a CPU; returns the meshes to run on, raises ValueError if one is too large."""
     wanted = [EMULATED] if config.meshes == "auto" else config.mesh_shapes
     emulate_devices(max(mesh.devices for mesh in wanted))
     with quiet():  # JAX asks an installed libtpu, which complains where there is no TPU

@@ -1,5 +1,4 @@
-"""The programs that are timed or compiled: the training step, one layer, its products, and the rest of the
-layer.
+"""The programs that are timed or compiled: the training step, one layer, its products, the rest of a layer.
 
 Each returns everything it computes, weight gradients too, so that no part of it is dead code.
 """

@@ -1,4 +1,4 @@
-"""bench=tune tune=compile: the cost model's best candidates as compiled schedules, in a table, files and a picture."""
+"""bench=tune tune=compile: the cost model's best candidates as compiled steps, in a table and a picture."""
 
 import csv
 import dataclasses
@@ -28,7 +28,7 @@ COLUMNS = [*(field.name for field in dataclasses.fields(Trial)), "why"]
 
 
 def refine_all(config: BenchmarkConfig, console: Console) -> int:
-    """Answers the question for every model, from the cache where it can; returns 1 when nothing fits for one."""
+    """Answers the question for every model, if possible from the cache; returns 1 when one fits nowhere."""
     slice_devices(config.slice)  # before anything asks JAX for devices: the compiler is quiet only there
     fitting = True
     for model in config.model_configs:
@@ -42,11 +42,10 @@ def refine_all(config: BenchmarkConfig, console: Console) -> int:
             answer, kept = find_answer(question, lambda: refine(question, attempt, told))
         console.print(to_table(question, answer), width=max(console.width, 120))
         fitting = fitting and answer.best is not None
-        if answer.best:
-            console.print(f"[bold]{model.name}[/]: type mesh={answer.best.mesh} parallel.slices={answer.best.slices}")
-            where = answer_file(question)
-            text = f"Kept from an earlier call in {where}" if kept else f"Kept in {where}: the next call answers at once"
-            console.print(text, soft_wrap=True)
+        if best := answer.best:
+            console.print(f"[bold]{model.name}[/]: type mesh={best.mesh} parallel.slices={best.slices}")
+            where = "Found in" if kept else "The next call answers at once, from"
+            console.print(where, answer_file(question), soft_wrap=True)
         console.print("Written:", *write(question, answer, Path(config.run_dir)), soft_wrap=True)
     return 0 if fitting else 1
 
@@ -66,7 +65,9 @@ def make_question(config: BenchmarkConfig, model: ModelConfig) -> Question:
     return Question(model, parallel, slice, batch, config.seq, config.accumulate, dtype, config.remat, meshes)
 
 
-def _meshes(config: BenchmarkConfig, parallel: ParallelConfig, model: ModelConfig, microbatch: int) -> tuple[str, ...]:
+def _meshes(
+    config: BenchmarkConfig, parallel: ParallelConfig, model: ModelConfig, microbatch: int
+) -> tuple[str, ...]:
     slice = config.slice
     if config.meshes == "auto":
         return ()
@@ -81,8 +82,8 @@ def basis(question: Question) -> str:
     q = question
     return (
         f"Predicted for {q.slice.name} ({q.slice.devices} devices) from training steps of {q.model.name} "
-        f"({q.model.layers} layers, batch {q.batch} x {q.seq}, accumulate={q.accumulate}, remat={q.remat}) compiled by "
-        f"libtpu {importlib.metadata.version('libtpu')}, not run"
+        f"({q.model.layers} layers, batch {q.batch} x {q.seq}, accumulate={q.accumulate}, remat={q.remat}) "
+        f"compiled by libtpu {importlib.metadata.version('libtpu')}, not run"
     )
 
 
@@ -95,15 +96,14 @@ def to_table(question: Question, answer: Answer) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why not")
     for trial in answer.trials:
-        share = None if trial.seconds is None else 100 * trial.exposed / trial.seconds
+        share = "n/a" if trial.seconds is None else f"{trial.exposed / trial.seconds:.1%}"
         numbers = [
-            _cell(trial.model_seconds, 1e3), _cell(trial.seconds, 1e3), _cell(share, 1) + ("%" if share is not None else ""),
-            _cell(trial.gemm, 1e3), _cell(trial.move, 1e3), _cell(trial.memory, 1 / GIB),
+            _cell(trial.model_seconds, 1e3), _cell(trial.seconds, 1e3), share, _cell(trial.gemm, 1e3),
+            _cell(trial.move, 1e3), _cell(trial.memory, 1 / GIB),
         ]  # fmt: skip
         table.add_row(trial.mesh, trial.slices, trial.plan, *numbers, _why(trial, answer))
-    table.caption = (
-        "model ms: the products alone by the cost model; ms: the whole step, of which products and copies are parts"
-    )
+    table.caption = "model ms: the products by the cost model; ms: the whole step, of which products and copies"
+    table.caption_justify = "left"
     return table
 
 
@@ -125,7 +125,8 @@ def write(question: Question, answer: Answer, folder: Path) -> list[Path]:
     writer.writerows(rows)
     stem = folder / f"tune_compiled_{question.model.name}"
     paths = [stem.with_suffix(suffix) for suffix in (".json", ".csv", ".png")]
-    paths[0].write_text(json.dumps({"kind": "predicted", "source": basis(question), "trials": rows}, indent=2) + "\n")
+    document = {"kind": "predicted", "source": basis(question), "trials": rows}
+    paths[0].write_text(json.dumps(document, indent=2) + "\n")
     paths[1].write_text(text.getvalue())
     plot(question, answer, paths[2])
     return paths

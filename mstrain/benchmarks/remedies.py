@@ -1,9 +1,10 @@
 """A step that does not fit: the change that makes it fit and costs least, found by compiling.
 
-Changes are tried in groups, from small to large: one key of the same run (more recomputation, or more accumulation);
-both together; a larger slice of the same generation. Within a group every line is followed from its cheapest change on
-until one fits, and of the lines' results the fastest by its compiled schedule is named. Along a line each further step
-recomputes more, or gathers weights more often, so the first that fits is the fastest of its line.
+Changes are tried in groups, from small to large: one key of the same run (more recomputation, or more
+accumulation); both together; a larger slice of the same generation. Within a group every line is followed
+from its cheapest change on until one fits, and of the lines' results the fastest by its compiled schedule is
+named. Along a line each further step recomputes more, or gathers weights more often, so the first that fits
+is the fastest of its line.
 """
 
 import dataclasses
@@ -29,14 +30,16 @@ class Remedy:
 
 
 class Remedies:
-    """The search. `attempt(config)` compiles a step and returns its predicted seconds, or raises DoesNotFit, or
-    ValueError when its plan is illegal; `told(text)` hears of each; `state(config)` are the bytes of weights and
-    moments on a device, `capacity` those that it has.
+    """The search.
+
+    `attempt(config)` compiles a step and returns its predicted seconds, or raises DoesNotFit, or ValueError
+    when its plan is illegal; `told(text)` hears of each. `state(config)` are the bytes of weights and moments
+    on a device, `capacity` those that it has.
     """
 
     def __init__(
-        self, attempt: Callable[[RunConfig], float], state: Callable[[RunConfig], float], capacity: float | None,
-        told: Callable[[str], None] = lambda text: None,
+        self, attempt: Callable[[RunConfig], float], state: Callable[[RunConfig], float],
+        capacity: float | None, told: Callable[[str], None] = lambda text: None,
     ):
         self._attempt, self._state, self._capacity, self._told = attempt, state, capacity, told
         self._needed: dict[tuple, tuple[int, float]] = {}  # (remat, target) -> (accumulate, bytes)
@@ -68,15 +71,15 @@ class Remedies:
                 self.learn(config, error)
                 self._told(f"{keys}: {f'needs {error.needed / 2**30:.1f} GiB' if error.needed else error}")
             except ValueError as error:
-                self._told(f"{keys}: {error}")
+                self._told(f"{keys}: no, {str(error).partition(': ')[0]}")
             else:
                 self._told(f"{keys}: fits, {seconds:.4g} s a step")
                 return Remedy(keys, seconds)
         return None
 
     def _hopeless(self, config: RunConfig) -> float | None:
-        """Bytes that a device needs at least, if that is too much for certain: what is not state shrinks with the
-        microbatch at most.
+        """Bytes that a device needs at least, where that is too much: what is no state shrinks at most as the
+        microbatch does.
         """
         if self._capacity is None or (config.remat, config.target) not in self._needed:
             return None

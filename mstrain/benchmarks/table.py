@@ -158,8 +158,7 @@ def from_json(text: str) -> Report:
 
 
 def plot(report: Report, path: str | Path) -> None:
-    """Bars of time per row, exposed communication in another colour, MFU (or TFLOP/s per device) beside
-    them."""
+    """Bars of time per row, exposed communication in another colour; beside them MFU or TFLOP/s."""
     rows = [row for row in report.rows if row.seconds]
     figure, axes = plt.subplots(figsize=(9, 1.5 + 0.32 * len(rows)), layout="constrained")
     labels = [" ".join((row.model, row.mesh, row.algorithm, row.part)) for row in rows]

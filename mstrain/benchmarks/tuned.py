@@ -33,8 +33,7 @@ def best_mesh(model: ModelConfig, config: BenchmarkConfig, slice: Slice) -> Mesh
 
 
 def tune_model(model: ModelConfig, config: BenchmarkConfig, slice: Slice | None) -> Tuning:
-    """Tunes the products of every layer of a model for a slice, or for as many emulated CPU devices as
-    meshes= has."""
+    """Tunes the products of a model for a slice, or for as many emulated CPU devices as meshes= has."""
     counts = config.slice_counts
     if counts and len(set(counts)) > 1:
         raise ValueError("bench=tune takes one slice count for all products. Type slices=8, or slices=auto.")

@@ -22,11 +22,17 @@ from mstrain.models.config import ModelConfig
 
 FOLDER = Path("~/.cache/mstrain/tuned")
 # What decides which program is compiled and how its schedule is read.
-CODE = ("compiler", "gemm", "hardware", "layers", "models", "tuning", "training/step.py", "training/optimizer.py")
+CODE = (
+    "compiler", "gemm", "hardware", "layers", "models", "tuning", "training/step.py", "training/optimizer.py",
+)  # fmt: skip
 
 
-def find_answer(question: Question, refine: Callable[[], Answer], folder: Path = FOLDER) -> tuple[Answer, bool]:
-    """The answer, and whether it came from `folder`; otherwise `refine()` gives it, and it is kept if something fits.
+def find_answer(
+    question: Question, refine: Callable[[], Answer], folder: Path = FOLDER
+) -> tuple[Answer, bool]:
+    """The answer, and whether it came from `folder`.
+
+    Otherwise `refine()` gives it, and it is kept if something fits.
     """
     path = answer_file(question, folder)
     if answer := _load(path, identity(question)):
@@ -40,7 +46,10 @@ def find_answer(question: Question, refine: Callable[[], Answer], folder: Path =
 def tuned(
     config: RunConfig, model: ModelConfig, slice: Slice, dtype: jnp.dtype, place: Place, console: Console
 ) -> RunConfig:
-    """`config` with the mesh and slice count that tune=compile chooses on `slice`, telling `console` about it."""
+    """`config` with the mesh and slice count that tune=compile chooses on `slice`; `console` hears of it.
+
+    Raises ValueError when nothing is legal or fits.
+    """
     meshes = () if config.mesh == "auto" else (str(fit_to_devices(parse_mesh(config.mesh), slice.devices)),)
     question = Question(
         model, config.parallel, slice, config.batch, config.seq, config.accumulate, jnp.dtype(dtype).name,
@@ -49,22 +58,24 @@ def tuned(
 
     def ask() -> Answer:
         with console.status("Compiling the cost model's best candidates"):
-            return refine(question, functools.partial(compile_candidate, question, place=place),
-                          lambda trial: console.print(f"[bold]Tune[/]   {summarise(trial)}"))  # fmt: skip
+            attempt = functools.partial(compile_candidate, question, place=place)
+            return refine(question, attempt, lambda trial: console.print("[bold]Tune[/]  ", summarise(trial)))
 
     answer, kept = find_answer(question, ask)
     best = answer.chosen()
-    source = f"kept in {answer_file(question)}" if kept else f"of {len(answer.trials)} compiled"
-    console.print(f"[bold]Tune[/]   mesh={best.mesh} parallel.slices={best.slices}, the fastest schedule {source}")
-    return dataclasses.replace(
-        config, tune="model", mesh=best.mesh, parallel=dataclasses.replace(config.parallel, slices=best.slices)
-    )
+    source = f"found in {answer_file(question)}" if kept else f"the fastest of {len(answer.trials)} schedules"
+    console.print(f"[bold]Tune[/]   mesh={best.mesh} parallel.slices={best.slices}, {source}", soft_wrap=True)
+    parallel = dataclasses.replace(config.parallel, slices=best.slices)
+    return dataclasses.replace(config, tune="model", mesh=best.mesh, parallel=parallel)
 
 
 def summarise(trial: Trial) -> str:
     """One line for those who wait."""
-    result = trial.problem or f"{1e3 * trial.seconds:,.1f} ms, {trial.exposed / trial.seconds:.1%} exposed communication"
-    return f"{trial.mesh} slices={trial.slices} ({trial.plan}): {result}"
+    what = f"{trial.mesh} slices={trial.slices} ({trial.plan})"
+    if trial.problem:
+        return f"{what}: {trial.problem}"
+    exposed = trial.exposed / trial.seconds
+    return f"{what}: {1e3 * trial.seconds:,.1f} ms, {exposed:.1%} exposed communication"
 
 
 def answer_file(question: Question, folder: Path = FOLDER) -> Path:

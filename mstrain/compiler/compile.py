@@ -60,13 +60,13 @@ class Program:
         return not hbm or self.memory.peak <= hbm
 
     def check_fits(self) -> None:
-        """Raises DoesNotFit when a device has too little memory: XLA compiles some programs that nothing holds."""
+        """Raises DoesNotFit when a device has too little memory: XLA compiles some that nothing holds."""
         if not self.fits:
             raise DoesNotFit(_does_not_fit(self.name, self.target, self.memory.peak), self.memory.peak)
 
 
 class DoesNotFit(ValueError):
-    """The program needs more memory than a device of the target has: `needed` bytes, None when nobody said."""
+    """The program needs more memory than a device of the target has: `needed` bytes, None where unknown."""
 
     def __init__(self, message: str, needed: float | None = None):
         super().__init__(message)
@@ -169,12 +169,12 @@ def compile_flow(
 ) -> Program:
     """Compiles one of the three products of a projection, bf16.
 
-    They are os: Y = X W, ls: dX = dY W^T and rs: dW = X^T dY, X of tokens x `in_dim`, Y of tokens x `out_dim`.
+    They are os: Y = X W, ls: dX = dY W^T, rs: dW = X^T dY; X is tokens x `in_dim`, Y tokens x `out_dim`.
     """
     module, spec = ALGORITHMS[algorithm], P("row", "col")
     how = {"rows": ("row",), "cols": ("col",), "slices": slices}
     if algorithm == "meshslice":
-        how["form"] = Form(**target.slice.chip.meshslice)
+        how["form"] = Form(**target.slice.chip.form)
     product = functools.partial(getattr(module, flow), **how)
     on_mesh = jax.shard_map(product, mesh=target.mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
     x, w, y = (tokens, in_dim), (in_dim, out_dim), (tokens, out_dim)
@@ -187,8 +187,7 @@ def compile_flow(
 def compile_layer(
     model: ModelConfig, parallel: ParallelConfig, target: Target, batch: int, seq: int, **keywords
 ) -> Program:
-    """Compiles one transformer layer in bf16, forward and backward: (y, gradients, dx) from (parameters, x,
-    dy).
+    """Compiles one transformer layer in bf16 with its gradients: (y, gradients, dx) from (parameters, x, dy).
 
     `batch` counts sequences of `seq` tokens, whole job. Parameters are float32, as in training.
     """
@@ -216,8 +215,7 @@ def compile_step(
     module: Transformer, optimizer: optax.GradientTransformation, target: Target, batch: int,
     accumulate: int = 1, **keywords,
 ) -> Program:
-    """Compiles the training step itself (`mstrain.training.step`): `accumulate` microbatches of `batch`
-    sequences.
+    """Compiles the training step (`mstrain.training.step`): `accumulate` microbatches of `batch` sequences.
 
     `module.plan` must lie on `target.mesh`.
     """

@@ -1,8 +1,8 @@
-"""tune=compile: the cost model's best candidates, each compiled as the whole training step, and the fastest schedule.
+"""tune=compile: the cost model's best candidates, each compiled as the whole training step; the fastest wins.
 
-The step and not its layers, because forward and backward, norms, loss and update share links and memory, and a layer
-that is fast alone may expose more in the step. First the best meshes at the cost model's own slice counts, then one
-slice count for all products on the fastest of them.
+The step and not its layers, because forward and backward, norms, loss and update share links and memory, and
+a layer that is fast alone may expose more in the step. First the best meshes at the cost model's own slice
+counts, then one slice count for all products on the fastest of them.
 """
 
 import dataclasses
@@ -53,9 +53,11 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One candidate as compiled. Seconds of a step on one device: `seconds` are `exposed` communication and the
-    compute of products (`gemm`), kernels, copies and layout changes (`move`) and the `rest`. `model_seconds` is what
-    the cost model says of the products alone, `memory` bytes. None without a result, and `problem` says why.
+    """One candidate as compiled, on one device and for one step.
+
+    `seconds` are `exposed` communication and the compute of products (`gemm`), kernels, copies and layout
+    changes (`move`) and the `rest`. `model_seconds` is what the cost model says of the products alone;
+    `memory` is in bytes. None without a result, and `problem` says why.
     """
 
     mesh: str
@@ -138,7 +140,7 @@ def meshes_to_try(question: Question) -> list[MeshShape]:
 
 
 def counts_to_try(question: Question, shape: MeshShape) -> list[str]:
-    """The slice counts for all products whose plan is legal and not the automatic one; none without MeshSlice."""
+    """Slice counts for all products with a legal plan other than the automatic; none without MeshSlice."""
     used = {name for pair in layer_algorithms(question.parallel, question.model.layers) for name in pair}
     if "meshslice" not in used:
         return []
@@ -182,14 +184,13 @@ def parts(schedule: Schedule) -> dict[str, float]:
     """Seconds of a schedule and of what it consists of, as a `Trial` has them."""
     clock = schedule.machine.clock
     compute = {kind: cycles / clock for kind, cycles in schedule.cycles.items()}
-    return {
-        "seconds": schedule.seconds, "gemm": compute["gemm"], "kernel": compute["kernel"],
-        "move": compute["move"], "rest": compute["other"], "exposed": schedule.seconds - sum(compute.values()),
-    }  # fmt: skip
+    exposed = schedule.seconds - sum(compute.values())
+    rest = compute.pop("other")
+    return {"seconds": schedule.seconds, "exposed": exposed, "rest": rest, **compute}
 
 
 def why_slower(trial: Trial, best: Trial) -> str:
-    """What made a candidate lose: the reason it cannot run, or the part of its time that grew most."""
+    """What made a candidate lose: why it cannot run, or the part of its time that grew most."""
     if trial.problem or trial == best:
         return trial.problem
     names = {
@@ -213,7 +214,7 @@ def _products(block: BlockPlan) -> tuple:
 
 
 def model_seconds(question: Question, plan: ModelPlan) -> float | None:
-    """The cost model's seconds for the products of one step; None where an algorithm is none that it knows."""
+    """The cost model's seconds for the products of one step; None with an algorithm that it does not know."""
     constants, mesh = constants_for(question.slice), plan.mesh.shape
     tokens = question.microbatch * question.seq // mesh["data"]
     total = 0.0

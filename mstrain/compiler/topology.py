@@ -101,6 +101,6 @@ def make_target(slice: str | Slice, mesh: str | MeshShape) -> Target:
     devices = slice_devices(slice)
     try:
         grid = mesh_utils.create_device_mesh(sizes, devices)
-    except NotImplementedError:
+    except NotImplementedError:  # only JAX knows which meshes whole axes carry where a chip has two cores
         grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     return Target(slice, Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)))

@@ -28,8 +28,7 @@ def tune_products(
 ) -> dict[str, Choice]:
     """The tuner's dataflow and slice count of every product on a fixed mesh.
 
-    Empty when nothing is left to choose, no chip is known, or nothing is legal (the plan's own checks then tell
-    why).
+    Empty when nothing is left to choose, no chip is known, or nothing is legal (the plan's checks tell why).
     """
     if chip is None or chip.platform == "cpu" or (parallel.slices != "auto" and parallel.dataflow != "auto"):
         return {}

@@ -1,4 +1,4 @@
-"""What mesh=auto means: every mesh of a machine that can run a model, best first by the tuner's cost model."""
+"""What mesh=auto means: the meshes of a machine that can run a model, best first by the cost model."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -31,9 +31,13 @@ class MeshCandidate:
 
 
 def best_meshes(
-    parallel: ParallelConfig, model: ModelConfig, microbatch: int, seq: int, devices: int, machine: Chip | Slice
+    parallel: ParallelConfig, model: ModelConfig, microbatch: int, seq: int, devices: int,
+    machine: Chip | Slice,
 ) -> list[MeshCandidate]:
-    """The meshes of `rank_meshes` on which the model's plan is legal; the refusal of the best one when none is."""
+    """The meshes of `rank_meshes` on which the model's plan is legal.
+
+    Raises ValueError when none is, as the best one's plan does.
+    """
     refusals, legal = [], []
     for candidate in rank_meshes(model, microbatch * seq, devices, machine):
         try:
@@ -48,21 +52,22 @@ def best_meshes(
 
 
 def plan_on(
-    shape: MeshShape, parallel: ParallelConfig, model: ModelConfig, microbatch: int, seq: int, chip: Chip | None
+    shape: MeshShape, parallel: ParallelConfig, model: ModelConfig, microbatch: int, seq: int,
+    chip: Chip | None,
 ) -> ModelPlan:
     """The plan on a mesh without devices; raises ValueError when it is illegal."""
     return make_plan(parallel, model, AbstractMesh(shape.sizes, AXES), microbatch, seq, chip)
 
 
 def rank_meshes(model: ModelConfig, tokens: int, devices: int, machine: Chip | Slice) -> list[MeshCandidate]:
-    """Every data x row x col mesh of `devices`, of a `Slice` those that its torus carries: roomy ones first, each
-    kind fastest first. Copies of the model beside each other are considered only where they are roomy.
+    """Every data x row x col mesh of `devices`, roomy ones first, then by time.
 
+    Of a `Slice` those that its torus carries; more than one copy of the model only where that is roomy.
     Data parallelism adds an all-reduce of each device's share of the gradients, counted as exposed. Raises
     ValueError when no mesh can shard the products.
     """
-    constants, state, hbm = constants_for(machine), STATE_BYTES * count_parameters(model), _chip(machine).hbm_bytes
-    found, faults = [], []
+    constants, hbm = constants_for(machine), _chip(machine).hbm_bytes
+    state, found, faults = STATE_BYTES * count_parameters(model), [], []
     for data in (d for d in range(1, devices + 1) if devices % d == 0 and tokens % d == 0):
         share = devices // data
         roomy = not hbm or state / share <= STATE_SHARE * hbm
@@ -100,7 +105,7 @@ def _chip(machine: Chip | Slice) -> Chip:
 def slice_of(devices: Sequence) -> Slice | None:
     """The TPU slice that JAX's `devices` are, by their kind and places; None for anything else.
 
-    Torus axes are sorted by length, as in the names of slices; which meshes they carry does not depend on order.
+    Torus axes are sorted by length, as in the names of slices; their order does not matter to a mesh.
     """
     chip = chip_for(devices[0].device_kind)
     if chip is None or chip.slices is None:

@@ -144,8 +144,7 @@ def _keep_compiled(folder: str | None) -> None:
 
 
 def _choose_plan(config: RunConfig, model: ModelConfig, chip: Chip | None, console: Console) -> ModelPlan:
-    """The plan on the mesh that was asked for, or on the best mesh by the tuner's cost model (tune=compile: by the
-    compiled schedules)."""
+    """The plan on the mesh asked for, or on the best by the cost model (tune=compile: by schedules)."""
     if config.tune == "compile":
         config = _compile_candidates(config, model, console)
     microbatch, devices = config.batch // config.accumulate, jax.device_count()

@@ -1,4 +1,4 @@
-"""The change proposed for a step that does not fit: the cheapest of the smallest kind, found with few compilations.
+"""The change proposed for a step that does not fit: the cheapest of the smallest kind, with few compilations.
 
 The compiler is replaced by a formula: bytes and seconds of a configuration.
 """
@@ -58,7 +58,7 @@ def test_the_fastest_change_of_the_smallest_kind(capacity, per_microbatch, keys)
     machine = Machine(capacity, per_microbatch)
     remedy = machine.smallest()
     assert remedy.keys == keys
-    speechless = Machine(capacity, per_microbatch, speaks=False)  # the same without knowing how much is missing
+    speechless = Machine(capacity, per_microbatch, speaks=False)  # knows not how much
     assert speechless.smallest() == remedy
     assert len(machine.tried) <= len(speechless.tried)
 
@@ -77,7 +77,8 @@ def test_nothing_fits_where_the_state_alone_is_too_large():
 
 def test_what_is_set_already_is_not_proposed():
     assert Machine(64).smallest("remat=full", "accumulate=2").keys == "accumulate=4"
-    config = load_config(["model=tiny", "target=v5p-8", "check=true", "remat=full", "batch=12", "accumulate=3"])
+    given = ["remat=full", "batch=12", "accumulate=3"]
+    config = load_config(["model=tiny", "target=v5p-8", "check=true", *given])
     everything = [keys for lines in groups(config, lambda name: None) for line in lines for keys, _ in line]
     assert everything == ["accumulate=6", "accumulate=12"]
 

@@ -1,4 +1,4 @@
-"""mesh=auto: legal meshes only, those that the torus carries, copies only where there is room; slices by their devices."""
+"""mesh=auto: legal meshes that the torus carries, copies only where there is room; slices from devices."""
 
 import dataclasses
 import itertools
@@ -68,7 +68,9 @@ def devices(name, kind, origin=(0, 0, 0)):
                    for _ in range(slice.chip.slices.devices_per_chip)]
 
 
-@pytest.mark.parametrize(("name", "kind"), [("v5p-64", "v5p"), ("v4-64", "v4"), ("v6e-32", "v6e"), ("v3-32", "v3")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("v5p-64", "v5p"), ("v4-64", "v4"), ("v6e-32", "v6e"), ("v3-32", "v3")]
+)  # fmt: skip
 def test_devices_tell_which_slice_they_are(name, kind):
     slice, found = devices(name, chip_named(kind).device_kinds[0], origin=(0, 4, 0))
     assert slice_of(found).topology_name == slice.topology_name
