@@ -167,7 +167,7 @@ def _memory_table(step: Step, program: Program) -> Table:
     memory, state = program.memory, step.state_bytes
     parts = state | {
         "batch and padding": memory.arguments - sum(state.values()),
-        "results beside the state": memory.outputs - memory.aliased,
+        "results beside the state": memory.outputs,
         "gradients, activations, slices": memory.temporaries,
         "program": memory.code,
     }

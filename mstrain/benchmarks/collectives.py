@@ -39,8 +39,7 @@ GEMM = {"cpu": 512, "other": 8192}  # edge of the product that gives the FLOP/s 
 
 
 def measure_links(config: BenchmarkConfig, console: Console) -> int:
-    """Measures every axis of one mesh, prints the fits, leaves collectives.csv, .png and constants.json in
-    run_dir."""
+    """Measures every axis of one mesh and prints the fits; leaves them and constants.json in run_dir."""
     shapes = start_devices(config)
     if len(shapes) > 1:
         raise ValueError(f"bench=collectives measures one mesh. Type meshes={shapes[0]}.")

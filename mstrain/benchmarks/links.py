@@ -1,7 +1,7 @@
 """Fit a link's launch, sync and bandwidth to measured collectives.
 
-The model is the tuner's own (`mstrain.hardware.collective_seconds`): launch + (n - 1) * (sync + shard bytes /
-bandwidth).
+The model is the tuner's own (`mstrain.hardware.collective_seconds`), n devices in a ring:
+launch + (n - 1) * (sync + shard bytes / bandwidth).
 """
 
 import dataclasses
@@ -14,8 +14,7 @@ from mstrain.hardware import Link, collective_seconds
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Seconds of one collective among `participants` devices; `shard_bytes` as `collective_seconds` counts
-    them."""
+    """Seconds of a collective of `participants` devices; `shard_bytes` as `collective_seconds` counts."""
 
     axis: str
     collective: str
@@ -26,8 +25,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """A link and the median relative error of its prediction; without `separable`, launch is counted as
-    sync."""
+    """A link and the median relative error of its prediction; not `separable`, launch counts as sync."""
 
     link: Link
     error: float

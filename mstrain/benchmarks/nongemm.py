@@ -1,5 +1,4 @@
-"""What a layer does beside its products: norms, attention, activation, residual sums, with the same
-layouts."""
+"""What a layer does beside its products: norms, attention, activation, residual sums, in the same layouts."""
 
 import dataclasses
 

@@ -47,7 +47,7 @@ def _row(case: Case, work: Work, target: Target, config: BenchmarkConfig, peak: 
     data, rows, cols = target.mesh.devices.shape
     case = dataclasses.replace(case, mesh=MeshShape(data, rows, cols))
     need, have, problem = program.memory.peak, target.slice.chip.hbm_bytes, ""
-    if not program.fits:
+    if not program.memory.fits:
         problem = f"does not fit, {need / GIB:.2f} of {have / GIB:.2f} GiB"
     return make_row(
         case, work, schedule.seconds, peak, exposed=schedule.exposed, memory=need, problem=problem

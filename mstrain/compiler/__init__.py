@@ -7,7 +7,6 @@
 from mstrain.compiler.collectives import Collective, Machine
 from mstrain.compiler.compile import (
     DoesNotFit,
-    Memory,
     Program,
     compile_flow,
     compile_function,
@@ -20,7 +19,7 @@ from mstrain.compiler.schedule import Schedule, Transfer, predict, read_schedule
 from mstrain.compiler.topology import Target, make_target, missing_compiler, slice_devices
 
 __all__ = [
-    "Collective", "DoesNotFit", "Machine", "Memory", "Program", "Schedule", "Target", "Transfer",
+    "Collective", "DoesNotFit", "Machine", "Program", "Schedule", "Target", "Transfer",
     "compile_flow", "compile_function", "compile_gemm", "compile_layer", "compile_step", "machine_for",
     "make_target", "missing_compiler", "predict", "read_schedule", "slice_devices",
 ]

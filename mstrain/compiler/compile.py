@@ -23,24 +23,10 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.parameters import abstract_parameters
 from mstrain.models.plan import ParallelConfig, make_plan
 from mstrain.models.transformer import Block, Transformer
+from mstrain.training.memory import Memory, read_memory
 from mstrain.training.step import make_step, state_shardings
 
 GIB = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes on one device. `aliased` outputs live in the place of arguments."""
-
-    arguments: int
-    outputs: int
-    aliased: int
-    temporaries: int
-    code: int
-
-    @property
-    def peak(self) -> int:
-        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +39,9 @@ class Program:
     memory: Memory
     seconds: float
 
-    @property
-    def fits(self) -> bool:
-        """Whether a device has the memory; true when nobody knows."""
-        hbm = self.target.slice.chip.hbm_bytes
-        return not hbm or self.memory.peak <= hbm
-
     def check_fits(self) -> None:
         """Raises DoesNotFit when a device has too little memory: XLA compiles some that nothing holds."""
-        if not self.fits:
+        if not self.memory.fits:
             raise DoesNotFit(_does_not_fit(self.name, self.target, self.memory.peak), self.memory.peak)
 
 
@@ -99,11 +79,7 @@ def compile_function(
             needed = needed_bytes(str(error))
             raise DoesNotFit(_does_not_fit(name, target, needed), needed) from None
         raise
-    stats = compiled.memory_analysis()
-    memory = Memory(
-        stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.alias_size_in_bytes,
-        stats.temp_size_in_bytes, stats.generated_code_size_in_bytes,
-    )
+    memory = read_memory(compiled, target.slice.chip.hbm_bytes)
     program = Program(name, target, text, memory, time.perf_counter() - begin)
     if dump is not None:
         Path(dump).mkdir(parents=True, exist_ok=True)

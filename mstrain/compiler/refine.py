@@ -176,7 +176,7 @@ def compile_candidate(question: Question, shape: MeshShape, slices: str, place: 
         return dataclasses.replace(trial, problem=str(error).partition(". ")[0] + ".", memory=error.needed)
     except jax.errors.JaxRuntimeError as error:  # this compiler cannot compile it: another candidate may do
         return dataclasses.replace(trial, problem=str(error).splitlines()[0])
-    problem = "" if program.fits else "does not fit"
+    problem = "" if program.memory.fits else "does not fit"
     return dataclasses.replace(trial, problem=problem, memory=program.memory.peak, **parts(predict(program)))
 
 

@@ -10,11 +10,12 @@ import dataclasses
 import numpy as np
 
 from mstrain.compiler.collectives import Collective, Machine
-from mstrain.compiler.compile import Memory, Program
+from mstrain.compiler.compile import Program
 from mstrain.compiler.hlo import parse
 from mstrain.compiler.machine import machine_for
 from mstrain.compiler.steps import COMPUTE_KINDS, Block, Compute, Loop, Start, Translator, Wait
 from mstrain.timeline import Lane, Timeline, exposed_communication
+from mstrain.training.memory import Memory
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, parse_slices
 from mstrain.tuning import Choice, Projection, constants_for, tune
 
-MOST_SLICES = 4  # more cost GEMM cycles and copies that the cost model does not know (GPT-3 steps compiled for v5p)
+MOST_SLICES = 4  # more cost cycles and copies that the cost model does not know (GPT-3 compiled for v5p)
 
 
 def projections(model: ModelConfig, repeats: int = 1) -> tuple[Projection, ...]:

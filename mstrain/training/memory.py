@@ -11,16 +11,25 @@ GIB = 1024**3
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes per device of a compiled step; `limit` is what the device has, or None when unknown."""
+    """Bytes per device of a compiled program; `limit` is what the device has, or None when unknown.
+
+    `outputs` are those that do not live in the place of donated arguments, `code` is the program itself.
+    """
 
     arguments: int
     outputs: int
     temporaries: int
-    limit: int | None
+    code: int
+    limit: float | None
 
     @property
     def peak(self) -> int:
-        return self.arguments + self.outputs + self.temporaries
+        return self.arguments + self.outputs + self.temporaries + self.code
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has as much; true when its memory is unknown."""
+        return not self.limit or self.peak <= self.limit
 
     def __str__(self) -> str:
         parts = f"state and batch {_size(self.arguments)}, temporary {_size(self.temporaries)}"
@@ -29,7 +38,7 @@ class Memory:
 
     def check(self) -> None:
         """Raises ValueError when the step cannot fit."""
-        if self.limit and self.peak > self.limit:
+        if not self.fits:
             most_is_temporary = self.temporaries > self.arguments
             remedy = "remat=full or accumulate=2 (or more)" if most_is_temporary else "a larger mesh="
             raise ValueError(
@@ -38,12 +47,18 @@ class Memory:
 
 
 def memory_of(compiled, mesh: Mesh) -> Memory:
-    """Reads XLA's memory analysis; outputs that reuse donated arguments count once."""
+    """The memory of a program compiled for the devices of `mesh`, which are here."""
+    return read_memory(compiled, _limit(mesh))
+
+
+def read_memory(compiled, limit: float | None) -> Memory:
+    """XLA's memory analysis of a program for devices of `limit` bytes."""
     analysis = compiled.memory_analysis()
     outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return Memory(
-        analysis.argument_size_in_bytes, max(outputs, 0), analysis.temp_size_in_bytes, _limit(mesh)
-    )
+        analysis.argument_size_in_bytes, max(outputs, 0), analysis.temp_size_in_bytes,
+        analysis.generated_code_size_in_bytes, limit,
+    )  # fmt: skip
 
 
 def _limit(mesh: Mesh) -> int | None:
