@@ -199,7 +199,7 @@ def why_slower(trial: Trial, best: Trial) -> str:
     }  # fmt: skip
     growth = {name: getattr(trial, name) - getattr(best, name) for name in names}
     part = max(growth, key=growth.get)
-    return f"{names[part]} +{1e3 * growth[part]:.1f} ms"
+    return f"{names[part]} +{1e3 * growth[part]:,.1f} ms"
 
 
 def describe_slices(plan: ModelPlan) -> str:
