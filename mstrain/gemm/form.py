@@ -1,18 +1,20 @@
-"""The spelling of MeshSlice, which compilers care about and results do not."""
+"""Spellings of a program, which compilers care about and results do not."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How MeshSlice is spelled out for a compiler. Every form computes the same; which one is fast was read from
+    """How a program is spelled out for a compiler. Every form computes the same; which one is fast was read from
     schedules and stands in the table of chips.
 
     Attributes:
-      rs_in_rings: RS scatters in rings of permutes, which run beside a product where a reduce-scatter would block.
-      row_major: the output of LS, which is computed transposed, is brought to the plain layout at once. Otherwise tokens
-        may become the minor dim of the whole residual stream, and every norm and saved activation changes its layout.
-      opaque_slices: a float32 weight is sliced at a begin that the compiler cannot know. It moves a rounding above a
+      rs_in_rings: MeshSlice's RS scatters in rings of permutes, which run beside a product where a reduce-scatter would
+        block.
+      row_major: the output of MeshSlice's LS, which is computed transposed, and what enters and leaves attention are
+        brought to the plain layout at once. Otherwise tokens may become the minor dim of the whole residual stream, and
+        every norm and saved activation changes its layout.
+      opaque_slices: MeshSlice slices a float32 weight at a begin that the compiler cannot know. It moves a rounding above a
         static slice, rounds the whole weight, and copies the slices out of it.
     """
 

@@ -30,7 +30,7 @@ class Plan:
         features exchange their mesh axes between input and output).
       grid: mesh axes that play rows and columns.
       slices: slice count S; 1 for every algorithm but MeshSlice.
-      form: of MeshSlice, for the compiler at hand.
+      form: how the program is spelled out for the compiler at hand.
     """
 
     algorithm: str

@@ -81,7 +81,8 @@ class Attention(nn.Module):
         axes = self.plans.inside.features
         shards = axis_size(axes)
         queries, keys = self.heads.queries // shards, self.heads.keys // shards
-        qkv = row_major(qkv).reshape(-1, seq, queries + 2 * keys, self.heads.width)
+        plain = row_major if self.plans.into.form.row_major else lambda x: x
+        qkv = plain(qkv).reshape(-1, seq, queries + 2 * keys, self.heads.width)
         q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = jnp.split(qkv, [queries, queries + keys], axis=2)
         if scales:
             q_BxTxNxH = self._normalise(q_BxTxNxH, scales[0])
@@ -94,7 +95,7 @@ class Attention(nn.Module):
             first = axis_index(axes) * queries
             slopes_N = jax.lax.dynamic_slice_in_dim(alibi_slopes(self.heads.queries), first, queries)
         y_BxTxNxH = attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, self.scores, slopes_N, window, platform)
-        return row_major(y_BxTxNxH.reshape(-1, queries * self.heads.width))
+        return plain(y_BxTxNxH.reshape(-1, queries * self.heads.width))
 
     def _normalise(self, x, scale_H):
         return (normalise(x.astype(jnp.float32), "rmsnorm", self.qk_norm_epsilon) * scale_H).astype(x.dtype)

@@ -143,8 +143,9 @@ class _Planner:
         grid, width, total = grid_of(algorithm, self.mesh), self.model.width, sum(segments)
         into = self._flow(algorithm, width, total, f"{half} in")
         out = self._flow(algorithm, inside, width, f"{half} out")
-        into_plan = Plan(algorithm, into, grid)
-        out_plan = Plan(algorithm, out, grid.swapped if out == "rs" else grid)
+        form = Form(**self.chip.form) if self.chip else Form()
+        into_plan = Plan(algorithm, into, grid, form=form)
+        out_plan = Plan(algorithm, out, grid.swapped if out == "rs" else grid, form=form)
         for segment in segments:
             if segment % grid.num_cols:
                 raise ValueError(
@@ -180,8 +181,7 @@ class _Planner:
                 slices = self._automatic_slices(legal, plan, in_dim, out_dim, what)
             else:
                 slices = parse_slices(self.parallel.slices)
-            form = Form(**self.chip.meshslice) if self.chip else Form()
-            plan = dataclasses.replace(plan, slices=slices, form=form)
+            plan = dataclasses.replace(plan, slices=slices)
         plan.check(in_dim, out_dim, self.sequences, what)
         return plan
 
