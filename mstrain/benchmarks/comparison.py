@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from rich.console import Console
+
 from mstrain.benchmarks.cases import Case
 from mstrain.benchmarks.table import Report, Row, failed, summarise, write_numbers
 
@@ -52,7 +54,7 @@ class Progress:
         return f"{done} of {self._total}  {duration(elapsed)}{rest}  {text}"
 
 
-def run_comparison(comparison: Comparison, folder: Path, console) -> Report:
+def run_comparison(comparison: Comparison, folder: Path, console: Console) -> Report:
     """Every row, each printed and written to `folder` before the next is begun.
 
     An interrupted comparison leaves benchmark.csv and benchmark.json of the rows it has; `unfinished` in the

@@ -56,10 +56,13 @@ def tuned(
         config.remat, meshes,
     )  # fmt: skip
 
+    def told(trial: Trial) -> None:
+        console.print("[bold]Tune[/]  ", summarise(trial), soft_wrap=True)
+
     def ask() -> Answer:
         with console.status("Compiling the cost model's best candidates"):
             attempt = functools.partial(compile_candidate, question, place=place)
-            return refine(question, attempt, lambda trial: console.print("[bold]Tune[/]  ", summarise(trial)))
+            return refine(question, attempt, told)
 
     answer, kept = find_answer(question, ask)
     best = answer.chosen()
