@@ -14,8 +14,8 @@ class Form:
       row_major: the output of MeshSlice's LS, which is computed transposed, and what enters and leaves attention are
         brought to the plain layout at once. Otherwise tokens may become the minor dim of the whole residual stream, and
         every norm and saved activation changes its layout.
-      opaque_slices: MeshSlice slices a float32 weight at a begin that the compiler cannot know. It moves a rounding above a
-        static slice, rounds the whole weight, and copies the slices out of it.
+      opaque_slices: MeshSlice slices a float32 weight at a begin that the compiler cannot know. It moves a rounding
+        above a static slice, rounds the whole weight, and copies the slices out of it.
     """
 
     rs_in_rings: bool = False
