@@ -42,24 +42,24 @@ def scatter(x, axes: Axes, dim: int):
     return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
-def scatter_in_ring(x, axes: Axes, dim: int):
+def scatter_in_ring(partial, size: int, axes: Axes, dim: int):
     """`scatter` as two rings of permutes, one each way round, half of every block on each.
 
-    A ring of n devices takes n - 1 steps. Sums are rounded to the dtype of x at every step.
+    `partial(start, width)` gives this device's term of the features [start, start + width) of `size` on `dim`; it is
+    asked for a half block when that travels next. A ring of n devices takes n - 1 steps, and sums are rounded to the
+    dtype of the terms at every step.
     """
     n, me = axis_size(axes), axis_index(axes)
-    if n == 1:
-        return x
-    width = x.shape[dim] // n
+    width = size // n
     low = width // 2
 
-    def part(owner, start, size):
-        return lax.dynamic_slice_in_dim(x, (owner % n) * width + start, size, axis=dim)
+    def halves(step):
+        return partial((me - step) % n * width, low), partial((me + step) % n * width + low, width - low)
 
-    right, left = part(me - 1, 0, low), part(me + 1, low, width - low)
+    right, left = halves(1)
     for step in range(2, n + 1):
-        right = rotate(right, axes, 1) + part(me - step, 0, low)
-        left = rotate(left, axes, -1) + part(me + step, low, width - low)
+        coming = rotate(right, axes, 1), rotate(left, axes, -1)
+        right, left = (sent + own for sent, own in zip(coming, halves(step), strict=True))
     return jnp.concatenate([right, left], axis=dim)
 
 

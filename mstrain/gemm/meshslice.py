@@ -66,12 +66,19 @@ def rs(a, b, rows, cols, slices, form=PLAIN):
     """Y = A^T B: gather slice s + 1 of A | multiply slice s | scatter slice s - 1 of Y."""
     if slices == 1:
         return collective.rs(a, b, rows, cols)
-    send = scatter_in_ring if form.rs_in_rings else scatter
+
+    def send(y_s):
+        if not form.rs_in_rings:
+            return scatter(y_s, rows, 0)
+        return scatter_in_ring(
+            lambda start, width: lax.dynamic_slice_in_dim(y_s, start, width), y_s.shape[0], rows, 0
+        )
+
     slices_of_y = _pipeline(
         slices,
         fetch=lambda s: gather(piece(a, 1, s, slices), cols, 1),
         multiply=lambda a_s: dot(a_s, b, TN),
-        send=lambda y_s: send(y_s, rows, 0),
+        send=send,
     )
     return _stack(slices_of_y)
 

@@ -8,7 +8,7 @@ takes exactly C - 1 steps; half of every block travels each way.
 import jax.numpy as jnp
 from jax import lax
 
-from mstrain.gemm.local import NN, NT, TN, axis_index, axis_size, dot, gather, rotate, scatter
+from mstrain.gemm.local import NN, NT, TN, axis_index, axis_size, dot, gather, rotate, scatter, scatter_in_ring
 
 
 def os(a, b, rows, cols, slices=1):
@@ -24,20 +24,11 @@ def os(a, b, rows, cols, slices=1):
 def ls(a, b, rows, cols, slices=1):
     """Y = A B^T: halves of the output circulate and collect each device's partial product."""
     b = gather(b.astype(a.dtype), rows, 0)
-    n, me = axis_size(cols), axis_index(cols)
-    width = b.shape[0] // n
-    low = width // 2
 
-    def partial(owner, start, size):
-        rows_of_b = lax.dynamic_slice_in_dim(b, (owner % n) * width + start, size, axis=0)
-        return dot(a, rows_of_b, NT)
+    def partial(start, width):
+        return dot(a, lax.dynamic_slice_in_dim(b, start, width, axis=0), NT)
 
-    right, left = partial(me - 1, 0, low), partial(me + 1, low, width - low)
-    for step in range(1, n):
-        right, left = rotate(right, cols, 1), rotate(left, cols, -1)
-        right = right + partial(me - 1 - step, 0, low)
-        left = left + partial(me + 1 + step, low, width - low)
-    return jnp.concatenate([right, left], axis=1)
+    return scatter_in_ring(partial, b.shape[0], cols, 1)
 
 
 def rs(a, b, rows, cols, slices=1):
