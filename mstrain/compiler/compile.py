@@ -4,7 +4,6 @@ Arguments are `jax.ShapeDtypeStruct`s with shardings on the target's mesh.
 """
 
 import dataclasses
-import functools
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mstrain.compiler.topology import Target, quiet
-from mstrain.gemm import ALGORITHMS, Form, Plan, linear
+from mstrain.gemm import Flows, Form, Grid, Plan, linear
 from mstrain.layers.parameter import is_stored
 from mstrain.models.config import ModelConfig
 from mstrain.models.parameters import abstract_parameters
@@ -147,14 +146,12 @@ def compile_flow(
 
     They are os: Y = X W, ls: dX = dY W^T, rs: dW = X^T dY; X is tokens x `in_dim`, Y tokens x `out_dim`.
     """
-    module, spec = ALGORITHMS[algorithm], P("row", "col")
-    how = {"rows": ("row",), "cols": ("col",), "slices": slices}
-    if algorithm == "meshslice":
-        how["form"] = Form(**target.slice.chip.form)
-    product = functools.partial(getattr(module, flow), **how)
-    on_mesh = jax.shard_map(product, mesh=target.mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
+    grid = Grid(target.mesh, ("row",), ("col",))
+    flows = Flows(Plan(algorithm, flow, grid, slices, Form(**target.slice.chip.form)))
+    spec = grid.weight_spec
+    on_mesh = flows.on_mesh(getattr(flows, flow), (spec, spec), spec)
     x, w, y = (tokens, in_dim), (in_dim, out_dim), (tokens, out_dim)
-    sharding = NamedSharding(target.mesh, spec)
+    sharding = grid.sharding(spec)
     operands = {"os": (x, w), "ls": (y, w), "rs": (x, y)}[flow]
     arguments = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in operands)
     return compile_function(f"{algorithm} {flow} S={slices}", on_mesh, arguments, target, **keywords)

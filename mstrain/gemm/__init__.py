@@ -2,13 +2,14 @@
 
 from mstrain.gemm.form import Form
 from mstrain.gemm.grid import Grid, Layout
-from mstrain.gemm.linear import linear
+from mstrain.gemm.linear import Flows, linear
 from mstrain.gemm.plan import ALGORITHMS, DATAFLOWS, Plan, PlanPair, check_algorithm, grid_of, legal_slices
 from mstrain.gemm.storage import Storage
 
 __all__ = [
     "ALGORITHMS",
     "DATAFLOWS",
+    "Flows",
     "Form",
     "Grid",
     "Layout",

@@ -41,7 +41,7 @@ def linear(x_TxI: jax.Array, w: jax.Array, plan: Plan) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _linear(x, w, plan):
-    flows = _Flows(plan)
+    flows = Flows(plan)
     local = {
         "os": lambda x, w: flows.os(x, w),
         "ls": lambda x, w: flows.ls(x, w),
@@ -60,7 +60,7 @@ def _forward(x, w, plan):
 
 def _backward(plan, saved, dy):
     x, w = saved
-    flows = _Flows(plan)
+    flows = Flows(plan)
     gradients = {
         "os": lambda x, w, dy: (flows.ls(dy, w), flows.rs(x, dy)),
         "ls": lambda x, w, dy: (flows.os(dy, w), flows.rs(dy, x)),
@@ -78,8 +78,8 @@ def _backward(plan, saved, dy):
 _linear.defvjp(_forward, _backward)
 
 
-class _Flows:
-    """The three flows of a plan's algorithm, bound to its grid and slice count."""
+class Flows:
+    """The three flows of a plan's algorithm, bound to its grid, slice count and form, to be called on one device."""
 
     def __init__(self, plan: Plan):
         module = ALGORITHMS[plan.algorithm]
@@ -92,6 +92,7 @@ class _Flows:
         self._mesh = plan.grid.mesh
 
     def on_mesh(self, function, in_specs, out_specs):
+        """`function` of one device as one of whole arrays."""
         # Replication is not tracked: outputs are sharded over every axis, or reduced over `data` by hand.
         return jax.shard_map(
             function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
