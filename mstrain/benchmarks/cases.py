@@ -95,8 +95,7 @@ def plan_case(case: Case, config: BenchmarkConfig, mesh: Mesh, chip: Chip | None
 
 def products(block: BlockPlan) -> dict[str, Plan]:
     """The four products of a block by name."""
-    plans = (block.attention.into, block.attention.out, block.mlp.into, block.mlp.out)
-    return dict(zip(PRODUCTS, plans, strict=True))
+    return dict(zip(PRODUCTS, block.products, strict=True))
 
 
 def _sliced(block: BlockPlan, counts: dict[str, int], model: ModelConfig, sequences: int) -> BlockPlan:
@@ -116,7 +115,7 @@ def _sliced(block: BlockPlan, counts: dict[str, int], model: ModelConfig, sequen
 
 def describe(block: BlockPlan) -> str:
     """Dataflows of the four products and, where one slices, slice counts: `os ls os ls S=4 4 8 4`."""
-    return describe_plans(*products(block).values())
+    return describe_plans(*block.products)
 
 
 def describe_plans(*plans: Plan) -> str:

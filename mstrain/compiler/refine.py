@@ -20,7 +20,7 @@ from mstrain.models.auto import projections
 from mstrain.models.config import ModelConfig
 from mstrain.models.meshes import best_meshes, plan_on
 from mstrain.models.parallel import ParallelConfig, layer_algorithms
-from mstrain.models.plan import BlockPlan, ModelPlan, make_plan
+from mstrain.models.plan import ModelPlan, make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.training.optimizer import OptimizerConfig, make_optimizer
 from mstrain.tuning import Layout, constants_for, layout_cost, orientations
@@ -205,12 +205,8 @@ def why_slower(trial: Trial, best: Trial) -> str:
 def describe_slices(plan: ModelPlan) -> str:
     """Dataflows and slice counts of the four products of each group of layers: `os/4 ls/4 os/8 ls/8`."""
     return ", ".join(
-        " ".join(f"{p.dataflow}/{p.slices}" for p in _products(block)) for block, _ in plan.groups
+        " ".join(f"{p.dataflow}/{p.slices}" for p in block.products) for block, _ in plan.groups
     )
-
-
-def _products(block: BlockPlan) -> tuple:
-    return block.attention.into, block.attention.out, block.mlp.into, block.mlp.out
 
 
 def model_seconds(question: Question, plan: ModelPlan) -> float | None:
@@ -219,11 +215,11 @@ def model_seconds(question: Question, plan: ModelPlan) -> float | None:
     tokens = question.microbatch * question.seq // mesh["data"]
     total = 0.0
     for block, count in plan.groups:
-        products = _products(block)
-        if any(p.algorithm not in ("meshslice", "collective") for p in products):
+        if any(p.algorithm not in ("meshslice", "collective") for p in block.products):
             return None
-        turned = orientations(projections(question.model), [p.dataflow for p in products])
-        for projection, p, transposed in zip(projections(question.model), products, turned, strict=False):
+        own = projections(question.model)
+        turned = orientations(own, [p.dataflow for p in block.products])
+        for projection, p, transposed in zip(own, block.products, turned, strict=False):
             layout = Layout(projection, tokens, mesh["row"], mesh["col"], p.dataflow, transposed)
             total += count * layout_cost(layout, p.slices, constants).seconds
     return question.accumulate * total

@@ -30,6 +30,11 @@ class BlockPlan:
     mlp: PlanPair
 
     @property
+    def products(self) -> tuple[Plan, Plan, Plan, Plan]:
+        """In the order of `mstrain.models.auto.projections`."""
+        return self.attention.into, self.attention.out, self.mlp.into, self.mlp.out
+
+    @property
     def mesh(self) -> Mesh:
         return self.attention.grid.mesh
 

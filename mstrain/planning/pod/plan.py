@@ -4,14 +4,12 @@ import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
 
-from jax.sharding import AbstractMesh, AxisType
-
 from mstrain.hardware import Chip
-from mstrain.mesh import AXES
+from mstrain.mesh import MeshShape
 from mstrain.models.auto import projections
 from mstrain.models.config import ModelConfig
+from mstrain.models.meshes import plan_on
 from mstrain.models.parallel import ParallelConfig
-from mstrain.models.plan import make_plan
 from mstrain.tuning import Projection
 from mstrain.tuning.cost import Layout
 
@@ -99,17 +97,17 @@ def plan_products(
 
     The checks, dataflows and slice counts are those of train.py (`mstrain.models.plan`).
     """
-    mesh = AbstractMesh((1, plan.rows, plan.cols), AXES, axis_types=(AxisType.Auto,) * 3)
+    shape = MeshShape(1, plan.rows, plan.cols)
     one = dataclasses.replace(model, layers=1)
     try:
-        made = make_plan(ParallelConfig(plan.algorithm, slices=plan.slices), one, mesh, sequences, seq, chip)
+        made = plan_on(shape, ParallelConfig(plan.algorithm, slices=plan.slices), one, sequences, seq, chip)
     except ValueError as error:
         return str(error)
     block = made.groups[0][0]
     tokens = sequences * seq
-    parts = (block.attention.into, block.attention.out, block.mlp.into, block.mlp.out)
     products = (
-        _product(p, part, tokens, dtype_bytes) for p, part in zip(projections(model), parts, strict=True)
+        _product(projection, part, tokens, dtype_bytes)
+        for projection, part in zip(projections(model), block.products, strict=True)
     )
     head = Projection("output", model.width, model.vocabulary + made.vocabulary_padding(model.vocabulary))
     return Products(tuple(products), _product(head, made.head, tokens, dtype_bytes))
