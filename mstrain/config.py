@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import jax.numpy as jnp
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -37,6 +38,13 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("model", "data", "parallel")
 DTYPES = ("auto", "bf16", "f32")
 TUNE = ("model", "compile")
+
+
+def dtype_on(platform: str, name: str):
+    """The dtype of activations and products that one of DTYPES names on JAX's `platform`."""
+    if name == "auto":
+        name = "f32" if platform == "cpu" else "bf16"
+    return {"f32": jnp.float32, "bf16": jnp.bfloat16}[name]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from mstrain.benchmarks.layer_kinds import seconds_by_kind
 from mstrain.benchmarks.remedies import Remedies, Remedy
 from mstrain.compiler import DoesNotFit, Program, Target, compile_step, make_target, predict, slice_devices
 from mstrain.compiler.answers import tuned
-from mstrain.config import RunConfig
+from mstrain.config import RunConfig, dtype_on
 from mstrain.hardware import Slice, mfu, parse_target
 from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
@@ -24,10 +24,10 @@ from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import BYTES
 from mstrain.training.announce import describe
+from mstrain.training.memory import GIB
 from mstrain.training.optimizer import make_optimizer
 from mstrain.training.run import abstract_state
 
-GIB = 2**30
 QUIET = Console(quiet=True)
 
 
@@ -103,7 +103,7 @@ def plan_step(config: RunConfig, console: Console = QUIET) -> Step:
     """Plans the step for `config.target`; raises ValueError for an illegal plan or a missing compiler."""
     slice, model = parse_target(config.target), _with_vocabulary(config)
     slice_devices(slice)  # before anything asks JAX for devices: the compiler is quiet only there
-    dtype = jnp.float32 if config.dtype == "f32" else jnp.bfloat16
+    dtype = dtype_on("tpu", config.dtype)
     if config.tune == "compile":
         config = tuned(config, model, slice, dtype, make_target, console)
     mesh = _best_mesh(config, model, slice) if config.mesh == "auto" else config.mesh

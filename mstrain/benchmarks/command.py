@@ -7,7 +7,7 @@ from rich.console import Console
 from mstrain.benchmarks.comparison import Comparison, run_comparison
 from mstrain.benchmarks.config import BenchmarkConfig, load
 from mstrain.benchmarks.presets import PRESETS, PUBLISHED
-from mstrain.benchmarks.table import Report, Row, to_table, write
+from mstrain.benchmarks.table import Row, to_table, write
 from mstrain.hardware import parse_target
 
 WIDTH = 110  # of a table in a file or pipe

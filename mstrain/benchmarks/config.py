@@ -139,6 +139,14 @@ class BenchmarkConfig:
         return tuple(map(int, words * (len(PRODUCTS) // len(words))))
 
     @property
+    def one_slice_count(self) -> int | None:
+        """The slice count of all products, as bench=tune takes it; None for `auto`."""
+        counts = self.slice_counts or (None,)
+        if len(set(counts)) > 1:
+            raise ValueError("bench=tune takes one slice count for all products. Type slices=8, or slices=auto.")
+        return counts[0]
+
+    @property
     def model_configs(self) -> list[ModelConfig]:
         """The models, with a vocabulary of bytes where the tokenizer decides it."""
         if not self.models.split():

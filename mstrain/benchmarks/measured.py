@@ -17,6 +17,7 @@ from mstrain.benchmarks.programs import make_works
 from mstrain.benchmarks.table import Report, Row, make_row
 from mstrain.benchmarks.work import Work
 from mstrain.compiler.topology import quiet
+from mstrain.config import dtype_on
 from mstrain.hardware import chip_for
 from mstrain.mesh import MeshShape, emulate_devices, make_mesh
 from mstrain.models.meshes import present_options
@@ -29,7 +30,7 @@ def measure(config: BenchmarkConfig) -> Comparison:
     """Every case, to be timed on the devices present."""
     meshes = start_devices(config)
     chip = chip_for(jax.devices()[0].device_kind)
-    dtype = _dtype(config.dtype, jax.devices()[0].platform)
+    dtype = dtype_on(jax.devices()[0].platform, config.dtype)
     peak = chip.peak(jnp.dtype(dtype).name) if chip else None
 
     def rows_of(case: Case) -> Iterator[Row]:
@@ -83,12 +84,6 @@ def time_program(work: Work, options: dict, warmup: int, repeats: int):
 def _row(case: Case, work: Work, mesh: Mesh, config: BenchmarkConfig, peak: float | None) -> Row:
     compiled, seconds = time_program(work, present_options(mesh), config.warmup, config.repeats)
     return make_row(case, work, statistics.median(seconds), peak, memory=memory_of(compiled, mesh).peak)
-
-
-def _dtype(name: str, platform: str):
-    if name == "auto":
-        name = "f32" if platform == "cpu" else "bf16"
-    return {"f32": jnp.float32, "bf16": jnp.bfloat16}[name]
 
 
 def describe_devices() -> str:

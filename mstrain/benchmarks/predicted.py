@@ -10,19 +10,21 @@ from mstrain.benchmarks.cases import Case, make_cases, plan_case
 from mstrain.benchmarks.comparison import Comparison
 from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.benchmarks.programs import make_works
-from mstrain.benchmarks.table import GIB, Report, Row, make_row
+from mstrain.benchmarks.table import Report, Row, make_row
 from mstrain.benchmarks.tuned import best_mesh
 from mstrain.benchmarks.work import Work
 from mstrain.compiler import Target, compile_function, make_target, predict, slice_devices
+from mstrain.config import dtype_on
 from mstrain.hardware import Slice
 from mstrain.mesh import MeshShape
+from mstrain.training.memory import GIB
 
 
 def predict_all(config: BenchmarkConfig) -> Comparison:
     """Every case, to be compiled for the target."""
     slice = config.slice
     slice_devices(slice)  # before anything asks JAX for devices: the compiler is quiet only there
-    dtype = {"f32": jnp.float32, "bf16": jnp.bfloat16}.get(config.dtype, jnp.bfloat16)
+    dtype = dtype_on("tpu", config.dtype)
     peak = slice.chip.peak(jnp.dtype(dtype).name)
 
     def rows_of(case: Case) -> Iterator[Row]:

@@ -9,20 +9,22 @@ import json
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from mstrain.benchmarks.comparison import duration
 from mstrain.benchmarks.config import BenchmarkConfig
-from mstrain.benchmarks.table import GIB
 from mstrain.compiler import slice_devices
 from mstrain.compiler.answers import answer_file, find_answer, summarise
 from mstrain.compiler.refine import Answer, Question, Trial, compile_candidate, refine, why_slower
+from mstrain.config import dtype_on
 from mstrain.mesh import fit_to_devices
 from mstrain.models.config import ModelConfig
 from mstrain.models.meshes import best_meshes
 from mstrain.models.parallel import ParallelConfig
+from mstrain.training.memory import GIB
 
 COLUMNS = [*(field.name for field in dataclasses.fields(Trial)), "why"]
 
@@ -53,15 +55,13 @@ def refine_all(config: BenchmarkConfig, console: Console) -> int:
 def make_question(config: BenchmarkConfig, model: ModelConfig) -> Question:
     """What the command line asks of one model."""
     slice = config.slice
-    counts = config.slice_counts
-    if counts and len(set(counts)) > 1:
-        raise ValueError("bench=tune takes one slice count for all products. Type slices=8, or slices=auto.")
-    parallel = dataclasses.replace(config.parallel("meshslice"), slices=str(counts[0]) if counts else "auto")
+    slices = str(config.one_slice_count or "auto")
+    parallel = dataclasses.replace(config.parallel("meshslice"), slices=slices)
     batch = config.batch or slice.devices * config.accumulate
     if batch % config.accumulate:
         raise ValueError(f"batch={batch} does not divide into accumulate={config.accumulate} microbatches.")
     meshes = _meshes(config, parallel, model, batch // config.accumulate)
-    dtype = "float32" if config.dtype == "f32" else "bfloat16"
+    dtype = jnp.dtype(dtype_on("tpu", config.dtype)).name
     return Question(model, parallel, slice, batch, config.seq, config.accumulate, dtype, config.remat, meshes)
 
 

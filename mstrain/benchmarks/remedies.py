@@ -14,6 +14,7 @@ from mstrain.compiler import DoesNotFit
 from mstrain.config import RunConfig
 from mstrain.hardware import parse_target
 from mstrain.models.transformer import REMAT
+from mstrain.training.memory import GIB
 
 DOUBLINGS = 4  # how often a slice, or the accumulation, is doubled
 CERTAIN = 1.1  # a change is not compiled when even an estimate from below is this much too large
@@ -64,12 +65,12 @@ class Remedies:
         for keys, config in line:
             try:
                 if least := self._hopeless(config):
-                    self._told(f"{keys}: needs at least {least / 2**30:.0f} GiB")
+                    self._told(f"{keys}: needs at least {least / GIB:.0f} GiB")
                     continue
                 seconds = self._attempt(config)
             except DoesNotFit as error:
                 self.learn(config, error)
-                self._told(f"{keys}: {f'needs {error.needed / 2**30:.1f} GiB' if error.needed else error}")
+                self._told(f"{keys}: {f'needs {error.needed / GIB:.1f} GiB' if error.needed else error}")
             except ValueError as error:
                 self._told(f"{keys}: no, {str(error).partition(': ')[0]}")
             else:

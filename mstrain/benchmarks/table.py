@@ -15,9 +15,9 @@ from rich.table import Table
 from mstrain.benchmarks.cases import Case
 from mstrain.benchmarks.work import Work
 from mstrain.hardware import mfu
+from mstrain.training.memory import GIB
 
 FORMULA = "MFU = model FLOPs (no recomputation) / (seconds x devices x peak)"
-GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,9 +34,6 @@ def best_mesh(model: ModelConfig, config: BenchmarkConfig, slice: Slice) -> Mesh
 
 def tune_model(model: ModelConfig, config: BenchmarkConfig, slice: Slice | None) -> Tuning:
     """Tunes the products of a model for a slice, or for as many emulated CPU devices as meshes= has."""
-    counts = config.slice_counts
-    if counts and len(set(counts)) > 1:
-        raise ValueError("bench=tune takes one slice count for all products. Type slices=8, or slices=auto.")
     shapes = None if config.meshes in ("auto", "all") else config.mesh_shapes
     if shapes and len({(shape.data, shape.devices) for shape in shapes}) > 1:
         raise ValueError("bench=tune compares meshes of equal size. Type meshes= with as many devices each.")
@@ -51,7 +48,7 @@ def tune_model(model: ModelConfig, config: BenchmarkConfig, slice: Slice | None)
     meshes = [(shape.row, shape.col) for shape in shapes] if shapes else slice
     return tune(
         projections(model, model.layers), tokens // copies, devices // copies, constants, meshes=meshes,
-        slices=counts[0] if counts else None, dataflow=config.dataflow,
+        slices=config.one_slice_count, dataflow=config.dataflow,
     )  # fmt: skip
 
 

@@ -22,10 +22,9 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.parameters import abstract_parameters
 from mstrain.models.plan import ParallelConfig, make_plan
 from mstrain.models.transformer import Block, Transformer
-from mstrain.training.memory import Memory, read_memory
+from mstrain.training.memory import GIB, Memory, read_memory
 from mstrain.training.step import make_step, state_shardings
 
-GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import optax
 from rich.console import Console
 
 from mstrain import mesh as meshes
-from mstrain.config import RunConfig
+from mstrain.config import RunConfig, dtype_on
 from mstrain.data import Batches, Corpus
 from mstrain.data import prepare as prepare_corpus
 from mstrain.hardware import Chip, chip_for, mfu
@@ -197,6 +197,4 @@ def _with_vocabulary(model: ModelConfig, corpus: Corpus) -> ModelConfig:
 
 
 def _dtype(name: str):
-    if name == "auto":
-        name = "f32" if jax.devices()[0].platform == "cpu" else "bf16"
-    return {"f32": jnp.float32, "bf16": jnp.bfloat16}[name]
+    return dtype_on(jax.devices()[0].platform, name)
