@@ -21,6 +21,7 @@ from mstrain.models.parameters import init_parameters
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.planning.pod.memory import WEIGHT_BYTES, parameter_counts
+from mstrain.training.memory import read_memory
 from mstrain.training.optimizer import OptimizerConfig, make_optimizer
 
 MEGABYTE = 1e6
@@ -89,14 +90,13 @@ def measure_model(model: ModelConfig, sizes: Sizes) -> Measured:
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), 10)
     moments, grads = jax.jit(optimizer.init)(params), gradient(params, tokens)
     update = jax.jit(optimizer.update)
-    analysis = gradient.memory_analysis()
-    memory = analysis.argument_size_in_bytes + analysis.output_size_in_bytes + analysis.temp_size_in_bytes
+    memory = read_memory(gradient, None)
     return Measured(
         fastest_ms(lambda: gradient(params, tokens), sizes.repeats),
         fastest_ms(lambda: embedding(params, tokens), sizes.repeats),
         fastest_ms(lambda: update(grads, moments, params), sizes.repeats),
         fastest_ms(lambda: jax.device_put(random.permutation(tokens)), sizes.repeats),
-        memory / MEGABYTE,
+        (memory.arguments + memory.outputs + memory.temporaries) / MEGABYTE,
     )
 
 

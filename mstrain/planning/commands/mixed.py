@@ -197,7 +197,7 @@ def stages_table(plan) -> Table:
         terms = (stage.compute_ms + stage.sync_ms, stage.tensor_ms, stage.boundary_ms, stage.stage_ms)
         table.add_row(
             str(number),
-            f"{stage.first_layer}-{stage.end_layer - 1}",
+            stage.layers,
             _named(stage.devices),
             str(stage.tp),
             _named(stage.replicas),

@@ -43,6 +43,11 @@ class StagePlan:
     parameter_bytes: float  # of its layers
     sample_bytes: float  # activations that a device keeps per sample
 
+    @property
+    def layers(self) -> str:
+        """First and last, both inclusive: `3-7`."""
+        return f"{self.first_layer}-{self.end_layer - 1}"
+
 
 @dataclass(frozen=True)
 class Plan:

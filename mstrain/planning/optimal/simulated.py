@@ -269,7 +269,7 @@ class _Writer:
 
 
 def _part(stage: StagePlan) -> tuple[str, str]:
-    return "layers", f"{stage.first_layer}-{stage.end_layer - 1}"
+    return "layers", stage.layers
 
 
 def simulate_mixed(plan: Plan, options: PlanOptions, hosts: Hosts) -> SimulatedPlan:
@@ -303,7 +303,7 @@ def stage_rows(plan: Plan, simulated: SimulatedPlan) -> list[dict]:
         rows.append(
             {
                 "stage": number,
-                "layers": f"{stage.first_layer}-{stage.end_layer - 1}",
+                "layers": stage.layers,
                 "devices": " ".join(f"{name}={count}" for name, count in stage.devices.items()),
                 "compute_ms": predicted,
                 "simulated_compute_ms": longest,

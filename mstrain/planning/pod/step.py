@@ -129,13 +129,8 @@ class TransformerStep:
         """(what the layer makes, what its backward pass needs)."""
         kept = {"x": x}
         values = self._recomputable(emit, layer, kept, remat)
-        m, weight = self.model, self.weights[emit.chunk, layer]
-        down = self.products.block[3]
         category = "activations" if remat == "dots" else "workspace"
-        inputs, part = (values["a"], weight), (layer,)
-        z = emit_gemm(emit, down, gemms_of(down)[0], inputs, self._bytes(m.width), category, part)
-        around, inputs, label = elementwise_values(m)[0], (values["x2"], z), (layer, "mlp sum")
-        out = self._traffic(emit, "Residual", 0.3 * around, inputs, m.width, "activations", label)
+        z, out = self._out(emit, layer, values, self.model.width, (category, "activations"))
         saved = {
             "none": values,
             "dots": {**{n: values[n] for n in ("x", "qkv", "o", "y", "u")}, "z": z},
@@ -143,11 +138,17 @@ class TransformerStep:
         }
         return out, saved[remat]
 
+    def _out(self, emit: Emit, layer: int, values: dict[str, int], width: int, categories) -> tuple[int, int]:
+        """The last product and the residual sum behind it; both leave `width` values per token."""
+        down, inputs = self.products.block[3], (values["a"], self.weights[emit.chunk, layer])
+        z = emit_gemm(emit, down, gemms_of(down)[0], inputs, self._bytes(width), categories[0], (layer,))
+        moved, inputs = 0.3 * elementwise_values(self.model)[0], (values["x2"], z)
+        return z, self._traffic(emit, "Residual", moved, inputs, width, categories[1], (layer, "mlp sum"))
+
     def _recomputable(self, emit: Emit, layer: int, kept: dict[str, int], remat: str) -> dict[str, int]:
         """Everything of a layer up to the input of its last product, but for what is in `kept` already."""
         m, blocks, weight = self.model, self.products.block, self.weights[emit.chunk, layer]
-        heads = m.heads * m.head_width
-        qkv, up = heads + 2 * m.num_kv_heads * m.head_width, m.hidden * (2 if m.gated else 1)
+        qkv, heads, up = self._widths()
         around, inside = elementwise_values(m)
         cheap = "activations" if remat == "none" else "workspace"
         dear = "workspace" if remat == "full" else "activations"
@@ -184,6 +185,11 @@ class TransformerStep:
         make("u", lambda: product(2, "h2", up, dear))
         make("a", lambda: traffic("Activation", inside, ["u"], m.hidden, "activation"))
         return found
+
+    def _widths(self) -> tuple[int, int, int]:
+        """Features behind the projection into attention, behind attention, and behind that into the MLP."""
+        qkv, out, up, _ = (product.layout.projection for product in self.products.block)
+        return qkv.out_dim, out.in_dim, up.out_dim
 
     def _attention(self, emit: Emit, layer: int, qkv: int, heads: int, category: str) -> int:
         scores = 0.0
@@ -258,8 +264,7 @@ class TransformerStep:
         m, blocks = self.model, self.products.block
         found = self._again(emit, layer, slope)
         around, inside = elementwise_values(m)
-        heads = m.heads * m.head_width
-        qkv, up = heads + 2 * m.num_kv_heads * m.head_width, m.hidden * (2 if m.gated else 1)
+        qkv, heads, up = self._widths()
         parts: list[int] = []
 
         def product(index, source, gradient, values):
@@ -302,12 +307,7 @@ class TransformerStep:
             if kept["x"] in op.inputs:
                 emit.ops[index] = op._replace(inputs=(*op.inputs, gate))
         if self.plan.remat == "full":  # the whole forward pass runs again, its last product too
-            down = self.products.block[3]
-            weight = self.weights[emit.chunk, layer]
-            inputs, moved = (found["a"], weight), 0.3 * elementwise_values(self.model)[0]
-            z = emit_gemm(emit, down, gemms_of(down)[0], inputs, 0.0, "workspace", (layer,))
-            inputs, label = (found["x2"], z), (layer, "mlp sum")
-            self._traffic(emit, "Residual", moved, inputs, 0.0, "workspace", label)
+            self._out(emit, layer, found, 0, ("workspace", "workspace"))
         return found
 
     def _complete(self, emit: Emit, key, last_microbatch: bool) -> None:
