@@ -9,6 +9,7 @@ barrier.
 
 import contextlib
 import dataclasses
+import functools
 import glob
 import math
 import os
@@ -237,21 +238,22 @@ def _join(seat: Seat, config: HostsConfig, devices: list[int] | None) -> Job:
 
 def _fail(job: Job, error: BaseException) -> None:
     """Ends this process after an error; JAX would wait at exit for processes that wait for this one."""
+    show = None  # a SystemExit has said what there is to say
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
         message = getattr(error, "reason", None) or (code and f"exit code {code}") or None
     elif isinstance(error, ValueError) and not re.match(RUNTIME, str(error)):
         message, code = str(error), 2
+        show = functools.partial(print, f"train: {message}", file=sys.stderr)
     else:
         # Often the echo of another process's death, which the roll call is about to name.
         time.sleep(2)
         message, code = f"{type(error).__name__}: {error}", 1
+        show = functools.partial(traceback.print_exception, error)
     job.leave(message, code)
     with contextlib.suppress(OSError):  # a full disk must not keep this process from its end
-        if code == 1 and not isinstance(error, SystemExit):
-            traceback.print_exception(error)
-        elif code == 2 and isinstance(error, ValueError):
-            print(f"train: {message}", file=sys.stderr)
+        if show:
+            show()
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)

@@ -82,7 +82,7 @@ def _forward(x, scale, bias, rule):
         x_f32 = x.astype(jnp.float32)
         mean, variance = _moments(x_f32, rule.kind)
         if axis_size(axes) > 1:
-            means, variances = jnp.moveaxis(_from_all(jnp.stack([mean, variance]), axes), 1, 0)
+            means, variances = jnp.moveaxis(lax.all_gather(jnp.stack([mean, variance]), axes), 1, 0)
             mean = jnp.mean(means, axis=0)
             variance = jnp.mean(variances + jnp.square(means - mean), axis=0)
         rsqrt = lax.rsqrt(variance + rule.epsilon)
@@ -107,7 +107,7 @@ def _backward(rule, saved, dy):
         g = dy_f32 * scale
         means = jnp.stack([jnp.mean(g, axis=-1, keepdims=True), jnp.mean(g * normal, axis=-1, keepdims=True)])
         if axis_size(axes) > 1:
-            means = jnp.mean(_from_all(means, axes), axis=0)
+            means = jnp.mean(lax.all_gather(means, axes), axis=0)
         dx = g - normal * means[1]
         dx = (dx if rule.kind == "rmsnorm" else dx - means[0]) * rsqrt
         sums = jnp.stack([jnp.sum(dy_f32 * normal, axis=0), jnp.sum(dy_f32, axis=0)])
@@ -129,8 +129,3 @@ def _moments(x, kind: str):
     """Mean over the last dim (zero for an RMSNorm) and mean square about it, that dim kept."""
     mean = jnp.mean(x, axis=-1, keepdims=True) if kind == "layernorm" else jnp.zeros_like(x[..., :1])
     return mean, jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)
-
-
-def _from_all(x, axes):
-    """Stacks the x of all shards in front."""
-    return lax.all_gather(x, axes)

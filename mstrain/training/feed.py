@@ -18,13 +18,13 @@ class Feed:
         microbatch = batches.batch_size // accumulate
         self.shape = (accumulate, microbatch, batches.seq + 1)
         self.sharding = NamedSharding(mesh, P(None, _axes_that_divide(microbatch, mesh)))
+        self._numbers = np.arange(math.prod(self.shape[:2])).reshape(self.shape[:2])
 
     def __call__(self, step: int) -> jax.Array:
-        numbers = np.arange(math.prod(self.shape[:2])).reshape(self.shape[:2])
         parts = {}  # devices along `col` want the same rows, and JAX asks for each device anew
 
         def read(index):
-            rows = numbers[index[:2]]
+            rows = self._numbers[index[:2]]
             key = (rows.shape, rows.flat[0])
             if key not in parts:
                 parts[key] = self.batches.batch(step, rows.reshape(-1)).reshape(*rows.shape, -1)
