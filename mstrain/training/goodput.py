@@ -73,4 +73,3 @@ def account(directory: Path) -> dict:
     )
     total = sum(life["total"] for life in lives) + seconds["lost"]
     return {"lives": len(lives), "seconds": seconds, "goodput": seconds["steps"] / total if total else None}
-

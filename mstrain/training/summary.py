@@ -81,4 +81,3 @@ def plot_loss(directory: Path, unigram: float) -> None:
     figure.tight_layout()
     figure.savefig(directory / "loss.png", dpi=120)
     plt.close(figure)
-

@@ -96,11 +96,8 @@ def test_an_unread_tokenizer_leaves_the_vocabulary_open():
         room.plan_step(config)
 
 
-def test_without_the_compiler_it_says_how_to_get_it(monkeypatch):
-    from mstrain.compiler import topology
-
-    topology.slice_devices.cache_clear()
-    monkeypatch.setattr(topology, "missing_compiler", lambda: 'not installed. Type: pip install "jax[tpu]"')
+@pytest.mark.usefixtures("no_compiler")
+def test_without_the_compiler_it_says_how_to_get_it():
     with pytest.raises(ValueError, match="pip install"):
         main(ARGUMENTS)
 

@@ -8,15 +8,13 @@ from mstrain.benchmarks import predicted
 from mstrain.benchmarks.command import run
 from mstrain.benchmarks.config import load
 from mstrain.benchmarks.table import from_json
-from mstrain.compiler import topology
 from mstrain.hardware import parse_target
 
 ARGUMENTS = ["target=v5p:2x2x1", "models=tiny", "seq=16", "layers=1"]
 
 
-def test_without_the_compiler_it_says_how_to_get_it(monkeypatch):
-    topology.slice_devices.cache_clear()
-    monkeypatch.setattr(topology, "missing_compiler", lambda: 'not installed. Type: pip install "jax[tpu]"')
+@pytest.mark.usefixtures("no_compiler")
+def test_without_the_compiler_it_says_how_to_get_it():
     with pytest.raises(ValueError, match="pip install"):
         run(ARGUMENTS)
 

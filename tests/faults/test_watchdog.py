@@ -104,4 +104,3 @@ def test_goodput_adds_up_over_lives(tmp_path):
         third.seconds["lost"] == 0
         and json.loads((tmp_path / "goodput.jsonl").read_text().splitlines()[-1])["finished"]
     )
-
