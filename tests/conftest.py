@@ -16,12 +16,16 @@ os.environ["XLA_FLAGS"] = " ".join(
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 from mstrain.mesh import emulate_devices  # noqa: E402
 
 emulate_devices(16)
 jax.devices()  # from here on nobody changes their number
 jax.config.update("jax_default_matmul_precision", "highest")
+# A checkout passes or fails every time; `pytest tests --hypothesis-profile=default` looks for new counterexamples.
+settings.register_profile("suite", derandomize=True)
+settings.load_profile("suite")
 
 
 def pytest_addoption(parser):

@@ -125,6 +125,6 @@ def _parse_header(data: bytes) -> dict | None:
     if not isinstance(header, dict) or (header.get("magic"), header.get("version")) != (MAGIC, VERSION):
         return None
     counts = [header.get(key) for key in ("num_tokens", "vocab_size", "num_documents", "text_bytes")]
-    sound = all(isinstance(count, int) and 0 <= count < 1 << 62 for count in counts)
+    sound = all(type(count) is int and 0 <= count < 1 << 62 for count in counts)  # true is an int too
     sound = sound and isinstance(header.get("digest"), str)
     return header if sound and header.get("dtype") == _dtype(header["vocab_size"]).name else None

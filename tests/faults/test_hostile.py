@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mstrain.data import TokenFile
@@ -39,6 +39,7 @@ near_headers = st.builds(
 
 @settings(max_examples=1500, deadline=None)
 @given(st.binary(max_size=200) | near_headers | values.map(lambda value: json.dumps(value).encode()))
+@example(json.dumps(HEADER | {"num_tokens": True}).encode().ljust(4096) + bytes(2))
 def test_any_token_file_is_opened_or_refused_with_the_fix(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "fuzz.bin"
     path.write_bytes(content)
