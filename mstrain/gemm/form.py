@@ -11,13 +11,16 @@ class Form:
     Attributes:
       rs_in_rings: MeshSlice's RS scatters in rings of permutes, which run beside a product where a reduce-scatter would
         block.
-      row_major: the output of MeshSlice's LS, which is computed transposed, and what enters and leaves attention are
-        brought to the plain layout at once. Otherwise tokens may become the minor dim of the whole residual stream, and
-        every norm and saved activation changes its layout.
+      matrix_unit: width of the matrix unit. It pads what is not a multiple of it, so MeshSlice's LS computes its output
+        transposed where a device's part of a slice is none. Otherwise it computes it upright, and turns nothing.
+      row_major: the output of MeshSlice's LS and what enters and leaves attention are brought to the plain layout at
+        once. Otherwise tokens may become the minor dim of the whole residual stream, and every norm and saved
+        activation changes its layout.
       opaque_slices: MeshSlice slices a float32 weight at a begin that the compiler cannot know. It moves a rounding
         above a static slice, rounds the whole weight, and copies the slices out of it.
     """
 
     rs_in_rings: bool = False
+    matrix_unit: int = 1
     row_major: bool = False
     opaque_slices: bool = False

@@ -64,7 +64,7 @@ def _backward(plan, saved, dy):
     gradients = {
         "os": lambda x, w, dy: (flows.ls(dy, w), flows.rs(x, dy)),
         "ls": lambda x, w, dy: (flows.os(dy, w), flows.rs(dy, x)),
-        "rs": lambda x, w, dy: (flows.ls(w.astype(dy.dtype), dy).T, flows.os(x.T, dy)),
+        "rs": lambda x, w, dy: (flows.ls_transposed(w.astype(dy.dtype), dy), flows.os(x.T, dy)),
     }[plan.dataflow]
 
     def local(x, w, dy):
@@ -89,6 +89,8 @@ class Flows:
         self.os = functools.partial(module.os, **how)
         self.ls = functools.partial(module.ls, **how)
         self.rs = functools.partial(module.rs, **how)
+        transposed = getattr(module, "ls_transposed", lambda *a, **how: module.ls(*a, **how).T)
+        self.ls_transposed = functools.partial(transposed, **how)
         self._mesh = plan.grid.mesh
 
     def on_mesh(self, function, in_specs, out_specs):

@@ -9,20 +9,24 @@ What else the form owes to the compilers (read from schedules for v4 to tpu7x, `
 
 * Output-stationary: a barrier per step keeps the gathers one step ahead and not more, which bounds the memory
   to two slices; without it every gather is hoisted to the front. The barrier holds slices and not whole
-  operands, whose layout would otherwise be changed once per step.
+  operands, whose layout would otherwise be changed once per step. It also keeps every sum in the product before it:
+  the last two products would be added in one pass over both (v6e, tpu7x), with a second accumulator.
 * Scattered outputs are scattered along their first dim. Along the last one the whole product changes its
-  layout (v5p, v6e) or is summed everywhere and cut (v4, tpu7x), which moves twice the bytes.
+  layout (v5p, v6e) or is summed everywhere and cut (v4, tpu7x), which moves twice the bytes. LS therefore computes the
+  blocks of its columns below each other, and where these are narrower than the matrix unit, transposed.
 * They are written into one buffer slice by slice; joining all of them at the end delays the last scatters.
 
 What is right for some compilers only is a `Form`.
 """
+
+import functools
 
 import jax.numpy as jnp
 from jax import lax
 
 from mstrain.gemm import collective
 from mstrain.gemm.form import Form
-from mstrain.gemm.local import NN, NT, TN, dot, gather, piece, row_major, scatter, scatter_in_ring
+from mstrain.gemm.local import NN, NT, TN, axis_size, dot, gather, piece, row_major, scatter, scatter_in_ring
 
 PLAIN = Form()
 
@@ -42,8 +46,8 @@ def os(a, b, rows, cols, slices, form=PLAIN):
         coming = fetch(s + 1) if s + 1 < slices else None
         product = dot(*ready, NN, jnp.float32)
         y = product if y is None else y + product
-        if s + 2 < slices:  # the gathers of step s + 2 wait for the product of step s
-            y, pieces[s + 2] = lax.optimization_barrier((y, pieces[s + 2]))
+        if s + 1 < slices:  # the gathers of step s + 2 wait for the product of step s
+            y, pieces[s + 2 : s + 3] = lax.optimization_barrier((y, pieces[s + 2 : s + 3]))
         ready = coming
     return y.astype(a.dtype)
 
@@ -52,14 +56,35 @@ def ls(a, b, rows, cols, slices, form=PLAIN):
     """Y = A B^T: gather slice s + 1 of B | multiply slice s | scatter slice s - 1 of Y."""
     if slices == 1:
         return collective.ls(a, b, rows, cols)
-    transposed_slices_of_y = _pipeline(
+    columns, width = axis_size(cols), b.shape[0] // slices * axis_size(rows)
+    if width // columns % form.matrix_unit:
+        y = ls_transposed(a, b, rows, cols, slices, form).T
+    else:
+        y = _ls_pipeline(a, b, rows, cols, slices, form, functools.partial(_columns_below_each_other, columns), 1)
+    return row_major(y) if form.row_major else y
+
+
+def ls_transposed(a, b, rows, cols, slices, form=PLAIN):
+    """Y^T = B A^T, as `ls`."""
+    if slices == 1:
+        return collective.ls(a, b, rows, cols).T
+    return _ls_pipeline(a, b, rows, cols, slices, form, lambda a, b_s: dot(b_s, a, NT), 0)
+
+
+def _ls_pipeline(a, b, rows, cols, slices, form, multiply, joined):
+    slices_of_y = _pipeline(
         slices,
         fetch=lambda s: gather(_rounded_piece(b, s, slices, a.dtype, form), rows, 0),
-        multiply=lambda b_s: dot(b_s, a, NT),
+        multiply=lambda b_s: multiply(a, b_s),
         send=lambda y_s: scatter(y_s, cols, 0),
     )
-    y = _stack(transposed_slices_of_y).T
-    return row_major(y) if form.row_major else y
+    return _join(slices_of_y, joined)
+
+
+def _columns_below_each_other(columns, a, b_s):
+    """[columns x tokens, features of a column]: block j of a b_s^T is what column j gets."""
+    y_s = dot(a, b_s.reshape(columns, -1, b_s.shape[1]), ((1,), (2,)))  # [tokens, columns, features]
+    return y_s.swapaxes(0, 1).reshape(columns * a.shape[0], -1)
 
 
 def rs(a, b, rows, cols, slices, form=PLAIN):
@@ -80,7 +105,7 @@ def rs(a, b, rows, cols, slices, form=PLAIN):
         multiply=lambda a_s: dot(a_s, b, TN),
         send=send,
     )
-    return _stack(slices_of_y)
+    return _join(slices_of_y, 0)
 
 
 def _rounded_piece(b, s, slices, dtype, form):
@@ -104,10 +129,12 @@ def _pipeline(slices, fetch, multiply, send):
     return [*sent, send(product)]
 
 
-def _stack(pieces):
-    """The pieces below each other, each written as soon as it is there."""
-    height, width = pieces[0].shape
-    y = lax.empty((len(pieces) * height, width), pieces[0].dtype)
+def _join(pieces, dim):
+    """The pieces beside each other along `dim`, each written as soon as it is there."""
+    shape = list(pieces[0].shape)
+    width = shape[dim]
+    shape[dim] *= len(pieces)
+    y = lax.empty(tuple(shape), pieces[0].dtype)
     for s, y_s in enumerate(pieces):
-        y = lax.dynamic_update_slice(y, y_s, (s * height, 0))
+        y = lax.dynamic_update_slice_in_dim(y, y_s, s * width, dim)
     return y

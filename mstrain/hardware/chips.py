@@ -43,7 +43,7 @@ class Chip:
     """One JAX device. FLOP/s dense, bytes, bytes/s, seconds; None where nothing is published.
 
     `ici_bandwidth` is one way, per link; on GPUs the links are NVLink ports, and `torus_rank` is 0.
-    `form` are the fields of `mstrain.gemm.Form` that are true for its compiler.
+    `form` are the fields of `mstrain.gemm.Form` as its compiler wants them.
     `sources` names the origin of every number that is not None.
     """
 
@@ -63,7 +63,7 @@ class Chip:
     sync: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     options: tuple[CompilerOption, ...] = ()
-    form: Mapping[str, bool] = field(default_factory=dict, compare=False)
+    form: Mapping[str, bool | int] = field(default_factory=dict, compare=False)
     slices: SliceRules | None = field(default=None, compare=False)
 
     def peak(self, dtype: str) -> float | None:

@@ -22,6 +22,7 @@ COLLECTIVES = (
     "collective_broadcast",
 )
 _OPERATION = re.compile(rf'(%\w+)(?::\d+)? = "?stablehlo\.({"|".join(COLLECTIVES)}|dot_general)"?[ (](.*)$')
+_SAME_VALUES = re.compile(r"(%\w+) = stablehlo\.(?:reshape|transpose) (%\w+)")
 _TYPES = re.compile(r": \((tensor<[^)]*>)\) -> (tensor<\S+>)$")
 _MESH = re.compile(r"sdy\.mesh (@\w+) = <\[(.*?)\]>")
 _MESH_AXES = re.compile(r"#stablehlo\.replica_group_mesh_axes<mesh = (@\w+), axes = \[(.*?)\]>")
@@ -50,16 +51,20 @@ class Operation:
 
 
 def operations(text: str) -> list[Operation]:
-    """Products and collectives in issue order."""
-    found, open_line = [], None
+    """Products and collectives in issue order; operands by the name of what was reshaped or transposed into them."""
+    found, open_line, named = [], None, {}
     for line in map(str.strip, _with_device_groups(text).splitlines()):
         if open_line is not None and line.startswith("})"):  # the end of a reduction's body carries its types
             line, open_line = open_line + line, None
         elif _OPERATION.search(line) and line.endswith("({"):
             open_line = line
             continue
-        if match := _OPERATION.search(line):
-            found.append(_operation(*match.groups()))
+        if "func.func" in line:
+            named = {}
+        if match := _SAME_VALUES.match(line):
+            named[match[1]] = named.get(match[2], match[2])
+        elif match := _OPERATION.search(line):
+            found.append(_operation(*match.groups(), named))
     assert open_line is None
     return found
 
@@ -83,7 +88,7 @@ def _groups(sizes: dict[str, int], axes) -> np.ndarray:
     return numbers.reshape(-1, math.prod(sizes[axis] for axis in axes))
 
 
-def _operation(result, kind, rest) -> Operation:
+def _operation(result, kind, rest, named) -> Operation:
     ins, out = _TYPES.search(rest).groups()
     groups = re.search(r"(?:replica_groups|source_target_pairs) = dense<(.*?)> : tensor", rest)
     rows = re.findall(r"\[([\d, ]+)\]", groups[1]) if groups else []
@@ -91,7 +96,7 @@ def _operation(result, kind, rest) -> Operation:
     return Operation(
         kind=kind,
         result=result,
-        operands=tuple(operands),
+        operands=tuple(named.get(operand, operand) for operand in operands),
         in_bytes=_bytes(ins.split(", ")[0]),
         out_bytes=_bytes(out),
         groups=frozenset(tuple(map(int, row.split(","))) for row in rows),

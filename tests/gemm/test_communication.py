@@ -187,9 +187,11 @@ def check_pipelined(ops, slices):
         )
 
 
+@pytest.mark.parametrize("form", [Form(), Form(matrix_unit=10**6)])
 @pytest.mark.parametrize("name", FLOWS)
-def test_meshslice_issues_the_neighbouring_slices_first(name):
-    ops = flow_of("meshslice", name, grid_of("meshslice", mesh_of("2x4")), 4)
+def test_meshslice_issues_the_neighbouring_slices_first(name, form):
+    function = functools.partial(getattr(meshslice, name), form=form)
+    ops = flow(function, name, grid_of("meshslice", mesh_of("2x4")), 4)
     check_pipelined(ops, 4)
     scattered = {op.operands[0] for op in ops if op.kind == "reduce_scatter"}
     dots = {op.result for op in ops if op.kind == "dot_general"}
