@@ -17,8 +17,8 @@ from rich.table import Table
 from mstrain.benchmarks.comparison import duration
 from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.compiler import slice_devices
-from mstrain.compiler.answers import answer_file, find_answer, summarise
-from mstrain.compiler.refine import Answer, Question, Trial, compile_candidate, refine, why_slower
+from mstrain.compiler.answers import answer_file, find_answer
+from mstrain.compiler.refine import Answer, Question, Trial, compile_candidate, why_slower
 from mstrain.config import dtype_on
 from mstrain.mesh import fit_to_devices
 from mstrain.models.config import ModelConfig
@@ -36,12 +36,12 @@ def refine_all(config: BenchmarkConfig, console: Console) -> int:
     for model in config.model_configs:
         question, begin = make_question(config, model), time.monotonic()
 
-        def told(trial: Trial) -> None:
-            console.print(f"{duration(time.monotonic() - begin)}  {summarise(trial)}", soft_wrap=True)
+        def say(text: str) -> None:
+            console.print(f"{duration(time.monotonic() - begin)}  {text}", soft_wrap=True)
 
         attempt = functools.partial(compile_candidate, question)
         with console.status(f"Compiling candidates for {model.name}"):
-            answer, kept = find_answer(question, lambda: refine(question, attempt, told))
+            answer, kept = find_answer(question, attempt, say)
         console.print(to_table(question, answer), width=max(console.width, 120))
         fitting = fitting and answer.best is not None
         if best := answer.best:

@@ -1,4 +1,8 @@
-"""Answers of tune=compile on disk, so that a question is compiled once: one JSON file each."""
+"""Answers of tune=compile on disk, so that a question is compiled once: one JSON file each.
+
+A search that ends early, by Ctrl-C or a preemption, leaves the trials that it finished; the next one goes on
+after them.
+"""
 
 import contextlib
 import dataclasses
@@ -6,7 +10,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -14,10 +18,10 @@ import jax.numpy as jnp
 from rich.console import Console
 
 import mstrain
-from mstrain.compiler.refine import Answer, Place, Question, Trial, compile_candidate, refine
+from mstrain.compiler.refine import Answer, Place, Question, Trial, compile_candidate, ranked, refine
 from mstrain.config import RunConfig
 from mstrain.hardware import Slice
-from mstrain.mesh import fit_to_devices, parse_mesh
+from mstrain.mesh import MeshShape, fit_to_devices, parse_mesh
 from mstrain.models.config import ModelConfig
 
 FOLDER = Path("~/.cache/mstrain/tuned")
@@ -28,18 +32,40 @@ CODE = (
 
 
 def find_answer(
-    question: Question, refine: Callable[[], Answer], folder: Path = FOLDER
+    question: Question,
+    attempt: Callable[[MeshShape, str], Trial],
+    say: Callable[[str], None],
+    folder: Path = FOLDER,
 ) -> tuple[Answer, bool]:
-    """The answer, and whether it came from `folder`.
+    """The answer, and whether all of it came from `folder`.
 
-    Otherwise `refine()` gives it, and it is kept if something fits.
+    Otherwise the candidates that are not there are tried with `attempt(mesh, slices)`; `say` hears a line of
+    each. A trial is kept as soon as it is done, and the answer if something fits.
+
+    Raises ValueError when no mesh is legal.
     """
-    path = answer_file(question, folder)
-    if answer := _load(path, identity(question)):
-        return answer, True
-    answer = refine()
+    path, wanted = answer_file(question, folder), identity(question)
+    trials, complete = _load(path, wanted)
+    if complete:
+        return ranked(trials), True
+    found = {(trial.mesh, trial.slices): trial for trial in trials}
+    if found:
+        say(f"goes on after {len(found)} finished trial{'s' * (len(found) > 1)}, found in {path}")
+
+    def run(shape: MeshShape, slices: str) -> Trial:
+        if trial := found.get((str(shape), slices)):
+            return trial
+        trials.append(attempt(shape, slices))
+        _save(path, wanted, trials)
+        say(summarise(trials[-1]))
+        return trials[-1]
+
+    answer = refine(question, run)
     if answer.best is not None:
-        _save(path, identity(question), answer)
+        _save(path, wanted, answer.trials, complete=True)
+    else:  # to be asked again: a compiler that failed may not fail the next time
+        with contextlib.suppress(OSError):
+            path.unlink()
     return answer, False
 
 
@@ -56,15 +82,12 @@ def tuned(
         config.remat, meshes,
     )  # fmt: skip
 
-    def told(trial: Trial) -> None:
-        console.print("[bold]Tune[/]  ", summarise(trial), soft_wrap=True)
+    def say(text: str) -> None:
+        console.print("[bold]Tune[/]  ", text, soft_wrap=True)
 
-    def ask() -> Answer:
-        with console.status("Compiling the cost model's best candidates"):
-            attempt = functools.partial(compile_candidate, question, place=place)
-            return refine(question, attempt, told)
-
-    answer, kept = find_answer(question, ask)
+    attempt = functools.partial(compile_candidate, question, place=place)
+    with console.status("Compiling the cost model's best candidates"):
+        answer, kept = find_answer(question, attempt, say)
     best = answer.chosen()
     source = f"found in {answer_file(question)}" if kept else f"the fastest of {len(answer.trials)} schedules"
     console.print(f"[bold]Tune[/]   mesh={best.mesh} parallel.slices={best.slices}, {source}", soft_wrap=True)
@@ -115,20 +138,23 @@ def code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def _load(path: Path, wanted: dict) -> Answer | None:
-    """The answer in a file; None for no file, a damaged one and one that answers something else."""
+def _load(path: Path, wanted: dict) -> tuple[list[Trial], bool]:
+    """The trials in a file, and whether they are a whole answer.
+
+    No trials from no file, a damaged one and one that answers something else.
+    """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        if document["question"] != wanted:
-            return None
-        answer = Answer(tuple(Trial(**trial) for trial in document["trials"]))
-        return answer if answer.best else None
+        trials = [Trial(**trial) for trial in document["trials"]]
+        complete = document["complete"] and ranked(trials).best is not None
+        return (trials, complete) if document["question"] == wanted else ([], False)
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return [], False
 
 
-def _save(path: Path, question: dict, answer: Answer) -> None:
-    document = {"question": question, "trials": [dataclasses.asdict(trial) for trial in answer.trials]}
+def _save(path: Path, question: dict, trials: Sequence[Trial], complete: bool = False) -> None:
+    rows = [dataclasses.asdict(trial) for trial in trials]
+    document = {"question": question, "complete": complete, "trials": rows}
     part = path.with_suffix(".part")
     with contextlib.suppress(OSError):  # a folder that cannot be written costs the next run its time, no more
         path.parent.mkdir(parents=True, exist_ok=True)

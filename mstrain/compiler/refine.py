@@ -103,24 +103,13 @@ def on_present(slice: Slice, shape: MeshShape) -> Target:
     return Target(slice, make_mesh(shape))
 
 
-def refine(question: Question, attempt: Callable[[MeshShape, str], Trial], told=lambda trial: None) -> Answer:
-    """Tries the candidates with `attempt(mesh, slices)` and calls `told(trial)` after each.
-
-    Raises ValueError when no mesh is legal.
-    """
-    trials = []
-
-    def run(shape: MeshShape, slices: str) -> None:
-        trials.append(attempt(shape, slices))
-        told(trials[-1])
-
-    for shape in meshes_to_try(question):
-        run(shape, question.parallel.slices)
+def refine(question: Question, attempt: Callable[[MeshShape, str], Trial]) -> Answer:
+    """Tries the candidates with `attempt(mesh, slices)`; raises ValueError when no mesh is legal."""
+    trials = [attempt(shape, question.parallel.slices) for shape in meshes_to_try(question)]
     best = ranked(trials).best
     if best and question.parallel.slices == "auto":
         shape = parse_mesh(best.mesh)
-        for slices in counts_to_try(question, shape):
-            run(shape, slices)
+        trials += [attempt(shape, slices) for slices in counts_to_try(question, shape)]
     return ranked(trials)
 
 

@@ -66,10 +66,29 @@ def test_a_second_call_compiles_nothing(compiled, tmp_path, capsys):
     assert run([*arguments, "remat=full"]) == 0 and len(compiled) > count
 
 
+def test_a_call_after_an_interruption_says_what_it_found(compiled, tmp_path, monkeypatch, capsys):
+    arguments = [*ARGUMENTS, "meshes=2x2", f"run_dir={tmp_path / 'run'}"]
+    uninterrupted = refined.compile_candidate
+
+    def interrupted(question, shape, slices):
+        if slices != "auto":
+            raise KeyboardInterrupt
+        return uninterrupted(question, shape, slices)
+
+    monkeypatch.setattr(refined, "compile_candidate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(arguments)
+    monkeypatch.setattr(refined, "compile_candidate", uninterrupted)
+    capsys.readouterr()
+    assert run(arguments) == 0 and compiled.count(("2x2", "auto")) == 1
+    out = shown(capsys)
+    assert "goes on after 1 finished trial, found in" in out and "type mesh=2x2 parallel.slices=2" in out
+
+
 def test_nothing_that_fits_is_exit_code_1(compiled, tmp_path, capsys):
     assert run([*ARGUMENTS, "meshes=1x4", f"run_dir={tmp_path / 'run'}"]) == 1
     assert compiled == [("1x4", "auto")] and "does not fit" in shown(capsys)
-    assert not (tmp_path / "tuned").exists()
+    assert list((tmp_path / "tuned").iterdir()) == []
 
 
 def test_a_smaller_mesh_gets_copies_beside_each_other():

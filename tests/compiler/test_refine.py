@@ -5,6 +5,7 @@ The compiler is faked; the last test uses the real one and is skipped where it i
 
 import dataclasses
 import functools
+import itertools
 import json
 
 import pytest
@@ -13,8 +14,7 @@ from rich.console import Console
 from mstrain.compiler import answers
 from mstrain.compiler.answers import answer_file, find_answer, tuned
 from mstrain.compiler.refine import (
-    COUNTS, Answer, Question, Trial, compile_candidate, counts_to_try, meshes_to_try, ranked, refine,
-    why_slower,
+    COUNTS, Question, Trial, compile_candidate, counts_to_try, meshes_to_try, refine, why_slower,
 )
 from mstrain.config import load_config
 from mstrain.hardware import parse_target
@@ -40,9 +40,20 @@ def timed(seconds: dict, default: float = 9.0, missing: tuple = ()):
     return attempt
 
 
+def counted(attempt):
+    """The attempt, and a list of the trials it makes from now on."""
+    made = []
+
+    def count(shape: MeshShape, slices: str) -> Trial:
+        made.append(attempt(shape, slices))
+        return made[-1]
+
+    return count, made
+
+
 def test_the_best_legal_meshes_come_first_then_slice_counts_on_the_fastest():
-    heard = []
-    answer = refine(QUESTION, timed({("4x1", "auto"): 2.0, ("4x1", "2"): 1.5}), heard.append)
+    attempt, heard = counted(timed({("4x1", "auto"): 2.0, ("4x1", "2"): 1.5}))
+    answer = refine(QUESTION, attempt)
     legal = [c.shape for c in best_meshes(ParallelConfig(), MODEL, 16, 64, 4, QUESTION.slice)]
     assert [t.mesh for t in heard[:3]] == [str(shape) for shape in legal[:3]]
     assert {t.slices for t in heard[:3]} == {"auto"}
@@ -103,20 +114,59 @@ def test_the_part_that_grew_most_is_why(change, why):
     assert bool(why) == bool(why_slower(dataclasses.replace(TRIAL, **change), TRIAL))
 
 
-def asked(counter: list, seconds: float = 1.0):
-    def ask() -> Answer:
-        counter.append(1)
-        return ranked([dataclasses.replace(TRIAL, seconds=seconds)])
+FIRST, SECOND, *_ = map(str, meshes_to_try(QUESTION))
+SEARCH = timed({(SECOND, "auto"): 2.0, (SECOND, "2"): 1.5}, missing=(FIRST,))
+WHOLE = refine(QUESTION, SEARCH)
+COUNT = len(WHOLE.trials)
 
-    return ask
+
+def ask(folder, attempt=SEARCH):
+    """The answer to QUESTION, whether it was kept, the (mesh, slices) tried for it, and the lines said."""
+    attempt, made = counted(attempt)
+    said = []
+    answer, kept = find_answer(QUESTION, attempt, said.append, folder)
+    return answer, kept, [(trial.mesh, trial.slices) for trial in made], said
+
+
+def interrupt(folder, number: int):
+    """Asks, and is interrupted while trial `number` of this call is made."""
+    begun = itertools.count(1)
+
+    def attempt(shape: MeshShape, slices: str) -> Trial:
+        if next(begun) == number:
+            raise KeyboardInterrupt
+        return SEARCH(shape, slices)
+
+    with pytest.raises(KeyboardInterrupt):
+        ask(folder, attempt)
 
 
 def test_a_question_is_compiled_once(tmp_path):
-    counter = []
-    first, kept = find_answer(QUESTION, asked(counter), tmp_path)
-    again, kept_again = find_answer(QUESTION, asked(counter), tmp_path)
-    assert (first, kept, kept_again, len(counter)) == (again, False, True, 1)
+    answer, kept, made, said = ask(tmp_path)
+    assert (answer, kept, len(made), len(said)) == (WHOLE, False, COUNT, COUNT)
+    assert ask(tmp_path) == (WHOLE, True, [], [])
     assert [path.name for path in tmp_path.iterdir()] == [answer_file(QUESTION, tmp_path).name]
+
+
+@pytest.mark.parametrize("number", range(2, COUNT + 1))
+def test_an_interrupted_search_goes_on_where_it_stopped(tmp_path, number):
+    """Among the meshes as among the slice counts, and although the first mesh does not fit."""
+    everything = ask(tmp_path / "whole")[2]
+    interrupt(tmp_path, number)
+    answer, kept, made, said = ask(tmp_path)
+    assert (answer, kept, made) == (WHOLE, False, everything[number - 1 :])
+    plural = "s" if number > 2 else ""
+    assert said[0] == (
+        f"goes on after {number - 1} finished trial{plural}, found in {answer_file(QUESTION, tmp_path)}"
+    )
+    assert len(said) == 1 + len(made) and ask(tmp_path) == (WHOLE, True, [], [])
+
+
+def test_a_search_interrupted_twice_keeps_the_trials_of_both(tmp_path):
+    interrupt(tmp_path, 3)
+    interrupt(tmp_path, 2)
+    answer, _, made, _ = ask(tmp_path)
+    assert answer == WHOLE and len(made) == COUNT - 3
 
 
 @pytest.mark.parametrize(
@@ -145,29 +195,34 @@ def test_other_code_or_another_compiler_is_another_file(tmp_path, monkeypatch, n
     [
         lambda text: text[: len(text) // 2], lambda text: "", lambda text: "[]", lambda text: "\udcff",
         lambda text: text.replace('"seconds"', '"secnds"'), lambda text: text.replace('"trials"', '"trails"'),
+        lambda text: text.replace('"complete"', '"whole"'),
         lambda text: json.dumps(json.loads(text) | {"trials": []}),
         lambda text: json.dumps(json.loads(text) | {"trials": [{}]}),
         lambda text: text.replace('"batch": 16', '"batch": 17'),
     ],
 )  # fmt: skip
-def test_a_damaged_answer_is_asked_again_and_mended(tmp_path, damage):
-    counter, path = [], answer_file(QUESTION, tmp_path)
-    find_answer(QUESTION, asked(counter), tmp_path)
+@pytest.mark.parametrize("finished", [2, COUNT])
+def test_a_damaged_file_is_asked_again_and_mended(tmp_path, finished, damage):
+    path = answer_file(QUESTION, tmp_path)
+    if finished < COUNT:
+        interrupt(tmp_path, finished + 1)
+    else:
+        ask(tmp_path)
+    assert len(json.loads(path.read_text())["trials"]) == finished
     path.write_bytes(damage(path.read_text()).encode("utf-8", "surrogateescape"))
-    assert find_answer(QUESTION, asked(counter), tmp_path)[1] is False
-    assert find_answer(QUESTION, asked(counter), tmp_path)[1] is True
-    assert len(counter) == 2
+    answer, kept, made, _ = ask(tmp_path)
+    assert (answer, kept, len(made)) == (WHOLE, False, COUNT)
+    assert ask(tmp_path) == (WHOLE, True, [], [])
 
 
 def test_a_folder_that_cannot_be_written_costs_no_more_than_time(tmp_path):
     (tmp_path / "file").write_text("")
-    counter = []
-    assert find_answer(QUESTION, asked(counter), tmp_path / "file")[0].best == TRIAL
+    assert ask(tmp_path / "file")[0] == WHOLE
 
 
 def test_nothing_is_kept_when_nothing_fits(tmp_path):
-    find_answer(QUESTION, lambda: ranked([dataclasses.replace(TRIAL, problem="does not fit")]), tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    answer, _, made, _ = ask(tmp_path, timed({}, missing=tuple(map(str, meshes_to_try(QUESTION)))))
+    assert answer.best is None and made and list(tmp_path.iterdir()) == []
 
 
 def test_a_run_takes_the_answer(tmp_path, monkeypatch):
