@@ -10,7 +10,6 @@ barrier.
 import contextlib
 import dataclasses
 import functools
-import glob
 import math
 import os
 import re
@@ -24,6 +23,7 @@ from collections.abc import Callable
 import jax
 
 from mstrain import relay, roll_call
+from mstrain.mesh import attached
 from mstrain.roll_call import Link, Seat
 
 LOST = 75  # exit code when another process is gone: sysexits' "temporary failure", start the job again
@@ -214,7 +214,9 @@ def joined(seat: Seat | None, config: HostsConfig, devices: list[int] | None = N
 
 def _join(seat: Seat, config: HostsConfig, devices: list[int] | None) -> Job:
     place = f"process {seat.process} of {seat.processes}"
-    print(f"{place}: on {socket.gethostname()} with {_hardware()}, joining at {seat.coordinator}", flush=True)
+    # JAX may look for devices only after joining.
+    hardware = attached() or "no accelerator (CPU devices are emulated)"
+    print(f"{place}: on {socket.gethostname()} with {hardware}, joining at {seat.coordinator}", flush=True)
     limits = (config.join_seconds, config.silent_seconds)
     if seat.process == 0:
         came = roll_call.gather(seat, *limits)
@@ -257,15 +259,3 @@ def _fail(job: Job, error: BaseException) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def _hardware() -> str:
-    """What this host has, as far as can be told without JAX, which may look only after joining."""
-    for pattern, kind in (
-        ("/dev/accel[0-9]*", "TPU"),
-        ("/dev/vfio/[0-9]*", "TPU"),
-        ("/dev/nvidia[0-9]*", "GPU"),
-    ):
-        if found := glob.glob(pattern):
-            return f"{len(found)} {kind} device file{'s' * (len(found) > 1)}"
-    return "no accelerator (CPU devices are emulated)"

@@ -5,6 +5,8 @@ A mesh string is parsed without touching a device; `make_mesh` then finds (or, o
 """
 
 import dataclasses
+import glob
+import importlib.util
 import math
 import os
 import re
@@ -13,6 +15,13 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 AXES = ("data", "row", "col")
+ACCELERATORS = {
+    "/dev/accel[0-9]*": "TPU",
+    "/dev/vfio/[0-9]*": "TPU",
+    "/dev/nvidia[0-9]*": "GPU",
+    "/dev/kfd": "GPU",  # AMD
+    "/dev/dxg": "GPU",  # Windows' subsystem for Linux
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +57,23 @@ def parse_mesh(text: str) -> MeshShape:
     return MeshShape(1, *sizes) if len(sizes) == 2 else MeshShape(*sizes)
 
 
+def attached() -> str | None:
+    """The accelerators of this host, `4 TPU device files`, told without JAX; None without any."""
+    for pattern, kind in ACCELERATORS.items():
+        if found := glob.glob(pattern):
+            return f"{len(found)} {kind} device file{'s' * (len(found) > 1)}"
+    return None
+
+
 def emulate_devices(count: int) -> None:
     """Asks the CPU platform for `count` devices. Call it before JAX touches a device; it changes no accelerator.
 
     Later calls are no-ops for JAX once its backends exist; `make_mesh` reports if that left too few devices.
     """
+    # JAX would start an installed libtpu, which complains where there is no TPU. Platforms that are set are
+    # the user's word, or JAX's where it sees a TPU on the bus: one that does not start is an error then.
+    if not jax.config.jax_platforms and importlib.util.find_spec("libtpu") and not attached():
+        jax.config.update("jax_platforms", "cpu")
     # Emulated devices wait for each other in threads of one pool: two independent collectives that they take up
     # in different order deadlock. Hence one order on all devices, and threads to spare (XLA reads NPROC).
     os.environ.setdefault("NPROC", str(8 * count))

@@ -1,13 +1,21 @@
-"""Mesh strings: what is a mesh is read exactly, anything else is a ValueError that shows what to type."""
+"""Mesh strings are read exactly or refused with what to type; without accelerators JAX looks for none."""
 
+import importlib.util
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mstrain.mesh import AXES, MeshShape, fit_to_devices, make_mesh, parse_mesh
+from mstrain import mesh
+from mstrain.mesh import (
+    AXES, MeshShape, attached, emulate_devices, fit_to_devices, make_mesh, parse_mesh,
+)  # fmt: skip
 
 axis_sizes = st.integers(1, 999)
 shapes = st.builds(MeshShape, axis_sizes, axis_sizes, axis_sizes)
@@ -87,3 +95,61 @@ def test_make_mesh_may_leave_devices_out_but_not_invent_them():
     assert make_mesh(MeshShape(1, 1, 3)).size == 3
     with pytest.raises(ValueError, match="needs 32 devices and 16 are present. Type mesh=4x4"):
         make_mesh(MeshShape(1, 4, 8))
+
+
+@pytest.fixture
+def host(monkeypatch, tmp_path):
+    """Makes this host one with these device files, with or without libtpu, and `said` in JAX_PLATFORMS."""
+    before = jax.config.jax_platforms
+
+    def make(files=(), libtpu=True, said=None):
+        for file in files:
+            (tmp_path / file).touch()
+        patterns = {f"{tmp_path}/accel[0-9]*": "TPU", f"{tmp_path}/kfd": "GPU"}
+        monkeypatch.setattr(mesh, "ACCELERATORS", patterns)
+        monkeypatch.setattr(mesh.importlib.util, "find_spec", lambda name: libtpu or None)
+        jax.config.update("jax_platforms", said)
+
+    yield make
+    jax.config.update("jax_platforms", before)
+
+
+@pytest.mark.parametrize(("files", "said"), [
+    ([], None), (["kfd"], "1 GPU device file"), (["accel0", "accel1", "kfd"], "2 TPU device files")
+])  # fmt: skip
+def test_attached_accelerators_are_counted(host, files, said):
+    host(files)
+    assert attached() == said
+
+
+@pytest.mark.parametrize(("case", "platforms"), [
+    ({}, "cpu"),
+    ({"files": ["accel0"]}, None),
+    ({"files": ["kfd"]}, None),
+    ({"libtpu": False}, None),
+    ({"said": "tpu,cpu"}, "tpu,cpu"),
+])  # fmt: skip
+def test_only_a_libtpu_without_any_accelerator_is_not_started(host, case, platforms):
+    host(**case)
+    emulate_devices(jax.device_count())
+    assert jax.config.jax_platforms == platforms
+
+
+def train(**environment: str) -> str:
+    """What a run without its data leaves on standard error; the devices are looked for before the data."""
+    others = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "train.py", "model=tiny", "data=text", "data.path=/absent"],
+        cwd=Path(__file__).resolve().parent.parent, env=others | environment, stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode
+    return done.stderr
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None or attached() is not None, reason="needs libtpu without a TPU"
+)
+def test_a_libtpu_without_a_tpu_is_heard_only_when_it_is_asked_for():
+    assert train() == "train: data.path=/absent is no file or folder: type one that exists\n"
+    assert "Unable to initialize backend 'tpu'" in train(JAX_PLATFORMS="tpu")

@@ -16,7 +16,6 @@ from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.benchmarks.programs import make_works
 from mstrain.benchmarks.table import Report, Row, make_row
 from mstrain.benchmarks.work import Work
-from mstrain.compiler.topology import quiet
 from mstrain.config import dtype_on
 from mstrain.hardware import chip_for
 from mstrain.mesh import MeshShape, emulate_devices, make_mesh
@@ -49,8 +48,6 @@ def start_devices(config: BenchmarkConfig) -> list[MeshShape]:
     """Emulates devices on a CPU; returns the meshes to run on, raises ValueError if one is too large."""
     wanted = [EMULATED] if config.meshes == "auto" else config.mesh_shapes
     emulate_devices(max(mesh.devices for mesh in wanted))
-    with quiet():  # JAX asks an installed libtpu, which complains where there is no TPU
-        jax.devices()
     if config.meshes == "auto" and jax.devices()[0].platform != "cpu":
         count = jax.device_count()
         rows = max(r for r in range(1, math.isqrt(count) + 1) if count % r == 0)
