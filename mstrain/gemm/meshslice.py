@@ -14,6 +14,8 @@ What else the form owes to the compilers (read from schedules for v4 to tpu7x, `
 * Scattered outputs are scattered along their first dim. Along the last one the whole product changes its
   layout (v5p, v6e) or is summed everywhere and cut (v4, tpu7x), which moves twice the bytes. LS therefore computes the
   blocks of its columns below each other, and where these are narrower than the matrix unit, transposed.
+* A barrier lets one scatter follow the other, as they share their links anyway. Left alone, schedulers keep products
+  back and send them off together when nothing is left to multiply.
 * They are written into one buffer slice by slice; joining all of them at the end delays the last scatters.
 
 What is right for some compilers only is a `Form`.
@@ -118,13 +120,15 @@ def _rounded_piece(b, s, slices, dtype, form):
 
 
 def _pipeline(slices, fetch, multiply, send):
-    """Issues fetch(s + 1) before multiply(s), and send(s - 1) beside it."""
+    """Issues fetch(s + 1) before multiply(s), and send(s - 1) beside it; send(s) waits for send(s - 1)."""
     sent, product, ready = [], None, fetch(0)
     for s in range(slices):
         coming = fetch(s + 1) if s + 1 < slices else None
         if product is not None:
             sent.append(send(product))
         product = multiply(ready)
+        if sent:
+            product, sent[-1] = lax.optimization_barrier((product, sent[-1]))
         ready = coming
     return [*sent, send(product)]
 

@@ -22,7 +22,7 @@ COLLECTIVES = (
     "collective_broadcast",
 )
 _OPERATION = re.compile(rf'(%\w+)(?::\d+)? = "?stablehlo\.({"|".join(COLLECTIVES)}|dot_general)"?[ (](.*)$')
-_SAME_VALUES = re.compile(r"(%\w+) = stablehlo\.(?:reshape|transpose) (%\w+)")
+_SAME_VALUES = re.compile(r"(%\w+)(?::\d+)? = stablehlo\.(?:reshape|transpose|optimization_barrier) (%[^:]+)")
 _TYPES = re.compile(r": \((tensor<[^)]*>)\) -> (tensor<\S+>)$")
 _MESH = re.compile(r"sdy\.mesh (@\w+) = <\[(.*?)\]>")
 _MESH_AXES = re.compile(r"#stablehlo\.replica_group_mesh_axes<mesh = (@\w+), axes = \[(.*?)\]>")
@@ -51,7 +51,7 @@ class Operation:
 
 
 def operations(text: str) -> list[Operation]:
-    """Products and collectives in issue order; operands by the name of what was reshaped or transposed into them."""
+    """Products and collectives in issue order; operands by the names they had before reshapes and barriers."""
     found, open_line, named = [], None, {}
     for line in map(str.strip, _with_device_groups(text).splitlines()):
         if open_line is not None and line.startswith("})"):  # the end of a reduction's body carries its types
@@ -62,7 +62,9 @@ def operations(text: str) -> list[Operation]:
         if "func.func" in line:
             named = {}
         if match := _SAME_VALUES.match(line):
-            named[match[1]] = named.get(match[2], match[2])
+            before = re.findall(r"%\w+(?:#\d+)?", match[2])
+            after = [f"{match[1]}#{i}" for i in range(len(before))] if len(before) > 1 else [match[1]]
+            named |= {new: named.get(old, old) for new, old in zip(after, before, strict=True)}
         elif match := _OPERATION.search(line):
             found.append(_operation(*match.groups(), named))
     assert open_line is None

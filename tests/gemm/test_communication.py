@@ -209,6 +209,16 @@ def test_output_stationary_gathers_wait_for_the_product_two_steps_back():
             assert [dot.result in needs[fetched] for dot in dots] == [t <= s - 2 for t in range(slices)]
 
 
+@pytest.mark.parametrize("name", ["ls", "rs"])
+def test_a_scatter_waits_for_the_one_before(name):
+    text = flow_text(getattr(meshslice, name), name, grid_of("meshslice", mesh_of("2x4")), 4)
+    needs = dependencies(text)
+    scatters = [op.result for op in operations(text) if op.kind == "reduce_scatter"]
+    assert len(scatters) == 4
+    for s, scatter_s in enumerate(scatters):
+        assert [other in needs[scatter_s] for other in scatters] == [t < s for t in range(4)]
+
+
 def serial_os(a, b, rows, cols, slices):
     pairs = [(piece(a, 1, s, slices), piece(b, 0, s, slices)) for s in range(slices)]
     return sum(dot(gather(a_s, cols, 1), gather(b_s, rows, 0), NN) for a_s, b_s in pairs)
