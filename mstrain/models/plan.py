@@ -191,14 +191,19 @@ class _Planner:
         return plan
 
     def _automatic_slices(self, legal: list[int], plan: Plan, in_dim: int, out_dim: int, what: str) -> int:
-        """The tuner's slice count, or the nearest smaller one whose slices of features are whole lanes of a TPU."""
+        """The tuner's slice count, or the nearest smaller one whose slices of features are whole lanes of a TPU.
+
+        One less, where that lets LS keep its output upright (`mstrain.gemm.Form.matrix_unit`).
+        """
         if what not in self.tuned:
             return max(s for s in legal if s <= SLICES_WITHOUT_TUNING)
         fitting = [s for s in legal if s <= self.tuned[what].slices]
         sliced = {"os": in_dim, "ls": out_dim, "rs": 0}[plan.dataflow]  # tokens are cut between sequences
         pieces = sliced // math.lcm(plan.grid.num_rows, plan.grid.num_cols)
         aligned = [s for s in fitting if s > 1 and pieces // s % LANES == 0]
-        return max(aligned or fitting)
+        most, share = max(aligned or fitting), sliced // plan.grid.num_cols
+        upright = [s for s in aligned if most - s <= 1 and share // s % plan.form.matrix_unit == 0]
+        return max(upright, default=most)
 
     def _check_heads(self, pair: PlanPair) -> None:
         columns = pair.grid.num_cols
