@@ -43,7 +43,8 @@ class Chip:
     """One JAX device. FLOP/s dense, bytes, bytes/s, seconds; None where nothing is published.
 
     `ici_bandwidth` is one way, per link; on GPUs the links are NVLink ports, and `torus_rank` is 0.
-    `form` are the fields of `mstrain.gemm.Form` as its compiler wants them.
+    `form` are the fields of `mstrain.gemm.Form` as its compiler wants them, `overlap` is what its compiler hides of a
+    collective, as a key of `mstrain.tuning.constants.OVERLAPS`.
     `sources` names the origin of every number that is not None.
     """
 
@@ -64,6 +65,7 @@ class Chip:
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     options: tuple[CompilerOption, ...] = ()
     form: Mapping[str, bool | int] = field(default_factory=dict, compare=False)
+    overlap: str = "max"
     slices: SliceRules | None = field(default=None, compare=False)
 
     def peak(self, dtype: str) -> float | None:
@@ -94,6 +96,7 @@ def _chip(name: str, entry: dict) -> Chip:
         **{key: value for key, (value, _) in numbers.items()},
         sources=MappingProxyType({key: source for key, (_, source) in numbers.items()}),
         options=tuple(options),
+        overlap=entry.get("overlap", ["max"])[0],
         form=MappingProxyType({key: value for key, (value, _) in entry.get("form", {}).items()}),
         slices=SliceRules(**rules) if rules else None,
     )

@@ -26,17 +26,19 @@ class Overlap:
     """How two times combine, each as weights on (the longer, the shorter).
 
     `gathers`: the two first all-gathers of OS. `chain`: gather, then scatter, of LS and RS.
-    `steady`: the two collectives that travel while a slice multiplies.
+    `steady`: the two collectives that travel while a slice multiplies, or before it where nothing `hides` them.
     """
 
     gathers: tuple[float, float]
     chain: tuple[float, float]
     steady: tuple[float, float]
+    hides: bool = True
 
 
 OVERLAPS = {
     "max": Overlap((1, 0), (1, 1), (1, 0)),  # MeshSlice paper section 3.2.2
     "average": Overlap((0.5, 0.5), (0.5, 0.5), (0.5, 0.5)),  # the reference's refit to its simulator
+    "none": Overlap((1, 1), (1, 1), (1, 1), hides=False),  # every collective blocks
 }
 
 
@@ -107,4 +109,4 @@ def constants_for(target: Chip | Slice, dtype: str = "bf16") -> Constants:
     bandwidth = links * chip.ici_bandwidth
     axis = AxisLinks(*(Link(getattr(chip, f"launch_{name}"), chip.sync, bandwidth) for name in COLLECTIVES))
     source = f"derived from the table of chips: {links:g} link(s) per axis, {GEMM_FRACTION:.3f} of the peak"
-    return Constants(target.name, source, chip.peak(dtype) * GEMM_FRACTION, axis, axis)
+    return Constants(target.name, source, chip.peak(dtype) * GEMM_FRACTION, axis, axis, chip.overlap)

@@ -109,7 +109,9 @@ def sliced_cost(terms: tuple[Terms, ...], gemm_seconds: float, slices: int, over
         col = term.traffic_col / slices + term.latency_col
         row = term.traffic_row / slices + term.latency_row
         prologue = _combine(rule.gathers if term.gemm == "OS" else rule.chain, col, row)
-        total += prologue + (slices - 1) * max(_combine(rule.steady, col, row), multiply) + multiply
+        travel = _combine(rule.steady, col, row)
+        step = max(travel, multiply) if rule.hides else travel + multiply
+        total += prologue + (slices - 1) * step + multiply
         communication += slices * (col + row)
     return Cost(total, len(terms) * gemm_seconds, communication)
 

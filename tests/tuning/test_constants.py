@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mstrain.hardware import all_chips, chip_named, parse_target
-from mstrain.tuning import constants_for, load_constants
+from mstrain.tuning import Layout, Projection, constants_for, layout_cost, load_constants, tune
 
 
 def test_shipped_files_hold_the_published_numbers(reference):
@@ -37,7 +37,7 @@ def test_bad_files_and_names_say_what_to_do(reference, tmp_path):
     path.write_text("{")
     with pytest.raises(ValueError, match="not a constants file"):
         load_constants(path)
-    with pytest.raises(ValueError, match=r"use max \| average"):
+    with pytest.raises(ValueError, match=r"use max \| average \| none"):
         replace(reference, overlap="sum")
     with pytest.raises(ValueError, match="flops must be positive"):
         replace(reference, flops=0)
@@ -55,6 +55,19 @@ def test_every_tpu_and_linked_gpu_has_derived_constants():
             assert 0.5 * chip.peak_bf16 < derived.flops < chip.peak_bf16
             assert derived.row == derived.col
             assert derived.row.reduce_scatter.launch == chip.launch_reduce_scatter
+
+
+@pytest.mark.parametrize("dataflow", ["os", "ls", "rs"])
+def test_where_nothing_overlaps_time_is_the_sum_and_one_slice_is_best(dataflow):
+    constants = constants_for(chip_named("v3"))
+    layout = Layout(Projection("up", 4096, 16384), 32768, 4, 8, dataflow)
+    costs = [layout_cost(layout, slices, constants) for slices in (1, 2, 4)]
+    for cost in costs:
+        assert cost.seconds == pytest.approx(cost.compute + cost.communication)
+    assert costs[0].seconds < costs[1].seconds < costs[2].seconds
+    there_and_back = [layout.projection, Projection("down", 16384, 4096)]  # rs turns its output
+    tuning = tune(there_and_back, layout.tokens, 32, constants, dataflow=dataflow)
+    assert {choice.slices for choice in tuning.best.choices} == {1}
 
 
 def test_closed_rings_use_both_directions_and_gpu_axes_share_the_ports():
