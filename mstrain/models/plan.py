@@ -196,7 +196,8 @@ class _Planner:
         One less, where that lets LS keep its output upright (`mstrain.gemm.Form.matrix_unit`).
         """
         if what not in self.tuned:
-            return max(s for s in legal if s <= SLICES_WITHOUT_TUNING)
+            most = min([SLICES_WITHOUT_TUNING, *(choice.slices for choice in self.tuned.values())])
+            return max(s for s in legal if s <= most)
         fitting = [s for s in legal if s <= self.tuned[what].slices]
         sliced = {"os": in_dim, "ls": out_dim, "rs": 0}[plan.dataflow]  # tokens are cut between sequences
         pieces = sliced // math.lcm(plan.grid.num_rows, plan.grid.num_cols)

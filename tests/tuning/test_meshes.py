@@ -98,3 +98,8 @@ def test_the_same_mesh_is_chosen_for_a_slice_present_and_absent():
 def test_a_slice_of_a_column_fills_matrix_units_where_one_slice_less_does_it(chip, name, counts):
     plan = plan_on(MeshShape(1, 4, 8), ParallelConfig(), load_preset(name), 16, 2048, chip_named(chip))
     assert {p.slices for p in plan.groups[0][0].products} == counts
+
+
+def test_no_product_is_sliced_where_nothing_overlaps():
+    plan = plan_on(MeshShape(1, 4, 8), ParallelConfig(), load_preset("gpt3_175b"), 16, 2048, chip_named("v3"))
+    assert {p.slices for p in (*plan.groups[0][0].products, plan.head)} == {1}
