@@ -43,6 +43,7 @@ class Chip:
     """One JAX device. FLOP/s dense, bytes, bytes/s, seconds; None where nothing is published.
 
     `ici_bandwidth` is one way, per link; on GPUs the links are NVLink ports, and `torus_rank` is 0.
+    `most_slices` is where automatic slice counts end: more cost cycles and copies that the cost model does not know.
     `form` are the fields of `mstrain.gemm.Form` as its compiler wants them, `overlap` is what its compiler hides of a
     collective, as a key of `mstrain.tuning.constants.OVERLAPS`.
     `sources` names the origin of every number that is not None.
@@ -66,6 +67,7 @@ class Chip:
     options: tuple[CompilerOption, ...] = ()
     form: Mapping[str, bool | int] = field(default_factory=dict, compare=False)
     overlap: str = "max"
+    most_slices: int = 4
     slices: SliceRules | None = field(default=None, compare=False)
 
     def peak(self, dtype: str) -> float | None:
@@ -96,7 +98,7 @@ def _chip(name: str, entry: dict) -> Chip:
         **{key: value for key, (value, _) in numbers.items()},
         sources=MappingProxyType({key: source for key, (_, source) in numbers.items()}),
         options=tuple(options),
-        overlap=entry.get("overlap", ["max"])[0],
+        **{key: entry[key][0] for key in ("overlap", "most_slices") if key in entry},
         form=MappingProxyType({key: value for key, (value, _) in entry.get("form", {}).items()}),
         slices=SliceRules(**rules) if rules else None,
     )

@@ -7,8 +7,6 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, parse_slices
 from mstrain.tuning import Choice, Projection, constants_for, tune
 
-MOST_SLICES = 4  # more cost cycles and copies that the cost model does not know (GPT-3 compiled for v5p)
-
 
 def projections(model: ModelConfig, repeats: int = 1) -> tuple[Projection, ...]:
     """The four products of one block."""
@@ -37,7 +35,7 @@ def tune_products(
         constants = constants_for(chip)
         tuning = tune(
             projections(model), tokens, math.prod(shape), constants,
-            meshes=[shape], slices=slices, max_slices=MOST_SLICES, dataflow=parallel.dataflow,
+            meshes=[shape], slices=slices, max_slices=chip.most_slices, dataflow=parallel.dataflow,
         )  # fmt: skip
     except ValueError:
         return {}

@@ -191,10 +191,7 @@ class _Planner:
         return plan
 
     def _automatic_slices(self, legal: list[int], plan: Plan, in_dim: int, out_dim: int, what: str) -> int:
-        """The tuner's slice count, or the nearest smaller one whose slices of features are whole lanes of a TPU.
-
-        One less, where that lets LS keep its output upright (`mstrain.gemm.Form.matrix_unit`).
-        """
+        """The tuner's slice count, or the nearest smaller one whose slices of features are whole lanes of a TPU."""
         if what not in self.tuned:
             most = min([SLICES_WITHOUT_TUNING, *(choice.slices for choice in self.tuned.values())])
             return max(s for s in legal if s <= most)
@@ -202,9 +199,7 @@ class _Planner:
         sliced = {"os": in_dim, "ls": out_dim, "rs": 0}[plan.dataflow]  # tokens are cut between sequences
         pieces = sliced // math.lcm(plan.grid.num_rows, plan.grid.num_cols)
         aligned = [s for s in fitting if s > 1 and pieces // s % LANES == 0]
-        most, share = max(aligned or fitting), sliced // plan.grid.num_cols
-        upright = [s for s in aligned if most - s <= 1 and share // s % plan.form.matrix_unit == 0]
-        return max(upright, default=most)
+        return max(aligned or fitting)
 
     def _check_heads(self, pair: PlanPair) -> None:
         columns = pair.grid.num_cols
