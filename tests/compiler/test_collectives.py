@@ -1,5 +1,7 @@
 """Groups and permutations as the compiler prints them, against the mesh they came from."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -71,6 +73,17 @@ def test_a_rotation_pays_for_the_shorter_way_round(shift, hops):
     found = permute([(i, (i + shift) % 8) for i in range(8)], ring)
     assert found.axes == ("col",)
     assert found.seconds == pytest.approx(hops * 8192 / 1e9)
+
+
+def test_a_gather_along_both_axes_uses_the_links_of_both():
+    """Half the data goes round either axis first: twice the bandwidth, and 1 + 3 hops on 2 x 4 devices."""
+    link = dataclasses.replace(LINKS.all_gather, sync=1e-6)
+    links = dict.fromkeys(MACHINE.links, dataclasses.replace(LINKS, all_gather=link))
+    entry = """%x = bf16[64,64]{1,0} parameter(0)
+        ROOT %g = bf16[512,64]{1,0} all-gather(%x), replica_groups={}, dimensions={0}"""
+    (transfer,) = read_schedule(module(entry), dataclasses.replace(MACHINE, links=links)).transfers
+    assert transfer.collective.axes == ("row", "col")
+    assert transfer.collective.seconds == pytest.approx(4e-6 + 7 * 8192 / 2e9)
 
 
 def test_a_permutation_of_both_axes_occupies_both():
