@@ -64,15 +64,6 @@ def test_compiler_options_have_reasons_and_no_continuation_fusion():
     assert compiler_options(chip_named("v5p"))["xla_max_concurrent_async_all_gathers"] == 2
 
 
-def test_two_axis_gathers_get_their_option_only_when_an_axis_spans_two():
-    flag = "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather"
-    pod = parse_target("v5p:8x8x4")
-    assert pod.spans_two_axes(32, 8) and pod.compiler_options(32, 8)[flag] is True
-    flat = parse_target("v6e:4x8")
-    assert not flat.spans_two_axes(4, 8) and flag not in flat.compiler_options(4, 8)
-    assert not pod.spans_two_axes(8, 8) and flag not in pod.compiler_options(8, 8)  # data=4 takes an axis
-
-
 @pytest.mark.parametrize("name, devices, topology", [
     ("v2-8", 8, "v2:2x2"), ("v2-512", 512, "v2:16x16"), ("v3-32", 32, "v3:4x4"), ("v3-64", 64, "v3:4x8"),
     ("v4-8", 4, "v4:2x2x1"), ("v4-64", 32, "v4:2x4x4"), ("v4-128", 64, "v4:4x4x4"),

@@ -16,7 +16,7 @@ import jax
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
-from mstrain.hardware import Slice, parse_target
+from mstrain.hardware import Slice, compiler_options, parse_target
 from mstrain.mesh import AXES, MeshShape, parse_mesh
 
 # No metadata server to ask, and two compilations at once are harmless where no TPU is attached.
@@ -32,8 +32,8 @@ class Target:
 
     @property
     def compiler_options(self) -> dict[str, bool | int | str]:
-        """XLA options of this generation for this mesh (`mstrain.hardware`)."""
-        return self.slice.compiler_options(self.mesh.shape["row"], self.mesh.shape["col"])
+        """XLA options of this generation (`mstrain.hardware`)."""
+        return compiler_options(self.slice.chip)
 
 
 def missing_compiler() -> str | None:

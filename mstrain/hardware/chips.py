@@ -21,7 +21,6 @@ class CompilerOption:
     value: bool | int | str
     reason: str
     source: str
-    two_axes_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,7 @@ class Chip:
 def _chip(name: str, entry: dict) -> Chip:
     numbers = entry.get("numbers", {})
     assert set(numbers) <= set(_NUMBERS), f"chips.toml: {name} has an unknown number"
-    options = [
-        CompilerOption(option, *row, two_axes_only=key.startswith("two_axis"))
-        for key in ("compiler_options", "two_axis_compiler_options")
-        for option, row in entry.get(key, {}).items()
-    ]
+    options = [CompilerOption(option, *row) for option, row in entry.get("compiler_options", {}).items()]
     rules = dict(entry["slices"]) if "slices" in entry else None
     if rules:
         rules.update(prefixes=tuple(rules["prefixes"]), shapes=tuple(rules["shapes"]))
@@ -125,12 +120,11 @@ def chip_named(name: str) -> Chip:
     return chips[name]
 
 
-def compiler_options(chip: Chip | None, two_torus_axes: bool = False) -> dict[str, bool | int | str]:
+def compiler_options(chip: Chip | None) -> dict[str, bool | int | str]:
     """XLA options for `jax.jit(...).lower(...).compile(compiler_options=...)` that let collectives overlap.
 
-    `two_torus_axes` says that a mesh axis covers two physical torus axes (`Slice.spans_two_axes`).
     Empty for an unknown chip. The reasons are in `chip.options`.
     """
     if chip is None:
         return {}
-    return {o.name: o.value for o in chip.options if two_torus_axes or not o.two_axes_only}
+    return {option.name: option.value for option in chip.options}

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass, field
 
-from mstrain.hardware.chips import Chip, all_chips, compiler_options
+from mstrain.hardware.chips import Chip, all_chips
 
 CUBE = 4  # chips along an edge of the block that optical switches join (TPU v4 paper, section 2)
 
@@ -39,19 +39,15 @@ class Slice:
         wrap = self.chip.slices.wrap_axis
         return all(n % wrap == 0 for n in self.topology)
 
-    def _assignments(self, data: int):
-        """Ways to give each physical axis to data (0), row (1) or col (2), as (rows, cols, axis counts)."""
-        for owners in itertools.product(range(3), repeat=len(self.physical_axes)):
-            sizes, counts = [1, 1, 1], [0, 0, 0]
-            for axis, owner in zip(self.physical_axes, owners):
-                sizes[owner] *= axis
-                counts[owner] += 1
-            if sizes[0] == data:
-                yield (sizes[1], sizes[2]), max(counts)
-
     def mesh_shapes(self, data: int = 1) -> tuple[tuple[int, int], ...]:
         """The (rows, cols) that whole physical axes can form, with `data` replicas of the 2-D mesh."""
-        shapes = sorted({shape for shape, _ in self._assignments(data)})
+        shapes = set()
+        for owners in itertools.product(range(3), repeat=len(self.physical_axes)):  # data, row or col
+            sizes = [1, 1, 1]
+            for axis, owner in zip(self.physical_axes, owners):
+                sizes[owner] *= axis
+            if sizes[0] == data:
+                shapes.add((sizes[1], sizes[2]))
         if not shapes:
             sizes = sorted({math.prod(s) for n in range(len(self.physical_axes) + 1)
                             for s in itertools.combinations(self.physical_axes, n)})
@@ -59,17 +55,7 @@ class Slice:
                 f"{self.name}: {data} replicas cannot be made of whole torus axes {self.physical_axes}; "
                 f"use data = {_nearest(data, sizes)} (possible: {', '.join(map(str, sizes))})"
             )
-        return tuple(shapes)
-
-    def spans_two_axes(self, rows: int, cols: int) -> bool:
-        """Whether some axis of the mesh must cover two or more physical axes."""
-        data = self.devices // (rows * cols)
-        counts = [count for shape, count in self._assignments(data) if shape == (rows, cols)]
-        return not counts or min(counts) > 1
-
-    def compiler_options(self, rows: int, cols: int) -> dict[str, bool | int | str]:
-        """`compiler_options` of the chip for a mesh of rows x cols on this slice."""
-        return compiler_options(self.chip, self.spans_two_axes(rows, cols))
+        return tuple(sorted(shapes))
 
 
 def _nearest(value: int, options) -> int:

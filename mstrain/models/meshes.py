@@ -121,7 +121,4 @@ def slice_of(devices: Sequence) -> Slice | None:
 
 def present_options(mesh: Mesh) -> dict[str, bool | int | str]:
     """The compiler options for a mesh of devices that are here (`mstrain.hardware`)."""
-    devices = mesh.devices.flatten().tolist()
-    if slice := slice_of(devices):
-        return slice.compiler_options(mesh.shape["row"], mesh.shape["col"])
-    return compiler_options(chip_for(devices[0].device_kind))
+    return compiler_options(chip_for(mesh.devices.flat[0].device_kind))
