@@ -24,6 +24,14 @@ def profile_hooks(config: ProfileConfig, directory: Path, steps: range) -> tuple
 
     ends = [Hook(lambda step: step == last, end)]
     if before < steps[0]:
-        jax.profiler.start_trace(logs)
+        _start(logs)
         return [], ends
-    return [Hook(lambda step: step == before, lambda step, state: jax.profiler.start_trace(logs))], ends
+    return [Hook(lambda step: step == before, lambda step, state: _start(logs))], ends
+
+
+def _start(logs: str) -> None:
+    options = jax.profiler.ProfileOptions()
+    # Following every Python call of every thread makes one run in about fifty end in a segmentation fault when the
+    # trace stops (jax 0.10.2, with the threads of TensorBoard's writer and the watchdog), and tells little of a step.
+    options.python_tracer_level = 0
+    jax.profiler.start_trace(logs, profiler_options=options)

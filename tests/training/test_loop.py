@@ -61,7 +61,7 @@ def test_hooks_see_the_state_of_their_step_with_its_metrics_read():
 def traced(config, steps, monkeypatch, tmp_path):
     """Steps after which a trace began and ended; a start before the first step is step `first - 1`."""
     calls, now = [], steps[0] - 1
-    monkeypatch.setattr("jax.profiler.start_trace", lambda logs: calls.append(("begin", now)))
+    monkeypatch.setattr("jax.profiler.start_trace", lambda logs, profiler_options: calls.append(("begin", now)))
     monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls.append(("end", now)))
     begin, end = profile_hooks(config, tmp_path, steps)
     for now in steps:
