@@ -1,7 +1,6 @@
 """Which collective an instruction is, on which mesh axes it travels and how long that takes."""
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Mapping
@@ -85,14 +84,12 @@ def _collective(kind: str, instruction: Instruction, operand: float, machine: Ma
         return None
     part = {"reduce-scatter": participants, "all-reduce": participants, "all-to-all": 4}.get(kind, 1)
     bytes = operand / part
-    join = _slowest if kind == "collective-permute" else functools.partial(_all_at_once, participants)
-    seconds = hops * sum(
-        collective_seconds(
-            join({axis: (machine.axes[axis], getattr(machine.links[axis], phase)) for axis in axes}),
-            bytes, participants,
-        )
-        for phase in _PHASES[kind]
-    )  # fmt: skip
+    way = sum(machine.axes[axis] - 1 for axis in axes) / (participants - 1)
+    seconds = 0.0
+    for phase in _PHASES[kind]:
+        links = [getattr(machine.links[axis], phase) for axis in axes]
+        link = _slowest(links) if kind == "collective-permute" else _all_at_once(links, way)
+        seconds += hops * collective_seconds(link, bytes, participants)
     return Collective(kind, axes, bytes, participants, seconds)
 
 
@@ -107,19 +104,17 @@ _PHASES = {
 }
 
 
-def _slowest(links: dict[str, tuple[int, Link]]) -> Link:
+def _slowest(links: list[Link]) -> Link:
     """A message goes one axis after the other."""
-    return min((link for _, link in links.values()), key=lambda link: link.bandwidth)
+    return min(links, key=lambda link: link.bandwidth)
 
 
-def _all_at_once(participants: int, links: dict[str, tuple[int, Link]]) -> Link:
+def _all_at_once(links: list[Link], way: float) -> Link:
     """Several axes: parts of the data go round them in different orders, so that the links of all axes carry, and
-    the way is as long as the axes together ("How to Scale Your Model", sharding).
+    the way is as long as the axes together, `way` of one ring ("How to Scale Your Model", sharding).
     """
-    longest = max((link for _, link in links.values()), key=lambda link: link.launch + link.sync)
-    steps = sum(size - 1 for size, _ in links.values())
-    sync = longest.sync * min(1.0, steps / max(1, participants - 1))
-    return Link(longest.launch, sync, sum(link.bandwidth for _, link in links.values()))
+    longest = max(links, key=lambda link: link.launch + link.sync)
+    return Link(longest.launch, longest.sync * min(1.0, way), sum(link.bandwidth for link in links))
 
 
 def replica_group(attributes: str, devices: int) -> list[int]:
