@@ -25,7 +25,7 @@ from rich.table import Table
 from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.benchmarks.links import Fit, Sample, fit_link
 from mstrain.benchmarks.measured import describe_devices, start_devices
-from mstrain.hardware import collective_seconds
+from mstrain.hardware import chip_for, collective_seconds
 from mstrain.mesh import AXES, MeshShape, make_mesh
 from mstrain.tuning import AxisLinks, Constants
 
@@ -54,7 +54,8 @@ def measure_links(config: BenchmarkConfig, console: Console) -> int:
         groups[sample.axis, sample.collective].append(sample)
     fits = {key: fit_link(group) for key, group in groups.items()}
     source = f"measured on {describe_devices()}, mesh {shape}, jax {jax.__version__}"
-    constants = to_constants(fits, rate, f"measured_{shape}", source)
+    chip = chip_for(jax.devices()[0].device_kind)
+    constants = to_constants(fits, rate, f"measured_{shape}", source, chip.hbm_bandwidth if chip else None)
     folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     constants.save(folder / "constants.json")
@@ -146,11 +147,13 @@ def _median_seconds(run: Callable, warmup: int, repeats: int) -> float:
     return statistics.median(seconds[warmup:])
 
 
-def to_constants(fits: dict[tuple[str, str], Fit], rate: float, name: str, source: str) -> Constants:
+def to_constants(
+    fits: dict[tuple[str, str], Fit], rate: float, name: str, source: str, hbm_bandwidth: float | None = None
+) -> Constants:
     """The tuner's constants; an axis of one device, where nothing travels, is given the other's links."""
     axes = [axis for axis in ("row", "col") if (axis, KINDS[0]) in fits]
     links = {axis: AxisLinks(*(fits[axis, kind].link for kind in KINDS)) for axis in axes}
-    return Constants(name, source, rate, links[axes[0]], links[axes[-1]])
+    return Constants(name, source, rate, links[axes[0]], links[axes[-1]], hbm_bandwidth=hbm_bandwidth)
 
 
 def _table(fits: dict[tuple[str, str], Fit], rate: float, source: str) -> Table:

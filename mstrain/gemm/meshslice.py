@@ -21,8 +21,6 @@ What else the form owes to the compilers (read from schedules for v4 to tpu7x, `
 What is right for some compilers only is a `Form`.
 """
 
-import functools
-
 import jax.numpy as jnp
 from jax import lax
 
@@ -60,33 +58,33 @@ def ls(a, b, rows, cols, slices, form=PLAIN):
         return collective.ls(a, b, rows, cols)
     columns, width = axis_size(cols), b.shape[0] // slices * axis_size(rows)
     if width // columns % form.matrix_unit:
-        y = ls_transposed(a, b, rows, cols, slices, form).T
-    else:
-        y = _ls_pipeline(a, b, rows, cols, slices, form, functools.partial(_columns_below_each_other, columns), 1)
-    return row_major(y) if form.row_major else y
+        return _plain(ls_transposed(a, b, rows, cols, slices, form).T, form)
+    a = _plain(a, form)
+    y = _ls_pipeline(a, b, rows, cols, slices, form, lambda b_s: _columns_below_each_other(columns, a, b_s, form), 1)
+    return _plain(y, form)
 
 
 def ls_transposed(a, b, rows, cols, slices, form=PLAIN):
     """Y^T = B A^T, as `ls`."""
     if slices == 1:
         return collective.ls(a, b, rows, cols).T
-    return _ls_pipeline(a, b, rows, cols, slices, form, lambda a, b_s: dot(b_s, a, NT), 0)
+    return _ls_pipeline(a, b, rows, cols, slices, form, lambda b_s: dot(b_s, a, NT), 0)
 
 
 def _ls_pipeline(a, b, rows, cols, slices, form, multiply, joined):
     slices_of_y = _pipeline(
         slices,
         fetch=lambda s: gather(_rounded_piece(b, s, slices, a.dtype, form), rows, 0),
-        multiply=lambda b_s: multiply(a, b_s),
-        send=lambda y_s: scatter(y_s, cols, 0),
+        multiply=multiply,
+        send=lambda y_s: _plain(scatter(y_s, cols, 0), form),
     )
     return _join(slices_of_y, joined)
 
 
-def _columns_below_each_other(columns, a, b_s):
+def _columns_below_each_other(columns, a, b_s, form):
     """[columns x tokens, features of a column]: block j of a b_s^T is what column j gets."""
     y_s = dot(a, b_s.reshape(columns, -1, b_s.shape[1]), ((1,), (2,)))  # [tokens, columns, features]
-    return y_s.swapaxes(0, 1).reshape(columns * a.shape[0], -1)
+    return _plain(y_s.swapaxes(0, 1), form).reshape(columns * a.shape[0], -1)
 
 
 def rs(a, b, rows, cols, slices, form=PLAIN):
@@ -101,6 +99,7 @@ def rs(a, b, rows, cols, slices, form=PLAIN):
             lambda start, width: lax.dynamic_slice_in_dim(y_s, start, width), y_s.shape[0], rows, 0
         )
 
+    b = _plain(b, form)
     slices_of_y = _pipeline(
         slices,
         fetch=lambda s: gather(piece(a, 1, s, slices), cols, 1),
@@ -131,6 +130,10 @@ def _pipeline(slices, fetch, multiply, send):
             product, sent[-1] = lax.optimization_barrier((product, sent[-1]))
         ready = coming
     return [*sent, send(product)]
+
+
+def _plain(x, form):
+    return row_major(x) if form.row_major else x
 
 
 def _join(pieces, dim):

@@ -44,7 +44,12 @@ OVERLAPS = {
 
 @dataclass(frozen=True)
 class Constants:
-    """What the cost model knows of a machine; `flops` is the GeMM rate of one device in FLOP/s."""
+    """What the cost model knows of a machine.
+
+    Attributes:
+      flops: GeMM rate of one device in FLOP/s.
+      hbm_bandwidth: bytes/s of one device's memory, which bounds how fast slices can be accumulated; None: no bound.
+    """
 
     name: str
     source: str
@@ -52,12 +57,15 @@ class Constants:
     row: AxisLinks
     col: AxisLinks
     overlap: str = "max"
+    hbm_bandwidth: float | None = None
 
     def __post_init__(self):
         if self.overlap not in OVERLAPS:
             raise ValueError(f"{self.name}: overlap {self.overlap!r} is unknown; use {' | '.join(OVERLAPS)}")
         if self.flops <= 0:
             raise ValueError(f"{self.name}: flops must be positive (FLOP/s of one device), not {self.flops}")
+        if self.hbm_bandwidth is not None and not self.hbm_bandwidth > 0:
+            raise ValueError(f"{self.name}: hbm_bandwidth must be positive (bytes/s) or null, not {self.hbm_bandwidth}")
 
     def save(self, path: str | Path) -> None:
         """Write the JSON file that `load_constants` reads."""
@@ -79,9 +87,10 @@ def load_constants(name_or_path: str | Path) -> Constants:
         raise ValueError(f"no constants {str(name_or_path)!r}; use a JSON file or {' | '.join(shipped)}")
     try:
         entry = json.loads(path.read_text())
+        memory = entry.get("hbm_bandwidth")
         return Constants(entry["name"], entry["source"], float(entry["flops"]), _axis(entry["row"]),
-                         _axis(entry["col"]), entry["overlap"])
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+                         _axis(entry["col"]), entry["overlap"], None if memory is None else float(memory))
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: not a constants file ({error!r}); "
                          f"compare it with {FOLDER / 'tpu_v4_reference.json'}") from None
 
@@ -109,4 +118,5 @@ def constants_for(target: Chip | Slice, dtype: str = "bf16") -> Constants:
     bandwidth = links * chip.ici_bandwidth
     axis = AxisLinks(*(Link(getattr(chip, f"launch_{name}"), chip.sync, bandwidth) for name in COLLECTIVES))
     source = f"derived from the table of chips: {links:g} link(s) per axis, {GEMM_FRACTION:.3f} of the peak"
-    return Constants(target.name, source, chip.peak(dtype) * GEMM_FRACTION, axis, axis, chip.overlap)
+    return Constants(target.name, source, chip.peak(dtype) * GEMM_FRACTION, axis, axis, chip.overlap,
+                     chip.hbm_bandwidth)

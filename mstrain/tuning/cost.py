@@ -39,6 +39,19 @@ class Layout:
         col, row = self.moving_bytes()
         return 3 * (self.cols - 1) * col / devices, 3 * (self.rows - 1) * row / devices
 
+    def accumulating_seconds(self, constants: Constants) -> tuple[float, float]:
+        """Seconds of HBM in the OS GeMM: for both gathered operands, and per slice for the float32 accumulator.
+
+        Zeros where the bandwidth is unknown.
+        """
+        if constants.hbm_bandwidth is None:
+            return 0.0, 0.0
+        p = self.projection
+        col, row = self.moving_bytes()
+        still = (self.tokens * (p.in_dim + p.out_dim) + p.in_dim * p.out_dim) - (col + row) // self.dtype_bytes
+        operands, accumulator = col / self.rows + row / self.cols, 8 * still / (self.rows * self.cols)
+        return operands / constants.hbm_bandwidth, accumulator / constants.hbm_bandwidth
+
     def gemm_seconds(self, constants: Constants) -> float:
         """Seconds of one of the three local GeMMs, unsliced."""
         p = self.projection
@@ -98,25 +111,34 @@ def _combine(weights: tuple[float, float], a: float, b: float) -> float:
     return weights[0] * max(a, b) + weights[1] * min(a, b)
 
 
-def sliced_cost(terms: tuple[Terms, ...], gemm_seconds: float, slices: int, overlap: str) -> Cost:
+def sliced_cost(
+    terms: tuple[Terms, ...], gemm_seconds: float, slices: int, overlap: str,
+    accumulating: tuple[float, float] = (0.0, 0.0),
+) -> Cost:
     """Prologue + (S - 1) * max(travel, multiply) + last GeMM, summed over the three GeMMs.
 
-    The prologue books the first gathers and, for LS and RS, the last scatter. S = 1 is Collective.
+    The prologue books the first gathers and, for LS and RS, the last scatter. S = 1 is Collective. Slices of OS take no
+    less than HBM needs for them: `accumulating` as `Layout.accumulating_seconds` gives it.
     """
-    rule, multiply = OVERLAPS[overlap], gemm_seconds / slices
-    total = communication = 0.0
+    rule = OVERLAPS[overlap]
+    total = compute = communication = 0.0
     for term in terms:
+        multiply = gemm_seconds / slices
+        if term.gemm == "OS" and slices > 1:
+            operands, accumulator = accumulating
+            multiply = max(multiply, operands / slices + accumulator)
         col = term.traffic_col / slices + term.latency_col
         row = term.traffic_row / slices + term.latency_row
         prologue = _combine(rule.gathers if term.gemm == "OS" else rule.chain, col, row)
         travel = _combine(rule.steady, col, row)
         step = max(travel, multiply) if rule.hides else travel + multiply
         total += prologue + (slices - 1) * step + multiply
+        compute += slices * multiply
         communication += slices * (col + row)
-    return Cost(total, len(terms) * gemm_seconds, communication)
+    return Cost(total, compute, communication)
 
 
 def layout_cost(layout: Layout, slices: int, constants: Constants) -> Cost:
     """Cost of one projection (repeats not counted), forward and both gradients, in `slices` slices."""
-    terms = communication_terms(layout, constants)
-    return sliced_cost(terms, layout.gemm_seconds(constants), slices, constants.overlap)
+    terms, memory = communication_terms(layout, constants), layout.accumulating_seconds(constants)
+    return sliced_cost(terms, layout.gemm_seconds(constants), slices, constants.overlap, memory)

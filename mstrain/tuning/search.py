@@ -66,8 +66,10 @@ def _choice(problem: _Problem, projection: Projection, mesh, dataflow: str, tran
         where = f"{projection.name} ({dataflow} on {mesh[0]}x{mesh[1]})"
         legal = (check_slices(problem.slices, legal, where),)
     layout = Layout(projection, problem.tokens, *mesh, dataflow, transposed, problem.dtype_bytes)
-    terms, gemm = communication_terms(layout, problem.constants), layout.gemm_seconds(problem.constants)
-    costs = {s: sliced_cost(terms, gemm, s, problem.constants.overlap) for s in legal}
+    constants = problem.constants
+    terms, gemm = communication_terms(layout, constants), layout.gemm_seconds(constants)
+    memory = layout.accumulating_seconds(constants)
+    costs = {s: sliced_cost(terms, gemm, s, constants.overlap, memory) for s in legal}
     best = min(legal, key=lambda s: (costs[s].seconds, s))
     cost, n = costs[best], projection.repeats
     trials = tuple((s, n * cost.seconds) for s, cost in costs.items())

@@ -21,8 +21,9 @@ def test_shipped_files_hold_the_published_numbers(reference):
 
 
 def test_a_saved_file_loads_equal(reference, tmp_path):
-    reference.save(tmp_path / "mine.json")
-    assert load_constants(tmp_path / "mine.json") == reference
+    for mine in reference, constants_for(chip_named("v6e")):
+        mine.save(tmp_path / "mine.json")
+        assert load_constants(tmp_path / "mine.json") == mine
 
 
 def test_bad_files_and_names_say_what_to_do(reference, tmp_path):
@@ -41,6 +42,11 @@ def test_bad_files_and_names_say_what_to_do(reference, tmp_path):
         replace(reference, overlap="sum")
     with pytest.raises(ValueError, match="flops must be positive"):
         replace(reference, flops=0)
+    with pytest.raises(ValueError, match="hbm_bandwidth must be positive"):
+        replace(reference, hbm_bandwidth=-1.0)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="not a constants file"):
+        load_constants(path)
 
 
 def test_every_tpu_and_linked_gpu_has_derived_constants():
@@ -68,6 +74,21 @@ def test_where_nothing_overlaps_time_is_the_sum_and_one_slice_is_best(dataflow):
     there_and_back = [layout.projection, Projection("down", 16384, 4096)]  # rs turns its output
     tuning = tune(there_and_back, layout.tokens, 32, constants, dataflow=dataflow)
     assert {choice.slices for choice in tuning.best.choices} == {1}
+
+
+def test_memory_bounds_how_fast_slices_are_accumulated():
+    """On v6e a slice of the OS product reads and writes 805 MB of float32 sums, its operands once in all."""
+    v6e = constants_for(chip_named("v6e"))
+    layout = Layout(Projection("up", 12288, 49152), 65536, 4, 8, "os")
+    operands, sums = layout.accumulating_seconds(v6e)
+    assert sums == pytest.approx(8 * 16384 * 6144 / 1638e9)
+    assert operands == pytest.approx(2 * 12288 * (16384 + 6144) / 1638e9)
+    gemm = layout.gemm_seconds(v6e)
+    few, many = (layout_cost(layout, slices, v6e).compute for slices in (4, 8))
+    assert few == pytest.approx(3 * gemm)  # the matrix unit takes longer
+    assert many == pytest.approx(2 * gemm + operands + 8 * sums)
+    unknown = replace(v6e, hbm_bandwidth=None)
+    assert layout_cost(layout, 8, unknown).compute == pytest.approx(3 * gemm)
 
 
 def test_closed_rings_use_both_directions_and_gpu_axes_share_the_ports():

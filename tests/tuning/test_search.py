@@ -15,11 +15,13 @@ from tests.tuning.blocks import GPT3
 TOKENS = 128 * 2048
 
 
-def machine(bandwidth_row=3e10, bandwidth_col=6e10, launch=2e-5, sync=4e-6, flops=2e14, overlap="max"):
+def machine(bandwidth_row=3e10, bandwidth_col=6e10, launch=2e-5, sync=4e-6, flops=2e14, overlap="max",
+            hbm_bandwidth=None):
     def axis(bandwidth):
         return AxisLinks(Link(launch, sync, bandwidth), Link(1.5 * launch, sync, 0.8 * bandwidth),
                          Link(launch, 10 * sync, 0.6 * bandwidth))
-    return Constants("test", "made up", flops, axis(bandwidth_row), axis(bandwidth_col), overlap)
+    return Constants("test", "made up", flops, axis(bandwidth_row), axis(bandwidth_col), overlap,
+                     hbm_bandwidth)
 
 
 def naive_seconds(p, tokens, rows, cols, flow, slices, turned, k):
@@ -37,11 +39,20 @@ def naive_seconds(p, tokens, rows, cols, flow, slices, turned, k):
         link = links.reduce_scatter if scatter else links.all_gather
         return link.launch + (n - 1) * (link.sync + size / chips / slices / link.bandwidth)
 
+    # Slices of the one product that accumulates also take what memory needs: both gathered operands, and the
+    # stationary matrix in float32 there and back.
+    stationary = {"os": y, "ls": x, "rs": w}[flow] // 2
+    accumulating = 0.0
+    if k.hbm_bandwidth and slices > 1:
+        gathered = along_cols / rows + along_rows / cols
+        accumulating = (gathered / slices + 2 * 4 * stationary / chips) / k.hbm_bandwidth
+
     for scatter_cols, scatter_rows in ((False, False), (True, False), (False, True)):
+        multiply = gemm if scatter_cols or scatter_rows else max(gemm, accumulating)
         a = travel(k.col, cols, along_cols, scatter_cols)
         b = travel(k.row, rows, along_rows, scatter_rows)
         fill = a + b if scatter_cols or scatter_rows else max(a, b)
-        total += fill + (slices - 1) * max(a, b, gemm) + gemm
+        total += fill + (slices - 1) * max(a, b, multiply) + multiply
     return p.repeats * total
 
 
@@ -87,10 +98,10 @@ dims = st.sampled_from([24, 48, 64, 96, 120, 256, 480])
 @settings(max_examples=60, deadline=None)
 @given(sizes=st.lists(st.tuples(dims, dims, st.integers(1, 3)), min_size=1, max_size=4), tokens=dims,
        devices=st.sampled_from([1, 2, 4, 6, 8]), row=st.floats(1e5, 1e9), col=st.floats(1e5, 1e9),
-       launch=st.floats(0, 1e-3), flops=st.floats(1e7, 1e12))
-def test_equals_brute_force(sizes, tokens, devices, row, col, launch, flops):
+       launch=st.floats(0, 1e-3), flops=st.floats(1e7, 1e12), memory=st.none() | st.floats(1e5, 1e10))
+def test_equals_brute_force(sizes, tokens, devices, row, col, launch, flops, memory):
     projections = [Projection(f"p{i}", *size) for i, size in enumerate(sizes)]
-    k = machine(row, col, launch, launch / 5, flops)
+    k = machine(row, col, launch, launch / 5, flops, hbm_bandwidth=memory)
     expected = brute_force(projections, tokens, devices, k, 12)
     if expected is None:
         with pytest.raises(ValueError, match="nearest mesh that fits"):
