@@ -26,7 +26,6 @@ from mstrain.training.memory import GIB, Memory, read_memory
 from mstrain.training.step import make_step, state_shardings
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A compiled program: scheduled HLO text, memory on one device, and the seconds it took to compile."""
