@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from mstrain.gemm.form import Form
+
 Axes = tuple[str, ...]
 
 NN = ((1,), (0,))  # a @ b
@@ -68,8 +70,13 @@ def all_reduce(x, axes: Axes):
     return lax.psum(x, axes) if axes else x
 
 
-def row_major(x):
-    """x in the plain layout, last dim minor; its cotangent, too. Left alone, a compiler may prefer another one."""
+def laid_out(x, form: Form):
+    """x in the plain layout, last dim minor, where `form` asks for that; its cotangent, too.
+
+    Elsewhere a compiler may prefer another one.
+    """
+    if not form.row_major:
+        return x
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 

@@ -26,7 +26,7 @@ from jax import lax
 
 from mstrain.gemm import collective
 from mstrain.gemm.form import Form
-from mstrain.gemm.local import NN, NT, TN, axis_size, dot, gather, piece, row_major, scatter, scatter_in_ring
+from mstrain.gemm.local import NN, NT, TN, axis_size, dot, gather, laid_out, piece, scatter, scatter_in_ring
 
 PLAIN = Form()
 
@@ -58,10 +58,10 @@ def ls(a, b, rows, cols, slices, form=PLAIN):
         return collective.ls(a, b, rows, cols)
     columns, width = axis_size(cols), b.shape[0] // slices * axis_size(rows)
     if width // columns % form.matrix_unit:
-        return _laid_out(ls_transposed(a, b, rows, cols, slices, form).T, form)
-    a = _laid_out(a, form)
+        return laid_out(ls_transposed(a, b, rows, cols, slices, form).T, form)
+    a = laid_out(a, form)
     y = _ls_pipeline(a, b, rows, cols, slices, form, lambda b_s: _columns_below_each_other(columns, a, b_s, form), 1)
-    return _laid_out(y, form)
+    return laid_out(y, form)
 
 
 def ls_transposed(a, b, rows, cols, slices, form=PLAIN):
@@ -76,7 +76,7 @@ def _ls_pipeline(a, b, rows, cols, slices, form, multiply, joined):
         slices,
         fetch=lambda s: gather(_rounded_piece(b, s, slices, a.dtype, form), rows, 0),
         multiply=multiply,
-        send=lambda y_s: _laid_out(scatter(y_s, cols, 0), form),
+        send=lambda y_s: laid_out(scatter(y_s, cols, 0), form),
     )
     return _join(slices_of_y, joined)
 
@@ -84,7 +84,7 @@ def _ls_pipeline(a, b, rows, cols, slices, form, multiply, joined):
 def _columns_below_each_other(columns, a, b_s, form):
     """[columns x tokens, features of a column]: block j of a b_s^T is what column j gets."""
     y_s = dot(a, b_s.reshape(columns, -1, b_s.shape[1]), ((1,), (2,)))  # [tokens, columns, features]
-    return _laid_out(y_s.swapaxes(0, 1), form).reshape(columns * a.shape[0], -1)
+    return laid_out(y_s.swapaxes(0, 1), form).reshape(columns * a.shape[0], -1)
 
 
 def rs(a, b, rows, cols, slices, form=PLAIN):
@@ -99,7 +99,7 @@ def rs(a, b, rows, cols, slices, form=PLAIN):
             lambda start, width: lax.dynamic_slice_in_dim(y_s, start, width), y_s.shape[0], rows, 0
         )
 
-    b = _laid_out(b, form)
+    b = laid_out(b, form)
     slices_of_y = _pipeline(
         slices,
         fetch=lambda s: gather(piece(a, 1, s, slices), cols, 1),
@@ -130,11 +130,6 @@ def _pipeline(slices, fetch, multiply, send):
             product, sent[-1] = lax.optimization_barrier((product, sent[-1]))
         ready = coming
     return [*sent, send(product)]
-
-
-def _laid_out(x, form):
-    """x, whose layout the form may leave to the compiler."""
-    return row_major(x) if form.row_major else x
 
 
 def _join(pieces, dim):

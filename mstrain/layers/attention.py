@@ -13,7 +13,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm import PlanPair, Storage
-from mstrain.gemm.local import axis_index, axis_size, row_major
+from mstrain.gemm.local import axis_index, axis_size, laid_out
 from mstrain.layers.attention_kernels import Scores, attend
 from mstrain.layers.dense import Dense, Inits
 from mstrain.layers.norm import normalise
@@ -81,8 +81,8 @@ class Attention(nn.Module):
         axes = self.plans.inside.features
         shards = axis_size(axes)
         queries, keys = self.heads.queries // shards, self.heads.keys // shards
-        plain = row_major if self.plans.into.form.row_major else lambda x: x
-        qkv = plain(qkv).reshape(-1, seq, queries + 2 * keys, self.heads.width)
+        form = self.plans.into.form
+        qkv = laid_out(qkv, form).reshape(-1, seq, queries + 2 * keys, self.heads.width)
         q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = jnp.split(qkv, [queries, queries + keys], axis=2)
         if scales:
             q_BxTxNxH = self._normalise(q_BxTxNxH, scales[0])
@@ -95,7 +95,7 @@ class Attention(nn.Module):
             first = axis_index(axes) * queries
             slopes_N = jax.lax.dynamic_slice_in_dim(alibi_slopes(self.heads.queries), first, queries)
         y_BxTxNxH = attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, self.scores, slopes_N, window, platform)
-        return plain(y_BxTxNxH.reshape(-1, queries * self.heads.width))
+        return laid_out(y_BxTxNxH.reshape(-1, queries * self.heads.width), form)
 
     def _normalise(self, x, scale_H):
         return (normalise(x.astype(jnp.float32), "rmsnorm", self.qk_norm_epsilon) * scale_H).astype(x.dtype)

@@ -26,11 +26,15 @@ class Layout:
     transposed: bool = False
     dtype_bytes: int = 2
 
+    def _values(self) -> dict[str, int]:
+        """How many values each whole matrix has."""
+        p, t = self.projection, self.tokens
+        return {"x": t * p.in_dim, "w": p.in_dim * p.out_dim, "y": t * p.out_dim}
+
     def moving_bytes(self) -> tuple[int, int]:
         """Bytes of the whole matrices that move between (columns, rows)."""
-        p, t = self.projection, self.tokens
-        sizes = {"x": t * p.in_dim, "w": p.in_dim * p.out_dim, "y": t * p.out_dim}
-        col, row = (sizes[m] * self.dtype_bytes for m in MOVING[check_dataflow(self.dataflow)])
+        values = self._values()
+        col, row = (values[m] * self.dtype_bytes for m in MOVING[check_dataflow(self.dataflow)])
         return (row, col) if swapped(self.dataflow, self.transposed) else (col, row)
 
     def traffic_bytes(self) -> tuple[float, float]:
@@ -46,9 +50,8 @@ class Layout:
         """
         if constants.hbm_bandwidth is None:
             return 0.0, 0.0
-        p = self.projection
+        (still,) = (n for matrix, n in self._values().items() if matrix not in MOVING[self.dataflow])
         col, row = self.moving_bytes()
-        still = (self.tokens * (p.in_dim + p.out_dim) + p.in_dim * p.out_dim) - (col + row) // self.dtype_bytes
         operands, accumulator = col / self.rows + row / self.cols, 8 * still / (self.rows * self.cols)
         return operands / constants.hbm_bandwidth, accumulator / constants.hbm_bandwidth
 
