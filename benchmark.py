@@ -1,6 +1,6 @@
 """MFU tables, measured or predicted: python benchmark.py [key=value ...]; --help lists the keys."""
 
-from mstrain.config import run_command
+from mstrain.cli import run_command
 
 
 def main(arguments: list[str]) -> int:
@@ -11,7 +11,7 @@ def main(arguments: list[str]) -> int:
 
 def help_lines(_: list[str]) -> list[str]:
     from mstrain.benchmarks.config import BenchmarkConfig
-    from mstrain.config import describe_keys
+    from mstrain.cli import describe_keys
 
     return describe_keys(BenchmarkConfig)
 

@@ -1,6 +1,6 @@
 """Plans parallel training for a cluster: python plan.py [key=value ...]; --help lists the keys."""
 
-from mstrain.config import run_command
+from mstrain.cli import run_command
 
 
 def main(arguments: list[str]) -> int:

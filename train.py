@@ -1,6 +1,6 @@
 """Trains a transformer on a mesh: python train.py [key=value ...]; --help lists the keys."""
 
-from mstrain.config import run_command
+from mstrain.cli import run_command
 
 
 def main(arguments: list[str]) -> int:
@@ -11,8 +11,8 @@ def main(arguments: list[str]) -> int:
 
         Console().print(zoo_table())
         return 0
-    from mstrain.config import load_config
-    from mstrain.hosts import find_seat, joined
+    from mstrain.job.job import find_process, joined
+    from mstrain.training.config import load_config
     from mstrain.training.run import prepare
 
     config = load_config(arguments)
@@ -20,10 +20,17 @@ def main(arguments: list[str]) -> int:
         from mstrain.benchmarks.check import check
 
         return check(config)
-    seat, devices = find_seat(config.coordinator, config.processes, config.process)
+    seat, devices = find_process(config.coordinator, config.processes, config.process)
     with joined(seat, config.hosts, devices) as job:
         return prepare(config, job).train()
 
 
+def help_lines(_: list[str]) -> list[str]:
+    from mstrain.cli import describe_keys
+    from mstrain.training.config import RunConfig
+
+    return describe_keys(RunConfig)
+
+
 if __name__ == "__main__":
-    run_command("train", main)
+    run_command("train", main, help_lines)

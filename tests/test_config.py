@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from mstrain.config import RunConfig, build, load_config, run_command
+from mstrain.cli import build, run_command
 from mstrain.gemm.plan import ALGORITHMS
 from mstrain.mesh import parse_mesh
 from mstrain.models.parallel import ParallelConfig, layer_algorithms, parse_slices
-from train import main
+from mstrain.training.config import RunConfig, load_config
+from train import help_lines, main
 
 SMALL = ["model=tiny", "data=synthetic", "data.num_tokens=4096", "seq=16", "batch=16", "steps=2"]
 
@@ -91,7 +92,7 @@ def command(arguments, monkeypatch) -> int:
     """Exit code of `python train.py arguments`."""
     monkeypatch.setattr("sys.argv", ["train.py", *arguments])
     with pytest.raises(SystemExit) as left:
-        run_command("train", main)
+        run_command("train", main, help_lines)
     return left.value.code
 
 

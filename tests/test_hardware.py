@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstrain.hardware import (
-    Link, all_chips, chip_for, chip_named, collective_seconds, compiler_options, mfu, parse_target,
+    Link,
+    all_chips,
+    chip_for,
+    chip_named,
+    collective_seconds,
+    compiler_options,
+    mfu,
+    parse_target,
 )
 
 NUMBERS = ("peak_bf16", "peak_f32", "hbm_bytes", "hbm_bandwidth", "ici_links", "ici_bandwidth",

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from mstrain import mesh
 from mstrain.mesh import (
-    AXES, MeshShape, attached, emulate_devices, fit_to_devices, make_mesh, parse_mesh,
+    AXES,
+    MeshShape,
+    attached,
+    emulate_devices,
+    fit_to_devices,
+    make_mesh,
+    parse_mesh,
 )  # fmt: skip
 
 axis_sizes = st.integers(1, 999)

@@ -14,7 +14,6 @@ from mstrain.benchmarks.layer_kinds import seconds_by_kind
 from mstrain.benchmarks.remedies import Remedies, Remedy
 from mstrain.compiler import DoesNotFit, Program, Target, compile_step, make_target, predict, slice_devices
 from mstrain.compiler.answers import tuned
-from mstrain.config import RunConfig, dtype_on
 from mstrain.hardware import Slice, mfu, parse_target
 from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
@@ -23,9 +22,10 @@ from mstrain.models.meshes import best_meshes
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import BYTES
+from mstrain.program.memory import GIB
+from mstrain.program.optimizer import make_optimizer
 from mstrain.training.announce import describe
-from mstrain.training.memory import GIB
-from mstrain.training.optimizer import make_optimizer
+from mstrain.training.config import RunConfig, dtype_on
 from mstrain.training.run import abstract_state
 
 QUIET = Console(quiet=True)

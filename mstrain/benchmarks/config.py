@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 from mstrain.benchmarks.presets import preset_arguments
-from mstrain.config import DTYPES, TUNE, at_least, compose, one_of
+from mstrain.cli import compose
 from mstrain.gemm import ALGORITHMS, check_algorithm
 from mstrain.gemm.plan import CHOOSES_DATAFLOW
 from mstrain.hardware import Slice, parse_target
@@ -14,6 +14,7 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect
 from mstrain.models.transformer import REMAT
 from mstrain.models.zoo import BYTES, load_preset
+from mstrain.training.config import DTYPES, TUNE, at_least, one_of
 
 BENCHES = ("step", "layer", "gemm", "nongemm", "collectives", "tune")
 PRODUCTS = tuple(p.name for p in projections(ModelConfig()))

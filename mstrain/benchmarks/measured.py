@@ -16,11 +16,11 @@ from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.benchmarks.programs import make_works
 from mstrain.benchmarks.table import Report, Row, make_row
 from mstrain.benchmarks.work import Work
-from mstrain.config import dtype_on
 from mstrain.hardware import chip_for
 from mstrain.mesh import MeshShape, emulate_devices, make_mesh
 from mstrain.models.meshes import present_options
-from mstrain.training.memory import memory_of
+from mstrain.program.memory import memory_of
+from mstrain.training.config import dtype_on
 
 EMULATED = MeshShape(1, 2, 4)  # what meshes=auto means on a CPU
 

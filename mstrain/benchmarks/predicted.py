@@ -14,10 +14,10 @@ from mstrain.benchmarks.table import Report, Row, make_row
 from mstrain.benchmarks.tuned import best_mesh
 from mstrain.benchmarks.work import Work
 from mstrain.compiler import Target, compile_function, make_target, predict, slice_devices
-from mstrain.config import dtype_on
 from mstrain.hardware import Slice
 from mstrain.mesh import MeshShape
-from mstrain.training.memory import GIB
+from mstrain.program.memory import GIB
+from mstrain.training.config import dtype_on
 
 
 def predict_all(config: BenchmarkConfig) -> Comparison:

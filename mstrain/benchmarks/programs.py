@@ -20,10 +20,10 @@ from mstrain.models.auto import projections
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.plan import ModelPlan
 from mstrain.models.transformer import Block, Transformer
+from mstrain.program.optimizer import OptimizerConfig, make_optimizer
+from mstrain.program.step import init_state, make_step
 from mstrain.training.feed import Feed
-from mstrain.training.optimizer import OptimizerConfig, make_optimizer
 from mstrain.training.run import abstract_state
-from mstrain.training.step import init_state, make_step
 
 
 def make_works(case: Case, config: BenchmarkConfig, plan: ModelPlan, dtype: jnp.dtype) -> list[Work]:

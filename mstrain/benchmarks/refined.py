@@ -19,12 +19,12 @@ from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.compiler import slice_devices
 from mstrain.compiler.answers import answer_file, find_answer
 from mstrain.compiler.refine import Answer, Question, Trial, compile_candidate, why_slower
-from mstrain.config import dtype_on
 from mstrain.mesh import fit_to_devices
 from mstrain.models.config import ModelConfig
 from mstrain.models.meshes import best_meshes
 from mstrain.models.parallel import ParallelConfig
-from mstrain.training.memory import GIB
+from mstrain.program.memory import GIB
+from mstrain.training.config import dtype_on
 
 COLUMNS = [*(field.name for field in dataclasses.fields(Trial)), "why"]
 

@@ -11,10 +11,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from mstrain.compiler import DoesNotFit
-from mstrain.config import RunConfig
 from mstrain.hardware import parse_target
 from mstrain.models.transformer import REMAT
-from mstrain.training.memory import GIB
+from mstrain.program.memory import GIB
+from mstrain.training.config import RunConfig
 
 DOUBLINGS = 4  # how often a slice, or the accumulation, is doubled
 CERTAIN = 1.1  # a change is not compiled when even an estimate from below is this much too large

@@ -15,7 +15,7 @@ from rich.table import Table
 from mstrain.benchmarks.cases import Case
 from mstrain.benchmarks.work import Work
 from mstrain.hardware import mfu
-from mstrain.training.memory import GIB
+from mstrain.program.memory import GIB
 
 FORMULA = "MFU = model FLOPs (no recomputation) / (seconds x devices x peak)"
 

@@ -19,10 +19,10 @@ from rich.console import Console
 
 import mstrain
 from mstrain.compiler.refine import Answer, Place, Question, Trial, compile_candidate, ranked, refine
-from mstrain.config import RunConfig
 from mstrain.hardware import Slice
 from mstrain.mesh import MeshShape, fit_to_devices, parse_mesh
 from mstrain.models.config import ModelConfig
+from mstrain.training.config import RunConfig
 
 FOLDER = Path("~/.cache/mstrain/tuned")
 # What decides which program is compiled and how its schedule is read.

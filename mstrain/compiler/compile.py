@@ -22,8 +22,8 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.parameters import abstract_parameters
 from mstrain.models.plan import ParallelConfig, make_plan
 from mstrain.models.transformer import Block, Transformer
-from mstrain.training.memory import GIB, Memory, read_memory
-from mstrain.training.step import make_step, state_shardings
+from mstrain.program.memory import GIB, Memory, read_memory
+from mstrain.program.step import make_step, state_shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +186,7 @@ def compile_step(
     module: Transformer, optimizer: optax.GradientTransformation, target: Target, batch: int,
     accumulate: int = 1, **keywords,
 ) -> Program:
-    """Compiles the training step (`mstrain.training.step`): `accumulate` microbatches of `batch` sequences.
+    """Compiles the training step (`mstrain.program.step`): `accumulate` microbatches of `batch` sequences.
 
     `module.plan` must lie on `target.mesh`.
     """

@@ -22,7 +22,7 @@ from mstrain.models.meshes import best_meshes, plan_on
 from mstrain.models.parallel import ParallelConfig, layer_algorithms
 from mstrain.models.plan import ModelPlan, make_plan
 from mstrain.models.transformer import Transformer
-from mstrain.training.optimizer import OptimizerConfig, make_optimizer
+from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.tuning import Layout, constants_for, layout_cost, orientations
 
 MESHES = 3  # of the cost model's ranking that are compiled

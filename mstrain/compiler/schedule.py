@@ -14,8 +14,8 @@ from mstrain.compiler.compile import Program
 from mstrain.compiler.hlo import parse
 from mstrain.compiler.machine import machine_for
 from mstrain.compiler.steps import COMPUTE_KINDS, Block, Compute, Loop, Start, Translator, Wait
+from mstrain.program.memory import Memory
 from mstrain.timeline import Lane, Timeline, exposed_communication
-from mstrain.training.memory import Memory
 
 
 @dataclasses.dataclass(frozen=True)

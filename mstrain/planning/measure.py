@@ -21,8 +21,8 @@ from mstrain.models.parameters import init_parameters
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.planning.pod.memory import WEIGHT_BYTES, parameter_counts
-from mstrain.training.memory import read_memory
-from mstrain.training.optimizer import OptimizerConfig, make_optimizer
+from mstrain.program.memory import read_memory
+from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 
 MEGABYTE = 1e6
 SHALLOW, DEEP = 1, 3  # layers of the two models

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from mstrain.data import unigram_nats_per_token
+from mstrain.program.step import State, mean_loss
 from mstrain.training.reporter import Reporter
 from mstrain.training.run import Run
-from mstrain.training.step import State, mean_loss
 
 
 class Evaluator:

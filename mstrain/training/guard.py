@@ -1,7 +1,7 @@
 """Bad numbers: steps whose loss or gradients are not finite, and losses far above those before.
 
 The compiled step itself leaves parameters and moments alone when a number is not finite
-(`mstrain.training.step`); the guard notes the batches of such steps and stops a run that no longer learns.
+(`mstrain.program.step`); the guard notes the batches of such steps and stops a run that no longer learns.
 """
 
 import collections

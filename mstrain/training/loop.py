@@ -6,8 +6,8 @@ Step k is the k-th optimizer update: it is made of batch k - 1 and finishes with
 import dataclasses
 from collections.abc import Callable
 
+from mstrain.program.step import State
 from mstrain.training.reporter import Reporter
-from mstrain.training.step import State
 
 
 @dataclasses.dataclass(frozen=True)

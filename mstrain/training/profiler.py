@@ -4,7 +4,7 @@ from pathlib import Path
 
 import jax
 
-from mstrain.config import ProfileConfig
+from mstrain.training.config import ProfileConfig
 from mstrain.training.loop import Hook
 
 

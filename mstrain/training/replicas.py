@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from mstrain.checks import at_least
-from mstrain.hosts import Job
+from mstrain.job.job import Job
 from mstrain.training.stopped import Stopped
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import jax
 
-from mstrain.checkpoints import Checkpoints
+from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.models.parameters import compile_store
+from mstrain.program.step import State, init_state
 from mstrain.training.announce import describe_mesh
 from mstrain.training.run import Run
-from mstrain.training.step import State, init_state
 
 DEFINES_BATCHES = ("seed", "batch", "seq", "corpus")
 FORMAT = 1  # of what a checkpoint holds; a reader refuses a higher one

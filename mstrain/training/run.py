@@ -15,23 +15,23 @@ import optax
 from rich.console import Console
 
 from mstrain import mesh as meshes
-from mstrain.config import RunConfig, dtype_on
 from mstrain.data import Batches, Corpus
 from mstrain.data import prepare as prepare_corpus
 from mstrain.hardware import Chip, chip_for, mfu
-from mstrain.hosts import ALONE, Job
+from mstrain.job.job import ALONE, Job
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.meshes import best_meshes, present_options, slice_of
 from mstrain.models.parameters import parameter_shapes
 from mstrain.models.plan import ModelPlan, make_plan
 from mstrain.models.transformer import Transformer
+from mstrain.program.memory import Memory, memory_of
+from mstrain.program.optimizer import make_optimizer
+from mstrain.program.step import make_step, state_shardings
 from mstrain.training.announce import announce, describe, describe_mesh
+from mstrain.training.config import RunConfig, dtype_on
 from mstrain.training.feed import Feed
 from mstrain.training.goodput import Goodput
-from mstrain.training.memory import Memory, memory_of
-from mstrain.training.optimizer import make_optimizer
-from mstrain.training.step import make_step, state_shardings
 
 EMULATED = meshes.MeshShape(1, 2, 4)  # what mesh=auto means on a CPU
 VALIDATION_SEED = 0  # the validation batches of every run of one corpus are the same

@@ -1,9 +1,9 @@
 """Saves as a hook, and keeps training when a save fails."""
 
-from mstrain.checkpoints import Checkpoints
+from mstrain.checkpoints.checkpoints import Checkpoints
+from mstrain.program.step import State
 from mstrain.training.resume import facts
 from mstrain.training.run import Run
-from mstrain.training.step import State
 from mstrain.training.stopped import Stopped
 
 

@@ -11,21 +11,21 @@ import numpy as np
 from omegaconf import OmegaConf
 from rich.markup import escape
 
-from mstrain.checkpoints import Checkpoints
+from mstrain.checkpoints.checkpoints import Checkpoints
+from mstrain.job.preemption import Preemption
+from mstrain.program.optimizer import learning_rate
+from mstrain.program.step import State
 from mstrain.training import json_lines, loop
 from mstrain.training.evaluate import Evaluator
 from mstrain.training.goodput import account as goodput_account
 from mstrain.training.guard import FILE as BAD_STEPS
 from mstrain.training.guard import Guard
-from mstrain.training.optimizer import learning_rate
-from mstrain.training.preemption import Preemption
 from mstrain.training.profiler import profile_hooks
 from mstrain.training.replicas import ReplicaCheck
 from mstrain.training.reporter import EVALUATIONS, METRICS, Reporter
 from mstrain.training.resume import begin
 from mstrain.training.run import Run
 from mstrain.training.saver import Saver
-from mstrain.training.step import State
 from mstrain.training.stopped import Stopped
 from mstrain.training.summary import summarise
 from mstrain.training.watchdog import Watchdog

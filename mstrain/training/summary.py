@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 from rich.markup import escape
 from rich.table import Table
 
+from mstrain.program.step import State
 from mstrain.training import json_lines
 from mstrain.training.evaluate import Evaluator
 from mstrain.training.goodput import account
@@ -18,7 +19,6 @@ from mstrain.training.guard import FILE as BAD_STEPS
 from mstrain.training.reporter import EVALUATIONS, METRICS, Reporter
 from mstrain.training.run import Run
 from mstrain.training.sample import sample
-from mstrain.training.step import State
 
 
 def summarise(run: Run, state: State, evaluator: Evaluator, reporter: Reporter, seconds: float) -> None:

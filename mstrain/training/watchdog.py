@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from mstrain.checks import at_least
-from mstrain.hosts import LOST, Job
+from mstrain.job.job import LOST, Job
 
 LOOK_SECONDS = 1.0
 STEPS = 50  # of the rolling median

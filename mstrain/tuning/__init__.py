@@ -3,7 +3,12 @@
 from mstrain.tuning.constants import AxisLinks, Constants, constants_for, load_constants
 from mstrain.tuning.cost import Cost, Layout, layout_cost
 from mstrain.tuning.dataflow import (
-    Projection, check_slices, choose_dataflow, legal_slices, mesh_fault, orientations,
+    Projection,
+    check_slices,
+    choose_dataflow,
+    legal_slices,
+    mesh_fault,
+    orientations,
 )
 from mstrain.tuning.report import explain, plot, to_csv, to_json
 from mstrain.tuning.result import Candidate, Choice, Tuning

@@ -14,7 +14,13 @@ from mstrain.hardware import Slice
 from mstrain.tuning.constants import Constants
 from mstrain.tuning.cost import Layout, communication_terms, sliced_cost
 from mstrain.tuning.dataflow import (
-    Projection, check_dataflow, check_slices, choose_dataflow, legal_slices, mesh_fault, orientations,
+    Projection,
+    check_dataflow,
+    check_slices,
+    choose_dataflow,
+    legal_slices,
+    mesh_fault,
+    orientations,
 )
 from mstrain.tuning.result import AxisPair, Candidate, Choice, Tuning, why_slower
 

@@ -12,8 +12,8 @@ import pytest
 from mstrain.benchmarks import check as room
 from mstrain.benchmarks.layer_kinds import kind_of, seconds_by_kind
 from mstrain.compiler import DoesNotFit
-from mstrain.config import load_config
 from mstrain.timeline import Lane, Timeline, exposed_communication
+from mstrain.training.config import load_config
 from train import main
 
 ARGUMENTS = [

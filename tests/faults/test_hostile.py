@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mstrain.data import TokenFile
 from mstrain.training import json_lines, resume
-from tests.hosts.processes import QUICK, ROOT, arguments
+from tests.job.processes import QUICK, ROOT, arguments
 
 PACKAGE = Path(resume.__file__).parents[1]
 EXECUTES = {"eval", "exec", "compile", "__import__"}
@@ -112,7 +112,7 @@ def hook(event, arguments):
     if not isinstance(path, int):
         os.write(log, os.path.abspath(os.fsdecode(path)).encode() + b"\\n")
 sys.addaudithook(hook)
-from mstrain.config import run_command
+from mstrain.cli import run_command
 from train import main
 run_command("train", main)
 """

@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from mstrain.hosts import ALONE
+from mstrain.job.job import ALONE
+from mstrain.program.step import init_state
 from mstrain.training import step as step_module
 from mstrain.training.guard import FILE, Guard, GuardConfig
 from mstrain.training.replicas import ReplicaCheck
-from mstrain.training.step import init_state
 from mstrain.training.stopped import Stopped
 from tests.training.runs import lines, make, saved_steps
 

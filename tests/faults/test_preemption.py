@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstrain.hosts import ALONE
-from mstrain.training.preemption import Preemption
+from mstrain.job.job import ALONE
+from mstrain.job.preemption import Preemption
 
 
 class Wire:

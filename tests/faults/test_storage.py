@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mstrain import manifest
-from mstrain.checkpoints import Checkpoints
+from mstrain.checkpoints import manifest
+from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.training import resume
 from mstrain.training.session import _make_folder
 from mstrain.training.stopped import Stopped

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mstrain.hosts import ALONE, LOST
+from mstrain.job.job import ALONE, LOST
 from mstrain.training import watchdog
 from mstrain.training.goodput import Goodput, account
 from mstrain.training.watchdog import Watchdog, WatchdogConfig
@@ -17,7 +17,7 @@ from mstrain.training.watchdog import Watchdog, WatchdogConfig
 ROOT = Path(__file__).resolve().parents[2]
 HANG = """
 import sys, time, pathlib
-from mstrain.hosts import ALONE
+from mstrain.job.job import ALONE
 from mstrain.training import watchdog
 watchdog.LOOK_SECONDS = 0.05
 limits = watchdog.WatchdogConfig(least_seconds=0.2, limit_seconds=1)

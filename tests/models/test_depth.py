@@ -11,7 +11,7 @@ from mstrain.models.parallel import ParallelConfig
 from mstrain.models.parameters import parameter_shapes
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
-from mstrain.training.step import mean_loss
+from mstrain.program.step import mean_loss
 
 MODEL = ModelConfig(layers=2, width=32, heads=4, vocabulary=64, context=16)
 

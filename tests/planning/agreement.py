@@ -39,7 +39,7 @@ from tests.planning.metis.conftest import sample_documents, write_clusterfile
 from tests.planning.test_distir_golden import figures
 
 
-class Agreement:
+class SaveBarrier:
     """Counts cases and figures; keeps the largest relative difference."""
 
     def __init__(self):
@@ -65,7 +65,7 @@ class Agreement:
 
 def distir(golden: dict) -> None:
     """Every perceptron of training and every GPT-2 cut, all devices simulated."""
-    agreement, elsewhere = Agreement(), Counter()
+    agreement, elsewhere = SaveBarrier(), Counter()
     for case in golden["cases"]:
         given, name = case["inputs"], case["inputs"]["experiment"]
         if name == "gptlike_inference":
@@ -144,7 +144,7 @@ def metis_wanted(run: dict) -> dict:
 
 def metis(golden: dict, folder: Path) -> None:
     """Every run of the golden file; then a table of its best plans and the optimal ones."""
-    agreement, table, slowest = Agreement(), [], (0.0, "")
+    agreement, table, slowest = SaveBarrier(), [], (0.0, "")
     write_clusterfile(folder / "clusterfile.json")
     for config in golden["configs"]:
         given, per_type = config["inputs"], int(config["inputs"]["hostfile"].split()[1])

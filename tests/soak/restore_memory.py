@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from mstrain.config import load_config
 from mstrain.mesh import emulate_devices
+from mstrain.training.config import load_config
 
 WORDS = ["model=gpt2", "model.layers=18", "data=synthetic", "seq=64", "batch=8", "parallel=collective"]
 GB = 10**9
@@ -27,7 +27,7 @@ def save(folder: Path) -> None:
     import jax
 
     run, checkpoints = _run("mesh=2x4"), _checkpoints(folder)
-    from mstrain.training.step import init_state
+    from mstrain.program.step import init_state
 
     state = init_state(run.module, run.optimizer, 0)
     params = state["params"]
@@ -69,7 +69,7 @@ def _run(mesh: str):
     from mstrain import mesh as meshes
     from mstrain.models.plan import make_plan
     from mstrain.models.transformer import Transformer
-    from mstrain.training.optimizer import make_optimizer
+    from mstrain.program.optimizer import make_optimizer
 
     class Run:
         config = load_config([*WORDS, mesh])
@@ -82,7 +82,7 @@ def _run(mesh: str):
 
 
 def _checkpoints(folder: Path):
-    from mstrain.checkpoints import Checkpoints
+    from mstrain.checkpoints.checkpoints import Checkpoints
 
     return Checkpoints(folder / "checkpoints", 3)
 

@@ -24,9 +24,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from mstrain import manifest
-from mstrain.hosts import LOST
-from tests.hosts.processes import Job, arguments
+from mstrain.checkpoints import manifest
+from mstrain.job.job import LOST
+from tests.job.processes import Job, arguments
 
 STEPS, EVERY = 24, 3
 MESHES = ("2x4", "4x2", "1x8", "2x2x2")

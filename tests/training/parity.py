@@ -22,8 +22,8 @@ from mstrain.models import parameters
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import ParallelConfig, make_plan
 from mstrain.models.transformer import Transformer
-from mstrain.training.optimizer import OptimizerConfig, make_optimizer
-from mstrain.training.step import make_step, map_parameter_trees
+from mstrain.program.optimizer import OptimizerConfig, make_optimizer
+from mstrain.program.step import make_step, map_parameter_trees
 
 MESHES = ("1x1", "2x4", "4x2", "1x8", "8x1", "2x2x2")
 STEPS, SEQUENCES, SEQ, VOCABULARY = 20, 16, 16, 61  # the vocabulary divides over no mesh

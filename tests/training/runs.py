@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from mstrain.config import load_config
+from mstrain.training.config import load_config
 from mstrain.training.run import Run, prepare
 from tests.training.parity import QUICK
 

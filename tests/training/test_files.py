@@ -15,9 +15,10 @@ from omegaconf import OmegaConf
 from tensorboardX.proto import event_pb2
 from xprof.convert import raw_to_tool_data
 
-from mstrain.config import RunConfig, build
+from mstrain.cli import build
 from mstrain.data import unigram_nats_per_token
-from mstrain.training.optimizer import learning_rate
+from mstrain.program.optimizer import learning_rate
+from mstrain.training.config import RunConfig
 from mstrain.training.json_lines import drop_after
 from tests.training.runs import lines, losses
 

@@ -27,7 +27,7 @@ import collections, jax
 events = collections.Counter()
 jax.monitoring.register_event_listener(lambda name, **_: events.update([name.rpartition("/")[2]]))
 from train import main
-from mstrain.config import run_command
+from mstrain.cli import run_command
 try:
     run_command("train", main)
 finally:

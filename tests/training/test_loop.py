@@ -2,7 +2,7 @@
 
 import contextlib
 
-from mstrain.config import ProfileConfig
+from mstrain.training.config import ProfileConfig
 from mstrain.training.loop import every, train
 from mstrain.training.profiler import profile_hooks
 

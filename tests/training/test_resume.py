@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from mstrain.checkpoints import Checkpoints
-from mstrain.config import run_command
+from mstrain.checkpoints.checkpoints import Checkpoints
+from mstrain.cli import run_command
+from mstrain.program.step import init_state
 from mstrain.training import session
-from mstrain.training.step import init_state
 from tests.training.runs import lines, losses, make, saved_steps
 
 CUT = 4  # the step after which the copies below go on

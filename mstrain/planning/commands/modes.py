@@ -2,7 +2,8 @@
 
 import importlib
 
-from mstrain.config import compose, describe_keys, one_of
+from mstrain.cli import compose, describe_keys
+from mstrain.training.config import one_of
 
 PACKAGE = "mstrain.planning.commands"
 # Key that chooses the mode -> value -> (module, configuration, configuration file). A mode's module is

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import jax
 
-from mstrain.config import at_least, one_of
 from mstrain.mesh import emulate_devices
 from mstrain.models.config import ModelConfig
 from mstrain.planning.commands.output import make_folder
 from mstrain.planning.measure import Sizes, profile_document
 from mstrain.planning.metis.profiles import profile_name
+from mstrain.training.config import at_least, one_of
 
 BYTES = 256  # symbols, where the model leaves the vocabulary to the tokenizer
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from mstrain.config import at_least, one_of
 from mstrain.models.config import ModelConfig
 from mstrain.models.transformer import REMAT
 from mstrain.planning.schedules import SCHEDULES
+from mstrain.training.config import at_least, one_of
 
 TENSOR = ("meshslice", "megatron", "fsdp")
 POD_SCHEDULES = tuple(name for name in SCHEDULES if name in ("1f1b", "gpipe", "interleaved"))

@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
-from mstrain.hosts import Job
+from mstrain.job.job import Job
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from mstrain.checkpoints import Checkpoints
+from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.mesh import make_mesh, parse_mesh
 from mstrain.models import parameters
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import ParallelConfig, make_plan
 from mstrain.models.transformer import Transformer
-from mstrain.training.optimizer import OptimizerConfig, make_optimizer
-from mstrain.training.step import map_parameter_trees
+from mstrain.program.optimizer import OptimizerConfig, make_optimizer
+from mstrain.program.step import map_parameter_trees
 
 MODEL = ModelConfig(layers=2, width=32, heads=4, mlp_width=64, vocabulary=61, context=8)
 OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-3), 10)

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 
-from mstrain.config import run_command
+from mstrain.cli import run_command
 from mstrain.data import Batches
 from train import main
 

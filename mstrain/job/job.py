@@ -22,9 +22,9 @@ from collections.abc import Callable
 
 import jax
 
-from mstrain import relay, roll_call
+from mstrain.job import relay, rendezvous
+from mstrain.job.rendezvous import Link, ProcessInfo
 from mstrain.mesh import attached
-from mstrain.roll_call import Link, Seat
 
 LOST = 75  # exit code when another process is gone: sysexits' "temporary failure", start the job again
 RUNTIME = r"[A-Z_]+: "  # begins JAX's own failures, such as UNKNOWN: Gloo all-reduce failed, a ValueError
@@ -48,9 +48,9 @@ class HostsConfig:
                 )
 
 
-def find_seat(
+def find_process(
     coordinator: str | None, processes: int | None, process: int | None
-) -> tuple[Seat | None, list[int] | None]:
+) -> tuple[ProcessInfo | None, list[int] | None]:
     """This process's place, None in a run of one; the indices of the devices it may use, None for all."""
     given = (coordinator, processes, process)
     names = ("coordinator", "processes", "process")
@@ -61,11 +61,11 @@ def find_seat(
                 f"coordinator=, processes= and process= belong together. Type {lacking} too "
                 "(such as coordinator=10.0.0.1:8476 processes=2 process=0)."
             )
-        return Seat(coordinator, processes, process), None
+        return ProcessInfo(coordinator, processes, process), None
     values = [os.environ.get(name) for name in VARIABLES]
     if all(values):
         try:
-            return Seat(values[0], int(values[1]), int(values[2])), None
+            return ProcessInfo(values[0], int(values[1]), int(values[2])), None
         except ValueError as error:
             found = dict(zip(VARIABLES, values, strict=True))
             raise ValueError(f"The environment says {found}: {error}") from None
@@ -76,13 +76,13 @@ def find_seat(
         return None, None
     # One task per SLURM node has the node's devices; JAX's rule of one device per task is for several.
     alone_on_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0] == "1"
-    return Seat(*found), None if alone_on_node else devices
+    return ProcessInfo(*found), None if alone_on_node else devices
 
 
 class Job:
     """The processes of a run. A run of one has no links, and every question is answered at once."""
 
-    def __init__(self, seat: Seat | None, config: HostsConfig, names: dict[int, str], links: dict[int, Link]):
+    def __init__(self, seat: ProcessInfo | None, config: HostsConfig, names: dict[int, str], links: dict[int, Link]):
         self.process, self.processes = (seat.process, seat.processes) if seat else (0, 1)
         self.config, self.names, self._links = config, names, links
         self._left: set[int] = set()
@@ -91,7 +91,7 @@ class Job:
         self._unheard: list[tuple[int, dict]] = []
         self._hearing = threading.RLock()
         if links:
-            roll_call.watch(links, self._heard, self._gone)
+            rendezvous.watch(links, self._heard, self._gone)
 
     @property
     def leads(self) -> bool:
@@ -197,7 +197,7 @@ ALONE = Job(None, HostsConfig(), {0: socket.gethostname()}, {})
 
 
 @contextlib.contextmanager
-def joined(seat: Seat | None, config: HostsConfig, devices: list[int] | None = None):
+def joined(seat: ProcessInfo | None, config: HostsConfig, devices: list[int] | None = None):
     """Joins the job at `seat`, gives it, and leaves it; whatever ends this process ends the others, too."""
     if seat is None:
         yield ALONE
@@ -212,18 +212,18 @@ def joined(seat: Seat | None, config: HostsConfig, devices: list[int] | None = N
         _fail(job, error)
 
 
-def _join(seat: Seat, config: HostsConfig, devices: list[int] | None) -> Job:
+def _join(seat: ProcessInfo, config: HostsConfig, devices: list[int] | None) -> Job:
     place = f"process {seat.process} of {seat.processes}"
     # JAX may look for devices only after joining.
     hardware = attached() or "no accelerator (CPU devices are emulated)"
     print(f"{place}: on {socket.gethostname()} with {hardware}, joining at {seat.coordinator}", flush=True)
     limits = (config.join_seconds, config.silent_seconds)
     if seat.process == 0:
-        came = roll_call.gather(seat, *limits)
+        came = rendezvous.gather(seat, *limits)
         names = {0: socket.gethostname()} | {process: host for process, (host, _) in came.items()}
         links = {process: link for process, (_, link) in came.items()}
     else:
-        names, link = roll_call.report(seat, *limits)
+        names, link = rendezvous.report(seat, *limits)
         links = {0: link}
     job = Job(seat, config, names, links)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

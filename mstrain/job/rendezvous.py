@@ -20,7 +20,7 @@ RETRY_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
-class Seat:
+class ProcessInfo:
     """`process` of `processes`, that meet at `coordinator` (HOST:PORT of process 0)."""
 
     coordinator: str
@@ -86,7 +86,7 @@ class Link:
         self.socket.close()
 
 
-def gather(seat: Seat, seconds: float, silent: float) -> dict[int, tuple[str, Link]]:
+def gather(seat: ProcessInfo, seconds: float, silent: float) -> dict[int, tuple[str, Link]]:
     """Process 0: waits for all others at its port; process -> (host name, link).
 
     Raises ValueError that names the missing after `seconds`; whoever came is told so.
@@ -119,7 +119,7 @@ def gather(seat: Seat, seconds: float, silent: float) -> dict[int, tuple[str, Li
     return links
 
 
-def report(seat: Seat, seconds: float, silent: float) -> tuple[dict[int, str], Link]:
+def report(seat: ProcessInfo, seconds: float, silent: float) -> tuple[dict[int, str], Link]:
     """Every other process: says it is here; host name of every process, and the link to process 0.
 
     Raises ValueError when process 0 does not answer within `seconds`, or says who is missing.
@@ -185,7 +185,7 @@ def watch(
     return thread
 
 
-def _listen(seat: Seat) -> socket.socket:
+def _listen(seat: ProcessInfo) -> socket.socket:
     port = seat.address[1]
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:
@@ -199,7 +199,7 @@ def _listen(seat: Seat) -> socket.socket:
         ) from None
 
 
-def _admit(seat: Seat, connection: socket.socket, links, silent: float) -> None:
+def _admit(seat: ProcessInfo, connection: socket.socket, links, silent: float) -> None:
     """Adds whoever says a free number of this job; others are told why not."""
     connection.settimeout(5)
     link = Link(_watched(connection, silent))

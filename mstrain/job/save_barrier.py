@@ -7,10 +7,10 @@ Here process 0 counts who has come, over the links of the roll call, and passes 
 import sys
 import threading
 
-from mstrain.hosts import Job
+from mstrain.job.job import Job
 
 
-class Agreement:
+class SaveBarrier:
     """Of all processes of `job` on one save after the other, each begun by all of them."""
 
     def __init__(self, job: Job):

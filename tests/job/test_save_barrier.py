@@ -4,7 +4,7 @@ import concurrent.futures
 
 import pytest
 
-from mstrain.agreement import Agreement
+from mstrain.job.save_barrier import SaveBarrier
 
 PROCESSES = 3
 LONG, SHORT = 10_000, 200  # milliseconds
@@ -34,7 +34,7 @@ class Member:
 @pytest.fixture
 def agreements():
     members = []
-    found = [Agreement(Member(process, members)) for process in range(PROCESSES)]
+    found = [SaveBarrier(Member(process, members)) for process in range(PROCESSES)]
     for agreement in found:
         agreement.begin()
     return found

@@ -12,20 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstrain import roll_call
-from mstrain.roll_call import Link, Seat
-from tests.hosts.processes import free_port
+from mstrain.job import rendezvous
+from mstrain.job.rendezvous import Link, ProcessInfo
+from tests.job.processes import free_port
 
 
-def seats(processes: int) -> list[Seat]:
+def seats(processes: int) -> list[ProcessInfo]:
     coordinator = f"127.0.0.1:{free_port()}"
-    return [Seat(coordinator, processes, process) for process in range(processes)]
+    return [ProcessInfo(coordinator, processes, process) for process in range(processes)]
 
 
-def call(seat: Seat, seconds: float = 5.0):
+def call(seat: ProcessInfo, seconds: float = 5.0):
     """What `gather` or `report` gives, or the text of its ValueError."""
     try:
-        return (roll_call.report if seat.process else roll_call.gather)(seat, seconds, 30.0)
+        return (rendezvous.report if seat.process else rendezvous.gather)(seat, seconds, 30.0)
     except ValueError as error:
         return str(error)
 
@@ -72,7 +72,7 @@ def test_two_with_one_number_are_told():
 
 def test_another_number_of_processes_is_refused():
     everyone = seats(2)
-    texts = call_all([everyone[0], Seat(everyone[0].coordinator, 3, 1)], 1.0)
+    texts = call_all([everyone[0], ProcessInfo(everyone[0].coordinator, 3, 1)], 1.0)
     assert "expects processes=2 and this one says process=1 processes=3" in texts[1]
     assert "Process 1 of 2 did not come" in texts[0]
 
@@ -81,7 +81,7 @@ def test_a_process_that_dies_is_noticed_at_once_and_only_once():
     results = call_all(seats(3))
     links = {process: link for process, (_, link) in results[0].items()}
     events = queue.Queue()
-    roll_call.watch(
+    rendezvous.watch(
         links, lambda process, message: events.put((process, message)), lambda process: events.put(process)
     )
     results[2][1].send({"kind": "hello"})
@@ -131,7 +131,7 @@ def test_any_bytes_are_messages_or_refused(chunks):
 @given(st.text(max_size=30), st.integers(-5, 5), st.integers(-5, 5))
 def test_any_seat_is_taken_or_refused_with_the_fix(coordinator, processes, process):
     try:
-        host, port = Seat(coordinator, processes, process).address
+        host, port = ProcessInfo(coordinator, processes, process).address
         assert host is not None and 0 < port < 65536
     except ValueError as error:
         assert "Type coordinator=" in str(error) or "Type process=" in str(error)

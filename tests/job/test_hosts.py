@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mstrain.hosts import ALONE, VARIABLES, HostsConfig, Job, find_seat
-from mstrain.roll_call import Seat
+from mstrain.job.job import ALONE, VARIABLES, HostsConfig, Job, find_process
+from mstrain.job.rendezvous import ProcessInfo
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 SLURM = {
@@ -32,47 +32,47 @@ def environment(monkeypatch, values: dict[str, str]) -> None:
 
 
 def test_alone_without_a_cluster():
-    assert find_seat(None, None, None) == (None, None)
+    assert find_process(None, None, None) == (None, None)
 
 
 def test_keys_come_before_the_environment(monkeypatch):
     environment(monkeypatch, dict(zip(VARIABLES, ("elsewhere:1", "9", "8"), strict=True)))
-    assert find_seat("here:2", 2, 1) == (Seat("here:2", 2, 1), None)
+    assert find_process("here:2", 2, 1) == (ProcessInfo("here:2", 2, 1), None)
 
 
 @pytest.mark.parametrize("given", [("a:1", None, None), ("a:1", 2, None), (None, 2, 0), (None, None, 0)])
 def test_keys_belong_together(given):
     with pytest.raises(ValueError, match="belong together. Type "):
-        find_seat(*given)
+        find_process(*given)
 
 
 def test_variables_of_a_job_set(monkeypatch):
     environment(
         monkeypatch, dict(zip(VARIABLES, ("mstrain-workers-0-0.mstrain:8476", "4", "3"), strict=True))
     )
-    assert find_seat(None, None, None) == (Seat("mstrain-workers-0-0.mstrain:8476", 4, 3), None)
+    assert find_process(None, None, None) == (ProcessInfo("mstrain-workers-0-0.mstrain:8476", 4, 3), None)
 
 
 def test_variables_that_make_no_sense_are_refused(monkeypatch):
     environment(monkeypatch, dict(zip(VARIABLES, ("host:1", "four", "0"), strict=True)))
     with pytest.raises(ValueError, match="The environment says"):
-        find_seat(None, None, None)
+        find_process(None, None, None)
 
 
 def test_slurm_with_one_process_per_node_gives_it_all_devices(monkeypatch):
     environment(monkeypatch, SLURM)
-    seat, devices = find_seat(None, None, None)
+    seat, devices = find_process(None, None, None)
     assert (seat.processes, seat.process, seat.address[0], devices) == (4, 2, "node003", None)
 
 
 def test_slurm_with_several_processes_per_node_gives_each_its_device(monkeypatch):
     environment(monkeypatch, SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_LOCALID": "1"})
-    assert find_seat(None, None, None)[1] == [1]
+    assert find_process(None, None, None)[1] == [1]
 
 
 def test_one_slurm_task_is_no_job(monkeypatch):
     environment(monkeypatch, SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"})
-    assert find_seat(None, None, None) == (None, None)
+    assert find_process(None, None, None) == (None, None)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
@@ -124,7 +124,7 @@ def test_the_job_set_gives_every_pod_its_seat(monkeypatch):
     assert variables.keys() == set(VARIABLES) and spec["completionMode"] == "Indexed"
     for index in range(spec["completions"]):
         environment(monkeypatch, {**variables, "JAX_PROCESS_ID": str(index)})
-        seat, _ = find_seat(None, None, None)
+        seat, _ = find_process(None, None, None)
         assert (seat.process, seat.processes) == (index, spec["completions"]) and spec[
             "parallelism"
         ] == seat.processes

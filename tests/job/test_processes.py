@@ -16,9 +16,9 @@ import time
 import numpy as np
 import pytest
 
-from mstrain import manifest
-from mstrain.hosts import LOST
-from tests.hosts.processes import ROOT, Job, arguments
+from mstrain.checkpoints import manifest
+from mstrain.job.job import LOST
+from tests.job.processes import ROOT, Job, arguments
 
 STEPS = 40
 USUAL = [f"steps={STEPS}", "mesh=2x2x2", "checkpoint.every=100", "eval.every=100"]
@@ -60,7 +60,7 @@ def test_a_run_moves_from_four_processes_to_one(tmp_path, cache, undisturbed, mo
     words = arguments(run, cache, *USUAL)
     monkeypatch.setenv("ROWS", str(tmp_path / "rows"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    job = Job(tmp_path, words, 4, 0, command=[sys.executable, "-m", "tests.hosts.spy"])
+    job = Job(tmp_path, words, 4, 0, command=[sys.executable, "-m", "tests.job.spy"])
     assert stop_after(job, run, 4, signal.SIGTERM, index=2) == [0] * 4, job.output[-4000:]
     first = check_stop(job, run, 4)
     check_reading(tmp_path)
@@ -104,11 +104,11 @@ def check_reading(folder):
 
 BUSY = """
 import sys, time
-from mstrain.config import run_command
-from mstrain.hosts import HostsConfig, find_seat, joined
+from mstrain.cli import run_command
+from mstrain.job.job import HostsConfig, find_process, joined
 def main(arguments):
     coordinator, processes, process = [word.partition("=")[2] for word in arguments]
-    with joined(find_seat(coordinator, int(processes), int(process))[0], HostsConfig()) as job:
+    with joined(find_process(coordinator, int(processes), int(process))[0], HostsConfig()) as job:
         job.barrier("here")
         print("ready", flush=True)
         while True:
@@ -138,8 +138,8 @@ def test_a_process_that_never_comes_is_named_in_time(tmp_path, cache):
 
 UNLUCKY = """
 import resource, sys, tempfile
-from mstrain.checkpoints import Checkpoints
-from mstrain.config import run_command
+from mstrain.checkpoints.checkpoints import Checkpoints
+from mstrain.cli import run_command
 from train import main
 save, temporary_file = Checkpoints.save, tempfile.TemporaryFile
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -186,7 +186,7 @@ def test_a_second_signal_ends_at_once(tmp_path, cache):
         "from mstrain.data import Batches; original = Batches.batch;"
         "Batches.batch = lambda self, step, rows=slice(None): time.sleep(3600) if step == 3 else "
         "original(self, step, rows);"
-        "from train import main; from mstrain.config import run_command; run_command('train', main)"
+        "from train import main; from mstrain.cli import run_command; run_command('train', main)"
     )]  # fmt: skip
     job = Job(tmp_path, arguments(run, cache, *USUAL), command=command)
     assert job.wait_for(lambda: len(rows(run)) >= 2), job.output[-4000:]

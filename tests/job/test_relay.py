@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from mstrain import relay
+from mstrain.job import relay
 
 PATIENCE = 5  # seconds
 

@@ -21,12 +21,12 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mstrain import manifest
-from mstrain.agreement import Agreement
-from mstrain.hosts import ALONE, Job
+from mstrain.checkpoints import manifest
+from mstrain.job.job import ALONE, Job
+from mstrain.job.save_barrier import SaveBarrier
 from mstrain.models import parameters
 from mstrain.models.transformer import Transformer
-from mstrain.training.step import State, map_parameter_trees
+from mstrain.program.step import State, map_parameter_trees
 
 STATE, FACTS = "state", "facts"
 STRAGGLER_TRIES = 50
@@ -41,7 +41,7 @@ class Checkpoints:
         for name in ("absl", "asyncio"):  # Orbax tells of every save, and of a failed one in every thread
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._directory, self._saving = directory.absolute(), 0
-        self._job, self._agreement = job, Agreement(job)
+        self._job, self._agreement = job, SaveBarrier(job)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             enable_async_checkpointing=True,

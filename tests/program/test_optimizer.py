@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from mstrain.training.optimizer import OptimizerConfig, decay_mask, learning_rate, make_optimizer
-from mstrain.training.step import map_parameter_trees
+from mstrain.program.optimizer import OptimizerConfig, decay_mask, learning_rate, make_optimizer
+from mstrain.program.step import map_parameter_trees
 from tests.training.parity import REFERENCE, initial, module_of
 
 CONFIG = OptimizerConfig(learning_rate=0.01, warmup=4, final_fraction=0.2, weight_decay=0.3, clip=0.5)

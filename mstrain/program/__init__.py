@@ -1,0 +1,1 @@
+"""What is compiled: state, step, optimizer, memory."""
