@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mstrain.job.job import ALONE
 from mstrain.program.step import init_state
-from mstrain.training import step as step_module
+from mstrain.program import step as step_module
 from mstrain.training.guard import FILE, Guard, GuardConfig
 from mstrain.training.replicas import ReplicaCheck
 from mstrain.training.stopped import Stopped

@@ -28,7 +28,7 @@ from mstrain.mesh import emulate_devices, make_mesh, parse_mesh
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.program.optimizer import make_optimizer
-from mstrain.training import step as steps
+from mstrain.program import step as steps
 from mstrain.training.config import load_config
 from mstrain.training.feed import Feed
 from mstrain.training.run import abstract_state
