@@ -119,3 +119,8 @@ def make_mesh(shape: MeshShape, devices=None) -> Mesh:
     return jax.make_mesh(
         shape.sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: shape.devices]
     )
+
+
+def describe_mesh(mesh: Mesh) -> str:
+    """Sizes along `data`, `row` and `col`."""
+    return "x".join(map(str, mesh.devices.shape))

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from mstrain.cli import build, run_command
+from mstrain.commands.train import load_config
 from mstrain.gemm.plan import ALGORITHMS
 from mstrain.mesh import parse_mesh
 from mstrain.models.parallel import ParallelConfig, layer_algorithms, parse_slices
-from mstrain.training.config import RunConfig, load_config
+from mstrain.training.config import RunConfig
 from train import help_lines, main
 
 SMALL = ["model=tiny", "data=synthetic", "data.num_tokens=4096", "seq=16", "batch=16", "steps=2"]

@@ -13,11 +13,11 @@ import pytest
 
 import plan
 from mstrain.cli import run_command
+from mstrain.commands.train import load_config
 from mstrain.models.transformer import count_parameters
 from mstrain.models.zoo import load_preset
 from mstrain.planning.commands.modes import choose
 from mstrain.planning.metis.profiles import read_profiles
-from mstrain.training.config import load_config
 from tests.planning.metis.conftest import load_golden, sample_documents
 
 

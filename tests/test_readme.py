@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mstrain.commands.train import load_config
 from mstrain.gemm import ALGORITHMS
 from mstrain.models.zoo import FAMILIES
-from mstrain.training.config import load_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -19,14 +19,14 @@ from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.meshes import best_meshes
-from mstrain.models.plan import make_plan
+from mstrain.models.plan import describe_plan, make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import BYTES
+from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import GIB
 from mstrain.program.optimizer import make_optimizer
-from mstrain.training.announce import describe
-from mstrain.training.config import RunConfig, dtype_on
-from mstrain.training.run import abstract_state
+from mstrain.program.step import abstract_state
+from mstrain.training.config import RunConfig
 
 QUIET = Console(quiet=True)
 
@@ -69,7 +69,7 @@ def check(config: RunConfig) -> int:
     step = plan_step(config, console)
     shape = "x".join(map(str, step.target.mesh.devices.shape))
     console.print(f"[bold]Target[/] {config.target}: mesh {shape} (data x row x col)")
-    console.print(f"[bold]Plan[/]   {describe(step.module.plan)}")
+    console.print(f"[bold]Plan[/]   {describe_plan(step.module.plan)}")
     try:
         with console.status("Compiling the step"):
             program = step.compile()

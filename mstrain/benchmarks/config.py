@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 from mstrain.benchmarks.presets import preset_arguments
+from mstrain.checks import at_least, one_of
 from mstrain.cli import compose
 from mstrain.gemm import ALGORITHMS, check_algorithm
 from mstrain.gemm.plan import CHOOSES_DATAFLOW
@@ -14,7 +15,8 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect
 from mstrain.models.transformer import REMAT
 from mstrain.models.zoo import BYTES, load_preset
-from mstrain.training.config import DTYPES, TUNE, at_least, one_of
+from mstrain.program.dtype import DTYPES
+from mstrain.training.config import TUNE
 
 BENCHES = ("step", "layer", "gemm", "nongemm", "collectives", "tune")
 PRODUCTS = tuple(p.name for p in projections(ModelConfig()))

@@ -19,8 +19,8 @@ from mstrain.benchmarks.work import Work
 from mstrain.hardware import chip_for
 from mstrain.mesh import MeshShape, emulate_devices, make_mesh
 from mstrain.models.meshes import present_options
+from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import memory_of
-from mstrain.training.config import dtype_on
 
 EMULATED = MeshShape(1, 2, 4)  # what meshes=auto means on a CPU
 

@@ -16,8 +16,8 @@ from mstrain.benchmarks.work import Work
 from mstrain.compiler import Target, compile_function, make_target, predict, slice_devices
 from mstrain.hardware import Slice
 from mstrain.mesh import MeshShape
+from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import GIB
-from mstrain.training.config import dtype_on
 
 
 def predict_all(config: BenchmarkConfig) -> Comparison:

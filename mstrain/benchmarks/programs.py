@@ -21,9 +21,8 @@ from mstrain.models.flops import training_flops_per_token
 from mstrain.models.plan import ModelPlan
 from mstrain.models.transformer import Block, Transformer
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
-from mstrain.program.step import init_state, make_step
+from mstrain.program.step import abstract_state, init_state, make_step
 from mstrain.training.feed import Feed
-from mstrain.training.run import abstract_state
 
 
 def make_works(case: Case, config: BenchmarkConfig, plan: ModelPlan, dtype: jnp.dtype) -> list[Work]:

@@ -23,8 +23,8 @@ from mstrain.mesh import fit_to_devices
 from mstrain.models.config import ModelConfig
 from mstrain.models.meshes import best_meshes
 from mstrain.models.parallel import ParallelConfig
+from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import GIB
-from mstrain.training.config import dtype_on
 
 COLUMNS = [*(field.name for field in dataclasses.fields(Trial)), "why"]
 

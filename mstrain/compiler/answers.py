@@ -27,7 +27,7 @@ from mstrain.training.config import RunConfig
 FOLDER = Path("~/.cache/mstrain/tuned")
 # What decides which program is compiled and how its schedule is read.
 CODE = (
-    "compiler", "gemm", "hardware", "layers", "models", "tuning", "training/step.py", "training/optimizer.py",
+    "compiler", "gemm", "hardware", "layers", "mesh.py", "models", "program", "tuning",
 )  # fmt: skip
 
 

@@ -95,6 +95,21 @@ def make_plan(
     return ModelPlan(groups, planner.head(parallel.algorithm))
 
 
+def describe_plan(plan: ModelPlan) -> str:
+    """One line: which layers run which algorithm, dataflow and slice count."""
+    parts, first = [], 0
+    for block, count in plan.groups:
+        halves = []
+        for name, pair in (("attention", block.attention), ("mlp", block.mlp)):
+            into, out = pair.into, pair.out
+            slices = f" S={into.slices},{out.slices}" if into.algorithm == "meshslice" else ""
+            halves.append(f"{name} {into.algorithm} {into.dataflow},{out.dataflow}{slices}")
+        layers = f"layer {first}" if count == 1 else f"layers {first}-{first + count - 1}"
+        parts.append(f"{layers}: {'; '.join(halves)}")
+        first += count
+    return " | ".join(parts)
+
+
 @functools.cache
 def canonical_plan(model: ModelConfig) -> ModelPlan:
     """Every parameter whole, in canonical order, all layers in one group: the form that checkpoints carry.

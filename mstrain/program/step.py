@@ -72,6 +72,18 @@ def init_state(module: Transformer, optimizer: optax.GradientTransformation, see
     return {"step": step, "params": params, "optimizer": moments}
 
 
+def abstract_state(module: Transformer, optimizer: optax.GradientTransformation) -> State:
+    """Shapes, dtypes and shardings of the training state; nothing is allocated."""
+    params = parameter_shapes(module)
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    state = {"step": step, "params": params, "optimizer": jax.eval_shape(optimizer.init, params)}
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        state,
+        state_shardings(module, optimizer),
+    )
+
+
 def state_shardings(module: Transformer, optimizer: optax.GradientTransformation) -> State:
     """Moments are sharded as the parameters they belong to, everything else is replicated."""
     params = parameter_shardings(module)

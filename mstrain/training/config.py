@@ -5,10 +5,8 @@ what to type instead.
 import dataclasses
 import itertools
 
-import jax.numpy as jnp
-
+from mstrain.checkpoints.config import CheckpointConfig
 from mstrain.checks import at_least, one_of
-from mstrain.cli import compose
 from mstrain.data import DataConfig
 from mstrain.hardware import parse_target
 from mstrain.job.job import HostsConfig
@@ -16,70 +14,16 @@ from mstrain.mesh import parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
 from mstrain.models.transformer import REMAT
-from mstrain.plan_file import plan_overrides
+from mstrain.program.dtype import DTYPES
 from mstrain.program.optimizer import OptimizerConfig
+from mstrain.training.evaluate import EvalConfig
 from mstrain.training.guard import GuardConfig
+from mstrain.training.profiler import ProfileConfig
 from mstrain.training.replicas import ReplicasConfig
+from mstrain.training.sample import SampleConfig
 from mstrain.training.watchdog import WatchdogConfig
 
-DTYPES = ("auto", "bf16", "f32")
 TUNE = ("model", "compile")
-
-
-def dtype_on(platform: str, name: str):
-    """The dtype of activations and products that one of DTYPES names on JAX's `platform`."""
-    if name == "auto":
-        name = "f32" if platform == "cpu" else "bf16"
-    return {"f32": jnp.float32, "bf16": jnp.bfloat16}[name]
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
-    """Save `every` so many steps (and at the end), `keep` the newest so many; stop after `max_failures` in a row."""
-
-    every: int = 100
-    keep: int = 3
-    max_failures: int = 3
-
-    def __post_init__(self):
-        at_least("checkpoint", self, every=1, keep=1, max_failures=1)
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalConfig:
-    """Validation loss `every` so many steps, on the same `batches` batches each time."""
-
-    every: int = 100
-    batches: int = 8
-
-    def __post_init__(self):
-        at_least("eval", self, every=1, batches=1)
-
-
-@dataclasses.dataclass(frozen=True)
-class ProfileConfig:
-    """Trace `steps` steps from step `start` on; null does not trace."""
-
-    start: int | None = None
-    steps: int | None = None
-
-    def __post_init__(self):
-        if (self.start is None) != (self.steps is None):
-            raise ValueError("profile.start and profile.steps belong together. Type profile.start=10 profile.steps=3.")
-        if self.start is not None:
-            at_least("profile", self, start=1, steps=1)
-
-
-@dataclasses.dataclass(frozen=True)
-class SampleConfig:
-    """At the end, continue `prompt` by `tokens` tokens (0 for none) at `temperature` (0 takes the likeliest)."""
-
-    prompt: str = "def __init__(self"
-    tokens: int = 100
-    temperature: float = 0.7
-
-    def __post_init__(self):
-        at_least("sample", self, tokens=0, temperature=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,9 +120,3 @@ class RunConfig:
             raise ValueError(
                 f"profile.start={self.profile.start} comes after the last step. Type a start up to {self.steps}."
             )
-
-
-def load_config(arguments: list[str]) -> RunConfig:
-    """Composes conf/ with command-line overrides into a checked run; raises ValueError with the fix otherwise."""
-    config = compose(RunConfig, "config", [*arguments, *plan_overrides(arguments)])
-    return dataclasses.replace(config, optimizer=config.optimizer.for_width(config.model.width))

@@ -1,26 +1,41 @@
 """Validation loss on a fixed set of batches, in nats per token and bits per byte of text."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
-from mstrain.data import unigram_nats_per_token
+from mstrain.checks import at_least
+from mstrain.data import TokenFile, unigram_nats_per_token
+from mstrain.models.transformer import Transformer
 from mstrain.program.step import State, mean_loss
+from mstrain.training.feed import Feed
 from mstrain.training.reporter import Reporter
-from mstrain.training.run import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Validation loss `every` so many steps, on the same `batches` batches each time."""
+
+    every: int = 100
+    batches: int = 8
+
+    def __post_init__(self):
+        at_least("eval", self, every=1, batches=1)
 
 
 class Evaluator:
     """Called as a hook; keeps the last result in `nats` and `bits_per_byte`."""
 
-    def __init__(self, run: Run, reporter: Reporter):
-        module, self._feed = run.module, run.validation_feed
-        self._batches = min(run.config.eval.batches, self._feed.batches.batches_per_epoch)
+    def __init__(self, config: EvalConfig, module: Transformer, file: TokenFile, feed: Feed, reporter: Reporter):
+        self._feed = feed
+        self._batches = min(config.batches, feed.batches.batches_per_epoch)
 
         def loss(params, batch_AxBxT1):
             return jnp.mean(jax.lax.map(lambda tokens: mean_loss(module, params, tokens), batch_AxBxT1))
 
         self._loss = jax.jit(loss)
-        self._file, self._reporter = run.corpus.validation, reporter
+        self._file, self._reporter = file, reporter
         self.unigram_nats = unigram_nats_per_token(self._file)
         self.nats: float | None = None
 

@@ -1,11 +1,26 @@
 """Traces a few steps into `run_dir`, in the form TensorBoard's profile plugin opens."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
 
-from mstrain.training.config import ProfileConfig
+from mstrain.checks import at_least
 from mstrain.training.loop import Hook
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileConfig:
+    """Trace `steps` steps from step `start` on; null does not trace."""
+
+    start: int | None = None
+    steps: int | None = None
+
+    def __post_init__(self):
+        if (self.start is None) != (self.steps is None):
+            raise ValueError("profile.start and profile.steps belong together. Type profile.start=10 profile.steps=3.")
+        if self.start is not None:
+            at_least("profile", self, start=1, steps=1)
 
 
 def profile_hooks(config: ProfileConfig, directory: Path, steps: range) -> tuple[list[Hook], list[Hook]]:

@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 
 from mstrain.checkpoints.checkpoints import Checkpoints
+from mstrain.mesh import describe_mesh
 from mstrain.models.parameters import compile_store
 from mstrain.program.step import State, init_state
-from mstrain.training.announce import describe_mesh
 from mstrain.training.run import Run
 
 DEFINES_BATCHES = ("seed", "batch", "seq", "corpus")

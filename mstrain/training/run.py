@@ -1,40 +1,23 @@
-"""From a configuration to a run that is ready to train: devices, corpus, plan, compiled step, checkpoint.
-
-The order is the order in which things can go wrong cheaply: nothing is written, and no device memory is
-taken, before everything has been checked.
-"""
+"""A run that is ready to train: what the loop and its hooks need. `mstrain.training.prepare` builds one."""
 
 import dataclasses
 import functools
-import math
-from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import optax
 from rich.console import Console
 
-from mstrain import mesh as meshes
-from mstrain.data import Batches, Corpus
-from mstrain.data import prepare as prepare_corpus
-from mstrain.hardware import Chip, chip_for, mfu
+from mstrain.data import Corpus
+from mstrain.hardware import Chip, mfu
 from mstrain.job.job import ALONE, Job
-from mstrain.models.config import ModelConfig
 from mstrain.models.flops import training_flops_per_token
-from mstrain.models.meshes import best_meshes, present_options, slice_of
-from mstrain.models.parameters import parameter_shapes
-from mstrain.models.plan import ModelPlan, make_plan
+from mstrain.models.meshes import present_options
 from mstrain.models.transformer import Transformer
 from mstrain.program.memory import Memory, memory_of
-from mstrain.program.optimizer import make_optimizer
-from mstrain.program.step import make_step, state_shardings
-from mstrain.training.announce import announce, describe, describe_mesh
-from mstrain.training.config import RunConfig, dtype_on
+from mstrain.program.step import abstract_state, make_step
+from mstrain.training.config import RunConfig
 from mstrain.training.feed import Feed
 from mstrain.training.goodput import Goodput
-
-EMULATED = meshes.MeshShape(1, 2, 4)  # what mesh=auto means on a CPU
-VALIDATION_SEED = 0  # the validation batches of every run of one corpus are the same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +48,6 @@ class Run:
     def memory(self) -> Memory:
         return memory_of(self.compiled_step, self.module.plan.mesh)
 
-    def train(self) -> int:
-        """Trains to the last step; returns the exit code."""
-        from mstrain.training.session import train
-
-        return train(self)
-
     def mfu(self, step_seconds: float) -> float | None:
         """Model FLOP/s of a step over the peak of the mesh's devices; None when the peak is unknown."""
         return mfu(self.flops, step_seconds, self.module.plan.mesh.size, self.peak)
@@ -85,116 +62,3 @@ class Run:
     def peak(self) -> float | None:
         """Peak FLOP/s of one device in the compute dtype, or None when unknown."""
         return self.chip.peak(jnp.dtype(self.module.dtype).name) if self.chip else None
-
-
-def prepare(config: RunConfig, job: Job = ALONE) -> Run:
-    """Checks and builds a run; raises ValueError with the fix when something cannot work."""
-    console = Console(highlight=False, soft_wrap=True, quiet=not job.leads)
-    chip = _start_devices(config, job)
-    with console.status("Preparing the corpus"):
-        corpus = prepare_corpus(config.data, config.tokenizer, config.seed, config.vocabulary)
-    job.agree("corpus", corpus.digest)
-    for warning in corpus.warnings:
-        console.print(f"[yellow]Corpus:[/] {warning}")
-    model = _with_vocabulary(config.model, corpus)
-    plan = _choose_plan(config, model, chip, console)
-    job.agree("plan", f"{describe_mesh(plan.mesh)} {describe(plan)}")
-    mesh = plan.mesh
-    module = Transformer(model, plan, config.seq, _dtype(config.dtype), config.remat)
-    feed, validation_feed = (
-        Feed(Batches(file, config.seq, config.batch, seed), mesh, config.accumulate)
-        for file, seed in ((corpus.train, config.seed), (corpus.validation, VALIDATION_SEED))
-    )
-    optimizer = make_optimizer(config.optimizer, config.steps)
-    run = Run(config, corpus, module, optimizer, feed, validation_feed, chip, console, job)
-    announce(run)
-    run.memory.check()
-    return run
-
-
-def abstract_state(module: Transformer, optimizer: optax.GradientTransformation):
-    """Shapes, dtypes and shardings of the training state; nothing is allocated."""
-    params = parameter_shapes(module)
-    step = jax.ShapeDtypeStruct((), jnp.int32)
-    state = {"step": step, "params": params, "optimizer": jax.eval_shape(optimizer.init, params)}
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        state,
-        state_shardings(module, optimizer),
-    )
-
-
-def _start_devices(config: RunConfig, job: Job) -> Chip | None:
-    """Emulates a mesh where there is only a CPU, each process its part; returns the chip, None if unknown."""
-    wanted = EMULATED if config.mesh == "auto" else meshes.parse_mesh(config.mesh)
-    _keep_compiled(config.compile_cache)
-    meshes.emulate_devices(math.ceil(wanted.devices / job.processes))
-    if job.processes > 1:
-        here = f"{jax.local_device_count()} of {jax.device_count()} {jax.devices()[0].device_kind} devices"
-        job.say(f"joined, {here} here")
-        job.agree("configuration", repr(dataclasses.replace(config, process=None)))
-    return chip_for(jax.devices()[0].device_kind)
-
-
-def _keep_compiled(folder: str | None) -> None:
-    """Points JAX's persistent compilation cache at `folder`, for every program however small."""
-    jax.config.update("jax_compilation_cache_dir", folder and str(Path(folder).expanduser()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _choose_plan(config: RunConfig, model: ModelConfig, chip: Chip | None, console: Console) -> ModelPlan:
-    """The plan on the mesh asked for, or on the best by the cost model (tune=compile: by schedules)."""
-    if config.tune == "compile":
-        config = _compile_candidates(config, model, console)
-    microbatch, devices = config.batch // config.accumulate, jax.device_count()
-
-    def plan_on(shape: meshes.MeshShape) -> ModelPlan:
-        return make_plan(config.parallel, model, meshes.make_mesh(shape), microbatch, config.seq, chip)
-
-    if config.mesh != "auto":
-        return plan_on(meshes.fit_to_devices(meshes.parse_mesh(config.mesh), devices))
-    if devices == 1 or jax.devices()[0].platform == "cpu":
-        return plan_on(meshes.fit_to_devices(EMULATED if devices > 1 else meshes.MeshShape(1, 1, 1), devices))
-    if chip is None:
-        raise ValueError(
-            f"mesh=auto does not know the {jax.devices()[0].device_kind}. Type mesh=ROWSxCOLUMNS."
-        )
-    machine = slice_of(jax.devices()) or chip
-    found = best_meshes(config.parallel, model, microbatch, config.seq, devices, machine)
-    if not found[0].roomy:
-        raise ValueError(
-            f"mesh=auto finds no mesh of {devices} devices that holds {model.name}. Choose a smaller model=, "
-            "or more devices."
-        )
-    console.print(f"[bold]Auto[/]   mesh {found[0].shape}, by the tuner's cost model")
-    return plan_on(found[0].shape)
-
-
-def _compile_candidates(config: RunConfig, model: ModelConfig, console: Console) -> RunConfig:
-    """With the mesh and slice count of the fastest schedule on the slice that is here."""
-    from mstrain.compiler.answers import tuned
-    from mstrain.compiler.refine import on_present
-
-    slice = slice_of(jax.devices())
-    if slice is None:
-        raise ValueError(
-            f"tune=compile compares schedules of the TPU compiler, and the devices here are no TPU slice but "
-            f"{jax.device_count()} x {jax.devices()[0].device_kind}. Type tune=model."
-        )
-    return tuned(config, model, slice, _dtype(config.dtype), on_present, console)
-
-
-def _with_vocabulary(model: ModelConfig, corpus: Corpus) -> ModelConfig:
-    if model.vocabulary is None:
-        return dataclasses.replace(model, vocabulary=corpus.vocab_size)
-    if model.vocabulary < corpus.vocab_size:
-        raise ValueError(
-            f"model {model.name} knows {model.vocabulary} symbols, the tokenizer makes {corpus.vocab_size}. "
-            "Type model.vocabulary=null to take the tokenizer's, or choose another tokenizer=."
-        )
-    return model
-
-
-def _dtype(name: str):
-    return dtype_on(jax.devices()[0].platform, name)

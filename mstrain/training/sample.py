@@ -6,25 +6,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mstrain.models.plan import make_plan
+from mstrain.checks import at_least
+from mstrain.data.tokenizers import Tokenizer
 from mstrain.models.transformer import Transformer
-from mstrain.training.run import Run
 
 
-def sample(run: Run, params) -> str | None:
-    """The continuation of `sample.prompt`, or None when none is wanted or tokens stand for no text."""
-    options, tokenizer = run.config.sample, run.corpus.tokenizer
-    if not options.tokens or tokenizer is None:
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+    """At the end, continue `prompt` by `tokens` tokens (0 for none) at `temperature` (0 takes the likeliest)."""
+
+    prompt: str = "def __init__(self"
+    tokens: int = 100
+    temperature: float = 0.7
+
+    def __post_init__(self):
+        at_least("sample", self, tokens=0, temperature=0)
+
+
+def sample(config: SampleConfig, tokenizer: Tokenizer | None, module: Transformer, sequences: int, params, seed: int):
+    """The continuation of the prompt as text, or None when none is wanted or tokens stand for no text.
+
+    `module` runs `sequences` equal sequences at once, as few as its mesh allows.
+    """
+    if not config.tokens or tokenizer is None:
         return None
-    prompt = np.asarray(tokenizer.encode(options.prompt), np.int32)[: run.config.seq - 1]
+    prompt = np.asarray(tokenizer.encode(config.prompt), np.int32)[: module.seq - 1]
     if not len(prompt):
         prompt = np.array([tokenizer.eod or 0], np.int32)
-    module, sequences = _smallest(run)
-    end = min(len(prompt) + options.tokens, run.config.seq)
-    tokens = np.zeros((sequences, run.config.seq), np.int32)
+    end = min(len(prompt) + config.tokens, module.seq)
+    tokens = np.zeros((sequences, module.seq), np.int32)
     tokens[:, : len(prompt)] = prompt
-    generate = jax.jit(_generator(module, options.temperature), static_argnums=(2, 3))
-    tokens = generate(params, tokens, len(prompt), end, jax.random.key(run.config.seed))
+    generate = jax.jit(_generator(module, config.temperature), static_argnums=(2, 3))
+    tokens = generate(params, tokens, len(prompt), end, jax.random.key(seed))
     return tokenizer.decode(np.asarray(tokens.addressable_data(0))[0, :end])
 
 
@@ -46,17 +59,3 @@ def _generator(module: Transformer, temperature: float):
         return jax.lax.with_sharding_constraint(tokens, module.plan.head.grid.sharding(jax.P()))
 
     return generate
-
-
-def _smallest(run: Run) -> tuple[Transformer, int]:
-    """The model planned for as few sequences as its mesh allows with the parameters stored as they are."""
-    module, microbatch = run.module, run.config.batch // run.config.accumulate
-    for sequences in range(1, microbatch):
-        try:
-            mesh = module.plan.mesh
-            plan = make_plan(run.config.parallel, module.model, mesh, sequences, module.seq, run.chip)
-        except ValueError:  # does not divide over the mesh
-            continue
-        if plan == module.plan:
-            return dataclasses.replace(module, plan=plan), sequences
-    return module, microbatch

@@ -67,7 +67,7 @@ def _train_from(run: Run, state: State, done: int, checkpoints: Checkpoints, dir
     watchdog, preemption = Watchdog(config.watchdog, directory, job), Preemption(job)
     observers = (watchdog, goodput.step, guard)
     reporter = Reporter(directory, steps, config.log_every, _per_step(run), run.console, observers)
-    evaluator, saver = Evaluator(run, reporter), Saver(run, checkpoints)
+    evaluator, saver = _evaluator(run, reporter), Saver(run, checkpoints)
     hooks = _hooks(run, steps, directory, evaluator, saver)
     feed = goodput.timed("input", run.feed)
     begun = time.perf_counter()
@@ -88,6 +88,10 @@ def _train_from(run: Run, state: State, done: int, checkpoints: Checkpoints, dir
         )
         return
     summarise(run, state, evaluator, reporter, time.perf_counter() - begun)
+
+
+def _evaluator(run: Run, reporter: Reporter) -> Evaluator:
+    return Evaluator(run.config.eval, run.module, run.corpus.validation, run.validation_feed, reporter)
 
 
 def _hooks(run: Run, steps: range, directory: Path, evaluator: Evaluator, saver: Saver) -> list[loop.Hook]:

@@ -1,5 +1,6 @@
 """What a finished run leaves: a table, the loss curve as a picture, a sampled continuation, summary.json."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import matplotlib.pyplot as plt
 from rich.markup import escape
 from rich.table import Table
 
+from mstrain.models.plan import make_plan
+from mstrain.models.transformer import Transformer
 from mstrain.program.step import State
 from mstrain.training import json_lines
 from mstrain.training.evaluate import Evaluator
@@ -23,10 +26,11 @@ from mstrain.training.sample import sample
 
 def summarise(run: Run, state: State, evaluator: Evaluator, reporter: Reporter, seconds: float) -> None:
     """Prints and saves the results of a run that has reached its last step."""
-    continuation = sample(run, state["params"])
+    config, tokenizer = run.config, run.corpus.tokenizer
+    continuation = sample(config.sample, tokenizer, *_smallest(run), state["params"], config.seed)
     if jax.process_index() != 0:
         return
-    directory, config = Path(run.config.run_dir), run.config
+    directory = Path(config.run_dir)
     per_second = config.batch * config.seq * reporter.steps / reporter.seconds if reporter.steps else None
     results = {
         "steps": config.steps,
@@ -64,6 +68,20 @@ def summarise(run: Run, state: State, evaluator: Evaluator, reporter: Reporter, 
     run.console.print(table)
     if continuation is not None:
         run.console.print(f"[bold]Sample[/]\n{escape(continuation)}")
+
+
+def _smallest(run: Run) -> tuple[Transformer, int]:
+    """The model planned for as few sequences as its mesh allows with the parameters stored as they are."""
+    module, microbatch = run.module, run.config.batch // run.config.accumulate
+    for sequences in range(1, microbatch):
+        try:
+            mesh = module.plan.mesh
+            plan = make_plan(run.config.parallel, module.model, mesh, sequences, module.seq, run.chip)
+        except ValueError:  # does not divide over the mesh
+            continue
+        if plan == module.plan:
+            return dataclasses.replace(module, plan=plan), sequences
+    return module, microbatch
 
 
 def plot_loss(directory: Path, unigram: float) -> None:

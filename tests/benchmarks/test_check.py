@@ -11,9 +11,9 @@ import pytest
 
 from mstrain.benchmarks import check as room
 from mstrain.benchmarks.layer_kinds import kind_of, seconds_by_kind
+from mstrain.commands.train import load_config
 from mstrain.compiler import DoesNotFit
 from mstrain.timeline import Lane, Timeline, exposed_communication
-from mstrain.training.config import load_config
 from train import main
 
 ARGUMENTS = [

@@ -8,9 +8,9 @@ import dataclasses
 import pytest
 
 from mstrain.benchmarks.remedies import Remedies, groups, larger_targets
+from mstrain.commands.train import load_config
 from mstrain.compiler import DoesNotFit
 from mstrain.hardware import parse_target
-from mstrain.training.config import load_config
 
 STATE = 60.0
 KEPT = {"none": 100.0, "dots": 60.0, "full": 8.0}  # activations of one microbatch of the whole batch

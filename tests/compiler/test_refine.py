@@ -11,6 +11,7 @@ import json
 import pytest
 from rich.console import Console
 
+from mstrain.commands.train import load_config
 from mstrain.compiler import answers
 from mstrain.compiler.answers import answer_file, find_answer, tuned
 from mstrain.compiler.refine import (
@@ -28,7 +29,6 @@ from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
 from mstrain.models.meshes import best_meshes, plan_on
 from mstrain.models.parallel import ParallelConfig
-from mstrain.training.config import load_config
 
 MODEL = ModelConfig(name="small", layers=2, width=1024, heads=8, vocabulary=1024, position="alibi")
 QUESTION = Question(MODEL, ParallelConfig(), parse_target("v5p-8"), 16, 64)

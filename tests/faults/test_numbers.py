@@ -13,10 +13,11 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from mstrain.job.job import ALONE
-from mstrain.program.step import init_state
 from mstrain.program import step as step_module
+from mstrain.program.step import init_state
 from mstrain.training.guard import FILE, Guard, GuardConfig
 from mstrain.training.replicas import ReplicaCheck
+from mstrain.training.session import train
 from mstrain.training.stopped import Stopped
 from tests.training.runs import lines, make, saved_steps
 
@@ -73,9 +74,9 @@ def test_a_bad_step_changes_nothing(kind, feed, tmp_path, monkeypatch):
 def test_a_bad_step_is_noted_with_its_batch(feed, tmp_path, monkeypatch):
     poison(monkeypatch, feed, [3, 5], np.nan, np.nan)
     run = make(tmp_path / "run", *WORDS)
-    assert run.train() == 0
+    assert train(run) == 0
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "8")
-    assert run.train() == 0  # again from step 4 on: every bad step stands once, of both lives
+    assert train(run) == 0  # again from step 4 on: every bad step stands once, of both lives
     rows = lines(tmp_path / "run")
     assert [row["step"] for row in rows if "skipped" in row] == [4, 6]
     assert all(np.isfinite(row["loss"]) for row in rows if "skipped" not in row)
@@ -89,7 +90,7 @@ def test_bad_steps_in_a_row_stop_the_run_and_keep_the_good_checkpoint(feed, tmp_
     poison(monkeypatch, feed, [4, 5, 6], np.nan, np.nan)
     run = make(tmp_path / "run", *WORDS, "guard.max_bad_steps=3")
     with pytest.raises(Stopped) as stopped:
-        run.train()
+        train(run)
     assert (
         stopped.value.code == 1
         and "3 bad steps in a row" in stopped.value.reason
@@ -153,5 +154,5 @@ def test_one_flipped_bit_names_its_device(spec, device, bit, feed):
 def test_a_run_checks_its_replicas(tmp_path, monkeypatch):
     called = []
     monkeypatch.setattr(ReplicaCheck, "__call__", lambda self, step, state: called.append(step))
-    assert make(tmp_path / "run", *WORDS, "check_replicas.every=3").train() == 0
+    assert train(make(tmp_path / "run", *WORDS, "check_replicas.every=3")) == 0
     assert called == [3, 6, 8]

@@ -18,7 +18,7 @@ from rich.console import Console
 from mstrain.checkpoints import manifest
 from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.training import resume
-from mstrain.training.session import _make_folder
+from mstrain.training.session import _make_folder, train
 from mstrain.training.stopped import Stopped
 from tests.training.runs import lines, make, saved_steps
 
@@ -29,7 +29,7 @@ WORDS = ("mesh=2x2", "model.layers=1", "parallel.slices=2", "steps=6", "checkpoi
 def made(tmp_path_factory):
     """A finished run with checkpoints 2, 4 and 6; its compiled step serves every test here."""
     run = make(tmp_path_factory.mktemp("storage") / "made", *WORDS)
-    assert run.train() == 0
+    assert train(run) == 0
     return run
 
 
@@ -92,7 +92,7 @@ def test_damage_is_named_and_the_newest_good_checkpoint_used(harm, made, tmp_pat
     directory = copy(made, tmp_path)
     harm(directory / "checkpoints" / "6")
     run = again(made, directory)
-    assert run.train() == 0
+    assert train(run) == 0
     text = said(run)
     assert "Checkpoint 6 is damaged" in text and DAMAGE[harm] in text
     assert (
@@ -109,14 +109,14 @@ def test_nothing_good_left_is_a_refusal(made, tmp_path):
     for step in saved_steps(directory):
         truncate(directory / "checkpoints" / str(step))
     with pytest.raises(ValueError, match="No checkpoint of .* can be read.*Type another run_dir="):
-        again(made, directory).train()
+        train(again(made, directory))
 
 
 def test_a_newer_format_is_refused(made, tmp_path, monkeypatch):
     directory = copy(made, tmp_path)
     monkeypatch.setattr(resume, "FORMAT", 0)
     with pytest.raises(ValueError, match=r"newer mstrain \(format 1, this one reads 0\). Update mstrain"):
-        again(made, directory).train()
+        train(again(made, directory))
     assert saved_steps(directory) == [2, 4, 6]
 
 
@@ -153,7 +153,7 @@ class Disk:
 def test_training_goes_on_when_a_save_fails(made, tmp_path, monkeypatch, capsys):
     Disk(monkeypatch, {2})
     run = again(made, tmp_path / "run")
-    assert run.train() == 0
+    assert train(run) == 0
     assert "saving step 2 failed (1 in a row)" in capsys.readouterr().out
     assert saved_steps(tmp_path / "run") == [4, 6]
     assert not [*(tmp_path / "run" / "checkpoints").glob("*tmp*")]
@@ -165,7 +165,7 @@ def test_too_many_failures_in_a_row_end_the_run(made, tmp_path, monkeypatch, cap
     limits = dataclasses.replace(made.config.checkpoint, max_failures=2)
     run = again(made, tmp_path / "run", checkpoint=limits)
     with pytest.raises(Stopped, match="1") as stopped:
-        run.train()
+        train(run)
     assert stopped.value.code == 1 and "2 saves in a row failed" in said(run)
     assert saved_steps(tmp_path / "run") == [2] and not Checkpoints(
         tmp_path / "run" / "checkpoints", 3

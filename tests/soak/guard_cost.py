@@ -22,16 +22,16 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mstrain.commands.train import load_config
 from mstrain.compiler.topology import make_target
 from mstrain.job.job import ALONE
 from mstrain.mesh import emulate_devices, make_mesh, parse_mesh
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
-from mstrain.program.optimizer import make_optimizer
 from mstrain.program import step as steps
-from mstrain.training.config import load_config
+from mstrain.program.optimizer import make_optimizer
+from mstrain.program.step import abstract_state
 from mstrain.training.feed import Feed
-from mstrain.training.run import abstract_state
 from mstrain.training.watchdog import Watchdog, WatchdogConfig
 
 

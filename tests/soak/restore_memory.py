@@ -15,8 +15,8 @@ import sys
 import time
 from pathlib import Path
 
+from mstrain.commands.train import load_config
 from mstrain.mesh import emulate_devices
-from mstrain.training.config import load_config
 
 WORDS = ["model=gpt2", "model.layers=18", "data=synthetic", "seq=64", "batch=8", "parallel=collective"]
 GB = 10**9

@@ -6,6 +6,7 @@ import io
 import pytest
 from rich.console import Console
 
+from mstrain.training.session import train
 from tests.training.runs import make
 
 
@@ -14,11 +15,11 @@ def finished(tmp_path_factory):
     """Six steps on 2x4, trained: saved every two steps, evaluated every four, steps 3 and 4 profiled."""
     recorder = functools.partial(Console, record=True, file=io.StringIO())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mstrain.training.run.Console", recorder)
+        patch.setattr("mstrain.training.prepare.Console", recorder)
         run = make(
             tmp_path_factory.mktemp("runs") / "finished",
             "mesh=2x4", "parallel.slices=2", "steps=6", "checkpoint.every=2", "checkpoint.keep=2",
             "eval.every=4", "profile.start=3", "profile.steps=2",
         )  # fmt: skip
-    assert run.train() == 0
+    assert train(run) == 0
     return run

@@ -6,8 +6,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from mstrain.training.config import load_config
-from mstrain.training.run import Run, prepare
+from mstrain.commands.train import load_config
+from mstrain.training.prepare import prepare
+from mstrain.training.run import Run
 from tests.training.parity import QUICK
 
 ARGUMENTS = [

@@ -2,9 +2,8 @@
 
 import contextlib
 
-from mstrain.training.config import ProfileConfig
 from mstrain.training.loop import every, train
-from mstrain.training.profiler import profile_hooks
+from mstrain.training.profiler import ProfileConfig, profile_hooks
 
 
 class Log:

@@ -14,6 +14,7 @@ from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.cli import run_command
 from mstrain.program.step import init_state
 from mstrain.training import session
+from mstrain.training.session import train
 from tests.training.runs import lines, losses, make, saved_steps
 
 CUT = 4  # the step after which the copies below go on
@@ -52,7 +53,7 @@ def test_resume_on_the_same_mesh_is_bit_identical(finished, tmp_path):
     directory = copy_cut_after(CUT, finished, tmp_path / "run")
     with open(directory / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "loss": 1.2')  # a line the kill cut short
-    assert in_directory(finished, directory).train() == 0
+    assert train(in_directory(finished, directory)) == 0
     whole = Path(finished.config.run_dir)
     assert losses(directory) == losses(whole)
     for name in ("grad_norm", "learning_rate"):
@@ -82,7 +83,7 @@ def test_a_finished_run_says_so(finished, tmp_path):
     shown = io.StringIO()
     run = dataclasses.replace(in_directory(finished, directory), console=Console(file=shown, soft_wrap=True))
     before = (directory / "metrics.jsonl").read_text()
-    assert run.train() == 0
+    assert train(run) == 0
     assert "has all 6 steps. Type steps= above 6" in shown.getvalue()
     assert (directory / "metrics.jsonl").read_text() == before
 
