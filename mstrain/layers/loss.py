@@ -33,6 +33,11 @@ class LogitsHead:
     mesh: Mesh
     soft_cap: float | None = None
 
+    def capped(self, logits):
+        """Float32 logits as the loss takes them: after the soft cap."""
+        logits = logits.astype(jnp.float32)
+        return self.soft_cap * jnp.tanh(logits / self.soft_cap) if self.soft_cap else logits
+
     def on_mesh(self, function, in_specs, out_specs):
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
@@ -82,9 +87,7 @@ cross_entropy.defvjp(_forward, _backward)
 
 def _prepare(logits, head: LogitsHead):
     """Float32 logits of this shard, capped, padding masked out; and the symbol each column stands for."""
-    logits = logits.astype(jnp.float32)
-    if head.soft_cap:
-        logits = head.soft_cap * jnp.tanh(logits / head.soft_cap)
+    logits = head.capped(logits)
     width = logits.shape[1]
     symbols = lax.iota(jnp.int32, width)[None, :] + axis_index(head.layout.features) * width
     return jnp.where(symbols < head.vocabulary, logits, -1e30), symbols

@@ -56,8 +56,22 @@ def training_flops_per_token(model: ModelConfig, seq: int, attention: str = "ful
     return 3 * forward_flops_per_token(model, seq, attention)
 
 
+def flops_formula(model: ModelConfig, seq: int) -> str:
+    """`training_flops_per_token` under `full`, in words."""
+    windowed = _windowed_layers(model, seq)
+    if not windowed:
+        return "6 x multiplying parameters + 12 x layers x heads x head width x seq"
+    attended = f"{model.layers - windowed} layers x seq + {windowed} layers x window x (2 - window / seq)"
+    return f"6 x multiplying parameters + 12 x heads x head width x ({attended})"
+
+
+def _windowed_layers(model: ModelConfig, seq: int) -> int:
+    """Layers whose window is shorter than the sequence: every second one, from the first."""
+    return (model.layers + 1) // 2 if model.window and model.window < seq else 0
+
+
 def _tokens_attended(model: ModelConfig, seq: int) -> float:
-    """Sum over layers of T, or of what stands in its place in every second layer when a window is shorter."""
-    windowed = (model.layers + 1) // 2 if model.window and model.window < seq else 0
+    """Sum over layers of T, or of the width of the band where a window is shorter."""
+    windowed = _windowed_layers(model, seq)
     band = model.window * (2 - model.window / seq) if windowed else 0.0
     return (model.layers - windowed) * seq + windowed * band

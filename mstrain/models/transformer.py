@@ -139,9 +139,15 @@ class Transformer(nn.Module):
 
     def loss(self, tokens_T, targets_T):
         """Negative log-likelihood of every target in nats, float32 [T]."""
-        m, layout = self.model, self.plan.head.output_layout
-        head = LogitsHead(m.vocabulary, layout, self.plan.mesh, m.logit_soft_cap)
-        return cross_entropy(self(tokens_T), targets_T, head)
+        return cross_entropy(self(tokens_T), targets_T, self._logits_head())
+
+    def logits(self, tokens_T):
+        """The logits whose softmax the loss compares with the targets, float32 [T, V]: soft cap applied, no padding."""
+        return self._logits_head().capped(self(tokens_T))[:, : self.model.vocabulary]
+
+    def _logits_head(self) -> LogitsHead:
+        m = self.model
+        return LogitsHead(m.vocabulary, self.plan.head.output_layout, self.plan.mesh, m.logit_soft_cap)
 
     def _windows(self):
         every_second = jnp.arange(self.model.layers) % 2 == 0

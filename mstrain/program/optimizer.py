@@ -8,8 +8,8 @@ import optax
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """`learning_rate` is the peak, reached after `warmup` steps; it ends at `final_fraction` of it at the
-    last step. Null means 0.46 / model.width, which follows the GPT-3 paper's Table 2.1 from 125M to 175B
+    """`learning_rate` is the peak, reached after `warmup` steps of linear increase from `learning_rate / (warmup + 1)`;
+    a cosine brings it down to `final_fraction` of the peak at the last step. Null means 0.46 / model.width, which follows the GPT-3 paper's Table 2.1 from 125M to 175B
     within a factor of 1.7.
 
     `weight_decay` is applied to matrices and tables, not to norms and biases. `clip` bounds the global
@@ -42,12 +42,16 @@ class OptimizerConfig:
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Linear warm-up from 0, then a cosine that ends at step `steps`."""
+    """Linear warm-up, then a cosine that ends at step `steps`.
+
+    The first update has `1 / (warmup + 1)` of the peak: a rate of 0 would spend a batch on no update.
+    """
     peak = config.learning_rate
     warmup = min(config.warmup, max(steps - 1, 0))
     if not warmup:
         return optax.cosine_decay_schedule(peak, max(steps, 1), config.final_fraction)
-    return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, 1), peak * config.final_fraction)
+    first, last = peak / (warmup + 1), peak * config.final_fraction
+    return optax.warmup_cosine_decay_schedule(first, peak, warmup, max(steps, 1), last)
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

@@ -3,13 +3,10 @@
 import jax
 
 from mstrain.mesh import describe_mesh
+from mstrain.models.flops import flops_formula
 from mstrain.models.plan import describe_plan
 from mstrain.models.transformer import count_parameters
 from mstrain.training.run import Run
-
-MFU_FORMULA = (
-    "(6 x multiplying parameters + 12 x layers x heads x head width x seq) x tokens / seconds / peak"
-)
 
 
 def announce(run: Run) -> None:
@@ -24,7 +21,7 @@ def announce(run: Run) -> None:
         "Plan": describe_plan(run.module.plan),
         "Data": f"{run.config.data.source}: {train.num_tokens:,} training tokens, "
         f"{validation.num_tokens:,} validation tokens",
-        "MFU": f"{MFU_FORMULA}; peak {peak}",
+        "MFU": f"({flops_formula(model, run.config.seq)}) x tokens / seconds / peak; peak {peak}",
     }
     for name, text in lines.items():
         run.console.print(f"[bold]{name:7}[/]{text}")

@@ -1,4 +1,4 @@
-"""Continues a prompt with the trained model, by the very forward pass that was trained."""
+"""Continues a prompt with the trained model, by the forward pass and the logits of the loss."""
 
 import dataclasses
 
@@ -46,9 +46,8 @@ def _generator(module: Transformer, temperature: float):
 
     def generate(params, tokens_BxT, begin, end, key):
         def append(place, tokens_BxT):
-            logits = module.apply({"params": params}, tokens_BxT.reshape(-1))
-            logits = logits.reshape(*tokens_BxT.shape, -1)[:, place - 1, : module.model.vocabulary]
-            logits = logits.astype(jnp.float32)
+            logits = module.apply({"params": params}, tokens_BxT.reshape(-1), method="logits")
+            logits = logits.reshape(*tokens_BxT.shape, -1)[:, place - 1]
             if temperature:
                 chosen = jax.random.categorical(jax.random.fold_in(key, place), logits / temperature)
             else:

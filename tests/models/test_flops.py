@@ -8,7 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 from mstrain.models.config import ModelConfig
-from mstrain.models.flops import forward_flops_per_token, matmul_parameters, training_flops_per_token
+from mstrain.models.flops import (
+    flops_formula,
+    forward_flops_per_token,
+    matmul_parameters,
+    training_flops_per_token,
+)
 from mstrain.models.plan import canonical_plan
 from mstrain.models.transformer import Transformer, count_parameters
 from mstrain.models.zoo import load_preset
@@ -97,6 +102,19 @@ def test_window_counts_the_band_that_is_seen():
     assert scores * seq == pytest.approx(pairs * per_pair, rel=3 * seq / pairs)
     wide, none = (dataclasses.replace(model, window=window) for window in (seq, None))
     assert forward_flops_per_token(wide, seq) == forward_flops_per_token(none, seq)
+
+
+@pytest.mark.parametrize("window", [None, 100, 1000])
+def test_the_formula_in_words_gives_the_count(window):
+    model, seq = ModelConfig(layers=3, window=window, vocabulary=256), 1000
+    words = {
+        "multiplying parameters": matmul_parameters(model), "head width": model.head_width, "heads": model.heads,
+        "3 layers": 3, "2 layers": 2, "1 layers": 1, "layers": 3, "seq": seq, "window": window, " x ": "*",
+    }  # fmt: skip
+    formula = flops_formula(model, seq)
+    for word, value in words.items():
+        formula = formula.replace(word, str(value))
+    assert eval(formula) == training_flops_per_token(model, seq)
 
 
 def test_errors_name_the_fix():

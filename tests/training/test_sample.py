@@ -1,0 +1,40 @@
+"""A sample is drawn from the distribution that the loss trains."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mstrain.models.config import ModelConfig
+from mstrain.models.plan import canonical_plan
+from mstrain.models.transformer import Transformer
+from mstrain.training.sample import _generator
+
+SEQ = 32
+CAPPED = ModelConfig(layers=1, width=16, heads=2, vocabulary=64, context=SEQ, logit_soft_cap=1e-3)
+
+
+def made(model=CAPPED):
+    """A module with large weights, so that its raw logits are far apart."""
+    module = Transformer(model, canonical_plan(model), SEQ)
+    tokens = jnp.arange(SEQ, dtype=jnp.int32)
+    params = module.init(jax.random.key(0), tokens)["params"]
+    return module, jax.tree.map(lambda x: 50 * x, params), tokens
+
+
+def test_the_logits_of_a_sample_are_those_of_the_loss():
+    module, params, tokens = made()
+    targets = jnp.roll(tokens, 1)
+    logits = module.apply({"params": params}, tokens, method="logits")
+    loss = module.apply({"params": params}, tokens, targets, method="loss")
+    expected = -jax.nn.log_softmax(logits)[jnp.arange(SEQ), targets]
+    assert logits.shape == (SEQ, 64) and float(jnp.abs(logits).max()) <= 1.001e-3
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+
+
+def test_a_soft_cap_flattens_what_is_sampled():
+    module, params, tokens = made()
+    assert float(jnp.ptp(module.apply({"params": params}, tokens))) > 10  # without the cap one token has it all
+    drawn = jax.jit(_generator(module, 1.0), static_argnums=(2, 3))(
+        params, jnp.zeros((1, SEQ), jnp.int32), 1, SEQ, jax.random.key(0)
+    )
+    assert len(np.unique(drawn)) > SEQ / 2
