@@ -1,19 +1,7 @@
-"""Trains a transformer on a mesh: python train.py [key=value ...]; --help lists the keys."""
+"""An alias of `mstrain train`: python train.py [key=value ...]; --help lists the keys."""
 
 from mstrain.cli import run_command
-
-
-def main(arguments: list[str]) -> int:
-    from mstrain.commands import train
-
-    return train.main(arguments)
-
-
-def help_lines(arguments: list[str]) -> list[str]:
-    from mstrain.commands import train
-
-    return train.help_lines(arguments)
-
+from mstrain.commands.train import COMMAND
 
 if __name__ == "__main__":
-    run_command("train", main, help_lines)
+    run_command(COMMAND)

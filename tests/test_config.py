@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from mstrain.cli import build, run_command
-from mstrain.commands.train import load_config
+from mstrain.cli import Command, build, run_command
+from mstrain.commands.train import COMMAND, load_config
 from mstrain.gemm.plan import ALGORITHMS
 from mstrain.mesh import parse_mesh
 from mstrain.models.parallel import ParallelConfig, layer_algorithms, parse_slices
 from mstrain.training.config import RunConfig
-from train import help_lines, main
 
 SMALL = ["model=tiny", "data=synthetic", "data.num_tokens=4096", "seq=16", "batch=16", "steps=2"]
 
@@ -93,7 +92,7 @@ def command(arguments, monkeypatch) -> int:
     """Exit code of `python train.py arguments`."""
     monkeypatch.setattr("sys.argv", ["train.py", *arguments])
     with pytest.raises(SystemExit) as left:
-        run_command("train", main, help_lines)
+        run_command(COMMAND)
     return left.value.code
 
 
@@ -118,7 +117,7 @@ def test_a_bug_is_a_traceback(monkeypatch):
         raise AssertionError("ours")
 
     with pytest.raises(AssertionError):
-        run_command("train", broken)
+        run_command(Command("train", broken))
 
 
 def test_help_lists_every_key(monkeypatch, capsys):

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-import plan
+from mstrain.commands import plan
 from mstrain.cli import run_command
 from mstrain.commands.train import load_config
 from mstrain.models.transformer import count_parameters
@@ -25,7 +25,7 @@ def command(*arguments: str) -> int:
     """Exit code of plan.py, as `run_command` decides it."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
         patch.setattr(sys, "argv", ["plan.py", *arguments])
-        run_command("plan", plan.main, plan.help_lines)
+        run_command(plan.COMMAND)
     return ended.value.code
 
 

@@ -1,11 +1,10 @@
-"""train: trains a transformer on a mesh, or compiles its step for an absent slice (check=true)."""
+"""Trains a transformer on a mesh, or compiles its step for an absent TPU slice (check=true)."""
 
 import dataclasses
+import json
+from pathlib import Path
 
-from rich.console import Console
-
-from mstrain.cli import compose, describe_keys
-from mstrain.models.zoo import zoo_table
+from mstrain.cli import Command, compose, describe_keys
 from mstrain.plan_file import plan_overrides
 from mstrain.training.config import RunConfig
 
@@ -17,22 +16,39 @@ def load_config(arguments: list[str]) -> RunConfig:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs `train` with key=value arguments; returns the exit code."""
     if arguments == ["model=list"]:
+        from rich.console import Console
+
+        from mstrain.models.zoo import zoo_table
+
         Console().print(zoo_table())
         return 0
-    from mstrain.benchmarks.check import check
     from mstrain.job.job import find_process, joined
     from mstrain.training.prepare import prepare
     from mstrain.training.session import train
 
     config = load_config(arguments)
     if config.check:
+        from mstrain.benchmarks.check import check
+
         return check(config)
-    seat, devices = find_process(config.coordinator, config.processes, config.process)
-    with joined(seat, config.hosts, devices) as job:
+    process, devices = find_process(config.coordinator, config.processes, config.process)
+    with joined(process, config.hosts, devices) as job:
         return train(prepare(config, job))
 
 
 def help_lines(_: list[str]) -> list[str]:
-    return describe_keys(RunConfig)
+    return ["model=list prints the models with exact parameter counts.", "", *describe_keys(RunConfig, "config")]
+
+
+def results(run_dir: Path) -> dict[str, str]:
+    """What a finished run leaves in summary.json, for the table of a sweep."""
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    columns = {"validation loss": ("validation_loss", ".4f"), "tokens/s": ("tokens_per_second", ",.0f")}
+    return {name: format(summary[key], spec) for name, (key, spec) in columns.items() if summary.get(key) is not None}
+
+
+COMMAND = Command("train", main, __doc__.strip(), load_config, help_lines, results)

@@ -2,8 +2,9 @@
 
 import dataclasses
 import re
+from typing import ClassVar
 
-from mstrain.gemm import DATAFLOWS, check_algorithm
+from mstrain.gemm import ALGORITHMS, DATAFLOWS, check_algorithm
 from mstrain.gemm.plan import CHOOSES_DATAFLOW
 
 HALVES = ("attention", "mlp")
@@ -21,6 +22,8 @@ class ParallelConfig:
       slices: MeshSlice's slice count, or `auto`.
       dataflow: `os`, `ls`, `rs` for every product, or `auto`: the largest of input, weight and output stays.
     """
+
+    SHORTHAND: ClassVar = ("algorithm", tuple(ALGORITHMS))  # parallel=wang is parallel.algorithm=wang
 
     algorithm: str = "meshslice"
     attention: str | None = None

@@ -4,6 +4,7 @@ what to type instead.
 
 import dataclasses
 import itertools
+from typing import ClassVar
 
 from mstrain.checkpoints.config import CheckpointConfig
 from mstrain.checks import at_least, one_of
@@ -17,6 +18,7 @@ from mstrain.models.transformer import REMAT
 from mstrain.program.dtype import DTYPES
 from mstrain.program.optimizer import OptimizerConfig
 from mstrain.training.evaluate import EvalConfig
+from mstrain.training.answers import answer
 from mstrain.training.guard import GuardConfig
 from mstrain.training.profiler import ProfileConfig
 from mstrain.training.replicas import ReplicasConfig
@@ -28,27 +30,9 @@ TUNE = ("model", "compile")
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """One training run; see conf/config.yaml for the defaults of a bare `python train.py`.
+    """One training run. conf/config.yaml holds what a bare `python train.py` changes of these defaults."""
 
-    Attributes (beyond the nested ones):
-      mesh: `RxC`, `DxRxC` or `auto`.
-      plan: plan.json of plan.py, which supplies mesh, parallel, accumulate and remat unless they are given too.
-      tokenizer: `bytes`, `bpe`, a tokenizer.json or a Hugging Face name; `vocabulary` is the size of a bpe (or of the
-        synthetic corpus).
-      batch: sequences per step of the whole job, in `accumulate` microbatches; seq: tokens per sequence.
-      steps: optimizer updates in all; seed: of initial weights, batches and samples.
-      run_dir: everything the run writes; a checkpoint found there is resumed.
-      init_from: run_dir of another run, whose newest parameters a new run begins with.
-      dtype: of activations and products: `bf16`, `f32`, or `auto` (bf16 on accelerators). Weights are float32.
-      remat: what a layer keeps for its backward pass: `none` of it recomputed, all but `dots`, or in `full`.
-      log_every: steps between lines of metrics.jsonl.
-      compile_cache: folder of compiled programs, so that a restart compiles nothing; null for none.
-      tune: who decides what is `auto` of mesh and slice counts: the cost `model`, or `compile` its best candidates and
-        take the fastest schedule (TPU slices, here or absent; the answer is kept).
-      target, check: an absent TPU slice such as v5p-64, and true: compile the step for it instead of training.
-      coordinator, processes, process: `HOST:PORT` of process 0, how many there are and which this is, where neither a TPU
-        pod, SLURM nor Kubernetes tells.
-    """
+    explain: ClassVar = staticmethod(answer)
 
     model: ModelConfig
     data: DataConfig
@@ -63,26 +47,49 @@ class RunConfig:
     check_replicas: ReplicasConfig = dataclasses.field(default_factory=ReplicasConfig)
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
     mesh: str = "auto"
+    """Mesh of devices: `ROWxCOL`, `DATAxROWxCOL`, or `auto` (the cost model chooses; 2x4 on a CPU)."""
     plan: str | None = None
+    """A plan.json of plan.py. It sets mesh, parallel, accumulate and remat unless they are given, too."""
     tokenizer: str = "bytes"
+    """`bytes`, `bpe` (trained on the corpus), a tokenizer.json file, or a Hugging Face name."""
     vocabulary: int | None = None
+    """Number of tokens of a tokenizer=bpe or of data=synthetic; null takes its default."""
     batch: int = 32
+    """Sequences per step of the whole job."""
     seq: int = 128
+    """Tokens per sequence."""
     steps: int = 300
+    """Optimizer updates in all. The learning rate schedule ends at the last one."""
     seed: int = 0
+    """Seed of initial weights, batches and samples."""
     run_dir: str = "runs/default"
+    """Folder of everything the run writes. A checkpoint found there is resumed."""
     init_from: str | None = None
+    """run_dir of another run, whose newest weights a new run starts from."""
     dtype: str = "auto"
+    """Type of activations and products: `bf16`, `f32`, or `auto` (bf16 on accelerators, f32 on CPUs). Weights and
+    optimizer state are float32."""
     remat: str = "none"
+    """Activation checkpointing: `none` recomputes nothing, `dots` keeps matmul outputs, `full` recomputes each layer."""
     accumulate: int = 1
+    """Microbatches per step, whose gradients are averaged. It divides batch."""
     log_every: int = 1
+    """Steps between lines of metrics.jsonl."""
     compile_cache: str | None = "~/.cache/mstrain/compiled"
+    """Folder of compiled programs, so that a restart compiles nothing; null for none."""
     tune: str = "model"
+    """How `auto` values are chosen: `model` (cost model) or `compile` (compile the best candidates for the TPU slice,
+    present or absent, and keep the fastest; the result is cached)."""
     target: str | None = None
+    """An absent TPU slice such as v5p-64. With check=true, the step is compiled for it. No TPU needed."""
     check: bool = False
+    """Compile the step for target= and report memory and time instead of training."""
     coordinator: str | None = None
+    """HOST:PORT of process 0, where neither a TPU pod, SLURM nor Kubernetes provides it."""
     processes: int | None = None
+    """Number of processes of the job; given together with coordinator= and process=."""
     process: int | None = None
+    """Number of this process, from 0."""
 
     def __post_init__(self):
         at_least("", self, batch=1, seq=1, steps=1, seed=0, accumulate=1, log_every=1)

@@ -11,10 +11,9 @@ import pytest
 
 from mstrain.benchmarks import check as room
 from mstrain.benchmarks.layer_kinds import kind_of, seconds_by_kind
-from mstrain.commands.train import load_config
+from mstrain.commands.train import load_config, main
 from mstrain.compiler import DoesNotFit
 from mstrain.timeline import Lane, Timeline, exposed_communication
-from train import main
 
 ARGUMENTS = [
     "model=tiny", "model.position=alibi", "mesh=2x2", "target=v5p:2x2x1", "check=true", "batch=16", "seq=16",

@@ -113,8 +113,8 @@ def hook(event, arguments):
         os.write(log, os.path.abspath(os.fsdecode(path)).encode() + b"\\n")
 sys.addaudithook(hook)
 from mstrain.cli import run_command
-from train import main
-run_command("train", main)
+from mstrain.commands.train import COMMAND
+run_command(COMMAND)
 """
 
 

@@ -6,8 +6,8 @@ import sys
 import numpy as np
 
 from mstrain.cli import run_command
+from mstrain.commands.train import COMMAND
 from mstrain.data import Batches
-from train import main
 
 original = Batches.batch
 
@@ -20,4 +20,4 @@ def batch(self, step, rows=slice(None)):
 
 
 Batches.batch = batch
-run_command("train", main)
+run_command(COMMAND)

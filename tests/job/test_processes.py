@@ -104,7 +104,7 @@ def check_reading(folder):
 
 BUSY = """
 import sys, time
-from mstrain.cli import run_command
+from mstrain.cli import Command, run_command
 from mstrain.job.job import HostsConfig, find_process, joined
 def main(arguments):
     coordinator, processes, process = [word.partition("=")[2] for word in arguments]
@@ -113,7 +113,7 @@ def main(arguments):
         print("ready", flush=True)
         while True:
             time.sleep(0.01) if job.leads else 3**6_000_000
-run_command("train", main)
+run_command(Command("train", main))
 """
 
 
@@ -140,7 +140,7 @@ UNLUCKY = """
 import resource, sys, tempfile
 from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.cli import run_command
-from train import main
+from mstrain.commands.train import COMMAND
 save, temporary_file = Checkpoints.save, tempfile.TemporaryFile
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 def full(**_):
@@ -151,7 +151,7 @@ def unlucky_save(self, step, *rest):
     save(self, step, *rest)
 if sys.argv[-1] == "process=1":
     Checkpoints.save = unlucky_save
-run_command("train", main)
+run_command(COMMAND)
 """
 
 
@@ -186,7 +186,7 @@ def test_a_second_signal_ends_at_once(tmp_path, cache):
         "from mstrain.data import Batches; original = Batches.batch;"
         "Batches.batch = lambda self, step, rows=slice(None): time.sleep(3600) if step == 3 else "
         "original(self, step, rows);"
-        "from train import main; from mstrain.cli import run_command; run_command('train', main)"
+        "from mstrain.commands.train import COMMAND; from mstrain.cli import run_command; run_command(COMMAND)"
     )]  # fmt: skip
     job = Job(tmp_path, arguments(run, cache, *USUAL), command=command)
     assert job.wait_for(lambda: len(rows(run)) >= 2), job.output[-4000:]

@@ -26,10 +26,10 @@ COUNTING = """
 import collections, jax
 events = collections.Counter()
 jax.monitoring.register_event_listener(lambda name, **_: events.update([name.rpartition("/")[2]]))
-from train import main
 from mstrain.cli import run_command
+from mstrain.commands.train import COMMAND
 try:
-    run_command("train", main)
+    run_command(COMMAND)
 finally:
     print("compiled", events["cache_misses"], "taken", events["cache_hits"])
 """

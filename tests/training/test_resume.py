@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from mstrain.checkpoints.checkpoints import Checkpoints
-from mstrain.cli import run_command
+from mstrain.cli import Command, run_command
 from mstrain.program.step import init_state
 from mstrain.training import session
 from mstrain.training.session import train
@@ -97,7 +97,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_its_shapes(finished, tmp_
     )
     monkeypatch.setattr("sys.argv", ["train.py"])
     with pytest.raises(SystemExit) as left:
-        run_command("train", lambda _: session.train(run))
+        run_command(Command("train", lambda _: session.train(run)))
     error = capsys.readouterr().err
     assert left.value.code == 2 and "belongs to another model" in error and "Traceback" not in error
     assert "blocks_0.mlp.down.kernel: checkpoint (2, 256, 64), model (2, 128, 64)" in error

@@ -71,5 +71,5 @@ def help_lines(arguments: list[str]) -> list[str]:
     modes = [f"{key}={value}" for key, values in MODES.items() for value in values]
     lines = [f"modes: {' '.join(modes)} profile=MODEL (--help beside a mode lists its keys)", ""]
     key, value, _ = choose(arguments)
-    _, kind, _ = _mode(key, value)
-    return [*lines, f"keys of {key}={value}:", *describe_keys(kind)]
+    _, kind, file = _mode(key, value)
+    return [*lines, f"keys of {key}={value}:", *describe_keys(kind, file)]

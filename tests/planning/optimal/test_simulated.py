@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-import plan as command
+from mstrain.commands import plan as command
 from mstrain.planning.metis.cluster import read_cluster
 from mstrain.planning.optimal import PlanOptions, plan_optimal
 from mstrain.planning.optimal.simulated import allocate, mixed_cluster, simulate_mixed, stage_rows

@@ -1,0 +1,81 @@
+"""Runs a command: its options, and every error of a person as one message with exit code 2."""
+
+import argparse
+import dataclasses
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+
+import mstrain
+from mstrain.cli.compose import config_dir, to_yaml
+from mstrain.cli.help import OPTIONS
+from mstrain.cli.sweep import run_sweep
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Attributes:
+      name: as it is typed.
+      main: key=value arguments to exit code; raises ValueError for a mistake.
+      summary: what it does, one line.
+      config: key=value arguments to the composed, checked config; what `--cfg job` prints.
+      help_lines: key=value arguments to the lines of --help.
+      results: a finished run_dir to {column: value} of the table after a sweep.
+    """
+
+    name: str
+    main: Callable[[list[str]], int]
+    summary: str = ""
+    config: Callable[[list[str]], typing.Any] | None = None
+    help_lines: Callable[[list[str]], list[str]] = lambda pairs: []
+    results: Callable[[Path], dict[str, str]] = lambda folder: {}
+
+
+def run_command(command: Command, arguments: list[str] | None = None) -> typing.NoReturn:
+    """Runs `command` and exits: 2 and one message for a `ValueError`, a traceback for anything else."""
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        options, pairs = _options(words)
+        with config_dir(options.config_dir):
+            sys.exit(_run(command, options, pairs))
+    except ValueError as error:
+        print(f"{command.name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _run(command: Command, options: argparse.Namespace, pairs: list[str]) -> int:
+    if options.version:
+        print(f"mstrain {mstrain.__version__}")
+        return 0
+    if options.help:
+        head = f"{command.summary}\n\nmstrain {command.name} [key=value ...], or python {command.name}.py [key=value ...]"
+        print(f"{head}\n\n{OPTIONS}\n\n" + "\n".join(command.help_lines(pairs)))
+        return 0
+    if options.cfg:
+        print(to_yaml(command.config(pairs)), end="")
+        return 0
+    if options.multirun:
+        return run_sweep(command.name, pairs, options.config_dir, command.config, command.results)
+    return command.main(pairs)
+
+
+def _options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    for names in (("-h", "--help"), ("-m", "--multirun"), ("--version",)):
+        parser.add_argument(*names, action="store_true")
+    parser.add_argument("-c", "--cfg", choices=["job"])
+    parser.add_argument("-cd", "--config-dir", type=Path)
+    options, pairs = parser.parse_known_args(words)
+    if unknown := [word for word in pairs if word.startswith("-")]:
+        raise ValueError(f"There is no option {unknown[0]}. Write keys as key=value (--help lists options and keys).")
+    return options, pairs
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise ValueError(f"{message}. --help lists the options.")

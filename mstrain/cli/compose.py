@@ -1,0 +1,129 @@
+"""Hydra composes the files of conf/ (and of --config-dir) with the command line; frozen dataclasses decide."""
+
+import contextlib
+import contextvars
+import dataclasses
+import difflib
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mstrain.checks import one_of
+from mstrain.cli.fields import build, default_of, known_keys
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+# An installed package carries the folder inside; a checkout has it beside the package.
+CONF = next(folder for folder in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if folder.is_dir())
+EXPERIMENT = "experiment"
+_added: contextvars.ContextVar[Path | None] = contextvars.ContextVar("config_dir", default=None)
+
+
+@contextlib.contextmanager
+def config_dir(folder: Path | None):
+    """Inside, `folder`'s groups are found beside those of conf/. Raises ValueError when it is not a folder."""
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"--config-dir {folder} is not a folder. Type one that holds groups, such as {folder}/model/.")
+    token = _added.set(folder and folder.resolve())
+    try:
+        yield
+    finally:
+        _added.reset(token)
+
+
+def compose(kind: type, name: str, arguments: list[str]) -> Any:
+    """The dataclass `kind` from NAME.yaml and command-line overrides; raises ValueError with the fix."""
+    overrides = _checked(kind, arguments)
+    schema = {field.name: default_of(field) for field in dataclasses.fields(kind)}
+    ConfigStore.instance().store(name="schema", node=schema)
+    if folder := _added.get():
+        overrides.append(f"hydra.searchpath=['file://{folder}']")
+    try:
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            composed = hydra.compose(name, overrides=overrides)
+        values = OmegaConf.to_container(composed, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(f"Cannot read the command line: {str(error).splitlines()[0]}") from None
+    return build(kind, values)
+
+
+def to_yaml(config) -> str:
+    """A config as YAML that `build` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+
+
+def groups_of(kind: type) -> list[str]:
+    """The keys of `kind` that choose a file: folders of configuration with the name of a nested config."""
+    hints = typing.get_type_hints(kind)
+    return [name for name, hint in hints.items() if dataclasses.is_dataclass(hint) and choices(name)]
+
+
+def choices(group: str) -> list[str]:
+    """Names of the files of a group, in conf/ and in --config-dir."""
+    folders = [folder for folder in (CONF, _added.get()) if folder]
+    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+
+
+def sweep_values(argument: str) -> list[str] | None:
+    """The values of a Hydra sweep such as `a=1,2` or `a=range(1,4)`; None when `argument` has one value."""
+    try:
+        override = OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return None
+    return list(override.sweep_string_iterator()) if override.is_sweep_override() else None
+
+
+def _checked(kind: type, arguments: list[str]) -> list[str]:
+    """The overrides as Hydra takes them. Unknown keys and choices get suggestions that Hydra would not make."""
+    keys, groups, given, overrides = [*known_keys(kind), *groups_of(kind)], groups_of(kind), set(), []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        key = key.removeprefix("+") if key == "+" + EXPERIMENT else key
+        if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
+            raise ValueError(f"Cannot read {argument!r}. Write key=value, such as mesh=2x4 (--help lists the keys).")
+        if key == EXPERIMENT and EXPERIMENT not in keys and choices(EXPERIMENT):
+            one_of(key, value, choices(EXPERIMENT))
+            overrides.append(f"+{EXPERIMENT}={value}")
+            continue
+        if key not in keys:
+            raise ValueError(_unknown(kind, key, value, keys))
+        key = _expand(kind, key, value, groups)
+        if key in given:
+            raise ValueError(f"{key} is given twice. Type it once.")
+        given.add(key)
+        if key in groups:
+            one_of(key, value, choices(key))
+        elif sweep_values(argument):
+            raise ValueError(_explain(kind, key, value) or f"{argument} lists several values. Type -m to run each of them.")
+        overrides.append(f"{key}={value}")
+    return overrides
+
+
+def _expand(kind: type, key: str, value: str, groups: list[str]) -> str:
+    """`parallel=wang` is short for `parallel.algorithm=wang` where the nested config says so."""
+    nested = typing.get_type_hints(kind).get(key)
+    if key in groups or not hasattr(nested, "SHORTHAND"):
+        return key
+    field, allowed = nested.SHORTHAND
+    one_of(key, value, allowed)
+    return f"{key}.{field}"
+
+
+def _unknown(kind: type, key: str, value: str, keys: list[str]) -> str:
+    if advice := _explain(kind, key, value):
+        return f"There is no key {key!r}. {advice}"
+    near = difflib.get_close_matches(key, keys, 1)
+    return f"There is no key {key!r}. " + (f"Did you mean {near[0]}?" if near else "--help lists the keys.")
+
+
+def _explain(kind: type, key: str, value: str) -> str | None:
+    """What the config has to say to a key or value that people bring from elsewhere."""
+    explain = getattr(kind, "explain", None)
+    return explain(key, value) if explain else None

@@ -1,0 +1,100 @@
+"""What the fields of a config dataclass are: keys, types, choices, defaults, and the sentence under each field."""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import re
+import textwrap
+import types
+import typing
+from typing import Any
+
+NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+
+
+def known_keys(kind: type) -> list[str]:
+    """Every key of the dataclass `kind` that a command line may set: nested ones as `group.key`."""
+    keys = []
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            keys += [name] * hasattr(hint, "SHORTHAND")
+            keys += [f"{name}.{field.name}" for field in dataclasses.fields(hint)]
+        elif typing.get_origin(hint) is not typing.ClassVar:
+            keys.append(name)
+    return keys
+
+
+def build(kind: type, values: dict, path: str = "") -> Any:
+    """A dataclass from nested plain values, each checked against its annotation.
+
+    Raises ValueError for an unknown key, a missing value or a value of another type, with what to type instead.
+    """
+    hints = typing.get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind)]
+    unknown = set(values) - set(names)
+    if unknown:
+        raise ValueError(f"{path}{min(unknown)} is not a key. Known: {', '.join(path + name for name in names)}.")
+    for field in dataclasses.fields(kind):
+        required = field.default is field.default_factory is dataclasses.MISSING
+        if required and values.get(field.name) is None:
+            raise ValueError(f"{path}{field.name}= is missing. Type {path}{field.name}=VALUE (--help lists the keys).")
+    explain = getattr(kind, "explain", lambda key, value: None)
+    return kind(**{name: _typed(hints[name], value, path + name, explain) for name, value in values.items()})
+
+
+def _typed(hint, value, path: str, explain):
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            first = dataclasses.fields(hint)[0].name
+            raise ValueError(f"{path}={value!r} must be set by its keys, such as {path}.{first}=.")
+        return build(hint, value, path + ".")
+    if typing.get_origin(hint) is tuple and isinstance(value, list):
+        return tuple(_typed(typing.get_args(hint)[0], item, path, explain) for item in value)
+    kinds = types_of(hint)
+    if value is None and type(None) in kinds:
+        return None
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if float in kinds and number:
+        return float(value)
+    if str in kinds and number:
+        return str(value)
+    if type(value) in kinds:
+        return value
+    if advice := explain(path, value):
+        raise ValueError(advice)
+    if int in kinds and number and value == int(value):
+        raise ValueError(f"{path}={value} is a floating-point number. Type {path}={int(value)}.")
+    wanted = " or ".join(NAMES.get(kind, "a list, such as '[A,B]'") for kind in kinds)
+    raise ValueError(f"{path}={value!r} is not {wanted}.")
+
+
+def types_of(hint) -> tuple[type, ...]:
+    """The members of a union, or the one type."""
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def default_of(field: dataclasses.Field):
+    """The default of a field: a nested dict for a config, None where there is none and it must be given."""
+    if dataclasses.is_dataclass(field.type):
+        return dataclasses.asdict(field.type())
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+@functools.cache
+def field_docs(kind: type) -> dict[str, str]:
+    """The string under each field of the dataclass `kind`, as one line of text; inherited fields included."""
+    docs = {}
+    for base in reversed(kind.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError):  # made at run time: no source
+            continue
+        body = tree.body[0].body
+        for node, below in zip(body, body[1:]):
+            is_doc = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            if isinstance(node, ast.AnnAssign) and is_doc and isinstance(below.value.value, str):
+                docs[node.target.id] = re.sub(r"\s+", " ", below.value.value).strip()
+    return docs

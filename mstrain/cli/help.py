@@ -1,0 +1,61 @@
+"""What --help prints: every key with its type, default, choices and the sentence under its field."""
+
+import dataclasses
+import textwrap
+import typing
+
+from omegaconf import OmegaConf
+
+from mstrain.cli.compose import EXPERIMENT, choices, compose, groups_of
+from mstrain.cli.fields import default_of, field_docs, types_of
+
+WIDTH = 110
+TYPES = {int: "int", float: "float", bool: "true|false", str: "text", type(None): "null"}
+OPTIONS = """Options:
+  -h, --help         this page
+  --cfg job          print the composed configuration and exit
+  --config-dir DIR   find groups in DIR, too: DIR/model/mine.yaml is model=mine
+  -m, --multirun     run every combination of values separated by commas, each in a folder of its own
+  --version          print the version"""
+
+
+def describe_keys(kind: type, name: str) -> list[str]:
+    """The keys of the config `kind`, composed from NAME.yaml: files to choose from, then every key by section."""
+    hints, defaults = typing.get_type_hints(kind), _defaults(kind, name)
+    groups = groups_of(kind)
+    lines = ["Files to choose from (conf/):"] if groups else []
+    for group in groups:
+        lines += _wrapped(f"{group}=NAME", " ".join(choices(group)))
+    if groups and choices(EXPERIMENT):
+        lines += _wrapped(f"{EXPERIMENT}=NAME", " ".join(choices(EXPERIMENT)))
+    nested = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    lines += ["", "Keys, each with its default:", *_section(kind, "", defaults, skip=nested)]
+    for group, hint in nested.items():
+        lines += ["", f"{group}: {_first_line(hint)}", *_section(hint, group + ".", defaults[group])]
+    return lines
+
+
+def _defaults(kind: type, name: str) -> dict:
+    """What a command without keys takes; the fields' own defaults where some key must be given."""
+    try:
+        return dataclasses.asdict(compose(kind, name, []))
+    except ValueError:
+        return {field.name: default_of(field) for field in dataclasses.fields(kind)}
+
+
+def _section(kind: type, prefix: str, defaults: dict, skip=()) -> list[str]:
+    docs, hints, lines = field_docs(kind), typing.get_type_hints(kind), []
+    for name in (field.name for field in dataclasses.fields(kind) if field.name not in skip):
+        allowed = " or ".join(TYPES.get(kind, "list") for kind in types_of(hints[name]))
+        shown = OmegaConf.to_yaml(OmegaConf.create([defaults[name]])).removeprefix("- ").strip()
+        lines += _wrapped(f"{prefix}{name}={shown}", f"({allowed}) {docs.get(name, '')}".rstrip())
+    return lines
+
+
+def _wrapped(head: str, text: str) -> list[str]:
+    body = textwrap.wrap(text, WIDTH - 6, break_on_hyphens=False)
+    return [f"  {head}", *("      " + line for line in body)]
+
+
+def _first_line(kind: type) -> str:
+    return (kind.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ").strip()

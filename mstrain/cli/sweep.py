@@ -1,0 +1,80 @@
+"""--multirun: every combination of swept values, one process and one folder each, and a table at the end."""
+
+import csv
+import itertools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from mstrain.cli.compose import sweep_values
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FOLDER = "run_dir"
+
+
+def run_sweep(
+    name: str, pairs: list[str], folder: Path | None, config: Callable, results: Callable[[Path], dict[str, str]]
+) -> int:
+    """Runs the command `name` once for each combination; returns the highest exit code.
+
+    All combinations are composed and checked before the first one starts. Each writes to RUN_DIR/KEY=VALUE,KEY=VALUE, so
+    that the same sweep resumes where it stopped.
+
+    Raises:
+      ValueError: nothing is swept, or a combination is not valid.
+    """
+    fixed, swept = [], []
+    for pair in pairs:
+        values = sweep_values(pair)
+        key = pair.partition("=")[0]
+        if values is None:
+            fixed.append(pair)
+        else:
+            swept.append([f"{key}={value}" for value in values])
+    if not swept:
+        raise ValueError("--multirun has nothing to vary. Separate values by commas, such as parallel=meshslice,wang.")
+    combinations = list(itertools.product(*swept))
+    base = Path(config([*fixed, *combinations[0]]).run_dir)
+    fixed = [pair for pair in fixed if not pair.startswith(FOLDER + "=")]
+    jobs = [(chosen, base / _folder_name(chosen)) for chosen in combinations]
+    for chosen, run_dir in jobs:
+        config([*fixed, *chosen, f"{FOLDER}={run_dir}"])
+    rows = []
+    for number, (chosen, run_dir) in enumerate(jobs, 1):
+        print(f"[{number}/{len(jobs)}] {' '.join(chosen)} {FOLDER}={run_dir}", flush=True)
+        code = _start(name, [*fixed, *chosen, f"{FOLDER}={run_dir}"], folder)
+        rows.append({"run": " ".join(chosen), "exit code": str(code), **(results(run_dir) if code == 0 else {})})
+    _report(rows, base)
+    return max(int(row["exit code"]) for row in rows)
+
+
+def _folder_name(chosen: tuple[str, ...]) -> str:
+    return re.sub(r"[^\w.=,+-]+", "_", ",".join(chosen))
+
+
+def _start(name: str, pairs: list[str], folder: Path | None) -> int:
+    """A process of its own: JAX sets up its devices once in a process."""
+    options = ["--config-dir", str(folder)] if folder else []
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "mstrain", name, *options, *pairs]
+    return abs(subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}).returncode)
+
+
+def _report(rows: list[dict[str, str]], base: Path) -> None:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    table = Table(*columns, title="Sweep", title_justify="left")
+    for row in rows:
+        table.add_row(*(row.get(column, "") for column in columns))
+    Console(highlight=False).print(table)
+    base.mkdir(parents=True, exist_ok=True)
+    with (base / "sweep.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"Written: {base / 'sweep.csv'}")

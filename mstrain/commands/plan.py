@@ -1,0 +1,24 @@
+"""Plans parallel training for a cluster: searches, simulates, and prints the command that trains the best plan."""
+
+from mstrain.cli import Command
+
+
+def main(arguments: list[str]) -> int:
+    from mstrain.planning.commands import run
+
+    return run(arguments)
+
+
+def config(arguments: list[str]):
+    from mstrain.planning.commands.modes import load
+
+    return load(arguments)[1]
+
+
+def help_lines(arguments: list[str]) -> list[str]:
+    from mstrain.planning.commands import help_lines
+
+    return help_lines(arguments)
+
+
+COMMAND = Command("plan", main, __doc__.strip(), config, help_lines)

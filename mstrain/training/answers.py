@@ -1,0 +1,56 @@
+"""What train.py answers to keys and values that people bring from other frameworks."""
+
+import re
+
+_TYPE = {
+    "optimizer.learning_rate": "lr learning_rate optimizer.lr max_lr peak_lr",
+    "optimizer.warmup": "warmup warmup_steps warmup_iters optimizer.warmup_steps lr_warmup_steps",
+    "optimizer.weight_decay": "weight_decay wd",
+    "optimizer.clip": "grad_clip max_grad_norm clip_grad gradient_clip_val",
+    "seq": "block_size seq_len seq_length sequence_length max_seq_len max_seq_length n_ctx context_length",
+    "steps": "max_steps max_iters num_steps train_steps total_steps num_train_steps iterations",
+    "accumulate": "gradient_accumulation_steps grad_accum accum_steps accumulate_grad_batches",
+    "run_dir": "output_dir out_dir log_dir save_dir workdir default_root_dir",
+    "model.layers": "n_layer n_layers num_layers layers",
+    "model.heads": "n_head n_heads num_heads num_attention_heads heads",
+    "model.width": "n_embd d_model hidden_size dim width",
+    "dtype": "compute_dtype mixed_precision torch_dtype",
+    "checkpoint.every": "save_every save_steps checkpoint_interval save_interval checkpoint_every",
+    "eval.every": "eval_every eval_steps eval_interval val_check_interval",
+    "log_every": "logging_steps log_interval log_frequency",
+    "data.path": "dataset data_path dataset_path train_file",
+}
+_BY_NAME = {name: key for key, names in _TYPE.items() for name in names.split()}
+_SENTENCES = {
+    "per_device_batch_size per_device_train_batch_size micro_batch_size batch_size global_batch_size train_batch_size":
+        "batch= counts the sequences of one step of the whole job: type batch=N, N = devices x sequences a device.",
+    "resume resume_from_checkpoint auto_resume load_checkpoint":
+        "A run_dir= that holds a checkpoint is resumed without a key. init_from=RUN_DIR starts a new run from its weights.",
+    "wandb use_wandb wandb_project report_to logger":
+        "Metrics are in RUN_DIR/metrics.jsonl and RUN_DIR/tensorboard: type tensorboard --logdir RUN_DIR/tensorboard.",
+    "fp16 bf16 amp": "Type dtype=bf16 or dtype=f32.",
+    "gradient_checkpointing activation_checkpointing checkpointing recompute":
+        "Type remat=full (recompute every layer) or remat=dots (keep matmul outputs).",
+    "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size dp data_parallel data_parallel_size":
+        "Type mesh=DATAxROWxCOL, such as mesh=2x4x8, and parallel=megatron for one-dimensional tensor parallelism.",
+    "vocab_size": "Type model.vocabulary=N, or vocabulary=N for the size of a tokenizer=bpe.",
+    "compile jit": "Every step is compiled. No key is needed.",
+    "gpus devices num_gpus nproc_per_node": "All devices are used. Type mesh=ROWxCOL to say how.",
+}  # fmt: skip
+_BY_NAME_SENTENCE = {name: sentence for names, sentence in _SENTENCES.items() for name in names.split()}
+
+
+def answer(key: str, value: str) -> str | None:
+    """A sentence that says what to type instead of `key=value`; None for a key or value that is not known."""
+    if key in _BY_NAME:
+        return f"Type {_BY_NAME[key]}={value}."
+    if key in _BY_NAME_SENTENCE:
+        return _BY_NAME_SENTENCE[key]
+    text = str(value).lower()
+    if key == "mesh" and re.fullmatch(r"\[?[1-9]\d*(,[1-9]\d*)+\]?", text):
+        shape = text.strip("[]").replace(",", "x")
+        return f"mesh={value} lists several values. Type mesh={shape} for one mesh, or add -m to run each value."
+    if key == "remat" and text in ("true", "false"):
+        kept = "remat=full (recompute every layer) or remat=dots (keep matmul outputs)"
+        return f"remat={text} is not a choice. Type {kept if text == 'true' else 'remat=none'}."
+    return None
