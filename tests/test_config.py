@@ -1,6 +1,7 @@
 """Every mistake in a configuration is one message with its fix and exit code 2; nothing is written."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import jax
@@ -9,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from mstrain.cli import Command, build, run_command
+from mstrain.__main__ import main as module_main
+from mstrain.cli import Command, build, known_keys, run_command
+from mstrain.cli.compose import CONF
 from mstrain.commands.train import COMMAND, load_config
 from mstrain.gemm.plan import ALGORITHMS
 from mstrain.mesh import parse_mesh
@@ -117,7 +120,7 @@ def test_a_bug_is_a_traceback(monkeypatch):
         raise AssertionError("ours")
 
     with pytest.raises(AssertionError):
-        run_command(Command("train", broken))
+        run_command(Command("train", broken), [])
 
 
 def test_help_lists_every_key(monkeypatch, capsys):
@@ -184,3 +187,85 @@ def test_any_argument_is_read_or_refused_with_a_reason(key, value):
         load_config([*(a for a in SMALL if not a.startswith(key + "=")), f"{key}={value}"])
     except ValueError as error:
         assert str(error)
+
+
+FOREIGN = {
+    "lr=3e-4": "Type optimizer.learning_rate=3e-4.",
+    "optimizer.lr=1": "Type optimizer.learning_rate=1.",
+    "block_size=64": "Type seq=64.",
+    "max_steps=5": "Type steps=5.",
+    "per_device_batch_size=4": "batch=N",
+    "wandb=true": "metrics.jsonl",
+    "resume=true": "resumed without a key",
+    "steps=1e4": "Type steps=10000.",
+    "mesh=2,4": "Type mesh=2x4",
+    "remat=true": "Type remat=full",
+    "seed=1,2": "Type -m",
+}
+
+
+@pytest.mark.parametrize("argument", FOREIGN)
+def test_keys_and_values_of_other_frameworks_are_answered(argument):
+    with pytest.raises(ValueError) as told:
+        load_config([argument])
+    assert FOREIGN[argument] in str(told.value)
+
+
+def test_help_explains_every_key(monkeypatch, capsys):
+    """Nested ones, too: type, default and a sentence."""
+    assert command(["--help"], monkeypatch) == 0
+    shown = capsys.readouterr().out
+    for key in known_keys(RunConfig):
+        if "." not in key and key != "parallel":
+            assert re.search(rf"^  {re.escape(key)}=.*\n      \([a-z| ]+\) \S", shown, re.MULTILINE), key
+
+
+def test_cfg_job_prints_what_builds_the_same_configuration(monkeypatch, capsys):
+    assert command(["--cfg", "job", "model=tiny", "parallel=wang"], monkeypatch) == 0
+    printed = build(RunConfig, OmegaConf.to_container(OmegaConf.create(capsys.readouterr().out)))
+    assert printed == load_config(["model=tiny", "parallel=wang"])
+
+
+def test_groups_of_ones_own_come_from_config_dir(tmp_path, monkeypatch, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("name: mine\nlayers: 7\n")
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "sevens.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /model: mine\nsteps: 77\n"
+    )
+    arguments = ["--config-dir", str(tmp_path), "--cfg", "job", "+experiment=sevens", "seed=5"]
+    assert command(arguments, monkeypatch) == 0
+    printed = OmegaConf.create(capsys.readouterr().out)
+    assert (printed.model.layers, printed.steps, printed.seed) == (7, 77, 5)
+    assert command(["model=mine"], monkeypatch) == 2  # without the folder
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
+def test_experiments_state_command_hardware_and_result_and_compose(path):
+    text = path.read_text()
+    assert all(f"# {word}: " in text for word in ("Command", "Hardware", "Expected"))
+    assert load_config([f"experiment={path.stem}"])
+
+
+def test_a_sweep_runs_every_combination_in_its_own_folder(tmp_path, monkeypatch, capfd):
+    arguments = [*SMALL, "-m", "seed=1,2", "parallel=fsdp,wang", f"run_dir={tmp_path / 'sweep'}"]
+    started = []
+    monkeypatch.setattr("mstrain.cli.sweep._start", lambda name, pairs, folder: started.append(pairs) or 0)
+    assert command(arguments, monkeypatch) == 0
+    folders = {pair.partition("=")[2] for pairs in started for pair in pairs if pair.startswith("run_dir=")}
+    assert folders == {f"{tmp_path}/sweep/seed={s}_parallel={p}" for s in (1, 2) for p in ("fsdp", "wang")}
+    assert len((tmp_path / "sweep" / "sweep.csv").read_text().splitlines()) == 5
+    assert command([*SMALL, "-m", "seed=1,2", "steps=0"], monkeypatch) == 2  # before anything starts
+    assert command([*SMALL, "-m", "seed=1"], monkeypatch) == 2
+    assert len(started) == 4
+
+
+@pytest.mark.parametrize("words, code, shown", [
+    (["--version"], 0, "mstrain "), (["train", "--version"], 0, "mstrain "), ([], 0, "benchmark"),
+    (["trian"], 2, "Did you mean train?"), (["train", "--bar"], 2, "no option --bar"),
+])  # fmt: skip
+def test_the_module_runs_the_commands(words, code, shown, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["mstrain", *words])
+    with pytest.raises(SystemExit) as left:
+        module_main()
+    assert left.value.code == code and shown in "".join(capsys.readouterr())

@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from mstrain.commands import plan
 from mstrain.cli import run_command
+from mstrain.commands import plan
 from mstrain.commands.train import load_config
 from mstrain.models.transformer import count_parameters
 from mstrain.models.zoo import load_preset

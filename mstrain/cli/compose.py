@@ -75,7 +75,7 @@ def sweep_values(argument: str) -> list[str] | None:
     """The values of a Hydra sweep such as `a=1,2` or `a=range(1,4)`; None when `argument` has one value."""
     try:
         override = OverridesParser.create().parse_override(argument)
-    except HydraException:
+    except HydraException:  # a value with characters of Hydra's own grammar is taken as it is
         return None
     return list(override.sweep_string_iterator()) if override.is_sweep_override() else None
 
@@ -102,8 +102,18 @@ def _checked(kind: type, arguments: list[str]) -> list[str]:
             one_of(key, value, choices(key))
         elif sweep_values(argument):
             raise ValueError(_explain(kind, key, value) or f"{argument} lists several values. Type -m to run each of them.")
-        overrides.append(f"{key}={value}")
+        overrides.append(_quoted(key, value))
     return overrides
+
+
+def _quoted(key: str, value: str) -> str:
+    """An override that Hydra reads: a value such as `runs/a=1;b` is quoted, unless it is malformed quoting itself."""
+    try:
+        OverridesParser.create().parse_override(f"{key}={value}")
+    except HydraException:
+        if not set(value) & set("'\"${}[]\\"):
+            return f"{key}='{value}'"
+    return f"{key}={value}"
 
 
 def _expand(kind: type, key: str, value: str, groups: list[str]) -> str:

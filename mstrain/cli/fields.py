@@ -15,12 +15,12 @@ NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 def known_keys(kind: type) -> list[str]:
     """Every key of the dataclass `kind` that a command line may set: nested ones as `group.key`."""
-    keys = []
-    for name, hint in typing.get_type_hints(kind).items():
-        if dataclasses.is_dataclass(hint):
-            keys += [name] * hasattr(hint, "SHORTHAND")
-            keys += [f"{name}.{field.name}" for field in dataclasses.fields(hint)]
-        elif typing.get_origin(hint) is not typing.ClassVar:
+    keys, hints = [], typing.get_type_hints(kind)
+    for name in (field.name for field in dataclasses.fields(kind)):
+        if dataclasses.is_dataclass(hints[name]):
+            keys += [name] * hasattr(hints[name], "SHORTHAND")
+            keys += [f"{name}.{field.name}" for field in dataclasses.fields(hints[name])]
+        else:
             keys.append(name)
     return keys
 

@@ -23,7 +23,7 @@ def run_sweep(
 ) -> int:
     """Runs the command `name` once for each combination; returns the highest exit code.
 
-    All combinations are composed and checked before the first one starts. Each writes to RUN_DIR/KEY=VALUE,KEY=VALUE, so
+    All combinations are composed and checked before the first one starts. Each writes to RUN_DIR/KEY=VALUE_KEY=VALUE, so
     that the same sweep resumes where it stopped.
 
     Raises:
@@ -55,7 +55,7 @@ def run_sweep(
 
 
 def _folder_name(chosen: tuple[str, ...]) -> str:
-    return re.sub(r"[^\w.=,+-]+", "_", ",".join(chosen))
+    return re.sub(r"[^\w.=+-]+", "_", "_".join(chosen))
 
 
 def _start(name: str, pairs: list[str], folder: Path | None) -> int:

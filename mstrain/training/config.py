@@ -17,8 +17,8 @@ from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorith
 from mstrain.models.transformer import REMAT
 from mstrain.program.dtype import DTYPES
 from mstrain.program.optimizer import OptimizerConfig
-from mstrain.training.evaluate import EvalConfig
 from mstrain.training.answers import answer
+from mstrain.training.evaluate import EvalConfig
 from mstrain.training.guard import GuardConfig
 from mstrain.training.profiler import ProfileConfig
 from mstrain.training.replicas import ReplicasConfig
