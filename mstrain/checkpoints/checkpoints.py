@@ -18,15 +18,13 @@ from pathlib import Path
 import jax
 import optax
 import orbax.checkpoint as ocp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from mstrain.checkpoints import manifest
 from mstrain.job.job import ALONE, Job
 from mstrain.job.save_barrier import SaveBarrier
 from mstrain.models import parameters
 from mstrain.models.transformer import Transformer
-from mstrain.program.step import State, map_parameter_trees
+from mstrain.program.step import State, map_copies, shard_copies
 
 STATE, FACTS = "state", "facts"
 STRAGGLER_TRIES = 50
@@ -69,7 +67,9 @@ class Checkpoints:
         """Steps of all complete checkpoints, the newest first."""
         return sorted(self._manager.all_steps(), reverse=True)
 
-    def save(self, step: int, state: State, module: Transformer, facts: dict) -> None:
+    def save(
+        self, step: int, state: State, module: Transformer, optimizer: optax.GradientTransformation, facts: dict
+    ) -> None:
         """Starts saving `state` as step `step`; returns when the arrays may be overwritten.
 
         Raises OSError on all processes when one of them cannot write.
@@ -78,7 +78,7 @@ class Checkpoints:
             return
         self._check_folder()
         args = ocp.args.Composite(
-            **{STATE: ocp.args.PyTreeSave(_to_canonical(module)(state)), FACTS: ocp.args.JsonSave(facts)}
+            **{STATE: ocp.args.PyTreeSave(_to_canonical(module, optimizer)(state)), FACTS: ocp.args.JsonSave(facts)}
         )
         self._saving = step
         self._agreement.begin()
@@ -123,9 +123,7 @@ class Checkpoints:
         Raises ValueError with the differing shapes when it belongs to another model.
         """
         canonical = self._read(step, _canonical_targets(module, optimizer))
-        return map_parameter_trees(
-            lambda tree: parameters.store_in_turn(module, tree), canonical, canonical["params"]
-        )
+        return map_copies(lambda tree: parameters.store_in_turn(module, tree), canonical, optimizer)
 
     def restore_parameters(self, step: int, module: Transformer):
         """The parameters alone of the state saved as `step`, laid out for `module`; moments are not read."""
@@ -195,15 +193,13 @@ class Checkpoints:
 
 
 @functools.lru_cache(maxsize=2)
-def _to_canonical(module: Transformer):
+def _to_canonical(module: Transformer, optimizer: optax.GradientTransformation):
     """The compiled conversion of a state to canonical form, kept because every save needs it."""
 
     def convert(state):
-        moments = map_parameter_trees(
-            lambda tree: parameters.restore(module, tree), state["optimizer"], state["params"]
-        )
-        canonical = {**state, "params": parameters.restore(module, state["params"]), "optimizer": moments}
-        return jax.lax.with_sharding_constraint(canonical, _canonical_shardings(module, canonical))
+        canonical = map_copies(lambda tree: parameters.restore(module, tree), state, optimizer)
+        shardings = shard_copies(parameters.canonical_shardings(module), canonical, optimizer)
+        return jax.lax.with_sharding_constraint(canonical, shardings)
 
     return jax.jit(convert)
 
@@ -217,14 +213,8 @@ def _canonical_targets(module: Transformer, optimizer: optax.GradientTransformat
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         state,
-        _canonical_shardings(module, state),
+        shard_copies(parameters.canonical_shardings(module), state, optimizer),
     )
-
-
-def _canonical_shardings(module: Transformer, state: State) -> State:
-    shardings = parameters.canonical_shardings(module)
-    replicated = NamedSharding(module.plan.mesh, P())
-    return map_parameter_trees(lambda _: shardings, state, state["params"], lambda _: replicated)
 
 
 def _shapes(tree) -> dict[str, tuple[int, ...]]:

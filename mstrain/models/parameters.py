@@ -99,10 +99,10 @@ def restore(module: Transformer, stored):
     """The form `module` runs to canonical parameters."""
     rules = abstract_parameters(module)
 
-    def convert(box, x):
-        return _convert("restore", box, x, module.plan.mesh)
+    def convert(x, box):
+        return x if is_masked(x) else _convert("restore", box, x, module.plan.mesh)
 
-    parts = jax.tree.map(convert, rules, stored, is_leaf=is_stored)
+    parts = jax.tree.map(convert, stored, rules, is_leaf=is_masked)
     groups = [parts.pop(f"blocks_{i}") for i in range(len(module.plan.groups))]
     stack = groups[0] if len(groups) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *groups)
     return {**parts, STACK: stack}
@@ -130,11 +130,17 @@ def _map_leaves(module: Transformer, canonical, convert):
     rules, stored = abstract_parameters(module), {}
     for name, tree in canonical.items():
         targets = [f"blocks_{i}" for i in range(len(module.plan.groups))] if name == STACK else [name]
-        leaves, structure = jax.tree.flatten(tree)
-        boxes = [jax.tree.leaves(rules[target], is_leaf=is_stored) for target in targets]
-        converted = [convert(*leaf) for leaf in zip(leaves, zip(*boxes, strict=True), strict=True)]
+        leaves, structure = jax.tree.flatten(tree, is_leaf=is_masked)
+        boxes = zip(*(structure.flatten_up_to(rules[target]) for target in targets), strict=True)
+        pairs = zip(leaves, boxes, strict=True)
+        converted = [(x,) * len(boxes) if is_masked(x) else convert(x, boxes) for x, boxes in pairs]
         stored |= zip(targets, map(structure.unflatten, zip(*converted, strict=True)), strict=True)
     return stored
+
+
+def is_masked(x) -> bool:
+    """Whether `x` replaces parameters in a tree of moments that has none of them, as `optax.MaskedNode` does."""
+    return not jax.tree.leaves(x)
 
 
 def _stored(x, boxes: tuple[Stored, ...], mesh: Mesh) -> tuple:
@@ -154,6 +160,8 @@ def _store_program(boxes: tuple[Stored, ...], mesh: Mesh):
 
 
 def _convert(direction: str, box: Stored, x, mesh: Mesh):
+    assert x.ndim == box.value.ndim, f"{x.shape} has no stored form: the parameter is {box.value.shape}"
+
     def place(x, dim, stored):
         if dim is not None and (x.ndim + dim < 0 or x.shape[dim] % _devices(mesh)):
             return x

@@ -9,7 +9,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mstrain.models.parameters import init_parameters, parameter_shapes, parameter_shardings
+from mstrain.models.parameters import init_parameters, is_masked, parameter_shapes, parameter_shardings
 from mstrain.models.transformer import Transformer
 
 State = dict  # {"step": int32, "params": ..., "optimizer": ...}
@@ -85,21 +85,42 @@ def abstract_state(module: Transformer, optimizer: optax.GradientTransformation)
 
 
 def state_shardings(module: Transformer, optimizer: optax.GradientTransformation) -> State:
-    """Moments are sharded as the parameters they belong to, everything else is replicated."""
-    params = parameter_shardings(module)
-    replicated = NamedSharding(module.plan.mesh, P())
-    abstract = jax.eval_shape(optimizer.init, parameter_shapes(module))
-    moments = map_parameter_trees(lambda _: params, abstract, params, lambda _: replicated)
-    return {"step": replicated, "params": params, "optimizer": moments}
+    """Shardings of the training state: moments as the parameters they belong to, everything else replicated."""
+    params = parameter_shapes(module)
+    state = {"step": jnp.int32(0), "params": params, "optimizer": jax.eval_shape(optimizer.init, params)}
+    return shard_copies(parameter_shardings(module), state, optimizer)
 
 
-def map_parameter_trees(function, tree, params_like, otherwise=lambda leaf: leaf):
-    """Applies `function` to every subtree of an optimizer state shaped like the parameters."""
-    structure = jax.tree.structure(params_like)
+def shard_copies(shardings, state: State, optimizer: optax.GradientTransformation | None) -> State:
+    """`shardings` of the parameters for every copy of them in `state`, replication on the same mesh for the rest."""
+    replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, P())
 
-    def is_parameters(node):
-        return jax.tree.structure(node) == structure
+    def sharding(x, own, parameter):
+        if is_masked(x):
+            return x
+        return own if x.shape == parameter.shape else replicated  # factored moments
 
-    return jax.tree.map(
-        lambda node: function(node) if is_parameters(node) else otherwise(node), tree, is_leaf=is_parameters
-    )
+    def of_copy(copy):
+        return jax.tree.map(sharding, copy, shardings, state["params"], is_leaf=is_masked)
+
+    return map_copies(of_copy, state, optimizer, lambda _: replicated)
+
+
+def map_copies(function, state: State, optimizer: optax.GradientTransformation | None, otherwise=lambda leaf: leaf):
+    """Applies `function` to the parameters in `state` and to every tree of moments that Optax derives from them.
+
+    Args:
+      function: takes a tree like the parameters, in which `optax.MaskedNode` replaces the leaves that a masked or
+        partitioned optimizer keeps no moment of.
+      state: {"params", "optimizer", ...}; "optimizer" may be missing, then `optimizer` is None.
+      optimizer: the transformation whose `init` made `state["optimizer"]`.
+      otherwise: for every other leaf, such as a count of steps.
+    """
+    mapped = {key: jax.tree.map(otherwise, part) for key, part in state.items() if key not in ("params", "optimizer")}
+    mapped["params"] = function(state["params"])
+    if "optimizer" in state:
+        mapped["optimizer"] = optax.tree_map_params(
+            lambda params: jax.eval_shape(optimizer.init, params), function, state["optimizer"],
+            transform_non_params=otherwise, is_leaf=lambda _: True,  # a whole copy at a time
+        )  # fmt: skip
+    return mapped

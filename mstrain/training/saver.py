@@ -17,7 +17,8 @@ class Saver:
 
     def __call__(self, step: int, state: State) -> None:
         self._settle()
-        self._attempt(step, lambda: self._checkpoints.save(step, state, self._run.module, self._facts))
+        run = self._run
+        self._attempt(step, lambda: self._checkpoints.save(step, state, run.module, run.optimizer, self._facts))
 
     def finish(self, step: int, state: State) -> None:
         """Makes sure that `step` is on disk; raises Stopped when it cannot be saved."""

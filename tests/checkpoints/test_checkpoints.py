@@ -13,7 +13,7 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.plan import ParallelConfig, make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
-from mstrain.program.step import map_parameter_trees
+from mstrain.program.step import map_copies, state_shardings
 
 MODEL = ModelConfig(layers=2, width=32, heads=4, mlp_width=64, vocabulary=61, context=8)
 OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-3), 10)
@@ -25,24 +25,21 @@ def module_on(mesh: str, model: ModelConfig = MODEL, **parallel) -> Transformer:
     return Transformer(model, plan, 8)
 
 
-def random_state(module: Transformer):
-    """Step, weights and both moments, all different; the canonical trees and what `module` stores of them."""
+def random_state(module: Transformer, optimizer=OPTIMIZER):
+    """Step, weights and moments, all different; the canonical trees and what `module` stores of them."""
     draw = np.random.default_rng(0)
     shapes = parameters.canonical_shapes(module)
 
-    def random_tree(_):
-        return jax.tree.map(lambda x: draw.normal(size=x.shape).astype(np.float32), shapes)
+    def random(x):
+        return np.int32(STEP) if x.dtype == np.int32 else draw.normal(size=x.shape).astype(np.float32)
 
-    params = random_tree(None)
-    moments = map_parameter_trees(
-        random_tree, jax.eval_shape(OPTIMIZER.init, shapes), shapes, lambda _: np.int32(STEP)
-    )
-    canonical = {"step": np.int32(STEP), "params": params, "optimizer": moments}
+    abstract = {"step": np.int32(STEP), "params": shapes, "optimizer": jax.eval_shape(optimizer.init, shapes)}
+    canonical = jax.tree.map(random, abstract)
 
     def store(state):
-        return map_parameter_trees(lambda tree: parameters.store(module, tree), state, params)
+        return map_copies(lambda tree: parameters.store(module, tree), state, optimizer)
 
-    return canonical, jax.jit(store)(canonical)
+    return canonical, jax.jit(store, out_shardings=state_shardings(module, optimizer))(canonical)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +48,7 @@ def saved(tmp_path_factory):
     module, directory = module_on("2x4", slices="2"), tmp_path_factory.mktemp("checkpoints")
     canonical, state = random_state(module)
     checkpoints = Checkpoints(directory, 2)
-    checkpoints.save(STEP, state, module, {"mesh": "1x2x4"})
+    checkpoints.save(STEP, state, module, OPTIMIZER, {"mesh": "1x2x4"})
     checkpoints.wait()
     checkpoints.close()
     return directory, canonical
@@ -73,7 +70,7 @@ def test_weights_moments_and_counters_arrive_bit_for_bit(mesh, parallel, saved):
     assert checkpoints.latest == STEP and checkpoints.facts(STEP) == {"mesh": "1x2x4"}
     state = checkpoints.restore(STEP, module, OPTIMIZER)
     checkpoints.close()
-    back = map_parameter_trees(lambda tree: parameters.restore(module, tree), state, state["params"])
+    back = map_copies(lambda tree: parameters.restore(module, tree), state, OPTIMIZER)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), canonical)
 
 

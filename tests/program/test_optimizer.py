@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from mstrain.program.optimizer import OptimizerConfig, decay_mask, learning_rate, make_optimizer
-from mstrain.program.step import map_parameter_trees
+from mstrain.program.step import map_copies
 from tests.training.parity import REFERENCE, initial, module_of
 
 CONFIG = OptimizerConfig(learning_rate=0.01, warmup=4, final_fraction=0.2, weight_decay=0.3, clip=0.5)
@@ -84,11 +84,11 @@ def test_updates_are_those_of_adamw(size):
 
 def test_both_moments_are_found_as_parameter_trees_and_counters_are_not():
     shapes = jax.tree.map(jnp.zeros_like, initial())
-    state = make_optimizer(CONFIG, 20).init(shapes)
-    found = []
-    map_parameter_trees(lambda tree: found.append(tree), state, shapes, lambda leaf: found.append(leaf.shape))
+    optimizer, found = make_optimizer(CONFIG, 20), []
+    state = {"params": shapes, "optimizer": optimizer.init(shapes)}
+    map_copies(lambda tree: found.append(tree), state, optimizer, lambda leaf: found.append(leaf.shape))
     assert [x for x in found if isinstance(x, tuple)] == [(), ()]
-    assert sum(jax.tree.structure(x) == jax.tree.structure(shapes) for x in found) == 2
+    assert [jax.tree.structure(x) == jax.tree.structure(shapes) for x in found if isinstance(x, dict)] == [True] * 3
     assert module_of(REFERENCE).model.layers == 2
 
 

@@ -36,7 +36,7 @@ def save(folder: Path) -> None:
         state["optimizer"],
     )
     start = time.perf_counter()
-    checkpoints.save(1, {**state, "params": params}, run.module, {})
+    checkpoints.save(1, {**state, "params": params}, run.module, run.optimizer, {})
     checkpoints.wait()
     print(f"saved in {time.perf_counter() - start:.1f} s")
 

@@ -23,7 +23,7 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.plan import ParallelConfig, make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
-from mstrain.program.step import make_step, map_parameter_trees
+from mstrain.program.step import make_step, map_copies
 
 MESHES = ("1x1", "2x4", "4x2", "1x8", "8x1", "2x2x2")
 STEPS, SEQUENCES, SEQ, VOCABULARY = 20, 16, 16, 61  # the vocabulary divides over no mesh
@@ -123,7 +123,7 @@ def compiled(case: Case):
             return state, curve.at[i].set(jnp.stack([metrics["loss"], metrics["grad_norm"]]))
 
         state, curve = jax.lax.fori_loop(0, steps, advance, (state, jnp.zeros((STEPS, 2))))
-        return curve, map_parameter_trees(lambda tree: parameters.restore(module, tree), state, params)
+        return curve, map_copies(lambda tree: parameters.restore(module, tree), state, optimizer)
 
     replicated = jax.NamedSharding(module.plan.mesh, jax.P())
     program = jax.jit(run, in_shardings=replicated, out_shardings=replicated)
