@@ -1,6 +1,7 @@
 """Checks that every part of a configuration makes at construction; messages end with what to type instead."""
 
 import difflib
+import re
 
 
 def one_of(key: str, value: str, allowed) -> None:
@@ -19,3 +20,13 @@ def at_least(path: str, config, **bounds) -> None:
         if not getattr(config, name) >= bound:
             key = f"{path}.{name}" if path else name
             raise ValueError(f"{key}={getattr(config, name)} is too small. Type {key}={bound} or more.")
+
+
+def mounted(key: str, path: str | None, instead: str = "") -> None:
+    """Raises ValueError when `path` is an address such as gs://bucket/run; files of a run need a mounted folder."""
+    if path is not None and (match := re.match(r"([A-Za-z][\w+.-]*):/", path)):
+        tool = {"gs": " (gcsfuse mounts gs://)", "s3": " (mount-s3 mounts s3://)"}.get(match[1].lower(), "")
+        raise ValueError(
+            f"{key}={path} is an address, not a folder: logs, metrics and configurations need a file system. Mount it"
+            f"{tool} and type {key}=/mnt/FOLDER.{instead}"
+        )

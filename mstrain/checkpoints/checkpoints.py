@@ -35,13 +35,14 @@ SAVE_SECONDS = 600  # that a host waits for the others' parts of a save
 class Checkpoints:
     """The checkpoints of one run directory."""
 
-    def __init__(self, directory: Path, keep: int | None, job: Job = ALONE):
+    def __init__(self, directory: Path, keep: int | None, job: Job = ALONE, keep_every: int | None = None):
         for name in ("absl", "asyncio"):  # Orbax tells of every save, and of a failed one in every thread
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._directory, self._saving = directory.absolute(), 0
         self._job, self._agreement = job, SaveBarrier(job)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
+            keep_period=keep_every,
             enable_async_checkpointing=True,
             cleanup_tmp_directories=True,
             async_options=ocp.AsyncOptions(

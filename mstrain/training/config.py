@@ -7,7 +7,7 @@ import itertools
 from typing import ClassVar
 
 from mstrain.checkpoints.config import CheckpointConfig
-from mstrain.checks import at_least, one_of
+from mstrain.checks import at_least, mounted, one_of
 from mstrain.data import DataConfig
 from mstrain.hardware import parse_target
 from mstrain.job.job import HostsConfig
@@ -107,6 +107,8 @@ class RunConfig:
             raise ValueError("tune=compile has nothing to choose. Type mesh=auto, parallel.slices=auto or tune=model.")
         if not self.run_dir.strip():
             raise ValueError("run_dir is empty. Type run_dir=runs/default, or the name of another folder.")
+        mounted("run_dir", self.run_dir)
+        mounted("init_from", self.init_from)
         if self.batch % self.accumulate:
             near = [a for a in range(1, self.batch + 1) if self.batch % a == 0]
             raise ValueError(

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from rich.markup import escape
 
 from mstrain.checkpoints.checkpoints import Checkpoints
+from mstrain.checkpoints.schedule import Schedule
 from mstrain.job.preemption import Preemption
 from mstrain.program.optimizer import learning_rate
 from mstrain.program.step import State
@@ -35,7 +36,8 @@ def train(run: Run) -> int:
     """Trains `run` to its last step, or until told to stop, in its run directory; returns the exit code."""
     directory = Path(run.config.run_dir)
     _make_folder(run, directory)
-    checkpoints = Checkpoints(directory / "checkpoints", run.config.checkpoint.keep, run.job)
+    keep = run.config.checkpoint
+    checkpoints = Checkpoints(directory / "checkpoints", keep.keep, run.job, keep.keep_every)
     try:
         with run.goodput.spend("restore"):
             state, done = begin(run, checkpoints)
@@ -98,13 +100,18 @@ def _hooks(run: Run, steps: range, directory: Path, evaluator: Evaluator, saver:
     """In this order: a copy that differs must not be saved, and a trace holds steps alone."""
     config, goodput = run.config, run.goodput
     begin_profile, end_profile = profile_hooks(config.profile, directory, steps)
-    account = (lambda *_: goodput.write(directory)) if run.job.leads else (lambda *_: None)
+    save = goodput.timed("save", saver)
+
+    def save_and_account(step: int, state: State) -> None:
+        save(step, state)
+        if run.job.leads:
+            goodput.write(directory)
+
     return [
         *end_profile,
         loop.every(config.check_replicas.every, config.steps, ReplicaCheck(run.job)),
         loop.every(config.eval.every, config.steps, goodput.timed("evaluate", evaluator)),
-        loop.every(config.checkpoint.every, config.steps, goodput.timed("save", saver)),
-        loop.every(config.checkpoint.every, config.steps, account),
+        loop.Hook(Schedule(config.checkpoint, steps, run.job), save_and_account),
         *begin_profile,
     ]
 

@@ -80,3 +80,15 @@ def test_another_model_is_refused_with_what_differs(saved):
     with pytest.raises(ValueError, match=r"embedding.table: checkpoint \(61, 32\), model \(67, 32\)"):
         checkpoints.restore(STEP, module, OPTIMIZER)
     checkpoints.close()
+
+
+def test_milestones_are_kept_beside_the_newest(saved, tmp_path):
+    module = module_on("2x4", slices="2")
+    _, state = random_state(module)
+    checkpoints = Checkpoints(tmp_path, keep=2, keep_every=3)
+    for step in range(1, 9):
+        checkpoints.save(step, state, module, {})
+    checkpoints.wait()
+    assert checkpoints.steps == [8, 7, 6, 3]
+    checkpoints.close()
+    assert sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()) == [3, 6, 7, 8]

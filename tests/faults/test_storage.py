@@ -17,6 +17,7 @@ from rich.console import Console
 
 from mstrain.checkpoints import manifest
 from mstrain.checkpoints.checkpoints import Checkpoints
+from mstrain.commands.train import load_config
 from mstrain.training import resume
 from mstrain.training.session import _make_folder, train
 from mstrain.training.stopped import Stopped
@@ -202,3 +203,12 @@ def test_any_manifest_is_judged_and_nothing_outside_is_read(tmp_path_factory, co
     found = manifest.problems(folder)
     assert all(isinstance(line, str) for line in found)
     assert not any("passwd" in line for line in found)
+
+
+def test_an_address_is_refused_before_a_folder_of_its_name_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for key in ("run_dir", "init_from"):
+        for address in ("gs://bucket/run", "s3://bucket/run", "S3:/bucket"):
+            with pytest.raises(ValueError, match=f"{key}={address} is an address.*type {key}=/mnt/"):
+                load_config([f"{key}={address}"])
+    assert not [*tmp_path.iterdir()]
