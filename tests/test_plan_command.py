@@ -13,12 +13,12 @@ import pytest
 
 from mstrain.cli import run_command
 from mstrain.commands import plan
+from mstrain.commands.plan.modes import choose
 from mstrain.commands.train import load_config
 from mstrain.models.transformer import count_parameters
 from mstrain.models.zoo import load_preset
-from mstrain.planning.commands.modes import choose
-from mstrain.planning.metis.profiles import read_profiles
-from tests.planning.metis.conftest import load_golden, sample_documents
+from mstrain.planner.mixed.profiles import read_profiles
+from tests.research.metis.conftest import load_golden, sample_documents
 
 
 def command(*arguments: str) -> int:
@@ -237,7 +237,7 @@ def test_a_mistake_is_one_message_with_its_fix(case, tmp_path, capsys):
 
 def test_a_search_out_of_time_keeps_what_it_found(tmp_path, monkeypatch, capsys):
     clock = iter(0.4 * tick for tick in range(100000))
-    monkeypatch.setattr("mstrain.planning.pod.search.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("mstrain.planner.search.time.monotonic", lambda: next(clock))
     assert command(*POD, "max_seconds=5", f"run_dir={tmp_path}") == 0
     assert "max_seconds=5 ended it" in capsys.readouterr().out
     assert not json.loads((tmp_path / "plans.json").read_text())["searched_whole_space"]

@@ -13,15 +13,15 @@ from mstrain.benchmarks.comparison import duration
 from mstrain.benchmarks.layer_kinds import seconds_by_kind
 from mstrain.benchmarks.remedies import Remedies, Remedy
 from mstrain.compiler import DoesNotFit, Program, Target, compile_step, make_target, predict, slice_devices
-from mstrain.compiler.answers import tuned
 from mstrain.hardware import Slice, mfu, parse_target
 from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import training_flops_per_token
-from mstrain.models.meshes import best_meshes
 from mstrain.models.plan import describe_plan, make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import BYTES
+from mstrain.planner.meshes import best_meshes
+from mstrain.planner.tuning_cache import tuned
 from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import GIB
 from mstrain.program.optimizer import make_optimizer

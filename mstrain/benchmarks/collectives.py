@@ -26,8 +26,8 @@ from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.benchmarks.links import Fit, Sample, fit_link
 from mstrain.benchmarks.measured import describe_devices, start_devices
 from mstrain.hardware import chip_for, collective_seconds
+from mstrain.hardware.constants import AxisLinks, Constants
 from mstrain.mesh import AXES, MeshShape, make_mesh
-from mstrain.tuning import AxisLinks, Constants
 
 KINDS = ("all_gather", "reduce_scatter", "permute")
 CHAIN = 4

@@ -18,7 +18,7 @@ from mstrain.benchmarks.table import Report, Row, make_row
 from mstrain.benchmarks.work import Work
 from mstrain.hardware import chip_for
 from mstrain.mesh import MeshShape, emulate_devices, make_mesh
-from mstrain.models.meshes import present_options
+from mstrain.planner.meshes import present_options
 from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import memory_of
 

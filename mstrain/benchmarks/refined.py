@@ -17,12 +17,12 @@ from rich.table import Table
 from mstrain.benchmarks.comparison import duration
 from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.compiler import slice_devices
-from mstrain.compiler.answers import answer_file, find_answer
-from mstrain.compiler.refine import Answer, Question, Trial, compile_candidate, why_slower
 from mstrain.mesh import fit_to_devices
 from mstrain.models.config import ModelConfig
-from mstrain.models.meshes import best_meshes
 from mstrain.models.parallel import ParallelConfig
+from mstrain.planner.compiled import Answer, Question, Trial, compile_candidate, why_slower
+from mstrain.planner.meshes import best_meshes
+from mstrain.planner.tuning_cache import answer_file, find_answer
 from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import GIB
 

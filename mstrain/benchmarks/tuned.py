@@ -6,11 +6,14 @@ from rich.console import Console
 
 from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.hardware import Slice
+from mstrain.hardware.constants import constants_for, load_constants
 from mstrain.mesh import MeshShape
 from mstrain.models.auto import projections
 from mstrain.models.config import ModelConfig
-from mstrain.models.meshes import best_meshes
-from mstrain.tuning import Tuning, constants_for, explain, load_constants, plot, to_csv, to_json, tune
+from mstrain.parallel.tune import tune
+from mstrain.parallel.tuning_result import Tuning
+from mstrain.planner.meshes import best_meshes
+from mstrain.planner.tuning_report import explain, plot, to_csv, to_json
 
 DEFAULT_DEVICES = 8  # of the emulated mesh
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from mstrain.cli import Command, compose, describe_keys
-from mstrain.plan_file import plan_overrides
+from mstrain.planner.plan_file import plan_overrides
 from mstrain.training.config import RunConfig
 
 

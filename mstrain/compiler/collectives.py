@@ -9,7 +9,7 @@ import numpy as np
 
 from mstrain.compiler.hlo import Instruction, Module
 from mstrain.hardware import Link, collective_seconds
-from mstrain.tuning import AxisLinks
+from mstrain.hardware.constants import AxisLinks
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all")
 

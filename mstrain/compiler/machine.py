@@ -5,7 +5,7 @@ import numpy as np
 from mstrain.compiler.collectives import Machine
 from mstrain.compiler.topology import Target
 from mstrain.hardware import Chip, Link
-from mstrain.tuning import AxisLinks
+from mstrain.hardware.constants import AxisLinks
 
 # bf16 FLOPs that XLA's cost model lets one device finish in a cycle: MXUs x 128 x 128 (256 x 256 from v6e on)
 # x 2, both cores of a v4 or v5p together. With the published peak they give the clock, so that a product at

@@ -44,7 +44,7 @@ class Chip:
     `ici_bandwidth` is one way, per link; on GPUs the links are NVLink ports, and `torus_rank` is 0.
     `most_slices` is where automatic slice counts end: more cost cycles and copies that the cost model does not know.
     `form` are the fields of `mstrain.gemm.Form` as its compiler wants them, `overlap` is what its compiler hides of a
-    collective, as a key of `mstrain.tuning.constants.OVERLAPS`.
+    collective, as a key of `mstrain.hardware.constants.OVERLAPS`.
     `sources` names the origin of every number that is not None.
     """
 

@@ -3,9 +3,12 @@
 import math
 
 from mstrain.hardware import Chip
+from mstrain.hardware.constants import constants_for
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, parse_slices
-from mstrain.tuning import Choice, Projection, constants_for, tune
+from mstrain.parallel.dataflow import Projection
+from mstrain.parallel.tune import tune
+from mstrain.parallel.tuning_result import Choice
 
 
 def projections(model: ModelConfig, repeats: int = 1) -> tuple[Projection, ...]:

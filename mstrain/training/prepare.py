@@ -12,16 +12,16 @@ import jax
 from rich.console import Console
 
 from mstrain import mesh as meshes
-from mstrain.compiler.answers import tuned
-from mstrain.compiler.refine import on_present
 from mstrain.data import Batches, Corpus
 from mstrain.data import prepare as prepare_corpus
 from mstrain.hardware import Chip, chip_for
 from mstrain.job.job import ALONE, Job
 from mstrain.models.config import ModelConfig
-from mstrain.models.meshes import best_meshes, slice_of
 from mstrain.models.plan import ModelPlan, describe_plan, make_plan
 from mstrain.models.transformer import Transformer
+from mstrain.planner.compiled import on_present
+from mstrain.planner.meshes import best_meshes, slice_of
+from mstrain.planner.tuning_cache import tuned
 from mstrain.program.dtype import dtype_on
 from mstrain.program.optimizer import make_optimizer
 from mstrain.training.announce import announce

@@ -11,8 +11,8 @@ from mstrain.data import Corpus
 from mstrain.hardware import Chip, mfu
 from mstrain.job.job import ALONE, Job
 from mstrain.models.flops import training_flops_per_token
-from mstrain.models.meshes import present_options
 from mstrain.models.transformer import Transformer
+from mstrain.planner.meshes import present_options
 from mstrain.program.memory import Memory, memory_of
 from mstrain.program.step import abstract_state, make_step
 from mstrain.training.config import RunConfig

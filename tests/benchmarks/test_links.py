@@ -6,7 +6,7 @@ import pytest
 from mstrain.benchmarks.collectives import KINDS, split_axis, time_collective, to_constants
 from mstrain.benchmarks.links import Fit, Sample, fit_link
 from mstrain.hardware import Link, collective_seconds
-from mstrain.tuning import load_constants
+from mstrain.hardware.constants import load_constants
 
 SIZES = [4**i << 10 for i in range(1, 8)]
 

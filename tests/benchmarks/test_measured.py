@@ -16,8 +16,8 @@ from mstrain.benchmarks.programs import make_works
 from mstrain.benchmarks.table import from_json
 from mstrain.compiler.hlo import shape_bytes
 from mstrain.gemm import ALGORITHMS
+from mstrain.hardware.constants import load_constants
 from mstrain.mesh import make_mesh
-from mstrain.tuning import load_constants
 
 TINY = ["models=tiny", "meshes=2x2", "layers=1", "seq=16", "batch=4", "repeats=1", "warmup=1"]
 

@@ -10,8 +10,8 @@ import pytest
 from mstrain.benchmarks import refined
 from mstrain.benchmarks.command import run
 from mstrain.benchmarks.config import load
-from mstrain.compiler.answers import answer_file, find_answer
-from mstrain.compiler.refine import Trial
+from mstrain.planner.compiled import Trial
+from mstrain.planner.tuning_cache import answer_file, find_answer
 
 ARGUMENTS = ["bench=tune", "tune=compile", "target=v5p-8", "models=tiny", "seq=16", "batch=16"]
 SECONDS = {"auto": 3.0, "1": 2.0, "2": 1.0, "4": 4.0, "8": 5.0}

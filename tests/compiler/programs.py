@@ -2,7 +2,7 @@
 
 from mstrain.compiler import Machine
 from mstrain.hardware import Link
-from mstrain.tuning import AxisLinks
+from mstrain.hardware.constants import AxisLinks
 
 LINK = Link(launch=0.0, sync=0.0, bandwidth=1e9)  # 1000 bytes in a microsecond
 LINKS = AxisLinks(LINK, LINK, LINK)

@@ -1,0 +1,74 @@
+"""From arguments to one of the modes of plan.py."""
+
+import importlib
+
+from mstrain.checks import one_of
+from mstrain.cli import compose, describe_keys
+
+# Key that chooses the mode -> value -> (module, configuration, configuration file). A mode's module is
+# imported when it is chosen, and has a function `run_<value>` that takes the configuration.
+MODES = {
+    "planner": {
+        "pod": ("mstrain.commands.plan.pod", "PodConfig", "plan"),
+        "optimal": ("mstrain.commands.plan.mixed", "OptimalConfig", "planner/optimal"),
+        "metis": ("research.metis.command", "MetisConfig", "planner/metis"),
+        "homogeneous": ("research.metis.command", "MetisConfig", "planner/homogeneous"),
+    },
+    "experiment": {
+        "distir_mlp": ("research.distir.command", "DistirConfig", "planner/distir_mlp"),
+        "metis_inputs": ("research.metis.command", "InputsConfig", "planner/metis_inputs"),
+    },
+}
+
+
+def choose(arguments: list[str]) -> tuple[str, str, list[str]]:
+    """(key, value, other arguments) of the mode asked for.
+
+    Without one: planner=optimal where a host file is given, else planner=pod; profile=MODEL is a mode too.
+    Raises ValueError for an unknown mode or two of them.
+    """
+    given = [argument.partition("=")[::2] for argument in arguments]
+    chosen = [(key, value) for key, value in given if key in MODES or key == "profile"]
+    if len(chosen) > 1:
+        both = " and ".join(f"{key}={value}" for key, value in chosen)
+        raise ValueError(f"{both} are different modes. Type one of them.")
+    if not chosen:
+        return "planner", "optimal" if any(key == "hostfile" for key, _ in given) else "pod", arguments
+    key, value = chosen[0]
+    rest = [argument for argument, (name, _) in zip(arguments, given) if name != key]
+    if key == "profile":
+        return "profile", "model", [f"model={value}", *rest]
+    one_of(key, value, list(MODES[key]))
+    return key, value, rest
+
+
+def load(arguments: list[str]):
+    """(function, its configuration) of the mode asked for; raises ValueError with the fix."""
+    key, value, rest = choose(arguments)
+    module, kind, file = _mode(key, value)
+    return getattr(module, f"run_{value}"), compose(kind, file, rest)
+
+
+def _mode(key: str, value: str):
+    module, kind, file = (
+        ("mstrain.commands.plan.profile", "ProfileConfig", "planner/profile") if key == "profile" else MODES[key][value]
+    )
+    module = importlib.import_module(module)
+    return module, getattr(module, kind), file
+
+
+def run(arguments: list[str]) -> int:
+    """Runs plan.py; returns its exit code. Raises ValueError, the fix included, for whatever a person can
+    mend.
+    """
+    function, config = load(arguments)
+    return function(config)
+
+
+def help_lines(arguments: list[str]) -> list[str]:
+    """The modes, and the keys of the one that `arguments` choose."""
+    modes = [f"{key}={value}" for key, values in MODES.items() for value in values]
+    lines = [f"modes: {' '.join(modes)} profile=MODEL (--help beside a mode lists its keys)", ""]
+    key, value, _ = choose(arguments)
+    _, kind, file = _mode(key, value)
+    return [*lines, f"keys of {key}={value}:", *describe_keys(kind, file)]

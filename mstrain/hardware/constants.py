@@ -1,0 +1,124 @@
+"""Link and compute constants of the cost model: shipped files, a user's file, or the table of chips."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from mstrain.hardware.chips import Chip
+from mstrain.hardware.link import Link
+from mstrain.hardware.slices import Slice
+
+FOLDER = Path(__file__).parent / "constants_files"
+COLLECTIVES = ("all_gather", "reduce_scatter", "permute")
+GEMM_FRACTION = 249 / 272  # of the peak: what the MeshSlice authors fitted to their simulated TPU v4
+
+
+@dataclass(frozen=True)
+class AxisLinks:
+    """The link of each kind of collective along one mesh axis."""
+
+    all_gather: Link
+    reduce_scatter: Link
+    permute: Link
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How two times combine, each as weights on (the longer, the shorter).
+
+    `gathers`: the two first all-gathers of OS. `chain`: gather, then scatter, of LS and RS.
+    `steady`: the two collectives that travel while a slice multiplies, or before it where nothing `hides` them.
+    """
+
+    gathers: tuple[float, float]
+    chain: tuple[float, float]
+    steady: tuple[float, float]
+    hides: bool = True
+
+
+OVERLAPS = {
+    "max": Overlap((1, 0), (1, 1), (1, 0)),  # MeshSlice paper section 3.2.2
+    "average": Overlap((0.5, 0.5), (0.5, 0.5), (0.5, 0.5)),  # the reference's refit to its simulator
+    "none": Overlap((1, 1), (1, 1), (1, 1), hides=False),  # every collective blocks
+}
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What the cost model knows of a machine.
+
+    Attributes:
+      flops: GeMM rate of one device in FLOP/s.
+      hbm_bandwidth: bytes/s of one device's memory, which bounds how fast slices can be accumulated; None: no bound.
+    """
+
+    name: str
+    source: str
+    flops: float
+    row: AxisLinks
+    col: AxisLinks
+    overlap: str = "max"
+    hbm_bandwidth: float | None = None
+
+    def __post_init__(self):
+        if self.overlap not in OVERLAPS:
+            raise ValueError(f"{self.name}: overlap {self.overlap!r} is unknown; use {' | '.join(OVERLAPS)}")
+        if self.flops <= 0:
+            raise ValueError(f"{self.name}: flops must be positive (FLOP/s of one device), not {self.flops}")
+        if self.hbm_bandwidth is not None and not self.hbm_bandwidth > 0:
+            raise ValueError(f"{self.name}: hbm_bandwidth must be positive (bytes/s) or null, not {self.hbm_bandwidth}")
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON file that `load_constants` reads."""
+        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+
+def _axis(entry: dict) -> AxisLinks:
+    return AxisLinks(**{name: Link(**{k: float(v) for k, v in entry[name].items()}) for name in COLLECTIVES})
+
+
+def load_constants(name_or_path: str | Path) -> Constants:
+    """Constants from a shipped file ("tpu_v4_reference"), or from a JSON file of the same form.
+
+    Raises ValueError for a name that is neither and for a file that lacks a key.
+    """
+    shipped = {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
+    path = shipped.get(str(name_or_path), Path(name_or_path))
+    if not path.is_file():
+        raise ValueError(f"no constants {str(name_or_path)!r}; use a JSON file or {' | '.join(shipped)}")
+    try:
+        entry = json.loads(path.read_text())
+        memory = entry.get("hbm_bandwidth")
+        return Constants(entry["name"], entry["source"], float(entry["flops"]), _axis(entry["row"]),
+                         _axis(entry["col"]), entry["overlap"], None if memory is None else float(memory))
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not a constants file ({error!r}); "
+                         f"compare it with {FOLDER / 'tpu_v4_reference.json'}") from None
+
+
+def constants_for(target: Chip | Slice, dtype: str = "bf16") -> Constants:
+    """Constants derived from the table of chips, before anybody has measured; for "cpu" a shipped one.
+
+    A TPU axis gathers over one link, or over both directions where a `Slice` closes its rings. The row and
+    col axes of a GPU share its ports, half each. GeMMs run at GEMM_FRACTION of the peak.
+    Raises ValueError when the table lacks a number.
+    """
+    chip = target.chip if isinstance(target, Slice) else target
+    if chip.platform == "cpu":
+        return load_constants("cpu_emulated")
+    needed = {"peak": chip.peak(dtype), "ici_links": chip.ici_links, "ici_bandwidth": chip.ici_bandwidth,
+              "launch_all_gather": chip.launch_all_gather, "sync": chip.sync}
+    missing = [name for name, value in needed.items() if value is None]
+    if missing:
+        raise ValueError(f"the table of chips has no {', '.join(missing)} for {chip.name}: "
+                         f"measure with bench=collectives and pass its file")
+    if chip.torus_rank:
+        links = 2 if isinstance(target, Slice) and target.wraps else 1
+    else:
+        links = chip.ici_links / 2
+    bandwidth = links * chip.ici_bandwidth
+    axis = AxisLinks(*(Link(getattr(chip, f"launch_{name}"), chip.sync, bandwidth) for name in COLLECTIVES))
+    source = f"derived from the table of chips: {links:g} link(s) per axis, {GEMM_FRACTION:.3f} of the peak"
+    return Constants(target.name, source, chip.peak(dtype) * GEMM_FRACTION, axis, axis, chip.overlap,
+                     chip.hbm_bandwidth)

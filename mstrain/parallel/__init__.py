@@ -1,0 +1,1 @@
+"""How the products of a model are laid out on a mesh."""

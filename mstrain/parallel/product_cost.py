@@ -1,0 +1,147 @@
+"""Predicted seconds of the three GeMMs of a projection (MeshSlice paper section 3.2.2)."""
+
+from dataclasses import dataclass
+
+from mstrain.hardware import collective_seconds
+from mstrain.hardware.constants import OVERLAPS, AxisLinks, Constants
+from mstrain.parallel.dataflow import MOVING, Projection, check_dataflow, swapped
+
+# GeMM -> (collective between columns, collective between rows)
+GEMMS = {
+    "OS": ("all_gather", "all_gather"),
+    "LS": ("reduce_scatter", "all_gather"),
+    "RS": ("all_gather", "reduce_scatter"),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A projection on a mesh: which dataflow, and whether its input arrives transposed."""
+
+    projection: Projection
+    tokens: int
+    rows: int
+    cols: int
+    dataflow: str
+    transposed: bool = False
+    dtype_bytes: int = 2
+
+    def _values(self) -> dict[str, int]:
+        """How many values each whole matrix has."""
+        p, t = self.projection, self.tokens
+        return {"x": t * p.in_dim, "w": p.in_dim * p.out_dim, "y": t * p.out_dim}
+
+    def moving_bytes(self) -> tuple[int, int]:
+        """Bytes of the whole matrices that move between (columns, rows)."""
+        values = self._values()
+        col, row = (values[m] * self.dtype_bytes for m in MOVING[check_dataflow(self.dataflow)])
+        return (row, col) if swapped(self.dataflow, self.transposed) else (col, row)
+
+    def traffic_bytes(self) -> tuple[float, float]:
+        """Bytes one device receives in the three GeMMs along (col, row)."""
+        devices = self.rows * self.cols
+        col, row = self.moving_bytes()
+        return 3 * (self.cols - 1) * col / devices, 3 * (self.rows - 1) * row / devices
+
+    def accumulating_seconds(self, constants: Constants) -> tuple[float, float]:
+        """Seconds of HBM in the OS GeMM: for both gathered operands, and per slice for the float32 accumulator.
+
+        Zeros where the bandwidth is unknown.
+        """
+        if constants.hbm_bandwidth is None:
+            return 0.0, 0.0
+        (still,) = (n for matrix, n in self._values().items() if matrix not in MOVING[self.dataflow])
+        col, row = self.moving_bytes()
+        operands, accumulator = col / self.rows + row / self.cols, 8 * still / (self.rows * self.cols)
+        return operands / constants.hbm_bandwidth, accumulator / constants.hbm_bandwidth
+
+    def gemm_seconds(self, constants: Constants) -> float:
+        """Seconds of one of the three local GeMMs, unsliced."""
+        p = self.projection
+        return 2 * self.tokens * p.in_dim * p.out_dim / (self.rows * self.cols) / constants.flops
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of the three GeMMs of one projection; `communication` adds both axes as if in turn."""
+
+    seconds: float
+    compute: float
+    communication: float
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the device waits for a link and computes nothing."""
+        return self.seconds - self.compute
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The parts of one GeMM's communication in seconds: moving bytes, and launches with syncs, per axis."""
+
+    gemm: str
+    traffic_col: float
+    traffic_row: float
+    latency_col: float
+    latency_row: float
+
+    @property
+    def first_slice(self) -> float:
+        """Traffic that no GeMM can hide: both gathers at once in OS, gather then scatter in LS and RS."""
+        pair = self.traffic_col, self.traffic_row
+        return max(pair) if self.gemm == "OS" else sum(pair)
+
+
+def _split(links: AxisLinks, collective: str, shard_bytes: float, participants: int) -> tuple[float, float]:
+    link = getattr(links, collective)
+    latency = collective_seconds(link, 0, participants)
+    return collective_seconds(link, shard_bytes, participants) - latency, latency
+
+
+def communication_terms(layout: Layout, constants: Constants) -> tuple[Terms, ...]:
+    """The three GeMMs' collectives, unsliced; S slices divide the traffic by S and repeat the latency."""
+    devices = layout.rows * layout.cols
+    col_bytes, row_bytes = (size / devices for size in layout.moving_bytes())
+    terms = []
+    for gemm, (col_kind, row_kind) in GEMMS.items():
+        traffic_col, latency_col = _split(constants.col, col_kind, col_bytes, layout.cols)
+        traffic_row, latency_row = _split(constants.row, row_kind, row_bytes, layout.rows)
+        terms.append(Terms(gemm, traffic_col, traffic_row, latency_col, latency_row))
+    return tuple(terms)
+
+
+def _combine(weights: tuple[float, float], a: float, b: float) -> float:
+    return weights[0] * max(a, b) + weights[1] * min(a, b)
+
+
+def sliced_cost(
+    terms: tuple[Terms, ...], gemm_seconds: float, slices: int, overlap: str,
+    accumulating: tuple[float, float] = (0.0, 0.0),
+) -> Cost:
+    """Prologue + (S - 1) * max(travel, multiply) + last GeMM, summed over the three GeMMs.
+
+    The prologue books the first gathers and, for LS and RS, the last scatter. S = 1 is Collective. Slices of OS take no
+    less than HBM needs for them: `accumulating` as `Layout.accumulating_seconds` gives it.
+    """
+    rule = OVERLAPS[overlap]
+    total = compute = communication = 0.0
+    for term in terms:
+        multiply = gemm_seconds / slices
+        if term.gemm == "OS" and slices > 1:
+            operands, accumulator = accumulating
+            multiply = max(multiply, operands / slices + accumulator)
+        col = term.traffic_col / slices + term.latency_col
+        row = term.traffic_row / slices + term.latency_row
+        prologue = _combine(rule.gathers if term.gemm == "OS" else rule.chain, col, row)
+        travel = _combine(rule.steady, col, row)
+        step = max(travel, multiply) if rule.hides else travel + multiply
+        total += prologue + (slices - 1) * step + multiply
+        compute += slices * multiply
+        communication += slices * (col + row)
+    return Cost(total, compute, communication)
+
+
+def layout_cost(layout: Layout, slices: int, constants: Constants) -> Cost:
+    """Cost of one projection (repeats not counted), forward and both gradients, in `slices` slices."""
+    terms, memory = communication_terms(layout, constants), layout.accumulating_seconds(constants)
+    return sliced_cost(terms, layout.gemm_seconds(constants), slices, constants.overlap, memory)

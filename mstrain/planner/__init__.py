@@ -1,0 +1,1 @@
+"""The one answer to "which plan, and what will it cost": candidates, cost, memory, ranking, cache."""

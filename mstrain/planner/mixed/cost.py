@@ -1,0 +1,229 @@
+"""Cost and memory of a stage, and of a plan.
+
+One iteration of B microbatches takes
+
+    (B - 1) * max stage time + sum of stage times + max over stages of (exchange + update) + B * batch
+    generator
+
+milliseconds, the time of a synchronous pipeline (1F1B or GPipe) whose stages all run every microbatch.
+The time of a stage is that of its slowest type: layers, tensor collectives that the profiles lack, on the
+last stage the profiled time of no layer; and, but for the first stage, receiving the activation and
+returning its gradient. Rings move 2 (n - 1) / n of their bytes, within a node at the intra-node and
+between nodes at the inter-node bandwidth (one link per node). Stage boundaries use the slowest inter-node
+link unless there is a single node.
+"""
+
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+
+from mstrain.planner.mixed.options import PlanOptions
+from mstrain.planner.mixed.profiles import Key, Profile
+from mstrain.planner.mixed.space import Choice, Kind, nodes_per_replica
+from mstrain.planner.mixed.times import Times, interpolate, prefix_sums, share_samples
+
+BYTES_PER_MS = 1e6  # of one GB/s
+TENSOR_COLLECTIVES = 4  # all-reduces per layer: attention and MLP, forward and backward
+LOGIT_BYTES = 4.0
+UNLIMITED = 1 << 30
+
+
+@dataclass(frozen=True)
+class Model:
+    """Options, kinds and what layers need; prefixes have L + 1 entries, a range of layers is a difference."""
+
+    options: PlanOptions
+    kinds: tuple[Kind, ...]
+    times: dict[tuple[int, int], Times]  # by kind and tensor parallel degree
+    parameter_bytes: np.ndarray  # (L + 1,) prefix
+    activation_bytes: np.ndarray  # (L + 1,) prefix, kept per sample for the backward pass
+    middle: np.ndarray  # (L + 1,) prefix of the number of transformer layers
+
+    @property
+    def layers(self) -> int:
+        return self.options.num_layers
+
+
+def build_model(options: PlanOptions, kinds: tuple[Kind, ...], profiles: dict[Key, Profile]) -> Model:
+    """Interpolate all profiles; the parameters are those of the first profile."""
+    times = {
+        (index, tp): interpolate(profiles, kind.name, tp, options.batch)
+        for index, kind in enumerate(kinds)
+        for tp in {tp for name, tp, _ in profiles if name == kind.name}
+    }
+    token = options.sequence_length * options.hidden_size
+    activation = np.full(options.num_layers, options.activation_bytes * token)
+    activation[0] = options.element_bytes * token
+    activation[-1] = LOGIT_BYTES * options.sequence_length * options.vocab_size
+    middle = np.ones(options.num_layers)
+    middle[0] = middle[-1] = 0
+    parameters = np.array(next(iter(profiles.values())).parameter_bytes, np.float64)
+    return Model(options, kinds, times, prefix_sums(parameters), prefix_sums(activation), prefix_sums(middle))
+
+
+def generator_ms(model: Model) -> float:
+    """Batch generator time per microbatch: the slowest type's, at its smallest degree and batch."""
+    return max(
+        model.times[kind, min(tp for index, tp in model.times if index == kind)].generator_ms
+        for kind in range(len(model.kinds))
+    )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A choice and a microbatch size, ready to be costed for any layers; arrays by its kinds."""
+
+    choice: Choice
+    shares: tuple[int, ...]  # samples per replica, by kind of the choice
+    compute_ms: np.ndarray  # (kinds, L + 1) prefix
+    sync_ms: np.ndarray  # (kinds,)
+    tensor_ms: np.ndarray  # (kinds,) per transformer layer
+    boundary_ms: float
+    exchange_ms: float  # per parameter byte
+    exchange_latency_ms: float
+    update_ms: float  # per parameter byte
+    state_bytes: float  # per parameter byte and device
+    memory_bytes: np.ndarray  # (kinds,) usable per device
+
+
+def build_stage(model: Model, choice: Choice, samples: int) -> Stage | None:
+    """Share the samples of a microbatch over the replicas; None when the profiles do not go so far."""
+    options, present = model.options, choice.kinds
+    times = [model.times[kind, choice.tp] for kind in present]
+    replicas = [1 if choice.spans else choice.replicas[kind] for kind in present]
+    totals = [time.total_ms for time in times]
+    if choice.spans:
+        shares = [samples] * len(present) if samples < min(map(len, totals)) else None
+    else:
+        shares = share_samples(totals, replicas, samples)
+    if shares is None:
+        return None
+    kinds = [model.kinds[kind] for kind in present]
+    message = max(shares) * options.sequence_length * options.hidden_size * options.element_bytes
+    one_node = len(model.kinds) == 1 and model.kinds[0].devices <= model.kinds[0].slots
+    link = model.kinds[0].intra_gb_s if one_node else min(kind.inter_gb_s for kind in model.kinds)
+    exchange_ms, exchange_latency = gradient_exchange(model, choice)
+    sharded = choice.dp if options.shard_optimizer else 1
+    state = 1 + options.gradient_factor + options.optimizer_factor / sharded
+    return Stage(
+        choice,
+        tuple(shares),
+        compute_ms=np.array([time.prefix_ms[share] for time, share in zip(times, shares)]),
+        sync_ms=np.array([time.sync_ms[share] for time, share in zip(times, shares)]),
+        tensor_ms=np.array(
+            [tensor_collectives(model, choice, kind, share) for kind, share in zip(present, shares)]
+        ),
+        boundary_ms=2 * (options.latency_ms + message / (link * BYTES_PER_MS)),
+        exchange_ms=exchange_ms,
+        exchange_latency_ms=exchange_latency,
+        update_ms=max(time.optimizer_ms for time in times) / model.parameter_bytes[-1] / sharded,
+        state_bytes=state / choice.tp,
+        memory_bytes=np.array([kind.memory_gb * 1e9 * (1 - options.memory_margin) for kind in kinds]),
+    )
+
+
+def ring_ms(members: int, num_bytes: float, gb_s: float, latency_ms: float) -> float:
+    """All-reduce of `num_bytes` over a ring."""
+    return 2 * (members - 1) * (num_bytes / members / (gb_s * BYTES_PER_MS) + latency_ms)
+
+
+def tensor_collectives(model: Model, choice: Choice, kind: int, share: int) -> float:
+    """All-reduces of one transformer layer between nodes, and inside one unless the profile has them."""
+    options, spec = model.options, model.kinds[kind]
+    if share == 0:
+        return 0.0
+    message = share * options.sequence_length * options.hidden_size * options.element_bytes
+    nodes = nodes_per_replica(model.kinds, choice, kind)
+    inter = min(model.kinds[index].inter_gb_s for index in (choice.kinds if choice.spans else (kind,)))
+    ms = ring_ms(nodes, message, inter, options.latency_ms)
+    if not options.collectives_in_profile:
+        members = min(choice.tp, spec.slots, choice.devices[kind])
+        ms += ring_ms(members, message, spec.intra_gb_s, options.latency_ms)
+    return TENSOR_COLLECTIVES * ms
+
+
+def gradient_exchange(model: Model, choice: Choice) -> tuple[float, float]:
+    """(ms per parameter byte, fixed ms) of the all-reduce over replicas: inside nodes, then between them."""
+    if choice.dp == 1:
+        return 0.0, 0.0
+    latency = model.options.latency_ms
+    kinds = [model.kinds[kind] for kind in choice.kinds]
+    slots = min(kind.slots for kind in kinds)
+    inside = max(
+        min(choice.replicas[kind], max(1, model.kinds[kind].slots // choice.tp)) for kind in choice.kinds
+    )
+    groups = sum(
+        -(-choice.devices[kind] // model.kinds[kind].slots) // nodes_per_replica(model.kinds, choice, kind)
+        for kind in choice.kinds
+    )
+    intra, inter = min(kind.intra_gb_s for kind in kinds), min(kind.inter_gb_s for kind in kinds)
+    shards = min(1, slots / choice.tp)  # part of the parameters in one node
+    per_byte = ring_ms(inside, 1 / choice.tp, intra, 0.0) + ring_ms(groups, shards, inter, 0.0)
+    return per_byte, 2 * latency * (inside - 1 + groups - 1)
+
+
+def stage_tables(model: Model, stages: list[Stage], fewest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Stage ms, end-of-iteration ms, microbatches that fit: (begin, end, stage) for layers [begin, end).
+
+    The first is infinite where memory does not hold the `fewest` microbatches that may be in flight.
+    """
+    rows = [
+        (index, kind, row)
+        for index, stage in enumerate(stages)
+        for row, kind in enumerate(stage.choice.kinds)
+    ]
+    stage_of, kind_of, _ = zip(*rows)
+    shape = (len(model.kinds), len(stages))
+    compute_ms = np.zeros((model.layers + 1, *shape))
+    compute_ms[:, kind_of, stage_of] = np.array([stages[i].compute_ms[row] for i, _, row in rows]).T
+    terms = np.zeros((4, *shape))  # ms per transformer layer and on the last stage, samples, usable bytes
+    terms[3] = np.inf
+    terms[:, kind_of, stage_of] = np.array(
+        [
+            (s.tensor_ms[row], s.sync_ms[row], s.shares[row] / s.choice.tp, s.memory_bytes[row])
+            for s, row in ((stages[i], row) for i, _, row in rows)
+        ]
+    ).T
+    fixed = np.array(
+        [(s.boundary_ms, s.exchange_ms + s.update_ms, s.exchange_latency_ms, s.state_bytes) for s in stages]
+    )
+    prefixes = model.parameter_bytes, model.activation_bytes, model.middle
+    return fill_tables(compute_ms, terms, np.ascontiguousarray(fixed.T), prefixes, fewest)
+
+
+@numba.njit(cache=True)
+def fill_tables(compute_ms, terms, fixed, prefixes, fewest):
+    """The arrays of `stage_tables`: times are those of a stage's slowest kind, flights of its fullest.
+
+    `compute_ms` is (L + 1, K, stages), a prefix, zero for kinds that a stage has not. Entries with begin >=
+    end are left as they come.
+    """
+    tensor_ms, sync_ms, samples, memory = terms
+    boundary_ms, per_byte_ms, latency_ms, state = fixed
+    parameter_bytes, activation_bytes, middle = prefixes
+    layers, (kinds, stages) = len(middle) - 1, memory.shape
+    shape = (layers + 1, layers + 1, stages)
+    stage_ms, end_ms, flights = np.empty(shape), np.empty(shape), np.empty(shape, np.int32)
+    for begin in range(layers):
+        for end in range(begin + 1, layers + 1):
+            parameters = parameter_bytes[end] - parameter_bytes[begin]
+            kept = activation_bytes[end] - activation_bytes[begin]
+            for stage in range(stages):
+                slowest, fitting = 0.0, UNLIMITED
+                for kind in range(kinds):
+                    ms = compute_ms[end, kind, stage] - compute_ms[begin, kind, stage]
+                    ms += tensor_ms[kind, stage] * (middle[end] - middle[begin])
+                    ms += sync_ms[kind, stage] if end == layers else 0.0
+                    slowest = max(slowest, ms)
+                    room = memory[kind, stage] - state[stage] * parameters
+                    held = samples[kind, stage] * kept
+                    if room < 0:
+                        fitting = -1
+                    elif room < held * fitting:
+                        fitting = int(room / held)
+                flights[begin, end, stage] = fitting
+                end_ms[begin, end, stage] = per_byte_ms[stage] * parameters + latency_ms[stage]
+                slowest += boundary_ms[stage] if begin else 0.0
+                stage_ms[begin, end, stage] = slowest if fitting >= fewest else np.inf
+    return stage_ms, end_ms, flights

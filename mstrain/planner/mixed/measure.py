@@ -1,0 +1,142 @@
+"""Measures a model on the devices present: what one profile of Metis says of a type, a tensor degree and a
+batch.
+
+A layer's time and memory are the difference between models of three layers and of one, so that what is not a
+layer cancels; the output layer is what is left of the model of one layer beside its layer and the embedding.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mstrain.mesh import MeshShape, make_mesh
+from mstrain.models.config import ModelConfig
+from mstrain.models.parallel import ParallelConfig
+from mstrain.models.parameters import init_parameters
+from mstrain.models.plan import make_plan
+from mstrain.models.transformer import Transformer
+from mstrain.planner.memory import WEIGHT_BYTES, parameter_counts
+from mstrain.program.memory import read_memory
+from mstrain.program.optimizer import OptimizerConfig, make_optimizer
+
+MEGABYTE = 1e6
+SHALLOW, DEEP = 1, 3  # layers of the two models
+LEAST_MS = 1e-4  # differences of measured times can vanish, times in a profile must not
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: sequences of `seq` tokens, `batch` of them, on `tensor` devices."""
+
+    seq: int
+    batch: int
+    tensor: int
+    algorithm: str
+    dtype: str
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Milliseconds and MB of one model; `gradient_ms` is forward and backward, memory is of the compiled
+    program.
+    """
+
+    gradient_ms: float
+    embedding_ms: float
+    update_ms: float
+    feed_ms: float
+    memory_mb: float
+
+
+def fastest_ms(function: Callable[[], object], repeats: int) -> float:
+    """The shortest of `repeats` runs after one that may compile."""
+    jax.block_until_ready(function())
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        jax.block_until_ready(function())
+        times.append(time.perf_counter() - begin)
+    return 1e3 * min(times)
+
+
+def measure_model(model: ModelConfig, sizes: Sizes) -> Measured:
+    """Runs the gradient, the embedding's gradient, the update and the feed of `model`; raises ValueError if
+    illegal.
+    """
+    mesh = make_mesh(MeshShape(1, 1, sizes.tensor))
+    plan = make_plan(ParallelConfig(sizes.algorithm), model, mesh, sizes.batch, sizes.seq)
+    dtype = {"bf16": jnp.bfloat16, "f32": jnp.float32}[sizes.dtype]
+    module = Transformer(model, plan, sizes.seq, dtype)
+    params = init_parameters(module, 0)
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, model.vocabulary, sizes.batch * sizes.seq).astype(np.int32)
+
+    def loss(params, tokens):
+        return jnp.mean(module.apply({"params": params}, tokens, tokens, method="loss"))
+
+    def embedded(params, tokens):
+        return jnp.sum(
+            module.apply({"params": params}, tokens, method=lambda m, t: m.embedding(t)).astype(jnp.float32)
+        )
+
+    gradient = jax.jit(jax.grad(loss)).lower(params, tokens).compile()
+    embedding = jax.jit(jax.grad(embedded)).lower(params, tokens).compile()
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), 10)
+    moments, grads = jax.jit(optimizer.init)(params), gradient(params, tokens)
+    update = jax.jit(optimizer.update)
+    memory = read_memory(gradient, None)
+    return Measured(
+        fastest_ms(lambda: gradient(params, tokens), sizes.repeats),
+        fastest_ms(lambda: embedding(params, tokens), sizes.repeats),
+        fastest_ms(lambda: update(grads, moments, params), sizes.repeats),
+        fastest_ms(lambda: jax.device_put(random.permutation(tokens)), sizes.repeats),
+        (memory.arguments + memory.outputs + memory.temporaries) / MEGABYTE,
+    )
+
+
+def profile_document(model: ModelConfig, sizes: Sizes) -> dict:
+    """One profile file of `model`, all its layers alike: embedding, layers, output layer."""
+    shallow, deep = (
+        measure_model(dataclasses.replace(model, layers=layers), sizes) for layers in (SHALLOW, DEEP)
+    )
+
+    def per_layer(name: str) -> float:
+        return max(0.0, getattr(deep, name) - getattr(shallow, name)) / (DEEP - SHALLOW)
+
+    layer, update = max(LEAST_MS, per_layer("gradient_ms")), per_layer("update_ms")
+    embedding = max(LEAST_MS, min(shallow.embedding_ms, shallow.gradient_ms - layer))
+    output = max(LEAST_MS, shallow.gradient_ms - layer - embedding)
+    count, first, last = parameter_counts(model)
+    parameters = [first, *[count] * model.layers, last]
+    in_layer = per_layer("memory_mb")
+    rest = max(0.0, shallow.memory_mb - in_layer)
+    table = min(rest, 2 * WEIGHT_BYTES * first / sizes.tensor / MEGABYTE)  # with its gradient
+    memory = [table, *[in_layer] * model.layers, rest - table]
+    times = [embedding, *[layer] * model.layers, output]
+    optimizer = shallow.update_ms + update * (model.layers - SHALLOW)
+    return {
+        "model": {
+            "model_name": model.name,
+            "num_layers": model.layers + 2,
+            "parameters": {
+                "total_parameters_bytes": WEIGHT_BYTES * sum(parameters),
+                "parameters_per_layer_bytes": [WEIGHT_BYTES * number for number in parameters],
+            },
+        },
+        "execution_time": {
+            "total_time_ms": sum(times) + shallow.feed_ms + optimizer,
+            "forward_backward_time_ms": sum(times),
+            "batch_generator_time_ms": shallow.feed_ms,
+            "layernorm_grads_all_reduce_time_ms": 0.0,
+            "embedding_grads_all_reduce_time_ms": 0.0,
+            "optimizer_time_ms": optimizer,
+            "layer_compute_total_ms": times,
+        },
+        "execution_memory": {"total_memory": sum(memory), "layer_memory_total_mb": memory},
+    }

@@ -1,0 +1,199 @@
+"""Plans of the optimal planner with every term of their cost, and how they are written."""
+
+import csv
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mstrain.planner.mixed.cost import Model, Stage, generator_ms
+from mstrain.planner.mixed.options import PlanOptions
+from mstrain.planner.mixed.space import kind_labels
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage; ms per microbatch (exchange and update: per iteration), GB of its fullest device.
+
+    Types are those of the devices; unequal nodes of one type are told apart by a number.
+    """
+
+    devices: dict[str, int]  # per device type
+    first_layer: int
+    end_layer: int  # exclusive
+    tp: int
+    replicas: dict[str, int]  # per type; one replica spanning types is listed under all of them
+    samples: dict[str, int]  # per replica of the type and microbatch
+    slowest_type: str
+    type_ms: dict[str, float]  # per type: its layers, on the last stage the profiled time of no layer too
+    type_tensor_ms: dict[str, float]  # per type: tensor collectives that the profiles lack
+    compute_ms: float  # this and what follows: of the slowest type
+    tensor_ms: float
+    sync_ms: float
+    boundary_ms: float
+    stage_ms: float
+    exchange_ms: float
+    update_ms: float
+    state_gb: float
+    activation_gb: float
+    usable_gb: float
+    microbatches_in_flight: int
+    parameter_bytes: float  # of its layers
+    sample_bytes: float  # activations that a device keeps per sample
+
+    @property
+    def layers(self) -> str:
+        """First and last, both inclusive: `3-7`."""
+        return f"{self.first_layer}-{self.end_layer - 1}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A complete plan: cost = steady + fill + end + generator, in ms per iteration."""
+
+    cost_ms: float
+    microbatch: int  # samples
+    microbatches: int
+    stages: tuple[StagePlan, ...]
+    steady_ms: float  # (microbatches - 1) * slowest stage
+    fill_ms: float  # sum of the stages
+    end_ms: float  # largest exchange + update
+    generator_ms: float
+    bubble: float  # part of the pipeline's device time in which a stage waits
+    idle_devices: int
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Why the first plan is the best of the space: nothing in it costs less than the lower bound."""
+
+    lower_bound_ms: float
+    proven: bool  # False: the time budget ended the search
+    expanded: int  # labels
+    seconds: float
+    unit: int  # devices; every stage has a multiple
+    choices: int  # device counts and tensor parallel degrees per stage
+    states: int  # combinations of devices left
+
+
+@dataclass(frozen=True)
+class OptimalResult:
+    """Distinct plans, cheapest first."""
+
+    options: PlanOptions
+    plans: tuple[Plan, ...]
+    certificate: Certificate
+
+    @property
+    def best(self) -> Plan:
+        return self.plans[0]
+
+    @property
+    def gap(self) -> float:
+        """How much cheaper than the best plan an unseen one could be, as a part of its cost."""
+        return 1 - self.certificate.lower_bound_ms / self.best.cost_ms
+
+
+def report_stage(
+    model: Model, stage: Stage, begin: int, end: int, microbatches: int, stages_left: int
+) -> StagePlan:
+    """Terms of one stage of a plan; `stages_left` counts it and the ones behind it."""
+    choice = stage.choice
+    labels = kind_labels(model.kinds)
+    names = [labels[kind] for kind in choice.kinds]
+    compute = stage.compute_ms[:, end] - stage.compute_ms[:, begin]
+    tensor = stage.tensor_ms * (model.middle[end] - model.middle[begin])
+    sync = stage.sync_ms * (end == model.layers)
+    slowest = int(np.argmax(compute + tensor + sync))
+    boundary = stage.boundary_ms if begin > 0 else 0.0
+    parameters = model.parameter_bytes[end] - model.parameter_bytes[begin]
+    flight = min(microbatches, stages_left) if model.options.schedule == "1f1b" else microbatches
+    kept = (model.activation_bytes[end] - model.activation_bytes[begin]) / choice.tp
+    activation = [share * kept * flight for share in stage.shares]
+    fullest = int(np.argmin(stage.memory_bytes - activation))
+    replicas = [1 if choice.spans else choice.replicas[kind] for kind in choice.kinds]
+    return StagePlan(
+        devices=dict(zip(names, (choice.devices[kind] for kind in choice.kinds))),
+        first_layer=begin,
+        end_layer=end,
+        tp=choice.tp,
+        replicas=dict(zip(names, replicas)),
+        samples=dict(zip(names, stage.shares)),
+        slowest_type=names[slowest],
+        type_ms=dict(zip(names, (compute + sync).tolist())),
+        type_tensor_ms=dict(zip(names, tensor.tolist())),
+        compute_ms=float(compute[slowest]),
+        tensor_ms=float(tensor[slowest]),
+        sync_ms=float(sync[slowest]),
+        boundary_ms=boundary,
+        stage_ms=float(compute[slowest] + tensor[slowest] + sync[slowest]) + boundary,
+        exchange_ms=float(stage.exchange_ms * parameters + stage.exchange_latency_ms),
+        update_ms=float(stage.update_ms * parameters),
+        state_gb=float(stage.state_bytes * parameters / 1e9),
+        activation_gb=float(activation[fullest] / 1e9),
+        usable_gb=float(stage.memory_bytes[fullest] / 1e9),
+        microbatches_in_flight=int(flight),
+        parameter_bytes=float(parameters),
+        sample_bytes=float(kept),
+    )
+
+
+def report_plan(
+    model: Model, samples: int, microbatches: int, stages: list[tuple[Stage, int, int]], expected_ms: float
+) -> Plan:
+    """The plan with all its terms, added up anew; asserts that the search reckoned the same."""
+    generator = generator_ms(model)
+    reports = tuple(
+        report_stage(model, stage, begin, end, microbatches, len(stages) - index)
+        for index, (stage, begin, end) in enumerate(stages)
+    )
+    times = [report.stage_ms for report in reports]
+    steady, fill = (microbatches - 1) * max(times), sum(times)
+    end_ms = max(report.exchange_ms + report.update_ms for report in reports)
+    cost = steady + fill + end_ms + microbatches * generator
+    assert math.isclose(cost, expected_ms, rel_tol=1e-9), (cost, expected_ms)
+    assert all(report.state_gb + report.activation_gb <= report.usable_gb * (1 + 1e-9) for report in reports)
+    used = sum(sum(report.devices.values()) for report in reports)
+    return Plan(
+        cost,
+        samples,
+        microbatches,
+        reports,
+        steady,
+        fill,
+        end_ms,
+        microbatches * generator,
+        1 - microbatches * fill / (len(times) * (steady + fill)),
+        sum(kind.devices for kind in model.kinds) - used,
+    )
+
+
+def write_json(result: OptimalResult, path: str | Path) -> None:
+    """Everything: options, plans with all terms, certificate and gap."""
+    Path(path).write_text(json.dumps({**asdict(result), "gap": result.gap}, indent=1) + "\n")
+
+
+def write_csv(result: OptimalResult, path: str | Path) -> None:
+    """One line per stage of every plan."""
+    with open(path, "w", newline="") as file:
+        rows = [
+            {
+                "rank": rank,
+                "cost_ms": plan.cost_ms,
+                "microbatch": plan.microbatch,
+                "microbatches": plan.microbatches,
+                "stage": number,
+                **asdict(stage),
+            }
+            for rank, plan in enumerate(result.plans, 1)
+            for number, stage in enumerate(plan.stages)
+        ]
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows({name: _flat(value) for name, value in row.items()} for row in rows)
+
+
+def _flat(value):
+    return " ".join(f"{name}={count}" for name, count in value.items()) if isinstance(value, dict) else value

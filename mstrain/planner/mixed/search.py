@@ -1,0 +1,315 @@
+"""Best-first branch and bound over pipelines, from the last stage to the first.
+
+A label is a pipeline's tail: the stages from some layer on, and the devices they leave. Its bound adds
+the exact relaxations of the head (`bounds`). Labels are expanded by bound, so the first complete plans
+are the best ones, and the search ends with a certificate: no plan of the space is cheaper than the bound.
+Within the same layers and devices left, a label is dropped when `top_k` others are as good in every
+respect, which keeps the top k exact.
+"""
+
+import heapq
+import itertools
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from mstrain.planner.mixed.bounds import child_costs
+from mstrain.planner.mixed.cost import Model, build_model, generator_ms
+from mstrain.planner.mixed.hosts import read_cluster
+from mstrain.planner.mixed.options import PlanOptions
+from mstrain.planner.mixed.profiles import check_layer_times, profile_name, read_profiles
+from mstrain.planner.mixed.result import Certificate, OptimalResult, report_plan
+from mstrain.planner.mixed.space import choices, choose_unit, kinds_of
+from mstrain.planner.mixed.tables import (
+    Box,
+    Space,
+    build_box,
+    build_space,
+    build_tables,
+    quick_bound,
+    usable_stages,
+)
+from mstrain.planner.mixed.times import degrees_of
+
+
+def plan_optimal(
+    hostfile: str | Path, clusterfile: str | Path, profile_dir: str | Path, options: PlanOptions
+) -> OptimalResult:
+    """The `top_k` cheapest plans of the space and a certificate.
+
+    Raises ValueError for bad input, naming file and fix, and when no plan fits the cluster or none was
+    found in time.
+    """
+    cluster = read_cluster(hostfile, clusterfile)
+    profiles = read_profiles(profile_dir, cluster.device_types)
+    check_layer_times(profiles, options.num_layers)
+    for key, profile in profiles.items():
+        if len(profile.parameter_bytes) != options.num_layers:
+            raise ValueError(
+                f"{profile_name(key)}: parameters_per_layer_bytes has {len(profile.parameter_bytes)} "
+                f"layers, the model has {options.num_layers}; profile that model"
+            )
+        if not sum(profile.parameter_bytes) > 0:
+            raise ValueError(
+                f"{profile_name(key)}: parameters_per_layer_bytes adds up to 0; write every layer's bytes"
+            )
+    kinds = kinds_of(cluster)
+    model = build_model(options, kinds, profiles)
+    unit = choose_unit(options, kinds)
+    degrees = [degrees_of(profiles, kind.name, options.max_tp) for kind in kinds]
+    return Search(model, build_space(model, unit, tuple(choices(kinds, unit, degrees)))).run()
+
+
+SHRINK = 0.7  # a box is cut to this part of a side before it is halved
+NARROW = 0.01  # width of a box, as a part of the cost, below which it is searched and not halved
+
+
+@dataclass(frozen=True)
+class Label:
+    """The tail of a pipeline: its stages run the layers from `begin` on and leave the devices of `state`."""
+
+    box: Box
+    begin: int
+    state: int
+    slowest: float = 0.0
+    total: float = 0.0
+    finish: float = 0.0
+    stages: int = 0
+    choice: int = -1  # of its first stage, an index into the stages of the tables
+    next: "Label | None" = None  # the tail behind that stage
+
+
+class Search:
+    """One search; `run` may be called once. The queue holds microbatch sizes, boxes and labels by bound."""
+
+    def __init__(self, model: Model, space: Space):
+        self.model, self.space = model, space
+        self.generator_ms = generator_ms(model)
+        self.order = itertools.count()
+        self.queue: list[tuple] = []
+        self.found: list[tuple[float, tuple, Label]] = []  # cost, signature, plan: the cheapest top_k
+        self.num_expanded = 0
+
+    @property
+    def limit(self) -> float:
+        """Cost that a plan must beat to be among the top k."""
+        return self.found[-1][0] if len(self.found) == self.model.options.top_k else np.inf
+
+    def run(self) -> OptimalResult:
+        """Work by bound until the k-th plan is no dearer than every bound, or time is up."""
+        started = time.perf_counter()
+        for samples, microbatches in self.model.options.microbatches():
+            stages = usable_stages(self.model, self.space, samples)
+            if stages:
+                slowest, total = quick_bound(self.model, stages)
+                bound = self.cost(microbatches, slowest, total, 0.0)
+                self.push(bound, 0, self.start, (samples, microbatches, stages, slowest, bound))
+        bound, finished = np.inf, True
+        while self.queue:
+            bound, _, _, work, arguments = heapq.heappop(self.queue)
+            if bound >= self.limit:
+                break
+            if time.perf_counter() - started > self.model.options.max_seconds:
+                finished = False
+                break
+            work(*arguments)
+            bound = np.inf
+        return self.result(finished, bound, time.perf_counter() - started)
+
+    def push(self, bound: float, layers_left: int, work, arguments: tuple) -> None:
+        """Queue work; of equal bounds the one with the fewest layers left comes first."""
+        if bound < self.limit:
+            heapq.heappush(self.queue, (bound, layers_left, next(self.order), work, arguments))
+
+    def cost(self, microbatches: int, slowest, total, finish):
+        return (microbatches - 1) * slowest + total + finish + microbatches * self.generator_ms
+
+    def start(self, samples: int, microbatches: int, stages: dict, slowest: float, bound: float) -> None:
+        """Build the tables of a microbatch size; enter the box of its plans that may beat the limit."""
+        tables = build_tables(self.model, self.space, samples, microbatches, stages)
+        spare = self.limit - bound
+        highest = slowest + spare / max(microbatches - 1, 1e-12)
+        self.enter(build_box(self.space, tables, (slowest, highest), (0.0, spare)))
+
+    def enter(self, box: Box) -> None:
+        """Queue a box; dive for a plan in it first."""
+        if np.inf in (box.slowest[0], box.finish[0]):
+            return  # no stage takes a time within the limits
+        root = Label(box, self.model.layers, len(self.space.real) - 1)
+        self.dive(root)
+        self.queue_box(root)
+
+    def queue_box(self, root: Label) -> None:
+        box = root.box
+        bound = self.cost(
+            box.tables.microbatches, box.slowest[0], box.total[root.begin, root.state], box.finish[0]
+        )
+        self.push(bound, root.begin, self.divide, (root, bound))
+
+    def divide(self, root: Label, bound: float) -> None:
+        """Cut off what is too dear, or halve the side that loosens the bound most, or search a narrow box."""
+        box, steady = root.box, max(root.box.tables.microbatches - 1, 1e-12)
+        spare = self.limit - bound
+        sides = [(box.slowest, steady), (box.finish, 1.0)]
+        highs = [min(high, low + spare / weight) for (low, high), weight in sides]
+        widths = [weight * (high - low) for high, ((low, _), weight) in zip(highs, sides)]
+        narrow = NARROW if spare < np.inf else 1.0  # without k plans to compare with, plans are wanted first
+        if max(widths) <= narrow * bound:
+            return self.expand(root)
+        if any(high - low < SHRINK * (old - low) for high, ((low, old), _) in zip(highs, sides)):
+            return self.enter(
+                build_box(self.space, box.tables, *((low, high) for high, ((low, _), _) in zip(highs, sides)))
+            )
+        side = 0 if widths[0] > widths[1] else 1
+        name = ("slowest", "finish")[side]
+        low, high = sides[side][0]
+        middle = (low + high) / 2
+        upper = replace(box, **{name: (middle, high)})
+        limits = {"slowest": box.slowest, "finish": box.finish, name: (low, middle)}
+        self.enter(build_box(self.space, box.tables, **limits))
+        self.queue_box(replace(root, box=upper))
+
+    def children(self, label: Label) -> np.ndarray:
+        """Bound of the plans in which a choice comes before the tail, by first layer: (begin, C)."""
+        box, tables = label.box, label.box.tables
+        gpipe = self.model.options.schedule == "gpipe"
+        costs = child_costs(
+            tables.stage_ms,
+            tables.end_ms,
+            tables.flights,
+            tables.offsets,
+            tables.fits,
+            box.total,
+            box.slowest,
+            box.finish,
+            (label.begin, label.state, label.slowest, label.total, label.finish),
+            tables.microbatches if gpipe else min(tables.microbatches, label.stages + 1),
+            tables.microbatches - 1.0,
+        )
+        return costs + tables.microbatches * self.generator_ms
+
+    def child(self, label: Label, choice: int, begin: int) -> Label:
+        tables, end = label.box.tables, label.begin
+        stage_ms = float(tables.stage_ms[begin, end, choice])
+        return Label(
+            label.box,
+            begin,
+            int(label.state - tables.offsets[choice]),
+            max(label.slowest, stage_ms),
+            label.total + stage_ms,
+            max(label.finish, float(tables.end_ms[begin, end, choice])),
+            label.stages + 1,
+            choice,
+            label,
+        )
+
+    def dive(self, label: Label) -> None:
+        """Follow the least bound down to a complete plan."""
+        while label.begin > 0:
+            bound = self.children(label)
+            begin, choice = np.unravel_index(bound.argmin(), bound.shape)
+            if bound[begin, choice] == np.inf:
+                return
+            label = self.child(label, int(choice), int(begin))
+        self.keep(self.cost(label.box.tables.microbatches, label.slowest, label.total, label.finish), label)
+
+    def keep(self, cost: float, label: Label) -> None:
+        """Enter a complete plan; of plans with the same stages in any order the cheapest stays."""
+        if cost < self.limit:
+            name = (label.box.tables.samples, signature(label))
+            others = [entry for entry in self.found if entry[1] != name]
+            same = [entry for entry in self.found if entry[1] == name and entry[0] <= cost]
+            entries = others + (same or [(cost, name, label)])
+            self.found = sorted(entries, key=lambda entry: entry[0])[: self.model.options.top_k]
+
+    def expand(self, parent: Label, choice: int | None = None, begin: int | None = None) -> None:
+        """Queue the tails one stage longer that may still be among the top k; keep complete plans."""
+        label = parent if choice is None else self.child(parent, choice, begin)
+        if self.dominated(label):
+            return
+        self.num_expanded += 1
+        bound = self.children(label)
+        for choice in np.argsort(bound[0], kind="stable"):
+            if not bound[0, choice] < self.limit:
+                break
+            self.keep(float(bound[0, choice]), self.child(label, int(choice), 0))
+        for row, choice in zip(*np.nonzero(bound[1:] < self.limit)):
+            begin = int(row) + 1
+            self.push(float(bound[begin, choice]), begin, self.expand, (label, int(choice), begin))
+
+    def dominated(self, label: Label) -> bool:
+        """Whether the top k can do without this tail; if not, remember it.
+
+        They can when an expanded tail of the same stages, or tails of top_k other combinations of stages,
+        have the same layers and devices left and are as good in every respect.
+        """
+        peers = label.box.expanded.setdefault((label.begin, label.state), [])
+        values = (label.slowest, label.total, label.finish, label.stages)
+        name = signature(label)
+        better = {peer for peer, other in peers if all(a <= b for a, b in zip(other, values))}
+        if name in better or len(better) >= self.model.options.top_k:
+            return True
+        peers.append((name, values))
+        return False
+
+    def result(self, finished: bool, bound: float, seconds: float) -> OptimalResult:
+        options = self.model.options
+        if not self.found and not finished:
+            raise ValueError(f"no plan found within {options.max_seconds:g} s; raise max_seconds or unit")
+        if not self.found:
+            raise ValueError(self.why_nothing_fits())
+        best = self.found[0][0]
+        certificate = Certificate(
+            lower_bound_ms=float(min(best, bound)),
+            proven=finished,
+            expanded=self.num_expanded,
+            seconds=seconds,
+            unit=self.space.unit,
+            choices=len(self.space.choices),
+            states=int(self.space.real.sum()),
+        )
+        plans = tuple(
+            report_plan(
+                self.model, label.box.tables.samples, label.box.tables.microbatches, stages_of(label), cost
+            )
+            for cost, _, label in self.found
+        )
+        return OptimalResult(options, plans, certificate)
+
+    def why_nothing_fits(self) -> str:
+        """The plainest reason: no profile for one sample, or a layer that no choice of devices can hold."""
+        stages = usable_stages(self.model, self.space, 1)
+        if not stages:
+            return "no stage can be formed: no profiled tensor parallel degree divides the nodes; add tp=1"
+        largest = float(np.diff(self.model.parameter_bytes).max())
+        loads = ((stage.state_bytes * largest, float(stage.memory_bytes.min())) for stage in stages.values())
+        need, have = min(loads, key=lambda pair: pair[0] / pair[1])
+        if need > have:
+            return (
+                f"the largest layer needs {need / 1e9:.2f} GB per device and {have / 1e9:.2f} GB are usable; "
+                "add memory, profile larger tp degrees, or set shard_optimizer=True"
+            )
+        return (
+            "no division of the devices holds the model in memory; add devices, set shard_optimizer=True, "
+            "or lower activation_bytes by recomputation"
+        )
+
+
+def stages_of(label: Label) -> list[tuple]:
+    """(stage, begin, end) of a tail, first stage first."""
+    stages = []
+    while label.next is not None:
+        stages.append((label.box.tables.stages[label.choice], label.begin, label.next.begin))
+        label = label.next
+    return stages
+
+
+def signature(label: Label) -> tuple[int, ...]:
+    """What makes plans distinct: the choices of their stages in any order."""
+    choices = []
+    while label.next is not None:
+        choices.append(label.choice)
+        label = label.next
+    return tuple(sorted(choices))

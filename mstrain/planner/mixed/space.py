@@ -1,0 +1,146 @@
+"""The space of plans: which devices a stage may have and how it may split them.
+
+A stage owns whole *units* of devices: parts of a node in a chain of divisors (8, 4, 2, 1), or whole nodes
+in counts 1, 2, 3, 4, 6, 8, 12 ... and all of a kind. So the stages of any plan can be packed into nodes
+without straddling. A stage of several kinds has replicas of one kind each, or one replica that spans them
+all. Devices may stay idle.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from mstrain.planner.mixed.hosts import Cluster, Node
+from mstrain.planner.mixed.options import PlanOptions
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Equal nodes: same device type, slots, bandwidths and memory."""
+
+    name: str  # device type
+    devices: int
+    slots: int  # devices per node
+    intra_gb_s: float
+    inter_gb_s: float
+    memory_gb: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one stage may use devices: counts per kind, tp, and replicas per kind or one that spans."""
+
+    devices: tuple[int, ...]
+    tp: int
+    replicas: tuple[int, ...]
+    spans: bool = False
+
+    @property
+    def dp(self) -> int:
+        return 1 if self.spans else sum(self.replicas)
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        return tuple(kind for kind, count in enumerate(self.devices) if count)
+
+
+def kinds_of(cluster: Cluster) -> tuple[Kind, ...]:
+    """Equal nodes together, sorted, so that the order of the host file does not matter."""
+    counts = Counter(
+        (node.device_type, node.slots, node.intra_gb_s, node.inter_gb_s, node.memory_gb)
+        for node in cluster.nodes
+    )
+    return tuple(
+        Kind(name, number * slots, slots, intra, inter, memory)
+        for (name, slots, intra, inter, memory), number in sorted(counts.items())
+    )
+
+
+def kind_of(node: Node, kinds: tuple[Kind, ...]) -> Kind:
+    """The kind that a node belongs to."""
+    mine = (node.device_type, node.slots, node.intra_gb_s, node.inter_gb_s, node.memory_gb)
+    return next(
+        kind
+        for kind in kinds
+        if (kind.name, kind.slots, kind.intra_gb_s, kind.inter_gb_s, kind.memory_gb) == mine
+    )
+
+
+def kind_labels(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
+    """Device types; those with unequal nodes get a number."""
+    names = [kind.name for kind in kinds]
+    return tuple(
+        name if names.count(name) == 1 else f"{name}#{names[:index].count(name) + 1}"
+        for index, name in enumerate(names)
+    )
+
+
+def divisor_chain(slots: int) -> list[int]:
+    """slots, then repeatedly divided by its smallest prime factor, down to 1."""
+    chain = [slots]
+    while chain[-1] > 1:
+        value = chain[-1]
+        factor = next(factor for factor in range(2, value + 1) if value % factor == 0)
+        chain.append(value // factor)
+    return chain
+
+
+def choose_unit(options: PlanOptions, kinds: tuple[Kind, ...]) -> int:
+    """Devices per unit: the given one, or the finest with at most `max_states` combinations of counts."""
+    chains = [divisor_chain(kind.slots) for kind in kinds]
+    common = sorted(set.intersection(*(set(chain) for chain in chains)))
+    if options.unit:
+        if options.unit not in common:
+            raise ValueError(
+                f"unit={options.unit}: choose a part that every node can be divided into: "
+                f"{', '.join(map(str, common))}, or 0"
+            )
+        return options.unit
+    for unit in common:
+        states = 1
+        for kind in kinds:
+            states *= kind.devices // unit + 1
+        if states <= options.max_states:
+            return unit
+    raise ValueError(
+        f"the cluster has more than max_states={options.max_states} combinations of stage sizes, "
+        f"even in units of {common[-1]} devices; raise max_states to {states} (the time grows with it) or "
+        "plan for fewer kinds of nodes"
+    )
+
+
+def stage_sizes(kind: Kind, unit: int) -> list[int]:
+    """Devices of this kind a stage may have: parts of a node, then numbers of nodes."""
+    nodes = kind.devices // kind.slots
+    counts = {count for power in range(nodes.bit_length()) for count in (1 << power, 3 << power)} | {nodes}
+    sizes = {part for part in divisor_chain(kind.slots) if part >= unit and part % unit == 0}
+    sizes |= {count * kind.slots for count in counts if count <= nodes}
+    return sorted(sizes)
+
+
+def choices(kinds: tuple[Kind, ...], unit: int, degrees: list[set[int]]) -> Iterator[Choice]:
+    """Every choice; `degrees` are the tensor parallel degrees with profiles, per kind."""
+    for devices in itertools.product(*([0] + stage_sizes(kind, unit) for kind in kinds)):
+        present = [index for index, count in enumerate(devices) if count]
+        if not present:
+            continue
+        for tp in sorted(set.intersection(*(degrees[index] for index in present))):
+            if all(fits(kinds[index], devices[index], tp) for index in present):
+                yield Choice(devices, tp, tuple(count // tp for count in devices))
+            if len(present) > 1 and tp == sum(devices):
+                yield Choice(devices, tp, (0,) * len(kinds), spans=True)
+
+
+def fits(kind: Kind, devices: int, tp: int) -> bool:
+    """Whether replicas of tp devices fill the stage and either share a node or fill nodes."""
+    part = min(devices, kind.slots)
+    return devices % tp == 0 and (part % tp == 0 or tp % kind.slots == 0)
+
+
+def nodes_per_replica(kinds: tuple[Kind, ...], choice: Choice, kind: int) -> int:
+    """Nodes one replica spans (a replica that spans kinds: all the stage's nodes)."""
+    if choice.spans:
+        return sum(-(-choice.devices[index] // kinds[index].slots) for index in choice.kinds)
+    return max(1, choice.tp // kinds[kind].slots)

@@ -1,0 +1,157 @@
+"""The operations of one product on one device: slices that are gathered, multiplied and scattered (MeshSlice
+section 3.1).
+
+For each slice the collectives of the dataflow and one multiplication. At most two slices are gathered ahead
+of the one that multiplies. Values of no bytes order what has no data to pass on.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mstrain.parallel.product_cost import GEMMS
+from mstrain.planner.plan import Product
+from mstrain.simulator.placement import COL, LOCAL, ROW, TENSOR
+from mstrain.simulator.program import OpSpec
+from mstrain.simulator.slots import RankOp
+
+PREFETCH = 2  # slices gathered ahead
+KINDS = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter"}
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One of the three GEMMs of a projection.
+
+    Attributes:
+      kind: of the operation that multiplies: MatMul, InputGrad or WeightGrad.
+      dataflow: OS, LS or RS, which says what travels (`GEMMS`).
+      dims: (rows, summed, columns) of the whole product.
+    """
+
+    kind: str
+    dataflow: str
+    dims: tuple[int, int, int]
+
+
+def gemms_of(product: Product) -> tuple[Gemm, Gemm, Gemm]:
+    """The forward GEMM, that of the input's gradient and that of the weight's."""
+    layout = product.layout
+    tokens, fan_in, fan_out = layout.tokens, layout.projection.in_dim, layout.projection.out_dim
+    forward = layout.dataflow.upper()
+    weight = "OS" if forward == "RS" else "RS"  # with the weight its gradient stays or travels
+    (other,) = set(GEMMS) - {forward, weight}
+    return (
+        Gemm("MatMul", forward, (tokens, fan_in, fan_out)),
+        Gemm("InputGrad", other, (tokens, fan_out, fan_in)),
+        Gemm("WeightGrad", weight, (fan_in, tokens, fan_out)),
+    )
+
+
+def local_dims(gemm: Gemm, rows: int, cols: int, slices: int) -> tuple[int, int, int]:
+    """(rows, summed, columns) of one slice on one device."""
+    a, b, c = gemm.dims
+    parts = {"OS": (rows, slices, cols), "LS": (rows, cols, slices), "RS": (slices, rows, cols)}[
+        gemm.dataflow
+    ]
+    return tuple(max(1, dim // part) for dim, part in zip((a, b, c), parts))
+
+
+def multiplication(product: Product, gemm: Gemm) -> OpSpec:
+    """One slice's multiplication on one device."""
+    layout = product.layout
+    m, k, n = local_dims(gemm, layout.rows, layout.cols, product.slices)
+    shapes = ((k, m), (k, n)) if gemm.kind == "WeightGrad" else ((m, k), (k, n))
+    return OpSpec(gemm.kind, shapes, layout.dtype_bytes)
+
+
+def axes_of(product: Product, mesh: tuple[int, int]) -> tuple[int, int]:
+    """(between columns, between rows) of the layout, as axes of a device mesh of rows x cols.
+
+    A layout that is not the mesh or its transpose is a ring of all devices (Megatron, FSDP).
+    """
+    layout = product.layout
+    if (layout.rows, layout.cols) == mesh and not product.turned:
+        return COL, ROW
+    if (layout.cols, layout.rows) == mesh:
+        return ROW, COL
+    return TENSOR, TENSOR
+
+
+@dataclass(frozen=True)
+class Emit:
+    """Where operations go: `ops`, values from `value(nbytes, category)`, on `stage` of a rows x cols `mesh`.
+
+    `chunk` is the part of the model they belong to, which the products need not know.
+    """
+
+    ops: list[RankOp]
+    value: Callable[[float, str], int]
+    stage: int
+    mesh: tuple[int, int]
+    chunk: int
+
+    def add(
+        self,
+        spec: OpSpec,
+        inputs: Sequence[int],
+        nbytes: float,
+        category: str,
+        axis: int = LOCAL,
+        label: tuple = (),
+    ) -> int:
+        """Appends an operation with one output of `nbytes`; returns it."""
+        output = self.value(nbytes, category)
+        self.ops.append(RankOp(spec, axis, self.stage, tuple(inputs), (output,), label=label))
+        return output
+
+
+def emit_gemm(
+    emit: Emit, product: Product, gemm: Gemm, inputs: Sequence[int], nbytes: float, category: str, part: tuple
+) -> int:
+    """One sliced GEMM of `part` of the model; returns its result of `nbytes` on this device.
+
+    The first two of `inputs` are its operands. Labels are (*part, product, gemm, what, slice); `what` is
+    "multiply", or the mesh dimension between whose devices a matrix travels: "columns" or "rows".
+    """
+    layout, slices = product.layout, product.slices
+    devices, size = layout.rows * layout.cols, layout.dtype_bytes
+    axes = axes_of(product, emit.mesh)
+    travels = []  # (operation, axis, participants, elements of a shard, between what)
+    for kind, axis, count, moved, between in zip(
+        GEMMS[gemm.dataflow], axes, (layout.cols, layout.rows), layout.moving_bytes(), ("columns", "rows")
+    ):
+        if count > 1:
+            shard = max(1, round(moved / devices / slices / size))
+            travels.append((KINDS[kind], axis, count, shard, between))
+    gathers = [travel for travel in travels if travel[0] == "AllGather"]
+    scatters = [travel for travel in travels if travel[0] == "ReduceScatter"]
+    multiply = multiplication(product, gemm)
+    results: list[int] = []
+    done: list[int] = []
+    for index in range(slices):
+
+        def label(what, at=index):
+            return (*part, product.name, gemm.kind, what, at)
+
+        waits = done[index - PREFETCH : index - PREFETCH + 1] if index >= PREFETCH else []
+        pieces = [
+            emit.add(
+                OpSpec(kind, ((shard,),), size),
+                (*inputs, *waits),
+                shard * count * size,
+                "workspace",
+                axis,
+                label(between),
+            )
+            for kind, axis, count, shard, between in gathers
+        ]
+        last = index == slices - 1
+        partial = scatters[0][2] * scatters[0][3] * size if scatters else nbytes if last else 0.0
+        kept = "workspace" if scatters else category
+        inputs_here = (*inputs, *pieces, *done[-1:])
+        done.append(emit.add(multiply, inputs_here, partial, kept, label=label("multiply")))
+        for kind, axis, count, shard, between in scatters:
+            spec, before = OpSpec(kind, ((shard * count,),), size), results[-1:]
+            kept_bytes = nbytes if last else 0.0
+            results.append(emit.add(spec, (done[-1], *before), kept_bytes, category, axis, label(between)))
+    return (results or done)[-1]

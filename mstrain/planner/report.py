@@ -1,0 +1,206 @@
+"""Plans for people: a table, CSV, JSON and a picture."""
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from mstrain.hardware import mfu
+from mstrain.models.flops import training_flops_per_token
+from mstrain.planner.config import TENSOR, PodConfig
+from mstrain.planner.cost import Costed, Terms
+from mstrain.planner.search import PodResult, usable_bytes, why_slower
+from mstrain.planner.target import Pod
+from mstrain.simulator.plots import MARKERS
+
+GB = 1e9
+
+
+def utilization(config: PodConfig, pod: Pod, costed: Costed) -> float:
+    """Model FLOP/s over peak, the whole square of attention scores counted (PaLM paper, appendix B)."""
+    flops = config.batch * config.seq * training_flops_per_token(config.model, config.seq)
+    return mfu(flops, costed.seconds, pod.devices, pod.chip.peak(config.dtype))
+
+
+def row(config: PodConfig, pod: Pod, rank: int, costed: Costed, best: Costed) -> dict:
+    """One plan as flat columns: seconds by term, bytes of the fullest stage by category."""
+    plan, fullest = costed.plan, costed.fullest
+    memory = {f"{name}_bytes": round(value) for name, value in dataclasses.asdict(fullest.memory).items()}
+    return {
+        "rank": rank,
+        **dataclasses.asdict(plan),
+        "microbatch_sequences": config.batch // plan.data // plan.microbatches,
+        "slices": " ".join(str(product.slices) for product in costed.products.block),
+        "dataflows": " ".join(product.layout.dataflow for product in costed.products.block),
+        "layers": " ".join(str(stage.layers) for stage in costed.stages),
+        "step_seconds": costed.seconds,
+        "tokens_per_second": config.batch * config.seq / costed.seconds,
+        "mfu": utilization(config, pod, costed),
+        **{f"{name}_seconds": value for name, value in dataclasses.asdict(costed.terms).items()},
+        "fullest_stage": costed.stages.index(fullest),
+        **memory,
+        "memory_bytes": round(fullest.memory.total),
+        "trainable": not plan.why_not_trainable(),
+        "why": why_slower(costed, best),
+    }
+
+
+def rejected_rows(result: PodResult) -> list[dict]:
+    return [{**dataclasses.asdict(item.plan), "why": item.reason} for item in result.rejected]
+
+
+def write_csv(rows: list[dict], path: Path) -> None:
+    """Rows whose keys are among those of the first."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_tables(config: PodConfig, pod: Pod, result: PodResult, folder: Path) -> None:
+    """plans.csv (every distinct plan, then those that do not fit), stages.csv (each stage of the top plans)
+    and plans.json (the top plans with their stages).
+    """
+    rows = [row(config, pod, rank, costed, result.best) for rank, costed in enumerate(result.ranked, 1)]
+    refused = rejected_rows(result)
+    write_csv([*rows, *refused], folder / "plans.csv")
+    stages = stage_rows(config, result)
+    write_csv(stages, folder / "stages.csv")
+    top = [
+        {**line, "stages": [stage for stage in stages if stage["rank"] == line["rank"]]}
+        for line in rows[: config.top_k]
+    ]
+    document = {
+        "model": config.model.name,
+        "cluster": pod.name,
+        "devices": pod.devices,
+        "batch": config.batch,
+        "seq": config.seq,
+        "schedule": config.schedule,
+        "link_constants": result.best.constants,
+        "searched_whole_space": result.finished,
+        "plans_costed": result.costed,
+        "search_seconds": result.seconds,
+        "usable_bytes": usable_bytes(config, pod),
+        "plans": top,
+        "rejected": refused,
+    }
+    (folder / "plans.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def plans_table(config: PodConfig, pod: Pod, result: PodResult) -> Table:
+    """The top plans: degrees, milliseconds of a step, GB of the fullest device, and why each lost."""
+    table = Table(
+        title=f"{config.model.name} on {pod.name} ({pod.devices} devices), predicted by the cost model",
+        title_justify="left",
+        box=None,
+        padding=(0, 1, 0, 0),
+    )
+    for name in ("", "data", "tensor", "pipeline", "batches", "remat", "ms", "MFU", "GB", "why"):
+        table.add_column(
+            name, justify="left" if name in ("tensor", "remat", "why") else "right", no_wrap=True
+        )
+    for rank, costed in enumerate(result.ranked[: config.top_k], 1):
+        plan = costed.plan
+        sequences = config.batch // plan.data // plan.microbatches
+        table.add_row(
+            str(rank),
+            f"{plan.data}{' sharded' if plan.sharded else ''}",
+            plan.tensor_name,
+            str(plan.pipeline),
+            f"{plan.microbatches}x{sequences}",
+            plan.remat,
+            f"{1e3 * costed.seconds:.1f}",
+            f"{100 * utilization(config, pod, costed):.1f} %",
+            f"{costed.fullest.memory.total / GB:.1f}",
+            why_slower(costed, result.best),
+        )
+    return table
+
+
+def terms_table(config: PodConfig, result: PodResult) -> Table:
+    """Milliseconds of a step of the top plans by term; the columns are their ranks."""
+    table = Table(title="Where the step goes (ms)", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    top = result.ranked[: config.top_k]
+    table.add_column("")
+    for rank in range(1, len(top) + 1):
+        table.add_column(str(rank), justify="right", no_wrap=True)
+    for term in dataclasses.asdict(top[0].terms):
+        table.add_row(term.replace("_", " "), *(f"{1e3 * getattr(costed.terms, term):.1f}" for costed in top))
+    return table
+
+
+def stages_table(costed: Costed) -> Table:
+    """Milliseconds of a step of every stage of one plan by term; each row adds up to the step."""
+    table = Table(title="Stages of plan 1 (ms)", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    names = list(Terms.__dataclass_fields__)
+    for name in ("stage", *(name.replace("_", " ") for name in names)):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, terms in enumerate(costed.stage_terms):
+        table.add_row(str(number), *(f"{1e3 * getattr(terms, name):.1f}" for name in names))
+    return table
+
+
+def stage_rows(config: PodConfig, result: PodResult) -> list[dict]:
+    """One row per stage of every top plan: layers, seconds by term, bytes by category."""
+    return [
+        {
+            "rank": rank,
+            "stage": number,
+            "layers": " ".join(f"{begin}-{end - 1}" for begin, end in stage.chunks),
+            "microbatches_in_flight": stage.in_flight,
+            **{f"{name}_seconds": value for name, value in dataclasses.asdict(terms).items()},
+            **{f"{name}_bytes": round(value) for name, value in dataclasses.asdict(stage.memory).items()},
+        }
+        for rank, costed in enumerate(result.ranked[: config.top_k], 1)
+        for number, (stage, terms) in enumerate(zip(costed.stages, costed.stage_terms))
+    ]
+
+
+def memory_table(costed: Costed) -> Table:
+    """GB per device of every stage by category."""
+    table = Table(title="Memory per device (GB)", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    names = ("parameters", "gradients", "optimizer", "activations", "workspace", "total")
+    for name in ("stage", "layers", "in flight", *names):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, stage in enumerate(costed.stages):
+        values = [f"{getattr(stage.memory, name) / GB:.2f}" for name in names]
+        table.add_row(str(number), str(stage.layers), f"{stage.in_flight:g}", *values)
+    return table
+
+
+def plot_plans(config: PodConfig, pod: Pod, result: PodResult, path: Path) -> Path:
+    """Throughput against memory of every distinct plan, coloured by pipeline degree; the line is what is
+    usable.
+    """
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    pipelines = sorted({costed.plan.pipeline for costed in result.ranked})
+    colours = dict(zip(pipelines, colormaps["viridis"](np.linspace(0, 0.9, len(pipelines)))))
+    for marker, algorithm in zip(MARKERS, TENSOR):
+        mine = [costed for costed in result.ranked if costed.plan.algorithm == algorithm]
+        axes.scatter(
+            [costed.fullest.memory.total / GB for costed in mine],
+            [config.batch * config.seq / costed.seconds for costed in mine],
+            marker=marker,
+            s=18,
+            color=[colours[costed.plan.pipeline] for costed in mine],
+            label=algorithm,
+        )
+    for pipeline, colour in colours.items():
+        axes.plot([], [], linewidth=4, color=colour, label=f"pipeline {pipeline}")
+    axes.axvline(usable_bytes(config, pod) / GB, color="black", linewidth=0.8, linestyle="--")
+    axes.set(
+        xlabel="memory of the fullest device (GB)",
+        ylabel="tokens per second (predicted)",
+        title=f"{config.model.name} on {pod.name}",
+    )
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+    return path

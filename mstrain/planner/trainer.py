@@ -1,0 +1,96 @@
+"""From a plan to the `train.py` line that runs it, and the file that carries it."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from mstrain.models.zoo import load_preset
+from mstrain.planner.config import PodConfig
+from mstrain.planner.cost import Costed
+from mstrain.planner.search import PodResult
+from mstrain.planner.target import Pod
+
+PLAN_FILE = "plan.json"
+
+
+def train_keys(plan) -> dict[str, str | int]:
+    """The keys of train.py that `plan=FILE` supplies."""
+    keys = {"mesh": plan.mesh, "parallel": plan.algorithm}
+    if plan.algorithm == "meshslice":
+        keys["parallel.slices"] = plan.slices  # for auto the trainer asks the same tuner
+    return {**keys, "accumulate": plan.microbatches, "remat": plan.remat}
+
+
+def model_keys(config: PodConfig) -> dict:
+    """model=NAME, and the fields in which the model differs from that preset."""
+    preset = dataclasses.asdict(load_preset(config.model.name))
+    changed = {
+        name: value for name, value in dataclasses.asdict(config.model).items() if value != preset[name]
+    }
+    texts = {name: "null" if value is None else str(value) for name, value in changed.items()}
+    return {"model": config.model.name, **{f"model.{name}": text for name, text in texts.items()}}
+
+
+def train_line(config: PodConfig, plan) -> str:
+    """The command that runs `plan`, every key spelled out."""
+    keys = {
+        **model_keys(config),
+        **train_keys(plan),
+        "batch": config.batch,
+        "seq": config.seq,
+        "dtype": config.dtype,
+    }
+    return f"python train.py {_spelled(keys)}"
+
+
+def _spelled(keys: dict) -> str:
+    return " ".join(f"{key}={value}" for key, value in keys.items())
+
+
+def write_plan(config: PodConfig, pod: Pod, result: PodResult, folder: Path) -> Path:
+    """plan.json: the winner, and the best plan that train.py can run with its keys (null where there is
+    none).
+    """
+    trainable = result.trainable
+    document = {
+        "model": config.model.name,
+        "cluster": pod.name,
+        "batch": config.batch,
+        "seq": config.seq,
+        "plan": dataclasses.asdict(result.best.plan),
+        "step_seconds": result.best.seconds,
+        "why_not_trainable": result.best.plan.why_not_trainable(),
+        "train": train_keys(trainable.plan) if trainable else None,
+        "train_step_seconds": trainable.seconds if trainable else None,
+    }
+    path = folder / PLAN_FILE
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def closing_lines(config: PodConfig, result: PodResult, path: Path) -> list[str]:
+    """What train.py can run, and what it cannot and why."""
+    lines = []
+    if result.best is not result.trainable:
+        lines.append(
+            f"The best plan, {result.best.plan.name}, is not for train.py: "
+            f"{result.best.plan.why_not_trainable()}."
+        )
+    if result.trainable is None:
+        return [
+            *lines,
+            "No plan that train.py can run fits: type pipeline=1 to see why, then a larger cluster= or "
+            "batch=.",
+        ]
+    if result.best is not result.trainable:
+        lines.append(f"The best that train.py runs takes {slower(result.trainable, result.best)}.")
+    return [
+        *lines,
+        f"This file: python train.py {_spelled(model_keys(config))} batch={config.batch} seq={config.seq} "
+        f"plan={path}",
+        train_line(config, result.trainable.plan),
+    ]
+
+
+def slower(costed: Costed, best: Costed) -> str:
+    return f"{1e3 * costed.seconds:.1f} ms a step, {100 * (costed.seconds / best.seconds - 1):.1f} % more"

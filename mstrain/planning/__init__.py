@@ -1,1 +1,0 @@
-"""Searches for parallel plans and the simulator that costs them."""

@@ -1,0 +1,292 @@
+"""Runs a program on a cluster: when each operation starts, what each device holds, and a timeline of both.
+
+An operation starts when its inputs exist and every lane it uses is free; it then holds those lanes for its
+duration. Devices compute in program order. With `rules.link_lanes` a message uses the links it crosses, which
+serve messages as they become ready; otherwise it uses the compute lanes of its devices (DistIR's rendezvous).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from mstrain.simulator.cluster import Cluster
+from mstrain.simulator.costs import communication_seconds, compute_seconds, operation_work
+from mstrain.simulator.kernels import first_come, in_order
+from mstrain.simulator.memory import MemoryUse, memory_use
+from mstrain.simulator.placement import Placement
+from mstrain.simulator.program import CATEGORIES, Program, Ragged, number_present
+from mstrain.simulator.replicas import Step
+from mstrain.simulator.rules import RuleSet, rule_set
+from mstrain.timeline import Counter, Lane, Timeline
+
+
+class _Lanes:
+    """Numbers the lanes in use: first the compute lane of every device, then links as they appear."""
+
+    def __init__(self, program: Program, cluster: Cluster):
+        self.cluster = cluster
+        self.lanes = [
+            Lane(device, f"{cluster.devices[device].kind} {device}", "compute") for device in program.devices
+        ]
+        self.compute = {device: number for number, device in enumerate(program.devices)}
+        self.links: dict[int, int] = {}
+
+    def of_devices(self, members) -> tuple[int, ...]:
+        return tuple(self.compute[device] for device in members if device in self.compute)
+
+    def of_links(self, numbers) -> tuple[int, ...]:
+        found = []
+        for number in numbers:
+            lane = self.links.get(number)
+            if lane is None:
+                wire = self.cluster.network.wire(number)
+                if wire.device not in self.compute:
+                    continue
+                lane = self.links[number] = len(self.lanes)
+                self.lanes.append(Lane(wire.device, self.lanes[self.compute[wire.device]].process, wire.name))
+            found.append(lane)
+        return tuple(found)
+
+
+def _events(
+    program: Program, cluster: Cluster, rules: RuleSet, lanes: _Lanes
+) -> tuple[np.ndarray, Ragged, np.ndarray]:
+    """Per operation its action; per action the lanes it holds, and for how long (NaN: no event)."""
+    action, pairs = number_present(
+        program.spec * len(program.groups) + program.group, len(program.specs) * len(program.groups)
+    )
+    held, seconds = [], []
+    cost: dict[tuple[int, int], float] = {}  # by identity: hashing a device costs more than its cost
+    for pair in pairs.tolist():
+        spec, group = divmod(pair, len(program.groups))
+        what, members = program.specs[spec], program.groups[group]
+        if not what.communicates:
+            for device in members:
+                key = (spec, id(cluster.devices[device]))
+                if key not in cost:
+                    cost[key] = compute_seconds(rules, what, cluster.devices[device])
+                seconds.append(cost[key])
+            held.append(lanes.of_devices(members))
+            continue
+        duration = communication_seconds(rules, what, members, cluster)
+        if rules.link_lanes:
+            network = cluster.network
+            held.append(
+                lanes.of_links(
+                    network.path(*members).wires if what.kind == "Send" else network.ring_wires(members)
+                )
+            )
+        else:
+            held.append(lanes.of_devices(members))
+        if isinstance(duration, tuple):
+            seconds.extend(np.nan if value is None else value for value in duration)
+        else:
+            seconds.extend([duration] * len(held[-1]))
+    lists = Ragged.of(held)
+    assert len(lists.items) == len(seconds), "an operation with a duration per member must keep all members"
+    return action, lists, np.array(seconds)
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What a simulated step does, in seconds and bytes; see `Program` for operations and devices.
+
+    Attributes:
+      start, end: when each operation holds its lanes, shape (ops,); `lane_end`: when each lane is done.
+      action: number of each operation's (what, where) pair, shape (ops,).
+      held, action_seconds: the lanes that an action holds, and for how long (NaN: no event is recorded).
+    """
+
+    program: Program
+    rules: RuleSet
+    lanes: tuple[Lane, ...]
+    start: np.ndarray
+    end: np.ndarray
+    lane_end: np.ndarray
+    action: np.ndarray
+    held: Ragged
+    action_seconds: np.ndarray
+
+    @property
+    def seconds(self) -> float:
+        """Length of the step: when the last lane is done."""
+        return float(self.lane_end.max(initial=0.0))
+
+    @property
+    def device_seconds(self) -> dict[int, float]:
+        """When each kept device is done, on its compute unit and its links."""
+        done: dict[int, float] = {}
+        for lane, end in zip(self.lanes, self.lane_end.tolist()):
+            done[lane.device] = max(done.get(lane.device, 0.0), end)
+        return done
+
+    @property
+    def num_events(self) -> int:
+        """Trace events of the whole job: one per operation and device, those of ranks left out included."""
+        members = np.array([len(group) for group in self.program.groups])[self.program.group]
+        silent = np.bincount(self.action, minlength=len(self.held.lengths)) @ np.bincount(
+            self.held.owner(), weights=np.isnan(self.action_seconds), minlength=len(self.held.lengths)
+        )
+        return int(members @ self.program.copies - silent)
+
+    @property
+    def compute_seconds(self) -> dict[int, float]:
+        """How long each kept device computes."""
+        times = np.bincount(self.action, minlength=len(self.held.lengths))[self.held.owner()]
+        seconds = np.zeros(len(self.lanes))
+        np.add.at(seconds, self.held.items, times * np.nan_to_num(self.action_seconds))
+        return {
+            lane.device: total
+            for lane, total in zip(self.lanes, seconds.tolist())
+            if lane.thread == "compute"
+        }
+
+    @cached_property
+    def _device_seconds_by_kind(self) -> tuple[float, float]:
+        """Device-seconds of computation and of communication; using several links counts once."""
+        owner, device = self.held.owner(), np.array([lane.device for lane in self.lanes])[self.held.items]
+        once = np.unique(owner * (device.max(initial=0) + 1) + device, return_index=True)[1]
+        per_action = np.bincount(
+            owner[once], weights=np.nan_to_num(self.action_seconds[once]), minlength=len(self.held.lengths)
+        )[self.action]
+        communicates = np.array([spec.communicates for spec in self.program.specs])[self.program.spec]
+        return float(per_action[~communicates].sum()), float(per_action[communicates].sum())
+
+    @property
+    def communication_fraction(self) -> float:
+        """Device-seconds of communication over those of everything, as DistIR's notebook counts them."""
+        compute, communication = self._device_seconds_by_kind
+        return communication / (compute + communication) if compute + communication else 0.0
+
+    @property
+    def idle_fraction(self) -> float:
+        """The mean part of the step in which a device computes nothing: bubbles and waiting."""
+        return 1.0 - self._device_seconds_by_kind[0] / (len(self.program.devices) * self.seconds)
+
+    @cached_property
+    def memory(self) -> MemoryUse:
+        """Live memory per device over time."""
+        return memory_use(self.program, self.start if self.rules.link_lanes else self.end, self.end)
+
+    @cached_property
+    def memory_by_category(self) -> dict[str, MemoryUse]:
+        """Live memory per device over time of the categories that the program has."""
+        if self.program.category is None:
+            return {}
+        allocate = self.start if self.rules.link_lanes else self.end
+        return {
+            name: memory_use(self.program, allocate, self.end, self.program.category == index)
+            for index, name in enumerate(CATEGORIES)
+            if (self.program.category == index).any()
+        }
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest live total of any device."""
+        return max(self.memory.peak_bytes.values(), default=0)
+
+    def timeline(self) -> Timeline:
+        """Events on lanes, with operator, shape, bytes, flops and microbatch of each, and live memory."""
+        program = self.program
+        taken = self.held.take(self.action)
+        op = taken.owner()
+        seconds = self.held._replace(items=np.arange(len(self.action_seconds))).take(self.action).items
+        duration = self.action_seconds[seconds]
+        kept = ~np.isnan(duration)
+        op, lane, duration = op[kept], taken.items[kept], duration[kept]
+        spec = program.spec[op]
+        names = tuple(dict.fromkeys(item.kind for item in program.specs))
+        number = {name: index for index, name in enumerate(names)}
+        shapes = np.array(
+            [" ".join("x".join(map(str, shape)) for shape in item.shapes[:2]) for item in program.specs],
+            dtype=object,
+        )
+        args = {
+            "shape": shapes[spec],
+            "bytes": np.array([sum(map(prod, item.shapes)) * item.element_bytes for item in program.specs])[
+                spec
+            ],
+            "flops": np.array([operation_work(item) for item in program.specs])[spec],
+            "microbatch": np.where(program.microbatch < 0, np.nan, program.microbatch)[op],
+            **_parts(program, op),
+            "flow": np.where([item.kind == "Send" for item in program.specs], 1, -1)[spec] * (op + 1),
+        }
+        return Timeline(
+            self.lanes,
+            names,
+            lane,
+            np.array([number[item.kind] for item in program.specs])[spec],
+            self.start[op],
+            duration,
+            np.array([item.communicates for item in program.specs])[spec],
+            args,
+            tuple(
+                Counter(device, name, time, value)
+                for name, use in {"live memory": self.memory, **self.memory_by_category}.items()
+                for device, (time, value) in use.timelines().items()
+            ),
+        )
+
+
+def _parts(program: Program, op: np.ndarray) -> dict[str, np.ndarray]:
+    """The part of the model that each of the operations `op` belongs to, where the program says."""
+    if program.label is None:
+        return {}
+    names = np.array([" ".join(map(str, label)) for label in program.labels], dtype=object)
+    return {"part": names[program.label[op]]}
+
+
+def simulate(program: Program, cluster: Cluster, rules: str | RuleSet = "corrected") -> Simulation:
+    """Run `program` on `cluster` under `rules`.
+
+    Raises ValueError when the program names devices that the cluster lacks, or a rule refuses an operation.
+    """
+    rules = rule_set(rules)
+    if max(program.devices, default=-1) >= len(cluster.devices):
+        raise ValueError(
+            f"the program uses device {max(program.devices)}, the cluster has {len(cluster.devices)} "
+            f"devices numbered from 0; give it at least {max(program.devices) + 1}"
+        )
+    lanes = _Lanes(program, cluster)
+    action, held, seconds = _events(program, cluster, rules, lanes)
+    taken = held.take(action)
+    durations = held._replace(items=seconds).take(action).items
+    sizes = (len(lanes.lanes), len(program.value_bytes))
+    events = (taken.offsets, taken.items, durations, *program.inputs, *program.outputs, *sizes)
+    start, end, lane_end = (
+        first_come(*events, len(program.devices)) if rules.link_lanes else in_order(*events)
+    )
+    assert not np.isnan(end).any(), "operations wait for each other: the program is not in topological order"
+    return Simulation(program, rules, tuple(lanes.lanes), start, end, lane_end, action, held, seconds)
+
+
+def place(step: Step, cluster: Cluster, rules: RuleSet, everything: bool = False) -> Program:
+    """The program of `step` on the workers of `cluster`.
+
+    One representative rank where all are alike; every device where they are not, or with `everything`.
+    """
+    placement = Placement(step.degrees, rules.axis_order, 1 if rules.root else 0)
+    workers = range(placement.first, placement.first + step.degrees.world)
+    if workers.stop > len(cluster.devices):
+        raise ValueError(
+            f"{step.degrees} needs devices {workers.start} to {workers.stop - 1}, the cluster has "
+            f"{len(cluster.devices)}; lower the degrees" + (" (device 0 is the root)" if rules.root else "")
+        )
+    everything = everything or bool(step.prologue) or not cluster.ranks_alike(placement)
+    return step.expand(placement) if everything else step.representative(placement)
+
+
+def simulate_step(
+    step: Step, cluster: Cluster, rules: str | RuleSet = "corrected", everything: bool = False
+) -> Simulation:
+    """Simulate any step (`mlp_step`, `gpt_step`). Raises ValueError when the cluster is too small.
+
+    Where all ranks are alike (a switch; a torus with one dim per parallel axis) one of them stands for all,
+    whatever their number, unless `everything`.
+    """
+    rules = rule_set(rules)
+    return simulate(place(step, cluster, rules, everything), cluster, rules)

@@ -1,0 +1,1 @@
+"""References reproduced, defects included. Nothing in mstrain imports this but the registry of plan.py."""

@@ -1,0 +1,46 @@
+"""plan.py experiment=distir_mlp: the experiments of DistIR's notebook."""
+
+import json
+from dataclasses import dataclass
+
+from mstrain.commands.plan.output import make_folder
+from mstrain.simulator.rules import rule_set
+from research.distir.experiments import run_notebook
+
+
+@dataclass(frozen=True)
+class DistirConfig:
+    """The experiments of DistIR's notebook on a perceptron of 64 layers of width 8192.
+
+    Attributes:
+      rules: what operations cost: corrected, notebook, march or head (research/distir/rules.py).
+      trials: simulations timed per program size.
+      run_dir: where tables, plots and traces go.
+    """
+
+    rules: str = "corrected"
+    trials: int = 5
+    run_dir: str = "runs/plan_distir_mlp"
+
+    def __post_init__(self):
+        rule_set(self.rules)
+        if self.trials < 1:
+            raise ValueError(f"trials={self.trials} is too small. Type trials=1 or more.")
+
+
+def run_distir_mlp(config: DistirConfig) -> int:
+    """Runs them all; prints throughputs, writes CSV, JSON, plots and a trace."""
+    folder = make_folder(config.run_dir)
+    summary = run_notebook(folder, config.rules, config.trials)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print(f"sequential {summary['sequential']:10.1f} samples/s   rules {summary['rules']}")
+    for title in ("best", "best_pipeline"):
+        row = summary[title]
+        plan = f"data {row['dp_degree']} tensor {row['hp_degree']} pipeline {row['pp_degree']}"
+        print(
+            f"{title:13s} {row['throughput']:7.1f} samples/s   {plan} microbatches {row['num_microbatches']}"
+            f"   simulated, {row['peak_memory'] / 1e9:.1f} GB per device"
+        )
+    print(f"{summary['plans']} plans simulated, {summary['rejected']} rejected")
+    print(f"tables, plots and best_pipeline.json.gz (ui.perfetto.dev) in {folder}")
+    return 0

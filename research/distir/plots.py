@@ -1,0 +1,94 @@
+"""The pictures of DistIR's notebook. Every function writes one file; its suffix picks the format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from mstrain.simulator.plots import MARKERS, save_figure
+from research.distir.grid import Row
+
+
+def plot_grid(rows: Sequence[Row], path: str | Path) -> Path:
+    """Throughput against tensor degree, one panel per data degree, one line per number of microbatches."""
+    counts = sorted({row.num_microbatches for row in rows})
+    panels = sorted({row.dp_degree for row in rows})
+    degrees = sorted({row.hp_degree for row in rows})
+    figure = Figure(figsize=(3 * len(panels), 3))
+    axes = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
+    for axis, data in zip(axes, panels):
+        for index, count in enumerate(counts):
+            points = sorted(
+                (row.hp_degree, row.throughput)
+                for row in rows
+                if (row.dp_degree, row.num_microbatches) == (data, count)
+            )
+            label = "No pipeline parallelism" if count == 1 else f"{count} microbatches"
+            axis.plot(
+                *zip(*points) if points else ([], []), marker=MARKERS[index % len(MARKERS)], label=label
+            )
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(degrees, [str(degree) for degree in degrees])
+        axis.set_title("No data parallelism" if data == 1 else f"{data} data parallel partitions", fontsize=9)
+        axis.set_xlabel("Tensor parallel degree")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("Throughput (samples/second)")
+    figure.legend(
+        *axes[0].get_legend_handles_labels(),
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=len(counts),
+        frameon=False,
+    )
+    return save_figure(figure, path)
+
+
+def plot_lines(
+    table: Sequence[Mapping], x: str, y: str, series: str | None, path: str | Path, labels: tuple[str, str]
+) -> Path:
+    """Column `y` against column `x` of `table`, one line per value of column `series`; log x with base 2."""
+    figure = Figure(figsize=(5, 3.5))
+    axis = figure.subplots()
+    names = sorted({row[series] for row in table}) if series else [None]
+    ramp = colormaps["Blues"](np.linspace(0.4, 1.0, len(names)))
+    for index, name in enumerate(names):
+        points = sorted((row[x], row[y]) for row in table if series is None or row[series] == name)
+        axis.plot(
+            *zip(*points),
+            marker=MARKERS[index % len(MARKERS)],
+            color=ramp[index],
+            label=None if series is None else f"{series} {name}",
+        )
+    axis.set_xscale("log", base=2)
+    ticks = sorted({row[x] for row in table})
+    axis.set_xticks(ticks, [str(tick) for tick in ticks])
+    axis.set_xlabel(labels[0])
+    axis.set_ylabel(labels[1])
+    axis.grid(alpha=0.3)
+    if series:
+        axis.legend()
+    return save_figure(figure, path)
+
+
+def plot_memory_against_throughput(rows: Sequence[Row], path: str | Path) -> Path:
+    """Peak memory (GB) against throughput of every plan, coloured by pipeline degree."""
+    figure = Figure(figsize=(5, 3.5))
+    axis = figure.subplots()
+    for index, pipeline in enumerate(sorted({row.pp_degree for row in rows})):
+        mine = [row for row in rows if row.pp_degree == pipeline]
+        axis.scatter(
+            [row.throughput for row in mine],
+            [row.peak_memory / 1e9 for row in mine],
+            marker=MARKERS[index % len(MARKERS)],
+            label=f"pipeline {pipeline}",
+            alpha=0.8,
+        )
+    axis.set_xlabel("Throughput (samples/second)")
+    axis.set_ylabel("Peak memory (GB per device)")
+    axis.legend()
+    axis.grid(alpha=0.3)
+    return save_figure(figure, path)

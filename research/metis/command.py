@@ -1,0 +1,101 @@
+"""plan.py planner=metis, planner=homogeneous and experiment=metis_inputs: the reference's planners and their inputs."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from mstrain.commands.plan.mixed import with_files
+from mstrain.commands.plan.output import make_folder, progress
+from mstrain.planner.mixed.hosts import write_hostfile
+from research.metis import MetisOptions, SearchStopped, reference_lines, write_json
+from research.metis import run_metis as search_metis
+from research.metis.homogeneous import run_homogeneous as search_homogeneous
+from research.metis.synthetic import read_samples, write_profiles
+
+# Type and address of the hosts that `write_hostfile` writes; inter and intra GB/s and GB per device.
+SYNTHETIC_HOSTS = {"0.0.0.1": ("V100", 10, 50, 16), "0.0.0.4": ("A100", 10, 46, 80)}
+
+MetisConfig = with_files(MetisOptions, "MetisConfig")
+
+
+def run_metis(config) -> int:
+    """Prints the reference's lines; writes metis.json, also of a search that had to stop."""
+    options, folder = config.options, make_folder(config.run_dir)
+    try:
+        with progress("planner=metis", options.max_seconds * options.trials):
+            result = search_metis(*config.files.paths, options)
+    except SearchStopped as stopped:
+        write_json(stopped.partial, folder / "metis.json")
+        raise ValueError(f"{stopped} (what was found until then is in {folder / 'metis.json'})") from None
+    write_json(result, folder / "metis.json")
+    print(*reference_lines(result), sep="\n")
+    if result.exhausted:
+        print(
+            f"The budget ended the search after {result.inter_stage_plans} inter-stage plans; "
+            "raise max_seconds or max_plans."
+        )
+    if result.best != result.best_complete:
+        print(
+            f"The best plan leaves out layers or stages, as {result.plans_costed - result.num_complete} of "
+            f"{result.plans_costed} do; planner=optimal costs complete plans only."
+        )
+    print(f"ranking and statistics in {folder / 'metis.json'}")
+    return 0
+
+
+def run_homogeneous(config) -> int:
+    """The reference's planner for one type; writes homogeneous.json."""
+    folder = make_folder(config.run_dir)
+    result = search_homogeneous(*config.files.paths, config.options)
+    path = folder / "homogeneous.json"
+    path.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
+    print(f"{result.num_plans} plans, {len(result.ranking)} costed, {len(result.missing)} without a profile")
+    for plan in result.ranking[: config.top_k]:
+        print(f"{plan.cost:12.3f} ms  dp {plan.dp} pp {plan.pp} tp {plan.tp} microbatch {plan.microbatch}")
+    print(f"all plans in {path}")
+    return 0
+
+
+@dataclass(frozen=True)
+class InputsConfig:
+    """Synthetic inputs of the Metis planners: equal numbers of A100 and V100, hosts of four.
+
+    Attributes:
+      samples: folder of the nine DeviceType.A100_tp{1,2,4}_bs{1,2,4}.json profiles to grow from.
+      num_layers: layers of the model, embedding and output included.
+      devices_per_type: devices of each type.
+      max_batch: largest profiled batch and tensor degree, a power of two.
+      slowdown: how much slower the V100 is.
+      run_dir: gets hostfile, clusterfile.json and profiles/.
+    """
+
+    samples: str
+    num_layers: int = 10
+    devices_per_type: int = 16
+    max_batch: int = 128
+    slowdown: float = 3.5
+    run_dir: str = "runs/plan_metis_inputs"
+
+    def __post_init__(self):
+        if not self.slowdown > 0:
+            raise ValueError(f"slowdown={self.slowdown} must be above 0. Type slowdown=3.5.")
+
+
+def run_metis_inputs(config: InputsConfig) -> int:
+    """Writes host file, cluster file and profiles; prints the command that plans with them."""
+    folder = make_folder(config.run_dir)
+    samples = read_samples(config.samples)
+    write_hostfile(folder / "hostfile", config.devices_per_type)
+    names = ("instance_type", "inter_bandwidth", "intra_bandwidth", "memory")
+    entries = {address: dict(zip(names, values)) for address, values in SYNTHETIC_HOSTS.items()}
+    (folder / "clusterfile.json").write_text(json.dumps(entries, indent=1) + "\n")
+    files = write_profiles(
+        folder / "profiles", samples, config.num_layers, config.max_batch, slowdown=config.slowdown
+    )
+    print(f"{files} synthetic profiles, host file and cluster file in {folder}; now type")
+    print(
+        f"python plan.py planner=metis hostfile={folder / 'hostfile'} "
+        f"clusterfile={folder / 'clusterfile.json'} "
+        f"profiles={folder / 'profiles'} num_layers={config.num_layers} gbs=128"
+    )
+    return 0

@@ -1,0 +1,114 @@
+"""The reference's planner for one device type: equal stages, one (dp, pp, tp, microbatch) for all."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mstrain.planner.mixed.hosts import read_cluster
+from mstrain.planner.mixed.profiles import (
+    Profile,
+    check_layer_times,
+    profile_name,
+    read_profiles,
+    sequential_sum,
+)
+from research.metis.options import MetisOptions
+from research.metis.search import reference_profile
+
+BYTES_PER_MS = 1024.0 * 1024.0  # of one GB/s, in the reference's reckoning
+
+
+@dataclass(frozen=True)
+class HomogeneousPlan:
+    """Cost in milliseconds per iteration; `microbatch` in samples."""
+
+    cost: float
+    dp: int
+    pp: int
+    tp: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class HomogeneousResult:
+    """All costed plans, cheapest first, and the keys of the profiles that others lacked."""
+
+    num_plans: int
+    ranking: tuple[HomogeneousPlan, ...]
+    missing: tuple[str, ...]
+
+
+def run_homogeneous(hostfile: str | Path, clusterfile: str | Path, profile_dir: str | Path,
+                    options: MetisOptions) -> HomogeneousResult:
+    """Cost every plan as the reference does (its bandwidth is always the first host's intra-node one).
+
+    Raises ValueError for bad input, for a cluster of several types, and when no plan has its profile.
+    """
+    cluster = read_cluster(hostfile, clusterfile)
+    if len(cluster.device_types) > 1:
+        raise ValueError(f"{hostfile}: types {', '.join(cluster.device_types)}; keep hosts of one type, "
+                         "or use the planner for mixed clusters")
+    profiles = read_profiles(profile_dir, cluster.device_types)
+    check_layer_times(profiles, options.num_layers)
+    reference = reference_profile(options, profiles)
+    costed, missing, plans = [], [], 0
+    for dp, pp, tp in degrees(cluster.num_devices, options):
+        for microbatch in _divisors(options.gbs):
+            if microbatch * dp > options.gbs:
+                continue
+            plans += 1
+            key = (cluster.device_types[0], tp, microbatch)
+            if key not in profiles:
+                missing.append(profile_name(key))
+                continue
+            cost = plan_cost(options, profiles[key], reference, (dp, pp, tp), cluster.nodes[0].intra_gb_s)
+            costed.append(HomogeneousPlan(cost, dp, pp, tp, microbatch))
+    if not costed:
+        raise ValueError(f"{profile_dir}: no plan has its profile; add e.g. {missing[0]}")
+    return HomogeneousResult(plans, tuple(sorted(costed, key=lambda plan: plan.cost)), tuple(missing))
+
+
+def degrees(num_devices: int, options: MetisOptions) -> Iterator[tuple[int, int, int]]:
+    """(dp, pp, tp) that use every device; with many stages some have no layers."""
+    for pp in range(1, num_devices + 1):
+        for tp in range(1, options.max_profiled_tp_degree + 1):
+            dp = num_devices // pp // tp
+            if dp * pp * tp == num_devices:
+                yield dp, pp, tp
+
+
+def split_layers(num_layers: int, pp: int) -> list[int]:
+    """First layer of each stage, and the end: even, the rest to the first stages after stage 0."""
+    even, rest = divmod(num_layers - 2, pp)
+    counts = [even + (1 <= stage <= rest) for stage in range(pp)]
+    counts[0] += 1
+    counts[-1] += 1
+    bounds = [0]
+    for count in counts:
+        bounds.append(bounds[-1] + count)
+    return bounds
+
+
+def plan_cost(options: MetisOptions, profile: Profile, reference: Profile, plan: tuple[int, int, int],
+              bandwidth_gb_s: float) -> float:
+    """Milliseconds per iteration."""
+    dp, pp, tp = plan
+    bounds = split_layers(options.num_layers, pp)
+    batches = options.gbs // profile.batch // dp
+    speed = bandwidth_gb_s * BYTES_PER_MS
+    embedding, middle, output = (reference.parameter_bytes[index] / tp for index in (0, 1, -1))
+    stage_ms, stage_parameters, p2p = [], [], 0.0
+    for begin, end in zip(bounds, bounds[1:]):
+        stage_ms.append(sequential_sum(profile.layer_ms[begin:end]))
+        first, last = begin == 0, end == options.num_layers
+        stage_parameters.append(middle * (end - begin - first - last) + embedding * first + output * last)
+        if not last:
+            width = options.vocab_size / tp if end == options.num_layers - 1 else options.hidden_size
+            p2p += profile.batch * options.sequence_length * width / speed
+    return ((batches - 1) * max(stage_ms) + sequential_sum(stage_ms) + profile.sync_ms * batches
+            + 2 * reference.optimizer_ms / pp / tp + 2 * (dp - 1) / (dp * speed) * max(stage_parameters) + p2p
+            + reference.batch_generator_ms * batches)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

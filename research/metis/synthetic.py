@@ -1,0 +1,105 @@
+"""Synthetic profiles, grown from nine measured samples of one device type as the reference grows them.
+
+The samples are profile documents for tp and batch in {1, 2, 4}. Layers are repeated, larger batches double
+the compute time, larger tp degrees halve it, and a second, slower device type gets every time multiplied.
+"""
+
+import copy
+import json
+from pathlib import Path
+
+from mstrain.planner.mixed.profiles import profile_name, sequential_sum
+
+SAMPLE_DEGREES = (1, 2, 4)
+BETWEEN = "between_layers_ms"
+TOTAL_PARTS = ("forward_backward_time_ms", "batch_generator_time_ms", "layernorm_grads_all_reduce_time_ms",
+               "embedding_grads_all_reduce_time_ms", "optimizer_time_ms")
+COMPUTE_PARTS = ("layer_compute_total_ms", "forward_backward_time_ms", BETWEEN)
+
+
+def read_samples(folder: str | Path, device_type: str = "A100") -> dict[tuple[int, int], dict]:
+    """The nine sample documents by (tp, batch)."""
+    samples = {}
+    for tp in SAMPLE_DEGREES:
+        for batch in SAMPLE_DEGREES:
+            path = Path(folder) / profile_name((device_type, tp, batch))
+            if not path.is_file():
+                raise ValueError(f"{path}: no such sample; the generator needs tp and bs in {SAMPLE_DEGREES}")
+            samples[tp, batch] = json.loads(path.read_text())
+    return samples
+
+
+def write_profiles(folder: str | Path, samples: dict[tuple[int, int], dict], num_layers: int, max_batch: int,
+                   fast_type: str = "A100", slow_type: str = "V100", slowdown: float = 3.5) -> int:
+    """Write the profiles of both types for tp and batch 1, 2, 4 ... max_batch; returns the number of files.
+
+    Existing profiles in the folder are removed, other files stay.
+    """
+    if num_layers < 3:
+        raise ValueError(f"num_layers={num_layers}: embedding, output and a layer between need 3 or more")
+    if max_batch < 4 or max_batch & (max_batch - 1):
+        raise ValueError(f"max_batch={max_batch}: give a power of two, 4 or more")
+    grown = grow({key: scale_layers(sample, num_layers) for key, sample in samples.items()}, max_batch)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("DeviceType.*.json"):
+        old.unlink()
+    for (tp, batch), document in grown.items():
+        slow = copy.deepcopy(document)
+        _multiply(slow["execution_time"], slow["execution_time"], slowdown)
+        for device_type, written in ((fast_type, document), (slow_type, slow)):
+            (folder / profile_name((device_type, tp, batch))).write_text(json.dumps(written, indent=1))
+    return 2 * len(grown)
+
+
+def scale_layers(sample: dict, num_layers: int) -> dict:
+    """The sample with its second layer repeated until there are `num_layers` of them."""
+    document = copy.deepcopy(sample)
+    times, memory = document["execution_time"], document["execution_memory"]
+    parameters = document["model"]["parameters"]
+    times[BETWEEN] = times["forward_backward_time_ms"] - sequential_sum(times["layer_compute_total_ms"])
+    for table, name in ((parameters, "parameters_per_layer_bytes"), (memory, "layer_memory_total_mb"),
+                        (times, "layer_compute_total_ms")):
+        first, middle, last = table[name][0], table[name][1], table[name][-1]
+        table[name] = [first] + [middle] * (num_layers - 2) + [last]
+    parameters["total_parameters_bytes"] = sum(parameters["parameters_per_layer_bytes"])
+    memory["total_memory"] = sequential_sum(memory["layer_memory_total_mb"])
+    times["forward_backward_time_ms"] = times[BETWEEN] + sequential_sum(times["layer_compute_total_ms"])
+    for name in ("layernorm_grads_all_reduce_time_ms", "optimizer_time_ms"):
+        times[name] = times[name] / 10 * num_layers
+    document["model"].update(num_layers=num_layers, num_MHA_layers=num_layers - 2)
+    return _with_total(document)
+
+
+def grow(samples: dict[tuple[int, int], dict], max_batch: int) -> dict[tuple[int, int], dict]:
+    """All (tp, batch) up to max_batch: doubling the batch doubles the compute time, doubling tp halves it."""
+    grown = dict(samples)
+    for tp in SAMPLE_DEGREES:
+        batch = SAMPLE_DEGREES[-1]
+        while batch < max_batch:
+            grown[tp, 2 * batch] = _rescaled(grown[tp, batch], 2.0)
+            batch *= 2
+    for batch in sorted({batch for _, batch in grown}):
+        tp = SAMPLE_DEGREES[-1]
+        while tp < max_batch:
+            grown[2 * tp, batch] = _rescaled(grown[tp, batch], 0.5)
+            tp *= 2
+    return grown
+
+
+def _rescaled(document: dict, factor: float) -> dict:
+    document = copy.deepcopy(document)
+    _multiply(document["execution_time"], COMPUTE_PARTS, factor)
+    return _with_total(document)
+
+
+def _multiply(times: dict, names, factor: float) -> None:
+    for name in names:
+        value = times[name]
+        times[name] = [factor * part for part in value] if isinstance(value, list) else factor * value
+
+
+def _with_total(document: dict) -> dict:
+    times = document["execution_time"]
+    times["total_time_ms"] = sequential_sum([times[name] for name in TOTAL_PARTS])
+    return document

@@ -1,0 +1,101 @@
+"""mesh=auto: legal meshes that the torus carries, copies only where there is room; slices from devices."""
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from mstrain.hardware import chip_named, parse_target
+from mstrain.mesh import MeshShape
+from mstrain.models.config import ModelConfig
+from mstrain.models.parallel import ParallelConfig
+from mstrain.models.zoo import load_preset
+from mstrain.planner.meshes import best_meshes, plan_on, rank_meshes, slice_of
+
+SLICE = parse_target("v5p-64")
+SMALL = ModelConfig(name="small", layers=2, width=1024, heads=4, vocabulary=1024)
+
+
+def shapes(candidates):
+    return [candidate.shape for candidate in candidates]
+
+
+def test_only_meshes_with_a_legal_plan_remain():
+    parallel = ParallelConfig()
+    ranked = shapes(rank_meshes(SMALL, 16 * 256, 32, SLICE))
+    legal = shapes(best_meshes(parallel, SMALL, 16, 256, 32, SLICE))
+    assert legal == [shape for shape in ranked if shape in legal]  # the cost model's order stays
+    assert max(shape.col for shape in legal) == SMALL.heads < max(shape.col for shape in ranked)
+    for shape in legal:
+        plan_on(shape, parallel, SMALL, 16, 256, SLICE.chip)
+    for shape in set(ranked) - set(legal):
+        with pytest.raises(ValueError, match="heads|sequences|divide"):
+            plan_on(shape, parallel, SMALL, 16, 256, SLICE.chip)
+
+
+def test_few_sequences_leave_few_rows():
+    few = shapes(best_meshes(ParallelConfig(), dataclasses.replace(SMALL, heads=32), 2, 256, 32, SLICE))
+    assert few and all(shape.data * shape.row <= 2 for shape in few)
+
+
+def test_the_refusal_says_what_to_type_when_nothing_is_legal():
+    with pytest.raises(ValueError, match="Type|Choose"):
+        best_meshes(ParallelConfig(), SMALL, 1, 256, 32, SLICE)
+
+
+def test_a_torus_carries_what_its_axes_can_form():
+    found = shapes(rank_meshes(SMALL, 16 * 256, 32, SLICE))
+    assert all((s.row, s.col) in SLICE.mesh_shapes(s.data) for s in found)
+    anywhere = shapes(rank_meshes(SMALL, 16 * 256, 32, SLICE.chip))
+    assert set(found) <= set(anywhere)
+
+
+def test_copies_need_room_for_the_state():
+    model = load_preset("gpt3_175b")
+    found = rank_meshes(model, 16 * 2048, 32, SLICE)
+    assert {c.shape.data for c in found} == {1} and not any(c.roomy for c in found)
+    larger = rank_meshes(model, 256 * 2048, 512, parse_target("v5p-1024"))
+    assert larger[0].roomy and {c.shape.data for c in larger} > {1}
+    assert all(c.roomy for c in larger if c.shape.data > 1)
+
+
+def devices(name, kind, origin=(0, 0, 0)):
+    slice = parse_target(name)
+    topology = (*slice.topology, 1, 1)[:3]
+    places = itertools.product(*(range(o, o + n) for o, n in zip(origin, topology)))
+    return slice, [SimpleNamespace(device_kind=kind, coords=list(place)) for place in places
+                   for _ in range(slice.chip.slices.devices_per_chip)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("v5p-64", "v5p"), ("v4-64", "v4"), ("v6e-32", "v6e"), ("v3-32", "v3")]
+)  # fmt: skip
+def test_devices_tell_which_slice_they_are(name, kind):
+    slice, found = devices(name, chip_named(kind).device_kinds[0], origin=(0, 4, 0))
+    assert slice_of(found).topology_name == slice.topology_name
+    assert slice_of(found).mesh_shapes() == slice.mesh_shapes()
+    assert slice_of(found[:-1]) is None  # some are missing
+
+
+def test_other_devices_are_no_slice():
+    assert slice_of([SimpleNamespace(device_kind="cpu")]) is None
+    assert slice_of([SimpleNamespace(device_kind="NVIDIA H200")]) is None
+
+
+def test_the_same_mesh_is_chosen_for_a_slice_present_and_absent():
+    slice, present = devices("v5p-64", chip_named("v5p").device_kinds[0])
+    absent = best_meshes(ParallelConfig(), SMALL, 16, 256, 32, slice)
+    assert best_meshes(ParallelConfig(), SMALL, 16, 256, len(present), slice_of(present)) == absent
+    assert absent[0].shape != MeshShape(1, 1, 32)
+
+
+@pytest.mark.parametrize("chip, most", [("v5p", 4), ("v6e", 6), ("tpu7x", 6)])
+def test_slices_end_where_a_compiler_makes_more_slower_and_are_whole_lanes(chip, most):
+    plan = plan_on(MeshShape(1, 4, 8), ParallelConfig(), load_preset("gpt3_175b"), 16, 2048, chip_named(chip))
+    assert max(p.slices for p in plan.groups[0][0].products) == most
+
+
+def test_no_product_is_sliced_where_nothing_overlaps():
+    plan = plan_on(MeshShape(1, 4, 8), ParallelConfig(), load_preset("gpt3_175b"), 16, 2048, chip_named("v3"))
+    assert {p.slices for p in (*plan.groups[0][0].products, plan.head)} == {1}

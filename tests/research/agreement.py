@@ -1,0 +1,247 @@
+"""Golden agreement and speed in figures, and Metis's best plans beside the optimal ones.
+
+    python -m tests.research.agreement
+
+Takes under a minute. `--golden DIR` reads other golden files of the same format.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from mstrain.planner.mixed import PlanOptions, plan_optimal
+from mstrain.planner.mixed.cost import (
+    build_model,
+    build_stage,
+    generator_ms,
+    stage_tables,
+)
+from mstrain.planner.mixed.hosts import read_cluster, write_hostfile
+from mstrain.planner.mixed.profiles import read_profiles
+from mstrain.planner.mixed.space import Choice, kinds_of
+from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Pairs, Switch
+from mstrain.simulator.placement import Degrees, Placement
+from mstrain.simulator.simulate import simulate
+from research.distir import experiments
+from research.distir.grid import simulate_mlp, simulate_step
+from research.distir.mlp import Mlp
+from research.distir.transform_gpt import GptStack, gpt_step
+from research.distir.transform_mlp import mlp_step
+from research.metis import MetisOptions, run_metis
+from research.metis.synthetic import write_profiles
+from tests.research.distir.conftest import plan_of_case
+from tests.research.distir.test_golden import figures
+from tests.research.metis.conftest import sample_documents, write_clusterfile
+
+
+class SaveBarrier:
+    """Counts cases and figures; keeps the largest relative difference."""
+
+    def __init__(self):
+        self.cases, self.figures, self.worst, self.unequal = 0, 0, 0.0, 0
+
+    def add(self, found: dict, expected: dict) -> None:
+        self.cases += 1
+        for key, wanted in expected.items():
+            if key not in found:
+                continue
+            self.figures += 1
+            if isinstance(wanted, float):
+                self.worst = max(self.worst, abs(found[key] - wanted) / abs(wanted) if wanted else found[key])
+            else:
+                self.unequal += found[key] != wanted
+
+    def say(self, name: str) -> None:
+        print(
+            f"{name}: {self.cases} cases, {self.figures} figures, largest relative difference "
+            f"{self.worst:.1e}, {self.unequal} unequal counts"
+        )
+
+
+def distir(golden: dict) -> None:
+    """Every perceptron of training and every GPT-2 cut, all devices simulated."""
+    agreement, elsewhere = SaveBarrier(), Counter()
+    for case in golden["cases"]:
+        given, name = case["inputs"], case["inputs"]["experiment"]
+        if name == "gptlike_inference":
+            degrees = Degrees(given["dp"], given["hp"], given["pp"], given["microbatches"])
+            device = Device(given["device_flops"], given["dram_bytes_per_s"])
+            cluster = Cluster.homogeneous(
+                degrees.world + 1, device, Switch(given["bandwidth_gbps"] * GIGABIT)
+            )
+            stack = GptStack(given["n_layer"], given["d_embd"], given["rows"])
+            result, batch = simulate_step(gpt_step(stack, degrees), cluster, "head", True), given["rows"]
+        elif name in ("mlp_inference", "memory_gradient_checkpointing", "memory_zero"):
+            elsewhere[name] += 1
+            continue
+        else:
+            step, placement, cluster, rules, batch = plan_of_case(case)
+            result = simulate(step.expand(placement), cluster, rules)
+        agreement.add(figures(result, batch), case["expected"])
+    agreement.say("DistIR")
+    print("  compared in tests only: " + ", ".join(f"{name} {count}" for name, count in elsewhere.items()))
+
+
+def speed() -> None:
+    """The simulator on one core, compiled code warm: processor seconds, operations per second."""
+    experiments.grid("notebook")
+    started = time.process_time()
+    rows, _ = experiments.grid("notebook")
+    print(f"Simulator: {len(rows)} plans of the notebook's grid in {time.process_time() - started:.2f} s CPU")
+    device, degrees = Device(1e14, 1.2e12), Degrees(4, 4, 4, 16)
+    bandwidths = 25e9 * np.random.default_rng(0).uniform(0.5, 1.0, (64, 64))
+    pairs = Cluster.homogeneous(64, device, Pairs((bandwidths + bandwidths.T) / 2))
+    program = mlp_step(Mlp.square(64, 1024, 4096), degrees).expand(Placement(degrees))
+    rate("64 devices, no two links alike", lambda: simulate(program, pairs))
+    for name, degrees, mlp in (
+        ("1,024 devices alike", Degrees(16, 16, 4, 16), Mlp.square(64, 8192, 8192, 2)),
+        ("65,536 devices alike", Degrees(64, 16, 64, 128), Mlp.square(128, 16384, 64 * 128 * 4, 2)),
+    ):
+        cluster = Cluster.homogeneous(degrees.world, device, Switch(25e9, 1e-6))
+        rate(name, lambda mlp=mlp, degrees=degrees, cluster=cluster: simulate_mlp(mlp, degrees, cluster))
+
+
+def rate(name: str, work) -> None:
+    started = time.process_time()
+    operations = work().program.num_ops
+    seconds = time.process_time() - started
+    million = operations / seconds / 1e6
+    print(f"  {name}: {operations:,} operations in {seconds:.3f} s CPU, {million:.1f} million/s")
+
+
+def metis_found(result) -> dict:
+    """Under the names of the golden file."""
+    return {
+        "count": result.count,
+        "plans_costed": result.plans_costed,
+        "sum_of_costs": result.sum_of_costs,
+        "costed_with_missing_layers": result.with_missing_layers,
+        "num_complete": result.num_complete,
+        "best cost": float(result.best.cost),
+        "best plan": (
+            list(result.best.device_groups),
+            list(result.best.layer_partition),
+            result.best.batches,
+        ),
+        "best_complete cost": float(result.best_complete.cost),
+    }
+
+
+def metis_wanted(run: dict) -> dict:
+    best, names = run["best"], ("count", "plans_costed", "sum_of_costs", "costed_with_missing_layers")
+    return {
+        **{name: run[name] for name in (*names, "num_complete")},
+        "best cost": best["cost"],
+        "best plan": (best["device_groups"], best["layer_partition"], best["batches"]),
+        "best_complete cost": run["best_complete"]["cost"],
+    }
+
+
+def metis(golden: dict, folder: Path) -> None:
+    """Every run of the golden file; then a table of its best plans and the optimal ones."""
+    agreement, table, slowest = SaveBarrier(), [], (0.0, "")
+    write_clusterfile(folder / "clusterfile.json")
+    for config in golden["configs"]:
+        given, per_type = config["inputs"], int(config["inputs"]["hostfile"].split()[1])
+        files = folder / f"hosts{per_type}", folder / "clusterfile.json", folder / f"{given['num_layers']}"
+        write_hostfile(files[0], per_type)
+        if not files[2].exists():
+            write_profiles(files[2], sample_documents(golden), given["num_layers"], 128)
+        results = []
+        for run in config["runs"]:
+            options = MetisOptions(
+                given["num_layers"],
+                given["gbs"],
+                use_strat=run["use_strat"],
+                device_order=tuple(run["first_node_sequence"]),
+                reference_profile=run["profile_reference_file"],
+            )
+            started = time.process_time()
+            results.append(run_metis(*files, options))
+            slowest = max(slowest, (time.process_time() - started, f"{config['id']} {run['mode']}"))
+            agreement.add(metis_found(results[-1]), metis_wanted(run))
+        table.append((config["id"], files, given, min((r.best for r in results), key=lambda plan: plan.cost)))
+    agreement.say("Metis")
+    print(f"  the slowest run, {slowest[1]}: {slowest[0]:.2f} s CPU")
+    for row in table:
+        compare(*row)
+
+
+def compare(name: str, files, given: dict, best) -> None:
+    """Metis's cheapest plan over both device orders beside the optimal one, each reckoned by both."""
+    options = PlanOptions(num_layers=given["num_layers"], batch=given["gbs"])
+    started = time.process_time()
+    result = plan_optimal(*files, options)
+    seconds, plan = time.process_time() - started, result.best
+    groups = " + ".join(
+        f"{count} (dp {dp}, tp {tp})" for count, (dp, tp) in zip(best.device_groups, best.strategies)
+    )
+    begin, end = best.layer_partition[0], best.layer_partition[best.num_stage]
+    print(
+        f"{name}: Metis {best.cost:.1f} ms: {groups}, {best.batches} microbatches; its cost counts ", end=""
+    )
+    print(
+        f"{best.num_stage} of {len(best.device_groups)} stages, "
+        f"layers {begin}-{end - 1} of {options.num_layers}"
+    )
+    print(f"      correct cost of that plan: {correct_cost(files, options, best)}")
+    stages = " | ".join(
+        f"{stage.first_layer}-{stage.end_layer - 1} on "
+        + " ".join(f"{kind} {count}" for kind, count in stage.devices.items())
+        + f" tp {stage.tp}"
+        for stage in plan.stages
+    )
+    print(f"      optimal {plan.cost_ms:.1f} ms, gap {100 * result.gap:.1f} %, {seconds:.2f} s CPU: ", end="")
+    print(f"{plan.microbatches} microbatches of {plan.microbatch}; {stages}")
+
+
+def correct_cost(files, options: PlanOptions, best) -> str:
+    """What the optimal planner's cost says of a Metis plan with all of its stages, or why it says nothing."""
+    cluster = read_cluster(*files[:2])
+    kinds = kinds_of(cluster)
+    model = build_model(options, kinds, read_profiles(files[2], cluster.device_types))
+    left = {kind: kinds[kind].devices for kind in range(len(kinds))}
+    order = sorted(left, key=lambda kind: best.node_sequence.index(kinds[kind].name))
+    samples = -(-options.batch // best.batches)
+    times, ends = [], []
+    for number, (count, (_, tp)) in enumerate(zip(best.device_groups, best.strategies)):
+        begin, end = best.layer_partition[number : number + 2]
+        devices = [0] * len(kinds)
+        for kind in order:
+            devices[kind] = min(count - sum(devices), left[kind])
+            left[kind] -= devices[kind]
+        spans = tp == count and sum(map(bool, devices)) > 1
+        choice = Choice(
+            tuple(devices), tp, tuple(0 if spans else part // tp for part in devices), spans=spans
+        )
+        stage = build_stage(model, choice, samples)
+        if stage is None:
+            return f"none: no profile for stage {number}'s share of {samples} samples"
+        stage_ms, end_ms, _ = stage_tables(model, [stage], 1)
+        if begin == end:
+            return f"none: stage {number} has no layers"
+        if not np.isfinite(stage_ms[begin, end, 0]):
+            return f"none: stage {number} does not fit in memory"
+        times.append(float(stage_ms[begin, end, 0]))
+        ends.append(float(end_ms[begin, end, 0]))
+    cost = (best.batches - 1) * max(times) + sum(times) + max(ends) + best.batches * generator_ms(model)
+    return f"{cost:.1f} ms"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--golden", type=Path, default=Path(__file__).parents[1] / "golden")
+    folder = parser.parse_args().golden
+    distir(json.loads((folder / "distir.json").read_text()))
+    speed()
+    with tempfile.TemporaryDirectory() as scratch:
+        metis(json.loads((folder / "metis.json").read_text()), Path(scratch))
+
+
+if __name__ == "__main__":
+    main()
