@@ -13,7 +13,7 @@ import pytest
 
 from mstrain.cli import run_command
 from mstrain.commands import plan
-from mstrain.commands.plan.modes import choose
+from mstrain.commands.plans.modes import choose
 from mstrain.commands.train import load_config
 from mstrain.models.transformer import count_parameters
 from mstrain.models.zoo import load_preset

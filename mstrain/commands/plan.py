@@ -4,19 +4,19 @@ from mstrain.cli import Command
 
 
 def main(arguments: list[str]) -> int:
-    from mstrain.commands.plan import run
+    from mstrain.commands.plans import run
 
     return run(arguments)
 
 
 def config(arguments: list[str]):
-    from mstrain.commands.plan.modes import load
+    from mstrain.commands.plans.modes import load
 
     return load(arguments)[1]
 
 
 def help_lines(arguments: list[str]) -> list[str]:
-    from mstrain.commands.plan import help_lines
+    from mstrain.commands.plans import help_lines
 
     return help_lines(arguments)
 

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from mstrain.commands.plan.output import make_folder
+from mstrain.commands.plans.output import make_folder
 from mstrain.simulator.rules import rule_set
 from research.distir.experiments import run_notebook
 

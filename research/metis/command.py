@@ -4,8 +4,8 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from mstrain.commands.plan.mixed import with_files
-from mstrain.commands.plan.output import make_folder, progress
+from mstrain.commands.plans.mixed import with_files
+from mstrain.commands.plans.output import make_folder, progress
 from mstrain.planner.mixed.hosts import write_hostfile
 from research.metis import MetisOptions, SearchStopped, reference_lines, write_json
 from research.metis import run_metis as search_metis

@@ -2,7 +2,7 @@
 
 import sys
 
-from mstrain.commands.plan.output import console, make_folder
+from mstrain.commands.plans.output import console, make_folder
 from mstrain.planner.config import PodConfig
 from mstrain.planner.report import (
     memory_table,

@@ -9,8 +9,8 @@ from mstrain.cli import compose, describe_keys
 # imported when it is chosen, and has a function `run_<value>` that takes the configuration.
 MODES = {
     "planner": {
-        "pod": ("mstrain.commands.plan.pod", "PodConfig", "plan"),
-        "optimal": ("mstrain.commands.plan.mixed", "OptimalConfig", "planner/optimal"),
+        "pod": ("mstrain.commands.plans.pod", "PodConfig", "plan"),
+        "optimal": ("mstrain.commands.plans.mixed", "OptimalConfig", "planner/optimal"),
         "metis": ("research.metis.command", "MetisConfig", "planner/metis"),
         "homogeneous": ("research.metis.command", "MetisConfig", "planner/homogeneous"),
     },
@@ -51,7 +51,7 @@ def load(arguments: list[str]):
 
 def _mode(key: str, value: str):
     module, kind, file = (
-        ("mstrain.commands.plan.profile", "ProfileConfig", "planner/profile") if key == "profile" else MODES[key][value]
+        ("mstrain.commands.plans.profile", "ProfileConfig", "planner/profile") if key == "profile" else MODES[key][value]
     )
     module = importlib.import_module(module)
     return module, getattr(module, kind), file

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from mstrain.commands.plan.output import console, make_folder, progress
+from mstrain.commands.plans.output import console, make_folder, progress
 from mstrain.planner.mixed import OptimalResult, PlanOptions, plan_optimal, write_csv
 from mstrain.planner.mixed import write_json as write_optimal_json
 from mstrain.planner.mixed.hosts import read_cluster

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 
 from mstrain.checks import at_least, one_of
-from mstrain.commands.plan.output import make_folder
+from mstrain.commands.plans.output import make_folder
 from mstrain.mesh import emulate_devices
 from mstrain.models.config import ModelConfig
 from mstrain.planner.mixed.measure import Sizes, profile_document
