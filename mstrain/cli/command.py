@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import signal
 import sys
 import typing
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import mstrain
 from mstrain.cli.compose import config_dir, to_yaml
 from mstrain.cli.help import OPTIONS
 from mstrain.cli.sweep import run_sweep
+from mstrain.job.exit_codes import CONFIGURATION, SIGNALED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +45,9 @@ def run_command(command: Command, arguments: list[str] | None = None) -> typing.
             sys.exit(_run(command, options, pairs))
     except ValueError as error:
         print(f"{command.name}: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(CONFIGURATION)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(SIGNALED + signal.SIGINT)
 
 
 def _run(command: Command, options: argparse.Namespace, pairs: list[str]) -> int:

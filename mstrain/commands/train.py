@@ -24,6 +24,7 @@ def main(arguments: list[str]) -> int:
         Console().print(zoo_table())
         return 0
     from mstrain.job.job import find_process, joined
+    from mstrain.job.preemption import ending_on_signals
     from mstrain.training.prepare import prepare
     from mstrain.training.session import train
 
@@ -33,7 +34,7 @@ def main(arguments: list[str]) -> int:
 
         return check(config)
     process, devices = find_process(config.coordinator, config.processes, config.process)
-    with joined(process, config.hosts, devices) as job:
+    with joined(process, config.hosts, devices) as job, ending_on_signals(job):
         return train(prepare(config, job))
 
 

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import math
 import os
-import re
 import socket
 import sys
 import threading
@@ -23,11 +22,11 @@ from collections.abc import Callable
 import jax
 
 from mstrain.job import relay, rendezvous
+from mstrain.job.ending import end
+from mstrain.job.exit_codes import CONFIGURATION, RESTART, code_of
 from mstrain.job.rendezvous import Link, ProcessInfo
 from mstrain.mesh import attached
 
-LOST = 75  # exit code when another process is gone: sysexits' "temporary failure", start the job again
-RUNTIME = r"[A-Z_]+: "  # begins JAX's own failures, such as UNKNOWN: Gloo all-reduce failed, a ValueError
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -173,7 +172,7 @@ class Job:
     def _bye(self, process: int, message: dict) -> None:
         self._left.add(process)
         if message.get("reason"):
-            self._end(f"{self.name(process)} ended: {message['reason']}", int(message.get("code") or LOST))
+            self._end(f"{self.name(process)} ended: {message['reason']}", int(message.get("code") or RESTART))
 
     def _told(self, _: int, message: dict) -> None:
         self._end(str(message["reason"]), int(message["code"]))
@@ -183,14 +182,14 @@ class Job:
             self._end(
                 f"{self.name(process)} is gone without a word: killed, crashed, or its host is lost. Ending; "
                 "the same command, on all hosts, goes on from the newest checkpoint.",
-                LOST,
+                RESTART,
             )
 
     def _end(self, reason: str, code: int) -> None:
         self.send("gone", reason=reason, code=code)
         self.say(reason)
         # The main thread may wait in a collective for the one that is gone; only the process's end frees it.
-        os._exit(code)
+        end(code)
 
 
 ALONE = Job(None, HostsConfig(), {0: socket.gethostname()}, {})
@@ -200,7 +199,13 @@ ALONE = Job(None, HostsConfig(), {0: socket.gethostname()}, {})
 def joined(seat: ProcessInfo | None, config: HostsConfig, devices: list[int] | None = None):
     """Joins the job at `seat`, gives it, and leaves it; whatever ends this process ends the others, too."""
     if seat is None:
-        yield ALONE
+        try:
+            yield ALONE
+        except Exception as error:
+            if code_of(error) != RESTART:
+                raise
+            traceback.print_exc()
+            raise SystemExit(RESTART) from error
         return
     job = _join(seat, config, devices)
     try:
@@ -240,17 +245,16 @@ def _join(seat: ProcessInfo, config: HostsConfig, devices: list[int] | None) -> 
 
 def _fail(job: Job, error: BaseException) -> None:
     """Ends this process after an error; JAX would wait at exit for processes that wait for this one."""
-    show = None  # a SystemExit has said what there is to say
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else 1
+    code, show = code_of(error), None
+    if isinstance(error, SystemExit):  # has said what there is to say
         message = getattr(error, "reason", None) or (code and f"exit code {code}") or None
-    elif isinstance(error, ValueError) and not re.match(RUNTIME, str(error)):
-        message, code = str(error), 2
+    elif code == CONFIGURATION:
+        message = str(error)
         show = functools.partial(print, f"train: {message}", file=sys.stderr)
     else:
         # Often the echo of another process's death, which the roll call is about to name.
         time.sleep(2)
-        message, code = f"{type(error).__name__}: {error}", 1
+        message = f"{type(error).__name__}: {error}"
         show = functools.partial(traceback.print_exception, error)
     job.leave(message, code)
     with contextlib.suppress(OSError):  # a full disk must not keep this process from its end
@@ -258,4 +262,4 @@ def _fail(job: Job, error: BaseException) -> None:
             show()
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(code)
+    end(code)

@@ -1,6 +1,10 @@
-"""SIGTERM, SIGINT and a platform's notice (which arrives as SIGTERM): finish the step, save, leave.
+"""SIGTERM, SIGHUP and SIGINT: finish the step, save, leave. A platform's preemption notice arrives as SIGTERM.
 
-All processes stop after the same step. The process that got the signal tells process 0 (over the roll call's
+The first signal asks for the stop. A second one changes nothing, since some launchers send two; the third ends the
+process at once. A second SIGINT (Ctrl-C) ends it, too: it comes from a person. Before the first step there is nothing
+to save, and the first signal ends the process. SIGHUP stays ignored where it is (nohup).
+
+All processes stop after the same step. The process that got the signal sends it to process 0 (over the roll call's
 links), which asks everyone for the last step begun; each answers and begins no further one until it hears the
 answer: the largest. An undisturbed run exchanges nothing, and each step costs it one uncontended lock.
 """
@@ -9,11 +13,58 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from mstrain.job.ending import end
+from mstrain.job.exit_codes import SIGNALED, STOPPED
 from mstrain.job.job import Job
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def ending_on_signals(job: Job):
+    """Inside, and outside of `Preemption.listening`, the first signal ends the process with STOPPED: nothing is lost."""
+    with _caught(lambda number: _end_now(job, f"{number.name} while no step is under way", STOPPED)):
+        yield
+
+
+def _end_now(job: Job, reason: str, code: int) -> None:
+    job.say(f"{reason}: ending at once; the same command resumes")
+    job.leave(reason, code)
+    end(code)
+
+
+@contextlib.contextmanager
+def _caught(act: Callable[[signal.Signals], None]):
+    """Inside, a thread calls `act` with each signal that arrives.
+
+    The interpreter writes signals into a pipe while the main thread waits for a device; the thread reads it.
+    """
+    if threading.current_thread() is not threading.main_thread():  # others may have no signal handlers
+        yield
+        return
+    out, into = os.pipe()
+    os.set_blocking(into, False)
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    caught = [number for number in SIGNALS if not (number == signal.SIGHUP and ignored)]
+    handlers = {number: signal.signal(number, lambda *_: None) for number in caught}
+    wakeup = signal.set_wakeup_fd(into, warn_on_full_buffer=False)
+
+    def read():
+        while numbers := os.read(out, 1):
+            if numbers[0] in caught:
+                act(signal.Signals(numbers[0]))
+        os.close(out)
+
+    threading.Thread(target=read, name="signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.close(into)
 
 
 class Preemption:
@@ -49,40 +100,24 @@ class Preemption:
 
     @contextlib.contextmanager
     def listening(self):
-        """Inside, the first SIGTERM or SIGINT asks to stop and the second ends the process at once.
+        """Inside, the first signal asks to stop; the third, and the second SIGINT, end the process at once."""
+        seen: list[signal.Signals] = []
 
-        The interpreter writes signals into a pipe while the main thread waits for a device; a thread reads.
-        """
-        if threading.current_thread() is not threading.main_thread():  # others may have no signal handlers
-            yield
-            return
-        out, into = os.pipe()
-        os.set_blocking(into, False)
-        handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-        wakeup = signal.set_wakeup_fd(into, warn_on_full_buffer=False)
-        threading.Thread(target=self._read, args=(out,), name="signals", daemon=True).start()
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(wakeup)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            os.close(into)
+        def act(number: signal.Signals) -> None:
+            seen.append(number)
+            if len(seen) == 1:
+                self._job.say(
+                    f"{number.name}: stopping after this step, which is saved (a second Ctrl-C or a third signal ends "
+                    "at once)"
+                )
+                self.ask()
+            elif len(seen) > 2 or seen.count(signal.SIGINT) > 1:
+                _end_now(self._job, f"{number.name}, signal {len(seen)}", SIGNALED + number)
+            else:
+                self._job.say(f"{number.name} again: still stopping after this step (one more ends at once)")
 
-    def _read(self, pipe: int) -> None:
-        asked = False
-        while numbers := os.read(pipe, 1):
-            if numbers[0] not in SIGNALS:
-                continue
-            name = signal.Signals(numbers[0]).name
-            if asked:
-                self._job.say(f"second signal ({name}): ending at once")
-                self._job.leave(f"second {name}", 128 + numbers[0])
-                os._exit(128 + numbers[0])
-            asked = True
-            self._job.say(f"{name}: stopping after this step (a second signal ends at once)")
-            self.ask()
-        os.close(pipe)
+        with _caught(act):
+            yield
 
     def _on_stop(self, process: int, message: dict) -> None:
         with self._deciding:

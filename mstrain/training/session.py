@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.checkpoints.schedule import Schedule
+from mstrain.job.exit_codes import FINISHED, STOPPED
 from mstrain.job.preemption import Preemption
 from mstrain.program.optimizer import learning_rate
 from mstrain.program.step import State
@@ -45,9 +46,8 @@ def train(run: Run) -> int:
             run.console.print(
                 f"{directory} has all {done} steps. Type steps= above {done}, or another run_dir=."
             )
-            return 0
-        _train_from(run, state, done, checkpoints, directory)
-        return 0
+            return FINISHED
+        return _train_from(run, state, done, checkpoints, directory)
     except Stopped as stopped:
         run.console.print(f"[red]{escape(stopped.reason)}[/]")
         raise
@@ -55,7 +55,7 @@ def train(run: Run) -> int:
         checkpoints.close()
 
 
-def _train_from(run: Run, state: State, done: int, checkpoints: Checkpoints, directory: Path) -> None:
+def _train_from(run: Run, state: State, done: int, checkpoints: Checkpoints, directory: Path) -> int:
     config, job, goodput = run.config, run.job, run.goodput
     steps = range(done + 1, config.steps + 1)
     if job.leads:
@@ -86,10 +86,11 @@ def _train_from(run: Run, state: State, done: int, checkpoints: Checkpoints, dir
     if finished < config.steps:
         run.console.print(
             f"[bold]Stopped[/] after step {finished} of {config.steps}, which is saved. "
-            "The same command goes on from there."
+            "The same command resumes there."
         )
-        return
+        return STOPPED
     summarise(run, state, evaluator, reporter, time.perf_counter() - begun)
+    return FINISHED
 
 
 def _evaluator(run: Run, reporter: Reporter) -> Evaluator:

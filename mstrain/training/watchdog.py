@@ -8,14 +8,15 @@ import collections
 import contextlib
 import dataclasses
 import faulthandler
-import os
 import statistics
 import threading
 import time
 from pathlib import Path
 
 from mstrain.checks import at_least
-from mstrain.job.job import LOST, Job
+from mstrain.job.ending import end
+from mstrain.job.exit_codes import RESTART
+from mstrain.job.job import Job
 
 LOOK_SECONDS = 1.0
 STEPS = 50  # of the rolling median
@@ -78,8 +79,8 @@ class Watchdog:
                 limit = f"watchdog.limit_seconds={self._config.limit_seconds:.0f}"
                 reason = f"step {self._step + 1} did not end within {limit}"
                 self._job.say(f"{reason}; ending")
-                self._job.leave(reason, LOST)
-                os._exit(LOST)
+                self._job.leave(reason, RESTART)
+                end(RESTART)
             if not self._told and len(self._seconds) >= 3 and elapsed > self._bound():
                 self._told = True
                 self._dump(elapsed)

@@ -4,6 +4,8 @@ queues for links."""
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -11,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mstrain.job.exit_codes import STOPPED
 from mstrain.job.job import ALONE
-from mstrain.job.preemption import Preemption
+from mstrain.job.preemption import SIGNALS, Preemption, ending_on_signals
 
 
 class Wire:
@@ -91,17 +94,73 @@ def test_nothing_happens_without_a_signal():
     assert [*Preemption(ALONE).until_told(range(3, 9))] == [*range(3, 9)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_steps_and_the_handlers_are_put_back(number, capsys):
-    before, preemption, made = signal.getsignal(number), Preemption(ALONE), []
+@pytest.fixture
+def hangup():
+    """SIGHUP as a login shell leaves it, whatever started the tests (nohup ignores it)."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    "numbers", [[signal.SIGTERM], [signal.SIGINT], [signal.SIGHUP], [signal.SIGTERM, signal.SIGTERM]]
+)
+def test_signals_end_the_steps_and_the_handlers_are_put_back(numbers, capsys, hangup):
+    before, preemption, made = [signal.getsignal(number) for number in SIGNALS], Preemption(ALONE), []
     with preemption.listening():
         for step in preemption.until_told(range(1, 10_000)):
             made.append(step)
             if step == 3:
-                os.kill(os.getpid(), number)
+                for number in numbers:
+                    os.kill(os.getpid(), number)
+                    time.sleep(0.05)
             time.sleep(0.01)
-    assert 3 <= len(made) < 500 and signal.getsignal(number) == before
-    assert f"{number.name}: stopping after this step" in capsys.readouterr().out
+    assert 3 <= len(made) < 500 and [signal.getsignal(number) for number in SIGNALS] == before
+    assert f"{numbers[0].name}: stopping after this step" in capsys.readouterr().out
+
+
+SIGNALS_TO_ITSELF = """
+import os, signal, sys, time
+from mstrain.job.ending import cleaned_up
+from mstrain.job.job import ALONE
+from mstrain.job.preemption import Preemption, ending_on_signals
+where, *numbers = sys.argv[1:]
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+listening = Preemption(ALONE).listening() if where == "step" else ending_on_signals(ALONE)
+with cleaned_up(lambda: print("cleaned up", flush=True)), listening:
+    for number in numbers:
+        os.kill(os.getpid(), getattr(signal, number))
+        time.sleep(0.1)
+    time.sleep(1)
+    print("lived", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "words, code",
+    [
+        ("step SIGTERM SIGHUP", 0),
+        ("step SIGTERM SIGTERM SIGTERM", 143),
+        ("step SIGTERM SIGINT SIGHUP", 129),
+        ("step SIGINT SIGINT", 130),
+        ("start SIGHUP", STOPPED),
+    ],
+)
+def test_the_third_signal_ends_and_so_does_a_second_interrupt_or_one_before_the_first_step(words, code):
+    command = [sys.executable, "-c", SIGNALS_TO_ITSELF, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert ("lived" in done.stdout) == (code == 0) and done.stdout.count("cleaned up") == 1
+
+
+def test_sighup_stays_ignored_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending_on_signals(ALONE):
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.2)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_asked_before_the_first_step_none_is_made():

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mstrain.job.job import ALONE, LOST
+from mstrain.job.exit_codes import RESTART
+from mstrain.job.job import ALONE
 from mstrain.training import watchdog
 from mstrain.training.goodput import Goodput, account
 from mstrain.training.watchdog import Watchdog, WatchdogConfig
@@ -40,7 +41,7 @@ def test_a_step_that_hangs_leaves_its_stacks_and_ends(tmp_path):
         text=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
-    assert done.returncode == LOST and time.monotonic() - begun < 40
+    assert done.returncode == RESTART and time.monotonic() - begun < 40
     stacks = (tmp_path / "stacks" / "process-0.txt").read_text()
     assert "the_function_that_hangs" in stacks and "step 4 has taken" in stacks
     assert (

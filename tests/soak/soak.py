@@ -25,7 +25,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from mstrain.checkpoints import manifest
-from mstrain.job.job import LOST
+from mstrain.job.exit_codes import RESTART
 from tests.job.processes import Job, arguments
 
 STEPS, EVERY = 24, 3
@@ -154,7 +154,7 @@ class Soak:
             survivors = [
                 code for process, code in zip(job.processes, codes, strict=True) if process is not victim
             ]
-            assert set(survivors) <= {LOST, NOT_JOINED}, job.output[-4000:]
+            assert set(survivors) <= {RESTART, NOT_JOINED}, job.output[-4000:]
         return True
 
     def _compare(self, run: Path, reference: Path, exact: bool) -> None:
