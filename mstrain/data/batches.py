@@ -6,11 +6,14 @@ epoch e of it visits all windows once, in an order that depends on (seed, e). Ho
 the number of hosts changes who reads a row, never what the row is.
 """
 
+import functools
+
 import numpy as np
 
 from mstrain.data.permutation import permute
 from mstrain.data.token_file import TokenFile
 
+_CHUNK = 1024  # samples whose windows are computed at once: the cost of numpy's calls is shared by many small batches
 
 class Batches:
     """All batches of one token file.
@@ -30,7 +33,7 @@ class Batches:
                 f"target: type seq={max(file.num_tokens - 1, 1)} or less, or give more text")
         self.file, self.seq, self.batch_size, self.seed, self.shuffle = file, seq, batch, seed, shuffle
         self.num_windows = (file.num_tokens - 1) // seq
-        self._windows = np.lib.stride_tricks.sliding_window_view(file.tokens, seq + 1)[::seq]
+        self._chunk = functools.lru_cache(maxsize=64)(self._order)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -41,10 +44,10 @@ class Batches:
         """Tokens [rows, seq+1], int32, of step `step` (from 0); only the bytes of these rows are read.
 
         Inputs are `[:, :-1]`, targets `[:, 1:]`. `rows` selects from range(batch) by slice or index array.
-        Raises ValueError when the file holds a token id outside its vocabulary.
+        Raises ValueError when the file holds a token id outside its vocabulary, or has changed since it was opened.
         """
         assert step >= 0
-        tokens = self._windows[self._window_ids(step, rows)]
+        tokens = self.file.rows(self._window_ids(step, rows) * self.seq, self.seq + 1)
         if tokens.size and tokens.max() >= self.file.vocab_size:
             raise ValueError(f"{self.file.path} holds token id {tokens.max()}, outside its vocabulary of "
                              f"{self.file.vocab_size}: delete its folder and run again to tokenise anew")
@@ -52,7 +55,16 @@ class Batches:
 
     def _window_ids(self, step: int, rows: slice | np.ndarray) -> np.ndarray:
         samples = step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)[rows]
-        epochs, windows = np.divmod(samples, self.num_windows)
+        chunks, places = np.divmod(samples, _CHUNK)
+        windows = np.empty_like(samples)
+        for chunk in set(chunks.tolist()):
+            here = chunks == chunk
+            windows[here] = self._chunk(chunk)[places[here]]
+        return windows
+
+    def _order(self, chunk: int) -> np.ndarray:
+        """Window ids of samples chunk * 1024 ... chunk * 1024 + 1023."""
+        epochs, windows = np.divmod(chunk * _CHUNK + np.arange(_CHUNK, dtype=np.int64), self.num_windows)
         if self.shuffle:
             for epoch in np.unique(epochs):
                 here = epochs == epoch

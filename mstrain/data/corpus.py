@@ -3,10 +3,10 @@
 Files live in `cache_dir/<fingerprint>/`: train.bin, validation.bin, corpus.json (warnings) and, unless the
 tokenizer is bytes, tokenizer.json. They are written into a temporary folder and appear by one rename: a
 killed run leaves at most a `.tmp-*` folder that nothing reads, and of several processes that prepare at once
-the first rename wins. A damaged folder of ours is tokenised anew, with a warning.
+the first rename wins. A damaged folder of ours is tokenised anew, with a warning; see `verification` for when damage
+of the tokens is found.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -20,7 +20,8 @@ from mstrain.data.documents import text_digest
 from mstrain.data.recipes import Recipe, synthetic_recipe, text_recipe
 from mstrain.data.split import TRAIN, VALIDATION
 from mstrain.data.token_file import TokenFile
-from mstrain.data.tokenizers import Tokenizer, load_tokenizer
+from mstrain.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from mstrain.data.verification import Verification, remove_folder
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,6 +35,10 @@ class Corpus:
     directory: Path
     warnings: tuple[str, ...]
     """What was skipped or repaired, one sentence each; the same list on every later run."""
+    revisions: dict[str, str]
+    """Commits on the Hugging Face Hub of what came from there: {"data": COMMIT, "tokenizer": COMMIT}, or fewer."""
+    verification: Verification
+    """`verification.wait()` returns once the tokens are known to be those of `digest`; raises ValueError otherwise."""
 
     @property
     def vocab_size(self) -> int:
@@ -42,7 +47,7 @@ class Corpus:
     @property
     def digest(self) -> str:
         """Identity of the tokens: compare it on resume and between hosts; it ignores file times and paths."""
-        return text_digest(self.train.digest, self.validation.digest)
+        return _digest(self.train, self.validation)
 
 
 def prepare(config: DataConfig, tokenizer: str = "bytes", seed: int = 0, vocab_size: int | None = None,
@@ -60,7 +65,7 @@ def prepare(config: DataConfig, tokenizer: str = "bytes", seed: int = 0, vocab_s
     cache = Path(config.cache_dir).expanduser()
     directory = cache / recipe.fingerprint
     repaired = []
-    if directory.exists():
+    if os.path.lexists(directory):
         try:
             return _open(directory, recipe)
         except ValueError as error:
@@ -73,8 +78,7 @@ def prepare(config: DataConfig, tokenizer: str = "bytes", seed: int = 0, vocab_s
                          "type data.cache_dir= of a writable folder") from None
     try:
         warnings = recipe.write(temporary, on_progress or (lambda done: None))
-        (temporary / "corpus.json").write_text(json.dumps({"warnings": warnings + repaired}))
-        _check_filled(temporary)
+        _finish(temporary, warnings + repaired, recipe)
         _publish(temporary, directory, recipe)
     except OSError as error:
         raise ValueError(f"cannot write token files to data.cache_dir={config.cache_dir} ({error}): free "
@@ -84,26 +88,28 @@ def prepare(config: DataConfig, tokenizer: str = "bytes", seed: int = 0, vocab_s
     return _open(directory, recipe)
 
 
-def _check_filled(folder: Path) -> None:
-    for side in (TRAIN, VALIDATION):
-        file = TokenFile.open(folder / f"{side}.bin")
+def _finish(folder: Path, warnings: list[str], recipe: Recipe) -> None:
+    """Writes corpus.json of complete token files; raises ValueError when a split is too small to use."""
+    files = [TokenFile.open(folder / f"{side}.bin") for side in (TRAIN, VALIDATION)]
+    for side, file in zip((TRAIN, VALIDATION), files, strict=True):
         if file.num_tokens < 2:
             raise ValueError(f"the {side} split holds {file.num_tokens} tokens: give more text, or a larger "
                              "data.validation_fraction=")
+    tokenizer = _tokenizer(folder, recipe)
+    facts = {"warnings": warnings, "tokens": _digest(*files), "tokenizer": tokenizer and tokenizer.digest,
+             "revisions": recipe.revisions}
+    (folder / "corpus.json").write_text(json.dumps(facts))
 
 
 def _publish(temporary: Path, directory: Path, recipe: Recipe) -> None:
     """Rename into place, unless another process has already put a sound folder there."""
     os.chmod(temporary, 0o755)  # mkdtemp makes it private, but a cache may be shared
-    if directory.exists():
+    if os.path.lexists(directory):
         try:
-            _open(directory, recipe)
+            _open(directory, recipe).verification.wait()
             return
         except ValueError:
-            damaged = temporary.with_name(temporary.name + "-damaged")
-            with contextlib.suppress(FileNotFoundError):  # another process moved it away first
-                os.replace(directory, damaged)
-            shutil.rmtree(damaged, ignore_errors=True)
+            remove_folder(directory)
     try:
         os.replace(temporary, directory)
     except OSError:
@@ -112,13 +118,30 @@ def _publish(temporary: Path, directory: Path, recipe: Recipe) -> None:
 
 
 def _open(directory: Path, recipe: Recipe) -> Corpus:
-    """Raises ValueError when any file of the folder is missing or damaged."""
+    """Raises ValueError when any file of the folder is missing or damaged; large ones are verified later."""
     try:
-        warnings = json.loads((directory / "corpus.json").read_text())["warnings"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(f"{directory / 'corpus.json'} is missing or broken: delete {directory}") from None
-    tokenizer = recipe.tokenizer
-    if recipe.trains_tokenizer:
-        tokenizer = load_tokenizer(str(directory / "tokenizer.json"))
+        facts = json.loads((directory / "corpus.json").read_text())
+        warnings, tokens, tokenizer_digest = facts["warnings"], facts["tokens"], facts["tokenizer"]
+        sound = all(isinstance(warning, str) for warning in warnings)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        sound = False
+    if not sound:
+        raise ValueError(f"{directory / 'corpus.json'} is missing or broken: delete {directory}")
+    tokenizer = _tokenizer(directory, recipe)
+    if (tokenizer and tokenizer.digest) != tokenizer_digest:
+        raise ValueError(f"{directory / TOKENIZER_FILE} is not the tokenizer of this corpus: delete {directory}")
     train, validation = (TokenFile.open(directory / f"{side}.bin") for side in (TRAIN, VALIDATION))
-    return Corpus(train, validation, tokenizer, directory, tuple(warnings))
+    if _digest(train, validation) != tokens:
+        raise ValueError(f"{train.path} and {validation.path.name} are not those of this corpus: delete {directory}")
+    verification = Verification((train, validation), directory.parent)
+    if not verification.in_background:
+        verification.wait()
+    return Corpus(train, validation, tokenizer, directory, tuple(warnings), recipe.revisions, verification)
+
+
+def _tokenizer(folder: Path, recipe: Recipe) -> Tokenizer | None:
+    return load_tokenizer(str(folder / TOKENIZER_FILE)) if recipe.trains_tokenizer else recipe.tokenizer
+
+
+def _digest(train: TokenFile, validation: TokenFile) -> str:
+    return text_digest(train.digest, validation.digest)

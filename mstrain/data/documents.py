@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Protocol
 
 
@@ -39,9 +40,11 @@ class Source(Protocol):
 
     unit: str
     """What is counted when something is skipped: files, lines or rows."""
+    revision: str | None
+    """Commit on the Hugging Face Hub; None for what does not come from there."""
 
-    def fingerprint(self) -> str:
-        """Changes whenever the text may have changed; cheap, so not a hash of the text."""
+    def fingerprint(self, cache: Path) -> str:
+        """Hash of names and contents; `cache` (data.cache_dir) remembers the digests of files that do not change."""
 
     def documents(self, skips: Skips) -> Iterator[Document]:
         """Non-empty readable documents; everything else is added to `skips`."""

@@ -2,6 +2,7 @@
 
 import codecs
 import difflib
+import hashlib
 import json
 import os
 import sysconfig
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from mstrain.data.config import nearest
 from mstrain.data.documents import Document, Skips, printable, text_digest
+from mstrain.data.file_digests import FileDigests
 
 _CHUNK_BYTES = 1 << 20
 # Tests of the library hold deliberately broken files; installed packages differ from host to host.
@@ -19,7 +21,7 @@ _NOT_STDLIB = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 class TextFiles:
     """One document per UTF-8 file, verbatim. Raises ValueError when no file is found."""
 
-    unit = "files"
+    unit, revision = "files", None
 
     def __init__(self, root: str | Path, names: list[str]):
         self._root, self._names = Path(root), names
@@ -27,7 +29,7 @@ class TextFiles:
     @classmethod
     def of_path(cls, path: str) -> "TextFiles":
         """The file, or every file below the folder whose path has no part that starts with a dot."""
-        return cls(*_listing(path, ("",)))
+        return cls(*listing(path, ("",)))
 
     @classmethod
     def of_stdlib(cls) -> "TextFiles":
@@ -39,8 +41,8 @@ class TextFiles:
                              "or data=text data.path=FOLDER")
         return cls(root, names)
 
-    def fingerprint(self) -> str:
-        return _fingerprint("text", self._root, self._names)
+    def fingerprint(self, cache: Path) -> str:
+        return text_digest("text", contents_digest(self._root, self._names, cache))
 
     def documents(self, skips: Skips) -> Iterator[Document]:
         for name in self._names:
@@ -69,14 +71,14 @@ class TextFiles:
 class JsonLines:
     """One document per line of *.jsonl files: text under `field`. Raises ValueError when none is found."""
 
-    unit = "lines"
+    unit, revision = "lines", None
 
     def __init__(self, path: str, field: str):
-        self._root, self._names = _listing(path, (".jsonl", ".ndjson"))
+        self._root, self._names = listing(path, (".jsonl", ".ndjson"))
         self._field = field
 
-    def fingerprint(self) -> str:
-        return _fingerprint(f"jsonl {self._field}", self._root, self._names)
+    def fingerprint(self, cache: Path) -> str:
+        return text_digest("jsonl", self._field, contents_digest(self._root, self._names, cache))
 
     def documents(self, skips: Skips) -> Iterator[Document]:
         for name in self._names:
@@ -112,7 +114,7 @@ class JsonLines:
         return f" (type data.field={printable(nearest(self._field, keys))}?)" if keys else ""
 
 
-def _listing(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
+def listing(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
     """(root, sorted relative names) of a file or of the files below a folder."""
     full = Path(path).expanduser()
     if full.is_file():
@@ -139,15 +141,23 @@ def _walk(root: str | Path, suffixes: tuple[str, ...], skipped_folders: set[str]
     return sorted(names)
 
 
-def _fingerprint(kind: str, root: Path, names: list[str]) -> str:
-    stats = []
-    for name in names:
-        try:
-            stat = os.stat(root / name)
-            stats.append(f"{stat.st_size} {stat.st_mtime_ns}")
-        except OSError:
-            stats.append("unreadable")
-    return text_digest(kind, *names, *stats)
+def contents_digest(root: Path, names: list[str], cache: Path) -> str:
+    """Hash of the names and contents of files below `root`; reads those that changed since they were last hashed."""
+    digests = FileDigests(cache, root if len(names) > 1 else root / names[0])
+    found = [_file_digest(digests, root, name) for name in names]
+    digests.save()
+    return text_digest(*names, *found)
+
+
+def _file_digest(digests: FileDigests, root: Path, name: str) -> str:
+    def compute() -> str:
+        with open(root / name, "rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+    try:
+        return digests.of(name, lambda: os.stat(root / name), compute)
+    except OSError:
+        return "unreadable"
 
 
 def _decoded_blocks(path: Path) -> Iterator[str]:

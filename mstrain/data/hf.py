@@ -1,10 +1,12 @@
 """Text from Hugging Face datasets: a name on the Hub, a `save_to_disk` folder, or local data files."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from mstrain.data.config import DataConfig, nearest
 from mstrain.data.documents import Document, Skips, text_digest
+from mstrain.data.files import contents_digest, listing
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv",
              ".txt": "text"}
@@ -17,16 +19,21 @@ class HuggingFace:
 
     def __init__(self, config: DataConfig):
         self._field = config.field
-        dataset = _load(config)
+        self._local = _local_files(config)
+        self._contents = contents_digest(*self._local, _cache(config)) if self._local else None
+        loaded, self.revision = _load(config, self._contents)
+        dataset = _pick_split(loaded, config)
         if self._field not in dataset.column_names:
             raise ValueError(f"{config.path} has no column {self._field!r} (columns: "
                              f"{', '.join(dataset.column_names)}): type "
                              f"data.field={nearest(self._field, dataset.column_names)}")
         self._dataset = dataset.select_columns([self._field])
+        self._choice = (config.name or "", config.split)
 
-    def fingerprint(self) -> str:
-        # The fingerprint of `datasets` covers file contents or times and every transform applied.
-        return text_digest("hf", self._field, str(self._dataset.num_rows), self._dataset._fingerprint)
+    def fingerprint(self, cache: Path) -> str:
+        # The fingerprint of `datasets` covers the commit of a Hub dataset, but only the times of local files.
+        contents = contents_digest(*self._local, cache) if self._local else self._dataset._fingerprint
+        return text_digest("hf", self._field, *self._choice, str(self._dataset.num_rows), contents)
 
     def documents(self, skips: Skips) -> Iterator[Document]:
         for rows in self._dataset.iter(batch_size=1000):
@@ -39,12 +46,12 @@ class HuggingFace:
                     yield Document(where, len(text.encode("utf-8")), [text])
 
 
-def _load(config: DataConfig):
-    """A `datasets.Dataset`. Scripts are refused and remote code is never trusted."""
-    try:
-        import datasets
-    except ImportError:
-        raise ValueError("data=hf needs the package datasets: pip install datasets") from None
+def _cache(config: DataConfig) -> Path:
+    return Path(config.cache_dir).expanduser()
+
+
+def _local_files(config: DataConfig) -> tuple[Path, list[str]] | None:
+    """(folder, names) of a local dataset; None for a name on the Hub. Scripts are refused."""
     path = Path(config.path).expanduser()
     if path.suffix == ".py" or (path / f"{path.name}.py").exists():
         raise ValueError(f"data.path={config.path} is a dataset script, and scripts are not run: "
@@ -52,19 +59,37 @@ def _load(config: DataConfig):
     if path.is_file() and path.suffix not in _BUILDERS:
         raise ValueError(f"data.path={config.path} has an ending that is not one of {', '.join(_BUILDERS)}: "
                          "convert it, or type data=text")
+    return listing(config.path, ("",)) if path.exists() else None
+
+
+def _load(config: DataConfig, contents: str | None):
+    """(a Dataset or DatasetDict, its commit on the Hub or None). Remote code is never trusted.
+
+    `contents` is the digest of local files: `datasets` would take a converted copy of other contents for theirs, when
+    path, size and time agree.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError("data=hf needs the package datasets: pip install datasets") from None
+    path = Path(config.path).expanduser()
     try:
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-            dataset = datasets.load_from_disk(str(path))
-        elif path.is_file():
-            dataset = datasets.load_dataset(_BUILDERS[path.suffix], config.name, data_files=str(path))
+            return datasets.load_from_disk(str(path)), None
+        if contents is None:
+            builder = datasets.load_dataset_builder(config.path, config.name)
         else:
-            dataset = datasets.load_dataset(str(path) if path.is_dir() else config.path, config.name)
+            copies = str(_cache(config) / "datasets" / contents)
+            name, files = (_BUILDERS[path.suffix], str(path)) if path.is_file() else (str(path), None)
+            builder = datasets.load_dataset_builder(name, config.name, data_files=files, cache_dir=copies)
+        builder.download_and_prepare()
+        commit = builder.hash if contents is None and re.fullmatch("[0-9a-f]{40}", builder.hash or "") else None
+        return builder.as_dataset(), commit
     # The library raises types of its own, of pyarrow and of its HTTP client; to a person all say the same.
     except Exception as error:
         raise ValueError(f"cannot load the dataset data.path={config.path} ({type(error).__name__}: "
                          f"{error.__cause__ or error}): check the name and the network, or give a local "
                          "path") from None
-    return _pick_split(dataset, config)
 
 
 def _pick_split(dataset, config: DataConfig):

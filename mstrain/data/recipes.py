@@ -13,7 +13,7 @@ from mstrain.data.hf import HuggingFace
 from mstrain.data.split import TRAIN, VALIDATION, Piece, Split, choose_split
 from mstrain.data.synthetic import markov_tokens
 from mstrain.data.token_file import VERSION, TokenWriter
-from mstrain.data.tokenizers import ByteTokenizer, Tokenizer, check_vocab_size, load_tokenizer, train_bpe
+from mstrain.data.tokenizers import Tokenizer, check_vocab_size, load_tokenizer, train_bpe
 
 _GROUP_BYTES = 4 << 20
 _BPE_SAMPLE_BYTES = 256 << 20
@@ -29,6 +29,8 @@ class Recipe:
     """None when there is none (synthetic) or when it is trained while writing (bpe)."""
     trains_tokenizer: bool
     write: Callable[[Path, Callable[[int], None]], list[str]]
+    revisions: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Commits on the Hugging Face Hub that text ("data") and tokenizer ("tokenizer") come from."""
 
 
 def synthetic_recipe(config: DataConfig, tokenizer: str, seed: int, vocab_size: int | None) -> Recipe:
@@ -61,8 +63,9 @@ def text_recipe(config: DataConfig, spec: str, vocab_size: int | None) -> Recipe
     check_vocab_size(spec, vocab_size)
     vocab_size = vocab_size or _BPE_VOCAB
     tokenizer = None if spec == "bpe" else load_tokenizer(spec)
-    source = _source(config)
-    identity = f"bpe {vocab_size}" if tokenizer is None else tokenizer.fingerprint
+    source, cache = _source(config), Path(config.cache_dir).expanduser()
+    contents = source.fingerprint(cache)
+    identity = f"bpe {vocab_size}" if tokenizer is None else tokenizer.digest
 
     def write(folder: Path, on_progress: Callable[[int], None]) -> list[str]:
         split = choose_split(source, config.validation_fraction)
@@ -73,12 +76,16 @@ def text_recipe(config: DataConfig, spec: str, vocab_size: int | None) -> Recipe
                 warnings.append(f"the text yields {chosen.vocab_size} of vocab_size={vocab_size} symbols")
         if chosen.eod is None:
             warnings.append(f"tokenizer={spec} has no end-of-document token: documents follow without a mark")
-        if not isinstance(chosen, ByteTokenizer):
-            chosen.save(folder / "tokenizer.json")
-        return warnings + _write_text(source, split, chosen, folder, on_progress)
+        chosen.save(folder)
+        warnings += _write_text(source, split, chosen, folder, on_progress)
+        if source.fingerprint(cache) != contents:
+            raise ValueError("the text of data.path changed while it was tokenised: run again")
+        return warnings
 
-    fingerprint = text_digest(f"v{VERSION}", source.fingerprint(), identity, str(config.validation_fraction))
-    return Recipe(fingerprint, tokenizer, tokenizer is None, write)
+    fingerprint = text_digest(f"v{VERSION}", contents, identity, str(config.validation_fraction))
+    found = {"data": source.revision, "tokenizer": tokenizer and tokenizer.revision}
+    revisions = {name: revision for name, revision in found.items() if revision}
+    return Recipe(fingerprint, tokenizer, tokenizer is None, write, revisions)
 
 
 def _source(config: DataConfig) -> Source:

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from mstrain.data.documents import text_digest
 
+TOKENIZER_FILE = "tokenizer.json"
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 _SMALLEST_BPE = 257  # 256 bytes and the end-of-document token
 
@@ -19,7 +20,13 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     eod: int | None
-    fingerprint: str
+    digest: str
+    """Equal for tokenizers that encode and decode alike."""
+    revision: str | None
+    """Commit on the Hugging Face Hub; None for what does not come from there."""
+
+    def save(self, folder: Path) -> Path | None:
+        """Writes `folder`/tokenizer.json, which `tokenizer=` reads; None for bytes, which needs no file."""
 
     def encode(self, text: str) -> np.ndarray: ...
 
@@ -36,7 +43,11 @@ class ByteTokenizer:
 
     vocab_size = 256
     eod = 255
-    fingerprint = "bytes"
+    digest = "bytes"
+    revision = None
+
+    def save(self, folder: Path) -> None:
+        return None
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), np.uint8)
@@ -52,15 +63,15 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizers.Tokenizer`. Special tokens spelled out in a text are encoded as plain text."""
 
-    def __init__(self, inner):
+    def __init__(self, inner, revision: str | None = None):
         inner.no_truncation()  # a tokenizer.json may carry its model's length limit
         inner.no_padding()
         inner.encode_special_tokens = True
-        self._inner = inner
+        self._inner, self.revision = inner, revision
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1  # ids may have holes
         found = [inner.token_to_id(name) for name in _EOD_NAMES]
         self.eod = next((token for token in found if token is not None), None)
-        self.fingerprint = text_digest("hf", inner.to_str())
+        self.digest = text_digest("hf", inner.to_str())
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]
@@ -72,8 +83,10 @@ class HuggingFaceTokenizer:
     def decode(self, ids: np.ndarray) -> str:
         return self._inner.decode([int(token) for token in ids], skip_special_tokens=True)
 
-    def save(self, path: Path) -> None:
+    def save(self, folder: Path) -> Path:
+        path = folder / TOKENIZER_FILE
         self._inner.save(str(path))
+        return path
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
@@ -85,14 +98,14 @@ def load_tokenizer(spec: str) -> Tokenizer:
         return ByteTokenizer()
     path = Path(spec).expanduser()
     if path.is_file():
-        return _load(spec, lambda library: library.Tokenizer.from_file(str(path)), "give a tokenizer.json")
+        return _load(spec, lambda: path, "give a tokenizer.json")
     # A misspelt word is refused here: asking the Hub for it without a network takes half a minute of retries.
     meant = difflib.get_close_matches(spec.lower(), ("bytes", "bpe"), n=1, cutoff=0.75)
     if meant or path.suffix == ".json" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", spec):
         fix = f"tokenizer={meant[0]}" if meant else "tokenizer=bytes, tokenizer=bpe or a file that exists"
         raise ValueError(f"tokenizer={spec} is not bytes, bpe, a file or a Hugging Face name: type {fix}")
-    return _load(spec, lambda library: library.Tokenizer.from_pretrained(spec),
-                 "check the name and the network, or type tokenizer=bytes or give a tokenizer.json")
+    return _load(spec, lambda: _download(spec), "check the name and the network, or type tokenizer=bytes or "
+                 "give a tokenizer.json")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
@@ -128,10 +141,20 @@ def _library():
     return tokenizers
 
 
-def _load(spec: str, load, fix: str) -> HuggingFaceTokenizer:
+def _download(name: str) -> Path:
+    """tokenizer.json of a model on the Hub, from the local cache when it is there."""
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(name, TOKENIZER_FILE))
+
+
+def _load(spec: str, find: Callable[[], Path], fix: str) -> HuggingFaceTokenizer:
     library = _library()
     try:
-        return HuggingFaceTokenizer(load(library))
+        path = find()
+        # The Hub's cache keeps the files of a commit in the folder snapshots/COMMIT.
+        revision = path.parent.name if path.parent.parent.name == "snapshots" else None
+        return HuggingFaceTokenizer(library.Tokenizer.from_file(str(path)), revision)
     # The library raises bare Exception for a bad file and its HTTP client's own types for the network.
     except Exception as error:
         reason = str(error).strip().split("\n")[0]

@@ -11,7 +11,7 @@ def unigram_nats_per_token(file: TokenFile) -> float:
     """Entropy of the file's own token frequencies, nats per token: the floor of all unigram models."""
     counts = np.zeros(file.vocab_size, np.int64)
     for start in range(0, file.num_tokens, _BLOCK):
-        counts += np.bincount(file.tokens[start:start + _BLOCK], minlength=file.vocab_size)
+        counts += np.bincount(file.read(start, start + _BLOCK), minlength=file.vocab_size)
     share = counts[counts > 0] / file.num_tokens
     return float(-(share * np.log(share)).sum())
 

@@ -16,6 +16,8 @@ class Saver:
         self._failures, self._pending = 0, None
 
     def __call__(self, step: int, state: State) -> None:
+        """Raises ValueError when the tokens that the steps were made of are not those of their digest."""
+        self._run.corpus.verification.wait()
         self._settle()
         run = self._run
         self._attempt(step, lambda: self._checkpoints.save(step, state, run.module, run.optimizer, self._facts))

@@ -41,6 +41,8 @@ def train(run: Run) -> int:
     checkpoints = Checkpoints(directory / "checkpoints", keep.keep, run.job, keep.keep_every)
     try:
         with run.goodput.spend("restore"):
+            if checkpoints.steps:  # they are continued with tokens known to be those of the corpus' digest
+                run.corpus.verification.wait()
             state, done = begin(run, checkpoints)
         if done >= run.config.steps:
             run.console.print(

@@ -116,7 +116,7 @@ def test_a_corpus_without_text_is_refused(tmp_path, content, message):
         path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         prepare(DataConfig("text", str(path), cache_dir=str(tmp_path / "cache")))
-    assert not list((tmp_path).glob("cache/*"))
+    assert not list((tmp_path).glob("cache/*/*.bin"))
 
 
 def test_a_folder_without_such_files_is_refused(folder):
@@ -147,7 +147,7 @@ def test_hugging_face_datasets_on_disk(hub, tmp_path, monkeypatch, name):
     config = DataConfig("hf", str(hub / name), field="body", cache_dir=str(tmp_path / "cache"))
     corpus = prepare(config)
     assert corpus.train.num_documents + corpus.validation.num_documents == 60
-    texts = sorted(corpus.tokenizer.decode(corpus.train.tokens).split("row "))
+    texts = sorted(corpus.tokenizer.decode(corpus.train.read()).split("row "))
     assert len(texts) == 9 * corpus.train.num_documents + 1 and texts[-1].endswith(" 😀 ")
     assert corpus.warnings == ("skipped 1 of 62 rows without text in column 'body', first: row 60",)
     assert prepare(config).directory == corpus.directory

@@ -11,8 +11,8 @@ def test_round_trip_in_the_smallest_dtype_that_holds_the_vocabulary(make_file, v
     ids = np.random.default_rng(0).integers(0, vocab_size, 5000)
     ids[-1] = vocab_size - 1
     file = make_file(ids, vocab_size, text_bytes=12345)
-    assert file.tokens.dtype == dtype
-    np.testing.assert_array_equal(file.tokens, ids)
+    assert file.read().dtype == dtype
+    np.testing.assert_array_equal(file.read(), ids)
     assert (file.num_tokens, file.vocab_size, file.text_bytes) == (5000, vocab_size, 12345)
 
 

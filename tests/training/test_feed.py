@@ -21,6 +21,9 @@ class File:
         self.tokens = np.arange(num_tokens, dtype=np.uint16)
         self.num_tokens = num_tokens
 
+    def rows(self, starts, length):
+        return np.stack([self.tokens[start:start + length] for start in starts])
+
 
 class Recorded(Batches):
     """Remembers which rows were asked for."""

@@ -1,0 +1,74 @@
+"""Digests of file contents, computed once per machine and file version, and remembered in the cache folder.
+
+A version of a file is its inode, size, modification time and change time. No program can set the change time, so a
+write that restores the modification time is noticed too. Times have a resolution: a version that changed within the
+last two seconds could change again and keep its times, so its digest is not remembered.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mstrain.data.documents import text_digest
+
+SETTLED_SECONDS = 2.0  # the coarsest resolution of times, that of FAT
+
+
+class FileDigests:
+    """Digests of the files below one folder. A remembered digest that cannot be read is computed again."""
+
+    def __init__(self, cache: Path, root: Path):
+        """`cache` is data.cache_dir. Raises nothing: without a readable cache every digest is computed."""
+        name = text_digest(platform.node(), str(root.resolve()))
+        self._place = cache / "digests" / f"{name}.json"
+        self._known = _read(self._place)
+        self._used = {}
+
+    def of(self, name: str, stat: Callable[[], os.stat_result], compute: Callable[[], str]) -> str:
+        """The digest of the file `name`: the remembered one of the version that `stat` reports, or `compute()`."""
+        begun, found = time.time_ns(), _version(stat())
+        known = self._known.get(name)
+        if isinstance(known, list) and known[:-1] == found and isinstance(known[-1], str):
+            self._used[name] = known
+            return known[-1]
+        digest = compute()
+        if found[-1] + SETTLED_SECONDS * 1e9 < begun and _version(stat()) == found:
+            self._known[name] = self._used[name] = [*found, digest]
+        return digest
+
+    def save(self) -> None:
+        """Remembers the digests that were used since this was made; forgets those of other names. Best effort."""
+        if self._used == _read(self._place):
+            return
+        with contextlib.suppress(OSError):
+            self._place.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, temporary = tempfile.mkstemp(prefix=".tmp-", dir=self._place.parent)
+            try:
+                with open(descriptor, "w") as file:
+                    json.dump(self._used, file)
+                os.replace(temporary, self._place)
+            except OSError:
+                os.unlink(temporary)
+                raise
+
+
+def unsettled_seconds(stat: os.stat_result) -> float:
+    """Seconds from now until the version in `stat` is old enough to be remembered; 0 when it is."""
+    return min(SETTLED_SECONDS + 0.01, max(0.0, stat.st_ctime + SETTLED_SECONDS + 0.01 - time.time()))
+
+
+def _version(stat: os.stat_result) -> list[int]:
+    return [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def _read(place: Path) -> dict:
+    try:
+        known = json.loads(place.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return known if isinstance(known, dict) else {}

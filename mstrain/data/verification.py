@@ -1,0 +1,90 @@
+"""Compares the tokens of a corpus with the digests in its headers, once per machine and version of the files."""
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from mstrain.data.file_digests import FileDigests, unsettled_seconds
+from mstrain.data.token_file import TokenFile
+
+AT_ONCE_BYTES = 1 << 30
+"""Up to this size, all files together, tokens are verified before `prepare` returns: about 2 s."""
+
+
+class Verification:
+    """Verifies large files in a background thread from construction on, smaller ones when `wait` is called.
+
+    `wait` is called before a checkpoint is saved or relied on. It compares again when the times of a file have changed.
+    """
+
+    def __init__(self, files: Iterable[TokenFile], cache: Path):
+        self._files = tuple(files)
+        self._directory = self._files[0].path.parent
+        self._digests = FileDigests(cache, self._directory)
+        self._error: ValueError | None = None
+        self._thread: threading.Thread | None = None
+        if sum(file.num_tokens * file.dtype.itemsize for file in self._files) > AT_ONCE_BYTES:
+            self._thread = threading.Thread(target=self._in_background, name="verify tokens", daemon=True)
+            self._thread.start()
+
+    @property
+    def in_background(self) -> bool:
+        return self._thread is not None
+
+    def wait(self) -> None:
+        """Returns when every token has been compared.
+
+        Raises ValueError, which names the file, when the tokens are not those of the digest. Such a corpus is
+        removed, so that the next `prepare` tokenises its text anew.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        self._verify()
+        if self._error is not None:
+            raise ValueError(str(self._error))
+
+    def _in_background(self) -> None:
+        # The digest of a file just written is not remembered: without this pause `wait` would compute it again.
+        time.sleep(max(unsettled_seconds(os.fstat(file.descriptor)) for file in self._files))
+        self._verify()
+
+    def _verify(self) -> None:
+        if self._error is not None:
+            return
+        try:
+            for file in self._files:
+                self._compare(file)
+        except ValueError as error:
+            self._error = error
+            remove_folder(self._directory, self._files)
+        self._digests.save()
+
+    def _compare(self, file: TokenFile) -> None:
+        found = self._digests.of(file.path.name, lambda: os.fstat(file.descriptor), file.hash_tokens)
+        if found != file.digest:
+            raise ValueError(f"the tokens of {file.path} are not those that were written (digest {found}, its header "
+                             f"has {file.digest}): run again to tokenise anew; its folder was removed")
+
+
+def remove_folder(directory: Path, files: Iterable[TokenFile] = ()) -> None:
+    """Removes a damaged folder of the cache, a link or a file of that name, unless it no longer holds `files`.
+
+    Of several processes that find the damage, one removes it; a folder that another has made anew is left alone.
+    """
+    for file in files:
+        with contextlib.suppress(OSError):
+            if not os.path.samestat(os.stat(file.path), os.fstat(file.descriptor)):
+                return
+    aside = directory.with_name(f".tmp-damaged-{directory.name}-{os.getpid()}-{time.time_ns()}")
+    try:
+        os.rename(directory, aside)
+    except OSError:  # another process removed it first
+        return
+    if aside.is_dir() and not aside.is_symlink():
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        aside.unlink()
