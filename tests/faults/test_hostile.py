@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mstrain.data import TokenFile
+from mstrain.data.token_file import MAGIC, VERSION, encode_header
 from mstrain.training import json_lines, resume
 from tests.job.processes import QUICK, ROOT, arguments
 
@@ -25,21 +26,23 @@ values = st.recursive(
     max_leaves=6,
 )
 HEADER = {
-    "magic": "mstrain-tokens", "version": 1, "dtype": "uint16", "vocab_size": 256, "num_tokens": 8,
-    "num_documents": 1, "text_bytes": 8, "digest": "d",
+    "magic": MAGIC, "version": VERSION, "dtype": "uint16", "vocab_size": 256, "num_tokens": 8,
+    "num_documents": 1, "text_bytes": 8, "digest": "d" * 32,
 }  # fmt: skip
 near_headers = st.builds(
-    lambda changes, tail: json.dumps(HEADER | changes).encode().ljust(4096) + tail,
+    lambda changes, checksum, tail: checksum(HEADER | changes) + tail,
     st.dictionaries(
-        st.sampled_from(sorted(HEADER)), scalars | st.sampled_from([256, 8, 2**40, 2**62]), max_size=3
+        st.sampled_from(sorted(HEADER)), scalars | st.sampled_from([256, 8, 2**40, 2**62, 2**63, -1]), max_size=3
     ),
+    st.sampled_from([encode_header, lambda header: json.dumps(header).encode().ljust(4096)]),
     st.binary(max_size=40) | st.just(bytes(16)),
 )
 
 
 @settings(max_examples=1500, deadline=None)
 @given(st.binary(max_size=200) | near_headers | values.map(lambda value: json.dumps(value).encode()))
-@example(json.dumps(HEADER | {"num_tokens": True}).encode().ljust(4096) + bytes(2))
+@example(encode_header(HEADER | {"num_tokens": True}) + bytes(2))
+@example(encode_header(HEADER) + bytes(16))
 def test_any_token_file_is_opened_or_refused_with_the_fix(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "fuzz.bin"
     path.write_bytes(content)
@@ -48,7 +51,7 @@ def test_any_token_file_is_opened_or_refused_with_the_fix(tmp_path_factory, cont
     except ValueError as error:
         assert "delete its folder" in str(error)
     else:
-        assert path.stat().st_size == 4096 + file.tokens.nbytes and file.num_tokens == len(file.tokens)
+        assert path.stat().st_size == 4096 + file.read().nbytes and file.num_tokens == len(file.read())
 
 
 @settings(max_examples=2000, deadline=None)
