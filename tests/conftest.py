@@ -14,11 +14,11 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
-from hypothesis import settings  # noqa: E402
+import jax
+import pytest
+from hypothesis import settings
 
-from mstrain.mesh import emulate_devices  # noqa: E402
+from mstrain.mesh import emulate_devices
 
 emulate_devices(16)
 jax.devices()  # from here on nobody changes their number

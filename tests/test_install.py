@@ -5,15 +5,20 @@ their own.
 """
 
 import ast
+import importlib
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+
+import mstrain
 
 ROOT = Path(__file__).resolve().parent.parent
 PREPARE, CI = ROOT / "prepare_tpu_vm.sh", ROOT / ".ci" / "run"
@@ -212,6 +217,8 @@ echo 1 passed in 2 s
 def ci(folder: Path, readme: str):
     (folder / ".ci").mkdir()
     shutil.copy(CI, folder / ".ci")
+    (folder / ".ci" / "check").write_text("#!/usr/bin/env bash\necho checked\n")
+    (folder / ".ci" / "check").chmod(0o755)
     (folder / "README.md").write_text(readme)
     return subprocess.run([folder / ".ci" / "run"], capture_output=True, text=True, timeout=60)
 
@@ -233,6 +240,21 @@ def test_ci_runs_what_the_readme_prints(tmp_path):
 def test_ci_fails_with_the_reason(tmp_path, old, new, message):
     done = ci(tmp_path, README.replace(old, new))
     assert done.returncode == 1 and message in done.stderr
+
+
+def test_the_requirements_files_are_those_of_pyproject():
+    done = subprocess.run([sys.executable, ROOT / ".ci" / "requirements", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_states_its_extras_its_command_and_its_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"tpu", "cuda12", "cuda13", "plan", "dev"} <= set(project["optional-dependencies"])
+    module, _, function = project["scripts"]["mstrain"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    assert re.fullmatch(r"\d+\.\d+\.\d+", mstrain.__version__)
+    assert f"## {mstrain.__version__} " in (ROOT / "CHANGELOG.md").read_text()
+    assert (ROOT / "mstrain" / "conf" / "config.yaml").is_file(), "conf/ does not reach an installed package"
 
 
 def test_the_readme_has_both_commands():

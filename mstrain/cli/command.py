@@ -55,9 +55,11 @@ def _run(command: Command, options: argparse.Namespace, pairs: list[str]) -> int
         print(f"mstrain {mstrain.__version__}")
         return 0
     if options.help:
-        head = f"{command.summary}\n\nmstrain {command.name} [key=value ...], or python {command.name}.py [key=value ...]"
-        print(f"{head}\n\n{OPTIONS}\n\n" + "\n".join(command.help_lines(pairs)))
+        usage = f"mstrain {command.name} [key=value ...], or python {command.name}.py [key=value ...]"
+        print("\n".join([command.summary, "", usage, "", OPTIONS, "", *command.help_lines(pairs)]))
         return 0
+    if (options.cfg or options.multirun) and command.config is None:
+        raise ValueError(f"{command.name} has no configuration to print or vary.")
     if options.cfg:
         print(to_yaml(command.config(pairs)), end="")
         return 0

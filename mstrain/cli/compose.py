@@ -101,7 +101,8 @@ def _checked(kind: type, arguments: list[str]) -> list[str]:
         if key in groups:
             one_of(key, value, choices(key))
         elif sweep_values(argument):
-            raise ValueError(_explain(kind, key, value) or f"{argument} lists several values. Type -m to run each of them.")
+            advice = _explain(kind, key, value)
+            raise ValueError(advice or f"{argument} lists several values. Type -m to run each of them.")
         overrides.append(_quoted(key, value))
     return overrides
 

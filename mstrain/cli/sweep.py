@@ -19,12 +19,16 @@ FOLDER = "run_dir"
 
 
 def run_sweep(
-    name: str, pairs: list[str], folder: Path | None, config: Callable, results: Callable[[Path], dict[str, str]]
+    name: str,
+    pairs: list[str],
+    folder: Path | None,
+    config: Callable,
+    results: Callable[[Path], dict[str, str]],
 ) -> int:
     """Runs the command `name` once for each combination; returns the highest exit code.
 
-    All combinations are composed and checked before the first one starts. Each writes to RUN_DIR/KEY=VALUE_KEY=VALUE, so
-    that the same sweep resumes where it stopped.
+    All combinations are composed and checked before the first one starts. Each writes to RUN_DIR/KEY=VALUE_KEY=VALUE,
+    so that the same sweep resumes where it stopped.
 
     Raises:
       ValueError: nothing is swept, or a combination is not valid.

@@ -1,9 +1,13 @@
 """Plans parallel training for a cluster: searches, simulates, and prints the command that trains the best plan."""
 
+import importlib.util
+
 from mstrain.cli import Command
 
 
 def main(arguments: list[str]) -> int:
+    if importlib.util.find_spec("numba") is None:
+        raise ValueError("Planning compiles its search with numba, which is not installed. Type pip install numba.")
     from mstrain.commands.plans import run
 
     return run(arguments)

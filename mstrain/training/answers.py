@@ -25,7 +25,7 @@ _SENTENCES = {
     "per_device_batch_size per_device_train_batch_size micro_batch_size batch_size global_batch_size train_batch_size":
         "batch= counts the sequences of one step of the whole job: type batch=N, N = devices x sequences a device.",
     "resume resume_from_checkpoint auto_resume load_checkpoint":
-        "A run_dir= that holds a checkpoint is resumed without a key. init_from=RUN_DIR starts a new run from its weights.",
+        "A run_dir= with a checkpoint is resumed without a key. init_from=RUN_DIR starts a new run from its weights.",
     "wandb use_wandb wandb_project report_to logger":
         "Metrics are in RUN_DIR/metrics.jsonl and RUN_DIR/tensorboard: type tensorboard --logdir RUN_DIR/tensorboard.",
     "fp16 bf16 amp": "Type dtype=bf16 or dtype=f32.",
