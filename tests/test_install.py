@@ -33,7 +33,7 @@ def requirements(name: str) -> list[Requirement]:
 def imported(*paths: str) -> dict[str, Path]:
     """{distribution: a file that imports it} of what files matching `paths` import from elsewhere."""
     files = [file for path in paths for file in sorted(ROOT.glob(path))]
-    ours = {"mstrain", "tests", *(script.stem for script in ROOT.glob("*.py"))}
+    ours = {"mstrain", "research", "tests", *(script.stem for script in ROOT.glob("*.py"))}
     distributions, found = importlib.metadata.packages_distributions(), {}
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -47,12 +47,12 @@ def imported(*paths: str) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("paths, files", [
-    (("mstrain/**/*.py", "*.py"), [RUN]),
+    (("mstrain/**/*.py", "research/**/*.py", "*.py"), [RUN]),
     (("tests/**/*.py",), [RUN, DEV]),
 ], ids=["run", "tests"])  # fmt: skip
 def test_every_import_is_a_declared_requirement(paths, files):
     declared = {requirement.name.lower() for name in files for requirement in requirements(name)}
-    brought_by = {"omegaconf": "hydra-core", "scipy": "jax", "pyyaml": "hydra-core", "packaging": "pytest"}
+    brought_by = {"omegaconf": "hydra-core", "huggingface_hub": "datasets", "scipy": "jax", "pyyaml": "hydra-core", "packaging": "pytest"}
     found = imported(*paths)
     assert not {name: file for name, file in found.items() if brought_by.get(name, name) not in declared}
 
