@@ -3,13 +3,15 @@
 A checkpoint holds step, parameters and optimizer moments in canonical order (`mstrain.models.parameters`)
 and, beside them, a few facts about the run. Batches are a pure function of (seed, step), so there is no data
 position to save. Saves are asynchronous: the arrays are copied off the device, then written while training
-goes on; a checkpoint appears under its step by one rename, with a manifest of its files' checksums, so a
-killed save leaves nothing that a resume would read and damage done later is noticed.
+continues; a checkpoint appears under its step by one rename, with a manifest of its files' checksums, so a
+killed save leaves nothing that a resume would read and damage done later is noticed. Each host writes and
+digests its own part.
 """
 
 import contextlib
-import functools
+import json
 import logging
+import math
 import shutil
 import tempfile
 import time
@@ -18,18 +20,22 @@ from pathlib import Path
 import jax
 import optax
 import orbax.checkpoint as ocp
+from etils import epath
 
 from mstrain.checkpoints import manifest
+from mstrain.checkpoints.canonical import canonical_targets, differing_shapes, to_canonical
+from mstrain.checkpoints.handler import DigestingHandler, Restore, Save
+from mstrain.checkpoints.limits import seconds_allowed
 from mstrain.job.job import ALONE, Job
 from mstrain.job.save_barrier import SaveBarrier
 from mstrain.models import parameters
 from mstrain.models.transformer import Transformer
-from mstrain.program.step import State, map_copies, shard_copies
+from mstrain.program.step import State, map_copies
 
 STATE, FACTS = "state", "facts"
 STRAGGLER_TRIES = 50
 BUFFER = 2**29  # bytes per host, beside the state itself, while a checkpoint is read
-SAVE_SECONDS = 600  # that a host waits for the others' parts of a save
+NO_LIMIT = 10**6  # seconds, for Orbax's fixed limit; those of `mstrain.checkpoints.limits` apply
 
 
 class Checkpoints:
@@ -40,22 +46,20 @@ class Checkpoints:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._directory, self._saving = directory.absolute(), 0
         self._job, self._agreement = job, SaveBarrier(job)
+        # Numbers of 32 bits compress by 8 %, which costs twice the time of reading them.
+        self._handler = DigestingHandler(use_compression=False, restore_concurrent_gb=BUFFER / 10**9)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             keep_period=keep_every,
             enable_async_checkpointing=True,
             cleanup_tmp_directories=True,
             async_options=ocp.AsyncOptions(
-                timeout_secs=SAVE_SECONDS,
+                timeout_secs=NO_LIMIT,
                 post_finalization_callback=self._write_manifest,
-                barrier_sync_fn=self._agreement.wait if job.processes > 1 else None,
+                barrier_sync_fn=self._wait_for_all if job.processes > 1 else None,
             ),
         )
-        handlers = {
-            # Numbers of 32 bits compress by 8 %, which costs twice the time of reading them.
-            STATE: ocp.PyTreeCheckpointHandler(use_compression=False, restore_concurrent_gb=BUFFER / 10**9),
-            FACTS: ocp.JsonCheckpointHandler(),
-        }
+        handlers = {STATE: self._handler, FACTS: ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self._directory, options=options, item_handlers=handlers)
 
     @property
@@ -77,10 +81,9 @@ class Checkpoints:
         """
         if step == self.latest:
             return
-        self._check_folder()
-        args = ocp.args.Composite(
-            **{STATE: ocp.args.PyTreeSave(_to_canonical(module, optimizer)(state)), FACTS: ocp.args.JsonSave(facts)}
-        )
+        self._prepare(state)
+        canonical = to_canonical(module, optimizer)(state)
+        args = ocp.args.Composite(**{STATE: Save(canonical), FACTS: ocp.args.JsonSave(facts)})
         self._saving = step
         self._agreement.begin()
         with self._telling():
@@ -98,7 +101,7 @@ class Checkpoints:
 
     def damage(self, step: int, part: int = 0, parts: int = 1) -> list[str]:
         """What is wrong with the files of a checkpoint; of `parts` hosts each reads its share."""
-        return manifest.problems(self._directory / str(step), part, parts)
+        return manifest.problems(epath.Path(self._directory / str(step)), part, parts)
 
     def set_aside(self, step: int) -> Path:
         """Moves a damaged checkpoint, so that it is neither read again nor in the way; returns its place."""
@@ -123,12 +126,12 @@ class Checkpoints:
 
         Raises ValueError with the differing shapes when it belongs to another model.
         """
-        canonical = self._read(step, _canonical_targets(module, optimizer))
+        canonical = self._read(step, canonical_targets(module, optimizer))
         return map_copies(lambda tree: parameters.store_in_turn(module, tree), canonical, optimizer)
 
     def restore_parameters(self, step: int, module: Transformer):
         """The parameters alone of the state saved as `step`, laid out for `module`; moments are not read."""
-        canonical = self._read(step, _canonical_targets(module))
+        canonical = self._read(step, canonical_targets(module))
         return parameters.store_in_turn(module, canonical["params"])
 
     def wait(self) -> None:
@@ -140,16 +143,21 @@ class Checkpoints:
         with contextlib.suppress(Exception):  # a failed save has been reported by then
             self._manager.close()
 
-    def _check_folder(self) -> None:
-        """Whether every process can write at all; what Orbax does before it writes cannot be broken off."""
+    def _prepare(self, state: State) -> None:
+        """Sets the limit of time, the same for all, and makes sure that every process can write at all: what
+        Orbax does before it writes cannot be broken off.
+        """
         try:
             with tempfile.TemporaryFile(dir=self._directory) as file:
                 file.write(b"x")
             problem = ""
         except OSError as error:
             problem = f"{self._job.name(self._job.process)}: {error.strerror or error}"
-        if problems := [text for text in self._job.gather("save", problem) if text]:
+        answers = [json.loads(text) for text in self._job.gather("save", json.dumps([problem, self._handler.speed]))]
+        if problems := [problem for problem, _ in answers if problem]:
             raise OSError("; ".join(problems))
+        share = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / self._job.processes
+        self._handler.limit = seconds_allowed(share, min((speed for _, speed in answers if speed), default=None))
 
     @contextlib.contextmanager
     def _telling(self):
@@ -160,6 +168,10 @@ class Checkpoints:
             self._agreement.fail(f"{type(error).__name__}: {error}")
             raise
 
+    def _wait_for_all(self, *, key: str, timeout_ms: int) -> None:
+        del timeout_ms  # Orbax's, which knows no size
+        self._agreement.wait(key=key, timeout_ms=math.ceil(1000 * self._handler.limit))
+
     def _unfinished(self) -> list[Path]:
         return [path for path in self._directory.iterdir() if ".orbax-checkpoint-tmp" in path.name]
 
@@ -167,59 +179,22 @@ class Checkpoints:
         """Called when all files are written and before the folder gets its final name."""
         for folder in self._unfinished():
             if folder.name.startswith(f"{self._saving}."):
-                manifest.write(folder)
+                manifest.join(epath.Path(folder), STATE, self._job.processes)
 
     def _read(self, step: int, target: State) -> State:
         """The canonical arrays that `target` names, sharded as it says."""
         self._check_shapes(step, target)
         shardings = ocp.checkpoint_utils.construct_restore_args(target)
-        args = ocp.args.PyTreeRestore(target, restore_args=shardings, partial_restore=True)
+        args = Restore(target, restore_args=shardings, partial_restore=True)
         return self._manager.restore(step, args=ocp.args.Composite(**{STATE: args}))[STATE]
 
     def _check_shapes(self, step: int, target: State) -> None:
         with ocp.PyTreeCheckpointer() as reader:
             tree = reader.metadata(self._directory / str(step) / STATE).item_metadata.tree
-        saved, wanted = _shapes(tree["params"]), _shapes(target["params"])
-        differing = [
-            f"  {name}: checkpoint {saved.get(name, 'absent')}, model {wanted.get(name, 'absent')}"
-            for name in sorted(saved.keys() | wanted.keys())
-            if saved.get(name) != wanted.get(name)
-        ]
+        differing = differing_shapes(tree["params"], target["params"])
         if differing:
             raise ValueError(
                 f"The checkpoint of step {step} in {self._directory} belongs to another model:\n"
                 + "\n".join(differing)
                 + "\nType the model= it was trained with, or another run_dir= to begin anew."
             )
-
-
-@functools.lru_cache(maxsize=2)
-def _to_canonical(module: Transformer, optimizer: optax.GradientTransformation):
-    """The compiled conversion of a state to canonical form, kept because every save needs it."""
-
-    def convert(state):
-        canonical = map_copies(lambda tree: parameters.restore(module, tree), state, optimizer)
-        shardings = shard_copies(parameters.canonical_shardings(module), canonical, optimizer)
-        return jax.lax.with_sharding_constraint(canonical, shardings)
-
-    return jax.jit(convert)
-
-
-def _canonical_targets(module: Transformer, optimizer: optax.GradientTransformation | None = None):
-    """Abstract canonical state, spread over the devices; without an optimizer, its parameters alone."""
-    state: State = {"params": parameters.canonical_shapes(module)}
-    if optimizer:
-        state["step"] = jax.ShapeDtypeStruct((), "int32")
-        state["optimizer"] = jax.eval_shape(optimizer.init, state["params"])
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        state,
-        shard_copies(parameters.canonical_shardings(module), state, optimizer),
-    )
-
-
-def _shapes(tree) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {
-        ".".join(str(getattr(part, "key", part)) for part in path): tuple(leaf.shape) for path, leaf in leaves
-    }

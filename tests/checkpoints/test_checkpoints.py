@@ -87,7 +87,7 @@ def test_milestones_are_kept_beside_the_newest(saved, tmp_path):
     _, state = random_state(module)
     checkpoints = Checkpoints(tmp_path, keep=2, keep_every=3)
     for step in range(1, 9):
-        checkpoints.save(step, state, module, {})
+        checkpoints.save(step, state, module, OPTIMIZER, {})
     checkpoints.wait()
     assert checkpoints.steps == [8, 7, 6, 3]
     checkpoints.close()

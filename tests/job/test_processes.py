@@ -162,6 +162,8 @@ def test_a_job_survives_saves_that_fail_on_one_host_and_ends_when_one_dies(tmp_p
     job = Job(tmp_path, words, 2, command=[sys.executable, "-c", UNLUCKY])
     assert job.wait_for(lambda: saved(run), 60), job.output[-4000:]
     assert saved(run)[0] == 6 and not manifest.problems(run / "checkpoints" / "6")
+    hosts = manifest.read(run / "checkpoints" / "6")["hosts"]
+    assert len(hosts) == 2 and all(host["bytes"] > 10_000 and host["limit_seconds"] > 120 for host in hosts)
     assert not [*(run / "checkpoints").glob("[24].*")]
     first, second = (path.read_text(errors="replace") for path in job.outputs)
     assert "saving step 2 failed (1 in a row): OSError: process 1 (" in first

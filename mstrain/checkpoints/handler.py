@@ -1,0 +1,63 @@
+"""Orbax's handler of trees of arrays, which also digests what it wrote and keeps to a limit of time.
+
+Orbax waits for the futures of `async_save` in a thread, before the barrier of all processes and the commit: so every
+process digests its own files there, while the others do the same and the devices train.
+"""
+
+import time
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from mstrain.checkpoints import manifest
+
+
+class DigestingHandler(ocp.PyTreeCheckpointHandler):
+    """`limit` is the seconds for the next save; `speed` the bytes per second of the last one, None before it."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.limit, self.speed = 0.0, None
+
+    async def async_save(self, directory: epath.Path, *args, **kwargs) -> list:
+        """Starts writing; the future it returns also digests, and raises TimeoutError after the limit."""
+        begun = time.perf_counter()
+        futures = await super().async_save(directory, *args, **kwargs)
+        return [_Part(self, directory, futures or [], begun)]
+
+
+@ocp.args.register_with_handler(DigestingHandler, for_save=True)
+class Save(ocp.args.PyTreeSave):
+    """A tree to save with `DigestingHandler`."""
+
+
+@ocp.args.register_with_handler(DigestingHandler, for_restore=True)
+class Restore(ocp.args.PyTreeRestore):
+    """What to restore with `DigestingHandler`."""
+
+
+class _Part:
+    """The future of what this process writes and digests."""
+
+    def __init__(self, handler: DigestingHandler, directory: epath.Path, futures: list, begun: float):
+        self._handler, self._directory, self._futures, self._begun = handler, directory, futures, begun
+        self._limit = handler.limit
+
+    def result(self, timeout: float | None = None) -> None:
+        """Returns when all is written; the limit replaces Orbax's `timeout`, which knows no size."""
+        del timeout
+        for future in self._futures:
+            left = self._limit - (time.perf_counter() - self._begun)
+            try:
+                future.result(timeout=max(left, 1e-3))
+            except TimeoutError as error:
+                raise TimeoutError(f"this host's part was not written within {self._limit:.0f} s") from error
+        write_seconds = time.perf_counter() - self._begun
+        record = {"write_seconds": round(write_seconds, 3), "limit_seconds": round(self._limit, 1)}
+        size = manifest.write_part(self._directory, jax.process_index(), record)
+        self._handler.speed = size / (time.perf_counter() - self._begun)
+
+    def cancel(self) -> None:
+        for future in self._futures:
+            future.cancel()

@@ -1,0 +1,44 @@
+"""Each process digests what it wrote, process 0 reads none of it again, and a save may take as long as its size needs."""
+
+import concurrent.futures
+
+import pytest
+from etils import epath
+
+from mstrain.checkpoints import manifest
+from mstrain.checkpoints.handler import DigestingHandler, _Part
+from mstrain.checkpoints.limits import seconds_allowed
+
+
+def write_files(folder, names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+
+
+def test_process_0_joins_digests_that_others_made(tmp_path):
+    folder, elsewhere = epath.Path(tmp_path) / "7", tmp_path / "elsewhere"
+    write_files(tmp_path / "7" / "state", ["ocdbt.process_0/d/a", "ocdbt.process_1/d/b", "ocdbt.process_10/d/c", "_METADATA"])
+    sizes = [manifest.write_part(folder / "state", process, {"limit_seconds": 1}) for process in range(3)]
+    assert sizes == [len("ocdbt.process_0/d/a")] * 2 + [0]
+    lost = tmp_path / "7" / "state" / "ocdbt.process_1" / "d" / "b"
+    lost.rename(elsewhere)
+    manifest.join(folder, "state", 3)
+    assert manifest.problems(folder) == ["state/ocdbt.process_1/d/b is missing"]
+    elsewhere.rename(lost)
+    assert not manifest.problems(folder)
+    assert [host["bytes"] for host in manifest.read(folder)["hosts"]] == sizes
+    assert len(manifest.read(folder)["files"]) == 4
+
+
+@pytest.mark.parametrize("size, speed, at_least", [(0, None, 120), (760e9, 2e9, 3800), (760e9, None, 10 * 760e9 / 50e6)])
+def test_the_limit_grows_with_size_and_slowness(size, speed, at_least):
+    assert at_least <= seconds_allowed(size, speed) <= at_least + 120
+
+
+def test_a_write_that_hangs_ends_at_the_limit(tmp_path):
+    handler = DigestingHandler()
+    handler.limit = 0.05
+    with pytest.raises(TimeoutError, match="this host's part was not written within 0 s"):
+        _Part(handler, epath.Path(tmp_path), [concurrent.futures.Future()], 0.0).result(timeout=1e6)
+    assert handler.speed is None
