@@ -26,6 +26,7 @@ def main(arguments: list[str]) -> int:
     from mstrain.job.job import find_process, joined
     from mstrain.job.preemption import ending_on_signals
     from mstrain.training.prepare import prepare
+    from mstrain.training.run_lock import exclusive
     from mstrain.training.session import train
 
     config = load_config(arguments)
@@ -35,7 +36,8 @@ def main(arguments: list[str]) -> int:
         return check(config)
     process, devices = find_process(config.coordinator, config.processes, config.process)
     with joined(process, config.hosts, devices) as job, ending_on_signals(job):
-        return train(prepare(config, job))
+        with exclusive(config.run_dir, job) as check_lock:
+            return train(prepare(config, job), check_lock)
 
 
 def help_lines(_: list[str]) -> list[str]:

@@ -1,5 +1,7 @@
 """Saves as a hook, and keeps training when a save fails."""
 
+from collections.abc import Callable
+
 from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.program.step import State
 from mstrain.training.resume import facts
@@ -10,8 +12,8 @@ from mstrain.training.stopped import Stopped
 class Saver:
     """Called as a hook: starts a save. One that fails is told at once, at the next, or by `finish`."""
 
-    def __init__(self, run: Run, checkpoints: Checkpoints):
-        self._run, self._checkpoints, self._facts = run, checkpoints, facts(run)
+    def __init__(self, run: Run, checkpoints: Checkpoints, check_lock: Callable[[], None]):
+        self._run, self._checkpoints, self._facts, self._check_lock = run, checkpoints, facts(run), check_lock
         self._allowed = run.config.checkpoint.max_failures
         self._failures, self._pending = 0, None
 
@@ -19,6 +21,7 @@ class Saver:
         """Raises ValueError when the tokens that the steps were made of are not those of their digest."""
         self._run.corpus.verification.wait()
         self._settle()
+        self._check_lock()
         run = self._run
         self._attempt(step, lambda: self._checkpoints.save(step, state, run.module, run.optimizer, self._facts))
 

@@ -3,6 +3,7 @@
 import dataclasses
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -33,8 +34,11 @@ from mstrain.training.summary import summarise
 from mstrain.training.watchdog import Watchdog
 
 
-def train(run: Run) -> int:
-    """Trains `run` to its last step, or until told to stop, in its run directory; returns the exit code."""
+def train(run: Run, check_lock: Callable[[], None] = lambda: None) -> int:
+    """Trains `run` to its last step, or until told to stop, in its run directory; returns the exit code.
+
+    `check_lock` is called before every save; it raises Stopped when another trainer has taken the directory over.
+    """
     directory = Path(run.config.run_dir)
     _make_folder(run, directory)
     keep = run.config.checkpoint
@@ -49,7 +53,7 @@ def train(run: Run) -> int:
                 f"{directory} has all {done} steps. Type steps= above {done}, or another run_dir=."
             )
             return FINISHED
-        return _train_from(run, state, done, checkpoints, directory)
+        return _train_from(run, state, done, checkpoints, check_lock)
     except Stopped as stopped:
         run.console.print(f"[red]{escape(stopped.reason)}[/]")
         raise
@@ -57,8 +61,8 @@ def train(run: Run) -> int:
         checkpoints.close()
 
 
-def _train_from(run: Run, state: State, done: int, checkpoints: Checkpoints, directory: Path) -> int:
-    config, job, goodput = run.config, run.job, run.goodput
+def _train_from(run: Run, state: State, done: int, checkpoints: Checkpoints, check_lock: Callable[[], None]) -> int:
+    config, job, goodput, directory = run.config, run.job, run.goodput, Path(run.config.run_dir)
     steps = range(done + 1, config.steps + 1)
     if job.leads:
         goodput.lose(directory, done)
@@ -71,7 +75,7 @@ def _train_from(run: Run, state: State, done: int, checkpoints: Checkpoints, dir
     watchdog, preemption = Watchdog(config.watchdog, directory, job), Preemption(job)
     observers = (watchdog, goodput.step, guard)
     reporter = Reporter(directory, steps, config.log_every, _per_step(run), run.console, observers)
-    evaluator, saver = _evaluator(run, reporter), Saver(run, checkpoints)
+    evaluator, saver = _evaluator(run, reporter), Saver(run, checkpoints, check_lock)
     hooks = _hooks(run, steps, directory, evaluator, saver)
     feed = goodput.timed("input", run.feed)
     begun = time.perf_counter()

@@ -6,6 +6,9 @@ import json
 import os
 import resource
 import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -18,7 +21,10 @@ from rich.console import Console
 from mstrain.checkpoints import manifest
 from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.commands.train import load_config
-from mstrain.training import resume
+from mstrain.job.job import ALONE
+from mstrain.job.lock import Lock
+from mstrain.training import resume, run_lock
+from mstrain.training.run_lock import exclusive
 from mstrain.training.session import _make_folder, train
 from mstrain.training.stopped import Stopped
 from tests.training.runs import lines, make, saved_steps
@@ -57,6 +63,34 @@ def copy(made, tmp_path):
 
 def biggest_file(folder):
     return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def test_a_second_trainer_is_refused_before_it_prepares_anything(made, tmp_path):
+    with exclusive(str(tmp_path / "run"), ALONE):
+        command = [sys.executable, "-m", "mstrain", "train", f"run_dir={tmp_path / 'run'}", "mesh=1x1"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"run_dir={tmp_path / 'run'}: process {os.getpid()} on {socket.gethostname()} since" in done.stderr
+    assert not (tmp_path / "run").exists()  # the first one has written nothing, either
+
+
+def test_a_run_that_another_trainer_took_over_saves_nothing_more(made, tmp_path):
+    run = again(made, tmp_path / "run")
+    lock = Lock(folder_of(run) / "lock", print, beat_seconds=1000)
+    lock.acquire()
+    other = Lock(folder_of(run) / "lock", print)
+
+    def check():
+        if saved_steps(folder_of(run)):
+            shutil.rmtree(folder_of(run) / "lock")
+            other.acquire()
+        run_lock.checked(lock, run.config.run_dir)()
+
+    with pytest.raises(Stopped) as stopped:
+        train(run, check)
+    other.release()
+    assert stopped.value.code == 2 and "Another trainer has taken run_dir" in said(run)
+    assert saved_steps(folder_of(run)) == [2] and str(os.getpid()) in said(run)
 
 
 def flip_a_bit(folder):

@@ -196,6 +196,6 @@ def test_a_third_signal_ends_at_once(tmp_path, cache):
     assert job.wait_for(lambda: "stopping after this step" in job.output, 20)
     job.send(signal.SIGTERM)
     assert job.wait_for(lambda: "still stopping" in job.output, 20)
-    job.send(signal.SIGHUP)
-    assert job.wait(20) == [SIGNALED + signal.SIGHUP]
+    job.send(signal.SIGTERM)
+    assert job.wait(20) == [SIGNALED + signal.SIGTERM]
     assert not saved(run)
