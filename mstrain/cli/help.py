@@ -21,7 +21,7 @@ OPTIONS = """Options:
 
 def describe_keys(kind: type, name: str) -> list[str]:
     """The keys of the config `kind`, composed from NAME.yaml: files to choose from, then every key by section."""
-    hints, defaults = typing.get_type_hints(kind), _defaults(kind, name)
+    hints, defaults = typing.get_type_hints(kind), defaults_of(kind, name)
     groups = groups_of(kind)
     lines = ["Files to choose from (conf/):"] if groups else []
     for group in groups:
@@ -35,7 +35,7 @@ def describe_keys(kind: type, name: str) -> list[str]:
     return lines
 
 
-def _defaults(kind: type, name: str) -> dict:
+def defaults_of(kind: type, name: str) -> dict:
     """What a command without keys takes; the fields' own defaults where some key must be given."""
     try:
         return dataclasses.asdict(compose(kind, name, []))
@@ -47,9 +47,13 @@ def _section(kind: type, prefix: str, defaults: dict, skip=()) -> list[str]:
     docs, hints, lines = field_docs(kind), typing.get_type_hints(kind), []
     for name in (field.name for field in dataclasses.fields(kind) if field.name not in skip):
         allowed = " or ".join(TYPES.get(kind, "list") for kind in types_of(hints[name]))
-        shown = OmegaConf.to_yaml(OmegaConf.create([defaults[name]])).removeprefix("- ").strip()
-        lines += _wrapped(f"{prefix}{name}={shown}", f"({allowed}) {docs.get(name, '')}".rstrip())
+        lines += _wrapped(f"{prefix}{name}={shown(defaults[name])}", f"({allowed}) {docs.get(name, '')}".rstrip())
     return lines
+
+
+def shown(value) -> str:
+    """A value as it is typed."""
+    return OmegaConf.to_yaml(OmegaConf.create([value])).removeprefix("- ").strip()
 
 
 def _wrapped(head: str, text: str) -> list[str]:

@@ -45,11 +45,11 @@ def choose(arguments: list[str]) -> tuple[str, str, list[str]]:
 def load(arguments: list[str]):
     """(function, its configuration) of the mode asked for; raises ValueError with the fix."""
     key, value, rest = choose(arguments)
-    module, kind, file = _mode(key, value)
+    module, kind, file = mode(key, value)
     return getattr(module, f"run_{value}"), compose(kind, file, rest)
 
 
-def _mode(key: str, value: str):
+def mode(key: str, value: str):
     module, kind, file = (
         ("mstrain.commands.plans.profile", "ProfileConfig", "planner/profile") if key == "profile" else MODES[key][value]
     )
@@ -70,5 +70,5 @@ def help_lines(arguments: list[str]) -> list[str]:
     modes = [f"{key}={value}" for key, values in MODES.items() for value in values]
     lines = [f"modes: {' '.join(modes)} profile=MODEL (--help beside a mode lists its keys)", ""]
     key, value, _ = choose(arguments)
-    _, kind, file = _mode(key, value)
+    _, kind, file = mode(key, value)
     return [*lines, f"keys of {key}={value}:", *describe_keys(kind, file)]
