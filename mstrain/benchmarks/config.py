@@ -39,53 +39,55 @@ IDLE = {
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkConfig:
-    """One comparison; lists are words separated by spaces, such as algorithms="meshslice wang".
-
-    Attributes:
-      bench: `step` (forward, backward and update), `layer` or `gemm` (forward and backward), `nongemm` (what
-        a layer does beside its products), `collectives` (measure links and fit them) or `tune` (the tuner
-        explains itself).
-      models: presets of the zoo; `layers` replaces their depth.
-      algorithms: of `parallel=`, or `all`.
-      meshes: `RxC` or `DxRxC`; `auto` is one mesh for the devices; `all`, with target=, every mesh its torus
-        can carry.
-      slices: MeshSlice's slice count, or one for each of the four products of a block (attention in and out,
-        mlp in and out), or `auto`; dataflow: `os`, `ls`, `rs` or `auto`.
-      batch: sequences per step of the whole job, null for one per device (and microbatch); seq: tokens per
-        sequence.
-      target: an absent TPU slice, such as v5p-64, for which programs are compiled and their schedules read.
-      dump: folder for the compiled text, one file per row of the table.
-      emulate: a larger mesh; batch, heads and widths shrink so that a device's activations have the shapes
-        they would have there.
-      preset: `v2` or `v3`, the table of transformer_shmap as a prediction.
-      repeats, warmup: timed and untimed executions; the median counts.
-      tune: with bench=tune, `model` for the cost model alone, or `compile` for compiled steps of its best
-        candidates on the target.
-      constants: of the tuner: a file that bench=collectives wrote or a shipped one; null takes the chip's.
-    """
+    """One comparison. Lists are words separated by spaces, such as algorithms="meshslice wang"."""
 
     bench: str = "step"
+    """What is compared: `step` (forward, backward, update), `layer` or `gemm` (forward, backward), `nongemm` (what a
+    layer does beside its products), `collectives` (measure links and fit them) or `tune` (the tuner explains its
+    choice)."""
     models: str = "tiny"
+    """Presets of the zoo, separated by spaces."""
     layers: int | None = None
+    """Number of layers instead of the preset's."""
     algorithms: str = "all"
+    """Algorithms of `parallel=`, separated by spaces, or `all`."""
     meshes: str = "auto"
+    """Meshes separated by spaces; `auto` is one mesh for the devices; `all`, with target=, every mesh its torus can
+    carry."""
     slices: str = "auto"
+    """MeshSlice's slice count, or one for each product of a block (attention in and out, mlp in and out), or `auto`."""
     dataflow: str = "auto"
+    """`os`, `ls`, `rs` or `auto`."""
     batch: int | None = None
+    """Sequences per step of the whole job; null is one per device and microbatch."""
     seq: int = 128
+    """Tokens per sequence."""
     dtype: str = "auto"
+    """`bf16`, `f32`, or `auto` (bf16 on accelerators)."""
     remat: str = "none"
+    """Activation checkpointing: `none`, `dots` or `full`."""
     accumulate: int = 1
+    """Microbatches per step."""
     target: str | None = None
+    """An absent TPU slice such as v5p-64, for which programs are compiled and their schedules read."""
     dump: str | None = None
+    """Folder for the compiled programs as text, one file per row."""
     emulate: str | None = None
+    """A larger mesh. Batch, heads and widths shrink so that a device's activations have the shapes they have there."""
     preset: str | None = None
+    """`v2` or `v3`: the table of transformer_shmap as a prediction."""
     repeats: int = 5
+    """Timed executions; the median counts."""
     warmup: int = 2
+    """Executions before the timed ones."""
     tune: str = "model"
+    """With bench=tune: `model` (cost model) or `compile` (compiled steps of its best candidates on the target)."""
     constants: str | None = None
+    """Constants of the cost model: a file that bench=collectives wrote, or a shipped one; null takes the chip's."""
     seed: int = 0
+    """Seed of the random arguments."""
     run_dir: str = "runs/benchmark"
+    """Folder of tables."""
 
     def __post_init__(self):
         for key, allowed in (("bench", BENCHES), ("dtype", DTYPES), ("remat", REMAT), ("tune", TUNE)):

@@ -12,25 +12,23 @@ HALVES = ("attention", "mlp")
 
 @dataclasses.dataclass(frozen=True)
 class ParallelConfig:
-    """Which algorithm computes which products.
-
-    Attributes:
-      algorithm: of every layer.
-      attention, mlp: of that half of every block, instead.
-      layers: exceptions, separated by spaces, each `LAYERS:ALGO` or `LAYERS:attention:ALGO` or `LAYERS:mlp:ALGO`
-        where LAYERS is a layer (`3`) or an inclusive range (`0-5`, `6-`); later ones win.
-      slices: MeshSlice's slice count, or `auto`.
-      dataflow: `os`, `ls`, `rs` for every product, or `auto`: the largest of input, weight and output stays.
-    """
+    """Which algorithm computes which products."""
 
     SHORTHAND: ClassVar = ("algorithm", tuple(ALGORITHMS))  # parallel=wang is parallel.algorithm=wang
 
     algorithm: str = "meshslice"
+    """Algorithm of every layer; `parallel=wang` is short for `parallel.algorithm=wang`."""
     attention: str | None = None
+    """Algorithm of the attention half of every block instead."""
     mlp: str | None = None
+    """Algorithm of the MLP half of every block instead."""
     layers: str | None = None
+    """Exceptions separated by spaces, each `LAYERS:ALGO`, `LAYERS:attention:ALGO` or `LAYERS:mlp:ALGO`, where LAYERS is
+    a layer (`3`) or an inclusive range (`0-5`, `6-`). Later ones win."""
     slices: str = "auto"
+    """MeshSlice's slice count, or `auto`."""
     dataflow: str = "auto"
+    """`os`, `ls`, `rs` for every product, or `auto`: the largest of input, weight and output stays."""
 
 
 def layer_algorithms(parallel: ParallelConfig, layers: int) -> list[tuple[str, str]]:

@@ -8,22 +8,25 @@ import optax
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """`learning_rate` is the peak, reached after `warmup` steps of linear increase from `learning_rate / (warmup + 1)`;
-    a cosine brings it down to `final_fraction` of the peak at the last step. Null means 0.46 / model.width, which follows the GPT-3 paper's Table 2.1 from 125M to 175B
-    within a factor of 1.7.
-
-    `weight_decay` is applied to matrices and tables, not to norms and biases. `clip` bounds the global
-    gradient norm.
-    """
+    """AdamW with clipping by global norm, linear warm-up and cosine decay."""
 
     learning_rate: float | None = None
+    """Peak learning rate, reached after `warmup` steps. Null takes 0.46 / model.width, which follows the GPT-3 paper's
+    Table 2.1 from 125M to 175B within a factor of 1.7."""
     warmup: int = 50
+    """Steps of linear warm-up."""
     final_fraction: float = 0.1
+    """Share of the peak learning rate at the last step; a cosine leads there."""
     b1: float = 0.9
+    """Decay of the first moment."""
     b2: float = 0.95
+    """Decay of the second moment."""
     epsilon: float = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: float = 0.1
+    """Decoupled weight decay of matrices and tables; norms and biases have none."""
     clip: float = 1.0
+    """Bound of the global gradient norm."""
 
     def __post_init__(self):
         for field in ("learning_rate", "clip", "epsilon"):

@@ -15,10 +15,12 @@ from mstrain.training.reporter import Reporter
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """Validation loss `every` so many steps, on the same `batches` batches each time."""
+    """Validation loss during training."""
 
     every: int = 100
+    """Steps between evaluations; the last step is always evaluated."""
     batches: int = 8
+    """Validation batches per evaluation, the same ones each time."""
 
     def __post_init__(self):
         at_least("eval", self, every=1, batches=1)

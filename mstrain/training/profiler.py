@@ -11,10 +11,12 @@ from mstrain.training.loop import Hook
 
 @dataclasses.dataclass(frozen=True)
 class ProfileConfig:
-    """Trace `steps` steps from step `start` on; null does not trace."""
+    """A trace of some steps."""
 
     start: int | None = None
+    """First step of a trace for TensorBoard's profile tab; null traces nothing."""
     steps: int | None = None
+    """Steps in the trace."""
 
     def __post_init__(self):
         if (self.start is None) != (self.steps is None):

@@ -13,11 +13,14 @@ from mstrain.models.transformer import Transformer
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-    """At the end, continue `prompt` by `tokens` tokens (0 for none) at `temperature` (0 takes the likeliest)."""
+    """A sample at the end of training."""
 
     prompt: str = "def __init__(self"
+    """Text that the trained model continues at the end."""
     tokens: int = 100
+    """Tokens to sample; 0 for none."""
     temperature: float = 0.7
+    """Sampling temperature; 0 takes the most likely token."""
 
     def __post_init__(self):
         at_least("sample", self, tokens=0, temperature=0)
