@@ -46,8 +46,7 @@ class Checkpoints:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._directory, self._saving = directory.absolute(), 0
         self._job, self._agreement = job, SaveBarrier(job)
-        # Numbers of 32 bits compress by 8 %, which costs twice the time of reading them.
-        self._handler = DigestingHandler(use_compression=False, restore_concurrent_gb=BUFFER / 10**9)
+        self._handler = DigestingHandler(BUFFER)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             keep_period=keep_every,
