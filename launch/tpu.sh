@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# Starts the same command on every worker of a TPU slice, after prepare_tpu_vm.sh has run there:
+# Starts the same command on every worker of a TPU slice, after prepare_tpu_vm.sh has run there, and again when it was
+# preempted or failed:
 #
 #   bash launch/tpu.sh NAME ZONE model=gpt3_1_3b mesh=8x4 run_dir=/mnt/shared/runs/one
 #
 # run_dir must be a folder that every worker sees (Filestore, or a bucket mounted by gcsfuse). The workers find each other
-# through the TPU's metadata. A preempted slice gets SIGTERM, saves and ends; type the same line when it is back.
+# through the TPU's metadata. A preempted slice gets SIGTERM, saves and ends. When this script ends or loses its connection,
+# the workers get SIGHUP, save and end: run it in tmux. The exit codes are those of mstrain/job/exit_codes.py: after 85 the
+# command is started again as soon as the slice is READY, within WAIT_MINUTES (60); after 75 or a lost connection, too, but
+# MAX_RESTARTS (20) times at most. Any other code ends the script.
 # --dry-run as the first word prints the line instead.
 set -euo pipefail
 
@@ -19,11 +23,42 @@ if (($# < 2)); then
 fi
 name=$1 zone=$2
 shift 2
-command="cd mstrain && .venv/bin/python train.py$(printf ' %q' "$@")"
-line=(gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all --command="$command")
+command="cd mstrain && TERM=dumb .venv/bin/python train.py$(printf ' %q' "$@")"
+# Only with a terminal (-tt) does a lost connection become a SIGHUP there.
+line=(gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all --ssh-flag=-tt --command="$command")
 if $dry_run; then
     printf '%q ' "${line[@]}"
     echo
-else
-    exec "${line[@]}"
+    exit 0
 fi
+
+wait_until_ready() {
+    local state minute
+    for ((minute = 0; minute <= ${WAIT_MINUTES:-60}; minute++)); do
+        state=$(gcloud compute tpus tpu-vm describe "$name" --zone="$zone" --format='value(state)') || state=unknown
+        if [[ $state == READY ]]; then
+            return
+        fi
+        echo "tpu.sh: $name is $state: waiting for READY"
+        sleep 60
+    done
+    echo "tpu.sh: $name is $state. Create it again, run prepare_tpu_vm.sh and type the same line." >&2
+    exit "$code"
+}
+
+failures=0
+while true; do
+    code=0
+    "${line[@]}" </dev/null || code=$?
+    if ((code == 75 || code >= 128)); then
+        failures=$((failures + 1))
+    elif ((code != 85)); then
+        exit "$code"
+    fi
+    if ((failures > ${MAX_RESTARTS:-20})); then
+        echo "tpu.sh: exit code $code after ${MAX_RESTARTS:-20} restarts: giving up" >&2
+        exit "$code"
+    fi
+    wait_until_ready
+    echo "tpu.sh: exit code $code: starting again"
+done
