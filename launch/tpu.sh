@@ -8,7 +8,8 @@
 # through the TPU's metadata. A preempted slice gets SIGTERM, saves and ends. When this script ends or loses its connection,
 # the workers get SIGHUP, save and end: run it in tmux. The exit codes are those of mstrain/job/exit_codes.py: after 85 the
 # command is started again as soon as the slice is READY, within WAIT_MINUTES (60); after 75 or a lost connection, too, but
-# MAX_RESTARTS (20) times at most. Any other code ends the script.
+# MAX_RESTARTS (20) times at most, also while a trainer that lost its connection is still saving and a new one is refused.
+# Any other code ends the script.
 # --dry-run as the first word prints the line instead.
 set -euo pipefail
 
@@ -46,11 +47,16 @@ wait_until_ready() {
     exit "$code"
 }
 
-failures=0
+failures=0 lost=false
 while true; do
     code=0
     "${line[@]}" </dev/null || code=$?
-    if ((code == 75 || code >= 128)); then
+    case $code in
+        255) lost=true ;;  # ssh's own: the trainer may still be saving there
+        2) ;;
+        *) lost=false ;;
+    esac
+    if ((code == 75 || code >= 128)) || { ((code == 2)) && $lost; }; then
         failures=$((failures + 1))
     elif ((code != 85)); then
         exit "$code"
@@ -58,6 +64,9 @@ while true; do
     if ((failures > ${MAX_RESTARTS:-20})); then
         echo "tpu.sh: exit code $code after ${MAX_RESTARTS:-20} restarts: giving up" >&2
         exit "$code"
+    fi
+    if $lost; then
+        sleep 60
     fi
     wait_until_ready
     echo "tpu.sh: exit code $code: starting again"

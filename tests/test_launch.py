@@ -78,6 +78,8 @@ def test_slurm_requeues_what_a_restart_helps(launch, code, state, restarts, requ
         ([UNRECOVERABLE], 1, UNRECOVERABLE),
         ([STOPPED, RESTART, 255, FINISHED], 4, FINISHED),
         ([RESTART, CONFIGURATION], 2, CONFIGURATION),
+        ([255, CONFIGURATION, STOPPED, FINISHED], 4, FINISHED),
+        ([255, STOPPED, CONFIGURATION], 3, CONFIGURATION),
         ([STOPPED] * 4 + [RESTART] * 9, 7, RESTART),
     ],
 )
