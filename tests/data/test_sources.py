@@ -124,6 +124,53 @@ def test_a_folder_without_such_files_is_refused(folder):
         JsonLines(str(folder), "text")
 
 
+def put(folder, words, suffix):
+    """Three files whose names, sizes and times do not depend on `words` of equal length."""
+    folder.mkdir(exist_ok=True)
+    for number, word in enumerate(words):
+        path = folder / f"{number}{suffix}"
+        path.write_text(json.dumps({"text": f"{word} " * 300}) + "\n")
+        os.utime(path, (1, 1))
+    return folder
+
+
+@pytest.mark.parametrize("source, suffix", [("text", ".txt"), ("jsonl", ".jsonl"), ("hf", ".jsonl")])
+def test_a_corpus_is_known_by_its_contents_and_not_by_names_sizes_and_times(tmp_path, monkeypatch, source, suffix):
+    monkeypatch.setattr("mstrain.data.file_digests.SETTLED_SECONDS", 0.0)
+    one, two = put(tmp_path / "a", ("hop", "jig", "box"), suffix), put(tmp_path / "b", ("hop", "jig", "bag"), suffix)
+
+    def read(folder):
+        corpus = prepare(DataConfig(source, str(folder), cache_dir=str(tmp_path / "cache")))
+        return corpus.digest, {word for word in corpus.tokenizer.decode(corpus.train.read()).split() if len(word) == 3}
+
+    first, other = read(one), read(two)
+    assert first[0] != other[0] and first == read(one)
+    put(one, ("hop", "jig", "bag"), suffix)  # in place: same inodes too
+    assert read(one) == other
+
+
+def test_text_that_changes_while_it_is_tokenised_is_refused(folder, tmp_path):
+    config = DataConfig("text", str(folder), cache_dir=str(tmp_path / "cache"))
+
+    def change(done):
+        (folder / "07.txt").write_text("other")
+
+    with pytest.raises(ValueError, match="changed while it was tokenised: run again"):
+        prepare(config, on_progress=change)
+    assert prepare(config).train.num_documents > 30
+
+
+def test_unchanged_text_is_not_read_again(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("mstrain.data.file_digests.SETTLED_SECONDS", 0.0)
+    source, cache = TextFiles.of_path(str(folder)), tmp_path / "cache"
+    before = source.fingerprint(cache)
+    monkeypatch.setattr("hashlib.file_digest", None)
+    assert source.fingerprint(cache) == before
+    (folder / "07.txt").touch()
+    with pytest.raises(TypeError):
+        source.fingerprint(cache)
+
+
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
     """Datasets on disk in every form: saved, saved with splits, parquet and JSON lines."""
