@@ -246,3 +246,25 @@ def test_an_address_is_refused_before_a_folder_of_its_name_is_made(tmp_path, mon
             with pytest.raises(ValueError, match=f"{key}={address} is an address.*type {key}=/mnt/"):
                 load_config([f"{key}={address}"])
     assert not [*tmp_path.iterdir()]
+
+
+class Damaged:
+    """What `Corpus.verification` does when tokens are not those of their digest."""
+
+    def wait(self):
+        raise ValueError("the tokens of train.bin are not those that were written")
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_no_checkpoint_is_saved_or_continued_before_the_tokens_are_verified(made, tmp_path, resumes):
+    if resumes:
+        copy(made, tmp_path)
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
+    run = again(made, tmp_path / "run")
+    run = dataclasses.replace(run, corpus=dataclasses.replace(run.corpus, verification=Damaged()))
+    run.__dict__["compiled_step"] = made.compiled_step
+    before = saved_steps(tmp_path / "run") if resumes else []
+    with pytest.raises(ValueError, match="train.bin"):
+        train(run)
+    assert saved_steps(tmp_path / "run") == before
+    assert not resumes or "Resume" not in said(run)
