@@ -11,6 +11,7 @@ _READ_BY = {
     "field": ("jsonl", "hf"),
     "name": ("hf",),
     "split": ("hf",),
+    "revision": ("hf",),
     "num_tokens": ("synthetic",),
 }
 
@@ -30,6 +31,9 @@ class DataConfig:
     """Configuration of a Hugging Face dataset, for example wikitext-2-raw-v1."""
     split: str = "train"
     """Split of a Hugging Face dataset to read; validation documents are taken out of it."""
+    revision: str | None = None
+    """Commit, tag or branch of a dataset on the Hugging Face Hub; the newest commit of its main branch by default. The
+    commit used is recorded."""
     num_tokens: int = 1 << 22
     """Tokens made by the synthetic source, training and validation together."""
     validation_fraction: float = 0.05
@@ -56,7 +60,7 @@ class DataConfig:
         return [option for option, readers in _READ_BY.items() if self.source in readers]
 
     def _check_types(self) -> None:
-        for option in ("path", "name"):
+        for option in ("path", "name", "revision"):
             value = getattr(self, option)
             if value is not None and not isinstance(value, str):
                 raise ValueError(f"data.{option}={value!r} is not text: quote it, data.{option}='{value}'")

@@ -59,6 +59,9 @@ def _local_files(config: DataConfig) -> tuple[Path, list[str]] | None:
     if path.is_file() and path.suffix not in _BUILDERS:
         raise ValueError(f"data.path={config.path} has an ending that is not one of {', '.join(_BUILDERS)}: "
                          "convert it, or type data=text")
+    if path.exists() and config.revision:
+        raise ValueError(f"data.revision={config.revision} has no effect with the local data.path={config.path}: "
+                         "remove it")
     return listing(config.path, ("",)) if path.exists() else None
 
 
@@ -77,13 +80,17 @@ def _load(config: DataConfig, contents: str | None):
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
             return datasets.load_from_disk(str(path)), None
         if contents is None:
-            builder = datasets.load_dataset_builder(config.path, config.name)
+            builder = datasets.load_dataset_builder(config.path, config.name, revision=config.revision)
         else:
             copies = str(_cache(config) / "datasets" / contents)
             name, files = (_BUILDERS[path.suffix], str(path)) if path.is_file() else (str(path), None)
             builder = datasets.load_dataset_builder(name, config.name, data_files=files, cache_dir=copies)
-        builder.download_and_prepare()
         commit = builder.hash if contents is None and re.fullmatch("[0-9a-f]{40}", builder.hash or "") else None
+        # Without a network, `datasets` takes the newest commit it has, whatever the revision.
+        if config.revision not in (None, commit) and type(builder).__module__.endswith(".cache"):
+            raise ConnectionError(f"the Hub cannot be reached and the newest local copy is of commit {commit}, not of "
+                                  f"data.revision={config.revision}")
+        builder.download_and_prepare()
         return builder.as_dataset(), commit
     # The library raises types of its own, of pyarrow and of its HTTP client; to a person all say the same.
     except Exception as error:

@@ -90,7 +90,7 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer `bytes`, a tokenizer.json file or a model's name on the Hugging Face Hub.
+    """The tokenizer `bytes`, a tokenizer.json file or a model's NAME or NAME@REVISION on the Hugging Face Hub.
 
     Raises ValueError when it cannot be loaded. `bpe` is made by `train_bpe` instead, since it needs text.
     """
@@ -101,7 +101,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
         return _load(spec, lambda: path, "give a tokenizer.json")
     # A misspelt word is refused here: asking the Hub for it without a network takes half a minute of retries.
     meant = difflib.get_close_matches(spec.lower(), ("bytes", "bpe"), n=1, cutoff=0.75)
-    if meant or path.suffix == ".json" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", spec):
+    if meant or path.suffix == ".json" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", spec):
         fix = f"tokenizer={meant[0]}" if meant else "tokenizer=bytes, tokenizer=bpe or a file that exists"
         raise ValueError(f"tokenizer={spec} is not bytes, bpe, a file or a Hugging Face name: type {fix}")
     return _load(spec, lambda: _download(spec), "check the name and the network, or type tokenizer=bytes or "
@@ -141,11 +141,12 @@ def _library():
     return tokenizers
 
 
-def _download(name: str) -> Path:
+def _download(spec: str) -> Path:
     """tokenizer.json of a model on the Hub, from the local cache when it is there."""
     from huggingface_hub import hf_hub_download
 
-    return Path(hf_hub_download(name, TOKENIZER_FILE))
+    name, _, revision = spec.partition("@")
+    return Path(hf_hub_download(name, TOKENIZER_FILE, revision=revision or None))
 
 
 def _load(spec: str, find: Callable[[], Path], fix: str) -> HuggingFaceTokenizer:

@@ -205,6 +205,7 @@ def test_hugging_face_datasets_on_disk(hub, tmp_path, monkeypatch, name):
     ("saved", {"field": "n"}, "skipped 62 of 62 rows without text"),
     ("saved", {"field": "body", "split": "test"}, "has no effect: remove it"),
     ("splits", {"field": "body", "split": "tst"}, "splits: train, test.*type data.split=test"),
+    ("saved", {"field": "body", "revision": "main"}, "revision=main has no effect with the local"),
     ("script.py", {}, "scripts are not run"),
     ("rows.xyz", {}, "convert it"),
     ("nothing/here", {}, "check the name and the network"),
