@@ -1,23 +1,22 @@
 """The command line `mstrain COMMAND [key=value ...]`, also `python -m mstrain COMMAND [key=value ...]`."""
 
 import difflib
-import importlib
 import sys
 
 from mstrain import __version__
 from mstrain.cli import run_command
-from mstrain.commands import COMMANDS
+from mstrain.commands import COMMANDS, command_named
 
 
 def main() -> None:
     """Runs the command that the first word names; exits with 2 when there is no such command."""
     name, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
     if name in COMMANDS:
-        run_command(importlib.import_module(f"mstrain.commands.{name}").COMMAND, arguments)
+        run_command(command_named(name), arguments)
     if name in ("-h", "--help", "help"):
         print("mstrain COMMAND [key=value ...]   (mstrain COMMAND --help lists the keys)\n")
         for known in COMMANDS:
-            print(f"  {known:<10} {importlib.import_module(f'mstrain.commands.{known}').COMMAND.summary}")
+            print(f"  {known:<10} {command_named(known).summary}")
         sys.exit(0)
     if name == "--version":
         print(f"mstrain {__version__}")

@@ -243,11 +243,6 @@ def test_ci_fails_with_the_reason(tmp_path, old, new, message):
     assert done.returncode == 1 and message in done.stderr
 
 
-def test_the_requirements_files_are_those_of_pyproject():
-    done = subprocess.run([sys.executable, ROOT / ".ci" / "requirements", "--check"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_the_package_states_its_extras_its_command_and_its_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {"tpu", "cuda12", "cuda13", "plan", "dev"} <= set(project["optional-dependencies"])

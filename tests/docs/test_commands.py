@@ -1,0 +1,81 @@
+"""Every command on a page of the docs: composed by the code that runs it; those that a laptop finishes in seconds, run.
+
+Commands of other programs (tensorboard, gcloud, sbatch, kubectl, docker, pip) are listed, so that a new one is looked at.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mstrain.cli.command import _options
+from mstrain.cli.compose import config_dir
+from mstrain.commands import COMMANDS, command_named
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OTHERS = ("tensorboard", "gcloud", "sbatch", "kubectl", "docker", "bash", "pip", "git", "python3 -m venv", ".venv/bin/pip")
+SCRIPT = re.compile(r"^(?:\.venv/bin/)?(?:python3? (?:-m mstrain (?P<module>\w+)|(?P<script>\w+)\.py)|mstrain (?P<installed>\w+))\b(?P<rest>.*)")
+
+
+def lines(page: Path) -> list[str]:
+    """The command lines of a page's bash blocks, continued lines joined, comments and `KEY=...` ellipses left out."""
+    found = []
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            line = re.sub(r"\s#.*", "", line).strip()
+            found += [line] if line.startswith("gcloud") else [part.strip() for part in line.split("&&")]
+    return [line for line in found if line and not line.startswith("#")]
+
+
+ALL = [(page.relative_to(ROOT).as_posix(), line) for page in PAGES for line in lines(page)]
+OURS = [(page, line, SCRIPT.match(line)) for page, line in ALL if SCRIPT.match(line)]
+
+
+def name_of(match: re.Match) -> str:
+    return match["module"] or match["script"] or match["installed"]
+
+
+@pytest.mark.parametrize("page, line, match", OURS, ids=[f"{page}:{line[:60]}" for page, line, _ in OURS])
+def test_a_command_of_a_page_is_accepted(page, line, match, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "model" / "mymodel.yaml").write_text("name: mymodel\nlayers: 3\n")
+    assert name_of(match) in COMMANDS, f"{page} types a command that does not exist"
+    options, pairs = _options(shlex.split(match["rest"]))
+    first = [re.sub(r"=(\w+|range\([^)]*\)),.*", r"=\1", pair) for pair in pairs] if options.multirun else pairs
+    if not options.help and first != ["model=list"]:
+        with config_dir(options.config_dir):
+            assert command_named(name_of(match)).config(first)
+
+
+def test_commands_of_other_programs_are_known():
+    strangers = [line for page, line in ALL if not SCRIPT.match(line) and not line.startswith(OTHERS)]
+    strangers = [line for line in strangers if not re.match(r"\.venv/bin/python -m (pytest|pip)", line)]
+    assert not strangers
+
+
+def test_pages_link_to_what_exists():
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_a_page_s_command_runs(tmp_path):
+    """The first one of the data page, in two steps."""
+    (line,) = [line for page, line in ALL if page == "docs/howto/data.md" and "data.path=docs" in line]
+    words = shlex.split(SCRIPT.match(line)["rest"])
+    changed = [word for word in words if not word.startswith(("steps=", "run_dir="))]
+    command = [sys.executable, "train.py", *changed, "steps=2", f"run_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "validation loss" in done.stdout
+
+
+@pytest.mark.parametrize("script", ["requirements", "reference"])
+def test_written_files_are_those_of_their_source(script):
+    done = subprocess.run([sys.executable, ROOT / ".ci" / script, "--check"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
