@@ -55,9 +55,9 @@ MISTAKES = {
     "layers outside": (["parallel.layers=1-7:fsdp"], ["'1-7:fsdp'", "outside 0-1"]),
     "heads in width": (["model.heads=5"], ["model.width=64", "Set model.heads to a divisor"]),
     "heads on columns": (["model.heads=2", "mesh=2x4"], ["model.heads=2", "4 columns", "[1, 2]"]),
-    "kv_heads in heads": (["model.kv_heads=3"], ["model.kv_heads=3", "Choose one of [1, 2, 4, 8]"]),
-    "kv_heads on columns": (["model.kv_heads=2", "mesh=2x4"], ["model.kv_heads=2", "[1, 2]"]),
-    "features": (["model.mlp_width=250", "mesh=2x4"], ["250 features", "Choose another mesh="]),
+    "num_kv_heads in heads": (["model.num_kv_heads=3"], ["model.num_kv_heads=3", "Choose one of [1, 2, 4, 8]"]),
+    "num_kv_heads on columns": (["model.num_kv_heads=2", "mesh=2x4"], ["model.num_kv_heads=2", "[1, 2]"]),
+    "features": (["model.mlp_dim=250", "mesh=2x4"], ["250 features", "Choose another mesh="]),
     "batch on copies": (["batch=15", "mesh=2x2x4"],
                         ["15 sequences", "2 data-parallel copies", "Type batch=16"]),
     "batch on rows": (["batch=4", "mesh=8x2"], ["4 sequences", "8 rows", "multiple of 8"]),
@@ -75,8 +75,8 @@ MISTAKES = {
     "profile after the end": (["profile.start=9", "profile.steps=1"], ["profile.start=9", "up to 2"]),
     "sequence beyond positions": (["seq=512"], ["256 positions", "Type seq=256 or model.context=512"]),
     "sequence beyond corpus": (["seq=300", "model.context=300", "data.num_tokens=1024"], ["seq="]),
-    "tokenizer outgrows model": (["model.vocabulary=100"], ["100 symbols", "model.vocabulary=null"]),
-    "vocabulary of bytes": (["data=stdlib", "vocabulary=300"], ["=300 has no effect", "tokenizer=bpe"]),
+    "tokenizer outgrows model": (["model.vocab_size=100"], ["=100 is less than the 256", "model.vocab_size=null"]),
+    "vocabulary of bytes": (["data=stdlib", "vocab_size=300"], ["=300 has no effect", "tokenizer=bpe"]),
 }  # fmt: skip
 
 

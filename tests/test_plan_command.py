@@ -117,7 +117,7 @@ def test_help_lists_the_keys_of_the_mode(capsys):
     assert "max_permute_len" in printed and "clusterfile: JSON object" in printed
 
 
-POD = ["model=tiny", "model.vocabulary=256", "cluster=h200:8", "batch=16", "seq=64", "simulate=false"]
+POD = ["model=tiny", "model.vocab_size=256", "cluster=h200:8", "batch=16", "seq=64", "simulate=false"]
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_pod_ends_with_a_line_that_train_composes(tmp_path, capsys):
     assert line[:2] == ["python", "train.py"]
     config = load_config([*line[2:], "data=synthetic"])
     keys = json.loads((tmp_path / "plan.json").read_text())["train"]
-    assert config.model.vocabulary == 256  # which the preset leaves open
+    assert config.model.vocab_size == 256  # which the preset leaves open
     assert (config.mesh, config.accumulate, config.remat) == (keys["mesh"], keys["accumulate"], keys["remat"])
 
 
@@ -210,7 +210,7 @@ MISTAKES = {
         ["model=megatron_nlg_530b", "cluster=v4-64"],
         ["no plan of megatron_nlg_530b", "GB", "larger cluster="],
     ),
-    "vocabulary": (["model=tiny", "seq=64"], ["model.vocabulary=256"]),
+    "vocabulary": (["model=tiny", "seq=64"], ["model.vocab_size=256"]),
     "interleave": (["interleave=2"], ["no effect", "schedule=interleaved"]),
     "interleaved batch": (
         ["schedule=interleaved", "pipeline=4", "batch=6"],
@@ -253,7 +253,7 @@ def test_profiles_measured_here_are_what_the_planners_read(tmp_path, capsys):
     assert all(
         len(p.layer_ms) == len(p.layer_mb) == len(p.parameter_bytes) == layers for p in profiles.values()
     )
-    model = dataclasses.replace(load_preset("tiny"), vocabulary=256)
+    model = dataclasses.replace(load_preset("tiny"), vocab_size=256)
     assert sum(profiles["here", 2, 2].parameter_bytes) == 4 * (
         count_parameters(model) + 64 * 256
     )  # a tied table is in both

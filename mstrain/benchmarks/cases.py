@@ -63,11 +63,11 @@ def shrink(model: ModelConfig, batch: int, whole: MeshShape, physical: MeshShape
     smaller = dataclasses.replace(
         model,
         heads=cols("heads", model.heads),
-        kv_heads=cols("kv_heads", model.num_kv_heads),
-        head_dim=model.head_width,
+        num_kv_heads=cols("num_kv_heads", model.num_kv_heads),
+        head_dim=model.head_dim,
         width=cols("width", model.width),
-        mlp_width=cols("mlp_width", model.hidden),
-        vocabulary=-(-model.vocabulary * physical.col // whole.col),
+        mlp_dim=cols("mlp_dim", model.mlp_dim),
+        vocab_size=-(-model.vocab_size * physical.col // whole.col),
     )
     return smaller, _scaled("batch", batch, here, there, physical)
 

@@ -12,8 +12,8 @@ from rich.table import Table
 from mstrain.benchmarks.comparison import duration
 from mstrain.benchmarks.layer_kinds import seconds_by_kind
 from mstrain.benchmarks.remedies import Remedies, Remedy
-from mstrain.compiler import DoesNotFit, Program, Target, compile_step, make_target, predict, slice_devices
-from mstrain.hardware import Slice, mfu, parse_target
+from mstrain.compiler import DoesNotFit, Program, Target, compile_step, make_target, predict, tpu_slice_devices
+from mstrain.hardware import TpuSlice, mfu, parse_target
 from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import training_flops_per_token
@@ -52,7 +52,7 @@ class Step:
 
     def compile(self) -> Program:
         """Raises DoesNotFit when a device has too little memory."""
-        hbm, state = self.target.slice.chip.hbm_bytes, sum(self.state_bytes.values())
+        hbm, state = self.target.tpu_slice.chip.hbm_bytes, sum(self.state_bytes.values())
         if hbm and state > hbm:
             raise DoesNotFit(f"weights and moments alone are {_of(state, hbm)} of a device", state)
         config = self.config
@@ -101,15 +101,15 @@ def _propose(config: RunConfig, error: DoesNotFit, console: Console) -> int:
 
 def plan_step(config: RunConfig, console: Console = QUIET) -> Step:
     """Plans the step for `config.target`; raises ValueError for an illegal plan or a missing compiler."""
-    slice, model = parse_target(config.target), _with_vocabulary(config)
-    slice_devices(slice)  # before anything asks JAX for devices: the compiler is quiet only there
+    tpu_slice, model = parse_target(config.target), _with_vocab_size(config)
+    tpu_slice_devices(tpu_slice)  # before anything asks JAX for devices: the compiler is quiet only there
     dtype = dtype_on("tpu", config.dtype)
     if config.tune == "compile":
-        config = tuned(config, model, slice, dtype, make_target, console)
-    mesh = _best_mesh(config, model, slice) if config.mesh == "auto" else config.mesh
-    target = make_target(slice, mesh)
+        config = tuned(config, model, tpu_slice, dtype, make_target, console)
+    mesh = _best_mesh(config, model, tpu_slice) if config.mesh == "auto" else config.mesh
+    target = make_target(tpu_slice, mesh)
     microbatch = config.batch // config.accumulate
-    plan = make_plan(config.parallel, model, target.mesh, microbatch, config.seq, slice.chip)
+    plan = make_plan(config.parallel, model, target.mesh, microbatch, config.seq, tpu_slice.chip)
     return Step(config, target, Transformer(model, plan, config.seq, dtype, config.remat))
 
 
@@ -125,7 +125,7 @@ def smallest_change(config: RunConfig, error: DoesNotFit, told=lambda text: None
     def larger(target: str) -> RunConfig | None:
         changed = dataclasses.replace(config, target=target, mesh="auto")
         try:
-            mesh = _best_mesh(changed, _with_vocabulary(config), parse_target(target))
+            mesh = _best_mesh(changed, _with_vocab_size(config), parse_target(target))
         except ValueError:
             return None
         return dataclasses.replace(changed, mesh=str(mesh))
@@ -135,22 +135,22 @@ def smallest_change(config: RunConfig, error: DoesNotFit, told=lambda text: None
     return search.smallest(config, larger)
 
 
-def _best_mesh(config: RunConfig, model: ModelConfig, slice: Slice) -> MeshShape:
+def _best_mesh(config: RunConfig, model: ModelConfig, tpu_slice: TpuSlice) -> MeshShape:
     """The mesh that train.py mesh=auto would take on the slice."""
     microbatch = config.batch // config.accumulate
-    return best_meshes(config.parallel, model, microbatch, config.seq, slice.devices, slice)[0].shape
+    return best_meshes(config.parallel, model, microbatch, config.seq, tpu_slice.devices, tpu_slice)[0].shape
 
 
-def _with_vocabulary(config: RunConfig) -> ModelConfig:
+def _with_vocab_size(config: RunConfig) -> ModelConfig:
     """The model with its vocabulary; bytes need no corpus, other tokenizers would have to be read."""
-    if config.model.vocabulary is not None:
+    if config.model.vocab_size is not None:
         return config.model
-    if config.tokenizer != "bytes" and config.vocabulary is None:
+    if config.tokenizer != "bytes" and config.vocab_size is None:
         raise ValueError(
             f"check=true reads no corpus, so the vocabulary of tokenizer={config.tokenizer} is not known. "
-            "Type model.vocabulary=50257, or what it has."
+            "Type model.vocab_size=50257, or what it has."
         )
-    return dataclasses.replace(config.model, vocabulary=config.vocabulary or BYTES)
+    return dataclasses.replace(config.model, vocab_size=config.vocab_size or BYTES)
 
 
 def _shard_bytes(tree) -> int:
@@ -163,7 +163,7 @@ def _of(size: float, hbm: float) -> str:
 
 
 def _memory_table(step: Step, program: Program) -> Table:
-    hbm = step.target.slice.chip.hbm_bytes
+    hbm = step.target.tpu_slice.chip.hbm_bytes
     memory, state = program.memory, step.state_bytes
     parts = state | {
         "batch and padding": memory.arguments - sum(state.values()),
@@ -182,7 +182,7 @@ def _cost_lines(step: Step, program: Program) -> list:
     schedule, config = predict(program), step.config
     devices, tokens = step.target.mesh.size, config.batch * config.seq
     flops = tokens * training_flops_per_token(step.module.model, config.seq)
-    peak = step.target.slice.chip.peak(jnp.dtype(step.module.dtype).name)
+    peak = step.target.tpu_slice.chip.peak(jnp.dtype(step.module.dtype).name)
     share = mfu(flops, schedule.seconds, devices, peak)
     table = Table("layer", "compute ms", "exposed ms", "share", box=None)
     for kind, (compute, exposed) in seconds_by_kind(program, schedule).items():

@@ -8,7 +8,7 @@ from mstrain.checks import at_least, one_of
 from mstrain.cli import compose
 from mstrain.gemm import ALGORITHMS, check_algorithm
 from mstrain.gemm.plan import CHOOSES_DATAFLOW
-from mstrain.hardware import Slice, parse_target
+from mstrain.hardware import TpuSlice, parse_target
 from mstrain.mesh import MeshShape, parse_mesh
 from mstrain.models.auto import projections
 from mstrain.models.config import ModelConfig
@@ -100,7 +100,7 @@ class BenchmarkConfig:
         if self.meshes not in ("auto", "all"):
             self.mesh_shapes
         if self.target:
-            self.slice
+            self.tpu_slice
         self.slice_counts
         self.algorithm_names
 
@@ -125,7 +125,7 @@ class BenchmarkConfig:
         return shapes
 
     @property
-    def slice(self) -> Slice | None:
+    def tpu_slice(self) -> TpuSlice | None:
         """The slice that is absent; None when the devices present are measured."""
         return parse_target(self.target) if self.target else None
 
@@ -158,7 +158,7 @@ class BenchmarkConfig:
             raise ValueError("models= is empty. Type models=tiny (python train.py model=list shows all).")
         models = [load_preset(name) for name in self.models.split()]
         return [
-            dataclasses.replace(m, vocabulary=m.vocabulary or BYTES, layers=self.layers or m.layers)
+            dataclasses.replace(m, vocab_size=m.vocab_size or BYTES, layers=self.layers or m.layers)
             for m in models
         ]
 

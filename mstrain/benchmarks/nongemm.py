@@ -58,8 +58,8 @@ def nongemm_work(case: Case, seq: int, plan: ModelPlan, dtype: jnp.dtype) -> Wor
     """The non-GeMM part of one block, forward and backward. Its FLOPs are those of the attention scores."""
     model, block = case.model, plan.groups[0][0]
     count = case.microbatch * seq
-    qkv = (model.heads + 2 * model.num_kv_heads) * model.head_width
-    hidden = model.hidden * (2 if model.gated else 1)
+    qkv = (model.heads + 2 * model.num_kv_heads) * model.head_dim
+    hidden = model.mlp_dim * (2 if model.gated else 1)
     inputs = tuple(
         abstract((count, width), dtype, plan.mesh, layout.spec)
         for width, layout in (
@@ -78,7 +78,7 @@ def nongemm_work(case: Case, seq: int, plan: ModelPlan, dtype: jnp.dtype) -> Wor
         abstract(y.shape, y.dtype, plan.mesh, layout.spec) for y, layout in zip(outputs, layouts, strict=True)
     )
     arguments = (params, *inputs, cotangents)
-    one = dataclasses.replace(model, layers=1, vocabulary=1, window=None)
+    one = dataclasses.replace(model, layers=1, vocab_size=1, window=None)
     scores = forward_flops_per_token(one, seq) - forward_flops_per_token(one, seq, "causal")  # half of them
     return Work(
         "nongemm", "", with_pullback(forward), arguments, lambda: random_arguments(arguments), count,

@@ -13,8 +13,8 @@ from mstrain.benchmarks.programs import make_works
 from mstrain.benchmarks.table import Report, Row, make_row
 from mstrain.benchmarks.tuned import best_mesh
 from mstrain.benchmarks.work import Work
-from mstrain.compiler import Target, compile_function, make_target, predict, slice_devices
-from mstrain.hardware import Slice
+from mstrain.compiler import Target, compile_function, make_target, predict, tpu_slice_devices
+from mstrain.hardware import TpuSlice
 from mstrain.mesh import MeshShape
 from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import GIB
@@ -22,23 +22,23 @@ from mstrain.program.memory import GIB
 
 def predict_all(config: BenchmarkConfig) -> Comparison:
     """Every case, to be compiled for the target."""
-    slice = config.slice
-    slice_devices(slice)  # before anything asks JAX for devices: the compiler is quiet only there
+    tpu_slice = config.tpu_slice
+    tpu_slice_devices(tpu_slice)  # before anything asks JAX for devices: the compiler is quiet only there
     dtype = dtype_on("tpu", config.dtype)
-    peak = slice.chip.peak(jnp.dtype(dtype).name)
+    peak = tpu_slice.chip.peak(jnp.dtype(dtype).name)
 
     def rows_of(case: Case) -> Iterator[Row]:
-        target = make_target(slice, case.mesh)
-        plan = plan_case(case, config, target.mesh, slice.chip)
+        target = make_target(tpu_slice, case.mesh)
+        plan = plan_case(case, config, target.mesh, tpu_slice.chip)
         for work in make_works(case, config, plan, dtype):
             yield _row(case, work, target, config, peak)
 
     source = (
-        f"Predicted for {slice.name} ({slice.devices} devices), from schedules compiled by libtpu "
+        f"Predicted for {tpu_slice.name} ({tpu_slice.devices} devices), from schedules compiled by libtpu "
         f"{importlib.metadata.version('libtpu')}, not run"
     )
     head = Report("predicted", source, config.bench, jnp.dtype(dtype).name, peak)
-    return Comparison(head, make_cases(config, _meshes(config, slice)), config.parts, rows_of)
+    return Comparison(head, make_cases(config, _meshes(config, tpu_slice)), config.parts, rows_of)
 
 
 def _row(case: Case, work: Work, target: Target, config: BenchmarkConfig, peak: float | None) -> Row:
@@ -48,7 +48,7 @@ def _row(case: Case, work: Work, target: Target, config: BenchmarkConfig, peak: 
     schedule = predict(program)
     data, rows, cols = target.mesh.devices.shape
     case = dataclasses.replace(case, mesh=MeshShape(data, rows, cols))
-    need, have, problem = program.memory.peak, target.slice.chip.hbm_bytes, ""
+    need, have, problem = program.memory.peak, target.tpu_slice.chip.hbm_bytes, ""
     if not program.memory.fits:
         problem = f"does not fit, {need / GIB:.2f} of {have / GIB:.2f} GiB"
     return make_row(
@@ -56,9 +56,9 @@ def _row(case: Case, work: Work, target: Target, config: BenchmarkConfig, peak: 
     )
 
 
-def _meshes(config: BenchmarkConfig, slice: Slice) -> list[MeshShape]:
+def _meshes(config: BenchmarkConfig, tpu_slice: TpuSlice) -> list[MeshShape]:
     if config.meshes == "all":
-        return [MeshShape(1, *shape) for shape in slice.mesh_shapes()]
+        return [MeshShape(1, *shape) for shape in tpu_slice.mesh_shapes()]
     if config.meshes != "auto":
         return config.mesh_shapes
-    return list(dict.fromkeys(best_mesh(model, config, slice) for model in config.model_configs))
+    return list(dict.fromkeys(best_mesh(model, config, tpu_slice) for model in config.model_configs))

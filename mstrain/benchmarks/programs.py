@@ -49,10 +49,10 @@ def step_work(case: Case, config: BenchmarkConfig, plan: ModelPlan, dtype: jnp.d
     module = Transformer(case.model, plan, config.seq, dtype, config.remat)
     optimizer = make_optimizer(OptimizerConfig().for_width(case.model.width), steps=1000)
     tokens = Feed(_Batches(case.batch, config.seq), plan.mesh, case.accumulate).abstract()
-    vocabulary = case.model.vocabulary
+    vocab_size = case.model.vocab_size
 
     def start():
-        ids = jax.random.randint(jax.random.key(config.seed), tokens.shape, 0, vocabulary, jnp.int32)
+        ids = jax.random.randint(jax.random.key(config.seed), tokens.shape, 0, vocab_size, jnp.int32)
         return init_state(module, optimizer, config.seed), jax.device_put(ids, tokens.sharding)
 
     count = case.batch * config.seq
@@ -74,8 +74,8 @@ def layer_work(case: Case, seq: int, plan: ModelPlan, dtype: jnp.dtype) -> Work:
     def forward(params, x):
         return block.apply({"params": params}, x, seq)[0]
 
-    one = dataclasses.replace(case.model, layers=1, vocabulary=1, window=None)
-    head = 6 * one.width  # of the one-symbol vocabulary
+    one = dataclasses.replace(case.model, layers=1, vocab_size=1, window=None)
+    head = 6 * one.width  # of the vocabulary of one token
     arguments = (params, x, x)
     return Work(
         "layer", describe(block_plan), with_pullback(forward), arguments,

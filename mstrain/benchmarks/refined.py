@@ -16,7 +16,7 @@ from rich.table import Table
 
 from mstrain.benchmarks.comparison import duration
 from mstrain.benchmarks.config import BenchmarkConfig
-from mstrain.compiler import slice_devices
+from mstrain.compiler import tpu_slice_devices
 from mstrain.mesh import fit_to_devices
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
@@ -31,7 +31,7 @@ COLUMNS = [*(field.name for field in dataclasses.fields(Trial)), "why"]
 
 def refine_all(config: BenchmarkConfig, console: Console) -> int:
     """Answers the question for every model, if possible from the cache; returns 1 when one fits nowhere."""
-    slice_devices(config.slice)  # before anything asks JAX for devices: the compiler is quiet only there
+    tpu_slice_devices(config.tpu_slice)  # before anything asks JAX for devices: the compiler is quiet only there
     fitting = True
     for model in config.model_configs:
         question, begin = make_question(config, model), time.monotonic()
@@ -54,26 +54,26 @@ def refine_all(config: BenchmarkConfig, console: Console) -> int:
 
 def make_question(config: BenchmarkConfig, model: ModelConfig) -> Question:
     """What the command line asks of one model."""
-    slice = config.slice
+    tpu_slice = config.tpu_slice
     slices = str(config.one_slice_count or "auto")
     parallel = dataclasses.replace(config.parallel("meshslice"), slices=slices)
-    batch = config.batch or slice.devices * config.accumulate
+    batch = config.batch or tpu_slice.devices * config.accumulate
     if batch % config.accumulate:
         raise ValueError(f"batch={batch} does not divide into accumulate={config.accumulate} microbatches.")
     meshes = _meshes(config, parallel, model, batch // config.accumulate)
     dtype = jnp.dtype(dtype_on("tpu", config.dtype)).name
-    return Question(model, parallel, slice, batch, config.seq, config.accumulate, dtype, config.remat, meshes)
+    return Question(model, parallel, tpu_slice, batch, config.seq, config.accumulate, dtype, config.remat, meshes)
 
 
 def _meshes(
     config: BenchmarkConfig, parallel: ParallelConfig, model: ModelConfig, microbatch: int
 ) -> tuple[str, ...]:
-    slice = config.slice
+    tpu_slice = config.tpu_slice
     if config.meshes == "auto":
         return ()
     if config.meshes != "all":
-        return tuple(str(fit_to_devices(shape, slice.devices)) for shape in config.mesh_shapes)
-    found = best_meshes(parallel, model, microbatch, config.seq, slice.devices, slice)
+        return tuple(str(fit_to_devices(shape, tpu_slice.devices)) for shape in config.mesh_shapes)
+    found = best_meshes(parallel, model, microbatch, config.seq, tpu_slice.devices, tpu_slice)
     return tuple(str(candidate.shape) for candidate in found if candidate.shape.data == 1)
 
 
@@ -81,7 +81,7 @@ def basis(question: Question) -> str:
     """What the numbers are, for the head of every form of the table."""
     q = question
     return (
-        f"Predicted for {q.slice.name} ({q.slice.devices} devices) from training steps of {q.model.name} "
+        f"Predicted for {q.tpu_slice.name} ({q.tpu_slice.devices} devices) from training steps of {q.model.name} "
         f"({q.model.layers} layers, batch {q.batch} x {q.seq}, accumulate={q.accumulate}, remat={q.remat}) "
         f"compiled by libtpu {importlib.metadata.version('libtpu')}, not run"
     )

@@ -113,10 +113,10 @@ def _accumulated(prefix: str, config: RunConfig) -> list[Change]:
 
 def larger_targets(name: str) -> Iterator[str]:
     """The names of slices of the same generation with 2, 4, 8 and 16 times the devices."""
-    slice = parse_target(name)
-    rules = slice.chip.slices
+    tpu_slice = parse_target(name)
+    rules = tpu_slice.chip.tpu_slices
     for factor in (2**n for n in range(1, DOUBLINGS + 1)):
-        size = slice.devices * factor // rules.devices_per_chip * rules.name_counts_per_chip
+        size = tpu_slice.devices * factor // rules.devices_per_chip * rules.name_counts_per_chip
         try:
             yield parse_target(f"{rules.prefixes[0]}-{size}").name
         except ValueError:

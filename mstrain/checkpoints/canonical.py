@@ -15,7 +15,7 @@ def to_canonical(module: Transformer, optimizer: optax.GradientTransformation):
     """The compiled conversion of a state to canonical form, kept because every save needs it."""
 
     def convert(state):
-        canonical = map_copies(lambda tree: parameters.restore(module, tree), state, optimizer)
+        canonical = map_copies(lambda tree: parameters.to_canonical(module, tree), state, optimizer)
         shardings = shard_copies(parameters.canonical_shardings(module), canonical, optimizer)
         return jax.lax.with_sharding_constraint(canonical, shardings)
 

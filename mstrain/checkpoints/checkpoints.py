@@ -126,12 +126,12 @@ class Checkpoints:
         Raises ValueError with the differing shapes when it belongs to another model.
         """
         canonical = self._read(step, canonical_targets(module, optimizer))
-        return map_copies(lambda tree: parameters.store_in_turn(module, tree), canonical, optimizer)
+        return map_copies(lambda tree: parameters.from_canonical_in_turn(module, tree), canonical, optimizer)
 
     def restore_parameters(self, step: int, module: Transformer):
         """The parameters alone of the state saved as `step`, laid out for `module`; moments are not read."""
         canonical = self._read(step, canonical_targets(module))
-        return parameters.store_in_turn(module, canonical["params"])
+        return parameters.from_canonical_in_turn(module, canonical["params"])
 
     def wait(self) -> None:
         """Returns when every save is on disk; raises whatever made one fail, on one process or on all."""

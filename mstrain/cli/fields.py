@@ -77,7 +77,7 @@ def types_of(hint) -> tuple[type, ...]:
 def default_of(field: dataclasses.Field):
     """The default of a field: a nested dict for a config, None where there is none and it must be given."""
     if dataclasses.is_dataclass(field.type):
-        return dataclasses.asdict(field.type())
+        return {nested.name: default_of(nested) for nested in dataclasses.fields(field.type)}
     return None if field.default is dataclasses.MISSING else field.default
 
 

@@ -16,10 +16,10 @@ from mstrain.compiler.compile import (
 )
 from mstrain.compiler.machine import machine_for
 from mstrain.compiler.schedule import Schedule, Transfer, predict, read_schedule
-from mstrain.compiler.topology import Target, make_target, missing_compiler, slice_devices
+from mstrain.compiler.topology import Target, make_target, missing_compiler, tpu_slice_devices
 
 __all__ = [
     "Collective", "DoesNotFit", "Machine", "Program", "Schedule", "Target", "Transfer",
     "compile_flow", "compile_function", "compile_gemm", "compile_layer", "compile_step", "machine_for",
-    "make_target", "missing_compiler", "predict", "read_schedule", "slice_devices",
+    "make_target", "missing_compiler", "predict", "read_schedule", "tpu_slice_devices",
 ]

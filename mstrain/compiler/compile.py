@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mstrain.compiler.topology import Target, quiet
-from mstrain.gemm import Flows, Form, Grid, Plan, linear
+from mstrain.gemm import Flows, Grid, LoweringOptions, Plan, linear
 from mstrain.layers.parameter import is_stored
 from mstrain.models.config import ModelConfig
 from mstrain.models.parameters import abstract_parameters
@@ -76,7 +76,7 @@ def compile_function(
             needed = needed_bytes(str(error))
             raise DoesNotFit(_does_not_fit(name, target, needed), needed) from None
         raise
-    memory = read_memory(compiled, target.slice.chip.hbm_bytes)
+    memory = read_memory(compiled, target.tpu_slice.chip.hbm_bytes)
     program = Program(name, target, text, memory, time.perf_counter() - begin)
     if dump is not None:
         Path(dump).mkdir(parents=True, exist_ok=True)
@@ -100,11 +100,11 @@ def needed_bytes(error: str) -> float | None:
 
 
 def _does_not_fit(name: str, target: Target, needed: float | None) -> str:
-    hbm = target.slice.chip.hbm_bytes
+    hbm = target.tpu_slice.chip.hbm_bytes
     have = f"{hbm / GIB:.1f} GiB" if hbm else "its memory"
     used = f"{needed / GIB:.1f} GiB of {have}" if needed else f"more than {have}"
     return (
-        f"{name} does not fit on {target.slice.name}: a device would need {used}. Type remat=full, a smaller "
+        f"{name} does not fit on {target.tpu_slice.name}: a device would need {used}. Type remat=full, a smaller "
         "batch= or more accumulate=, or take a larger slice."
     )
 
@@ -145,7 +145,7 @@ def compile_flow(
     They are os: Y = X W, ls: dX = dY W^T, rs: dW = X^T dY; X is tokens x `in_dim`, Y tokens x `out_dim`.
     """
     grid = Grid(target.mesh, ("row",), ("col",))
-    flows = Flows(Plan(algorithm, flow, grid, slices, Form(**target.slice.chip.form)))
+    flows = Flows(Plan(algorithm, flow, grid, slices, LoweringOptions(**target.tpu_slice.chip.lowering)))
     spec = grid.weight_spec
     on_mesh = flows.on_mesh(getattr(flows, flow), (spec, spec), spec)
     x, w, y = (tokens, in_dim), (in_dim, out_dim), (tokens, out_dim)

@@ -28,7 +28,7 @@ def clock(chip: Chip) -> float:
 
 def machine_for(target: Target) -> Machine:
     """The machine on which a program of `target` is timed."""
-    chip, mesh = target.slice.chip, target.mesh
+    chip, mesh = target.tpu_slice.chip, target.mesh
     rings = {axis: axis_rings(target, axis) for axis in mesh.axis_names}
     links = {axis: _axis_links(chip, number * chip.ici_bandwidth) for axis, number in rings.items()}
     return Machine(chip.name, clock(chip), chip.peak_bf16, chip.hbm_bandwidth, dict(mesh.shape), links)
@@ -50,9 +50,9 @@ def axis_rings(target: Target, axis: str) -> float:
     spread = [dim for dim, values in enumerate(along) if len(values) > 1]
     if not spread:
         return 1.0
-    torus = dict(enumerate(target.slice.topology))
+    torus = dict(enumerate(target.tpu_slice.topology))
     whole = len(along[spread[0]]) == torus.get(spread[0])
-    closed = len(spread) > 1 or (target.slice.wraps and whole)
+    closed = len(spread) > 1 or (target.tpu_slice.wraps and whole)
     shared = len(along[CORE]) if spread != [CORE] else 1
     return (2.0 if closed else 1.0) * shared / max(int(np.diff(along[dim]).min()) for dim in spread)
 

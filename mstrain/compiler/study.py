@@ -29,7 +29,7 @@ def row(
     program = compile_flow("meshslice", flow, slices, target, *sizes, **keywords)
     s = predict(program)
     return (
-        target.slice.name, flow, str(slices), f"{s.overlapped} of {len(s.transfers)}", str(s.blocking),
+        target.tpu_slice.name, flow, str(slices), f"{s.overlapped} of {len(s.transfers)}", str(s.blocking),
         f"{s.move_fraction:.1%}", f"{s.cycles['gemm'] / collective.cycles['gemm']:.3f}",
         f"{s.memory.temporaries / collective.memory.temporaries:.2f}", f"{s.exposed_fraction:.1%}",
         f"{1e3 * s.seconds:.2f}", f"{1e3 * collective.seconds:.2f}",

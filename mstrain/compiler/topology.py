@@ -16,7 +16,7 @@ import jax
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
-from mstrain.hardware import Slice, compiler_options, parse_target
+from mstrain.hardware import TpuSlice, compiler_options, parse_target
 from mstrain.mesh import AXES, MeshShape, parse_mesh
 
 # No metadata server to ask, and two compilations at once are harmless where no TPU is attached.
@@ -25,15 +25,15 @@ _ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A mesh of the absent devices of `slice`: nothing can be put on them, programs are compiled for them."""
+    """A mesh of the absent devices of `tpu_slice`: nothing can be put on them, programs are compiled for them."""
 
-    slice: Slice
+    tpu_slice: TpuSlice
     mesh: Mesh
 
     @property
     def compiler_options(self) -> dict[str, bool | int | str]:
         """XLA options of this generation (`mstrain.hardware`)."""
-        return compiler_options(self.slice.chip)
+        return compiler_options(self.tpu_slice.chip)
 
 
 def missing_compiler() -> str | None:
@@ -64,7 +64,7 @@ def quiet():
 
 
 @functools.cache
-def slice_devices(slice: Slice) -> tuple:
+def tpu_slice_devices(tpu_slice: TpuSlice) -> tuple:
     """The absent devices of a slice; ValueError with the remedy when the compiler is not installed."""
     if problem := missing_compiler():
         raise ValueError(problem)
@@ -72,35 +72,35 @@ def slice_devices(slice: Slice) -> tuple:
         os.environ.setdefault(key, value)
     if not jax.config.jax_platforms:
         jax.config.update("jax_platforms", "cpu")  # the host of the compilation needs no accelerator
-    options = dict(slice.topology_options)
-    if slice.wraps:
-        options["wrap"] = tuple(axis < len(slice.topology) for axis in range(3))
+    options = dict(tpu_slice.topology_options)
+    if tpu_slice.wraps:
+        options["wrap"] = tuple(axis < len(tpu_slice.topology) for axis in range(3))
     with quiet():
-        topology = topologies.get_topology_desc(topology_name=slice.topology_name, platform="tpu", **options)
+        topology = topologies.get_topology_desc(topology_name=tpu_slice.topology_name, platform="tpu", **options)
     return tuple(topology.devices)
 
 
-def make_target(slice: str | Slice, mesh: str | MeshShape) -> Target:
+def make_target(tpu_slice: str | TpuSlice, mesh: str | MeshShape) -> Target:
     """Lays a mesh on a slice: `make_target("v5p-64", "4x8")`.
 
-    A mesh axis takes whole torus axes where it can (`Slice.mesh_shapes`) and part of one otherwise. Surplus
+    A mesh axis takes whole torus axes where it can (`TpuSlice.mesh_shapes`) and part of one otherwise. Surplus
     devices become data-parallel copies.
 
     Raises:
       ValueError: no such slice or mesh, sizes that do not match, or no compiler.
     """
-    slice = parse_target(slice) if isinstance(slice, str) else slice
+    tpu_slice = parse_target(tpu_slice) if isinstance(tpu_slice, str) else tpu_slice
     shape = parse_mesh(mesh) if isinstance(mesh, str) else mesh
-    copies, rest = divmod(slice.devices, shape.devices)
+    copies, rest = divmod(tpu_slice.devices, shape.devices)
     if rest or not copies:
         raise ValueError(
-            f"mesh={shape} does not divide the {slice.devices} devices of {slice.name}. Choose one of "
-            f"{', '.join(f'mesh={rows}x{cols}' for rows, cols in slice.mesh_shapes())}."
+            f"mesh={shape} does not divide the {tpu_slice.devices} devices of {tpu_slice.name}. Choose one of "
+            f"{', '.join(f'mesh={rows}x{cols}' for rows, cols in tpu_slice.mesh_shapes())}."
         )
     sizes = (shape.data * copies, shape.row, shape.col)
-    devices = slice_devices(slice)
+    devices = tpu_slice_devices(tpu_slice)
     try:
         grid = mesh_utils.create_device_mesh(sizes, devices)
     except NotImplementedError:  # only JAX knows which meshes whole axes carry where a chip has two cores
         grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    return Target(slice, Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
+    return Target(tpu_slice, Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)))

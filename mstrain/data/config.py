@@ -39,7 +39,7 @@ class DataConfig:
     validation_fraction: float = 0.05
     """Expected share of documents (of bytes, when there is only one document) held out."""
     cache_dir: str = "~/.cache/mstrain"
-    """Folder of the token files: a fast disk with room for 2 bytes (4 above 65536 symbols) per token."""
+    """Folder of the token files: a fast disk with room for 2 bytes (4 above 65536 tokens) per token."""
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:

@@ -73,7 +73,7 @@ def text_recipe(config: DataConfig, spec: str, vocab_size: int | None) -> Recipe
         if chosen is None:
             chosen = train_bpe(_bpe_sample(source, split), vocab_size)
             if chosen.vocab_size < vocab_size:
-                warnings.append(f"the text yields {chosen.vocab_size} of vocab_size={vocab_size} symbols")
+                warnings.append(f"the text yields {chosen.vocab_size} of vocab_size={vocab_size} tokens")
         if chosen.eod is None:
             warnings.append(f"tokenizer={spec} has no end-of-document token: documents follow without a mark")
         chosen.save(folder)

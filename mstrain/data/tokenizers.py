@@ -109,7 +109,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
-    """Byte-level BPE (Radford et al., GPT-2, 2019) of at most `vocab_size` symbols; deterministic."""
+    """Byte-level BPE (Radford et al., GPT-2, 2019) of at most `vocab_size` tokens; deterministic."""
     library = _library()
     inner = library.Tokenizer(library.models.BPE())
     inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)

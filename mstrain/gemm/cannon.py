@@ -7,7 +7,7 @@ skew each moving matrix, n - 1 rotations, and for the flows whose output moves o
 import jax.numpy as jnp
 from jax import lax
 
-from mstrain.gemm.local import NN, NT, TN, axis_size, dot, rotate
+from mstrain.gemm.local import NN, NT, TN, axis_size, dot, ppermute
 from mstrain.mesh import AXES
 
 
@@ -18,7 +18,7 @@ def os(a, b, rows, cols, slices=1):
     b = _move(b.astype(a.dtype), rows, cols, lambda i, j: (i - j, j))
     y = dot(a, b, NN, jnp.float32)
     for _ in range(1, n):
-        a, b = rotate(a, cols, -1), rotate(b, rows, -1)
+        a, b = ppermute(a, cols, -1), ppermute(b, rows, -1)
         y = y + dot(a, b, NN, jnp.float32)
     return y.astype(a.dtype)
 
@@ -29,7 +29,7 @@ def ls(a, b, rows, cols, slices=1):
     b = _move(b.astype(a.dtype), rows, cols, lambda i, j: (i - j, j))
     y = dot(a, b, NT)
     for _ in range(1, n):
-        b, y = rotate(b, rows, -1), rotate(y, cols, -1)
+        b, y = ppermute(b, rows, -1), ppermute(y, cols, -1)
         y = y + dot(a, b, NT)
     return _move(y, rows, cols, lambda i, j: (i, i + j - 1))
 
@@ -40,7 +40,7 @@ def rs(a, b, rows, cols, slices=1):
     a = _move(a, rows, cols, lambda i, j: (i, j - i))
     y = dot(a, b, TN)
     for _ in range(1, n):
-        a, y = rotate(a, cols, -1), rotate(y, rows, -1)
+        a, y = ppermute(a, cols, -1), ppermute(y, rows, -1)
         y = y + dot(a, b, TN)
     return _move(y, rows, cols, lambda i, j: (i + j - 1, j))
 

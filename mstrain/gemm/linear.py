@@ -85,7 +85,7 @@ class Flows:
         module = ALGORITHMS[plan.algorithm]
         how = {"rows": plan.grid.rows, "cols": plan.grid.cols, "slices": plan.slices}
         if plan.algorithm == "meshslice":
-            how["form"] = plan.form
+            how["lowering"] = plan.lowering
         self.os = functools.partial(module.os, **how)
         self.ls = functools.partial(module.ls, **how)
         self.rs = functools.partial(module.rs, **how)

@@ -1,4 +1,4 @@
-"""What one device does inside a product: multiply, gather, scatter, rotate.
+"""What one device does inside a product: multiply, all_gather, reduce_scatter, ppermute.
 
 Every function runs inside `jax.shard_map`. A collective over one device is no collective: it returns its input.
 """
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from mstrain.gemm.form import Form
+from mstrain.gemm.lowering import LoweringOptions
 
 Axes = tuple[str, ...]
 
@@ -30,22 +30,22 @@ def axis_index(axes: Axes):
     return lax.axis_index(axes) if axes else 0
 
 
-def gather(x, axes: Axes, dim: int):
+def all_gather(x, axes: Axes, dim: int):
     """All-gather of the shards of `x` along `axes`, joined on `dim`."""
     if axis_size(axes) == 1:
         return x
     return lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
-def scatter(x, axes: Axes, dim: int):
+def reduce_scatter(x, axes: Axes, dim: int):
     """Reduce-scatter of the partial sums `x` along `axes`, split on `dim`."""
     if axis_size(axes) == 1:
         return x
     return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
-def scatter_in_ring(partial, size: int, axes: Axes, dim: int):
-    """`scatter` as two rings of permutes, one each way round, half of every block on each.
+def reduce_scatter_in_ring(partial, size: int, axes: Axes, dim: int):
+    """`reduce_scatter` as two rings of permutes, one each way round, half of every block on each.
 
     `partial(start, width)` gives this device's term of the features [start, start + width) of `size` on `dim`; it is
     asked for a half block when that travels next. A ring of n devices takes n - 1 steps, and sums are rounded to the
@@ -60,7 +60,7 @@ def scatter_in_ring(partial, size: int, axes: Axes, dim: int):
 
     right, left = halves(1)
     for step in range(2, n + 1):
-        coming = rotate(right, axes, 1), rotate(left, axes, -1)
+        coming = ppermute(right, axes, 1), ppermute(left, axes, -1)
         right, left = (sent + own for sent, own in zip(coming, halves(step), strict=True))
     return jnp.concatenate([right, left], axis=dim)
 
@@ -70,17 +70,17 @@ def all_reduce(x, axes: Axes):
     return lax.psum(x, axes) if axes else x
 
 
-def laid_out(x, form: Form):
-    """x in the plain layout, last dim minor, where `form` asks for that; its cotangent, too.
+def constrain_layout(x, lowering: LoweringOptions):
+    """x in the plain layout, last dim minor, where `lowering` asks for that; its cotangent, too.
 
     Elsewhere a compiler may prefer another one.
     """
-    if not form.row_major:
+    if not lowering.row_major:
         return x
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
-def rotate(x, axes: Axes, by: int):
+def ppermute(x, axes: Axes, by: int):
     """Sends `x` to the device `by` places further on the ring of `axes`."""
     n = axis_size(axes)
     if n == 1:

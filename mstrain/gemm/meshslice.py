@@ -18,28 +18,39 @@ What else the form owes to the compilers (read from schedules for v4 to tpu7x, `
   back and send them off together when nothing is left to multiply.
 * They are written into one buffer slice by slice; joining all of them at the end delays the last scatters.
 
-What is right for some compilers only is a `Form`.
+What is right for some compilers only is in `LoweringOptions`.
 """
 
 import jax.numpy as jnp
 from jax import lax
 
 from mstrain.gemm import collective
-from mstrain.gemm.form import Form
-from mstrain.gemm.local import NN, NT, TN, axis_size, dot, gather, laid_out, piece, scatter, scatter_in_ring
+from mstrain.gemm.local import (
+    NN,
+    NT,
+    TN,
+    all_gather,
+    axis_size,
+    constrain_layout,
+    dot,
+    piece,
+    reduce_scatter,
+    reduce_scatter_in_ring,
+)
+from mstrain.gemm.lowering import LoweringOptions
 
-PLAIN = Form()
+PLAIN = LoweringOptions()
 
 
-def os(a, b, rows, cols, slices, form=PLAIN):
+def os(a, b, rows, cols, slices, lowering=PLAIN):
     """Y = A B, accumulated over the slices of the contracted dim in float32."""
     if slices == 1:
         return collective.os(a, b, rows, cols)
-    pieces = [(piece(a, 1, s, slices), _rounded_piece(b, s, slices, a.dtype, form)) for s in range(slices)]
+    pieces = [(piece(a, 1, s, slices), _rounded_piece(b, s, slices, a.dtype, lowering)) for s in range(slices)]
 
     def fetch(s):
         a_s, b_s = pieces[s]
-        return gather(a_s, cols, 1), gather(b_s, rows, 0)
+        return all_gather(a_s, cols, 1), all_gather(b_s, rows, 0)
 
     ready, y = fetch(0), None
     for s in range(slices):
@@ -52,66 +63,69 @@ def os(a, b, rows, cols, slices, form=PLAIN):
     return y.astype(a.dtype)
 
 
-def ls(a, b, rows, cols, slices, form=PLAIN):
+def ls(a, b, rows, cols, slices, lowering=PLAIN):
     """Y = A B^T: gather slice s + 1 of B | multiply slice s | scatter slice s - 1 of Y."""
     if slices == 1:
         return collective.ls(a, b, rows, cols)
     columns, width = axis_size(cols), b.shape[0] // slices * axis_size(rows)
-    if width // columns % form.matrix_unit:
-        return laid_out(ls_transposed(a, b, rows, cols, slices, form).T, form)
-    a = laid_out(a, form)
-    y = _ls_pipeline(a, b, rows, cols, slices, form, lambda b_s: _columns_below_each_other(columns, a, b_s, form), 1)
-    return laid_out(y, form)
+    if width // columns % lowering.matrix_unit:
+        return constrain_layout(ls_transposed(a, b, rows, cols, slices, lowering).T, lowering)
+    a = constrain_layout(a, lowering)
+
+    def multiply(b_s):
+        return _columns_below_each_other(columns, a, b_s, lowering)
+
+    return constrain_layout(_ls_pipeline(a, b, rows, cols, slices, lowering, multiply, 1), lowering)
 
 
-def ls_transposed(a, b, rows, cols, slices, form=PLAIN):
+def ls_transposed(a, b, rows, cols, slices, lowering=PLAIN):
     """Y^T = B A^T, as `ls`."""
     if slices == 1:
         return collective.ls(a, b, rows, cols).T
-    return _ls_pipeline(a, b, rows, cols, slices, form, lambda b_s: dot(b_s, a, NT), 0)
+    return _ls_pipeline(a, b, rows, cols, slices, lowering, lambda b_s: dot(b_s, a, NT), 0)
 
 
-def _ls_pipeline(a, b, rows, cols, slices, form, multiply, joined):
+def _ls_pipeline(a, b, rows, cols, slices, lowering, multiply, joined):
     slices_of_y = _pipeline(
         slices,
-        fetch=lambda s: gather(_rounded_piece(b, s, slices, a.dtype, form), rows, 0),
+        fetch=lambda s: all_gather(_rounded_piece(b, s, slices, a.dtype, lowering), rows, 0),
         multiply=multiply,
-        send=lambda y_s: laid_out(scatter(y_s, cols, 0), form),
+        send=lambda y_s: constrain_layout(reduce_scatter(y_s, cols, 0), lowering),
     )
     return _join(slices_of_y, joined)
 
 
-def _columns_below_each_other(columns, a, b_s, form):
+def _columns_below_each_other(columns, a, b_s, lowering):
     """[columns x tokens, features of a column]: block j of a b_s^T is what column j gets."""
     y_s = dot(a, b_s.reshape(columns, -1, b_s.shape[1]), ((1,), (2,)))  # [tokens, columns, features]
-    return laid_out(y_s.swapaxes(0, 1), form).reshape(columns * a.shape[0], -1)
+    return constrain_layout(y_s.swapaxes(0, 1), lowering).reshape(columns * a.shape[0], -1)
 
 
-def rs(a, b, rows, cols, slices, form=PLAIN):
+def rs(a, b, rows, cols, slices, lowering=PLAIN):
     """Y = A^T B: gather slice s + 1 of A | multiply slice s | scatter slice s - 1 of Y."""
     if slices == 1:
         return collective.rs(a, b, rows, cols)
 
     def send(y_s):
-        if not form.rs_in_rings:
-            return scatter(y_s, rows, 0)
-        return scatter_in_ring(
+        if not lowering.rs_in_rings:
+            return reduce_scatter(y_s, rows, 0)
+        return reduce_scatter_in_ring(
             lambda start, width: lax.dynamic_slice_in_dim(y_s, start, width), y_s.shape[0], rows, 0
         )
 
-    b = laid_out(b, form)
+    b = constrain_layout(b, lowering)
     slices_of_y = _pipeline(
         slices,
-        fetch=lambda s: gather(piece(a, 1, s, slices), cols, 1),
+        fetch=lambda s: all_gather(piece(a, 1, s, slices), cols, 1),
         multiply=lambda a_s: dot(a_s, b, TN),
         send=send,
     )
     return _join(slices_of_y, 0)
 
 
-def _rounded_piece(b, s, slices, dtype, form):
+def _rounded_piece(b, s, slices, dtype, lowering):
     """Slice s of B, which may be a float32 weight, rounded to `dtype` before it travels."""
-    if not form.opaque_slices or b.dtype == dtype:
+    if not lowering.opaque_slices or b.dtype == dtype:
         return piece(b, 0, s, slices).astype(dtype)
     height = b.shape[0] // slices
     begin = lax.optimization_barrier(jnp.int32(s * height))

@@ -8,8 +8,8 @@ from types import ModuleType
 from jax.sharding import Mesh
 
 from mstrain.gemm import cannon, collective, fsdp, gspmd, megatron, meshslice, summa, wang
-from mstrain.gemm.form import Form
 from mstrain.gemm.grid import Grid, Layout
+from mstrain.gemm.lowering import LoweringOptions
 
 DATAFLOWS = ("os", "ls", "rs")
 ALGORITHMS: dict[str, ModuleType] = {
@@ -37,7 +37,7 @@ class Plan:
     dataflow: str
     grid: Grid
     slices: int = 1
-    form: Form = Form()
+    lowering: LoweringOptions = LoweringOptions()
 
     @property
     def input_layout(self) -> Layout:

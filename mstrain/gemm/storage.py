@@ -57,7 +57,7 @@ class Storage:
         """Stored as it is: no reordering, no padding."""
         return not (self._is_fused or self._is_slice_major or self.transposed or any(self.padding))
 
-    def store(self, x, place=_anywhere):
+    def from_canonical(self, x, place=_anywhere):
         """Canonical [..., *shape] to stored order.
 
         `place(x, dim, stored)` may say where x should be now: sharded on its last (-1) or second last (-2) dim
@@ -75,8 +75,8 @@ class Storage:
             x = place(x, None, True)
         return self._slice_major(x, self.columns, self.rows, place)
 
-    def restore(self, x, place=_anywhere):
-        """Stored order to canonical [..., *shape]; `place` as in `store`."""
+    def to_canonical(self, x, place=_anywhere):
+        """Stored order to canonical [..., *shape]; `place` as in `from_canonical`."""
         x = self._slice_major(x, self.rows, self.columns, place)
         if self.transposed:
             x = jnp.swapaxes(x, -1, -2)

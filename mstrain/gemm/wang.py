@@ -8,12 +8,23 @@ takes exactly C - 1 steps; half of every block travels each way.
 import jax.numpy as jnp
 from jax import lax
 
-from mstrain.gemm.local import NN, NT, TN, axis_index, axis_size, dot, gather, rotate, scatter, scatter_in_ring
+from mstrain.gemm.local import (
+    NN,
+    NT,
+    TN,
+    all_gather,
+    axis_index,
+    axis_size,
+    dot,
+    ppermute,
+    reduce_scatter,
+    reduce_scatter_in_ring,
+)
 
 
 def os(a, b, rows, cols, slices=1):
     """Y = A B: halves of A circulate, each met by its rows of the gathered B."""
-    b = gather(b.astype(a.dtype), rows, 0)
+    b = all_gather(b.astype(a.dtype), rows, 0)
     y = 0
     for block, start in _circulate(a, 1, cols):
         b_block = lax.dynamic_slice_in_dim(b, start, block.shape[1], axis=0)
@@ -23,12 +34,12 @@ def os(a, b, rows, cols, slices=1):
 
 def ls(a, b, rows, cols, slices=1):
     """Y = A B^T: halves of the output circulate and collect each device's partial product."""
-    b = gather(b.astype(a.dtype), rows, 0)
+    b = all_gather(b.astype(a.dtype), rows, 0)
 
     def partial(start, width):
         return dot(a, lax.dynamic_slice_in_dim(b, start, width, axis=0), NT)
 
-    return scatter_in_ring(partial, b.shape[0], cols, 1)
+    return reduce_scatter_in_ring(partial, b.shape[0], cols, 1)
 
 
 def rs(a, b, rows, cols, slices=1):
@@ -36,7 +47,7 @@ def rs(a, b, rows, cols, slices=1):
     y = jnp.zeros((a.shape[1] * axis_size(cols), b.shape[1]), a.dtype)
     for block, start in _circulate(a, 1, cols):
         y = lax.dynamic_update_slice_in_dim(y, dot(block, b, TN), start, axis=0)
-    return scatter(y, rows, 0)
+    return reduce_scatter(y, rows, 0)
 
 
 def _circulate(x, dim, axes):
@@ -47,7 +58,7 @@ def _circulate(x, dim, axes):
     right = lax.slice_in_dim(x, 0, low, axis=dim)
     left = lax.slice_in_dim(x, low, width, axis=dim)
     for step in range(n):
-        coming = (rotate(right, axes, 1), rotate(left, axes, -1)) if step + 1 < n else None
+        coming = (ppermute(right, axes, 1), ppermute(left, axes, -1)) if step + 1 < n else None
         yield right, ((me - step) % n) * width
         yield left, ((me + step) % n) * width + low
         if coming:

@@ -2,10 +2,10 @@
 
 from mstrain.hardware.chips import Chip, CompilerOption, all_chips, chip_for, chip_named, compiler_options
 from mstrain.hardware.link import Link, collective_seconds
-from mstrain.hardware.slices import Slice, parse_target
+from mstrain.hardware.tpu_slices import TpuSlice, parse_target
 from mstrain.hardware.utilization import mfu
 
 __all__ = [
-    "Chip", "CompilerOption", "Link", "Slice", "all_chips", "chip_for", "chip_named", "collective_seconds",
+    "Chip", "CompilerOption", "Link", "TpuSlice", "all_chips", "chip_for", "chip_named", "collective_seconds",
     "compiler_options", "mfu", "parse_target",
 ]

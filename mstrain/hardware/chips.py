@@ -24,7 +24,7 @@ class CompilerOption:
 
 
 @dataclass(frozen=True)
-class SliceRules:
+class TpuSliceRules:
     """How a generation's slices are named and shaped; shapes count chips along the torus axes."""
 
     prefixes: tuple[str, ...]
@@ -43,8 +43,8 @@ class Chip:
 
     `ici_bandwidth` is one way, per link; on GPUs the links are NVLink ports, and `torus_rank` is 0.
     `most_slices` is where automatic slice counts end: more cost cycles and copies that the cost model does not know.
-    `form` are the fields of `mstrain.gemm.Form` as its compiler wants them, `overlap` is what its compiler hides of a
-    collective, as a key of `mstrain.hardware.constants.OVERLAPS`.
+    `lowering` are the fields of `mstrain.gemm.LoweringOptions` as its compiler wants them, `overlap` is what its
+    compiler hides of a collective, as a key of `mstrain.hardware.constants.OVERLAPS`.
     `sources` names the origin of every number that is not None.
     """
 
@@ -64,10 +64,10 @@ class Chip:
     sync: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     options: tuple[CompilerOption, ...] = ()
-    form: Mapping[str, bool | int] = field(default_factory=dict, compare=False)
+    lowering: Mapping[str, bool | int] = field(default_factory=dict, compare=False)
     overlap: str = "max"
     most_slices: int = 4
-    slices: SliceRules | None = field(default=None, compare=False)
+    tpu_slices: TpuSliceRules | None = field(default=None, compare=False)
 
     def peak(self, dtype: str) -> float | None:
         """Peak FLOP/s for GeMMs of `dtype` ("bf16", "f32", or JAX's names); None when unknown."""
@@ -82,7 +82,7 @@ def _chip(name: str, entry: dict) -> Chip:
     numbers = entry.get("numbers", {})
     assert set(numbers) <= set(_NUMBERS), f"chips.toml: {name} has an unknown number"
     options = [CompilerOption(option, *row) for option, row in entry.get("compiler_options", {}).items()]
-    rules = dict(entry["slices"]) if "slices" in entry else None
+    rules = dict(entry["tpu_slices"]) if "tpu_slices" in entry else None
     if rules:
         rules.update(prefixes=tuple(rules["prefixes"]), shapes=tuple(rules["shapes"]))
     return Chip(
@@ -94,8 +94,8 @@ def _chip(name: str, entry: dict) -> Chip:
         sources=MappingProxyType({key: source for key, (_, source) in numbers.items()}),
         options=tuple(options),
         **{key: entry[key][0] for key in ("overlap", "most_slices") if key in entry},
-        form=MappingProxyType({key: value for key, (value, _) in entry.get("form", {}).items()}),
-        slices=SliceRules(**rules) if rules else None,
+        lowering=MappingProxyType({key: value for key, (value, _) in entry.get("lowering", {}).items()}),
+        tpu_slices=TpuSliceRules(**rules) if rules else None,
     )
 
 

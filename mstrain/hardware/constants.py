@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mstrain.hardware.chips import Chip
 from mstrain.hardware.link import Link
-from mstrain.hardware.slices import Slice
+from mstrain.hardware.tpu_slices import TpuSlice
 
 FOLDER = Path(__file__).parent / "constants_files"
 COLLECTIVES = ("all_gather", "reduce_scatter", "permute")
@@ -97,14 +97,14 @@ def load_constants(name_or_path: str | Path) -> Constants:
                          f"compare it with {FOLDER / 'tpu_v4_reference.json'}") from None
 
 
-def constants_for(target: Chip | Slice, dtype: str = "bf16") -> Constants:
+def constants_for(target: Chip | TpuSlice, dtype: str = "bf16") -> Constants:
     """Constants derived from the table of chips, before anybody has measured; for "cpu" a shipped one.
 
-    A TPU axis gathers over one link, or over both directions where a `Slice` closes its rings. The row and
+    A TPU axis gathers over one link, or over both directions where a `TpuSlice` closes its rings. The row and
     col axes of a GPU share its ports, half each. GeMMs run at GEMM_FRACTION of the peak.
     Raises ValueError when the table lacks a number.
     """
-    chip = target.chip if isinstance(target, Slice) else target
+    chip = target.chip if isinstance(target, TpuSlice) else target
     if chip.platform == "cpu":
         return load_constants("cpu_emulated")
     needed = {"peak": chip.peak(dtype), "ici_links": chip.ici_links, "ici_bandwidth": chip.ici_bandwidth,
@@ -114,7 +114,7 @@ def constants_for(target: Chip | Slice, dtype: str = "bf16") -> Constants:
         raise ValueError(f"the table of chips has no {', '.join(missing)} for {chip.name}: "
                          f"measure with bench=collectives and pass its file")
     if chip.torus_rank:
-        links = 2 if isinstance(target, Slice) and target.wraps else 1
+        links = 2 if isinstance(target, TpuSlice) and target.wraps else 1
     else:
         links = chip.ici_links / 2
     bandwidth = links * chip.ici_bandwidth

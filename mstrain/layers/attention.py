@@ -1,7 +1,7 @@
 """Causal self-attention on whole sequences and whole heads: every device works alone.
 
 Tokens are sharded between sequences and features between heads, so nothing travels. Shapes: B sequences, T tokens
-each, N query heads, K key-value heads, G = N / K queries per key-value head, H head width.
+each, N query heads, K key-value heads, G = N / K queries per key-value head, H head_dim.
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm import PlanPair, Storage
-from mstrain.gemm.local import axis_index, axis_size, laid_out
-from mstrain.layers.attention_kernels import Scores, attend
+from mstrain.gemm.local import axis_index, axis_size, constrain_layout
+from mstrain.layers.attention_kernels import AttentionConfig, attend
 from mstrain.layers.dense import Dense, Inits
 from mstrain.layers.norm import normalise
 from mstrain.layers.parameter import parameter
@@ -40,7 +40,7 @@ class Attention(nn.Module):
     Attributes:
       plans: how the two projections are computed.
       heads: numbers of heads.
-      scores: how scores are formed (scale, soft cap, ALiBi).
+      config: how scores are formed (scale, soft cap, ALiBi).
       bias: biases on (the projection in, the projection out).
       inits: initialisers of the two kernels.
       rotary_base: base of rotary position embedding, or None.
@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
     plans: PlanPair
     heads: Heads
-    scores: Scores
+    config: AttentionConfig
     bias: tuple[bool, bool]
     inits: Inits
     rotary_base: float | None = None
@@ -81,8 +81,8 @@ class Attention(nn.Module):
         axes = self.plans.inside.features
         shards = axis_size(axes)
         queries, keys = self.heads.queries // shards, self.heads.keys // shards
-        form = self.plans.into.form
-        qkv = laid_out(qkv, form).reshape(-1, seq, queries + 2 * keys, self.heads.width)
+        lowering = self.plans.into.lowering
+        qkv = constrain_layout(qkv, lowering).reshape(-1, seq, queries + 2 * keys, self.heads.width)
         q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = jnp.split(qkv, [queries, queries + keys], axis=2)
         if scales:
             q_BxTxNxH = self._normalise(q_BxTxNxH, scales[0])
@@ -91,11 +91,11 @@ class Attention(nn.Module):
             q_BxTxNxH = rotate_positions(q_BxTxNxH, self.rotary_base)
             k_BxTxKxH = rotate_positions(k_BxTxKxH, self.rotary_base)
         slopes_N, platform = None, self.plans.grid.mesh.devices.flat[0].platform
-        if self.scores.alibi:
+        if self.config.alibi:
             first = axis_index(axes) * queries
             slopes_N = jax.lax.dynamic_slice_in_dim(alibi_slopes(self.heads.queries), first, queries)
-        y_BxTxNxH = attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, self.scores, slopes_N, window, platform)
-        return laid_out(y_BxTxNxH.reshape(-1, queries * self.heads.width), form)
+        y_BxTxNxH = attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, self.config, slopes_N, window, platform)
+        return constrain_layout(y_BxTxNxH.reshape(-1, queries * self.heads.width), lowering)
 
     def _normalise(self, x, scale_H):
         return (normalise(x.astype(jnp.float32), "rmsnorm", self.qk_norm_epsilon) * scale_H).astype(x.dtype)

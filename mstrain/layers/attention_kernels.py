@@ -14,7 +14,7 @@ CUDNN_WIDEST_HEAD = 128  # its backward pass, on every generation it supports
 
 
 @dataclasses.dataclass(frozen=True)
-class Scores:
+class AttentionConfig:
     """How scores are formed from q . k.
 
     Attributes:
@@ -30,49 +30,49 @@ class Scores:
     windowed: bool = False
 
 
-def attend(q, k, v, scores: Scores, slopes_N, window, platform: str = "cpu"):
+def attend(q, k, v, config: AttentionConfig, slopes_N, window, platform: str = "cpu"):
     """Causal attention of q_BxTxNxH over k, v_BxTxKxH; returns [B, T, N, H] in the dtype of q.
 
     `platform` is JAX's name of the platform compiled for, which need not be the one that compiles.
     """
     kernel = _attend_xla
-    if _flash_fits(q, scores):
+    if _flash_fits(q, config):
         if platform == "tpu":
             kernel = _attend_splash
-        elif platform in ("gpu", "cuda") and q.shape[3] <= CUDNN_WIDEST_HEAD and not scores.soft_cap:
+        elif platform in ("gpu", "cuda") and q.shape[3] <= CUDNN_WIDEST_HEAD and not config.soft_cap:
             kernel = _attend_cudnn
-    return checkpoint_name(kernel(q, k, v, slopes_N, window, scores=scores), SAVED_ATTENTION)
+    return checkpoint_name(kernel(q, k, v, slopes_N, window, config=config), SAVED_ATTENTION)
 
 
-def _flash_fits(q, scores: Scores) -> bool:
+def _flash_fits(q, config: AttentionConfig) -> bool:
     """Flash kernels want 16-bit inputs, whole blocks of tokens and scores without a bias or a traced window."""
-    extras = scores.alibi or scores.windowed
+    extras = config.alibi or config.windowed
     return not extras and q.dtype == jnp.bfloat16 and q.shape[3] % 8 == 0 and q.shape[1] % 128 == 0
 
 
-def _attend_xla(q, k, v, slopes_N, window, *, scores: Scores):
+def _attend_xla(q, k, v, slopes_N, window, *, config: AttentionConfig):
     B, T, N, H = q.shape
     K = k.shape[2]
     q = q.reshape(B, T, K, N // K, H)
-    s_BxKxGxTxS = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * scores.scale
-    if scores.soft_cap:
-        s_BxKxGxTxS = scores.soft_cap * jnp.tanh(s_BxKxGxTxS / scores.soft_cap)
+    s_BxKxGxTxS = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * config.scale
+    if config.soft_cap:
+        s_BxKxGxTxS = config.soft_cap * jnp.tanh(s_BxKxGxTxS / config.soft_cap)
     past_TxS = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
-    if scores.alibi:
+    if config.alibi:
         s_BxKxGxTxS = s_BxKxGxTxS - slopes_N.reshape(K, N // K, 1, 1) * past_TxS
     seen_TxS = past_TxS >= 0
-    if scores.windowed:
+    if config.windowed:
         seen_TxS &= past_TxS < window
     p_BxKxGxTxS = jax.nn.softmax(jnp.where(seen_TxS, s_BxKxGxTxS, -1e30), axis=-1).astype(v.dtype)
     y = jnp.einsum("bkgts,bskh->btkgh", p_BxKxGxTxS, v, preferred_element_type=jnp.float32)
     return y.reshape(B, T, N, H).astype(q.dtype)
 
 
-def _attend_cudnn(q, k, v, slopes_N, window, *, scores: Scores):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=scores.scale, implementation="cudnn")
+def _attend_cudnn(q, k, v, slopes_N, window, *, config: AttentionConfig):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=config.scale, implementation="cudnn")
 
 
-def _attend_splash(q, k, v, slopes_N, window, *, scores: Scores):
+def _attend_splash(q, k, v, slopes_N, window, *, config: AttentionConfig):
     """The splash attention kernel that ships with JAX: causal blocks that are all masked are never visited."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -87,7 +87,7 @@ def _attend_splash(q, k, v, slopes_N, window, *, scores: Scores):
     )  # fmt: skip
     mask = masks.MultiHeadMask([masks.CausalMask((seq, seq))] * queries)
     kernel = splash.make_splash_mha(
-        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, attn_logits_soft_cap=scores.soft_cap
+        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, attn_logits_soft_cap=config.soft_cap
     )
-    q, k, v = (x.swapaxes(1, 2) for x in (q * scores.scale, k, v))
+    q, k, v = (x.swapaxes(1, 2) for x in (q * config.scale, k, v))
     return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)

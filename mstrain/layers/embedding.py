@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm import Grid, Layout, Plan, Storage
-from mstrain.gemm.local import gather
+from mstrain.gemm.local import all_gather
 from mstrain.layers.parameter import parameter
 
 
@@ -23,21 +23,21 @@ class Embedding(nn.Module):
 
     Attributes:
       grid: rows shard the vocabulary, columns the features.
-      vocabulary, width: canonical table shape.
+      vocab_size, width: canonical table shape.
       padding: rows appended to the vocabulary so that shards divide.
       initializer: initialiser of the canonical table.
       dtype: dtype of the result.
     """
 
     grid: Grid
-    vocabulary: int
+    vocab_size: int
     width: int
     padding: int
     initializer: Callable
     dtype: jnp.dtype
 
     def setup(self):
-        storage = Storage((self.vocabulary, self.width), padding=(self.padding, 0) if self.padding else ())
+        storage = Storage((self.vocab_size, self.width), padding=(self.padding, 0) if self.padding else ())
         self.table = parameter(self, "table", self.initializer, storage, self.grid.weight_spec)
 
     def __call__(self, tokens_T):
@@ -52,7 +52,7 @@ class Embedding(nn.Module):
         return lookup(tokens_T, self.table)
 
     def _lookup(self, tokens, table):
-        table = gather(table.astype(self.dtype), self.grid.rows, 0)
+        table = all_gather(table.astype(self.dtype), self.grid.rows, 0)
         return table.astype(jnp.float32)[tokens].astype(self.dtype)
 
     def head_kernel(self, plan: Plan):

@@ -23,12 +23,12 @@ class LogitsHead:
     """What the loss must know of the logits.
 
     Attributes:
-      vocabulary: number of real symbols; columns beyond are padding and count for nothing.
+      vocab_size: number of real tokens; columns beyond are padding and count for nothing.
       layout: where the logits live.
       soft_cap: logits become c * tanh(logits / c) first, or None (Gemma 2).
     """
 
-    vocabulary: int
+    vocab_size: int
     layout: Layout
     mesh: Mesh
     soft_cap: float | None = None
@@ -54,11 +54,11 @@ def _forward(logits, targets, head: LogitsHead):
     axes, per_token = head.layout.features, P(head.layout.tokens)
 
     def local(logits, targets):
-        logits, symbols = _prepare(logits, head)
+        logits, token_ids = _prepare(logits, head)
         peak = jnp.max(logits, axis=1)
         peak = lax.pmax(peak, axes) if axes else peak
         total = all_reduce(jnp.sum(jnp.exp(logits - peak[:, None]), axis=1), axes)
-        is_target = symbols == targets[:, None]
+        is_target = token_ids == targets[:, None]
         target = all_reduce(jnp.sum(jnp.where(is_target, logits, 0), axis=1), axes)
         log_total = peak + jnp.log(total)
         return log_total - target, log_total
@@ -72,8 +72,8 @@ def _backward(head: LogitsHead, saved, g_T):
     per_token = P(head.layout.tokens)
 
     def local(raw, targets, log_total, g):
-        logits, symbols = _prepare(raw, head)
-        slope = jnp.exp(logits - log_total[:, None]) - (symbols == targets[:, None])
+        logits, token_ids = _prepare(raw, head)
+        slope = jnp.exp(logits - log_total[:, None]) - (token_ids == targets[:, None])
         if head.soft_cap:
             slope = slope * (1 - jnp.square(jnp.tanh(raw.astype(jnp.float32) / head.soft_cap)))
         return (slope * g[:, None]).astype(raw.dtype)
@@ -86,8 +86,8 @@ cross_entropy.defvjp(_forward, _backward)
 
 
 def _prepare(logits, head: LogitsHead):
-    """Float32 logits of this shard, capped, padding masked out; and the symbol each column stands for."""
+    """Float32 logits of this shard, capped, padding masked out; and the token id of each column."""
     logits = head.capped(logits)
     width = logits.shape[1]
-    symbols = lax.iota(jnp.int32, width)[None, :] + axis_index(head.layout.features) * width
-    return jnp.where(symbols < head.vocabulary, logits, -1e30), symbols
+    token_ids = lax.iota(jnp.int32, width)[None, :] + axis_index(head.layout.features) * width
+    return jnp.where(token_ids < head.vocab_size, logits, -1e30), token_ids

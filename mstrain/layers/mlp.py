@@ -22,14 +22,14 @@ class Mlp(nn.Module):
 
     Attributes:
       plans: how the two projections are computed.
-      hidden: F, the width between them.
+      mlp_dim: F, the width between them.
       activation: a key of `ACTIVATIONS`.
       gated: multiply by a second projection; [gate, up] are the two segments of one product.
       bias: both projections have one.
     """
 
     plans: PlanPair
-    hidden: int
+    mlp_dim: int
     activation: str
     gated: bool
     bias: bool
@@ -37,7 +37,7 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(self, x_TxD):
-        segments = (self.hidden,) * (2 if self.gated else 1)
+        segments = (self.mlp_dim,) * (2 if self.gated else 1)
         h_TxF = Dense(self.plans.into, segments, self.inits.into, self.bias, name="up")(x_TxD)
         h_TxF = self._activate(h_TxF)
         return Dense(self.plans.out, x_TxD.shape[-1:], self.inits.out, self.bias, name="down")(h_TxF)

@@ -21,7 +21,7 @@ from mstrain.layers.parameter import parameter
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class NormConfig:
     """What a norm computes and where its x_TxD lives.
 
     Attributes:
@@ -46,22 +46,22 @@ class Norm(nn.Module):
     """Normalises the last dim of x_TxD and scales it (and, for a LayerNorm with bias, shifts it).
 
     Attributes:
-      rule: kind, layout, epsilon.
+      config: kind, layout, epsilon.
       bias: add a learned shift.
       unit_offset: the learned scale is stored as its difference from one (Gemma).
     """
 
-    rule: Rule
+    config: NormConfig
     bias: bool = False
     unit_offset: bool = False
 
     @nn.compact
     def __call__(self, x_TxD):
-        storage, spec = Storage(x_TxD.shape[-1:]), P(self.rule.layout.features or None)
+        storage, spec = Storage(x_TxD.shape[-1:]), P(self.config.layout.features or None)
         init = nn.initializers.zeros if self.unit_offset else nn.initializers.ones
         scale_D = parameter(self, "scale", init, storage, spec) + float(self.unit_offset)
         bias_D = parameter(self, "bias", nn.initializers.zeros, storage, spec) if self.bias else None
-        return _norm(x_TxD, scale_D, bias_D, self.rule)
+        return _norm(x_TxD, scale_D, bias_D, self.config)
 
 
 def normalise(x, kind: str, epsilon: float):
@@ -71,35 +71,35 @@ def normalise(x, kind: str, epsilon: float):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _norm(x, scale, bias, rule):
-    return _forward(x, scale, bias, rule)[0]
+def _norm(x, scale, bias, config):
+    return _forward(x, scale, bias, config)[0]
 
 
-def _forward(x, scale, bias, rule):
-    axes = rule.layout.features
+def _forward(x, scale, bias, config):
+    axes = config.layout.features
 
     def local(x, scale, bias):
         x_f32 = x.astype(jnp.float32)
-        mean, variance = _moments(x_f32, rule.kind)
+        mean, variance = _moments(x_f32, config.kind)
         if axis_size(axes) > 1:
             means, variances = jnp.moveaxis(lax.all_gather(jnp.stack([mean, variance]), axes), 1, 0)
             mean = jnp.mean(means, axis=0)
             variance = jnp.mean(variances + jnp.square(means - mean), axis=0)
-        rsqrt = lax.rsqrt(variance + rule.epsilon)
+        rsqrt = lax.rsqrt(variance + config.epsilon)
         y = (x_f32 - mean) * rsqrt * scale
         return (y if bias is None else y + bias).astype(x.dtype), mean, rsqrt
 
-    features, per_token = P(axes or None), P(rule.layout.tokens or None)
+    features, per_token = P(axes or None), P(config.layout.tokens or None)
     bias_spec = None if bias is None else features
-    y, mean, rsqrt = rule.on_mesh(
-        local, (rule.layout.spec, features, bias_spec), (rule.layout.spec, per_token, per_token)
+    y, mean, rsqrt = config.on_mesh(
+        local, (config.layout.spec, features, bias_spec), (config.layout.spec, per_token, per_token)
     )(x, scale, bias)
     return y, (x, scale, bias is None, mean, rsqrt)
 
 
-def _backward(rule, saved, dy):
+def _backward(config, saved, dy):
     x, scale, biasless, mean, rsqrt = saved
-    axes, tokens = rule.layout.features, rule.layout.tokens
+    axes, tokens = config.layout.features, config.layout.tokens
 
     def local(x, scale, mean, rsqrt, dy):
         dy_f32 = dy.astype(jnp.float32)
@@ -109,15 +109,15 @@ def _backward(rule, saved, dy):
         if axis_size(axes) > 1:
             means = jnp.mean(lax.all_gather(means, axes), axis=0)
         dx = g - normal * means[1]
-        dx = (dx if rule.kind == "rmsnorm" else dx - means[0]) * rsqrt
+        dx = (dx if config.kind == "rmsnorm" else dx - means[0]) * rsqrt
         sums = jnp.stack([jnp.sum(dy_f32 * normal, axis=0), jnp.sum(dy_f32, axis=0)])
         return dx.astype(x.dtype), all_reduce(sums, tokens)
 
     features, per_token = P(axes or None), P(tokens or None)
-    dx, (dscale, dbias) = rule.on_mesh(
+    dx, (dscale, dbias) = config.on_mesh(
         local,
-        (rule.layout.spec, features, per_token, per_token, rule.layout.spec),
-        (rule.layout.spec, P(None, axes or None)),
+        (config.layout.spec, features, per_token, per_token, config.layout.spec),
+        (config.layout.spec, P(None, axes or None)),
     )(x, scale, mean, rsqrt, dy)
     return dx, dscale, None if biasless else dbias
 

@@ -40,7 +40,7 @@ def parameter(module: nn.Module, name: str, init: Callable, storage: Storage, sp
     """Declares float32 parameter `name` of canonical shape `storage.shape`, kept in stored order, sharded by `spec`."""
 
     def boxed_init(key):
-        return Stored(storage.store(init(key, storage.shape)), spec, storage)
+        return Stored(storage.from_canonical(init(key, storage.shape)), spec, storage)
 
     return module.param(name, boxed_init)
 

@@ -13,13 +13,13 @@ from mstrain.parallel.tuning_result import Choice
 
 def projections(model: ModelConfig, repeats: int = 1) -> tuple[Projection, ...]:
     """The four products of one block."""
-    heads, kv = model.heads * model.head_width, model.num_kv_heads * model.head_width
-    up = model.hidden * (2 if model.gated else 1)
+    heads, kv = model.heads * model.head_dim, model.num_kv_heads * model.head_dim
+    up = model.mlp_dim * (2 if model.gated else 1)
     dims = {
         "attention in": (model.width, heads + 2 * kv),
         "attention out": (heads, model.width),
         "mlp in": (model.width, up),
-        "mlp out": (model.hidden, model.width),
+        "mlp out": (model.mlp_dim, model.width),
     }
     return tuple(Projection(name, *dim, repeats) for name, dim in dims.items())
 

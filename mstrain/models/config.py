@@ -1,8 +1,15 @@
 """What distinguishes one transformer from another. Shapes and choices only; nothing about devices."""
 
 import dataclasses
+import typing
 
 from mstrain.layers.mlp import ACTIVATIONS
+
+# A null that construction replaces by its number. Type checkers see what the rest of the program does.
+if typing.TYPE_CHECKING:
+    Automatic = int
+else:
+    Automatic = int | None
 
 CHOICES = {
     "norm": ("layernorm", "rmsnorm"),
@@ -16,8 +23,8 @@ CHOICES = {
 class ModelConfig:
     """A decoder-only transformer.
 
-    Sizes: `layers`, `width` (D), `heads` (N), `kv_heads` (K; null means as many as heads), `head_dim` (H; null
-      means width / heads), `mlp_width` (F; null means 4 x width), `vocabulary` (V; null means the tokenizer's),
+    Sizes: `layers`, `width` (D), `heads` (N), `num_kv_heads` (K; null means as many as heads), `head_dim` (H; null
+      means width / heads), `mlp_dim` (F; null means 4 x width), `vocab_size` (V; null means the tokenizer's),
       `context` (longest sequence a learned position knows).
 
     Choices: `norm`, `norm_bias`, `norm_epsilon`, `position`, `rotary_base`, `activation`, `gated` (MLP), `bias`
@@ -32,10 +39,10 @@ class ModelConfig:
     layers: int = 4
     width: int = 256
     heads: int = 8
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    mlp_width: int | None = None
-    vocabulary: int | None = None
+    num_kv_heads: Automatic = None  # type: ignore
+    head_dim: Automatic = None  # type: ignore
+    mlp_dim: Automatic = None  # type: ignore
+    vocab_size: int | None = None
     context: int = 2048
     norm: str = "layernorm"
     norm_bias: bool = True
@@ -62,7 +69,7 @@ class ModelConfig:
                 raise ValueError(
                     f"model.{field}={getattr(self, field)!r} is unknown. Choose one of {', '.join(choices)}."
                 )
-        for field in ("layers", "width", "heads", "kv_heads", "head_dim", "mlp_width", "vocabulary", "context"):
+        for field in ("layers", "width", "heads", "num_kv_heads", "head_dim", "mlp_dim", "vocab_size", "context"):
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise ValueError(f"model.{field}={value} must be at least 1.")
@@ -71,23 +78,14 @@ class ModelConfig:
                 f"model.width={self.width} does not divide into {self.heads} heads. "
                 "Set model.heads to a divisor of the width, or model.head_dim."
             )
+        automatic = {"num_kv_heads": self.heads, "head_dim": self.width // self.heads, "mlp_dim": 4 * self.width}
+        for field, value in automatic.items():
+            if getattr(self, field) is None:
+                object.__setattr__(self, field, value)
         if self.heads % self.num_kv_heads:
             raise ValueError(
-                f"model.kv_heads={self.kv_heads} does not divide model.heads={self.heads}. "
+                f"model.num_kv_heads={self.num_kv_heads} does not divide model.heads={self.heads}. "
                 f"Choose one of {[k for k in range(1, self.heads + 1) if self.heads % k == 0]}."
             )
-        if self.position == "rotary" and self.head_width % 2:
-            raise ValueError(f"Rotary positions need an even head width, not {self.head_width}. Set model.head_dim.")
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.kv_heads or self.heads
-
-    @property
-    def head_width(self) -> int:
-        return self.head_dim or self.width // self.heads
-
-    @property
-    def hidden(self) -> int:
-        """Width of the MLP."""
-        return self.mlp_width or 4 * self.width
+        if self.position == "rotary" and self.head_dim % 2:
+            raise ValueError(f"Rotary positions need an even head_dim, not {self.head_dim}. Set model.head_dim.")

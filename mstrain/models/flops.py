@@ -23,15 +23,15 @@ def matmul_parameters(model: ModelConfig) -> int:
 
     Raises ValueError when the vocabulary is left to the tokenizer.
     """
-    if model.vocabulary is None:
+    if model.vocab_size is None:
         raise ValueError(
             f"model {model.name} takes its vocabulary from the tokenizer, so its FLOPs are not known yet. "
-            "Set model.vocabulary."
+            "Set model.vocab_size."
         )
-    heads, kv = model.heads * model.head_width, model.num_kv_heads * model.head_width
+    heads, kv = model.heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = model.width * (heads + 2 * kv) + heads * model.width
-    mlp = (3 if model.gated else 2) * model.width * model.hidden
-    return model.layers * (attention + mlp) + model.width * model.vocabulary
+    mlp = (3 if model.gated else 2) * model.width * model.mlp_dim
+    return model.layers * (attention + mlp) + model.width * model.vocab_size
 
 
 def forward_flops_per_token(model: ModelConfig, seq: int, attention: str = "full") -> float:
@@ -47,7 +47,7 @@ def forward_flops_per_token(model: ModelConfig, seq: int, attention: str = "full
         raise ValueError(
             f"There is no attention convention {attention!r}. Choose {' or '.join(ATTENTION_CONVENTIONS)}."
         )
-    scores = 4 * model.heads * model.head_width * _tokens_attended(model, seq)
+    scores = 4 * model.heads * model.head_dim * _tokens_attended(model, seq)
     return 2 * matmul_parameters(model) + ATTENTION_CONVENTIONS[attention] * scores
 
 
@@ -60,9 +60,9 @@ def flops_formula(model: ModelConfig, seq: int) -> str:
     """`training_flops_per_token` under `full`, in words."""
     windowed = _windowed_layers(model, seq)
     if not windowed:
-        return "6 x multiplying parameters + 12 x layers x heads x head width x seq"
+        return "6 x multiplying parameters + 12 x layers x heads x head_dim x seq"
     attended = f"{model.layers - windowed} layers x seq + {windowed} layers x window x (2 - window / seq)"
-    return f"6 x multiplying parameters + 12 x heads x head width x ({attended})"
+    return f"6 x multiplying parameters + 12 x heads x head_dim x ({attended})"
 
 
 def _windowed_layers(model: ModelConfig, seq: int) -> int:

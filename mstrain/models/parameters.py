@@ -56,35 +56,35 @@ def init_parameters(module: Transformer, seed: int):
     """Initial parameters of `module`, created where they live."""
 
     def create():
-        return store(module, init_canonical(module, seed))
+        return from_canonical(module, init_canonical(module, seed))
 
     return jax.jit(create, out_shardings=parameter_shardings(module))()
 
 
-def store(module: Transformer, canonical):
+def from_canonical(module: Transformer, canonical):
     """Canonical parameters to the form `module` runs."""
     return _map_leaves(module, canonical, lambda x, boxes: _stored(x, boxes, module.plan.mesh))
 
 
-def store_in_turn(module: Transformer, canonical):
-    """`store` for a tree of arrays, which it consumes: each is freed when its stored form is there, so that
+def from_canonical_in_turn(module: Transformer, canonical):
+    """`from_canonical` for a tree of arrays, which it consumes: each is freed when its stored form is there, so that
     memory holds little beside one tree. Arrays of one shape and storage share a compiled program.
     """
 
     def convert(x, boxes):
-        stored = jax.block_until_ready(_store_program(boxes, module.plan.mesh)(x))
+        stored = jax.block_until_ready(_from_canonical_program(boxes, module.plan.mesh)(x))
         x.delete()
         return stored
 
     return _map_leaves(module, canonical, convert)
 
 
-def compile_store(module: Transformer) -> None:
-    """Compiles what `store_in_turn` will need, for the compilation cache."""
+def compile_from_canonical(module: Transformer) -> None:
+    """Compiles what `from_canonical_in_turn` will need, for the compilation cache."""
     programs = {}  # in one order on all processes
 
     def note(x, boxes):
-        programs[x, boxes] = _store_program(boxes, module.plan.mesh)
+        programs[x, boxes] = _from_canonical_program(boxes, module.plan.mesh)
         return boxes
 
     def placed(x, sharding):
@@ -95,12 +95,12 @@ def compile_store(module: Transformer) -> None:
         program.lower(x).compile()
 
 
-def restore(module: Transformer, stored):
+def to_canonical(module: Transformer, stored):
     """The form `module` runs to canonical parameters."""
     rules = abstract_parameters(module)
 
     def convert(x, box):
-        return x if is_masked(x) else _convert("restore", box, x, module.plan.mesh)
+        return x if is_masked(x) else _convert("to_canonical", box, x, module.plan.mesh)
 
     parts = jax.tree.map(convert, stored, rules, is_leaf=is_masked)
     groups = [parts.pop(f"blocks_{i}") for i in range(len(module.plan.groups))]
@@ -146,17 +146,17 @@ def is_masked(x) -> bool:
 def _stored(x, boxes: tuple[Stored, ...], mesh: Mesh) -> tuple:
     ends = itertools.accumulate(box.value.shape[0] for box in boxes[:-1])
     parts = jnp.split(x, [*ends])
-    return tuple(_convert("store", box, part, mesh) for box, part in zip(boxes, parts, strict=True))
+    return tuple(_convert("from_canonical", box, part, mesh) for box, part in zip(boxes, parts, strict=True))
 
 
 @functools.lru_cache(maxsize=256)
-def _store_program(boxes: tuple[Stored, ...], mesh: Mesh):
+def _from_canonical_program(boxes: tuple[Stored, ...], mesh: Mesh):
     shardings = tuple(NamedSharding(mesh, box.spec) for box in boxes)
 
-    def store_parameter(x):
+    def convert_parameter(x):
         return _stored(x, boxes, mesh)
 
-    return jax.jit(store_parameter, out_shardings=shardings)
+    return jax.jit(convert_parameter, out_shardings=shardings)
 
 
 def _convert(direction: str, box: Stored, x, mesh: Mesh):

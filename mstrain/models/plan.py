@@ -12,7 +12,7 @@ import math
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from mstrain.gemm import Form, Grid, Plan, PlanPair, grid_of, legal_slices
+from mstrain.gemm import Grid, LoweringOptions, Plan, PlanPair, grid_of, legal_slices
 from mstrain.gemm.plan import ONE_DIMENSIONAL
 from mstrain.hardware import Chip
 from mstrain.mesh import AXES
@@ -43,7 +43,7 @@ class BlockPlan:
 class ModelPlan:
     """Plans of consecutive groups of equal layers, with their lengths, and of the output projection.
 
-    `padded`: the vocabulary may grow by symbols that are never used; not so for canonical parameters.
+    `padded`: the vocabulary may grow by tokens that are never used; not so for canonical parameters.
     """
 
     groups: tuple[tuple[BlockPlan, int], ...]
@@ -58,13 +58,13 @@ class ModelPlan:
     def embedding_grid(self) -> Grid:
         return self.head.grid.swapped if self.head.dataflow == "rs" else self.head.grid
 
-    def vocabulary_padding(self, vocabulary: int) -> int:
-        """Symbols to add so that vocabulary shards are equal, and whole 128-wide lanes for large vocabularies."""
+    def vocab_padding(self, vocab_size: int) -> int:
+        """Tokens to add so that vocabulary shards are equal, and whole 128-wide lanes for large vocabularies."""
         if not self.padded:
             return 0
         unit = math.lcm(self.head.grid.num_rows, self.head.grid.num_cols)
-        unit *= 128 if vocabulary >= 8192 else 1
-        return -vocabulary % unit
+        unit *= 128 if vocab_size >= 8192 else 1
+        return -vocab_size % unit
 
 
 def make_plan(
@@ -139,10 +139,10 @@ class _Planner:
 
     def block(self, attention: str, mlp: str) -> BlockPlan:
         m = self.model
-        heads, kv = m.heads * m.head_width, m.num_kv_heads * m.head_width
-        qkv, up = (heads, kv, kv), (m.hidden,) * (2 if m.gated else 1)
+        heads, kv = m.heads * m.head_dim, m.num_kv_heads * m.head_dim
+        qkv, up = (heads, kv, kv), (m.mlp_dim,) * (2 if m.gated else 1)
         plan = BlockPlan(
-            self._pair(attention, "attention", qkv, heads), self._pair(mlp, "mlp", up, m.hidden)
+            self._pair(attention, "attention", qkv, heads), self._pair(mlp, "mlp", up, m.mlp_dim)
         )
         self._check_heads(plan.attention)
         return plan
@@ -152,8 +152,8 @@ class _Planner:
         grid = grid_of(algorithm, self.mesh)
         swap = ONE_DIMENSIONAL.get(algorithm) == "rs" or self._flow(algorithm, 1, 1, "attention in") == "rs"
         plan = Plan(algorithm, "rs" if swap else "os", grid)
-        vocabulary = self.model.vocabulary or 1
-        padded = vocabulary + ModelPlan((), plan).vocabulary_padding(vocabulary)
+        vocab_size = self.model.vocab_size or 1
+        padded = vocab_size + ModelPlan((), plan).vocab_padding(vocab_size)
         plan.check(self.model.width, padded, self.sequences, "the output projection")
         if self.model.tied or swap:  # a shared table has one order, and loss and targets need tokens in theirs
             return plan
@@ -163,9 +163,9 @@ class _Planner:
         grid, width, total = grid_of(algorithm, self.mesh), self.model.width, sum(segments)
         into = self._flow(algorithm, width, total, f"{half} in")
         out = self._flow(algorithm, inside, width, f"{half} out")
-        form = Form(**self.chip.form) if self.chip else Form()
-        into_plan = Plan(algorithm, into, grid, form=form)
-        out_plan = Plan(algorithm, out, grid.swapped if out == "rs" else grid, form=form)
+        lowering = LoweringOptions(**self.chip.lowering) if self.chip else LoweringOptions()
+        into_plan = Plan(algorithm, into, grid, lowering=lowering)
+        out_plan = Plan(algorithm, out, grid.swapped if out == "rs" else grid, lowering=lowering)
         for segment in segments:
             if segment % grid.num_cols:
                 raise ValueError(
@@ -218,7 +218,7 @@ class _Planner:
 
     def _check_heads(self, pair: PlanPair) -> None:
         columns = pair.grid.num_cols
-        for name, heads in (("heads", self.model.heads), ("kv_heads", self.model.num_kv_heads)):
+        for name, heads in (("heads", self.model.heads), ("num_kv_heads", self.model.num_kv_heads)):
             if heads % columns:
                 fits = [c for c in range(1, heads + 1) if heads % c == 0]
                 raise ValueError(

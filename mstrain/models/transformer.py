@@ -12,12 +12,12 @@ from flax import linen as nn
 
 from mstrain.gemm import Layout, linear
 from mstrain.layers.attention import Attention, Heads
-from mstrain.layers.attention_kernels import SAVED_ATTENTION, Scores
+from mstrain.layers.attention_kernels import SAVED_ATTENTION, AttentionConfig
 from mstrain.layers.dense import SAVED_PRODUCT, Dense, Inits
 from mstrain.layers.embedding import Embedding, Positions
 from mstrain.layers.loss import LogitsHead, cross_entropy
 from mstrain.layers.mlp import Mlp
-from mstrain.layers.norm import Norm, Rule
+from mstrain.layers.norm import Norm, NormConfig
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import BlockPlan, ModelPlan, canonical_plan
 
@@ -58,16 +58,16 @@ class Block(nn.Module):
 
     def _norm(self, name, layout):
         m = self.model
-        rule = Rule(m.norm, layout, self.plan.mesh, m.norm_epsilon)
-        return Norm(rule, m.norm_bias, m.unit_offset_norm, name=name)
+        config = NormConfig(m.norm, layout, self.plan.mesh, m.norm_epsilon)
+        return Norm(config, m.norm_bias, m.unit_offset_norm, name=name)
 
     def _attention(self):
         m = self.model
         return Attention(
             plans=self.plan.attention,
-            heads=Heads(m.heads, m.num_kv_heads, m.head_width),
-            scores=Scores(
-                scale=m.attention_scale or m.head_width**-0.5,
+            heads=Heads(m.heads, m.num_kv_heads, m.head_dim),
+            config=AttentionConfig(
+                scale=m.attention_scale or m.head_dim**-0.5,
                 alibi=m.position == "alibi",
                 soft_cap=m.attention_soft_cap,
                 windowed=bool(m.window) and m.window < self.seq,
@@ -81,7 +81,7 @@ class Block(nn.Module):
 
     def _mlp(self):
         m = self.model
-        return Mlp(self.plan.mlp, m.hidden, m.activation, m.gated, m.bias == "all", self._inits(), name="mlp")
+        return Mlp(self.plan.mlp, m.mlp_dim, m.activation, m.gated, m.bias == "all", self._inits(), name="mlp")
 
     def _inits(self):
         shrunk = INIT_SCALE / (2 * self.model.layers) ** 0.5
@@ -92,7 +92,7 @@ class Transformer(nn.Module):
     """Maps tokens_T (int32, whole sequences of `seq` in a row) to logits_TxV laid out as `plan.head.output_layout`.
 
     Attributes:
-      model: sizes and choices; `model.vocabulary` must be set.
+      model: sizes and choices; `model.vocab_size` must be set.
       plan: how every product is computed.
       seq: tokens per sequence.
       dtype: of activations and products; parameters are float32.
@@ -109,17 +109,17 @@ class Transformer(nn.Module):
     def setup(self):
         model, plan, init = self.model, self.plan, nn.initializers.normal(INIT_SCALE)
         residual = plan.head.input_layout
-        padding = plan.vocabulary_padding(model.vocabulary)
+        padding = plan.vocab_padding(model.vocab_size)
         self.embedding = Embedding(
-            plan.embedding_grid, model.vocabulary, model.width, padding, init, self.dtype
+            plan.embedding_grid, model.vocab_size, model.width, padding, init, self.dtype
         )
         if model.position == "learned":
             self.positions = Positions(residual, plan.mesh, model.context, init)
         self.blocks = [self._scan(block, count) for block, count in plan.groups]
-        rule = Rule(model.norm, residual, plan.mesh, model.norm_epsilon)
-        self.final_norm = Norm(rule, model.norm_bias, model.unit_offset_norm)
+        config = NormConfig(model.norm, residual, plan.mesh, model.norm_epsilon)
+        self.final_norm = Norm(config, model.norm_bias, model.unit_offset_norm)
         if not model.tied:
-            self.head = Dense(plan.head, (model.vocabulary,), init, padding=padding)
+            self.head = Dense(plan.head, (model.vocab_size,), init, padding=padding)
 
     def __call__(self, tokens_T):
         x_TxD = self.embedding(tokens_T)
@@ -143,11 +143,11 @@ class Transformer(nn.Module):
 
     def logits(self, tokens_T):
         """The logits whose softmax the loss compares with the targets, float32 [T, V]: soft cap applied, no padding."""
-        return self._logits_head().capped(self(tokens_T))[:, : self.model.vocabulary]
+        return self._logits_head().capped(self(tokens_T))[:, : self.model.vocab_size]
 
     def _logits_head(self) -> LogitsHead:
         m = self.model
-        return LogitsHead(m.vocabulary, self.plan.head.output_layout, self.plan.mesh, m.logit_soft_cap)
+        return LogitsHead(m.vocab_size, self.plan.head.output_layout, self.plan.mesh, m.logit_soft_cap)
 
     def _windows(self):
         every_second = jnp.arange(self.model.layers) % 2 == 0
@@ -176,10 +176,10 @@ def count_parameters(model: ModelConfig) -> int:
 
     Raises ValueError when the vocabulary is left to the tokenizer.
     """
-    if model.vocabulary is None:
+    if model.vocab_size is None:
         raise ValueError(
             f"model {model.name} takes its vocabulary from the tokenizer, so its size is not known yet. "
-            "Set model.vocabulary."
+            "Set model.vocab_size."
         )
     module = Transformer(model, canonical_plan(model), seq=1)
     shapes = jax.eval_shape(module.init, jax.random.key(0), jax.ShapeDtypeStruct((1,), jnp.int32))

@@ -13,7 +13,7 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.transformer import count_parameters
 
 PRESETS = Path(__file__).resolve().parents[2] / "conf" / "model"
-BYTES = 256  # symbols of the default tokenizer
+BYTES = 256  # tokens of the default tokenizer
 FAMILIES = {
     "gpt2": "GPT-2",
     "gpt3": "GPT-3",
@@ -62,7 +62,7 @@ def family(model: ModelConfig) -> str:
 def zoo_table(names: tuple[str, ...] | None = None) -> Table:
     """A row for each preset (all by default, by family and then size), with its exact parameter count."""
     models = [load_preset(name) for name in names or preset_names()]
-    models.sort(key=lambda m: (family(m), count_parameters(_with_vocabulary(m, 1))))
+    models.sort(key=lambda m: (family(m), count_parameters(_with_vocab_size(m, 1))))
     table = Table(
         title="Models: type model=NAME", title_justify="left", box=None, padding=(0, 1, 0, 0),
         caption="* whatever the tokenizer makes; counted for bytes", caption_justify="left",
@@ -71,12 +71,12 @@ def zoo_table(names: tuple[str, ...] | None = None) -> Table:
     for column in ("layers", "width", "heads/kv", "mlp", "vocab", "context", "parameters"):
         table.add_column(column, justify="right", no_wrap=True)
     for m in models:
-        sizes = (str(m.layers), str(m.width), f"{m.heads}/{m.num_kv_heads}", str(m.hidden))
-        vocabulary = str(m.vocabulary or f"{BYTES}*")
-        count = count_parameters(_with_vocabulary(m, BYTES))
-        table.add_row(m.name, *sizes, vocabulary, str(m.context), f"{count:,}")
+        sizes = (str(m.layers), str(m.width), f"{m.heads}/{m.num_kv_heads}", str(m.mlp_dim))
+        vocab_size = str(m.vocab_size or f"{BYTES}*")
+        count = count_parameters(_with_vocab_size(m, BYTES))
+        table.add_row(m.name, *sizes, vocab_size, str(m.context), f"{count:,}")
     return table
 
 
-def _with_vocabulary(model: ModelConfig, vocabulary: int) -> ModelConfig:
-    return dataclasses.replace(model, vocabulary=model.vocabulary or vocabulary)
+def _with_vocab_size(model: ModelConfig, vocab_size: int) -> ModelConfig:
+    return dataclasses.replace(model, vocab_size=model.vocab_size or vocab_size)

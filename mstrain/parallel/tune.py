@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from mstrain.hardware import Slice
+from mstrain.hardware import TpuSlice
 from mstrain.hardware.constants import Constants
 from mstrain.parallel.dataflow import (
     Projection,
@@ -48,7 +48,7 @@ def _meshes(devices: int, meshes) -> tuple[tuple[int, int], ...]:
         raise ValueError(f"devices must be 1 or more, not {devices}")
     if meshes is None:
         return factorisations(devices)
-    if isinstance(meshes, Slice):
+    if isinstance(meshes, TpuSlice):
         if meshes.devices % devices:
             raise ValueError(f"{meshes.name} has {meshes.devices} devices, which {devices} does not divide")
         return meshes.mesh_shapes(data=meshes.devices // devices)
@@ -174,7 +174,7 @@ def tune(
     devices: int,
     constants: Constants,
     *,
-    meshes: Slice | Iterable[tuple[int, int]] | None = None,
+    meshes: TpuSlice | Iterable[tuple[int, int]] | None = None,
     max_slices: int = 32,
     slices: int | None = None,
     dataflow: str = "auto",
@@ -183,7 +183,7 @@ def tune(
 ) -> Tuning:
     """The fastest mesh, dataflows and slice counts for one block's projections, by the cost model.
 
-    `tokens` and `devices` are those of one data-parallel replica. `meshes` restricts the shapes: a `Slice` to
+    `tokens` and `devices` are those of one data-parallel replica. `meshes` restricts the shapes: a `TpuSlice` to
     whole torus axes (the rest of its devices are replicas), a list to its entries, None to nothing.
     `slices` fixes one count for all. `dataflow` is "auto", "rule" (the paper's), "os", "ls" or "rs".
     `algorithm` is "meshslice" or "collective", which is S = 1.

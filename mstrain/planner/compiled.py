@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from mstrain.compiler.compile import DoesNotFit, compile_step
 from mstrain.compiler.schedule import Schedule, predict
 from mstrain.compiler.topology import Target, make_target
-from mstrain.hardware import Slice
+from mstrain.hardware import TpuSlice
 from mstrain.hardware.constants import constants_for
 from mstrain.mesh import MeshShape, make_mesh, parse_mesh
 from mstrain.models.auto import projections
@@ -40,7 +40,7 @@ class Question:
 
     model: ModelConfig
     parallel: ParallelConfig
-    slice: Slice
+    tpu_slice: TpuSlice
     batch: int
     seq: int
     accumulate: int = 1
@@ -97,12 +97,12 @@ class Answer:
         return self.best
 
 
-Place = Callable[[Slice, MeshShape], Target]
+Place = Callable[[TpuSlice, MeshShape], Target]
 
 
-def on_present(slice: Slice, shape: MeshShape) -> Target:
+def on_present(tpu_slice: TpuSlice, shape: MeshShape) -> Target:
     """A target over the devices that are here."""
-    return Target(slice, make_mesh(shape))
+    return Target(tpu_slice, make_mesh(shape))
 
 
 def refine(question: Question, attempt: Callable[[MeshShape, str], Trial]) -> Answer:
@@ -125,7 +125,7 @@ def meshes_to_try(question: Question) -> list[MeshShape]:
     if question.meshes:
         return [parse_mesh(mesh) for mesh in question.meshes]
     q = question
-    found = best_meshes(q.parallel, q.model, q.microbatch, q.seq, q.slice.devices, q.slice)
+    found = best_meshes(q.parallel, q.model, q.microbatch, q.seq, q.tpu_slice.devices, q.tpu_slice)
     roomy = [c for c in found if c.roomy] or found
     return [candidate.shape for candidate in roomy[:MESHES]]
 
@@ -149,15 +149,15 @@ def counts_to_try(question: Question, shape: MeshShape) -> list[str]:
 
 def _abstract_plan(q: Question, shape: MeshShape, slices: str) -> ModelPlan:
     parallel = dataclasses.replace(q.parallel, slices=slices)
-    return plan_on(shape, parallel, q.model, q.microbatch, q.seq, q.slice.chip)
+    return plan_on(shape, parallel, q.model, q.microbatch, q.seq, q.tpu_slice.chip)
 
 
 def compile_candidate(question: Question, shape: MeshShape, slices: str, place: Place = make_target) -> Trial:
     """Compiles the training step on one mesh with one choice of slices, and reads its schedule."""
     q = question
-    target = place(q.slice, shape)
+    target = place(q.tpu_slice, shape)
     parallel = dataclasses.replace(q.parallel, slices=slices)
-    plan = make_plan(parallel, q.model, target.mesh, q.microbatch, q.seq, q.slice.chip)
+    plan = make_plan(parallel, q.model, target.mesh, q.microbatch, q.seq, q.tpu_slice.chip)
     trial = Trial(str(shape), slices, describe_slices(plan), model_seconds(q, plan))
     module = Transformer(q.model, plan, q.seq, jnp.dtype(q.dtype), q.remat)
     optimizer = make_optimizer(OptimizerConfig().for_width(q.model.width), STEPS)
@@ -202,7 +202,7 @@ def describe_slices(plan: ModelPlan) -> str:
 
 def model_seconds(question: Question, plan: ModelPlan) -> float | None:
     """The cost model's seconds for the products of one step; None with an algorithm that it does not know."""
-    constants, mesh = constants_for(question.slice), plan.mesh.shape
+    constants, mesh = constants_for(question.tpu_slice), plan.mesh.shape
     tokens = question.microbatch * question.seq // mesh["data"]
     total = 0.0
     for block, count in plan.groups:

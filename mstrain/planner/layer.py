@@ -59,13 +59,13 @@ class Work:
 def flash(model: ModelConfig, seq: int, dtype_bytes: int) -> bool:
     """Whether attention keeps no scores and skips the masked half."""
     extras = model.position == "alibi" or (model.window is not None and model.window < seq)
-    return not extras and dtype_bytes == 2 and model.head_width % 8 == 0 and seq % FLASH_BLOCK == 0
+    return not extras and dtype_bytes == 2 and model.head_dim % 8 == 0 and seq % FLASH_BLOCK == 0
 
 
 def attention_flops(model: ModelConfig, tokens: int, seq: int, dtype_bytes: int) -> float:
     """Forward FLOPs of the scores and the weighted sum of values."""
     seen = seq / 2 if flash(model, seq, dtype_bytes) else seq
-    return 4.0 * tokens * seen * model.heads * model.head_width
+    return 4.0 * tokens * seen * model.heads * model.head_dim
 
 
 def elementwise_values(model: ModelConfig) -> tuple[int, int]:
@@ -73,7 +73,7 @@ def elementwise_values(model: ModelConfig) -> tuple[int, int]:
     MLP).
     """
     around = 2 * (2 * model.width + 3 * model.width)  # per half: a norm reads and writes, a sum reads two
-    inside = model.hidden * (3 if model.gated else 2)
+    inside = model.mlp_dim * (3 if model.gated else 2)
     return around, inside
 
 

@@ -52,20 +52,20 @@ class Memory:
 def parameter_counts(model: ModelConfig) -> tuple[int, int, int]:
     """(of one layer, of the embedding and positions, of the output projection and final norm)."""
     one, two = (count_parameters(dataclasses.replace(model, layers=layers)) for layers in (1, 2))
-    head = model.width * model.vocabulary
+    head = model.width * model.vocab_size
     outside = one - (two - one)
     return two - one, outside if model.tied else outside - head, head
 
 
 def kept_values(model: ModelConfig, remat: str) -> int:
     """Values per token that a layer keeps from the forward to the backward pass."""
-    heads, kv = model.heads * model.head_width, 2 * model.num_kv_heads * model.head_width
-    up = model.hidden * (2 if model.gated else 1)
+    heads, kv = model.heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
+    up = model.mlp_dim * (2 if model.gated else 1)
     if remat == "full":
         return model.width
     if remat == "dots":
         return model.width + heads + kv + heads + model.width + up + model.width
-    return 4 * model.width + heads + kv + heads + up + model.hidden
+    return 4 * model.width + heads + kv + heads + up + model.mlp_dim
 
 
 def layer_activations(model: ModelConfig, remat: str, tokens: int, seq: int, size: int) -> float:

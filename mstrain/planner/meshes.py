@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jax.sharding import AbstractMesh, Mesh
 
-from mstrain.hardware import Chip, Slice, chip_for, collective_seconds, compiler_options, parse_target
+from mstrain.hardware import Chip, TpuSlice, chip_for, collective_seconds, compiler_options, parse_target
 from mstrain.hardware.constants import Constants, constants_for
 from mstrain.mesh import AXES, MeshShape
 from mstrain.models.auto import projections
@@ -33,7 +33,7 @@ class MeshCandidate:
 
 def best_meshes(
     parallel: ParallelConfig, model: ModelConfig, microbatch: int, seq: int, devices: int,
-    machine: Chip | Slice,
+    machine: Chip | TpuSlice,
 ) -> list[MeshCandidate]:
     """The meshes of `rank_meshes` on which the model's plan is legal.
 
@@ -60,10 +60,10 @@ def plan_on(
     return make_plan(parallel, model, AbstractMesh(shape.sizes, AXES), microbatch, seq, chip)
 
 
-def rank_meshes(model: ModelConfig, tokens: int, devices: int, machine: Chip | Slice) -> list[MeshCandidate]:
+def rank_meshes(model: ModelConfig, tokens: int, devices: int, machine: Chip | TpuSlice) -> list[MeshCandidate]:
     """Every data x row x col mesh of `devices`, roomy ones first, then by time.
 
-    Of a `Slice` those that its torus carries; more than one copy of the model only where that is roomy.
+    Of a `TpuSlice` those that its torus carries; more than one copy of the model only where that is roomy.
     Data parallelism adds an all-reduce of each device's share of the gradients, counted as exposed. Raises
     ValueError when no mesh can shard the products.
     """
@@ -75,7 +75,7 @@ def rank_meshes(model: ModelConfig, tokens: int, devices: int, machine: Chip | S
         if data > 1 and not roomy:
             break
         try:
-            meshes = machine.mesh_shapes(data) if isinstance(machine, Slice) else None
+            meshes = machine.mesh_shapes(data) if isinstance(machine, TpuSlice) else None
             tuning = tune(projections(model, model.layers), tokens // data, share, constants, meshes=meshes)
         except ValueError as error:
             faults.append(error)
@@ -99,25 +99,25 @@ def _gradient_seconds(parameters: float, data: int, constants: Constants) -> flo
     return scatter + collective_seconds(constants.row.all_gather, shard, data)
 
 
-def _chip(machine: Chip | Slice) -> Chip:
-    return machine.chip if isinstance(machine, Slice) else machine
+def _chip(machine: Chip | TpuSlice) -> Chip:
+    return machine.chip if isinstance(machine, TpuSlice) else machine
 
 
-def slice_of(devices: Sequence) -> Slice | None:
+def tpu_slice_of(devices: Sequence) -> TpuSlice | None:
     """The TPU slice that JAX's `devices` are, by their kind and places; None for anything else.
 
     Torus axes are sorted by length, as in the names of slices; their order does not matter to a mesh.
     """
     chip = chip_for(devices[0].device_kind)
-    if chip is None or chip.slices is None:
+    if chip is None or chip.tpu_slices is None:
         return None
     extents = [max(axis) - min(axis) + 1 for axis in zip(*(device.coords for device in devices), strict=True)]
     topology = "x".join(map(str, sorted(sorted(extents)[-chip.torus_rank :])))
     try:
-        slice = parse_target(f"{chip.slices.prefixes[0]}:{topology}")
+        tpu_slice = parse_target(f"{chip.tpu_slices.prefixes[0]}:{topology}")
     except ValueError:
         return None
-    return slice if slice.devices == len(devices) else None
+    return tpu_slice if tpu_slice.devices == len(devices) else None
 
 
 def present_options(mesh: Mesh) -> dict[str, bool | int | str]:

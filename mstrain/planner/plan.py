@@ -109,7 +109,7 @@ def plan_products(
         _product(projection, part, tokens, dtype_bytes)
         for projection, part in zip(projections(model), block.products, strict=True)
     )
-    head = Projection("output", model.width, model.vocabulary + made.vocabulary_padding(model.vocabulary))
+    head = Projection("output", model.width, model.vocab_size + made.vocab_padding(model.vocab_size))
     return Products(tuple(products), _product(head, made.head, tokens, dtype_bytes))
 
 

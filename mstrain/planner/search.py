@@ -94,9 +94,9 @@ def search_pod(config: PodConfig, pod: Pod, say: Callable[[str], None] = lambda 
 
     Raises ValueError, with the nearest miss and the fix, when no plan fits.
     """
-    if config.model.vocabulary is None:
+    if config.model.vocab_size is None:
         raise ValueError(
-            f"model {config.model.name} takes its vocabulary from the tokenizer. Type model.vocabulary=256."
+            f"model {config.model.name} takes its vocabulary from the tokenizer. Type model.vocab_size=256."
         )
     result, best = PodResult(), {}
     began = told = time.monotonic()

@@ -183,7 +183,7 @@ class TransformerStep:
         make("x2", lambda: traffic("Residual", 0.3 * around, ["x", "y"], m.width, "attention sum"))
         make("h2", lambda: norm("x2", "mlp norm"))
         make("u", lambda: product(2, "h2", up, dear))
-        make("a", lambda: traffic("Activation", inside, ["u"], m.hidden, "activation"))
+        make("a", lambda: traffic("Activation", inside, ["u"], m.mlp_dim, "activation"))
         return found
 
     def _widths(self) -> tuple[int, int, int]:
@@ -201,17 +201,17 @@ class TransformerStep:
     def _attention_spec(self, kind: str) -> OpSpec:
         seen = self.config.seq // 2 if flash(self.model, self.config.seq, self.size) else self.config.seq
         rows = max(1, self.tokens * self.model.heads // self.plan.tensor)
-        return OpSpec(kind, ((rows, self.model.head_width), (max(1, seen),)), self.size)
+        return OpSpec(kind, ((rows, self.model.head_dim), (max(1, seen),)), self.size)
 
     def _head(self, emit: Emit, x: int) -> int:
         """Final norm, projection and loss; returns the logits."""
         head, stream = self.products.head, x
         x = self._norm(emit, NORM_VALUES * self.model.width, stream, "workspace", ("head", "norm"))
-        symbols = head.layout.projection.out_dim
+        vocab_size = head.layout.projection.out_dim
         weight = self.weights[emit.chunk, "embedding" if (emit.chunk, "head") not in self.weights else "head"]
-        nbytes = self._bytes(symbols) + 4 * symbols * self.tokens / self.plan.tensor
+        nbytes = self._bytes(vocab_size) + 4 * vocab_size * self.tokens / self.plan.tensor
         logits = emit_gemm(emit, head, gemms_of(head)[0], (x, weight), nbytes, "workspace", ("head",))
-        moved = 4 * symbols / self.size * 2
+        moved = 4 * vocab_size / self.size * 2
         inputs = (logits, *emit_loss_sums(emit, head, logits))
         loss = self._traffic(emit, "Logits", moved, inputs, 0.0, "workspace", ("head", "loss"))
         self.head = {"stream": stream, "x": x, "logits": logits, "loss": loss, "weight": weight}
@@ -245,15 +245,15 @@ class TransformerStep:
     def _head_backward(self, emit: Emit) -> int:
         head, chunk = self.products.head, emit.chunk
         _, into, weight = gemms_of(head)
-        symbols = head.layout.projection.out_dim
+        vocab_size = head.layout.projection.out_dim
         sources = (self.head["logits"], self.head["loss"])
-        moved, part = 4 * symbols / self.size * 2, ("head",)
-        logits = self._traffic(emit, "LogitsGrad", moved, sources, symbols, "workspace", ("head", "loss"))
+        moved, part = 4 * vocab_size / self.size * 2, ("head",)
+        logits = self._traffic(emit, "LogitsGrad", moved, sources, vocab_size, "workspace", ("head", "loss"))
         inputs, nbytes = (logits, self.head["weight"]), self._bytes(self.model.width)
         slope = emit_gemm(emit, head, into, inputs, nbytes, "workspace", part)
         own = (chunk, "head") in self.counts
         key = (chunk, "head" if own else "embedding")
-        nbytes = WEIGHT_BYTES * self.model.width * self.model.vocabulary / self.plan.tensor
+        nbytes = WEIGHT_BYTES * self.model.width * self.model.vocab_size / self.plan.tensor
         inputs, category = (self.head["x"], logits), "gradients" if own else "workspace"
         self.gradients[key] = emit_gemm(emit, head, weight, inputs, nbytes, category, part)
         inputs, moved = (self.head["stream"], slope), NORM_GRADIENT_VALUES * self.model.width
@@ -279,7 +279,7 @@ class TransformerStep:
             parts.append(emit_gemm(emit, blocks[index], of_weight, inputs, nbytes, "gradients", part))
             return back
 
-        da = product(3, "a", slope, m.hidden)
+        da = product(3, "a", slope, m.mlp_dim)
         label, inputs = (layer, "activation"), (found["u"], da)
         du = self._traffic(emit, "ActivationGrad", 2 * inside, inputs, up, "workspace", label)
         dh2 = product(2, "h2", du, m.width)

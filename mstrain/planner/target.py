@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mstrain.hardware import Chip, Slice, all_chips, parse_target
+from mstrain.hardware import Chip, TpuSlice, all_chips, parse_target
 from mstrain.hardware.constants import Constants, constants_for
 from mstrain.simulator.cluster import Device
 
@@ -15,12 +15,12 @@ NVLINK_DEVICES = 8  # in the servers whose NVLink the table of chips describes
 
 @dataclass(frozen=True)
 class Pod:
-    """`devices` equal devices; `slice` where it is a TPU torus."""
+    """`devices` equal devices; `tpu_slice` where it is a TPU torus."""
 
     name: str
     chip: Chip
     devices: int
-    slice: Slice | None = None
+    tpu_slice: TpuSlice | None = None
 
     def constants(self, sizes: tuple[int, ...], dtype: str) -> Constants:
         """The tuner's constants for a plan whose axes have `sizes`.
@@ -41,8 +41,8 @@ class Pod:
 
 @lru_cache(maxsize=4096)
 def _constants(pod: Pod, sizes: tuple[int, ...], dtype: str) -> Constants:
-    whole = pod.slice is not None and whole_axes(pod.slice.physical_axes, sizes)
-    return constants_for(pod.slice if whole else pod.chip, dtype)
+    whole = pod.tpu_slice is not None and whole_axes(pod.tpu_slice.physical_axes, sizes)
+    return constants_for(pod.tpu_slice if whole else pod.chip, dtype)
 
 
 def whole_axes(physical: tuple[int, ...], sizes: tuple[int, ...]) -> bool:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 import mstrain
-from mstrain.hardware import Slice
+from mstrain.hardware import TpuSlice
 from mstrain.mesh import MeshShape, fit_to_devices, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.planner.compiled import Answer, Place, Question, Trial, compile_candidate, ranked, refine
@@ -70,15 +70,15 @@ def find_answer(
 
 
 def tuned(
-    config: RunConfig, model: ModelConfig, slice: Slice, dtype: jnp.dtype, place: Place, console: Console
+    config: RunConfig, model: ModelConfig, tpu_slice: TpuSlice, dtype: jnp.dtype, place: Place, console: Console
 ) -> RunConfig:
-    """`config` with the mesh and slice count that tune=compile chooses on `slice`; `console` hears of it.
+    """`config` with the mesh and slice count that tune=compile chooses on `tpu_slice`; `console` hears of it.
 
     Raises ValueError when nothing is legal or fits.
     """
-    meshes = () if config.mesh == "auto" else (str(fit_to_devices(parse_mesh(config.mesh), slice.devices)),)
+    meshes = () if config.mesh == "auto" else (str(fit_to_devices(parse_mesh(config.mesh), tpu_slice.devices)),)
     question = Question(
-        model, config.parallel, slice, config.batch, config.seq, config.accumulate, jnp.dtype(dtype).name,
+        model, config.parallel, tpu_slice, config.batch, config.seq, config.accumulate, jnp.dtype(dtype).name,
         config.remat, meshes,
     )  # fmt: skip
 
@@ -108,14 +108,14 @@ def answer_file(question: Question, folder: Path = FOLDER) -> Path:
     """Where the answer to a question is kept."""
     text = json.dumps(identity(question), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    slice = question.slice.topology_name.replace(":", "_")
-    return folder.expanduser() / f"{question.model.name}-{slice}-{digest}.json"
+    tpu_slice = question.tpu_slice.topology_name.replace(":", "_")
+    return folder.expanduser() / f"{question.model.name}-{tpu_slice}-{digest}.json"
 
 
 def identity(question: Question) -> dict:
     """Everything that an answer depends on: the question, the compiler's versions and mstrain's code."""
-    fields = dataclasses.asdict(dataclasses.replace(question, slice=None))
-    fields |= {"slice": question.slice.topology_name, "meshes": list(question.meshes)}
+    fields = dataclasses.asdict(dataclasses.replace(question, tpu_slice=None))
+    fields |= {"tpu_slice": question.tpu_slice.topology_name, "meshes": list(question.meshes)}
     return {**fields, "jax": jax.__version__, "libtpu": _version("libtpu"), "code": code_digest()}
 
 

@@ -29,7 +29,7 @@ READS = {
     "LossGrad": 2,
 }
 MOVES = frozenset(
-    {"Concat", "Split", "Slice", "Reshape", "Shape", "Squeeze", "Unsqueeze", "Lookup", "Identity"}
+    {"Concat", "Split", "TpuSlice", "Reshape", "Shape", "Squeeze", "Unsqueeze", "Lookup", "Identity"}
 )
 # Kernels that are bound by memory: the first shape is what they move, in elements.
 TRAFFIC = frozenset(

@@ -13,6 +13,9 @@ _TYPE = {
     "run_dir": "output_dir out_dir log_dir save_dir workdir default_root_dir",
     "model.layers": "n_layer n_layers num_layers layers",
     "model.heads": "n_head n_heads num_heads num_attention_heads heads",
+    "model.num_kv_heads": "n_kv_head n_kv_heads num_key_value_heads model.kv_heads",
+    "model.head_dim": "head_dim head_width",
+    "model.mlp_dim": "ffn_dim d_ff intermediate_size ffn_hidden_size mlp_width model.mlp_width",
     "model.width": "n_embd d_model hidden_size dim width",
     "dtype": "compute_dtype mixed_precision torch_dtype",
     "checkpoint.every": "save_every save_steps checkpoint_interval save_interval checkpoint_every",
@@ -33,7 +36,7 @@ _SENTENCES = {
         "Type remat=full (recompute every layer) or remat=dots (keep matmul outputs).",
     "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size dp data_parallel data_parallel_size":
         "Type mesh=DATAxROWxCOL, such as mesh=2x4x8, and parallel=megatron for one-dimensional tensor parallelism.",
-    "vocab_size": "Type model.vocabulary=N, or vocabulary=N for the size of a tokenizer=bpe.",
+    "vocabulary model.vocabulary": "Type model.vocab_size=N, or vocab_size=N for the size of a tokenizer=bpe.",
     "compile jit": "Every step is compiled. No key is needed.",
     "gpus devices num_gpus nproc_per_node": "All devices are used. Type mesh=ROWxCOL to say how.",
 }  # fmt: skip

@@ -52,7 +52,7 @@ class RunConfig:
     """A plan.json of plan.py. It sets mesh, parallel, accumulate and remat unless they are given, too."""
     tokenizer: str = "bytes"
     """`bytes`, `bpe` (trained on the corpus), a tokenizer.json file, or a Hugging Face name."""
-    vocabulary: int | None = None
+    vocab_size: int | None = None
     """Number of tokens of a tokenizer=bpe or of data=synthetic; null takes its default."""
     batch: int = 32
     """Sequences per step of the whole job."""

@@ -20,7 +20,7 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.plan import ModelPlan, describe_plan, make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.planner.compiled import on_present
-from mstrain.planner.meshes import best_meshes, slice_of
+from mstrain.planner.meshes import best_meshes, tpu_slice_of
 from mstrain.planner.tuning_cache import tuned
 from mstrain.program.dtype import dtype_on
 from mstrain.program.optimizer import make_optimizer
@@ -38,11 +38,11 @@ def prepare(config: RunConfig, job: Job = ALONE) -> Run:
     console = Console(highlight=False, soft_wrap=True, quiet=not job.leads)
     chip = _start_devices(config, job)
     with console.status("Preparing the corpus"):
-        corpus = prepare_corpus(config.data, config.tokenizer, config.seed, config.vocabulary)
+        corpus = prepare_corpus(config.data, config.tokenizer, config.seed, config.vocab_size)
     job.agree("corpus", corpus.digest)
     for warning in corpus.warnings:
         console.print(f"[yellow]Corpus:[/] {warning}")
-    model = _with_vocabulary(config.model, corpus)
+    model = _with_vocab_size(config.model, corpus)
     plan = _choose_plan(config, model, chip, console)
     job.agree("plan", f"{meshes.describe_mesh(plan.mesh)} {describe_plan(plan)}")
     mesh = plan.mesh
@@ -94,7 +94,7 @@ def _choose_plan(config: RunConfig, model: ModelConfig, chip: Chip | None, conso
         raise ValueError(
             f"mesh=auto does not know the {jax.devices()[0].device_kind}. Type mesh=ROWSxCOLUMNS."
         )
-    machine = slice_of(jax.devices()) or chip
+    machine = tpu_slice_of(jax.devices()) or chip
     found = best_meshes(config.parallel, model, microbatch, config.seq, devices, machine)
     if not found[0].roomy:
         raise ValueError(
@@ -107,22 +107,22 @@ def _choose_plan(config: RunConfig, model: ModelConfig, chip: Chip | None, conso
 
 def _compile_candidates(config: RunConfig, model: ModelConfig, console: Console) -> RunConfig:
     """With the mesh and slice count of the fastest schedule on the slice that is here."""
-    slice = slice_of(jax.devices())
-    if slice is None:
+    tpu_slice = tpu_slice_of(jax.devices())
+    if tpu_slice is None:
         raise ValueError(
             f"tune=compile compares schedules of the TPU compiler, and the devices here are no TPU slice but "
             f"{jax.device_count()} x {jax.devices()[0].device_kind}. Type tune=model."
         )
-    return tuned(config, model, slice, _dtype(config.dtype), on_present, console)
+    return tuned(config, model, tpu_slice, _dtype(config.dtype), on_present, console)
 
 
-def _with_vocabulary(model: ModelConfig, corpus: Corpus) -> ModelConfig:
-    if model.vocabulary is None:
-        return dataclasses.replace(model, vocabulary=corpus.vocab_size)
-    if model.vocabulary < corpus.vocab_size:
+def _with_vocab_size(model: ModelConfig, corpus: Corpus) -> ModelConfig:
+    if model.vocab_size is None:
+        return dataclasses.replace(model, vocab_size=corpus.vocab_size)
+    if model.vocab_size < corpus.vocab_size:
         raise ValueError(
-            f"model {model.name} knows {model.vocabulary} symbols, the tokenizer makes {corpus.vocab_size}. "
-            "Type model.vocabulary=null to take the tokenizer's, or choose another tokenizer=."
+            f"model.vocab_size={model.vocab_size} is less than the {corpus.vocab_size} tokens of the tokenizer. "
+            "Type model.vocab_size=null to take the tokenizer's, or choose another tokenizer=."
         )
     return model
 

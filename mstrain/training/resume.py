@@ -10,7 +10,7 @@ import jax
 
 from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.mesh import describe_mesh
-from mstrain.models.parameters import compile_store
+from mstrain.models.parameters import compile_from_canonical
 from mstrain.program.step import State, init_state
 from mstrain.training.run import Run
 
@@ -41,7 +41,7 @@ def begin(run: Run, checkpoints: Checkpoints) -> tuple[State, int]:
             "damaged/. Type another run_dir=, or delete this one to begin anew."
         )
     if run.config.compile_cache:  # so that not even the first restart compiles anything
-        compile_store(run.module)
+        compile_from_canonical(run.module)
     if run.config.init_from:
         return _from_another(run), 0
     return init_state(run.module, run.optimizer, run.config.seed), 0

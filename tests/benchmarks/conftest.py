@@ -8,5 +8,5 @@ from tests.compiler.conftest import tpu_compiler  # noqa: F401
 
 @pytest.fixture
 def no_compiler(monkeypatch):
-    topology.slice_devices.cache_clear()
+    topology.tpu_slice_devices.cache_clear()
     monkeypatch.setattr(topology, "missing_compiler", lambda: 'not installed. Type: pip install "jax[tpu]"')

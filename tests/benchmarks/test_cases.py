@@ -10,7 +10,7 @@ from mstrain.mesh import MeshShape, make_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.zoo import load_preset
 
-GPT3 = dataclasses.replace(load_preset("gpt3_175b"), vocabulary=51200)
+GPT3 = dataclasses.replace(load_preset("gpt3_175b"), vocab_size=51200)
 
 
 @pytest.mark.parametrize("physical", [MeshShape(1, *shape) for shape in ((4, 4), (2, 4), (32, 8), (1, 2))])
@@ -18,9 +18,9 @@ def test_a_device_sees_the_shapes_of_the_whole_mesh(physical):
     whole, batch, seq = MeshShape(1, 32, 8), 128, 2048
     small, sequences = shrink(GPT3, batch, whole, physical)
     assert sequences * seq / physical.row == batch * seq / whole.row
-    for size in ("width", "heads", "num_kv_heads", "hidden"):
+    for size in ("width", "heads", "num_kv_heads", "mlp_dim"):
         assert getattr(small, size) / physical.col == getattr(GPT3, size) / whole.col
-    assert small.head_width == GPT3.head_width
+    assert small.head_dim == GPT3.head_dim
 
 
 def test_what_does_not_shrink_evenly_is_refused():
@@ -32,7 +32,7 @@ def test_what_does_not_shrink_evenly_is_refused():
 
 def test_a_mesh_cannot_emulate_a_smaller_one():
     with pytest.raises(ValueError, match="emulate"):
-        shrink(ModelConfig(vocabulary=256), 8, MeshShape(1, 2, 2), MeshShape(1, 2, 4))
+        shrink(ModelConfig(vocab_size=256), 8, MeshShape(1, 2, 2), MeshShape(1, 2, 4))
 
 
 def test_every_product_has_its_own_slice_count():

@@ -91,7 +91,7 @@ def test_target_and_check_belong_together(arguments, words):
 
 def test_an_unread_tokenizer_leaves_the_vocabulary_open():
     config = load_config(["model=tiny", "tokenizer=bpe", "target=v5p-8", "check=true"])
-    with pytest.raises(ValueError, match="Type model.vocabulary="):
+    with pytest.raises(ValueError, match="Type model.vocab_size="):
         room.plan_step(config)
 
 

@@ -40,8 +40,8 @@ def test_products_are_predicted_and_dumped(tmp_path, capsys):
 def test_what_a_device_cannot_hold_is_said(monkeypatch, capsys, tmp_path):
     chip = parse_target("v5p:2x2x1").chip
     small = dataclasses.replace(chip, hbm_bytes=1e3)
-    slice = dataclasses.replace(parse_target("v5p:2x2x1"), chip=small)
-    monkeypatch.setattr("mstrain.benchmarks.config.parse_target", lambda text: slice)
+    tpu_slice = dataclasses.replace(parse_target("v5p:2x2x1"), chip=small)
+    monkeypatch.setattr("mstrain.benchmarks.config.parse_target", lambda text: tpu_slice)
     where = [f"run_dir={tmp_path}", "bench=gemm", "meshes=2x2", "algorithms=collective"]
     assert run([*ARGUMENTS, *where]) == 0
     assert "collective on 2x2: does not fit, 0.00 of 0.00 GiB" in " ".join(capsys.readouterr().out.split())
@@ -50,7 +50,7 @@ def test_what_a_device_cannot_hold_is_said(monkeypatch, capsys, tmp_path):
 @pytest.mark.usefixtures("tpu_compiler")
 def test_the_tuner_chooses_a_mesh_of_the_torus(monkeypatch):
     config = load([*ARGUMENTS, "algorithms=meshslice"])
-    (mesh,) = predicted._meshes(config, config.slice)
-    assert (mesh.row, mesh.col) in config.slice.mesh_shapes()
-    every = predicted._meshes(load([*ARGUMENTS, "meshes=all"]), config.slice)
-    assert [(m.row, m.col) for m in every] == list(config.slice.mesh_shapes())
+    (mesh,) = predicted._meshes(config, config.tpu_slice)
+    assert (mesh.row, mesh.col) in config.tpu_slice.mesh_shapes()
+    every = predicted._meshes(load([*ARGUMENTS, "meshes=all"]), config.tpu_slice)
+    assert [(m.row, m.col) for m in every] == list(config.tpu_slice.mesh_shapes())

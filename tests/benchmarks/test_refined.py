@@ -29,7 +29,7 @@ def compiled(monkeypatch, tmp_path):
         seconds = SECONDS[slices]
         return Trial(str(shape), slices, "os/1", 0.5, seconds, 0.5, seconds - 0.8, 0.1, 0.1, 0.1, 1e10)
 
-    monkeypatch.setattr(refined, "slice_devices", lambda slice: ())
+    monkeypatch.setattr(refined, "tpu_slice_devices", lambda tpu_slice: ())
     monkeypatch.setattr(refined, "compile_candidate", compile_candidate)
     monkeypatch.setattr(refined, "find_answer", functools.partial(find_answer, folder=tmp_path / "tuned"))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.2.3")
@@ -100,7 +100,7 @@ def test_a_smaller_mesh_gets_copies_beside_each_other():
 def test_all_meshes_are_those_that_the_torus_carries():
     config = load([*ARGUMENTS, "meshes=all"])
     question = refined.make_question(config, config.model_configs[0])
-    assert set(question.meshes) == {f"{r}x{c}" for r, c in config.slice.mesh_shapes()}
+    assert set(question.meshes) == {f"{r}x{c}" for r, c in config.tpu_slice.mesh_shapes()}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from mstrain.models.transformer import Transformer
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.step import map_copies, state_shardings
 
-MODEL = ModelConfig(layers=2, width=32, heads=4, mlp_width=64, vocabulary=61, context=8)
+MODEL = ModelConfig(layers=2, width=32, heads=4, mlp_dim=64, vocab_size=61, context=8)
 OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-3), 10)
 STEP = 7
 
@@ -37,7 +37,7 @@ def random_state(module: Transformer, optimizer=OPTIMIZER):
     canonical = jax.tree.map(random, abstract)
 
     def store(state):
-        return map_copies(lambda tree: parameters.store(module, tree), state, optimizer)
+        return map_copies(lambda tree: parameters.from_canonical(module, tree), state, optimizer)
 
     return canonical, jax.jit(store, out_shardings=state_shardings(module, optimizer))(canonical)
 
@@ -70,13 +70,13 @@ def test_weights_moments_and_counters_arrive_bit_for_bit(mesh, parallel, saved):
     assert checkpoints.latest == STEP and checkpoints.facts(STEP) == {"mesh": "1x2x4"}
     state = checkpoints.restore(STEP, module, OPTIMIZER)
     checkpoints.close()
-    back = map_copies(lambda tree: parameters.restore(module, tree), state, OPTIMIZER)
+    back = map_copies(lambda tree: parameters.to_canonical(module, tree), state, OPTIMIZER)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), canonical)
 
 
 def test_another_model_is_refused_with_what_differs(saved):
     checkpoints = Checkpoints(saved[0], 2)
-    module = module_on("1x1", dataclasses.replace(MODEL, vocabulary=67))
+    module = module_on("1x1", dataclasses.replace(MODEL, vocab_size=67))
     with pytest.raises(ValueError, match=r"embedding.table: checkpoint \(61, 32\), model \(67, 32\)"):
         checkpoints.restore(STEP, module, OPTIMIZER)
     checkpoints.close()

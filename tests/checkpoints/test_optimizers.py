@@ -64,5 +64,5 @@ def test_moments_arrive_bit_for_bit_on_another_mesh(name, tmp_path):
     assert jax.tree.structure(restored["optimizer"]) == jax.tree.structure(
         jax.eval_shape(optimizer.init, parameters.parameter_shapes(after))
     )
-    back = map_copies(lambda tree: parameters.restore(after, tree), restored, optimizer)
+    back = map_copies(lambda tree: parameters.to_canonical(after, tree), restored, optimizer)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), canonical)

@@ -23,7 +23,7 @@ from mstrain.models.transformer import Transformer, count_parameters
 
 pytestmark = pytest.mark.usefixtures("tpu_compiler")
 SIZES = (16384, 4096, 16384)
-SMALL = ModelConfig(name="small", layers=3, width=1024, heads=8, position="alibi", vocabulary=1024)
+SMALL = ModelConfig(name="small", layers=3, width=1024, heads=8, position="alibi", vocab_size=1024)
 
 BLOCK = 12 * SMALL.width**2  # weights of one layer
 
@@ -65,7 +65,7 @@ def test_a_product_with_both_gradients(tmp_path):
     program = compile_gemm(plan, target("v5p-64"), *SIZES, backward=True, dump=tmp_path, options={})
     schedule = predict(program)
     assert [t.collective.kind for t in schedule.transfers].count("reduce-scatter") == 2
-    peak = target("v5p-64").slice.chip.peak_bf16
+    peak = target("v5p-64").tpu_slice.chip.peak_bf16
     ideal = 3 * 2 * SIZES[0] * SIZES[1] * SIZES[2] / 32 / peak
     assert ideal < schedule.seconds - schedule.exposed < 1.5 * ideal
     operands = SIZES[0] * SIZES[1] + SIZES[1] * SIZES[2] + SIZES[0] * SIZES[2]

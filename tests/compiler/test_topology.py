@@ -15,8 +15,8 @@ from mstrain.hardware import all_chips, parse_target
 
 def target(name, order, sizes):
     """A target whose devices are numbered by hand: `order` are torus axes (3 is the core), slowest first."""
-    slice = parse_target(name)
-    extent = (*slice.topology, *(1,) * (3 - len(slice.topology)), slice.chip.slices.devices_per_chip)
+    tpu_slice = parse_target(name)
+    extent = (*tpu_slice.topology, *(1,) * (3 - len(tpu_slice.topology)), tpu_slice.chip.tpu_slices.devices_per_chip)
     grid = np.meshgrid(*[np.arange(extent[a]) for a in order], indexing="ij")
     places = np.stack(grid, -1).reshape(-1, len(order))
     devices = np.empty(len(places), object)
@@ -25,7 +25,7 @@ def target(name, order, sizes):
         devices[i] = SimpleNamespace(coords=[at.get(a, 0) for a in range(3)], core_on_chip=at.get(3, 0))
     mesh = SimpleNamespace(devices=devices.reshape(sizes), axis_names=("data", "row", "col"),
                            shape=dict(zip(("data", "row", "col"), sizes)))
-    return Target(slice, mesh)
+    return Target(tpu_slice, mesh)
 
 
 @pytest.mark.parametrize(("name", "order", "sizes", "row", "col"), [
@@ -67,7 +67,7 @@ def test_a_missing_compiler_is_named_with_its_remedy(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(topology.importlib.metadata, "version", absent)
-    topology.slice_devices.cache_clear()
+    topology.tpu_slice_devices.cache_clear()
     with pytest.raises(ValueError, match=r"libtpu, which is not installed. Type: pip install \"jax\[tpu\]=="):
         make_target("v5p-64", "4x8")
 
@@ -100,8 +100,8 @@ def test_quiet_swallows_what_c_writes_and_gives_the_streams_back(capfd):
     ("tpu7x:2x2x4", "4x8", (1, 4, 8)), ("v6e-32", "2x4x2", (4, 4, 2)),
 ])  # fmt: skip
 def test_meshes_of_the_real_compiler(tpu_compiler, capfd, name, mesh, sizes):
-    topology.slice_devices.cache_clear()
+    topology.tpu_slice_devices.cache_clear()
     found = make_target(name, mesh)
     assert tuple(found.mesh.shape.values()) == sizes
-    assert len({device.id for device in found.mesh.devices.flat}) == found.slice.devices
+    assert len({device.id for device in found.mesh.devices.flat}) == found.tpu_slice.devices
     assert capfd.readouterr() == ("", "")

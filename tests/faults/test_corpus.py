@@ -5,7 +5,7 @@ import sys
 from mstrain.data import DataConfig, prepare
 from tests.job.processes import Job, arguments
 
-TEXT = ("data=text", "tokenizer=bytes", "vocabulary=null", "data.num_tokens=4194304")
+TEXT = ("data=text", "tokenizer=bytes", "vocab_size=null", "data.num_tokens=4194304")
 USUAL = ("steps=6", "mesh=1x2", "checkpoint.every=2", "eval.every=100")
 
 # train.py whose fourth batch finds the token file truncated.

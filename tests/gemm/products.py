@@ -79,20 +79,20 @@ def output_order(plan: Plan, y_TxO):
     rule = Storage(
         (len(y_TxO) // copies, width), columns=plan.grid.num_cols, rows=plan.grid.num_rows, slices=plan.slices
     )
-    return rule.store(y_TxO.reshape(copies, -1, width)).reshape(y_TxO.shape)
+    return rule.from_canonical(y_TxO.reshape(copies, -1, width)).reshape(y_TxO.shape)
 
 
 def expected(plan: Plan, reference):
     """The dense (y, dx, dw) in the orders in which `plan` returns them."""
     y, dx, dw = reference
-    return output_order(plan, y), dx, storage_of(plan, dw.shape).store(dw)
+    return output_order(plan, y), dx, storage_of(plan, dw.shape).from_canonical(dw)
 
 
 def place(plan: Plan, operands: Operands):
     """(x, w, dy) in stored order where `plan` wants them."""
     arrays = (
         operands.x,
-        storage_of(plan, operands.w.shape).store(operands.w),
+        storage_of(plan, operands.w.shape).from_canonical(operands.w),
         output_order(plan, operands.dy),
     )
     specs = (plan.input_layout.spec, plan.grid.weight_spec, plan.output_layout.spec)

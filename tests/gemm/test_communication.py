@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mstrain.gemm import Form, Plan, grid_of, linear, meshslice
-from mstrain.gemm.local import NN, NT, TN, dot, gather, piece, scatter
+from mstrain.gemm import LoweringOptions, Plan, grid_of, linear, meshslice
+from mstrain.gemm.local import NN, NT, TN, all_gather, dot, piece, reduce_scatter
 from tests.gemm.products import DIMS, QUICK, mesh_of, place, random_operands, step
 from tests.gemm.programs import (
     collectives,
@@ -62,7 +62,7 @@ def test_meshslice_moves_what_collective_moves_in_s_parts(name, swapped, mesh):
 
 def test_rings_move_what_reduce_scatters_move():
     grid = grid_of("meshslice", mesh_of("4x2"))
-    ops = collectives(flow(functools.partial(meshslice.rs, form=Form(rs_in_rings=True)), "rs", grid, 2))
+    ops = collectives(flow(functools.partial(meshslice.rs, lowering=LoweringOptions(rs_in_rings=True)), "rs", grid, 2))
     kinds = collections.Counter(op.kind for op in ops)
     assert kinds == {"all_gather": 2, "collective_permute": 2 * 2 * (grid.num_rows - 1)}
     (expected,) = [size for key, size in movements("rs", grid).items() if key[0] == "reduce_scatter"]
@@ -187,10 +187,10 @@ def check_pipelined(ops, slices):
         )
 
 
-@pytest.mark.parametrize("form", [Form(), Form(matrix_unit=10**6)])
+@pytest.mark.parametrize("lowering", [LoweringOptions(), LoweringOptions(matrix_unit=10**6)])
 @pytest.mark.parametrize("name", FLOWS)
-def test_meshslice_issues_the_neighbouring_slices_first(name, form):
-    function = functools.partial(getattr(meshslice, name), form=form)
+def test_meshslice_issues_the_neighbouring_slices_first(name, lowering):
+    function = functools.partial(getattr(meshslice, name), lowering=lowering)
     ops = flow(function, name, grid_of("meshslice", mesh_of("2x4")), 4)
     check_pipelined(ops, 4)
     scattered = {op.operands[0] for op in ops if op.kind == "reduce_scatter"}
@@ -221,23 +221,23 @@ def test_a_scatter_waits_for_the_one_before(name):
 
 def serial_os(a, b, rows, cols, slices):
     pairs = [(piece(a, 1, s, slices), piece(b, 0, s, slices)) for s in range(slices)]
-    return sum(dot(gather(a_s, cols, 1), gather(b_s, rows, 0), NN) for a_s, b_s in pairs)
+    return sum(dot(all_gather(a_s, cols, 1), all_gather(b_s, rows, 0), NN) for a_s, b_s in pairs)
 
 
 def serial_ls(a, b, rows, cols, slices):
-    parts = [scatter(dot(a, gather(piece(b, 0, s, slices), rows, 0), NT), cols, 1) for s in range(slices)]
+    parts = [reduce_scatter(dot(a, all_gather(piece(b, 0, s, slices), rows, 0), NT), cols, 1) for s in range(slices)]
     return jnp.concatenate(parts, 1)
 
 
 def serial_rs(a, b, rows, cols, slices):
-    parts = [scatter(dot(gather(piece(a, 1, s, slices), cols, 1), b, TN), rows, 0) for s in range(slices)]
+    parts = [reduce_scatter(dot(all_gather(piece(a, 1, s, slices), cols, 1), b, TN), rows, 0) for s in range(slices)]
     return jnp.concatenate(parts, 0)
 
 
 def late_send_ls(a, b, rows, cols, slices):
-    fetched = [gather(piece(b, 0, s, slices), rows, 0) for s in range(slices)]
+    fetched = [all_gather(piece(b, 0, s, slices), rows, 0) for s in range(slices)]
     products = [dot(a, b_s, NT) for b_s in fetched]
-    return jnp.concatenate([scatter(y, cols, 1) for y in products], 1)
+    return jnp.concatenate([reduce_scatter(y, cols, 1) for y in products], 1)
 
 
 @pytest.mark.parametrize("function", [serial_os, serial_ls, serial_rs, late_send_ls])

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from mstrain.gemm import Form, Plan, grid_of
+from mstrain.gemm import LoweringOptions, Plan, grid_of
 from mstrain.gemm.plan import ALGORITHMS, ONE_DIMENSIONAL
 from tests.gemm.products import (
     DIMS,
@@ -61,18 +61,19 @@ def test_value_and_gradients_equal_the_dense_product(algorithm, mesh):
 
 @pytest.mark.parametrize("mesh", ["1x4", "2x4", "3x2"])
 def test_another_form_gives_the_same(mesh):
-    forms = Form(row_major=True), Form(rs_in_rings=True, matrix_unit=10**6, row_major=True, opaque_slices=True)
+    every = LoweringOptions(rs_in_rings=True, matrix_unit=10**6, row_major=True, opaque_slices=True)
+    forms = LoweringOptions(row_major=True), every
     plans = plans_of("meshslice", mesh_of(mesh), SLICES[mesh][-1:])
-    plans = [dataclasses.replace(plan, form=form) for plan in plans for form in forms]
+    plans = [dataclasses.replace(plan, lowering=lowering) for plan in plans for lowering in forms]
     inputs = [place(plan, random_operands()) for plan in plans]
     for plan, results in zip(plans, run(plans, inputs), strict=True):
-        check(results, expected(plan, dense()), f"{plan.dataflow} as {plan.form}")
+        check(results, expected(plan, dense()), f"{plan.dataflow} as {plan.lowering}")
 
 
 @pytest.mark.parametrize("dataflow", ["os", "ls"])
 def test_opaque_slices_of_a_float32_weight_are_rounded_as_plain_ones(dataflow):
     plan = Plan("meshslice", dataflow, grid_of("meshslice", mesh_of("2x4")), 3)
-    other = dataclasses.replace(plan, form=Form(opaque_slices=True))
+    other = dataclasses.replace(plan, lowering=LoweringOptions(opaque_slices=True))
     x, w, dy = place(plan, random_operands())
     inputs = [(x.astype("bfloat16"), w, dy.astype("bfloat16"))] * 2
     plain, opaque = run([plan, other], inputs)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm import Plan, Storage, grid_of
-from mstrain.gemm.local import gather, piece
+from mstrain.gemm.local import all_gather, piece
 from tests.gemm.products import check, dense, error, expected, mesh_of, place, random_operands, run
 
 counts = st.integers(1, 3)
@@ -36,8 +36,8 @@ def test_restore_undoes_store(storage, leading):
         return
     lead = (2, 3)[:leading]
     x = jnp.arange(np.prod((*lead, *storage.shape)), dtype=jnp.float32).reshape(*lead, *storage.shape)
-    stored = storage.store(x)
-    np.testing.assert_array_equal(storage.restore(stored), x)
+    stored = storage.from_canonical(x)
+    np.testing.assert_array_equal(storage.to_canonical(stored), x)
     values = np.sort(np.asarray(stored), axis=None)
     padding = values.size - x.size
     np.testing.assert_array_equal(values[padding:], np.asarray(x).ravel())  # nothing lost, nothing twice
@@ -49,7 +49,7 @@ def test_restore_undoes_store(storage, leading):
 def test_column_shards_hold_their_part_of_every_segment(columns, widths, padding):
     segments = tuple(columns * width for width in widths)
     storage = Storage((sum(segments),), segments, columns)
-    parts = np.split(np.asarray(storage.store(jnp.arange(sum(segments)))), columns)
+    parts = np.split(np.asarray(storage.from_canonical(jnp.arange(sum(segments)))), columns)
     starts = np.cumsum((0, *segments[:-1]))
     for j, part in enumerate(parts):
         want = [np.arange(s + j * w, s + (j + 1) * w) for s, w in zip(starts, widths, strict=True)]
@@ -74,7 +74,7 @@ def test_slices_over_rows_and_columns_are_the_same_ordered_set(rows, columns, sl
         Storage(shape, (), columns, rows, slices, transposed),
         kernel.T if transposed else kernel,
     )
-    stored = np.asarray(storage.store(jnp.asarray(kernel)))[:, 0]
+    stored = np.asarray(storage.from_canonical(jnp.asarray(kernel)))[:, 0]
     over_rows, over_columns = slices_over(rows, stored, slices), slices_over(columns, index, slices)
     np.testing.assert_array_equal(over_rows, over_columns)
     np.testing.assert_array_equal(np.sort(np.concatenate(over_rows)), index)  # every index exactly once
@@ -87,11 +87,11 @@ def test_devices_gather_the_same_slices(mesh, slices):
     """As above, through the collectives themselves."""
     grid = grid_of("meshslice", mesh_of(mesh))
     index = jnp.arange(48, dtype=jnp.int32)[:, None]
-    kernel = Storage((48, 1), columns=grid.num_cols, rows=grid.num_rows, slices=slices).store(index)
+    kernel = Storage((48, 1), columns=grid.num_cols, rows=grid.num_rows, slices=slices).from_canonical(index)
 
     def local(x, w):
-        over_columns = [gather(piece(x, 1, s, slices), grid.cols, 1) for s in range(slices)]
-        over_rows = [gather(piece(w, 0, s, slices), grid.rows, 0) for s in range(slices)]
+        over_columns = [all_gather(piece(x, 1, s, slices), grid.cols, 1) for s in range(slices)]
+        over_rows = [all_gather(piece(w, 0, s, slices), grid.rows, 0) for s in range(slices)]
         return jnp.stack(over_columns)[None], jnp.stack(over_rows)[None]
 
     every = P(("row", "col"))

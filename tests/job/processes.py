@@ -10,8 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
-    "model=tiny", "model.layers=1", "model.width=32", "model.mlp_width=64", "data=synthetic",
-    "data.num_tokens=8192", "vocabulary=61", "seq=16", "batch=16", "dtype=f32", "parallel.slices=2",
+    "model=tiny", "model.layers=1", "model.width=32", "model.mlp_dim=64", "data=synthetic",
+    "data.num_tokens=8192", "vocab_size=61", "seq=16", "batch=16", "dtype=f32", "parallel.slices=2",
     "optimizer.warmup=2", "eval.batches=1", "sample.tokens=0",
 ]  # fmt: skip
 

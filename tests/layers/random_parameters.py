@@ -21,6 +21,6 @@ def random_parameters(init, mesh, scale=1.0):
     )
 
     def place(rule, x, spec):
-        return jax.device_put(rule.store(x), jax.NamedSharding(mesh, spec))
+        return jax.device_put(rule.from_canonical(x), jax.NamedSharding(mesh, spec))
 
     return rules, canonical, jax.tree.map(place, rules, canonical, partition_specs(boxed))

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from mstrain.gemm import Plan, PlanPair, grid_of
 from mstrain.layers.attention import Attention, Heads, alibi_slopes, rotate_positions
-from mstrain.layers.attention_kernels import Scores, attend
+from mstrain.layers.attention_kernels import AttentionConfig, attend
 from mstrain.layers.dense import Inits
 from tests.gemm.products import QUICK, mesh_of
 from tests.layers.random_parameters import random_parameters
@@ -44,12 +44,12 @@ def naive(q, k, v, scores, slopes, window):
 @pytest.mark.parametrize(
     "scores, window",
     [
-        (Scores(0.5), T),
-        (Scores(0.5, alibi=True), T),
-        (Scores(2.0, soft_cap=1.5), T),
-        (Scores(0.5, windowed=True), 3),
-        (Scores(0.5, windowed=True), T),
-        (Scores(2.0, alibi=True, soft_cap=1.5, windowed=True), 3),
+        (AttentionConfig(0.5), T),
+        (AttentionConfig(0.5, alibi=True), T),
+        (AttentionConfig(2.0, soft_cap=1.5), T),
+        (AttentionConfig(0.5, windowed=True), 3),
+        (AttentionConfig(0.5, windowed=True), T),
+        (AttentionConfig(2.0, alibi=True, soft_cap=1.5, windowed=True), 3),
     ],
     ids=("plain", "alibi", "soft_cap", "window", "whole_window", "all"),
 )
@@ -65,16 +65,16 @@ def test_grouped_query_attention_equals_a_loop_over_tokens(scores, window):
 
 def test_bfloat16_attention_keeps_its_dtype_and_float32_scores():
     q, k, v = random_qkv("bfloat16")
-    y = attend(q, k, v, Scores(0.5), None, jnp.int32(T))
+    y = attend(q, k, v, AttentionConfig(0.5), None, jnp.int32(T))
     assert y.dtype == jnp.bfloat16
-    np.testing.assert_allclose(y.astype(jnp.float32), naive(q, k, v, Scores(0.5), None, T), atol=2e-2)
+    np.testing.assert_allclose(y.astype(jnp.float32), naive(q, k, v, AttentionConfig(0.5), None, T), atol=2e-2)
 
 
 @pytest.mark.parametrize("windowed", [False, True])
 def test_no_token_sees_the_future_or_beyond_its_window(windowed):
     """By gradients: dy_t / dv_u is zero exactly where u is unseen."""
     q, k, v = random_qkv()
-    scores, window = Scores(0.5, windowed=windowed), 3
+    scores, window = AttentionConfig(0.5, windowed=windowed), 3
 
     def seen(t):
         slope = jax.grad(lambda v: attend(q, k, v, scores, None, jnp.int32(window))[:, t].sum())(v)
@@ -120,8 +120,8 @@ def test_rotary_turns_pair_i_by_position_times_its_frequency():
 
 SEQUENCES, WIDTH = 8, 24
 VARIANTS = {
-    "alibi": {"scores": Scores(0.5, alibi=True)},
-    "rotary": {"scores": Scores(0.5), "rotary_base": 100.0, "qk_norm_epsilon": 1e-5},
+    "alibi": {"config": AttentionConfig(0.5, alibi=True)},
+    "rotary": {"config": AttentionConfig(0.5), "rotary_base": 100.0, "qk_norm_epsilon": 1e-5},
 }
 
 
@@ -146,7 +146,7 @@ def attention_step(variant, algorithm, mesh, dataflow="os", slices=1):
         return y, *backward(g)
 
     y, slopes, dx = jax.jit(program).lower(params, x, g).compile(compiler_options=QUICK)(params, x, g)
-    return y, dx, jax.tree.map(lambda rule, slope: rule.restore(slope), rules, slopes)
+    return y, dx, jax.tree.map(lambda rule, slope: rule.to_canonical(slope), rules, slopes)
 
 
 @functools.cache

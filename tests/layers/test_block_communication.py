@@ -22,7 +22,7 @@ MODELS = {
     "gpt": {"position": "none"},
     "llama": {
         "norm": "rmsnorm", "norm_bias": False, "position": "rotary", "gated": True, "bias": "none",
-        "kv_heads": 4, "activation": "silu", "mlp_width": 128, "tied": False,
+        "num_kv_heads": 4, "activation": "silu", "mlp_dim": 128, "tied": False,
     },
 }  # fmt: skip
 MESHES = {"2x4": MeshShape(1, 2, 4), "4x2": MeshShape(1, 4, 2), "2x2x4": MeshShape(2, 2, 4)}
@@ -30,7 +30,7 @@ MESHES = {"2x4": MeshShape(1, 2, 4), "4x2": MeshShape(1, 4, 2), "2x2x4": MeshSha
 
 def lowered_block(model, mesh, dataflow="auto", reshard=False):
     """Value and all gradients of one block; with `reshard`, a layout mistake as this file hunts."""
-    model = ModelConfig(layers=1, width=WIDTH, heads=8, vocabulary=64, **MODELS[model])
+    model = ModelConfig(layers=1, width=WIDTH, heads=8, vocab_size=64, **MODELS[model])
     mesh = make_mesh(MESHES[mesh])
     parallel = ParallelConfig(slices=str(SLICES), dataflow=dataflow)
     plan = make_plan(parallel, model, mesh, SEQUENCES, SEQ).groups[0][0]

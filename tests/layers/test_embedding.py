@@ -67,7 +67,7 @@ def test_gradient_of_a_frequent_token_does_not_stall_in_bfloat16():
 def test_initial_table_does_not_depend_on_the_mesh():
     def canonical(module):
         boxed = module.init(jax.random.key(0), jnp.zeros(32, jnp.int32))["params"]
-        return storages(boxed)["table"].restore(boxed["table"].value), partition_specs(boxed)["table"]
+        return storages(boxed)["table"].to_canonical(boxed["table"].value), partition_specs(boxed)["table"]
 
     (one, one_spec), (other, other_spec) = canonical(embedding()), canonical(embedding("fsdp"))
     np.testing.assert_array_equal(one, other)

@@ -20,8 +20,8 @@ LAYOUTS = {
 }
 
 
-def head_on(where, soft_cap=None, vocabulary=VOCABULARY):
-    return LogitsHead(vocabulary, LAYOUTS[where], mesh_of("2x4" if "x" not in where else where), soft_cap)
+def head_on(where, soft_cap=None, vocab_size=VOCABULARY):
+    return LogitsHead(vocab_size, LAYOUTS[where], mesh_of("2x4" if "x" not in where else where), soft_cap)
 
 
 def inputs(scale=3.0, dtype="float32"):
@@ -67,7 +67,7 @@ def test_value_and_gradient_equal_the_dense_loss(where, soft_cap):
 
 def test_padding_would_count_if_it_were_not_masked():
     logits, targets, g = inputs()
-    lowered, arrays = sharded(head_on("2x4", vocabulary=PADDED), logits, targets, g)
+    lowered, arrays = sharded(head_on("2x4", vocab_size=PADDED), logits, targets, g)
     value, _ = lowered.compile(compiler_options=QUICK)(*arrays)
     assert not np.allclose(value, dense(logits, targets, None), rtol=1e-3)
 

@@ -59,7 +59,7 @@ def test_mlp_equals_its_formula(mesh, algorithm, into, out, activation, gated):
         return y, *backward(g)
 
     y, slopes, dx = jax.jit(program).lower(stored, x, g).compile(compiler_options=QUICK)(stored, x, g)
-    slopes = jax.tree.map(lambda rule, slope: rule.restore(slope), rules, slopes)
+    slopes = jax.tree.map(lambda rule, slope: rule.to_canonical(slope), rules, slopes)
     want, backward = jax.vjp(lambda p, x: formula(p, x, activation, gated), canonical, np.asarray(x))
     for a, b in zip(
         jax.tree.leaves((y, slopes, dx)), jax.tree.leaves((want, *backward(np.asarray(g)))), strict=True

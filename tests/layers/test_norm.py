@@ -7,12 +7,12 @@ import pytest
 from flax import linen as nn
 
 from mstrain.gemm import Layout
-from mstrain.layers.norm import Norm, Rule, normalise
+from mstrain.layers.norm import Norm, NormConfig, normalise
 from tests.gemm.products import QUICK, mesh_of
 
 
 def rule(kind, mesh="1x1", layout=Layout((), ())):
-    return Rule(kind, layout, mesh_of(mesh))
+    return NormConfig(kind, layout, mesh_of(mesh))
 
 
 def reference(x, kind, epsilon=1e-5):

@@ -13,7 +13,7 @@ from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.program.step import mean_loss
 
-MODEL = ModelConfig(layers=2, width=32, heads=4, vocabulary=64, context=16)
+MODEL = ModelConfig(layers=2, width=32, heads=4, vocab_size=64, context=16)
 
 
 def operations(layers: int, rules: str | None = None) -> int:

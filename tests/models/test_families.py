@@ -18,7 +18,7 @@ from flax import linen as nn
 from mstrain.layers.attention import alibi_slopes
 from mstrain.layers.embedding import Embedding
 from mstrain.mesh import make_mesh, parse_mesh
-from mstrain.models.parameters import canonical_shapes, store
+from mstrain.models.parameters import canonical_shapes, from_canonical
 from mstrain.models.plan import ParallelConfig, make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import load_preset
@@ -41,10 +41,10 @@ def shrink(name):
         layers=2,
         width=32,
         heads=8,
-        kv_heads=4 if preset.num_kv_heads < preset.heads else None,
-        head_dim=8 if preset.head_dim else None,
-        mlp_width=48,
-        vocabulary=VOCABULARY,
+        num_kv_heads=4 if preset.num_kv_heads < preset.heads else None,
+        head_dim=8 if preset.head_dim * preset.heads != preset.width else None,
+        mlp_dim=48,
+        vocab_size=VOCABULARY,
         context=12,
         window=3 if preset.window else None,
     )
@@ -82,7 +82,7 @@ def losses_and_gradients(name, mesh, algorithm):
             is_lookup = isinstance(context.module, Embedding) and context.method_name == "__call__"
             return y + nudge if is_lookup else y
 
-        params = store(net, canonical)
+        params = from_canonical(net, canonical)
         with nn.intercept_methods(add_nudge):
             losses = net.apply({"params": params}, tokens, targets, method="loss")
         return jnp.sum(losses * weight), losses
@@ -183,7 +183,7 @@ def cap(x, limit):
 
 
 def attention(m, x, p, window):
-    H, queries, keys = m.head_width, m.heads, m.num_kv_heads
+    H, queries, keys = m.head_dim, m.heads, m.num_kv_heads
     qkv = affine(x, p["qkv"], m.bias != "none").reshape(B, T, queries + 2 * keys, H)
     out = np.zeros((B, T, queries, H))
     for n in range(queries):

@@ -26,8 +26,8 @@ def shrink(name):
     """The choices of a preset in sizes of which no two are equal."""
     preset = load_preset(name)
     grouped = preset.num_kv_heads < preset.heads
-    heads = dict(heads=4, kv_heads=2 if grouped else None, head_dim=6)
-    sizes = dict(layers=3, width=40, mlp_width=56, vocabulary=97, context=64)
+    heads = dict(heads=4, num_kv_heads=2 if grouped else None, head_dim=6)
+    sizes = dict(layers=3, width=40, mlp_dim=56, vocab_size=97, context=64)
     return dataclasses.replace(preset, **heads, **sizes, window=None)
 
 
@@ -68,7 +68,7 @@ def test_count_is_the_products_of_the_traced_model(name):
 def test_conventions_by_their_formulas():
     """PaLM paper, appendix B: 6 N + 12 L H Q T; causal is half of the second term."""
     m = load_preset("gpt3_175b")
-    square = 12 * m.layers * m.heads * m.head_width * m.context
+    square = 12 * m.layers * m.heads * m.head_dim * m.context
     products = 6 * matmul_parameters(m)
     assert training_flops_per_token(m, m.context, "full") == products + square
     assert training_flops_per_token(m, m.context, "causal") == products + square / 2
@@ -85,7 +85,7 @@ def test_gpt3_total_compute_as_published():
 def test_lookup_is_no_product_and_output_projection_is(name, inside):
     """Everything but norms, biases and tables multiplies; a tied table does, as output projection."""
     m = load_preset(name)
-    table = m.vocabulary * m.width
+    table = m.vocab_size * m.width
     rest = count_parameters(m) - matmul_parameters(m) - (0 if inside else table)
     tiny = m.layers * 13 * m.width + 2 * m.width + m.context * m.width
     assert 0 < rest <= tiny
@@ -93,12 +93,12 @@ def test_lookup_is_no_product_and_output_projection_is(name, inside):
 
 def test_window_counts_the_band_that_is_seen():
     """Pairs counted one by one; the diagonal is the only difference."""
-    model = ModelConfig(layers=3, window=100, vocabulary=256)  # layers 0 and 2 have the window
+    model = ModelConfig(layers=3, window=100, vocab_size=256)  # layers 0 and 2 have the window
     seq = 1000
     pairs = 2 * sum(min(t + 1, 100) for t in range(seq)) + sum(t + 1 for t in range(seq))
     without_scores = 2 * matmul_parameters(model)
     scores = forward_flops_per_token(model, seq, "causal") - without_scores
-    per_pair = 4 * model.heads * model.head_width
+    per_pair = 4 * model.heads * model.head_dim
     assert scores * seq == pytest.approx(pairs * per_pair, rel=3 * seq / pairs)
     wide, none = (dataclasses.replace(model, window=window) for window in (seq, None))
     assert forward_flops_per_token(wide, seq) == forward_flops_per_token(none, seq)
@@ -106,9 +106,9 @@ def test_window_counts_the_band_that_is_seen():
 
 @pytest.mark.parametrize("window", [None, 100, 1000])
 def test_the_formula_in_words_gives_the_count(window):
-    model, seq = ModelConfig(layers=3, window=window, vocabulary=256), 1000
+    model, seq = ModelConfig(layers=3, window=window, vocab_size=256), 1000
     words = {
-        "multiplying parameters": matmul_parameters(model), "head width": model.head_width, "heads": model.heads,
+        "multiplying parameters": matmul_parameters(model), "head_dim": model.head_dim, "heads": model.heads,
         "3 layers": 3, "2 layers": 2, "1 layers": 1, "layers": 3, "seq": seq, "window": window, " x ": "*",
     }  # fmt: skip
     formula = flops_formula(model, seq)
@@ -120,5 +120,5 @@ def test_the_formula_in_words_gives_the_count(window):
 def test_errors_name_the_fix():
     with pytest.raises(ValueError, match="Choose full or causal"):
         forward_flops_per_token(load_preset("gpt2"), 1024, "half")
-    with pytest.raises(ValueError, match="Set model.vocabulary"):
+    with pytest.raises(ValueError, match="Set model.vocab_size"):
         training_flops_per_token(load_preset("small"), 512)

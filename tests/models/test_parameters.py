@@ -17,9 +17,9 @@ from mstrain.models.plan import ParallelConfig, make_plan
 from mstrain.models.transformer import Transformer
 from tests.gemm.products import QUICK
 
-GPT = ModelConfig(layers=4, width=64, heads=8, mlp_width=128, vocabulary=257, context=16)
+GPT = ModelConfig(layers=4, width=64, heads=8, mlp_dim=128, vocab_size=257, context=16)
 LLAMA = ModelConfig(
-    layers=4, width=64, heads=8, kv_heads=4, mlp_width=96, vocabulary=257, norm="rmsnorm", norm_bias=False,
+    layers=4, width=64, heads=8, num_kv_heads=4, mlp_dim=96, vocab_size=257, norm="rmsnorm", norm_bias=False,
     position="rotary", activation="silu", gated=True, bias="none", tied=False,
 )  # fmt: skip
 MIXED = ParallelConfig(attention="megatron", mlp="wang", layers="1-2:fsdp 3:mlp:summa")
@@ -53,12 +53,12 @@ def canonical(model: ModelConfig):
 
 @functools.cache
 def converters(case: str):
-    """Compiled store and restore, between the shardings a checkpoint and a step use."""
+    """Compiled from_canonical and to_canonical, between the shardings a checkpoint and a step use."""
     module = module_of(case)
     whole, parts = parameters.canonical_shardings(module), parameters.parameter_shardings(module)
-    store = jax.jit(functools.partial(parameters.store, module), in_shardings=(whole,), out_shardings=parts)
+    store = jax.jit(functools.partial(parameters.from_canonical, module), in_shardings=(whole,), out_shardings=parts)
     restore = jax.jit(
-        functools.partial(parameters.restore, module), in_shardings=(parts,), out_shardings=whole
+        functools.partial(parameters.to_canonical, module), in_shardings=(parts,), out_shardings=whole
     )
     shapes = parameters.canonical_shapes(module)
     stored = parameters.parameter_shapes(module)
@@ -101,7 +101,7 @@ def test_converted_in_turn_they_are_the_same_and_what_was_read_is_freed():
     module, (store, _, whole) = module_of("mixed groups"), converters("mixed groups")
     given = jax.device_put(canonical(GPT), whole)
     expected = jax.device_get(store(given))
-    stored = parameters.store_in_turn(module, given)
+    stored = parameters.from_canonical_in_turn(module, given)
     assert_equal(stored, expected)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
     parts = parameters.parameter_shardings(module)
@@ -128,7 +128,7 @@ def gathered(compiled) -> int:
 def test_no_kernel_is_gathered_on_the_way(case):
     """With sizes that divide, conversions move shards; what is gathered is smaller than any one kernel."""
     model = CASES[case][0]
-    kernels = model.width * min(model.num_kv_heads * model.head_width, model.hidden)
+    kernels = model.width * min(model.num_kv_heads * model.head_dim, model.mlp_dim)
     for compiled in converters(case)[:2]:
         assert gathered(compiled) < kernels
 
@@ -143,6 +143,6 @@ def test_a_gathered_kernel_would_be_seen():
 def test_padding_is_zero_and_leaves_with_the_way_back():
     storage = Storage((5, 6), padding=(3, 2))
     x = jnp.arange(30.0).reshape(5, 6)
-    stored = storage.store(x)
+    stored = storage.from_canonical(x)
     assert stored.shape == (8, 8) and float(stored.sum()) == float(x.sum())
-    np.testing.assert_array_equal(storage.restore(stored), x)
+    np.testing.assert_array_equal(storage.to_canonical(stored), x)

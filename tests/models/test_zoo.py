@@ -96,13 +96,13 @@ def test_printed_totals_follow_the_closed_form_of_gpt(name):
     """12 L D^2 weights and 13 L D norms and biases in blocks, two tables, and the last norm."""
     m = load_preset(name)
     blocks = m.layers * (12 * m.width**2 + 13 * m.width)
-    assert count_parameters(m) == blocks + (m.vocabulary + m.context) * m.width + 2 * m.width
+    assert count_parameters(m) == blocks + (m.vocab_size + m.context) * m.width + 2 * m.width
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_and_their_width(name):
     model = load_preset(name)
-    assert (model.heads, model.head_width) == HEADS[name]
+    assert (model.heads, model.head_dim) == HEADS[name]
 
 
 @pytest.mark.parametrize("prefix", CHOICES)
@@ -137,9 +137,9 @@ def test_preset_states_where_its_sizes_come_from(name):
 def test_presets_of_our_own_take_the_vocabulary_of_the_tokenizer():
     for name in WITHOUT_VOCABULARY:
         model = load_preset(name)
-        with pytest.raises(ValueError, match="Set model.vocabulary"):
+        with pytest.raises(ValueError, match="Set model.vocab_size"):
             count_parameters(model)
-        assert count_parameters(dataclasses.replace(model, vocabulary=256)) > 0
+        assert count_parameters(dataclasses.replace(model, vocab_size=256)) > 0
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_table_shows_every_preset_and_its_exact_count():
     [
         (dict(norm="batchnorm"), "layernorm, rmsnorm"),
         (dict(width=65), "divisor"),
-        (dict(heads=8, kv_heads=3), r"\[1, 2, 4, 8\]"),
+        (dict(heads=8, num_kv_heads=3), r"\[1, 2, 4, 8\]"),
         (dict(head_dim=7, position="rotary"), "even"),
         (dict(layers=0), "at least 1"),
     ],

@@ -104,10 +104,10 @@ class Executor:
     def order(self, name: str) -> np.ndarray:
         """The order of a product's output features."""
         m, product = self.model, self.by_name[name]
-        kv = m.num_kv_heads * m.head_width
+        kv = m.num_kv_heads * m.head_dim
         segments = {
-            "attention in": (m.heads * m.head_width, kv, kv),
-            "mlp in": (m.hidden,) * (2 if m.gated else 1),
+            "attention in": (m.heads * m.head_dim, kv, kv),
+            "mlp in": (m.mlp_dim,) * (2 if m.gated else 1),
         }.get(name, (product.layout.projection.out_dim,))
         return interleave(segments, product.layout.cols)
 
@@ -115,7 +115,7 @@ class Executor:
         (token_axis, parts), (feature_axis, columns) = spread_of(self.products.head, self.mesh)
         row = self.place(rank, token_axis) if parts > 1 else 0
         col = self.place(rank, feature_axis) if columns > 1 else 0
-        rows, cols = self.model.vocabulary // parts, self.model.width // columns
+        rows, cols = self.model.vocab_size // parts, self.model.width // columns
         return slice(row * rows, (row + 1) * rows), slice(col * cols, (col + 1) * cols)
 
     @property
@@ -226,7 +226,7 @@ class Executor:
             ids = self.ids(self.tokens, number, microbatch, axis, parts)
             if kind == "Norm":
                 return (args[0]["table"] if isinstance(args[0], dict) else args[0])[ids]
-            gradient = np.zeros((self.model.vocabulary, args[0].shape[1]))
+            gradient = np.zeros((self.model.vocab_size, args[0].shape[1]))
             np.add.at(gradient, ids, args[0])
             return gradient + (args[1].T if len(args) > 1 else 0.0)  # of a tied projection
         if label == ("head", "loss"):
@@ -347,7 +347,7 @@ class Executor:
         _, between_rows = axes_of(head, self.mesh)
         targets = self.ids(self.targets, number, microbatch, between_rows, head.layout.rows)
         column, count = self.cut(head, rank)["columns"]
-        return targets, column * self.model.vocabulary // count
+        return targets, column * self.model.vocab_size // count
 
     def logit_sums(self, logits, value):
         """Sum of exponentials and target's logit, over the symbols of one shard."""

@@ -50,7 +50,7 @@ def activation_gradient(u, g, gated):
 
 def attention(model: ModelConfig, seq: int, columns: int, qkv, gradient=None):
     """Causal attention of whole sequences and the heads of one of `columns` devices, or its gradient."""
-    heads, kv, width = model.heads // columns, model.num_kv_heads // columns, model.head_width
+    heads, kv, width = model.heads // columns, model.num_kv_heads // columns, model.head_dim
     q, k, v = np.split(qkv, [heads * width, (heads + kv) * width], axis=1)
     q = q.reshape(-1, seq, kv, heads // kv, width)
     k, v = (part.reshape(-1, seq, kv, width) for part in (k, v))

@@ -30,7 +30,7 @@ from mstrain.planner.compiled import (
 from mstrain.planner.meshes import best_meshes, plan_on
 from mstrain.planner.tuning_cache import answer_file, find_answer, tuned
 
-MODEL = ModelConfig(name="small", layers=2, width=1024, heads=8, vocabulary=1024, position="alibi")
+MODEL = ModelConfig(name="small", layers=2, width=1024, heads=8, vocab_size=1024, position="alibi")
 QUESTION = Question(MODEL, ParallelConfig(), parse_target("v5p-8"), 16, 64)
 TIMES = {"seconds": 1.0, "exposed": 0.2, "gemm": 0.6, "kernel": 0.1, "move": 0.05, "rest": 0.05}
 TRIAL = Trial("2x2", "4", "os/4", 0.1, **TIMES, memory=1e9)
@@ -61,7 +61,7 @@ def counted(attempt):
 def test_the_best_legal_meshes_come_first_then_slice_counts_on_the_fastest():
     attempt, heard = counted(timed({("4x1", "auto"): 2.0, ("4x1", "2"): 1.5}))
     answer = refine(QUESTION, attempt)
-    legal = [c.shape for c in best_meshes(ParallelConfig(), MODEL, 16, 64, 4, QUESTION.slice)]
+    legal = [c.shape for c in best_meshes(ParallelConfig(), MODEL, 16, 64, 4, QUESTION.tpu_slice)]
     assert [t.mesh for t in heard[:3]] == [str(shape) for shape in legal[:3]]
     assert {t.slices for t in heard[:3]} == {"auto"}
     assert {t.mesh for t in heard[3:]} == {"4x1"} and [t.slices for t in heard[3:]] == counts_to_try(
@@ -99,9 +99,10 @@ def test_only_legal_slice_counts_with_another_plan_are_compiled():
     plans = []
     for slices in ("auto", *counts):
         parallel = ParallelConfig(slices=slices)
-        plans.append(plan_on(shape, parallel, MODEL, 16, 64, QUESTION.slice.chip).groups)
+        plans.append(plan_on(shape, parallel, MODEL, 16, 64, QUESTION.tpu_slice.chip).groups)
     assert all(plan not in plans[:i] for i, plan in enumerate(plans))
-    narrow = dataclasses.replace(MODEL, width=36, heads=2)  # 18 features on each of two devices
+    sizes = dict(width=36, heads=2, num_kv_heads=2, head_dim=18, mlp_dim=144)
+    narrow = dataclasses.replace(MODEL, **sizes)  # 18 features on each of two devices
     narrow = dataclasses.replace(QUESTION, model=narrow, parallel=ParallelConfig(dataflow="os"))
     assert set(counts_to_try(narrow, shape)) <= {"1", "2"}
 
@@ -181,7 +182,7 @@ def test_a_search_interrupted_twice_keeps_the_trials_of_both(tmp_path):
     [
         {"batch": 32}, {"seq": 32}, {"accumulate": 2}, {"dtype": "float32"}, {"remat": "full"},
         {"meshes": ("2x2",)},
-        {"slice": parse_target("v6e-4")}, {"parallel": ParallelConfig(dataflow="ls")},
+        {"tpu_slice": parse_target("v6e-4")}, {"parallel": ParallelConfig(dataflow="ls")},
         {"model": dataclasses.replace(MODEL, layers=3)},
     ],
 )  # fmt: skip
@@ -243,7 +244,7 @@ def test_a_run_takes_the_answer(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tuning_cache, "compile_candidate", compiled)
     config = load_config(["model=tiny", "tune=compile", "batch=16", "seq=64", "mesh=4x1"])
-    found = [tuned(config, MODEL, QUESTION.slice, "bfloat16", "here", Console(quiet=True)) for _ in range(2)]
+    found = [tuned(config, MODEL, QUESTION.tpu_slice, "bfloat16", "here", Console(quiet=True)) for _ in range(2)]
     assert found[0] == found[1]
     assert (found[0].mesh, found[0].parallel.slices, found[0].tune) == ("4x1", "2", "model")
     assert set(places) == {"here"} and len(places) == 1 + len(counts_to_try(QUESTION, MeshShape(1, 4, 1)))
@@ -259,8 +260,8 @@ def test_nothing_left_to_choose_is_a_mistake(arguments):
 
 @pytest.mark.usefixtures("tpu_compiler")
 def test_a_real_step_is_compiled_for_one_mesh_of_each_question():
-    tiny = ModelConfig(name="tiny", layers=1, width=256, heads=2, vocabulary=256, position="alibi")
-    question = Question(tiny, ParallelConfig(), QUESTION.slice, 4, 64, meshes=("2x2",))
+    tiny = ModelConfig(name="tiny", layers=1, width=256, heads=2, vocab_size=256, position="alibi")
+    question = Question(tiny, ParallelConfig(), QUESTION.tpu_slice, 4, 64, meshes=("2x2",))
     trial = compile_candidate(question, MeshShape(1, 2, 2), "1")
     assert trial.plan == "os/1 ls/1 os/1 ls/1" and not trial.problem
     parts = (trial.exposed, trial.gemm, trial.kernel, trial.move, trial.rest)

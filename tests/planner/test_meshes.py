@@ -11,10 +11,10 @@ from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.zoo import load_preset
-from mstrain.planner.meshes import best_meshes, plan_on, rank_meshes, slice_of
+from mstrain.planner.meshes import best_meshes, plan_on, rank_meshes, tpu_slice_of
 
 SLICE = parse_target("v5p-64")
-SMALL = ModelConfig(name="small", layers=2, width=1024, heads=4, vocabulary=1024)
+SMALL = ModelConfig(name="small", layers=2, width=1024, heads=4, vocab_size=1024)
 
 
 def shapes(candidates):
@@ -35,7 +35,8 @@ def test_only_meshes_with_a_legal_plan_remain():
 
 
 def test_few_sequences_leave_few_rows():
-    few = shapes(best_meshes(ParallelConfig(), dataclasses.replace(SMALL, heads=32), 2, 256, 32, SLICE))
+    many = dataclasses.replace(SMALL, heads=32, num_kv_heads=32, head_dim=32)
+    few = shapes(best_meshes(ParallelConfig(), many, 2, 256, 32, SLICE))
     assert few and all(shape.data * shape.row <= 2 for shape in few)
 
 
@@ -61,32 +62,32 @@ def test_copies_need_room_for_the_state():
 
 
 def devices(name, kind, origin=(0, 0, 0)):
-    slice = parse_target(name)
-    topology = (*slice.topology, 1, 1)[:3]
+    tpu_slice = parse_target(name)
+    topology = (*tpu_slice.topology, 1, 1)[:3]
     places = itertools.product(*(range(o, o + n) for o, n in zip(origin, topology)))
-    return slice, [SimpleNamespace(device_kind=kind, coords=list(place)) for place in places
-                   for _ in range(slice.chip.slices.devices_per_chip)]
+    return tpu_slice, [SimpleNamespace(device_kind=kind, coords=list(place)) for place in places
+                   for _ in range(tpu_slice.chip.tpu_slices.devices_per_chip)]
 
 
 @pytest.mark.parametrize(
     ("name", "kind"), [("v5p-64", "v5p"), ("v4-64", "v4"), ("v6e-32", "v6e"), ("v3-32", "v3")]
 )  # fmt: skip
 def test_devices_tell_which_slice_they_are(name, kind):
-    slice, found = devices(name, chip_named(kind).device_kinds[0], origin=(0, 4, 0))
-    assert slice_of(found).topology_name == slice.topology_name
-    assert slice_of(found).mesh_shapes() == slice.mesh_shapes()
-    assert slice_of(found[:-1]) is None  # some are missing
+    tpu_slice, found = devices(name, chip_named(kind).device_kinds[0], origin=(0, 4, 0))
+    assert tpu_slice_of(found).topology_name == tpu_slice.topology_name
+    assert tpu_slice_of(found).mesh_shapes() == tpu_slice.mesh_shapes()
+    assert tpu_slice_of(found[:-1]) is None  # some are missing
 
 
 def test_other_devices_are_no_slice():
-    assert slice_of([SimpleNamespace(device_kind="cpu")]) is None
-    assert slice_of([SimpleNamespace(device_kind="NVIDIA H200")]) is None
+    assert tpu_slice_of([SimpleNamespace(device_kind="cpu")]) is None
+    assert tpu_slice_of([SimpleNamespace(device_kind="NVIDIA H200")]) is None
 
 
 def test_the_same_mesh_is_chosen_for_a_slice_present_and_absent():
-    slice, present = devices("v5p-64", chip_named("v5p").device_kinds[0])
-    absent = best_meshes(ParallelConfig(), SMALL, 16, 256, 32, slice)
-    assert best_meshes(ParallelConfig(), SMALL, 16, 256, len(present), slice_of(present)) == absent
+    tpu_slice, present = devices("v5p-64", chip_named("v5p").device_kinds[0])
+    absent = best_meshes(ParallelConfig(), SMALL, 16, 256, 32, tpu_slice)
+    assert best_meshes(ParallelConfig(), SMALL, 16, 256, len(present), tpu_slice_of(present)) == absent
     assert absent[0].shape != MeshShape(1, 1, 32)
 
 

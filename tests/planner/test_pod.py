@@ -96,7 +96,7 @@ def test_simulated_products_are_those_of_the_model(name):
     )
     tokens = config.batch * config.seq
     scores = 12 * MODEL.layers * MODEL.width * config.seq
-    padding = 6 * MODEL.width * (plan.products.head.layout.projection.out_dim - MODEL.vocabulary)
+    padding = 6 * MODEL.width * (plan.products.head.layout.projection.out_dim - MODEL.vocab_size)
     wanted = tokens * (training_flops_per_token(MODEL, config.seq) - scores + padding)
     assert work == pytest.approx(wanted, rel=1e-9)
 
@@ -136,7 +136,7 @@ def test_interleaving_shrinks_the_bubble_and_keeps_more_in_flight():
 
 def test_one_rank_stands_for_all():
     """Keeping the time of every device of a 2-D mesh gives the same step, operations and memory."""
-    model = dataclasses.replace(load_preset("tiny"), vocabulary=256)
+    model = dataclasses.replace(load_preset("tiny"), vocab_size=256)
     config = config_for(model, cluster="v4-32", batch=32, seq=64)
     pod = find_pod("v4-32")
     plan = PodPlan(2, "meshslice", 2, 2, 2, 4, "dots")
@@ -158,7 +158,7 @@ def test_state_is_what_the_trainer_keeps():
     whole.
     """
     model = load_preset("tiny")
-    model = dataclasses.replace(model, vocabulary=256, bias="none", norm="rmsnorm", position="rotary")
+    model = dataclasses.replace(model, vocab_size=256, bias="none", norm="rmsnorm", position="rotary")
     mesh = make_mesh(MeshShape(2, 2, 4))
     module = Transformer(model, make_plan(ParallelConfig("meshslice"), model, mesh, 8, 64), 64)
     boxes = jax.tree.leaves(abstract_parameters(module), is_leaf=lambda x: hasattr(x, "spec"))
@@ -184,7 +184,7 @@ def test_parameter_counts_add_up(name):
 
 def test_search_finds_the_best_of_all_plans():
     """Against every combination written down here, costed one by one."""
-    model = dataclasses.replace(load_preset("tiny"), vocabulary=256)
+    model = dataclasses.replace(load_preset("tiny"), vocab_size=256)
     config = config_for(model, cluster="v4-16", batch=8, seq=128)
     pod = find_pod("v4-16")
     found = search_pod(config, pod)

@@ -23,11 +23,11 @@ from tests.planner.executor import Executor
 
 SEQ, BATCH = 6, 16
 MODEL = ModelConfig(
-    "tiny", layers=4, width=16, heads=4, kv_heads=2, mlp_width=24, vocabulary=48, context=SEQ, norm="rmsnorm",
+    "tiny", layers=4, width=16, heads=4, num_kv_heads=2, mlp_dim=24, vocab_size=48, context=SEQ, norm="rmsnorm",
     norm_bias=False, position="none", activation="silu", gated=True, bias="none", tied=False,
 )  # fmt: skip
 TIED = dataclasses.replace(MODEL, tied=True)
-PLAIN = dataclasses.replace(MODEL, norm="layernorm", gated=False, kv_heads=4)
+PLAIN = dataclasses.replace(MODEL, norm="layernorm", gated=False, num_kv_heads=4)
 GENERATOR = np.random.default_rng(0)
 TOKENS, TARGETS = GENERATOR.integers(0, 48, (2, BATCH, SEQ), dtype=np.int32)
 
@@ -63,17 +63,17 @@ def named(tree, model):
             into = leaf.shape[1:] == widths(model)[f"{half} in"] and "down" not in path and "out" not in path
             for layer in range(model.layers):
                 result[layer, f"{half} {'in' if into else 'out'}"] = leaf[layer]
-        elif leaf.ndim == 2 and leaf.shape[0] == model.vocabulary:
+        elif leaf.ndim == 2 and leaf.shape[0] == model.vocab_size:
             result["table"] = leaf
-        elif leaf.ndim == 2 and leaf.shape[1] == model.vocabulary:
+        elif leaf.ndim == 2 and leaf.shape[1] == model.vocab_size:
             result["output"] = leaf
     assert len(result) == 4 * model.layers + 2 - model.tied, sorted(leaves)
     return result
 
 
 def widths(model):
-    qkv = (model.heads + 2 * model.num_kv_heads) * model.head_width
-    up = model.hidden * (2 if model.gated else 1)
+    qkv = (model.heads + 2 * model.num_kv_heads) * model.head_dim
+    up = model.mlp_dim * (2 if model.gated else 1)
     return {"attention in": (model.width, qkv), "mlp in": (model.width, up)}
 
 

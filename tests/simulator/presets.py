@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from mstrain.hardware import Chip, Slice, chip_named, parse_target
+from mstrain.hardware import Chip, TpuSlice, chip_named, parse_target
 from mstrain.simulator.cluster import Cluster, Device, Switch, Torus
 
 
@@ -24,7 +24,7 @@ def _device(chip: Chip, dtype: str) -> Device:
     return Device(flops, bandwidth, memory, kind=chip.name)
 
 
-def slice_cluster(target: str | Slice, dtype: str = "bf16") -> Cluster:
+def slice_cluster(target: str | TpuSlice, dtype: str = "bf16") -> Cluster:
     """A pod slice such as "v4-64": a torus (a mesh where the slice does not close) of the chip's links.
 
     Messages and collectives pay the chip's launch of a permutation and a sync per hop. Raises ValueError for

@@ -52,7 +52,7 @@ def without_guard(module, optimizer):
 def build(words: list[str], mesh, dtype, options):
     """The module, its optimizer, the shape of its batches and both compiled steps."""
     config = load_config([*words, "data=synthetic"])
-    model = dataclasses.replace(config.model, vocabulary=config.model.vocabulary or 512)
+    model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 512)
     plan = make_plan(config.parallel, model, mesh, config.batch, config.seq, None)
     module = Transformer(model, plan, config.seq, dtype, config.remat)
     optimizer = make_optimizer(config.optimizer, config.steps)
@@ -79,7 +79,7 @@ def account(programs) -> None:
 
 def time_pairs(module, optimizer, feed, programs, pairs: int) -> None:
     states = {name: steps.init_state(module, optimizer, 0) for name in programs}
-    tokens = np.random.default_rng(0).integers(0, module.model.vocabulary, feed.shape).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, module.model.vocab_size, feed.shape).astype(np.int32)
     batch = jax.device_put(tokens, feed.sharding)
     seconds = {name: [] for name in programs}
     for pair in range(pairs + 1):

@@ -27,7 +27,7 @@ from mstrain.program.step import make_step, map_copies
 
 MESHES = ("1x1", "2x4", "4x2", "1x8", "8x1", "2x2x2")
 STEPS, SEQUENCES, SEQ, VOCABULARY = 20, 16, 16, 61  # the vocabulary divides over no mesh
-MODEL = ModelConfig(layers=2, width=64, heads=8, mlp_width=128, vocabulary=VOCABULARY, context=SEQ)
+MODEL = ModelConfig(layers=2, width=64, heads=8, mlp_dim=128, vocab_size=VOCABULARY, context=SEQ)
 OPTIMIZER = OptimizerConfig(learning_rate=3e-3, warmup=5)
 MIXED = ParallelConfig("gspmd", attention="megatron", mlp="wang", layers="1:fsdp 1:mlp:summa")
 # Compile time dominates, and the numbers do not depend on how hard LLVM tries.
@@ -114,7 +114,7 @@ def compiled(case: Case):
     step = make_step(module, optimizer)
 
     def run(canonical, batches, steps):
-        params = parameters.store(module, canonical)
+        params = parameters.from_canonical(module, canonical)
         state = {"step": jnp.int32(0), "params": params, "optimizer": optimizer.init(params)}
 
         def advance(i, carry):
@@ -123,7 +123,7 @@ def compiled(case: Case):
             return state, curve.at[i].set(jnp.stack([metrics["loss"], metrics["grad_norm"]]))
 
         state, curve = jax.lax.fori_loop(0, steps, advance, (state, jnp.zeros((STEPS, 2))))
-        return curve, map_copies(lambda tree: parameters.restore(module, tree), state, optimizer)
+        return curve, map_copies(lambda tree: parameters.to_canonical(module, tree), state, optimizer)
 
     replicated = jax.NamedSharding(module.plan.mesh, jax.P())
     program = jax.jit(run, in_shardings=replicated, out_shardings=replicated)

@@ -12,7 +12,7 @@ from mstrain.training.run import Run
 from tests.training.parity import QUICK
 
 ARGUMENTS = [
-    "model=tiny", "data=synthetic", "data.num_tokens=4096", "vocabulary=61", "seq=16", "batch=16", "dtype=f32",
+    "model=tiny", "data=synthetic", "data.num_tokens=4096", "vocab_size=61", "seq=16", "batch=16", "dtype=f32",
     "optimizer.warmup=2", "eval.batches=2", "sample.tokens=0",
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from mstrain.models.transformer import Transformer
 from mstrain.training.sample import _generator
 
 SEQ = 32
-CAPPED = ModelConfig(layers=1, width=16, heads=2, vocabulary=64, context=SEQ, logit_soft_cap=1e-3)
+CAPPED = ModelConfig(layers=1, width=16, heads=2, vocab_size=64, context=SEQ, logit_soft_cap=1e-3)
 
 
 def made(model=CAPPED):

@@ -14,7 +14,7 @@ from mstrain.models.config import ModelConfig
 from mstrain.planner.mixed.measure import Sizes, profile_document
 from mstrain.planner.mixed.profiles import profile_name
 
-BYTES = 256  # symbols, where the model leaves the vocabulary to the tokenizer
+BYTES = 256  # tokens, where the model leaves the vocabulary to the tokenizer
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ProfileConfig:
 def run_model(config: ProfileConfig) -> int:
     """Writes DeviceType.<TYPE>_tp<T>_bs<S>.json files; says which are missing when time runs out."""
     folder, model = make_folder(config.run_dir), config.model
-    model = dataclasses.replace(model, vocabulary=model.vocabulary or BYTES)
+    model = dataclasses.replace(model, vocab_size=model.vocab_size or BYTES)
     emulate_devices(max(config.tensor))
     present, kind = jax.device_count(), jax.devices()[0].device_kind
     if max(config.tensor) > present:

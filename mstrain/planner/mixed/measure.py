@@ -75,7 +75,7 @@ def measure_model(model: ModelConfig, sizes: Sizes) -> Measured:
     module = Transformer(model, plan, sizes.seq, dtype)
     params = init_parameters(module, 0)
     random = np.random.default_rng(0)
-    tokens = random.integers(0, model.vocabulary, sizes.batch * sizes.seq).astype(np.int32)
+    tokens = random.integers(0, model.vocab_size, sizes.batch * sizes.seq).astype(np.int32)
 
     def loss(params, tokens):
         return jnp.mean(module.apply({"params": params}, tokens, tokens, method="loss"))

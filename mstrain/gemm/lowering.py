@@ -4,7 +4,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class LoweringOptions:
     """How a program is spelled out for a compiler. Every form computes the same; which one is fast was read from
     schedules and stands in the table of chips.
 

@@ -12,7 +12,7 @@ CUBE = 4  # chips along an edge of the block that optical switches join (TPU v4 
 
 
 @dataclass(frozen=True)
-class Slice:
+class TpuSlice:
     """A pod slice: `topology` counts chips along each torus axis, `devices` counts JAX devices.
 
     `topology_name` and `topology_options` are what `jax.experimental.topologies.get_topology_desc` takes.
@@ -26,17 +26,17 @@ class Slice:
 
     @property
     def devices(self) -> int:
-        return math.prod(self.topology) * self.chip.slices.devices_per_chip
+        return math.prod(self.topology) * self.chip.tpu_slices.devices_per_chip
 
     @property
     def physical_axes(self) -> tuple[int, ...]:
         """Devices along each physical axis longer than 1; the cores of a chip count as one more axis."""
-        return tuple(n for n in (*self.topology, self.chip.slices.devices_per_chip) if n > 1)
+        return tuple(n for n in (*self.topology, self.chip.tpu_slices.devices_per_chip) if n > 1)
 
     @property
     def wraps(self) -> bool:
         """Whether every torus axis is a closed ring, so that collectives can use both directions of it."""
-        wrap = self.chip.slices.wrap_axis
+        wrap = self.chip.tpu_slices.wrap_axis
         return all(n % wrap == 0 for n in self.topology)
 
     def mesh_shapes(self, data: int = 1) -> tuple[tuple[int, int], ...]:
@@ -69,7 +69,7 @@ def _text(topology) -> str:
 @functools.cache
 def _named_shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
     """Cloud name's number -> topology. Larger 3-D slices are the most cubic arrangement of 4x4x4 cubes."""
-    rules = chip.slices
+    rules = chip.tpu_slices
     shapes = [tuple(map(int, shape.split("x"))) for shape in rules.shapes]
     if rules.max_chips:
         longest = rules.max_axis // CUBE
@@ -86,7 +86,7 @@ def _named_shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
 
 
 def _check_topology(chip: Chip, topology: tuple[int, ...], text: str) -> None:
-    rules = chip.slices
+    rules = chip.tpu_slices
     if len(topology) != chip.torus_rank:
         example = rules.shapes[-1]
         raise ValueError(f"{text!r}: {chip.name} is a {chip.torus_rank}-D torus; "
@@ -106,13 +106,13 @@ def _check_topology(chip: Chip, topology: tuple[int, ...], text: str) -> None:
                          f"{chip.name}:{largest}")
 
 
-def parse_target(text: str) -> Slice:
+def parse_target(text: str) -> TpuSlice:
     """The slice called `text`: a cloud name ("v4-64", "v5litepod-32") or a topology ("v5p:4x4x2").
 
     v2, v3, v4, v5p and tpu7x names count cores, v5e and v6e names count chips.
     Raises ValueError naming the nearest slice.
     """
-    chips = {prefix: chip for chip in all_chips().values() if chip.slices for prefix in chip.slices.prefixes}
+    chips = {prefix: chip for chip in all_chips().values() if chip.tpu_slices for prefix in chip.tpu_slices.prefixes}
     match = re.fullmatch(r"(\w+?)(?:-(\d+)|:(\d+(?:x\d+)*))", text.strip().lower())
     if not match or match[1] not in chips:
         raise ValueError(f"{text!r} is no TPU slice; write {' | '.join(chips)}, then -SIZE or :TOPOLOGY, "
@@ -124,9 +124,9 @@ def parse_target(text: str) -> Slice:
     else:
         named, size = _named_shapes(chip), int(match[2])
         if size not in named:
-            unit = "chips" if chip.slices.name_counts_per_chip == 1 else "cores"
+            unit = "chips" if chip.tpu_slices.name_counts_per_chip == 1 else "cores"
             near = _nearest(size, named)
             raise ValueError(f"{text!r}: there is no {chip.name} slice of {size} {unit}; "
                              f"the nearest is {match[1]}-{near} ({_text(named[near])} chips)")
         topology = named[size]
-    return Slice(text, chip, topology, f"{chip.name}:{_text(topology)}", dict(chip.slices.topology_options))
+    return TpuSlice(text, chip, topology, f"{chip.name}:{_text(topology)}", dict(chip.tpu_slices.topology_options))
