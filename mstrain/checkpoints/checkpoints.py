@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import shutil
 import tempfile
 import time
@@ -103,12 +104,19 @@ class Checkpoints:
         return manifest.problems(epath.Path(self._directory / str(step)), part, parts)
 
     def set_aside(self, step: int) -> Path:
-        """Moves a damaged checkpoint, so that it is neither read again nor in the way; returns its place."""
-        target = self._directory.parent / "damaged" / str(step)
-        while target.exists():
+        """Moves a damaged checkpoint, so that it is neither read again nor in the way; returns its place.
+
+        Raises ValueError when `damaged` is not a folder of the run directory.
+        """
+        damaged = self._directory.parent / "damaged"
+        if damaged.is_symlink() or (damaged.exists() and not damaged.is_dir()):
+            kind = "a link" if damaged.is_symlink() else "not a folder"
+            raise ValueError(f"Checkpoint {step} is damaged, and its place {damaged} is {kind}. Move that away.")
+        target = damaged / str(step)
+        while os.path.lexists(target):
             target = target.with_name(target.name + "-again")
         if jax.process_index() == 0:
-            target.parent.mkdir(exist_ok=True)
+            damaged.mkdir(exist_ok=True)
             (self._directory / str(step)).rename(target)
         return target
 
@@ -172,7 +180,7 @@ class Checkpoints:
         self._agreement.wait(key=key, timeout_ms=math.ceil(1000 * self._handler.limit))
 
     def _unfinished(self) -> list[Path]:
-        return [path for path in self._directory.iterdir() if ".orbax-checkpoint-tmp" in path.name]
+        return [*self._directory.glob("*.orbax-checkpoint-tmp*")]  # none when the folder was removed
 
     def _write_manifest(self) -> None:
         """Called when all files are written and before the folder gets its final name."""

@@ -25,6 +25,7 @@ def main(arguments: list[str]) -> int:
         return 0
     from mstrain.job.job import find_process, joined
     from mstrain.job.preemption import ending_on_signals
+    from mstrain.training import console
     from mstrain.training.prepare import prepare
     from mstrain.training.run_lock import exclusive
     from mstrain.training.session import train
@@ -34,6 +35,7 @@ def main(arguments: list[str]) -> int:
         from mstrain.benchmarks.check import check
 
         return check(config)
+    console.protect()
     process, devices = find_process(config.coordinator, config.processes, config.process)
     with joined(process, config.hosts, devices) as job, ending_on_signals(job):
         with exclusive(config.run_dir, job) as check_lock:

@@ -1,14 +1,17 @@
 """Where the time went: steps, compilation, saving, restoring, input, evaluation, and what restarts cost.
 
-`goodput.jsonl` in the run directory gets a line at every save and at the end; the last line of each life
+`goodput.jsonl` in the run directory gets a line at every save and at the end; the last line of each attempt
 counts.
 """
 
+import collections
 import contextlib
 import time
 from pathlib import Path
 
+from mstrain.training import console as output
 from mstrain.training import json_lines
+from mstrain.training.best_effort import BestEffort
 from mstrain.training.reporter import METRICS
 
 FILE = "goodput.jsonl"
@@ -16,10 +19,12 @@ KINDS = ("steps", "compile", "save", "restore", "input", "evaluate", "lost")
 
 
 class Goodput:
-    """Seconds of this life by kind, from its creation on."""
+    """Seconds of this attempt by kind, from its creation on."""
 
     def __init__(self):
         self._begun, self._started = time.time(), time.perf_counter()
+        self._earlier: list[dict] = []
+        self._files: BestEffort | None = None
         self.seconds = dict.fromkeys(KINDS, 0.0)
 
     @contextlib.contextmanager
@@ -44,32 +49,68 @@ class Goodput:
         """Counts the time of a step from its metrics."""
         self.seconds["steps"] += values["step_seconds"]
 
-    def lose(self, directory: Path, done: int) -> None:
-        """Counts the steps after `done`, which will be made again, and the time since the last sign of an
-        earlier life, unless that one finished.
+    def open(self, files: BestEffort, directory: Path, done: int) -> None:
+        """Reads what earlier attempts left and writes the first line; `files` writes it and those of `write`."""
+        self._files = files
+        files.attempt(FILE, self._count_earlier, directory, done)
+        self._log = json_lines.Log(files, directory / FILE)
+        self.write()
+
+    def write(self, finished: bool = False) -> None:
+        """Adds a line for this attempt, on the process that has opened the file."""
+        self._written = self._line(finished)
+        if self._files:
+            self._log.append(self._written)
+
+    def account(self) -> dict:
+        """All attempts of the run until the last `write`: seconds by kind, `other` for the rest, their number, the
+        failures of observers by name, and the fraction of the time spent in steps that count.
         """
-        lines = json_lines.read(directory / FILE)
+        attempts = [*self._earlier, self._written]
+        seconds = {kind: sum(attempt[kind] for attempt in attempts) for kind in KINDS}
+        accounted = sum(seconds.values()) - seconds["lost"]
+        total = sum(attempt["total"] for attempt in attempts)
+        failures = sum(
+            (collections.Counter(attempt["observer_failures"]) for attempt in attempts), collections.Counter()
+        )
+        return {
+            "attempts": len(attempts),
+            "seconds": {**seconds, "other": total - accounted},
+            "goodput": seconds["steps"] / (total + seconds["lost"]),
+            "observer_failures": dict(failures),
+        }
+
+    def _line(self, finished: bool) -> dict:
+        total = time.perf_counter() - self._started
+        failures = self._files.failures + output.failures() if self._files else {}
+        return {"attempt": self._begun, "finished": finished, "total": total, **self.seconds,
+                "observer_failures": dict(failures)}  # fmt: skip
+
+    def _count_earlier(self, directory: Path, done: int) -> None:
+        """Counts as lost the steps after `done`, which will be made again, and the time since the last sign of an
+        earlier attempt, unless that one finished.
+        """
+        attempts = {line["attempt"]: line for line in map(_checked, json_lines.read(directory / FILE)) if line}
+        attempts.pop(self._begun, None)
+        self._earlier = list(attempts.values())
         metrics = directory / METRICS
-        lost = (line for line in json_lines.read(metrics) if json_lines.step_of(line) > done)
-        self.seconds["lost"] += sum(line.get("step_seconds") or 0.0 for line in lost)
-        if metrics.exists() and not (lines and lines[-1]["finished"]):
+        lost = [line for line in json_lines.read(metrics) if json_lines.step_of(line) > done]
+        self.seconds["lost"] += sum(_number(line.get("step_seconds")) for line in lost)
+        if metrics.exists() and not (self._earlier and self._earlier[-1]["finished"]):
             self.seconds["lost"] += max(self._begun - metrics.stat().st_mtime, 0.0)
 
-    def write(self, directory: Path, finished: bool = False) -> None:
-        """Adds a line for this life."""
-        total = time.perf_counter() - self._started
-        line = {"life": self._begun, "finished": finished, "total": total, **self.seconds}
-        json_lines.append(directory / FILE, line)
+
+def _checked(line: dict) -> dict | None:
+    """A line with every key and a number for each; None when it names no attempt."""
+    if not isinstance(line.get("attempt"), int | float):
+        return None
+    failures = line.get("observer_failures")
+    counts = {name: int(_number(count)) for name, count in failures.items()} if isinstance(failures, dict) else {}
+    numbers = {kind: _number(line.get(kind)) for kind in ("attempt", "total", *KINDS)}
+    return {**numbers, "finished": line.get("finished") is True, "observer_failures": counts}
 
 
-def account(directory: Path) -> dict:
-    """All lives of a run: seconds by kind, `other` for the rest, their number, and the fraction spent in
-    steps that count.
-    """
-    lives = list({line["life"]: line for line in json_lines.read(directory / FILE)}.values())
-    seconds = {kind: sum(life[kind] for life in lives) for kind in KINDS}
-    seconds["other"] = sum(
-        life["total"] - sum(life[kind] for kind in KINDS if kind != "lost") for life in lives
-    )
-    total = sum(life["total"] for life in lives) + seconds["lost"]
-    return {"lives": len(lives), "seconds": seconds, "goodput": seconds["steps"] / total if total else None}
+def _number(value: object) -> float:
+    """`value`, or 0 when it is not a finite number."""
+    known = isinstance(value, int | float) and abs(value) < 2**63
+    return float(value) if known else 0.0

@@ -8,13 +8,12 @@ import collections
 import dataclasses
 import math
 import statistics
-from pathlib import Path
 
 from rich.console import Console
 
 from mstrain.checks import at_least
 from mstrain.data import Batches
-from mstrain.training import json_lines
+from mstrain.training.json_lines import Log
 from mstrain.training.stopped import Stopped
 
 FILE = "bad_steps.jsonl"
@@ -43,8 +42,8 @@ class GuardConfig:
 class Guard:
     """Called with the metrics of every step; raises Stopped after `max_bad_steps` bad ones in a row."""
 
-    def __init__(self, config: GuardConfig, batches: Batches, directory: Path | None, console: Console):
-        self._config, self._batches, self._directory, self._console = config, batches, directory, console
+    def __init__(self, config: GuardConfig, batches: Batches, log: Log | None, console: Console):
+        self._config, self._batches, self._log, self._console = config, batches, log, console
         self._in_a_row = 0
         self._losses: collections.deque[float] = collections.deque(maxlen=config.window)
 
@@ -57,14 +56,14 @@ class Guard:
         self._in_a_row += 1
         batch = f"batch {step - 1} of seed {self._batches.seed} in {self._batches.file.path}"
         self._console.print(f"[yellow]Step {step}:[/] {reason}. It was made of {batch}.")
-        if self._directory:
+        if self._log:
             facts = {
                 "step": step,
                 "batch": step - 1,
                 "seed": self._batches.seed,
                 "file": str(self._batches.file.path),
             }
-            json_lines.append(self._directory / FILE, {**facts, "reason": reason})
+            self._log.append({**facts, "reason": reason})
         if self._in_a_row >= self._config.max_bad_steps:
             raise Stopped(
                 f"Stopped: {self._in_a_row} bad steps in a row, the last of {batch}. The checkpoints are "

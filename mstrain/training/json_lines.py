@@ -4,25 +4,63 @@ import json
 import math
 from pathlib import Path
 
+from mstrain.training import files
+from mstrain.training.best_effort import BestEffort
 
-def append(path: Path, values: dict) -> None:
-    with open(path, "a") as file:
-        file.write(json.dumps(values) + "\n")
+
+class Log:
+    """One file, written through `observers`; lines that cannot be written wait until they can.
+
+    With `done`, lines of later steps are dropped before the first line is written: those steps are made again.
+    """
+
+    def __init__(self, observers: BestEffort, path: Path, done: int | None = None):
+        self._observers, self._path, self._done = observers, path, done
+        self._file = files.Appender(observers, path.name, path, self._prepare)
+        self._file.append()
+
+    def append(self, values: dict) -> None:
+        """Returns at once."""
+        self._file.append(json.dumps(values).encode() + b"\n")
+
+    def retry(self) -> None:
+        """Tries again to write the lines that wait."""
+        self._file.append()
+
+    def _prepare(self) -> None:
+        if self._done is not None:
+            foreign = drop_after(self._path, self._done)
+            self._done = None
+            if foreign:
+                self._observers.fail(self._path.name, f"other content than mstrain's was copied to {foreign}")
+        files.end_line(self._path)
 
 
 def read(path: Path) -> list[dict]:
-    """The whole lines in order; none when there is no file."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
+    """The whole lines in order; none when there is no file.
+
+    Raises OSError when the file cannot be read, ValueError when the path is not a file.
+    """
+    lines = files.read(path).splitlines()
     return [values for values in map(_parse, lines) if values is not None]
 
 
-def drop_after(path: Path, step: int) -> None:
-    """Keeps the whole lines of steps up to `step`: those behind it were lost and will be made again."""
-    if path.exists():
-        kept = [values for values in read(path) if step_of(values) <= step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(values) + "\n" for values in kept))
-        temporary.replace(path)
+def drop_after(path: Path, step: int) -> Path | None:
+    """Keeps the whole lines of steps up to `step`: those behind it were lost and will be made again.
+
+    A file that holds anything else, but for a last line that was cut short, is first copied to NAME.foreign, which is
+    returned.
+    """
+    content = files.read(path)
+    lines = [_parse(line) for line in content.splitlines()]
+    kept = [values for values in lines if values is not None and step_of(values) <= step]
+    foreign = None
+    if any(values is None or step_of(values) == math.inf for values in lines[:-1]):
+        foreign = path.with_name(path.name + ".foreign")
+        files.append(foreign, content)
+    if kept != lines:
+        files.replace(path, "".join(json.dumps(values) + "\n" for values in kept).encode())
+    return foreign
 
 
 def step_of(values: dict) -> float:

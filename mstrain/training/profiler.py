@@ -6,7 +6,12 @@ from pathlib import Path
 import jax
 
 from mstrain.checks import at_least
+from mstrain.training import files
+from mstrain.training.best_effort import BestEffort
 from mstrain.training.loop import Hook
+from mstrain.training.tensorboard import NAME as TENSORBOARD
+
+SECONDS = 300.0  # to write a trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +30,9 @@ class ProfileConfig:
             at_least("profile", self, start=1, steps=1)
 
 
-def profile_hooks(config: ProfileConfig, directory: Path, steps: range) -> tuple[list[Hook], list[Hook]]:
+def profile_hooks(
+    config: ProfileConfig, directory: Path, steps: range, observers: BestEffort
+) -> tuple[list[Hook], list[Hook]]:
     """Hooks that begin and that end the trace; none when none is asked for or its steps are behind.
 
     The first belong behind all other hooks and the second before them, so that the trace holds steps alone.
@@ -33,22 +40,26 @@ def profile_hooks(config: ProfileConfig, directory: Path, steps: range) -> tuple
     if config.start is None or config.start not in steps:
         return [], []
     before, last = config.start - 1, min(config.start + config.steps - 1, steps[-1])
-    logs = str(directory / "tensorboard")
+    logs = directory / TENSORBOARD
+
+    def start(*_):
+        observers.attempt("profile", _start, logs)
 
     def end(step, state):
         jax.block_until_ready(state)
-        jax.profiler.stop_trace()
+        observers.attempt("profile", jax.profiler.stop_trace, seconds=SECONDS)
 
     ends = [Hook(lambda step: step == last, end)]
     if before < steps[0]:
-        _start(logs)
+        start()
         return [], ends
-    return [Hook(lambda step: step == before, lambda step, state: _start(logs))], ends
+    return [Hook(lambda step: step == before, start)], ends
 
 
-def _start(logs: str) -> None:
+def _start(logs: Path) -> None:
+    files.make_folder(logs)
     options = jax.profiler.ProfileOptions()
     # Following every Python call of every thread makes one run in about fifty end in a segmentation fault when the
     # trace stops (jax 0.10.2, with the threads of TensorBoard's writer and the watchdog), and tells little of a step.
     options.python_tracer_level = 0
-    jax.profiler.start_trace(logs, profiler_options=options)
+    jax.profiler.start_trace(str(logs), profiler_options=options)

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import json
 import math
 import time
 from pathlib import Path
@@ -12,9 +11,11 @@ from pathlib import Path
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboardX import SummaryWriter
 
-from mstrain.training import json_lines
+from mstrain.training import console as output
+from mstrain.training.best_effort import BestEffort
+from mstrain.training.json_lines import Log
+from mstrain.training.tensorboard import EventFile
 
 METRICS, EVALUATIONS = "metrics.jsonl", "eval.jsonl"
 SECONDS_BETWEEN_LINES = 10  # of plain progress lines, where there is no terminal to redraw
@@ -24,23 +25,33 @@ class Reporter:
     """Takes the metrics of every step; only process 0 writes.
 
     Args:
+      files: writes the files.
       directory: the run directory, which exists.
-      steps: steps this life of the run will make.
+      steps: steps this attempt will make.
       log_every: steps between lines of metrics.jsonl.
       per_step: function of (step, step_seconds) that gives further fields, such as tokens per second.
       observers: called with (step, values) of every step, in this order.
     """
 
     def __init__(
-        self, directory: Path, steps: range, log_every: int, per_step, console: Console, observers=()
+        self,
+        files: BestEffort,
+        directory: Path,
+        steps: range,
+        log_every: int,
+        per_step,
+        console: Console,
+        observers=(),
     ):
         self._writes = jax.process_index() == 0
-        self._directory, self._log_every, self._per_step = directory, log_every, per_step
+        self._files, self._log_every, self._per_step = files, log_every, per_step
         first, self._last = steps[0], steps[-1]
         self._console, self._observers = console, observers
         if self._writes:
-            self._metrics = open(directory / METRICS, "a", buffering=1)
-            self._tensorboard = SummaryWriter(str(directory / "tensorboard"), purge_step=first)
+            self._metrics, self._evaluations = (
+                Log(files, directory / name, first - 1) for name in (METRICS, EVALUATIONS)
+            )
+            self._tensorboard = EventFile(files, directory, first)
         self._progress = Progress(
             TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"),
             TimeRemainingColumn(), console=console, disable=not (self._writes and console.is_terminal),
@@ -77,17 +88,15 @@ class Reporter:
         """Records an evaluation and prints it."""
         if not self._writes:
             return
-        json_lines.append(self._directory / EVALUATIONS, {"step": step, **values})
-        for name, value in values.items():
-            self._tensorboard.add_scalar(f"eval/{name}", value, step)
+        self._evaluations.append({"step": step, **values})
+        self._tensorboard.scalars(step, {f"eval/{name}": value for name, value in values.items()})
         shown = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
         self._progress.console.print(f"step {step}/{self._last}  {shown}")
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Shows further values in TensorBoard."""
         if self._writes:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.scalars(step, values)
 
     def __enter__(self):
         self._progress.start()
@@ -96,15 +105,17 @@ class Reporter:
     def __exit__(self, *_):
         self._progress.stop()
         if self._writes:
-            self._metrics.close()
-            self._tensorboard.close()
+            for file in (self._metrics, self._evaluations, self._tensorboard):
+                file.retry()
 
     def _write(self, step, values, now):
         if step % self._log_every == 0 or step == self._last:
-            self._metrics.write(json.dumps({"step": step, **_plain(values)}) + "\n")
-            for name, value in values.items():
-                if value is not None:
-                    self._tensorboard.add_scalar(f"train/{name}", value, step)
+            logged = _plain(values)
+            if failures := self._files.failures + output.failures():
+                logged["observer_failures"] = failures.total()
+            self._metrics.append({"step": step, **logged})
+            shown = {f"train/{name}": value for name, value in values.items() if value is not None}
+            self._tensorboard.scalars(step, shown)
         mfu = "" if values["mfu"] is None else f"  MFU {values['mfu']:.1%}"
         text = (
             f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s  "

@@ -18,14 +18,15 @@ from mstrain.job.exit_codes import FINISHED, STOPPED
 from mstrain.job.preemption import Preemption
 from mstrain.program.optimizer import learning_rate
 from mstrain.program.step import State
-from mstrain.training import json_lines, loop
+from mstrain.training import files, loop
+from mstrain.training.best_effort import BestEffort
 from mstrain.training.evaluate import Evaluator
-from mstrain.training.goodput import account as goodput_account
 from mstrain.training.guard import FILE as BAD_STEPS
 from mstrain.training.guard import Guard
+from mstrain.training.json_lines import Log
 from mstrain.training.profiler import profile_hooks
 from mstrain.training.replicas import ReplicaCheck
-from mstrain.training.reporter import EVALUATIONS, METRICS, Reporter
+from mstrain.training.reporter import Reporter
 from mstrain.training.resume import begin
 from mstrain.training.run import Run
 from mstrain.training.saver import Saver
@@ -49,11 +50,10 @@ def train(run: Run, check_lock: Callable[[], None] = lambda: None) -> int:
                 run.corpus.verification.wait()
             state, done = begin(run, checkpoints)
         if done >= run.config.steps:
-            run.console.print(
-                f"{directory} has all {done} steps. Type steps= above {done}, or another run_dir=."
-            )
+            run.console.print(f"{directory} has all {done} steps. Type steps= above {done}, or another run_dir=.")
             return FINISHED
-        return _train_from(run, state, done, checkpoints, check_lock)
+        with BestEffort(run.job.say) as observers:
+            return _train_from(run, state, done, checkpoints, observers, check_lock)
     except Stopped as stopped:
         run.console.print(f"[red]{escape(stopped.reason)}[/]")
         raise
@@ -61,22 +61,22 @@ def train(run: Run, check_lock: Callable[[], None] = lambda: None) -> int:
         checkpoints.close()
 
 
-def _train_from(run: Run, state: State, done: int, checkpoints: Checkpoints, check_lock: Callable[[], None]) -> int:
+def _train_from(
+    run: Run, state: State, done: int, checkpoints: Checkpoints, observers: BestEffort, check_lock: Callable[[], None]
+) -> int:
     config, job, goodput, directory = run.config, run.job, run.goodput, Path(run.config.run_dir)
     steps = range(done + 1, config.steps + 1)
     if job.leads:
-        goodput.lose(directory, done)
-        goodput.write(directory)
-        for name in (METRICS, EVALUATIONS, BAD_STEPS):  # every step stands once
-            json_lines.drop_after(directory / name, done)
-        resolved = OmegaConf.create(dataclasses.asdict(config))
-        (directory / "config.yaml").write_text(OmegaConf.to_yaml(resolved))
-    guard = Guard(config.guard, run.feed.batches, directory if job.leads else None, run.console)
-    watchdog, preemption = Watchdog(config.watchdog, directory, job), Preemption(job)
-    observers = (watchdog, goodput.step, guard)
-    reporter = Reporter(directory, steps, config.log_every, _per_step(run), run.console, observers)
+        goodput.open(observers, directory, done)
+        resolved = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+        observers.do("config.yaml", files.replace, directory / "config.yaml", resolved.encode())
+    bad_steps = Log(observers, directory / BAD_STEPS, done) if job.leads else None
+    guard = Guard(config.guard, run.feed.batches, bad_steps, run.console)
+    watchdog, preemption = Watchdog(config.watchdog, directory, job, observers), Preemption(job)
+    per_step = (watchdog, goodput.step, guard)
+    reporter = Reporter(observers, directory, steps, config.log_every, _fields(run), run.console, per_step)
     evaluator, saver = _evaluator(run, reporter), Saver(run, checkpoints, check_lock)
-    hooks = _hooks(run, steps, directory, evaluator, saver)
+    hooks = _hooks(run, steps, evaluator, saver, observers)
     feed = goodput.timed("input", run.feed)
     begun = time.perf_counter()
     with reporter, watchdog.watching(), preemption.listening():
@@ -85,17 +85,14 @@ def _train_from(run: Run, state: State, done: int, checkpoints: Checkpoints, che
         with goodput.spend("save"):
             if finished > done:
                 saver.finish(finished, state)
-        if job.leads:
-            goodput.write(directory, finished=finished == config.steps)
-            account = goodput_account(directory)
-            reporter.scalars(finished, {f"goodput/{kind}": x for kind, x in account["seconds"].items()})
+        goodput.write(finished=finished == config.steps)
+        reporter.scalars(finished, {f"goodput/{kind}": x for kind, x in goodput.account()["seconds"].items()})
     if finished < config.steps:
         run.console.print(
-            f"[bold]Stopped[/] after step {finished} of {config.steps}, which is saved. "
-            "The same command resumes there."
+            f"[bold]Stopped[/] after step {finished} of {config.steps}, which is saved. The same command resumes there."
         )
         return STOPPED
-    summarise(run, state, evaluator, reporter, time.perf_counter() - begun)
+    summarise(run, state, evaluator, reporter, observers, time.perf_counter() - begun)
     return FINISHED
 
 
@@ -103,16 +100,16 @@ def _evaluator(run: Run, reporter: Reporter) -> Evaluator:
     return Evaluator(run.config.eval, run.module, run.corpus.validation, run.validation_feed, reporter)
 
 
-def _hooks(run: Run, steps: range, directory: Path, evaluator: Evaluator, saver: Saver) -> list[loop.Hook]:
+def _hooks(run: Run, steps: range, evaluator: Evaluator, saver: Saver, observers: BestEffort) -> list[loop.Hook]:
     """In this order: a copy that differs must not be saved, and a trace holds steps alone."""
     config, goodput = run.config, run.goodput
-    begin_profile, end_profile = profile_hooks(config.profile, directory, steps)
+    begin_profile, end_profile = profile_hooks(config.profile, Path(config.run_dir), steps, observers)
     save = goodput.timed("save", saver)
 
     def save_and_account(step: int, state: State) -> None:
+        observers.wait()  # a checkpoint comes after the lines of its steps
         save(step, state)
-        if run.job.leads:
-            goodput.write(directory)
+        goodput.write()
 
     return [
         *end_profile,
@@ -137,7 +134,7 @@ def _make_folder(run: Run, directory: Path) -> None:
     run.job.barrier("run folder")
 
 
-def _per_step(run: Run):
+def _fields(run: Run):
     """Fields of a logged step that follow from its number and duration."""
     steps = run.config.steps
     # At once, before training: a schedule asked step by step would queue behind the next step on the device.

@@ -1,30 +1,29 @@
 """What a finished run leaves: a table, the loss curve as a picture, a sampled continuation, summary.json."""
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 
 import jax
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from rich.markup import escape
 from rich.table import Table
 
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.program.step import State
-from mstrain.training import json_lines
+from mstrain.training import files, json_lines
+from mstrain.training.best_effort import BestEffort
 from mstrain.training.evaluate import Evaluator
-from mstrain.training.goodput import account
 from mstrain.training.guard import FILE as BAD_STEPS
 from mstrain.training.reporter import EVALUATIONS, METRICS, Reporter
 from mstrain.training.run import Run
 from mstrain.training.sample import sample
 
 
-def summarise(run: Run, state: State, evaluator: Evaluator, reporter: Reporter, seconds: float) -> None:
+def summarise(
+    run: Run, state: State, evaluator: Evaluator, reporter: Reporter, observers: BestEffort, seconds: float
+) -> None:
     """Prints and saves the results of a run that has reached its last step."""
     config, tokenizer = run.config, run.corpus.tokenizer
     continuation = sample(config.sample, tokenizer, *_smallest(run), state["params"], config.seed)
@@ -40,30 +39,29 @@ def summarise(run: Run, state: State, evaluator: Evaluator, reporter: Reporter, 
         "tokens_per_second": per_second,
         "training_seconds": seconds,
         "mfu": run.mfu(reporter.seconds / reporter.steps) if reporter.steps else None,
-        "bad_steps": len(json_lines.read(directory / BAD_STEPS)),
-        **account(directory),
+        "bad_steps": len(observers.attempt(BAD_STEPS, json_lines.read, directory / BAD_STEPS, default=[])),
+        **run.goodput.account(),
         "sample": continuation,
     }
-    (directory / "summary.json").write_text(json.dumps(results, indent=2) + "\n")
-    plot_loss(directory, evaluator.unigram_nats)
-    table = Table(
-        "Result", "Value", title=f"{run.module.model.name}, {config.steps} steps", title_justify="left"
-    )
+    text = json.dumps(results, indent=2) + "\n"
+    observers.do("summary.json", files.replace, directory / "summary.json", text.encode())
+    observers.do("loss.png", plot_loss, directory, evaluator.unigram_nats)
+    table = Table("Result", "Value", title=f"{run.module.model.name}, {config.steps} steps", title_justify="left")
     table.add_row("validation loss", f"{evaluator.nats:.4f} nats/token")
     if evaluator.bits_per_byte is not None:
         table.add_row("", f"{evaluator.bits_per_byte:.3f} bits/byte")
-        table.add_row(
-            "unigram model", f"{evaluator.unigram_bits_per_byte:.3f} bits/byte (the best without context)"
-        )
+        table.add_row("unigram model", f"{evaluator.unigram_bits_per_byte:.3f} bits/byte (the best without context)")
     if per_second:
         table.add_row("throughput", f"{per_second:,.0f} tokens/s")
     table.add_row("training time", f"{seconds:,.0f} s")
     spent = results["seconds"]
     where = ", ".join(f"{kind} {spent[kind]:,.0f} s" for kind in spent if spent[kind] >= 1)
-    lives = f" over {results['lives']} lives" if results["lives"] > 1 else ""
-    table.add_row("goodput", f"{results['goodput']:.1%} of the time{lives} in steps that count ({where})")
+    restarts = f", {results['attempts'] - 1} restarts" if results["attempts"] > 1 else ""
+    table.add_row("goodput", f"{results['goodput']:.1%} productive time{restarts} ({where})")
     if results["bad_steps"]:
         table.add_row("bad steps", f"{results['bad_steps']}, noted in {directory / BAD_STEPS}")
+    if failures := results["observer_failures"]:
+        table.add_row("not written", ", ".join(f"{name} {count} times" for name, count in failures.items()))
     table.add_row("loss curve", str(directory / "loss.png"))
     run.console.print(table)
     if continuation is not None:
@@ -86,16 +84,19 @@ def _smallest(run: Run) -> tuple[Transformer, int]:
 
 def plot_loss(directory: Path, unigram: float) -> None:
     """Draws training and validation loss from the run's own files into loss.png."""
-    train, evaluations = (json_lines.read(directory / name) for name in (METRICS, EVALUATIONS))
-    figure, axes = plt.subplots(figsize=(7, 4))
-    axes.plot([x["step"] for x in train], [x["loss"] for x in train], lw=0.8, label="training")
-    if evaluations:
-        points = [(x["step"], x["validation_loss"]) for x in evaluations]
-        axes.plot(*zip(*points, strict=True), "o-", label="validation")
+    from matplotlib.figure import Figure  # here, as its import fails where no folder can be written
+
+    figure = Figure(figsize=(7, 4), layout="tight")
+    axes = figure.subplots()
+    for name, key, style in ((METRICS, "loss", "-"), (EVALUATIONS, "validation_loss", "o-")):
+        lines = json_lines.read(directory / name)
+        points = [(line["step"], line[key]) for line in lines if {"step", key} <= line.keys()]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, lw=0.8, label="training" if key == "loss" else "validation")
     axes.axhline(unigram, color="grey", ls=":", label="unigram model")
     axes.set(xlabel="step", ylabel="nats per token", title="Loss")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.tight_layout()
-    figure.savefig(directory / "loss.png", dpi=120)
-    plt.close(figure)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120)
+    files.replace(directory / "loss.png", picture.getvalue())

@@ -9,16 +9,21 @@ import contextlib
 import dataclasses
 import faulthandler
 import statistics
+import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 from mstrain.checks import at_least
 from mstrain.job.ending import end
 from mstrain.job.exit_codes import RESTART
 from mstrain.job.job import Job
+from mstrain.training import files
+from mstrain.training.best_effort import BestEffort
 
 LOOK_SECONDS = 1.0
+STDERR = 2
 STEPS = 50  # of the rolling median
 
 
@@ -37,8 +42,8 @@ class WatchdogConfig:
 class Watchdog:
     """Called with the metrics of every step: the sign that it ended."""
 
-    def __init__(self, config: WatchdogConfig, directory: Path, job: Job):
-        self._config, self._job = config, job
+    def __init__(self, config: WatchdogConfig, directory: Path, job: Job, observers: BestEffort):
+        self._config, self._job, self._observers = config, job, observers
         self._path = directory / "stacks" / f"process-{job.process}.txt"
         self._seconds: collections.deque[float] = collections.deque(maxlen=STEPS)
         self._since, self._step, self._told = time.monotonic(), 0, False
@@ -50,29 +55,20 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watching(self):
+        """Inside, a thread looks at the time since the last step."""
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._path.parent.mkdir(exist_ok=True)
-        with open(self._path, "a") as file:
-            self._file = file
-            self._since = time.monotonic()
-            thread.start()
-            try:
-                yield
-            finally:
-                self._over.set()
-                thread.join()
-                with contextlib.suppress(OSError):
-                    self._remove_if_empty()
-
-    def _remove_if_empty(self) -> None:
-        if not self._path.stat().st_size:
-            self._path.unlink()
-            self._path.parent.rmdir()  # unless other processes' files are in it
+        self._since = time.monotonic()
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK_SECONDS):
-            # A thread that never gives up the interpreter would stop this one: then the C timer ends it all.
-            faulthandler.dump_traceback_later(self._config.limit_seconds + 60, file=self._file, exit=True)
+            # A thread that never gives up the interpreter would stop this one: then the C timer ends the process.
+            faulthandler.dump_traceback_later(self._config.limit_seconds + 60, file=STDERR, exit=True)
             elapsed = time.monotonic() - self._since
             if elapsed > self._config.limit_seconds:
                 self._dump(elapsed)
@@ -90,9 +86,27 @@ class Watchdog:
         return max(self._config.least_seconds, self._config.factor * statistics.median(self._seconds))
 
     def _dump(self, elapsed: float) -> None:
+        """Writes the stacks of all threads into the run directory; to standard error when it cannot be written."""
         median = f", the median step {statistics.median(self._seconds):.2f} s" if self._seconds else ""
         text = f"step {self._step + 1} has taken {elapsed:.0f} s{median}"
-        self._file.write(f"\n{time.strftime('%F %T')} {text}\n")
-        self._file.flush()
-        faulthandler.dump_traceback(self._file, all_threads=True)
-        self._job.say(f"{text}: the stacks of all threads are in {self._path}")
+        stacks = f"\n{time.strftime('%F %T')} {text}\n{_stacks()}"
+        place = self._observers.attempt("stacks", self._write, stacks)
+        if place is None:
+            place = "standard error"
+            with contextlib.suppress(OSError):
+                print(stacks, file=sys.stderr, flush=True)
+        self._job.say(f"{text}: the stacks of all threads are in {place}")
+
+    def _write(self, stacks: str) -> Path:
+        files.make_folder(self._path.parent)
+        files.append(self._path, stacks.encode(errors="replace"))
+        return self._path
+
+
+def _stacks() -> str:
+    """The Python stack of every thread, the innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )

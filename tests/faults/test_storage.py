@@ -139,6 +139,20 @@ def test_damage_is_named_and_the_newest_good_checkpoint_used(harm, made, tmp_pat
     ]
 
 
+@pytest.mark.parametrize("kind", ["a link", "not a folder"])
+def test_a_damaged_checkpoint_is_not_moved_out_of_the_run_directory(kind, made, tmp_path):
+    directory, other = copy(made, tmp_path), tmp_path / "other"
+    other.mkdir()
+    truncate(directory / "checkpoints" / "6")
+    if kind == "a link":
+        (directory / "damaged").symlink_to(other)
+    else:
+        (directory / "damaged").write_text("")
+    with pytest.raises(ValueError, match=f"and its place .*damaged is {kind}. Move that away"):
+        train(again(made, directory))
+    assert saved_steps(directory) == [2, 4, 6] and not [*other.iterdir()]
+
+
 def test_nothing_good_left_is_a_refusal(made, tmp_path):
     directory = copy(made, tmp_path)
     for step in saved_steps(directory):

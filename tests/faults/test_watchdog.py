@@ -8,11 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mstrain.job.exit_codes import RESTART
 from mstrain.job.job import ALONE
 from mstrain.training import watchdog
-from mstrain.training.goodput import Goodput, account
+from mstrain.training.best_effort import BestEffort
+from mstrain.training.goodput import KINDS, Goodput
 from mstrain.training.watchdog import Watchdog, WatchdogConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,9 +23,10 @@ HANG = """
 import sys, time, pathlib
 from mstrain.job.job import ALONE
 from mstrain.training import watchdog
+from mstrain.training.best_effort import BestEffort
 watchdog.LOOK_SECONDS = 0.05
 limits = watchdog.WatchdogConfig(least_seconds=0.2, limit_seconds=1)
-dog = watchdog.Watchdog(limits, pathlib.Path(sys.argv[1]), ALONE)
+dog = watchdog.Watchdog(limits, pathlib.Path(sys.argv[1]), ALONE, BestEffort(print))
 def the_function_that_hangs():
     time.sleep(60)
 with dog.watching():
@@ -52,7 +56,7 @@ def test_a_step_that_hangs_leaves_its_stacks_and_ends(tmp_path):
 
 def test_slow_steps_are_told_once_each_and_quick_ones_never(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.02)
-    dog = Watchdog(WatchdogConfig(factor=10, least_seconds=0.2), tmp_path, ALONE)
+    dog = Watchdog(WatchdogConfig(factor=10, least_seconds=0.2), tmp_path, ALONE, BestEffort(print))
     with dog.watching():
         for step in range(1, 6):
             time.sleep(0.6 if step == 5 else 0.01)
@@ -61,7 +65,7 @@ def test_slow_steps_are_told_once_each_and_quick_ones_never(tmp_path, monkeypatc
 
 
 def test_an_undisturbed_run_leaves_no_file(tmp_path):
-    with Watchdog(WatchdogConfig(), tmp_path, ALONE).watching():
+    with Watchdog(WatchdogConfig(), tmp_path, ALONE, BestEffort(print)).watching():
         pass
     assert not [*tmp_path.iterdir()]
 
@@ -74,34 +78,44 @@ def test_limits_must_be_limits(wrong):
         WatchdogConfig(**wrong)
 
 
-def test_goodput_adds_up_over_lives(tmp_path):
-    first = Goodput()
-    first.seconds |= {"steps": 30.0, "compile": 10.0}
-    first._started -= 50
-    first.write(tmp_path)
-    first.seconds |= {"steps": 40.0}  # the next line of the same life replaces the first
-    first._started -= 10
-    first.write(tmp_path)
-    with open(tmp_path / "goodput.jsonl", "a") as file:
-        file.write('{"life": 3, "steps')  # killed while writing
+def test_goodput_adds_up_over_restarts(tmp_path):
+    path, begun = tmp_path / "goodput.jsonl", time.time() - 1000
+    first = {"attempt": begun, "finished": False, "total": 50.0, **dict.fromkeys(KINDS, 0.0), "steps": 30.0}
+    rows = [first, {**first, "total": 60.0, "steps": 40.0, "compile": 10.0}]  # the last line of an attempt counts
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"attempt": 3, "steps')  # killed while writing
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 7, "step_seconds": 3.0}\n{"step": 8, "step_seconds": 5.0}\n{"step": 9, "st')
-    os.utime(metrics, (first._begun + 100, first._begun + 100))
-    (tmp_path / "goodput.jsonl").write_text((tmp_path / "goodput.jsonl").read_text() + "\n")
+    os.utime(metrics, (begun + 100, begun + 100))
     second = Goodput()
-    second._begun = first._begun + 107
-    second.lose(tmp_path, 7)
-    second.seconds |= {"steps": 20.0}
-    second._started -= 28
-    second.write(tmp_path, finished=True)
-    found = account(tmp_path)
-    assert found["lives"] == 2 and found["seconds"]["lost"] == pytest.approx(12)
-    assert found["goodput"] == pytest.approx(60 / (60 + 28 + 12), rel=1e-3)
-    assert found["seconds"]["other"] == pytest.approx(60 - 50 + 28 - 20, abs=0.1)
+    second._begun = begun + 107
+    with BestEffort(print) as observers:
+        second.open(observers, tmp_path, 7)
+        second.seconds |= {"steps": 20.0}
+        second._started -= 28
+        second.write(finished=True)
+    found = second.account()
+    assert found["attempts"] == 2 and found["seconds"]["lost"] == pytest.approx(12)
+    assert found["goodput"] == pytest.approx(60 / (60 + 28 + 12), rel=1e-2)
+    assert found["seconds"]["other"] == pytest.approx(60 - 50 + 28 - 20, abs=1)
     third = Goodput()
     third._begun = second._begun + 10_000
-    third.lose(tmp_path, 9)  # the run had finished; it waited for nobody
-    assert (
-        third.seconds["lost"] == 0
-        and json.loads((tmp_path / "goodput.jsonl").read_text().splitlines()[-1])["finished"]
-    )
+    with BestEffort(print) as observers:
+        third.open(observers, tmp_path, 9)
+    assert third.seconds["lost"] == 0  # the run had finished; it waited for nobody
+    assert third.account()["seconds"]["steps"] == 60
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.dictionaries(
+    st.sampled_from(["attempt", "total", "finished", "observer_failures", *KINDS]),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+    | st.dictionaries(st.text(max_size=3), st.none() | st.integers() | st.floats(), max_size=2),
+), max_size=4))  # fmt: skip
+def test_any_account_of_earlier_attempts_is_read(tmp_path_factory, rows):
+    directory = tmp_path_factory.getbasetemp() / "goodput"
+    directory.mkdir(exist_ok=True)
+    (directory / "goodput.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    goodput, warnings = Goodput(), []
+    with BestEffort(warnings.append) as observers:
+        goodput.open(observers, directory, 0)
+    assert not warnings and goodput.account()["seconds"].keys() == {*KINDS, "other"}

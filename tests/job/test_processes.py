@@ -71,7 +71,7 @@ def test_a_run_moves_from_four_processes_to_one(tmp_path, cache, undisturbed, mo
     assert [row["step"] for row in rows(run)] == [*range(1, STEPS + 1)]
     np.testing.assert_allclose([row["loss"] for row in rows(run)], undisturbed, rtol=TOLERANCE)
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["lives"] == 2 and 0 < summary["goodput"] < 1
+    assert summary["attempts"] == 2 and 0 < summary["goodput"] < 1
 
 
 def check_stop(job, run, processes):

@@ -31,6 +31,7 @@ from mstrain.models.transformer import Transformer
 from mstrain.program import step as steps
 from mstrain.program.optimizer import make_optimizer
 from mstrain.program.step import abstract_state
+from mstrain.training.best_effort import BestEffort
 from mstrain.training.feed import Feed
 from mstrain.training.watchdog import Watchdog, WatchdogConfig
 
@@ -99,7 +100,7 @@ def time_pairs(module, optimizer, feed, programs, pairs: int) -> None:
 
 
 def time_watchdog(calls: int = 100_000) -> None:
-    dog = Watchdog(WatchdogConfig(), pathlib.Path("."), ALONE)
+    dog = Watchdog(WatchdogConfig(), pathlib.Path("."), ALONE, BestEffort(print))
     begun = time.process_time()
     for step in range(calls):
         dog(step, {"step_seconds": 1.0})

@@ -2,6 +2,7 @@
 
 import contextlib
 
+from mstrain.training.best_effort import BestEffort
 from mstrain.training.loop import every, train
 from mstrain.training.profiler import ProfileConfig, profile_hooks
 
@@ -62,11 +63,12 @@ def traced(config, steps, monkeypatch, tmp_path):
     calls, now = [], steps[0] - 1
     monkeypatch.setattr("jax.profiler.start_trace", lambda logs, profiler_options: calls.append(("begin", now)))
     monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls.append(("end", now)))
-    begin, end = profile_hooks(config, tmp_path, steps)
-    for now in steps:
-        for hook in (*end, *begin):
-            if hook.due(now):
-                hook.act(now, {})
+    with BestEffort(print) as observers:
+        begin, end = profile_hooks(config, tmp_path, steps, observers)
+        for now in steps:
+            for hook in (*end, *begin):
+                if hook.due(now):
+                    hook.act(now, {})
     return calls
 
 

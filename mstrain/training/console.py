@@ -1,0 +1,77 @@
+"""Standard output and standard error that fail or block without stopping the process.
+
+A closed pipe (`| head -1`), a terminal that is gone, a full disk behind `> log` and a pager that does not read: what
+cannot be written is counted and dropped, and output resumes when it can.
+"""
+
+import atexit
+import collections
+import io
+import os
+import select
+import sys
+
+from mstrain.training.best_effort import BestEffort
+
+SECONDS = 1.0  # that a line of output waits for a reader that does not read
+_writers: dict[str, BestEffort] = {}
+
+
+def protect() -> None:
+    """Replaces sys.stdout and sys.stderr of this process, once."""
+    for descriptor, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # closed: the next file opened would get the number, and our output with it
+            os.open(os.devnull, os.O_RDWR)
+        if descriptor and name not in _writers:
+            other = {"stdout": "stderr", "stderr": "stdout"}[name]
+            _writers[name] = BestEffort(lambda text, other=other: print(f"train: {text}", file=getattr(sys, other)))
+            setattr(sys, name, _stream(descriptor, name, _writers[name]))
+            atexit.register(_writers[name].wait)
+
+
+def failures() -> collections.Counter[str]:
+    """Failed writes by stream."""
+    return sum((writer.failures for writer in _writers.values()), collections.Counter())
+
+
+def _stream(descriptor: int, name: str, writer: BestEffort) -> io.TextIOWrapper:
+    encoding = getattr(getattr(sys, name), "encoding", None) or "utf-8"
+    raw = _Descriptor(descriptor, name, writer)
+    return io.TextIOWrapper(raw, encoding, errors="replace", line_buffering=True, write_through=True)
+
+
+class _Descriptor(io.RawIOBase):
+    """A file descriptor, written by `writer` in its thread; `flush` waits for it, but not for ever."""
+
+    def __init__(self, descriptor: int, name: str, writer: BestEffort):
+        super().__init__()
+        self._descriptor, self._name, self._writer = descriptor, name, writer
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data) -> int:
+        self._writer.do(self._name, self._write_all, bytes(data))
+        return len(data)
+
+    def flush(self) -> None:
+        self._writer.wait(SECONDS)
+
+    def close(self) -> None:
+        """Standard streams stay open."""
+
+    def _write_all(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self._descriptor, view) :]
+            except BlockingIOError:  # another program has made the terminal or pipe non-blocking
+                select.select([], [self._descriptor], [])

@@ -1,0 +1,47 @@
+"""Scalars for TensorBoard: one event file per attempt, framed as TFRecords.
+
+tensorboardX's own writer has a thread that ends at the first error; the next scalar then blocks for ever.
+"""
+
+import os
+import socket
+import struct
+import time
+from pathlib import Path
+
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import masked_crc32c
+
+from mstrain.training import files
+from mstrain.training.best_effort import BestEffort
+
+NAME = "tensorboard"
+
+
+class EventFile:
+    """Written through `observers`; TensorBoard forgets what earlier attempts logged from step `first` on."""
+
+    def __init__(self, observers: BestEffort, directory: Path, first: int):
+        now, host, folder = time.time(), socket.gethostname(), directory / NAME
+        path = folder / f"events.out.tfevents.{now:.0f}.{host}.{os.getpid()}.{first}"
+        self._file = files.Appender(observers, NAME, path, lambda: files.make_folder(folder))
+        version = Event(wall_time=now, file_version="brain.Event:2")
+        start = Event(wall_time=now, step=first, session_log=SessionLog(status=SessionLog.START))
+        self._file.append(_framed(version), _framed(start))
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Returns at once."""
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._file.append(_framed(Event(wall_time=time.time(), step=step, summary=summary)))
+
+    def retry(self) -> None:
+        """Tries again to write the events that wait."""
+        self._file.append()
+
+
+def _framed(event: Event) -> bytes:
+    """Length, its checksum, the event, its checksum."""
+    data = event.SerializeToString()
+    length = struct.pack("<Q", len(data))
+    return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
