@@ -17,12 +17,13 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import mstrain
 
 ROOT = Path(__file__).resolve().parent.parent
 PREPARE, CI = ROOT / "prepare_tpu_vm.sh", ROOT / ".ci" / "run"
-RUN, DEV = "requirements.txt", "requirements-dev.txt"
+RUN, DEV, LOCK = "requirements.txt", "requirements-dev.txt", "requirements.lock"
 
 
 def requirements(name: str) -> list[Requirement]:
@@ -63,6 +64,37 @@ def test_every_requirement_states_both_ends_of_its_range(name):
     for requirement in requirements(name):
         operators = sorted(specifier.operator for specifier in requirement.specifier)
         assert operators in (["<=", ">="], ["=="]), f"{requirement} does not say which versions were tried"
+
+
+def locked() -> list[tuple[Requirement, str]]:
+    """(requirement, hashes) of every entry of requirements.lock."""
+    text = (ROOT / LOCK).read_text()
+    entries = re.findall(r"^([^\s#][^\\\n]*) \\\n((?: +--hash=.*\n)+)", text, re.MULTILINE)
+    assert len(entries) == text.count("==") - text.count("== '"), "an entry has no hashes"
+    return [(Requirement(entry), hashes) for entry, hashes in entries]
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+@pytest.mark.parametrize("platform, machine", [("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64")])
+def test_the_lock_has_one_version_of_every_requirement_within_its_range(python, platform, machine):
+    environment = {
+        "python_version": python, "python_full_version": f"{python}.7", "sys_platform": platform,
+        "platform_machine": machine, "platform_python_implementation": "CPython", "implementation_name": "cpython",
+    }  # fmt: skip
+    versions = {}
+    for entry, _ in locked():
+        if entry.marker is None or entry.marker.evaluate(environment):
+            assert canonicalize_name(entry.name) not in versions, f"two versions of {entry.name}"
+            versions[canonicalize_name(entry.name)] = str(entry.specifier).removeprefix("==")
+    for requirement in requirements(RUN) + requirements(DEV):
+        version = versions[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), f"{requirement} is locked to {version}"
+
+
+def test_the_lock_names_sha256_hashes_and_no_registry():
+    for _, hashes in locked():
+        assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", word) for word in hashes.split() if word != "\\")
+    assert "://" not in (ROOT / LOCK).read_text()
 
 
 @pytest.mark.parametrize("script", [PREPARE, CI], ids=lambda path: path.name)
