@@ -106,7 +106,7 @@ def plan_step(config: RunConfig, console: Console = QUIET) -> Step:
     dtype = dtype_on("tpu", config.dtype)
     if config.tune == "compile":
         config = tuned(config, model, tpu_slice, dtype, make_target, console)
-    mesh = _best_mesh(config, model, tpu_slice) if config.mesh == "auto" else config.mesh
+    mesh = best_mesh(config, model, tpu_slice) if config.mesh == "auto" else config.mesh
     target = make_target(tpu_slice, mesh)
     microbatch = config.batch // config.accumulate
     plan = make_plan(config.parallel, model, target.mesh, microbatch, config.seq, tpu_slice.chip)
@@ -125,7 +125,7 @@ def smallest_change(config: RunConfig, error: DoesNotFit, told=lambda text: None
     def larger(target: str) -> RunConfig | None:
         changed = dataclasses.replace(config, target=target, mesh="auto")
         try:
-            mesh = _best_mesh(changed, _with_vocab_size(config), parse_target(target))
+            mesh = best_mesh(changed, _with_vocab_size(config), parse_target(target))
         except ValueError:
             return None
         return dataclasses.replace(changed, mesh=str(mesh))
@@ -135,10 +135,13 @@ def smallest_change(config: RunConfig, error: DoesNotFit, told=lambda text: None
     return search.smallest(config, larger)
 
 
-def _best_mesh(config: RunConfig, model: ModelConfig, tpu_slice: TpuSlice) -> MeshShape:
+def best_mesh(config: RunConfig, model: ModelConfig, tpu_slice: TpuSlice) -> MeshShape:
     """The mesh that train.py mesh=auto would take on the slice."""
-    microbatch = config.batch // config.accumulate
-    return best_meshes(config.parallel, model, microbatch, config.seq, tpu_slice.devices, tpu_slice)[0].shape
+    dtype = jnp.dtype(dtype_on("tpu", config.dtype)).name
+    return best_meshes(
+        config.parallel, model, config.batch, config.seq, tpu_slice.devices, tpu_slice, accumulate=config.accumulate,
+        remat=config.remat, dtype=dtype,
+    )[0].shape  # fmt: skip
 
 
 def _with_vocab_size(config: RunConfig) -> ModelConfig:

@@ -33,7 +33,7 @@ IDLE = {
     "nongemm": ("remat", "accumulate", "slices", "dataflow"),
     "collectives": ("models", "layers", "algorithms", "slices", "dataflow", "batch", "seq", "remat",
                     "accumulate", "target", "emulate", "dump"),
-    "tune": ("algorithms", "remat", "accumulate", "emulate", "dump", "repeats", "warmup", "dtype"),
+    "tune": ("algorithms", "emulate", "dump", "repeats", "warmup"),
 }  # fmt: skip
 
 
@@ -170,8 +170,7 @@ class BenchmarkConfig:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         if self.tune == "compile" and (self.bench != "tune" or not self.target):
             raise ValueError("tune=compile needs bench=tune and a slice. Type bench=tune target=v5p-64.")
-        compiles = {"remat", "accumulate", "dtype"} if self.tune == "compile" else set()
-        for key in (key for key in IDLE.get(self.bench, ()) if key not in compiles):
+        for key in IDLE.get(self.bench, ()):
             if getattr(self, key) != defaults[key]:
                 value = f"{key}={getattr(self, key)}"
                 raise ValueError(f"{value} has no effect with bench={self.bench}. Drop it.")

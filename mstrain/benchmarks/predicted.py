@@ -38,7 +38,7 @@ def predict_all(config: BenchmarkConfig) -> Comparison:
         f"{importlib.metadata.version('libtpu')}, not run"
     )
     head = Report("predicted", source, config.bench, jnp.dtype(dtype).name, peak)
-    return Comparison(head, make_cases(config, _meshes(config, tpu_slice)), config.parts, rows_of)
+    return Comparison(head, make_cases(config, choose_meshes(config, tpu_slice)), config.parts, rows_of)
 
 
 def _row(case: Case, work: Work, target: Target, config: BenchmarkConfig, peak: float | None) -> Row:
@@ -56,7 +56,8 @@ def _row(case: Case, work: Work, target: Target, config: BenchmarkConfig, peak: 
     )
 
 
-def _meshes(config: BenchmarkConfig, tpu_slice: TpuSlice) -> list[MeshShape]:
+def choose_meshes(config: BenchmarkConfig, tpu_slice: TpuSlice) -> list[MeshShape]:
+    """The meshes asked for; for `auto` the planner's best of every model."""
     if config.meshes == "all":
         return [MeshShape(1, *shape) for shape in tpu_slice.mesh_shapes()]
     if config.meshes != "auto":

@@ -19,40 +19,39 @@ from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.compiler import tpu_slice_devices
 from mstrain.mesh import fit_to_devices
 from mstrain.models.config import ModelConfig
-from mstrain.models.parallel import ParallelConfig
-from mstrain.planner.compiled import Answer, Question, Trial, compile_candidate, why_slower
-from mstrain.planner.meshes import best_meshes
-from mstrain.planner.tuning_cache import answer_file, find_answer
+from mstrain.planner.compiled import Candidate, TuningResult, TuningTask, compile_candidate, why_slower
+from mstrain.planner.search import rank_meshes
+from mstrain.planner.tuning_cache import find_result, result_file
 from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import GIB
 
-COLUMNS = [*(field.name for field in dataclasses.fields(Trial)), "why"]
+COLUMNS = [*(field.name for field in dataclasses.fields(Candidate)), "why"]
 
 
 def refine_all(config: BenchmarkConfig, console: Console) -> int:
-    """Answers the question for every model, if possible from the cache; returns 1 when one fits nowhere."""
+    """Tunes every model, if possible from the cache; returns 1 when one fits nowhere."""
     tpu_slice_devices(config.tpu_slice)  # before anything asks JAX for devices: the compiler is quiet only there
     fitting = True
     for model in config.model_configs:
-        question, begin = make_question(config, model), time.monotonic()
+        task, begin = make_task(config, model), time.monotonic()
 
         def say(text: str) -> None:
             console.print(f"{duration(time.monotonic() - begin)}  {text}", soft_wrap=True)
 
-        attempt = functools.partial(compile_candidate, question)
+        attempt = functools.partial(compile_candidate, task)
         with console.status(f"Compiling candidates for {model.name}"):
-            answer, kept = find_answer(question, attempt, say)
-        console.print(to_table(question, answer), width=max(console.width, 120))
-        fitting = fitting and answer.best is not None
-        if best := answer.best:
+            result, kept = find_result(task, attempt, say)
+        console.print(to_table(task, result), width=max(console.width, 120))
+        fitting = fitting and result.best is not None
+        if best := result.best:
             console.print(f"[bold]{model.name}[/]: type mesh={best.mesh} parallel.slices={best.slices}")
-            where = "Found in" if kept else "The next call answers at once, from"
-            console.print(where, answer_file(question), soft_wrap=True)
-        console.print("Written:", *write(question, answer, Path(config.run_dir)), soft_wrap=True)
+            where = "Found in" if kept else "The next call reads it from"
+            console.print(where, result_file(task), soft_wrap=True)
+        console.print("Written:", *write(task, result, Path(config.run_dir)), soft_wrap=True)
     return 0 if fitting else 1
 
 
-def make_question(config: BenchmarkConfig, model: ModelConfig) -> Question:
+def make_task(config: BenchmarkConfig, model: ModelConfig) -> TuningTask:
     """What the command line asks of one model."""
     tpu_slice = config.tpu_slice
     slices = str(config.one_slice_count or "auto")
@@ -60,26 +59,24 @@ def make_question(config: BenchmarkConfig, model: ModelConfig) -> Question:
     batch = config.batch or tpu_slice.devices * config.accumulate
     if batch % config.accumulate:
         raise ValueError(f"batch={batch} does not divide into accumulate={config.accumulate} microbatches.")
-    meshes = _meshes(config, parallel, model, batch // config.accumulate)
     dtype = jnp.dtype(dtype_on("tpu", config.dtype)).name
-    return Question(model, parallel, tpu_slice, batch, config.seq, config.accumulate, dtype, config.remat, meshes)
+    task = TuningTask(model, parallel, tpu_slice, batch, config.seq, config.accumulate, dtype, config.remat)
+    return dataclasses.replace(task, meshes=_meshes(config, task))
 
 
-def _meshes(
-    config: BenchmarkConfig, parallel: ParallelConfig, model: ModelConfig, microbatch: int
-) -> tuple[str, ...]:
-    tpu_slice = config.tpu_slice
+def _meshes(config: BenchmarkConfig, task: TuningTask) -> tuple[str, ...]:
     if config.meshes == "auto":
         return ()
     if config.meshes != "all":
-        return tuple(str(fit_to_devices(shape, tpu_slice.devices)) for shape in config.mesh_shapes)
-    found = best_meshes(parallel, model, microbatch, config.seq, tpu_slice.devices, tpu_slice)
-    return tuple(str(candidate.shape) for candidate in found if candidate.shape.data == 1)
+        return tuple(str(fit_to_devices(shape, task.tpu_slice.devices)) for shape in config.mesh_shapes)
+    question = task.question(task.parallel)
+    alone = dataclasses.replace(question, fixed=dataclasses.replace(question.fixed, data=1))
+    return tuple(str(costed.shape) for costed in rank_meshes(alone))
 
 
-def basis(question: Question) -> str:
+def basis(task: TuningTask) -> str:
     """What the numbers are, for the head of every form of the table."""
-    q = question
+    q = task
     return (
         f"Predicted for {q.tpu_slice.name} ({q.tpu_slice.devices} devices) from training steps of {q.model.name} "
         f"({q.model.layers} layers, batch {q.batch} x {q.seq}, accumulate={q.accumulate}, remat={q.remat}) "
@@ -87,21 +84,21 @@ def basis(question: Question) -> str:
     )
 
 
-def to_table(question: Question, answer: Answer) -> Table:
+def to_table(task: TuningTask, result: TuningResult) -> Table:
     """For a terminal; the cost model's time of the products beside the time of the compiled step."""
-    table = Table(title=basis(question), title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table = Table(title=basis(task), title_justify="left", box=None, padding=(0, 1, 0, 0))
     for name in ("mesh", "slices", "plan"):
         table.add_column(name, no_wrap=name != "plan")
     for name in ("model ms", "ms", "exposed", "products", "copies", "GiB"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why not")
-    for trial in answer.trials:
-        share = "n/a" if trial.seconds is None else f"{trial.exposed / trial.seconds:.1%}"
+    for candidate in result.candidates:
+        share = "n/a" if candidate.seconds is None else f"{candidate.exposed / candidate.seconds:.1%}"
         numbers = [
-            _cell(trial.model_seconds, 1e3), _cell(trial.seconds, 1e3), share, _cell(trial.gemm, 1e3),
-            _cell(trial.move, 1e3), _cell(trial.memory, 1 / GIB),
+            _cell(candidate.model_seconds, 1e3), _cell(candidate.seconds, 1e3), share, _cell(candidate.gemm, 1e3),
+            _cell(candidate.move, 1e3), _cell(candidate.memory, 1 / GIB),
         ]  # fmt: skip
-        table.add_row(trial.mesh, trial.slices, trial.plan, *numbers, _why(trial, answer))
+        table.add_row(candidate.mesh, candidate.slices, candidate.plan, *numbers, _why(candidate, result))
     table.caption = "model ms: the products by the cost model; ms: the whole step, of which products and copies"
     table.caption_justify = "left"
     return table
@@ -111,45 +108,45 @@ def _cell(value: float | None, scale: float) -> str:
     return "n/a" if value is None else f"{scale * value:,.1f}"
 
 
-def _why(trial: Trial, answer: Answer) -> str:
-    return why_slower(trial, answer.best) if answer.best else trial.problem
+def _why(candidate: Candidate, result: TuningResult) -> str:
+    return why_slower(candidate, result.best) if result.best else candidate.problem
 
 
-def write(question: Question, answer: Answer, folder: Path) -> list[Path]:
+def write(task: TuningTask, result: TuningResult, folder: Path) -> list[Path]:
     """Leaves tune_compiled_MODEL.json, .csv and .png in `folder`; SI units."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [dataclasses.asdict(trial) | {"why": _why(trial, answer)} for trial in answer.trials]
+    rows = [dataclasses.asdict(candidate) | {"why": _why(candidate, result)} for candidate in result.candidates]
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    stem = folder / f"tune_compiled_{question.model.name}"
+    stem = folder / f"tune_compiled_{task.model.name}"
     paths = [stem.with_suffix(suffix) for suffix in (".json", ".csv", ".png")]
-    document = {"kind": "predicted", "source": basis(question), "trials": rows}
+    document = {"kind": "predicted", "source": basis(task), "candidates": rows}
     paths[0].write_text(json.dumps(document, indent=2) + "\n")
     paths[1].write_text(text.getvalue())
-    plot(question, answer, paths[2])
+    plot(task, result, paths[2])
     return paths
 
 
-def plot(question: Question, answer: Answer, path: Path) -> None:
+def plot(task: TuningTask, result: TuningResult, path: Path) -> None:
     """Bars of the compiled step by its parts, the cost model's prediction of the products as a mark."""
-    trials = [trial for trial in answer.trials if trial.seconds]
-    figure = Figure(figsize=(9, 1.8 + 0.4 * len(trials)), layout="constrained")
+    candidates = [candidate for candidate in result.candidates if candidate.seconds]
+    figure = Figure(figsize=(9, 1.8 + 0.4 * len(candidates)), layout="constrained")
     axes = figure.subplots()
-    places, left = range(len(trials)), [0.0] * len(trials)
+    places, left = range(len(candidates)), [0.0] * len(candidates)
     for part, name in (("gemm", "products"), ("kernel", "kernels"), ("move", "copies"), ("rest", "rest"),
                        ("exposed", "exposed communication")):  # fmt: skip
-        widths = [1e3 * getattr(trial, part) for trial in trials]
+        widths = [1e3 * getattr(candidate, part) for candidate in candidates]
         axes.barh(places, widths, left=left, label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    known = [(1e3 * t.model_seconds, i) for i, t in enumerate(trials) if t.model_seconds]
+    known = [(1e3 * t.model_seconds, i) for i, t in enumerate(candidates) if t.model_seconds]
     if known:
         axes.plot(*zip(*known, strict=True), "k|", markersize=16, label="cost model, products alone")
-    labels = [f"{t.mesh} slices={t.slices}" + (" (does not fit)" if t.problem else "") for t in trials]
+    labels = [f"{t.mesh} slices={t.slices}" + (" (does not fit)" if t.problem else "") for t in candidates]
     axes.set_yticks(list(places), labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("ms of one step on one device")
-    axes.set_title(basis(question), fontsize=8, wrap=True)
+    axes.set_title(basis(task), fontsize=8, wrap=True)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=120)

@@ -1,82 +1,108 @@
-"""The tuner's answer for a model and a machine, and why every other candidate lost."""
+"""The planner's ranking of meshes for a model and a machine, and why every other candidate lost."""
 
+import dataclasses
+import json
 from pathlib import Path
 
+import jax.numpy as jnp
 from rich.console import Console
+from rich.table import Table
 
 from mstrain.benchmarks.config import BenchmarkConfig
-from mstrain.hardware import TpuSlice
-from mstrain.hardware.constants import constants_for, load_constants
+from mstrain.hardware import TpuSlice, chip_named
+from mstrain.hardware.constants import load_constants
 from mstrain.mesh import MeshShape
-from mstrain.models.auto import projections
 from mstrain.models.config import ModelConfig
-from mstrain.parallel.tune import tune
-from mstrain.parallel.tuning_result import Tuning
-from mstrain.planner.meshes import best_meshes
-from mstrain.planner.tuning_report import explain, plot, to_csv, to_json
+from mstrain.planner.cost import Costed
+from mstrain.planner.question import Fixed, Question
+from mstrain.planner.report import GB, plan_row, plot_plans, write_csv
+from mstrain.planner.search import rank_meshes, why_slower
+from mstrain.planner.target import Pod, pod_of
+from mstrain.program.dtype import dtype_on
 
 DEFAULT_DEVICES = 8  # of the emulated mesh
 
 
 def best_mesh(model: ModelConfig, config: BenchmarkConfig, tpu_slice: TpuSlice) -> MeshShape:
-    """The mesh that the cost model likes best on a slice, without data parallelism, among those on which
-    MeshSlice's plan is legal (the first algorithm's, where MeshSlice is not compared).
-    """
+    """The planner's mesh on a slice for MeshSlice (for the first algorithm, where MeshSlice is not compared)."""
     names = config.algorithm_names
-    parallel = config.parallel("meshslice" if "meshslice" in names else names[0])
-    batch = config.batch or tpu_slice.devices * config.accumulate
-    found = best_meshes(parallel, model, batch // config.accumulate, config.seq, tpu_slice.devices, tpu_slice)
-    alone = [candidate.shape for candidate in found if candidate.shape.data == 1]
-    if not alone:
-        raise ValueError(
-            f"meshes=auto: {model.name} with batch={batch} has no legal mesh on {tpu_slice.name} without copies "
-            f"beside each other. Type meshes={found[0].shape}, or another batch=."
-        )
-    return alone[0]
+    return rank_meshes(_question(model, config, tpu_slice, "meshslice" if "meshslice" in names else names[0]))[0].shape
 
 
-def tune_model(model: ModelConfig, config: BenchmarkConfig, tpu_slice: TpuSlice | None) -> Tuning:
-    """Tunes the products of a model for a slice, or for as many emulated CPU devices as meshes= has."""
-    shapes = None if config.meshes in ("auto", "all") else config.mesh_shapes
-    if shapes and len({(shape.data, shape.devices) for shape in shapes}) > 1:
+def tune_model(model: ModelConfig, config: BenchmarkConfig, tpu_slice: TpuSlice | None) -> tuple[Question, list[Costed]]:
+    """Ranks the meshes of a slice, or of as many emulated CPU devices as meshes= has; also gives what it asked."""
+    shapes = config.mesh_shapes if config.meshes not in ("auto", "all") else []
+    if len({shape.devices for shape in shapes}) > 1:
         raise ValueError("bench=tune compares meshes of equal size. Type meshes= with as many devices each.")
-    copies = shapes[0].data if shapes else 1
     devices = shapes[0].devices if shapes else tpu_slice.devices if tpu_slice else DEFAULT_DEVICES
     if tpu_slice and devices != tpu_slice.devices:
         raise ValueError(f"{tpu_slice.name} has {tpu_slice.devices} devices, not {devices}. Type meshes= to fill it.")
-    constants = load_constants(config.constants) if config.constants else _constants(tpu_slice)
-    tokens = (config.batch or devices) * config.seq
-    if tokens % copies:
-        raise ValueError(f"{tokens} tokens do not divide over {copies} copies. Type another batch=.")
-    meshes = [(shape.row, shape.col) for shape in shapes] if shapes else tpu_slice
-    return tune(
-        projections(model, model.layers), tokens // copies, devices // copies, constants, meshes=meshes,
-        slices=config.one_slice_count, dataflow=config.dataflow,
-    )  # fmt: skip
+    question = _question(model, config, tpu_slice, "meshslice", devices)
+    if not shapes:
+        return question, rank_meshes(question)
+    asked = [
+        dataclasses.replace(question, fixed=dataclasses.replace(question.fixed, data=s.data, shape=(s.row, s.col)))
+        for s in dict.fromkeys(shapes)
+    ]
+    found = [costed for each in asked for costed in rank_meshes(each)]
+    return question, sorted(found, key=lambda costed: (not costed.fits, costed.seconds))
 
 
-def _constants(tpu_slice: TpuSlice | None):
-    return constants_for(tpu_slice) if tpu_slice else load_constants("cpu_emulated")
+def _question(
+    model: ModelConfig, config: BenchmarkConfig, tpu_slice: TpuSlice | None, algorithm: str, devices: int | None = None
+) -> Question:
+    pod = pod_of(tpu_slice, tpu_slice.devices) if tpu_slice else Pod("emulated", chip_named("cpu"), devices)
+    if config.constants or not tpu_slice:
+        pod = dataclasses.replace(pod, measured=load_constants(config.constants or "cpu_emulated"))
+    batch = config.batch or pod.devices * config.accumulate
+    if batch % config.accumulate:
+        raise ValueError(f"batch={batch} does not divide into accumulate={config.accumulate} microbatches.")
+    parallel = config.parallel(algorithm)
+    if algorithm == "meshslice" and config.bench == "tune" and config.one_slice_count:
+        parallel = dataclasses.replace(parallel, slices=str(config.one_slice_count))
+    dtype = jnp.dtype(dtype_on("tpu" if tpu_slice else "cpu", config.dtype)).name
+    fixed = Fixed(microbatches=config.accumulate, remat=config.remat)
+    return Question(model, pod, (parallel,), batch, config.seq, dtype, fixed)
 
 
 def explain_all(config: BenchmarkConfig, console: Console) -> int:
     """Prints the table of candidates for every model; leaves it as JSON, CSV and picture in run_dir."""
     folder = Path(config.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
     for model in config.model_configs:
-        tuning = tune_model(model, config, config.tpu_slice)
-        folder.mkdir(parents=True, exist_ok=True)
-        console.print(explain(tuning), width=max(console.width, 120))  # numbers are cut in less
-        best = " ".join(f"{name} {flow} S={tuning.slices[name]};" for name, flow in tuning.dataflows.items())
-        console.print(f"[bold]{model.name}[/]: mesh {'x'.join(map(str, tuning.mesh))}, {best.rstrip(';')}")
-        for rows, cols, why in tuning.rejected:
-            console.print(f"  not {rows}x{cols}: {why}")
-        stem = folder / f"tune_{model.name}"
-        stem.with_suffix(".json").write_text(to_json(tuning))
-        stem.with_suffix(".csv").write_text(to_csv(tuning))
-        plot(tuning, stem.with_suffix(".png"))
-        share = tuning.best.exposed / tuning.best.seconds
+        question, found = tune_model(model, config, config.tpu_slice)
+        best, stem = found[0], folder / f"tune_{model.name}"
+        console.print(to_table(question, found), width=max(console.width, 120))  # numbers are cut in less
+        chosen = " ".join(f"{p.name} {p.layout.dataflow} S={p.slices};" for p in best.products.block)
+        console.print(f"[bold]{model.name}[/]: mesh {best.shape}, {chosen.rstrip(';')}")
+        rows = [plan_row(question, rank, costed, best) for rank, costed in enumerate(found, 1)]
+        document = {"model": model.name, "constants": best.constants, "mesh": list(best.shape.sizes), "candidates": rows}
+        stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_csv(rows, stem.with_suffix(".csv"))
+        plot_plans(question, found, stem.with_suffix(".png"))
+        share = best.terms.tensor_exposed / best.seconds
         console.print(
-            f"By the cost model, not measured: {share:.1%} of these products' time is exposed communication. "
+            f"By the cost model, not measured: {share:.1%} of the step is exposed communication of products. "
             f"Written: {stem}.json .csv .png", soft_wrap=True,
         )  # fmt: skip
     return 0
+
+
+def to_table(question: Question, found: list[Costed], limit: int = 10) -> Table:
+    """The best `limit` candidates for a terminal."""
+    name = question.pod.constants((), question.dtype).name
+    title = f"Predicted for {question.pod.name} with {name}, batch {question.batch} x {question.seq}"
+    table = Table(title=title, caption=found[0].constants)
+    for heading in ("mesh", "dataflows", "slices", "why"):
+        table.add_column(heading)
+    for heading in ("ms", "products ms", "exposed ms", "GB"):
+        table.add_column(heading, justify="right")
+    for costed in found[:limit]:
+        terms, block = costed.terms, costed.products.block
+        why = why_slower(costed, found[0]) if costed.fits else "does not fit"
+        table.add_row(
+            str(costed.shape), " ".join(p.layout.dataflow for p in block), " ".join(str(p.slices) for p in block), why,
+            *(f"{1e3 * value:.3f}" for value in (costed.seconds, terms.products, terms.tensor_exposed)),
+            f"{costed.fullest.memory.total / GB:.2f}",
+        )  # fmt: skip
+    return table

@@ -3,7 +3,7 @@
 import math
 
 from mstrain.hardware import Chip
-from mstrain.hardware.constants import constants_for
+from mstrain.hardware.constants import Constants, constants_for
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, parse_slices
 from mstrain.parallel.dataflow import Projection
@@ -25,19 +25,20 @@ def projections(model: ModelConfig, repeats: int = 1) -> tuple[Projection, ...]:
 
 
 def tune_products(
-    model: ModelConfig, parallel: ParallelConfig, shape: tuple[int, int], tokens: int, chip: Chip | None
-) -> dict[str, Choice]:
+    model: ModelConfig, parallel: ParallelConfig, shape: tuple[int, int], tokens: int, chip: Chip | None,
+    constants: Constants | None = None,
+) -> dict[str, Choice]:  # fmt: skip
     """The tuner's dataflow and slice count of every product on a fixed mesh.
 
-    Empty when nothing is left to choose, no chip is known, or nothing is legal (the plan's checks tell why).
+    `constants` replace those of the chip. Empty when nothing is left to choose, no chip is known, or nothing is legal (the plan's checks tell why).
     """
-    if chip is None or chip.platform == "cpu" or (parallel.slices != "auto" and parallel.dataflow != "auto"):
+    known = chip is not None and (constants or chip.platform != "cpu")
+    if not known or (parallel.slices != "auto" and parallel.dataflow != "auto"):
         return {}
     slices = None if parallel.slices == "auto" else parse_slices(parallel.slices)
     try:
-        constants = constants_for(chip)
         tuning = tune(
-            projections(model), tokens, math.prod(shape), constants,
+            projections(model), tokens, math.prod(shape), constants or constants_for(chip),
             meshes=[shape], slices=slices, max_slices=chip.most_slices, dataflow=parallel.dataflow,
         )  # fmt: skip
     except ValueError:

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh
 from mstrain.gemm import Grid, LoweringOptions, Plan, PlanPair, grid_of, legal_slices
 from mstrain.gemm.plan import ONE_DIMENSIONAL
 from mstrain.hardware import Chip
+from mstrain.hardware.constants import Constants
 from mstrain.mesh import AXES
 from mstrain.models.auto import tune_products
 from mstrain.models.config import ModelConfig
@@ -68,8 +69,9 @@ class ModelPlan:
 
 
 def make_plan(
-    parallel: ParallelConfig, model: ModelConfig, mesh: Mesh, microbatch: int, seq: int, chip: Chip | None = None
-) -> ModelPlan:
+    parallel: ParallelConfig, model: ModelConfig, mesh: Mesh, microbatch: int, seq: int, chip: Chip | None = None,
+    constants: Constants | None = None,
+) -> ModelPlan:  # fmt: skip
     """Plans every product of `model` on `mesh`.
 
     Args:
@@ -77,6 +79,7 @@ def make_plan(
       seq: tokens per sequence.
       chip: what MeshSlice's automatic dataflows and slice counts are tuned for; None takes the paper's rule, few
         slices.
+      constants: of these devices, instead of those derived from the chip.
 
     Raises:
       ValueError: what is wrong and what to type instead.
@@ -87,7 +90,7 @@ def make_plan(
             f"A microbatch of {microbatch} sequences does not divide over {data} data-parallel copies. "
             f"Type batch={math.ceil(microbatch / data) * data} (times accumulate=)."
         )
-    planner = _Planner(parallel, model, mesh, microbatch // data, seq, chip)
+    planner = _Planner(parallel, model, mesh, microbatch // data, seq, chip, constants)
     algorithms = layer_algorithms(parallel, model.layers)
     check_effect(parallel, set(itertools.chain(*algorithms)))
     blocks = [planner.block(*names) for names in algorithms]
@@ -130,12 +133,15 @@ class _Planner:
     sequences: int  # of one data-parallel copy
     seq: int
     chip: Chip | None
+    constants: Constants | None = None
 
     @functools.cached_property
     def tuned(self):
         """The tuner's choices for MeshSlice by product, empty without a chip to tune for."""
         shape = (self.mesh.shape["row"], self.mesh.shape["col"])
-        return tune_products(self.model, self.parallel, shape, self.sequences * self.seq, self.chip)
+        return tune_products(
+            self.model, self.parallel, shape, self.sequences * self.seq, self.chip, self.constants
+        )
 
     def block(self, attention: str, mlp: str) -> BlockPlan:
         m = self.model

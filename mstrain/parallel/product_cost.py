@@ -74,6 +74,11 @@ class Cost:
         """Seconds in which the device waits for a link and computes nothing."""
         return self.seconds - self.compute
 
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(
+            self.seconds + other.seconds, self.compute + other.compute, self.communication + other.communication
+        )
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -141,7 +146,19 @@ def sliced_cost(
     return Cost(total, compute, communication)
 
 
+def pass_costs(layout: Layout, slices: int, constants: Constants) -> tuple[Cost, Cost]:
+    """(forward, both gradients) of one projection in `slices` slices, repeats not counted."""
+    terms, memory = communication_terms(layout, constants), layout.accumulating_seconds(constants)
+    costs = {
+        term.gemm: sliced_cost((term,), layout.gemm_seconds(constants), slices, constants.overlap, memory)
+        for term in terms
+    }
+    forward = costs.pop(layout.dataflow.upper())
+    first, second = costs.values()
+    return forward, first + second
+
+
 def layout_cost(layout: Layout, slices: int, constants: Constants) -> Cost:
     """Cost of one projection (repeats not counted), forward and both gradients, in `slices` slices."""
-    terms, memory = communication_terms(layout, constants), layout.accumulating_seconds(constants)
-    return sliced_cost(terms, layout.gemm_seconds(constants), slices, constants.overlap, memory)
+    forward, backward = pass_costs(layout, slices, constants)
+    return forward + backward

@@ -15,25 +15,26 @@ from mstrain.compiler.compile import DoesNotFit, compile_step
 from mstrain.compiler.schedule import Schedule, predict
 from mstrain.compiler.topology import Target, make_target
 from mstrain.hardware import TpuSlice
-from mstrain.hardware.constants import constants_for
 from mstrain.mesh import MeshShape, make_mesh, parse_mesh
-from mstrain.models.auto import projections
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, layer_algorithms
 from mstrain.models.plan import ModelPlan, make_plan
 from mstrain.models.transformer import Transformer
-from mstrain.parallel.dataflow import orientations
-from mstrain.parallel.product_cost import Layout, layout_cost
-from mstrain.planner.meshes import best_meshes, plan_on
+from mstrain.planner.cost import cost_plan
+from mstrain.planner.plan import PodPlan, plan_on, plan_products
+from mstrain.planner.question import Fixed, Question
+from mstrain.planner.search import rank_meshes
+from mstrain.planner.target import pod_of
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 
 MESHES = 3  # of the cost model's ranking that are compiled
 COUNTS = (1, 2, 4, 8)  # slice counts for all products that are compiled beside the cost model's
+COSTED = {"meshslice", "collective", "megatron", "fsdp"}  # algorithms that the cost model describes
 STEPS = 1000  # of the learning rate's schedule, which no time depends on
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
+class TuningTask:
     """What is to be made fast: a training step on a slice. `meshes` restricts the search, empty does not;
     `parallel.slices` fixes the slice count where it is not `auto`.
     """
@@ -52,9 +53,15 @@ class Question:
     def microbatch(self) -> int:
         return self.batch // self.accumulate
 
+    def question(self, parallel: ParallelConfig) -> Question:
+        """The same of the cost model, with the algorithms of `parallel`."""
+        fixed = Fixed(microbatches=self.accumulate, remat=self.remat)
+        pod = pod_of(self.tpu_slice, self.tpu_slice.devices)
+        return Question(self.model, pod, (parallel,), self.batch, self.seq, self.dtype, fixed)
+
 
 @dataclasses.dataclass(frozen=True)
-class Trial:
+class Candidate:
     """One candidate as compiled, on one device and for one step.
 
     `seconds` are `exposed` communication and the compute of products (`gemm`), kernels, copies and layout
@@ -77,21 +84,21 @@ class Trial:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
-    """The trials, the fastest that fits first and those without a result last."""
+class TuningResult:
+    """The candidates, the fastest that fits first and those without a result last."""
 
-    trials: tuple[Trial, ...]
+    candidates: tuple[Candidate, ...]
 
     @property
-    def best(self) -> Trial | None:
+    def best(self) -> Candidate | None:
         """The fastest that fits; None when nothing does."""
-        return next((t for t in self.trials if t.seconds and not t.problem), None)
+        return next((t for t in self.candidates if t.seconds and not t.problem), None)
 
-    def chosen(self) -> Trial:
+    def chosen(self) -> Candidate:
         """The fastest that fits; raises ValueError, with what was missing, when nothing does."""
         if self.best is None:
             raise ValueError(
-                f"tune=compile: nothing fits. mesh={self.trials[0].mesh}: {self.trials[0].problem} "
+                f"tune=compile: nothing fits. mesh={self.candidates[0].mesh}: {self.candidates[0].problem} "
                 "Type remat=full or more accumulate=, or take a larger slice."
             )
         return self.best
@@ -105,40 +112,39 @@ def on_present(tpu_slice: TpuSlice, shape: MeshShape) -> Target:
     return Target(tpu_slice, make_mesh(shape))
 
 
-def refine(question: Question, attempt: Callable[[MeshShape, str], Trial]) -> Answer:
+def refine(task: TuningTask, attempt: Callable[[MeshShape, str], Candidate]) -> TuningResult:
     """Tries the candidates with `attempt(mesh, slices)`; raises ValueError when no mesh is legal."""
-    trials = [attempt(shape, question.parallel.slices) for shape in meshes_to_try(question)]
-    best = ranked(trials).best
-    if best and question.parallel.slices == "auto":
+    candidates = [attempt(shape, task.parallel.slices) for shape in meshes_to_try(task)]
+    best = ranked(candidates).best
+    if best and task.parallel.slices == "auto":
         shape = parse_mesh(best.mesh)
-        trials += [attempt(shape, slices) for slices in counts_to_try(question, shape)]
-    return ranked(trials)
+        candidates += [attempt(shape, slices) for slices in counts_to_try(task, shape)]
+    return ranked(candidates)
 
 
-def ranked(trials: Sequence[Trial]) -> Answer:
+def ranked(candidates: Sequence[Candidate]) -> TuningResult:
     """Fastest first; those that do not fit behind, then those without a result."""
-    return Answer(tuple(sorted(trials, key=lambda t: (bool(t.problem), t.seconds is None, t.seconds or 0.0))))
+    return TuningResult(tuple(sorted(candidates, key=lambda t: (bool(t.problem), t.seconds is None, t.seconds or 0.0))))
 
 
-def meshes_to_try(question: Question) -> list[MeshShape]:
+def meshes_to_try(task: TuningTask) -> list[MeshShape]:
     """The meshes asked for, or the cost model's best ones on which the plan is legal."""
-    if question.meshes:
-        return [parse_mesh(mesh) for mesh in question.meshes]
-    q = question
-    found = best_meshes(q.parallel, q.model, q.microbatch, q.seq, q.tpu_slice.devices, q.tpu_slice)
-    roomy = [c for c in found if c.roomy] or found
-    return [candidate.shape for candidate in roomy[:MESHES]]
+    if task.meshes:
+        return [parse_mesh(mesh) for mesh in task.meshes]
+    found = rank_meshes(task.question(task.parallel))
+    fitting = [costed for costed in found if costed.fits] or found
+    return [costed.shape for costed in fitting[:MESHES]]
 
 
-def counts_to_try(question: Question, shape: MeshShape) -> list[str]:
+def counts_to_try(task: TuningTask, shape: MeshShape) -> list[str]:
     """Slice counts for all products with a legal plan other than the automatic; none without MeshSlice."""
-    used = {name for pair in layer_algorithms(question.parallel, question.model.layers) for name in pair}
+    used = {name for pair in layer_algorithms(task.parallel, task.model.layers) for name in pair}
     if "meshslice" not in used:
         return []
-    seen, found = [_abstract_plan(question, shape, "auto").groups], []
+    seen, found = [_abstract_plan(task, shape, "auto").groups], []
     for slices in map(str, COUNTS):
         try:
-            groups = _abstract_plan(question, shape, slices).groups
+            groups = _abstract_plan(task, shape, slices).groups
         except ValueError:
             continue
         if groups not in seen:
@@ -147,32 +153,31 @@ def counts_to_try(question: Question, shape: MeshShape) -> list[str]:
     return found
 
 
-def _abstract_plan(q: Question, shape: MeshShape, slices: str) -> ModelPlan:
-    parallel = dataclasses.replace(q.parallel, slices=slices)
-    return plan_on(shape, parallel, q.model, q.microbatch, q.seq, q.tpu_slice.chip)
+def _abstract_plan(task: TuningTask, shape: MeshShape, slices: str) -> ModelPlan:
+    parallel = dataclasses.replace(task.parallel, slices=slices)
+    return plan_on(shape, parallel, task.model, task.microbatch, task.seq, task.tpu_slice.chip)
 
 
-def compile_candidate(question: Question, shape: MeshShape, slices: str, place: Place = make_target) -> Trial:
+def compile_candidate(task: TuningTask, shape: MeshShape, slices: str, place: Place = make_target) -> Candidate:
     """Compiles the training step on one mesh with one choice of slices, and reads its schedule."""
-    q = question
-    target = place(q.tpu_slice, shape)
-    parallel = dataclasses.replace(q.parallel, slices=slices)
-    plan = make_plan(parallel, q.model, target.mesh, q.microbatch, q.seq, q.tpu_slice.chip)
-    trial = Trial(str(shape), slices, describe_slices(plan), model_seconds(q, plan))
-    module = Transformer(q.model, plan, q.seq, jnp.dtype(q.dtype), q.remat)
-    optimizer = make_optimizer(OptimizerConfig().for_width(q.model.width), STEPS)
+    target = place(task.tpu_slice, shape)
+    parallel = dataclasses.replace(task.parallel, slices=slices)
+    plan = make_plan(parallel, task.model, target.mesh, task.microbatch, task.seq, task.tpu_slice.chip)
+    candidate = Candidate(str(shape), slices, describe_slices(plan), model_seconds(task, shape, slices))
+    module = Transformer(task.model, plan, task.seq, jnp.dtype(task.dtype), task.remat)
+    optimizer = make_optimizer(OptimizerConfig().for_width(task.model.width), STEPS)
     try:
-        program = compile_step(module, optimizer, target, q.microbatch, q.accumulate)
+        program = compile_step(module, optimizer, target, task.microbatch, task.accumulate)
     except DoesNotFit as error:
-        return dataclasses.replace(trial, problem=str(error).partition(". ")[0] + ".", memory=error.needed)
+        return dataclasses.replace(candidate, problem=str(error).partition(". ")[0] + ".", memory=error.needed)
     except jax.errors.JaxRuntimeError as error:  # this compiler cannot compile it: another candidate may do
-        return dataclasses.replace(trial, problem=str(error).splitlines()[0])
+        return dataclasses.replace(candidate, problem=str(error).splitlines()[0])
     problem = "" if program.memory.fits else "does not fit"
-    return dataclasses.replace(trial, problem=problem, memory=program.memory.peak, **parts(predict(program)))
+    return dataclasses.replace(candidate, problem=problem, memory=program.memory.peak, **parts(predict(program)))
 
 
 def parts(schedule: Schedule) -> dict[str, float]:
-    """Seconds of a schedule and of what it consists of, as a `Trial` has them."""
+    """Seconds of a schedule and of what it consists of, as a `Candidate` has them."""
     clock = schedule.machine.clock
     compute = {kind: cycles / clock for kind, cycles in schedule.cycles.items()}
     exposed = schedule.seconds - sum(compute.values())
@@ -180,15 +185,15 @@ def parts(schedule: Schedule) -> dict[str, float]:
     return {"seconds": schedule.seconds, "exposed": exposed, "rest": rest, **compute}
 
 
-def why_slower(trial: Trial, best: Trial) -> str:
+def why_slower(candidate: Candidate, best: Candidate) -> str:
     """What made a candidate lose: why it cannot run, or the part of its time that grew most."""
-    if trial.problem or trial == best:
-        return trial.problem
+    if candidate.problem or candidate == best:
+        return candidate.problem
     names = {
         "exposed": "exposed communication", "gemm": "products", "kernel": "kernels", "move": "copies",
         "rest": "norms, sums, updates",
     }  # fmt: skip
-    growth = {name: getattr(trial, name) - getattr(best, name) for name in names}
+    growth = {name: getattr(candidate, name) - getattr(best, name) for name in names}
     part = max(growth, key=growth.get)
     return f"{names[part]} +{1e3 * growth[part]:,.1f} ms"
 
@@ -200,17 +205,16 @@ def describe_slices(plan: ModelPlan) -> str:
     )
 
 
-def model_seconds(question: Question, plan: ModelPlan) -> float | None:
+def model_seconds(task: TuningTask, shape: MeshShape, slices: str) -> float | None:
     """The cost model's seconds for the products of one step; None with an algorithm that it does not know."""
-    constants, mesh = constants_for(question.tpu_slice), plan.mesh.shape
-    tokens = question.microbatch * question.seq // mesh["data"]
-    total = 0.0
-    for block, count in plan.groups:
-        if any(p.algorithm not in ("meshslice", "collective") for p in block.products):
-            return None
-        own = projections(question.model)
-        turned = orientations(own, [p.dataflow for p in block.products])
-        for projection, p, transposed in zip(own, block.products, turned, strict=False):
-            layout = Layout(projection, tokens, mesh["row"], mesh["col"], p.dataflow, transposed)
-            total += count * layout_cost(layout, p.slices, constants).seconds
-    return question.accumulate * total
+    parallel = dataclasses.replace(task.parallel, slices=slices)
+    used = {name for pair in layer_algorithms(parallel, task.model.layers) for name in pair}
+    if not used <= COSTED:
+        return None
+    question = task.question(parallel)
+    plan = PodPlan(shape.data, parallel, shape.row, shape.col, 1, task.accumulate, task.remat)
+    products = plan_products(question, plan)
+    if isinstance(products, str):
+        return None
+    terms = cost_plan(question, plan, products).terms
+    return terms.products + terms.tensor_exposed

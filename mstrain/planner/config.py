@@ -1,53 +1,59 @@
-"""What the planner for pods is asked."""
+"""What `plan.py planner=pod` is asked."""
 
 from dataclasses import dataclass
 
 from mstrain.checks import at_least, one_of
 from mstrain.models.config import ModelConfig
+from mstrain.models.parallel import ParallelConfig
 from mstrain.models.transformer import REMAT
-from mstrain.simulator.schedules import SCHEDULES
+from mstrain.planner.question import MEMORY_MARGIN, Fixed, Question
+from mstrain.planner.target import Pod
 
 TENSOR = ("meshslice", "megatron", "fsdp")
-POD_SCHEDULES = tuple(name for name in SCHEDULES if name in ("1f1b", "gpipe", "interleaved"))
+POD_SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 
 @dataclass(frozen=True)
 class PodConfig:
-    """A plan for a pod of equal devices.
-
-    Attributes:
-      cluster: a TPU slice (v5p-512, v6e:8x8) or CHIP:N GPUs that share NVLink (h200:8).
-      batch: sequences per step of the whole job; seq: tokens per sequence.
-      algorithm: auto, or the one of the tensor products: meshslice, megatron or fsdp.
-      replicas, tensor, pipeline: auto, or that degree of data, tensor or pipeline parallelism.
-      schedule: of the pipeline: 1f1b, gpipe or interleaved, with `interleave` chunks per stage (2).
-      remat: auto, or what train.py's remat= may be: none, dots, full.
-      dtype: of activations and products: bf16 or f32. Weights, gradients and moments are float32.
-      memory_margin: part of a device's memory that must stay free.
-      top_k: distinct plans shown; max_seconds: time after which the best plans so far are returned.
-      simulate: simulate the winner and write trace and pictures; simulated_microbatches: at most so many of
-        it.
-      run_dir: where tables, pictures and plan.json go.
-    """
+    """A plan for a pod of equal devices."""
 
     model: ModelConfig
     cluster: str = "v4-64"
+    """A TPU slice (v5p-512, v6e:8x8), or CHIP:N GPUs that share NVLink (h200:8)."""
     batch: int = 256
+    """Sequences per step of the whole job."""
     seq: int = 2048
+    """Tokens per sequence."""
     algorithm: str = "auto"
+    """Of the tensor products: auto, meshslice, megatron or fsdp."""
     replicas: str = "auto"
+    """Degree of data parallelism, or auto."""
     tensor: str = "auto"
+    """Degree of tensor parallelism, or auto."""
     pipeline: str = "auto"
+    """Pipeline stages, or auto."""
+    accumulate: str = "auto"
+    """Microbatches per step and replica, or auto."""
     schedule: str = "1f1b"
+    """Of the pipeline: 1f1b, gpipe or interleaved."""
     interleave: int | None = None
+    """Chunks per stage of schedule=interleaved; null for 2."""
     remat: str = "auto"
+    """Activation checkpointing: auto, none, dots or full."""
     dtype: str = "bf16"
-    memory_margin: float = 0.1
+    """Of activations and products: bf16 or f32. Weights, gradients and moments are float32."""
+    memory_margin: float = MEMORY_MARGIN
+    """Part of a device's memory that must stay free."""
     top_k: int = 5
+    """Distinct plans shown."""
     max_seconds: float = 60.0
+    """Time after which the best plans so far are returned."""
     simulate: bool = True
+    """Simulate the winner and write a trace and pictures."""
     simulated_microbatches: int = 8
+    """Most microbatches simulated; a pipeline takes at least two per stage."""
     run_dir: str = "runs/plan"
+    """Folder of tables, pictures and plan.json."""
 
     def __post_init__(self):
         at_least("", self, batch=1, seq=1, top_k=1, simulated_microbatches=1)
@@ -60,16 +66,14 @@ class PodConfig:
             )
         one_of("remat", self.remat, ("auto", *REMAT))
         one_of("dtype", self.dtype, ("bf16", "f32"))
-        for name in ("replicas", "tensor", "pipeline"):
+        for name in ("replicas", "tensor", "pipeline", "accumulate"):
             value = getattr(self, name)
-            if value != "auto" and not (value.isdecimal() and int(value) > 0):
+            if value != "auto" and not (value.isdecimal() and len(value) < 10 and int(value) > 0):
                 raise ValueError(
-                    f"{name}={value} is no degree. Type a whole number such as {name}=4, or {name}=auto."
+                    f"{name}={value} is not a degree. Type a whole number such as {name}=4, or {name}=auto."
                 )
         if not 0 <= self.memory_margin < 1:
-            raise ValueError(
-                f"memory_margin={self.memory_margin} is no part of a memory. Type memory_margin=0.1."
-            )
+            raise ValueError(f"memory_margin={self.memory_margin} is not a part of a memory. Type memory_margin=0.1.")
         if not self.max_seconds > 0:
             raise ValueError(f"max_seconds={self.max_seconds} leaves no time. Type max_seconds=60.")
         if self.model.position == "learned" and self.seq > self.model.context:
@@ -78,14 +82,14 @@ class PodConfig:
                 f"learns. Type seq={self.model.context} or model.context={self.seq}."
             )
 
-    @property
-    def element_bytes(self) -> int:
-        return {"bf16": 2, "f32": 4}[self.dtype]
-
-    def chunks(self, pipeline: int) -> int:
-        """Parts of the model per stage of such a pipeline."""
-        return (self.interleave or 2) if self.schedule == "interleaved" and pipeline > 1 else 1
-
-    def allows(self, name: str, degree: int) -> bool:
-        """Whether the key `name` (replicas, tensor, pipeline) leaves this degree open."""
-        return getattr(self, name) in ("auto", str(degree))
+    def question(self, pod: Pod) -> Question:
+        """The question about `pod`."""
+        names = TENSOR if self.algorithm == "auto" else (self.algorithm,)
+        data, tensor, pipeline, microbatches = (
+            None if text == "auto" else int(text)
+            for text in (self.replicas, self.tensor, self.pipeline, self.accumulate)
+        )
+        remat = None if self.remat == "auto" else self.remat
+        fixed = Fixed(data, tensor, pipeline, None, microbatches, remat, self.schedule, self.interleave or 2)
+        parallel = tuple(map(ParallelConfig, names))
+        return Question(self.model, pod, parallel, self.batch, self.seq, self.dtype, fixed, self.memory_margin)

@@ -13,9 +13,9 @@ from functools import lru_cache
 
 from mstrain.models.config import ModelConfig
 from mstrain.models.transformer import count_parameters
-from mstrain.planner.config import PodConfig
 from mstrain.planner.layer import flash
 from mstrain.planner.plan import PodPlan, Product, Products
+from mstrain.planner.question import Question
 
 WEIGHT_BYTES = 4
 MOMENT_BYTES = 8
@@ -93,14 +93,14 @@ def gathered_table(head: Product) -> float:
 
 
 def stage_memory(
-    config: PodConfig, products: Products, plan: PodPlan, stage: int, chunks, in_flight: float
+    question: Question, products: Products, plan: PodPlan, stage: int, chunks, in_flight: float
 ) -> Memory:
     """Memory of a device of `stage`, whose layers are in `chunks`, with `in_flight` microbatches held.
 
     Where chunks differ, all that is held is taken to be of the largest.
     """
     sizes = [end - begin for begin, end in chunks]
-    model, seq = config.model, config.seq
+    model, seq = question.model, question.seq
     layer, embedding, head = parameter_counts(model)
     first, last = stage == 0, stage == plan.pipeline - 1
     count = sum(sizes) * layer + first * embedding
@@ -111,13 +111,13 @@ def stage_memory(
     tokens, size = layout.tokens, layout.dtype_bytes
     one_layer = layer_activations(model, "none", tokens, seq, size)
     kept = max(sizes) * len(sizes) * layer_activations(model, plan.remat, tokens, seq, size) * in_flight
-    gathered = max(gathered_bytes(product) for product in products.block)
+    gathered = max(gathered_bytes(product) for block, _ in products.groups for product in block)
     moments = [
         gathered + (0.0 if plan.remat == "none" else one_layer / plan.tensor)
     ]  # a layer's backward pass
     waiting = 0.0
     if last:  # logits with a float32 copy between their passes, and the gradient of one microbatch's
-        ends = plan.microbatches if config.schedule == "gpipe" else 1  # forward passes not yet turned back
+        ends = plan.microbatches if question.fixed.schedule == "gpipe" else 1  # forward passes not yet turned back
         kept += size * model.width * tokens * ends
         logits = tokens * products.head.layout.projection.out_dim / plan.tensor
         waiting = (size + 4) * logits * (ends - 1)

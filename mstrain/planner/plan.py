@@ -1,17 +1,22 @@
-"""One plan for a pod, and how it would compute the products of a block: exactly as train.py would."""
+"""One plan for a pod, and how it computes the products of a block: exactly as train.py does."""
 
 import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
 
+from jax.sharding import AbstractMesh
+
 from mstrain.hardware import Chip
-from mstrain.mesh import MeshShape
+from mstrain.hardware.constants import Constants
+from mstrain.mesh import AXES, MeshShape
 from mstrain.models.auto import projections
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
+from mstrain.models.plan import ModelPlan, make_plan
 from mstrain.parallel.dataflow import Projection
 from mstrain.parallel.product_cost import Layout
-from mstrain.planner.meshes import plan_on
+from mstrain.planner.question import Question
+from mstrain.planner.target import Pod
 
 
 @dataclass(frozen=True)
@@ -20,21 +25,23 @@ class PodPlan:
 
     Attributes:
       data: replicas; `sharded`: each keeps a part of the optimizer state (ZeRO stage 1), else all of it.
-      algorithm, rows, cols: of the tensor products; Megatron and FSDP use rows x cols devices as one ring.
+      parallel: the algorithms of the tensor products; Megatron and FSDP use rows x cols devices as one ring.
       pipeline: stages; microbatches: per step and replica.
       remat: what a layer keeps for its backward pass (train.py's key).
-      slices: MeshSlice's slice count (train.py's key): one number, or auto for the tuner's per product.
     """
 
     data: int
-    algorithm: str
+    parallel: ParallelConfig
     rows: int
     cols: int
-    pipeline: int
-    microbatches: int
-    remat: str
+    pipeline: int = 1
+    microbatches: int = 1
+    remat: str = "none"
     sharded: bool = False
-    slices: str = "auto"
+
+    @property
+    def algorithm(self) -> str:
+        return self.parallel.algorithm
 
     @property
     def tensor(self) -> int:
@@ -42,7 +49,7 @@ class PodPlan:
 
     @property
     def name(self) -> str:
-        """What makes plans distinct: everything but microbatches, remat and slices."""
+        """What makes plans distinct: everything but microbatches and remat."""
         sharded = " sharded" if self.sharded else ""
         return f"data {self.data}{sharded}, {self.tensor_name}, pipeline {self.pipeline}"
 
@@ -53,8 +60,18 @@ class PodPlan:
         return f"{self.algorithm} {shape}"
 
     @property
+    def shape(self) -> MeshShape:
+        """The mesh of one stage."""
+        return MeshShape(self.data, self.rows, self.cols)
+
+    @property
     def mesh(self) -> str:
         return f"{self.data}x{self.rows}x{self.cols}"
+
+    def flat(self) -> dict:
+        """Plain columns."""
+        plain = {name: getattr(self, name) for name in ("data", "algorithm", "rows", "cols", "pipeline")}
+        return {**plain, "microbatches": self.microbatches, "remat": self.remat, "sharded": self.sharded}
 
     def why_not_trainable(self) -> str:
         """Why train.py cannot run this plan today; empty where it can."""
@@ -83,46 +100,59 @@ class Product:
 
 @dataclass(frozen=True)
 class Products:
-    """The four products of a block, and the output projection."""
+    """The products of groups of equal layers, each with its share of the layers, and the output projection."""
 
-    block: tuple[Product, ...]
+    groups: tuple[tuple[tuple[Product, ...], float], ...]
     head: Product
 
+    @property
+    def block(self) -> tuple[Product, ...]:
+        """Those of the first layers."""
+        return self.groups[0][0]
 
-@lru_cache(maxsize=1 << 14)
-def plan_products(
-    model: ModelConfig, plan: PodPlan, sequences: int, seq: int, chip: Chip, dtype_bytes: int
-) -> Products | str:
-    """How `sequences` of `seq` tokens go through the mesh of a plan; a string says why they cannot.
+
+def plan_on(
+    shape: MeshShape, parallel: ParallelConfig, model: ModelConfig, microbatch: int, seq: int, chip: Chip | None,
+    constants: Constants | None = None,
+) -> ModelPlan:  # fmt: skip
+    """The trainer's plan on a mesh without devices; raises ValueError when it is illegal."""
+    return make_plan(parallel, model, AbstractMesh(shape.sizes, AXES), microbatch, seq, chip, constants)
+
+
+def plan_products(question: Question, plan: PodPlan) -> Products | str:
+    """How one replica's part of a microbatch goes through the mesh of a plan; a string says why it cannot.
 
     The checks, dataflows and slice counts are those of train.py (`mstrain.models.plan`).
     """
-    shape = MeshShape(1, plan.rows, plan.cols)
-    one = dataclasses.replace(model, layers=1)
+    microbatch = question.batch // plan.microbatches
+    return _products(
+        question.model, plan.parallel, plan.shape, microbatch, question.seq, question.pod, question.element_bytes
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def _products(
+    model: ModelConfig, parallel: ParallelConfig, shape: MeshShape, microbatch: int, seq: int, pod: Pod, size: int
+) -> Products | str:
+    alike = model if parallel.layers else dataclasses.replace(model, layers=1)
     try:
-        made = plan_on(shape, ParallelConfig(plan.algorithm, slices=plan.slices), one, sequences, seq, chip)
+        made = plan_on(shape, parallel, alike, microbatch, seq, pod.chip, pod.measured)
     except ValueError as error:
         return str(error)
-    block = made.groups[0][0]
-    tokens = sequences * seq
-    products = (
-        _product(projection, part, tokens, dtype_bytes)
-        for projection, part in zip(projections(model), block.products, strict=True)
+    tokens = microbatch // shape.data * seq
+    groups = tuple(
+        (
+            tuple(_product(p, part, tokens, size) for p, part in zip(projections(model), block.products, strict=True)),
+            count / alike.layers,
+        )
+        for block, count in made.groups
     )
     head = Projection("output", model.width, model.vocab_size + made.vocab_padding(model.vocab_size))
-    return Products(tuple(products), _product(head, made.head, tokens, dtype_bytes))
+    return Products(groups, _product(head, made.head, tokens, size))
 
 
-def _product(projection: Projection, plan, tokens: int, dtype_bytes: int) -> Product:
-    # The tuner's "rs" swaps rows and columns unless its input arrives transposed; the trainer's plan has
-    # done so.
-    layout = Layout(
-        projection,
-        tokens,
-        plan.grid.num_rows,
-        plan.grid.num_cols,
-        plan.dataflow,
-        plan.dataflow == "rs",
-        dtype_bytes,
-    )
-    return Product(layout, plan.slices, plan.grid.rows == ("col",))
+def _product(projection: Projection, plan, tokens: int, size: int) -> Product:
+    # The tuner's "rs" swaps rows and columns unless its input arrives transposed; the trainer's plan has done so.
+    rows, cols, turned = plan.grid.num_rows, plan.grid.num_cols, plan.grid.rows == ("col",)
+    layout = Layout(projection, tokens, rows, cols, plan.dataflow, plan.dataflow == "rs", size)
+    return Product(layout, plan.slices, turned)

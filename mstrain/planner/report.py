@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -12,35 +13,34 @@ from rich.table import Table
 
 from mstrain.hardware import mfu
 from mstrain.models.flops import training_flops_per_token
-from mstrain.planner.config import TENSOR, PodConfig
 from mstrain.planner.cost import Costed, Terms
-from mstrain.planner.search import PodResult, usable_bytes, why_slower
-from mstrain.planner.target import Pod
+from mstrain.planner.question import Question
+from mstrain.planner.search import PodResult, why_slower
 from mstrain.simulator.plots import MARKERS
 
 GB = 1e9
 
 
-def utilization(config: PodConfig, pod: Pod, costed: Costed) -> float:
+def utilization(question: Question, costed: Costed) -> float:
     """Model FLOP/s over peak, the whole square of attention scores counted (PaLM paper, appendix B)."""
-    flops = config.batch * config.seq * training_flops_per_token(config.model, config.seq)
-    return mfu(flops, costed.seconds, pod.devices, pod.chip.peak(config.dtype))
+    flops = question.tokens * training_flops_per_token(question.model, question.seq)
+    return mfu(flops, costed.seconds, question.pod.devices, question.pod.chip.peak(question.dtype))
 
 
-def row(config: PodConfig, pod: Pod, rank: int, costed: Costed, best: Costed) -> dict:
+def plan_row(question: Question, rank: int, costed: Costed, best: Costed) -> dict:
     """One plan as flat columns: seconds by term, bytes of the fullest stage by category."""
     plan, fullest = costed.plan, costed.fullest
     memory = {f"{name}_bytes": round(value) for name, value in dataclasses.asdict(fullest.memory).items()}
     return {
         "rank": rank,
-        **dataclasses.asdict(plan),
-        "microbatch_sequences": config.batch // plan.data // plan.microbatches,
+        **plan.flat(),
+        "microbatch_sequences": question.batch // plan.data // plan.microbatches,
         "slices": " ".join(str(product.slices) for product in costed.products.block),
         "dataflows": " ".join(product.layout.dataflow for product in costed.products.block),
         "layers": " ".join(str(stage.layers) for stage in costed.stages),
         "step_seconds": costed.seconds,
-        "tokens_per_second": config.batch * config.seq / costed.seconds,
-        "mfu": utilization(config, pod, costed),
+        "tokens_per_second": question.tokens / costed.seconds,
+        "mfu": utilization(question, costed),
         **{f"{name}_seconds": value for name, value in dataclasses.asdict(costed.terms).items()},
         "fullest_stage": costed.stages.index(fullest),
         **memory,
@@ -51,7 +51,7 @@ def row(config: PodConfig, pod: Pod, rank: int, costed: Costed, best: Costed) ->
 
 
 def rejected_rows(result: PodResult) -> list[dict]:
-    return [{**dataclasses.asdict(item.plan), "why": item.reason} for item in result.rejected]
+    return [{**item.plan.flat(), "why": item.reason} for item in result.rejected]
 
 
 def write_csv(rows: list[dict], path: Path) -> None:
@@ -62,41 +62,41 @@ def write_csv(rows: list[dict], path: Path) -> None:
         writer.writerows(rows)
 
 
-def write_tables(config: PodConfig, pod: Pod, result: PodResult, folder: Path) -> None:
+def write_tables(question: Question, result: PodResult, folder: Path, top: int) -> None:
     """plans.csv (every distinct plan, then those that do not fit), stages.csv (each stage of the top plans)
     and plans.json (the top plans with their stages).
     """
-    rows = [row(config, pod, rank, costed, result.best) for rank, costed in enumerate(result.ranked, 1)]
+    rows = [plan_row(question, rank, costed, result.best) for rank, costed in enumerate(result.ranked, 1)]
     refused = rejected_rows(result)
     write_csv([*rows, *refused], folder / "plans.csv")
-    stages = stage_rows(config, result)
+    stages = stage_rows(result, top)
     write_csv(stages, folder / "stages.csv")
     top = [
         {**line, "stages": [stage for stage in stages if stage["rank"] == line["rank"]]}
-        for line in rows[: config.top_k]
+        for line in rows[:top]
     ]
     document = {
-        "model": config.model.name,
-        "cluster": pod.name,
-        "devices": pod.devices,
-        "batch": config.batch,
-        "seq": config.seq,
-        "schedule": config.schedule,
+        "model": question.model.name,
+        "cluster": question.pod.name,
+        "devices": question.pod.devices,
+        "batch": question.batch,
+        "seq": question.seq,
+        "schedule": question.fixed.schedule,
         "link_constants": result.best.constants,
         "searched_whole_space": result.finished,
         "plans_costed": result.costed,
         "search_seconds": result.seconds,
-        "usable_bytes": usable_bytes(config, pod),
+        "usable_bytes": question.usable_bytes,
         "plans": top,
         "rejected": refused,
     }
     (folder / "plans.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def plans_table(config: PodConfig, pod: Pod, result: PodResult) -> Table:
+def plans_table(question: Question, result: PodResult, top: int) -> Table:
     """The top plans: degrees, milliseconds of a step, GB of the fullest device, and why each lost."""
     table = Table(
-        title=f"{config.model.name} on {pod.name} ({pod.devices} devices), predicted by the cost model",
+        title=f"{question.model.name} on {question.pod.name} ({question.pod.devices} devices), predicted by the cost model",
         title_justify="left",
         box=None,
         padding=(0, 1, 0, 0),
@@ -105,9 +105,9 @@ def plans_table(config: PodConfig, pod: Pod, result: PodResult) -> Table:
         table.add_column(
             name, justify="left" if name in ("tensor", "remat", "why") else "right", no_wrap=True
         )
-    for rank, costed in enumerate(result.ranked[: config.top_k], 1):
+    for rank, costed in enumerate(result.ranked[:top], 1):
         plan = costed.plan
-        sequences = config.batch // plan.data // plan.microbatches
+        sequences = question.batch // plan.data // plan.microbatches
         table.add_row(
             str(rank),
             f"{plan.data}{' sharded' if plan.sharded else ''}",
@@ -116,17 +116,17 @@ def plans_table(config: PodConfig, pod: Pod, result: PodResult) -> Table:
             f"{plan.microbatches}x{sequences}",
             plan.remat,
             f"{1e3 * costed.seconds:.1f}",
-            f"{100 * utilization(config, pod, costed):.1f} %",
+            f"{100 * utilization(question, costed):.1f} %",
             f"{costed.fullest.memory.total / GB:.1f}",
             why_slower(costed, result.best),
         )
     return table
 
 
-def terms_table(config: PodConfig, result: PodResult) -> Table:
+def terms_table(result: PodResult, count: int) -> Table:
     """Milliseconds of a step of the top plans by term; the columns are their ranks."""
     table = Table(title="Where the step goes (ms)", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    top = result.ranked[: config.top_k]
+    top = result.ranked[:count]
     table.add_column("")
     for rank in range(1, len(top) + 1):
         table.add_column(str(rank), justify="right", no_wrap=True)
@@ -146,7 +146,7 @@ def stages_table(costed: Costed) -> Table:
     return table
 
 
-def stage_rows(config: PodConfig, result: PodResult) -> list[dict]:
+def stage_rows(result: PodResult, top: int) -> list[dict]:
     """One row per stage of every top plan: layers, seconds by term, bytes by category."""
     return [
         {
@@ -157,7 +157,7 @@ def stage_rows(config: PodConfig, result: PodResult) -> list[dict]:
             **{f"{name}_seconds": value for name, value in dataclasses.asdict(terms).items()},
             **{f"{name}_bytes": round(value) for name, value in dataclasses.asdict(stage.memory).items()},
         }
-        for rank, costed in enumerate(result.ranked[: config.top_k], 1)
+        for rank, costed in enumerate(result.ranked[:top], 1)
         for number, (stage, terms) in enumerate(zip(costed.stages, costed.stage_terms))
     ]
 
@@ -174,19 +174,19 @@ def memory_table(costed: Costed) -> Table:
     return table
 
 
-def plot_plans(config: PodConfig, pod: Pod, result: PodResult, path: Path) -> Path:
+def plot_plans(question: Question, plans: list[Costed], path: Path) -> Path:
     """Throughput against memory of every distinct plan, coloured by pipeline degree; the line is what is
     usable.
     """
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    pipelines = sorted({costed.plan.pipeline for costed in result.ranked})
+    pipelines = sorted({costed.plan.pipeline for costed in plans})
     colours = dict(zip(pipelines, colormaps["viridis"](np.linspace(0, 0.9, len(pipelines)))))
-    for marker, algorithm in zip(MARKERS, TENSOR):
-        mine = [costed for costed in result.ranked if costed.plan.algorithm == algorithm]
+    for marker, algorithm in zip(MARKERS, dict.fromkeys(costed.plan.algorithm for costed in plans)):
+        mine = [costed for costed in plans if costed.plan.algorithm == algorithm]
         axes.scatter(
             [costed.fullest.memory.total / GB for costed in mine],
-            [config.batch * config.seq / costed.seconds for costed in mine],
+            [question.tokens / costed.seconds for costed in mine],
             marker=marker,
             s=18,
             color=[colours[costed.plan.pipeline] for costed in mine],
@@ -194,11 +194,12 @@ def plot_plans(config: PodConfig, pod: Pod, result: PodResult, path: Path) -> Pa
         )
     for pipeline, colour in colours.items():
         axes.plot([], [], linewidth=4, color=colour, label=f"pipeline {pipeline}")
-    axes.axvline(usable_bytes(config, pod) / GB, color="black", linewidth=0.8, linestyle="--")
+    if math.isfinite(question.usable_bytes):
+        axes.axvline(question.usable_bytes / GB, color="black", linewidth=0.8, linestyle="--")
     axes.set(
         xlabel="memory of the fullest device (GB)",
         ylabel="tokens per second (predicted)",
-        title=f"{config.model.name} on {pod.name}",
+        title=f"{question.model.name} on {question.pod.name}",
     )
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     axes.grid(alpha=0.3)

@@ -1,33 +1,37 @@
-"""Every plan of the space, costed, within a time budget.
+"""Every plan of the space, costed, within a time budget: the one ranking behind plan, mesh=auto, meshes=auto and tune=.
 
-The space: data x tensor x pipeline degrees with product the number of devices; tensor by MeshSlice on every
-rows x cols, by Megatron or by FSDP; every number of microbatches that divides the batch; every remat. A plan
-that shards the optimizer state over its replicas takes as long as the one that does not, and is tried where
-that does not fit. The search is exhaustive, so that its winner is the best of the space by the cost model;
-where the budget ends it early the result says so.
+The space: data x tensor x pipeline degrees with product the number of devices; tensor by MeshSlice on rows x cols, by
+Megatron or FSDP on a ring; every number of microbatches that divides the batch; every remat. A plan of one stage takes
+the meshes that the torus carries (`Pod.meshes`), as train.py lays them out; a pipeline may split a torus axis. A plan
+that shards the optimizer state over its replicas takes as long as the one that does not, and is tried where that does
+not fit. The search is exhaustive, so that its winner is the best of the space by the cost model; where the budget ends
+it early the result says so.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from mstrain.gemm.plan import ONE_DIMENSIONAL
+from mstrain.models.parallel import ParallelConfig, layer_algorithms
 from mstrain.models.transformer import REMAT
-from mstrain.planner.config import TENSOR, PodConfig
-from mstrain.planner.cost import Costed, Terms, block_seconds, cost_plan
+from mstrain.parallel.tune import factorisations
+from mstrain.planner.cost import Costed, Terms, cost_plan
 from mstrain.planner.memory import MOMENT_BYTES, WEIGHT_BYTES, parameter_counts
-from mstrain.planner.plan import PodPlan, Products, plan_products
-from mstrain.planner.target import Pod
+from mstrain.planner.plan import PodPlan, plan_products
+from mstrain.planner.question import Question
 
 PROGRESS_SECONDS = 5.0
-SLICES = ("1", "2", "4", "8", "16")
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A plan that cannot be, and why."""
+    """A plan that cannot be, and why; `costed` where it lacks nothing but memory."""
 
     plan: PodPlan
     reason: str
+    costed: Costed | None = None
 
 
 @dataclass
@@ -35,8 +39,7 @@ class PodResult:
     """What the search found.
 
     Attributes:
-      ranked: the best plan of each name, fastest first; trainable: the fastest that train.py can run, or
-        None.
+      ranked: the best plan of each name, fastest first; trainable: the fastest that train.py can run, or None.
       rejected: one per name of which no plan fits.
       costed: plans costed; finished: whether the whole space was searched, else the time budget ended it.
       seconds: of the search.
@@ -58,188 +61,154 @@ def divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def meshes(config: PodConfig, tensor: int) -> Iterator[tuple[str, int, int]]:
-    """(algorithm, rows, cols) for `tensor` devices; a single device is MeshSlice on 1 x 1."""
-    wanted = TENSOR if config.algorithm == "auto" else (config.algorithm,)
-    if tensor == 1:
-        yield wanted[0], 1, 1
-        return
-    for algorithm in wanted:
-        if algorithm == "meshslice":
-            yield from ((algorithm, rows, tensor // rows) for rows in divisors(tensor))
-        else:
-            rows = max(r for r in divisors(tensor) if r * r <= tensor)
-            yield algorithm, rows, tensor // rows
-
-
-def layouts(config: PodConfig, pod: Pod) -> Iterator[PodPlan]:
+def layouts(question: Question) -> Iterator[PodPlan]:
     """Every plan but for its microbatches and remat, small pipelines first."""
-    for pipeline in divisors(pod.devices):
-        if pipeline * config.chunks(pipeline) > config.model.layers or not config.allows(
-            "pipeline", pipeline
-        ):
+    devices, fixed = question.pod.devices, question.fixed
+    for pipeline in divisors(devices):
+        if pipeline * fixed.chunks(pipeline) > question.model.layers or not fixed.allows("pipeline", pipeline):
             continue
-        for data in divisors(pod.devices // pipeline):
-            tensor = pod.devices // pipeline // data
-            if config.batch % data or not (
-                config.allows("replicas", data) and config.allows("tensor", tensor)
-            ):
+        for data in divisors(devices // pipeline):
+            tensor = devices // pipeline // data
+            if question.batch % data or not (fixed.allows("data", data) and fixed.allows("tensor", tensor)):
                 continue
-            for algorithm, rows, cols in meshes(config, tensor):
-                yield PodPlan(data, algorithm, rows, cols, pipeline, 1, "none")
+            shapes = question.pod.meshes(data) if pipeline == 1 else factorisations(tensor)
+            if fixed.shape:
+                shapes = [fixed.shape] if math.prod(fixed.shape) == tensor else []
+            for parallel in question.parallel[: 1 if tensor == 1 else None]:
+                for rows, cols in _distinct(parallel, question.model.layers, shapes):
+                    yield PodPlan(data, parallel, rows, cols, pipeline)
 
 
-def search_pod(config: PodConfig, pod: Pod, say: Callable[[str], None] = lambda line: None) -> PodResult:
-    """Costs every plan; calls `say` with a line of progress now and then.
+def _distinct(parallel: ParallelConfig, layers: int, shapes) -> list[tuple[int, int]]:
+    """The shapes that differ for these algorithms: a ring of all devices has the squarest only."""
+    names = {name for pair in layer_algorithms(parallel, layers) for name in pair}
+    if shapes and names <= set(ONE_DIMENSIONAL):
+        return [min(shapes, key=lambda shape: (abs(math.log(shape[0] / shape[1])), shape))]
+    return list(shapes)
 
-    Raises ValueError, with the nearest miss and the fix, when no plan fits.
-    """
-    if config.model.vocab_size is None:
+
+def search(
+    question: Question, max_seconds: float = math.inf, say: Callable[[str], None] = lambda line: None
+) -> PodResult:
+    """Costs every plan; calls `say` with a line of progress now and then. Raises ValueError without a vocabulary."""
+    if question.model.vocab_size is None:
         raise ValueError(
-            f"model {config.model.name} takes its vocabulary from the tokenizer. Type model.vocab_size=256."
+            f"model {question.model.name} takes its vocabulary from the tokenizer. Type model.vocab_size=256."
         )
     result, best = PodResult(), {}
-    began = told = time.monotonic()
-    todo = list(layouts(config, pod))
+    began = reported = time.monotonic()
+    todo = list(layouts(question))
     for number, layout in enumerate(todo):
         now = time.monotonic()
-        if now - began > config.max_seconds:
+        if now - began > max_seconds:
             result.finished = False
             break
-        if now - told > PROGRESS_SECONDS:
-            told = now
-            say(
-                f"{number} of {len(todo)} layouts, {result.costed} plans, "
-                f"{now - began:.0f} of {config.max_seconds:g} s"
-            )
+        if now - reported > PROGRESS_SECONDS:
+            reported = now
+            say(f"{number} of {len(todo)} layouts, {result.costed} plans, {now - began:.0f} of {max_seconds:g} s")
         for sharded in (False, True) if layout.data > 1 else (False,):
-            plan = replace(layout, sharded=sharded)
-            fits, reason, count = best_of_layout(config, pod, plan)
+            fits, rejected, count = best_of_layout(question, replace(layout, sharded=sharded))
             result.costed += count
             if fits:
-                best[plan.name] = fits
+                best[fits.plan.name] = fits
                 break
-            result.rejected.append(Rejected(plan, reason))
+            result.rejected.append(rejected)
     result.ranked = sorted(best.values(), key=lambda c: (c.seconds, c.fullest.memory.total))
-    trainable = [costed for costed in result.ranked if not costed.plan.why_not_trainable()]
-    result.trainable = trainable[0] if trainable else None
+    result.trainable = next((costed for costed in result.ranked if not costed.plan.why_not_trainable()), None)
     result.seconds = time.monotonic() - began
-    if not result.ranked:
-        raise ValueError(_nothing_fits(config, pod, result))
     return result
 
 
-def usable_bytes(config: PodConfig, pod: Pod) -> float:
-    return pod.memory_bytes * (1 - config.memory_margin)
+def search_pod(
+    question: Question, max_seconds: float = math.inf, say: Callable[[str], None] = lambda line: None
+) -> PodResult:
+    """As `search`; raises ValueError, with the nearest miss and the fix, when no plan fits."""
+    result = search(question, max_seconds, say)
+    if not result.ranked:
+        raise ValueError(_nothing_fits(question, result, max_seconds))
+    return result
 
 
-def least_state(config: PodConfig, plan: PodPlan) -> float:
-    """Bytes of state that some device of the plan holds at the least."""
-    layers = -(-config.model.layers // plan.pipeline)
-    moments = MOMENT_BYTES / (plan.data if plan.sharded else 1)
-    return (2 * WEIGHT_BYTES + moments) * (layers - 1) * parameter_counts(config.model)[0] / plan.tensor
+def rank_meshes(question: Question) -> list[Costed]:
+    """The plans that train.py can run: those that fit fastest first, behind them those that lack memory.
 
-
-def fastest_slices(
-    config: PodConfig, pod: Pod, layout: PodPlan, sequences: int
-) -> tuple[str, Products | str]:
-    """MeshSlice's slice count (auto, or one for all products) and the products under it; a string: why there
-    are none.
-
-    The tuner behind auto knows a rate of GEMMs, not that thin slices are fed by memory: there a fixed count
-    may win.
+    Raises ValueError, as the best one's plan does, when none is legal.
     """
-    sliced = layout.algorithm == "meshslice" and layout.tensor > 1
-    made = {
-        slices: plan_products(
-            config.model,
-            replace(layout, slices=slices, data=1, pipeline=1, sharded=False),
-            sequences,
-            config.seq,
-            pod.chip,
-            config.element_bytes,
-        )
-        for slices in (("auto", *SLICES) if sliced else ("auto",))
-    }
-    legal = [slices for slices, products in made.items() if not isinstance(products, str)]
-    if not legal:
-        return "auto", made["auto"]
-    best = min(legal, key=lambda slices: block_seconds(config, pod, layout, made[slices]))
-    return best, made[best]
+    fixed = replace(question.fixed, pipeline=1)
+    result = search(replace(question, fixed=fixed))
+    tight = [item.costed for item in result.rejected if item.costed and not item.plan.sharded]
+    tight.sort(key=lambda costed: (costed.fullest.memory.state > question.usable_bytes, costed.seconds))
+    found = [costed for costed in result.ranked if not costed.plan.why_not_trainable()] + tight
+    if not found:
+        if not result.rejected:
+            raise ValueError(_nothing_fits(question, result, math.inf))
+        square = min(result.rejected, key=lambda r: (r.plan.data, abs(math.log(r.plan.rows / r.plan.cols))))
+        raise ValueError(square.reason)
+    return found
 
 
-def best_of_layout(config: PodConfig, pod: Pod, layout: PodPlan) -> tuple[Costed | None, str, int]:
-    """(the fastest that fits, else None and the nearest reason, number costed) over microbatches and
-    remat.
-    """
-    usable, best, count = usable_bytes(config, pod), None, 0
-    if least_state(config, layout) > usable:
-        return (
-            None,
-            f"{least_state(config, layout) / 1e9:.1f} GB of state alone, {usable / 1e9:.1f} GB usable",
-            0,
-        )
-    nearest, reason = float("inf"), ""
-    for microbatches in divisors(config.batch // layout.data):
-        sequences = config.batch // layout.data // microbatches
-        if config.chunks(layout.pipeline) > 1 and microbatches % layout.pipeline:
+def best_of_layout(question: Question, layout: PodPlan) -> tuple[Costed | None, Rejected | None, int]:
+    """(the fastest that fits over microbatches and remat, else the nearest miss, number costed)."""
+    fixed, usable = question.fixed, question.usable_bytes
+    best, tight, count, reason = None, None, 0, ""
+    for microbatches in divisors(question.batch // layout.data):
+        if not fixed.allows("microbatches", microbatches):
+            continue
+        if fixed.chunks(layout.pipeline) > 1 and microbatches % layout.pipeline:
             reason = reason or f"schedule=interleaved needs microbatches in multiples of {layout.pipeline}"
             continue
-        slices, products = fastest_slices(config, pod, layout, sequences)
+        products = plan_products(question, replace(layout, microbatches=microbatches))
         if isinstance(products, str):
             reason = reason or products
             continue
-        for remat in REMAT if config.remat == "auto" else (config.remat,):
-            plan = replace(layout, microbatches=microbatches, remat=remat, slices=slices)
-            costed = cost_plan(config, pod, plan, products)
+        for remat in (fixed.remat,) if fixed.remat else REMAT:
+            costed = cost_plan(question, replace(layout, microbatches=microbatches, remat=remat), products)
             count += 1
-            memory = costed.fullest.memory
-            if memory.total > usable:
-                if memory.total < nearest:
-                    nearest, reason = (
-                        memory.total,
-                        (
-                            f"{memory.total / 1e9:.1f} GB at best, most of it {memory.largest}; "
-                            f"{usable / 1e9:.1f} GB usable"
-                        ),
-                    )
-            elif best is None or costed.seconds < best.seconds:
-                best = costed
-    return best, reason, count
+            if costed.fits:
+                best = min(best or costed, costed, key=lambda c: c.seconds)
+            else:
+                tight = min(tight or costed, costed, key=lambda c: c.fullest.memory.total)
+        if tight and not best and least_state(question, layout) > usable:
+            break  # no number of microbatches helps
+    if tight:
+        memory = tight.fullest.memory
+        reason = f"{memory.total / 1e9:.1f} GB at best, most of it {memory.largest}; {usable / 1e9:.1f} GB usable"
+    reason = reason or f"batch={question.batch} does not divide into {fixed.microbatches} microbatches"
+    return best, None if best else Rejected(layout, reason, tight), count
+
+
+def least_state(question: Question, plan: PodPlan) -> float:
+    """Bytes of state that some device of the plan holds at the least."""
+    layers = -(-question.model.layers // plan.pipeline)
+    moments = MOMENT_BYTES / (plan.data if plan.sharded else 1)
+    return (2 * WEIGHT_BYTES + moments) * (layers - 1) * parameter_counts(question.model)[0] / plan.tensor
 
 
 def why_slower(loser: Costed, best: Costed) -> str:
     """The term that grew most over the best plan's."""
     if loser is best:
         return "best"
-    growth = {
-        name: getattr(loser.terms, name) - getattr(best.terms, name) for name in Terms.__dataclass_fields__
-    }
+    growth = {name: getattr(loser.terms, name) - getattr(best.terms, name) for name in Terms.__dataclass_fields__}
     term = max(growth, key=growth.get)
     return f"{term.replace('_', ' ')} +{1e3 * growth[term]:.1f} ms"
 
 
-def _nothing_fits(config: PodConfig, pod: Pod, result: PodResult) -> str:
+def _nothing_fits(question: Question, result: PodResult, max_seconds: float) -> str:
+    pod, fixed = question.pod, question.fixed
     if not result.finished:
-        return (
-            f"no plan was found within {config.max_seconds:g} s. Type max_seconds={2 * config.max_seconds:g}."
-        )
+        return f"no plan was found within {max_seconds:g} s. Type max_seconds={2 * max_seconds:g}."
     if not result.rejected:
-        fixed = [
-            f"{key}={getattr(config, key)}"
-            for key in ("replicas", "tensor", "pipeline")
-            if getattr(config, key) != "auto"
-        ]
-        what = " and ".join(fixed) or f"batch={config.batch}"
+        keys = {"replicas": fixed.data, "tensor": fixed.tensor, "pipeline": fixed.pipeline}
+        what = " and ".join(f"{key}={value}" for key, value in keys.items() if value) or f"batch={question.batch}"
         return (
             f"no plan has {what} on the {pod.devices} devices of {pod.name}: the degrees multiply to "
-            f"{pod.devices}, replicas divide batch={config.batch}, pipeline is at most {config.model.layers} "
+            f"{pod.devices}, replicas divide batch={question.batch}, pipeline is at most {question.model.layers} "
             "layers. Type replicas=auto tensor=auto pipeline=auto."
         )
-    fullest = [r for r in result.rejected if r.reason.endswith("usable")]
-    shown = min(fullest, key=lambda r: float(r.reason.split()[0])) if fullest else result.rejected[0]
+    full = [r for r in result.rejected if r.costed]
+    shown = min(full, key=lambda r: r.costed.fullest.memory.total) if full else result.rejected[0]
     return (
-        f"no plan of {config.model.name} with batch={config.batch} fits {pod.name}. The nearest, "
+        f"no plan of {question.model.name} with batch={question.batch} fits {pod.name}. The nearest, "
         f"{shown.plan.name}: {shown.reason}. "
         "Type a larger cluster=, another batch=, or a smaller memory_margin=."
     )

@@ -5,10 +5,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from mstrain.planner.config import PodConfig
 from mstrain.planner.cost import Costed, cost_plan
+from mstrain.planner.question import Question
 from mstrain.planner.step import transformer_step
-from mstrain.planner.target import Pod
 from mstrain.simulator.cluster import Axes, Cluster
 from mstrain.simulator.plots import write_pictures
 from mstrain.simulator.simulate import Simulation, simulate_step
@@ -27,28 +26,26 @@ class Simulated:
     exposed: float  # mean part of the step in which a device waits for a link and computes nothing
 
 
-def plan_cluster(config: PodConfig, pod: Pod, costed: Costed) -> Cluster:
+def plan_cluster(question: Question, costed: Costed) -> Cluster:
     """The devices, at the rate of their GEMMs, and one link per axis of the plan."""
-    plan = costed.plan
+    plan, pod = costed.plan, question.pod
     sizes = (plan.pipeline, plan.data, plan.rows, plan.cols)
-    constants = pod.constants(sizes, config.dtype)
+    constants = pod.constants(sizes, question.dtype)
     links = (constants.row, constants.row, constants.row, constants.col)
     return Cluster.homogeneous(
         pod.devices, pod.device(constants), Axes(("pipeline", "data", "row", "col"), sizes, links)
     )
 
 
-def simulate_plan(config: PodConfig, pod: Pod, costed: Costed) -> Simulated:
-    """Simulates the plan; long pipelines with `simulated_microbatches`, at least two per stage, instead of
-    all.
-    """
+def simulate_plan(question: Question, costed: Costed, microbatches: int = 8) -> Simulated:
+    """Simulates the plan; long steps with so many `microbatches`, at least two per stage, instead of all."""
     plan = costed.plan
-    count = min(plan.microbatches, max(config.simulated_microbatches, 2 * plan.pipeline))
-    if config.chunks(plan.pipeline) > 1:
+    count = min(plan.microbatches, max(microbatches, 2 * plan.pipeline))
+    if question.fixed.chunks(plan.pipeline) > 1:
         count -= count % plan.pipeline
-    step = transformer_step(config, costed, count)
-    result = simulate_step(step, plan_cluster(config, pod, costed))
-    same = cost_plan(config, pod, dataclasses.replace(plan, microbatches=count), costed.products)
+    step = transformer_step(question, costed, count)
+    result = simulate_step(step, plan_cluster(question, costed))
+    same = cost_plan(question, dataclasses.replace(plan, microbatches=count), costed.products)
     waits = exposed_communication(result.timeline())
     return Simulated(result, count, same, sum(waits.values()) / len(waits) / result.seconds)
 

@@ -8,11 +8,11 @@ last. Labels say what every operation is to the model, so that a test can execut
 
 import dataclasses
 
-from mstrain.planner.config import PodConfig
 from mstrain.planner.cost import Costed
 from mstrain.planner.layer import elementwise_values, flash
 from mstrain.planner.memory import MOMENT_BYTES, SCORE_BYTES, WEIGHT_BYTES, parameter_counts
 from mstrain.planner.products import Emit, emit_gemm, gemms_of
+from mstrain.planner.question import Question
 from mstrain.planner.sums import emit_loss_sums, emit_norm_sums, emit_table, emit_table_gradient
 from mstrain.simulator.placement import DATA, LOCAL, SEND, Degrees
 from mstrain.simulator.program import OpSpec
@@ -27,9 +27,9 @@ STATE_ELEMENTS = 7  # float32 numbers the update moves per parameter: four read,
 class TransformerStep:
     """Writes the operations of one rank, pass by pass."""
 
-    def __init__(self, config: PodConfig, costed: Costed, microbatches: int):
+    def __init__(self, question: Question, costed: Costed, microbatches: int):
         plan = costed.plan
-        self.config, self.model, self.plan, self.products = config, config.model, plan, costed.products
+        self.seq, self.model, self.plan, self.products = question.seq, question.model, plan, costed.products
         self.microbatches = microbatches
         self.bounds = sorted(bounds for stage in costed.stages for bounds in stage.chunks)
         self.layout = self.products.block[0].layout
@@ -193,13 +193,13 @@ class TransformerStep:
 
     def _attention(self, emit: Emit, layer: int, qkv: int, heads: int, category: str) -> int:
         scores = 0.0
-        if self.plan.remat != "dots" and not flash(self.model, self.config.seq, self.size):
-            scores = SCORE_BYTES * self.model.heads * self.config.seq * self.tokens / self.plan.tensor
+        if self.plan.remat != "dots" and not flash(self.model, self.seq, self.size):
+            scores = SCORE_BYTES * self.model.heads * self.seq * self.tokens / self.plan.tensor
         spec, nbytes = self._attention_spec("Attention"), self._bytes(heads) + scores
         return emit.add(spec, (qkv,), nbytes, category, label=(layer, "attention"))
 
     def _attention_spec(self, kind: str) -> OpSpec:
-        seen = self.config.seq // 2 if flash(self.model, self.config.seq, self.size) else self.config.seq
+        seen = self.seq // 2 if flash(self.model, self.seq, self.size) else self.seq
         rows = max(1, self.tokens * self.model.heads // self.plan.tensor)
         return OpSpec(kind, ((rows, self.model.head_dim), (max(1, seen),)), self.size)
 
@@ -373,14 +373,14 @@ class TransformerStep:
         return ops
 
 
-def transformer_step(config: PodConfig, costed: Costed, microbatches: int) -> Step:
+def transformer_step(question: Question, costed: Costed, microbatches: int) -> Step:
     """The step of `costed.plan` with so many microbatches of the plan's size."""
     plan = costed.plan
-    parts = config.chunks(plan.pipeline)
+    parts = question.fixed.chunks(plan.pipeline)
     degrees = Degrees(plan.data, plan.tensor, plan.pipeline, microbatches, parts, plan.cols)
-    writer, layout = TransformerStep(config, costed, microbatches), Layout()
+    writer, layout = TransformerStep(question, costed, microbatches), Layout()
     layout.add(("table",), 0, writer.gather_table)
-    for tasks in schedule(config.schedule, plan.pipeline, microbatches, plan.pipeline * parts):
+    for tasks in schedule(question.fixed.schedule, plan.pipeline, microbatches, plan.pipeline * parts):
         for _, chunk, direction, m in tasks:
             last = m == microbatches - 1
             if direction == FORWARD:

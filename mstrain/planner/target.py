@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from mstrain.hardware import Chip, TpuSlice, all_chips, parse_target
 from mstrain.hardware.constants import Constants, constants_for
+from mstrain.parallel.tune import factorisations
 from mstrain.simulator.cluster import Device
 
 NVLINK_DEVICES = 8  # in the servers whose NVLink the table of chips describes
@@ -15,28 +16,44 @@ NVLINK_DEVICES = 8  # in the servers whose NVLink the table of chips describes
 
 @dataclass(frozen=True)
 class Pod:
-    """`devices` equal devices; `tpu_slice` where it is a TPU torus."""
+    """`devices` equal devices.
+
+    Attributes:
+      tpu_slice: the TPU torus; None for other devices.
+      measured: link and compute constants of these devices, instead of those derived from the table of chips.
+    """
 
     name: str
     chip: Chip
     devices: int
     tpu_slice: TpuSlice | None = None
+    measured: Constants | None = None
 
     def constants(self, sizes: tuple[int, ...], dtype: str) -> Constants:
-        """The tuner's constants for a plan whose axes have `sizes`.
+        """The constants for a plan whose axes have `sizes`.
 
         Rings use both directions of a torus axis only where every axis of the plan is made of whole torus
         axes; otherwise some rings are lines, and all are given one link.
         """
-        return _constants(self, tuple(size for size in sizes if size > 1), dtype)
+        return self.measured or _constants(self, tuple(size for size in sizes if size > 1), dtype)
 
     def device(self, constants: Constants) -> Device:
         """One device, at the rate of its GEMMs."""
-        return Device(constants.flops, self.chip.hbm_bandwidth, self.chip.hbm_bytes, kind=self.chip.name)
+        return Device(constants.flops, self.chip.hbm_bandwidth or math.inf, self.memory_bytes, kind=self.chip.name)
 
     @property
     def memory_bytes(self) -> float:
-        return self.chip.hbm_bytes
+        """Of one device; infinite where the table of chips does not say."""
+        return self.chip.hbm_bytes or math.inf
+
+    def meshes(self, data: int) -> tuple[tuple[int, int], ...]:
+        """The (rows, cols) that the devices of one of `data` replicas may form: on a torus, of whole torus axes."""
+        if self.tpu_slice is None:
+            return factorisations(self.devices // data)
+        try:
+            return self.tpu_slice.mesh_shapes(data)
+        except ValueError:
+            return ()
 
 
 @lru_cache(maxsize=4096)
@@ -54,10 +71,15 @@ def whole_axes(physical: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
     return False
 
 
+def pod_of(machine: Chip | TpuSlice, devices: int) -> Pod:
+    """The pod that a slice is, or `devices` of one chip."""
+    if isinstance(machine, TpuSlice):
+        return Pod(machine.name, machine.chip, machine.devices, machine)
+    return Pod(f"{devices} x {machine.name}", machine, devices)
+
+
 def find_pod(cluster: str, dtype: str = "bf16") -> Pod:
-    """The pod called `cluster`; raises ValueError with a name that exists, or the number that the table
-    lacks.
-    """
+    """The pod called `cluster`; raises ValueError with a name that exists, or the number that the table lacks."""
     gpus = {name: chip for name, chip in all_chips().items() if chip.platform == "gpu"}
     match = re.fullmatch(r"([\w-]+):(\d+)", cluster)
     if match and match[1] in gpus:

@@ -5,40 +5,36 @@ import json
 from pathlib import Path
 
 from mstrain.models.zoo import load_preset
-from mstrain.planner.config import PodConfig
 from mstrain.planner.cost import Costed
+from mstrain.planner.question import Question
 from mstrain.planner.search import PodResult
-from mstrain.planner.target import Pod
 
 PLAN_FILE = "plan.json"
 
 
 def train_keys(plan) -> dict[str, str | int]:
     """The keys of train.py that `plan=FILE` supplies."""
-    keys = {"mesh": plan.mesh, "parallel": plan.algorithm}
-    if plan.algorithm == "meshslice":
-        keys["parallel.slices"] = plan.slices  # for auto the trainer asks the same tuner
-    return {**keys, "accumulate": plan.microbatches, "remat": plan.remat}
+    return {"mesh": plan.mesh, "parallel": plan.algorithm, "accumulate": plan.microbatches, "remat": plan.remat}
 
 
-def model_keys(config: PodConfig) -> dict:
+def model_keys(question: Question) -> dict:
     """model=NAME, and the fields in which the model differs from that preset."""
-    preset = dataclasses.asdict(load_preset(config.model.name))
+    preset = dataclasses.asdict(load_preset(question.model.name))
     changed = {
-        name: value for name, value in dataclasses.asdict(config.model).items() if value != preset[name]
+        name: value for name, value in dataclasses.asdict(question.model).items() if value != preset[name]
     }
     texts = {name: "null" if value is None else str(value) for name, value in changed.items()}
-    return {"model": config.model.name, **{f"model.{name}": text for name, text in texts.items()}}
+    return {"model": question.model.name, **{f"model.{name}": text for name, text in texts.items()}}
 
 
-def train_line(config: PodConfig, plan) -> str:
+def train_line(question: Question, plan) -> str:
     """The command that runs `plan`, every key spelled out."""
     keys = {
-        **model_keys(config),
+        **model_keys(question),
         **train_keys(plan),
-        "batch": config.batch,
-        "seq": config.seq,
-        "dtype": config.dtype,
+        "batch": question.batch,
+        "seq": question.seq,
+        "dtype": question.dtype,
     }
     return f"python train.py {_spelled(keys)}"
 
@@ -47,17 +43,17 @@ def _spelled(keys: dict) -> str:
     return " ".join(f"{key}={value}" for key, value in keys.items())
 
 
-def write_plan(config: PodConfig, pod: Pod, result: PodResult, folder: Path) -> Path:
+def write_plan(question: Question, result: PodResult, folder: Path) -> Path:
     """plan.json: the winner, and the best plan that train.py can run with its keys (null where there is
     none).
     """
     trainable = result.trainable
     document = {
-        "model": config.model.name,
-        "cluster": pod.name,
-        "batch": config.batch,
-        "seq": config.seq,
-        "plan": dataclasses.asdict(result.best.plan),
+        "model": question.model.name,
+        "cluster": question.pod.name,
+        "batch": question.batch,
+        "seq": question.seq,
+        "plan": result.best.plan.flat(),
         "step_seconds": result.best.seconds,
         "why_not_trainable": result.best.plan.why_not_trainable(),
         "train": train_keys(trainable.plan) if trainable else None,
@@ -68,7 +64,7 @@ def write_plan(config: PodConfig, pod: Pod, result: PodResult, folder: Path) -> 
     return path
 
 
-def closing_lines(config: PodConfig, result: PodResult, path: Path) -> list[str]:
+def closing_lines(question: Question, result: PodResult, path: Path) -> list[str]:
     """What train.py can run, and what it cannot and why."""
     lines = []
     if result.best is not result.trainable:
@@ -86,9 +82,9 @@ def closing_lines(config: PodConfig, result: PodResult, path: Path) -> list[str]
         lines.append(f"The best that train.py runs takes {slower(result.trainable, result.best)}.")
     return [
         *lines,
-        f"This file: python train.py {_spelled(model_keys(config))} batch={config.batch} seq={config.seq} "
+        f"This file: python train.py {_spelled(model_keys(question))} batch={question.batch} seq={question.seq} "
         f"plan={path}",
-        train_line(config, result.trainable.plan),
+        train_line(question, result.trainable.plan),
     ]
 
 

@@ -1,7 +1,7 @@
-"""Answers of tune=compile on disk, so that a question is compiled once: one JSON file each.
+"""Results of tune=compile on disk, so that a task is compiled once: one JSON file each.
 
-A search that ends early, by Ctrl-C or a preemption, leaves the trials that it finished; the next one goes on
-after them.
+A search that ends early, by Ctrl-C or a preemption, leaves the candidates that it finished; the next one
+continues after them.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import mstrain
 from mstrain.hardware import TpuSlice
 from mstrain.mesh import MeshShape, fit_to_devices, parse_mesh
 from mstrain.models.config import ModelConfig
-from mstrain.planner.compiled import Answer, Place, Question, Trial, compile_candidate, ranked, refine
+from mstrain.planner.compiled import Candidate, Place, TuningResult, TuningTask, compile_candidate, ranked, refine
 from mstrain.training.config import RunConfig
 
 FOLDER = Path("~/.cache/mstrain/tuned")
@@ -31,42 +31,42 @@ CODE = (
 )  # fmt: skip
 
 
-def find_answer(
-    question: Question,
-    attempt: Callable[[MeshShape, str], Trial],
+def find_result(
+    task: TuningTask,
+    attempt: Callable[[MeshShape, str], Candidate],
     say: Callable[[str], None],
     folder: Path = FOLDER,
-) -> tuple[Answer, bool]:
-    """The answer, and whether all of it came from `folder`.
+) -> tuple[TuningResult, bool]:
+    """The result, and whether all of it came from `folder`.
 
     Otherwise the candidates that are not there are tried with `attempt(mesh, slices)`; `say` hears a line of
-    each. A trial is kept as soon as it is done, and the answer if something fits.
+    each. A candidate is kept as soon as it is done, and the result if something fits.
 
     Raises ValueError when no mesh is legal.
     """
-    path, wanted = answer_file(question, folder), identity(question)
-    trials, complete = _load(path, wanted)
+    path, wanted = result_file(task, folder), identity(task)
+    candidates, complete = _load(path, wanted)
     if complete:
-        return ranked(trials), True
-    found = {(trial.mesh, trial.slices): trial for trial in trials}
+        return ranked(candidates), True
+    found = {(candidate.mesh, candidate.slices): candidate for candidate in candidates}
     if found:
-        say(f"goes on after {len(found)} finished trial{'s' * (len(found) > 1)}, found in {path}")
+        say(f"continues after {len(found)} finished candidate{'s' * (len(found) > 1)}, found in {path}")
 
-    def run(shape: MeshShape, slices: str) -> Trial:
-        if trial := found.get((str(shape), slices)):
-            return trial
-        trials.append(attempt(shape, slices))
-        _save(path, wanted, trials)
-        say(summarise(trials[-1]))
-        return trials[-1]
+    def run(shape: MeshShape, slices: str) -> Candidate:
+        if candidate := found.get((str(shape), slices)):
+            return candidate
+        candidates.append(attempt(shape, slices))
+        _save(path, wanted, candidates)
+        say(summarise(candidates[-1]))
+        return candidates[-1]
 
-    answer = refine(question, run)
-    if answer.best is not None:
-        _save(path, wanted, answer.trials, complete=True)
+    result = refine(task, run)
+    if result.best is not None:
+        _save(path, wanted, result.candidates, complete=True)
     else:  # to be asked again: a compiler that failed may not fail the next time
         with contextlib.suppress(OSError):
             path.unlink()
-    return answer, False
+    return result, False
 
 
 def tuned(
@@ -77,7 +77,7 @@ def tuned(
     Raises ValueError when nothing is legal or fits.
     """
     meshes = () if config.mesh == "auto" else (str(fit_to_devices(parse_mesh(config.mesh), tpu_slice.devices)),)
-    question = Question(
+    task = TuningTask(
         model, config.parallel, tpu_slice, config.batch, config.seq, config.accumulate, jnp.dtype(dtype).name,
         config.remat, meshes,
     )  # fmt: skip
@@ -85,37 +85,37 @@ def tuned(
     def say(text: str) -> None:
         console.print("[bold]Tune[/]  ", text, soft_wrap=True)
 
-    attempt = functools.partial(compile_candidate, question, place=place)
+    attempt = functools.partial(compile_candidate, task, place=place)
     with console.status("Compiling the cost model's best candidates"):
-        answer, kept = find_answer(question, attempt, say)
-    best = answer.chosen()
-    source = f"found in {answer_file(question)}" if kept else f"the fastest of {len(answer.trials)} schedules"
+        result, kept = find_result(task, attempt, say)
+    best = result.chosen()
+    source = f"found in {result_file(task)}" if kept else f"the fastest of {len(result.candidates)} schedules"
     console.print(f"[bold]Tune[/]   mesh={best.mesh} parallel.slices={best.slices}, {source}", soft_wrap=True)
     parallel = dataclasses.replace(config.parallel, slices=best.slices)
     return dataclasses.replace(config, tune="model", mesh=best.mesh, parallel=parallel)
 
 
-def summarise(trial: Trial) -> str:
+def summarise(candidate: Candidate) -> str:
     """One line for those who wait."""
-    what = f"{trial.mesh} slices={trial.slices} ({trial.plan})"
-    if trial.problem:
-        return f"{what}: {trial.problem}"
-    exposed = trial.exposed / trial.seconds
-    return f"{what}: {1e3 * trial.seconds:,.1f} ms, {exposed:.1%} exposed communication"
+    what = f"{candidate.mesh} slices={candidate.slices} ({candidate.plan})"
+    if candidate.problem:
+        return f"{what}: {candidate.problem}"
+    exposed = candidate.exposed / candidate.seconds
+    return f"{what}: {1e3 * candidate.seconds:,.1f} ms, {exposed:.1%} exposed communication"
 
 
-def answer_file(question: Question, folder: Path = FOLDER) -> Path:
-    """Where the answer to a question is kept."""
-    text = json.dumps(identity(question), sort_keys=True)
+def result_file(task: TuningTask, folder: Path = FOLDER) -> Path:
+    """Where the result of a task is kept."""
+    text = json.dumps(identity(task), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    tpu_slice = question.tpu_slice.topology_name.replace(":", "_")
-    return folder.expanduser() / f"{question.model.name}-{tpu_slice}-{digest}.json"
+    tpu_slice = task.tpu_slice.topology_name.replace(":", "_")
+    return folder.expanduser() / f"{task.model.name}-{tpu_slice}-{digest}.json"
 
 
-def identity(question: Question) -> dict:
-    """Everything that an answer depends on: the question, the compiler's versions and mstrain's code."""
-    fields = dataclasses.asdict(dataclasses.replace(question, tpu_slice=None))
-    fields |= {"tpu_slice": question.tpu_slice.topology_name, "meshes": list(question.meshes)}
+def identity(task: TuningTask) -> dict:
+    """Everything that a result depends on: the task, the compiler's versions and mstrain's code."""
+    fields = dataclasses.asdict(dataclasses.replace(task, tpu_slice=None))
+    fields |= {"tpu_slice": task.tpu_slice.topology_name, "meshes": list(task.meshes)}
     return {**fields, "jax": jax.__version__, "libtpu": _version("libtpu"), "code": code_digest()}
 
 
@@ -138,23 +138,23 @@ def code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def _load(path: Path, wanted: dict) -> tuple[list[Trial], bool]:
-    """The trials in a file, and whether they are a whole answer.
+def _load(path: Path, wanted: dict) -> tuple[list[Candidate], bool]:
+    """The candidates in a file, and whether they are a whole result.
 
-    No trials from no file, a damaged one and one that answers something else.
+    No candidates from no file, a damaged one and one of another task.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        trials = [Trial(**trial) for trial in document["trials"]]
-        complete = document["complete"] and ranked(trials).best is not None
-        return (trials, complete) if document["question"] == wanted else ([], False)
+        candidates = [Candidate(**candidate) for candidate in document["candidates"]]
+        complete = document["complete"] and ranked(candidates).best is not None
+        return (candidates, complete) if document["task"] == wanted else ([], False)
     except (OSError, ValueError, KeyError, TypeError):
         return [], False
 
 
-def _save(path: Path, question: dict, trials: Sequence[Trial], complete: bool = False) -> None:
-    rows = [dataclasses.asdict(trial) for trial in trials]
-    document = {"question": question, "complete": complete, "trials": rows}
+def _save(path: Path, task: dict, candidates: Sequence[Candidate], complete: bool = False) -> None:
+    rows = [dataclasses.asdict(candidate) for candidate in candidates]
+    document = {"task": task, "complete": complete, "candidates": rows}
     part = path.with_suffix(".part")
     with contextlib.suppress(OSError):  # a folder that cannot be written costs the next run its time, no more
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from rich.console import Console
 
 from mstrain import mesh as meshes
@@ -95,13 +96,16 @@ def _choose_plan(config: RunConfig, model: ModelConfig, chip: Chip | None, conso
             f"mesh=auto does not know the {jax.devices()[0].device_kind}. Type mesh=ROWSxCOLUMNS."
         )
     machine = tpu_slice_of(jax.devices()) or chip
-    found = best_meshes(config.parallel, model, microbatch, config.seq, devices, machine)
-    if not found[0].roomy:
+    found = best_meshes(
+        config.parallel, model, config.batch, config.seq, devices, machine, accumulate=config.accumulate,
+        remat=config.remat, dtype=jnp.dtype(_dtype(config.dtype)).name,
+    )  # fmt: skip
+    if chip.hbm_bytes and found[0].fullest.memory.state > chip.hbm_bytes:
         raise ValueError(
             f"mesh=auto finds no mesh of {devices} devices that holds {model.name}. Choose a smaller model=, "
             "or more devices."
         )
-    console.print(f"[bold]Auto[/]   mesh {found[0].shape}, by the tuner's cost model")
+    console.print(f"[bold]Auto[/]   mesh {found[0].shape}, by the planner's cost model")
     return plan_on(found[0].shape)
 
 
@@ -121,7 +125,7 @@ def _with_vocab_size(model: ModelConfig, corpus: Corpus) -> ModelConfig:
         return dataclasses.replace(model, vocab_size=corpus.vocab_size)
     if model.vocab_size < corpus.vocab_size:
         raise ValueError(
-            f"model.vocab_size={model.vocab_size} is less than the {corpus.vocab_size} tokens of the tokenizer. "
+            f"model {model.name} knows {model.vocab_size} tokens, the tokenizer makes {corpus.vocab_size}. "
             "Type model.vocab_size=null to take the tokenizer's, or choose another tokenizer=."
         )
     return model

@@ -10,8 +10,8 @@ import pytest
 from mstrain.benchmarks import refined
 from mstrain.benchmarks.command import run
 from mstrain.benchmarks.config import load
-from mstrain.planner.compiled import Trial
-from mstrain.planner.tuning_cache import answer_file, find_answer
+from mstrain.planner.compiled import Candidate
+from mstrain.planner.tuning_cache import find_result, result_file
 
 ARGUMENTS = ["bench=tune", "tune=compile", "target=v5p-8", "models=tiny", "seq=16", "batch=16"]
 SECONDS = {"auto": 3.0, "1": 2.0, "2": 1.0, "4": 4.0, "8": 5.0}
@@ -22,16 +22,16 @@ def compiled(monkeypatch, tmp_path):
     """What a compiler that is not needed was asked for: slice counts have the times of SECONDS."""
     asked = []
 
-    def compile_candidate(question, shape, slices):
+    def compile_candidate(task, shape, slices):
         asked.append((str(shape), slices))
         if shape.row == 1:
-            return Trial(str(shape), slices, "os/1", 0.5, problem="does not fit", memory=2e11)
+            return Candidate(str(shape), slices, "os/1", 0.5, problem="does not fit", memory=2e11)
         seconds = SECONDS[slices]
-        return Trial(str(shape), slices, "os/1", 0.5, seconds, 0.5, seconds - 0.8, 0.1, 0.1, 0.1, 1e10)
+        return Candidate(str(shape), slices, "os/1", 0.5, seconds, 0.5, seconds - 0.8, 0.1, 0.1, 0.1, 1e10)
 
     monkeypatch.setattr(refined, "tpu_slice_devices", lambda tpu_slice: ())
     monkeypatch.setattr(refined, "compile_candidate", compile_candidate)
-    monkeypatch.setattr(refined, "find_answer", functools.partial(find_answer, folder=tmp_path / "tuned"))
+    monkeypatch.setattr(refined, "find_result", functools.partial(find_result, folder=tmp_path / "tuned"))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.2.3")
     return asked
 
@@ -49,10 +49,10 @@ def test_the_fastest_is_named_and_the_others_say_why_not(compiled, tmp_path, cap
     assert compiled[:2] == [("2x2", "auto"), ("1x4", "auto")] and ("2x2", "2") in compiled[2:]
     document = json.loads((tmp_path / "run" / "tune_compiled_tiny.json").read_text())
     assert document["kind"] == "predicted" and document["source"].startswith("Predicted for v5p-8 (4 devices)")
-    assert [t["why"] for t in document["trials"][:2]] == ["", "products +2,000.0 ms"]
-    assert all(t["why"] for t in document["trials"][1:])
+    assert [t["why"] for t in document["candidates"][:2]] == ["", "products +2,000.0 ms"]
+    assert all(t["why"] for t in document["candidates"][1:])
     with (tmp_path / "run" / "tune_compiled_tiny.csv").open() as file:
-        assert [row["slices"] for row in csv.DictReader(file)] == [t["slices"] for t in document["trials"]]
+        assert [row["slices"] for row in csv.DictReader(file)] == [t["slices"] for t in document["candidates"]]
     assert (tmp_path / "run" / "tune_compiled_tiny.png").stat().st_size
 
 
@@ -70,10 +70,10 @@ def test_a_call_after_an_interruption_says_what_it_found(compiled, tmp_path, mon
     arguments = [*ARGUMENTS, "meshes=2x2", f"run_dir={tmp_path / 'run'}"]
     uninterrupted = refined.compile_candidate
 
-    def interrupted(question, shape, slices):
+    def interrupted(task, shape, slices):
         if slices != "auto":
             raise KeyboardInterrupt
-        return uninterrupted(question, shape, slices)
+        return uninterrupted(task, shape, slices)
 
     monkeypatch.setattr(refined, "compile_candidate", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -82,7 +82,7 @@ def test_a_call_after_an_interruption_says_what_it_found(compiled, tmp_path, mon
     capsys.readouterr()
     assert run(arguments) == 0 and compiled.count(("2x2", "auto")) == 1
     out = shown(capsys)
-    assert "goes on after 1 finished trial, found in" in out and "type mesh=2x2 parallel.slices=2" in out
+    assert "continues after 1 finished candidate, found in" in out and "type mesh=2x2 parallel.slices=2" in out
 
 
 def test_nothing_that_fits_is_exit_code_1(compiled, tmp_path, capsys):
@@ -93,14 +93,14 @@ def test_nothing_that_fits_is_exit_code_1(compiled, tmp_path, capsys):
 
 def test_a_smaller_mesh_gets_copies_beside_each_other():
     config = load([*ARGUMENTS, "meshes=1x2", "slices=2"])
-    question = refined.make_question(config, config.model_configs[0])
-    assert question.meshes == ("2x1x2",) and question.parallel.slices == "2"
+    task = refined.make_task(config, config.model_configs[0])
+    assert task.meshes == ("2x1x2",) and task.parallel.slices == "2"
 
 
 def test_all_meshes_are_those_that_the_torus_carries():
     config = load([*ARGUMENTS, "meshes=all"])
-    question = refined.make_question(config, config.model_configs[0])
-    assert set(question.meshes) == {f"{r}x{c}" for r, c in config.tpu_slice.mesh_shapes()}
+    task = refined.make_task(config, config.model_configs[0])
+    assert set(task.meshes) == {f"{r}x{c}" for r, c in config.tpu_slice.mesh_shapes()}
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,6 @@ def test_all_meshes_are_those_that_the_torus_carries():
         (["bench=tune", "tune=compile"], "Type bench=tune target="),
         (["bench=tune", "tune=complie", "target=v5p-8"], "Did you mean tune=compile"),
         ([*ARGUMENTS, "constants=tpu_v4_reference"], "reads schedules"),
-        (["bench=tune", "remat=full"], "no effect with bench=tune"),
     ],
 )
 def test_a_mistake_says_what_to_type(arguments, words):
@@ -120,5 +119,5 @@ def test_a_mistake_says_what_to_type(arguments, words):
 
 def test_the_file_is_where_the_message_says():
     config = load(ARGUMENTS)
-    path = answer_file(refined.make_question(config, config.model_configs[0]))
+    path = result_file(refined.make_task(config, config.model_configs[0]))
     assert path.parent.name == "tuned" and path.name.startswith("tiny-v5p_2x2x1-")

@@ -1,4 +1,4 @@
-"""mesh=auto: legal meshes that the torus carries, copies only where there is room; slices from devices."""
+"""mesh=auto: legal meshes that the torus carries, those that fit in memory first; slices from devices."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,8 @@ from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.zoo import load_preset
-from mstrain.planner.meshes import best_meshes, plan_on, rank_meshes, tpu_slice_of
+from mstrain.planner.meshes import best_meshes, tpu_slice_of
+from mstrain.planner.plan import plan_on
 
 SLICE = parse_target("v5p-64")
 SMALL = ModelConfig(name="small", layers=2, width=1024, heads=4, vocab_size=1024)
@@ -21,22 +22,22 @@ def shapes(candidates):
     return [candidate.shape for candidate in candidates]
 
 
-def test_only_meshes_with_a_legal_plan_remain():
-    parallel = ParallelConfig()
-    ranked = shapes(rank_meshes(SMALL, 16 * 256, 32, SLICE))
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(layers="0:megatron 1:mlp:wang")])
+def test_only_meshes_with_a_legal_plan_remain(parallel):
     legal = shapes(best_meshes(parallel, SMALL, 16, 256, 32, SLICE))
-    assert legal == [shape for shape in ranked if shape in legal]  # the cost model's order stays
-    assert max(shape.col for shape in legal) == SMALL.heads < max(shape.col for shape in ranked)
-    for shape in legal:
-        plan_on(shape, parallel, SMALL, 16, 256, SLICE.chip)
-    for shape in set(ranked) - set(legal):
-        with pytest.raises(ValueError, match="heads|sequences|divide"):
-            plan_on(shape, parallel, SMALL, 16, 256, SLICE.chip)
+    assert max(shape.col for shape in legal) == SMALL.heads
+    for data in (1, 2, 4, 8, 16, 32):
+        for row, col in SLICE.mesh_shapes(data) if data in (1, 2, 4, 8, 16) else ():
+            shape = MeshShape(data, row, col)
+            if shape in legal:
+                plan_on(shape, parallel, SMALL, 16, 256, SLICE.chip)
+            else:
+                with pytest.raises(ValueError, match="heads|sequences|divide"):
+                    plan_on(shape, parallel, SMALL, 16, 256, SLICE.chip)
 
 
 def test_few_sequences_leave_few_rows():
-    many = dataclasses.replace(SMALL, heads=32, num_kv_heads=32, head_dim=32)
-    few = shapes(best_meshes(ParallelConfig(), many, 2, 256, 32, SLICE))
+    few = shapes(best_meshes(ParallelConfig(), dataclasses.replace(SMALL, heads=32), 2, 256, 32, SLICE))
     assert few and all(shape.data * shape.row <= 2 for shape in few)
 
 
@@ -46,19 +47,18 @@ def test_the_refusal_says_what_to_type_when_nothing_is_legal():
 
 
 def test_a_torus_carries_what_its_axes_can_form():
-    found = shapes(rank_meshes(SMALL, 16 * 256, 32, SLICE))
+    found = shapes(best_meshes(ParallelConfig(), SMALL, 16, 256, 32, SLICE))
     assert all((s.row, s.col) in SLICE.mesh_shapes(s.data) for s in found)
-    anywhere = shapes(rank_meshes(SMALL, 16 * 256, 32, SLICE.chip))
-    assert set(found) <= set(anywhere)
+    assert set(found) <= set(shapes(best_meshes(ParallelConfig(), SMALL, 16, 256, 32, SLICE.chip)))
 
 
-def test_copies_need_room_for_the_state():
+def test_what_fits_comes_before_what_is_faster():
     model = load_preset("gpt3_175b")
-    found = rank_meshes(model, 16 * 2048, 32, SLICE)
-    assert {c.shape.data for c in found} == {1} and not any(c.roomy for c in found)
-    larger = rank_meshes(model, 256 * 2048, 512, parse_target("v5p-1024"))
-    assert larger[0].roomy and {c.shape.data for c in larger} > {1}
-    assert all(c.roomy for c in larger if c.shape.data > 1)
+    small = best_meshes(ParallelConfig(), model, 32, 2048, 32, SLICE)
+    assert not any(costed.fits for costed in small)  # its state alone is larger than the memory
+    large = best_meshes(ParallelConfig(), model, 256, 2048, 512, parse_target("v5p-1024"), remat="full")
+    order = [(not costed.fits, costed.seconds) for costed in large]
+    assert large[0].fits and order == sorted(order)
 
 
 def devices(name, kind, origin=(0, 0, 0)):
@@ -87,7 +87,7 @@ def test_other_devices_are_no_slice():
 def test_the_same_mesh_is_chosen_for_a_slice_present_and_absent():
     tpu_slice, present = devices("v5p-64", chip_named("v5p").device_kinds[0])
     absent = best_meshes(ParallelConfig(), SMALL, 16, 256, 32, tpu_slice)
-    assert best_meshes(ParallelConfig(), SMALL, 16, 256, len(present), tpu_slice_of(present)) == absent
+    assert shapes(best_meshes(ParallelConfig(), SMALL, 16, 256, len(present), tpu_slice_of(present))) == shapes(absent)
     assert absent[0].shape != MeshShape(1, 1, 32)
 
 

@@ -15,11 +15,8 @@ import pytest
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import canonical_plan
 from mstrain.models.transformer import Transformer
-from mstrain.planner.config import PodConfig
-from mstrain.planner.cost import cost_plan
-from mstrain.planner.plan import PodPlan, plan_products
-from mstrain.planner.target import find_pod
 from tests.planner.executor import Executor
+from tests.planner.plans import ask, cost, pod_plan
 
 SEQ, BATCH = 6, 16
 MODEL = ModelConfig(
@@ -77,16 +74,12 @@ def widths(model):
     return {"attention in": (model.width, qkv), "mlp in": (model.width, up)}
 
 
-def costed_plan(plan: PodPlan, model, **keys):
-    config = PodConfig(model, cluster="v4-64", batch=BATCH, seq=SEQ, **keys)
-    pod = find_pod(config.cluster)
-    sequences = BATCH // plan.data // plan.microbatches
-    products = plan_products(model, plan, sequences, SEQ, pod.chip, config.element_bytes)
-    assert not isinstance(products, str), products
-    return config, cost_plan(config, pod, plan, products)
+def costed_plan(plan, model, **keys):
+    question = ask(model, cluster="v4-64", batch=BATCH, seq=SEQ, **keys)
+    return question, cost(question, plan)
 
 
-def execute(plan: PodPlan, model=MODEL, **keys):
+def execute(plan, model=MODEL, **keys):
     """Run the program of `plan`; compare loss and gradients of every replica with the sequential model's."""
     config, costed = costed_plan(plan, model, **keys)
     loss, gradients, weights = sequential(model)
@@ -115,17 +108,17 @@ def test_every_combination_of_degrees_computes_what_one_device_does(algorithm):
     for number, (data, tensor, pipeline, microbatches, schedule) in enumerate(COMBINATIONS):
         cols = 1 if algorithm == "fsdp" else tensor
         remat = REMATS[number % 3]
-        plan = PodPlan(data, algorithm, tensor // cols, cols, pipeline, microbatches, remat, data > 1)
+        plan = pod_plan(data, algorithm, tensor // cols, cols, pipeline, microbatches, remat, data > 1)
         execute(plan, schedule=schedule)
 
 
 MESHES = {
-    "tall": (PodPlan(1, "meshslice", 2, 1, 1, 1, "none", slices="4"), {"os", "ls"}),
-    "square": (PodPlan(1, "meshslice", 2, 2, 1, 1, "dots", slices="2"), {"os", "ls"}),
-    "tokens in slices": (PodPlan(1, "meshslice", 2, 1, 1, 4, "full", slices="2"), {"rs"}),
-    "turned": (PodPlan(2, "meshslice", 2, 2, 2, 4, "dots", True), {"rs"}),
-    "wide": (PodPlan(1, "meshslice", 2, 4, 2, 1, "full", slices="2"), {"os", "ls"}),
-    "high": (PodPlan(1, "meshslice", 4, 2, 2, 1, "none", slices="2"), {"os", "ls"}),
+    "tall": (pod_plan(1, "meshslice", 2, 1, 1, 1, "none", slices="4"), {"os", "ls"}),
+    "square": (pod_plan(1, "meshslice", 2, 2, 1, 1, "dots", slices="2"), {"os", "ls"}),
+    "tokens in slices": (pod_plan(1, "meshslice", 2, 1, 1, 4, "full", slices="2"), {"rs"}),
+    "turned": (pod_plan(2, "meshslice", 2, 2, 2, 4, "dots", True), {"rs"}),
+    "wide": (pod_plan(1, "meshslice", 2, 4, 2, 1, "full", slices="2"), {"os", "ls"}),
+    "high": (pod_plan(1, "meshslice", 4, 2, 2, 1, "none", slices="2"), {"os", "ls"}),
 }
 
 
@@ -142,7 +135,7 @@ def test_two_dimensional_products_are_those_of_one_device(name):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_both_copies_of_a_tied_table_get_the_whole_gradient(schedule):
     for data, pipeline, microbatches in itertools.product((1, 2), (1, 2), (2, 4)):
-        plan = PodPlan(data, "meshslice", 1, 1, pipeline, microbatches, "dots")
+        plan = pod_plan(data, "meshslice", 1, 1, pipeline, microbatches, "dots")
         run = execute(plan, TIED, schedule=schedule)
         for replica in run.gradients if pipeline > 1 else ():
             np.testing.assert_array_equal(replica["output"], replica["table"].T)
@@ -150,7 +143,7 @@ def test_both_copies_of_a_tied_table_get_the_whole_gradient(schedule):
 
 def test_a_collective_over_the_wrong_devices_is_noticed():
     """Otherwise the tests above would prove nothing."""
-    config, costed = costed_plan(PodPlan(1, "meshslice", 2, 2, 1, 1, "none"), MODEL)
+    config, costed = costed_plan(pod_plan(1, "meshslice", 2, 2, 1, 1, "none"), MODEL)
     run = Executor(config, costed, 1, sequential(MODEL)[2], TOKENS, TARGETS)
     program = run.program
     gather = next(op for op, spec in enumerate(program.spec) if program.specs[spec].kind == "ReduceScatter")
@@ -169,7 +162,7 @@ class Deaf(Executor):
 
 
 def test_a_missing_sum_over_replicas_is_noticed():
-    config, costed = costed_plan(PodPlan(2, "meshslice", 1, 1, 2, 2, "none"), MODEL)
+    config, costed = costed_plan(pod_plan(2, "meshslice", 1, 1, 2, 2, "none"), MODEL)
     loss, gradients, weights = sequential(MODEL)
     run = Deaf(config, costed, 2, weights, TOKENS, TARGETS)
     assert run.run() == pytest.approx(loss, rel=1e-5)

@@ -24,11 +24,12 @@ def run_pod(config: PodConfig) -> int:
     """Searches, prints, writes; the last line is the train.py command of the best plan it can run."""
     pod = find_pod(config.cluster, config.dtype)
     folder, say = make_folder(config.run_dir), console()
-    result = search_pod(config, pod, lambda line: print(f"plan: {line}", file=sys.stderr))
-    write_tables(config, pod, result, folder)
-    path = write_plan(config, pod, result, folder)
-    plot_plans(config, pod, result, folder / "throughput_against_memory.png")
-    say.print(plans_table(config, pod, result))
+    question = config.question(pod)
+    result = search_pod(question, config.max_seconds, lambda line: print(f"plan: {line}", file=sys.stderr))
+    write_tables(question, result, folder, config.top_k)
+    path = write_plan(question, result, folder)
+    plot_plans(question, result.ranked, folder / "throughput_against_memory.png")
+    say.print(plans_table(question, result, config.top_k))
     scope = (
         "the whole space"
         if result.finished
@@ -38,16 +39,16 @@ def run_pod(config: PodConfig) -> int:
         f"{result.costed} plans of {scope} costed in {result.seconds:.1f} s, {len(result.rejected)} layouts "
         f"do not fit; links: {result.best.constants}"
     )
-    say.print(terms_table(config, result))
+    say.print(terms_table(result, config.top_k))
     if result.best.plan.pipeline > 1:
         say.print(stages_table(result.best))
     say.print(memory_table(result.best))
     written = ["plans.csv", "stages.csv", "plans.json", "throughput_against_memory.png"]
     if config.simulate:
-        simulated = simulate_plan(config, pod, result.best)
+        simulated = simulate_plan(question, result.best, config.simulated_microbatches)
         written += write_simulation(simulated, folder)
         say.print(*summary(simulated, result.best.plan.microbatches), sep="\n")
     say.print(f"{', '.join(written)} in {folder}")
-    for line in closing_lines(config, result, path):
+    for line in closing_lines(question, result, path):
         say.print(line)
     return 0

@@ -1,0 +1,26 @@
+"""Plans and their costs in few words."""
+
+from mstrain.models.parallel import ParallelConfig
+from mstrain.planner.config import PodConfig
+from mstrain.planner.cost import Costed, cost_plan
+from mstrain.planner.plan import PodPlan, plan_products
+from mstrain.planner.question import Question
+from mstrain.planner.target import find_pod
+
+
+def pod_plan(data, algorithm, rows, cols, pipeline=1, microbatches=1, remat="none", sharded=False, slices="auto"):
+    """A plan of one algorithm."""
+    return PodPlan(data, ParallelConfig(algorithm, slices=slices), rows, cols, pipeline, microbatches, remat, sharded)
+
+
+def ask(model, **keys) -> Question:
+    """The question of plan.py's keys."""
+    config = PodConfig(model, **keys)
+    return config.question(find_pod(config.cluster))
+
+
+def cost(question: Question, plan: PodPlan) -> Costed:
+    """The cost of a legal plan."""
+    products = plan_products(question, plan)
+    assert not isinstance(products, str), products
+    return cost_plan(question, plan, products)

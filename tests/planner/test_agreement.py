@@ -1,0 +1,66 @@
+"""One planner: mesh=auto, plan.py, benchmark.py meshes=auto and tune= name the same mesh for the same question."""
+
+import dataclasses
+import math
+
+import pytest
+
+from mstrain.benchmarks.check import best_mesh as check_mesh
+from mstrain.benchmarks.config import load as load_benchmark
+from mstrain.benchmarks.predicted import choose_meshes
+from mstrain.benchmarks.refined import make_task
+from mstrain.benchmarks.tuned import tune_model
+from mstrain.commands.plans.modes import load as load_plan
+from mstrain.commands.train import load_config
+from mstrain.hardware import parse_target
+from mstrain.planner.compiled import meshes_to_try
+from mstrain.planner.search import search_pod
+from mstrain.planner.target import find_pod
+
+# (model, target, batch, accumulate, remat), sequences of 2048 tokens
+CASES = [
+    ("gpt3_13b", "v5p-64", 64, 1, "none"),
+    ("gpt3_175b", "v5p-512", 256, 1, "none"),
+    ("gpt3_175b", "v5p-512", 512, 2, "full"),
+    ("megatron_nlg_530b", "v5p-1024", 512, 2, "full"),
+    ("llama3_8b", "v6e-256", 256, 1, "none"),
+    ("llama2_70b", "v6e-256", 256, 1, "full"),
+    ("llama3_70b", "v4-512", 256, 2, "dots"),
+    ("gpt3_1_3b", "v4-64", 256, 4, "none"),
+    ("qwen3_14b", "v5e-64", 64, 2, "full"),
+    ("llama3_405b", "tpu7x-256", 128, 1, "full"),
+]
+
+
+@pytest.mark.parametrize(("model", "target", "batch", "accumulate", "remat"), CASES)
+def test_every_entry_point_names_the_same_mesh(model, target, batch, accumulate, remat):
+    shared = [f"batch={batch}", "seq=2048", f"accumulate={accumulate}", f"remat={remat}"]
+    train = load_config([f"model={model}", f"target={target}", "check=true", "mesh=auto", *shared])
+    tpu_slice = parse_target(target)
+    wanted = check_mesh(train, train.model, tpu_slice)
+    assert wanted.devices == tpu_slice.devices
+
+    _, plan = load_plan([f"model={model}", f"cluster={target}", "pipeline=1", "algorithm=meshslice", *shared])
+    question = plan.question(find_pod(target))
+    best = search_pod(question).trainable
+    assert best.shape == wanted and best.fits
+
+    keys = [f"models={model}", f"target={target}", *shared]
+    benchmark = load_benchmark(["algorithms=meshslice collective wang", *keys])
+    assert choose_meshes(benchmark, tpu_slice) == [wanted]
+    tuning = dataclasses.replace(benchmark, bench="tune", algorithms="all")
+    _, ranked = tune_model(tuning.model_configs[0], tuning, tpu_slice)
+    assert ranked[0].shape == wanted
+    assert ranked[0].seconds == pytest.approx(best.seconds, rel=1e-12)  # not only the same winner: the same number
+    task = make_task(dataclasses.replace(tuning, tune="compile"), tuning.model_configs[0])
+    assert meshes_to_try(task)[0] == wanted
+
+
+def test_what_is_left_open_is_searched_by_the_same_ranking():
+    """The best plan over remat and microbatches is the best mesh at its own remat and microbatches."""
+    _, plan = load_plan(["model=gpt3_13b", "cluster=v5p-64", "batch=64", "pipeline=1"])
+    best = search_pod(plan.question(find_pod("v5p-64"))).trainable
+    given = [f"accumulate={best.plan.microbatches}", f"remat={best.plan.remat}", f"parallel={best.plan.algorithm}"]
+    train = load_config(["model=gpt3_13b", "target=v5p-64", "check=true", "mesh=auto", "batch=64", "seq=2048", *given])
+    assert check_mesh(train, train.model, parse_target("v5p-64")) == best.shape
+    assert math.isfinite(best.seconds)
