@@ -23,8 +23,9 @@ def main(arguments: list[str]) -> int:
 
         Console().print(zoo_table())
         return 0
-    from mstrain.job.job import find_process, joined
+    from mstrain.job.job import joined
     from mstrain.job.preemption import ending_on_signals
+    from mstrain.job.process_info import find_process
     from mstrain.training import console
     from mstrain.training.prepare import prepare
     from mstrain.training.run_lock import exclusive
@@ -37,7 +38,7 @@ def main(arguments: list[str]) -> int:
         return check(config)
     console.protect()
     process, devices = find_process(config.coordinator, config.processes, config.process)
-    with joined(process, config.hosts, devices) as job, ending_on_signals(job):
+    with joined(process, config.hosts, config.run_dir, devices) as job, ending_on_signals(job):
         with exclusive(config.run_dir, job) as check_lock:
             return train(prepare(config, job), check_lock)
 

@@ -1,33 +1,45 @@
-"""A job of several processes: find this one's place, join, agree, and end together.
+"""A job of several processes: join, exchange messages, agree, and end together.
 
-The place comes from, in this order: the keys coordinator=, processes= and process=; the variables
-JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID (launch/jobset.yaml sets them); what JAX detects
-of a TPU pod, SLURM or Kubernetes. Without any of them a run has one process. Whoever is missing is named,
-within `hosts.join_seconds` at the start, at once when a process dies, and within `hosts.barrier_seconds` at a
-barrier.
+A process that is missing is named: within `hosts.join_seconds` at the start, at once when it dies, within
+`hosts.silent_seconds` when its host does, and within `hosts.barrier_seconds` at a barrier.
+
+JAX ships parts of this, which are used where they make the same promise: its coordination service for barriers and
+exchanged values, its heartbeats as a second line behind the rendezvous. What it lacks, measured with jax 0.9.0 and
+0.10.2, stays here. A dead process is noticed by heartbeat only (19 s at a timeout of 20 s), and the survivors are
+aborted with SIGABRT and a message without host name; here the death is noticed at once, named, and ends in the exit
+code for a restart. `jax_enable_recoverability` keeps survivors running but reports nothing to them, and they still
+abort with process 0; the callback that would replace the abort crashes (std::bad_cast). The preemption sync point
+knows SIGTERM alone, neither SIGINT, SIGHUP nor a request of the program, no second signal, and no run of one process.
+Orbax's barriers are JAX's, which a failed process does not break (see save_barrier.py).
+The service authenticates nobody; it is reached over the authenticated links of the rendezvous only.
 """
 
 import contextlib
 import dataclasses
 import functools
 import math
-import os
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 
-from mstrain.job import relay, rendezvous
 from mstrain.job.ending import end
 from mstrain.job.exit_codes import CONFIGURATION, RESTART, code_of
-from mstrain.job.rendezvous import Link, ProcessInfo
+from mstrain.job.link import Link
+from mstrain.job.process_info import ProcessInfo
+from mstrain.job.relay import Relay, socket_file
+from mstrain.job.rendezvous import Rendezvous, connect, join
+from mstrain.job.secret import offered_secret, read_secret
+from mstrain.job.watch import watch
 from mstrain.mesh import attached
 
-VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+MOST_EARLY = 1000  # messages kept for handlers that do not exist yet
+MOST_REPORTS = 10  # of dropped messages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,50 +59,20 @@ class HostsConfig:
                 )
 
 
-def find_process(
-    coordinator: str | None, processes: int | None, process: int | None
-) -> tuple[ProcessInfo | None, list[int] | None]:
-    """This process's place, None in a run of one; the indices of the devices it may use, None for all."""
-    given = (coordinator, processes, process)
-    names = ("coordinator", "processes", "process")
-    if given != (None, None, None):
-        if None in given:
-            lacking = ", ".join(f"{name}=" for name, value in zip(names, given, strict=True) if value is None)
-            raise ValueError(
-                f"coordinator=, processes= and process= belong together. Type {lacking} too "
-                "(such as coordinator=10.0.0.1:8476 processes=2 process=0)."
-            )
-        return ProcessInfo(coordinator, processes, process), None
-    values = [os.environ.get(name) for name in VARIABLES]
-    if all(values):
-        try:
-            return ProcessInfo(values[0], int(values[1]), int(values[2])), None
-        except ValueError as error:
-            found = dict(zip(VARIABLES, values, strict=True))
-            raise ValueError(f"The environment says {found}: {error}") from None
-    from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize() itself asks
-
-    *found, devices = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, 60)
-    if None in found or found[1] < 2:
-        return None, None
-    # One task per SLURM node has the node's devices; JAX's rule of one device per task is for several.
-    alone_on_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0] == "1"
-    return ProcessInfo(*found), None if alone_on_node else devices
-
-
 class Job:
     """The processes of a run. A run of one has no links, and every question is answered at once."""
 
-    def __init__(self, seat: ProcessInfo | None, config: HostsConfig, names: dict[int, str], links: dict[int, Link]):
-        self.process, self.processes = (seat.process, seat.processes) if seat else (0, 1)
+    def __init__(self, info: ProcessInfo | None, config: HostsConfig, names: dict[int, str], links: dict[int, Link]):
+        self.process, self.processes = (info.process, info.processes) if info else (0, 1)
         self.config, self.names, self._links = config, names, links
         self._left: set[int] = set()
-        self._handlers: dict[str, Callable[[int, dict], None]] = {"bye": self._bye, "gone": self._told}
+        self._handlers: dict[str, Callable[[int, dict], None]] = {"bye": self._bye, "gone": self._ordered}
         self._used: dict[str, int] = {}
-        self._unheard: list[tuple[int, dict]] = []
+        self._early: list[tuple[int, dict]] = []
+        self._dropped = 0
         self._hearing = threading.RLock()
         if links:
-            rendezvous.watch(links, self._heard, self._gone)
+            watch(links, self._heard, self._gone, self._drop)
 
     @property
     def leads(self) -> bool:
@@ -101,9 +83,12 @@ class Job:
         """Calls `handler(process, message)` for messages of this kind, from a thread of its own."""
         with self._hearing:
             self._handlers[kind] = handler
-            early = [(process, message) for process, message in self._unheard if message.get("kind") == kind]
+            early, self._early = self._early, []
             for process, message in early:
-                handler(process, message)
+                try:
+                    self._heard(process, message)
+                except Exception as error:  # as in `watch`
+                    self._drop(process, error)
 
     def send(self, kind: str, **values) -> None:
         """Process 0 sends to all others, the others to process 0; a run of one sends nothing."""
@@ -144,9 +129,7 @@ class Job:
         values = self.gather(f"agree on {what}", value)
         others = [self.name(process) for process, other in enumerate(values) if other != values[0]]
         if others:
-            raise ValueError(
-                f"{', '.join(others)}: another {what} than process 0. Start every process with the same."
-            )
+            raise ValueError(f"{', '.join(others)}: another {what} than process 0. Start every process with the same.")
 
     def name(self, process: int) -> str:
         """`process 1 (host)`."""
@@ -158,24 +141,31 @@ class Job:
             print(f"process {self.process} of {self.processes}: {text}", flush=True)
 
     def leave(self, reason: str | None = None, code: int = 0) -> None:
-        """Says farewell; with a reason, the others end with the same exit code."""
+        """Reports that this process ends; with a reason, the others end with the same exit code."""
         self.send("bye", reason=reason and reason[:2000], code=code)
 
     def _heard(self, process: int, message: dict) -> None:
         with self._hearing:
-            handler = self._handlers.get(str(message.get("kind")))
-            if handler:
+            if handler := self._handlers.get(message["kind"]):
                 handler(process, message)
-            else:  # another process is ahead of this one
-                self._unheard.append((process, message))
+            elif len(self._early) < MOST_EARLY:  # another process is ahead of this one
+                self._early.append((process, message))
+            else:
+                raise ValueError(f"nothing here handles {message['kind']!r}")
+
+    def _drop(self, process: int, error: Exception) -> None:
+        self._dropped += 1
+        if self._dropped <= MOST_REPORTS:
+            last = " (the last one reported)" if self._dropped == MOST_REPORTS else ""
+            self.say(f"dropped a message of {self.name(process)}: {error!r}"[:300] + last)
 
     def _bye(self, process: int, message: dict) -> None:
         self._left.add(process)
         if message.get("reason"):
-            self._end(f"{self.name(process)} ended: {message['reason']}", int(message.get("code") or RESTART))
+            self._end(f"{self.name(process)} ended: {message['reason']}", _failure(message.get("code")))
 
-    def _told(self, _: int, message: dict) -> None:
-        self._end(str(message["reason"]), int(message["code"]))
+    def _ordered(self, _: int, message: dict) -> None:
+        self._end(str(message.get("reason")), _failure(message.get("code")))
 
     def _gone(self, process: int) -> None:
         if process not in self._left:
@@ -192,13 +182,23 @@ class Job:
         end(code)
 
 
+def _failure(code) -> int:
+    """The exit code that a message asks for: never that of success."""
+    return code if isinstance(code, int) and 0 < code < 256 else RESTART
+
+
 ALONE = Job(None, HostsConfig(), {0: socket.gethostname()}, {})
 
 
 @contextlib.contextmanager
-def joined(seat: ProcessInfo | None, config: HostsConfig, devices: list[int] | None = None):
-    """Joins the job at `seat`, gives it, and leaves it; whatever ends this process ends the others, too."""
-    if seat is None:
+def joined(
+    info: ProcessInfo | None, config: HostsConfig, run_dir: str | Path, devices: list[int] | None = None
+) -> Iterator[Job]:
+    """Joins the job, gives it, and leaves it; whatever ends this process ends the others, too.
+
+    All processes find their secret in the folder `run_dir`, unless the environment has it.
+    """
+    if info is None:
         try:
             yield ALONE
         except Exception as error:
@@ -207,7 +207,14 @@ def joined(seat: ProcessInfo | None, config: HostsConfig, devices: list[int] | N
             traceback.print_exc()
             raise SystemExit(RESTART) from error
         return
-    job = _join(seat, config, devices)
+    # JAX may look for devices only after joining.
+    hardware = attached() or "no accelerator (CPU devices are emulated)"
+    host = socket.gethostname()
+    print(
+        f"process {info.process} of {info.processes}: on {host} with {hardware}, joining at {info.coordinator}",
+        flush=True,
+    )
+    job = (_join if info.process else _lead)(info, config, run_dir, devices)
     try:
         yield job
         job.barrier("end")
@@ -217,30 +224,42 @@ def joined(seat: ProcessInfo | None, config: HostsConfig, devices: list[int] | N
         _fail(job, error)
 
 
-def _join(seat: ProcessInfo, config: HostsConfig, devices: list[int] | None) -> Job:
-    place = f"process {seat.process} of {seat.processes}"
-    # JAX may look for devices only after joining.
-    hardware = attached() or "no accelerator (CPU devices are emulated)"
-    print(f"{place}: on {socket.gethostname()} with {hardware}, joining at {seat.coordinator}", flush=True)
-    limits = (config.join_seconds, config.silent_seconds)
-    if seat.process == 0:
-        came = rendezvous.gather(seat, *limits)
-        names = {0: socket.gethostname()} | {process: host for process, (host, _) in came.items()}
-        links = {process: link for process, (_, link) in came.items()}
-    else:
-        names, link = rendezvous.report(seat, *limits)
-        links = {0: link}
-    job = Job(seat, config, names, links)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    coordinator = relay.listen(seat.address) if seat.process else seat.coordinator
-    if {"grpc_proxy", "https_proxy", "http_proxy"} & os.environ.keys():
-        os.environ.setdefault("no_grpc_proxy", "127.0.0.1")  # no web proxy between JAX and the relay
-    jax.distributed.initialize(
-        coordinator, seat.processes, seat.process, devices,
-        cluster_detection_method="deactivate", initialization_timeout=int(config.join_seconds),
-        heartbeat_timeout_seconds=2 * math.ceil(config.silent_seconds),  # the roll call speaks first
-    )  # fmt: skip
+def _lead(info: ProcessInfo, config: HostsConfig, run_dir: str | Path, devices: list[int] | None) -> Job:
+    """Process 0: waits for all others and starts JAX's service; its port is closed afterwards."""
+    seconds, silent, relay = config.join_seconds, config.silent_seconds, Relay()
+    with (
+        offered_secret(run_dir) as secret,
+        socket_file() as path,
+        Rendezvous(info, secret, silent, lambda link: relay.to_service(link, path, seconds)) as rendezvous,
+    ):
+        if rendezvous.note:
+            print(f"process 0 of {info.processes}: {rendezvous.note}", flush=True)
+        others = rendezvous.wait_for_all(seconds)
+        names = {0: socket.gethostname()} | {process: host for process, (host, _) in others.items()}
+        job = Job(info, config, names, {process: link for process, (_, link) in others.items()})
+        _initialize(info, config, devices, path)
     return job
+
+
+def _join(info: ProcessInfo, config: HostsConfig, run_dir: str | Path, devices: list[int] | None) -> Job:
+    """Every other process: joins at process 0 and connects JAX to its service."""
+    seconds, silent = config.join_seconds, config.silent_seconds
+    names, link = join(info, functools.partial(read_secret, run_dir), seconds, silent)
+    job = Job(info, config, names, {0: link})
+    deadline = time.monotonic() + seconds
+    with Relay().to_process_0(lambda: connect(info, read_secret(run_dir), deadline, silent, "relay")) as path:
+        _initialize(info, config, devices, path)
+    return job
+
+
+def _initialize(info: ProcessInfo, config: HostsConfig, devices: list[int] | None, path: str) -> None:
+    """Connects JAX to its service at the socket `path`, which it opens in process 0."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        f"unix:{path}", info.processes, info.process, devices, coordinator_bind_address=f"unix:{path}",
+        cluster_detection_method="deactivate", initialization_timeout=int(config.join_seconds),
+        heartbeat_timeout_seconds=2 * math.ceil(config.silent_seconds),  # the rendezvous reports first
+    )  # fmt: skip
 
 
 def _fail(job: Job, error: BaseException) -> None:
@@ -252,7 +271,7 @@ def _fail(job: Job, error: BaseException) -> None:
         message = str(error)
         show = functools.partial(print, f"train: {message}", file=sys.stderr)
     else:
-        # Often the echo of another process's death, which the roll call is about to name.
+        # Often the echo of another process's death, which the rendezvous is about to name.
         time.sleep(2)
         message = f"{type(error).__name__}: {error}"
         show = functools.partial(traceback.print_exception, error)

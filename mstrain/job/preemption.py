@@ -4,7 +4,7 @@ The first signal asks for the stop. A second one changes nothing, since some lau
 process at once. A second SIGINT (Ctrl-C) ends it, too: it comes from a person. Before the first step there is nothing
 to save, and the first signal ends the process. SIGHUP stays ignored where it is (nohup).
 
-All processes stop after the same step. The process that got the signal sends it to process 0 (over the roll call's
+All processes stop after the same step. The process that got the signal sends it to process 0 (over the rendezvous's
 links), which asks everyone for the last step begun; each answers and begins no further one until it hears the
 answer: the largest. An undisturbed run exchanges nothing, and each step costs it one uncontended lock.
 """

@@ -1,62 +1,144 @@
-"""A TCP relay in this process to process 0, which keeps quiet when process 0 dies.
+"""JAX's coordination service behind the authenticated connections of the job.
 
-JAX aborts a process, with words of its own, as soon as the connection to the coordination service in process
-0 closes. Behind a relay it sees silence instead, and the roll call, which learns of the death at the same
-moment, has the time to say who died.
+The service itself authenticates nobody and listens on all addresses. Here it listens on a socket file in a folder of
+this user alone, and so does, in every other process, a relay to it over an authenticated connection to process 0.
+Both stop listening when JAX has connected; JAX keeps one connection for the whole job.
+
+The relay also keeps quiet when process 0 dies. JAX aborts a process, with a message that names nobody, as soon as its
+connection to the service closes. Behind the relay it sees silence instead, and the rendezvous, which learns of the
+death at the same moment, has the time to report who died.
 """
 
+import asyncio
 import contextlib
+import shutil
 import socket
+import tempfile
 import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-BLOCK = 2**16  # bytes
+from mstrain.job.ending import cleaned_up
+from mstrain.job.link import BLOCK, Link
+from mstrain.job.seal import NotAuthenticated
+
+LONGEST_PATH = 100  # bytes of a socket file's path; systems allow 104 or 108
+RETRY_SECONDS = 0.05
 
 
-def listen(upstream: tuple[str, int]) -> str:
-    """Relays whoever connects to a local port to `upstream` (host, port); returns the local HOST:PORT."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=_accept, args=(listener, upstream), name="relay", daemon=True).start()
-    return f"127.0.0.1:{listener.getsockname()[1]}"
+@contextlib.contextmanager
+def socket_file() -> Iterator[str]:
+    """The path for a socket in a new folder that only this user can enter."""
+    folder = tempfile.mkdtemp(prefix="mstrain-")
+    if len(folder) + 5 > LONGEST_PATH:
+        Path(folder).rmdir()
+        folder = tempfile.mkdtemp(prefix="mstrain-", dir="/tmp")
+    with cleaned_up(lambda: shutil.rmtree(folder, ignore_errors=True)):
+        yield f"{folder}/jax"
 
 
-def _accept(listener: socket.socket, upstream: tuple[str, int]) -> None:
+class Relay:
+    """Copies bytes between local connections of JAX and links, in one thread, as long as the process runs."""
+
+    def __init__(self):
+        self._loop = asyncio.new_event_loop()
+        self._copies: set[asyncio.Task] = set()
+        threading.Thread(target=self._run, name="relay", daemon=True).start()
+
+    def _run(self) -> None:
+        """The thread keeps this object, and so the tasks, to which asyncio keeps weak references alone."""
+        self._loop.run_forever()
+
+    def to_service(self, link: Link, path: str, seconds: float) -> None:
+        """Process 0: joins `link` to JAX's service at `path`, which must be there within `seconds`."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            local = socket.socket(socket.AF_UNIX)
+            try:
+                local.connect(path)
+            except OSError:  # the service starts at about the same time
+                local.close()
+                time.sleep(RETRY_SECONDS)
+            else:
+                self._start(local, link, quiet=False)
+                return
+        link.close()
+
+    @contextlib.contextmanager
+    def to_process_0(self, connect: Callable[[], Link]) -> Iterator[str]:
+        """Other processes: the path at which JAX's client reaches the service inside this context."""
+        with socket_file() as path, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()
+            threading.Thread(target=self._accept, args=(listener, connect), name="relay listener", daemon=True).start()
+            try:
+                yield path
+            finally:
+                listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
+
+    def _accept(self, listener: socket.socket, connect: Callable[[], Link]) -> None:
+        while True:
+            try:
+                local, _ = listener.accept()
+            except OSError:
+                return
+            try:
+                self._start(local, connect(), quiet=True)
+            except OSError:  # JAX's client will try again
+                local.close()
+
+    def _start(self, local: socket.socket, link: Link, quiet: bool) -> None:
+        def start() -> None:
+            task = self._loop.create_task(_copy(local, link, quiet))
+            self._copies.add(task)
+            task.add_done_callback(self._copies.discard)
+
+        self._loop.call_soon_threadsafe(start)
+
+
+async def _copy(local: socket.socket, link: Link, quiet: bool) -> None:
+    """Copies both ways until either side ends; with `quiet`, until the local side ends."""
+    local_in, local_out = await asyncio.open_connection(sock=local)
+    link_in, link_out = await asyncio.open_connection(sock=link.socket)
+    outward = asyncio.create_task(_outward(local_in, link_out, link))
+    inward = asyncio.create_task(_inward(link_in, local_out, link))
+    await asyncio.wait([outward] if quiet else [outward, inward], return_when=asyncio.FIRST_COMPLETED)
+    for task in (outward, inward):
+        task.cancel()
+    for writer in (local_out, link_out):
+        writer.close()
+
+
+async def _outward(local: asyncio.StreamReader, link_out: asyncio.StreamWriter, link: Link) -> None:
+    while data := await _read(local):
+        if not link_out.is_closing():  # a dead process 0 hears nothing
+            await _write(link_out, link.seal.wrap(data))
+
+
+async def _inward(link_in: asyncio.StreamReader, local: asyncio.StreamWriter, link: Link) -> None:
+    contents, link.arrived = link.arrived, []
     while True:
-        near, _ = listener.accept()
+        for content in contents:
+            await _write(local, content)
+        data = await _read(link_in)
         try:
-            far = socket.create_connection(upstream, timeout=5)
-        except OSError:  # not there yet: the client will try again
-            near.close()
-            continue
-        far.settimeout(None)
-        for connection in (near, far):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        threading.Thread(target=_send, args=(near, far), name="relay out", daemon=True).start()
-        threading.Thread(target=_receive, args=(near, far), name="relay in", daemon=True).start()
-
-
-def _send(near: socket.socket, far: socket.socket) -> None:
-    """Passes on what `near` says until it closes; what a dead `far` cannot hear is dropped."""
-    while data := _read(near):
-        with contextlib.suppress(OSError):
-            far.sendall(data)
-    for connection in (near, far):
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)  # closing alone would not wake `_receive`
-        connection.close()
-
-
-def _receive(near: socket.socket, far: socket.socket) -> None:
-    """Passes on what `far` says; its end is not passed on."""
-    while data := _read(far):
-        try:
-            near.sendall(data)
-        except OSError:
+            contents = link.seal.unwrap(data)
+        except NotAuthenticated:
+            return
+        if not data or local.is_closing():
             return
 
 
-def _read(connection: socket.socket) -> bytes:
+async def _read(reader: asyncio.StreamReader) -> bytes:
     """The next bytes; none when there will be no more."""
     try:
-        return connection.recv(BLOCK)
+        return await reader.read(BLOCK)
     except OSError:
         return b""
+
+
+async def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        writer.write(data)
+        await writer.drain()

@@ -1,244 +1,182 @@
-"""Who takes part in a job, before and beside JAX: one TCP connection from every process to process 0.
+"""Which processes take part in a job, before and beside JAX: one connection from every process to process 0.
 
-JAX ends a process that waits for others without saying for whom. Here every process says its number and host
-to the coordinator's port first; process 0 answers when all are there, or names those that are not. The
-connections stay open as the sign of life: the kernel closes them when a process dies, however it dies, and
-the others learn of it at once. Small messages (one JSON object per line) travel over them, too: `bye` before
-a process leaves, and the questions by which all stop after the same step.
+JAX ends a process that waits for others without saying for whom. Here every process first joins at the
+coordinator's port; process 0 answers when all are there, or names those that are missing. The connections stay
+open as the sign of life: the kernel closes them when a process dies, however it dies, and the others learn of it
+at once. Small messages use them, too: `bye` before a process leaves, and the questions by which all processes
+stop after the same step.
 """
 
-import dataclasses
-import json
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
 
-LONGEST = 4096  # bytes of one message; nothing legitimate comes near
-RETRY_SECONDS = 0.2
+from mstrain.job.door import TICK, Door
+from mstrain.job.link import SEND_SECONDS, Link, keep_alive
+from mstrain.job.process_info import ProcessInfo
+from mstrain.job.seal import HANDSHAKE_SECONDS, NotAuthenticated, Seal, respond
+from mstrain.job.secret import REMEDY
+
+NAME_LENGTH = 255  # of a host name
 
 
-@dataclasses.dataclass(frozen=True)
-class ProcessInfo:
-    """`process` of `processes`, that meet at `coordinator` (HOST:PORT of process 0)."""
+class Rendezvous:
+    """Process 0's side. Processes can join, and open further connections for `relay`, inside this context.
 
-    coordinator: str
-    processes: int
-    process: int
+    `relay(link)` is called, in a thread of its own, for each connection that a process opens to JAX's service.
+    `silent` is in seconds.
+    """
 
-    def __post_init__(self):
-        host, colon, port = self.coordinator.rpartition(":")
-        if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
-            raise ValueError(
-                f"coordinator={self.coordinator!r} is no address. Type coordinator=HOST:PORT of process 0."
-            )
-        if not 0 <= self.process < self.processes:
-            raise ValueError(
-                f"process={self.process} of processes={self.processes}: processes count from 0. "
-                f"Type process=0 to process={max(self.processes - 1, 0)}, a different one for each."
-            )
+    def __init__(self, info: ProcessInfo, secret: bytes, silent: float, relay: Callable = lambda *_: None):
+        self._info, self._silent, self._relay = info, silent, relay
+        self._joined: dict[int, tuple[str, Link]] = {}
+        self._changed = threading.Condition()
+        self._accepting = True
+        self._door = Door(info.address, secret, self._admit)
+        self.note = self._door.note
 
-    @property
-    def address(self) -> tuple[str, int]:
-        host, _, port = self.coordinator.rpartition(":")
-        return host.strip("[]"), int(port)
+    def __enter__(self):
+        return self
 
+    def __exit__(self, *_):
+        self._door.close()
 
-class Link:
-    """Lines of JSON over one socket."""
+    def wait_for_all(self, seconds: float) -> dict[int, tuple[str, Link]]:
+        """Process -> (host name, link) of all other processes.
 
-    def __init__(self, connection: socket.socket):
-        self.socket, self._pending = connection, b""
-        self._lock = threading.Lock()
-
-    def send(self, message: dict) -> None:
-        """Sends; a peer that is gone is noticed by whoever reads."""
-        with self._lock:
-            try:
-                self.socket.sendall(json.dumps(message).encode() + b"\n")
-            except OSError:
-                pass
-
-    def receive(self) -> list[dict] | None:
-        """Messages that have arrived (waiting for bytes up to the socket's timeout); None when the peer is
-        gone.
-
-        Raises ValueError for bytes that are no message.
+        Raises ValueError that names the missing after `seconds`, and sends those that came the same text.
         """
-        try:
-            data = self.socket.recv(LONGEST)
-        except (BlockingIOError, TimeoutError):
-            return []
-        except OSError:
-            return None
-        if not data:
-            return None
-        *lines, self._pending = (self._pending + data).split(b"\n")
-        if len(self._pending) > LONGEST:
-            raise ValueError("not a message of a roll call")
-        messages = [json.loads(line) for line in lines]  # what it raises for other bytes is a ValueError
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError("not a message of a roll call")
-        return messages
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while len(self._joined) < self._info.processes - 1 and time.monotonic() < deadline:
+                self._changed.wait(TICK)
+                # A process that left may come again.
+                self._joined = {process: entry for process, entry in self._joined.items() if entry[1].is_open()}
+            self._accepting = False
+        links = [link for _, link in self._joined.values()]
+        missing = sorted(set(range(1, self._info.processes)) - self._joined.keys())
+        if missing:
+            error = self._describe(missing, seconds)
+            for link in links:
+                link.send({"kind": "refused", "reason": error})
+            raise ValueError(error)
+        names = {str(process): host for process, (host, _) in self._joined.items()}
+        for link in links:
+            link.send({"kind": "present", "names": names | {"0": socket.gethostname()}})
+        return self._joined
 
-    def close(self) -> None:
-        self.socket.close()
-
-
-def gather(seat: ProcessInfo, seconds: float, silent: float) -> dict[int, tuple[str, Link]]:
-    """Process 0: waits for all others at its port; process -> (host name, link).
-
-    Raises ValueError that names the missing after `seconds`; whoever came is told so.
-    """
-    links: dict[int, tuple[str, Link]] = {}
-    deadline = time.monotonic() + seconds
-    with _listen(seat) as listener:
-        while len(links) < seat.processes - 1 and time.monotonic() < deadline:
-            listener.settimeout(min(RETRY_SECONDS, max(deadline - time.monotonic(), 0.01)))
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                _drop_the_gone(links)
-                continue
-            _admit(seat, connection, links, silent)
-    missing = sorted(set(range(1, seat.processes)) - links.keys())
-    if missing:
-        came = [f"{process} ({host})" for process, (host, _) in sorted(links.items())]
-        error = (
-            f"{_name(missing)} of {seat.processes} did not come to {seat.coordinator} within {seconds:.0f} s "
-            f"(came: {', '.join(['0', *came])}). Start every process with the same command, or "
-            "type hosts.join_seconds= above the time they need."
+    def _describe(self, missing: list[int], seconds: float) -> str:
+        came = ", ".join(["0", *(f"{process} ({host})" for process, (host, _) in sorted(self._joined.items()))])
+        refused = self._door.refused
+        return (
+            f"{'Process' if len(missing) == 1 else 'Processes'} {', '.join(map(str, missing))} of "
+            f"{self._info.processes} did not join at {self._info.coordinator} within {seconds:.0f} s (joined: {came}). "
+            + (f"{refused} connections came without the job's secret. " if refused else "")
+            + "Start every process with the same command, or type hosts.join_seconds= above the time they need."
         )
-        for _, link in links.values():
-            link.send({"refused": error})
-        raise ValueError(error)
-    names = {str(process): host for process, (host, _) in links.items()}
-    for _, link in links.values():
-        link.send({"present": names | {"0": socket.gethostname()}})
-    return links
+
+    def _admit(self, connection: socket.socket, seal: Seal) -> None:
+        """Adds the authenticated process if its number is free, or reports to it why not."""
+        link = Link(keep_alive(connection, self._silent), seal)
+        try:
+            hello = link.receive_message(time.monotonic() + HANDSHAKE_SECONDS)
+            process, processes, host = int(hello["process"]), int(hello["processes"]), str(hello["host"])
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
+            connection.close()
+            return
+        if hello["kind"] == "relay":
+            self._relay(link)
+            return
+        with self._changed:
+            refusal = self._refusal(process, processes, host)
+            if not refusal:
+                link.send({"kind": "welcome"})
+                self._joined[process] = (host[:NAME_LENGTH], link)
+                self._changed.notify()
+                return
+        link.send({"kind": "refused", "reason": f"{refusal} Correct process= or processes=."})
+        link.close()
+
+    def _refusal(self, process: int, processes: int, host: str) -> str | None:
+        if processes != self._info.processes or not 0 < process < processes:
+            return (
+                f"Process 0 expects processes={self._info.processes} "
+                f"and this one was started with process={process} processes={processes}."
+            )
+        first = self._joined.get(process)
+        if first and first[1].is_open():
+            return f"Two processes have process={process}: this one on {host} and one on {first[0]}."
+        return None if self._accepting else "The job has begun without this process."
 
 
-def report(seat: ProcessInfo, seconds: float, silent: float) -> tuple[dict[int, str], Link]:
-    """Every other process: says it is here; host name of every process, and the link to process 0.
+def join(
+    info: ProcessInfo, read_secret: Callable[[], bytes | None], seconds: float, silent: float
+) -> tuple[dict[int, str], Link]:
+    """Every other process: joins; host name of every process, and the link to process 0.
 
-    Raises ValueError when process 0 does not answer within `seconds`, or says who is missing.
+    Reads the secret anew for every attempt, as process 0 may replace it. Raises ValueError when process 0 does not
+    answer within `seconds`, or reports who is missing.
     """
-    deadline = time.monotonic() + seconds
+    deadline, failure = time.monotonic() + seconds, None
     while True:
         try:
-            connection = socket.create_connection(seat.address, timeout=max(deadline - time.monotonic(), 0.1))
+            link = _attempt(info, read_secret, deadline, silent)
             break
         except OSError as error:
+            if not isinstance(failure, NotAuthenticated):  # explains more than that the port is closed by now
+                failure = error
             if time.monotonic() > deadline:
-                raise ValueError(
-                    f"Process 0 of {seat.processes} does not answer at {seat.coordinator} for "
-                    f"{seconds:.0f} s ({error}). Start it, or correct coordinator=."
-                ) from None
-            time.sleep(RETRY_SECONDS)
-    link = Link(_watched(connection, silent))
-    link.send({"process": seat.process, "processes": seat.processes, "host": socket.gethostname()})
-    messages: list[dict] | None = []
-    # Process 0 may have begun to wait later than this one, and says at its own deadline who is missing.
-    connection.settimeout(seconds + 10)
+                raise ValueError(_no_answer(info, seconds, failure)) from None
+            time.sleep(TICK)
     try:
-        messages = link.receive()
-    except ValueError:
+        # Process 0 may have begun to wait later than this one, and reports at its own deadline who is missing.
+        answer = link.receive_message(time.monotonic() + seconds + 10)
+    except OSError:
         raise ValueError(
-            f"{seat.coordinator} answers, but not to a roll call: the job has begun, or it is something else."
+            f"Process 0 at {info.coordinator} left before all processes had joined. Its own message says why."
         ) from None
-    if not messages:
-        raise ValueError(
-            f"Process 0 at {seat.coordinator} left before everyone had come. Its own message says why."
-        )
-    if "refused" in messages[0]:
-        raise ValueError(str(messages[0]["refused"]))
-    connection.settimeout(None)
-    return {int(process): str(host) for process, host in messages[0]["present"].items()}, link
+    if answer["kind"] == "refused":
+        raise ValueError(str(answer["reason"]))
+    return {int(process): str(host) for process, host in answer["names"].items()}, link
 
 
-def watch(
-    links: dict[int, Link], heard: Callable[[int, dict], None], gone: Callable[[int], None]
-) -> threading.Thread:
-    """Reads all `links` in a thread of its own: `heard(process, message)` and, once, `gone(process)`."""
-    selector = selectors.DefaultSelector()
-    for process, link in links.items():
-        link.socket.setblocking(True)
-        selector.register(link.socket, selectors.EVENT_READ, (process, link))
-
-    def read():
-        while selector.get_map():
-            for key, _ in selector.select():
-                process, link = key.data
-                try:
-                    messages = link.receive()
-                except ValueError:
-                    messages = None
-                for message in messages or []:
-                    heard(process, message)
-                if messages is None:
-                    selector.unregister(link.socket)
-                    gone(process)
-
-    thread = threading.Thread(target=read, name="roll call", daemon=True)
-    thread.start()
-    return thread
-
-
-def _listen(seat: ProcessInfo) -> socket.socket:
-    port = seat.address[1]
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+def connect(info: ProcessInfo, secret: bytes, deadline: float, silent: float, kind: str) -> Link:
+    """An authenticated connection to process 0, which has been sent a first message of `kind`. Raises OSError."""
+    deadline = min(deadline, time.monotonic() + HANDSHAKE_SECONDS)
+    connection = socket.create_connection(info.address, timeout=max(deadline - time.monotonic(), 0.1))
     try:
-        return socket.create_server(
-            ("", port), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=seat.processes
+        link = Link(connection, respond(keep_alive(connection, silent), secret, deadline))
+    except BaseException:
+        connection.close()
+        raise
+    connection.settimeout(SEND_SECONDS)
+    host = socket.gethostname()[:NAME_LENGTH]
+    link.send({"kind": kind, "process": info.process, "processes": info.processes, "host": host})
+    return link
+
+
+def _attempt(info: ProcessInfo, read_secret, deadline: float, silent: float) -> Link:
+    """The link after process 0 has accepted this process. Raises OSError to try again, ValueError when refused."""
+    secret = read_secret()
+    if secret is None:
+        raise FileNotFoundError("no secret of this job yet")
+    link = connect(info, secret, deadline, silent, "join")
+    answer = link.receive_message(time.monotonic() + HANDSHAKE_SECONDS)
+    if answer["kind"] == "refused":
+        raise ValueError(str(answer["reason"]))
+    return link
+
+
+def _no_answer(info: ProcessInfo, seconds: float, error: OSError) -> str:
+    text = f"Process 0 of {info.processes} "
+    if isinstance(error, NotAuthenticated):
+        return f"{text}or another program answers at {info.coordinator} with another secret ({error}). {REMEDY}"
+    if isinstance(error, FileNotFoundError):
+        return (
+            f"{text}wrote no secret into run_dir within {seconds:.0f} s. Start it, and type a run_dir= that all "
+            f"processes share. Otherwise: {REMEDY}"
         )
-    except OSError as error:
-        raise ValueError(
-            f"Process 0 cannot listen on port {port} ({error.strerror}). Type another port in coordinator=, "
-            "for every process."
-        ) from None
-
-
-def _admit(seat: ProcessInfo, connection: socket.socket, links, silent: float) -> None:
-    """Adds whoever says a free number of this job; others are told why not."""
-    connection.settimeout(5)
-    link = Link(_watched(connection, silent))
-    try:
-        (hello,) = link.receive() or []
-        process, processes, host = int(hello["process"]), int(hello["processes"]), str(hello["host"])[:255]
-    except (ValueError, KeyError, TypeError):
-        link.close()
-        return
-    if processes != seat.processes or not 0 < process < seat.processes:
-        refusal = f"process 0 expects processes={seat.processes}"
-        refusal += f" and this one says process={process} processes={processes}"
-    elif process in links:
-        refusal = f"two processes say process={process}: this one on {host} and one on {links[process][0]}"
-    else:
-        links[process] = (host, link)
-        return
-    link.send({"refused": f"{refusal[0].upper()}{refusal[1:]}. Correct process= or processes=."})
-    link.close()
-
-
-def _drop_the_gone(links) -> None:
-    """Forgets processes that left while others are waited for, so that they may come again."""
-    for process, (_, link) in list(links.items()):
-        link.socket.settimeout(0)
-        if link.receive() is None:
-            del links[process]
-
-
-def _watched(connection: socket.socket, silent: float) -> socket.socket:
-    """A host that loses power closes nothing: the kernel asks after it, for `silent` seconds."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    third = max(int(silent / 3), 1)
-    for name, value in (("TCP_KEEPIDLE", third), ("TCP_KEEPINTVL", third), ("TCP_KEEPCNT", 2)):
-        if hasattr(socket, name):  # Linux
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return connection
-
-
-def _name(processes: list[int]) -> str:
-    return ("Process " if len(processes) == 1 else "Processes ") + ", ".join(map(str, processes))
+    return (
+        f"{text}does not answer at {info.coordinator} for {seconds:.0f} s ({error}). Start it, or correct coordinator=."
+    )

@@ -1,7 +1,7 @@
 """Barriers during a save that the failure of one process breaks for all.
 
 By itself Orbax lets the other processes of a save wait, until its time is up, for the one that has failed.
-Here process 0 counts who has come, over the links of the roll call, and passes on the first failure.
+Here process 0 counts who has come, over the links of the rendezvous, and passes on the first failure.
 """
 
 import sys

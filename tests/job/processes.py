@@ -23,7 +23,7 @@ class Job:
     """The processes of one life of a run; output of process i is in `folder/life-N.i.txt`."""
 
     def __init__(
-        self, folder: Path, arguments: list[str], processes: int = 1, life: int = 0, present=None, command=()
+        self, folder: Path, arguments: list[str], processes: int = 1, life: int = 0, present=None, command=(), port=None
     ):
         environment = {
             **{name: value for name, value in os.environ.items() if name != "NPROC"},
@@ -31,7 +31,8 @@ class Job:
         }  # fmt: skip
         command = list(command) or [sys.executable, str(ROOT / "train.py")]
         self.outputs, self.processes = [], []
-        seat = [f"coordinator=127.0.0.1:{free_port()}", f"processes={processes}"] if processes > 1 else []
+        self.port = port or free_port()
+        seat = [f"coordinator=127.0.0.1:{self.port}", f"processes={processes}"] if processes > 1 else []
         for i in range(processes) if present is None else present:
             own = [*seat, f"process={i}"] if seat else []
             self.outputs.append(folder / f"life-{life}.{i}.txt")

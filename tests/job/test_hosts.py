@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mstrain.job.job import ALONE, VARIABLES, HostsConfig, Job, find_process
-from mstrain.job.rendezvous import ProcessInfo
+from mstrain.job.job import ALONE, HostsConfig, Job
+from mstrain.job.process_info import VARIABLES, ProcessInfo, find_process
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 SLURM = {
@@ -47,9 +47,7 @@ def test_keys_belong_together(given):
 
 
 def test_variables_of_a_job_set(monkeypatch):
-    environment(
-        monkeypatch, dict(zip(VARIABLES, ("mstrain-workers-0-0.mstrain:8476", "4", "3"), strict=True))
-    )
+    environment(monkeypatch, dict(zip(VARIABLES, ("mstrain-workers-0-0.mstrain:8476", "4", "3"), strict=True)))
     assert find_process(None, None, None) == (ProcessInfo("mstrain-workers-0-0.mstrain:8476", 4, 3), None)
 
 
@@ -125,9 +123,7 @@ def test_the_job_set_gives_every_pod_its_seat(monkeypatch):
     for index in range(spec["completions"]):
         environment(monkeypatch, {**variables, "JAX_PROCESS_ID": str(index)})
         seat, _ = find_process(None, None, None)
-        assert (seat.process, seat.processes) == (index, spec["completions"]) and spec[
-            "parallelism"
-        ] == seat.processes
+        assert (seat.process, seat.processes) == (index, spec["completions"]) and spec["parallelism"] == seat.processes
         assert seat.address[1] == container["ports"][0]["containerPort"]
     assert pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] >= 60
 

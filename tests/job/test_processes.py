@@ -8,16 +8,21 @@ rows.
 
 import collections
 import json
+import os
 import re
 import signal
+import stat
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mstrain.checkpoints import manifest
 from mstrain.job.exit_codes import RESTART, SIGNALED, STOPPED
+from mstrain.job.secret import FILE
+from tests.job.fuzz_rendezvous import attack
 from tests.job.processes import ROOT, Job, arguments
 
 STEPS = 40
@@ -105,10 +110,11 @@ def check_reading(folder):
 BUSY = """
 import sys, time
 from mstrain.cli import Command, run_command
-from mstrain.job.job import HostsConfig, find_process, joined
+from mstrain.job.job import HostsConfig, joined
+from mstrain.job.process_info import find_process
 def main(arguments):
-    coordinator, processes, process = [word.partition("=")[2] for word in arguments]
-    with joined(find_process(coordinator, int(processes), int(process))[0], HostsConfig()) as job:
+    run_dir, coordinator, processes, process = [word.partition("=")[2] for word in arguments]
+    with joined(find_process(coordinator, int(processes), int(process))[0], HostsConfig(), run_dir) as job:
         job.barrier("here")
         print("ready", flush=True)
         while True:
@@ -117,10 +123,37 @@ run_command(Command("train", main))
 """
 
 
+def listening(job):
+    """Ports, of all addresses, on which one of the processes listens; gloo's are for CPU alone."""
+    found = set()
+    for process in job.processes:
+        own = {os.readlink(entry) for entry in Path(f"/proc/{process.pid}/fd").iterdir() if entry.exists()}
+        for name in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{process.pid}/net/{name}").read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A" and f"socket:[{words[9]}]" in own:
+                    found.add(words[1])
+    return found
+
+
 def test_the_death_of_process_0_is_named_however_busy_the_others_are(tmp_path):
-    """Their Python does nothing else for a second at a time: JAX would end them first, if it noticed."""
-    job = Job(tmp_path, [], 3, command=[sys.executable, "-c", BUSY])
+    """Their Python does nothing else for a second at a time: JAX would end them first, if it noticed.
+
+    They join among attacks; the secret is gone and nothing listens any more when all have joined.
+    """
+    run = tmp_path / "new" / "run"
+    command = [sys.executable, "-c", BUSY]
+    job = Job(tmp_path, [f"run_dir={run}"], 3, present=[0, 2], command=command)
+    assert job.wait_for(lambda: listening(job), 60), job.output[-4000:]
+    assert stat.S_IMODE((run / FILE).stat().st_mode) == 0o600
+    silent = []
+    for seed in range(200):
+        attack(("127.0.0.1", job.port), seed, silent)
+    late = Job(tmp_path, [f"run_dir={run}"], 3, present=[1], command=command, port=job.port)
+    job.processes.insert(1, late.processes[0])
+    job.outputs.insert(1, late.outputs[0])
     assert job.wait_for(lambda: job.output.count("ready") == 3, 60), job.output[-4000:]
+    assert len(silent) > 10 and not run.parent.exists() and not listening(job)
     job.processes[0].kill()
     killed = time.monotonic()
     assert job.wait(30) == [-signal.SIGKILL, RESTART, RESTART], job.output[-3000:]
@@ -133,7 +166,7 @@ def test_a_process_that_never_comes_is_named_in_time(tmp_path, cache):
     job = Job(tmp_path, arguments(tmp_path / "run", cache, *USUAL, "hosts.join_seconds=3"), 3, present=[0, 2])
     assert job.wait(90) == [2, 2]
     for path in job.outputs:
-        assert "Process 1 of 3 did not come" in path.read_text() and "Traceback" not in path.read_text()
+        assert "Process 1 of 3 did not join" in path.read_text() and "Traceback" not in path.read_text()
 
 
 UNLUCKY = """

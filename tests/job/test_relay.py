@@ -1,24 +1,54 @@
 """The relay to process 0: bytes pass both ways, and its death does not."""
 
+import contextlib
+import gc
+import os
 import socket
+import stat
 import threading
+from pathlib import Path
 
 import pytest
 
-from mstrain.job import relay
+from mstrain.job.link import Link
+from mstrain.job.relay import Relay, socket_file
+from mstrain.job.seal import Seal
 
-PATIENCE = 5  # seconds
-
-
-@pytest.fixture
-def server():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield listener
+PATIENCE = 20  # seconds
 
 
-def connect(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), PATIENCE)
+@contextlib.contextmanager
+def service():
+    with socket_file() as path, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        listener.settimeout(PATIENCE)
+        yield path, listener
+
+
+@contextlib.contextmanager
+def relayed(ends: list):
+    """JAX's client and its service, with both relays between; the ends of the network are added to `ends`.
+
+    As in a job, nothing but the connections is left.
+    """
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(PATIENCE)
+    with service() as (path, listener):
+
+        def connect() -> Link:
+            near, far = socket.socketpair()
+            ends.extend([near, far])
+            Relay().to_service(Link(far, Seal(b"server", b"client")), path, PATIENCE)
+            return Link(near, Seal(b"client", b"server"))
+
+        with Relay().to_process_0(connect) as local:
+            client.connect(local)
+            server = listener.accept()[0]
+    server.settimeout(PATIENCE)
+    gc.collect()
+    with client, server:
+        yield client, server
 
 
 def exactly(connection: socket.socket, count: int) -> bytes:
@@ -28,41 +58,48 @@ def exactly(connection: socket.socket, count: int) -> bytes:
     return data
 
 
-def test_bytes_pass_both_ways(server):
-    block = bytes(range(256)) * 4096  # more than any buffer on the way
-    with connect(relay.listen(server.getsockname())) as near, server.accept()[0] as far:
-        for one, other in ((near, far), (far, near)):
+def test_bytes_pass_both_ways():
+    block = bytes(range(256)) * 4096  # more than any buffer between
+    with relayed([]) as (client, server):
+        for one, other in ((client, server), (server, client)):
             sender = threading.Thread(target=one.sendall, args=(block,))
             sender.start()
             assert exactly(other, len(block)) == block
             sender.join()
 
 
-def test_the_end_of_the_far_side_is_silence(server):
-    with connect(relay.listen(server.getsockname())) as near:
-        far, _ = server.accept()
-        far.close()
-        near.settimeout(0.3)
-        for _ in range(3):  # the first of these makes the dead side answer with a reset
-            near.sendall(b"still there?")
+@pytest.mark.parametrize("end", ["service", "network"])
+def test_the_end_of_the_far_side_is_silence(end):
+    ends = []
+    with relayed(ends) as (client, server):
+        (server if end == "service" else ends[1]).shutdown(socket.SHUT_RDWR)
+        client.settimeout(0.3)
+        for _ in range(3):
+            client.sendall(b"still there?")
             with pytest.raises(TimeoutError):
-                near.recv(1)
+                client.recv(1)
 
 
-def test_the_end_of_the_near_side_is_told(server):
-    near = connect(relay.listen(server.getsockname()))
-    with server.accept()[0] as far:
-        far.settimeout(PATIENCE)
-        near.close()
-        assert far.recv(1) == b""
+def test_the_end_of_the_near_side_is_passed_on():
+    with relayed([]) as (client, server):
+        client.close()
+        assert server.recv(1) == b""
 
 
-def test_before_the_far_side_listens_clients_are_turned_away(server):
-    address = server.getsockname()
-    place = relay.listen(address)
-    server.close()
-    with connect(place) as near:
-        assert near.recv(1) == b""
-    with socket.create_server(address) as server, connect(place) as near, server.accept()[0] as far:
-        near.sendall(b"now")
-        assert exactly(far, 3) == b"now"
+def test_before_process_0_answers_clients_are_turned_away():
+    def connect():
+        raise ConnectionRefusedError
+
+    with Relay().to_process_0(connect) as path, socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(PATIENCE)
+        client.connect(path)
+        assert client.recv(1) == b""
+
+
+def test_a_socket_file_is_of_this_user_alone_and_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 120)))
+    os.mkdir(tmp_path / ("x" * 120))
+    with service() as (path, _):
+        folder = Path(path).parent
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not folder.exists()

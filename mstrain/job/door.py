@@ -1,0 +1,136 @@
+"""The port of process 0 while processes join: who connects is authenticated before anything else.
+
+Every connection has its own thread and its own deadline, so that slow and silent clients delay nobody. There are at
+most MOST_PENDING unauthenticated connections; one more ends the oldest, which a legitimate client, done within a few
+round trips, is not. The port is closed when all processes have joined.
+"""
+
+import errno
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from mstrain.job.seal import HANDSHAKE_SECONDS, Seal, challenge
+
+MOST_PENDING = 64
+TICK = 0.2  # seconds
+
+
+class Door:
+    """Listens at (host, port), authenticates each client in a thread and calls `admit(connection, seal)` there."""
+
+    def __init__(self, address: tuple[str, int], secret: bytes, admit: Callable[[socket.socket, Seal], None]):
+        self._secret, self._admit = secret, admit
+        self._pending: dict[socket.socket, None] = {}  # in the order of their coming
+        self._lock = threading.Lock()
+        self._open = True
+        self.refused = 0  # connections that were not authenticated
+        self._listeners, self.note = listen(address)
+        for listener in self._listeners:
+            threading.Thread(target=self._accept, args=(listener,), name="door", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends listening, and all connections that are not authenticated."""
+        with self._lock:
+            self._open = False
+            for connection in (*self._listeners, *self._pending):
+                _shut(connection)
+
+    def _accept(self, listener: socket.socket) -> None:
+        listener.settimeout(TICK)
+        with listener:
+            while self._open:
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    continue
+                except OSError:  # closed, or the client has left already, or descriptors are short for a moment
+                    time.sleep(TICK if self._open else 0)
+                    continue
+                try:
+                    self._hold(connection)
+                    threading.Thread(target=self._greet, args=(connection,), name="handshake", daemon=True).start()
+                except RuntimeError:  # threads are short for a moment
+                    self._release(connection)
+                    connection.close()
+
+    def _hold(self, connection: socket.socket) -> None:
+        with self._lock:
+            if len(self._pending) == MOST_PENDING:
+                oldest = next(iter(self._pending))
+                del self._pending[oldest]
+                _shut(oldest)
+            self._pending[connection] = None
+            if not self._open:
+                _shut(connection)
+
+    def _release(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._pending.pop(connection, None)
+
+    def _greet(self, connection: socket.socket) -> None:
+        try:
+            seal = challenge(connection, self._secret, time.monotonic() + HANDSHAKE_SECONDS)
+        except OSError:
+            with self._lock:
+                self.refused += 1
+            seal = None
+        self._release(connection)
+        if seal is None:
+            connection.close()
+        else:
+            self._admit(connection, seal)
+
+
+def listen(address: tuple[str, int]) -> tuple[list[socket.socket], str | None]:
+    """Sockets that listen at `address` (host, port), and what to print when that is wider than the host.
+
+    They are bound to the addresses of the host that this machine has. A host of which it has none (a service or a
+    translated address), that cannot be resolved, or a name that this machine alone maps to loopback (as many
+    distributions do with their own name), is listened for on all addresses. Raises ValueError when the port is taken.
+    """
+    host, port = address
+    listeners = []
+    try:
+        for family, sockaddr in _candidates(host, port):
+            try:
+                listeners.append(socket.create_server(sockaddr, family=family, backlog=1024))
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+        if listeners:
+            return listeners, None
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        dual = family == socket.AF_INET6
+        everywhere = socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=1024)
+    except OSError as error:
+        for listener in listeners:
+            listener.close()
+        raise ValueError(
+            f"Process 0 cannot listen on port {port} ({error.strerror}). Type another port in coordinator=, "
+            "for every process."
+        ) from None
+    return [everywhere], f"{host} is not an address of this machine; listening on all of its addresses until all joined"
+
+
+def _candidates(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple]]:
+    """Families and addresses that other machines may know `host` by."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    addresses = {sockaddr: family for family, _, _, _, sockaddr in found}
+    named = "localhost" not in host and all(sockaddr[0] != host for sockaddr in addresses)
+    if named and all(ipaddress.ip_address(sockaddr[0].partition("%")[0]).is_loopback for sockaddr in addresses):
+        return []
+    return [(family, sockaddr) for sockaddr, family in addresses.items()]
+
+
+def _shut(connection: socket.socket) -> None:
+    """Ends a connection that another thread reads, and closes."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
