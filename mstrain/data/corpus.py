@@ -122,7 +122,7 @@ def _open(directory: Path, recipe: Recipe) -> Corpus:
     try:
         facts = json.loads((directory / "corpus.json").read_text())
         warnings, tokens, tokenizer_digest = facts["warnings"], facts["tokens"], facts["tokenizer"]
-        sound = all(isinstance(warning, str) for warning in warnings)
+        sound = isinstance(warnings, list) and all(isinstance(warning, str) for warning in warnings)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         sound = False
     if not sound:

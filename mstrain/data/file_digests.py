@@ -2,7 +2,8 @@
 
 A version of a file is its inode, size, modification time and change time. No program can set the change time, so a
 write that restores the modification time is noticed too. Times have a resolution: a version that changed within the
-last two seconds could change again and keep its times, so its digest is not remembered.
+last two seconds could change again and keep its times, so its digest is not remembered. Age is the larger of what the
+file's times and this process have seen of it, since the clock of a file server may be ahead.
 """
 
 import contextlib
@@ -28,18 +29,26 @@ class FileDigests:
         self._place = cache / "digests" / f"{name}.json"
         self._known = _read(self._place)
         self._used = {}
+        self._first_seen = {}
 
     def of(self, name: str, stat: Callable[[], os.stat_result], compute: Callable[[], str]) -> str:
         """The digest of the file `name`: the remembered one of the version that `stat` reports, or `compute()`."""
-        begun, found = time.time_ns(), _version(stat())
+        before = stat()
+        found, unsettled = _version(before), self.unsettled_seconds(name, before)
         known = self._known.get(name)
         if isinstance(known, list) and known[:-1] == found and isinstance(known[-1], str):
             self._used[name] = known
             return known[-1]
         digest = compute()
-        if found[-1] + SETTLED_SECONDS * 1e9 < begun and _version(stat()) == found:
+        if not unsettled and _version(stat()) == found:
             self._known[name] = self._used[name] = [*found, digest]
         return digest
+
+    def unsettled_seconds(self, name: str, stat: os.stat_result) -> float:
+        """Seconds from now until the version in `stat` is old enough to be remembered; 0 when it is."""
+        seen = self._first_seen.setdefault((name, *_version(stat)), time.monotonic())
+        age = max(time.time() - stat.st_ctime, time.monotonic() - seen)
+        return max(0.0, SETTLED_SECONDS - age)
 
     def save(self) -> None:
         """Remembers the digests that were used since this was made; forgets those of other names. Best effort."""
@@ -55,11 +64,6 @@ class FileDigests:
             except OSError:
                 os.unlink(temporary)
                 raise
-
-
-def unsettled_seconds(stat: os.stat_result) -> float:
-    """Seconds from now until the version in `stat` is old enough to be remembered; 0 when it is."""
-    return min(SETTLED_SECONDS + 0.01, max(0.0, stat.st_ctime + SETTLED_SECONDS + 0.01 - time.time()))
 
 
 def _version(stat: os.stat_result) -> list[int]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from mstrain.data.file_digests import FileDigests, unsettled_seconds
+from mstrain.data.file_digests import FileDigests
 from mstrain.data.token_file import TokenFile
 
 AT_ONCE_BYTES = 1 << 30
@@ -49,7 +49,8 @@ class Verification:
 
     def _in_background(self) -> None:
         # The digest of a file just written is not remembered: without this pause `wait` would compute it again.
-        time.sleep(max(unsettled_seconds(os.fstat(file.descriptor)) for file in self._files))
+        time.sleep(max(self._digests.unsettled_seconds(file.path.name, os.fstat(file.descriptor))
+                       for file in self._files))
         self._verify()
 
     def _verify(self) -> None:

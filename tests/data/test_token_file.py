@@ -26,6 +26,8 @@ def test_digest_is_of_the_tokens(make_file):
     first, same = make_file([1, 2], name="a"), make_file([1, 2], name="b")
     other = make_file([2, 1], name="c")
     assert first.digest == same.digest != other.digest
+    wide = make_file([1 | 2 << 16], 1 << 17, name="d")  # the same bytes as uint32
+    assert wide.digest != first.digest and wide.hash_tokens() == wide.digest
 
 
 def test_bits_per_byte_of_a_uniform_guess_over_bytes(make_file):

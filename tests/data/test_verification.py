@@ -1,7 +1,9 @@
 """Tokens are those of their digest: any flipped bit is found before they are relied on, and mended or refused."""
 
+import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +89,18 @@ def test_a_version_of_a_file_is_hashed_once(config, settled, hashed):
     assert hashed[2:] == ["train.bin"]
 
 
+def test_a_clock_of_the_file_server_that_is_ahead_does_not_hash_at_every_save(config, monkeypatch, hashed):
+    corpus = prepare(config)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() - 3600)
+    monkeypatch.setattr("mstrain.data.file_digests.SETTLED_SECONDS", 0.05)
+    corpus.verification.wait()
+    time.sleep(0.06)
+    for _ in range(5):
+        corpus.verification.wait()
+    assert len(hashed) <= 6
+
+
 def test_a_file_that_may_still_change_within_its_times_is_not_remembered(config, hashed):
     prepare(config)
     prepare(config)
@@ -102,6 +116,24 @@ def test_broken_memories_are_forgotten(config, settled, hashed, content):
     assert prepare(config).warnings == () and len(hashed) == 4
     prepare(config)
     assert len(hashed) == 4
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=5)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.dictionaries(st.sampled_from(["warnings", "tokens", "tokenizer", "revisions"]), values) | values)
+def test_any_facts_of_a_corpus_are_taken_or_the_corpus_is_made_anew(config, settled, changes):
+    sound = prepare(config)
+    place = sound.directory / "corpus.json"
+    facts = json.loads(place.read_text())
+    place.write_text(json.dumps(facts | changes if isinstance(changes, dict) else changes))
+    again = prepare(config)
+    assert again.digest == sound.digest and again.tokenizer.digest == sound.tokenizer.digest
+    assert all(isinstance(warning, str) for warning in again.warnings)
+    shutil.rmtree(sound.directory)
 
 
 @pytest.fixture
