@@ -83,8 +83,11 @@ def default_of(field: dataclasses.Field):
 
 @functools.cache
 def field_docs(kind: type) -> dict[str, str]:
-    """The string under each field of the dataclass `kind`, as one line of text; inherited fields included."""
-    docs = {}
+    """What each field of the dataclass `kind` means, as one line of text; inherited fields included.
+
+    It is the string under the field, or the field's entry below `Attributes:` in the class's docstring.
+    """
+    docs = _attributes(kind.__doc__ or "")
     for base in reversed(kind.__mro__):
         if not dataclasses.is_dataclass(base):
             continue
@@ -97,4 +100,20 @@ def field_docs(kind: type) -> dict[str, str]:
             is_doc = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
             if isinstance(node, ast.AnnAssign) and is_doc and isinstance(below.value.value, str):
                 docs[node.target.id] = re.sub(r"\s+", " ", below.value.value).strip()
+    return docs
+
+
+def _attributes(docstring: str) -> dict[str, str]:
+    """Entries such as `name: text` or `first, second: text` below `Attributes:`, continued by deeper indentation."""
+    docs, names, indent = {}, [], None
+    for line in docstring.partition("Attributes:")[2].splitlines():
+        depth = len(line) - len(line.lstrip())
+        entry = re.match(r"\s+(\w+(?:, \w+)*): (.*)", line)
+        if entry and indent in (None, depth):
+            indent, names = depth, entry[1].split(", ")
+            docs.update(dict.fromkeys(names, entry[2].strip()))
+        elif line.strip() and indent is not None and depth > indent:
+            docs.update({name: f"{docs[name]} {line.strip()}" for name in names})
+        elif line.strip():
+            names, indent = [], None
     return docs

@@ -44,12 +44,14 @@ MOST_REPORTS = 10  # of dropped messages
 
 @dataclasses.dataclass(frozen=True)
 class HostsConfig:
-    """Seconds within which all processes must have come (`join_seconds`), after which a host that says
-    nothing counts as dead (`silent_seconds`), and that a process waits at a barrier (`barrier_seconds`)."""
+    """Time limits between the processes of a job."""
 
     join_seconds: float = 300.0
+    """Seconds within which all processes must join."""
     silent_seconds: float = 60.0
+    """Seconds without a message after which a host counts as dead."""
     barrier_seconds: float = 600.0
+    """Seconds that a process waits at a barrier."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

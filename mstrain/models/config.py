@@ -21,47 +21,62 @@ CHOICES = {
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer.
-
-    Sizes: `layers`, `width` (D), `heads` (N), `num_kv_heads` (K; null means as many as heads), `head_dim` (H; null
-      means width / heads), `mlp_dim` (F; null means 4 x width), `vocab_size` (V; null means the tokenizer's),
-      `context` (longest sequence a learned position knows).
-
-    Choices: `norm`, `norm_bias`, `norm_epsilon`, `position`, `rotary_base`, `activation`, `gated` (MLP), `bias`
-    (`all` linear layers, only `qkv`, or `none`), `parallel_block` (one norm feeds attention and MLP, both are added
-    at once), `tied` (embedding is the output projection), `qk_norm`, `post_norm` (a second norm after each half,
-    Gemma 2), `unit_offset_norm` and `scaled_embedding` (Gemma), `attention_soft_cap`, `logit_soft_cap`,
-    `attention_scale` (null means head_dim ** -0.5), `window` (every second layer, from the first, sees only so many
-    tokens).
-    """
+    """A decoder-only transformer."""
 
     name: str = "custom"
+    """Name in tables and run records."""
     layers: int = 4
+    """Number of blocks."""
     width: int = 256
+    """Width of the residual stream (D)."""
     heads: int = 8
+    """Query heads (N)."""
     num_kv_heads: Automatic = None  # type: ignore
+    """Key and value heads (K); null takes as many as heads."""
     head_dim: Automatic = None  # type: ignore
+    """Features of a head (H); null takes width / heads."""
     mlp_dim: Automatic = None  # type: ignore
+    """Hidden features of the MLP (F); null takes 4 x width."""
     vocab_size: int | None = None
+    """Tokens of the embedding (V); null takes the tokenizer's."""
     context: int = 2048
+    """Longest sequence that learned positions know."""
     norm: str = "layernorm"
+    """`layernorm` or `rmsnorm`."""
     norm_bias: bool = True
+    """Whether a layernorm has a bias."""
     norm_epsilon: float = 1e-5
+    """Added to the variance in a norm."""
     position: str = "learned"
+    """`learned`, `rotary`, `alibi` or `none`."""
     rotary_base: float = 10000.0
+    """Base of the rotary frequencies."""
     activation: str = "gelu_tanh"
+    """Activation of the MLP: gelu_tanh, gelu, silu, relu and others."""
     gated: bool = False
+    """Whether the MLP multiplies its activation by a second projection."""
     bias: str = "all"
+    """Biases of linear layers: `all`, `qkv` alone, or `none`."""
     parallel_block: bool = False
+    """One norm feeds attention and MLP, and both are added at once."""
     tied: bool = True
+    """The embedding table is the output projection, too."""
     qk_norm: bool = False
+    """Norms of queries and keys per head."""
     post_norm: bool = False
+    """A second norm after each half of a block (Gemma 2)."""
     unit_offset_norm: bool = False
+    """Norm scales are stored minus one (Gemma)."""
     scaled_embedding: bool = False
+    """Embeddings are multiplied by the root of the width (Gemma)."""
     attention_soft_cap: float | None = None
+    """Soft cap of attention scores: cap x tanh(score / cap); null for none."""
     logit_soft_cap: float | None = None
+    """Soft cap of the logits; null for none."""
     attention_scale: float | None = None
+    """Factor of the attention scores; null takes head_dim ** -0.5."""
     window: int | None = None
+    """Tokens that every second layer sees, from the first layer on; null sees all."""
 
     def __post_init__(self):
         for field, choices in CHOICES.items():

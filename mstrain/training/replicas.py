@@ -19,9 +19,10 @@ from mstrain.training.stopped import Stopped
 
 @dataclasses.dataclass(frozen=True)
 class ReplicasConfig:
-    """Compare the checksums of all copies after every `every` steps; null for never."""
+    """Do replicated values still agree?"""
 
     every: int | None = None
+    """Steps between comparisons of the checksums of all copies of a value; null compares never."""
 
     def __post_init__(self):
         if self.every is not None:

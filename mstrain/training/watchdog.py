@@ -29,11 +29,14 @@ STEPS = 50  # of the rolling median
 
 @dataclasses.dataclass(frozen=True)
 class WatchdogConfig:
-    """A step is stuck after `factor` medians, at least `least_seconds`; it ends after `limit_seconds`."""
+    """What happens when a step hangs: stacks of all threads are written, then the process ends."""
 
     factor: float = 10.0
+    """A step is stuck after this many median step times."""
     least_seconds: float = 60.0
+    """Least seconds before a step counts as stuck."""
     limit_seconds: float = 1800.0
+    """Seconds after which a stuck step ends the process with code 75."""
 
     def __post_init__(self):
         at_least("watchdog", self, factor=1, least_seconds=0, limit_seconds=1)
