@@ -36,6 +36,10 @@ class Schedule:
             self._saved_at, self._saved_step, self._ask_at = self._clock(), step, step + 1
         return due
 
+    def is_local(self, step: int) -> bool:
+        """Whether to save locally after `step`, of which the schedule has been asked: not what it saved anyway."""
+        return bool(self._config.local_every) and step % self._config.local_every == 0 and step != self._saved_step
+
     def _due_by_time(self, step: int) -> bool:
         if self._config.minutes is None or step < self._ask_at:
             return False

@@ -55,17 +55,14 @@ def choose_sources(leaf: jax.ShapeDtypeStruct, having: set[int]) -> set[jax.Devi
     return set(chosen.values()) if len(chosen) == len(parts) else None
 
 
-def from_files(folder: Path | None, number: int, leaf: jax.ShapeDtypeStruct, having: set[int] | None) -> jax.Array:
-    """Leaf `number`, sharded as `leaf` says.
+def from_files(folder: Path, number: int, leaf: jax.ShapeDtypeStruct, having: set[int] | None) -> jax.Array:
+    """Leaf `number`, sharded as `leaf` is, from this process's files in `folder`.
 
-    Args:
-      folder: holds this process's shards; None where they are lost.
-      having: the processes that have theirs, which send copies to the others; None when all have.
-
-    All processes must call this together unless all have their shards.
+    `having` are the processes that have all their files and send copies to the others; None when all have. All
+    processes call this together.
     """
     bits = BITS[leaf.dtype.itemsize]
-    sources = having and choose_sources(leaf, having)
+    sources = choose_sources(leaf, having) if having is not None else None
     local_shape = leaf.sharding.shard_shape(leaf.shape)
     parts = []
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
@@ -99,7 +96,7 @@ def _with_copies(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
 
 @functools.lru_cache(maxsize=256)
 def _same_bits(dtype, sharding: NamedSharding):
-    return jax.jit(lambda x: jax.lax.bitcast_convert_type(x, dtype), out_shardings=sharding, donate_argnums=0)
+    return jax.jit(lambda bits: _from_bits(bits, dtype), out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=256)
@@ -107,6 +104,10 @@ def _sum_of_copies(dtype, sharding: NamedSharding):
     """Adds copies of which all but one are zero: every device gets the bits of that one."""
 
     def add(copies):
-        return jax.lax.bitcast_convert_type(jnp.sum(copies, axis=0, dtype=copies.dtype), dtype)
+        return _from_bits(jnp.sum(copies, axis=0, dtype=copies.dtype), dtype)
 
     return jax.jit(add, out_shardings=sharding)
+
+
+def _from_bits(bits, dtype):
+    return bits != 0 if dtype == bool else jax.lax.bitcast_convert_type(bits, dtype)

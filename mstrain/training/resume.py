@@ -1,6 +1,6 @@
 """What a life of a run begins with.
 
-Precedence: the newest good checkpoint in `run_dir`; otherwise the parameters of the run named by `init_from`;
+Precedence: the newest good checkpoint in `run_dir`, or a newer one that the hosts saved locally; otherwise the parameters of the run named by `init_from`;
 otherwise weights drawn from `seed`. A damaged checkpoint is set aside and the next older one is used.
 """
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 from mstrain.checkpoints.checkpoints import Checkpoints
+from mstrain.checkpoints.local import LocalCheckpoints
 from mstrain.mesh import describe_mesh
 from mstrain.models.parameters import compile_from_canonical
 from mstrain.program.step import State, init_state
@@ -18,23 +19,29 @@ DEFINES_BATCHES = ("seed", "batch", "seq", "corpus")
 FORMAT = 1  # of what a checkpoint holds; a reader refuses a higher one
 
 
-def begin(run: Run, checkpoints: Checkpoints) -> tuple[State, int]:
+def begin(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = None) -> tuple[State, int]:
     """The state to start from and the number of steps it has behind it.
 
     Raises ValueError when there are checkpoints and none can be used.
     """
     steps, say = checkpoints.steps, run.console.print
     for step in steps:
+        if local and (found := local.resume(above=step)):
+            return _announce_local(run, local, *found)
         damage = _damage(run, checkpoints, step)
         if not damage:
             if step != steps[0]:
                 lost = f"{steps[0] - step} steps since the good checkpoint of step {step}"
                 say(f"[yellow]Resume:[/] {lost} are made again.")
+            if local:
+                local.drop_after(step)
             return _resume(run, checkpoints, step), step
         place = checkpoints.set_aside(step)
         run.job.barrier("damaged checkpoint set aside")
         checkpoints.reload()
         say(f"[yellow]Checkpoint {step} is damaged:[/] {'; '.join(damage[:3])}. It is now {place}.")
+    if local and (found := local.resume(above=0)):
+        return _announce_local(run, local, *found)
     if steps:
         raise ValueError(
             f"No checkpoint of {run.config.run_dir} can be read; what is left of them is in its folder "
@@ -45,6 +52,17 @@ def begin(run: Run, checkpoints: Checkpoints) -> tuple[State, int]:
     if run.config.init_from:
         return _from_another(run), 0
     return init_state(run.module, run.optimizer, run.config.seed), 0
+
+
+def _announce_local(
+    run: Run, local: LocalCheckpoints, state: State, step: int, lost: list[int]
+) -> tuple[State, int]:
+    local.drop_after(step)
+    copied = f"; copies replace what {', '.join(map(run.job.name, lost))} lost" if lost else ""
+    run.console.print(
+        f"[bold]Resume[/] after step {step} from the hosts' own {run.config.checkpoint.local_dir}{copied}"
+    )
+    return state, step
 
 
 def facts(run: Run) -> dict:

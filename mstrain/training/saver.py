@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from mstrain.checkpoints.checkpoints import Checkpoints
+from mstrain.checkpoints.local import LocalCheckpoints
 from mstrain.program.step import State
 from mstrain.training.resume import facts
 from mstrain.training.run import Run
@@ -12,10 +13,12 @@ from mstrain.training.stopped import Stopped
 class Saver:
     """Called as a hook: starts a save. One that fails is told at once, at the next, or by `finish`."""
 
-    def __init__(self, run: Run, checkpoints: Checkpoints, check_lock: Callable[[], None]):
+    def __init__(
+        self, run: Run, checkpoints: Checkpoints, check_lock: Callable[[], None], local: LocalCheckpoints | None = None
+    ):
         self._run, self._checkpoints, self._facts, self._check_lock = run, checkpoints, facts(run), check_lock
         self._allowed = run.config.checkpoint.max_failures
-        self._failures, self._pending = 0, None
+        self._failures, self._pending, self._local = 0, None, local
 
     def __call__(self, step: int, state: State) -> None:
         """Raises ValueError when the tokens that the steps were made of are not those of their digest."""
@@ -24,6 +27,12 @@ class Saver:
         self._check_lock()
         run = self._run
         self._attempt(step, lambda: self._checkpoints.save(step, state, run.module, run.optimizer, self._facts))
+
+    def save_locally(self, step: int, state: State) -> None:
+        """A save to this host's own disk; that one fails is reported and stops nothing."""
+        self._run.corpus.verification.wait()
+        self._check_lock()
+        self._local.save(step, state)
 
     def finish(self, step: int, state: State) -> None:
         """Makes sure that `step` is on disk; raises Stopped when it cannot be saved."""
@@ -39,6 +48,8 @@ class Saver:
                 f"Step {step} could not be saved; {kept}. Make room or mend the folder, and type the same "
                 "command."
             )
+        if self._local:
+            self._local.finish(done=step == self._run.config.steps)
 
     def _settle(self) -> None:
         """Waits for the save in flight."""

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from rich.markup import escape
 
 from mstrain.checkpoints.checkpoints import Checkpoints
+from mstrain.checkpoints.local import LocalCheckpoints
 from mstrain.checkpoints.schedule import Schedule
 from mstrain.job.exit_codes import FINISHED, STOPPED
 from mstrain.job.preemption import Preemption
@@ -44,16 +45,17 @@ def train(run: Run, check_lock: Callable[[], None] = lambda: None) -> int:
     _make_folder(run, directory)
     keep = run.config.checkpoint
     checkpoints = Checkpoints(directory / "checkpoints", keep.keep, run.job, keep.keep_every)
+    local = _local_checkpoints(run, directory)
     try:
         with run.goodput.spend("restore"):
             if checkpoints.steps:  # they are continued with tokens known to be those of the corpus' digest
                 run.corpus.verification.wait()
-            state, done = begin(run, checkpoints)
+            state, done = begin(run, checkpoints, local)
         if done >= run.config.steps:
             run.console.print(f"{directory} has all {done} steps. Type steps= above {done}, or another run_dir=.")
             return FINISHED
         with BestEffort(run.job.say) as observers:
-            return _train_from(run, state, done, checkpoints, observers, check_lock)
+            return _train_from(run, state, done, Saver(run, checkpoints, check_lock, local), observers)
     except Stopped as stopped:
         run.console.print(f"[red]{escape(stopped.reason)}[/]")
         raise
@@ -61,9 +63,12 @@ def train(run: Run, check_lock: Callable[[], None] = lambda: None) -> int:
         checkpoints.close()
 
 
-def _train_from(
-    run: Run, state: State, done: int, checkpoints: Checkpoints, observers: BestEffort, check_lock: Callable[[], None]
-) -> int:
+def _local_checkpoints(run: Run, directory: Path) -> LocalCheckpoints | None:
+    local_dir = run.config.checkpoint.local_dir
+    return local_dir and LocalCheckpoints(Path(local_dir), directory, run.module, run.optimizer, run.job, run.job.say)
+
+
+def _train_from(run: Run, state: State, done: int, saver: Saver, observers: BestEffort) -> int:
     config, job, goodput, directory = run.config, run.job, run.goodput, Path(run.config.run_dir)
     steps = range(done + 1, config.steps + 1)
     if job.leads:
@@ -75,7 +80,7 @@ def _train_from(
     watchdog, preemption = Watchdog(config.watchdog, directory, job, observers), Preemption(job)
     per_step = (watchdog, goodput.step, guard)
     reporter = Reporter(observers, directory, steps, config.log_every, _fields(run), run.console, per_step)
-    evaluator, saver = _evaluator(run, reporter), Saver(run, checkpoints, check_lock)
+    evaluator = _evaluator(run, reporter)
     hooks = _hooks(run, steps, evaluator, saver, observers)
     feed = goodput.timed("input", run.feed)
     begun = time.perf_counter()
@@ -111,11 +116,13 @@ def _hooks(run: Run, steps: range, evaluator: Evaluator, saver: Saver, observers
         save(step, state)
         goodput.write()
 
+    schedule = Schedule(config.checkpoint, steps, run.job)
     return [
         *end_profile,
         loop.every(config.check_replicas.every, config.steps, ReplicaCheck(run.job)),
         loop.every(config.eval.every, config.steps, goodput.timed("evaluate", evaluator)),
-        loop.Hook(Schedule(config.checkpoint, steps, run.job), save_and_account),
+        loop.Hook(schedule, save_and_account),
+        loop.Hook(schedule.is_local, goodput.timed("save", saver.save_locally)),
         *begin_profile,
     ]
 
