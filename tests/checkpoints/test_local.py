@@ -88,10 +88,10 @@ HANGS_AFTER_7 = """
 import time
 from mstrain.checkpoints.schedule import Schedule
 from mstrain.cli import run_command
-from train import main
+from mstrain.commands.train import COMMAND
 is_local = Schedule.is_local
 Schedule.is_local = lambda self, step: time.sleep(3600) if step == 8 else is_local(self, step)
-run_command("train", main)
+run_command(COMMAND)
 """
 
 
