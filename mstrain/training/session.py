@@ -1,6 +1,7 @@
 """One life of a run: make or resume its state, train until done or told to stop, say what came of it."""
 
 import dataclasses
+import functools
 import tempfile
 import time
 from collections.abc import Callable
@@ -109,11 +110,11 @@ def _hooks(run: Run, steps: range, evaluator: Evaluator, saver: Saver, observers
     """In this order: a copy that differs must not be saved, and a trace holds steps alone."""
     config, goodput = run.config, run.goodput
     begin_profile, end_profile = profile_hooks(config.profile, Path(config.run_dir), steps, observers)
-    save = goodput.timed("save", saver)
 
-    def save_and_account(step: int, state: State) -> None:
+    def save_and_account(save, step: int, state: State) -> None:
         observers.wait()  # a checkpoint comes after the lines of its steps
-        save(step, state)
+        with goodput.spend("save"):
+            save(step, state)
         goodput.write()
 
     schedule = Schedule(config.checkpoint, steps, run.job)
@@ -121,8 +122,8 @@ def _hooks(run: Run, steps: range, evaluator: Evaluator, saver: Saver, observers
         *end_profile,
         loop.every(config.check_replicas.every, config.steps, ReplicaCheck(run.job)),
         loop.every(config.eval.every, config.steps, goodput.timed("evaluate", evaluator)),
-        loop.Hook(schedule, save_and_account),
-        loop.Hook(schedule.is_local, goodput.timed("save", saver.save_locally)),
+        loop.Hook(schedule, functools.partial(save_and_account, saver)),
+        loop.Hook(schedule.is_local, functools.partial(save_and_account, saver.save_locally)),
         *begin_profile,
     ]
 
