@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import stat
 import subprocess
 from pathlib import Path
@@ -19,7 +20,10 @@ KILLED = exit_codes.SIGNALED + 9
 NEXT = 'code=$(head -n 1 "$CODES"); sed -i 1d "$CODES"; exit "${code:-0}"'
 STUBS = {
     "srun": f'echo "srun $*" >>"$CALLS"; {NEXT}',
-    "scontrol": 'echo "scontrol $*" >>"$CALLS"; if [ "$1" = show ]; then echo "   JobState=$STATE Reason=None"; fi',
+    "scontrol": 'echo "scontrol $*" >>"$CALLS"; if [ "$2" = job ]; then echo "   JobState=$STATE Reason=None"; fi; '
+    'if [ "$2" = hostnames ]; then printf "a\\nb\\n"; fi',
+    "python": 'echo "python $*" >>"$CALLS"; trap "kill %1; echo saved >>$CALLS; exit 85" TERM; '
+    'if [ "$STATE" = ENDING ]; then kill -TERM $PPID; sleep.real 30 & wait; fi; ' + NEXT,
     "gcloud": f'if [ "$4" = ssh ]; then echo "gcloud $*" >>"$CALLS"; {NEXT}; fi; echo describe >>"$CALLS"; '
     'state=$(head -n 1 "$STATES"); sed -i 1d "$STATES"; echo "${state:-READY}"',
     "sleep": ':',
@@ -29,6 +33,7 @@ STUBS = {
 @pytest.fixture
 def launch(tmp_path):
     """Runs a script of launch/; gives its exit code, the calls of the stubs and what it printed."""
+    (tmp_path / "sleep.real").symlink_to(shutil.which("sleep"))
     for name, body in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(stat.S_IRWXU)
@@ -68,6 +73,17 @@ def test_slurm_requeues_what_a_restart_helps(launch, code, state, restarts, requ
     ended, calls, _ = launch(words, [code], **variables)
     assert ended == code and ("scontrol requeue 77" in calls) == requeued
     assert calls[0].startswith("srun ") and calls[0].endswith(".venv/bin/python train.py mesh=2x4 sample.prompt=a b")
+
+
+def test_slurm_continues_on_the_nodes_left_and_passes_the_signal_on(launch, tmp_path):
+    variables = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "PYTHON": "python"}
+    code, calls, shown = launch(["launch/elastic.slurm", "mesh=2x4"], [RESTART], **variables, STATE="RUNNING")
+    assert code == RESTART and "scontrol requeue 77" in calls, shown
+    (started,) = [call for call in calls if call.startswith("python")]
+    assert started.startswith("python -m mstrain supervise hosts=a,b launch=srun --overlap --nodes=1")
+    assert started.endswith("--nodelist={host} sh -c mesh=2x4")
+    code, calls, shown = launch(["launch/elastic.slurm"], **variables, STATE="ENDING")
+    assert code == STOPPED and "saved" in calls, shown
 
 
 @pytest.mark.parametrize(

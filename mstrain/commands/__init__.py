@@ -4,7 +4,7 @@ import importlib
 
 from mstrain.cli import Command
 
-COMMANDS = ("train", "benchmark", "plan")
+COMMANDS = ("train", "benchmark", "plan", "supervise")
 
 
 def command_named(name: str) -> Command:

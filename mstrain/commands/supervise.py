@@ -1,0 +1,74 @@
+"""Runs train on several hosts, again after failures, and on the hosts that are left when one is lost."""
+
+import os
+import shlex
+import sys
+import typing
+from pathlib import Path
+
+import yaml
+
+from mstrain.cli import Command, build, describe_keys
+from mstrain.commands.train import load_config
+from mstrain.job.supervisor import SuperviseConfig, Supervisor
+from mstrain.training.elastic import largest_layout
+
+PLACE = ("coordinator", "processes", "process")
+LAYOUT = ("mesh", "accumulate")
+
+
+def main(arguments: list[str]) -> int:
+    types = typing.get_type_hints(SuperviseConfig)
+    given = dict(argument.partition("=")[::2] for argument in arguments)
+    own = {key: value if types[key] is str else yaml.safe_load(value) for key, value in given.items() if key in types}
+    config = build(SuperviseConfig, own)
+    words = [argument for argument in arguments if argument.partition("=")[0] not in types]
+    if placed := [key for key in PLACE if key in given]:
+        raise ValueError(f"supervise sets {placed[0]}= itself. Leave it out.")
+    run = load_config(words)
+    hosts = config.names
+    largest_layout(run, len(hosts), len(hosts))
+
+    def lines(usable: list[str]) -> list[str]:
+        layout = largest_layout(run, len(hosts), len(usable))
+        say(f"starting on {layout}")
+        changed = layout.keys if layout.hosts < len(hosts) else []
+        kept = [word for word in words if not changed or word.partition("=")[0] not in LAYOUT]
+        return [_line([*kept, *changed, *_place(config, usable[0], layout.hosts, i)]) for i in range(layout.hosts)]
+
+    return Supervisor(config, lines, lambda: newest_step(Path(run.run_dir)), say).run()
+
+
+def say(text: str) -> None:
+    print(f"supervise: {text}", flush=True)
+
+
+def newest_step(run_dir: Path) -> int | None:
+    """Step of the newest complete checkpoint in `run_dir`, by its folder's name."""
+    try:
+        names = os.listdir(run_dir / "checkpoints")
+    except OSError:
+        return None
+    return max((int(name) for name in names if name.isdecimal()), default=None)
+
+
+def _place(config: SuperviseConfig, coordinator: str, processes: int, process: int) -> list[str]:
+    if processes == 1:
+        return []
+    host = f"[{coordinator}]" if ":" in coordinator else coordinator
+    return [f"coordinator={host}:{config.port}", f"processes={processes}", f"process={process}"]
+
+
+def _line(words: list[str]) -> str:
+    """The shell command line of train, in the same folder with the same Python as here."""
+    root = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    train = shlex.join([sys.executable, "-m", "mstrain", "train", *words])
+    return f"cd {shlex.quote(os.getcwd())} && PYTHONPATH={shlex.quote(path)} exec {train}"
+
+
+def help_lines(_: list[str]) -> list[str]:
+    return [*describe_keys(SuperviseConfig, "supervise"), "", "All other keys: mstrain train --help."]
+
+
+COMMAND = Command("supervise", main, __doc__.strip(), help_lines=help_lines)

@@ -1,0 +1,86 @@
+"""On which mesh a run continues when fewer hosts are left, with the batch and the loss curve unchanged.
+
+The batch stays; a smaller mesh makes more accumulation steps of it, so that no device holds more tokens at once than on
+the mesh of the full job. Weights and moments are sharded over row x col, so meshes with at least the row x col of the
+full job come first: no device holds more state on them, either.
+"""
+
+import dataclasses
+import math
+
+from mstrain.mesh import MeshShape, parse_mesh
+from mstrain.planner.meshes import plan_on
+from mstrain.training.config import RunConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """`mesh` over all devices of `hosts` hosts, and the microbatches per step."""
+
+    hosts: int
+    mesh: MeshShape
+    accumulate: int
+
+    @property
+    def keys(self) -> list[str]:
+        """As arguments of train."""
+        return [f"mesh={self.mesh}", f"accumulate={self.accumulate}"]
+
+    def __str__(self) -> str:
+        return f"{self.hosts} host{'s' * (self.hosts > 1)}, {' '.join(self.keys)}"
+
+
+def largest_layout(config: RunConfig, total: int, left: int) -> Layout:
+    """The layout of `config` on as many of the `left` hosts as can share its work, `total` being all of them.
+
+    Raises ValueError when mesh=auto, when the mesh does not spread evenly over `total` hosts, or when no mesh fits.
+    """
+    if config.mesh == "auto":
+        raise ValueError("supervise must know the mesh of all hosts. Type mesh=RxC or mesh=DxRxC.")
+    full = parse_mesh(config.mesh)
+    if full.devices % total:
+        raise ValueError(
+            f"mesh={full} has {full.devices} devices, which {total} hosts cannot share evenly. Type a mesh of all "
+            "devices of all hosts."
+        )
+    if left >= total:
+        return Layout(total, full, config.accumulate)
+    per_host = full.devices // total
+    for same_state in (True, False):
+        for hosts in range(left, 0, -1):
+            for shape in _shapes(hosts * per_host, full):
+                if (shape.row * shape.col >= full.row * full.col) != same_state:
+                    continue
+                accumulate = _accumulate(config, shape, full)
+                if accumulate:
+                    return Layout(hosts, shape, accumulate)
+    raise ValueError(f"No mesh on up to {left} of {total} hosts fits {config.model.name} with batch={config.batch}.")
+
+
+def _shapes(devices: int, full: MeshShape) -> list[MeshShape]:
+    """All meshes of `devices`, those first that shard the model most like `full`."""
+    pairs = [(r, c) for r in _divisors(devices) for c in _divisors(devices // r)]
+    shapes = [MeshShape(devices // (r * c), r, c) for r, c in pairs]
+
+    def unlike(shape: MeshShape) -> tuple:
+        shards = abs(math.log(shape.row * shape.col / (full.row * full.col)))
+        return shards, abs(math.log(shape.row / full.row)) + abs(math.log(shape.col / full.col)), shape.col
+
+    return sorted(shapes, key=unlike)
+
+
+def _accumulate(config: RunConfig, shape: MeshShape, full: MeshShape) -> int | None:
+    """The fewest microbatches with which `shape` can work and no device holds more tokens than before, if any."""
+    for accumulate in _divisors(config.batch):
+        if accumulate * shape.devices < config.accumulate * full.devices:
+            continue
+        try:
+            plan_on(shape, config.parallel, config.model, config.batch // accumulate, config.seq, None)
+        except ValueError:
+            continue
+        return accumulate
+    return None
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
