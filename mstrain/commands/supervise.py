@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from mstrain.cli import Command, build, describe_keys
-from mstrain.commands.train import load_config
+from mstrain.commands import train
 from mstrain.job.supervisor import SuperviseConfig, Supervisor
 from mstrain.training.elastic import largest_layout
 
@@ -17,17 +17,21 @@ PLACE = ("coordinator", "processes", "process")
 LAYOUT = ("mesh", "accumulate")
 
 
-def main(arguments: list[str]) -> int:
+def load_config(arguments: list[str]) -> SuperviseConfig:
+    """The keys of supervise among `arguments`; raises ValueError with the fix."""
     types = typing.get_type_hints(SuperviseConfig)
     given = dict(argument.partition("=")[::2] for argument in arguments)
-    own = {key: value if types[key] is str else yaml.safe_load(value) for key, value in given.items() if key in types}
-    config = build(SuperviseConfig, own)
-    words = [argument for argument in arguments if argument.partition("=")[0] not in types]
     if placed := [key for key in PLACE if key in given]:
         raise ValueError(f"supervise sets {placed[0]}= itself. Leave it out.")
-    run = load_config(words)
-    hosts = config.names
-    largest_layout(run, len(hosts), len(hosts))
+    own = {key: value if types[key] is str else yaml.safe_load(value) for key, value in given.items() if key in types}
+    return build(SuperviseConfig, own)
+
+
+def main(arguments: list[str]) -> int:
+    config, own = load_config(arguments), typing.get_type_hints(SuperviseConfig)
+    hosts, words = config.names, [argument for argument in arguments if argument.partition("=")[0] not in own]
+    run = train.load_config(words)
+    largest_layout(run, len(hosts), len(hosts))  # refuses what no number of hosts could run
 
     def lines(usable: list[str]) -> list[str]:
         layout = largest_layout(run, len(hosts), len(usable))
@@ -63,12 +67,12 @@ def _line(words: list[str]) -> str:
     """The shell command line of train, in the same folder with the same Python as here."""
     root = Path(__file__).resolve().parents[2]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    train = shlex.join([sys.executable, "-m", "mstrain", "train", *words])
-    return f"cd {shlex.quote(os.getcwd())} && PYTHONPATH={shlex.quote(path)} exec {train}"
+    command = shlex.join([sys.executable, "-m", "mstrain", "train", *words])
+    return f"cd {shlex.quote(os.getcwd())} && PYTHONPATH={shlex.quote(path)} exec {command}"
 
 
 def help_lines(_: list[str]) -> list[str]:
     return [*describe_keys(SuperviseConfig, "supervise"), "", "All other keys: mstrain train --help."]
 
 
-COMMAND = Command("supervise", main, __doc__.strip(), help_lines=help_lines)
+COMMAND = Command("supervise", main, __doc__.strip(), load_config, help_lines)

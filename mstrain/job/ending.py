@@ -1,4 +1,4 @@
-"""Ends the process from any thread, whatever the main thread waits for, and gives back first what others would wait for."""
+"""Ends the process from any thread, whatever the main thread waits for, and first gives back what others wait for."""
 
 import contextlib
 import os

@@ -6,7 +6,7 @@
 | 1 | Unrecoverable: a restart fails the same way. | Stop, a person looks. |
 | 2 | Configuration: the command is refused, and the message says what to type instead. | Stop, a person corrects. |
 | 75 | Restart: another process, a device or the network failed. | Restart, a limited number of times. |
-| 85 | Stopped and saved: a signal came before the last step. | Restart whenever there are devices again. |
+| 85 | Stopped and saved: a signal came before the last step. | Restart when there are devices again. |
 | 128+N | Ended by signal N without a save. | Restart, a limited number of times. |
 
 75 is EX_TEMPFAIL of sysexits.h. 85 is free: below the shell's own codes (126 and more), above those of sysexits.h (64 to

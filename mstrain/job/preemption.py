@@ -24,7 +24,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 @contextlib.contextmanager
 def ending_on_signals(job: Job):
-    """Inside, and outside of `Preemption.listening`, the first signal ends the process with STOPPED: nothing is lost."""
+    """Inside, where `Preemption.listening` does not apply, the first signal ends the process with STOPPED."""
     with _caught(lambda number: _end_now(job, f"{number.name} while no step is under way", STOPPED)):
         yield
 
