@@ -9,7 +9,7 @@ import dataclasses
 import math
 
 from mstrain.mesh import MeshShape, parse_mesh
-from mstrain.planner.meshes import plan_on
+from mstrain.planner.plan import plan_on
 from mstrain.training.config import RunConfig
 
 

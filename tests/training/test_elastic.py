@@ -3,7 +3,7 @@
 import pytest
 
 from mstrain.commands.train import load_config
-from mstrain.planner.meshes import plan_on
+from mstrain.planner.plan import plan_on
 from mstrain.training.elastic import largest_layout
 
 
