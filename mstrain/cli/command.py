@@ -12,7 +12,7 @@ import mstrain
 from mstrain.cli.compose import config_dir, to_yaml
 from mstrain.cli.help import OPTIONS
 from mstrain.cli.sweep import run_sweep
-from mstrain.job.exit_codes import CONFIGURATION, SIGNALED
+from mstrain.job.exit_codes import CONFIGURATION, RESTART, SIGNALED, MissingProcess
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ def run_command(command: Command, arguments: list[str] | None = None) -> typing.
             sys.exit(_run(command, options, pairs))
     except ValueError as error:
         print(f"{command.name}: {error}", file=sys.stderr)
-        sys.exit(CONFIGURATION)
+        sys.exit(RESTART if isinstance(error, MissingProcess) else CONFIGURATION)
     except KeyboardInterrupt:
         sys.exit(SIGNALED + signal.SIGINT)
 

@@ -9,8 +9,8 @@
 | 85 | Stopped and saved: a signal came before the last step. | Restart when there are devices again. |
 | 128+N | Ended by signal N without a save. | Restart, a limited number of times. |
 
-75 is EX_TEMPFAIL of sysexits.h. 85 is free: below the shell's own codes (126 and more), above those of sysexits.h (64 to
-78), and what HTCondor's documentation uses for the same purpose.
+75 is EX_TEMPFAIL of sysexits.h. 85 lies between the codes of sysexits.h (64 to 78) and the shell's own
+(126 and more), and is what HTCondor's documentation uses for the same purpose.
 """
 
 import re
@@ -27,6 +27,10 @@ _RUNTIME = r"([A-Z_]+): "  # begins JAX's own failures, such as UNKNOWN: Gloo al
 _PERSISTENT = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED", "OUT_OF_RANGE", "PERMISSION_DENIED")
 
 
+class MissingProcess(ValueError):
+    """A process did not come in time: its host may be late or lost, so a restart may help."""
+
+
 def restartable(code: int) -> bool:
     """Whether the same command may succeed after `code`; a negative one is Popen's for a signal."""
     return code in (RESTART, STOPPED) or code >= SIGNALED or code < 0
@@ -38,6 +42,8 @@ def code_of(error: BaseException) -> int:
         return error.code if isinstance(error.code, int) else FINISHED if error.code is None else UNRECOVERABLE
     if isinstance(error, KeyboardInterrupt):
         return SIGNALED + 2
+    if isinstance(error, MissingProcess):
+        return RESTART
     status = re.match(_RUNTIME, str(error))
     if type(error).__name__ == "JaxRuntimeError" or (isinstance(error, ValueError) and status):
         return UNRECOVERABLE if status and status[1] in _PERSISTENT else RESTART

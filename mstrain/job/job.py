@@ -29,7 +29,7 @@ from pathlib import Path
 import jax
 
 from mstrain.job.ending import end
-from mstrain.job.exit_codes import CONFIGURATION, RESTART, code_of
+from mstrain.job.exit_codes import CONFIGURATION, RESTART, MissingProcess, code_of
 from mstrain.job.link import Link
 from mstrain.job.process_info import ProcessInfo
 from mstrain.job.relay import Relay, socket_file
@@ -98,7 +98,7 @@ class Job:
             link.send({"kind": kind, **values})
 
     def gather(self, name: str, value: str) -> list[str]:
-        """What every process gave for `name`; raises ValueError naming who did not come here in time."""
+        """What every process gave for `name`; raises MissingProcess naming who did not come here in time."""
         if self.processes == 1:
             return [value]
         from jax._src.distributed import global_state
@@ -112,7 +112,7 @@ class Job:
         except jax.errors.JaxRuntimeError as error:
             came = {int(path.rpartition("/")[2]) for path, _ in client.key_value_dir_get(key)}
             missing = ", ".join(self.name(p) for p in range(self.processes) if p not in came)
-            raise ValueError(
+            raise MissingProcess(
                 f"Barrier {name!r}: {missing or 'some process'} did not come within "
                 f"{self.config.barrier_seconds:.0f} s. "
                 "Look at its output; type hosts.barrier_seconds= above the time it needs."
@@ -123,7 +123,7 @@ class Job:
         return values
 
     def barrier(self, name: str) -> None:
-        """Returns when every process is here; after `hosts.barrier_seconds`, ValueError names the missing."""
+        """Returns when every process is here; after `hosts.barrier_seconds`, MissingProcess names the missing."""
         self.gather(name, "here")
 
     def agree(self, what: str, value: str) -> None:
@@ -269,7 +269,7 @@ def _fail(job: Job, error: BaseException) -> None:
     code, show = code_of(error), None
     if isinstance(error, SystemExit):  # has said what there is to say
         message = getattr(error, "reason", None) or (code and f"exit code {code}") or None
-    elif code == CONFIGURATION:
+    elif code == CONFIGURATION or isinstance(error, MissingProcess):
         message = str(error)
         show = functools.partial(print, f"train: {message}", file=sys.stderr)
     else:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from mstrain.job.door import TICK, Door
+from mstrain.job.exit_codes import MissingProcess
 from mstrain.job.link import SEND_SECONDS, Link, keep_alive
 from mstrain.job.process_info import ProcessInfo
 from mstrain.job.seal import HANDSHAKE_SECONDS, NotAuthenticated, Seal, respond
@@ -45,7 +46,7 @@ class Rendezvous:
     def wait_for_all(self, seconds: float) -> dict[int, tuple[str, Link]]:
         """Process -> (host name, link) of all other processes.
 
-        Raises ValueError that names the missing after `seconds`, and sends those that came the same text.
+        Raises MissingProcess that names the missing after `seconds`, and sends those that came the same text.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
@@ -59,8 +60,8 @@ class Rendezvous:
         if missing:
             error = self._describe(missing, seconds)
             for link in links:
-                link.send({"kind": "refused", "reason": error})
-            raise ValueError(error)
+                link.send({"kind": "refused", "reason": error, "missing": True})
+            raise MissingProcess(error)
         names = {str(process): host for process, (host, _) in self._joined.items()}
         for link in links:
             link.send({"kind": "present", "names": names | {"0": socket.gethostname()}})
@@ -115,8 +116,8 @@ def join(
 ) -> tuple[dict[int, str], Link]:
     """Every other process: joins; host name of every process, and the link to process 0.
 
-    Reads the secret anew for every attempt, as process 0 may replace it. Raises ValueError when process 0 does not
-    answer within `seconds`, or reports who is missing.
+    Reads the secret anew for every attempt, as process 0 may replace it. Raises MissingProcess when process 0
+    does not answer within `seconds` or reports who is missing, ValueError when it refuses this process.
     """
     deadline, failure = time.monotonic() + seconds, None
     while True:
@@ -127,17 +128,18 @@ def join(
             if not isinstance(failure, NotAuthenticated):  # explains more than that the port is closed by now
                 failure = error
             if time.monotonic() > deadline:
-                raise ValueError(_no_answer(info, seconds, failure)) from None
+                refused = isinstance(failure, NotAuthenticated)
+                raise (ValueError if refused else MissingProcess)(_no_answer(info, seconds, failure)) from None
             time.sleep(TICK)
     try:
         # Process 0 may have begun to wait later than this one, and reports at its own deadline who is missing.
         answer = link.receive_message(time.monotonic() + seconds + 10)
     except OSError:
-        raise ValueError(
+        raise MissingProcess(
             f"Process 0 at {info.coordinator} left before all processes had joined. Its own message says why."
         ) from None
     if answer["kind"] == "refused":
-        raise ValueError(str(answer["reason"]))
+        raise (MissingProcess if answer.get("missing") else ValueError)(str(answer["reason"]))
     return {int(process): str(host) for process, host in answer["names"].items()}, link
 
 
