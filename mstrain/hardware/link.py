@@ -1,4 +1,4 @@
-"""What a collective costs on a link: the one formula that tuner and planner share."""
+"""What a collective costs on a link: the one ring formula."""
 
 from dataclasses import dataclass
 
@@ -25,3 +25,23 @@ def collective_seconds(link: Link, shard_bytes: float, participants: int) -> flo
     if participants == 1:
         return 0.0
     return link.launch + (participants - 1) * (link.sync + shard_bytes / link.bandwidth)
+
+
+def ring_seconds(kind: str, nbytes: float, size: int, link: Link) -> float:
+    """Seconds of a bandwidth-optimal ring collective of `size` participants (Patarasuk and Yuan, 2009).
+
+    `nbytes` is what one participant holds before the operation: the whole tensor for AllReduce, ReduceScatter
+    and Reduce, its shard for AllGather and Gather; for Broadcast and Scatter, what the source holds.
+    Raises ValueError for a kind that is not a collective.
+    """
+    if kind in ("ReduceScatter", "Scatter"):
+        return collective_seconds(link, nbytes / size, size)
+    if kind in ("AllGather", "Gather"):
+        return collective_seconds(link, nbytes, size)
+    if kind == "AllReduce":  # a reduce-scatter and an all-gather, launched together
+        return 2 * collective_seconds(link, nbytes / size, size) - (link.launch if size > 1 else 0.0)
+    if kind in ("Broadcast", "Reduce"):  # in many small pieces, one behind the other
+        return link.launch + (size - 1) * link.sync + nbytes / link.bandwidth if size > 1 else 0.0
+    raise ValueError(
+        f"{kind!r} is not a collective; known: AllReduce ReduceScatter AllGather Gather Scatter Broadcast Reduce"
+    )

@@ -1,8 +1,8 @@
-"""The two compiled loops of the simulator: operations in program order, or first come, first served.
+"""The compiled loop of the simulator: lanes keep to program order, or serve first come, first served.
 
-Both take events in lists per operation (`offsets`, and per event a lane and its seconds, NaN for no event),
-the values read and written in lists per operation, and the numbers of lanes and values. Both return the start
-and end of every operation and the end of every lane, in seconds.
+It takes events in lists per operation (`offsets`, and per event a lane and its seconds, NaN for no event), the values
+read and written in lists per operation, and the numbers of lanes, of values and of the first lanes that keep to program
+order. It returns the start and end of every operation and the end of every lane, in seconds.
 """
 
 from __future__ import annotations
@@ -20,24 +20,6 @@ def _hold(op, start, offsets, lanes, seconds, free):
         free[lanes[event]] = until
         end = max(end, until)
     return end
-
-
-@numba.njit(cache=True)
-def in_order(offsets, lanes, seconds, in_offsets, in_items, out_offsets, out_items, num_lanes, num_values):
-    """An operation starts when its inputs exist and the operations before it have left its lanes."""
-    free, ready = np.zeros(num_lanes), np.zeros(num_values)
-    starts, ends = np.empty(len(offsets) - 1), np.empty(len(offsets) - 1)
-    for op in range(len(starts)):
-        start = 0.0
-        for event in range(offsets[op], offsets[op + 1]):
-            start = max(start, free[lanes[event]])
-        for entry in range(in_offsets[op], in_offsets[op + 1]):
-            start = max(start, ready[in_items[entry]])
-        starts[op] = start
-        ends[op] = _hold(op, start, offsets, lanes, seconds, free)
-        for entry in range(out_offsets[op], out_offsets[op + 1]):
-            ready[out_items[entry]] = ends[op]
-    return starts, ends, free
 
 
 @numba.njit(cache=True)

@@ -14,14 +14,15 @@ from math import prod
 import numpy as np
 
 from mstrain.simulator.cluster import Cluster
-from mstrain.simulator.costs import communication_seconds, compute_seconds, operation_work
-from mstrain.simulator.kernels import first_come, in_order
+from mstrain.simulator.costs import Rules, operation_work
+from mstrain.simulator.kernels import first_come
 from mstrain.simulator.memory import MemoryUse, memory_use
 from mstrain.simulator.placement import Placement
 from mstrain.simulator.program import CATEGORIES, Program, Ragged, number_present
 from mstrain.simulator.replicas import Step
-from mstrain.simulator.rules import RuleSet, rule_set
 from mstrain.timeline import Counter, Lane, Timeline
+
+CORRECTED = Rules()
 
 
 class _Lanes:
@@ -53,7 +54,7 @@ class _Lanes:
 
 
 def _events(
-    program: Program, cluster: Cluster, rules: RuleSet, lanes: _Lanes
+    program: Program, cluster: Cluster, rules: Rules, lanes: _Lanes
 ) -> tuple[np.ndarray, Ragged, np.ndarray]:
     """Per operation its action; per action the lanes it holds, and for how long (NaN: no event)."""
     action, pairs = number_present(
@@ -68,11 +69,11 @@ def _events(
             for device in members:
                 key = (spec, id(cluster.devices[device]))
                 if key not in cost:
-                    cost[key] = compute_seconds(rules, what, cluster.devices[device])
+                    cost[key] = rules.compute_seconds(what, cluster.devices[device])
                 seconds.append(cost[key])
             held.append(lanes.of_devices(members))
             continue
-        duration = communication_seconds(rules, what, members, cluster)
+        duration = rules.communication_seconds(what, members, cluster)
         if rules.link_lanes:
             network = cluster.network
             held.append(
@@ -102,7 +103,7 @@ class Simulation:
     """
 
     program: Program
-    rules: RuleSet
+    rules: Rules
     lanes: tuple[Lane, ...]
     start: np.ndarray
     end: np.ndarray
@@ -240,12 +241,11 @@ def _parts(program: Program, op: np.ndarray) -> dict[str, np.ndarray]:
     return {"part": names[program.label[op]]}
 
 
-def simulate(program: Program, cluster: Cluster, rules: str | RuleSet = "corrected") -> Simulation:
+def simulate(program: Program, cluster: Cluster, rules: Rules = CORRECTED) -> Simulation:
     """Run `program` on `cluster` under `rules`.
 
     Raises ValueError when the program names devices that the cluster lacks, or a rule refuses an operation.
     """
-    rules = rule_set(rules)
     if max(program.devices, default=-1) >= len(cluster.devices):
         raise ValueError(
             f"the program uses device {max(program.devices)}, the cluster has {len(cluster.devices)} "
@@ -257,36 +257,34 @@ def simulate(program: Program, cluster: Cluster, rules: str | RuleSet = "correct
     durations = held._replace(items=seconds).take(action).items
     sizes = (len(lanes.lanes), len(program.value_bytes))
     events = (taken.offsets, taken.items, durations, *program.inputs, *program.outputs, *sizes)
-    start, end, lane_end = (
-        first_come(*events, len(program.devices)) if rules.link_lanes else in_order(*events)
-    )
+    ordered = len(program.devices) if rules.link_lanes else len(lanes.lanes)
+    start, end, lane_end = first_come(*events, ordered)
     assert not np.isnan(end).any(), "operations wait for each other: the program is not in topological order"
     return Simulation(program, rules, tuple(lanes.lanes), start, end, lane_end, action, held, seconds)
 
 
-def place(step: Step, cluster: Cluster, rules: RuleSet, everything: bool = False) -> Program:
+def place(step: Step, cluster: Cluster, rules: Rules, everything: bool = False) -> Program:
     """The program of `step` on the workers of `cluster`.
 
     One representative rank where all are alike; every device where they are not, or with `everything`.
     """
-    placement = Placement(step.degrees, rules.axis_order, 1 if rules.root else 0)
+    placement = Placement(step.degrees, rules.axis_order, rules.first)
     workers = range(placement.first, placement.first + step.degrees.world)
     if workers.stop > len(cluster.devices):
         raise ValueError(
             f"{step.degrees} needs devices {workers.start} to {workers.stop - 1}, the cluster has "
-            f"{len(cluster.devices)}; lower the degrees" + (" (device 0 is the root)" if rules.root else "")
+            f"{len(cluster.devices)}; lower the degrees" + (" (device 0 is the root)" if rules.first else "")
         )
     everything = everything or bool(step.prologue) or not cluster.ranks_alike(placement)
     return step.expand(placement) if everything else step.representative(placement)
 
 
 def simulate_step(
-    step: Step, cluster: Cluster, rules: str | RuleSet = "corrected", everything: bool = False
+    step: Step, cluster: Cluster, rules: Rules = CORRECTED, everything: bool = False
 ) -> Simulation:
     """Simulate any step (`mlp_step`, `gpt_step`). Raises ValueError when the cluster is too small.
 
     Where all ranks are alike (a switch; a torus with one dim per parallel axis) one of them stands for all,
     whatever their number, unless `everything`.
     """
-    rules = rule_set(rules)
     return simulate(place(step, cluster, rules, everything), cluster, rules)

@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass
 
 from mstrain.commands.plans.output import make_folder
-from mstrain.simulator.rules import rule_set
 from research.distir.experiments import run_notebook
+from research.distir.rules import rule_set
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mstrain.simulator.placement import Degrees
-from mstrain.simulator.rules import RuleSet
+from research.distir.rules import RuleSet
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from mstrain.simulator.placement import DATA, LOCAL, SEND, TENSOR, Degrees, Placement
 from mstrain.simulator.program import OpSpec
 from mstrain.simulator.replicas import Layout, Step
-from mstrain.simulator.rules import RuleSet, rule_set
 from mstrain.simulator.schedules import FORWARD
 from mstrain.simulator.schedules import schedule as find_schedule
 from mstrain.simulator.slots import RankOp, Slots
 from research.distir.mlp import Mlp, StepOptions, check_mlp, chunk_bounds
+from research.distir.rules import RuleSet, rule_set
 
 
 class _MlpStep:

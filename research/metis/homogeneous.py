@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mstrain.planner.mixed.hosts import read_cluster
+from mstrain.planner.mixed.hosts import read_hosts
 from mstrain.planner.mixed.profiles import (
     Profile,
     check_layer_times,
@@ -44,7 +44,7 @@ def run_homogeneous(hostfile: str | Path, clusterfile: str | Path, profile_dir: 
 
     Raises ValueError for bad input, for a cluster of several types, and when no plan has its profile.
     """
-    cluster = read_cluster(hostfile, clusterfile)
+    cluster = read_hosts(hostfile, clusterfile)
     if len(cluster.device_types) > 1:
         raise ValueError(f"{hostfile}: types {', '.join(cluster.device_types)}; keep hosts of one type, "
                          "or use the planner for mixed clusters")

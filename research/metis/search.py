@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mstrain.planner.mixed.hosts import Cluster, read_cluster
+from mstrain.planner.mixed.hosts import Hosts, read_hosts
 from mstrain.planner.mixed.profiles import Key, Profile, check_layer_counts, profile_name, read_profiles
 from research.metis.groups import device_groups
 from research.metis.kernel import walk
@@ -29,7 +29,7 @@ def run_metis(hostfile: str | Path, clusterfile: str | Path, profile_dir: str | 
     Raises ValueError for bad input, with the file and the fix; SearchStopped, a ValueError that holds the
     plans found so far in `partial`, when a profile turns out to be missing or no plan at all was found.
     """
-    cluster = read_cluster(hostfile, clusterfile)
+    cluster = read_hosts(hostfile, clusterfile)
     profiles = read_profiles(profile_dir, cluster.device_types)
     check_layer_counts(profiles, options.num_layers)
     check_slots(hostfile, cluster)
@@ -45,7 +45,7 @@ def run_metis(hostfile: str | Path, clusterfile: str | Path, profile_dir: str | 
     return replace(tally.result(), seconds=sum(seconds) / len(seconds))
 
 
-def check_slots(hostfile, cluster: Cluster) -> None:
+def check_slots(hostfile, cluster: Hosts) -> None:
     """The reference reads one digit of the slot count and takes the first host's count for all."""
     slots = cluster.nodes[0].slots
     for node in cluster.nodes:
@@ -58,7 +58,7 @@ def check_slots(hostfile, cluster: Cluster) -> None:
                          "host with the most slots first or use the optimal planner: it takes unequal hosts")
 
 
-def device_order(options: MetisOptions, cluster: Cluster) -> tuple[str, ...]:
+def device_order(options: MetisOptions, cluster: Hosts) -> tuple[str, ...]:
     if not options.device_order:
         return cluster.device_types
     if sorted(options.device_order) != list(cluster.device_types):
@@ -96,7 +96,7 @@ def inter_stage_groups(options: MetisOptions, num_devices: int, first_sequence: 
         yield from ((stages, group) for group in device_groups(num_devices, stages, *limits))
 
 
-def search(options: MetisOptions, cluster: Cluster, order: tuple[str, ...], tables, tally: Tally) -> None:
+def search(options: MetisOptions, cluster: Hosts, order: tuple[str, ...], tables, tally: Tally) -> None:
     """Walk every inter-stage plan within the budget; fills the tally."""
     deadline = time.perf_counter() + options.max_seconds
     batch_counts = [count for count in range(options.gbs, 0, -1) if options.gbs % count == 0]

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mstrain.planner.mixed.hosts import Cluster
+from mstrain.planner.mixed.hosts import Hosts
 from mstrain.planner.mixed.profiles import Key, Profile, profile_name, sequential_sum
 from research.metis.options import MetisOptions
 
@@ -52,7 +52,7 @@ class Found(NamedTuple):
     missing: np.ndarray     # (3,) type, tp, batch of a profile the walk could not go on without
 
 
-def build_tables(options: MetisOptions, cluster: Cluster, profiles: dict[Key, Profile],
+def build_tables(options: MetisOptions, cluster: Hosts, profiles: dict[Key, Profile],
                  reference: Profile) -> Tables:
     """Arrays over the types of the cluster, numbered in alphabetical order.
 
@@ -95,7 +95,7 @@ def _with_nan_row(rows: list) -> np.ndarray:
     return np.concatenate([table, np.full_like(table[:1], np.nan)])
 
 
-def build_layout(cluster: Cluster, node_sequence: tuple[str, ...]) -> Layout:
+def build_layout(cluster: Hosts, node_sequence: tuple[str, ...]) -> Layout:
     """Ranks and nodes type by type in the order of the node sequence, all nodes as large as the first."""
     types, slots = cluster.device_types, cluster.nodes[0].slots
     rank_type, node_intra, node_least = [], [], []

@@ -21,10 +21,10 @@ from mstrain.planner.mixed.cost import (
     generator_ms,
     stage_tables,
 )
-from mstrain.planner.mixed.hosts import read_cluster, write_hostfile
+from mstrain.planner.mixed.hosts import read_hosts, write_hostfile
 from mstrain.planner.mixed.profiles import read_profiles
 from mstrain.planner.mixed.space import Choice, kinds_of
-from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Pairs, Switch
+from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees, Placement
 from mstrain.simulator.simulate import simulate
 from research.distir import experiments
@@ -37,6 +37,7 @@ from research.metis.synthetic import write_profiles
 from tests.research.distir.conftest import plan_of_case
 from tests.research.distir.test_golden import figures
 from tests.research.metis.conftest import sample_documents, write_clusterfile
+from tests.simulator.networks import Pairs
 
 
 class SaveBarrier:
@@ -75,7 +76,7 @@ def distir(golden: dict) -> None:
                 degrees.world + 1, device, Switch(given["bandwidth_gbps"] * GIGABIT)
             )
             stack = GptStack(given["n_layer"], given["d_embd"], given["rows"])
-            result, batch = simulate_step(gpt_step(stack, degrees), cluster, "head", True), given["rows"]
+            result, batch = simulate_step(gpt_step(stack, degrees), cluster, rule_set("head"), True), given["rows"]
         elif name in ("mlp_inference", "memory_gradient_checkpointing", "memory_zero"):
             elsewhere[name] += 1
             continue
@@ -202,7 +203,7 @@ def compare(name: str, files, given: dict, best) -> None:
 
 def correct_cost(files, options: PlanOptions, best) -> str:
     """What the optimal planner's cost says of a Metis plan with all of its stages, or why it says nothing."""
-    cluster = read_cluster(*files[:2])
+    cluster = read_hosts(*files[:2])
     kinds = kinds_of(cluster)
     model = build_model(options, kinds, read_profiles(files[2], cluster.device_types))
     left = {kind: kinds[kind].devices for kind in range(len(kinds))}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import prod
 
 from mstrain.hardware import Chip, TpuSlice, chip_named, parse_target
-from mstrain.simulator.cluster import Cluster, Device, Switch, Torus
+from mstrain.simulator.cluster import Cluster, Device, Switch
+from tests.simulator.networks import Torus
 
 
 def _known(chip: Chip, **numbers: float | None) -> list[float]:

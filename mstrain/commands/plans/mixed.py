@@ -10,7 +10,7 @@ from rich.table import Table
 from mstrain.commands.plans.output import console, make_folder, progress
 from mstrain.planner.mixed import OptimalResult, PlanOptions, plan_optimal, write_csv
 from mstrain.planner.mixed import write_json as write_optimal_json
-from mstrain.planner.mixed.hosts import read_cluster
+from mstrain.planner.mixed.hosts import read_hosts
 from mstrain.planner.mixed.simulated import simulate_mixed, stage_rows
 from mstrain.simulator.plots import write_pictures
 
@@ -96,7 +96,7 @@ def run_optimal(config) -> int:
 def simulate_best(config, result: OptimalResult, folder: Path) -> list[str]:
     """Simulates the best plan; prints it beside the cost model, writes numbers, trace and pictures."""
     plan = result.best
-    hosts = read_cluster(config.hostfile, config.clusterfile)
+    hosts = read_hosts(config.hostfile, config.clusterfile)
     simulated = simulate_mixed(plan, config.options, hosts)
     rows = stage_rows(plan, simulated)
     say = console()

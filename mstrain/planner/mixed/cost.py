@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
+from mstrain.hardware import Link
+from mstrain.hardware.link import ring_seconds
 from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.profiles import Key, Profile
 from mstrain.planner.mixed.space import Choice, Kind, nodes_per_replica
@@ -123,9 +125,9 @@ def build_stage(model: Model, choice: Choice, samples: int) -> Stage | None:
     )
 
 
-def ring_ms(members: int, num_bytes: float, gb_s: float, latency_ms: float) -> float:
+def all_reduce_ms(members: int, num_bytes: float, gb_s: float, latency_ms: float) -> float:
     """All-reduce of `num_bytes` over a ring."""
-    return 2 * (members - 1) * (num_bytes / members / (gb_s * BYTES_PER_MS) + latency_ms)
+    return 1e3 * ring_seconds("AllReduce", num_bytes, members, Link(0.0, 1e-3 * latency_ms, 1e9 * gb_s))
 
 
 def tensor_collectives(model: Model, choice: Choice, kind: int, share: int) -> float:
@@ -136,10 +138,10 @@ def tensor_collectives(model: Model, choice: Choice, kind: int, share: int) -> f
     message = share * options.sequence_length * options.hidden_size * options.element_bytes
     nodes = nodes_per_replica(model.kinds, choice, kind)
     inter = min(model.kinds[index].inter_gb_s for index in (choice.kinds if choice.spans else (kind,)))
-    ms = ring_ms(nodes, message, inter, options.latency_ms)
+    ms = all_reduce_ms(nodes, message, inter, options.latency_ms)
     if not options.collectives_in_profile:
         members = min(choice.tp, spec.slots, choice.devices[kind])
-        ms += ring_ms(members, message, spec.intra_gb_s, options.latency_ms)
+        ms += all_reduce_ms(members, message, spec.intra_gb_s, options.latency_ms)
     return TENSOR_COLLECTIVES * ms
 
 
@@ -159,7 +161,7 @@ def gradient_exchange(model: Model, choice: Choice) -> tuple[float, float]:
     )
     intra, inter = min(kind.intra_gb_s for kind in kinds), min(kind.inter_gb_s for kind in kinds)
     shards = min(1, slots / choice.tp)  # part of the parameters in one node
-    per_byte = ring_ms(inside, 1 / choice.tp, intra, 0.0) + ring_ms(groups, shards, inter, 0.0)
+    per_byte = all_reduce_ms(inside, 1 / choice.tp, intra, 0.0) + all_reduce_ms(groups, shards, inter, 0.0)
     return per_byte, 2 * latency * (inside - 1 + groups - 1)
 
 

@@ -25,7 +25,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Hosts:
     """The nodes in host file order; Metis takes a type's memory from its first cluster file entry."""
 
     nodes: tuple[Node, ...]
@@ -44,7 +44,7 @@ class Cluster:
         return tuple(node for node in self.nodes if node.device_type == device_type)
 
 
-def read_cluster(hostfile: str | Path, clusterfile: str | Path) -> Cluster:
+def read_hosts(hostfile: str | Path, clusterfile: str | Path) -> Hosts:
     """Join the two files. ValueError names the file, the line or entry, and what to write instead."""
     entries = read_clusterfile(clusterfile)
     nodes = []
@@ -58,7 +58,7 @@ def read_cluster(hostfile: str | Path, clusterfile: str | Path) -> Cluster:
     type_memory = {}
     for entry in entries.values():
         type_memory.setdefault(entry["instance_type"], entry["memory"])
-    return Cluster(tuple(nodes), type_memory)
+    return Hosts(tuple(nodes), type_memory)
 
 
 def read_hostfile(path: str | Path) -> list[tuple[int, str, int]]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from mstrain.planner.mixed.bounds import child_costs
 from mstrain.planner.mixed.cost import Model, build_model, generator_ms
-from mstrain.planner.mixed.hosts import read_cluster
+from mstrain.planner.mixed.hosts import read_hosts
 from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.profiles import check_layer_times, profile_name, read_profiles
 from mstrain.planner.mixed.result import Certificate, OptimalResult, report_plan
@@ -42,7 +42,7 @@ def plan_optimal(
     Raises ValueError for bad input, naming file and fix, and when no plan fits the cluster or none was
     found in time.
     """
-    cluster = read_cluster(hostfile, clusterfile)
+    cluster = read_hosts(hostfile, clusterfile)
     profiles = read_profiles(profile_dir, cluster.device_types)
     check_layer_times(profiles, options.num_layers)
     for key, profile in profiles.items():

@@ -8,7 +8,7 @@ stage, as in the cost model, but stages need not wait for each other with them.
 
 from dataclasses import dataclass
 
-from mstrain.planner.mixed.hosts import Cluster as Hosts
+from mstrain.planner.mixed.hosts import Hosts
 from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.result import Plan, StagePlan
 from mstrain.planner.mixed.space import kind_labels, kind_of, kinds_of

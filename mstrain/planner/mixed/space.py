@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from mstrain.planner.mixed.hosts import Cluster, Node
+from mstrain.planner.mixed.hosts import Hosts, Node
 from mstrain.planner.mixed.options import PlanOptions
 
 
@@ -46,7 +46,7 @@ class Choice:
         return tuple(kind for kind, count in enumerate(self.devices) if count)
 
 
-def kinds_of(cluster: Cluster) -> tuple[Kind, ...]:
+def kinds_of(cluster: Hosts) -> tuple[Kind, ...]:
     """Equal nodes together, sorted, so that the order of the host file does not matter."""
     counts = Counter(
         (node.device_type, node.slots, node.intra_gb_s, node.inter_gb_s, node.memory_gb)

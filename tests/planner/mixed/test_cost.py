@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mstrain.planner.mixed import PlanOptions, plan_optimal, write_csv, write_json
-from mstrain.planner.mixed.cost import build_model, build_stage, ring_ms
-from mstrain.planner.mixed.hosts import read_cluster
+from mstrain.planner.mixed.cost import build_model, build_stage, all_reduce_ms
+from mstrain.planner.mixed.hosts import read_hosts
 from mstrain.planner.mixed.profiles import read_profiles
 from mstrain.planner.mixed.space import Choice, choose_unit, divisor_chain, kinds_of, stage_sizes
 from mstrain.planner.mixed.times import interpolate, share_samples
@@ -17,7 +17,7 @@ SIZES = {"hidden_size": 64, "sequence_length": 128, "vocab_size": 512}
 
 
 def model_of(small, **options):
-    cluster = read_cluster(*small.files[:2])
+    cluster = read_hosts(*small.files[:2])
     profiles = read_profiles(small.profiles, cluster.device_types)
     given = PlanOptions(**{"num_layers": 4, "batch": 6, **SIZES, **options})
     return build_model(given, kinds_of(cluster), profiles)
@@ -53,8 +53,8 @@ def test_both_bandwidths_and_latency_enter_where_they_should(small_cluster):
     assert one_node.tensor_ms.tolist() == [0.0]
     model = model_of(small_cluster([("fast", 1), ("fast", 1)]), latency_ms=0.25)
     across = build_stage(model, Choice((2,), 2, (1,)), 1)
-    assert across.tensor_ms[0] == pytest.approx(4 * ring_ms(2, message, inter, 0.25))
-    assert ring_ms(1, 1e9, inter, 0.25) == 0
+    assert across.tensor_ms[0] == pytest.approx(4 * all_reduce_ms(2, message, inter, 0.25))
+    assert all_reduce_ms(1, 1e9, inter, 0.25) == 0
 
 
 def test_mixed_stage_runs_at_its_slowest_member(small_cluster):
@@ -67,7 +67,7 @@ def test_mixed_stage_runs_at_its_slowest_member(small_cluster):
 
 def test_unequal_nodes_are_kinds_of_their_own_and_sizes_pack(small_cluster):
     small = small_cluster([("fast", 6), ("fast", 4), ("fast", 4)])
-    kinds = kinds_of(read_cluster(*small.files[:2]))
+    kinds = kinds_of(read_hosts(*small.files[:2]))
     assert [(kind.devices, kind.slots) for kind in kinds] == [(8, 4), (6, 6)]
     assert divisor_chain(12) == [12, 6, 3, 1]
     assert stage_sizes(kinds[0], 1) == [1, 2, 4, 8]

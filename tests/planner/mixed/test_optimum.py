@@ -10,7 +10,7 @@ import pytest
 
 from mstrain.planner.mixed import PlanOptions, plan_optimal
 from mstrain.planner.mixed.cost import build_model, build_stage, generator_ms
-from mstrain.planner.mixed.hosts import read_cluster
+from mstrain.planner.mixed.hosts import read_hosts
 from mstrain.planner.mixed.profiles import read_profiles
 from mstrain.planner.mixed.space import choices, choose_unit, kinds_of
 from mstrain.planner.mixed.tables import Box
@@ -55,7 +55,7 @@ def stage_cost(model, stage, begin, end, flight):
 
 def brute_force(files, options):
     """Cheapest cost of every distinct plan: microbatch size and stages in any order."""
-    cluster = read_cluster(*files[:2])
+    cluster = read_hosts(*files[:2])
     profiles = read_profiles(files[2], cluster.device_types)
     kinds = kinds_of(cluster)
     model = build_model(options, kinds, profiles)

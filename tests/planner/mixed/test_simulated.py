@@ -8,7 +8,7 @@ import pytest
 
 from mstrain.commands import plan as command
 from mstrain.planner.mixed import PlanOptions, plan_optimal
-from mstrain.planner.mixed.hosts import read_cluster
+from mstrain.planner.mixed.hosts import read_hosts
 from mstrain.planner.mixed.simulated import allocate, mixed_cluster, simulate_mixed, stage_rows
 
 SIZES = {"hidden_size": 64, "sequence_length": 128, "vocab_size": 512}
@@ -16,7 +16,7 @@ SIZES = {"hidden_size": 64, "sequence_length": 128, "vocab_size": 512}
 
 def planned(files, **given):
     options = PlanOptions(**{"num_layers": 4, "batch": 6, **SIZES, **given})
-    return plan_optimal(*files, options), options, read_cluster(*files[:2])
+    return plan_optimal(*files, options), options, read_hosts(*files[:2])
 
 
 def test_one_device_takes_what_the_cost_model_says(small_cluster):
@@ -32,7 +32,7 @@ def test_simulator_stays_near_the_cost_model_and_keeps_its_memory(inputs, schedu
     options = PlanOptions(num_layers=10, batch=128, schedule=schedule, top_k=8)
     files = inputs(10, 16)
     for plan in plan_optimal(*files, options).plans:
-        simulated = simulate_mixed(plan, options, read_cluster(*files[:2]))
+        simulated = simulate_mixed(plan, options, read_hosts(*files[:2]))
         message = (
             plan.microbatch * options.sequence_length * options.hidden_size * options.element_bytes / 1e9
         )

@@ -8,8 +8,8 @@ import pytest
 
 from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees, Placement
-from mstrain.simulator.rules import RULES
 from research.distir.mlp import Mlp, StepOptions
+from research.distir.rules import RULES
 from research.distir.transform_mlp import mlp_step
 
 ELEMENT_BYTES = {"fp16": 2, "fp32": 4}

@@ -7,16 +7,16 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Pairs, Switch, Torus
-from mstrain.simulator.costs import communication_seconds, compute_seconds
+from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees
 from mstrain.simulator.program import OpSpec, ProgramBuilder
-from mstrain.simulator.rules import RULES, rule_set
 from mstrain.simulator.simulate import simulate
 from mstrain.timeline import busy_compute, exposed_communication
 from research.distir.grid import simulate_mlp
 from research.distir.mlp import Mlp, StepOptions
+from research.distir.rules import RULES, rule_set
 from research.distir.transform_mlp import mlp_step
+from tests.simulator.networks import Pairs, Torus
 
 CHIP = Device(1e14, 1e12, memory_bytes=8e10, launch_seconds=2e-6)
 CORRECTED = RULES["corrected"]
@@ -28,7 +28,7 @@ def cluster_of(count: int, latency: float = 1e-6) -> Cluster:
 
 def test_kernels_take_the_longer_of_memory_and_arithmetic():
     def cost(kind, *shapes):
-        return compute_seconds(CORRECTED, OpSpec(kind, shapes, 2), CHIP) - CHIP.launch_seconds
+        return CORRECTED.compute_seconds(OpSpec(kind, shapes, 2), CHIP) - CHIP.launch_seconds
 
     assert cost("MatMul", (4096, 4096), (4096, 4096)) == pytest.approx(2 * 4096**3 / 1e14)
     assert cost("MatMul", (8, 4096), (4096, 4096)) == pytest.approx(2 * (2 * 8 * 4096 + 4096**2) / 1e12)
@@ -39,14 +39,14 @@ def test_kernels_take_the_longer_of_memory_and_arithmetic():
     assert cost("ReluGrad", (1024, 1024)) == pytest.approx(3 * 2 * 1024**2 / 1e12)
     assert cost("Loss", (1024, 1024)) == pytest.approx(2 * 2 * 1024**2 / 1e12)
     assert cost("SGD", (1024, 1024), (512, 512)) == pytest.approx(3 * 2 * (1024**2 + 512**2) / 1e12)
-    assert compute_seconds(CORRECTED, OpSpec("Identity", ((9, 9),), 2), CHIP) == 0.0
+    assert CORRECTED.compute_seconds(OpSpec("Identity", ((9, 9),), 2), CHIP) == 0.0
 
 
 def test_one_gigabit_is_an_eighth_of_a_gigabyte():
     cluster = Cluster.homogeneous(2, CHIP, Switch(200 * GIGABIT))
     send = OpSpec("Send", ((1000, 1000),), 4)
-    assert communication_seconds(CORRECTED, send, (0, 1), cluster) == pytest.approx(4e6 / 25e9)
-    assert communication_seconds(RULES["notebook"], send, (0, 1), cluster) == pytest.approx(
+    assert CORRECTED.communication_seconds(send, (0, 1), cluster) == pytest.approx(4e6 / 25e9)
+    assert RULES["notebook"].communication_seconds(send, (0, 1), cluster) == pytest.approx(
         4e6 / 25e9 * 4 / 64
     )
 
@@ -55,7 +55,7 @@ def test_unknown_names_are_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="choose one of corrected notebook march head"):
         rule_set("tail")
     with pytest.raises(ValueError, match="no cost rule for operation 'Fft'; known: .*MatMul"):
-        compute_seconds(CORRECTED, OpSpec("Fft", ((2, 2),), 4), CHIP)
+        CORRECTED.compute_seconds(OpSpec("Fft", ((2, 2),), 4), CHIP)
 
 
 def test_gradients_are_summed_over_replicas_and_once_per_weight():

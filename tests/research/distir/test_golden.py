@@ -4,8 +4,8 @@ representative.
 
 import pytest
 
-from mstrain.simulator.rules import DISTIR_NAMES
 from mstrain.simulator.simulate import simulate
+from research.distir.rules import DISTIR_NAMES
 
 EXPERIMENTS = {
     "notebook": {

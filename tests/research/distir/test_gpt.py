@@ -4,8 +4,8 @@ import pytest
 
 from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees
-from mstrain.simulator.rules import DISTIR_NAMES
 from research.distir.grid import simulate_step
+from research.distir.rules import DISTIR_NAMES, rule_set
 from research.distir.transform_gpt import GptStack, gpt_step
 
 
@@ -22,7 +22,7 @@ def test_gpt_like_inference(distir):
         )
         step = gpt_step(GptStack(given["n_layer"], given["d_embd"], given["rows"]), degrees)
         for everything in (False, True):
-            result = simulate_step(step, cluster, "head", everything)
+            result = simulate_step(step, cluster, rule_set("head"), everything)
             program = result.program
             assert result.seconds == pytest.approx(wanted["latency_s"], rel=distir["tolerance_relative"])
             assert result.peak_bytes == wanted["peak_memory_bytes"]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mstrain.simulator.placement import Degrees, Placement
-from mstrain.simulator.rules import RULES
 from research.distir.mlp import Mlp, StepOptions
+from research.distir.rules import RULES
 from research.distir.transform_mlp import mlp_step
 
 MLP = Mlp(8, 6, 12, 18, 24)

@@ -3,10 +3,10 @@
 import pytest
 
 from mstrain.hardware import chip_named
-from mstrain.simulator.cluster import Torus
 from mstrain.simulator.placement import Degrees
 from research.distir.grid import grid_search, simulate_mlp
 from research.distir.mlp import Mlp
+from tests.simulator.networks import Torus
 from tests.simulator.presets import slice_cluster, switch_cluster
 
 

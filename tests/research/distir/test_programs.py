@@ -6,10 +6,10 @@ import pytest
 from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees, Placement
 from mstrain.simulator.program import ProgramBuilder
-from mstrain.simulator.rules import DISTIR_NAMES, RULES
 from mstrain.simulator.simulate import simulate
 from mstrain.timeline import chrome_events
 from research.distir.mlp import Mlp, StepOptions
+from research.distir.rules import DISTIR_NAMES, RULES, rule_set
 from research.distir.transform_mlp import mlp_step
 
 CLUSTER = Cluster.homogeneous(3, Device(1.4e13, 9e11), Switch(25 * GIGABIT))
@@ -77,7 +77,7 @@ def replicated():
 )
 def test_live_memory_of_checkpointing(distir, name, program):
     wanted = find(distir, name)
-    result = simulate(program, CLUSTER, "head")
+    result = simulate(program, CLUSTER, rule_set("head"))
     assert result.num_events == wanted["trace_events"]
     assert result.seconds == pytest.approx(wanted["latency_s"], rel=1e-12)
     time, total = result.memory.timelines()[0]
@@ -87,7 +87,7 @@ def test_live_memory_of_checkpointing(distir, name, program):
 
 def test_live_memory_of_replicated_weights(distir):
     wanted = find(distir, "head-memory-zero-base")
-    result = simulate(replicated(), CLUSTER, "head")
+    result = simulate(replicated(), CLUSTER, rule_set("head"))
     assert result.num_events == wanted["trace_events"]
     assert result.seconds == pytest.approx(wanted["latency_s"], rel=1e-12)
     for device, (time, total) in result.memory.timelines().items():
@@ -104,7 +104,7 @@ def test_inference(distir):
     for weight in weights:
         (value,) = build.op("MatMul", (shape, (1024, 1024)), (0,), (value, weight), [(shape, 0)])
         (value,) = build.op("Relu", (shape,), (0,), (value,), [(shape, 0)])
-    result = simulate(build.build(), CLUSTER, "head")
+    result = simulate(build.build(), CLUSTER, rule_set("head"))
     assert result.seconds == pytest.approx(wanted["latency_s"], rel=1e-12)
     assert (result.peak_bytes, result.program.num_ops) == (wanted["peak_memory_bytes"], wanted["num_ops"])
 
@@ -112,7 +112,7 @@ def test_inference(distir):
 def test_trace_and_memory_of_the_tiny_step(distir):
     degrees = Degrees(pipeline=2, microbatches=2)
     step = mlp_step(Mlp.square(4, 4, 8), degrees, "head", StepOptions(gather_outputs=False))
-    result = simulate(step.expand(Placement(degrees, first=1)), CLUSTER, "head")
+    result = simulate(step.expand(Placement(degrees, first=1)), CLUSTER, rule_set("head"))
     wanted = distir["tiny_trace"]
     events = chrome_events(result.timeline(), DISTIR_NAMES)
     assert len(events) == len(wanted["trace"])
@@ -141,7 +141,7 @@ def test_simulated_column_of_the_measured_table(distir):
             Device(table["device_flops"], table["dram_bytes_per_s"]),
             Switch(table["bandwidth_gbps"] * GIGABIT),
         )
-        result = simulate(mlp_step(mlp, degrees, rules).expand(Placement(degrees, first=1)), cluster, rules)
+        result = simulate(mlp_step(mlp, degrees, rules).expand(Placement(degrees, first=1)), cluster, rule_set(rules))
         assert abs(1e3 * result.seconds - row["simulated_ms"]) <= 0.5 * table["simulated_ms_is_rounded_to"]
 
 
@@ -156,7 +156,7 @@ def test_simulated_latency_of_the_scaling_programs(distir, rules, device):
             options=StepOptions(optimizer=False),
         )
         result = simulate(
-            step.expand(Placement(Degrees())), Cluster.homogeneous(1, device, Switch(1.0)), rules
+            step.expand(Placement(Degrees())), Cluster.homogeneous(1, device, Switch(1.0)), rule_set(rules)
         )
         assert result.seconds == pytest.approx(row["simulated_latency_s"], rel=1e-9)
         assert result.num_events == row["num_ops"]

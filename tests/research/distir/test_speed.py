@@ -4,13 +4,14 @@ import time
 
 import numpy as np
 
-from mstrain.simulator.cluster import Cluster, Device, Pairs, Switch, Torus
+from mstrain.simulator.cluster import Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees, Placement
 from mstrain.simulator.simulate import simulate
 from research.distir import experiments
 from research.distir.grid import simulate_mlp
 from research.distir.mlp import Mlp
 from research.distir.transform_mlp import mlp_step
+from tests.simulator.networks import Pairs, Torus
 
 CHIP = Device(1e14, 1.2e12)
 

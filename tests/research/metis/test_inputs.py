@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from mstrain.planner.mixed.hosts import read_cluster
+from mstrain.planner.mixed.hosts import read_hosts
 from mstrain.planner.mixed.profiles import read_profiles
 from research.metis import MetisOptions, SearchStopped, run_metis
 from research.metis.homogeneous import run_homogeneous
@@ -35,13 +35,13 @@ def test_host_file(tmp_path, text, says):
     (tmp_path / "hostfile").write_text(text)
     write_clusterfile(tmp_path / "clusterfile.json")
     with pytest.raises(ValueError, match=says):
-        read_cluster(tmp_path / "hostfile", tmp_path / "clusterfile.json")
+        read_hosts(tmp_path / "hostfile", tmp_path / "clusterfile.json")
 
 
 def test_host_file_takes_both_spellings_blank_lines_and_any_count(tmp_path):
     (tmp_path / "hostfile").write_text("0.0.0.1 slots=16\n\n0.0.0.4 8  # the fast one\n")
     write_clusterfile(tmp_path / "clusterfile.json")
-    cluster = read_cluster(tmp_path / "hostfile", tmp_path / "clusterfile.json")
+    cluster = read_hosts(tmp_path / "hostfile", tmp_path / "clusterfile.json")
     assert [(node.device_type, node.slots) for node in cluster.nodes] == [("V100", 16), ("A100", 8)]
 
 
@@ -57,7 +57,7 @@ def test_cluster_file_entry(tmp_path, entry, says):
     (tmp_path / "hostfile").write_text("0.0.0.1 slots=4\n")
     write_clusterfile(tmp_path / "clusterfile.json", {**CLUSTER, "0.0.0.1": entry})
     with pytest.raises(ValueError, match=says):
-        read_cluster(tmp_path / "hostfile", tmp_path / "clusterfile.json")
+        read_hosts(tmp_path / "hostfile", tmp_path / "clusterfile.json")
 
 
 def test_missing_and_malformed_files_are_named(files):

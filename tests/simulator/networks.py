@@ -1,0 +1,109 @@
+"""Networks that only tests need: a torus link by link, and arbitrary pairs. They check the rings of `Network`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from mstrain.simulator.cluster import Network, Path, Wire
+from mstrain.simulator.placement import Placement
+
+
+@dataclass(frozen=True)
+class Torus(Network):
+    """Devices numbered row-major over `shape`; each has a link of `bandwidth` to both neighbours in every
+    dim.
+
+    Messages go dim by dim, the shorter way round. `wrap=False` makes a mesh (no links around).
+    """
+
+    shape: tuple[int, ...]
+    bandwidth: float
+    latency: float = 0.0
+    launch: float = 0.0
+    wrap: bool = True
+
+    def hops(self, here: int, there: int) -> tuple[Path, Path]:
+        return self.path(here, there), self.path(there, here)  # half of a ring's data goes each way round
+
+    def alike(self, placement: Placement) -> bool:
+        # Shifts along a closed dim map the plan to itself when every parallel axis is one whole dim.
+        sizes = [getattr(placement.degrees, axis) for axis in placement.order]
+        return (
+            self.wrap
+            and placement.first == 0
+            and [size for size in sizes if size > 1] == [size for size in self.shape if size > 1]
+        )
+
+    def _step(self, device: int, dim: int, positive: bool) -> int:
+        """The neighbour of `device` along `dim`."""
+        stride = prod(self.shape[dim + 1 :])
+        at = device // stride % self.shape[dim]
+        return device + ((at + (1 if positive else -1)) % self.shape[dim] - at) * stride
+
+    def wire(self, number: int) -> Wire:
+        # Two numbers per link and direction: where it leaves a device, and where it arrives at the neighbour.
+        number, arrives = divmod(number, 2)
+        device, which = divmod(number, 2 * len(self.shape))
+        dim, negative = divmod(which, 2)
+        if arrives:
+            neighbour = self._step(device, dim, not negative)
+            return Wire(neighbour, f"link dim {dim} {'-+'[negative]} in", self.bandwidth)
+        return Wire(device, f"link dim {dim} {'+-'[negative]} out", self.bandwidth)
+
+    def path(self, source: int, destination: int) -> Path:
+        wires, here, hops = [], source, 0
+        for dim in reversed(range(len(self.shape))):
+            size, stride = self.shape[dim], prod(self.shape[dim + 1 :])
+            at, target = source // stride % size, destination // stride % size
+            forward = (target - at) % size
+            positive = forward <= size - forward if self.wrap else target > at
+            for _ in range(forward if positive else (at - target) % size):
+                number = 2 * (2 * len(self.shape) * here + 2 * dim + (0 if positive else 1))
+                wires += [number, number + 1]
+                here, hops = self._step(here, dim, positive), hops + 1
+        return Path(tuple(wires), self.bandwidth, self.launch + self.latency * hops)
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs(Network):
+    """A symmetric matrix of bandwidths (bytes/s), NaN where two devices have no link; one latency for all.
+
+    This is DistIR's notion of a topology: no pair slows another. Rings go one way only, because a measured
+    pair bandwidth is usually that of a port which both directions of a ring would share.
+    """
+
+    bandwidths: np.ndarray
+    latency: float = 0.0
+    launch: float = 0.0
+
+    @classmethod
+    def from_triples(
+        cls, num_devices: int, triples: Sequence[tuple[int, int, float]], latency: float = 0.0
+    ) -> Pairs:
+        """From (source, destination, bytes/s) triples, each stored both ways."""
+        matrix = np.full((num_devices, num_devices), np.nan)
+        for source, destination, bandwidth in triples:
+            matrix[source, destination] = matrix[destination, source] = bandwidth
+        return cls(matrix, latency)
+
+    def wire(self, number: int) -> Wire:
+        pair, arrives = divmod(number, 2)
+        source, destination = divmod(pair, len(self.bandwidths))
+        bandwidth = float(self.bandwidths[source, destination])
+        if arrives:
+            return Wire(destination, f"link from {source}", bandwidth)
+        return Wire(source, f"link to {destination}", bandwidth)
+
+    def path(self, source: int, destination: int) -> Path:
+        bandwidth = float(self.bandwidths[source, destination])
+        if np.isnan(bandwidth):
+            raise ValueError(
+                f"devices {source} and {destination} must talk but have no link; "
+                f"add ({source}, {destination}, bytes_per_second) to the topology"
+            )
+        number = 2 * (source * len(self.bandwidths) + destination)
+        return Path((number, number + 1), bandwidth, self.launch + self.latency)
