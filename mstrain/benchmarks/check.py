@@ -12,7 +12,7 @@ from rich.table import Table
 from mstrain.benchmarks.comparison import duration
 from mstrain.benchmarks.layer_kinds import seconds_by_kind
 from mstrain.benchmarks.remedies import Remedies, Remedy
-from mstrain.compiler import DoesNotFit, Program, Target, compile_step, make_target, predict, tpu_slice_devices
+from mstrain.compiler import Compiled, DoesNotFit, Target, compile_program, make_target, predict, tpu_slice_devices
 from mstrain.hardware import TpuSlice, mfu, parse_target
 from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
@@ -21,12 +21,12 @@ from mstrain.models.plan import describe_plan, make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import BYTES
 from mstrain.planner.meshes import best_meshes
-from mstrain.planner.tuning_cache import tuned
 from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import GIB
 from mstrain.program.optimizer import make_optimizer
-from mstrain.program.step import abstract_state
+from mstrain.program.step import abstract_state, step_program
 from mstrain.training.config import RunConfig
+from mstrain.training.tuned import tuned
 
 QUIET = Console(quiet=True)
 
@@ -50,15 +50,14 @@ class Step:
     def _optimizer(self):
         return make_optimizer(self.config.optimizer, self.config.steps)
 
-    def compile(self) -> Program:
+    def compile(self) -> Compiled:
         """Raises DoesNotFit when a device has too little memory."""
         hbm, state = self.target.tpu_slice.chip.hbm_bytes, sum(self.state_bytes.values())
         if hbm and state > hbm:
             raise DoesNotFit(f"weights and moments alone are {_of(state, hbm)} of a device", state)
         config = self.config
-        program = compile_step(
-            self.module, self._optimizer, self.target, config.batch // config.accumulate, config.accumulate
-        )
+        step = step_program(self.module, self._optimizer, config.batch, config.accumulate)
+        program = compile_program(step, self.target)
         program.check_fits()
         return program
 
@@ -165,7 +164,7 @@ def _of(size: float, hbm: float) -> str:
     return f"{size / GIB:.1f} of {hbm / GIB:.1f} GiB"
 
 
-def _memory_table(step: Step, program: Program) -> Table:
+def _memory_table(step: Step, program: Compiled) -> Table:
     hbm = step.target.tpu_slice.chip.hbm_bytes
     memory, state = program.memory, step.state_bytes
     parts = state | {
@@ -181,7 +180,7 @@ def _memory_table(step: Step, program: Program) -> Table:
     return table
 
 
-def _cost_lines(step: Step, program: Program) -> list:
+def _cost_lines(step: Step, program: Compiled) -> list:
     schedule, config = predict(program), step.config
     devices, tokens = step.target.mesh.size, config.batch * config.seq
     flops = tokens * training_flops_per_token(step.module.model, config.seq)

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 
-from mstrain.compiler import Program, Schedule
+from mstrain.compiler import Compiled, Schedule
 from mstrain.compiler.hlo import parse
 
 # First match wins; op names are Flax module paths, as JAX leaves them in the compiled text.
@@ -24,7 +24,7 @@ def kind_of(op_name: str) -> str:
     return next((kind for kind, rule in RULES if re.search(rule, op_name)), KINDS[-1])
 
 
-def seconds_by_kind(program: Program, schedule: Schedule) -> dict[str, tuple[float, float]]:
+def seconds_by_kind(program: Compiled, schedule: Schedule) -> dict[str, tuple[float, float]]:
     """Seconds of (compute, exposed communication) of each kind; together they are the schedule's.
 
     A pause of the TensorCore is charged to the transfers that end in it, each from the end of the one before.

@@ -18,7 +18,6 @@ from mstrain.benchmarks.table import Report, Row, make_row
 from mstrain.benchmarks.work import Work
 from mstrain.hardware import chip_for
 from mstrain.mesh import MeshShape, emulate_devices, make_mesh
-from mstrain.planner.meshes import present_options
 from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import memory_of
 
@@ -61,13 +60,12 @@ def start_devices(config: BenchmarkConfig) -> list[MeshShape]:
     return wanted
 
 
-def time_program(work: Work, options: dict, warmup: int, repeats: int):
+def time_program(work: Work, warmup: int, repeats: int, options: dict | None = None):
     """Compiles and runs a program: the compiled program and the seconds of each timed execution.
 
     The clock stops when every result is on its device.
     """
-    function = work.function if hasattr(work.function, "lower") else jax.jit(work.function)
-    compiled = function.lower(*work.arguments).compile(options)
+    compiled = work.program.compile(options)
     arguments, seconds = work.start(), []
     for _ in range(warmup + repeats):
         begin = time.perf_counter()
@@ -79,7 +77,7 @@ def time_program(work: Work, options: dict, warmup: int, repeats: int):
 
 
 def _row(case: Case, work: Work, mesh: Mesh, config: BenchmarkConfig, peak: float | None) -> Row:
-    compiled, seconds = time_program(work, present_options(mesh), config.warmup, config.repeats)
+    compiled, seconds = time_program(work, config.warmup, config.repeats)
     return make_row(case, work, statistics.median(seconds), peak, memory=memory_of(compiled, mesh).peak)
 
 

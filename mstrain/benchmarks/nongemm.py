@@ -7,12 +7,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from mstrain.benchmarks.cases import Case
-from mstrain.benchmarks.work import Work, abstract, boxed_arguments, random_arguments, with_pullback
+from mstrain.benchmarks.work import Work
 from mstrain.layers.attention import Attention
 from mstrain.layers.mlp import Mlp
 from mstrain.models.flops import forward_flops_per_token
 from mstrain.models.plan import ModelPlan
 from mstrain.models.transformer import Block, move
+from mstrain.program.program import Program, abstract, abstract_layer_parameters, with_pullback
 
 
 class Scoring(Attention):
@@ -67,7 +68,7 @@ def nongemm_work(case: Case, seq: int, plan: ModelPlan, dtype: jnp.dtype) -> Wor
         )
     )  # fmt: skip
     module = NonGemm(model, block, seq)
-    params = boxed_arguments(module, plan.mesh, *inputs, seq)
+    params = abstract_layer_parameters(module, plan.mesh, *inputs, seq)
 
     def forward(params, x, qkv, h):
         return module.apply({"params": params}, x, qkv, h, seq)
@@ -77,10 +78,7 @@ def nongemm_work(case: Case, seq: int, plan: ModelPlan, dtype: jnp.dtype) -> Wor
     cotangents = tuple(
         abstract(y.shape, y.dtype, plan.mesh, layout.spec) for y, layout in zip(outputs, layouts, strict=True)
     )
-    arguments = (params, *inputs, cotangents)
+    program = Program(f"non-GeMM part of {model.name}", with_pullback(forward), (params, *inputs, cotangents))
     one = dataclasses.replace(model, layers=1, vocab_size=1, window=None)
     scores = forward_flops_per_token(one, seq) - forward_flops_per_token(one, seq, "causal")  # half of them
-    return Work(
-        "nongemm", "", with_pullback(forward), arguments, lambda: random_arguments(arguments), count,
-        6 * count * scores,
-    )  # fmt: skip
+    return Work("nongemm", "", program, program.random_arguments, count, 6 * count * scores)

@@ -13,7 +13,7 @@ from mstrain.benchmarks.programs import make_works
 from mstrain.benchmarks.table import Report, Row, make_row
 from mstrain.benchmarks.tuned import best_mesh
 from mstrain.benchmarks.work import Work
-from mstrain.compiler import Target, compile_function, make_target, predict, tpu_slice_devices
+from mstrain.compiler import Target, compile_program, make_target, predict, tpu_slice_devices
 from mstrain.hardware import TpuSlice
 from mstrain.mesh import MeshShape
 from mstrain.program.dtype import dtype_on
@@ -44,7 +44,7 @@ def predict_all(config: BenchmarkConfig) -> Comparison:
 def _row(case: Case, work: Work, target: Target, config: BenchmarkConfig, peak: float | None) -> Row:
     shape = "x".join(map(str, target.mesh.devices.shape))
     name = f"{case.model.name} {shape} {case.algorithm} {work.part}"
-    program = compile_function(name, work.function, work.arguments, target, dump=config.dump)
+    program = compile_program(dataclasses.replace(work.program, name=name), target, dump=config.dump)
     schedule = predict(program)
     data, rows, cols = target.mesh.devices.shape
     case = dataclasses.replace(case, mesh=MeshShape(data, rows, cols))

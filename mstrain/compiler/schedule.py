@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 
 from mstrain.compiler.collectives import Collective, Machine
-from mstrain.compiler.compile import Program
+from mstrain.compiler.compile import Compiled
 from mstrain.compiler.hlo import parse
 from mstrain.compiler.machine import machine_for
 from mstrain.compiler.steps import COMPUTE_KINDS, Block, Compute, Loop, Start, Translator, Wait
@@ -76,7 +76,7 @@ class Schedule:
         return self.exposed / self.seconds if self.seconds else 0.0
 
 
-def predict(program: Program) -> Schedule:
+def predict(program: Compiled) -> Schedule:
     """The schedule of a program compiled for a target."""
     schedule = read_schedule(program.text, machine_for(program.target))
     return dataclasses.replace(schedule, memory=program.memory)

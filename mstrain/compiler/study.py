@@ -12,9 +12,12 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-from mstrain.compiler.compile import compile_flow
+from mstrain.compiler.compile import Compiled, compile_program
 from mstrain.compiler.schedule import Schedule, predict
 from mstrain.compiler.topology import Target, make_target
+from mstrain.gemm import Plan, grid_of
+from mstrain.models.plan import chip_lowering
+from mstrain.program.parts import flow_program
 
 COLUMNS = (
     "target", "flow", "S", "overlapped", "blocking", "copies / GeMM", "GeMM / Collective",
@@ -22,11 +25,19 @@ COLUMNS = (
 )  # fmt: skip
 
 
+def compile_flow(
+    algorithm: str, flow: str, slices: int, target: Target, sizes: tuple[int, ...], **keywords
+) -> Compiled:
+    """One of the three products of a projection of `sizes` (tokens, features in, features out)."""
+    plan = Plan(algorithm, flow, grid_of(algorithm, target.mesh), slices, chip_lowering(target.tpu_slice.chip))
+    return compile_program(flow_program(plan, *sizes), target, **keywords)
+
+
 def row(
     flow: str, slices: int, target: Target, sizes: tuple[int, ...], collective: Schedule, **keywords
 ) -> tuple[str, ...]:
     """One line of the table: MeshSlice in `slices` slices against `collective`, the same product unsliced."""
-    program = compile_flow("meshslice", flow, slices, target, *sizes, **keywords)
+    program = compile_flow("meshslice", flow, slices, target, sizes, **keywords)
     s = predict(program)
     return (
         target.tpu_slice.name, flow, str(slices), f"{s.overlapped} of {len(s.transfers)}", str(s.blocking),
@@ -53,7 +64,7 @@ def main(arguments: list[str]) -> None:
         for name in chosen.targets:
             target = make_target(name, chosen.mesh)
             for flow in chosen.flows:
-                collective = predict(compile_flow("collective", flow, 1, target, *sizes))
+                collective = predict(compile_flow("collective", flow, 1, target, sizes))
                 for slices in chosen.slices:
                     line = row(flow, slices, target, sizes, collective, dump=chosen.dump)
                     table.add_row(*line)

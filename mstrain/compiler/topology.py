@@ -16,7 +16,7 @@ import jax
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
-from mstrain.hardware import TpuSlice, compiler_options, parse_target
+from mstrain.hardware import TpuSlice, parse_target
 from mstrain.mesh import AXES, MeshShape, parse_mesh
 
 # No metadata server to ask, and two compilations at once are harmless where no TPU is attached.
@@ -29,11 +29,6 @@ class Target:
 
     tpu_slice: TpuSlice
     mesh: Mesh
-
-    @property
-    def compiler_options(self) -> dict[str, bool | int | str]:
-        """XLA options of this generation (`mstrain.hardware`)."""
-        return compiler_options(self.tpu_slice.chip)
 
 
 def missing_compiler() -> str | None:

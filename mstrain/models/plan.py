@@ -113,6 +113,11 @@ def describe_plan(plan: ModelPlan) -> str:
     return " | ".join(parts)
 
 
+def chip_lowering(chip: Chip | None) -> LoweringOptions:
+    """The options of the table of chips; the plain ones for an unknown chip."""
+    return LoweringOptions(**chip.lowering) if chip else LoweringOptions()
+
+
 @functools.cache
 def canonical_plan(model: ModelConfig) -> ModelPlan:
     """Every parameter whole, in canonical order, all layers in one group: the form that checkpoints carry.
@@ -169,7 +174,7 @@ class _Planner:
         grid, width, total = grid_of(algorithm, self.mesh), self.model.width, sum(segments)
         into = self._flow(algorithm, width, total, f"{half} in")
         out = self._flow(algorithm, inside, width, f"{half} out")
-        lowering = LoweringOptions(**self.chip.lowering) if self.chip else LoweringOptions()
+        lowering = chip_lowering(self.chip)
         into_plan = Plan(algorithm, into, grid, lowering=lowering)
         out_plan = Plan(algorithm, out, grid.swapped if out == "rs" else grid, lowering=lowering)
         for segment in segments:

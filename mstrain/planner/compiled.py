@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from mstrain.compiler.compile import DoesNotFit, compile_step
+from mstrain.compiler.compile import DoesNotFit, compile_program
 from mstrain.compiler.schedule import Schedule, predict
 from mstrain.compiler.topology import Target, make_target
 from mstrain.hardware import TpuSlice
@@ -26,6 +26,7 @@ from mstrain.planner.question import Fixed, Question
 from mstrain.planner.search import rank_meshes
 from mstrain.planner.target import pod_of
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
+from mstrain.program.step import step_program
 
 MESHES = 3  # of the cost model's ranking that are compiled
 COUNTS = (1, 2, 4, 8)  # slice counts for all products that are compiled beside the cost model's
@@ -167,7 +168,7 @@ def compile_candidate(task: TuningTask, shape: MeshShape, slices: str, place: Pl
     module = Transformer(task.model, plan, task.seq, jnp.dtype(task.dtype), task.remat)
     optimizer = make_optimizer(OptimizerConfig().for_width(task.model.width), STEPS)
     try:
-        program = compile_step(module, optimizer, target, task.microbatch, task.accumulate)
+        program = compile_program(step_program(module, optimizer, task.batch, task.accumulate), target)
     except DoesNotFit as error:
         return dataclasses.replace(candidate, problem=str(error).partition(". ")[0] + ".", memory=error.needed)
     except jax.errors.JaxRuntimeError as error:  # this compiler cannot compile it: another candidate may do

@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 
-from jax.sharding import Mesh
-
-from mstrain.hardware import Chip, TpuSlice, chip_for, compiler_options, parse_target
+from mstrain.hardware import Chip, TpuSlice, chip_for, parse_target
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.planner.cost import Costed
@@ -40,8 +38,3 @@ def tpu_slice_of(devices: Sequence) -> TpuSlice | None:
     except ValueError:
         return None
     return tpu_slice if tpu_slice.devices == len(devices) else None
-
-
-def present_options(mesh: Mesh) -> dict[str, bool | int | str]:
-    """The compiler options for a mesh of devices that are here (`mstrain.hardware`)."""
-    return compiler_options(chip_for(mesh.devices.flat[0].device_kind))

@@ -14,15 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from rich.console import Console
 
 import mstrain
-from mstrain.hardware import TpuSlice
-from mstrain.mesh import MeshShape, fit_to_devices, parse_mesh
-from mstrain.models.config import ModelConfig
+from mstrain.mesh import MeshShape
 from mstrain.planner.compiled import Candidate, Place, TuningResult, TuningTask, compile_candidate, ranked, refine
-from mstrain.training.config import RunConfig
 
 FOLDER = Path("~/.cache/mstrain/tuned")
 # What decides which program is compiled and how its schedule is read.
@@ -69,18 +65,11 @@ def find_result(
     return result, False
 
 
-def tuned(
-    config: RunConfig, model: ModelConfig, tpu_slice: TpuSlice, dtype: jnp.dtype, place: Place, console: Console
-) -> RunConfig:
-    """`config` with the mesh and slice count that tune=compile chooses on `tpu_slice`; `console` hears of it.
+def choose_by_compiling(task: TuningTask, place: Place, console: Console) -> Candidate:
+    """The candidate that tune=compile chooses, from the cache or compiled on `place`; `console` shows progress.
 
     Raises ValueError when nothing is legal or fits.
     """
-    meshes = () if config.mesh == "auto" else (str(fit_to_devices(parse_mesh(config.mesh), tpu_slice.devices)),)
-    task = TuningTask(
-        model, config.parallel, tpu_slice, config.batch, config.seq, config.accumulate, jnp.dtype(dtype).name,
-        config.remat, meshes,
-    )  # fmt: skip
 
     def say(text: str) -> None:
         console.print("[bold]Tune[/]  ", text, soft_wrap=True)
@@ -91,8 +80,7 @@ def tuned(
     best = result.chosen()
     source = f"found in {result_file(task)}" if kept else f"the fastest of {len(result.candidates)} schedules"
     console.print(f"[bold]Tune[/]   mesh={best.mesh} parallel.slices={best.slices}, {source}", soft_wrap=True)
-    parallel = dataclasses.replace(config.parallel, slices=best.slices)
-    return dataclasses.replace(config, tune="model", mesh=best.mesh, parallel=parallel)
+    return best
 
 
 def summarise(candidate: Candidate) -> str:

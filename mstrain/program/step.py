@@ -3,14 +3,17 @@
 A step is one optimizer update; `state["step"]` is the number of updates finished.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mstrain.models.parameters import init_parameters, is_masked, parameter_shapes, parameter_shardings
 from mstrain.models.transformer import Transformer
+from mstrain.program.program import Program, abstract
 
 State = dict  # {"step": int32, "params": ..., "optimizer": ...}
 
@@ -82,6 +85,27 @@ def abstract_state(module: Transformer, optimizer: optax.GradientTransformation)
         state,
         state_shardings(module, optimizer),
     )
+
+
+def abstract_batch(mesh: Mesh, batch: int, seq: int, accumulate: int) -> jax.ShapeDtypeStruct:
+    """`batch_AxBxT1` of a step: int32, A microbatches of B of its `batch` sequences, T + 1 tokens each.
+
+    Sequences are sharded over the axes of `data` and `row` that divide them.
+    """
+    microbatch, axes = batch // accumulate, []
+    for axis in ("data", "row"):
+        if microbatch % math.prod(mesh.shape[a] for a in (*axes, axis)) == 0:
+            axes.append(axis)
+    return abstract((accumulate, microbatch, seq + 1), jnp.int32, mesh, P(None, tuple(axes)))
+
+
+def step_program(
+    module: Transformer, optimizer: optax.GradientTransformation, batch: int, accumulate: int = 1
+) -> Program:
+    """The training step: `batch` sequences of the whole job in `accumulate` microbatches."""
+    tokens = abstract_batch(module.plan.mesh, batch, module.seq, accumulate)
+    arguments = (abstract_state(module, optimizer), tokens)
+    return Program(f"step of {module.model.name}", make_step(module, optimizer), arguments)
 
 
 def state_shardings(module: Transformer, optimizer: optax.GradientTransformation) -> State:

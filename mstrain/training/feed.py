@@ -4,10 +4,10 @@ import math
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from mstrain.data import Batches
+from mstrain.program.step import abstract_batch
 
 
 class Feed:
@@ -15,9 +15,8 @@ class Feed:
 
     def __init__(self, batches: Batches, mesh: Mesh, accumulate: int):
         self.batches = batches
-        microbatch = batches.batch_size // accumulate
-        self.shape = (accumulate, microbatch, batches.seq + 1)
-        self.sharding = NamedSharding(mesh, P(None, _axes_that_divide(microbatch, mesh)))
+        batch = abstract_batch(mesh, batches.batch_size, batches.seq, accumulate)
+        self.shape, self.sharding = batch.shape, batch.sharding
         self._numbers = np.arange(math.prod(self.shape[:2])).reshape(self.shape[:2])
 
     def __call__(self, step: int) -> jax.Array:
@@ -31,14 +30,3 @@ class Feed:
             return parts[key]
 
         return jax.make_array_from_callback(self.shape, self.sharding, read)
-
-    def abstract(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, np.int32, sharding=self.sharding)
-
-
-def _axes_that_divide(sequences: int, mesh: Mesh) -> tuple[str, ...]:
-    axes = []
-    for axis in ("data", "row"):
-        if sequences % math.prod(mesh.shape[a] for a in (*axes, axis)) == 0:
-            axes.append(axis)
-    return tuple(axes)

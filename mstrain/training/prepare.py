@@ -22,13 +22,13 @@ from mstrain.models.plan import ModelPlan, describe_plan, make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.planner.compiled import on_present
 from mstrain.planner.meshes import best_meshes, tpu_slice_of
-from mstrain.planner.tuning_cache import tuned
 from mstrain.program.dtype import dtype_on
 from mstrain.program.optimizer import make_optimizer
 from mstrain.training.announce import announce
 from mstrain.training.config import RunConfig
 from mstrain.training.feed import Feed
 from mstrain.training.run import Run
+from mstrain.training.tuned import tuned
 
 EMULATED = meshes.MeshShape(1, 2, 4)  # what mesh=auto means on a CPU
 VALIDATION_SEED = 0  # the validation batches of every run of one corpus are the same

@@ -12,9 +12,8 @@ from mstrain.hardware import Chip, mfu
 from mstrain.job.job import ALONE, Job
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.transformer import Transformer
-from mstrain.planner.meshes import present_options
 from mstrain.program.memory import Memory, memory_of
-from mstrain.program.step import abstract_state, make_step
+from mstrain.program.step import step_program
 from mstrain.training.config import RunConfig
 from mstrain.training.feed import Feed
 from mstrain.training.goodput import Goodput
@@ -38,11 +37,9 @@ class Run:
     @functools.cached_property
     def compiled_step(self):
         """The compiled step for this run's shapes, with the chip's compiler options."""
-        step = make_step(self.module, self.optimizer)
-        options = present_options(self.module.plan.mesh)
+        program = step_program(self.module, self.optimizer, self.config.batch, self.config.accumulate)
         with self.goodput.spend("compile"):
-            lowered = step.lower(abstract_state(self.module, self.optimizer), self.feed.abstract())
-            return lowered.compile(options)
+            return program.compile()
 
     @functools.cached_property
     def memory(self) -> Memory:

@@ -68,9 +68,9 @@ def test_the_step_trains_and_its_rate_follows_from_its_time():
 @pytest.mark.parametrize("bench", ["layer", "nongemm", "gemm"])
 def test_every_gradient_is_a_result(bench):
     for work in works(f"bench={bench}", "algorithms=collective"):
-        results = jax.eval_shape(work.function, *work.arguments)
+        results = jax.eval_shape(work.program.function, *work.program.arguments)
         gradients = jax.tree.leaves(results[1:])
-        inputs = jax.tree.leaves(work.arguments[:-1])
+        inputs = jax.tree.leaves(work.program.arguments[:-1])
         assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in inputs]
 
 
@@ -85,9 +85,9 @@ def test_the_parts_of_a_layer_are_its_flops():
 def test_what_has_no_gemm_has_no_weights_of_products():
     """What it gathers are the statistics of norms: two float32 numbers per token at most."""
     (work,) = works("bench=nongemm", "algorithms=collective")
-    compiled, seconds = time_program(work, {}, warmup=1, repeats=2)
+    compiled, seconds = time_program(work, warmup=1, repeats=2, options={})
     assert len(seconds) == 2
-    leaves = jax.tree.leaves(work.arguments[0])
+    leaves = jax.tree.leaves(work.program.arguments[0])
     assert leaves and all(leaf.ndim == 1 for leaf in leaves)  # scales and biases of norms
     gathered = re.findall(r"= (\w+\[[\d,]*\])\S* all-gather\(", compiled.as_text())
     assert all(shape_bytes(shape) <= 2 * 4 * work.tokens for shape in gathered), gathered

@@ -8,18 +8,18 @@ import pytest
 
 from mstrain.compiler import (
     DoesNotFit,
-    compile_flow,
-    compile_gemm,
-    compile_layer,
-    compile_step,
+    compile_program,
     make_target,
     predict,
 )
 from mstrain.compiler.machine import FLOPS_PER_CYCLE
+from mstrain.compiler.study import compile_flow
 from mstrain.gemm import Grid, Plan
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import ParallelConfig, make_plan
 from mstrain.models.transformer import Transformer, count_parameters
+from mstrain.program.parts import layer_program, product_program
+from mstrain.program.step import step_program
 
 pytestmark = pytest.mark.usefixtures("tpu_compiler")
 SIZES = (16384, 4096, 16384)
@@ -37,7 +37,7 @@ def target(name):
     ("v5p-64", "os"), ("v5p-64", "ls"), ("v5p-64", "rs"), ("tpu7x:2x2x4", "ls"),
 ])  # fmt: skip
 def test_all_but_the_first_and_last_transfer_hide(name, flow):
-    schedule = predict(compile_flow("meshslice", flow, 4, target(name), *SIZES))
+    schedule = predict(compile_flow("meshslice", flow, 4, target(name), SIZES))
     assert len(schedule.transfers) == 2 * 4
     assert schedule.overlapped >= 2 * 4 - 2
     assert schedule.blocking == 0
@@ -49,20 +49,21 @@ def test_only_what_a_device_keeps_changes_its_layout():
     """Four slices of GPT-3's first product are not multiples of tpu7x's matrix unit on 8 columns. Turning whole
     products before they are scattered would cost half as much as multiplying, and hide nothing.
     """
-    schedule = predict(compile_flow("meshslice", "ls", 4, target("tpu7x:2x2x4"), 65536, 12288, 49152))
+    schedule = predict(compile_flow("meshslice", "ls", 4, target("tpu7x:2x2x4"), (65536, 12288, 49152)))
     assert schedule.move_fraction < 0.1
     assert schedule.overlapped >= 2 * 4 - 2
 
 
 def test_nothing_hides_without_the_options():
-    schedule = predict(compile_flow("meshslice", "os", 4, target("v5p-64"), *SIZES, options={}))
+    schedule = predict(compile_flow("meshslice", "os", 4, target("v5p-64"), SIZES, options={}))
     assert schedule.overlapped == 0
     assert schedule.blocking == 2 * 4
 
 
 def test_a_product_with_both_gradients(tmp_path):
     plan = Plan("collective", "os", Grid(target("v5p-64").mesh, ("row",), ("col",)))
-    program = compile_gemm(plan, target("v5p-64"), *SIZES, backward=True, dump=tmp_path, options={})
+    product = product_program(plan, *SIZES, jnp.bfloat16, backward=True)
+    program = compile_program(product, target("v5p-64"), dump=tmp_path, options={})
     schedule = predict(program)
     assert [t.collective.kind for t in schedule.transfers].count("reduce-scatter") == 2
     peak = target("v5p-64").tpu_slice.chip.peak_bf16
@@ -74,8 +75,9 @@ def test_a_product_with_both_gradients(tmp_path):
 
 
 def test_a_layer_compiles_with_its_gradients():
-    parallel = ParallelConfig("collective")
-    schedule = predict(compile_layer(SMALL, parallel, target("v5p-64"), 32, 512, options={}))
+    plan = make_plan(ParallelConfig("collective"), SMALL, target("v5p-64").mesh, 32, 512)
+    layer = layer_program(SMALL, plan.groups[0][0], 32 * 512, 512, jnp.bfloat16)
+    schedule = predict(compile_program(layer, target("v5p-64"), options={}))
     assert {"row", "col"} <= {axis for t in schedule.transfers for axis in t.collective.axes}
     assert schedule.cycles["gemm"] > 6 * BLOCK * 32 * 512 / 32 / FLOPS_PER_CYCLE["v5p"]
 
@@ -83,7 +85,7 @@ def test_a_layer_compiles_with_its_gradients():
 def test_the_training_step_costs_every_layer_and_gives_its_state_up():
     plan = make_plan(ParallelConfig("collective"), SMALL, target("v5p-64").mesh, 32, 512)
     module = Transformer(SMALL, plan, 512, jnp.bfloat16, "full")
-    schedule = predict(compile_step(module, optax.adamw(1e-3), target("v5p-64"), 32, options={}))
+    schedule = predict(compile_program(step_program(module, optax.adamw(1e-3), 32), target("v5p-64"), options={}))
     recomputed = 8 * SMALL.layers * BLOCK * 32 * 512
     assert schedule.cycles["gemm"] > recomputed / 32 / FLOPS_PER_CYCLE["v5p"]
     state = 3 * 4 * count_parameters(SMALL) / 32
@@ -93,7 +95,7 @@ def test_the_training_step_costs_every_layer_and_gives_its_state_up():
 
 def test_what_does_not_fit_says_by_how_much():
     with pytest.raises(DoesNotFit, match=r"would need [\d.]+ GiB of 32.0 GiB. Type remat=full") as error:
-        compile_flow("collective", "os", 1, target("v6e-32"), 2**21, 2**16, 2**16)
+        compile_flow("collective", "os", 1, target("v6e-32"), (2**21, 2**16, 2**16))
     operands = 2 * (2**21 * 2**16 * 2 + 2**32) / 32  # bf16, a device
     gathered = 2 * (2**21 * 2**16 / 4 + 2**32 / 8)
     assert error.value.needed == pytest.approx(operands + gathered, rel=0.01)

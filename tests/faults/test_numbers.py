@@ -151,8 +151,15 @@ def test_one_flipped_bit_names_its_device(spec, device, bit, feed):
     assert stopped.value.reason.count(" on device") == 1
 
 
-def test_a_run_checks_its_replicas(tmp_path, monkeypatch):
+def test_a_run_checks_its_replicas_before_it_saves_them(tmp_path, monkeypatch):
     called = []
-    monkeypatch.setattr(ReplicaCheck, "__call__", lambda self, step, state: called.append(step))
-    assert train(make(tmp_path / "run", *WORDS, "check_replicas.every=3")) == 0
-    assert called == [3, 6, 8]
+
+    def check(self, step, state):
+        called.append(step)
+        if step == 8:
+            raise Stopped("copies differ")
+
+    monkeypatch.setattr(ReplicaCheck, "__call__", check)
+    with pytest.raises(Stopped):
+        train(make(tmp_path / "run", *WORDS, "check_replicas.every=3"))
+    assert called == [3, 6, 8] and saved_steps(tmp_path / "run") == [4]

@@ -29,7 +29,8 @@ from mstrain.planner.compiled import (
 )
 from mstrain.planner.meshes import best_meshes
 from mstrain.planner.plan import plan_on
-from mstrain.planner.tuning_cache import find_result, result_file, tuned
+from mstrain.planner.tuning_cache import find_result, result_file
+from mstrain.training.tuned import tuned
 
 MODEL = ModelConfig(name="small", layers=2, width=1024, heads=8, vocab_size=1024, position="alibi")
 TASK = TuningTask(MODEL, ParallelConfig(), parse_target("v5p-8"), 16, 64)

@@ -24,15 +24,15 @@ from jax.sharding import PartitionSpec as P
 
 from mstrain.commands.train import load_config
 from mstrain.compiler.topology import make_target
+from mstrain.hardware import compiler_options
 from mstrain.job.job import ALONE
 from mstrain.mesh import emulate_devices, make_mesh, parse_mesh
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.program import step as steps
 from mstrain.program.optimizer import make_optimizer
-from mstrain.program.step import abstract_state
+from mstrain.program.step import step_program
 from mstrain.training.best_effort import BestEffort
-from mstrain.training.feed import Feed
 from mstrain.training.watchdog import Watchdog, WatchdogConfig
 
 
@@ -58,13 +58,9 @@ def build(words: list[str], mesh, dtype, options):
     module = Transformer(model, plan, config.seq, dtype, config.remat)
     optimizer = make_optimizer(config.optimizer, config.steps)
 
-    class Shape:
-        batch_size, seq = config.batch, config.seq
-
-    feed = Feed(Shape, mesh, config.accumulate)
-    given = (abstract_state(module, optimizer), feed.abstract())
+    given = step_program(module, optimizer, config.batch, config.accumulate).arguments
     makers = {"with": steps.make_step, "without": without_guard}
-    return module, optimizer, feed, {
+    return module, optimizer, given[1], {
         name: make(module, optimizer).lower(*given).compile(options) for name, make in makers.items()
     }
 
@@ -78,10 +74,10 @@ def account(programs) -> None:
     print(f"temporary memory: {memory['without']:.1f} MiB without, {memory['with']:.1f} MiB with the guard")
 
 
-def time_pairs(module, optimizer, feed, programs, pairs: int) -> None:
+def time_pairs(module, optimizer, tokens, programs, pairs: int) -> None:
     states = {name: steps.init_state(module, optimizer, 0) for name in programs}
-    tokens = np.random.default_rng(0).integers(0, module.model.vocab_size, feed.shape).astype(np.int32)
-    batch = jax.device_put(tokens, feed.sharding)
+    numbers = np.random.default_rng(0).integers(0, module.model.vocab_size, tokens.shape).astype(np.int32)
+    batch = jax.device_put(numbers, tokens.sharding)
     seconds = {name: [] for name in programs}
     for pair in range(pairs + 1):
         for name in sorted(programs, reverse=pair % 2 == 0):
@@ -121,7 +117,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.target:
         target = make_target(options.target, options.mesh)
-        *_, programs = build(options.words, target.mesh, jnp.bfloat16, target.compiler_options)
+        *_, programs = build(options.words, target.mesh, jnp.bfloat16, compiler_options(target.tpu_slice.chip))
         account(programs)
     if options.pairs:
         shape = parse_mesh(options.mesh)

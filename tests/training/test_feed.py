@@ -6,6 +6,7 @@ import pytest
 
 from mstrain.data import Batches
 from mstrain.mesh import make_mesh, parse_mesh
+from mstrain.program.step import abstract_batch
 from mstrain.training.feed import Feed
 
 SEQ, BATCH = 8, 16
@@ -75,6 +76,6 @@ def test_a_batch_that_divides_over_no_axis_is_replicated():
 
 def test_abstract_batches_are_those_that_come():
     feed = feed_on("2x2x2", accumulate=2)
-    batch, abstract = feed(0), feed.abstract()
+    batch, abstract = feed(0), abstract_batch(make_mesh(parse_mesh("2x2x2")), feed.batches.batch_size, SEQ, 2)
     assert (batch.shape, batch.dtype, batch.sharding) == (abstract.shape, abstract.dtype, abstract.sharding)
     assert isinstance(batch, jax.Array)

@@ -1,0 +1,30 @@
+"""tune=compile for a run: its question to the planner, and the run with the answer."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from rich.console import Console
+
+from mstrain.hardware import TpuSlice
+from mstrain.mesh import fit_to_devices, parse_mesh
+from mstrain.models.config import ModelConfig
+from mstrain.planner.compiled import Place, TuningTask
+from mstrain.planner.tuning_cache import choose_by_compiling
+from mstrain.training.config import RunConfig
+
+
+def tuned(
+    config: RunConfig, model: ModelConfig, tpu_slice: TpuSlice, dtype: jnp.dtype, place: Place, console: Console
+) -> RunConfig:
+    """`config` with the mesh and slice count that tune=compile chooses on `tpu_slice`.
+
+    Raises ValueError when nothing is legal or fits.
+    """
+    meshes = () if config.mesh == "auto" else (str(fit_to_devices(parse_mesh(config.mesh), tpu_slice.devices)),)
+    task = TuningTask(
+        model, config.parallel, tpu_slice, config.batch, config.seq, config.accumulate, jnp.dtype(dtype).name,
+        config.remat, meshes,
+    )  # fmt: skip
+    best = choose_by_compiling(task, place, console)
+    parallel = dataclasses.replace(config.parallel, slices=best.slices)
+    return dataclasses.replace(config, tune="model", mesh=best.mesh, parallel=parallel)

@@ -1,0 +1,3 @@
+"""The TPU compiler for tests of what it compiles."""
+
+from tests.compiler.conftest import tpu_compiler  # noqa: F401
