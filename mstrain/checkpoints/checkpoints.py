@@ -25,6 +25,7 @@ from etils import epath
 
 from mstrain.checkpoints import manifest
 from mstrain.checkpoints.canonical import canonical_targets, differing_shapes, to_canonical
+from mstrain.checkpoints.buffer import CHUNK, buffer_for
 from mstrain.checkpoints.handler import DigestingHandler, Restore, Save
 from mstrain.checkpoints.limits import seconds_allowed
 from mstrain.job.job import ALONE, Job
@@ -35,7 +36,6 @@ from mstrain.program.step import State, map_copies
 
 STATE, FACTS = "state", "facts"
 STRAGGLER_TRIES = 50
-BUFFER = 2**29  # bytes per host, beside the state itself, while a checkpoint is read
 NO_LIMIT = 10**6  # seconds, for Orbax's fixed limit; those of `mstrain.checkpoints.limits` apply
 
 
@@ -47,7 +47,7 @@ class Checkpoints:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self._directory, self._saving = directory.absolute(), 0
         self._job, self._agreement = job, SaveBarrier(job)
-        self._handler = DigestingHandler(BUFFER)
+        self._handler = DigestingHandler()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             keep_period=keep_every,
@@ -83,7 +83,8 @@ class Checkpoints:
             return
         self._prepare(state)
         canonical = to_canonical(module, optimizer)(state)
-        args = ocp.args.Composite(**{STATE: Save(canonical), FACTS: ocp.args.JsonSave(facts)})
+        chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK), canonical)
+        args = ocp.args.Composite(**{STATE: Save(canonical, chunks), FACTS: ocp.args.JsonSave(facts)})
         self._saving = step
         self._agreement.begin()
         with self._telling():
@@ -190,15 +191,16 @@ class Checkpoints:
 
     def _read(self, step: int, target: State) -> State:
         """The canonical arrays that `target` names, sharded as it says."""
-        self._check_shapes(step, target)
-        shardings = ocp.checkpoint_utils.construct_restore_args(target)
-        args = Restore(target, restore_args=shardings, partial_restore=True)
-        return self._manager.restore(step, args=ocp.args.Composite(**{STATE: args}))[STATE]
-
-    def _check_shapes(self, step: int, target: State) -> None:
+        folder = self._directory / str(step) / STATE
         with ocp.PyTreeCheckpointer() as reader:
-            tree = reader.metadata(self._directory / str(step) / STATE).item_metadata.tree
-        differing = differing_shapes(tree["params"], target["params"])
+            saved = reader.metadata(folder).item_metadata.tree["params"]
+        self._check_shapes(step, saved, target["params"])
+        shardings = ocp.checkpoint_utils.construct_restore_args(target)
+        with ocp.Checkpointer(DigestingHandler(buffer_for(saved, target))) as reader:
+            return reader.restore(folder, args=Restore(target, restore_args=shardings, partial_restore=True))
+
+    def _check_shapes(self, step: int, saved, wanted) -> None:
+        differing = differing_shapes(saved, wanted)
         if differing:
             raise ValueError(
                 f"The checkpoint of step {step} in {self._directory} belongs to another model:\n"

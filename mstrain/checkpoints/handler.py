@@ -14,14 +14,14 @@ from mstrain.checkpoints import manifest
 
 
 class DigestingHandler(ocp.PyTreeCheckpointHandler):
-    """Handles a tree with `buffer` bytes per host beside it while it is read.
+    """Reads with `buffer` bytes per host beside the arrays.
 
     `limit` is the seconds for the next save; `speed` the bytes per second of the last one, None before it.
     """
 
-    def __init__(self, buffer: int):
+    def __init__(self, buffer: int | None = None):
         # Numbers of 32 bits compress by 8 %, which costs twice the time of reading them.
-        super().__init__(use_compression=False, restore_concurrent_gb=buffer / 10**9)
+        super().__init__(use_compression=False, restore_concurrent_gb=buffer and buffer / 10**9)
         self.limit, self.speed = 0.0, None
 
     async def async_save(self, directory: epath.Path, *args, **kwargs) -> list:

@@ -37,7 +37,7 @@ def test_the_limit_grows_with_size_and_slowness(size, speed, at_least):
 
 
 def test_a_write_that_hangs_ends_at_the_limit(tmp_path):
-    handler = DigestingHandler(2**20)
+    handler = DigestingHandler()
     handler.limit = 0.05
     with pytest.raises(TimeoutError, match="this host's part was not written within 0 s"):
         _Part(handler, epath.Path(tmp_path), [concurrent.futures.Future()], 0.0).result(timeout=1e6)
