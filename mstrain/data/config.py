@@ -12,6 +12,7 @@ _READ_BY = {
     "name": ("hf",),
     "split": ("hf",),
     "revision": ("hf",),
+    "max_skipped": ("jsonl",),
     "num_tokens": ("synthetic",),
 }
 
@@ -24,7 +25,8 @@ class DataConfig:
     """stdlib: the running Python's own source text. text, jsonl: files. hf: Hugging Face datasets.
     synthetic: a seeded Markov chain that needs no file."""
     path: str | None = None
-    """File or folder (text, jsonl, hf), or a dataset's name on the Hugging Face Hub (hf)."""
+    """File, folder or pattern such as `texts/**/*.md` (text, jsonl; compressed by gzip or Zstandard, too), file or folder
+    (hf), or a dataset's name on the Hugging Face Hub (hf)."""
     field: str = "text"
     """Key (jsonl) or column (hf) that holds the text."""
     name: str | None = None
@@ -34,6 +36,9 @@ class DataConfig:
     revision: str | None = None
     """Commit, tag or branch of a dataset on the Hugging Face Hub; the newest commit of its main branch by default. The
     commit used is recorded."""
+    max_skipped: float = 0.01
+    """Largest share of JSON lines that may be skipped, because they are not JSON or have no text under `field`. Each kind
+    is reported with its count, and the file and number of its first line."""
     num_tokens: int = 1 << 22
     """Tokens made by the synthetic source, training and validation together."""
     validation_fraction: float = 0.05
@@ -52,6 +57,9 @@ class DataConfig:
         if not 0 < self.validation_fraction <= 0.5:
             raise ValueError(f"data.validation_fraction={self.validation_fraction} is not above 0 and up to "
                              "0.5: type for example data.validation_fraction=0.05")
+        if not 0 <= self.max_skipped <= 1:
+            raise ValueError(f"data.max_skipped={self.max_skipped} is not a share between 0 and 1: type for example "
+                             "data.max_skipped=0.01")
         if self.num_tokens < 1024:
             raise ValueError(f"data.num_tokens={self.num_tokens} is too few to train on: "
                              "type data.num_tokens=1024 or more")
@@ -69,7 +77,8 @@ class DataConfig:
             if not isinstance(value, str) or not value:
                 raise ValueError(f"data.{option}={value!r} is not a name: leave it out, or type for example "
                                  f"data.{option}={_default(option)}")
-        for option, kinds in (("num_tokens", int), ("validation_fraction", (int, float))):
+        for option, kinds in (("num_tokens", int), ("validation_fraction", (int, float)),
+                              ("max_skipped", (int, float))):
             value = getattr(self, option)
             if isinstance(value, bool) or not isinstance(value, kinds):
                 raise ValueError(f"data.{option}={value!r} is not a number: type for example "

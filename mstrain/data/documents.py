@@ -17,17 +17,32 @@ class Document:
     chunks: Iterable[str]
 
 
-class Skips:
-    """Counts what one pass over a source left out, by reason, with the first place of each."""
+_MANY = 10000  # units, after which a share is no accident of the first few
 
-    def __init__(self, unit: str):
-        self.unit = unit
+
+class Skips:
+    """Counts what one pass over a source left out, by reason, with the first place of each.
+
+    `limit` is the largest share of `unit` that may be left out: more is a ValueError, at the end (`check`) or when it is
+    exceeded among many.
+    """
+
+    def __init__(self, unit: str, limit: float = 1.0):
+        self.unit, self.limit = unit, limit
         self.seen = 0
         self._reasons: dict[str, tuple[int, str]] = {}
 
     def add(self, reason: str, where: str) -> None:
         count, first = self._reasons.get(reason, (0, where))
         self._reasons[reason] = (count + 1, first)
+        if self.seen >= _MANY:
+            self.check()
+
+    def check(self) -> None:
+        """Raises ValueError when more than the limit was left out."""
+        if sum(count for count, _ in self._reasons.values()) > self.limit * self.seen:
+            raise ValueError(f"{'; '.join(self.messages())}: correct them, or type data.max_skipped=1 to train without "
+                             "them")
 
     def messages(self) -> list[str]:
         """For example: skipped 3 of 120 files that are not UTF-8, first: notes/a.bin"""

@@ -2,13 +2,16 @@
 
 import codecs
 import difflib
+import glob
 import hashlib
+import itertools
 import json
 import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from mstrain.data.compressed import SUFFIXES, open_text
 from mstrain.data.config import nearest
 from mstrain.data.documents import Document, Skips, printable, text_digest
 from mstrain.data.file_digests import FileDigests
@@ -49,15 +52,12 @@ class TextFiles:
             skips.seen += 1
             path = self._root / name
             try:
-                size = os.path.getsize(path)
-                if size <= _CHUNK_BYTES:
-                    data = path.read_bytes()
-                    chunks = [data.decode("utf-8")]
-                    size = len(data)
+                with open_text(path) as file:
+                    data = file.read(_CHUNK_BYTES + 1)
+                if len(data) <= _CHUNK_BYTES:
+                    size, chunks = len(data), [data.decode("utf-8")]
                 else:
-                    for _ in _decoded_blocks(path):
-                        pass
-                    chunks = _chunks(path)
+                    size, chunks = sum(size for _, size in _decoded_blocks(path)), _chunks(path)
             except UnicodeDecodeError:
                 skips.add("that are not UTF-8", name)
                 continue
@@ -69,12 +69,15 @@ class TextFiles:
 
 
 class JsonLines:
-    """One document per line of *.jsonl files: text under `field`. Raises ValueError when none is found."""
+    """One document per line of *.jsonl files, .gz and .zst too: text under `field`. Raises ValueError when there is no
+    file, or when a file cannot be read.
+    """
 
     unit, revision = "lines", None
 
     def __init__(self, path: str, field: str):
-        self._root, self._names = listing(path, (".jsonl", ".ndjson"))
+        endings = tuple(kind + suffix for kind in (".jsonl", ".ndjson") for suffix in SUFFIXES)
+        self._root, self._names = listing(path, endings)
         self._field = field
 
     def fingerprint(self, cache: Path) -> str:
@@ -83,13 +86,13 @@ class JsonLines:
     def documents(self, skips: Skips) -> Iterator[Document]:
         for name in self._names:
             try:
-                with open(self._root / name, "rb") as file:
+                with open_text(self._root / name) as file:
                     for number, line in enumerate(file, 1):
                         if line.strip():
                             yield from self._document(f"{name}:{number}", line, skips)
-            except OSError:
-                skips.seen += 1
-                skips.add("in files that cannot be read", name)
+            except OSError as error:
+                path = printable(str(self._root / name))
+                raise ValueError(f"cannot read {path} ({error.strerror}): make it readable, or remove it") from None
 
     def _document(self, where: str, line: bytes, skips: Skips) -> Iterator[Document]:
         skips.seen += 1
@@ -115,10 +118,12 @@ class JsonLines:
 
 
 def listing(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
-    """(root, sorted relative names) of a file or of the files below a folder."""
+    """(root, sorted relative names) of a file, of the files below a folder, or of the files that a pattern matches."""
     full = Path(path).expanduser()
     if full.is_file():
         return full.parent, [full.name]
+    if glob.has_magic(path) and not full.exists():
+        return _matches(full)
     if not full.is_dir():
         siblings = sorted(os.listdir(full.parent)) if full.parent.is_dir() else []
         meant = difflib.get_close_matches(full.name, siblings, n=1)
@@ -126,9 +131,21 @@ def listing(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
         raise ValueError(printable(f"data.path={path} is no file or folder: type one that exists{hint}"))
     names = _walk(full, suffixes, set())
     if not names:
-        kinds = " or ".join("*" + suffix for suffix in suffixes if suffix) or "visible"
+        plain = ["*" + suffix for suffix in suffixes if suffix and not suffix.endswith(SUFFIXES[1:])]
+        kinds = " or ".join(plain) or "visible"
         raise ValueError(f"the folder data.path={path} has no {kinds} files: type a data.path= that has")
     return full, names
+
+
+def _matches(pattern: Path) -> tuple[Path, list[str]]:
+    """(root, sorted relative names) of the files that `pattern` matches, `**` any folders; the root has no wildcard."""
+    fixed = list(itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts))
+    root = Path(*fixed)
+    names = glob.glob(str(Path(*pattern.parts[len(fixed):])), root_dir=root, recursive=True)
+    names = sorted(name for name in names if (root / name).is_file())
+    if not names:
+        raise ValueError(f"data.path={printable(str(pattern))} matches no file: type a pattern that does")
+    return root, names
 
 
 def _walk(root: str | Path, suffixes: tuple[str, ...], skipped_folders: set[str]) -> list[str]:
@@ -160,11 +177,12 @@ def _file_digest(digests: FileDigests, root: Path, name: str) -> str:
         return "unreadable"
 
 
-def _decoded_blocks(path: Path) -> Iterator[str]:
+def _decoded_blocks(path: Path) -> Iterator[tuple[str, int]]:
+    """(text, number of its bytes) of a file, block after block."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with open(path, "rb") as file:
+    with open_text(path) as file:
         while block := file.read(_CHUNK_BYTES):
-            yield decoder.decode(block)
+            yield decoder.decode(block), len(block)
     decoder.decode(b"", final=True)
 
 
@@ -175,7 +193,7 @@ def _chunks(path: Path) -> Iterator[str]:
     """
     rest = ""
     try:
-        for block in _decoded_blocks(path):
+        for block, _ in _decoded_blocks(path):
             rest += block
             cut = rest.rfind("\n") + 1 or len(rest)
             yield rest[:cut]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mstrain.data.config import DataConfig
-from mstrain.data.documents import Skips, Source, text_digest
+from mstrain.data.documents import Document, Skips, Source, text_digest
 from mstrain.data.files import JsonLines, TextFiles
 from mstrain.data.hf import HuggingFace
 from mstrain.data.split import TRAIN, VALIDATION, Piece, Split, choose_split
@@ -65,6 +65,7 @@ def text_recipe(config: DataConfig, spec: str, vocab_size: int | None) -> Recipe
     tokenizer = None if spec == "bpe" else load_tokenizer(spec)
     source, cache = _source(config), Path(config.cache_dir).expanduser()
     contents = source.fingerprint(cache)
+    limit = config.max_skipped if config.source == "jsonl" else 1.0  # a folder of texts may hold pictures
     identity = f"bpe {vocab_size}" if tokenizer is None else tokenizer.digest
 
     def write(folder: Path, on_progress: Callable[[int], None]) -> list[str]:
@@ -77,12 +78,14 @@ def text_recipe(config: DataConfig, spec: str, vocab_size: int | None) -> Recipe
         if chosen.eod is None:
             warnings.append(f"tokenizer={spec} has no end-of-document token: documents follow without a mark")
         chosen.save(folder)
-        warnings += _write_text(source, split, chosen, folder, on_progress)
+        skips = Skips(source.unit, limit)
+        _write_text(source.documents(skips), split, chosen, folder, on_progress)
+        skips.check()
         if source.fingerprint(cache) != contents:
             raise ValueError("the text of data.path changed while it was tokenised: run again")
-        return warnings
+        return warnings + skips.messages()
 
-    fingerprint = text_digest(f"v{VERSION}", contents, identity, str(config.validation_fraction))
+    fingerprint = text_digest(f"v{VERSION}", contents, identity, str(config.validation_fraction), str(limit))
     found = {"data": source.revision, "tokenizer": tokenizer and tokenizer.revision}
     revisions = {name: revision for name, revision in found.items() if revision}
     return Recipe(fingerprint, tokenizer, tokenizer is None, write, revisions)
@@ -110,11 +113,10 @@ def _bpe_sample(source: Source, split: Split) -> Iterator[str]:
                 return
 
 
-def _write_text(source: Source, split: Split, tokenizer: Tokenizer, folder: Path,
-                on_progress: Callable[[int], None]) -> list[str]:
-    """Tokenise the corpus into train.bin and validation.bin of `folder`; returns what was skipped."""
-    skips = Skips(source.unit)
-    pieces = itertools.chain.from_iterable(map(split.pieces, source.documents(skips)))
+def _write_text(documents: Iterator[Document], split: Split, tokenizer: Tokenizer, folder: Path,
+                on_progress: Callable[[int], None]) -> None:
+    """Tokenises documents into train.bin and validation.bin of `folder`."""
+    pieces = itertools.chain.from_iterable(map(split.pieces, documents))
     done = 0
     with contextlib.ExitStack() as stack:
         writers = {side: stack.enter_context(TokenWriter(folder / f"{side}.bin", tokenizer.vocab_size))
@@ -127,7 +129,6 @@ def _write_text(source: Source, split: Split, tokenizer: Tokenizer, folder: Path
                     writers[piece.split].end_document(tokenizer.eod)
                 done += piece.num_bytes
             on_progress(done)
-    return skips.messages()
 
 
 def _groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

@@ -126,8 +126,8 @@ class TokenFile:
                 raise self._changed("replaced")
 
     def _changed(self, how: str) -> ValueError:
-        return ValueError(f"token file {self.path} was {how} while this run was reading it: run again, which resumes "
-                          "from the last checkpoint and restores the file if it can be made from its source")
+        return ValueError(f"token file {self.path} was {how} while it was read: run again, which makes the file "
+                          "anew from its text and resumes from the last checkpoint")
 
 
 class TokenWriter:

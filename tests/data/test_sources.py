@@ -1,8 +1,10 @@
 """Configs and files as people (and accidents) make them: each is read, counted or refused with the fix."""
 
+import gzip
 import json
 import os
 
+import numpy as np
 import pytest
 
 from mstrain.data import DataConfig, prepare
@@ -29,6 +31,8 @@ def read(source):
     ({"source": "jsonl", "path": "x", "name": "en"}, "data.name=en has no effect"),
     ({"num_tokens": 5000}, "data.num_tokens=5000 has no effect .* data=synthetic"),
     ({"source": "synthetic", "num_tokens": 10}, "type data.num_tokens=1024 or more"),
+    ({"source": "text", "path": "x", "max_skipped": 0.5}, "max_skipped=0.5 has no effect with data=text"),
+    ({"source": "jsonl", "path": "x", "max_skipped": 2}, "type for example data.max_skipped=0.01"),
     ({"source": "synthetic", "num_tokens": "many"}, "is not a number"),
     ({"source": "text", "path": 7}, "data.path='7'"),
     ({"validation_fraction": 0}, "type for example data.validation_fraction=0.05"),
@@ -103,6 +107,98 @@ def test_a_wrong_field_names_the_right_one(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"content": "x", "id": 1}\n' * 3)
     with pytest.raises(ValueError, match="3 of 3 lines without text under 'text'.*data.field=content"):
         prepare(DataConfig("jsonl", str(tmp_path), cache_dir=str(tmp_path / "cache")))
+
+
+def jsonl(folder, lines, name="a.jsonl", **options):
+    """A corpus of these lines."""
+    (folder / name).write_bytes(b"\n".join(lines) + b"\n")
+    return prepare(DataConfig("jsonl", str(folder / name), cache_dir=str(folder / "cache"), **options))
+
+
+def test_broken_json_lines_are_refused_by_file_and_line_beyond_a_share(tmp_path):
+    good = [json.dumps({"text": f"line {number}"}).encode() for number in range(150)]
+    assert jsonl(tmp_path, [*good, b"{bad"]).warnings == (
+        "skipped 1 of 151 lines that are not JSON, first: a.jsonl:151",)
+    broken = [*good, b"{bad", b"5"]
+    message = "skipped 1 of 152 .* first: a.jsonl:151; skipped 1 .* first: a.jsonl:152: correct them, or type"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message + " data.max_skipped=1"):
+            jsonl(tmp_path, broken)
+    assert len(jsonl(tmp_path, broken, max_skipped=1).warnings) == 2
+    with pytest.raises(ValueError, match=message):  # the corpus made by the lenient run is not taken
+        jsonl(tmp_path, broken)
+
+
+def test_many_broken_lines_are_refused_before_all_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("mstrain.data.documents._MANY", 100)
+    good = [json.dumps({"text": "x"}).encode()] * 60
+    with pytest.raises(ValueError, match="skipped 40 of 100 lines that are not JSON, first: a.jsonl:61"):
+        jsonl(tmp_path, [*good, *[b"{"] * 500])
+
+
+def compress(kind, data):
+    """Two compressed streams, one after the other, as parallel compressors write them."""
+    if kind == "gz":
+        return gzip.compress(data[:100]) + gzip.compress(data[100:])
+    pyarrow = pytest.importorskip("pyarrow")
+    parts = []
+    for part in (data[:100], data[100:]):
+        sink = pyarrow.BufferOutputStream()
+        with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+            stream.write(part)
+        parts.append(sink.getvalue().to_pybytes())
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("chunk_bytes", [50, 1 << 20])
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_compressed_files_are_read_as_their_text(tmp_path, monkeypatch, kind, chunk_bytes):
+    monkeypatch.setattr("mstrain.data.files._CHUNK_BYTES", chunk_bytes)
+    texts = ["δοκιμή 😀\n" * 40, "one\ntwo"]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / f"a.jsonl.{kind}").write_bytes(compress(kind, lines.encode()))
+    assert list(read(JsonLines(str(tmp_path), "text"))[0].values()) == texts
+    (tmp_path / f"a.jsonl.{kind}").rename(tmp_path / "by mistake.jsonl")
+    assert list(read(JsonLines(str(tmp_path), "text"))[0].values()) == texts
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / f"a.txt.{kind}").write_bytes(compress(kind, texts[0].encode()))
+    (tmp_path / "t" / f"b.{kind}").write_bytes(compress(kind, b"\xff" * 200))
+    assert read(TextFiles.of_path(str(tmp_path / "t"))) == (
+        {f"a.txt.{kind}": texts[0]}, [f"skipped 1 of 2 files that are not UTF-8, first: b.{kind}"])
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl"])
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_a_truncated_compressed_file_is_named(tmp_path, kind, source):
+    words = np.random.default_rng(0).integers(0, 1000, 9000)
+    lines = b"".join(json.dumps({"text": f"word {word}"}).encode() + b"\n" for word in words)
+    path = tmp_path / f"a.jsonl.{kind}"
+    path.write_bytes(compress(kind, lines)[:-9])
+    with pytest.raises(ValueError, match=f"{path} is truncated or damaged"):
+        prepare(DataConfig(source, str(path), cache_dir=str(tmp_path / "cache")))
+    assert not list(tmp_path.glob("cache/*/*.bin"))
+
+
+def test_patterns_choose_files(tmp_path):
+    for name in ("a.md", "b.txt", "x/c.md", "x/y/d.md", "x/.e.md", "[z].md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    for pattern, names in {
+        "*.md": ["[z].md", "a.md"], "**/*.md": ["[z].md", "a.md", "x/c.md", "x/y/d.md"], "x/?.md": ["c.md"],
+        "[ab].*": ["a.md", "b.txt"], "[z].md": ["[z].md"], "*": ["[z].md", "a.md", "b.txt"],
+    }.items():
+        assert list(read(TextFiles.of_path(str(tmp_path / pattern)))[0]) == names, pattern
+    with pytest.raises(ValueError, match="matches no file"):
+        TextFiles.of_path(str(tmp_path / "*.rst"))
+
+
+def test_a_file_that_cannot_be_read_is_refused_and_not_half_read(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "x"}\n')
+    source = JsonLines(str(path), "text")
+    path.unlink()
+    with pytest.raises(ValueError, match=f"cannot read {path}"):
+        read(source)
 
 
 @pytest.mark.parametrize("content, message", [
