@@ -123,7 +123,7 @@ def _candidates(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple]
         return []
     addresses = {sockaddr: family for family, _, _, _, sockaddr in found}
     named = "localhost" not in host and all(sockaddr[0] != host for sockaddr in addresses)
-    if named and all(ipaddress.ip_address(sockaddr[0].partition("%")[0]).is_loopback for sockaddr in addresses):
+    if named and all(ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]).is_loopback for sockaddr in addresses):
         return []
     return [(family, sockaddr) for sockaddr, family in addresses.items()]
 

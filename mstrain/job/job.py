@@ -4,14 +4,15 @@ A process that is missing is named: within `hosts.join_seconds` at the start, at
 `hosts.silent_seconds` when its host does, and within `hosts.barrier_seconds` at a barrier.
 
 JAX ships parts of this, which are used where they make the same promise: its coordination service for barriers and
-exchanged values, its heartbeats as a second line behind the rendezvous. What it lacks, measured with jax 0.9.0 and
-0.10.2, stays here. A dead process is noticed by heartbeat only (19 s at a timeout of 20 s), and the survivors are
-aborted with SIGABRT and a message without host name; here the death is noticed at once, named, and ends in the exit
+exchanged values, its heartbeats as a second line behind the rendezvous. What it lacks, measured with jax 0.9.0, 0.10.2
+and 0.12.0.1, stays here. A dead process is noticed by heartbeats only (20 s later at a timeout of 20 s), and the
+survivors are aborted with a message that names no host; here the death is noticed at once, named, and ends in the exit
 code for a restart. `jax_enable_recoverability` keeps survivors running but reports nothing to them, and they still
 abort with process 0; the callback that would replace the abort crashes (std::bad_cast). The preemption sync point
-knows SIGTERM alone, neither SIGINT, SIGHUP nor a request of the program, no second signal, and no run of one process.
-Orbax's barriers are JAX's, which a failed process does not break (see save_barrier.py).
-The service authenticates nobody; it is reached over the authenticated links of the rendezvous only.
+reacts to SIGTERM alone, neither to SIGINT, SIGHUP, a second signal nor a request of the program, and not in a run of
+one process. Orbax's barriers are JAX's, which a failed process does not break (see save_barrier.py). The service
+authenticates nobody (jax 0.12 adds mutual TLS, which needs certificates), so it is reached over the authenticated
+links of the rendezvous only.
 """
 
 import contextlib
@@ -57,7 +58,8 @@ class HostsConfig:
         for field in dataclasses.fields(self):
             if not 1 <= getattr(self, field.name) < math.inf:
                 raise ValueError(
-                    f"hosts.{field.name}={getattr(self, field.name)} is no time. Type hosts.{field.name}=60."
+                    f"hosts.{field.name}={getattr(self, field.name)} is not a number of seconds from 1 on. "
+                    f"Type hosts.{field.name}=60."
                 )
 
 
@@ -98,12 +100,13 @@ class Job:
             link.send({"kind": kind, **values})
 
     def gather(self, name: str, value: str) -> list[str]:
-        """What every process gave for `name`; raises MissingProcess naming who did not come here in time."""
+        """What every process gave for `name`. Raises MissingProcess that names the processes that did not arrive."""
         if self.processes == 1:
             return [value]
         from jax._src.distributed import global_state
 
         client = global_state.client
+        assert client is not None
         self._used[name] = self._used.get(name, 0) + 1  # keys of the service are never reused
         key = f"mstrain/{name}/{self._used[name]}"
         client.key_value_set(f"{key}/{self.process}", value)
@@ -113,7 +116,7 @@ class Job:
             came = {int(path.rpartition("/")[2]) for path, _ in client.key_value_dir_get(key)}
             missing = ", ".join(self.name(p) for p in range(self.processes) if p not in came)
             raise MissingProcess(
-                f"Barrier {name!r}: {missing or 'some process'} did not come within "
+                f"Barrier {name!r}: {missing or 'some process'} did not arrive within "
                 f"{self.config.barrier_seconds:.0f} s. "
                 "Look at its output; type hosts.barrier_seconds= above the time it needs."
             ) from error
@@ -172,8 +175,8 @@ class Job:
     def _gone(self, process: int) -> None:
         if process not in self._left:
             self._end(
-                f"{self.name(process)} is gone without a word: killed, crashed, or its host is lost. Ending; "
-                "the same command, on all hosts, goes on from the newest checkpoint.",
+                f"{self.name(process)} died without a message: killed, crashed, or its host is lost. Ending; "
+                "the same command on all hosts resumes from the newest checkpoint.",
                 RESTART,
             )
 
@@ -246,10 +249,10 @@ def _lead(info: ProcessInfo, config: HostsConfig, run_dir: str | Path, devices: 
 def _join(info: ProcessInfo, config: HostsConfig, run_dir: str | Path, devices: list[int] | None) -> Job:
     """Every other process: joins at process 0 and connects JAX to its service."""
     seconds, silent = config.join_seconds, config.silent_seconds
-    names, link = join(info, functools.partial(read_secret, run_dir), seconds, silent)
+    names, link, secret = join(info, functools.partial(read_secret, run_dir), seconds, silent)
     job = Job(info, config, names, {0: link})
     deadline = time.monotonic() + seconds
-    with Relay().to_process_0(lambda: connect(info, read_secret(run_dir), deadline, silent, "relay")) as path:
+    with Relay().to_process_0(lambda: connect(info, secret, deadline, silent, "relay")) as path:
         _initialize(info, config, devices, path)
     return job
 

@@ -5,6 +5,7 @@ import math
 import socket
 import threading
 import time
+import typing
 
 from mstrain.job.seal import Seal
 
@@ -85,7 +86,7 @@ def parse(content: bytes) -> dict:
     return message
 
 
-def _refuse(constant: str) -> None:
+def _refuse(constant: str) -> typing.NoReturn:
     raise ValueError(f"{constant} is not a number")
 
 

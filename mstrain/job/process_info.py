@@ -41,28 +41,29 @@ def find_process(
     coordinator: str | None, processes: int | None, process: int | None
 ) -> tuple[ProcessInfo | None, list[int] | None]:
     """This process's place, None in a run of one; the indices of the devices it may use, None for all."""
-    given = (coordinator, processes, process)
-    names = ("coordinator", "processes", "process")
-    if given != (None, None, None):
-        if None in given:
-            lacking = ", ".join(f"{name}=" for name, value in zip(names, given, strict=True) if value is None)
-            raise ValueError(
-                f"coordinator=, processes= and process= belong together. Type {lacking} too "
-                "(such as coordinator=10.0.0.1:8476 processes=2 process=0)."
-            )
+    given = {"coordinator": coordinator, "processes": processes, "process": process}
+    if coordinator is not None and processes is not None and process is not None:
         return ProcessInfo(coordinator, processes, process), None
-    values = [os.environ.get(name) for name in VARIABLES]
+    if any(value is not None for value in given.values()):
+        lacking = ", ".join(f"{name}=" for name, value in given.items() if value is None)
+        raise ValueError(
+            f"coordinator=, processes= and process= belong together. Type {lacking} too "
+            "(such as coordinator=10.0.0.1:8476 processes=2 process=0)."
+        )
+    values = [os.environ.get(name, "") for name in VARIABLES]
     if all(values):
         try:
             return ProcessInfo(values[0], int(values[1]), int(values[2])), None
         except ValueError as error:
             found = dict(zip(VARIABLES, values, strict=True))
-            raise ValueError(f"The environment says {found}: {error}") from None
+            raise ValueError(f"The environment has {found}: {error}") from None
     from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize() itself asks
 
-    *found, devices = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, 60)
-    if None in found or found[1] < 2:
+    found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, 60)
+    coordinator, processes, process, devices = found
+    if coordinator is None or processes is None or process is None or processes < 2:
         return None, None
     # One task per SLURM node has the node's devices; JAX's rule of one device per task is for several.
     alone_on_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0] == "1"
-    return ProcessInfo(*found), None if alone_on_node else devices
+    info = ProcessInfo(coordinator, processes, process)
+    return info, None if alone_on_node or devices is None else list(devices)

@@ -113,8 +113,8 @@ class Rendezvous:
 
 def join(
     info: ProcessInfo, read_secret: Callable[[], bytes | None], seconds: float, silent: float
-) -> tuple[dict[int, str], Link]:
-    """Every other process: joins; host name of every process, and the link to process 0.
+) -> tuple[dict[int, str], Link, bytes]:
+    """Every other process: joins; host name of every process, the link to process 0, and the secret.
 
     Reads the secret anew for every attempt, as process 0 may replace it. Raises MissingProcess when process 0
     does not answer within `seconds` or reports who is missing, ValueError when it refuses this process.
@@ -122,14 +122,13 @@ def join(
     deadline, failure = time.monotonic() + seconds, None
     while True:
         try:
-            link = _attempt(info, read_secret, deadline, silent)
+            link, secret = _attempt(info, read_secret, deadline, silent)
             break
         except OSError as error:
             if not isinstance(failure, NotAuthenticated):  # explains more than that the port is closed by now
                 failure = error
             if time.monotonic() > deadline:
-                refused = isinstance(failure, NotAuthenticated)
-                raise (ValueError if refused else MissingProcess)(_no_answer(info, seconds, failure)) from None
+                raise MissingProcess(_no_answer(info, seconds, failure)) from None
             time.sleep(TICK)
     try:
         # Process 0 may have begun to wait later than this one, and reports at its own deadline who is missing.
@@ -140,7 +139,7 @@ def join(
         ) from None
     if answer["kind"] == "refused":
         raise (MissingProcess if answer.get("missing") else ValueError)(str(answer["reason"]))
-    return {int(process): str(host) for process, host in answer["names"].items()}, link
+    return {int(process): str(host) for process, host in answer["names"].items()}, link, secret
 
 
 def connect(info: ProcessInfo, secret: bytes, deadline: float, silent: float, kind: str) -> Link:
@@ -158,8 +157,8 @@ def connect(info: ProcessInfo, secret: bytes, deadline: float, silent: float, ki
     return link
 
 
-def _attempt(info: ProcessInfo, read_secret, deadline: float, silent: float) -> Link:
-    """The link after process 0 has accepted this process. Raises OSError to try again, ValueError when refused."""
+def _attempt(info: ProcessInfo, read_secret, deadline: float, silent: float) -> tuple[Link, bytes]:
+    """The link after process 0 has accepted this process, and the secret. Raises OSError to try again, ValueError when refused."""
     secret = read_secret()
     if secret is None:
         raise FileNotFoundError("no secret of this job yet")
@@ -167,7 +166,7 @@ def _attempt(info: ProcessInfo, read_secret, deadline: float, silent: float) -> 
     answer = link.receive_message(time.monotonic() + HANDSHAKE_SECONDS)
     if answer["kind"] == "refused":
         raise ValueError(str(answer["reason"]))
-    return link
+    return link, secret
 
 
 def _no_answer(info: ProcessInfo, seconds: float, error: OSError) -> str:

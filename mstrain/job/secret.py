@@ -42,6 +42,8 @@ def offered_secret(run_dir: str | Path) -> Iterator[bytes]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / FILE, secret)
+        if (folder / FILE).stat().st_mode & 0o077:
+            print(f"The file system of run_dir={run_dir} ignores modes: others may read the job's secret. {REMEDY}")
     except OSError as error:
         raise ValueError(f"Cannot write into run_dir={run_dir} ({error.strerror}). Type another run_dir=.") from None
     with cleaned_up(lambda: _remove(folder, secret, made)):

@@ -1,8 +1,8 @@
 """Attacks on processes that join: python -m tests.job.fuzz_rendezvous [MESSAGES]
 
-Threads stand for the processes of a job. While they join, clients without the secret send everything but the protocol, or
-the protocol with another secret, at any length and speed. Then the job's own processes send each other malformed
-messages. Every job must join, hear its own messages and notice a death; no thread may end with an exception.
+Threads stand for the processes of a job. While they join, clients without the secret send everything but the
+protocol, or the protocol with another secret, at any length and speed. Then the job's own processes send each other
+malformed messages. Every job must join, hear its own messages and notice a death; no thread may end with an exception.
 """
 
 import concurrent.futures

@@ -53,7 +53,7 @@ def test_variables_of_a_job_set(monkeypatch):
 
 def test_variables_that_make_no_sense_are_refused(monkeypatch):
     environment(monkeypatch, dict(zip(VARIABLES, ("host:1", "four", "0"), strict=True)))
-    with pytest.raises(ValueError, match="The environment says"):
+    with pytest.raises(ValueError, match="The environment has"):
         find_process(None, None, None)
 
 

@@ -56,7 +56,7 @@ def close(results) -> None:
 def test_everyone_learns_the_host_of_everyone():
     first, *others = results = meet_all(infos(4))
     assert sorted(first) == [1, 2, 3]
-    assert all(names == dict.fromkeys(range(4), socket.gethostname()) for names, _ in others)
+    assert all(names == dict.fromkeys(range(4), socket.gethostname()) for names, *_ in others)
     close(results)
 
 
@@ -89,7 +89,7 @@ def test_another_number_of_processes_is_refused():
 def test_a_process_that_left_may_come_again():
     everyone = infos(3)
     with concurrent.futures.ThreadPoolExecutor(3) as pool, Rendezvous(everyone[0], SECRET, 30.0) as rendezvous:
-        _attempt(everyone[1], lambda: SECRET, time.monotonic() + 20, 30.0).close()
+        _attempt(everyone[1], lambda: SECRET, time.monotonic() + 20, 30.0)[0].close()
         others = [pool.submit(meet, info) for info in everyone[1:]]
         results = [rendezvous.wait_for_all(20), *(other.result() for other in others)]
     assert sorted(results[0]) == [1, 2]
