@@ -143,7 +143,7 @@ def test_the_death_of_process_0_is_named_however_busy_the_others_are(tmp_path):
     run = tmp_path / "new" / "run"
     command = [sys.executable, "-c", BUSY]
     job = Job(tmp_path, [f"run_dir={run}"], 3, present=[0, 2], command=command)
-    assert job.wait_for(lambda: listening(job), 60), job.output[-4000:]
+    assert job.wait_for(lambda: listening(job)), job.output[-4000:]
     assert stat.S_IMODE((run / FILE).stat().st_mode) == 0o600
     silent = []
     for seed in range(200):
@@ -151,7 +151,7 @@ def test_the_death_of_process_0_is_named_however_busy_the_others_are(tmp_path):
     late = Job(tmp_path, [f"run_dir={run}"], 3, present=[1], command=command, port=job.port)
     job.processes.insert(1, late.processes[0])
     job.outputs.insert(1, late.outputs[0])
-    assert job.wait_for(lambda: job.output.count("ready") == 3, 60), job.output[-4000:]
+    assert job.wait_for(lambda: job.output.count("ready") == 3), job.output[-4000:]
     assert len(silent) > 10 and not run.parent.exists() and not listening(job)
     job.processes[0].kill()
     assert job.wait(100) == [-signal.SIGKILL, RESTART, RESTART], job.output[-3000:]  # JAX's heartbeats need 120 s
@@ -190,7 +190,7 @@ def test_a_job_survives_saves_that_fail_on_one_host_and_ends_when_one_dies(tmp_p
     run = tmp_path / "run"
     words = arguments(run, cache, "steps=100000", "mesh=2x2x2", "eval.every=100", "checkpoint.every=2")
     job = Job(tmp_path, words, 2, command=[sys.executable, "-c", UNLUCKY])
-    assert job.wait_for(lambda: saved(run), 60), job.output[-4000:]
+    assert job.wait_for(lambda: saved(run)), job.output[-4000:]
     assert saved(run)[0] == 6 and not manifest.problems(run / "checkpoints" / "6")
     hosts = manifest.read(run / "checkpoints" / "6")["hosts"]
     assert len(hosts) == 2 and all(host["bytes"] > 10_000 and host["limit_seconds"] > 120 for host in hosts)
