@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mstrain.cli.compose import sweep_values
+from mstrain.job.exit_codes import SIGNALED, STOPPED
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = "run_dir"
@@ -54,6 +55,8 @@ def run_sweep(
         print(f"[{number}/{len(jobs)}] {' '.join(chosen)} {FOLDER}={run_dir}", flush=True)
         code = _start(name, [*fixed, *chosen, f"{FOLDER}={run_dir}"], folder)
         rows.append({"run": " ".join(chosen), "exit code": str(code), **(results(run_dir) if code == 0 else {})})
+        if code == STOPPED or code >= SIGNALED:  # the devices are about to be taken away, or somebody ends the sweep
+            break
     _report(rows, base)
     return max(int(row["exit code"]) for row in rows)
 

@@ -30,9 +30,11 @@ def ending_on_signals(job: Job):
 
 
 def _end_now(job: Job, reason: str, code: int) -> None:
-    job.say(f"{reason}: ending at once; the same command resumes")
-    job.leave(reason, code)
-    end(code)
+    try:
+        job.say(f"{reason}: ending at once; the same command resumes")
+        job.leave(reason, code)
+    finally:
+        end(code)
 
 
 @contextlib.contextmanager
@@ -81,7 +83,7 @@ class Preemption:
         for kind in ("stop", "where", "at", "stop after"):
             job.on(kind, getattr(self, f"_on_{kind.replace(' ', '_')}"))
 
-    def until_told(self, steps: range) -> Iterator[int]:
+    def until_stopped(self, steps: range) -> Iterator[int]:
         """Gives `steps`, fewer when a signal comes."""
         for step in steps:
             with self._may_begin:
@@ -106,11 +108,11 @@ class Preemption:
         def act(number: signal.Signals) -> None:
             seen.append(number)
             if len(seen) == 1:
+                self.ask()
                 self._job.say(
                     f"{number.name}: stopping after this step, which is saved (a second Ctrl-C or a third signal ends "
                     "at once)"
                 )
-                self.ask()
             elif len(seen) > 2 or seen.count(signal.SIGINT) > 1:
                 _end_now(self._job, f"{number.name}, signal {len(seen)}", SIGNALED + number)
             else:

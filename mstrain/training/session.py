@@ -86,7 +86,7 @@ def _train_from(run: Run, state: State, done: int, saver: Saver, observers: Best
     feed = goodput.timed("input", run.feed)
     begun = time.perf_counter()
     with reporter, watchdog.watching(), preemption.listening():
-        state = loop.train(run.compiled_step, feed, state, preemption.until_told(steps), hooks, reporter)
+        state = loop.train(run.compiled_step, feed, state, preemption.until_stopped(steps), hooks, reporter)
         finished = int(jax.device_get(state["step"]))
         with goodput.spend("save"):
             if finished > done:

@@ -70,7 +70,7 @@ def test_everyone_makes_the_same_steps(processes, seed, when, signalled):
     meeting = threading.Barrier(processes)
 
     def run(i):
-        for step in preemptions[i].until_told(range(1, 100_000)):
+        for step in preemptions[i].until_stopped(range(1, 100_000)):
             time.sleep(lag.uniform(0, 0.002))
             meeting.wait(10)
             made[i] = step
@@ -91,7 +91,7 @@ def test_everyone_makes_the_same_steps(processes, seed, when, signalled):
 
 
 def test_nothing_happens_without_a_signal():
-    assert [*Preemption(ALONE).until_told(range(3, 9))] == [*range(3, 9)]
+    assert [*Preemption(ALONE).until_stopped(range(3, 9))] == [*range(3, 9)]
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def hangup():
 def test_signals_end_the_steps_and_the_handlers_are_put_back(numbers, capsys, hangup):
     before, preemption, made = [signal.getsignal(number) for number in SIGNALS], Preemption(ALONE), []
     with preemption.listening():
-        for step in preemption.until_told(range(1, 10_000)):
+        for step in preemption.until_stopped(range(1, 10_000)):
             made.append(step)
             if step == 3:
                 for number in numbers:
@@ -166,4 +166,4 @@ def test_sighup_stays_ignored_under_nohup():
 def test_asked_before_the_first_step_none_is_made():
     preemption = Preemption(ALONE)
     preemption.ask()
-    assert [*preemption.until_told(range(5, 9))] == []
+    assert [*preemption.until_stopped(range(5, 9))] == []
