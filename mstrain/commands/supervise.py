@@ -20,7 +20,7 @@ LAYOUT = ("mesh", "accumulate")
 def load_config(arguments: list[str]) -> SuperviseConfig:
     """The keys of supervise among `arguments`; raises ValueError with the fix."""
     types = typing.get_type_hints(SuperviseConfig)
-    given = dict(argument.partition("=")[::2] for argument in arguments)
+    given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
     if placed := [key for key in PLACE if key in given]:
         raise ValueError(f"supervise sets {placed[0]}= itself. Leave it out.")
     own = {key: value if types[key] is str else yaml.safe_load(value) for key, value in given.items() if key in types}
@@ -75,4 +75,4 @@ def help_lines(_: list[str]) -> list[str]:
     return [*describe_keys(SuperviseConfig, "supervise"), "", "All other keys: mstrain train --help."]
 
 
-COMMAND = Command("supervise", main, __doc__.strip(), load_config, help_lines)
+COMMAND = Command("supervise", main, (__doc__ or "").strip(), load_config, help_lines)

@@ -60,8 +60,8 @@ class Lock:
             self._folder.mkdir(parents=True, exist_ok=True)
             number = max(self._numbers(), default=0)
             record = Record.read(self._path(number)) if number else Record(b"", released=True)
-            alive = record and self._alive(number, record, heartbeat)
-            if alive:
+            alive = self._alive(number, record, heartbeat) if record else None
+            if record and alive:
                 raise BlockingIOError(str(record.holder))
             if alive is False and self._create(number + 1):
                 threading.Thread(target=self._beat, name="lock", daemon=True).start()
@@ -102,7 +102,8 @@ class Lock:
         try:
             if not there.is_file() or there.samefile(here):
                 return False
-            return Record.read(there).holder == holder
+            original = Record.read(there)
+            return original is not None and original.holder == holder
         except OSError:
             return False
 
