@@ -6,7 +6,7 @@ import io
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from mstrain.data.documents import printable
 
@@ -28,7 +28,7 @@ def open_text(path: Path) -> Iterator[BinaryIO]:
         try:
             if start.startswith(_GZIP):
                 with gzip.open(file) as text:
-                    yield text
+                    yield cast(BinaryIO, text)
             elif start.startswith(_ZSTD):
                 yield _zstandard(file)
             else:

@@ -96,7 +96,7 @@ def _finish(folder: Path, warnings: list[str], recipe: Recipe) -> None:
             raise ValueError(f"the {side} split holds {file.num_tokens} tokens: give more text, or a larger "
                              "data.validation_fraction=")
     tokenizer = _tokenizer(folder, recipe)
-    facts = {"warnings": warnings, "tokens": _digest(*files), "tokenizer": tokenizer and tokenizer.digest,
+    facts = {"corpus": recipe.fingerprint, "warnings": warnings, "tokens": _digest(*files), "tokenizer": tokenizer and tokenizer.digest,
              "revisions": recipe.revisions}
     (folder / "corpus.json").write_text(json.dumps(facts))
 
@@ -123,10 +123,11 @@ def _open(directory: Path, recipe: Recipe) -> Corpus:
         facts = json.loads((directory / "corpus.json").read_text())
         warnings, tokens, tokenizer_digest = facts["warnings"], facts["tokens"], facts["tokenizer"]
         sound = isinstance(warnings, list) and all(isinstance(warning, str) for warning in warnings)
+        sound = sound and facts["corpus"] == recipe.fingerprint
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         sound = False
     if not sound:
-        raise ValueError(f"{directory / 'corpus.json'} is missing or broken: delete {directory}")
+        raise ValueError(f"{directory / 'corpus.json'} is missing, broken or of another corpus: delete {directory}")
     tokenizer = _tokenizer(directory, recipe)
     if (tokenizer and tokenizer.digest) != tokenizer_digest:
         raise ValueError(f"{directory / TOKENIZER_FILE} is not the tokenizer of this corpus: delete {directory}")

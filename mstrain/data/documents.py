@@ -60,9 +60,11 @@ class Source(Protocol):
 
     def fingerprint(self, cache: Path) -> str:
         """Hash of names and contents; `cache` (data.cache_dir) remembers the digests of files that do not change."""
+        ...
 
     def documents(self, skips: Skips) -> Iterator[Document]:
         """Non-empty readable documents; everything else is added to `skips`."""
+        ...
 
 
 def printable(name: str) -> str:

@@ -24,7 +24,8 @@ _NOT_STDLIB = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 class TextFiles:
     """One document per UTF-8 file, verbatim. Raises ValueError when no file is found."""
 
-    unit, revision = "files", None
+    unit: str = "files"
+    revision: str | None = None
 
     def __init__(self, root: str | Path, names: list[str]):
         self._root, self._names = Path(root), names
@@ -73,7 +74,8 @@ class JsonLines:
     file, or when a file cannot be read.
     """
 
-    unit, revision = "lines", None
+    unit: str = "lines"
+    revision: str | None = None
 
     def __init__(self, path: str, field: str):
         endings = tuple(kind + suffix for kind in (".jsonl", ".ndjson") for suffix in SUFFIXES)

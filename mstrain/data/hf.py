@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mstrain.data.config import DataConfig, nearest
 from mstrain.data.documents import Document, Skips, text_digest
@@ -15,7 +16,7 @@ _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow":
 class HuggingFace:
     """One document per row. Raises ValueError when the dataset, split or column cannot be had."""
 
-    unit = "rows"
+    unit: str = "rows"
 
     def __init__(self, config: DataConfig):
         self._field = config.field
@@ -52,7 +53,7 @@ def _cache(config: DataConfig) -> Path:
 
 def _local_files(config: DataConfig) -> tuple[Path, list[str]] | None:
     """(folder, names) of a local dataset; None for a name on the Hub. Scripts are refused."""
-    path = Path(config.path).expanduser()
+    path = Path(str(config.path)).expanduser()
     if path.suffix == ".py" or (path / f"{path.name}.py").exists():
         raise ValueError(f"data.path={config.path} is a dataset script, and scripts are not run: "
                          "convert it to parquet or JSON lines and give that path")
@@ -62,10 +63,10 @@ def _local_files(config: DataConfig) -> tuple[Path, list[str]] | None:
     if path.exists() and config.revision:
         raise ValueError(f"data.revision={config.revision} has no effect with the local data.path={config.path}: "
                          "remove it")
-    return listing(config.path, ("",)) if path.exists() else None
+    return listing(str(config.path), ("",)) if path.exists() else None
 
 
-def _load(config: DataConfig, contents: str | None):
+def _load(config: DataConfig, contents: str | None) -> tuple[Any, str | None]:
     """(a Dataset or DatasetDict, its commit on the Hub or None). Remote code is never trusted.
 
     `contents` is the digest of local files: `datasets` would take a converted copy of other contents for theirs, when
@@ -75,12 +76,12 @@ def _load(config: DataConfig, contents: str | None):
         import datasets
     except ImportError:
         raise ValueError("data=hf needs the package datasets: pip install datasets") from None
-    path = Path(config.path).expanduser()
+    path = Path(str(config.path)).expanduser()
     try:
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
             return datasets.load_from_disk(str(path)), None
         if contents is None:
-            builder = datasets.load_dataset_builder(config.path, config.name, revision=config.revision)
+            builder = datasets.load_dataset_builder(str(config.path), config.name, revision=config.revision)
         else:
             copies = str(_cache(config) / "datasets" / contents)
             name, files = (_BUILDERS[path.suffix], str(path)) if path.is_file() else (str(path), None)
@@ -99,7 +100,7 @@ def _load(config: DataConfig, contents: str | None):
                          "path") from None
 
 
-def _pick_split(dataset, config: DataConfig):
+def _pick_split(dataset: Any, config: DataConfig) -> Any:
     if isinstance(dataset.column_names, list):  # one Dataset; a DatasetDict has columns per split
         if config.split != "train":
             raise ValueError(f"{config.path} was saved without splits, so data.split={config.split} has no "

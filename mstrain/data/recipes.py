@@ -95,9 +95,9 @@ def _source(config: DataConfig) -> Source:
     if config.source == "stdlib":
         return TextFiles.of_stdlib()
     if config.source == "text":
-        return TextFiles.of_path(config.path)
+        return TextFiles.of_path(str(config.path))
     if config.source == "jsonl":
-        return JsonLines(config.path, config.field)
+        return JsonLines(str(config.path), config.field)
     return HuggingFace(config)
 
 

@@ -41,6 +41,7 @@ class TokenFile:
     """Hash of the tokens, as the header states it: equal on every host. `Corpus.verification` compares it with the
     tokens."""
     descriptor: int = dataclasses.field(repr=False)
+    _opened: os.stat_result = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         weakref.finalize(self, os.close, self.descriptor)
@@ -57,7 +58,7 @@ class TokenFile:
 
     def bits_per_byte(self, nats_per_token: float) -> float | None:
         """A loss in nats per token in bits per byte of this file's text; None when it has no text."""
-        return nats_per_token / math.log(2) / self.bytes_per_token if self.text_bytes else None
+        return nats_per_token / math.log(2) * self.num_tokens / self.text_bytes if self.text_bytes else None
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Tokens [len(starts), length] in the file's dtype: row i begins at token `starts[i]`.
@@ -68,7 +69,7 @@ class TokenFile:
         try:
             offsets = _HEADER_BYTES + starts * rows.itemsize
             for row, offset in zip(rows.view(np.uint8), offsets.tolist(), strict=True):
-                got = os.preadv(self.descriptor, [row], offset)
+                got = os.preadv(self.descriptor, [row.data], offset)
                 if got < len(row):
                     self._fill(row[got:], offset + got)
             self._check_unchanged()
@@ -106,7 +107,7 @@ class TokenFile:
     def _fill(self, row: np.ndarray, offset: int) -> None:
         """The rest of a row: one call returns at most 2 GiB, and on some file systems less than asked for."""
         while len(row):
-            got = os.preadv(self.descriptor, [row], offset)
+            got = os.preadv(self.descriptor, [row.data], offset)
             if not got:
                 raise self._changed("truncated")
             row, offset = row[got:], offset + got

@@ -41,10 +41,10 @@ class ByteTokenizer:
     So the vocabulary is exactly 256 and divides over any mesh of a power of two.
     """
 
-    vocab_size = 256
-    eod = 255
-    digest = "bytes"
-    revision = None
+    vocab_size: int = 256
+    eod: int | None = 255
+    digest: str = "bytes"
+    revision: str | None = None
 
     def save(self, folder: Path) -> None:
         return None

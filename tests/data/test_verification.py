@@ -16,6 +16,9 @@ from mstrain.data.token_file import TokenFile
 from mstrain.data.verification import Verification
 
 
+TOKENS = ("train.bin", "validation.bin")
+
+
 @pytest.fixture
 def config(folder, tmp_path):
     return DataConfig("text", str(folder), cache_dir=str(tmp_path / "cache"))
@@ -47,7 +50,7 @@ def flip(path, bit):
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(name=st.sampled_from(["train.bin", "validation.bin"]), place=st.floats(0, 1, exclude_max=True))
+@given(name=st.sampled_from(TOKENS), place=st.floats(0, 1, exclude_max=True))
 def test_a_flipped_bit_anywhere_is_found_and_the_corpus_made_anew(config, settled, name, place):
     sound = prepare(config)
     tokens = sound.train.read(), sound.validation.read()
@@ -72,10 +75,11 @@ def test_bit_0_of_every_token_flipped(config):
 def test_token_files_of_another_corpus_are_not_taken_for_ours(config, tmp_path):
     sound = prepare(config)
     other = prepare(DataConfig("synthetic", num_tokens=5000, cache_dir=str(tmp_path / "other")))
-    for name in ("train.bin", "validation.bin"):
-        shutil.copy(other.directory / name, sound.directory / name)
-    mended = prepare(config)
-    assert mended.digest == sound.digest != other.digest and "not those of this corpus" in mended.warnings[-1]
+    for names, reason in ((TOKENS, "not those of this corpus"), ((*TOKENS, "corpus.json"), "of another corpus")):
+        for name in names:
+            shutil.copy(other.directory / name, sound.directory / name)
+        mended = prepare(config)
+        assert mended.digest == sound.digest != other.digest and reason in mended.warnings[-1]
 
 
 def test_a_version_of_a_file_is_hashed_once(config, settled, hashed):
@@ -124,7 +128,7 @@ values = st.recursive(
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(changes=st.dictionaries(st.sampled_from(["warnings", "tokens", "tokenizer", "revisions"]), values) | values)
+@given(changes=st.dictionaries(st.sampled_from(["corpus", "warnings", "tokens", "tokenizer", "revisions"]), values) | values)
 def test_any_facts_of_a_corpus_are_taken_or_the_corpus_is_made_anew(config, settled, changes):
     sound = prepare(config)
     place = sound.directory / "corpus.json"
