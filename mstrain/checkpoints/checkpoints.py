@@ -121,6 +121,10 @@ class Checkpoints:
             (self._directory / str(step)).rename(target)
         return target
 
+    def delete(self, step: int) -> None:
+        """Removes a checkpoint; called by all processes. Raises OSError."""
+        self._manager.delete(step)
+
     def reload(self) -> None:
         """Reads the folder again after `set_aside` on process 0."""
         self._manager.reload()

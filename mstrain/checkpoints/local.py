@@ -56,8 +56,10 @@ class LocalCheckpoints:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "local save")
         self._writing: tuple[int, concurrent.futures.Future] | None = None
 
-    def save(self, step: int, state: State) -> None:
-        """Starts saving; returns when the arrays may be overwritten. Never raises for this host's disk."""
+    def save(self, step: int, state: State, facts: dict) -> None:
+        """Starts saving state and facts (JSON); returns when the arrays may be overwritten. Never raises for this
+        host's disk.
+        """
         self._settle()
         own = self._saves()
         newest = self._job.gather("local save", str(max(own, default=-1)))
@@ -65,7 +67,7 @@ class LocalCheckpoints:
         for old in own.keys() - keep:
             shutil.rmtree(self._folder / str(old), ignore_errors=True)
         host = shards.to_host(jax.tree.leaves(state))
-        self._writing = step, self._thread.submit(self._write, step, host)
+        self._writing = step, self._thread.submit(self._write, step, host, facts)
 
     def resume(self, above: int) -> tuple[State, int, list[int]] | None:
         """The newest state that can be had, its step, and the processes whose shards came from copies.
@@ -83,8 +85,23 @@ class LocalCheckpoints:
                     return self._restore(step, having), step, sorted(set(range(self._job.processes)) - having)
         return None
 
+    def facts(self, step: int) -> dict:
+        """What the hosts saved beside the state of `step`."""
+        try:
+            text = (self._folder / str(step) / SAVE).read_text()
+        except OSError:
+            text = ""  # this host lost its disk
+        found = next(filter(None, self._job.gather("local facts", text)), "{}")
+        return json.loads(found).get("facts", {})
+
+    def steps(self) -> set[int]:
+        """Steps that every host has saved."""
+        texts = self._job.gather("local steps of all", json.dumps([*self._saves()]))
+        return set.intersection(*(set(json.loads(text)) for text in texts))
+
     def drop_after(self, step: int) -> None:
         """Removes what was saved after `step`, from which the run resumes."""
+        self._settle()
         for later in self._saves():
             if later > step:
                 shutil.rmtree(self._folder / str(later), ignore_errors=True)
@@ -106,14 +123,15 @@ class LocalCheckpoints:
                 shutil.rmtree(self._folder / f"{step}.tmp", ignore_errors=True)
                 self._warn(f"local save of step {step} failed: {error}; a restart uses an older checkpoint")
 
-    def _write(self, step: int, host: dict[str, np.ndarray]) -> None:
+    def _write(self, step: int, host: dict[str, np.ndarray], facts: dict) -> None:
         folder, final = self._folder / f"{step}.tmp", self._folder / str(step)
         for rest in (folder, final):
             shutil.rmtree(rest, ignore_errors=True)
         folder.mkdir(parents=True)
         for name, shard in host.items():
             shard.tofile(folder / name)
-        (folder / SAVE).write_text(json.dumps({"save": f"{self._attempt}-{step}", "layout": self._layout}))
+        content = {"save": f"{self._attempt}-{step}", "layout": self._layout, "facts": facts}
+        (folder / SAVE).write_text(json.dumps(content))
         manifest.write(epath.Path(folder))
         folder.rename(final)
 

@@ -18,13 +18,13 @@ _writers: dict[str, BestEffort] = {}
 
 
 def protect() -> None:
-    """Replaces sys.stdout and sys.stderr of this process, once."""
+    """Replaces sys.stdout and sys.stderr of this process, unless something else has, such as a notebook."""
     for descriptor, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
         try:
             os.fstat(descriptor)
         except OSError:  # closed: the next file opened would get the number, and our output with it
             os.open(os.devnull, os.O_RDWR)
-        if descriptor and name not in _writers:
+        if descriptor and getattr(sys, name) is getattr(sys, f"__{name}__"):
             other = {"stdout": "stderr", "stderr": "stdout"}[name]
             _writers[name] = BestEffort(lambda text, other=other: print(f"train: {text}", file=getattr(sys, other)))
             setattr(sys, name, _stream(descriptor, name, _writers[name]))

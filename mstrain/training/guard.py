@@ -1,7 +1,8 @@
 """Bad numbers: steps whose loss or gradients are not finite, and losses far above those before.
 
-The compiled step itself leaves parameters and moments alone when a number is not finite
-(`mstrain.program.step`); the guard notes the batches of such steps and stops a run that no longer learns.
+The compiled step itself skips the update when a number is not finite (`mstrain.program.step`). The guard notes the
+batches of bad steps and judges the recent ones: too many of them stop the run, or roll it back. What it remembers is
+part of every checkpoint, so a restart changes no verdict.
 """
 
 import collections
@@ -12,73 +13,151 @@ import statistics
 from rich.console import Console
 
 from mstrain.checks import at_least
-from mstrain.data import Batches
+from mstrain.training.batch_order import BatchOrder
 from mstrain.training.json_lines import Log
 from mstrain.training.stopped import Stopped
 
 FILE = "bad_steps.jsonl"
+LEAST_LOSSES = 10  # fewer make no deviation
 
 
 @dataclasses.dataclass(frozen=True)
 class GuardConfig:
-    """Stop after `max_bad_steps` bad steps in a row.
+    """When bad steps stop a run. A step whose loss or gradient norm is not finite is bad: it skips its update.
 
-    A step is bad when its loss or gradient norm is not finite, and, unless `spike` is null, when its loss
-    lies more than `spike` standard deviations above the mean of the last `window`.
+    Attributes:
+      max_bad_steps: bad steps in a row that stop the run.
+      max_bad_share: largest share of bad steps among the last `window`; more of them stop the run. At the end of a
+        shorter run it is the share of all its steps.
+      window: number of recent steps that are judged together.
+      spike: a step is also bad when its loss is more than so many standard deviations above the mean of the last
+        `window` good ones; its update is made. Null counts no spikes.
+      rollback: instead of stopping, restore the newest checkpoint from before the bad steps and skip their batches.
+      max_rollbacks: rollbacks of a run after which bad steps stop it.
     """
 
     max_bad_steps: int = 10
+    max_bad_share: float = 0.5
+    window: int = 20
     spike: float | None = None
-    window: int = 100
+    rollback: bool = False
+    max_rollbacks: int = 3
 
     def __post_init__(self):
-        at_least("guard", self, max_bad_steps=1, window=10)  # fewer make no deviation
+        at_least("guard", self, max_bad_steps=1, max_bad_share=0, window=LEAST_LOSSES, max_rollbacks=1)
+        if self.max_bad_share >= 1:
+            raise ValueError(
+                f"guard.max_bad_share={self.max_bad_share} never stops a run. Type a share below 1, such as "
+                "guard.max_bad_share=0.5."
+            )
         if self.spike is not None and not 0 < self.spike < math.inf:
             raise ValueError(
-                f"guard.spike={self.spike} is no number of deviations. Type guard.spike=6, or null for none."
+                f"guard.spike={self.spike} is not a number of deviations. Type guard.spike=6, or null for none."
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class Spike:
+    """Steps `first` to `last`, and what is bad about them."""
+
+    first: int
+    last: int
+    reason: str
+
+
+class RollBack(Exception):
+    """Ends an attempt because of `spike`; the next one resumes before it."""
+
+    def __init__(self, spike: Spike):
+        super().__init__(spike.reason)
+        self.spike = spike
 
 
 class Guard:
-    """Called with the metrics of every step; raises Stopped after `max_bad_steps` bad ones in a row."""
+    """Called with the metrics of every step; raises Stopped or RollBack when too many are bad.
 
-    def __init__(self, config: GuardConfig, batches: Batches, log: Log | None, console: Console):
-        self._config, self._batches, self._log, self._console = config, batches, log, console
-        self._in_a_row = 0
-        self._losses: collections.deque[float] = collections.deque(maxlen=config.window)
+    Args:
+      last: the last step of the run.
+      order: which batch each step is made of.
+      log: of the bad steps; None where another process writes it.
+      history: what `history()` returned at the checkpoint that is resumed, or anything else for none.
+    """
+
+    def __init__(
+        self, config: GuardConfig, last: int, order: BatchOrder, log: Log | None, console: Console, history: object
+    ):
+        self._config, self._last, self.order, self._log, self._console = config, last, order, log, console
+        before = history if isinstance(history, dict) else {}
+        self.bad_steps, self._in_a_row = _count(before.get("bad_steps")), _count(before.get("in_a_row"))
+        self._recent = collections.deque(map(bool, _list(before.get("recent"))), maxlen=config.window)
+        losses = [loss for loss in _list(before.get("losses")) if isinstance(loss, int | float)]
+        self._losses: collections.deque[float] = collections.deque(losses, maxlen=config.window)
+
+    def history(self) -> dict:
+        """What a checkpoint keeps: the number of bad steps, and what the next verdicts need. JSON values."""
+        return {
+            "bad_steps": self.bad_steps,
+            "in_a_row": self._in_a_row,
+            "recent": [int(bad) for bad in self._recent],
+            "losses": list(self._losses),
+        }
 
     def __call__(self, step: int, values: dict) -> None:
         reason = self._complaint(values)
+        self._recent.append(reason is not None)
         if reason is None:
             self._in_a_row = 0
             self._losses.append(values["loss"])
-            return
-        self._in_a_row += 1
-        batch = f"batch {step - 1} of seed {self._batches.seed} in {self._batches.file.path}"
-        self._console.print(f"[yellow]Step {step}:[/] {reason}. It was made of {batch}.")
+        else:
+            self._in_a_row += 1
+            self.bad_steps += 1
+            self._note(step, reason)
+        self._judge(step)
+
+    def _note(self, step: int, reason: str) -> None:
+        batch, batches = self.order(step - 1), self.order.batches
+        self._console.print(
+            f"[yellow]Step {step}:[/] {reason}. It was made of batch {batch} of seed {batches.seed} in "
+            f"{batches.file.path}."
+        )
         if self._log:
-            facts = {
-                "step": step,
-                "batch": step - 1,
-                "seed": self._batches.seed,
-                "file": str(self._batches.file.path),
-            }
-            self._log.append({**facts, "reason": reason})
-        if self._in_a_row >= self._config.max_bad_steps:
-            raise Stopped(
-                f"Stopped: {self._in_a_row} bad steps in a row, the last of {batch}. The checkpoints are "
-                "those from before. Look at the batch; type a lower optimizer.learning_rate=, or "
-                "guard.max_bad_steps= above this number."
-            )
+            place = {"batch": batch, "seed": batches.seed, "file": str(batches.file.path)}
+            self._log.append({"step": step, **place, "reason": reason})
+
+    def _judge(self, step: int) -> None:
+        config, bad, recent = self._config, sum(self._recent), len(self._recent)
+        judged = recent if step == self._last else config.window
+        if self._in_a_row >= config.max_bad_steps:
+            first, found = step - self._in_a_row + 1, f"{self._in_a_row} bad steps in a row"
+            key = "guard.max_bad_steps= above this number"
+        elif bad > config.max_bad_share * judged:
+            first, found = step - recent + 1 + self._recent.index(True), f"{bad} of the last {recent} steps are bad"
+            key = "guard.max_bad_share= above this share"
+        else:
+            return
+        if config.rollback:
+            raise RollBack(Spike(first, step, found))
+        raise Stopped(
+            f"Stopped after step {step}: {found}, the last of batch {self.order(step - 1)}. Look at the batches in "
+            f"{FILE}; type a lower optimizer.learning_rate=, guard.rollback=true to skip the batches, or {key}."
+        )
 
     def _complaint(self, values: dict) -> str | None:
         if values["skipped"]:
             norm, loss = values["grad_norm"], values["loss"]
             return f"the loss is {loss:.4g} and the gradient norm {norm:.4g}; the update was skipped"
-        if self._config.spike is None or len(self._losses) < 10:
+        if self._config.spike is None or len(self._losses) < LEAST_LOSSES:
             return None
         mean, deviation = statistics.fmean(self._losses), statistics.stdev(self._losses)
         if values["loss"] <= mean + self._config.spike * deviation:
             return None
         before = f"the last {len(self._losses)} ({mean:.4f} +- {deviation:.4f})"
         return f"the loss {values['loss']:.4f} is a spike over {before}"
+
+
+def _count(value: object) -> int:
+    return max(value, 0) if isinstance(value, int) else 0
+
+
+def _list(value: object) -> list:
+    return value if isinstance(value, list) else []

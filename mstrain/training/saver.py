@@ -5,6 +5,7 @@ from collections.abc import Callable
 from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.checkpoints.local import LocalCheckpoints
 from mstrain.program.step import State
+from mstrain.training.guard import Guard
 from mstrain.training.resume import facts
 from mstrain.training.run import Run
 from mstrain.training.stopped import Stopped
@@ -14,9 +15,14 @@ class Saver:
     """Called as a hook: starts a save. One that fails is told at once, at the next, or by `finish`."""
 
     def __init__(
-        self, run: Run, checkpoints: Checkpoints, check_lock: Callable[[], None], local: LocalCheckpoints | None = None
+        self,
+        run: Run,
+        checkpoints: Checkpoints,
+        check_lock: Callable[[], None],
+        guard: Guard,
+        local: LocalCheckpoints | None = None,
     ):
-        self._run, self._checkpoints, self._facts, self._check_lock = run, checkpoints, facts(run), check_lock
+        self._run, self._checkpoints, self._check_lock, self._guard = run, checkpoints, check_lock, guard
         self._allowed = run.config.checkpoint.max_failures
         self._failures, self._pending, self._local = 0, None, local
 
@@ -25,14 +31,14 @@ class Saver:
         self._run.corpus.verification.wait()
         self._settle()
         self._check_lock()
-        run = self._run
-        self._attempt(step, lambda: self._checkpoints.save(step, state, run.module, run.optimizer, self._facts))
+        run, kept = self._run, self._facts()
+        self._attempt(step, lambda: self._checkpoints.save(step, state, run.module, run.optimizer, kept))
 
     def save_locally(self, step: int, state: State) -> None:
         """A save to this host's own disk; that one fails is reported and stops nothing."""
         self._run.corpus.verification.wait()
         self._check_lock()
-        self._local.save(step, state)
+        self._local.save(step, state, self._facts())
 
     def finish(self, step: int, state: State) -> None:
         """Makes sure that `step` is on disk; raises Stopped when it cannot be saved."""
@@ -45,11 +51,14 @@ class Saver:
             newest = self._checkpoints.latest
             kept = "nothing is saved" if newest is None else f"the newest checkpoint is that of step {newest}"
             raise Stopped(
-                f"Step {step} could not be saved; {kept}. Make room or mend the folder, and type the same "
-                "command."
+                f"Step {step} could not be saved; {kept}. Make room or mend the folder, and type the same command."
             )
         if self._local:
             self._local.finish(done=step == self._run.config.steps)
+
+    def _facts(self) -> dict:
+        """What a checkpoint keeps beside the state."""
+        return {**facts(self._run), "guard": self._guard.history(), "skipped": self._guard.order.skipped}
 
     def _settle(self) -> None:
         """Waits for the save in flight."""

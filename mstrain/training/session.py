@@ -24,12 +24,13 @@ from mstrain.training import files, loop
 from mstrain.training.best_effort import BestEffort
 from mstrain.training.evaluate import Evaluator
 from mstrain.training.guard import FILE as BAD_STEPS
-from mstrain.training.guard import Guard
+from mstrain.training.guard import Guard, RollBack
 from mstrain.training.json_lines import Log
 from mstrain.training.profiler import profile_hooks
 from mstrain.training.replicas import ReplicaCheck
 from mstrain.training.reporter import Reporter
 from mstrain.training.resume import begin
+from mstrain.training.rollback import read_order, roll_back, saved_facts
 from mstrain.training.run import Run
 from mstrain.training.saver import Saver
 from mstrain.training.stopped import Stopped
@@ -48,15 +49,11 @@ def train(run: Run, check_lock: Callable[[], None] = lambda: None) -> int:
     checkpoints = Checkpoints(directory / "checkpoints", keep.keep, run.job, keep.keep_every)
     local = _local_checkpoints(run, directory)
     try:
-        with run.goodput.spend("restore"):
-            if checkpoints.steps:  # they are continued with tokens known to be those of the corpus' digest
-                run.corpus.verification.wait()
-            state, done = begin(run, checkpoints, local)
-        if done >= run.config.steps:
-            run.console.print(f"{directory} has all {done} steps. Type steps= above {done}, or another run_dir=.")
-            return FINISHED
         with BestEffort(run.job.say) as observers:
-            return _train_from(run, state, done, Saver(run, checkpoints, check_lock, local), observers)
+            code = None
+            while code is None:
+                code = _attempt(run, checkpoints, local, observers, check_lock)
+            return code
     except Stopped as stopped:
         run.console.print(f"[red]{escape(stopped.reason)}[/]")
         raise
@@ -69,21 +66,44 @@ def _local_checkpoints(run: Run, directory: Path) -> LocalCheckpoints | None:
     return local_dir and LocalCheckpoints(Path(local_dir), directory, run.module, run.optimizer, run.job, run.job.say)
 
 
-def _train_from(run: Run, state: State, done: int, saver: Saver, observers: BestEffort) -> int:
+def _attempt(
+    run: Run,
+    checkpoints: Checkpoints,
+    local: LocalCheckpoints | None,
+    observers: BestEffort,
+    check_lock: Callable[[], None],
+) -> int | None:
+    """Trains from the newest checkpoint on; returns the exit code, None after a rollback."""
+    with run.goodput.spend("restore"):
+        if checkpoints.steps:  # they are continued with tokens known to be those of the corpus' digest
+            run.corpus.verification.wait()
+        state, done = begin(run, checkpoints, local)
+    if done >= run.config.steps:
+        run.console.print(f"{run.config.run_dir} has all {done} steps. Type steps= above {done}, or another run_dir=.")
+        return FINISHED
+    guard = _guard(run, saved_facts(done, checkpoints, local), done, observers)
+    saver = Saver(run, checkpoints, check_lock, guard, local)
+    try:
+        return _train_from(run, state, done, guard, saver, observers)
+    except RollBack as rolled_back:
+        spike = rolled_back.spike
+    roll_back(run, checkpoints, local, guard.order, spike)
+    return None
+
+
+def _train_from(run: Run, state: State, done: int, guard: Guard, saver: Saver, observers: BestEffort) -> int:
     config, job, goodput, directory = run.config, run.job, run.goodput, Path(run.config.run_dir)
     steps = range(done + 1, config.steps + 1)
     if job.leads:
         goodput.open(observers, directory, done)
         resolved = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
         observers.do("config.yaml", files.replace, directory / "config.yaml", resolved.encode())
-    bad_steps = Log(observers, directory / BAD_STEPS, done) if job.leads else None
-    guard = Guard(config.guard, run.feed.batches, bad_steps, run.console)
     watchdog, preemption = Watchdog(config.watchdog, directory, job, observers), Preemption(job)
     per_step = (watchdog, goodput.step, guard)
     reporter = Reporter(observers, directory, steps, config.log_every, _fields(run), run.console, per_step)
     evaluator = _evaluator(run, reporter)
     hooks = _hooks(run, steps, evaluator, saver, observers)
-    feed = goodput.timed("input", run.feed)
+    feed = goodput.timed("input", lambda index: run.feed(guard.order(index)))
     begun = time.perf_counter()
     with reporter, watchdog.watching(), preemption.listening():
         state = loop.train(run.compiled_step, feed, state, preemption.until_stopped(steps), hooks, reporter)
@@ -98,8 +118,16 @@ def _train_from(run: Run, state: State, done: int, saver: Saver, observers: Best
             f"[bold]Stopped[/] after step {finished} of {config.steps}, which is saved. The same command resumes there."
         )
         return STOPPED
-    summarise(run, state, evaluator, reporter, observers, time.perf_counter() - begun)
+    results = {"training_seconds": time.perf_counter() - begun, "bad_steps": guard.bad_steps}
+    summarise(run, state, evaluator, reporter, observers, results)
     return FINISHED
+
+
+def _guard(run: Run, saved: dict, done: int, observers: BestEffort) -> Guard:
+    """With the memory that the checkpoint of step `done` has `saved`."""
+    log = Log(observers, Path(run.config.run_dir) / BAD_STEPS, done) if run.job.leads else None
+    order = read_order(run, saved)
+    return Guard(run.config.guard, run.config.steps, order, log, run.console, saved.get("guard"))
 
 
 def _evaluator(run: Run, reporter: Reporter) -> Evaluator:

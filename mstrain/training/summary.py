@@ -22,9 +22,9 @@ from mstrain.training.sample import sample
 
 
 def summarise(
-    run: Run, state: State, evaluator: Evaluator, reporter: Reporter, observers: BestEffort, seconds: float
+    run: Run, state: State, evaluator: Evaluator, reporter: Reporter, observers: BestEffort, measured: dict
 ) -> None:
-    """Prints and saves the results of a run that has reached its last step."""
+    """Prints and saves the results of a run that has reached its last step, `measured` (JSON values) among them."""
     config, tokenizer = run.config, run.corpus.tokenizer
     continuation = sample(config.sample, tokenizer, *_smallest(run), state["params"], config.seed)
     if jax.process_index() != 0:
@@ -37,9 +37,8 @@ def summarise(
         "bits_per_byte": evaluator.bits_per_byte,
         "unigram_bits_per_byte": evaluator.unigram_bits_per_byte,
         "tokens_per_second": per_second,
-        "training_seconds": seconds,
         "mfu": run.mfu(reporter.seconds / reporter.steps) if reporter.steps else None,
-        "bad_steps": len(observers.attempt(BAD_STEPS, json_lines.read, directory / BAD_STEPS, default=[])),
+        **measured,
         **run.goodput.account(),
         "sample": continuation,
     }
@@ -53,7 +52,7 @@ def summarise(
         table.add_row("unigram model", f"{evaluator.unigram_bits_per_byte:.3f} bits/byte (the best without context)")
     if per_second:
         table.add_row("throughput", f"{per_second:,.0f} tokens/s")
-    table.add_row("training time", f"{seconds:,.0f} s")
+    table.add_row("training time", f"{results['training_seconds']:,.0f} s")
     spent = results["seconds"]
     where = ", ".join(f"{kind} {spent[kind]:,.0f} s" for kind in spent if spent[kind] >= 1)
     restarts = f", {results['attempts'] - 1} restarts" if results["attempts"] > 1 else ""

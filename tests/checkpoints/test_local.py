@@ -49,7 +49,7 @@ def test_the_newest_undamaged_step_comes_back_bit_for_bit(tmp_path, module, stat
 
     local = open_local()
     for step in (2, 4, 6):
-        local.save(step, state)
+        local.save(step, state, {"step": step})
     local.finish(done=False)
     folders = sorted((tmp_path / "local").glob("*/process_0/*"))
     assert [int(folder.name) for folder in folders] == [2, 4, 6]
@@ -70,7 +70,7 @@ def test_the_newest_undamaged_step_comes_back_bit_for_bit(tmp_path, module, stat
 def test_old_ones_go_when_newer_ones_are_whole_and_all_at_the_end(tmp_path, module, state):
     local = LocalCheckpoints(tmp_path / "local", tmp_path, module, OPTIMIZER, ALONE, print)
     for step in range(1, 7):
-        local.save(step, state)
+        local.save(step, state, {"step": step})
     local.finish(done=True)
     assert not [*(tmp_path / "local").glob("*/*")]
 

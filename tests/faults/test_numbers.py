@@ -1,5 +1,6 @@
 """NaN, infinity and spikes in training; bits that flip on one device."""
 
+import dataclasses
 import io
 import json
 import shutil
@@ -8,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
@@ -15,11 +18,15 @@ from rich.console import Console
 from mstrain.job.job import ALONE
 from mstrain.program import step as step_module
 from mstrain.program.step import init_state
-from mstrain.training.guard import FILE, Guard, GuardConfig
+from mstrain.training.batch_order import BatchOrder
+from mstrain.training.guard import FILE, Guard, GuardConfig, RollBack
 from mstrain.training.replicas import ReplicaCheck
+from mstrain.training.rollback import FILE as ROLLBACKS
 from mstrain.training.session import train
 from mstrain.training.stopped import Stopped
-from tests.training.runs import lines, make, saved_steps
+from tests.faults.test_hostile import values as hostile
+from tests.faults.test_storage import again
+from tests.training.runs import lines, losses, make, saved_steps
 
 WORDS = (
     "mesh=2x2x1",
@@ -29,6 +36,7 @@ WORDS = (
     "checkpoint.every=4",
     "eval.every=100",
 )
+OFTEN = tuple(word.replace("checkpoint.every=4", "checkpoint.every=2") for word in WORDS)
 POISON = {
     "nan in the loss": (np.nan, 1.0),
     "nan in the gradients": (1.0, np.nan),
@@ -92,16 +100,14 @@ def test_bad_steps_in_a_row_stop_the_run_and_keep_the_good_checkpoint(feed, tmp_
     with pytest.raises(Stopped) as stopped:
         train(run)
     assert (
-        stopped.value.code == 1
-        and "3 bad steps in a row" in stopped.value.reason
-        and "batch 6" in stopped.value.reason
+        stopped.value.code == 1 and "3 bad steps in a row" in stopped.value.reason and "batch 6" in stopped.value.reason
     )
     assert saved_steps(tmp_path / "run") == [4] and len(lines(tmp_path / "run", FILE)) == 3
 
 
-def guard(batches, **config):
+def guard(batches, last=1000, history=None, **config):
     console = Console(file=io.StringIO(), record=True, width=300)
-    return Guard(GuardConfig(**config), batches, None, console), console
+    return Guard(GuardConfig(**config), last, BatchOrder(batches), None, console, history), console
 
 
 def test_spikes_count_only_when_asked_for(feed):
@@ -113,6 +119,89 @@ def test_spikes_count_only_when_asked_for(feed):
         shown = console.export_text()
         assert shown.count("is a spike over") == expected
         assert ("Step 16: the loss 9.0000 is a spike" in shown) == bool(expected)
+
+
+def verdict(batches, bad, restarts=(), **config):
+    """The step after which the guard ends a run with these `bad` steps, and why; restarted after some steps."""
+    watch = guard(batches, last=len(bad), **config)[0]
+    for step, is_bad in enumerate(bad, 1):
+        try:
+            watch(step, {"loss": 3.0 + step % 3, "grad_norm": 1.0, "skipped": float(is_bad)})
+        except (Stopped, RollBack) as end:
+            return step, getattr(end, "reason", None) or end.spike
+        if step in restarts:
+            saved = json.loads(json.dumps(watch.history()))
+            watch = guard(batches, last=len(bad), history=saved, **config)[0]
+    return None
+
+
+@pytest.mark.parametrize(
+    "bad, ends",
+    [
+        ("xxxxxx.xxxxx", 12),  # 11 of 12, in a run shorter than the window
+        ("x.", None),  # half of a short run is not more than half
+        ("x", 1),
+        ("xx." * 100, 16),  # 11 of 16
+        ("x." * 100, None),
+        ("." * 50 + "x" * 10 + "." * 50, 60),  # in a row
+        ("." * 50 + "x" * 9 + "." * 50, None),
+    ],
+)
+def test_a_share_of_bad_steps_ends_a_run(bad, ends, feed):
+    found = verdict(feed.batches, [step == "x" for step in bad])
+    assert (found and found[0]) == ends
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=60), st.sets(st.integers(1, 60)), st.booleans())
+def test_restarts_change_no_verdict(feed, bad, restarts, rollback):
+    config = {"window": 10, "max_bad_steps": 4, "spike": 1.2, "rollback": rollback}
+    assert verdict(feed.batches, bad, restarts, **config) == verdict(feed.batches, bad, **config)
+
+
+@settings(max_examples=200, deadline=None)
+@given(hostile)
+def test_any_memory_of_a_checkpoint_is_taken(feed, history):
+    keys = ("bad_steps", "in_a_row", "recent", "losses")
+    for given_history in (history, dict.fromkeys(keys, history)):
+        watch = guard(feed.batches, history=given_history, spike=6.0)[0]
+        watch(1, {"loss": 3.0, "grad_norm": 1.0, "skipped": 0.0})
+        assert json.loads(json.dumps(watch.history())).keys() == {*keys}
+
+
+def test_a_rollback_resumes_before_the_bad_steps_without_their_batches(feed, tmp_path, monkeypatch):
+    """Restarted or not, and without its file, the run goes on as if the bad batches had never been in the corpus."""
+    poison(monkeypatch, feed, [4, 5], np.nan, np.nan)
+    run = make(tmp_path / "run", *OFTEN, "guard.rollback=true", "guard.max_bad_steps=2")
+    assert train(run) == 0
+    directory = tmp_path / "run"
+    (rollback,) = lines(directory, ROLLBACKS)
+    assert (rollback["first"], rollback["last"], rollback["restored"]) == (5, 6, 4) and rollback["skipped"] == [4, 5]
+    expected = losses(directory)
+    assert len(expected) == 8 and np.isfinite(expected).all()
+    for name, kept in (("restarted", ("6", ROLLBACKS)), ("without the file", ("6",)), ("from the start", (ROLLBACKS,))):
+        copy = shutil.copytree(directory, tmp_path / name)
+        for path in [copy / ROLLBACKS, *(copy / "checkpoints").iterdir()]:
+            if path.name not in kept:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if "6" not in kept:
+            (copy / "metrics.jsonl").unlink()
+        assert train(again(run, copy)) == 0
+        assert losses(copy) == expected, name
+
+
+def test_a_rollback_needs_a_checkpoint_and_has_a_limit(feed, tmp_path, monkeypatch):
+    poison(monkeypatch, feed, [1, 2, 4, 5], np.nan, np.nan)
+    run = make(tmp_path / "early", *OFTEN, "guard.rollback=true", "guard.max_bad_steps=2")
+    with pytest.raises(Stopped) as stopped:
+        train(run)
+    assert "no checkpoint from before step 2" in stopped.value.reason and stopped.value.code == 1
+    late = again(run, tmp_path / "late", checkpoint=dataclasses.replace(run.config.checkpoint, every=1),
+                 guard=dataclasses.replace(run.config.guard, max_rollbacks=1))  # fmt: skip
+    with pytest.raises(Stopped) as stopped:
+        train(late)
+    assert "2 bad steps in a row, after 1 rollbacks" in stopped.value.reason
+    assert lines(tmp_path / "late", ROLLBACKS)[0]["skipped"] == [1, 2]
 
 
 def test_the_mesh_axes_of_a_value_decide_what_its_copies_are(feed):
@@ -145,8 +234,7 @@ def test_one_flipped_bit_names_its_device(spec, device, bit, feed):
     with pytest.raises(Stopped) as stopped:
         check(5, {"weight": broken})
     assert (
-        f"['weight'] on device {device} of process 0" in stopped.value.reason
-        and "after step 5" in stopped.value.reason
+        f"['weight'] on device {device} of process 0" in stopped.value.reason and "after step 5" in stopped.value.reason
     )
     assert stopped.value.reason.count(" on device") == 1
 

@@ -134,7 +134,7 @@ def test_every_operation_fails_once_and_nothing_is_lost_or_doubled(tmp_path, mon
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A run whose compiled step serves the tests below."""
-    small = ("model.layers=1", "model.width=32", "model.mlp_width=64", "parallel=collective", "mesh=1x2")
+    small = ("model.layers=1", "model.width=32", "model.mlp_dim=64", "parallel=collective", "mesh=1x2")
     return make(tmp_path_factory.mktemp("observers") / "made", *small, "steps=5", "checkpoint.every=4", "eval.every=3")
 
 

@@ -1,0 +1,18 @@
+"""Which batch each step is made of."""
+
+from collections.abc import Iterable
+
+from mstrain.data import Batches
+
+
+class BatchOrder:
+    """The batch of each step: those of `batches` in order, without `skipped`. `rollbacks` is how many there were."""
+
+    def __init__(self, batches: Batches, skipped: Iterable[int] = (), rollbacks: int = 0):
+        self.batches, self.skipped, self.rollbacks = batches, sorted(set(skipped)), rollbacks
+
+    def __call__(self, index: int) -> int:
+        """The batch of step `index + 1`."""
+        for batch in self.skipped:
+            index += batch <= index
+        return index
