@@ -60,6 +60,7 @@ def test_the_newest_undamaged_step_comes_back_bit_for_bit(tmp_path, module, stat
     found, step, lost = open_local().resume(above=3)
     assert (step, lost) == (4, []) and "local checkpoint 6 is damaged" in warnings[0]
     assert_same_bits(found, state)
+    assert open_local().facts(4) == {"step": 4} and open_local().steps() == {2, 4, 6}
     assert open_local().resume(above=4) is None
     assert open_local(module_on("2x4", slices="2")).resume(above=0) is None, "other shards"
     assert open_local(module_on("2x2x2", slices="1")).resume(above=0) is None, "another order of features"

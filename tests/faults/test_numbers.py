@@ -188,6 +188,9 @@ def test_a_rollback_resumes_before_the_bad_steps_without_their_batches(feed, tmp
             (copy / "metrics.jsonl").unlink()
         assert train(again(run, copy)) == 0
         assert losses(copy) == expected, name
+    hosts = dataclasses.replace(run.config.checkpoint, local_dir=str(tmp_path / "local"), local_every=1)
+    assert train(again(run, tmp_path / "of the hosts", checkpoint=hosts)) == 0
+    assert losses(tmp_path / "of the hosts") == expected
 
 
 def test_a_rollback_needs_a_checkpoint_and_has_a_limit(feed, tmp_path, monkeypatch):
