@@ -104,6 +104,10 @@ class Checkpoints:
         """What is wrong with the files of a checkpoint; of `parts` hosts each reads its share."""
         return manifest.problems(epath.Path(self._directory / str(step)), part, parts)
 
+    def seconds_to_check(self, step: int, parts: int) -> float:
+        """How long `damage` may take a host that reads one of `parts` shares, by the limits of a save."""
+        return seconds_allowed(manifest.size(epath.Path(self._directory / str(step))) / parts, None)
+
     def set_aside(self, step: int) -> Path:
         """Moves a damaged checkpoint, so that it is neither read again nor in the way; returns its place.
 

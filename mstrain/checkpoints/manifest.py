@@ -58,6 +58,14 @@ def read(folder: epath.Path) -> dict:
     return json.loads((folder / NAME).read_text())
 
 
+def size(folder: epath.Path) -> int:
+    """Bytes of all files that the manifest names; 0 when it cannot be read."""
+    try:
+        return sum(int(size) for size, _ in read(folder)["files"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        return 0
+
+
 def problems(folder: epath.Path, part: int = 0, parts: int = 1) -> list[str]:
     """What differs from the manifest, one sentence each; looks at every `parts`-th file from `part` on.
 

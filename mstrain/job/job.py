@@ -99,8 +99,11 @@ class Job:
         for link in self._links.values():
             link.send({"kind": kind, **values})
 
-    def gather(self, name: str, value: str) -> list[str]:
-        """What every process gave for `name`. Raises MissingProcess that names the processes that did not arrive."""
+    def gather(self, name: str, value: str, seconds: float = 0) -> list[str]:
+        """What every process gave for `name`. Raises MissingProcess that names the processes that did not arrive.
+
+        They have `hosts.barrier_seconds`, or `seconds` when the work before it may take longer.
+        """
         if self.processes == 1:
             return [value]
         from jax._src.distributed import global_state
@@ -110,14 +113,14 @@ class Job:
         self._used[name] = self._used.get(name, 0) + 1  # keys of the service are never reused
         key = f"mstrain/{name}/{self._used[name]}"
         client.key_value_set(f"{key}/{self.process}", value)
+        seconds = max(seconds, self.config.barrier_seconds)
         try:
-            client.wait_at_barrier(key, int(self.config.barrier_seconds * 1000))
+            client.wait_at_barrier(key, int(seconds * 1000))
         except jax.errors.JaxRuntimeError as error:
             came = {int(path.rpartition("/")[2]) for path, _ in client.key_value_dir_get(key)}
             missing = ", ".join(self.name(p) for p in range(self.processes) if p not in came)
             raise MissingProcess(
-                f"Barrier {name!r}: {missing or 'some process'} did not arrive within "
-                f"{self.config.barrier_seconds:.0f} s. "
+                f"Barrier {name!r}: {missing or 'some process'} did not arrive within {seconds:.0f} s. "
                 "Look at its output; type hosts.barrier_seconds= above the time it needs."
             ) from error
         values = [client.key_value_try_get(f"{key}/{process}") for process in range(self.processes)]

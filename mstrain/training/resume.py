@@ -99,7 +99,8 @@ def _resume(run: Run, checkpoints: Checkpoints, step: int) -> State:
 def _damage(run: Run, checkpoints: Checkpoints, step: int) -> list[str]:
     """Problems found by all hosts together; each reads its share of the files."""
     own = checkpoints.damage(step, run.job.process, run.job.processes)
-    return [line for text in run.job.gather("damage", "\n".join(own)) for line in text.split("\n") if line]
+    seconds = checkpoints.seconds_to_check(step, run.job.processes)
+    return [line for text in run.job.gather("damage", "\n".join(own), seconds) for line in text.split("\n") if line]
 
 
 def _from_another(run: Run) -> State:

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
@@ -251,6 +252,7 @@ def test_any_manifest_is_judged_and_nothing_outside_is_read(tmp_path_factory, co
     found = manifest.problems(folder)
     assert all(isinstance(line, str) for line in found)
     assert not any("passwd" in line for line in found)
+    assert isinstance(manifest.size(epath.Path(folder)), int)
 
 
 def test_an_address_is_refused_before_a_folder_of_its_name_is_made(tmp_path, monkeypatch):
