@@ -114,7 +114,7 @@ def test_modes_are_chosen_by_key_by_host_file_or_by_default():
 def test_help_lists_the_keys_of_the_mode(capsys):
     assert command("planner=metis", "--help") == 0
     printed = capsys.readouterr().out
-    assert "max_permute_len" in printed and "clusterfile: JSON object" in printed
+    assert "max_permute_len=128" in printed and "JSON object, ADDRESS" in printed
 
 
 POD = ["model=tiny", "model.vocab_size=256", "cluster=h200:8", "batch=16", "seq=64", "simulate=false"]

@@ -16,6 +16,7 @@ from mstrain.models.flops import training_flops_per_token
 from mstrain.planner.cost import Costed, Terms
 from mstrain.planner.question import Question
 from mstrain.planner.search import PodResult, why_slower
+from mstrain.planner.tables import make_table
 from mstrain.simulator.plots import MARKERS
 
 GB = 1e9
@@ -95,55 +96,53 @@ def write_tables(question: Question, result: PodResult, folder: Path, top: int) 
 
 def plans_table(question: Question, result: PodResult, top: int) -> Table:
     """The top plans: degrees, milliseconds of a step, GB of the fullest device, and why each lost."""
-    table = Table(
-        title=f"{question.model.name} on {question.pod.name} ({question.pod.devices} devices), predicted by the cost model",
-        title_justify="left",
-        box=None,
-        padding=(0, 1, 0, 0),
+    pod = question.pod
+    title = f"{question.model.name} on {pod.name} ({pod.devices} devices), predicted by the cost model"
+    columns = ("", "data", "tensor", "pipeline", "batches", "remat", "ms", "MFU", "GB", "why")
+    rows = (
+        (
+            *(str(rank), f"{costed.plan.data}{' sharded' if costed.plan.sharded else ''}", costed.plan.tensor_name),
+            str(costed.plan.pipeline),
+            f"{costed.plan.microbatches}x{question.batch // costed.plan.data // costed.plan.microbatches}",
+            *(costed.plan.remat, f"{1e3 * costed.seconds:.1f}", f"{100 * utilization(question, costed):.1f} %"),
+            *(f"{costed.fullest.memory.total / GB:.1f}", why_slower(costed, result.best)),
+        )
+        for rank, costed in enumerate(result.ranked[:top], 1)
     )
-    for name in ("", "data", "tensor", "pipeline", "batches", "remat", "ms", "MFU", "GB", "why"):
-        table.add_column(
-            name, justify="left" if name in ("tensor", "remat", "why") else "right", no_wrap=True
-        )
-    for rank, costed in enumerate(result.ranked[:top], 1):
-        plan = costed.plan
-        sequences = question.batch // plan.data // plan.microbatches
-        table.add_row(
-            str(rank),
-            f"{plan.data}{' sharded' if plan.sharded else ''}",
-            plan.tensor_name,
-            str(plan.pipeline),
-            f"{plan.microbatches}x{sequences}",
-            plan.remat,
-            f"{1e3 * costed.seconds:.1f}",
-            f"{100 * utilization(question, costed):.1f} %",
-            f"{costed.fullest.memory.total / GB:.1f}",
-            why_slower(costed, result.best),
-        )
-    return table
+    return make_table(title, columns, rows, ("tensor", "remat", "why"))
 
 
 def terms_table(result: PodResult, count: int) -> Table:
     """Milliseconds of a step of the top plans by term; the columns are their ranks."""
-    table = Table(title="Where the step goes (ms)", title_justify="left", box=None, padding=(0, 2, 0, 0))
     top = result.ranked[:count]
-    table.add_column("")
-    for rank in range(1, len(top) + 1):
-        table.add_column(str(rank), justify="right", no_wrap=True)
-    for term in dataclasses.asdict(top[0].terms):
-        table.add_row(term.replace("_", " "), *(f"{1e3 * getattr(costed.terms, term):.1f}" for costed in top))
-    return table
+    rows = (
+        (name.replace("_", " "), *(f"{1e3 * getattr(costed.terms, name):.1f}" for costed in top))
+        for name in Terms.__dataclass_fields__
+    )
+    return make_table("Where the step goes (ms)", ("", *map(str, range(1, len(top) + 1))), rows, ("",))
 
 
 def stages_table(costed: Costed) -> Table:
     """Milliseconds of a step of every stage of one plan by term; each row adds up to the step."""
-    table = Table(title="Stages of plan 1 (ms)", title_justify="left", box=None, padding=(0, 2, 0, 0))
     names = list(Terms.__dataclass_fields__)
-    for name in ("stage", *(name.replace("_", " ") for name in names)):
-        table.add_column(name, justify="right", no_wrap=True)
-    for number, terms in enumerate(costed.stage_terms):
-        table.add_row(str(number), *(f"{1e3 * getattr(terms, name):.1f}" for name in names))
-    return table
+    rows = (
+        (str(number), *(f"{1e3 * getattr(terms, name):.1f}" for name in names))
+        for number, terms in enumerate(costed.stage_terms)
+    )
+    return make_table("Stages of plan 1 (ms)", ("stage", *(name.replace("_", " ") for name in names)), rows)
+
+
+def memory_table(costed: Costed) -> Table:
+    """GB per device of every stage by category."""
+    names = ("parameters", "gradients", "optimizer", "activations", "workspace", "total")
+    rows = (
+        (
+            *(str(number), str(stage.layers), f"{stage.in_flight:g}"),
+            *(f"{getattr(stage.memory, name) / GB:.2f}" for name in names),
+        )
+        for number, stage in enumerate(costed.stages)
+    )
+    return make_table("Memory per device (GB)", ("stage", "layers", "in flight", *names), rows)
 
 
 def stage_rows(result: PodResult, top: int) -> list[dict]:
@@ -160,18 +159,6 @@ def stage_rows(result: PodResult, top: int) -> list[dict]:
         for rank, costed in enumerate(result.ranked[:top], 1)
         for number, (stage, terms) in enumerate(zip(costed.stages, costed.stage_terms))
     ]
-
-
-def memory_table(costed: Costed) -> Table:
-    """GB per device of every stage by category."""
-    table = Table(title="Memory per device (GB)", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    names = ("parameters", "gradients", "optimizer", "activations", "workspace", "total")
-    for name in ("stage", "layers", "in flight", *names):
-        table.add_column(name, justify="right", no_wrap=True)
-    for number, stage in enumerate(costed.stages):
-        values = [f"{getattr(stage.memory, name) / GB:.2f}" for name in names]
-        table.add_row(str(number), str(stage.layers), f"{stage.in_flight:g}", *values)
-    return table
 
 
 def plot_plans(question: Question, plans: list[Costed], path: Path) -> Path:

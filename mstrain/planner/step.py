@@ -14,27 +14,30 @@ from mstrain.planner.memory import MOMENT_BYTES, SCORE_BYTES, WEIGHT_BYTES, para
 from mstrain.planner.products import Emit, emit_gemm, gemms_of
 from mstrain.planner.question import Question
 from mstrain.planner.sums import emit_loss_sums, emit_norm_sums, emit_table, emit_table_gradient
+from mstrain.simulator.pipeline import PipelineStep
 from mstrain.simulator.placement import DATA, LOCAL, SEND, Degrees
 from mstrain.simulator.program import OpSpec
-from mstrain.simulator.replicas import Layout, Step
+from mstrain.simulator.replicas import Step
 from mstrain.simulator.schedules import FORWARD, schedule
-from mstrain.simulator.slots import RankOp, Slots
+from mstrain.simulator.slots import RankOp
 
 NORM_VALUES, NORM_GRADIENT_VALUES = 2, 3  # moved per feature: read and written; two read and one written
 STATE_ELEMENTS = 7  # float32 numbers the update moves per parameter: four read, three written
 
 
-class TransformerStep:
+class TransformerStep(PipelineStep):
     """Writes the operations of one rank, pass by pass."""
 
     def __init__(self, question: Question, costed: Costed, microbatches: int):
         plan = costed.plan
+        parts = question.fixed.chunks(plan.pipeline)
+        degrees = Degrees(plan.data, plan.tensor, plan.pipeline, microbatches, parts, plan.cols)
+        super().__init__(degrees, plan.pipeline * parts)
         self.seq, self.model, self.plan, self.products = question.seq, question.model, plan, costed.products
         self.microbatches = microbatches
         self.bounds = sorted(bounds for stage in costed.stages for bounds in stage.chunks)
         self.layout = self.products.block[0].layout
         self.size, self.tokens = self.layout.dtype_bytes, self.layout.tokens
-        self.slots = Slots()
         self.kept: dict[int, dict[str, int]] = {}  # by layer: values for its backward pass
         self.gradients: dict[tuple[int, object], int] = {}  # by chunk and part: of this microbatch
         self.summed: dict[tuple[int, object], int] = {}  # over the replicas
@@ -56,7 +59,7 @@ class TransformerStep:
 
     def _state(self, key, count: int) -> int:
         """Weights and moments; with several microbatches also the sum of gradients so far."""
-        stage, mine = self._stage(key[0]), count / self.plan.tensor
+        stage, mine = self.stage(key[0]), count / self.plan.tensor
         moments = MOMENT_BYTES * mine / (self.plan.data if self.plan.sharded else 1)
         self.slots.resident(round(moments), stage, "optimizer")
         if self.microbatches > 1:
@@ -64,11 +67,7 @@ class TransformerStep:
         return self.slots.resident(round(WEIGHT_BYTES * mine), stage)
 
     def _new(self, nbytes: float, chunk: int, category: str) -> int:
-        return self.slots.value(round(nbytes), self._stage(chunk), category=category)
-
-    def _stage(self, chunk: int) -> int:
-        """Where a chunk runs."""
-        return chunk % self.plan.pipeline
+        return self.slots.value(round(nbytes), self.stage(chunk), category=category)
 
     def _bytes(self, values: float) -> float:
         """Bytes of `values` per token on one device."""
@@ -78,7 +77,7 @@ class TransformerStep:
         return Emit(
             ops,
             lambda nbytes, category: self._new(nbytes, chunk, category),
-            self._stage(chunk),
+            self.stage(chunk),
             (self.plan.rows, self.plan.cols),
             chunk,
         )
@@ -100,7 +99,7 @@ class TransformerStep:
         width = self.model.width
         return self._traffic(emit, "NormGrad", moved, (*inputs, *sums), width, "workspace", label)
 
-    def gather_table(self) -> list[RankOp]:
+    def begin(self) -> list[RankOp]:
         """Makes the embedding's table ready for the lookups of all microbatches."""
         ops: list[RankOp] = []
         emit = dataclasses.replace(self._emit(ops, 0), value=self._once)
@@ -326,18 +325,18 @@ class TransformerStep:
             parts = (emit.add(spec, parts, 0.0, "gradients", DATA, ("gradients", *key)), *parts)
         self.summed[key] = parts
 
-    def send(self, chunk: int, direction: int) -> list[RankOp]:
-        """The message to the next chunk, or the gradient back to the one before."""
-        other = chunk + 1 if direction == FORWARD else chunk - 1
-        if not 0 <= other < len(self.bounds):
-            return []
+    def variant(self, chunk: int, direction: int, microbatch: int) -> tuple:
+        return () if direction == FORWARD else (microbatch == self.microbatches - 1,)
+
+    def messages(self, chunk: int, other: int, direction: int) -> list[tuple[OpSpec, int, int]]:
+        """The activation to the next chunk, or the gradient back to the one before."""
         value = self.stream[chunk] if direction == FORWARD else self.slope[chunk]
         arrival = self.received[other] if direction == FORWARD else self.returned[other]
         elements = max(1, round(self._bytes(self.model.width) / self.size))
-        return [self._message(chunk, other, OpSpec("Send", ((elements,),), self.size), value, arrival)]
+        return [(OpSpec("Send", ((elements,),), self.size), value, arrival)]
 
     def _message(self, chunk: int, other: int, spec: OpSpec, value: int, arrival: int) -> RankOp:
-        here, there = self._stage(chunk), self._stage(other)
+        here, there = self.stage(chunk), self.stage(other)
         return RankOp(spec, SEND, here, (value,), (arrival,), there, ("to chunk", other))
 
     def tie(self) -> list[RankOp]:
@@ -357,12 +356,12 @@ class TransformerStep:
         self.summed[copy] = (returned, *self.summed[copy])
         return ops
 
-    def update(self) -> list[RankOp]:
+    def finish(self) -> list[RankOp]:
         """What ties need, and one optimizer operation per stage."""
         shards = self.plan.data if self.plan.sharded else 1
         ops = self.tie()
         for stage in range(self.plan.pipeline):
-            keys = [key for key in self.counts if self._stage(key[0]) == stage]
+            keys = [key for key in self.counts if self.stage(key[0]) == stage]
             moved = STATE_ELEMENTS * sum(self.counts[key] for key in keys) / self.plan.tensor / shards
             spec = OpSpec("Adam", ((max(1, round(moved)),),), WEIGHT_BYTES)
             inputs = [
@@ -375,18 +374,5 @@ class TransformerStep:
 
 def transformer_step(question: Question, costed: Costed, microbatches: int) -> Step:
     """The step of `costed.plan` with so many microbatches of the plan's size."""
-    plan = costed.plan
-    parts = question.fixed.chunks(plan.pipeline)
-    degrees = Degrees(plan.data, plan.tensor, plan.pipeline, microbatches, parts, plan.cols)
-    writer, layout = TransformerStep(question, costed, microbatches), Layout()
-    layout.add(("table",), 0, writer.gather_table)
-    for tasks in schedule(question.fixed.schedule, plan.pipeline, microbatches, plan.pipeline * parts):
-        for _, chunk, direction, m in tasks:
-            last = m == microbatches - 1
-            if direction == FORWARD:
-                layout.add((chunk, direction), m, writer.forward, chunk)
-            else:
-                layout.add((chunk, direction, last), m, writer.backward, chunk, last)
-            layout.add((chunk, direction, "send", last), m, writer.send, chunk, direction)
-    layout.add(("update",), microbatches - 1, writer.update)
-    return layout.step(degrees, writer.slots)
+    writer = TransformerStep(question, costed, microbatches)
+    return writer.write(schedule(question.fixed.schedule, costed.plan.pipeline, microbatches, writer.chunks))

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Which devices an operation involves: its own, its tensor ranks, its data replicas, the next stage, or
-# (where the tensor ranks form a mesh) those of its column, which differ in their row, and those of its row.
-LOCAL, TENSOR, DATA, SEND, ROW, COL = range(6)
+# (where the tensor ranks form a mesh) those of its column, which differ in their row, and those of its row; or a group
+# that the placement lists.
+LOCAL, TENSOR, DATA, SEND, ROW, COL, GROUP = range(7)
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,14 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Placement:
-    """Numbers the workers from `first` up; `order` lists the axes from outermost to innermost."""
+    """Numbers the workers from `first` up; `order` lists the axes from outermost to innermost, `groups` the members
+    of operations along GROUP, whose `peer` is a number of such a group.
+    """
 
     degrees: Degrees
     order: tuple[str, ...] = ("data", "tensor", "pipeline")
     first: int = 0
+    groups: tuple[tuple[int, ...], ...] = ()
 
     def strides(self) -> tuple[int, int, int]:
         """Steps in device number along data, tensor and pipeline."""
@@ -59,6 +63,8 @@ class Placement:
         """The devices of one operation along `axis`."""
         data, tensor, _ = self.strides()
         here = self.worker(replica, rank, stage)
+        if axis == GROUP:
+            return self.groups[peer]
         if axis == TENSOR:
             return range(here, here + tensor * self.degrees.tensor, tensor)
         if axis == ROW:

@@ -87,13 +87,14 @@ class Step:
 
     def _groups(self, placement, axis, replica, rank, rows) -> tuple[tuple[Sequence[int], ...], np.ndarray]:
         stages, tensor = self.degrees.pipeline, self.degrees.tensor
-        pair, pairs = number_present(self.stage * (stages + 1) + self.peer + 1, stages * (stages + 1))
+        peers = int(self.peer.max(initial=-1)) + 2
+        pair, pairs = number_present(self.stage * peers + self.peer + 1, stages * peers)
         code = ((axis * (replica.max(initial=0) + 1) + replica) * tensor + rank) * len(pairs) + pair[rows]
         group, codes = number_present(code, int(code.max(initial=-1)) + 1)
         groups = []
         for number in codes.tolist():
             number, its_pair = divmod(number, len(pairs))
-            its_stage, its_peer = divmod(int(pairs[its_pair]), stages + 1)
+            its_stage, its_peer = divmod(int(pairs[its_pair]), peers)
             number, its_rank = divmod(number, tensor)
             its_axis, its_replica = divmod(number, int(replica.max(initial=0)) + 1)
             groups.append(placement.group(its_axis, its_replica, its_rank, its_stage, its_peer - 1))
@@ -105,7 +106,7 @@ class _Mesh:
     """Which groups each axis of an operation has among `data` replicas of rows x cols tensor ranks.
 
     `copies`: groups per axis; `width`: ranks per group. Groups of tensor ranks are numbered by replica,
-    those of data replicas by rank, those along ROW and COL by replica and then by column or row.
+    those of data replicas by rank, those along ROW and COL by replica and then by column or row. GROUP needs a single rank and replica.
     """
 
     data: int
@@ -116,25 +117,25 @@ class _Mesh:
     @property
     def copies(self) -> np.ndarray:
         ranks = self.data * self.tensor
-        return np.array([ranks, self.data, self.tensor, ranks, self.data * self.cols, self.data * self.rows])
+        return np.array([ranks, self.data, self.tensor, ranks, self.data * self.cols, self.data * self.rows, 1])
 
     @property
     def width(self) -> np.ndarray:
-        return np.array([1, self.tensor, self.data, 1, self.rows, self.cols])
+        return np.array([1, self.tensor, self.data, 1, self.rows, self.cols, 1])
 
     def first_rank(self, axis: np.ndarray, copy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(replica, rank) of the first member of group `copy` along `axis`."""
         own, none = copy // self.tensor, 0 * copy
-        replica = np.choose(axis, [own, copy, none, own, copy // self.cols, copy // self.rows])
+        replica = np.choose(axis, [own, copy, none, own, copy // self.cols, copy // self.rows, none])
         rank = copy % self.tensor
         column, row = copy % self.cols, copy % self.rows * self.cols
-        return replica, np.choose(axis, [rank, none, copy, rank, column, row])
+        return replica, np.choose(axis, [rank, none, copy, rank, column, row, none])
 
     def member(self, axis: np.ndarray, copy: np.ndarray, member: np.ndarray) -> np.ndarray:
         """Number (replica by replica) of each member of group `copy` along `axis`."""
         replica, rank = self.first_rank(axis, copy)
         first = replica * self.tensor + rank
-        return first + member * np.array([0, 1, self.tensor, 0, self.cols, 1])[axis]
+        return first + member * np.array([0, 1, self.tensor, 0, self.cols, 1, 0])[axis]
 
 
 def _spread(lists: Ragged, rows, axis, copy, mesh: _Mesh) -> Ragged:

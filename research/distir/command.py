@@ -10,17 +10,14 @@ from research.distir.rules import rule_set
 
 @dataclass(frozen=True)
 class DistirConfig:
-    """The experiments of DistIR's notebook on a perceptron of 64 layers of width 8192.
-
-    Attributes:
-      rules: what operations cost: corrected, notebook, march or head (research/distir/rules.py).
-      trials: simulations timed per program size.
-      run_dir: where tables, plots and traces go.
-    """
+    """The experiments of DistIR's notebook on a perceptron of 64 layers of width 8192."""
 
     rules: str = "corrected"
+    """What operations cost: corrected, notebook, march or head (research/distir/rules.py)."""
     trials: int = 5
+    """Simulations timed per program size."""
     run_dir: str = "runs/plan_distir_mlp"
+    """Folder of tables, plots and traces."""
 
     def __post_init__(self):
         rule_set(self.rules)

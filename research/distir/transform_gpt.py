@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mstrain.simulator.placement import LOCAL, SEND, TENSOR, Degrees
+from mstrain.simulator.pipeline import PipelineStep
+from mstrain.simulator.placement import LOCAL, TENSOR, Degrees
 from mstrain.simulator.program import OpSpec
-from mstrain.simulator.replicas import Layout, Step
+from mstrain.simulator.replicas import Step
 from mstrain.simulator.schedules import distir_forward
 from mstrain.simulator.slots import RankOp, Slots
 from research.distir.mlp import chunk_bounds
@@ -49,11 +50,12 @@ def check_gpt(gpt: GptStack, degrees: Degrees) -> None:
         raise ValueError("GPT inference has no interleaved schedule; set interleave=1")
 
 
-class _GptStep:
+class _GptStep(PipelineStep):
     """Writes down the operations of one rank, block by block."""
 
     def __init__(self, gpt: GptStack, degrees: Degrees):
-        self.gpt, self.degrees, self.slots = gpt, degrees, Slots()
+        super().__init__(degrees, gpt.layers + 1)
+        self.gpt = gpt
         self.rows = gpt.rows // (degrees.data * degrees.microbatches)
         bounds = chunk_bounds(gpt.layers + 1, degrees.pipeline)
         self.stage_of_block = [stage for stage, (begin, end) in enumerate(bounds) for _ in range(begin, end)]
@@ -88,7 +90,7 @@ class _GptStep:
             out = self._op(ops, "AllReduce", ((self.rows, fan_out),), stage, (out,), fan_out, axis=TENSOR)
         return out
 
-    def block(self, b: int, first: bool) -> list[RankOp]:
+    def forward(self, b: int, first: bool) -> list[RankOp]:
         """Block `b` of one microbatch; `first`: of microbatch 0."""
         ops: list[RankOp] = []
         stage, width = self.stage_of_block[b], self.gpt.width
@@ -129,29 +131,21 @@ class _GptStep:
             )
         )
 
-    def send(self, b: int) -> list[RankOp]:
-        """The two messages after block `b`, if the next block is on another stage."""
-        if b == self.gpt.layers or self.stage_of_block[b] == self.stage_of_block[b + 1]:
-            return []
-        here, there = self.stage_of_block[b], self.stage_of_block[b + 1]
-        spec = OpSpec("Send", ((self.rows, self.gpt.width),), self.gpt.element_bytes)
-        arrived = tuple(self._tensor(self.gpt.width, there) for _ in range(2))
-        ops = [
-            RankOp(spec, SEND, here, (value,), (copy,), there)
-            for value, copy in zip(self.carried[b], arrived)
-        ]
-        self.carried[b] = arrived
-        return ops
+    def stage(self, chunk: int) -> int:
+        return self.stage_of_block[chunk]
+
+    def variant(self, chunk: int, direction: int, microbatch: int) -> tuple[bool]:
+        return (microbatch == 0 and chunk == self.gpt.layers,)  # elsewhere all are alike
+
+    def messages(self, chunk: int, other: int, direction: int) -> list[tuple[OpSpec, int, int]]:
+        """The residual stream and the last product."""
+        spec, there = OpSpec("Send", ((self.rows, self.gpt.width),), self.gpt.element_bytes), self.stage(other)
+        sent, self.carried[chunk] = self.carried[chunk], tuple(self._tensor(self.gpt.width, there) for _ in range(2))
+        return [(spec, value, copy) for value, copy in zip(sent, self.carried[chunk])]
 
 
 def gpt_step(gpt: GptStack, degrees: Degrees = Degrees()) -> Step:
     """One forward pass of `gpt` under `degrees`. Raises ValueError when they do not fit each other."""
     check_gpt(gpt, degrees)
-    writer, layout = _GptStep(gpt, degrees), Layout()
-    for step in distir_forward(writer.stage_of_block, degrees.microbatches):
-        for _, block, _, m in step:
-            first_of_last_block = m == 0 and block == gpt.layers
-            layout.add((block, first_of_last_block), m, writer.block, block, first_of_last_block)
-        for _, block, _, m in step:
-            layout.add((block, "send"), m, writer.send, block)
-    return layout.step(degrees, writer.slots)
+    writer = _GptStep(gpt, degrees)
+    return writer.write(distir_forward(writer.stage_of_block, degrees.microbatches))

@@ -8,9 +8,10 @@ sets can be compared number by number; `RuleSet` says what the corrected step do
 
 from __future__ import annotations
 
+from mstrain.simulator.pipeline import PipelineStep
 from mstrain.simulator.placement import DATA, LOCAL, SEND, TENSOR, Degrees, Placement
 from mstrain.simulator.program import OpSpec
-from mstrain.simulator.replicas import Layout, Step
+from mstrain.simulator.replicas import Step
 from mstrain.simulator.schedules import FORWARD
 from mstrain.simulator.schedules import schedule as find_schedule
 from mstrain.simulator.slots import RankOp, Slots
@@ -18,17 +19,16 @@ from research.distir.mlp import Mlp, StepOptions, check_mlp, chunk_bounds
 from research.distir.rules import RuleSet, rule_set
 
 
-class _MlpStep:
+class _MlpStep(PipelineStep):
     """Writes down the operations of one rank, task by task."""
 
     def __init__(self, mlp: Mlp, degrees: Degrees, rules: RuleSet, options: StepOptions):
-        self.mlp, self.degrees, self.rules, self.options = mlp, degrees, rules, options
+        super().__init__(degrees, degrees.pipeline * degrees.interleave)
+        self.mlp, self.rules, self.options = mlp, rules, options
         self.rows = mlp.batch // (degrees.data * degrees.microbatches)
-        self.chunks = degrees.pipeline * degrees.interleave
         self.bounds = chunk_bounds(mlp.layers, self.chunks)
         # Local shapes of the weights: even layers are cut by columns, odd ones by rows.
         self.shapes = [self._local_weight(j) for j in range(mlp.layers)]
-        self.slots = Slots()
         self.last_stage = self.stage(self.chunks - 1)
         self.x = self._tensor(mlp.input_dim, 0, resident=True)
         self.z = self._tensor(mlp.output_dim, self.last_stage, resident=True)
@@ -45,9 +45,6 @@ class _MlpStep:
             for c in range(self.chunks - 1)
         }
         self.sent_g: dict[int, int] = {}
-
-    def stage(self, chunk: int) -> int:
-        return chunk % self.degrees.pipeline
 
     def _declare(self, chunk: int) -> None:
         for j in range(*self.bounds[chunk]):
@@ -181,28 +178,20 @@ class _MlpStep:
         axis = TENSOR if self.rules.gradient_axis == "tensor" and self.degrees.tensor > 1 else DATA
         return self._op("AllReduce", (self.shapes[j],), stage, (total,), (self.final[j],), axis)
 
-    def send(self, chunk: int, direction: int) -> list[RankOp]:
-        """The message that follows a pass of `chunk`, if its value goes to another stage."""
-        other = chunk + 1 if direction == FORWARD else chunk - 1
-        if not 0 <= other < self.chunks:
-            return []
+    def variant(self, chunk: int, direction: int, microbatch: int) -> tuple[bool, ...]:
+        first = microbatch == 0
+        if direction == FORWARD:  # for the loss and for loading; elsewhere all are alike
+            return (first and (chunk == self.chunks - 1 or not self.options.loaded),)
+        return first, self.rules.gradients_early and microbatch == self.degrees.microbatches - 1
+
+    def messages(self, chunk: int, other: int, direction: int) -> list[tuple[OpSpec, int, int]]:
         begin, end = self.bounds[chunk]
         value, arrival, width = (
             (self.a[end - 1], self.received_a[other], self.out_width(end - 1))
             if direction == FORWARD
             else (self.sent_g[chunk], self.received_g[other], self.shapes[begin][0])
         )
-        return [
-            self._op(
-                "Send",
-                ((self.rows, width),),
-                self.stage(chunk),
-                (value,),
-                (arrival,),
-                SEND,
-                self.stage(other),
-            )
-        ]
+        return [(OpSpec("Send", ((self.rows, width),), self.mlp.element_bytes), value, arrival)]
 
     def finish(self) -> list[RankOp]:
         """What follows the last backward pass: sums and gathers over the replicas, then the optimizer."""
@@ -292,18 +281,4 @@ def mlp_step(
     steps = find_schedule(
         schedule_name(degrees, rules, options), degrees.pipeline, degrees.microbatches, writer.chunks
     )
-    layout = Layout()
-    for step in steps:
-        for _, chunk, direction, m in step:
-            first, last = m == 0, rules.gradients_early and m == degrees.microbatches - 1
-            if direction == FORWARD:
-                first = first and (
-                    chunk == writer.chunks - 1 or not options.loaded
-                )  # elsewhere all are alike
-                layout.add((chunk, direction, first), m, writer.forward, chunk, first)
-            else:
-                layout.add((chunk, direction, first, last), m, writer.backward, chunk, first, last)
-        for _, chunk, direction, m in step:
-            layout.add((chunk, direction, "send"), m, writer.send, chunk, direction)
-    layout.add(("finish",), degrees.microbatches - 1, writer.finish)
-    return layout.step(degrees, writer.slots, () if options.loaded else writer.prologue())
+    return writer.write(steps, () if options.loaded else writer.prologue())

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from mstrain.commands.plans.mixed import with_files
+from mstrain.commands.plans.mixed import Files
 from mstrain.commands.plans.output import make_folder, progress
 from mstrain.planner.mixed.hosts import write_hostfile
 from research.metis import MetisOptions, SearchStopped, reference_lines, write_json
@@ -15,15 +15,17 @@ from research.metis.synthetic import read_samples, write_profiles
 # Type and address of the hosts that `write_hostfile` writes; inter and intra GB/s and GB per device.
 SYNTHETIC_HOSTS = {"0.0.0.1": ("V100", 10, 50, 16), "0.0.0.4": ("A100", 10, 46, 80)}
 
-MetisConfig = with_files(MetisOptions, "MetisConfig")
+@dataclass(frozen=True, kw_only=True)
+class MetisConfig(MetisOptions, Files):
+    """The reference's search of a mixed cluster."""
 
 
 def run_metis(config) -> int:
     """Prints the reference's lines; writes metis.json, also of a search that had to stop."""
-    options, folder = config.options, make_folder(config.run_dir)
+    folder = make_folder(config.run_dir)
     try:
-        with progress("planner=metis", options.max_seconds * options.trials):
-            result = search_metis(*config.files.paths, options)
+        with progress("planner=metis", config.max_seconds * config.trials):
+            result = search_metis(*config.paths, config)
     except SearchStopped as stopped:
         write_json(stopped.partial, folder / "metis.json")
         raise ValueError(f"{stopped} (what was found until then is in {folder / 'metis.json'})") from None
@@ -46,7 +48,7 @@ def run_metis(config) -> int:
 def run_homogeneous(config) -> int:
     """The reference's planner for one type; writes homogeneous.json."""
     folder = make_folder(config.run_dir)
-    result = search_homogeneous(*config.files.paths, config.options)
+    result = search_homogeneous(*config.paths, config)
     path = folder / "homogeneous.json"
     path.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
     print(f"{result.num_plans} plans, {len(result.ranking)} costed, {len(result.missing)} without a profile")
@@ -58,23 +60,20 @@ def run_homogeneous(config) -> int:
 
 @dataclass(frozen=True)
 class InputsConfig:
-    """Synthetic inputs of the Metis planners: equal numbers of A100 and V100, hosts of four.
-
-    Attributes:
-      samples: folder of the nine DeviceType.A100_tp{1,2,4}_bs{1,2,4}.json profiles to grow from.
-      num_layers: layers of the model, embedding and output included.
-      devices_per_type: devices of each type.
-      max_batch: largest profiled batch and tensor degree, a power of two.
-      slowdown: how much slower the V100 is.
-      run_dir: gets hostfile, clusterfile.json and profiles/.
-    """
+    """Synthetic inputs of the Metis planners: equal numbers of A100 and V100, hosts of four."""
 
     samples: str
+    """Folder of the nine DeviceType.A100_tp{1,2,4}_bs{1,2,4}.json profiles to grow from."""
     num_layers: int = 10
+    """Layers of the model, embedding and output included."""
     devices_per_type: int = 16
+    """Devices of each type."""
     max_batch: int = 128
+    """Largest profiled batch and tensor degree, a power of two."""
     slowdown: float = 3.5
+    """How much slower the V100 is."""
     run_dir: str = "runs/plan_metis_inputs"
+    """Folder of hostfile, clusterfile.json and profiles/."""
 
     def __post_init__(self):
         if not self.slowdown > 0:

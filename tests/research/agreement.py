@@ -30,6 +30,7 @@ from mstrain.simulator.simulate import simulate
 from research.distir import experiments
 from research.distir.grid import simulate_mlp, simulate_step
 from research.distir.mlp import Mlp
+from research.distir.rules import rule_set
 from research.distir.transform_gpt import GptStack, gpt_step
 from research.distir.transform_mlp import mlp_step
 from research.metis import MetisOptions, run_metis

@@ -13,7 +13,7 @@ from mstrain.planner.report import (
     write_tables,
 )
 from mstrain.planner.search import search_pod
-from mstrain.planner.simulated import simulate_plan, summary, write_simulation
+from mstrain.planner.simulated import simulate_plan
 from mstrain.planner.target import find_pod
 from mstrain.planner.trainer import closing_lines, write_plan
 
@@ -46,8 +46,8 @@ def run_pod(config: PodConfig) -> int:
     written = ["plans.csv", "stages.csv", "plans.json", "throughput_against_memory.png"]
     if config.simulate:
         simulated = simulate_plan(question, result.best, config.simulated_microbatches)
-        written += write_simulation(simulated, folder)
-        say.print(*summary(simulated, result.best.plan.microbatches), sep="\n")
+        written += simulated.write(folder)
+        say.print(*simulated.summary(result.best.plan.microbatches), sep="\n")
     say.print(f"{', '.join(written)} in {folder}")
     for line in closing_lines(question, result, path):
         say.print(line)

@@ -19,30 +19,28 @@ BYTES = 256  # tokens, where the model leaves the vocabulary to the tokenizer
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Profiles of one model, measured here.
-
-    Attributes:
-      model: as in train.py; type profile=NAME.
-      seq: tokens per sequence.
-      tensor: tensor parallel degrees, as '[1,2]'; batches: sequences per microbatch, as '[1,2,4]'.
-      algorithm: of the tensor products: megatron or meshslice (one row of devices).
-      dtype: bf16 or f32.
-      repeats: runs of which the fastest counts.
-      device_type: name in the files; by default what JAX calls the device.
-      max_seconds: no further file is begun after so many seconds; those written stay.
-      run_dir: gets the files.
-    """
+    """Profiles of one model, measured here."""
 
     model: ModelConfig
+    """As in train.py; type profile=NAME."""
     seq: int = 128
+    """Tokens per sequence."""
     tensor: tuple[int, ...] = (1,)
+    """Tensor parallel degrees, as '[1,2]'."""
     batches: tuple[int, ...] = (1, 2, 4)
+    """Sequences per microbatch, as '[1,2,4]'."""
     algorithm: str = "megatron"
+    """Of the tensor products: megatron or meshslice (one row of devices)."""
     dtype: str = "bf16"
+    """bf16 or f32."""
     repeats: int = 5
+    """Runs of which the fastest counts."""
     device_type: str | None = None
+    """Name in the files; null for what JAX calls the device."""
     max_seconds: float = 600.0
+    """No further file is begun after so many seconds; those written stay."""
     run_dir: str = "runs/plan_profile"
+    """Folder of the files."""
 
     def __post_init__(self):
         at_least("", self, seq=1, repeats=1)

@@ -2,67 +2,68 @@
 
 from dataclasses import dataclass
 
+from mstrain.checks import at_least, one_of
+
 SCHEDULES = ("1f1b", "gpipe")
+POSITIVE = ("num_layers", "batch", "hidden_size", "sequence_length", "vocab_size", "element_bytes", "top_k")
+NOT_NEGATIVE = ("latency_ms", "gradient_factor", "optimizer_factor", "activation_bytes", "max_tp", "unit")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Checked on construction (ValueError). Sizes in elements, times in ms, memory factors as stated."""
+    """A plan for a mixed cluster. Raises ValueError for a value out of its range."""
 
-    num_layers: int  # with embedding and output layer, as in the profiles
-    batch: int  # global batch in samples, any number
+    num_layers: int
+    """Layers of the model, embedding and output layer included, as in the profiles."""
+    batch: int
+    """Samples per step of the whole job, any number."""
     hidden_size: int = 4096
+    """Width of the model."""
     sequence_length: int = 1024
+    """Tokens per sample."""
     vocab_size: int = 51200
-    max_tp: int = 0  # largest tensor parallel degree; 0: largest profiled
-    element_bytes: int = 2  # of activations and gradients on the wire
-    latency_ms: float = 0.01  # of one message
-    schedule: str = "1f1b"  # or gpipe: all microbatches in flight
-    gradient_factor: float = 1.0  # gradient bytes per parameter byte
-    optimizer_factor: float = 6.0  # Adam: float32 master copy and two moments for bfloat16 parameters
-    shard_optimizer: bool = False  # divide optimizer state and update over the replicas
-    activation_bytes: float = 34.0  # per token, hidden unit, layer (Korthikanti 2022)
-    memory_margin: float = 0.1  # part of the memory left free
-    collectives_in_profile: bool = True  # False: the profiles lack the tensor collectives inside a node
-    unit: int = 0  # devices per unit of a stage; 0: the finest that keeps the search small
-    max_states: int = 3000  # limit that `unit=0` respects
+    """Entries of the vocabulary."""
+    max_tp: int = 0
+    """Largest tensor parallel degree; 0 for the largest profiled."""
+    element_bytes: int = 2
+    """Bytes of an activation and of a gradient in a message."""
+    latency_ms: float = 0.01
+    """Of one message."""
+    schedule: str = "1f1b"
+    """Of the pipeline: 1f1b, or gpipe with all microbatches in flight."""
+    gradient_factor: float = 1.0
+    """Gradient bytes per parameter byte."""
+    optimizer_factor: float = 6.0
+    """Optimizer bytes per parameter byte; 6 is Adam's float32 copy and two moments for bfloat16 parameters."""
+    shard_optimizer: bool = False
+    """Divide optimizer state and update over the replicas."""
+    activation_bytes: float = 34.0
+    """Kept per token, hidden unit and layer (Korthikanti et al., 2022)."""
+    memory_margin: float = 0.1
+    """Part of a device's memory that must stay free."""
+    collectives_in_profile: bool = True
+    """Whether the profiles contain the tensor collectives inside a node."""
+    unit: int = 0
+    """Devices per unit of a stage; 0 for the finest that keeps the search small."""
+    max_states: int = 3000
+    """Limit on combinations of stage sizes that unit=0 respects."""
     top_k: int = 5
+    """Distinct plans shown."""
     max_seconds: float = 60.0
-    simulate: bool = True  # the best plan, on every device
-    simulated_microbatches: int = 32  # at most so many, but two per stage
+    """Time after which the best plans so far are returned."""
+    simulate: bool = True
+    """Simulate the best plan on every device."""
+    simulated_microbatches: int = 32
+    """Most microbatches simulated, but at least two per stage."""
 
     def __post_init__(self):
-        for name in (
-            "num_layers",
-            "batch",
-            "hidden_size",
-            "sequence_length",
-            "vocab_size",
-            "element_bytes",
-            "top_k",
-            "simulated_microbatches",
-        ):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r}: give an integer of 1 or more")
-        if self.num_layers < 2:
-            raise ValueError(f"num_layers={self.num_layers}: give 2 or more (embedding, output layer)")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule={self.schedule}: choose one of {', '.join(SCHEDULES)}")
+        at_least("", self, **dict.fromkeys((*POSITIVE, "simulated_microbatches", "max_states"), 1))
+        at_least("", self, num_layers=2, **dict.fromkeys(NOT_NEGATIVE, 0))
+        one_of("schedule", self.schedule, SCHEDULES)
         if not 0 <= self.memory_margin < 1:
             raise ValueError(f"memory_margin={self.memory_margin}: give a part from 0 to below 1, e.g. 0.1")
-        for name in (
-            "latency_ms",
-            "gradient_factor",
-            "optimizer_factor",
-            "activation_bytes",
-            "max_tp",
-            "unit",
-        ):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)}: give 0 or more")
-        if not self.max_seconds > 0 or self.max_states < 1:
-            raise ValueError("the budget is empty: give max_seconds > 0 and max_states >= 1")
+        if not self.max_seconds > 0:
+            raise ValueError("the budget is empty: give max_seconds > 0")
 
     def microbatches(self) -> list[tuple[int, int]]:
         """(samples per microbatch, microbatches): every size that a smaller number of microbatches needs."""

@@ -13,9 +13,13 @@ from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.result import Plan, StagePlan
 from mstrain.planner.mixed.space import kind_labels, kind_of, kinds_of
 from mstrain.simulator.cluster import Cluster, Device, Network, Path, Wire
-from mstrain.simulator.program import OpSpec, ProgramBuilder
-from mstrain.simulator.schedules import FORWARD, schedule
+from mstrain.simulator.compared import Compared
+from mstrain.simulator.pipeline import PipelineStep
+from mstrain.simulator.placement import GROUP, SEND, Degrees, Placement
+from mstrain.simulator.program import OpSpec
+from mstrain.simulator.schedules import BACKWARD, FORWARD, schedule
 from mstrain.simulator.simulate import Simulation, simulate
+from mstrain.simulator.slots import RankOp
 
 FORWARD_PART = 1 / 3  # of a profiled forward and backward pass
 GB = 1e9
@@ -60,20 +64,6 @@ class Replica:
     end: int
     compute_ms: float
     tensor_ms: float
-
-
-@dataclass(frozen=True)
-class SimulatedPlan:
-    """A simulated step with `microbatches` of the plan's, and what the cost model says of as many."""
-
-    result: Simulation
-    microbatches: int
-    predicted_ms: float
-    devices: tuple[tuple[int, ...], ...]  # by stage
-
-    @property
-    def ms(self) -> float:
-        return 1e3 * self.result.seconds
 
 
 def mixed_cluster(hosts: Hosts, latency_ms: float) -> Cluster:
@@ -137,134 +127,134 @@ def replicas_of(stage: StagePlan, devices: dict[str, tuple[int, ...]], samples: 
     return replicas
 
 
-class _Writer:
-    """Writes down the step of a plan, pass by pass."""
+class MixedStep(PipelineStep):
+    """The step of a plan. Every device is a stage of its own to the simulator; the stages of the plan are chunks."""
 
-    def __init__(self, plan: Plan, options: PlanOptions, hosts: Hosts, cluster: Cluster):
-        self.plan, self.options, self.network = plan, options, cluster.network
+    def __init__(self, plan: Plan, options: PlanOptions, hosts: Hosts, network: Nodes, microbatches: int):
+        super().__init__(Degrees(pipeline=len(network.node_of), microbatches=microbatches), len(plan.stages))
+        self.plan, self.options, self.network = plan, options, network
         self.sample_bytes = options.sequence_length * options.hidden_size * options.element_bytes  # messages
-        self.build = ProgramBuilder(1)
         self.devices = allocate(hosts, plan.stages)
         self.replicas = [
             replicas_of(stage, devices, plan.microbatch) for stage, devices in zip(plan.stages, self.devices)
         ]
-        self.state: dict[int, tuple[int, ...]] = {}  # by device
-        for number, stage in enumerate(plan.stages):
-            sharded = len(self.replicas[number]) if options.shard_optimizer else 1
-            mine = stage.parameter_bytes / stage.tp
-            factors = {"parameters": 1.0, "gradients": options.gradient_factor}
-            factors["optimizer"] = options.optimizer_factor / sharded
-            for replica in self.replicas[number]:
-                for device in replica.devices:
-                    self.state[device] = tuple(
-                        self.build.input((round(factor * mine),), device, category=name)
-                        for name, factor in factors.items()
-                    )
-        self.kept: dict[tuple, list[int]] = {}  # by stage, replica and microbatch
-        self.arrived: dict[tuple, list[int]] = {}  # by direction, stage, replica and microbatch
-        self.last: dict[tuple, list[int]] = {}  # by stage and replica: its latest backward pass
+        self.groups: dict[tuple[int, ...], int] = {}  # members of an operation -> number
+        self.state = {
+            device: self._state(stage, len(replicas), device)
+            for stage, replicas in zip(plan.stages, self.replicas)
+            for replica in replicas
+            for device in replica.devices
+        }
+        self.kept: dict[tuple[int, int], list[int]] = {}  # by stage and replica
+        self.arrived: dict[tuple[int, int, int], list[int]] = {}  # by direction, stage and replica
+        self.last: dict[tuple[int, int], list[int]] = {}  # by stage and replica: its backward pass
 
-    def timed(self, kind: str, ms: float, devices, inputs, nbytes: float, category, microbatch, label):
-        """An operation of `ms` on all of `devices`, with an output of `nbytes` on each."""
+    def _state(self, stage: StagePlan, replicas: int, device: int) -> tuple[int, ...]:
+        mine, options = stage.parameter_bytes / stage.tp, self.options
+        optimizer = options.optimizer_factor / (replicas if options.shard_optimizer else 1)
+        factors = {"parameters": 1.0, "gradients": options.gradient_factor, "optimizer": optimizer}
+        return tuple(self.slots.resident(round(factor * mine), device, name) for name, factor in factors.items())
+
+    def _add(self, ops: list[RankOp], spec: OpSpec, members, inputs, nbytes: float, category: str, label) -> list[int]:
+        """An operation on all of `members`, with an output of `nbytes` on each."""
+        outputs = [self.slots.value(round(nbytes), device, category=category) for device in members]
+        group = self.groups.setdefault(tuple(members), len(self.groups))
+        ops.append(RankOp(spec, GROUP, members[0], tuple(inputs), tuple(outputs), group, label))
+        return outputs
+
+    def _timed(self, ops, kind: str, ms: float, devices, inputs, nbytes: float, category: str, label) -> list[int]:
         spec = OpSpec(kind, ((round(1e6 * ms),),), 0)
-        outputs = [((round(nbytes),), device) for device in devices]
-        return list(self.build.add(spec, devices, inputs, outputs, category, microbatch, label))
+        return self._add(ops, spec, devices, inputs, nbytes, category, label)
 
-    def collective(self, members, nbytes: float, values, microbatch, label) -> list[int]:
+    def _sum(self, ops, members, nbytes: float, values, label) -> list[int]:
         spec = OpSpec("AllReduce", ((max(1, round(nbytes)),),), 1)
-        outputs = [((0,), device) for device in members]
-        return list(self.build.add(spec, members, values, outputs, "workspace", microbatch, label))
+        return self._add(ops, spec, members, values, 0, "workspace", label)
 
-    def tensor_sums(self, replica: Replica, stage: StagePlan, values, m: int, label) -> list[int]:
+    def _by_node(self, members) -> list[tuple[int, ...]]:
+        """The members in groups of one node."""
+        nodes: dict[int, tuple[int, ...]] = {}
+        for device in members:
+            nodes[self.network.node_of[device]] = (*nodes.get(self.network.node_of[device], ()), device)
+        return list(nodes.values())
+
+    def _tensor_sums(self, ops, replica: Replica, stage: StagePlan, values: list[int], label) -> list[int]:
         """The all-reduces of one pass that the profiles lack: inside nodes and between them."""
         if replica.tensor_ms == 0:
             return values
         last = self.options.num_layers - 1
         middle = sum(0 < layer < last for layer in range(stage.first_layer, stage.end_layer))
-        message = (replica.end - replica.begin) * self.sample_bytes
-        by_node: dict[int, list[int]] = {}
-        for device in replica.devices:
-            by_node.setdefault(self.network.node_of[device], []).append(device)
+        message, nodes = (replica.end - replica.begin) * self.sample_bytes, self._by_node(replica.devices)
+        inside = [] if self.options.collectives_in_profile else nodes
         for _ in range(2 * middle if message else 0):
-            if not self.options.collectives_in_profile:
-                for members in by_node.values():
-                    if len(members) > 1:
-                        values = [*values, *self.collective(tuple(members), message, values, m, label)]
-            leaders = tuple(members[0] for members in by_node.values())
-            if len(leaders) > 1:
-                values = [*values, *self.collective(leaders, message, values, m, label)]
+            for members in (*inside, tuple(node[0] for node in nodes)):
+                if len(members) > 1:
+                    values = [*values, *self._sum(ops, members, message, values, label)]
         return values
 
-    def forward(self, s: int, m: int) -> None:
-        stage = self.plan.stages[s]
+    def forward(self, s: int) -> list[RankOp]:
+        stage, ops, label = self.plan.stages[s], [], (*_part(self.plan.stages[s]), "forward")
         for r, replica in enumerate(self.replicas[s]):
-            inputs, label = self.arrived.get((FORWARD, s, r, m), []), (*_part(stage), "forward")
+            devices, inputs = replica.devices, self.arrived.get((FORWARD, s, r), [])
             if s == 0:
                 ms = self.plan.generator_ms / self.plan.microbatches
-                inputs = self.timed(
-                    "Profiled", ms, replica.devices, (), 0, "workspace", m, ("batch generator",)
-                )
-            kept = (replica.end - replica.begin) * stage.sample_bytes
-            ms = FORWARD_PART * replica.compute_ms
-            done = self.timed("Profiled", ms, replica.devices, inputs, kept, "activations", m, label)
-            self.kept[s, r, m] = self.tensor_sums(replica, stage, done, m, label)
-            self.send(s, s + 1, r, m, FORWARD, self.kept[s, r, m])
+                inputs = self._timed(ops, "Profiled", ms, devices, (), 0, "workspace", ("batch generator",))
+            kept, ms = (replica.end - replica.begin) * stage.sample_bytes, FORWARD_PART * replica.compute_ms
+            done = self._timed(ops, "Profiled", ms, devices, inputs, kept, "activations", label)
+            self.kept[s, r] = self._tensor_sums(ops, replica, stage, done, label)
+        return ops
 
-    def backward(self, s: int, m: int) -> None:
-        stage = self.plan.stages[s]
+    def backward(self, s: int) -> list[RankOp]:
+        stage, ops, label = self.plan.stages[s], [], (*_part(self.plan.stages[s]), "backward")
         for r, replica in enumerate(self.replicas[s]):
-            inputs = [*self.kept[s, r, m], *self.arrived.get((1 - FORWARD, s, r, m), [])]
-            ms, label = (1 - FORWARD_PART) * replica.compute_ms, (*_part(stage), "backward")
-            done = self.timed("ProfiledGrad", ms, replica.devices, inputs, 0, "workspace", m, label)
-            done = self.tensor_sums(replica, stage, done, m, label)
-            self.last[s, r] = done
-            self.send(s, s - 1, r, m, 1 - FORWARD, done)
+            inputs = [*self.kept[s, r], *self.arrived.get((BACKWARD, s, r), [])]
+            ms = (1 - FORWARD_PART) * replica.compute_ms
+            done = self._timed(ops, "ProfiledGrad", ms, replica.devices, inputs, 0, "workspace", label)
+            self.last[s, r] = self._tensor_sums(ops, replica, stage, done, label)
+        return ops
 
-    def send(self, s: int, to: int, r: int, m: int, direction: int, values) -> None:
-        """The samples of a replica to those replicas of the stage `to` that go on with them."""
-        if not 0 <= to < len(self.plan.stages):
-            return
-        mine = self.replicas[s][r]
-        for q, other in enumerate(self.replicas[to]):
-            samples = min(mine.end, other.end) - max(mine.begin, other.begin)
-            if samples > 0:
-                here, there = mine.devices[0], other.devices[0]
-                nbytes, label = samples * self.sample_bytes, ("to stage", to)
-                spec, outputs = OpSpec("Send", ((nbytes,),), 1), [((nbytes,), there)]
-                arrived = self.build.add(spec, (here, there), values, outputs, "workspace", m, label)
-                self.arrived.setdefault((direction, to, q, m), []).extend(arrived)
+    def send(self, chunk: int, direction: int) -> list[RankOp]:
+        """The samples of every replica to those replicas of the next stage that continue with them."""
+        to, ops = chunk + (1 if direction == FORWARD else -1), []
+        for r, mine in enumerate(self.replicas[chunk] if 0 <= to < self.chunks else ()):
+            values = (self.kept if direction == FORWARD else self.last)[chunk, r]
+            for q, other in enumerate(self.replicas[to]):
+                samples = min(mine.end, other.end) - max(mine.begin, other.begin)
+                if samples > 0:
+                    here, there, nbytes = mine.devices[0], other.devices[0], samples * self.sample_bytes
+                    arrival = self.slots.value(nbytes, there, category="workspace")
+                    spec, label = OpSpec("Send", ((nbytes,),), 1), ("to stage", to)
+                    ops.append(RankOp(spec, SEND, here, tuple(values), (arrival,), there, label))
+                    self.arrived.setdefault((direction, to, q), []).append(arrival)
+        return ops
 
-    def finish(self, s: int) -> None:
-        """Gradient sums over the replicas, and the update."""
-        stage, replicas, label = self.plan.stages[s], self.replicas[s], _part(self.plan.stages[s])
-        many = len(replicas) > 1
-        sums = [self.gradient_sums(s, rank, (*label, "gradients")) for rank in range(stage.tp) if many]
-        for r, replica in enumerate(replicas):
-            inputs = [
-                *self.last[s, r],
-                *(value for device in replica.devices for value in self.state[device]),
-            ]
-            for rank, by_node in enumerate(sums):
-                inputs.append(by_node[self.network.node_of[replica.devices[rank]]])
-            ms, devices = stage.update_ms, replica.devices
-            self.timed("ProfiledUpdate", ms, devices, inputs, 0, "workspace", -1, (*label, "update"))
+    def finish(self) -> list[RankOp]:
+        """Gradient sums over the replicas of every stage, and its update."""
+        ops: list[RankOp] = []
+        for s, (stage, replicas) in enumerate(zip(self.plan.stages, self.replicas)):
+            label = _part(stage)
+            many = len(replicas) > 1
+            sums = [self._gradient_sums(ops, s, rank, label) for rank in range(stage.tp) if many]
+            for r, replica in enumerate(replicas):
+                inputs = [*self.last[s, r], *(value for device in replica.devices for value in self.state[device])]
+                inputs += [by_node[self.network.node_of[replica.devices[rank]]] for rank, by_node in enumerate(sums)]
+                self._timed(
+                    ops, "ProfiledUpdate", stage.update_ms, replica.devices, inputs, 0, "workspace", (*label, "update")
+                )
+        return ops
 
-    def gradient_sums(self, s: int, rank: int, label) -> dict[int, int]:
+    def _gradient_sums(self, ops, s: int, rank: int, label) -> dict[int, int]:
         """Sums over the replicas of what one tensor rank has: inside nodes, then between them; by node."""
-        stage, replicas = self.plan.stages[s], self.replicas[s]
-        by_node: dict[int, list[int]] = {}
-        for r, replica in enumerate(replicas):
-            by_node.setdefault(self.network.node_of[replica.devices[rank]], []).append(r)
-        nbytes, sums = stage.parameter_bytes / stage.tp, {}
-        for node, mine in by_node.items():
-            values = [value for r in mine for value in (self.last[s, r][rank], *self.last[s, r][stage.tp :])]
-            sums[node] = values[-1]
-            if len(mine) > 1:
-                members = tuple(replicas[r].devices[rank] for r in mine)
-                sums[node] = self.collective(members, nbytes, values, -1, label)[0]
-        if len(by_node) > 1:
-            leaders = tuple(replicas[mine[0]].devices[rank] for mine in by_node.values())
-            sums = dict(zip(by_node, self.collective(leaders, nbytes, list(sums.values()), -1, label)))
+        stage, label, sums = self.plan.stages[s], (*label, "gradients"), {}
+        owner = {replica.devices[rank]: r for r, replica in enumerate(self.replicas[s])}
+        nodes, nbytes = self._by_node(owner), stage.parameter_bytes / stage.tp
+        for members in nodes:
+            done = [self.last[s, owner[device]] for device in members]
+            values = [value for mine in done for value in (mine[rank], *mine[stage.tp :])]
+            whole = self._sum(ops, members, nbytes, values, label)[0] if len(members) > 1 else values[-1]
+            sums[self.network.node_of[members[0]]] = whole
+        if len(nodes) > 1:
+            leaders = tuple(members[0] for members in nodes)
+            sums = dict(zip(sums, self._sum(ops, leaders, nbytes, list(sums.values()), label)))
         return sums
 
 
@@ -272,45 +262,40 @@ def _part(stage: StagePlan) -> tuple[str, str]:
     return "layers", stage.layers
 
 
-def simulate_mixed(plan: Plan, options: PlanOptions, hosts: Hosts) -> SimulatedPlan:
+def simulate_mixed(plan: Plan, options: PlanOptions, hosts: Hosts) -> Compared:
     """Simulate the plan with at most `simulated_microbatches` of its microbatches, two per stage at least."""
     stages = len(plan.stages)
     count = min(plan.microbatches, max(options.simulated_microbatches, 2 * stages))
     cluster = mixed_cluster(hosts, options.latency_ms)
-    writer = _Writer(plan, options, hosts, cluster)
-    for tasks in schedule(options.schedule, stages, count, stages):
-        for task in tasks:
-            (writer.forward if task.direction == FORWARD else writer.backward)(task.stage, task.microbatch)
-    for number in range(stages):
-        writer.finish(number)
-    result = simulate(writer.build.build(), cluster)
+    writer = MixedStep(plan, options, hosts, cluster.network, count)
+    step = writer.write(schedule(options.schedule, stages, count, stages))
+    result = simulate(step.expand(Placement(writer.degrees, groups=tuple(writer.groups))), cluster)
     slowest = max(stage.stage_ms for stage in plan.stages)
     generator = plan.generator_ms * count / plan.microbatches
     predicted = (count - 1) * slowest + plan.fill_ms + plan.end_ms + generator
     devices = tuple(tuple(sorted(d for part in found.values() for d in part)) for found in writer.devices)
-    return SimulatedPlan(result, count, predicted, devices)
+    rows = [
+        _stage_row(plan, number, count, predicted, result, mine) for number, mine in enumerate(devices)
+    ]
+    memory = GB * max(row["memory_gb"] for row in rows)
+    return Compared(result, count, 1e-3 * predicted, memory, devices, rows)
 
 
-def stage_rows(plan: Plan, simulated: SimulatedPlan) -> list[dict]:
-    """Cost model beside simulator by stage: ms of a step a device computes or waits, GB of its memory."""
-    result, rows = simulated.result, []
-    busy = result.compute_seconds
-    for number, (stage, devices) in enumerate(zip(plan.stages, simulated.devices)):
-        longest = 1e3 * max(busy[device] for device in devices)
-        predicted = simulated.microbatches * (stage.compute_ms + stage.sync_ms) + stage.update_ms
-        if number == 0:
-            predicted += plan.generator_ms * simulated.microbatches / plan.microbatches
-        rows.append(
-            {
-                "stage": number,
-                "layers": stage.layers,
-                "devices": " ".join(f"{name}={count}" for name, count in stage.devices.items()),
-                "compute_ms": predicted,
-                "simulated_compute_ms": longest,
-                "idle_ms": simulated.predicted_ms - predicted,
-                "simulated_idle_ms": simulated.ms - longest,
-                "memory_gb": stage.state_gb + stage.activation_gb,
-                "simulated_memory_gb": max(result.memory.peak_bytes[device] for device in devices) / GB,
-            }
-        )
-    return rows
+def _stage_row(plan: Plan, number: int, microbatches: int, step_ms: float, result: Simulation, devices) -> dict:
+    """Cost model beside simulator: ms of a step a device of the stage computes or waits, GB of its memory."""
+    stage, busy = plan.stages[number], result.compute_seconds
+    longest = 1e3 * max(busy[device] for device in devices)
+    predicted = microbatches * (stage.compute_ms + stage.sync_ms) + stage.update_ms
+    if number == 0:
+        predicted += plan.generator_ms * microbatches / plan.microbatches
+    return {
+        "stage": number,
+        "layers": stage.layers,
+        "devices": " ".join(f"{name}={count}" for name, count in stage.devices.items()),
+        "compute_ms": predicted,
+        "simulated_compute_ms": longest,
+        "idle_ms": step_ms - predicted,
+        "simulated_idle_ms": 1e3 * result.seconds - longest,
+        "memory_gb": stage.state_gb + stage.activation_gb,
+        "simulated_memory_gb": max(result.memory.peak_bytes[device] for device in devices) / GB,
+    }

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mstrain.planner.mixed import PlanOptions, plan_optimal, write_csv, write_json
-from mstrain.planner.mixed.cost import build_model, build_stage, all_reduce_ms
+from mstrain.planner.mixed.cost import all_reduce_ms, build_model, build_stage
 from mstrain.planner.mixed.hosts import read_hosts
 from mstrain.planner.mixed.profiles import read_profiles
 from mstrain.planner.mixed.space import Choice, choose_unit, divisor_chain, kinds_of, stage_sizes
@@ -106,10 +106,10 @@ def test_cluster_on_which_nothing_fits_says_how_much_is_needed(small_cluster):
 @pytest.mark.parametrize(
     "change, says",
     [
-        ({"batch": 0}, "batch=0: give an integer of 1 or more"),
-        ({"schedule": "zigzag"}, "schedule=zigzag: choose one of 1f1b, gpipe"),
+        ({"batch": 0}, "batch=0 is too small"),
+        ({"schedule": "zigzag"}, "schedule=zigzag is unknown"),
         ({"memory_margin": 1.5}, "memory_margin=1.5: give a part"),
-        ({"latency_ms": -1.0}, "latency_ms=-1.0: give 0 or more"),
+        ({"latency_ms": -1.0}, "latency_ms=-1.0 is too small"),
         ({"num_layers": 5}, "has 4 layers, the model has 5"),
     ],
 )

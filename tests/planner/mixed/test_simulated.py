@@ -9,7 +9,7 @@ import pytest
 from mstrain.commands import plan as command
 from mstrain.planner.mixed import PlanOptions, plan_optimal
 from mstrain.planner.mixed.hosts import read_hosts
-from mstrain.planner.mixed.simulated import allocate, mixed_cluster, simulate_mixed, stage_rows
+from mstrain.planner.mixed.simulated import allocate, mixed_cluster, simulate_mixed
 
 SIZES = {"hidden_size": 64, "sequence_length": 128, "vocab_size": 512}
 
@@ -23,7 +23,7 @@ def test_one_device_takes_what_the_cost_model_says(small_cluster):
     """Nothing waits and nothing travels, so both add up the same profile."""
     result, options, hosts = planned(small_cluster([("fast", 1)], memory_gb=4.0).files)
     simulated = simulate_mixed(result.best, options, hosts)
-    assert simulated.ms == pytest.approx(result.best.cost_ms, rel=1e-6) == simulated.predicted_ms
+    assert (1e3 * simulated.result.seconds) == pytest.approx(result.best.cost_ms, rel=1e-6) == (1e3 * simulated.predicted_seconds)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -36,8 +36,8 @@ def test_simulator_stays_near_the_cost_model_and_keeps_its_memory(inputs, schedu
         message = (
             plan.microbatch * options.sequence_length * options.hidden_size * options.element_bytes / 1e9
         )
-        assert 0.9 < simulated.ms / simulated.predicted_ms < 1.05
-        for row in stage_rows(plan, simulated):
+        assert 0.9 < (1e3 * simulated.result.seconds) / (1e3 * simulated.predicted_seconds) < 1.05
+        for row in simulated.stages:
             assert row["simulated_compute_ms"] == pytest.approx(row["compute_ms"], rel=1e-5)
             assert -1e-6 < row["simulated_memory_gb"] - row["memory_gb"] < 3 * message
 
@@ -49,14 +49,14 @@ def test_tensor_collectives_between_nodes_take_what_the_cost_model_says(small_cl
     plan = next(plan for plan in result.plans if plan.stages[0].tp == 2)
     simulated = simulate_mixed(plan, options, hosts)
     assert plan.stages[0].tensor_ms > 0
-    assert simulated.ms == pytest.approx(simulated.predicted_ms, rel=1e-6)
+    assert (1e3 * simulated.result.seconds) == pytest.approx((1e3 * simulated.predicted_seconds), rel=1e-6)
 
 
 def test_sharded_state_of_a_stage_is_that_of_the_cost_model(small_cluster):
     files = small_cluster([("fast", 2), ("slow", 2)]).files
     result, options, hosts = planned(files, shard_optimizer=True, top_k=12)
     for plan in result.plans:
-        for row in stage_rows(plan, simulate_mixed(plan, options, hosts)):
+        for row in simulate_mixed(plan, options, hosts).stages:
             assert row["simulated_memory_gb"] == pytest.approx(row["memory_gb"], rel=0.01)
 
 

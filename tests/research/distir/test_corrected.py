@@ -9,13 +9,14 @@ import pytest
 
 from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees
-from mstrain.simulator.program import OpSpec, ProgramBuilder
+from mstrain.simulator.program import OpSpec
 from mstrain.simulator.simulate import simulate
 from mstrain.timeline import busy_compute, exposed_communication
 from research.distir.grid import simulate_mlp
 from research.distir.mlp import Mlp, StepOptions
 from research.distir.rules import RULES, rule_set
 from research.distir.transform_mlp import mlp_step
+from tests.simulator.builder import ProgramBuilder
 from tests.simulator.networks import Pairs, Torus
 
 CHIP = Device(1e14, 1e12, memory_bytes=8e10, launch_seconds=2e-6)

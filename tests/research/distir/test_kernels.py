@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from mstrain.simulator.cluster import Cluster, Device, Switch
 from mstrain.simulator.kernels import first_come
-from mstrain.simulator.program import ProgramBuilder, Ragged
+from mstrain.simulator.program import Ragged
 from mstrain.simulator.simulate import simulate
 from research.distir.rules import rule_set
+from tests.simulator.builder import ProgramBuilder
 
 LANES, ORDERED = 5, 3
 

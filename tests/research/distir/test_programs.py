@@ -5,12 +5,12 @@ import pytest
 
 from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees, Placement
-from mstrain.simulator.program import ProgramBuilder
 from mstrain.simulator.simulate import simulate
 from mstrain.timeline import chrome_events
 from research.distir.mlp import Mlp, StepOptions
 from research.distir.rules import DISTIR_NAMES, RULES, rule_set
 from research.distir.transform_mlp import mlp_step
+from tests.simulator.builder import ProgramBuilder
 
 CLUSTER = Cluster.homogeneous(3, Device(1.4e13, 9e11), Switch(25 * GIGABIT))
 W = (512, 512)

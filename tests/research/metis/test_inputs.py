@@ -141,9 +141,8 @@ def test_slots_the_reference_misreads_are_refused(files, lines, says):
 
 
 @pytest.mark.parametrize("change, says", [
-    ({"gbs": 0}, "gbs=0: give an integer of 1 or more"),
-    ({"gbs": 12.5}, "gbs=12.5: give an integer"),
-    ({"num_layers": 1}, "num_layers=1: give 2 or more"),
+    ({"gbs": 0}, "gbs=0 is too small"),
+    ({"num_layers": 1}, "num_layers=1 is too small"),
     ({"max_seconds": 0.0}, "the budget is empty"),
     ({"device_order": ("A100",)}, "name each type of the host file once"),
     ({"reference_profile": "DeviceType.A100_tp3_bs1.json"}, "no such profile; choose one of the folder"),

@@ -1,0 +1,15 @@
+"""Tables for a terminal."""
+
+from collections.abc import Iterable, Sequence
+
+from rich.table import Table
+
+
+def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ()) -> Table:
+    """A table without lines; columns of numbers are right-aligned, those named in `left` are not."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,67 @@
+"""A simulated step beside what a cost model says of it: the one result of every planner's simulation."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from mstrain.simulator.plots import write_pictures
+from mstrain.simulator.simulate import Simulation
+from mstrain.timeline import exposed_communication
+
+
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """A simulated step of `microbatches`.
+
+    Attributes:
+      predicted_seconds, predicted_bytes: of the same step and its fullest device, by the cost model.
+      devices: of every stage; empty where one device stands for a stage.
+      stages: rows of numbers of every stage, both ways.
+    """
+
+    result: Simulation
+    microbatches: int
+    predicted_seconds: float
+    predicted_bytes: float
+    devices: tuple[tuple[int, ...], ...] = ()
+    stages: Sequence[dict] = field(default_factory=list)
+
+    @cached_property
+    def exposed(self) -> float:
+        """Mean part of the step in which a device waits for a link and computes nothing."""
+        waits = exposed_communication(self.result.timeline())
+        return sum(waits.values()) / len(waits) / self.result.seconds
+
+    def write(self, folder: Path) -> list[str]:
+        """Trace, pictures (of the first device of each stage) and simulation.json; returns their names."""
+        result = self.result
+        document = {
+            "microbatches": self.microbatches,
+            "step_seconds": result.seconds,
+            "predicted_seconds": self.predicted_seconds,
+            "exposed_fraction": self.exposed,
+            "operations": result.program.num_ops,
+            "peak_bytes": result.peak_bytes,
+            "predicted_bytes": self.predicted_bytes,
+            "peak_bytes_by_category": {
+                name: max(use.peak_bytes.values()) for name, use in result.memory_by_category.items()
+            },
+            "stages": list(self.stages),
+        }
+        (folder / "simulation.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        shown = [devices[0] for devices in self.devices] or None
+        return [*write_pictures(result, folder, shown), "simulation.json"]
+
+    def summary(self, microbatches: int) -> list[str]:
+        """Simulated against predicted time and memory, of a plan with so many microbatches."""
+        result, predicted = self.result, self.predicted_seconds
+        part = "" if self.microbatches == microbatches else f", {self.microbatches} of the {microbatches} microbatches"
+        return [
+            f"Simulated{part}: {1e3 * result.seconds:.1f} ms, cost model {1e3 * predicted:.1f} ms "
+            f"({100 * (result.seconds / predicted - 1):+.1f} %); {result.program.num_ops:,} operations "
+            f"of the whole job; devices wait for links {100 * self.exposed:.1f} % of the step",
+            f"Simulated memory: {result.peak_bytes / 1e9:.1f} GB on the fullest device, cost model "
+            f"{self.predicted_bytes / 1e9:.1f} GB",
+        ]
