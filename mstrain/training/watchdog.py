@@ -8,6 +8,7 @@ import collections
 import contextlib
 import dataclasses
 import faulthandler
+import signal
 import statistics
 import sys
 import threading
@@ -23,6 +24,7 @@ from mstrain.training import files
 from mstrain.training.best_effort import BestEffort
 
 LOOK_SECONDS = 1.0
+BUSY_SECONDS = 60.0  # beyond the limit, for a thread that never gives up the interpreter
 STDERR = 2
 STEPS = 50  # of the rolling median
 
@@ -70,8 +72,11 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK_SECONDS):
-            # A thread that never gives up the interpreter would stop this one: then the C timer ends the process.
-            faulthandler.dump_traceback_later(self._config.limit_seconds + 60, file=STDERR, exit=True)
+            # A thread that never gives up the interpreter would stop this one: then faulthandler's C thread writes the
+            # stacks, and SIGALRM, which nothing handles, ends the process with a code that is restarted.
+            busy = self._config.limit_seconds + BUSY_SECONDS
+            faulthandler.dump_traceback_later(busy, file=STDERR)
+            signal.setitimer(signal.ITIMER_REAL, busy + LOOK_SECONDS)
             elapsed = time.monotonic() - self._since
             if elapsed > self._config.limit_seconds:
                 self._dump(elapsed)
@@ -84,6 +89,7 @@ class Watchdog:
                 self._told = True
                 self._dump(elapsed)
         faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _bound(self) -> float:
         return max(self._config.least_seconds, self._config.factor * statistics.median(self._seconds))

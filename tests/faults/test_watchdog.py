@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstrain.job.exit_codes import RESTART
+from mstrain.job.exit_codes import RESTART, restartable
 from mstrain.job.job import ALONE
 from mstrain.training import watchdog
 from mstrain.training.best_effort import BestEffort
@@ -20,15 +21,19 @@ from mstrain.training.watchdog import Watchdog, WatchdogConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 HANG = """
-import sys, time, pathlib
+import re, sys, time, pathlib
 from mstrain.job.job import ALONE
 from mstrain.training import watchdog
 from mstrain.training.best_effort import BestEffort
 watchdog.LOOK_SECONDS = 0.05
 limits = watchdog.WatchdogConfig(least_seconds=0.2, limit_seconds=1)
 dog = watchdog.Watchdog(limits, pathlib.Path(sys.argv[1]), ALONE, BestEffort(print))
+watchdog.BUSY_SECONDS = 0.5
 def the_function_that_hangs():
-    time.sleep(60)
+    if len(sys.argv) == 2:
+        time.sleep(60)
+    time.sleep(0.3)
+    re.match("(a+)+b", "a" * 60)  # for ever, without giving up the interpreter
 with dog.watching():
     for step in (1, 2, 3):
         dog(step, {"step_seconds": 0.01})
@@ -52,6 +57,15 @@ def test_a_step_that_hangs_leaves_its_stacks_and_ends(tmp_path):
         "the stacks of all threads are in" in done.stdout
         and "did not end within watchdog.limit_seconds=1" in done.stdout
     )
+
+
+def test_a_thread_that_never_gives_up_the_interpreter_is_ended_so_that_a_launcher_restarts(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", HANG, tmp_path, "busy"], cwd=ROOT, capture_output=True, text=True, timeout=100,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGALRM and restartable(done.returncode)
+    assert "the_function_that_hangs" in done.stderr
 
 
 def test_slow_steps_are_told_once_each_and_quick_ones_never(tmp_path, monkeypatch, capsys):
