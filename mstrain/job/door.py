@@ -117,15 +117,20 @@ def listen(address: tuple[str, int]) -> tuple[list[socket.socket], str | None]:
 
 def _candidates(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple]]:
     """Families and addresses that other machines may know `host` by."""
+    addresses = _resolve(host, port, socket.AI_NUMERICHOST)
+    if addresses or host.lower().partition(".")[0] == "localhost":
+        return addresses or _resolve(host, port)
+    addresses = _resolve(host, port)
+    loopback = [ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]).is_loopback for _, sockaddr in addresses]
+    return [] if all(loopback) else addresses
+
+
+def _resolve(host: str, port: int, flags: int = 0) -> list[tuple[socket.AddressFamily, tuple]]:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
     except (OSError, UnicodeError):
         return []
-    addresses = {sockaddr: family for family, _, _, _, sockaddr in found}
-    named = "localhost" not in host and all(sockaddr[0] != host for sockaddr in addresses)
-    if named and all(ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]).is_loopback for sockaddr in addresses):
-        return []
-    return [(family, sockaddr) for sockaddr, family in addresses.items()]
+    return list(dict.fromkeys((family, sockaddr) for family, _, _, _, sockaddr in found))
 
 
 def _shut(connection: socket.socket) -> None:

@@ -82,7 +82,7 @@ class Rendezvous:
         link = Link(keep_alive(connection, self._silent), seal)
         try:
             hello = link.receive_message(time.monotonic() + HANDSHAKE_SECONDS)
-            process, processes, host = int(hello["process"]), int(hello["processes"]), str(hello["host"])
+            process, processes, host = int(hello["process"]), int(hello["processes"]), str(hello["host"])[:NAME_LENGTH]
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             connection.close()
             return
@@ -93,7 +93,7 @@ class Rendezvous:
             refusal = self._refusal(process, processes, host)
             if not refusal:
                 link.send({"kind": "welcome"})
-                self._joined[process] = (host[:NAME_LENGTH], link)
+                self._joined[process] = (host, link)
                 self._changed.notify()
                 return
         link.send({"kind": "refused", "reason": f"{refusal} Correct process= or processes=."})
