@@ -246,6 +246,8 @@ def _lead(info: ProcessInfo, config: HostsConfig, run_dir: str | Path, devices: 
         names = {0: socket.gethostname()} | {process: host for process, (host, _) in others.items()}
         job = Job(info, config, names, {process: link for process, (_, link) in others.items()})
         _initialize(info, config, devices, path)
+    if rendezvous.refused:
+        job.say(f"refused {rendezvous.refused} connections without the job's secret")
     return job
 
 

@@ -11,6 +11,7 @@ death at the same moment, has the time to report who died.
 
 import asyncio
 import contextlib
+import re
 import shutil
 import socket
 import tempfile
@@ -31,7 +32,8 @@ RETRY_SECONDS = 0.05
 def socket_file() -> Iterator[str]:
     """The path for a socket in a new folder that only this user can enter."""
     folder = tempfile.mkdtemp(prefix="mstrain-")
-    if len(folder) + 5 > LONGEST_PATH:
+    # gRPC reads the path as part of a URI.
+    if len(folder) + 5 > LONGEST_PATH or not re.fullmatch(r"[\w./-]+", folder, re.ASCII):
         Path(folder).rmdir()
         folder = tempfile.mkdtemp(prefix="mstrain-", dir="/tmp")
     with cleaned_up(lambda: shutil.rmtree(folder, ignore_errors=True)):

@@ -37,6 +37,11 @@ class Rendezvous:
         self._door = Door(info.address, secret, self._admit)
         self.note = self._door.note
 
+    @property
+    def refused(self) -> int:
+        """Connections that came without the job's secret."""
+        return self._door.refused
+
     def __enter__(self):
         return self
 
@@ -50,10 +55,9 @@ class Rendezvous:
         """
         deadline = time.monotonic() + seconds
         with self._changed:
-            while len(self._joined) < self._info.processes - 1 and time.monotonic() < deadline:
-                self._changed.wait(TICK)
-                # A process that left may come again.
-                self._joined = {process: entry for process, entry in self._joined.items() if entry[1].is_open()}
+            while not self._complete() and time.monotonic() < deadline:
+                if not self._changed.wait(TICK):
+                    self._forget_the_gone()
             self._accepting = False
         links = [link for _, link in self._joined.values()]
         missing = sorted(set(range(1, self._info.processes)) - self._joined.keys())
@@ -67,13 +71,21 @@ class Rendezvous:
             link.send({"kind": "present", "names": names | {"0": socket.gethostname()}})
         return self._joined
 
+    def _complete(self) -> bool:
+        if len(self._joined) == self._info.processes - 1:
+            self._forget_the_gone()
+        return len(self._joined) == self._info.processes - 1
+
+    def _forget_the_gone(self) -> None:
+        """A process that left may come again."""
+        self._joined = {process: entry for process, entry in self._joined.items() if entry[1].is_open()}
+
     def _describe(self, missing: list[int], seconds: float) -> str:
         came = ", ".join(["0", *(f"{process} ({host})" for process, (host, _) in sorted(self._joined.items()))])
-        refused = self._door.refused
         return (
             f"{'Process' if len(missing) == 1 else 'Processes'} {', '.join(map(str, missing))} of "
             f"{self._info.processes} did not join at {self._info.coordinator} within {seconds:.0f} s (joined: {came}). "
-            + (f"{refused} connections came without the job's secret. " if refused else "")
+            + (f"{self.refused} connections came without the job's secret. " if self.refused else "")
             + "Start every process with the same command, or type hosts.join_seconds= above the time they need."
         )
 
@@ -90,6 +102,9 @@ class Rendezvous:
             self._relay(link)
             return
         with self._changed:
+            if not self._accepting:  # the process tries again until its own time is up
+                connection.close()
+                return
             refusal = self._refusal(process, processes, host)
             if not refusal:
                 link.send({"kind": "welcome"})
@@ -108,7 +123,7 @@ class Rendezvous:
         first = self._joined.get(process)
         if first and first[1].is_open():
             return f"Two processes have process={process}: this one on {host} and one on {first[0]}."
-        return None if self._accepting else "The job has begun without this process."
+        return None
 
 
 def join(
@@ -158,7 +173,10 @@ def connect(info: ProcessInfo, secret: bytes, deadline: float, silent: float, ki
 
 
 def _attempt(info: ProcessInfo, read_secret, deadline: float, silent: float) -> tuple[Link, bytes]:
-    """The link after process 0 has accepted this process, and the secret. Raises OSError to try again, ValueError when refused."""
+    """The link after process 0 has accepted this process, and the secret.
+
+    Raises OSError when another attempt may succeed, ValueError when process 0 refuses this process.
+    """
     secret = read_secret()
     if secret is None:
         raise FileNotFoundError("no secret of this job yet")

@@ -152,6 +152,7 @@ def test_the_death_of_process_0_is_named_however_busy_the_others_are(tmp_path):
     job.processes.insert(1, late.processes[0])
     job.outputs.insert(1, late.outputs[0])
     assert job.wait_for(lambda: job.output.count("ready") == 3), job.output[-4000:]
+    assert "connections without the job's secret" in job.output
     assert len(silent) > 10 and not run.parent.exists() and not listening(job)
     job.processes[0].kill()
     assert job.wait(100) == [-signal.SIGKILL, RESTART, RESTART], job.output[-3000:]  # JAX's heartbeats need 120 s

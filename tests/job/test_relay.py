@@ -96,10 +96,12 @@ def test_before_process_0_answers_clients_are_turned_away():
         assert client.recv(1) == b""
 
 
-def test_a_socket_file_is_of_this_user_alone_and_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 120)))
-    os.mkdir(tmp_path / ("x" * 120))
+@pytest.mark.parametrize("name", ["x" * 120, "a b%20"])
+def test_a_socket_file_is_of_this_user_alone_and_removed(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / name))
+    os.mkdir(tmp_path / name)
     with service() as (path, _):
         folder = Path(path).parent
+        assert name not in path
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert not folder.exists()
