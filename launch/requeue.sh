@@ -1,16 +1,24 @@
 # Sourced by the batch scripts: what follows an exit code of mstrain/job/exit_codes.py.
 
-# Puts the job back into the queue after `code`, when that helps: after 85 (stopped and saved) always, after 75 (restart) or
-# a death by a signal MAX_RESTARTS times at most (20).
+# Puts the job back into the queue after `code`, when that helps: after 85 (stopped and saved) always; after 75 (restart) or
+# a death by a signal, unless that was failure number MAX_RESTARTS + 1 in a row (20). A job that ran for an hour
+# (LONG_SECONDS) before it failed begins to count anew.
 requeue_after() {
-    local code=$1
+    local code=$1 file=mstrain-$SLURM_JOB_ID.failures failures=0
     if ((code == 75 || code >= 128)); then
-        if ((${SLURM_RESTART_COUNT:-0} >= ${MAX_RESTARTS:-20})); then
-            echo "requeue.sh: exit code $code after $SLURM_RESTART_COUNT restarts: giving up" >&2
+        if ((SECONDS < ${LONG_SECONDS:-3600})) && [[ -r $file ]]; then
+            failures=$(<"$file")
+        fi
+        if ((failures >= ${MAX_RESTARTS:-20})); then
+            echo "requeue.sh: exit code $code after $failures restarts in a row: giving up" >&2
             return
         fi
-    elif ((code != 85)); then
-        return
+        echo $((failures + 1)) >"$file"
+    else
+        rm -f "$file"
+        if ((code != 85)); then
+            return
+        fi
     fi
     # A job that scancel ends or that SLURM itself requeues is not RUNNING any more.
     if scontrol show job "$SLURM_JOB_ID" | grep -q 'JobState=RUNNING'; then

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -24,7 +25,10 @@ STUBS = {
     'if [ "$2" = hostnames ]; then printf "a\\nb\\n"; fi',
     "python": 'echo "python $*" >>"$CALLS"; trap "kill %1; echo saved >>$CALLS; exit 85" TERM; '
     'if [ "$STATE" = ENDING ]; then kill -TERM $PPID; sleep.real 30 & wait; fi; ' + NEXT,
-    "gcloud": f'if [ "$4" = ssh ]; then echo "gcloud $*" >>"$CALLS"; {NEXT}; fi; echo describe >>"$CALLS"; '
+    # One worker reports the code, as its shell would; where REPORTED is empty, gcloud passes it on.
+    "gcloud": 'if [ "$4" = ssh ]; then echo "gcloud $*" >>"$CALLS"; if [ -z "$REPORTED" ]; then ' + NEXT + "; fi; "
+    'echo "a line"; echo "mstrain-exit-code=$(head -n 1 "$CODES")"; sed -i 1d "$CODES"; exit 1; fi; '
+    'echo describe >>"$CALLS"; '
     'state=$(head -n 1 "$STATES"); sed -i 1d "$STATES"; echo "${state:-READY}"',
     "sleep": ':',
 }  # fmt: skip
@@ -33,6 +37,7 @@ STUBS = {
 @pytest.fixture
 def launch(tmp_path):
     """Runs a script of launch/; gives its exit code, the calls of the stubs and what it printed."""
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
     (tmp_path / "sleep.real").symlink_to(shutil.which("sleep"))
     for name, body in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -44,7 +49,7 @@ def launch(tmp_path):
         files = {name.upper(): str(tmp_path / name) for name in ("codes", "states", "calls")}
         path = f"{tmp_path}:{os.environ['PATH']}"
         done = subprocess.run(
-            ["bash", *words], cwd=ROOT, env={**os.environ, "PATH": path, **files, **environment},
+            ["bash", *words], cwd=tmp_path, env={**os.environ, "PATH": path, **files, **environment},
             capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         return done.returncode, (tmp_path / "calls").read_text().splitlines(), done.stdout + done.stderr
@@ -53,26 +58,32 @@ def launch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "code, state, restarts, requeued",
+    "codes, state, requeued",
     [
-        (FINISHED, "RUNNING", "", False),
-        (UNRECOVERABLE, "RUNNING", "", False),
-        (CONFIGURATION, "RUNNING", "", False),
-        (127, "RUNNING", "", False),
-        (STOPPED, "RUNNING", "500", True),
-        (STOPPED, "CANCELLED", "", False),
-        (RESTART, "RUNNING", "", True),
-        (RESTART, "RUNNING", "20", False),
-        (KILLED, "RUNNING", "3", True),
-        (KILLED, "RUNNING", "20", False),
+        ([FINISHED], "RUNNING", 0),
+        ([UNRECOVERABLE], "RUNNING", 0),
+        ([CONFIGURATION], "RUNNING", 0),
+        ([127], "RUNNING", 0),
+        ([STOPPED] * 5, "RUNNING", 5),
+        ([STOPPED], "CANCELLED", 0),
+        ([RESTART] * 5, "RUNNING", 2),
+        ([KILLED, RESTART, STOPPED, KILLED, RESTART, KILLED], "RUNNING", 5),
     ],
 )
-def test_slurm_requeues_what_a_restart_helps(launch, code, state, restarts, requeued):
-    variables = {"SLURM_JOB_ID": "77", "STATE": state, **({"SLURM_RESTART_COUNT": restarts} if restarts else {})}
-    words = ["launch/train.slurm", "mesh=2x4", "sample.prompt=a b"]
-    ended, calls, _ = launch(words, [code], **variables)
-    assert ended == code and ("scontrol requeue 77" in calls) == requeued
-    assert calls[0].startswith("srun ") and calls[0].endswith(".venv/bin/python train.py mesh=2x4 sample.prompt=a b")
+def test_slurm_requeues_what_a_restart_helps(launch, codes, state, requeued):
+    variables = {"SLURM_JOB_ID": "77", "STATE": state, "MAX_RESTARTS": "2"}
+    for number, code in enumerate(codes):
+        ended, calls, shown = launch(["launch/train.slurm", "mesh=2x4", "sample.prompt=a b"], [code], **variables)
+        assert ended == code and ("scontrol requeue 77" in calls) == (number < requeued), shown
+        assert calls[0].endswith(".venv/bin/python train.py mesh=2x4 sample.prompt=a b")
+
+
+def test_failures_far_apart_are_not_in_a_row(launch):
+    variables = {"SLURM_JOB_ID": "77", "STATE": "RUNNING", "MAX_RESTARTS": "1", "LONG_SECONDS": "0"}
+    for _ in range(3):
+        assert "scontrol requeue 77" in launch(["launch/train.slurm"], [RESTART], **variables)[1]
+    codes = [RESTART] * 4 + [FINISHED]
+    assert launch(["launch/tpu.sh", "slice", "zone-a"], codes, MAX_RESTARTS="1", LONG_SECONDS="0")[0] == FINISHED
 
 
 def test_slurm_continues_on_the_nodes_left_and_passes_the_signal_on(launch, tmp_path):
@@ -96,13 +107,33 @@ def test_slurm_continues_on_the_nodes_left_and_passes_the_signal_on(launch, tmp_
         ([RESTART, CONFIGURATION], 2, CONFIGURATION),
         ([255, CONFIGURATION, STOPPED, FINISHED], 4, FINISHED),
         ([255, STOPPED, CONFIGURATION], 3, CONFIGURATION),
-        ([STOPPED] * 4 + [RESTART] * 9, 7, RESTART),
+        ([RESTART] * 2 + [STOPPED] + [RESTART] * 9, 6, RESTART),
     ],
 )
 def test_a_tpu_slice_is_started_again_while_that_helps(launch, codes, starts, ended):
     words = ["launch/tpu.sh", "slice", "zone-a", "mesh=2x4", "sample.prompt=it's 5 o'clock"]
     code, calls, shown = launch(words, codes, MAX_RESTARTS="2")
     assert code == ended and len([call for call in calls if call.startswith("gcloud")]) == starts, shown
+
+
+def test_what_the_workers_report_counts_more_than_what_gcloud_makes_of_it(launch):
+    words = ["launch/tpu.sh", "slice", "zone-a"]
+    code, calls, shown = launch(words, [STOPPED, RESTART, CONFIGURATION], REPORTED="yes")
+    assert code == CONFIGURATION and len([call for call in calls if call.startswith("gcloud")]) == 3
+    assert "a line" in shown and "mstrain-exit-code" not in shown
+
+
+def test_the_line_for_a_worker_runs_the_command_and_reports_its_exit_code(launch, tmp_path):
+    _, _, shown = launch(["launch/tpu.sh", "--dry-run", "slice", "zone-a", "sample.prompt=it's 5"])
+    (tmp_path / "mstrain" / ".venv" / "bin").mkdir(parents=True)
+    python = tmp_path / "mstrain" / ".venv" / "bin" / "python"
+    python.write_text('#!/bin/sh\nprintf "%s|" "$@"\nexit 85\n')
+    python.chmod(stat.S_IRWXU)
+    (word,) = [word for word in shlex.split(shown) if word.startswith("--command=")]
+    done = subprocess.run(
+        ["sh", "-c", word.removeprefix("--command=")], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 85 and done.stdout == "train.py|sample.prompt=it's 5|mstrain-exit-code=85\n"
 
 
 def test_a_tpu_slice_is_waited_for_until_it_is_ready_or_too_late(launch):
