@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import resource
 import socket
 import sys
 import threading
@@ -40,6 +41,7 @@ from mstrain.job.watch import watch
 from mstrain.mesh import attached
 
 MOST_EARLY = 1000  # messages kept for handlers that do not exist yet
+DESCRIPTORS = 4  # of process 0 for each other process: a link, and both sides of the relay and of JAX's service
 MOST_REPORTS = 10  # of dropped messages
 
 
@@ -235,6 +237,7 @@ def joined(
 def _lead(info: ProcessInfo, config: HostsConfig, run_dir: str | Path, devices: list[int] | None) -> Job:
     """Process 0: waits for all others and starts JAX's service; its port is closed afterwards."""
     seconds, silent, relay = config.join_seconds, config.silent_seconds, Relay()
+    _allow_descriptors(DESCRIPTORS * info.processes)
     with (
         offered_secret(run_dir) as secret,
         socket_file() as path,
@@ -260,6 +263,14 @@ def _join(info: ProcessInfo, config: HostsConfig, run_dir: str | Path, devices: 
     with Relay().to_process_0(lambda: connect(info, secret, deadline, silent, "relay")) as path:
         _initialize(info, config, devices, path)
     return job
+
+
+def _allow_descriptors(count: int) -> None:
+    """Raises the soft limit, often 1024, so that `count` more files can be open, as far as the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        wanted = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _initialize(info: ProcessInfo, config: HostsConfig, devices: list[int] | None, path: str) -> None:
