@@ -75,7 +75,7 @@ def _attempt(
 ) -> int | None:
     """Trains from the newest checkpoint on; returns the exit code, None after a rollback."""
     with run.goodput.spend("restore"):
-        if checkpoints.steps:  # they are continued with tokens known to be those of the corpus' digest
+        if checkpoints.steps or local:  # continued with tokens that are known to be those of the digest
             run.corpus.verification.wait()
         state, done = begin(run, checkpoints, local)
     if done >= run.config.steps:
