@@ -25,7 +25,7 @@ class DataConfig:
     """stdlib: the running Python's own source text. text, jsonl: files. hf: Hugging Face datasets.
     synthetic: a seeded Markov chain that needs no file."""
     path: str | None = None
-    """File, folder or pattern such as `texts/**/*.md` (text, jsonl; compressed by gzip or Zstandard, too), file or folder
+    """File, folder or pattern such as `texts/**/*.md` (text, jsonl; gzip and Zstandard are decompressed), file or folder
     (hf), or a dataset's name on the Hugging Face Hub (hf)."""
     field: str = "text"
     """Key (jsonl) or column (hf) that holds the text."""
@@ -37,8 +37,8 @@ class DataConfig:
     """Commit, tag or branch of a dataset on the Hugging Face Hub; the newest commit of its main branch by default. The
     commit used is recorded."""
     max_skipped: float = 0.01
-    """Largest share of JSON lines that may be skipped, because they are not JSON or have no text under `field`. Each kind
-    is reported with its count, and the file and number of its first line."""
+    """Largest share of JSON lines that may be skipped, because they are not JSON or have no text under `field`. They are
+    reported with their count, and the file and number of the first."""
     num_tokens: int = 1 << 22
     """Tokens made by the synthetic source, training and validation together."""
     validation_fraction: float = 0.05

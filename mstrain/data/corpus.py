@@ -96,8 +96,9 @@ def _finish(folder: Path, warnings: list[str], recipe: Recipe) -> None:
             raise ValueError(f"the {side} split holds {file.num_tokens} tokens: give more text, or a larger "
                              "data.validation_fraction=")
     tokenizer = _tokenizer(folder, recipe)
-    facts = {"corpus": recipe.fingerprint, "warnings": warnings, "tokens": _digest(*files), "tokenizer": tokenizer and tokenizer.digest,
-             "revisions": recipe.revisions}
+    facts = {
+        "corpus": recipe.fingerprint, "warnings": warnings, "tokens": _digest(*files),
+        "tokenizer": tokenizer and tokenizer.digest, "revisions": recipe.revisions}
     (folder / "corpus.json").write_text(json.dumps(facts))
 
 

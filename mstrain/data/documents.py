@@ -23,8 +23,8 @@ _MANY = 10000  # units, after which a share is no accident of the first few
 class Skips:
     """Counts what one pass over a source left out, by reason, with the first place of each.
 
-    `limit` is the largest share of `unit` that may be left out: more is a ValueError, at the end (`check`) or when it is
-    exceeded among many.
+    `limit` is the largest share of `unit` that may be left out: more is a ValueError, at the end (`check`) or when it
+    is exceeded among many.
     """
 
     def __init__(self, unit: str, limit: float = 1.0):

@@ -7,7 +7,7 @@ from typing import Any
 
 from mstrain.data.config import DataConfig, nearest
 from mstrain.data.documents import Document, Skips, text_digest
-from mstrain.data.files import contents_digest, listing
+from mstrain.data.listing import contents_digest, listing
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv",
              ".txt": "text"}

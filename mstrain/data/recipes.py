@@ -12,7 +12,8 @@ from mstrain.data.files import JsonLines, TextFiles
 from mstrain.data.hf import HuggingFace
 from mstrain.data.split import TRAIN, VALIDATION, Piece, Split, choose_split
 from mstrain.data.synthetic import markov_tokens
-from mstrain.data.token_file import VERSION, TokenWriter
+from mstrain.data.token_file import TokenWriter
+from mstrain.data.token_header import VERSION
 from mstrain.data.tokenizers import Tokenizer, check_vocab_size, load_tokenizer, train_bpe
 
 _GROUP_BYTES = 4 << 20

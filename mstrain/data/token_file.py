@@ -8,23 +8,16 @@ where a map would end the process with SIGBUS.
 
 import dataclasses
 import hashlib
-import json
 import math
 import os
-import re
-import stat
 import weakref
 from pathlib import Path
 
 import numpy as np
 
-from mstrain.data.documents import text_digest
+from mstrain.data.token_header import FIX, HEADER_BYTES, MAGIC, VERSION, dtype_of, encode_header, read_header
 
-MAGIC = "mstrain-tokens"
-VERSION = 2
-_HEADER_BYTES = 4096
 _DIGEST_BLOCK = 1 << 22  # tokens hashed at a time
-_FIX = "delete its folder and run again to tokenise anew"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,7 +42,7 @@ class TokenFile:
 
     @property
     def dtype(self) -> np.dtype:
-        return _dtype(self.vocab_size)
+        return dtype_of(self.vocab_size)
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -67,14 +60,14 @@ class TokenFile:
         """
         rows = np.empty((len(starts), length), self.dtype)
         try:
-            offsets = _HEADER_BYTES + starts * rows.itemsize
+            offsets = HEADER_BYTES + starts * rows.itemsize
             for row, offset in zip(rows.view(np.uint8), offsets.tolist(), strict=True):
                 got = os.preadv(self.descriptor, [row.data], offset)
                 if got < len(row):
                     self._fill(row[got:], offset + got)
             self._check_unchanged()
         except OSError as error:
-            raise ValueError(f"cannot read token file {self.path} ({error.strerror}): {_FIX}") from None
+            raise ValueError(f"cannot read token file {self.path} ({error.strerror}): {FIX}") from None
         return rows
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -97,9 +90,9 @@ class TokenFile:
             # O_NONBLOCK: opening a named pipe must not wait for a writer.
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            raise ValueError(f"cannot read token file {path} ({error.strerror}): {_FIX}") from None
+            raise ValueError(f"cannot read token file {path} ({error.strerror}): {FIX}") from None
         try:
-            return cls(path, descriptor=descriptor, **_read_header(path, descriptor))
+            return cls(path, descriptor=descriptor, **read_header(path, descriptor))
         except ValueError:
             os.close(descriptor)
             raise
@@ -136,8 +129,8 @@ class TokenWriter:
 
     def __init__(self, path: Path, vocab_size: int):
         self._file = open(path, "wb")
-        self._file.write(b" " * _HEADER_BYTES)
-        self._dtype, self._vocab_size = _dtype(vocab_size), vocab_size
+        self._file.write(b" " * HEADER_BYTES)
+        self._dtype, self._vocab_size = dtype_of(vocab_size), vocab_size
         self._digest = _new_digest(self._dtype)
         self.num_tokens = self.num_documents = self.text_bytes = 0
 
@@ -173,49 +166,6 @@ class TokenWriter:
         os.fsync(self._file.fileno())
 
 
-def encode_header(header: dict) -> bytes:
-    """The 4096 bytes of a header: its fields and their checksum."""
-    checked = header | {"checksum": text_digest(json.dumps(header))}
-    return json.dumps(checked).encode().ljust(_HEADER_BYTES - 1) + b"\n"
-
-
-def _dtype(vocab_size: int) -> np.dtype:
-    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-
-
 def _new_digest(dtype: np.dtype):
     """Of tokens as bytes: the dtype is part of it, since two uint16 have the bytes of one uint32."""
     return hashlib.blake2b(digest_size=16, person=b"" if dtype.itemsize == 2 else dtype.name.encode())
-
-
-def _read_header(path: Path, descriptor: int) -> dict:
-    """The fields of `TokenFile` that the header states; raises ValueError when they cannot be true of the file."""
-    try:
-        regular, size = stat.S_ISREG(os.fstat(descriptor).st_mode), os.fstat(descriptor).st_size
-        header = _parse_header(os.pread(descriptor, _HEADER_BYTES, 0)) if regular else None
-    except OSError as error:
-        raise ValueError(f"cannot read token file {path} ({error.strerror}): {_FIX}") from None
-    if header is None:
-        raise ValueError(f"{path} is not an mstrain token file of version {VERSION}, or its header is damaged: {_FIX}")
-    expected = _HEADER_BYTES + header["num_tokens"] * _dtype(header["vocab_size"]).itemsize
-    if size != expected:
-        raise ValueError(f"{path} has {size} bytes where its header promises {expected}: {_FIX}")
-    return {key: header[key] for key in ("vocab_size", "num_tokens", "num_documents", "text_bytes", "digest")}
-
-
-def _parse_header(data: bytes) -> dict | None:
-    """The header as a dict whose values have the right types; None for anything else."""
-    try:
-        header = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(header, dict) or (header.get("magic"), header.get("version")) != (MAGIC, VERSION):
-        return None
-    fields = {key: value for key, value in header.items() if key != "checksum"}
-    if encode_header(fields) != data:  # any changed bit, the padding included
-        return None
-    counts = [header.get(key) for key in ("num_tokens", "vocab_size", "num_documents", "text_bytes")]
-    sound = all(type(count) is int and 0 <= count < 1 << 62 for count in counts)  # true is an int too
-    sound = sound and 0 < header["vocab_size"] <= 1 << 32
-    sound = sound and isinstance(header.get("digest"), str) and re.fullmatch("[0-9a-f]{32}", header["digest"])
-    return header if sound and header.get("dtype") == _dtype(header["vocab_size"]).name else None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mstrain.data import Batches, TokenFile
-from mstrain.data.token_file import _parse_header, encode_header
+from mstrain.data.token_header import encode_header, parse_header
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(256, np.uint16), (65536, np.uint16), (65537, np.uint32)])
@@ -85,11 +85,11 @@ def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path, make):
 
 def test_every_bit_of_the_header_matters(make_file):
     data = make_file(np.arange(100)).path.read_bytes()[:4096]
-    assert _parse_header(data)["num_tokens"] == 100
+    assert parse_header(data)["num_tokens"] == 100
     for bit in range(8 * len(data)):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
-        assert _parse_header(bytes(flipped)) is None, f"bit {bit}"
+        assert parse_header(bytes(flipped)) is None, f"bit {bit}"
 
 
 def shrink(path):

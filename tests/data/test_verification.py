@@ -15,8 +15,8 @@ from mstrain.data import DataConfig, prepare
 from mstrain.data.token_file import TokenFile
 from mstrain.data.verification import Verification
 
-
 TOKENS = ("train.bin", "validation.bin")
+FACTS = ("corpus", "warnings", "tokens", "tokenizer", "revisions")
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ values = st.recursive(
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(changes=st.dictionaries(st.sampled_from(["corpus", "warnings", "tokens", "tokenizer", "revisions"]), values) | values)
+@given(changes=st.dictionaries(st.sampled_from(FACTS), values) | values)
 def test_any_facts_of_a_corpus_are_taken_or_the_corpus_is_made_anew(config, settled, changes):
     sound = prepare(config)
     place = sound.directory / "corpus.json"

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mstrain.data import TokenFile
-from mstrain.data.token_file import MAGIC, VERSION, encode_header
+from mstrain.data.token_header import MAGIC, VERSION, encode_header
 from mstrain.training import json_lines, resume
 from tests.job.processes import QUICK, ROOT, arguments
 
