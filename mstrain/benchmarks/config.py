@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 from mstrain.benchmarks.presets import preset_arguments
-from mstrain.checks import at_least, one_of
+from mstrain.checks import at_least, mounted, one_of
 from mstrain.cli import compose
 from mstrain.gemm import ALGORITHMS, check_algorithm
 from mstrain.gemm.plan import CHOOSES_DATAFLOW
@@ -90,6 +90,7 @@ class BenchmarkConfig:
     """Folder of tables."""
 
     def __post_init__(self):
+        mounted("run_dir", self.run_dir)
         for key, allowed in (("bench", BENCHES), ("dtype", DTYPES), ("remat", REMAT), ("tune", TUNE)):
             one_of(key, getattr(self, key), allowed)
         given = [key for key in ("layers", "batch") if getattr(self, key) is not None]

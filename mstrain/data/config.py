@@ -3,6 +3,8 @@
 import dataclasses
 import difflib
 
+from mstrain.checks import mounted
+
 SOURCES = ("stdlib", "text", "jsonl", "hf", "synthetic")
 
 # Which sources read an option; with any other source a changed value would silently do nothing.
@@ -51,6 +53,7 @@ class DataConfig:
             near = nearest(self.source, SOURCES)
             raise ValueError(f"data={self.source} is not one of {', '.join(SOURCES)}: type data={near}")
         self._check_types()
+        mounted("data.cache_dir", self.cache_dir)
         self._check_used()
         if "path" in self._options_read() and not self.path:
             raise ValueError(f"data={self.source} needs to know what to read: add data.path=FILE_OR_FOLDER")

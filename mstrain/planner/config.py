@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mstrain.checks import at_least, one_of
+from mstrain.checks import at_least, mounted, one_of
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.transformer import REMAT
@@ -56,6 +56,7 @@ class PodConfig:
     """Folder of tables, pictures and plan.json."""
 
     def __post_init__(self):
+        mounted("run_dir", self.run_dir)
         at_least("", self, batch=1, seq=1, top_k=1, simulated_microbatches=1)
         one_of("algorithm", self.algorithm, ("auto", *TENSOR))
         one_of("schedule", self.schedule, POD_SCHEDULES)

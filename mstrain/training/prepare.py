@@ -6,7 +6,7 @@ taken, before everything has been checked.
 
 import dataclasses
 import math
-from pathlib import Path
+import os
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ def _start_devices(config: RunConfig, job: Job) -> Chip | None:
 
 def _keep_compiled(folder: str | None) -> None:
     """Points JAX's persistent compilation cache at `folder`, for every program however small."""
-    jax.config.update("jax_compilation_cache_dir", folder and str(Path(folder).expanduser()))
+    jax.config.update("jax_compilation_cache_dir", folder and os.path.expanduser(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -257,7 +257,7 @@ def test_any_manifest_is_judged_and_nothing_outside_is_read(tmp_path_factory, co
 
 def test_an_address_is_refused_before_a_folder_of_its_name_is_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for key in ("run_dir", "init_from"):
+    for key in ("run_dir", "init_from", "data.cache_dir", "checkpoint.local_dir"):
         for address in ("gs://bucket/run", "s3://bucket/run", "S3:/bucket"):
             with pytest.raises(ValueError, match=f"{key}={address} is an address.*type {key}=/mnt/"):
                 load_config([f"{key}={address}"])

@@ -3,12 +3,12 @@ alone.
 
     python -m tests.soak.soak --kills 50 --seed 0 --folder /tmp/soak
 
-Every run is one of four kinds (one or two processes; one mesh or another mesh in every life) and lives until
-it has made all its steps. A life is killed by SIGKILL during start-up, between steps, or while a checkpoint
-is being written. At the end of each run: metrics.jsonl has every step once; losses and final parameters equal
-those of the undisturbed run (to the last bit where processes and mesh never changed, within rounding
-otherwise), so no batch was repeated or skipped; every life began from the newest complete checkpoint, whose
-checksums hold.
+Every run is one of five kinds (one or two processes; one mesh or another mesh after every kill; saves to the run
+directory, or also to local folders of which one is wiped after half of the kills) and is started again until it has
+made all its steps. Half of the kills (SIGKILL) come while a checkpoint is being written, the others during start-up or
+between steps. At the end of each run: metrics.jsonl has every step once; losses and final parameters equal those of
+the undisturbed run (to the last bit on one mesh, within rounding otherwise), so no batch was repeated or skipped; every
+start resumed from the newest complete checkpoint, or from a newer local one, and all checksums hold.
 """
 
 import argparse
@@ -31,9 +31,21 @@ from tests.job.processes import Job, arguments
 STEPS, EVERY = 24, 3
 MESHES = ("2x4", "4x2", "1x8", "2x2x2")
 TOLERANCE = 1e-5  # f32 rounds differently on another mesh, and AdamW amplifies it over 24 steps
-MOMENTS = ("start", "step", "save")
+MOMENTS = ("start", "step", "save", "save")
 KILLS_PER_RUN = 8
-PATIENCE = 90  # seconds within which the others must have ended after one was killed
+PATIENCE = 600  # seconds for a life; a loaded machine may take long
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Runs of `processes`; with several `meshes`, another one after every kill; `local`: with local checkpoints."""
+
+    processes: int
+    meshes: tuple[str, ...]
+    local: bool = False
+
+
+KINDS = [Kind(1, ("2x4",)), Kind(2, ("2x4",)), Kind(1, MESHES), Kind(2, MESHES), Kind(2, ("2x2x2",), local=True)]
 
 
 @dataclasses.dataclass
@@ -44,6 +56,7 @@ class Tally:
     lives: int = 0
     kills: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(MOMENTS, 0))
     lost_steps: int = 0
+    from_local: int = 0
     meshes: set[str] = dataclasses.field(default_factory=set)
     processes: set[int] = dataclasses.field(default_factory=set)
     worst: float = 0.0
@@ -60,7 +73,7 @@ class Tally:
         return (
             f"{self.killed} kills ({kills}) in {self.lives} lives of {self.runs} runs; "
             f"{sorted(self.processes)} processes, meshes {sorted(self.meshes)}; {self.lost_steps} steps made "
-            f"again; {self.identical} runs equal to the last bit, largest difference of the others "
+            f"again, {self.from_local} starts from local checkpoints; {self.identical} runs equal to the last bit, largest difference of the others "
             f"{self.worst:.1e}{ended}"
         )
 
@@ -77,58 +90,58 @@ class Soak:
         """So many more."""
         self._kills += kills
 
-    def reference(self) -> Path:
-        """The run that was left alone: one process, mesh 2x4."""
-        folder = self._folder / "reference"
+    def reference(self, kind: Kind) -> Path:
+        """The run that was left alone, on the same processes and mesh when the kind has one mesh."""
+        processes, mesh = (kind.processes, kind.meshes[0]) if len(kind.meshes) == 1 else (1, "2x4")
+        folder = self._folder / f"reference-{processes}-{mesh}"
         if not (folder / "run" / "summary.json").exists():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
-            job = self._start(folder, "2x4", 1, 0)
-            assert job.wait() == [0], job.output
+            job = self._start(folder, mesh, Kind(processes, (mesh,)), 0)
+            assert set(job.wait(PATIENCE)) == {0}, job.output
         return folder / "run"
 
-    def run(self, processes: int, one_mesh: bool) -> None:
+    def run(self, kind: Kind) -> None:
         """One run through all its lives, then the comparison."""
-        reference, tally = self.reference(), self.tally
+        reference, tally = self.reference(kind), self.tally
         folder = self._folder / f"run-{tally.runs}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         tally.runs += 1
         allowed = min(tally.killed + KILLS_PER_RUN, self._kills)
         for life in range(1000):
-            mesh = "2x4" if one_mesh else self._random.choice(MESHES)
+            mesh = self._random.choice(kind.meshes)
             tally.lives, tally.meshes, tally.processes = (
                 tally.lives + 1,
                 tally.meshes | {mesh},
-                tally.processes | {processes},
+                tally.processes | {kind.processes},
             )
             newest = max(_complete(folder / "run"), default=None)
             made = _logged(folder / "run")
-            job = self._start(folder, mesh, processes, life)
+            job = self._start(folder, mesh, kind, life)
             died = tally.killed < allowed and self._kill(job, folder / "run", self._random.choice(MOMENTS))
-            codes = job.wait()
-            began = re.search(r"Resume after step (\d+)", job.output)
+            codes = job.wait(PATIENCE)
+            began = re.search(r"Resume after step (\d+)( from the hosts' own)?", job.output)
             if began or not died:
-                assert (int(began[1]) if began else None) == newest, (newest, job.output[-3000:])
-                tally.lost_steps += max(made - (newest or 0), 0)
+                step, is_local = (int(began[1]), bool(began[2])) if began else (None, False)
+                assert step == newest or (is_local and step > (newest or 0)), (newest, job.output[-3000:])
+                tally.lost_steps += max(made - (step or 0), 0)
+                tally.from_local += is_local
             if not died:
                 assert set(codes) == {0}, job.output[-4000:]
                 break
-        self._compare(folder / "run", reference, exact=one_mesh and processes == 1)
-        print(
-            f"run {tally.runs} ({processes} processes, {'one mesh' if one_mesh else 'any mesh'}): {tally}",
-            flush=True,
-        )
+            if kind.local and self._random.random() < 0.5:
+                for lost in sorted((folder / "local").glob(f"*/process_{self._random.randrange(kind.processes)}")):
+                    shutil.rmtree(lost)
+        self._compare(folder / "run", reference, exact=len(kind.meshes) == 1)
+        print(f"run {tally.runs} ({kind}): {tally}", flush=True)
 
-    def _start(self, folder: Path, mesh: str, processes: int, life: int) -> Job:
-        usual = [
-            f"mesh={mesh}",
-            f"steps={STEPS}",
-            f"checkpoint.every={EVERY}",
-            "eval.every=100",
-            "hosts.join_seconds=20",
-        ]
-        return Job(folder, arguments(folder / "run", self._folder / "cache", *usual), processes, life)
+    def _start(self, folder: Path, mesh: str, kind: Kind, life: int) -> Job:
+        usual = [f"mesh={mesh}", f"steps={STEPS}", "eval.every=100", "hosts.join_seconds=120"]
+        if kind.local:
+            usual += [f"checkpoint.local_dir={folder / 'local'}", f"checkpoint.local_every={EVERY}"]
+        usual.append(f"checkpoint.every={4 * EVERY if kind.local else EVERY}")
+        return Job(folder, arguments(folder / "run", self._folder / "cache", *usual), kind.processes, life)
 
     def _kill(self, job: Job, run: Path, moment: str) -> bool:
         """Whether the job was killed at (or near) the moment before it finished."""
@@ -139,7 +152,8 @@ class Soak:
             job.wait_for(lambda: _logged(run) >= wanted)
             time.sleep(self._random.uniform(0, 0.1))
         else:
-            job.wait_for(lambda: any(run.glob("checkpoints/*.orbax-checkpoint-tmp*")))
+            unfinished = ("run/checkpoints/*.orbax-checkpoint-tmp*", "local/*/*/*.tmp")
+            job.wait_for(lambda: any(any(run.parent.glob(pattern)) for pattern in unfinished))
             time.sleep(self._random.uniform(0, 0.1))
         if any(process.poll() is not None for process in job.processes):
             return False
@@ -209,9 +223,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/mstrain-soak"))
     options = parser.parse_args()
     soak = Soak(options.folder, options.kills, options.seed)
-    kinds = [(1, True), (2, True), (1, False), (2, False)]
     while soak.tally.killed < options.kills:
-        soak.run(*kinds[soak.tally.runs % len(kinds)])
+        soak.run(KINDS[soak.tally.runs % len(KINDS)])
     print(soak.tally)
 
 
