@@ -12,6 +12,7 @@ Its peer-to-peer manager is not in Orbax 0.11.
 """
 
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import secrets
@@ -31,7 +32,6 @@ from mstrain.models.transformer import Transformer
 from mstrain.program.step import State, abstract_state
 
 IDENTITY, SAVE = "local_checkpoints.json", "save.json"
-NEWEST = 2  # local checkpoints that are kept, beside the newest that all hosts have
 
 
 class LocalCheckpoints:
@@ -55,6 +55,8 @@ class LocalCheckpoints:
         self._folder = directory.expanduser() / run / f"process_{job.process}"
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "local save")
         self._writing: tuple[int, concurrent.futures.Future] | None = None
+        for unfinished in self._folder.glob("*.tmp"):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     def save(self, step: int, state: State, facts: dict) -> None:
         """Starts saving state and facts (JSON); returns when the arrays may be overwritten. Never raises for this
@@ -62,9 +64,8 @@ class LocalCheckpoints:
         """
         self._settle()
         own = self._saves()
-        newest = self._job.gather("local save", str(max(own, default=-1)))
-        keep = {min(map(int, newest)), *sorted(own)[-NEWEST:]}
-        for old in own.keys() - keep:
+        newest = self._job.gather("local save", str(max(own, default=0)))
+        for old in own.keys() - {min(map(int, newest)), max(own, default=0)}:  # that of all hosts, and this one's
             shutil.rmtree(self._folder / str(old), ignore_errors=True)
         host = shards.to_host(jax.tree.leaves(state))
         self._writing = step, self._thread.submit(self._write, step, host, facts)
@@ -107,10 +108,10 @@ class LocalCheckpoints:
                 shutil.rmtree(self._folder / str(later), ignore_errors=True)
 
     def finish(self, done: bool) -> None:
-        """Waits for the last save; removes all of this run's when it is `done`."""
+        """Waits for the last save; removes all that the run left on this host when it is `done`."""
         self._settle()
         if done:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            shutil.rmtree(self._folder.parent, ignore_errors=True)
         self._thread.shutdown()
 
     def _settle(self) -> None:
@@ -179,7 +180,10 @@ def _layout(module: Transformer, leaves: list, structure) -> str:
 
 
 def _identity(run_dir: Path) -> str:
-    """A name of the run in `run_dir`, made at its first start; a copy of the folder elsewhere is another run."""
+    """A name of the run in `run_dir`, made at its first start; a copy of the folder elsewhere is another run.
+
+    When it cannot be written, no later attempt finds the local checkpoints of this one.
+    """
     path, place = run_dir / IDENTITY, str(run_dir.absolute())
     try:
         content = json.loads(path.read_text())
@@ -188,5 +192,6 @@ def _identity(run_dir: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     name = secrets.token_hex(8)
-    path.write_text(json.dumps({"name": name, "run_dir": place}) + "\n")
+    with contextlib.suppress(OSError):
+        path.write_text(json.dumps({"name": name, "run_dir": place}) + "\n")
     return name
