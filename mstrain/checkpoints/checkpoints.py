@@ -24,8 +24,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from mstrain.checkpoints import manifest
-from mstrain.checkpoints.canonical import canonical_targets, differing_shapes, to_canonical
 from mstrain.checkpoints.buffer import CHUNK, buffer_for
+from mstrain.checkpoints.canonical import canonical_targets, differing_shapes, to_canonical
 from mstrain.checkpoints.handler import DigestingHandler, Restore, Save
 from mstrain.checkpoints.limits import seconds_allowed
 from mstrain.job.job import ALONE, Job

@@ -132,19 +132,26 @@ def search_pod(
 def rank_meshes(question: Question) -> list[Costed]:
     """The plans that train.py can run: those that fit fastest first, behind them those that lack memory.
 
-    Raises ValueError, as the best one's plan does, when none is legal.
+    Where none fits as asked, the first is the mesh that is best with another remat or number of microbatches: the one
+    that plan.py names. Raises ValueError, as the best one's plan does, when none is legal.
     """
-    fixed = replace(question.fixed, pipeline=1)
-    result = search(replace(question, fixed=fixed))
+    question = replace(question, fixed=replace(question.fixed, pipeline=1))
+    result = search(question)
     tight = [item.costed for item in result.rejected if item.costed and not item.plan.sharded]
-    tight.sort(key=lambda costed: (costed.fullest.memory.state > question.usable_bytes, costed.seconds))
-    found = [costed for costed in result.ranked if not costed.plan.why_not_trainable()] + tight
-    if not found:
+    found = [costed for costed in result.ranked if not costed.plan.why_not_trainable()]
+    if tight and not found:
+        open_choices = search(replace(question, fixed=replace(question.fixed, remat=None, microbatches=None)))
+        fitting = [costed.shape for costed in open_choices.ranked if not costed.plan.why_not_trainable()]
+        order = {shape: rank for rank, shape in enumerate(fitting)}
+        tight.sort(key=lambda costed: (order.get(costed.shape, len(order)), costed.seconds))
+    else:
+        tight.sort(key=lambda costed: costed.seconds)
+    if not found + tight:
         if not result.rejected:
             raise ValueError(_nothing_fits(question, result, math.inf))
         square = min(result.rejected, key=lambda r: (r.plan.data, abs(math.log(r.plan.rows / r.plan.cols))))
         raise ValueError(square.reason)
-    return found
+    return found + tight
 
 
 def best_of_layout(question: Question, layout: PodPlan) -> tuple[Costed | None, Rejected | None, int]:

@@ -64,3 +64,12 @@ def test_what_is_left_open_is_searched_by_the_same_ranking():
     train = load_config(["model=gpt3_13b", "target=v5p-64", "check=true", "mesh=auto", "batch=64", "seq=2048", *given])
     assert check_mesh(train, train.model, parse_target("v5p-64")) == best.shape
     assert math.isfinite(best.seconds)
+
+
+@pytest.mark.parametrize(("model", "target"), [("llama3_8b", "v4-128"), ("llama2_70b", "tpu7x-128")])
+def test_where_nothing_fits_the_mesh_is_the_one_that_fits_with_another_remat(model, target):
+    _, plan = load_plan([f"model={model}", f"cluster={target}", "batch=256", "pipeline=1", "algorithm=meshslice"])
+    best = search_pod(plan.question(find_pod(target))).trainable
+    train = load_config([f"model={model}", f"target={target}", "check=true", "mesh=auto", "batch=256", "seq=2048"])
+    assert (best.plan.microbatches, best.plan.remat) != (1, "none")
+    assert check_mesh(train, train.model, parse_target(target)) == best.shape

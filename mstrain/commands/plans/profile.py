@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import jax
 
+from mstrain.benchmarks.layer_profiles import Sizes, profile_document
 from mstrain.checks import at_least, one_of
 from mstrain.commands.plans.output import make_folder
 from mstrain.mesh import emulate_devices
 from mstrain.models.config import ModelConfig
-from mstrain.planner.mixed.measure import Sizes, profile_document
 from mstrain.planner.mixed.profiles import profile_name
 
 BYTES = 256  # tokens, where the model leaves the vocabulary to the tokenizer
