@@ -1,10 +1,12 @@
-"""The device mesh: axes `data`, `row`, `col`, spelled `RxC` or `DxRxC`.
+"""The device mesh: named axes, each with a size, as in `data2-row4-col8`; short forms are `RxC` and `DxRxC`.
 
-`row` and `col` are the two tensor-parallel axes of a MeshSlice product, `data` replicates the model.
+`row` and `col` are the two tensor-parallel axes of a MeshSlice product, `data` replicates the model. A new axis is a
+field of `MeshShape`: what lays devices out, prints and parses meshes loops over the axes.
 A mesh string is parsed without touching a device; `make_mesh` then finds (or, on a CPU, emulates) the devices.
 """
 
 import dataclasses
+import difflib
 import glob
 import importlib.util
 import math
@@ -12,9 +14,8 @@ import os
 import re
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
-AXES = ("data", "row", "col")
 ACCELERATORS = {
     "/dev/accel[0-9]*": "TPU",
     "/dev/vfio/[0-9]*": "TPU",
@@ -26,35 +27,61 @@ ACCELERATORS = {
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """Numbers of devices along the three mesh axes."""
+    """Numbers of devices along the mesh axes, the outermost first."""
 
-    data: int
-    row: int
-    col: int
+    data: int = 1
+    row: int = 1
+    col: int = 1
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Size of every axis by its name."""
+        return dataclasses.asdict(self)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.axes.values())
 
     @property
     def devices(self) -> int:
-        return self.data * self.row * self.col
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        return (self.data, self.row, self.col)
+        return math.prod(self.sizes)
 
     def __str__(self) -> str:
-        sizes = self.sizes if self.data > 1 else self.sizes[1:]
-        return "x".join(map(str, sizes))
+        """The long form, which `parse_mesh` reads: rows, columns and every other axis with several devices."""
+        return "-".join(f"{axis}{size}" for axis, size in self.axes.items() if size > 1 or axis in ("row", "col"))
+
+
+AXES = tuple(field.name for field in dataclasses.fields(MeshShape))
+PLANNED = ("replica", "stage", "expert", "context")  # names kept for axes that the trainer does not have yet
+EMULATED = MeshShape(row=2, col=4)  # what mesh=auto means on a CPU
 
 
 def parse_mesh(text: str) -> MeshShape:
-    """Reads `RxC` or `DxRxC`; raises ValueError with an example otherwise."""
-    match = re.fullmatch(r"\s*(\d{1,6})x(\d{1,6})(?:x(\d{1,6}))?\s*", str(text))
-    sizes = [int(n) for n in match.groups() if n] if match else []
-    if not sizes or min(sizes) < 1:
+    """Reads `RxC`, `DxRxC` or named axes such as `data2-row4-col8`; raises ValueError with an example otherwise."""
+    text = str(text).strip()
+    if re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){1,2}", text):
+        sizes = [int(size) for size in text.split("x")]
+        return MeshShape(**dict(zip(("row", "col") if len(sizes) == 2 else ("data", "row", "col"), sizes, strict=True)))
+    parts = [re.fullmatch(r"([a-z]+)([1-9]\d{0,5})", part) for part in text.split("-")]
+    sizes = [(part[1], int(part[2])) for part in parts if part]
+    names = [name for name, _ in sizes]
+    for name in names:
+        if name in PLANNED:
+            raise ValueError(f"mesh={text}: the trainer has no axis {name} yet. Type a mesh of {_or(AXES)} axes.")
+        if names.count(name) > 1:
+            raise ValueError(f"mesh={text} gives axis {name} twice. Type it once.")
+        if name not in AXES and (near := difflib.get_close_matches(name, AXES, 1)):
+            raise ValueError(f"mesh={text}: there is no axis {name!r}. Did you mean {near[0]}?")
+    if len(sizes) < len(parts) or not set(names) <= set(AXES):
         raise ValueError(
             f"mesh={text!r} is not a mesh. Write rows x columns (mesh=2x4), data x rows x columns "
-            "(mesh=2x4x8), or mesh=auto."
+            "(mesh=2x4x8), named axes (mesh=data2-row4-col8), or mesh=auto."
         )
-    return MeshShape(1, *sizes) if len(sizes) == 2 else MeshShape(*sizes)
+    return MeshShape(**dict(sizes))
+
+
+def _or(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def attached() -> str | None:
@@ -105,10 +132,10 @@ def fit_to_devices(shape: MeshShape, available: int) -> MeshShape:
 
 def _suggest(devices: int) -> str:
     rows = max(r for r in range(1, math.isqrt(devices) + 1) if devices % r == 0)
-    options = [f"mesh={rows}x{devices // rows}"]
+    shapes = [MeshShape(row=rows, col=devices // rows)]
     if devices > 1:
-        options.append(f"mesh={devices}x1x1")
-    return " or ".join(options)
+        shapes.append(MeshShape(data=devices))
+    return " or ".join(f"mesh={shape}" for shape in shapes)
 
 
 def make_mesh(shape: MeshShape, devices=None) -> Mesh:
@@ -116,11 +143,10 @@ def make_mesh(shape: MeshShape, devices=None) -> Mesh:
     devices = jax.devices() if devices is None else devices
     if len(devices) < shape.devices:
         fit_to_devices(shape, len(devices))
-    return jax.make_mesh(
-        shape.sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[: shape.devices]
-    )
+    axis_types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(shape.sizes, AXES, axis_types=axis_types, devices=devices[: shape.devices])
 
 
-def describe_mesh(mesh: Mesh) -> str:
-    """Sizes along `data`, `row` and `col`."""
-    return "x".join(map(str, mesh.devices.shape))
+def shape_of(mesh: Mesh | AbstractMesh) -> MeshShape:
+    """The shape of a mesh that `make_mesh` made, or of its abstract twin."""
+    return MeshShape(**mesh.shape)

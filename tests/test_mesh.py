@@ -39,6 +39,24 @@ def test_two_sizes_are_rows_and_columns():
     assert parse_mesh("3x2x4") == MeshShape(data=3, row=2, col=4)
 
 
+def test_axes_have_names_in_any_order_and_those_left_out_have_one_device():
+    assert parse_mesh("data3-row2-col4") == parse_mesh("col4-data3-row2") == MeshShape(3, 2, 4)
+    assert parse_mesh("data8") == MeshShape(data=8) and str(MeshShape(data=8)) == "data8-row1-col1"
+    assert str(MeshShape(row=2, col=4)) == "row2-col4"
+
+
+@pytest.mark.parametrize("text, words", [
+    ("data2-stage4-row4-col8", "has no axis stage yet. Type a mesh of data, row and col axes."),
+    ("context1-row4", "has no axis context yet"),
+    ("rows4-col8", "there is no axis 'rows'. Did you mean row?"),
+    ("banana2-col8", "is not a mesh. Write rows x columns (mesh=2x4)"),
+    ("row2-row4", "gives axis row twice"),
+])  # fmt: skip
+def test_an_axis_that_the_trainer_does_not_have_is_refused_by_its_name(text, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        parse_mesh(text)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -57,16 +75,22 @@ def test_two_sizes_are_rows_and_columns():
         "2*4",
         "auto",
         "1" * 9,
+        "row",
+        "row0-col4",
+        "row-2",
+        "data2-",
+        "data2_row4",
+        "row2,col4",
     ],
 )
 def test_what_is_no_mesh_is_told_what_one_looks_like(text):
-    with pytest.raises(ValueError, match="mesh=2x4.*mesh=2x4x8.*mesh=auto"):
+    with pytest.raises(ValueError, match="mesh=2x4.*mesh=2x4x8.*mesh=data2-row4-col8.*mesh=auto"):
         parse_mesh(text)
 
 
 @given(
     st.one_of(
-        st.text(), st.text("0123456789x X*-"), st.none(), st.integers(), st.floats(), st.lists(st.integers())
+        st.text(), st.text("0123456789x X*-"), st.from_regex(r"[a-z]+[0-9]+(-(row|col|data|stage)[0-9]+){0,3}", fullmatch=True), st.none(), st.integers(), st.floats(), st.lists(st.integers())
     )
 )
 def test_anything_else_raises_only_value_error(text):
@@ -74,7 +98,8 @@ def test_anything_else_raises_only_value_error(text):
         shape = parse_mesh(text)
     except ValueError:
         return
-    assert min(shape.sizes) >= 1 and re.fullmatch(r"\s*\d+x\d+(x\d+)?\s*", str(text))
+    assert min(shape.sizes) >= 1 and parse_mesh(str(shape)) == shape
+    assert re.fullmatch(r"\s*(\d+x\d+(x\d+)?|((data|row|col)\d+-?)+)\s*", str(text))
 
 
 @given(shapes, st.integers(1, 4096))
@@ -82,7 +107,7 @@ def test_surplus_devices_become_data_parallelism_or_the_message_names_a_mesh_tha
     try:
         fitted = fit_to_devices(shape, available)
     except ValueError as refused:
-        proposals = re.findall(r"mesh=([\dx]+)", str(refused).split("Type ")[1])
+        proposals = re.findall(r"mesh=([\w-]+)", str(refused).split("Type ")[1])
         assert proposals and all(parse_mesh(mesh).devices == available for mesh in proposals)
         assert available % shape.devices
     else:
@@ -99,7 +124,7 @@ def test_make_mesh_uses_every_device_once_along_named_axes():
 
 def test_make_mesh_may_leave_devices_out_but_not_invent_them():
     assert make_mesh(MeshShape(1, 1, 3)).size == 3
-    with pytest.raises(ValueError, match="needs 32 devices and 16 are present. Type mesh=4x4"):
+    with pytest.raises(ValueError, match="needs 32 devices and 16 are present. Type mesh=row4-col4"):
         make_mesh(MeshShape(1, 4, 8))
 
 

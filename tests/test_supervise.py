@@ -86,7 +86,7 @@ def test_a_run_of_four_hosts_continues_on_three_with_the_same_curve(tmp_path, ss
     shown = (tmp_path / "output").read_text()
     assert code == FINISHED, shown
     assert "127.0.0.1 does not answer and is left out" in shown
-    assert "starting on 3 hosts, mesh=3x1x1 accumulate=2" in shown
+    assert "starting on 3 hosts, mesh=data3-row1-col1 accumulate=2" in shown
     np.testing.assert_allclose(losses(run), losses(tmp_path / "alone"), rtol=1e-5)
 
 

@@ -14,7 +14,7 @@ from mstrain.benchmarks.layer_kinds import seconds_by_kind
 from mstrain.benchmarks.remedies import Remedies, Remedy
 from mstrain.compiler import Compiled, DoesNotFit, Target, compile_program, make_target, predict, tpu_slice_devices
 from mstrain.hardware import TpuSlice, mfu, parse_target
-from mstrain.mesh import MeshShape
+from mstrain.mesh import MeshShape, shape_of
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.plan import describe_plan, make_plan
@@ -66,8 +66,7 @@ def check(config: RunConfig) -> int:
     """Prints memory and predicted cost; returns 1, with the smallest change that fits, when it does not."""
     console = Console(highlight=False)
     step = plan_step(config, console)
-    shape = "x".join(map(str, step.target.mesh.devices.shape))
-    console.print(f"[bold]Target[/] {config.target}: mesh {shape} (data x row x col)")
+    console.print(f"[bold]Target[/] {config.target}: mesh {shape_of(step.target.mesh)}")
     console.print(f"[bold]Plan[/]   {describe_plan(step.module.plan)}")
     try:
         with console.status("Compiling the step"):

@@ -17,11 +17,9 @@ from mstrain.benchmarks.programs import make_works
 from mstrain.benchmarks.table import Report, Row, make_row
 from mstrain.benchmarks.work import Work
 from mstrain.hardware import chip_for
-from mstrain.mesh import MeshShape, emulate_devices, make_mesh
+from mstrain.mesh import EMULATED, MeshShape, emulate_devices, make_mesh
 from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import memory_of
-
-EMULATED = MeshShape(1, 2, 4)  # what meshes=auto means on a CPU
 
 
 def measure(config: BenchmarkConfig) -> Comparison:

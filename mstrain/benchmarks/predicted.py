@@ -15,7 +15,7 @@ from mstrain.benchmarks.tuned import best_mesh
 from mstrain.benchmarks.work import Work
 from mstrain.compiler import Target, compile_program, make_target, predict, tpu_slice_devices
 from mstrain.hardware import TpuSlice
-from mstrain.mesh import MeshShape
+from mstrain.mesh import MeshShape, shape_of
 from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import GIB
 
@@ -42,12 +42,11 @@ def predict_all(config: BenchmarkConfig) -> Comparison:
 
 
 def _row(case: Case, work: Work, target: Target, config: BenchmarkConfig, peak: float | None) -> Row:
-    shape = "x".join(map(str, target.mesh.devices.shape))
+    shape = shape_of(target.mesh)
     name = f"{case.model.name} {shape} {case.algorithm} {work.part}"
     program = compile_program(dataclasses.replace(work.program, name=name), target, dump=config.dump)
     schedule = predict(program)
-    data, rows, cols = target.mesh.devices.shape
-    case = dataclasses.replace(case, mesh=MeshShape(data, rows, cols))
+    case = dataclasses.replace(case, mesh=shape)
     need, have, problem = program.memory.peak, target.tpu_slice.chip.hbm_bytes, ""
     if not program.memory.fits:
         problem = f"does not fit, {need / GIB:.2f} of {have / GIB:.2f} GiB"

@@ -76,7 +76,7 @@ def explain_all(config: BenchmarkConfig, console: Console) -> int:
         chosen = " ".join(f"{p.name} {p.layout.dataflow} S={p.slices};" for p in best.products.block)
         console.print(f"[bold]{model.name}[/]: mesh {best.shape}, {chosen.rstrip(';')}")
         rows = [plan_row(question, rank, costed, best) for rank, costed in enumerate(found, 1)]
-        document = {"model": model.name, "constants": best.constants, "mesh": list(best.shape.sizes), "candidates": rows}
+        document = {"model": model.name, "constants": best.constants, "mesh": str(best.shape), "candidates": rows}
         stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         write_csv(rows, stem.with_suffix(".csv"))
         plot_plans(question, found, stem.with_suffix(".png"))

@@ -90,9 +90,9 @@ def make_target(tpu_slice: str | TpuSlice, mesh: str | MeshShape) -> Target:
     if rest or not copies:
         raise ValueError(
             f"mesh={shape} does not divide the {tpu_slice.devices} devices of {tpu_slice.name}. Choose one of "
-            f"{', '.join(f'mesh={rows}x{cols}' for rows, cols in tpu_slice.mesh_shapes())}."
+            f"{', '.join(f'mesh={MeshShape(row=rows, col=cols)}' for rows, cols in tpu_slice.mesh_shapes())}."
         )
-    sizes = (shape.data * copies, shape.row, shape.col)
+    sizes = dataclasses.replace(shape, data=shape.data * copies).sizes
     devices = tpu_slice_devices(tpu_slice)
     try:
         grid = mesh_utils.create_device_mesh(sizes, devices)

@@ -16,7 +16,7 @@ from mstrain.gemm import Grid, LoweringOptions, Plan, PlanPair, grid_of, legal_s
 from mstrain.gemm.plan import ONE_DIMENSIONAL
 from mstrain.hardware import Chip
 from mstrain.hardware.constants import Constants
-from mstrain.mesh import AXES
+from mstrain.mesh import AXES, shape_of
 from mstrain.models.auto import tune_products
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
@@ -126,7 +126,7 @@ def canonical_plan(model: ModelConfig) -> ModelPlan:
     """
     import jax
 
-    mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh = Mesh(np.array(jax.devices()[:1]).reshape((1,) * len(AXES)), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     return dataclasses.replace(make_plan(ParallelConfig("gspmd"), model, mesh, 1, 1), padded=False)
 
 
@@ -181,7 +181,7 @@ class _Planner:
             if segment % grid.num_cols:
                 raise ValueError(
                     f"{half}: {segment} features do not divide over the {grid.num_cols} columns of {algorithm} on "
-                    f"mesh {grid.num_rows}x{grid.num_cols}. Choose another mesh= or other model sizes."
+                    f"mesh {shape_of(self.mesh)}. Choose another mesh= or other model sizes."
                 )
         into_plan = self._sliced(into_plan, width, total, f"{half} in")
         out_plan = self._sliced(out_plan, inside, width, f"{half} out")

@@ -53,9 +53,9 @@ def _meshes(devices: int, meshes) -> tuple[tuple[int, int], ...]:
             raise ValueError(f"{meshes.name} has {meshes.devices} devices, which {devices} does not divide")
         return meshes.mesh_shapes(data=meshes.devices // devices)
     chosen = tuple((int(r), int(c)) for r, c in meshes)
-    wrong = [f"{r}x{c}" for r, c in chosen if r * c != devices or r < 1]
+    wrong = [_mesh(r, c) for r, c in chosen if r * c != devices or r < 1]
     if wrong or not chosen:
-        right = ", ".join(f"{r}x{c}" for r, c in factorisations(devices))
+        right = ", ".join(_mesh(r, c) for r, c in factorisations(devices))
         raise ValueError(f"mesh {', '.join(wrong) or '(none)'} does not have {devices} devices; use {right}")
     return chosen
 
@@ -154,18 +154,22 @@ def _search(problem: _Problem, meshes) -> tuple[list[Candidate], list[tuple[int,
     return found, rejected
 
 
+def _mesh(rows: int, cols: int) -> str:
+    return f"row{rows}-col{cols}"
+
+
 def _nothing_fits(problem: _Problem, rejected) -> str:
     """The first reason; where the mesh is at fault, also the nearest that fits, of its size or smaller."""
     rows, cols, reason = rejected[0]
     free = replace(problem, slices=None)
     if _search(free, [(rows, cols)])[0]:
-        return f"mesh {rows}x{cols}: {reason}"
+        return f"mesh {_mesh(rows, cols)}: {reason}"
     for devices in reversed([r for r, _ in factorisations(rows * cols)]):
         fits = _search(free, factorisations(devices))[0]
         if fits:
             near = min(fits, key=lambda c: abs(math.log(c.rows * cols / (c.cols * rows))))
-            return f"mesh {rows}x{cols}: {reason}; the nearest mesh that fits is {near.rows}x{near.cols}"
-    return f"mesh {rows}x{cols}: {reason}"
+            return f"mesh {_mesh(rows, cols)}: {reason}; the nearest mesh that fits is {_mesh(near.rows, near.cols)}"
+    return f"mesh {_mesh(rows, cols)}: {reason}"
 
 
 def tune(

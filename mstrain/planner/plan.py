@@ -66,7 +66,7 @@ class PodPlan:
 
     @property
     def mesh(self) -> str:
-        return f"{self.data}x{self.rows}x{self.cols}"
+        return str(self.shape)
 
     def flat(self) -> dict:
         """Plain columns."""

@@ -2,7 +2,7 @@
 
 import jax
 
-from mstrain.mesh import describe_mesh
+from mstrain.mesh import shape_of
 from mstrain.models.flops import flops_formula
 from mstrain.models.plan import describe_plan
 from mstrain.models.transformer import count_parameters
@@ -17,7 +17,7 @@ def announce(run: Run) -> None:
     peak = f"{run.peak / 1e12:,.0f} TFLOP/s per device" if run.peak else "n/a, so MFU is n/a"
     lines = {
         "Model": f"{model.name}: {count_parameters(model):,} parameters, {model.layers} layers",
-        "Mesh": f"{describe_mesh(mesh)} (data x row x col): {mesh.size} {kind}",
+        "Mesh": f"{shape_of(mesh)}: {mesh.size} {kind}",
         "Plan": describe_plan(run.module.plan),
         "Data": f"{run.config.data.source}: {train.num_tokens:,} training tokens, "
         f"{validation.num_tokens:,} validation tokens",

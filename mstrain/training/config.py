@@ -47,7 +47,7 @@ class RunConfig:
     check_replicas: ReplicasConfig = dataclasses.field(default_factory=ReplicasConfig)
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
     mesh: str = "auto"
-    """Mesh of devices: `ROWxCOL`, `DATAxROWxCOL`, or `auto` (the cost model chooses; 2x4 on a CPU)."""
+    """Mesh of devices: `ROWxCOL`, `DATAxROWxCOL`, named axes such as `data2-row4-col8`, or `auto` (the cost model chooses; 2x4 on a CPU)."""
     plan: str | None = None
     """A plan.json of plan.py. It sets mesh, parallel, accumulate and remat unless they are given, too."""
     tokenizer: str = "bytes"

@@ -36,7 +36,7 @@ def largest_layout(config: RunConfig, total: int, left: int) -> Layout:
     Raises ValueError when mesh=auto, when the mesh does not spread evenly over `total` hosts, or when no mesh fits.
     """
     if config.mesh == "auto":
-        raise ValueError("supervise must know the mesh of all hosts. Type mesh=RxC or mesh=DxRxC.")
+        raise ValueError("supervise must know the mesh of all hosts. Type a mesh such as mesh=2x4x8.")
     full = parse_mesh(config.mesh)
     if full.devices % total:
         raise ValueError(

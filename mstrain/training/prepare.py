@@ -30,7 +30,6 @@ from mstrain.training.feed import Feed
 from mstrain.training.run import Run
 from mstrain.training.tuned import tuned
 
-EMULATED = meshes.MeshShape(1, 2, 4)  # what mesh=auto means on a CPU
 VALIDATION_SEED = 0  # the validation batches of every run of one corpus are the same
 
 
@@ -45,7 +44,7 @@ def prepare(config: RunConfig, job: Job = ALONE) -> Run:
         console.print(f"[yellow]Corpus:[/] {warning}")
     model = _with_vocab_size(config.model, corpus)
     plan = _choose_plan(config, model, chip, console)
-    job.agree("plan", f"{meshes.describe_mesh(plan.mesh)} {describe_plan(plan)}")
+    job.agree("plan", f"{meshes.shape_of(plan.mesh)} {describe_plan(plan)}")
     mesh = plan.mesh
     module = Transformer(model, plan, config.seq, _dtype(config.dtype), config.remat)
     feed, validation_feed = (
@@ -61,7 +60,7 @@ def prepare(config: RunConfig, job: Job = ALONE) -> Run:
 
 def _start_devices(config: RunConfig, job: Job) -> Chip | None:
     """Emulates a mesh where there is only a CPU, each process its part; returns the chip, None if unknown."""
-    wanted = EMULATED if config.mesh == "auto" else meshes.parse_mesh(config.mesh)
+    wanted = meshes.EMULATED if config.mesh == "auto" else meshes.parse_mesh(config.mesh)
     _keep_compiled(config.compile_cache)
     meshes.emulate_devices(math.ceil(wanted.devices / job.processes))
     if job.processes > 1:
@@ -90,10 +89,10 @@ def _choose_plan(config: RunConfig, model: ModelConfig, chip: Chip | None, conso
     if config.mesh != "auto":
         return plan_on(meshes.fit_to_devices(meshes.parse_mesh(config.mesh), devices))
     if devices == 1 or jax.devices()[0].platform == "cpu":
-        return plan_on(meshes.fit_to_devices(EMULATED if devices > 1 else meshes.MeshShape(1, 1, 1), devices))
+        return plan_on(meshes.fit_to_devices(meshes.EMULATED if devices > 1 else meshes.MeshShape(), devices))
     if chip is None:
         raise ValueError(
-            f"mesh=auto does not know the {jax.devices()[0].device_kind}. Type mesh=ROWSxCOLUMNS."
+            f"mesh=auto does not know the {jax.devices()[0].device_kind}. Type a mesh, such as mesh=2x4."
         )
     machine = tpu_slice_of(jax.devices()) or chip
     found = best_meshes(
@@ -125,7 +124,7 @@ def _with_vocab_size(model: ModelConfig, corpus: Corpus) -> ModelConfig:
         return dataclasses.replace(model, vocab_size=corpus.vocab_size)
     if model.vocab_size < corpus.vocab_size:
         raise ValueError(
-            f"model {model.name} knows {model.vocab_size} tokens, the tokenizer makes {corpus.vocab_size}. "
+            f"model.vocab_size={model.vocab_size} is less than the {corpus.vocab_size} tokens of the tokenizer. "
             "Type model.vocab_size=null to take the tokenizer's, or choose another tokenizer=."
         )
     return model

@@ -10,7 +10,7 @@ import jax
 
 from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.checkpoints.local import LocalCheckpoints
-from mstrain.mesh import describe_mesh
+from mstrain.mesh import shape_of
 from mstrain.models.parameters import compile_from_canonical
 from mstrain.program.step import State, init_state
 from mstrain.training.run import Run
@@ -74,7 +74,7 @@ def facts(run: Run) -> dict:
         "batch": config.batch,
         "seq": config.seq,
         "corpus": run.corpus.digest,
-        "mesh": describe_mesh(run.module.plan.mesh),
+        "mesh": str(shape_of(run.module.plan.mesh)),
         "processes": run.job.processes,
         "jax": jax.__version__,
     }

@@ -44,9 +44,9 @@ def test_the_fastest_is_named_and_the_others_say_why_not(compiled, tmp_path, cap
     where = f"run_dir={tmp_path / 'run'}"
     assert run([*ARGUMENTS, "meshes=2x2 1x4", where]) == 0
     out = shown(capsys)
-    assert "type mesh=2x2 parallel.slices=2" in out and "not run" in out and "libtpu 1.2.3" in out
+    assert "type mesh=row2-col2 parallel.slices=2" in out and "not run" in out and "libtpu 1.2.3" in out
     assert "does not fit" in out
-    assert compiled[:2] == [("2x2", "auto"), ("1x4", "auto")] and ("2x2", "2") in compiled[2:]
+    assert compiled[:2] == [("row2-col2", "auto"), ("row1-col4", "auto")] and ("row2-col2", "2") in compiled[2:]
     document = json.loads((tmp_path / "run" / "tune_compiled_tiny.json").read_text())
     assert document["kind"] == "predicted" and document["source"].startswith("Predicted for v5p-8 (4 devices)")
     assert [t["why"] for t in document["candidates"][:2]] == ["", "products +2,000.0 ms"]
@@ -80,27 +80,27 @@ def test_a_call_after_an_interruption_says_what_it_found(compiled, tmp_path, mon
         run(arguments)
     monkeypatch.setattr(refined, "compile_candidate", uninterrupted)
     capsys.readouterr()
-    assert run(arguments) == 0 and compiled.count(("2x2", "auto")) == 1
+    assert run(arguments) == 0 and compiled.count(("row2-col2", "auto")) == 1
     out = shown(capsys)
-    assert "continues after 1 finished candidate, found in" in out and "type mesh=2x2 parallel.slices=2" in out
+    assert "continues after 1 finished candidate, found in" in out and "type mesh=row2-col2 parallel.slices=2" in out
 
 
 def test_nothing_that_fits_is_exit_code_1(compiled, tmp_path, capsys):
     assert run([*ARGUMENTS, "meshes=1x4", f"run_dir={tmp_path / 'run'}"]) == 1
-    assert compiled == [("1x4", "auto")] and "does not fit" in shown(capsys)
+    assert compiled == [("row1-col4", "auto")] and "does not fit" in shown(capsys)
     assert list((tmp_path / "tuned").iterdir()) == []
 
 
 def test_a_smaller_mesh_gets_copies_beside_each_other():
     config = load([*ARGUMENTS, "meshes=1x2", "slices=2"])
     task = refined.make_task(config, config.model_configs[0])
-    assert task.meshes == ("2x1x2",) and task.parallel.slices == "2"
+    assert task.meshes == ("data2-row1-col2",) and task.parallel.slices == "2"
 
 
 def test_all_meshes_are_those_that_the_torus_carries():
     config = load([*ARGUMENTS, "meshes=all"])
     task = refined.make_task(config, config.model_configs[0])
-    assert set(task.meshes) == {f"{r}x{c}" for r, c in config.tpu_slice.mesh_shapes()}
+    assert set(task.meshes) == {f"row{r}-col{c}" for r, c in config.tpu_slice.mesh_shapes()}
 
 
 @pytest.mark.parametrize(

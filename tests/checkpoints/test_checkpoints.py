@@ -49,7 +49,7 @@ def saved(tmp_path_factory):
     module, directory = module_on("2x4", slices="2"), tmp_path_factory.mktemp("checkpoints")
     canonical, state = random_state(module)
     checkpoints = Checkpoints(directory, 2)
-    checkpoints.save(STEP, state, module, OPTIMIZER, {"mesh": "1x2x4"})
+    checkpoints.save(STEP, state, module, OPTIMIZER, {"mesh": "row2-col4"})
     checkpoints.wait()
     checkpoints.close()
     return directory, canonical
@@ -68,7 +68,7 @@ def saved(tmp_path_factory):
 def test_weights_moments_and_counters_arrive_bit_for_bit(mesh, parallel, saved):
     directory, canonical = saved
     module, checkpoints = module_on(mesh, **parallel), Checkpoints(directory, 2)
-    assert checkpoints.latest == STEP and checkpoints.facts(STEP) == {"mesh": "1x2x4"}
+    assert checkpoints.latest == STEP and checkpoints.facts(STEP) == {"mesh": "row2-col4"}
     state = checkpoints.restore(STEP, module, OPTIMIZER)
     checkpoints.close()
     back = map_copies(lambda tree: parameters.to_canonical(module, tree), state, OPTIMIZER)

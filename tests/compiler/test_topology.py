@@ -82,7 +82,7 @@ def test_a_compiler_that_jax_cannot_read_is_refused(monkeypatch):
 
 
 def test_sizes_that_do_not_match_name_those_that_do():
-    with pytest.raises(ValueError, match="mesh=3x8 does not divide the 32 devices of v5p-64.*mesh=4x8"):
+    with pytest.raises(ValueError, match="mesh=row3-col8 does not divide the 32 devices of v5p-64.*mesh=row4-col8"):
         make_target("v5p-64", "3x8")
 
 

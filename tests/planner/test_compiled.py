@@ -89,7 +89,7 @@ def test_nothing_that_fits_is_an_error_that_says_what_to_type():
 
 def test_what_is_given_is_not_searched():
     asked = dataclasses.replace(TASK, meshes=("1x4",), parallel=ParallelConfig(slices="2"))
-    assert [(t.mesh, t.slices) for t in refine(asked, timed({})).candidates] == [("1x4", "2")]
+    assert [(t.mesh, t.slices) for t in refine(asked, timed({})).candidates] == [("row1-col4", "2")]
     asked = dataclasses.replace(TASK, parallel=ParallelConfig("megatron"))
     assert {t.slices for t in refine(asked, timed({})).candidates} == {"auto"}
 
@@ -241,13 +241,13 @@ def test_a_run_takes_the_answer(tmp_path, monkeypatch):
 
     def compiled(task, shape, slices, place):
         places.append(place)
-        return timed({("4x1", "2"): 0.5})(shape, slices)
+        return timed({("row4-col1", "2"): 0.5})(shape, slices)
 
     monkeypatch.setattr(tuning_cache, "compile_candidate", compiled)
     config = load_config(["model=tiny", "tune=compile", "batch=16", "seq=64", "mesh=4x1"])
     found = [tuned(config, MODEL, TASK.tpu_slice, "bfloat16", "here", Console(quiet=True)) for _ in range(2)]
     assert found[0] == found[1]
-    assert (found[0].mesh, found[0].parallel.slices, found[0].tune) == ("4x1", "2", "model")
+    assert (found[0].mesh, found[0].parallel.slices, found[0].tune) == ("row4-col1", "2", "model")
     assert set(places) == {"here"} and len(places) == 1 + len(counts_to_try(TASK, MeshShape(1, 4, 1)))
 
 

@@ -14,14 +14,14 @@ def layout(total, left, *words):
 @pytest.mark.parametrize(
     "words, total, left, expected",
     [
-        ("mesh=4x1x1 batch=12", 4, 3, "3 hosts, mesh=3x1x1 accumulate=2"),  # 3 sequences a device -> 2
-        ("mesh=4x2x2 batch=24", 4, 3, "3 hosts, mesh=3x2x2 accumulate=2"),
-        ("mesh=4x2x2 batch=48 accumulate=3", 4, 2, "2 hosts, mesh=2x2x2 accumulate=6"),
-        ("mesh=4x1x1 batch=16", 4, 3, "2 hosts, mesh=2x1x1 accumulate=2"),  # 16 does not divide by 3
-        ("mesh=2x4 batch=16", 4, 3, "2 hosts, mesh=2x2 accumulate=2"),  # neither heads nor sequences by 3
-        ("mesh=2x2x2 batch=16", 4, 2, "2 hosts, mesh=2x2 accumulate=2"),
-        ("mesh=1x8 batch=16", 2, 1, "1 host, mesh=1x4 accumulate=2"),
-        ("mesh=4x1x2 batch=24", 4, 4, "4 hosts, mesh=4x1x2 accumulate=1"),
+        ("mesh=4x1x1 batch=12", 4, 3, "3 hosts, mesh=data3-row1-col1 accumulate=2"),  # 3 sequences a device -> 2
+        ("mesh=4x2x2 batch=24", 4, 3, "3 hosts, mesh=data3-row2-col2 accumulate=2"),
+        ("mesh=4x2x2 batch=48 accumulate=3", 4, 2, "2 hosts, mesh=data2-row2-col2 accumulate=6"),
+        ("mesh=4x1x1 batch=16", 4, 3, "2 hosts, mesh=data2-row1-col1 accumulate=2"),  # 16 does not divide by 3
+        ("mesh=2x4 batch=16", 4, 3, "2 hosts, mesh=row2-col2 accumulate=2"),  # neither heads nor sequences by 3
+        ("mesh=2x2x2 batch=16", 4, 2, "2 hosts, mesh=row2-col2 accumulate=2"),
+        ("mesh=1x8 batch=16", 2, 1, "1 host, mesh=row1-col4 accumulate=2"),
+        ("mesh=4x1x2 batch=24", 4, 4, "4 hosts, mesh=data4-row1-col2 accumulate=1"),
     ],
 )
 def test_the_mesh_shrinks_to_what_divides(words, total, left, expected):
@@ -44,7 +44,7 @@ def test_every_number_of_hosts_left_has_a_layout_that_holds_no_more_per_device(m
 
 
 def test_what_cannot_shrink_is_refused_with_what_to_type():
-    with pytest.raises(ValueError, match="Type mesh=RxC"):
+    with pytest.raises(ValueError, match="Type a mesh such as"):
         layout(4, 3)
     with pytest.raises(ValueError, match="cannot share evenly"):
         layout(3, 2, "mesh=2x2")
