@@ -7,10 +7,11 @@ from pathlib import Path
 from mstrain.job.ending import cleaned_up, end
 from mstrain.job.exit_codes import CONFIGURATION
 from mstrain.job.job import Job
-from mstrain.job.lock import Lock, TakenOver
+from mstrain.job.lock import STALE_SECONDS, Lock, TakenOver
 from mstrain.training.stopped import Stopped
 
 FOLDER = "lock"
+WAIT_SECONDS = 2 * STALE_SECONDS  # that the other processes wait for process 0, whose predecessor may be a lost host
 
 
 @contextlib.contextmanager
@@ -23,6 +24,7 @@ def exclusive(run_dir: str, job: Job):
       ValueError: another trainer is alive in `run_dir`, or it cannot be written.
     """
     if not job.leads:
+        job.gather(FOLDER, "", WAIT_SECONDS)
         yield lambda: None
         return
     folder = Path(run_dir)
@@ -39,6 +41,7 @@ def exclusive(run_dir: str, job: Job):
         except OSError as error:
             reason = error.strerror or error
             raise ValueError(f"Cannot write into run_dir={run_dir} ({reason}). Type another run_dir=.") from None
+        job.gather(FOLDER, "", WAIT_SECONDS)
         yield checked(lock, run_dir)
 
 
