@@ -40,7 +40,10 @@ NO_LIMIT = 10**6  # seconds, for Orbax's fixed limit; those of `mstrain.checkpoi
 
 
 class Checkpoints:
-    """The checkpoints of one run directory."""
+    """The checkpoints of one run directory: the newest `keep`, and all multiples of `keep_every` steps.
+
+    With keep=None they are only read: those of another run, which may be saving at this moment.
+    """
 
     def __init__(self, directory: Path, keep: int | None, job: Job = ALONE, keep_every: int | None = None):
         for name in ("absl", "asyncio"):  # Orbax tells of every save, and of a failed one in every thread
@@ -52,7 +55,7 @@ class Checkpoints:
             max_to_keep=keep,
             keep_period=keep_every,
             enable_async_checkpointing=True,
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=keep is not None,
             async_options=ocp.AsyncOptions(
                 timeout_secs=NO_LIMIT,
                 post_finalization_callback=self._write_manifest,

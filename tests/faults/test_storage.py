@@ -225,7 +225,11 @@ def test_too_many_failures_in_a_row_end_the_run(made, tmp_path, monkeypatch, cap
 def test_parameters_of_another_run_begin_a_new_one(made, tmp_path):
     run = again(made, tmp_path / "run", init_from=made.config.run_dir, steps=2)
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", 3)
+    saving = folder_of(made) / "checkpoints" / "8.orbax-checkpoint-tmp"
+    saving.mkdir()
     state, done = resume.begin(run, checkpoints)
+    assert saving.is_dir(), "the other run may be saving at this moment"
+    saving.rmdir()
     theirs = Checkpoints(folder_of(made) / "checkpoints", 3)
     whole = theirs.restore(6, made.module, made.optimizer)
     assert done == 0 and int(state["step"]) == 0

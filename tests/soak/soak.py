@@ -137,7 +137,7 @@ class Soak:
         print(f"run {tally.runs} ({kind}): {tally}", flush=True)
 
     def _start(self, folder: Path, mesh: str, kind: Kind, life: int) -> Job:
-        usual = [f"mesh={mesh}", f"steps={STEPS}", "eval.every=100", "hosts.join_seconds=120"]
+        usual = [f"mesh={mesh}", f"steps={STEPS}", "eval.every=100", "hosts.join_seconds=45"]
         if kind.local:
             usual += [f"checkpoint.local_dir={folder / 'local'}", f"checkpoint.local_every={EVERY}"]
         usual.append(f"checkpoint.every={4 * EVERY if kind.local else EVERY}")
