@@ -129,8 +129,9 @@ class Checkpoints:
         return target
 
     def delete(self, step: int) -> None:
-        """Removes a checkpoint; called by all processes. Raises OSError."""
-        self._manager.delete(step)
+        """Removes the checkpoint of `step`, if there is one; called by all processes. Raises OSError."""
+        if step in self._manager.all_steps():
+            self._manager.delete(step)
 
     def reload(self) -> None:
         """Reads the folder again after `set_aside` on process 0."""

@@ -20,6 +20,7 @@ from mstrain.program.optimizer import OptimizerConfig
 from mstrain.training.answers import answer
 from mstrain.training.evaluate import EvalConfig
 from mstrain.training.guard import GuardConfig
+from mstrain.training.identity import flat, parse_allow
 from mstrain.training.profiler import ProfileConfig
 from mstrain.training.replicas import ReplicasConfig
 from mstrain.training.sample import SampleConfig
@@ -66,6 +67,10 @@ class RunConfig:
     """Folder of everything the run writes. A checkpoint found there is resumed."""
     init_from: str | None = None
     """run_dir of another run, whose newest weights a new run starts from."""
+    allow: str | None = None
+    """What may differ from the record of the run in run_dir: keys or groups separated by spaces, such as
+    `optimizer.learning_rate steps`; `lost_steps:N` starts again at step 0 where checkpoints are lost; `no_record`
+    resumes a run_dir without run.json."""
     dtype: str = "auto"
     """Type of activations and products: `bf16`, `f32`, or `auto` (bf16 on accelerators, f32 on CPUs). Weights and
     optimizer state are float32."""
@@ -109,6 +114,7 @@ class RunConfig:
             raise ValueError("run_dir is empty. Type run_dir=runs/default, or the name of another folder.")
         mounted("run_dir", self.run_dir)
         mounted("init_from", self.init_from)
+        parse_allow(self.allow, flat(self))
         if self.batch % self.accumulate:
             near = [a for a in range(1, self.batch + 1) if self.batch % a == 0]
             raise ValueError(

@@ -63,6 +63,20 @@ def drop_after(path: Path, step: int) -> Path | None:
     return foreign
 
 
+def missing(path: Path, last: int, every: int) -> str:
+    """Ranges of steps up to `last` without a line, such as `1-3, 7`, where there should be one every `every` steps.
+
+    Empty when no line is missing.
+    """
+    steps = sorted({step for step in map(step_of, read(path)) if step <= last})
+    pairs = zip([0, *steps], [*steps, last + 1])
+    return ", ".join(_range(int(a) + 1, int(b) - 1) for a, b in pairs if b - a > every)
+
+
+def _range(first: int, last: int) -> str:
+    return f"{first}-{last}" if last > first else str(first)
+
+
 def step_of(values: dict) -> float:
     """The step of a line, behind all others when it has none."""
     step = values.get("step")

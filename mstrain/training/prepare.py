@@ -27,6 +27,7 @@ from mstrain.program.optimizer import make_optimizer
 from mstrain.training.announce import announce
 from mstrain.training.config import RunConfig
 from mstrain.training.feed import Feed
+from mstrain.training.resume import check, check_resolved, tokenizer_of
 from mstrain.training.run import Run
 from mstrain.training.tuned import tuned
 
@@ -37,8 +38,9 @@ def prepare(config: RunConfig, job: Job = ALONE) -> Run:
     """Checks and builds a run; raises ValueError with the fix when something cannot work."""
     console = Console(highlight=False, soft_wrap=True, quiet=not job.leads)
     chip = _start_devices(config, job)
+    past = check(config, job)
     with console.status("Preparing the corpus"):
-        corpus = prepare_corpus(config.data, config.tokenizer, config.seed, config.vocab_size)
+        corpus = prepare_corpus(config.data, tokenizer_of(config, past), config.seed, config.vocab_size)
     job.agree("corpus", corpus.digest)
     for warning in corpus.warnings:
         console.print(f"[yellow]Corpus:[/] {warning}")
@@ -53,6 +55,7 @@ def prepare(config: RunConfig, job: Job = ALONE) -> Run:
     )
     optimizer = make_optimizer(config.optimizer, config.steps)
     run = Run(config, corpus, module, optimizer, feed, validation_feed, chip, console, job)
+    check_resolved(run, past)
     announce(run)
     run.memory.check()
     return run

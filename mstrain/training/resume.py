@@ -1,22 +1,82 @@
-"""What a life of a run begins with.
+"""What an attempt starts from, and whether it may.
 
-Precedence: the newest good checkpoint in `run_dir`, or a newer one that the hosts saved locally; otherwise the parameters of the run named by `init_from`;
-otherwise weights drawn from `seed`. A damaged checkpoint is set aside and the next older one is used.
+Precedence: the newest good checkpoint in `run_dir`, or a newer one that the hosts saved locally; otherwise the
+parameters of the run named by `init_from`; otherwise weights drawn from `seed`. A damaged checkpoint is set aside and
+the next older one is used. `check` compares the configuration with the record of the run before the corpus is read,
+`check_resolved` all of it before anything is compiled.
 """
 
+import dataclasses
 from pathlib import Path
 
 import jax
+from rich.markup import escape
 
 from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.checkpoints.local import LocalCheckpoints
+from mstrain.data.tokenizers import TOKENIZER_FILE, load_tokenizer
+from mstrain.job.job import Job
 from mstrain.mesh import shape_of
 from mstrain.models.parameters import compile_from_canonical
+from mstrain.program.dtype import dtype_on
 from mstrain.program.step import State, init_state
+from mstrain.training import record
+from mstrain.training.config import RunConfig
+from mstrain.training.identity import (
+    LOST_STEPS,
+    NO_RECORD,
+    Record,
+    differences,
+    parse_allow,
+    recorded_keys,
+    refusal,
+)
+from mstrain.training.past import DAMAGED, Past, look, set_aside
 from mstrain.training.run import Run
 
-DEFINES_BATCHES = ("seed", "batch", "seq", "corpus")
+DEFINES_BATCHES = ("seed", "batch", "seq", "corpus")  # facts of a checkpoint
 FORMAT = 1  # of what a checkpoint holds; a reader refuses a higher one
+
+
+def check(config: RunConfig, job: Job) -> Past:
+    """What run_dir and init_from hold, before the corpus is read. Needs the devices, whose platform decides the dtype.
+
+    Raises ValueError when the configuration is that of another run and `allow=` does not name the difference.
+    """
+    past, allowed = look(Path(config.run_dir), job), _allowed(config)
+    now = _planned(config, past)
+    if past.checkpoints or (past.signs and config.checkpoint.local_dir):  # the hosts may have a newer one
+        _compare(config.run_dir, past.record, now, allowed)
+        return past
+    past.refuse_loss(config.run_dir, allowed)
+    if config.init_from:
+        _check_source(config, look(Path(config.init_from), job), now)
+    return past
+
+
+def check_resolved(run: Run, past: Past) -> None:
+    """Compares all of the run, its data included, with the record; prints every difference that is allowed."""
+    config, now, allowed = run.config, record.record_of(run), _allowed(run.config)
+    if not past.checkpoints:
+        if config.init_from:
+            _check_source(config, look(Path(config.init_from), run.job), now)
+        return
+    _compare(config.run_dir, past.record, now, allowed)
+    found = differences(past.record, now, record.DEFAULTS) if past.record else []
+    for difference in found:
+        run.console.print(f"[yellow]Resume:[/] {escape(str(difference))}")
+    used = {name for difference in found for name in difference.covered_by}
+    for name in sorted(name for name in allowed - used - {NO_RECORD} if not name.startswith(LOST_STEPS)):
+        run.console.print(f"[yellow]Resume:[/] allow={name} has no effect: the record of the run has this value.")
+
+
+def tokenizer_of(config: RunConfig, past: Past) -> str:
+    """The value of tokenizer= to load: the copy in run_dir where the run's own is not on this machine."""
+    copy = Path(config.run_dir) / TOKENIZER_FILE
+    same = past.record is not None and past.record.config.get("tokenizer") == config.tokenizer
+    built_in = config.tokenizer in ("bytes", "bpe") or config.data.source == "synthetic"
+    present = Path(config.tokenizer).expanduser().is_file()
+    return str(copy) if same and not built_in and not present and copy.is_file() else config.tokenizer
 
 
 def begin(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = None) -> tuple[State, int]:
@@ -30,6 +90,8 @@ def begin(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = N
             return _announce_local(run, local, *found)
         damage = _damage(run, checkpoints, step)
         if not damage:
+            if step == 0:
+                _give_up_progress(run, look(Path(run.config.run_dir), run.job), DAMAGED)
             if step != steps[0]:
                 lost = f"{steps[0] - step} steps since the good checkpoint of step {step}"
                 say(f"[yellow]Resume:[/] {lost} are made again.")
@@ -42,11 +104,7 @@ def begin(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = N
         say(f"[yellow]Checkpoint {step} is damaged:[/] {'; '.join(damage[:3])}. It is now {place}.")
     if local and (found := local.resume(above=0)):
         return _announce_local(run, local, *found)
-    if steps:
-        raise ValueError(
-            f"No checkpoint of {run.config.run_dir} can be read; what is left of them is in its folder "
-            "damaged/. Type another run_dir=, or delete this one to begin anew."
-        )
+    _give_up_progress(run, look(Path(run.config.run_dir), run.job))
     if run.config.compile_cache:  # so that not even the first restart compiles anything
         compile_from_canonical(run.module)
     if run.config.init_from:
@@ -65,15 +123,27 @@ def _announce_local(
     return state, step
 
 
+def _give_up_progress(run: Run, past: Past, only: str | None = None) -> None:
+    """Moves what earlier attempts left out of the way of a start at step 0, where `allow=` permits it.
+
+    With `only`, when that sign is among them: without damaged checkpoints, step 0 is where the run was killed.
+    """
+    if past.signs and (only is None or only in past.signs):
+        past.refuse_loss(run.config.run_dir, _allowed(run.config))
+        if run.job.leads:
+            place = set_aside(Path(run.config.run_dir))
+            run.console.print(f"[yellow]Start:[/] the files of {past.steps} lost steps are now in {place}.")
+
+
 def facts(run: Run) -> dict:
-    """What a checkpoint tells of its run; DEFINES_BATCHES decide what batch k is."""
-    config = run.config
+    """What a checkpoint says of its run."""
     return {
         "format": FORMAT,
-        "seed": config.seed,
-        "batch": config.batch,
-        "seq": config.seq,
+        "seed": run.config.seed,
+        "batch": run.config.batch,
+        "seq": run.config.seq,
         "corpus": run.corpus.digest,
+        "record": record.to_json(record.record_of(run)),
         "mesh": str(shape_of(run.module.plan.mesh)),
         "processes": run.job.processes,
         "jax": jax.__version__,
@@ -81,19 +151,60 @@ def facts(run: Run) -> dict:
 
 
 def _resume(run: Run, checkpoints: Checkpoints, step: int) -> State:
-    before, now = checkpoints.facts(step), facts(run)
+    before = checkpoints.facts(step)
     _check_format(before, run.config.run_dir)
     state = checkpoints.restore(step, run.module, run.optimizer)
-    changed = [name for name in DEFINES_BATCHES if before.get(name) != now[name]]
-    if changed:
-        run.console.print(
-            f"[yellow]Resume:[/] {', '.join(changed)} changed since step {step}: later batches are not those "
-            "that the uninterrupted run would have seen."
-        )
     run.console.print(
         f"[bold]Resume[/] after step {step} of {run.config.run_dir}, saved on mesh {before.get('mesh')}"
     )
     return state
+
+
+def _allowed(config: RunConfig) -> set[str]:
+    return parse_allow(config.allow, record.DEFAULTS)
+
+
+def _planned(config: RunConfig, past: Past) -> Record:
+    """The record of the run as far as it is known before the corpus is read."""
+    dtype = record.dtype_name(dtype_on(jax.devices()[0].platform, config.dtype))
+    keys = recorded_keys(dataclasses.replace(config, dtype=dtype))
+    known = {key: value for key, value in keys.items() if value != "auto"}
+    text = config.data.source != "synthetic" and config.tokenizer != "bpe"  # a bpe is trained on the corpus
+    tokenizer = load_tokenizer(tokenizer_of(config, past)).digest if text else None
+    return Record(known, {"tokenizer": tokenizer})
+
+
+def _compare(run_dir: str, before: Record | None, now: Record, allowed: set[str]) -> None:
+    if before is None:
+        if NO_RECORD not in allowed:
+            raise ValueError(
+                f"run_dir={run_dir} has checkpoints and no {record.RUN}, so nothing says whether they are of this "
+                f"run. Type another run_dir=, or allow={NO_RECORD} if they are."
+            )
+        return
+    found = differences(before, now, record.DEFAULTS)
+    instead = "Type the recorded values, type another run_dir= to start a new run"
+    if message := refusal(f"{run_dir}/{record.RUN}", found, allowed, instead):
+        raise ValueError(message)
+
+
+def _check_source(config: RunConfig, source: Past, now: Record) -> None:
+    """The model and tokenizer of init_from must be those of this run, or its weights mean something else."""
+    allowed, place = _allowed(config), config.init_from
+    if not source.checkpoints:
+        raise ValueError(f"init_from={place} has no checkpoints. Type the run_dir of a run that has saved.")
+    if source.record is None:
+        if NO_RECORD not in allowed:
+            raise ValueError(
+                f"init_from={place} has no {record.RUN}, so nothing says which model it trained. Type another run, "
+                f"or allow={NO_RECORD} if its model and tokenizer are those of this run."
+            )
+        return
+    found = differences(source.record, now, record.DEFAULTS)
+    found = [difference for difference in found if difference.group in ("model", "tokenizer")]
+    instead = "Type the recorded values, type another init_from="
+    if message := refusal(f"{place}/{record.RUN}", found, allowed, instead):
+        raise ValueError(message)
 
 
 def _damage(run: Run, checkpoints: Checkpoints, step: int) -> list[str]:
@@ -104,12 +215,7 @@ def _damage(run: Run, checkpoints: Checkpoints, step: int) -> list[str]:
 
 
 def _from_another(run: Run) -> State:
-    folder = Path(run.config.init_from) / "checkpoints"
-    if not folder.is_dir():
-        raise ValueError(
-            f"init_from={run.config.init_from} has no checkpoints. Type the run_dir of a run that has saved."
-        )
-    others = Checkpoints(folder, keep=None)
+    others = Checkpoints(Path(run.config.init_from) / "checkpoints", keep=None)
     try:
         step = next((step for step in others.steps if not _damage(run, others, step)), None)
         if step is None:

@@ -28,7 +28,8 @@ class Saver:
 
     def __call__(self, step: int, state: State) -> None:
         """Raises ValueError when the tokens that the steps were made of are not those of their digest."""
-        self._run.corpus.verification.wait()
+        if step > 0:  # the state of step 0 is made of no tokens
+            self._run.corpus.verification.wait()
         self._settle()
         self._check_lock()
         run, kept = self._run, self._facts()
@@ -66,6 +67,8 @@ class Saver:
             step, self._pending = self._pending, None
             if self._attempt(step, self._checkpoints.wait, waiting=True):
                 self._failures = 0
+                if step > 0:  # step 0 must not pass for progress once there is some; see `mstrain.training.past`
+                    self._checkpoints.delete(0)
 
     def _attempt(self, step: int, action, waiting: bool = False) -> bool:
         try:

@@ -1,6 +1,5 @@
 """One life of a run: make or resume its state, train until done or told to stop, say what came of it."""
 
-import dataclasses
 import functools
 import tempfile
 import time
@@ -10,7 +9,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from omegaconf import OmegaConf
 from rich.markup import escape
 
 from mstrain.checkpoints.checkpoints import Checkpoints
@@ -20,15 +18,16 @@ from mstrain.job.exit_codes import FINISHED, STOPPED
 from mstrain.job.preemption import Preemption
 from mstrain.program.optimizer import learning_rate
 from mstrain.program.step import State
-from mstrain.training import files, loop
+from mstrain.training import loop
 from mstrain.training.best_effort import BestEffort
 from mstrain.training.evaluate import Evaluator
 from mstrain.training.guard import FILE as BAD_STEPS
 from mstrain.training.guard import Guard, RollBack
 from mstrain.training.json_lines import Log
 from mstrain.training.profiler import profile_hooks
+from mstrain.training.record import begin_attempt, missing_metrics
 from mstrain.training.replicas import ReplicaCheck
-from mstrain.training.reporter import Reporter
+from mstrain.training.reporter import METRICS, Reporter
 from mstrain.training.resume import begin
 from mstrain.training.rollback import read_order, roll_back, saved_facts
 from mstrain.training.run import Run
@@ -79,10 +78,16 @@ def _attempt(
             run.corpus.verification.wait()
         state, done = begin(run, checkpoints, local)
     if done >= run.config.steps:
-        run.console.print(f"{run.config.run_dir} has all {done} steps. Type steps= above {done}, or another run_dir=.")
+        run.console.print(
+            f"{run.config.run_dir} has all {done} steps. Type steps=N allow=steps with N above {done}, or "
+            "another run_dir=."
+        )
         return FINISHED
     guard = _guard(run, saved_facts(done, checkpoints, local), done, observers)
     saver = Saver(run, checkpoints, check_lock, guard, local)
+    if done == 0 and checkpoints.latest is None:  # before any sign of progress; see `mstrain.training.past`
+        with run.goodput.spend("save"):
+            saver.finish(0, state)
     try:
         return _train_from(run, state, done, guard, saver, observers)
     except RollBack as rolled_back:
@@ -95,9 +100,7 @@ def _train_from(run: Run, state: State, done: int, guard: Guard, saver: Saver, o
     config, job, goodput, directory = run.config, run.job, run.goodput, Path(run.config.run_dir)
     steps = range(done + 1, config.steps + 1)
     if job.leads:
-        goodput.open(observers, directory, done)
-        resolved = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
-        observers.do("config.yaml", files.replace, directory / "config.yaml", resolved.encode())
+        _open_files(run, observers, done)
     watchdog, preemption = Watchdog(config.watchdog, directory, job, observers), Preemption(job)
     per_step = (watchdog, goodput.step, guard)
     reporter = Reporter(observers, directory, steps, config.log_every, _fields(run), run.console, per_step)
@@ -132,6 +135,15 @@ def _guard(run: Run, saved: dict, done: int, observers: BestEffort) -> Guard:
 
 def _evaluator(run: Run, reporter: Reporter) -> Evaluator:
     return Evaluator(run.config.eval, run.module, run.corpus.validation, run.validation_feed, reporter)
+
+
+def _open_files(run: Run, observers: BestEffort, done: int) -> None:
+    """Notes in the files of run_dir that an attempt starts after step `done`; says which metrics are missing."""
+    directory = Path(run.config.run_dir)
+    begin_attempt(run, done, observers)
+    if gaps := observers.attempt(METRICS, missing_metrics, directory, done, default=""):
+        run.console.print(f"[yellow]Resume:[/] {METRICS} lacks lines up to step {done}: steps {gaps}.")
+    run.goodput.open(observers, directory, done)
 
 
 def _hooks(run: Run, steps: range, evaluator: Evaluator, saver: Saver, observers: BestEffort) -> list[loop.Hook]:

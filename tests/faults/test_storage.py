@@ -82,7 +82,7 @@ def test_a_run_that_another_trainer_took_over_saves_nothing_more(made, tmp_path)
     other = Lock(folder_of(run) / "lock", print)
 
     def check():
-        if saved_steps(folder_of(run)):
+        if 2 in saved_steps(folder_of(run)):
             shutil.rmtree(folder_of(run) / "lock")
             other.acquire()
         run_lock.checked(lock, run.config.run_dir)()
@@ -158,8 +158,45 @@ def test_nothing_good_left_is_a_refusal(made, tmp_path):
     directory = copy(made, tmp_path)
     for step in saved_steps(directory):
         truncate(directory / "checkpoints" / str(step))
-    with pytest.raises(ValueError, match="No checkpoint of .* can be read.*Type another run_dir="):
-        train(again(made, directory))
+    for _ in range(2):  # the second start finds no checkpoint at all
+        with pytest.raises(ValueError, match="no checkpoint .* shows 6 steps .*metrics.jsonl.*allow=lost_steps:6"):
+            train(again(made, directory))
+    assert len(lines(directory)) == 6
+
+
+def test_a_start_that_is_allowed_to_lose_steps_keeps_their_files(made, tmp_path):
+    directory = copy(made, tmp_path)
+    shutil.rmtree(directory / "checkpoints")
+    assert train(again(made, directory, allow="lost_steps:6")) == 0
+    kept = directory / "lost" / "1"
+    assert lines(directory) and [row["loss"] for row in lines(kept)] == [row["loss"] for row in lines(folder_of(made))]
+    assert saved_steps(directory) == [2, 4, 6] and not (kept / "history.jsonl").exists()
+
+
+def test_a_run_killed_before_its_first_save_starts_again_by_itself(made, tmp_path, monkeypatch):
+    def killed(step_fn, feed, state, steps, hooks, reporter):
+        for step in (1, 2):
+            state, metrics = step_fn(state, feed(step - 1))
+            reporter.step(step, metrics)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("mstrain.training.loop.train", killed)
+        train(again(made, tmp_path / "run"))
+    assert saved_steps(tmp_path / "run") == [0] and len(lines(tmp_path / "run")) == 2
+    assert train(again(made, tmp_path / "run")) == 0
+    assert [row["loss"] for row in lines(tmp_path / "run")] == [row["loss"] for row in lines(folder_of(made))]
+    assert saved_steps(tmp_path / "run") == [2, 4, 6]
+
+
+def test_step_0_is_not_taken_for_a_good_checkpoint_of_a_run_that_went_further(made, tmp_path):
+    directory = copy(made, tmp_path)
+    shutil.copytree(directory / "checkpoints" / "2", directory / "checkpoints" / "0")
+    for step in (2, 4, 6):
+        truncate(directory / "checkpoints" / str(step))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="allow=lost_steps:6"):
+            train(again(made, directory))
 
 
 def test_a_newer_format_is_refused(made, tmp_path, monkeypatch):
@@ -237,8 +274,6 @@ def test_parameters_of_another_run_begin_a_new_one(made, tmp_path):
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(state["optimizer"]))
     checkpoints.close()
     theirs.close()
-    with pytest.raises(ValueError, match="has no checkpoints. Type the run_dir"):
-        resume.begin(again(made, tmp_path / "empty", init_from=str(tmp_path / "nowhere")), checkpoints)
 
 
 @settings(max_examples=800, deadline=None)
@@ -283,7 +318,7 @@ def test_no_checkpoint_is_saved_or_continued_before_the_tokens_are_verified(made
     run = again(made, tmp_path / "run")
     run = dataclasses.replace(run, corpus=dataclasses.replace(run.corpus, verification=Damaged()))
     run.__dict__["compiled_step"] = made.compiled_step
-    before = saved_steps(tmp_path / "run") if resumes else []
+    before = saved_steps(tmp_path / "run") if resumes else [0]  # step 0 is made of no tokens
     with pytest.raises(ValueError, match="train.bin"):
         train(run)
     assert saved_steps(tmp_path / "run") == before

@@ -18,6 +18,7 @@ from xprof.convert import raw_to_tool_data
 from mstrain.cli import build
 from mstrain.data import unigram_nats_per_token
 from mstrain.program.optimizer import learning_rate
+from mstrain.training import record
 from mstrain.training.config import RunConfig
 from mstrain.training.json_lines import drop_after
 from tests.training.runs import lines, losses
@@ -64,7 +65,12 @@ def test_evaluations_are_logged(directory):
 
 def test_the_configuration_reads_back_equal(finished, directory):
     values = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
-    assert build(RunConfig, values) == finished.config
+    resolved = values.pop("resolved")
+    assert build(RunConfig, values) == record.resolved_config(finished)
+    assert (values["mesh"], values["dtype"], values["model"]["vocab_size"]) == ("1x2x4", "f32", 61)
+    assert values["parallel"]["slices"] == "2" and values["model"]["num_kv_heads"] == 8
+    assert resolved["plan"] == ["layers 0-1: attention meshslice os,ls S=2,2; mlp meshslice os,ls S=2,2"]
+    assert resolved["digests"] == {"data": finished.corpus.digest, "tokenizer": None}
 
 
 def test_tensorboard_holds_the_same_numbers(directory):

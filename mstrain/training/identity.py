@@ -1,0 +1,177 @@
+"""What makes a run the same run: every key of its configuration has a class, and a resume compares them.
+
+A change of a KEPT key changes the function learned, the schedule or the batches: it is refused unless `allow=` names
+it. A CONTENT key says where data or a tokenizer come from: the digest of what was found there is compared instead. A
+FREE key may change between attempts; the change is printed. A LOCAL key belongs to one process or one command.
+"""
+
+import dataclasses
+import difflib
+import json
+import re
+from typing import Any
+
+KEPT, CONTENT, FREE, LOCAL = "kept", "content", "free", "local"
+# The longest entry that is the key or a group of it decides. A key in none is KEPT until somebody classifies it.
+CLASSES = {
+    **dict.fromkeys(("model", "optimizer", "steps", "batch", "seq", "seed", "dtype", "init_from"), KEPT),
+    **dict.fromkeys(("data.source", "data.field", "data.name", "data.split", "data.num_tokens"), KEPT),
+    **dict.fromkeys(("data.validation_fraction",), KEPT),
+    **dict.fromkeys(("data.path", "data.revision", "tokenizer", "vocab_size"), CONTENT),
+    **dict.fromkeys(("mesh", "parallel", "plan", "tune", "remat", "accumulate", "compile_cache"), FREE),
+    **dict.fromkeys(("checkpoint", "eval", "profile", "sample", "log_every", "model.name"), FREE),
+    **dict.fromkeys(("guard", "watchdog", "check_replicas", "hosts", "data.cache_dir"), FREE),
+    **dict.fromkeys(("run_dir", "allow", "target", "check", "coordinator", "processes", "process"), LOCAL),
+}
+DIGESTS = ("data", "tokenizer")  # compared by content
+NO_RECORD, LOST_STEPS = "no_record", "lost_steps"
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What a run is: its resolved configuration by key, and the digests of what it reads."""
+
+    config: dict[str, Any]
+    digests: dict[str, str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A key whose value is not that of the record."""
+
+    name: str
+    before: Any
+    now: Any
+    free: bool
+
+    @property
+    def group(self) -> str:
+        return self.name.partition(".")[0]
+
+    @property
+    def covered_by(self) -> set[str]:
+        """The names in `allow=` that permit it: the key or its group."""
+        return {self.name, self.group}
+
+    def __str__(self) -> str:
+        return f"{self.name}: {_shown(self.before)} recorded, {_shown(self.now)} now"
+
+
+def class_of(key: str) -> str:
+    """KEPT, CONTENT, FREE or LOCAL."""
+    group = key.partition(".")[0]
+    return CLASSES.get(key) or CLASSES.get(group) or KEPT
+
+
+def flat(config, prefix: str = "") -> dict[str, Any]:
+    """The keys of a config dataclass with their plain values; nested ones as `group.key`."""
+    values = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            values |= flat(value, f"{prefix}{field.name}.")
+        else:
+            values[prefix + field.name] = list(value) if isinstance(value, tuple) else value
+    return values
+
+
+def recorded_keys(config) -> dict[str, Any]:
+    """The keys of a RunConfig that a record holds, with the number that a null `model.attention_scale` means."""
+    values = {key: value for key, value in flat(config).items() if class_of(key) != LOCAL}
+    return {key: _automatic(key, values) if key == _SCALE and value is None else value for key, value in values.items()}
+
+
+def differences(before: Record, now: Record, defaults: dict[str, Any]) -> list[Difference]:
+    """What `now` has otherwise than `before`. A key that is younger than the record counts with its default.
+
+    A key that `now` lacks is not known yet; neither it nor what may be left out on a resume is compared.
+    """
+    found = []
+    for key in sorted(before.config.keys() | now.config.keys()):
+        if key not in now.config and key in defaults:
+            continue
+        old, new = before.config.get(key, defaults.get(key)), now.config.get(key)
+        if old != new and class_of(key) != LOCAL and not _follows(key, before, now):
+            free = class_of(key) in (FREE, CONTENT) or _without_effect(key, before, now)
+            found.append(Difference(key, old, new, free))
+    for name in DIGESTS:
+        old, new = before.digests.get(name), now.digests.get(name)
+        if old != new and new is not None:
+            found.append(Difference(name, old, new, free=False))
+    return found
+
+
+def refused(found: list[Difference], allowed: set[str]) -> list[Difference]:
+    """Those that change the run and that no name in `allowed` covers."""
+    return [difference for difference in found if not difference.free and not difference.covered_by & allowed]
+
+
+def refusal(place: str, found: list[Difference], allowed: set[str], instead: str) -> str | None:
+    """The message when differences are refused, with all of them; None when there is nothing to refuse.
+
+    Args:
+      place: the file of the record.
+      instead: what to type in place of the refused values.
+    """
+    no = refused(found, allowed)
+    if not no:
+        return None
+    lines = [f"{place} is the record of another run:", *(f"  {difference}" for difference in no)]
+    if others := [difference for difference in found if difference not in no]:
+        lines += ["These may differ:", *(f"  {difference}" for difference in others)]
+    names = " ".join(dict.fromkeys("data" if x.group == "data" else x.name for x in no))
+    return "\n".join([*lines, f'{instead}, or type allow="{names}" to change it.'])
+
+
+def parse_allow(text: str | None, keys) -> set[str]:
+    """The names in `allow=`. Raises ValueError for one that nothing in `keys` (of a configuration) answers to."""
+    groups = {key.partition(".")[0] for key in keys}
+    known = {key for key in [*keys, *groups] if class_of(key) in (KEPT, CONTENT)} | {NO_RECORD, *DIGESTS}
+    names = set((text or "").split())
+    for name in sorted(names):
+        if name in known or re.fullmatch(LOST_STEPS + r":\d{1,12}", name):
+            continue
+        if name in keys or name in groups:
+            raise ValueError(f"allow={name} has no effect: {name} may change without it. Remove it.")
+        near = difflib.get_close_matches(name, sorted(known), 1)
+        hint = f"Did you mean {near[0]}?" if near else f"Type a key, {NO_RECORD} or {LOST_STEPS}:N."
+        raise ValueError(f"allow={name}: there is no such key of a run. {hint}")
+    return names
+
+
+_SCALE = "model.attention_scale"
+
+
+def _follows(key: str, before: Record, now: Record) -> bool:
+    """Whether the difference of `key` is no choice: the tokenizer decides, a resume needs no init_from, or the value
+    follows on both sides from other keys of the model, such as head_dim from width and heads.
+    """
+    if key in ("model.vocab_size", "init_from") and now.config[key] is None:
+        return True
+    ways = [(record.config.get(key), _automatic(key, record.config)) for record in (before, now)]
+    return all(value is not None and value == automatic for value, automatic in ways)
+
+
+def _automatic(key: str, config: dict[str, Any]) -> Any:
+    """What null means for a key of the model; None for other keys, and for a record that describes no model."""
+    width, heads, head_dim = (config.get(f"model.{name}") for name in ("width", "heads", "head_dim"))
+    try:
+        meanings = {"num_kv_heads": heads, "head_dim": width // heads, "mlp_dim": 4 * width}
+        return {**meanings, "attention_scale": head_dim**-0.5}.get(key.removeprefix("model."))
+    except (TypeError, ArithmeticError):
+        return None
+
+
+def _without_effect(key: str, before: Record, now: Record) -> bool:
+    """Whether `steps` leaves the schedule as it is: a constant rate that the same warm-up leads to."""
+    if key != "steps":
+        return False
+    if not all(isinstance(record.config.get("steps"), int) for record in (before, now)):
+        return False
+    warmup, constant = now.config.get("optimizer.warmup"), now.config.get("optimizer.final_fraction") == 1
+    return constant and all(warmup < record.config["steps"] for record in (before, now))
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value) if not isinstance(value, str) else value
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,234 @@
+"""The files in run_dir that say what the run is, so that a copy of the folder is enough to resume it.
+
+`run.json` is the record that a resume is compared with; the facts of every checkpoint repeat it. `config.yaml` is the
+same configuration, resolved, for people and programs. `tokenizer.json` is the tokenizer. `history.jsonl` gets one line
+for every attempt and is never rewritten.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from omegaconf import OmegaConf
+
+import mstrain
+from mstrain.data import DataConfig
+from mstrain.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from mstrain.mesh import shape_of
+from mstrain.models.config import ModelConfig
+from mstrain.models.parallel import ParallelConfig
+from mstrain.models.plan import ModelPlan, describe_plan
+from mstrain.program.dtype import dtype_on
+from mstrain.training import files, json_lines
+from mstrain.training.best_effort import BestEffort
+from mstrain.training.config import RunConfig
+from mstrain.training.identity import Record, differences, flat, recorded_keys
+from mstrain.training.reporter import METRICS
+from mstrain.training.run import Run
+
+RUN, CONFIG, HISTORY = "run.json", "config.yaml", "history.jsonl"
+FORMAT = 1  # of run.json; a reader refuses a higher one
+LARGEST = 2**20  # bytes of a run.json that is read
+PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
+DEFAULTS = flat(RunConfig(ModelConfig(), DataConfig(), ParallelConfig()))
+
+
+def resolved_config(run: Run) -> RunConfig:
+    """The configuration with what this attempt chose for `auto` and null."""
+    plan, config = run.module.plan, run.config
+    counts = _slice_counts(plan)
+    parallel = dataclasses.replace(config.parallel, slices=str(counts.pop())) if len(counts) == 1 else config.parallel
+    model, dtype = run.module.model, dtype_name(jnp.dtype(run.module.dtype))
+    return dataclasses.replace(config, model=model, mesh=str(shape_of(plan.mesh)), parallel=parallel, dtype=dtype)
+
+
+def dtype_name(dtype) -> str:
+    """The value of `dtype=` that means it."""
+    return next(name for name in ("f32", "bf16") if jnp.dtype(dtype_on("cpu", name)) == dtype)
+
+
+def record_of(run: Run) -> Record:
+    """The record of a run that is prepared."""
+    tokenizer = run.corpus.tokenizer
+    digests = {"data": run.corpus.digest, "tokenizer": tokenizer.digest if tokenizer else None}
+    return Record(recorded_keys(resolved_config(run)), digests)
+
+
+def to_json(record: Record) -> dict[str, Any]:
+    return {"format": FORMAT, **dataclasses.asdict(record)}
+
+
+def from_json(document: Any, place: str) -> Record:
+    """A record from what a file holds; raises ValueError, naming `place`, when it is not one of this format."""
+    if not isinstance(document, dict) or type(document.get("format")) is not int:
+        raise ValueError(f"{place} is not a run record of mstrain. {_MEND}")
+    if document["format"] > FORMAT:
+        raise ValueError(
+            f"{place} was written by a newer mstrain (format {document['format']}, this one reads {FORMAT}). "
+            "Update mstrain, or type another run_dir=."
+        )
+    config, digests = document.get("config"), document.get("digests")
+    plain = str | int | float | bool | list | None
+    sound = isinstance(config, dict) and all(isinstance(value, plain) for value in config.values())
+    sound = sound and isinstance(digests, dict) and all(isinstance(value, str | None) for value in digests.values())
+    if not sound:
+        raise ValueError(f"{place} is damaged: it has no configuration of a run. {_MEND}")
+    return Record(config, digests)
+
+
+_MEND = "Every checkpoint repeats it: delete the file and type the same command, or type another run_dir=."
+
+
+def read(directory: Path) -> Record | None:
+    """The record of the run in `directory`: run.json, or else the newest checkpoint's; None when there is neither.
+
+    Raises ValueError when run.json is not a record that this version reads.
+    """
+    path = directory / RUN
+    if os.path.lexists(path):
+        return from_json(_parse(path), str(path))
+    for step in checkpoint_steps(directory):
+        place = directory / "checkpoints" / str(step) / "facts"
+        with contextlib.suppress(Exception):  # a damaged checkpoint is found and named when it is restored
+            facts = ocp.JsonCheckpointHandler().restore(place)
+            return from_json(facts["record"], str(place))
+    return None
+
+
+def checkpoint_steps(directory: Path) -> list[int]:
+    """Steps of the checkpoints in a run directory, the newest first, whole or damaged."""
+    with contextlib.suppress(OSError):
+        names = [path.name for path in (directory / "checkpoints").iterdir()]
+        return sorted((int(name) for name in names if name.isascii() and name.isdigit()), reverse=True)
+    return []
+
+
+def begin_attempt(run: Run, done: int, observers: BestEffort) -> None:
+    """Writes what the run is and adds this attempt, which starts after step `done`, to the history.
+
+    Called on process 0 once a checkpoint exists. Raises ValueError when a changed record cannot be written; the rest is
+    left to `observers`.
+    """
+    directory, now = Path(run.config.run_dir), record_of(run)
+    before = read(directory) if (directory / RUN).exists() else None
+    now = _with_origin(now, before)
+    try:
+        if before != now:
+            files.replace(directory / RUN, (json.dumps(to_json(now), indent=1) + "\n").encode())
+        if run.corpus.tokenizer:
+            _copy_tokenizer(run.corpus.tokenizer, directory)
+    except OSError as error:
+        raise ValueError(
+            f"Cannot write the record of the run into {directory} ({error.strerror or error}). Make room, or type "
+            "another run_dir=."
+        ) from None
+    observers.do(CONFIG, files.replace, directory / CONFIG, config_yaml(run).encode())
+    attempt = json.dumps(_attempt(run, done, before, now)).encode() + b"\n"
+    observers.do(HISTORY, files.append, directory / HISTORY, attempt)
+
+
+def missing_metrics(directory: Path, done: int) -> str:
+    """Steps up to `done` that metrics.jsonl lacks, by the longest `log_every` of any attempt; empty when none."""
+    configs = [line.get("config") for line in json_lines.read(directory / HISTORY)]
+    noted = [config.get("log_every") for config in configs if isinstance(config, dict)]
+    return json_lines.missing(directory / METRICS, done, max([1, *(every for every in noted if type(every) is int)]))
+
+
+def config_yaml(run: Run) -> str:
+    """The resolved configuration, and under `resolved` what no key can say."""
+    plan = run.module.plan
+    resolved = {
+        "plan": describe_plan(plan).split(" | "),
+        "devices": f"{plan.mesh.size} x {plan.mesh.devices.flat[0].device_kind}",
+        "processes": run.job.processes,
+        "digests": record_of(run).digests,
+        "revisions": run.corpus.revisions,
+    }
+    values = dataclasses.asdict(resolved_config(run))
+    return OmegaConf.to_yaml(OmegaConf.create({**values, "resolved": resolved}))
+
+
+def _parse(path: Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file. Remove it, or type another run_dir=.")
+    try:
+        with open(path, "rb") as file:
+            return json.loads(file.read(LARGEST))
+    except OSError as error:
+        raise ValueError(f"Cannot read {path} ({error.strerror}). Type another run_dir=, or mend the file.") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path} is damaged: not JSON, or cut short. {_MEND}") from None
+
+
+def _with_origin(now: Record, before: Record | None) -> Record:
+    """A resume may leave init_from= out; the record keeps it."""
+    if before and now.config.get("init_from") is None:
+        return dataclasses.replace(now, config=now.config | {"init_from": before.config.get("init_from")})
+    return now
+
+
+def _copy_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Puts tokenizer.json into `directory`, unless the same tokenizer is there or it needs no file."""
+    path = directory / TOKENIZER_FILE
+    with contextlib.suppress(ValueError):
+        if path.is_file() and load_tokenizer(str(path)).digest == tokenizer.digest:
+            return
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".tokenizer-") as folder:
+        if made := tokenizer.save(Path(folder)):
+            made.replace(path)
+
+
+def _attempt(run: Run, done: int, before: Record | None, now: Record) -> dict[str, Any]:
+    """One line of history.jsonl."""
+    plan, changed = run.module.plan, differences(before, now, DEFAULTS) if before else []
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "after_step": done,
+        "command": sys.argv,
+        "changed": {difference.name: [difference.before, difference.now] for difference in changed},
+        "mesh": str(shape_of(plan.mesh)),
+        "plan": describe_plan(plan),
+        "devices": f"{plan.mesh.size} x {plan.mesh.devices.flat[0].device_kind}",
+        "hosts": [run.job.names.get(process) for process in range(run.job.processes)],
+        "revisions": run.corpus.revisions,
+        "commit": _commit(),
+        "versions": _versions(),
+        "config": now.config,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"mstrain": mstrain.__version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def _commit() -> str | None:
+    """The commit of a checkout, `-dirty` when files differ from it; None for an installed package."""
+    root = Path(mstrain.__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+    words = ["git", "--no-optional-locks", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        shown = subprocess.run([*words, "--abbrev=40"], capture_output=True, text=True, timeout=20, check=True).stdout
+        return shown.strip() or None
+    return None
+
+
+def _slice_counts(plan: ModelPlan) -> set[int]:
+    """Slice counts of all products of the model's blocks that MeshSlice computes."""
+    products = [product for block, _ in plan.groups for product in block.products]
+    return {product.slices for product in products if product.algorithm == "meshslice"}
