@@ -42,7 +42,13 @@ class Saver:
         self._local.save(step, state, self._facts())
 
     def finish(self, step: int, state: State) -> None:
-        """Makes sure that `step` is on disk; raises Stopped when it cannot be saved."""
+        """Makes sure that the last `step` is on disk; raises Stopped when it cannot be saved."""
+        self.ensure(step, state)
+        if self._local:
+            self._local.finish(done=step == self._run.config.steps)
+
+    def ensure(self, step: int, state: State) -> None:
+        """Returns when `step` is on disk; raises Stopped when it cannot be saved."""
         for _ in range(2):  # the hook may just have tried in vain, and what it wrote is gone now
             if self._checkpoints.latest != step or self._pending is not None:
                 if self._pending is None:
@@ -54,8 +60,6 @@ class Saver:
             raise Stopped(
                 f"Step {step} could not be saved; {kept}. Make room or mend the folder, and type the same command."
             )
-        if self._local:
-            self._local.finish(done=step == self._run.config.steps)
 
     def _facts(self) -> dict:
         """What a checkpoint keeps beside the state."""

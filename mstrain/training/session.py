@@ -87,7 +87,7 @@ def _attempt(
     saver = Saver(run, checkpoints, check_lock, guard, local)
     if done == 0 and checkpoints.latest is None:  # before any sign of progress; see `mstrain.training.past`
         with run.goodput.spend("save"):
-            saver.finish(0, state)
+            saver.ensure(0, state)
     try:
         return _train_from(run, state, done, guard, saver, observers)
     except RollBack as rolled_back:
