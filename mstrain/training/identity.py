@@ -17,7 +17,7 @@ CLASSES = {
     **dict.fromkeys(("model", "optimizer", "steps", "batch", "seq", "seed", "dtype", "init_from"), KEPT),
     **dict.fromkeys(("data.source", "data.field", "data.name", "data.split", "data.num_tokens"), KEPT),
     **dict.fromkeys(("data.validation_fraction",), KEPT),
-    **dict.fromkeys(("data.path", "data.revision", "tokenizer", "vocab_size"), CONTENT),
+    **dict.fromkeys(("data.path", "data.revision", "data.max_skipped", "tokenizer", "vocab_size"), CONTENT),
     **dict.fromkeys(("mesh", "parallel", "plan", "tune", "remat", "accumulate", "compile_cache"), FREE),
     **dict.fromkeys(("checkpoint", "eval", "profile", "sample", "log_every", "model.name"), FREE),
     **dict.fromkeys(("guard", "watchdog", "check_replicas", "hosts", "data.cache_dir"), FREE),
