@@ -16,7 +16,7 @@ from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.checkpoints.local import LocalCheckpoints
 from mstrain.data.tokenizers import TOKENIZER_FILE, load_tokenizer
 from mstrain.job.job import Job
-from mstrain.mesh import shape_of
+from mstrain.mesh import parse_mesh, shape_of
 from mstrain.models.parameters import compile_from_canonical
 from mstrain.program.dtype import dtype_on
 from mstrain.program.step import State, init_state
@@ -167,7 +167,8 @@ def _allowed(config: RunConfig) -> set[str]:
 def _planned(config: RunConfig, past: Past) -> Record:
     """The record of the run as far as it is known before the corpus is read."""
     dtype = record.dtype_name(dtype_on(jax.devices()[0].platform, config.dtype))
-    keys = recorded_keys(dataclasses.replace(config, dtype=dtype))
+    mesh = config.mesh if config.mesh == "auto" else str(parse_mesh(config.mesh))
+    keys = recorded_keys(dataclasses.replace(config, dtype=dtype, mesh=mesh))
     known = {key: value for key, value in keys.items() if value != "auto"}
     text = config.data.source != "synthetic" and config.tokenizer != "bpe"  # a bpe is trained on the corpus
     tokenizer = load_tokenizer(tokenizer_of(config, past)).digest if text else None

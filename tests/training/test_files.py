@@ -67,7 +67,7 @@ def test_the_configuration_reads_back_equal(finished, directory):
     values = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
     resolved = values.pop("resolved")
     assert build(RunConfig, values) == record.resolved_config(finished)
-    assert (values["mesh"], values["dtype"], values["model"]["vocab_size"]) == ("1x2x4", "f32", 61)
+    assert (values["mesh"], values["dtype"], values["model"]["vocab_size"]) == ("row2-col4", "f32", 61)
     assert values["parallel"]["slices"] == "2" and values["model"]["num_kv_heads"] == 8
     assert resolved["plan"] == ["layers 0-1: attention meshslice os,ls S=2,2; mlp meshslice os,ls S=2,2"]
     assert resolved["digests"] == {"data": finished.corpus.digest, "tokenizer": None}

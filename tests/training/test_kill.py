@@ -112,4 +112,4 @@ def test_killed_twice_the_run_is_the_same_and_elsewhere_nearly(uninterrupted, ca
     Command(tmp_path / "elsewhere", cache, ELSEWHERE).finish()
     np.testing.assert_allclose(losses(tmp_path / "elsewhere"), losses(uninterrupted), rtol=1e-5)
     attempts = [(attempt["mesh"], attempt["after_step"]) for attempt in lines(tmp_path / "elsewhere", "history.jsonl")]
-    assert attempts[-1] == ("1x4x2", resumed) and attempts[0] == ("1x2x4", 0)
+    assert attempts[-1] == ("row4-col2", resumed) and attempts[0] == ("row2-col4", 0)
