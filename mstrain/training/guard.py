@@ -23,25 +23,22 @@ LEAST_LOSSES = 10  # fewer make no deviation
 
 @dataclasses.dataclass(frozen=True)
 class GuardConfig:
-    """When bad steps stop a run. A step whose loss or gradient norm is not finite is bad: it skips its update.
-
-    Attributes:
-      max_bad_steps: bad steps in a row that stop the run.
-      max_bad_share: largest share of bad steps among the last `window`; more of them stop the run. At the end of a
-        shorter run it is the share of all its steps.
-      window: number of recent steps that are judged together.
-      spike: a step is also bad when its loss is more than so many standard deviations above the mean of the last
-        `window` good ones; its update is made. Null counts no spikes.
-      rollback: instead of stopping, restore the newest checkpoint from before the bad steps and skip their batches.
-      max_rollbacks: rollbacks of a run after which bad steps stop it.
-    """
+    """When bad steps stop a run. A step is bad when its loss or gradient norm is not finite; its update is skipped."""
 
     max_bad_steps: int = 10
+    """Bad steps in a row that stop the run."""
     max_bad_share: float = 0.5
+    """A larger share of bad steps among the last `window`, or among all steps of a shorter run at its end, stops the
+    run."""
     window: int = 20
+    """Recent steps that are judged together."""
     spike: float | None = None
+    """A step is also bad when its loss is more than so many standard deviations above the mean of the last `window`
+    good ones. Its update is made. Null counts no spikes."""
     rollback: bool = False
+    """Instead of stopping, restore the newest checkpoint from before the bad steps and skip their batches."""
     max_rollbacks: int = 3
+    """Rollbacks of a run after which bad steps stop it."""
 
     def __post_init__(self):
         at_least("guard", self, max_bad_steps=1, max_bad_share=0, window=LEAST_LOSSES, max_rollbacks=1)

@@ -63,6 +63,16 @@ def test_an_action_that_blocks_delays_nobody(monkeypatch):
     assert done == [*range(20)]
 
 
+def test_lines_missing_before_the_checkpoint_are_reported(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (2, 4, 7, 8, 9)))
+    for log_every, shown in ((1, "no line for 4 of the steps up to 8 (the first is 1)"), (2, "no line for 1")):
+        console = Console(file=io.StringIO(), record=True, width=400)
+        with BestEffort(print) as observers:
+            Reporter(observers, tmp_path, range(9, 12), log_every, None, console)
+        assert shown in console.export_text()
+    assert [row["step"] for row in lines(tmp_path)] == [2, 4, 7, 8]
+
+
 class Faults:
     """Fails the `nth` operation that the threads of observers ask of the file system, and no other."""
 
@@ -84,7 +94,7 @@ class Faults:
         return call
 
 
-def observe(directory: Path) -> tuple[BestEffort, list[str]]:
+def observe(directory: Path, before_step=lambda step: None) -> tuple[BestEffort, list[str]]:
     """Everything that a run of four steps writes about itself, resumed after step 1 of three."""
     directory.mkdir()
     for name in ("metrics.jsonl", "eval.jsonl", "goodput.jsonl"):
@@ -99,6 +109,8 @@ def observe(directory: Path) -> tuple[BestEffort, list[str]]:
         watched = (watchdog, goodput.step)
         with Reporter(observers, directory, STEPS[1:], 1, lambda *_: fields, quiet, watched) as reporter:
             for step in STEPS[1:]:
+                observers.wait()
+                before_step(step)
                 reporter.step(step, {"loss": np.float32(4 / step), "grad_norm": 1.0, "skipped": 0.0})
                 reporter.evaluation(step, {"validation_loss": 3.0})
                 notes.append({"step": step})
@@ -129,6 +141,56 @@ def test_every_operation_fails_once_and_nothing_is_lost_or_doubled(tmp_path, mon
         absent = set(wanted) - {path.name for path in directory.iterdir()}
         assert absent <= {"summary.json", "loss.png", "stacks"} and len(absent) <= 1, (nth, absent)
         assert not [*directory.rglob("*.tmp")]
+
+
+SMALL_DISK = """
+import errno, pathlib, resource, shutil, sys
+from tests.faults.test_observers import observe
+directory, limited = pathlib.Path(sys.argv[1]), sys.argv[2] == "limit"
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+def fill():
+    if limited:
+        return resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    with open(directory / "filler", "wb", buffering=0) as filler:
+        try:
+            while filler.write(bytes(512)):
+                pass
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+def free():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    (directory / "filler").unlink(missing_ok=True)
+changes = {2: fill, 4: free}
+observers, warnings = observe(directory / "run", lambda step: changes.get(step, lambda: None)())
+assert len(warnings) == len(observers.failures), (warnings, observers.failures)
+shutil.copytree(directory / "run", sys.argv[3])  # the disk goes with the process
+print(*sorted(observers.failures))
+"""
+NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
+
+
+def mounts() -> bool:
+    """Whether this machine lets anybody mount a small file system."""
+    probe = (*NAMESPACE, "mount", "-t", "tmpfs", "none", "/mnt")
+    return shutil.which("unshare") is not None and subprocess.run(probe, capture_output=True).returncode == 0
+
+
+def test_a_disk_that_is_full_for_two_steps_loses_no_line(tmp_path):
+    """A file system of 256 KiB; where none can be mounted, the kernel's limit of a file's size."""
+    place, kept, small = tmp_path / "disk", tmp_path / "kept", mounts()
+    place.mkdir()
+    command = [sys.executable, "-c", SMALL_DISK, str(place), "small" if small else "limit", str(kept)]
+    if small:
+        mount = f'mount -t tmpfs -o size=256k none {place} && exec "$@"'
+        command = [*NAMESPACE, "sh", "-c", mount, "sh", *command]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "bad_steps.jsonl" in done.stdout.splitlines()[-1]
+    for name, first in (("metrics.jsonl", 1), ("eval.jsonl", 1), (BAD_STEPS, 2)):
+        assert [row["step"] for row in lines(kept, name)] == [*range(first, 5)]
+    assert {step for tag, step in scalars(kept) if tag == "train/loss"} == {2, 3, 4}
+    assert (kept / "loss.png").stat().st_size > 1000 and "step 5 has taken" in done.stdout
 
 
 @pytest.fixture(scope="module")
