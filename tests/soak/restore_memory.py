@@ -16,6 +16,9 @@ import time
 from pathlib import Path
 
 from mstrain.commands.train import load_config
+from etils import epath
+
+from mstrain.checkpoints import manifest
 from mstrain.mesh import emulate_devices
 
 WORDS = ["model=gpt2", "model.layers=18", "data=synthetic", "seq=64", "batch=8", "parallel=collective"]
@@ -38,7 +41,10 @@ def save(folder: Path) -> None:
     start = time.perf_counter()
     checkpoints.save(1, {**state, "params": params}, run.module, run.optimizer, {})
     checkpoints.wait()
-    print(f"saved in {time.perf_counter() - start:.1f} s")
+    seconds = time.perf_counter() - start
+    (host,) = manifest.read(epath.Path(folder / "checkpoints" / "1"))["hosts"]
+    speed = host["bytes"] / host["write_seconds"] / GB
+    print(f"saved in {seconds:.1f} s, {host['write_seconds']:.1f} s of which it wrote ({speed:.2f} GB/s)")
 
 
 def restore(folder: Path) -> None:
