@@ -102,8 +102,7 @@ def split_layers(layers: int, pipeline: int, head: float) -> list[tuple[int, int
         return [(0, layers)]
     others = pipeline - 1
     fewest = min(
-        range(1, layers - others + 1),
-        key=lambda last: (max(-(-(layers - last) // others), last + head), -last),
+        range(1, layers - others + 1), key=lambda last: (max(-(-(layers - last) // others), last + head), -last)
     )
     small, extra = divmod(layers - fewest, others)
     bounds = [0]
@@ -207,9 +206,7 @@ def _end(question: Question, plan: PodPlan, constants: Constants, number: int, s
     parameters = stage.memory.parameters / WEIGHT_BYTES
     part = WEIGHT_BYTES * parameters / plan.data
     links = constants.row
-    summed = sum(
-        collective_seconds(link, part, plan.data) for link in (links.reduce_scatter, links.all_gather)
-    )
+    summed = sum(collective_seconds(link, part, plan.data) for link in (links.reduce_scatter, links.all_gather))
     sums = plan.microbatches if plan.pipeline == 1 and not plan.sharded else 1
     model = question.model
     tied = model.tied and plan.pipeline > 1 and number in (0, plan.pipeline - 1)

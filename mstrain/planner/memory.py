@@ -92,9 +92,7 @@ def gathered_table(head: Product) -> float:
     return entries * count / (layout.rows * layout.cols) if count > 1 else 0.0
 
 
-def stage_memory(
-    question: Question, products: Products, plan: PodPlan, stage: int, chunks, in_flight: float
-) -> Memory:
+def stage_memory(question: Question, products: Products, plan: PodPlan, stage: int, chunks, in_flight: float) -> Memory:
     """Memory of a device of `stage`, whose layers are in `chunks`, with `in_flight` microbatches held.
 
     Where chunks differ, all that is held is taken to be of the largest.
@@ -112,9 +110,7 @@ def stage_memory(
     one_layer = layer_activations(model, "none", tokens, seq, size)
     kept = max(sizes) * len(sizes) * layer_activations(model, plan.remat, tokens, seq, size) * in_flight
     gathered = max(gathered_bytes(product) for block, _ in products.groups for product in block)
-    moments = [
-        gathered + (0.0 if plan.remat == "none" else one_layer / plan.tensor)
-    ]  # a layer's backward pass
+    moments = [gathered + (0.0 if plan.remat == "none" else one_layer / plan.tensor)]  # a layer's backward pass
     waiting = 0.0
     if last:  # logits with a float32 copy between their passes, and the gradient of one microbatch's
         ends = plan.microbatches if question.fixed.schedule == "gpipe" else 1  # forward passes not yet turned back

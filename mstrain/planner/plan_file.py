@@ -19,20 +19,15 @@ def plan_overrides(arguments: list[str]) -> list[str]:
     document = _read(path)
     if document.get("train") is None:
         why = document.get("why_not_trainable") or "it holds no plan for train.py"
-        raise ValueError(
-            f"plan={path}: {why}. Type pipeline=1 to plan.py, with a cluster= that is large enough."
-        )
+        raise ValueError(f"plan={path}: {why}. Type pipeline=1 to plan.py, with a cluster= that is large enough.")
     keys = document["train"]
     unknown = sorted(set(keys) - set(KEYS))
     if unknown:
         raise ValueError(
-            f"plan={path}: {unknown[0]!r} is not for a plan. It may hold {', '.join(KEYS)}; run plan.py "
-            "again."
+            f"plan={path}: {unknown[0]!r} is not for a plan. It may hold {', '.join(KEYS)}; run plan.py again."
         )
     if given.get("model") != document["model"]:
-        raise ValueError(
-            f"plan={path} was made for model {document['model']}. Type model={document['model']}."
-        )
+        raise ValueError(f"plan={path} was made for model {document['model']}. Type model={document['model']}.")
     return [f"{key}={value}" for key, value in keys.items() if key not in given]
 
 
@@ -40,9 +35,7 @@ def _read(path: str) -> dict:
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(
-            f"plan={path}: {error.strerror}. Type the path of a plan.json that plan.py wrote."
-        ) from None
+        raise ValueError(f"plan={path}: {error.strerror}. Type the path of a plan.json that plan.py wrote.") from None
     except ValueError as error:
         raise ValueError(f"plan={path}: not JSON ({error}). Run plan.py again.") from None
     if (
@@ -50,7 +43,5 @@ def _read(path: str) -> dict:
         or not isinstance(document.get("train", {}), dict | None)
         or "model" not in document
     ):
-        raise ValueError(
-            f"plan={path}: not a plan.json of plan.py. Run plan.py again and type its plan.json."
-        )
+        raise ValueError(f"plan={path}: not a plan.json of plan.py. Run plan.py again and type its plan.json.")
     return document

@@ -50,9 +50,7 @@ def gemms_of(product: Product) -> tuple[Gemm, Gemm, Gemm]:
 def local_dims(gemm: Gemm, rows: int, cols: int, slices: int) -> tuple[int, int, int]:
     """(rows, summed, columns) of one slice on one device."""
     a, b, c = gemm.dims
-    parts = {"OS": (rows, slices, cols), "LS": (rows, cols, slices), "RS": (slices, rows, cols)}[
-        gemm.dataflow
-    ]
+    parts = {"OS": (rows, slices, cols), "LS": (rows, cols, slices), "RS": (slices, rows, cols)}[gemm.dataflow]
     return tuple(max(1, dim // part) for dim, part in zip((a, b, c), parts))
 
 
@@ -91,13 +89,7 @@ class Emit:
     chunk: int
 
     def add(
-        self,
-        spec: OpSpec,
-        inputs: Sequence[int],
-        nbytes: float,
-        category: str,
-        axis: int = LOCAL,
-        label: tuple = (),
+        self, spec: OpSpec, inputs: Sequence[int], nbytes: float, category: str, axis: int = LOCAL, label: tuple = ()
     ) -> int:
         """Appends an operation with one output of `nbytes`; returns it."""
         output = self.value(nbytes, category)

@@ -72,10 +72,7 @@ def write_tables(question: Question, result: PodResult, folder: Path, top: int) 
     write_csv([*rows, *refused], folder / "plans.csv")
     stages = stage_rows(result, top)
     write_csv(stages, folder / "stages.csv")
-    top = [
-        {**line, "stages": [stage for stage in stages if stage["rank"] == line["rank"]]}
-        for line in rows[:top]
-    ]
+    top = [{**line, "stages": [stage for stage in stages if stage["rank"] == line["rank"]]} for line in rows[:top]]
     document = {
         "model": question.model.name,
         "cluster": question.pod.name,

@@ -130,11 +130,7 @@ class TransformerStep(PipelineStep):
         values = self._recomputable(emit, layer, kept, remat)
         category = "activations" if remat == "dots" else "workspace"
         z, out = self._out(emit, layer, values, self.model.width, (category, "activations"))
-        saved = {
-            "none": values,
-            "dots": {**{n: values[n] for n in ("x", "qkv", "o", "y", "u")}, "z": z},
-            "full": kept,
-        }
+        saved = {"none": values, "dots": {**{n: values[n] for n in ("x", "qkv", "o", "y", "u")}, "z": z}, "full": kept}
         return out, saved[remat]
 
     def _out(self, emit: Emit, layer: int, values: dict[str, int], width: int, categories) -> tuple[int, int]:
@@ -230,9 +226,7 @@ class TransformerStep(PipelineStep):
             key = (0, "embedding")
             shared = len(self.bounds) == 1 and (0, "head") not in self.counts
             before = [self.gradients[key]] if shared else []  # of the output projection
-            spec = OpSpec(
-                "NormGrad", ((max(1, round(self._bytes(self.model.width) / self.size)),),), self.size
-            )
+            spec = OpSpec("NormGrad", ((max(1, round(self._bytes(self.model.width) / self.size)),),), self.size)
             nbytes = WEIGHT_BYTES * self.counts[key] / self.plan.tensor
             inputs = (slope, *before)
             self.gradients[key] = emit_table_gradient(emit, self.products, spec, inputs, nbytes)
@@ -364,10 +358,7 @@ class TransformerStep(PipelineStep):
             keys = [key for key in self.counts if self.stage(key[0]) == stage]
             moved = STATE_ELEMENTS * sum(self.counts[key] for key in keys) / self.plan.tensor / shards
             spec = OpSpec("Adam", ((max(1, round(moved)),),), WEIGHT_BYTES)
-            inputs = [
-                *(self.weights[key] for key in keys),
-                *(part for key in keys for part in self.summed[key]),
-            ]
+            inputs = [*(self.weights[key] for key in keys), *(part for key in keys for part in self.summed[key])]
             ops.append(RankOp(spec, LOCAL, stage, tuple(inputs), label=("update",)))
         return ops
 

@@ -95,14 +95,10 @@ def find_pod(cluster: str, dtype: str = "bf16") -> Pod:
         try:
             found = parse_target(cluster)
         except ValueError as error:
-            raise ValueError(
-                f"cluster={cluster}: {error}. GPUs: {' | '.join(gpus)}, then :N, as in h200:8."
-            ) from None
+            raise ValueError(f"cluster={cluster}: {error}. GPUs: {' | '.join(gpus)}, then :N, as in h200:8.") from None
         pod = Pod(cluster, found.chip, found.devices, found)
     missing = [name for name in ("hbm_bytes", "hbm_bandwidth") if getattr(pod.chip, name) is None]
     if missing:
-        raise ValueError(
-            f"cluster={cluster}: the table of chips has no {' or '.join(missing)} for {pod.chip.name}."
-        )
+        raise ValueError(f"cluster={cluster}: the table of chips has no {' or '.join(missing)} for {pod.chip.name}.")
     pod.constants((), dtype)  # says which other number is missing
     return pod

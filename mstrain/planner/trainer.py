@@ -20,9 +20,7 @@ def train_keys(plan) -> dict[str, str | int]:
 def model_keys(question: Question) -> dict:
     """model=NAME, and the fields in which the model differs from that preset."""
     preset = dataclasses.asdict(load_preset(question.model.name))
-    changed = {
-        name: value for name, value in dataclasses.asdict(question.model).items() if value != preset[name]
-    }
+    changed = {name: value for name, value in dataclasses.asdict(question.model).items() if value != preset[name]}
     texts = {name: "null" if value is None else str(value) for name, value in changed.items()}
     return {"model": question.model.name, **{f"model.{name}": text for name, text in texts.items()}}
 
@@ -69,14 +67,12 @@ def closing_lines(question: Question, result: PodResult, path: Path) -> list[str
     lines = []
     if result.best is not result.trainable:
         lines.append(
-            f"The best plan, {result.best.plan.name}, is not for train.py: "
-            f"{result.best.plan.why_not_trainable()}."
+            f"The best plan, {result.best.plan.name}, is not for train.py: {result.best.plan.why_not_trainable()}."
         )
     if result.trainable is None:
         return [
             *lines,
-            "No plan that train.py can run fits: type pipeline=1 to see why, then a larger cluster= or "
-            "batch=.",
+            "No plan that train.py can run fits: type pipeline=1 to see why, then a larger cluster= or batch=.",
         ]
     if result.best is not result.trainable:
         lines.append(f"The best that train.py runs takes {slower(result.trainable, result.best)}.")

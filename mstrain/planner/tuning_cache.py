@@ -28,10 +28,7 @@ CODE = (
 
 
 def find_result(
-    task: TuningTask,
-    attempt: Callable[[MeshShape, str], Candidate],
-    say: Callable[[str], None],
-    folder: Path = FOLDER,
+    task: TuningTask, attempt: Callable[[MeshShape, str], Candidate], say: Callable[[str], None], folder: Path = FOLDER
 ) -> tuple[TuningResult, bool]:
     """The result, and whether all of it came from `folder`.
 

@@ -16,12 +16,7 @@ from mstrain.timeline import Timeline, first_events, write_perfetto
 TRACE_EVENTS = 150_000  # written; a longer simulation is cut there, so that the trace can be opened
 GANTT_LANES = 24
 MARKERS = "osD^vP*Xhp"
-COLOURS = {
-    "forward": "tab:blue",
-    "backward": "tab:orange",
-    "optimizer": "tab:green",
-    "communication": "tab:red",
-}
+COLOURS = {"forward": "tab:blue", "backward": "tab:orange", "optimizer": "tab:green", "communication": "tab:red"}
 # Bookkeeping between the operations of a pass belongs to that pass.
 _INHERITS = frozenset({"Add", "Identity", "Concat", "Split"})
 
@@ -81,16 +76,12 @@ def plot_gantt(
     height = {lane: row for row, lane in enumerate(rows)}
     for kind, colour in COLOURS.items():
         for lane in rows:
-            spans = [
-                (start, end - start) for which, what, _, start, end in bars if (which, what) == (lane, kind)
-            ]
+            spans = [(start, end - start) for which, what, _, start, end in bars if (which, what) == (lane, kind)]
             axis.broken_barh(spans, (height[lane] - 0.4, 0.8), color=colour, edgecolor="white", linewidth=0.3)
     room = timeline.seconds / 120
     for lane, kind, microbatch, start, end in bars:
         if microbatch == microbatch and kind in ("forward", "backward") and end - start > room:
-            axis.text(
-                (start + end) / 2, height[lane], f"{microbatch:.0f}", ha="center", va="center", fontsize=6
-            )
+            axis.text((start + end) / 2, height[lane], f"{microbatch:.0f}", ha="center", va="center", fontsize=6)
     axis.set_yticks(
         range(len(rows)), [f"{timeline.lanes[lane].process} {timeline.lanes[lane].thread}" for lane in rows]
     )

@@ -77,9 +77,7 @@ class Step:
             resident=np.repeat(resident, ranks),
             category=np.repeat(category, ranks),
             value_device=placement.worker(every // tensor, every % tensor, stage[:, None]).ravel(),
-            devices=tuple(
-                placement.worker(every // tensor, every % tensor, stages[:, None]).ravel().tolist()
-            ),
+            devices=tuple(placement.worker(every // tensor, every % tensor, stages[:, None]).ravel().tolist()),
             labels=self.labels,
             label=None if self.label is None else self.label[rows],
         )
@@ -198,9 +196,7 @@ class Layout:
         ops = [op for template in self._templates for op in template]
         numbers: dict[OpSpec, int] = {}
         labels: dict[tuple, int] = {}
-        table = np.array(
-            [(numbers.setdefault(op.spec, len(numbers)), op.axis, op.stage, op.peer) for op in ops]
-        )
+        table = np.array([(numbers.setdefault(op.spec, len(numbers)), op.axis, op.stage, op.peer) for op in ops])
         label = np.array([labels.setdefault(op.label, len(labels)) for op in ops])
         begin = np.zeros(len(self._templates) + 1, np.int64)
         np.cumsum([len(template) for template in self._templates], out=begin[1:])

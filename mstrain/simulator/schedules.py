@@ -93,9 +93,7 @@ def interleaved(pipeline: int, microbatches: int, chunks: int) -> Schedule:
             group, within = divmod(index, pipeline * per_stage)
             which = within // pipeline
             which = which if direction == FORWARD else per_stage - 1 - which
-            order.append(
-                Task(stage, which * pipeline + stage, direction, group * pipeline + within % pipeline)
-            )
+            order.append(Task(stage, which * pipeline + stage, direction, group * pipeline + within % pipeline))
         return order
 
     orders = []
@@ -123,9 +121,7 @@ def distir_forward(stage_of_chunk: Sequence[int], microbatches: int) -> Schedule
 
 
 @lru_cache(maxsize=256)
-def _alternating(
-    pipeline: int, microbatches: int, stage_of_chunk: tuple[int, ...], backward: bool
-) -> Schedule:
+def _alternating(pipeline: int, microbatches: int, stage_of_chunk: tuple[int, ...], backward: bool) -> Schedule:
     num_chunks = len(stage_of_chunk)
     last = [BACKWARD] * pipeline
     ready: list[tuple[list, list]] = [([], []) for _ in range(pipeline)]

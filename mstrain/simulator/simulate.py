@@ -30,9 +30,7 @@ class _Lanes:
 
     def __init__(self, program: Program, cluster: Cluster):
         self.cluster = cluster
-        self.lanes = [
-            Lane(device, f"{cluster.devices[device].kind} {device}", "compute") for device in program.devices
-        ]
+        self.lanes = [Lane(device, f"{cluster.devices[device].kind} {device}", "compute") for device in program.devices]
         self.compute = {device: number for number, device in enumerate(program.devices)}
         self.links: dict[int, int] = {}
 
@@ -53,9 +51,7 @@ class _Lanes:
         return tuple(found)
 
 
-def _events(
-    program: Program, cluster: Cluster, rules: Rules, lanes: _Lanes
-) -> tuple[np.ndarray, Ragged, np.ndarray]:
+def _events(program: Program, cluster: Cluster, rules: Rules, lanes: _Lanes) -> tuple[np.ndarray, Ragged, np.ndarray]:
     """Per operation its action; per action the lanes it holds, and for how long (NaN: no event)."""
     action, pairs = number_present(
         program.spec * len(program.groups) + program.group, len(program.specs) * len(program.groups)
@@ -77,9 +73,7 @@ def _events(
         if rules.link_lanes:
             network = cluster.network
             held.append(
-                lanes.of_links(
-                    network.path(*members).wires if what.kind == "Send" else network.ring_wires(members)
-                )
+                lanes.of_links(network.path(*members).wires if what.kind == "Send" else network.ring_wires(members))
             )
         else:
             held.append(lanes.of_devices(members))
@@ -140,11 +134,7 @@ class Simulation:
         times = np.bincount(self.action, minlength=len(self.held.lengths))[self.held.owner()]
         seconds = np.zeros(len(self.lanes))
         np.add.at(seconds, self.held.items, times * np.nan_to_num(self.action_seconds))
-        return {
-            lane.device: total
-            for lane, total in zip(self.lanes, seconds.tolist())
-            if lane.thread == "compute"
-        }
+        return {lane.device: total for lane, total in zip(self.lanes, seconds.tolist()) if lane.thread == "compute"}
 
     @cached_property
     def _device_seconds_by_kind(self) -> tuple[float, float]:
@@ -203,14 +193,11 @@ class Simulation:
         names = tuple(dict.fromkeys(item.kind for item in program.specs))
         number = {name: index for index, name in enumerate(names)}
         shapes = np.array(
-            [" ".join("x".join(map(str, shape)) for shape in item.shapes[:2]) for item in program.specs],
-            dtype=object,
+            [" ".join("x".join(map(str, shape)) for shape in item.shapes[:2]) for item in program.specs], dtype=object
         )
         args = {
             "shape": shapes[spec],
-            "bytes": np.array([sum(map(prod, item.shapes)) * item.element_bytes for item in program.specs])[
-                spec
-            ],
+            "bytes": np.array([sum(map(prod, item.shapes)) * item.element_bytes for item in program.specs])[spec],
             "flops": np.array([operation_work(item) for item in program.specs])[spec],
             "microbatch": np.where(program.microbatch < 0, np.nan, program.microbatch)[op],
             **_parts(program, op),
@@ -279,9 +266,7 @@ def place(step: Step, cluster: Cluster, rules: Rules, everything: bool = False) 
     return step.expand(placement) if everything else step.representative(placement)
 
 
-def simulate_step(
-    step: Step, cluster: Cluster, rules: Rules = CORRECTED, everything: bool = False
-) -> Simulation:
+def simulate_step(step: Step, cluster: Cluster, rules: Rules = CORRECTED, everything: bool = False) -> Simulation:
     """Simulate any step (`mlp_step`, `gpt_step`). Raises ValueError when the cluster is too small.
 
     Where all ranks are alike (a switch; a torus with one dim per parallel axis) one of them stands for all,

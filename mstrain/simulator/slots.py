@@ -44,12 +44,7 @@ class Slots:
         return -len(self.single)
 
     def value(
-        self,
-        nbytes: int,
-        stage: int,
-        resident: bool = False,
-        grows: bool = False,
-        category: str = "activations",
+        self, nbytes: int, stage: int, resident: bool = False, grows: bool = False, category: str = "activations"
     ) -> int:
         """A value per microbatch; `resident`: an input; `grows`: microbatch m has m + 1 times `nbytes`."""
         self.repeated.append((nbytes, stage, resident, grows, CATEGORIES.index(category)))

@@ -127,11 +127,7 @@ def _too_big(result: Simulation, cluster: Cluster) -> str:
 
 
 def make_row(
-    mlp: Mlp,
-    degrees: Degrees,
-    result: Simulation,
-    options: StepOptions = StepOptions(),
-    model_size: str = "mlp",
+    mlp: Mlp, degrees: Degrees, result: Simulation, options: StepOptions = StepOptions(), model_size: str = "mlp"
 ) -> Row:
     """The table row of one simulated plan."""
     exposed = exposed_communication(result.timeline())

@@ -53,8 +53,7 @@ def check_mlp(mlp: Mlp, degrees: Degrees, rules: RuleSet) -> None:
         raise ValueError(f"degrees, layers and batch must be at least 1, got {degrees} and {mlp}")
     if mlp.batch % (d * k):
         raise ValueError(
-            f"batch {mlp.batch} does not split over {d} replicas x {k} microbatches; "
-            f"use a multiple of {d * k}"
+            f"batch {mlp.batch} does not split over {d} replicas x {k} microbatches; use a multiple of {d * k}"
         )
     if h > 1 and mlp.layers % 2:
         raise ValueError(
@@ -70,8 +69,7 @@ def check_mlp(mlp: Mlp, degrees: Degrees, rules: RuleSet) -> None:
             )
     if chunks > mlp.layers:
         raise ValueError(
-            f"{chunks} pipeline chunks need at least as many layers, not {mlp.layers}; "
-            "lower the pipeline degree"
+            f"{chunks} pipeline chunks need at least as many layers, not {mlp.layers}; lower the pipeline degree"
         )
     if rules.root and mlp.layers % chunks:
         raise ValueError(

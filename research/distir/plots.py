@@ -28,9 +28,7 @@ def plot_grid(rows: Sequence[Row], path: str | Path) -> Path:
                 if (row.dp_degree, row.num_microbatches) == (data, count)
             )
             label = "No pipeline parallelism" if count == 1 else f"{count} microbatches"
-            axis.plot(
-                *zip(*points) if points else ([], []), marker=MARKERS[index % len(MARKERS)], label=label
-            )
+            axis.plot(*zip(*points) if points else ([], []), marker=MARKERS[index % len(MARKERS)], label=label)
         axis.set_xscale("log", base=2)
         axis.set_xticks(degrees, [str(degree) for degree in degrees])
         axis.set_title("No data parallelism" if data == 1 else f"{data} data parallel partitions", fontsize=9)

@@ -38,13 +38,10 @@ def check_gpt(gpt: GptStack, degrees: Degrees) -> None:
             f"microbatches; use a multiple of {pieces}"
         )
     if gpt.width % degrees.tensor:
-        raise ValueError(
-            f"width {gpt.width} is not a multiple of the tensor degree {degrees.tensor}; change either"
-        )
+        raise ValueError(f"width {gpt.width} is not a multiple of the tensor degree {degrees.tensor}; change either")
     if degrees.pipeline > gpt.layers + 1:
         raise ValueError(
-            f"{degrees.pipeline} stages need at least as many blocks, not {gpt.layers + 1}; "
-            "lower the pipeline degree"
+            f"{degrees.pipeline} stages need at least as many blocks, not {gpt.layers + 1}; lower the pipeline degree"
         )
     if degrees.interleave > 1:
         raise ValueError("GPT inference has no interleaved schedule; set interleave=1")

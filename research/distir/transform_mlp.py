@@ -37,12 +37,10 @@ class _MlpStep(PipelineStep):
         for chunk in range(self.chunks):
             self._declare(chunk)
         self.received_a = {
-            c: self._tensor(self.out_width(self.bounds[c - 1][1] - 1), self.stage(c))
-            for c in range(1, self.chunks)
+            c: self._tensor(self.out_width(self.bounds[c - 1][1] - 1), self.stage(c)) for c in range(1, self.chunks)
         }
         self.received_g = {
-            c: self._tensor(self.out_width(self.bounds[c][1] - 1), self.stage(c))
-            for c in range(self.chunks - 1)
+            c: self._tensor(self.out_width(self.bounds[c][1] - 1), self.stage(c)) for c in range(self.chunks - 1)
         }
         self.sent_g: dict[int, int] = {}
 
@@ -91,9 +89,7 @@ class _MlpStep(PipelineStep):
             if first:
                 self._load(ops, weight, stage)
             ops.append(
-                self._op(
-                    "MatMul", ((self.rows, weight[0]), weight), stage, (value, self.weights[j]), (self.y[j],)
-                )
+                self._op("MatMul", ((self.rows, weight[0]), weight), stage, (value, self.weights[j]), (self.y[j],))
             )
             if j in self.reduced_y:
                 ops.append(self._op("AllReduce", (out,), stage, (self.y[j],), (self.reduced_y[j],), TENSOR))
@@ -139,9 +135,7 @@ class _MlpStep(PipelineStep):
             value = self.a[j - 1] if j > begin else self.received_a[chunk] if chunk else self.x
             wanted = bool(j) or self.rules.input_gradient
             da, dw, g, reduced = self._backward_slots(j, stage)
-            ops.append(
-                self._op("ReluGrad", (out,), stage, (self.reduced_y.get(j, self.y[j]), gradient), (da,))
-            )
+            ops.append(self._op("ReluGrad", (out,), stage, (self.reduced_y.get(j, self.y[j]), gradient), (da,)))
             shapes = ((self.rows, weight[0]), weight)
             ops.append(
                 self._op("MatMulGrad", shapes, stage, (value, self.weights[j], da), (g, dw))
@@ -162,10 +156,7 @@ class _MlpStep(PipelineStep):
     def _backward_slots(self, j: int, stage: int) -> tuple[int, int, int, int]:
         """The slots of da, dw, g and the all-reduced g (g itself where there is no all-reduce)."""
         if j not in self.accumulated:
-            da, dw = (
-                self._tensor(self.out_width(j), stage),
-                self.slots.value(self._bytes(self.shapes[j]), stage),
-            )
+            da, dw = (self._tensor(self.out_width(j), stage), self.slots.value(self._bytes(self.shapes[j]), stage))
             g = self._tensor(self.shapes[j][0], stage)
             reduced = self._tensor(self.shapes[j][0], stage) if self._reduces(j % 2 == 0) else g
             self.accumulated[j] = (da, dw, g, reduced)
@@ -196,9 +187,7 @@ class _MlpStep(PipelineStep):
     def finish(self) -> list[RankOp]:
         """What follows the last backward pass: sums and gathers over the replicas, then the optimizer."""
         ops = []
-        gathers = (
-            self.rules.gather_outputs if self.options.gather_outputs is None else self.options.gather_outputs
-        )
+        gathers = self.rules.gather_outputs if self.options.gather_outputs is None else self.options.gather_outputs
         for name in ("l", *range(self.mlp.layers - 1, 0, -1), "g", 0) if self.degrees.data > 1 else ():
             if name == "l" and self.rules.scalar_loss:
                 ops.append(
@@ -255,10 +244,7 @@ class _MlpStep(PipelineStep):
             ops += [(spec("Broadcast" if n < 2 else "Scatter", shape), ranks) for n, shape in enumerate(full)]
         if self.degrees.pipeline > 1:
             ops += [
-                (spec("Split", shape), (worker(i, j, 0),))
-                for i in range(d)
-                for j in range(h)
-                for shape in full[:2]
+                (spec("Split", shape), (worker(i, j, 0),)) for i in range(d) for j in range(h) for shape in full[:2]
             ]
         return ops
 
@@ -269,16 +255,11 @@ def schedule_name(degrees: Degrees, rules: RuleSet, options: StepOptions) -> str
 
 
 def mlp_step(
-    mlp: Mlp,
-    degrees: Degrees = Degrees(),
-    rules: str | RuleSet = "corrected",
-    options: StepOptions = StepOptions(),
+    mlp: Mlp, degrees: Degrees = Degrees(), rules: str | RuleSet = "corrected", options: StepOptions = StepOptions()
 ) -> Step:
     """The training step of `mlp` under `degrees`. Raises ValueError when they do not fit each other."""
     rules = rule_set(rules)
     check_mlp(mlp, degrees, rules)
     writer = _MlpStep(mlp, degrees, rules, options)
-    steps = find_schedule(
-        schedule_name(degrees, rules, options), degrees.pipeline, degrees.microbatches, writer.chunks
-    )
+    steps = find_schedule(schedule_name(degrees, rules, options), degrees.pipeline, degrees.microbatches, writer.chunks)
     return writer.write(steps, () if options.loaded else writer.prologue())

@@ -51,7 +51,9 @@ def load(arguments: list[str]):
 
 def mode(key: str, value: str):
     module, kind, file = (
-        ("mstrain.commands.plans.profile", "ProfileConfig", "planner/profile") if key == "profile" else MODES[key][value]
+        ("mstrain.commands.plans.profile", "ProfileConfig", "planner/profile")
+        if key == "profile"
+        else MODES[key][value]
     )
     module = importlib.import_module(module)
     return module, getattr(module, kind), file

@@ -24,9 +24,7 @@ def make_folder(path: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(
-            f"run_dir={path}: {error.strerror}. Type the name of a folder that can be written."
-        ) from None
+        raise ValueError(f"run_dir={path}: {error.strerror}. Type the name of a folder that can be written.") from None
     return folder
 
 

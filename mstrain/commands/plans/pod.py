@@ -4,14 +4,7 @@ import sys
 
 from mstrain.commands.plans.output import console, make_folder
 from mstrain.planner.config import PodConfig
-from mstrain.planner.report import (
-    memory_table,
-    plans_table,
-    plot_plans,
-    stages_table,
-    terms_table,
-    write_tables,
-)
+from mstrain.planner.report import memory_table, plans_table, plot_plans, stages_table, terms_table, write_tables
 from mstrain.planner.search import search_pod
 from mstrain.planner.simulated import simulate_plan
 from mstrain.planner.target import find_pod
@@ -30,11 +23,7 @@ def run_pod(config: PodConfig) -> int:
     path = write_plan(question, result, folder)
     plot_plans(question, result.ranked, folder / "throughput_against_memory.png")
     say.print(plans_table(question, result, config.top_k))
-    scope = (
-        "the whole space"
-        if result.finished
-        else f"part of the space (max_seconds={config.max_seconds:g} ended it)"
-    )
+    scope = "the whole space" if result.finished else f"part of the space (max_seconds={config.max_seconds:g} ended it)"
     say.print(
         f"{result.costed} plans of {scope} costed in {result.seconds:.1f} s, {len(result.rejected)} layouts "
         f"do not fit; links: {result.best.constants}"

@@ -64,8 +64,7 @@ def run_model(config: ProfileConfig) -> int:
     if max(config.tensor) > present:
         fits = [degree for degree in config.tensor if degree <= present] or [1]
         raise ValueError(
-            f"tensor={max(config.tensor)} needs as many devices and {present} are present. "
-            f"Type tensor={fits}."
+            f"tensor={max(config.tensor)} needs as many devices and {present} are present. Type tensor={fits}."
         )
     name = (config.device_type or kind).replace(" ", "-").replace("_", "-")
     todo = [(tensor, batch) for tensor in config.tensor for batch in config.batches]
@@ -86,8 +85,5 @@ def run_model(config: ProfileConfig) -> int:
             f"{path.name}: {times['forward_backward_time_ms']:.2f} ms, a layer "
             f"{times['layer_compute_total_ms'][1]:.3f} ms, measured on {kind}"
         )
-    print(
-        f"{len(todo)} profiles of {model.name} ({model.layers + 2} layers with embedding and output) "
-        f"in {folder}"
-    )
+    print(f"{len(todo)} profiles of {model.name} ({model.layers + 2} layers with embedding and output) in {folder}")
     return 0

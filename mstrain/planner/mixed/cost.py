@@ -113,9 +113,7 @@ def build_stage(model: Model, choice: Choice, samples: int) -> Stage | None:
         tuple(shares),
         compute_ms=np.array([time.prefix_ms[share] for time, share in zip(times, shares)]),
         sync_ms=np.array([time.sync_ms[share] for time, share in zip(times, shares)]),
-        tensor_ms=np.array(
-            [tensor_collectives(model, choice, kind, share) for kind, share in zip(present, shares)]
-        ),
+        tensor_ms=np.array([tensor_collectives(model, choice, kind, share) for kind, share in zip(present, shares)]),
         boundary_ms=2 * (options.latency_ms + message / (link * BYTES_PER_MS)),
         exchange_ms=exchange_ms,
         exchange_latency_ms=exchange_latency,
@@ -152,9 +150,7 @@ def gradient_exchange(model: Model, choice: Choice) -> tuple[float, float]:
     latency = model.options.latency_ms
     kinds = [model.kinds[kind] for kind in choice.kinds]
     slots = min(kind.slots for kind in kinds)
-    inside = max(
-        min(choice.replicas[kind], max(1, model.kinds[kind].slots // choice.tp)) for kind in choice.kinds
-    )
+    inside = max(min(choice.replicas[kind], max(1, model.kinds[kind].slots // choice.tp)) for kind in choice.kinds)
     groups = sum(
         -(-choice.devices[kind] // model.kinds[kind].slots) // nodes_per_replica(model.kinds, choice, kind)
         for kind in choice.kinds
@@ -170,11 +166,7 @@ def stage_tables(model: Model, stages: list[Stage], fewest: int) -> tuple[np.nda
 
     The first is infinite where memory does not hold the `fewest` microbatches that may be in flight.
     """
-    rows = [
-        (index, kind, row)
-        for index, stage in enumerate(stages)
-        for row, kind in enumerate(stage.choice.kinds)
-    ]
+    rows = [(index, kind, row) for index, stage in enumerate(stages) for row, kind in enumerate(stage.choice.kinds)]
     stage_of, kind_of, _ = zip(*rows)
     shape = (len(model.kinds), len(stages))
     compute_ms = np.zeros((model.layers + 1, *shape))

@@ -50,11 +50,21 @@ def read_hosts(hostfile: str | Path, clusterfile: str | Path) -> Hosts:
     nodes = []
     for line_number, address, slots in read_hostfile(hostfile):
         if address not in entries:
-            raise ValueError(f"{hostfile}:{line_number}: host {address} is not in {clusterfile}; "
-                             f"add an entry for it there (known: {', '.join(entries)})")
+            raise ValueError(
+                f"{hostfile}:{line_number}: host {address} is not in {clusterfile}; "
+                f"add an entry for it there (known: {', '.join(entries)})"
+            )
         entry = entries[address]
-        nodes.append(Node(address, entry["instance_type"], slots, entry["inter_bandwidth"],
-                          entry["intra_bandwidth"], entry["memory"]))
+        nodes.append(
+            Node(
+                address,
+                entry["instance_type"],
+                slots,
+                entry["inter_bandwidth"],
+                entry["intra_bandwidth"],
+                entry["memory"],
+            )
+        )
     type_memory = {}
     for entry in entries.values():
         type_memory.setdefault(entry["instance_type"], entry["memory"])
@@ -70,12 +80,14 @@ def read_hostfile(path: str | Path) -> list[tuple[int, str, int]]:
             continue
         match = re.fullmatch(r"(\S+)\s+(?:slots=)?(\d+)", text)
         if not match:
-            raise ValueError(f"{path}:{line_number}: cannot read {text!r}; "
-                             "write ADDRESS slots=K, e.g. 10.0.0.1 slots=8")
+            raise ValueError(
+                f"{path}:{line_number}: cannot read {text!r}; write ADDRESS slots=K, e.g. 10.0.0.1 slots=8"
+            )
         address, slots = match.group(1), int(match.group(2))
         if slots < 1:
-            raise ValueError(f"{path}:{line_number}: {address} has no devices; "
-                             "write slots=1 or more, or remove the line")
+            raise ValueError(
+                f"{path}:{line_number}: {address} has no devices; write slots=1 or more, or remove the line"
+            )
         hosts.append((line_number, address, slots))
     if not hosts:
         raise ValueError(f"{path}: no hosts; write one line ADDRESS slots=K per host")
@@ -87,8 +99,10 @@ def read_clusterfile(path: str | Path) -> dict[str, dict]:
     try:
         entries = json.loads(read_text(path, "cluster file"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{error.lineno}: not JSON ({error.msg}); write an object "
-                         'like {"10.0.0.1": {"instance_type": "A100", ...}}') from None
+        raise ValueError(
+            f"{path}:{error.lineno}: not JSON ({error.msg}); write an object "
+            'like {"10.0.0.1": {"instance_type": "A100", ...}}'
+        ) from None
     if not isinstance(entries, dict) or not entries:
         raise ValueError(f"{path}: expected an object from address to {', '.join(CLUSTER_FIELDS)}")
     for address, entry in entries.items():
@@ -101,13 +115,12 @@ def _check_entry(path, address: str, entry) -> None:
     if missing:
         raise ValueError(f"{path}: entry {address} lacks {', '.join(missing)}; add it")
     if not isinstance(entry["instance_type"], str) or not entry["instance_type"]:
-        raise ValueError(f"{path}: entry {address}: instance_type must be a name such as \"A100\"")
+        raise ValueError(f'{path}: entry {address}: instance_type must be a name such as "A100"')
     for field in CLUSTER_FIELDS[1:]:
         value = entry[field]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
             unit = "GB per device" if field == "memory" else "GB/s"
-            raise ValueError(f"{path}: entry {address}: {field} is {value!r}; "
-                             f"write a positive number of {unit}")
+            raise ValueError(f"{path}: entry {address}: {field} is {value!r}; write a positive number of {unit}")
         if field != "memory" and value > 1e6:
             raise ValueError(f"{path}: entry {address}: {field} {value:g} looks like bytes/s; write GB/s")
 
@@ -118,8 +131,7 @@ def read_text(path: str | Path, what: str) -> str:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not text"
-        raise ValueError(f"{path}: cannot read the {what} ({reason}); "
-                         "give the path of an existing file") from None
+        raise ValueError(f"{path}: cannot read the {what} ({reason}); give the path of an existing file") from None
 
 
 def write_hostfile(path: str | Path, devices_per_type: int) -> None:

@@ -59,8 +59,7 @@ def read_profiles(folder: str | Path, device_types=None) -> dict[Key, Profile]:
     for path in folder.glob("*.json"):
         match = FILE_NAME.fullmatch(path.name)
         if not match:
-            raise ValueError(f"{path}: not a profile name; "
-                             "write DeviceType.<TYPE>_tp<T>_bs<S>.json or move it away")
+            raise ValueError(f"{path}: not a profile name; write DeviceType.<TYPE>_tp<T>_bs<S>.json or move it away")
         key = (match.group(1), int(match.group(2)), int(match.group(3)))
         found.add(key[0])
         if key[1] < 1 or key[2] < 1:
@@ -70,8 +69,10 @@ def read_profiles(folder: str | Path, device_types=None) -> dict[Key, Profile]:
     for device_type in device_types or ():
         if device_type not in found:
             known = ", ".join(sorted(found)) or "none"
-            raise ValueError(f"{folder}: no profile of type {device_type}; add DeviceType."
-                             f"{device_type}_tp1_bs1.json and the others, or use one of these types: {known}")
+            raise ValueError(
+                f"{folder}: no profile of type {device_type}; add DeviceType."
+                f"{device_type}_tp1_bs1.json and the others, or use one of these types: {known}"
+            )
     if not profiles:
         raise ValueError(f"{folder}: no profiles; add files named DeviceType.<TYPE>_tp<T>_bs<S>.json")
     return {key: profiles[key] for key in sorted(profiles)}
@@ -130,5 +131,7 @@ def check_layer_counts(profiles: dict[Key, Profile], num_layers: int) -> None:
 
 def _check_length(key: Key, name: str, values: tuple, num_layers: int) -> None:
     if len(values) != num_layers:
-        raise ValueError(f"{profile_name(key)}: {name} has {len(values)} layers, the model has {num_layers}; "
-                         f"set num_layers={len(values)} or profile that model")
+        raise ValueError(
+            f"{profile_name(key)}: {name} has {len(values)} layers, the model has {num_layers}; "
+            f"set num_layers={len(values)} or profile that model"
+        )

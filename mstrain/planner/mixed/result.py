@@ -96,9 +96,7 @@ class OptimalResult:
         return 1 - self.certificate.lower_bound_ms / self.best.cost_ms
 
 
-def report_stage(
-    model: Model, stage: Stage, begin: int, end: int, microbatches: int, stages_left: int
-) -> StagePlan:
+def report_stage(model: Model, stage: Stage, begin: int, end: int, microbatches: int, stages_left: int) -> StagePlan:
     """Terms of one stage of a plan; `stages_left` counts it and the ones behind it."""
     choice = stage.choice
     labels = kind_labels(model.kinds)

@@ -22,15 +22,7 @@ from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.profiles import check_layer_times, profile_name, read_profiles
 from mstrain.planner.mixed.result import Certificate, OptimalResult, report_plan
 from mstrain.planner.mixed.space import choices, choose_unit, kinds_of
-from mstrain.planner.mixed.tables import (
-    Box,
-    Space,
-    build_box,
-    build_space,
-    build_tables,
-    quick_bound,
-    usable_stages,
-)
+from mstrain.planner.mixed.tables import Box, Space, build_box, build_space, build_tables, quick_bound, usable_stages
 from mstrain.planner.mixed.times import degrees_of
 
 
@@ -52,9 +44,7 @@ def plan_optimal(
                 f"layers, the model has {options.num_layers}; profile that model"
             )
         if not sum(profile.parameter_bytes) > 0:
-            raise ValueError(
-                f"{profile_name(key)}: parameters_per_layer_bytes adds up to 0; write every layer's bytes"
-            )
+            raise ValueError(f"{profile_name(key)}: parameters_per_layer_bytes adds up to 0; write every layer's bytes")
     kinds = kinds_of(cluster)
     model = build_model(options, kinds, profiles)
     unit = choose_unit(options, kinds)
@@ -143,9 +133,7 @@ class Search:
 
     def queue_box(self, root: Label) -> None:
         box = root.box
-        bound = self.cost(
-            box.tables.microbatches, box.slowest[0], box.total[root.begin, root.state], box.finish[0]
-        )
+        bound = self.cost(box.tables.microbatches, box.slowest[0], box.total[root.begin, root.state], box.finish[0])
         self.push(bound, root.begin, self.divide, (root, bound))
 
     def divide(self, root: Label, bound: float) -> None:
@@ -271,9 +259,7 @@ class Search:
             states=int(self.space.real.sum()),
         )
         plans = tuple(
-            report_plan(
-                self.model, label.box.tables.samples, label.box.tables.microbatches, stages_of(label), cost
-            )
+            report_plan(self.model, label.box.tables.samples, label.box.tables.microbatches, stages_of(label), cost)
             for cost, _, label in self.found
         )
         return OptimalResult(options, plans, certificate)

@@ -72,13 +72,10 @@ def mixed_cluster(hosts: Hosts, latency_ms: float) -> Cluster:
     node_of = tuple(number for number, node in enumerate(nodes) for _ in range(node.slots))
     first = tuple(node_of.index(number) for number in range(len(nodes)))
     devices = tuple(
-        Device(1.0, 1.0, node.memory_gb * GB, kind=node.device_type)
-        for node in nodes
-        for _ in range(node.slots)
+        Device(1.0, 1.0, node.memory_gb * GB, kind=node.device_type) for node in nodes for _ in range(node.slots)
     )
     inside, between = (
-        tuple(rate * GB for rate in rates)
-        for rates in zip(*((node.intra_gb_s, node.inter_gb_s) for node in nodes))
+        tuple(rate * GB for rate in rates) for rates in zip(*((node.intra_gb_s, node.inter_gb_s) for node in nodes))
     )
     return Cluster(devices, Nodes(node_of, first, inside, between, 1e-3 * latency_ms))
 
@@ -97,9 +94,7 @@ def allocate(hosts: Hosts, stages: tuple[StagePlan, ...]) -> list[dict[str, tupl
         begin += node.slots
     found: list[dict[str, tuple[int, ...]]] = [{} for _ in stages]
     for label, nodes in free.items():
-        wanted = [
-            (stage.devices[label], number) for number, stage in enumerate(stages) if label in stage.devices
-        ]
+        wanted = [(stage.devices[label], number) for number, stage in enumerate(stages) if label in stage.devices]
         for count, number in sorted(wanted, key=lambda pair: (-pair[0], pair[1])):
             taken: list[int] = []
             while len(taken) < count:
@@ -274,9 +269,7 @@ def simulate_mixed(plan: Plan, options: PlanOptions, hosts: Hosts) -> Compared:
     generator = plan.generator_ms * count / plan.microbatches
     predicted = (count - 1) * slowest + plan.fill_ms + plan.end_ms + generator
     devices = tuple(tuple(sorted(d for part in found.values() for d in part)) for found in writer.devices)
-    rows = [
-        _stage_row(plan, number, count, predicted, result, mine) for number, mine in enumerate(devices)
-    ]
+    rows = [_stage_row(plan, number, count, predicted, result, mine) for number, mine in enumerate(devices)]
     memory = GB * max(row["memory_gb"] for row in rows)
     return Compared(result, count, 1e-3 * predicted, memory, devices, rows)
 

@@ -49,8 +49,7 @@ class Choice:
 def kinds_of(cluster: Hosts) -> tuple[Kind, ...]:
     """Equal nodes together, sorted, so that the order of the host file does not matter."""
     counts = Counter(
-        (node.device_type, node.slots, node.intra_gb_s, node.inter_gb_s, node.memory_gb)
-        for node in cluster.nodes
+        (node.device_type, node.slots, node.intra_gb_s, node.inter_gb_s, node.memory_gb) for node in cluster.nodes
     )
     return tuple(
         Kind(name, number * slots, slots, intra, inter, memory)
@@ -62,9 +61,7 @@ def kind_of(node: Node, kinds: tuple[Kind, ...]) -> Kind:
     """The kind that a node belongs to."""
     mine = (node.device_type, node.slots, node.intra_gb_s, node.inter_gb_s, node.memory_gb)
     return next(
-        kind
-        for kind in kinds
-        if (kind.name, kind.slots, kind.intra_gb_s, kind.inter_gb_s, kind.memory_gb) == mine
+        kind for kind in kinds if (kind.name, kind.slots, kind.intra_gb_s, kind.inter_gb_s, kind.memory_gb) == mine
     )
 
 

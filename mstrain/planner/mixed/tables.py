@@ -72,14 +72,7 @@ class Box:
 def build_box(space: Space, tables: Tables, slowest: tuple[float, float], finish: tuple[float, float]) -> Box:
     """Bound the box, shrunk to times that stages really take; an empty one gets an infinite low end."""
     total, slowest, finish = least_totals(
-        tables.stage_ms,
-        tables.end_ms,
-        slowest,
-        finish,
-        tables.groups,
-        space.offsets,
-        space.contains,
-        space.real,
+        tables.stage_ms, tables.end_ms, slowest, finish, tables.groups, space.offsets, space.contains, space.real
     )
     return Box(tables, slowest, finish, total)
 
@@ -90,9 +83,7 @@ def usable_stages(model: Model, space: Space, samples: int) -> dict[int, Stage]:
     return {index: stage for index, stage in built if stage is not None}
 
 
-def build_tables(
-    model: Model, space: Space, samples: int, microbatches: int, stages: dict[int, Stage]
-) -> Tables:
+def build_tables(model: Model, space: Space, samples: int, microbatches: int, stages: dict[int, Stage]) -> Tables:
     numbers = np.array(list(stages))
     fewest = microbatches if model.options.schedule == "gpipe" else 1
     stage_ms, end_ms, flights = stage_tables(model, list(stages.values()), fewest)
