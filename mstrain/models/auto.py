@@ -1,14 +1,11 @@
 """What `auto` means for a product: the tuner's dataflow and slice count."""
 
-import math
-
 from mstrain.hardware import Chip
 from mstrain.hardware.constants import Constants, constants_for
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, parse_slices
 from mstrain.parallel.dataflow import Projection
-from mstrain.parallel.tune import tune
-from mstrain.parallel.tuning_result import Choice
+from mstrain.parallel.tune import Block, Choice, tune_block
 
 
 def projections(model: ModelConfig, repeats: int = 1) -> tuple[Projection, ...]:
@@ -30,17 +27,16 @@ def tune_products(
 ) -> dict[str, Choice]:  # fmt: skip
     """The tuner's dataflow and slice count of every product on a fixed mesh.
 
-    `constants` replace those of the chip. Empty when nothing is left to choose, no chip is known, or nothing is legal (the plan's checks tell why).
+    `constants` replace those of the chip. Empty when nothing is left to choose, no chip is known, or nothing is legal
+    (the plan's checks say why).
     """
     known = chip is not None and (constants or chip.platform != "cpu")
     if not known or (parallel.slices != "auto" and parallel.dataflow != "auto"):
         return {}
     slices = None if parallel.slices == "auto" else parse_slices(parallel.slices)
     try:
-        tuning = tune(
-            projections(model), tokens, math.prod(shape), constants or constants_for(chip),
-            meshes=[shape], slices=slices, max_slices=chip.most_slices, dataflow=parallel.dataflow,
-        )  # fmt: skip
+        constants = constants or constants_for(chip)
+        block = Block(projections(model), tokens, constants, parallel.dataflow, chip.most_slices, slices)
+        return {choice.name: choice for choice in tune_block(block, shape)}
     except ValueError:
         return {}
-    return {choice.name: choice for choice in tuning.best.choices}

@@ -50,7 +50,7 @@ def test_what_a_device_cannot_hold_is_said(monkeypatch, capsys, tmp_path):
 @pytest.mark.usefixtures("tpu_compiler")
 def test_the_tuner_chooses_a_mesh_of_the_torus(monkeypatch):
     config = load([*ARGUMENTS, "algorithms=meshslice"])
-    (mesh,) = predicted._meshes(config, config.tpu_slice)
+    (mesh,) = predicted.choose_meshes(config, config.tpu_slice)
     assert (mesh.row, mesh.col) in config.tpu_slice.mesh_shapes()
-    every = predicted._meshes(load([*ARGUMENTS, "meshes=all"]), config.tpu_slice)
+    every = predicted.choose_meshes(load([*ARGUMENTS, "meshes=all"]), config.tpu_slice)
     assert [(m.row, m.col) for m in every] == list(config.tpu_slice.mesh_shapes())

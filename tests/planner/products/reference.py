@@ -1,7 +1,7 @@
 """The search of the MeshSlice reference program, kept to compare with published figures.
 
 Its first stage ranks mesh shapes by communication alone; its second adds the GeMMs and scans slice counts
-upwards until the first that does not improve. `mstrain.parallel.tune.tune` is the search to use.
+upwards until the first that does not improve. `tests.planner.products.tuner.tune` ranks them as mstrain does.
 """
 
 import math

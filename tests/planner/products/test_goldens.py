@@ -8,9 +8,9 @@ from mstrain.hardware import parse_target
 from mstrain.hardware.constants import constants_for
 from mstrain.parallel.dataflow import Projection, choose_dataflow, legal_slices
 from mstrain.parallel.product_cost import Layout, communication_terms, layout_cost
-from mstrain.parallel.tune import tune
 from tests.planner.products.blocks import GPT3, MEGATRON
 from tests.planner.products.reference import analytic, emulated
+from tests.planner.products.tuner import tune
 
 BATCH_CHIPS, BATCH_HALF = 256 * 2048, 128 * 2048
 PEAK = 272e12  # what the paper divides by

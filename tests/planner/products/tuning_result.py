@@ -3,32 +3,9 @@
 from dataclasses import dataclass
 
 from mstrain.hardware.constants import Constants
+from mstrain.parallel.tune import Choice
 
 TOO_FEW = "slices too few: fill and drain exposed"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One projection as tuned. Seconds are for all its repeats, forward and both gradients."""
-
-    name: str
-    dataflow: str
-    slices: int
-    transposed: bool
-    seconds: float
-    compute: float
-    communication: float
-    trials: tuple[tuple[int, float], ...]  # (slice count, seconds) of every legal count
-
-    @property
-    def exposed(self) -> float:
-        return self.seconds - self.compute
-
-    def why(self, slices: int) -> str:
-        """Why `slices`, one of the trials, is not the choice; empty for the choice itself."""
-        if slices == self.slices:
-            return ""
-        return "slices too many: launches" if slices > self.slices else TOO_FEW
 
 
 @dataclass(frozen=True)

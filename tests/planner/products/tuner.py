@@ -1,0 +1,123 @@
+"""The paper's autotuner: mesh shapes ranked by their products alone, on top of `mstrain.parallel.tune`."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from mstrain.hardware import TpuSlice
+from mstrain.hardware.constants import Constants
+from mstrain.parallel.dataflow import (
+    Projection,
+    check_dataflow,
+)
+from mstrain.parallel.product_cost import Layout, communication_terms
+from mstrain.parallel.tune import Block, factorisations, families, family_choices
+from tests.planner.products.tuning_result import AxisPair, Candidate, Tuning, why_slower
+
+MESHSLICE, COLLECTIVE = "meshslice", "collective"
+
+
+def _meshes(devices: int, meshes) -> tuple[tuple[int, int], ...]:
+    if devices < 1:
+        raise ValueError(f"devices must be 1 or more, not {devices}")
+    if meshes is None:
+        return factorisations(devices)
+    if isinstance(meshes, TpuSlice):
+        if meshes.devices % devices:
+            raise ValueError(f"{meshes.name} has {meshes.devices} devices, which {devices} does not divide")
+        return meshes.mesh_shapes(data=meshes.devices // devices)
+    chosen = tuple((int(r), int(c)) for r, c in meshes)
+    wrong = [_mesh(r, c) for r, c in chosen if r * c != devices or r < 1]
+    if wrong or not chosen:
+        right = ", ".join(_mesh(r, c) for r, c in factorisations(devices))
+        raise ValueError(f"mesh {', '.join(wrong) or '(none)'} does not have {devices} devices; use {right}")
+    return chosen
+
+
+def _candidate(problem: Block, mesh, family: str, allowed: list[list[str]]) -> Candidate:
+    """ValueError if some projection does not fit the mesh."""
+    choices = family_choices(problem, mesh, allowed)
+    layouts = [Layout(p, problem.tokens, *mesh, c.dataflow, c.transposed, problem.dtype_bytes)
+               for p, c in zip(problem.projections, choices)]
+    volumes = [(p.repeats, layout.traffic_bytes()) for p, layout in zip(problem.projections, layouts)]
+    terms = [(p.repeats, c.slices, term) for p, c, layout in zip(problem.projections, choices, layouts)
+             for term in communication_terms(layout, problem.constants)]
+    return Candidate(
+        *mesh, family, tuple(choices),
+        traffic_bytes=AxisPair(sum(n * row for n, (_, row) in volumes),
+                               sum(n * col for n, (col, _) in volumes)),
+        traffic=AxisPair(sum(n * t.traffic_row for n, _, t in terms),
+                         sum(n * t.traffic_col for n, _, t in terms)),
+        latency=AxisPair(sum(n * s * t.latency_row for n, s, t in terms),
+                         sum(n * s * t.latency_col for n, s, t in terms)),
+        pipeline=sum(n * t.first_slice / s for n, s, t in terms),
+    )
+
+
+def _search(problem: Block, meshes) -> tuple[list[Candidate], list[tuple[int, int, str]]]:
+    found, rejected = [], []
+    for mesh in meshes:
+        for family, allowed in families(problem).items():
+            try:
+                found.append(_candidate(problem, mesh, family, allowed))
+            except ValueError as error:
+                rejected.append((*mesh, str(error)))
+    return found, rejected
+
+
+def _mesh(rows: int, cols: int) -> str:
+    return f"row{rows}-col{cols}"
+
+
+def _nothing_fits(problem: Block, rejected) -> str:
+    """The first reason; where the mesh is at fault, also the nearest that fits, of its size or smaller."""
+    rows, cols, reason = rejected[0]
+    free = replace(problem, slices=None)
+    if _search(free, [(rows, cols)])[0]:
+        return f"mesh {_mesh(rows, cols)}: {reason}"
+    for devices in reversed([r for r, _ in factorisations(rows * cols)]):
+        fits = _search(free, factorisations(devices))[0]
+        if fits:
+            near = min(fits, key=lambda c: abs(math.log(c.rows * cols / (c.cols * rows))))
+            return f"mesh {_mesh(rows, cols)}: {reason}; the nearest mesh that fits is {_mesh(near.rows, near.cols)}"
+    return f"mesh {_mesh(rows, cols)}: {reason}"
+
+
+def tune(
+    projections: Iterable[Projection],
+    tokens: int,
+    devices: int,
+    constants: Constants,
+    *,
+    meshes: TpuSlice | Iterable[tuple[int, int]] | None = None,
+    max_slices: int = 32,
+    slices: int | None = None,
+    dataflow: str = "auto",
+    algorithm: str = MESHSLICE,
+    dtype_bytes: int = 2,
+) -> Tuning:
+    """The fastest mesh, dataflows and slice counts for one block's projections, by the cost model.
+
+    `tokens` and `devices` are those of one data-parallel replica. `meshes` restricts the shapes: a `TpuSlice` to
+    whole torus axes (the rest of its devices are replicas), a list to its entries, None to nothing.
+    `slices` fixes one count for all. `dataflow` is "auto", "rule" (the paper's), "os", "ls" or "rs".
+    `algorithm` is "meshslice" or "collective", which is S = 1.
+    Raises ValueError naming the nearest legal value when a mesh or slice count cannot be had.
+    """
+    if algorithm not in (MESHSLICE, COLLECTIVE):
+        raise ValueError(f"the cost model knows {MESHSLICE} and {COLLECTIVE}, not {algorithm!r}")
+    if algorithm == COLLECTIVE and slices not in (None, 1):
+        raise ValueError(f"collective has one slice; drop slices={slices} or use {MESHSLICE}")
+    if dataflow not in ("auto", "rule"):
+        check_dataflow(dataflow)
+    limit = 1 if algorithm == COLLECTIVE else max_slices
+    problem = Block(tuple(projections), tokens, constants, dataflow, limit, slices, dtype_bytes)
+    if not problem.projections or min(tokens, max_slices, 1 if slices is None else slices) < 1:
+        raise ValueError("tune needs a projection or more, and tokens, slices and max_slices of 1 or more")
+    found, rejected = _search(problem, _meshes(devices, meshes))
+    if not found:
+        raise ValueError(_nothing_fits(problem, rejected))
+    found.sort(key=lambda c: (c.seconds, abs(math.log(c.rows / c.cols))))
+    best = found[0]
+    ranked = (best, *(replace(c, why=why_slower(c, best)) for c in found[1:]))
+    return Tuning(best, ranked, tuple(rejected), constants, tokens)
