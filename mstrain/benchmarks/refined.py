@@ -35,7 +35,7 @@ def refine_all(config: BenchmarkConfig, console: Console) -> int:
     for model in config.model_configs:
         task, begin = make_task(config, model), time.monotonic()
 
-        def say(text: str) -> None:
+        def say(text: str, begin: float = begin) -> None:
             console.print(f"{duration(time.monotonic() - begin)}  {text}", soft_wrap=True)
 
         attempt = functools.partial(compile_candidate, task)

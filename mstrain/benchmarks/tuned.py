@@ -29,7 +29,9 @@ def best_mesh(model: ModelConfig, config: BenchmarkConfig, tpu_slice: TpuSlice) 
     return rank_meshes(_question(model, config, tpu_slice, "meshslice" if "meshslice" in names else names[0]))[0].shape
 
 
-def tune_model(model: ModelConfig, config: BenchmarkConfig, tpu_slice: TpuSlice | None) -> tuple[Question, list[Costed]]:
+def tune_model(
+    model: ModelConfig, config: BenchmarkConfig, tpu_slice: TpuSlice | None
+) -> tuple[Question, list[Costed]]:
     """Ranks the meshes of a slice, or of as many emulated CPU devices as meshes= has; also gives what it asked."""
     shapes = config.mesh_shapes if config.meshes not in ("auto", "all") else []
     if len({shape.devices for shape in shapes}) > 1:

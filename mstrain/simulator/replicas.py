@@ -104,7 +104,8 @@ class _Mesh:
     """Which groups each axis of an operation has among `data` replicas of rows x cols tensor ranks.
 
     `copies`: groups per axis; `width`: ranks per group. Groups of tensor ranks are numbered by replica,
-    those of data replicas by rank, those along ROW and COL by replica and then by column or row. GROUP needs a single rank and replica.
+    those of data replicas by rank, those along ROW and COL by replica and then by column or row.
+    GROUP needs a single rank and replica.
     """
 
     data: int

@@ -103,7 +103,8 @@ def test_only_legal_slice_counts_with_another_plan_are_compiled():
         parallel = ParallelConfig(slices=slices)
         plans.append(plan_on(shape, parallel, MODEL, 16, 64, TASK.tpu_slice.chip).groups)
     assert all(plan not in plans[:i] for i, plan in enumerate(plans))
-    narrow = dataclasses.replace(MODEL, width=36, heads=2, num_kv_heads=2, head_dim=18)  # 18 features on each of two devices
+    # 18 features on each of two devices
+    narrow = dataclasses.replace(MODEL, width=36, heads=2, num_kv_heads=2, head_dim=18)
     narrow = dataclasses.replace(TASK, model=narrow, parallel=ParallelConfig(dataflow="os"))
     assert set(counts_to_try(narrow, shape)) <= {"1", "2"}
 

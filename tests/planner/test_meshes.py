@@ -37,7 +37,8 @@ def test_only_meshes_with_a_legal_plan_remain(parallel):
 
 
 def test_few_sequences_leave_few_rows():
-    few = shapes(best_meshes(ParallelConfig(), dataclasses.replace(SMALL, heads=32, num_kv_heads=32, head_dim=32), 2, 256, 32, SLICE))
+    many = dataclasses.replace(SMALL, heads=32, num_kv_heads=32, head_dim=32)
+    few = shapes(best_meshes(ParallelConfig(), many, 2, 256, 32, SLICE))
     assert few and all(shape.data * shape.row <= 2 for shape in few)
 
 

@@ -1,4 +1,4 @@
-"""The references are sealed: the registry of plan.py's modes names their commands, and nothing of mstrain imports them."""
+"""The references are sealed: the registry of plan.py's modes names their commands, and no module imports them."""
 
 import ast
 from pathlib import Path
