@@ -14,7 +14,7 @@ from mstrain.__main__ import main as module_main
 from mstrain.cli import Command, build, known_keys, run_command
 from mstrain.cli.compose import CONF
 from mstrain.commands.train import COMMAND, load_config
-from mstrain.gemm.plan import ALGORITHMS
+from mstrain.gemm import ALGORITHMS
 from mstrain.mesh import parse_mesh
 from mstrain.models.parallel import ParallelConfig, layer_algorithms, parse_slices
 from mstrain.training.config import RunConfig

@@ -5,7 +5,7 @@ import dataclasses
 from jax.sharding import Mesh
 
 from mstrain.benchmarks.config import PRODUCTS, BenchmarkConfig
-from mstrain.gemm import Plan, PlanPair
+from mstrain.gemm import Plan, PlanPair, find_algorithm
 from mstrain.hardware import Chip
 from mstrain.mesh import MeshShape, parse_mesh
 from mstrain.models.auto import projections
@@ -85,7 +85,7 @@ def _scaled(name: str, size: int, part: int, whole: int, physical: MeshShape) ->
 def plan_case(case: Case, config: BenchmarkConfig, mesh: Mesh, chip: Chip | None) -> ModelPlan:
     """The plan of a case on a mesh, with the slice counts asked for; raises ValueError when it is illegal."""
     plan = make_plan(config.parallel(case.algorithm), case.model, mesh, case.microbatch, config.seq, chip)
-    if config.slice_counts is None or case.algorithm != "meshslice":
+    if config.slice_counts is None or not find_algorithm(case.algorithm).sliced:
         return plan
     counts = dict(zip(PRODUCTS, config.slice_counts, strict=True))
     sequences = case.microbatch // mesh.shape["data"]

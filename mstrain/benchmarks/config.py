@@ -6,8 +6,7 @@ import re
 from mstrain.benchmarks.presets import preset_arguments
 from mstrain.checks import at_least, mounted, one_of
 from mstrain.cli import compose
-from mstrain.gemm import ALGORITHMS, check_algorithm
-from mstrain.gemm.plan import CHOOSES_DATAFLOW
+from mstrain.gemm import ALGORITHMS, find_algorithm
 from mstrain.hardware import TpuSlice, parse_target
 from mstrain.mesh import MeshShape, parse_mesh
 from mstrain.models.auto import projections
@@ -110,7 +109,7 @@ class BenchmarkConfig:
         names = list(ALGORITHMS) if self.algorithms == "all" else self.algorithms.split()
         if not names:
             raise ValueError('algorithms= is empty. Type algorithms=all, or algorithms="meshslice wang".')
-        return [check_algorithm(name) for name in names]
+        return [find_algorithm(name).name for name in names]
 
     @property
     def parts(self) -> int:
@@ -165,7 +164,7 @@ class BenchmarkConfig:
 
     def parallel(self, algorithm: str) -> ParallelConfig:
         """What is asked of one algorithm; a dataflow goes to those that choose one."""
-        return ParallelConfig(algorithm, dataflow=self.dataflow if algorithm in CHOOSES_DATAFLOW else "auto")
+        return ParallelConfig(algorithm, dataflow="auto" if find_algorithm(algorithm).only_dataflow else self.dataflow)
 
     def _check_effect(self) -> None:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mstrain.benchmarks.config import BenchmarkConfig
+from mstrain.gemm import find_algorithm
 from mstrain.hardware import TpuSlice, chip_named
 from mstrain.hardware.constants import load_constants
 from mstrain.mesh import MeshShape
@@ -26,7 +27,11 @@ DEFAULT_DEVICES = 8  # of the emulated mesh
 def best_mesh(model: ModelConfig, config: BenchmarkConfig, tpu_slice: TpuSlice) -> MeshShape:
     """The planner's mesh on a slice for MeshSlice (for the first algorithm, where MeshSlice is not compared)."""
     names = config.algorithm_names
-    return rank_meshes(_question(model, config, tpu_slice, "meshslice" if "meshslice" in names else names[0]))[0].shape
+    return rank_meshes(_question(model, config, tpu_slice, next(filter(_sliced, names), names[0])))[0].shape
+
+
+def _sliced(algorithm: str) -> bool:
+    return find_algorithm(algorithm).sliced
 
 
 def tune_model(
@@ -60,7 +65,7 @@ def _question(
     if batch % config.accumulate:
         raise ValueError(f"batch={batch} does not divide into accumulate={config.accumulate} microbatches.")
     parallel = config.parallel(algorithm)
-    if algorithm == "meshslice" and config.bench == "tune" and config.one_slice_count:
+    if _sliced(algorithm) and config.bench == "tune" and config.one_slice_count:
         parallel = dataclasses.replace(parallel, slices=str(config.one_slice_count))
     dtype = jnp.dtype(dtype_on("tpu" if tpu_slice else "cpu", config.dtype)).name
     fixed = Fixed(microbatches=config.accumulate, remat=config.remat)

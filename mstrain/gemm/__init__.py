@@ -1,13 +1,16 @@
 """The product: y = x @ w on a two-dimensional mesh. One file per algorithm, one interface, three dataflows."""
 
+from mstrain.gemm.algorithm import DATAFLOWS, Algorithm
 from mstrain.gemm.grid import Grid, Layout
 from mstrain.gemm.linear import Flows, linear
 from mstrain.gemm.lowering import LoweringOptions
-from mstrain.gemm.plan import ALGORITHMS, DATAFLOWS, Plan, PlanPair, check_algorithm, grid_of, legal_slices
+from mstrain.gemm.plan import Plan, PlanPair, grid_of, legal_slices
+from mstrain.gemm.registry import ALGORITHMS, any_sliced, find_algorithm
 from mstrain.gemm.storage import Storage
 
 __all__ = [
     "ALGORITHMS",
+    "Algorithm",
     "DATAFLOWS",
     "Flows",
     "LoweringOptions",
@@ -16,7 +19,8 @@ __all__ = [
     "Plan",
     "PlanPair",
     "Storage",
-    "check_algorithm",
+    "any_sliced",
+    "find_algorithm",
     "grid_of",
     "legal_slices",
     "linear",

@@ -7,6 +7,7 @@ skew each moving matrix, n - 1 rotations, and for the flows whose output moves o
 import jax.numpy as jnp
 from jax import lax
 
+from mstrain.gemm.algorithm import Algorithm
 from mstrain.gemm.local import NN, NT, TN, axis_size, dot, ppermute
 from mstrain.mesh import AXES
 
@@ -66,3 +67,6 @@ def _move(x, rows, cols, destination):
 
     pairs = [(number(i, j), number(*destination(i, j))) for i in range(n) for j in range(n)]
     return lax.ppermute(x, axes, pairs)
+
+
+ALGORITHM = Algorithm("cannon", os, ls, rs, square=True)

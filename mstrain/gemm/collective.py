@@ -1,5 +1,6 @@
 """Collective: gather whole shards, multiply once, scatter whole shards (MeshSlice paper, section 2.3.1)."""
 
+from mstrain.gemm.algorithm import Algorithm
 from mstrain.gemm.local import NN, NT, TN, all_gather, dot, reduce_scatter
 
 
@@ -16,3 +17,6 @@ def ls(a, b, rows, cols, slices=1):
 def rs(a, b, rows, cols, slices=1):
     """Y = A^T B. Right-stationary: gathers A_KxM along the columns, scatters Y_MxN along the rows."""
     return reduce_scatter(dot(all_gather(a, cols, 1), b, TN), rows, 0)
+
+
+ALGORITHM = Algorithm("collective", os, ls, rs, costed=True)

@@ -4,13 +4,7 @@ The Y-stationary dataflow with every device in one column: tokens stay where the
 use and its gradient scattered after.
 """
 
-from jax.sharding import Mesh
-
+from mstrain.gemm.algorithm import Algorithm
 from mstrain.gemm.collective import ls, os, rs
-from mstrain.gemm.grid import Grid
 
-__all__ = ["grid", "ls", "os", "rs"]
-
-
-def grid(mesh: Mesh) -> Grid:
-    return Grid(mesh, ("row", "col"), ())
+ALGORITHM = Algorithm("fsdp", os, ls, rs, dataflows=("os",), rows=("row", "col"), cols=(), costed=True)

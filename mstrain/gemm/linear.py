@@ -17,9 +17,8 @@ import functools
 import jax
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm import gspmd
 from mstrain.gemm.local import all_reduce
-from mstrain.gemm.plan import ALGORITHMS, Plan
+from mstrain.gemm.plan import Plan
 
 
 def linear(x_TxI: jax.Array, w: jax.Array, plan: Plan) -> jax.Array:
@@ -34,8 +33,8 @@ def linear(x_TxI: jax.Array, w: jax.Array, plan: Plan) -> jax.Array:
       y_TxO in the dtype of x, laid out as `plan.output_layout`. The gradient of w has the dtype of w and is summed
       over the data axis.
     """
-    if plan.algorithm == "gspmd":
-        return gspmd.product(x_TxI, w, plan.grid)
+    if plan.kind.product:
+        return plan.kind.product(x_TxI, w, plan.grid)
     return _linear(x_TxI, w, plan)
 
 
@@ -82,14 +81,14 @@ class Flows:
     """The three flows of a plan's algorithm, bound to its grid, slice count and form, to be called on one device."""
 
     def __init__(self, plan: Plan):
-        module = ALGORITHMS[plan.algorithm]
+        kind = plan.kind
         how = {"rows": plan.grid.rows, "cols": plan.grid.cols, "slices": plan.slices}
-        if plan.algorithm == "meshslice":
+        if kind.sliced:
             how["lowering"] = plan.lowering
-        self.os = functools.partial(module.os, **how)
-        self.ls = functools.partial(module.ls, **how)
-        self.rs = functools.partial(module.rs, **how)
-        transposed = getattr(module, "ls_transposed", lambda *a, **how: module.ls(*a, **how).T)
+        self.os = functools.partial(kind.os, **how)
+        self.ls = functools.partial(kind.ls, **how)
+        self.rs = functools.partial(kind.rs, **how)
+        transposed = kind.ls_transposed or (lambda *a, **how: kind.ls(*a, **how).T)
         self.ls_transposed = functools.partial(transposed, **how)
         self._mesh = plan.grid.mesh
 

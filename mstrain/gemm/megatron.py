@@ -5,13 +5,7 @@ token shards and splits features, the projection out of it sums features and sca
 norms are sharded over tokens.
 """
 
-from jax.sharding import Mesh
-
+from mstrain.gemm.algorithm import Algorithm
 from mstrain.gemm.collective import ls, os, rs
-from mstrain.gemm.grid import Grid
 
-__all__ = ["grid", "ls", "os", "rs"]
-
-
-def grid(mesh: Mesh) -> Grid:
-    return Grid(mesh, (), ("row", "col"))
+ALGORITHM = Algorithm("megatron", os, ls, rs, dataflows=("rs",), rows=(), cols=("row", "col"), costed=True)

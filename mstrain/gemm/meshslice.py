@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mstrain.gemm import collective
+from mstrain.gemm.algorithm import Algorithm
 from mstrain.gemm.local import (
     NN,
     NT,
@@ -155,3 +156,6 @@ def _join(pieces, dim):
     for s, y_s in enumerate(pieces):
         y = lax.dynamic_update_slice_in_dim(y, y_s, s * width, dim)
     return y
+
+
+ALGORITHM = Algorithm("meshslice", os, ls, rs, ls_transposed=ls_transposed, sliced=True, costed=True)

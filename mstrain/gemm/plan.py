@@ -1,23 +1,14 @@
 """A plan says how one product is computed: algorithm, dataflow, slice count, grid. Every legality rule is here."""
 
 import dataclasses
-import difflib
 import math
-from types import ModuleType
 
 from jax.sharding import Mesh
 
-from mstrain.gemm import cannon, collective, fsdp, gspmd, megatron, meshslice, summa, wang
+from mstrain.gemm.algorithm import Algorithm
 from mstrain.gemm.grid import Grid, Layout
 from mstrain.gemm.lowering import LoweringOptions
-
-DATAFLOWS = ("os", "ls", "rs")
-ALGORITHMS: dict[str, ModuleType] = {
-    module.__name__.rsplit(".", 1)[1]: module
-    for module in (meshslice, collective, wang, summa, cannon, megatron, fsdp, gspmd)
-}
-ONE_DIMENSIONAL = {"megatron": "rs", "fsdp": "os"}  # a corner of the grid has one dataflow
-CHOOSES_DATAFLOW = frozenset(ALGORITHMS) - {"gspmd"} - set(ONE_DIMENSIONAL)
+from mstrain.gemm.registry import ALGORITHMS, find_algorithm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +31,11 @@ class Plan:
     lowering: LoweringOptions = LoweringOptions()
 
     @property
+    def kind(self) -> Algorithm:
+        """The algorithm itself."""
+        return ALGORITHMS[self.algorithm]
+
+    @property
     def input_layout(self) -> Layout:
         return self.grid.swapped.layout if self.dataflow == "rs" else self.grid.layout
 
@@ -56,18 +52,13 @@ class Plan:
           what: the projection's name, for the message.
         """
         rows, cols = self.grid.num_rows, self.grid.num_cols
-        shape = f"{rows}x{cols}"
-        if self.algorithm == "cannon" and rows != cols:
-            raise ValueError(
-                f"{what}: cannon needs a square mesh and this one is {shape}. "
-                "Type mesh=2x2 or mesh=4x4, or parallel=collective."
-            )
+        self.kind.check_grid(rows, cols, what)
         self._check_divides(in_dim, out_dim, what)
         legal = legal_slices(self.dataflow, in_dim, out_dim, batch, rows, cols)
         if self.slices not in legal:
             near = sorted(sorted(legal, key=lambda s: abs(s - self.slices))[:3])
             raise ValueError(
-                f"{what}: slice count {self.slices} is illegal on {shape} for a {in_dim} x {out_dim} weight with "
+                f"{what}: slice count {self.slices} is illegal on {rows}x{cols} for a {in_dim} x {out_dim} weight with "
                 f"dataflow {self.dataflow} and {batch} sequences. Type parallel.slices={_or(near)}."
             )
 
@@ -112,17 +103,7 @@ class PlanPair:
 
 def grid_of(algorithm: str, mesh: Mesh) -> Grid:
     """The grid an algorithm uses on `mesh`: both tensor axes, or one corner of them."""
-    module = ALGORITHMS[check_algorithm(algorithm)]
-    return module.grid(mesh) if algorithm in ONE_DIMENSIONAL else Grid(mesh, ("row",), ("col",))
-
-
-def check_algorithm(name: str) -> str:
-    """Returns `name`; raises ValueError naming the nearest algorithm if there is none of that name."""
-    if name not in ALGORITHMS:
-        near = difflib.get_close_matches(name, ALGORITHMS, 1)
-        hint = f"Did you mean {near[0]}? " if near else ""
-        raise ValueError(f"There is no algorithm {name!r}. {hint}Choose one of {', '.join(ALGORITHMS)}.")
-    return name
+    return find_algorithm(algorithm).grid(mesh)
 
 
 def legal_slices(dataflow: str, in_dim: int, out_dim: int, batch: int, rows: int, cols: int) -> list[int]:

@@ -10,6 +10,7 @@ import math
 
 import jax.numpy as jnp
 
+from mstrain.gemm.algorithm import Algorithm
 from mstrain.gemm.local import NN, NT, TN, all_reduce, axis_index, axis_size, dot, piece
 
 
@@ -55,3 +56,6 @@ def _collect(partials, dim, axes):
         mine = axis_index(axes) == owner
         kept = [jnp.where(mine, new, old) for new, old in zip(theirs, kept, strict=True)]
     return jnp.concatenate(kept, axis=dim)
+
+
+ALGORITHM = Algorithm("summa", os, ls, rs)

@@ -8,6 +8,7 @@ takes exactly C - 1 steps; half of every block travels each way.
 import jax.numpy as jnp
 from jax import lax
 
+from mstrain.gemm.algorithm import Algorithm
 from mstrain.gemm.local import (
     NN,
     NT,
@@ -63,3 +64,6 @@ def _circulate(x, dim, axes):
         yield left, ((me + step) % n) * width + low
         if coming:
             right, left = coming
+
+
+ALGORITHM = Algorithm("wang", os, ls, rs)

@@ -4,8 +4,7 @@ import dataclasses
 import re
 from typing import ClassVar
 
-from mstrain.gemm import ALGORITHMS, DATAFLOWS, check_algorithm
-from mstrain.gemm.plan import CHOOSES_DATAFLOW
+from mstrain.gemm import ALGORITHMS, DATAFLOWS, any_sliced, find_algorithm
 
 HALVES = ("attention", "mlp")
 
@@ -33,7 +32,7 @@ class ParallelConfig:
 
 def layer_algorithms(parallel: ParallelConfig, layers: int) -> list[tuple[str, str]]:
     """(attention, mlp) algorithm of every layer; raises ValueError on a spelling it cannot read."""
-    everywhere = [check_algorithm(half or parallel.algorithm) for half in (parallel.attention, parallel.mlp)]
+    everywhere = [find_algorithm(half or parallel.algorithm).name for half in (parallel.attention, parallel.mlp)]
     names = [list(everywhere) for _ in range(layers)]
     for rule in (parallel.layers or "").split():
         match = re.fullmatch(r"(\d{1,6})(?:(-)(\d{1,6})?)?:(?:(attention|mlp):)?([A-Za-z_]\w*)", rule)
@@ -50,23 +49,24 @@ def layer_algorithms(parallel: ParallelConfig, layers: int) -> list[tuple[str, s
         for layer in range(first, last + 1):
             for i, name in enumerate(HALVES):
                 if half in (None, name):
-                    names[layer][i] = check_algorithm(algorithm)
+                    names[layer][i] = find_algorithm(algorithm).name
     return [tuple(pair) for pair in names]
 
 
 def check_effect(parallel: ParallelConfig, used: set[str]) -> None:
     """An option that would change nothing is an error."""
-    if parallel.slices != "auto" and "meshslice" not in used:
+    if parallel.slices != "auto" and not any_sliced(used):
         raise ValueError(
             f"parallel.slices={parallel.slices} has no effect: no layer uses meshslice. "
             "Drop it, or type parallel=meshslice."
         )
     if parallel.dataflow not in ("auto", *DATAFLOWS):
         raise ValueError(f"parallel.dataflow={parallel.dataflow!r} is unknown. Choose auto, os, ls or rs.")
-    if parallel.dataflow != "auto" and not used & CHOOSES_DATAFLOW:
+    choosing = {algorithm.name for algorithm in ALGORITHMS.values() if not algorithm.only_dataflow}
+    if parallel.dataflow != "auto" and not used & choosing:
         raise ValueError(
             f"parallel.dataflow={parallel.dataflow} has no effect on {', '.join(sorted(used))}. "
-            f"Drop it, or choose one of {', '.join(sorted(CHOOSES_DATAFLOW))}."
+            f"Drop it, or choose one of {', '.join(sorted(choosing))}."
         )
 
 

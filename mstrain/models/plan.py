@@ -12,8 +12,7 @@ import math
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from mstrain.gemm import Grid, LoweringOptions, Plan, PlanPair, grid_of, legal_slices
-from mstrain.gemm.plan import ONE_DIMENSIONAL
+from mstrain.gemm import Grid, LoweringOptions, Plan, PlanPair, find_algorithm, grid_of, legal_slices
 from mstrain.hardware import Chip
 from mstrain.hardware.constants import Constants
 from mstrain.mesh import AXES, shape_of
@@ -105,7 +104,7 @@ def describe_plan(plan: ModelPlan) -> str:
         halves = []
         for name, pair in (("attention", block.attention), ("mlp", block.mlp)):
             into, out = pair.into, pair.out
-            slices = f" S={into.slices},{out.slices}" if into.algorithm == "meshslice" else ""
+            slices = f" S={into.slices},{out.slices}" if into.kind.sliced else ""
             halves.append(f"{name} {into.algorithm} {into.dataflow},{out.dataflow}{slices}")
         layers = f"layer {first}" if count == 1 else f"layers {first}-{first + count - 1}"
         parts.append(f"{layers}: {'; '.join(halves)}")
@@ -161,7 +160,7 @@ class _Planner:
     def head(self, algorithm: str) -> Plan:
         """The output projection: largest of its three matrices is the logits, which stay; tokens keep their order."""
         grid = grid_of(algorithm, self.mesh)
-        swap = ONE_DIMENSIONAL.get(algorithm) == "rs" or self._flow(algorithm, 1, 1, "attention in") == "rs"
+        swap = self._flow(algorithm, 1, 1, "attention in") == "rs"
         plan = Plan(algorithm, "rs" if swap else "os", grid)
         vocab_size = self.model.vocab_size or 1
         padded = vocab_size + ModelPlan((), plan).vocab_padding(vocab_size)
@@ -193,18 +192,17 @@ class _Planner:
         return pair
 
     def _flow(self, algorithm: str, in_dim: int, out_dim: int, what: str) -> str:
-        if algorithm in ONE_DIMENSIONAL:
-            return ONE_DIMENSIONAL[algorithm]
-        if algorithm == "gspmd":
-            return "os"
+        kind = find_algorithm(algorithm)
+        if kind.only_dataflow:
+            return kind.only_dataflow
         if self.parallel.dataflow != "auto":
             return self.parallel.dataflow
-        if algorithm == "meshslice" and what in self.tuned:
+        if kind.sliced and what in self.tuned:
             return self.tuned[what].dataflow
         return "os" if out_dim > in_dim else "ls"
 
     def _sliced(self, plan: Plan, in_dim: int, out_dim: int, what: str) -> Plan:
-        if plan.algorithm == "meshslice":
+        if plan.kind.sliced:
             if self.parallel.slices == "auto":
                 legal = legal_slices(
                     plan.dataflow, in_dim, out_dim, self.sequences, plan.grid.num_rows, plan.grid.num_cols

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from mstrain.compiler.compile import DoesNotFit, compile_program
 from mstrain.compiler.schedule import Schedule, predict
 from mstrain.compiler.topology import Target, make_target
+from mstrain.gemm import any_sliced, find_algorithm
 from mstrain.hardware import TpuSlice
 from mstrain.mesh import MeshShape, make_mesh, parse_mesh
 from mstrain.models.config import ModelConfig
@@ -30,7 +31,6 @@ from mstrain.program.step import step_program
 
 MESHES = 3  # of the cost model's ranking that are compiled
 COUNTS = (1, 2, 4, 8)  # slice counts for all products that are compiled beside the cost model's
-COSTED = {"meshslice", "collective", "megatron", "fsdp"}  # algorithms that the cost model describes
 STEPS = 1000  # of the learning rate's schedule, which no time depends on
 
 
@@ -140,7 +140,7 @@ def meshes_to_try(task: TuningTask) -> list[MeshShape]:
 def counts_to_try(task: TuningTask, shape: MeshShape) -> list[str]:
     """Slice counts for all products with a legal plan other than the automatic; none without MeshSlice."""
     used = {name for pair in layer_algorithms(task.parallel, task.model.layers) for name in pair}
-    if "meshslice" not in used:
+    if not any_sliced(used):
         return []
     seen, found = [_abstract_plan(task, shape, "auto").groups], []
     for slices in map(str, COUNTS):
@@ -208,7 +208,7 @@ def model_seconds(task: TuningTask, shape: MeshShape, slices: str) -> float | No
     """The cost model's seconds for the products of one step; None with an algorithm that it does not know."""
     parallel = dataclasses.replace(task.parallel, slices=slices)
     used = {name for pair in layer_algorithms(parallel, task.model.layers) for name in pair}
-    if not used <= COSTED:
+    if not all(find_algorithm(name).costed for name in used):
         return None
     question = task.question(parallel)
     plan = PodPlan(shape.data, parallel, shape.row, shape.col, 1, task.accumulate, task.remat)

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from jax.sharding import AbstractMesh
 
+from mstrain.gemm import find_algorithm
 from mstrain.hardware import Chip
 from mstrain.hardware.constants import Constants
 from mstrain.mesh import AXES, MeshShape
@@ -56,7 +57,7 @@ class PodPlan:
     @property
     def tensor_name(self) -> str:
         """The algorithm, with the mesh it slices or the number of devices in its ring."""
-        shape = f"{self.rows}x{self.cols}" if self.algorithm == "meshslice" else self.tensor
+        shape = f"{self.rows}x{self.cols}" if find_algorithm(self.algorithm).sliced else self.tensor
         return f"{self.algorithm} {shape}"
 
     @property

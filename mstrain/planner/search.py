@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from mstrain.gemm.plan import ONE_DIMENSIONAL
+from mstrain.gemm import find_algorithm
 from mstrain.models.parallel import ParallelConfig, layer_algorithms
 from mstrain.models.transformer import REMAT
 from mstrain.parallel.tune import factorisations
@@ -82,7 +82,7 @@ def layouts(question: Question) -> Iterator[PodPlan]:
 def _distinct(parallel: ParallelConfig, layers: int, shapes) -> list[tuple[int, int]]:
     """The shapes that differ for these algorithms: a ring of all devices has the squarest only."""
     names = {name for pair in layer_algorithms(parallel, layers) for name in pair}
-    if shapes and names <= set(ONE_DIMENSIONAL):
+    if shapes and all(find_algorithm(name).one_dimensional for name in names):
         return [min(shapes, key=lambda shape: (abs(math.log(shape[0] / shape[1])), shape))]
     return list(shapes)
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 from mstrain.checkpoints.config import CheckpointConfig
 from mstrain.checks import at_least, mounted, one_of
 from mstrain.data import DataConfig
+from mstrain.gemm import any_sliced
 from mstrain.hardware import parse_target
 from mstrain.job.job import HostsConfig
 from mstrain.mesh import parse_mesh
@@ -107,7 +108,7 @@ class RunConfig:
             parse_slices(self.parallel.slices)
         used = set(itertools.chain(*layer_algorithms(self.parallel, self.model.layers)))
         check_effect(self.parallel, used)
-        open_slices = self.parallel.slices == "auto" and "meshslice" in used
+        open_slices = self.parallel.slices == "auto" and any_sliced(used)
         if self.tune == "compile" and self.mesh != "auto" and not open_slices:
             raise ValueError("tune=compile has nothing to choose. Type mesh=auto, parallel.slices=auto or tune=model.")
         if not self.run_dir.strip():

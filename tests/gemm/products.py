@@ -10,8 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mstrain.gemm import Plan, Storage, grid_of, linear
-from mstrain.gemm.plan import ONE_DIMENSIONAL
+from mstrain.gemm import Plan, Storage, find_algorithm, grid_of, linear
 from mstrain.mesh import make_mesh, parse_mesh
 
 DIMS = (240, 120, 360)
@@ -54,9 +53,8 @@ def plans_of(algorithm: str, mesh: Mesh, slices=(1,), twins=False) -> list[Plan]
     """Every dataflow (and, with `twins`, its transposed twin) that `algorithm` has on `mesh`."""
     grid = grid_of(algorithm, mesh)
     grids = (grid, grid.swapped) if twins or algorithm == "megatron" else (grid,)
-    flows = (ONE_DIMENSIONAL[algorithm],) if algorithm in ONE_DIMENSIONAL else ("os", "ls", "rs")
-    flows = ("os",) if algorithm == "gspmd" else flows
-    counts = slices if algorithm == "meshslice" else (1,)
+    flows = find_algorithm(algorithm).dataflows
+    counts = slices if find_algorithm(algorithm).sliced else (1,)
     return [Plan(algorithm, flow, grid, count) for flow in flows for grid in grids for count in counts]
 
 

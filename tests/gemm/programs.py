@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from mstrain.gemm import Grid
-from mstrain.gemm.plan import ALGORITHMS
+from mstrain.gemm import ALGORITHMS, Grid
 
 COLLECTIVES = (
     "all_gather",

@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from mstrain.gemm import LoweringOptions, Plan, grid_of
-from mstrain.gemm.plan import ALGORITHMS, ONE_DIMENSIONAL
+from mstrain.gemm import ALGORITHMS, LoweringOptions, Plan, grid_of
 from tests.gemm.products import (
     DIMS,
     check,
@@ -32,7 +31,7 @@ SLICES = {
     "2x2x2": (3,),
 }
 TWINS = ("2x4", "3x2", "2x2x2")
-ONE_MESH_IS_ENOUGH = {*ONE_DIMENSIONAL, "gspmd"}
+ONE_MESH_IS_ENOUGH = {name for name, algorithm in ALGORITHMS.items() if algorithm.only_dataflow}
 
 
 def cases():

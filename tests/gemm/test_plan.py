@@ -8,7 +8,7 @@ import re
 import jax
 import pytest
 
-from mstrain.gemm import ALGORITHMS, DATAFLOWS, Plan, check_algorithm, grid_of, legal_slices
+from mstrain.gemm import ALGORITHMS, DATAFLOWS, Plan, find_algorithm, grid_of, legal_slices
 from tests.gemm.products import mesh_of, plans_of, step
 
 
@@ -22,7 +22,7 @@ def plan_on(mesh, algorithm="meshslice", dataflow="os", slices=1):
 )
 def test_unknown_algorithm_is_told_the_nearest_one(name, meant):
     with pytest.raises(ValueError, match=f"Did you mean {meant}"):
-        check_algorithm(name)
+        find_algorithm(name)
 
 
 def test_unknown_algorithm_is_told_all_of_them():

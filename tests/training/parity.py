@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mstrain.gemm.plan import ALGORITHMS
+from mstrain.gemm import ALGORITHMS
 from mstrain.mesh import make_mesh, parse_mesh
 from mstrain.models import parameters
 from mstrain.models.config import ModelConfig

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from mstrain.gemm.plan import ALGORITHMS
+from mstrain.gemm import ALGORITHMS
 from mstrain.models.plan import ParallelConfig
 from tests.training.parity import (
     BF16_REFERENCE,

@@ -1,0 +1,26 @@
+"""All algorithms by name: the one place that knows which there are."""
+
+import difflib
+from collections.abc import Iterable
+
+from mstrain.gemm import cannon, collective, fsdp, gspmd, megatron, meshslice, summa, wang
+from mstrain.gemm.algorithm import Algorithm
+
+ALGORITHMS: dict[str, Algorithm] = {
+    module.ALGORITHM.name: module.ALGORITHM
+    for module in (meshslice, collective, wang, summa, cannon, megatron, fsdp, gspmd)
+}
+
+
+def find_algorithm(name: str) -> Algorithm:
+    """The algorithm called `name`; raises ValueError naming the nearest one if there is none."""
+    if name not in ALGORITHMS:
+        near = difflib.get_close_matches(name, ALGORITHMS, 1)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise ValueError(f"There is no algorithm {name!r}. {hint}Choose one of {', '.join(ALGORITHMS)}.")
+    return ALGORITHMS[name]
+
+
+def any_sliced(names: Iterable[str]) -> bool:
+    """Whether one of these algorithms has slice counts."""
+    return any(find_algorithm(name).sliced for name in names)
