@@ -1,0 +1,1 @@
+"""Flax Linen layers: dense, attention, MLP, norm, embedding, loss."""

@@ -1,0 +1,1 @@
+"""The zoo: one transformer, its families as small differences, and the plan of its products."""

@@ -1,0 +1,1 @@
+"""A run: its configuration, preparation, loop, hooks and resumption."""
