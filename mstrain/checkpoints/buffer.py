@@ -1,7 +1,7 @@
 """How many bytes a host sets aside to read a checkpoint, beside the arrays themselves.
 
-Files hold chunks of at most CHUNK bytes. A shard is read from all chunks that it touches, and Orbax refuses a shard that
-needs more than the whole buffer: so the buffer holds the largest one, and beyond that no more than SHARE of the state.
+Files hold chunks of at most CHUNK bytes. A shard is read from all chunks that it touches, and Orbax refuses a shard
+that needs more than the whole buffer: so the buffer holds the largest one, and otherwise at most SHARE of the state.
 """
 
 import math

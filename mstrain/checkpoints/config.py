@@ -20,8 +20,8 @@ class CheckpointConfig:
     max_failures: int = 3
     """Saves that fail in a row before the run stops."""
     local_dir: str | None = None
-    """Folder on a disk or in memory (`/dev/shm/mstrain`) of every host for frequent saves. A restart uses them when every
-    shard is found on its host or as a data-parallel copy on another one."""
+    """Folder on a disk or in memory (`/dev/shm/mstrain`) of every host for frequent saves. A restart uses them when
+    every shard is found on its host or as a data-parallel copy on another one."""
     local_every: int | None = None
     """Steps between saves to `local_dir`."""
 
@@ -31,7 +31,7 @@ class CheckpointConfig:
         at_least("checkpoint", self, **given)
         if self.minutes is not None and not 0 < self.minutes < 1e6:
             raise ValueError(
-                f"checkpoint.minutes={self.minutes} is not a time. Type checkpoint.minutes=30, or null to save by steps."
+                f"checkpoint.minutes={self.minutes} is not a time. Type checkpoint.minutes=30, or null for steps alone."
             )
         mounted("checkpoint.local_dir", self.local_dir)
         if (self.local_dir is None) != (self.local_every is None):
@@ -41,6 +41,6 @@ class CheckpointConfig:
             )
         if self.every and self.local_every and self.local_every % self.every == 0:
             raise ValueError(
-                f"checkpoint.local_every={self.local_every} has no effect: those steps are saved in run_dir. Type a smaller "
-                f"number than checkpoint.every={self.every}."
+                f"checkpoint.local_every={self.local_every} has no effect: those steps are saved in run_dir. Type a "
+                f"smaller number than checkpoint.every={self.every}."
             )

@@ -22,7 +22,8 @@ class DigestingHandler(ocp.PyTreeCheckpointHandler):
     def __init__(self, buffer: int | None = None):
         # Numbers of 32 bits compress by 8 %, which costs twice the time of reading them.
         super().__init__(use_compression=False, restore_concurrent_gb=buffer and buffer / 10**9)
-        self.limit, self.speed = 0.0, None
+        self.limit = 0.0
+        self.speed: float | None = None
 
     async def async_save(self, directory: epath.Path, *args, **kwargs) -> list:
         """Starts writing; the future it returns also digests, and raises TimeoutError after the limit."""

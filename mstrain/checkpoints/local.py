@@ -27,6 +27,7 @@ from etils import epath
 
 from mstrain.checkpoints import manifest, shards
 from mstrain.job.job import Job
+from mstrain.layers.parameter import is_stored
 from mstrain.models.parameters import abstract_parameters
 from mstrain.models.transformer import Transformer
 from mstrain.program.step import State, abstract_state
@@ -173,8 +174,8 @@ class LocalCheckpoints:
 
 
 def _layout(module: Transformer, leaves: list, structure) -> str:
-    """A digest of what a shard's bytes mean: names, shapes and dtypes of the arrays, and the order of their features."""
-    storages = [box.storage for box in jax.tree.leaves(abstract_parameters(module), is_leaf=lambda x: hasattr(x, "storage"))]
+    """A digest of what a shard's bytes mean: names, shapes and dtypes of the arrays, the order of their features."""
+    storages = [box.storage for box in jax.tree.leaves(abstract_parameters(module), is_leaf=is_stored)]
     meaning = repr([str(structure), [(leaf.shape, str(leaf.dtype)) for leaf in leaves], storages])
     return hashlib.sha256(meaning.encode()).hexdigest()
 

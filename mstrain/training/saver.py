@@ -37,6 +37,7 @@ class Saver:
 
     def save_locally(self, step: int, state: State) -> None:
         """A save to this host's own disk; that one fails is reported and stops nothing."""
+        assert self._local, "the schedule has no local saves without local_dir"
         self._run.corpus.verification.wait()
         self._check_lock()
         self._local.save(step, state, self._facts())

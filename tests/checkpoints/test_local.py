@@ -1,5 +1,5 @@
-"""Local checkpoints: every bit comes back, from copies too; damage, other layouts and lost shards are noticed; a job whose
-host lost its disk continues from the copies.
+"""Local checkpoints: every bit comes back, from copies too; damage, other layouts and lost shards are noticed; a job
+whose host lost its disk continues from the copies.
 """
 
 import resource
@@ -36,8 +36,8 @@ def state(module):
 def assert_same_bits(one, other):
     def compare(a, b):
         assert a.sharding == b.sharding and a.dtype == b.dtype
-        for mine, theirs in zip(a.addressable_shards, b.addressable_shards, strict=True):
-            np.testing.assert_array_equal(np.asarray(mine.data).view(np.uint32), np.asarray(theirs.data).view(np.uint32))
+        for shards in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            np.testing.assert_array_equal(*(np.asarray(shard.data).view(np.uint32) for shard in shards))
 
     jax.tree.map(compare, one, other)
 
@@ -54,7 +54,8 @@ def test_the_newest_undamaged_step_comes_back_bit_for_bit(tmp_path, module, stat
     local.finish(done=False)
     folders = sorted((tmp_path / "local").glob("*/process_0/*"))
     assert [int(folder.name) for folder in folders] == [4, 6], "all hosts have 4, so 2 is not needed"
-    with open(folders[-1] / next(iter(shards.names_of(0, [*jax.tree.leaves(abstract_state(module, OPTIMIZER))]))), "r+b") as file:
+    names = shards.names_of(0, jax.tree.leaves(abstract_state(module, OPTIMIZER)))
+    with open(folders[-1] / min(names), "r+b") as file:
         byte = file.read(1)[0]
         file.seek(0)
         file.write(bytes([byte ^ 4]))

@@ -1,4 +1,4 @@
-"""Each process digests what it wrote, process 0 reads none of it again, and a save may take as long as its size needs."""
+"""Each process digests what it wrote, process 0 reads none of it again; a save may take as long as its size needs."""
 
 import concurrent.futures
 
@@ -18,7 +18,8 @@ def write_files(folder, names):
 
 def test_process_0_joins_digests_that_others_made(tmp_path):
     folder, elsewhere = epath.Path(tmp_path) / "7", tmp_path / "elsewhere"
-    write_files(tmp_path / "7" / "state", ["ocdbt.process_0/d/a", "ocdbt.process_1/d/b", "ocdbt.process_10/d/c", "_METADATA"])
+    names = ["ocdbt.process_0/d/a", "ocdbt.process_1/d/b", "ocdbt.process_10/d/c", "_METADATA"]
+    write_files(tmp_path / "7" / "state", names)
     sizes = [manifest.write_part(folder / "state", process, {"limit_seconds": 1}) for process in range(3)]
     assert sizes == [len("ocdbt.process_0/d/a")] * 2 + [0]
     lost = tmp_path / "7" / "state" / "ocdbt.process_1" / "d" / "b"
@@ -31,7 +32,7 @@ def test_process_0_joins_digests_that_others_made(tmp_path):
     assert len(manifest.read(folder)["files"]) == 4
 
 
-@pytest.mark.parametrize("size, speed, at_least", [(0, None, 120), (760e9, 2e9, 3800), (760e9, None, 10 * 760e9 / 50e6)])
+@pytest.mark.parametrize("size, speed, at_least", [(0, None, 120), (760e9, 2e9, 3800), (760e9, None, 152_000)])
 def test_the_limit_grows_with_size_and_slowness(size, speed, at_least):
     assert at_least <= seconds_allowed(size, speed) <= at_least + 120
 

@@ -73,8 +73,8 @@ class Tally:
         return (
             f"{self.killed} kills ({kills}) in {self.lives} lives of {self.runs} runs; "
             f"{sorted(self.processes)} processes, meshes {sorted(self.meshes)}; {self.lost_steps} steps made "
-            f"again, {self.from_local} starts from local checkpoints; {self.identical} runs equal to the last bit, largest difference of the others "
-            f"{self.worst:.1e}{ended}"
+            f"again, {self.from_local} starts from local checkpoints; {self.identical} runs equal to the last bit, "
+            f"largest difference of the others {self.worst:.1e}{ended}"
         )
 
 
