@@ -69,8 +69,8 @@ def _meshes(config: BenchmarkConfig, task: TuningTask) -> tuple[str, ...]:
         return ()
     if config.meshes != "all":
         return tuple(str(fit_to_devices(shape, task.tpu_slice.devices)) for shape in config.mesh_shapes)
-    question = task.question(task.parallel)
-    alone = dataclasses.replace(question, fixed=dataclasses.replace(question.fixed, data=1))
+    request = task.request(task.parallel)
+    alone = dataclasses.replace(request, fixed=dataclasses.replace(request.fixed, data=1))
     return tuple(str(costed.shape) for costed in rank_meshes(alone))
 
 

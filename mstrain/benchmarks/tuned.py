@@ -15,8 +15,8 @@ from mstrain.hardware.constants import load_constants
 from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
 from mstrain.planner.cost import Costed
-from mstrain.planner.question import Fixed, Question
 from mstrain.planner.report import GB, plan_row, plot_plans, write_csv
+from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import rank_meshes, why_slower
 from mstrain.planner.target import Pod, pod_of
 from mstrain.program.dtype import dtype_on
@@ -36,7 +36,7 @@ def _sliced(algorithm: str) -> bool:
 
 def tune_model(
     model: ModelConfig, config: BenchmarkConfig, tpu_slice: TpuSlice | None
-) -> tuple[Question, list[Costed]]:
+) -> tuple[PlanRequest, list[Costed]]:
     """Ranks the meshes of a slice, or of as many emulated CPU devices as meshes= has; also gives what it asked."""
     shapes = config.mesh_shapes if config.meshes not in ("auto", "all") else []
     if len({shape.devices for shape in shapes}) > 1:
@@ -44,20 +44,20 @@ def tune_model(
     devices = shapes[0].devices if shapes else tpu_slice.devices if tpu_slice else DEFAULT_DEVICES
     if tpu_slice and devices != tpu_slice.devices:
         raise ValueError(f"{tpu_slice.name} has {tpu_slice.devices} devices, not {devices}. Type meshes= to fill it.")
-    question = _question(model, config, tpu_slice, "meshslice", devices)
+    request = _question(model, config, tpu_slice, "meshslice", devices)
     if not shapes:
-        return question, rank_meshes(question)
+        return request, rank_meshes(request)
     asked = [
-        dataclasses.replace(question, fixed=dataclasses.replace(question.fixed, data=s.data, shape=(s.row, s.col)))
+        dataclasses.replace(request, fixed=dataclasses.replace(request.fixed, data=s.data, shape=(s.row, s.col)))
         for s in dict.fromkeys(shapes)
     ]
     found = [costed for each in asked for costed in rank_meshes(each)]
-    return question, sorted(found, key=lambda costed: (not costed.fits, costed.seconds))
+    return request, sorted(found, key=lambda costed: (not costed.fits, costed.seconds))
 
 
 def _question(
     model: ModelConfig, config: BenchmarkConfig, tpu_slice: TpuSlice | None, algorithm: str, devices: int | None = None
-) -> Question:
+) -> PlanRequest:
     pod = pod_of(tpu_slice, tpu_slice.devices) if tpu_slice else Pod("emulated", chip_named("cpu"), devices)
     if config.constants or not tpu_slice:
         pod = dataclasses.replace(pod, measured=load_constants(config.constants or "cpu_emulated"))
@@ -69,7 +69,7 @@ def _question(
         parallel = dataclasses.replace(parallel, slices=str(config.one_slice_count))
     dtype = jnp.dtype(dtype_on("tpu" if tpu_slice else "cpu", config.dtype)).name
     fixed = Fixed(microbatches=config.accumulate, remat=config.remat)
-    return Question(model, pod, (parallel,), batch, config.seq, dtype, fixed)
+    return PlanRequest(model, pod, (parallel,), batch, config.seq, dtype, fixed)
 
 
 def explain_all(config: BenchmarkConfig, console: Console) -> int:
@@ -77,16 +77,16 @@ def explain_all(config: BenchmarkConfig, console: Console) -> int:
     folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     for model in config.model_configs:
-        question, found = tune_model(model, config, config.tpu_slice)
+        request, found = tune_model(model, config, config.tpu_slice)
         best, stem = found[0], folder / f"tune_{model.name}"
-        console.print(to_table(question, found), width=max(console.width, 120))  # numbers are cut in less
+        console.print(to_table(request, found), width=max(console.width, 120))  # numbers are cut in less
         chosen = " ".join(f"{p.name} {p.layout.dataflow} S={p.slices};" for p in best.products.block)
         console.print(f"[bold]{model.name}[/]: mesh {best.shape}, {chosen.rstrip(';')}")
-        rows = [plan_row(question, rank, costed, best) for rank, costed in enumerate(found, 1)]
+        rows = [plan_row(request, rank, costed, best) for rank, costed in enumerate(found, 1)]
         document = {"model": model.name, "constants": best.constants, "mesh": str(best.shape), "candidates": rows}
         stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         write_csv(rows, stem.with_suffix(".csv"))
-        plot_plans(question, found, stem.with_suffix(".png"))
+        plot_plans(request, found, stem.with_suffix(".png"))
         share = best.terms.tensor_exposed / best.seconds
         console.print(
             f"By the cost model, not measured: {share:.1%} of the step is exposed communication of products. "
@@ -95,10 +95,10 @@ def explain_all(config: BenchmarkConfig, console: Console) -> int:
     return 0
 
 
-def to_table(question: Question, found: list[Costed], limit: int = 10) -> Table:
+def to_table(request: PlanRequest, found: list[Costed], limit: int = 10) -> Table:
     """The best `limit` candidates for a terminal."""
-    name = question.pod.constants((), question.dtype).name
-    title = f"Predicted for {question.pod.name} with {name}, batch {question.batch} x {question.seq}"
+    name = request.pod.constants((), request.dtype).name
+    title = f"Predicted for {request.pod.name} with {name}, batch {request.batch} x {request.seq}"
     table = Table(title=title, caption=found[0].constants)
     for heading in ("mesh", "dataflows", "slices", "why"):
         table.add_column(heading)

@@ -2,7 +2,7 @@
 
 For one projection Y = X W with X (tokens, in), W (in, out), Y (tokens, out), the three GeMMs of a training
 step (forward, input gradient, weight gradient) are one OS, one LS and one RS, whatever the dataflow; the
-dataflow decides which pair of {X, W, Y} moves. A gradient travels like the matrix it belongs to.
+dataflow decides which pair of {X, W, Y} moves. A gradient is communicated like the matrix it belongs to.
 MeshSlice paper sections 2.3, 3.1 and 3.2.1, table 1.
 """
 

@@ -123,7 +123,7 @@ def sliced_cost(
     terms: tuple[Terms, ...], gemm_seconds: float, slices: int, overlap: str,
     accumulating: tuple[float, float] = (0.0, 0.0),
 ) -> Cost:
-    """Prologue + (S - 1) * max(travel, multiply) + last GeMM, summed over the three GeMMs.
+    """Prologue + (S - 1) * max(communicate, multiply) + last GeMM, summed over the three GeMMs.
 
     The prologue books the first gathers and, for LS and RS, the last scatter. S = 1 is Collective. Slices of OS take no
     less than HBM needs for them: `accumulating` as `Layout.accumulating_seconds` gives it.
@@ -138,8 +138,8 @@ def sliced_cost(
         col = term.traffic_col / slices + term.latency_col
         row = term.traffic_row / slices + term.latency_row
         prologue = _combine(rule.gathers if term.gemm == "OS" else rule.chain, col, row)
-        travel = _combine(rule.steady, col, row)
-        step = max(travel, multiply) if rule.hides else travel + multiply
+        communicate = _combine(rule.steady, col, row)
+        step = max(communicate, multiply) if rule.hides else communicate + multiply
         total += prologue + (slices - 1) * step + multiply
         compute += slices * multiply
         communication += slices * (col + row)

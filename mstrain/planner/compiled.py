@@ -23,7 +23,7 @@ from mstrain.models.plan import ModelPlan, make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.planner.cost import cost_plan
 from mstrain.planner.plan import PodPlan, plan_on, plan_products
-from mstrain.planner.question import Fixed, Question
+from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import rank_meshes
 from mstrain.planner.target import pod_of
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
@@ -54,11 +54,11 @@ class TuningTask:
     def microbatch(self) -> int:
         return self.batch // self.accumulate
 
-    def question(self, parallel: ParallelConfig) -> Question:
+    def request(self, parallel: ParallelConfig) -> PlanRequest:
         """The same of the cost model, with the algorithms of `parallel`."""
         fixed = Fixed(microbatches=self.accumulate, remat=self.remat)
         pod = pod_of(self.tpu_slice, self.tpu_slice.devices)
-        return Question(self.model, pod, (parallel,), self.batch, self.seq, self.dtype, fixed)
+        return PlanRequest(self.model, pod, (parallel,), self.batch, self.seq, self.dtype, fixed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ def meshes_to_try(task: TuningTask) -> list[MeshShape]:
     """The meshes asked for, or the cost model's best ones on which the plan is legal."""
     if task.meshes:
         return [parse_mesh(mesh) for mesh in task.meshes]
-    found = rank_meshes(task.question(task.parallel))
+    found = rank_meshes(task.request(task.parallel))
     fitting = [costed for costed in found if costed.fits] or found
     return [costed.shape for costed in fitting[:MESHES]]
 
@@ -210,10 +210,10 @@ def model_seconds(task: TuningTask, shape: MeshShape, slices: str) -> float | No
     used = {name for pair in layer_algorithms(parallel, task.model.layers) for name in pair}
     if not all(find_algorithm(name).costed for name in used):
         return None
-    question = task.question(parallel)
+    request = task.request(parallel)
     plan = PodPlan(shape.data, parallel, shape.row, shape.col, 1, task.accumulate, task.remat)
-    products = plan_products(question, plan)
+    products = plan_products(request, plan)
     if isinstance(products, str):
         return None
-    terms = cost_plan(question, plan, products).terms
+    terms = cost_plan(request, plan, products).terms
     return terms.products + terms.tensor_exposed

@@ -6,7 +6,7 @@ from mstrain.checks import at_least, mounted, one_of
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.transformer import REMAT
-from mstrain.planner.question import MEMORY_MARGIN, Fixed, Question
+from mstrain.planner.request import MEMORY_MARGIN, Fixed, PlanRequest
 from mstrain.planner.target import Pod
 
 TENSOR = ("meshslice", "megatron", "fsdp")
@@ -83,8 +83,8 @@ class PodConfig:
                 f"learns. Type seq={self.model.context} or model.context={self.seq}."
             )
 
-    def question(self, pod: Pod) -> Question:
-        """The question about `pod`."""
+    def request(self, pod: Pod) -> PlanRequest:
+        """The request about `pod`."""
         names = TENSOR if self.algorithm == "auto" else (self.algorithm,)
         data, tensor, pipeline, microbatches = (
             None if text == "auto" else int(text)
@@ -93,4 +93,4 @@ class PodConfig:
         remat = None if self.remat == "auto" else self.remat
         fixed = Fixed(data, tensor, pipeline, None, microbatches, remat, self.schedule, self.interleave or 2)
         parallel = tuple(map(ParallelConfig, names))
-        return Question(self.model, pod, parallel, self.batch, self.seq, self.dtype, fixed, self.memory_margin)
+        return PlanRequest(self.model, pod, parallel, self.batch, self.seq, self.dtype, fixed, self.memory_margin)

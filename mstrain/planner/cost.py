@@ -18,7 +18,7 @@ from mstrain.mesh import MeshShape
 from mstrain.planner.layer import Pass, Work, layer_work
 from mstrain.planner.memory import WEIGHT_BYTES, Memory, parameter_counts, stage_memory
 from mstrain.planner.plan import PodPlan, Products
-from mstrain.planner.question import Question
+from mstrain.planner.request import PlanRequest
 
 ACCUMULATE_BYTES = 12  # per parameter and microbatch of several: two gradients read, one written
 UPDATE_BYTES = 28  # per parameter: weight, gradient and two moments read, weight and moments written
@@ -111,17 +111,17 @@ def split_layers(layers: int, pipeline: int, head: float) -> list[tuple[int, int
     return list(zip(bounds, [*bounds[1:], layers]))
 
 
-def message_seconds(question: Question, plan: PodPlan, tokens: int, link: Link) -> float:
+def message_seconds(request: PlanRequest, plan: PodPlan, tokens: int, link: Link) -> float:
     """An activation to the next stage: each device sends its part."""
-    nbytes = tokens * question.model.width * question.element_bytes / plan.tensor
+    nbytes = tokens * request.model.width * request.element_bytes / plan.tensor
     return link.launch + link.sync + nbytes / link.bandwidth if plan.pipeline > 1 else 0.0
 
 
-def microbatches_in_flight(question: Question, plan: PodPlan, stage: int) -> float:
+def microbatches_in_flight(request: PlanRequest, plan: PodPlan, stage: int) -> float:
     """Microbatches that `stage` holds between their passes, at most (Narayanan et al., 2021)."""
-    if question.fixed.schedule == "gpipe":
+    if request.fixed.schedule == "gpipe":
         return plan.microbatches
-    chunks = question.fixed.chunks(plan.pipeline)
+    chunks = request.fixed.chunks(plan.pipeline)
     if chunks == 1:
         return min(plan.microbatches, plan.pipeline - stage)
     passes = 2 * (plan.pipeline - stage - 1) + (chunks - 1) * plan.pipeline + 1
@@ -141,46 +141,46 @@ def cycle_seconds(stages: list[Stage], message: float, schedule: str) -> float:
     return max(loops)
 
 
-def work_of(question: Question, plan: PodPlan, products: Products) -> tuple[Work, Constants]:
+def work_of(request: PlanRequest, plan: PodPlan, products: Products) -> tuple[Work, Constants]:
     """Passes of one microbatch, and the constants that they are computed with."""
-    pod = question.pod
-    constants = pod.constants((plan.pipeline, plan.data, plan.rows, plan.cols), question.dtype)
-    return layer_work(question.model, products, question.seq, constants, pod.device(constants)), constants
+    pod = request.pod
+    constants = pod.constants((plan.pipeline, plan.data, plan.rows, plan.cols), request.dtype)
+    return layer_work(request.model, products, request.seq, constants, pod.device(constants)), constants
 
 
-def cost_plan(question: Question, plan: PodPlan, products: Products) -> Costed:
+def cost_plan(request: PlanRequest, plan: PodPlan, products: Products) -> Costed:
     """All terms of one plan that `plan_products` accepts."""
-    work, constants = work_of(question, plan, products)
+    work, constants = work_of(request, plan, products)
     again = work.recomputed(plan.remat)
     stages, passes = [], []
     layer_seconds = work.forward.seconds + work.backward.seconds + again.seconds
     head_seconds = work.head_forward.seconds + work.head_backward.seconds
-    chunks = plan.pipeline * question.fixed.chunks(plan.pipeline)
-    bounds = split_layers(question.model.layers, chunks, head_seconds / layer_seconds)
+    chunks = plan.pipeline * request.fixed.chunks(plan.pipeline)
+    bounds = split_layers(request.model.layers, chunks, head_seconds / layer_seconds)
     for number in range(plan.pipeline):
         mine, last = tuple(bounds[number :: plan.pipeline]), number == plan.pipeline - 1
         layers = sum(end - begin for begin, end in mine)
         forward = work.forward * layers + (work.head_forward if last else NONE)
         backward = work.backward * layers + (work.head_backward if last else NONE)
         repeated = again * layers
-        in_flight = microbatches_in_flight(question, plan, number)
-        memory = stage_memory(question, products, plan, number, mine, in_flight)
+        in_flight = microbatches_in_flight(request, plan, number)
+        memory = stage_memory(request, products, plan, number, mine, in_flight)
         stages.append(Stage(mine, forward.seconds, backward.seconds + repeated.seconds, memory, in_flight))
         passes.append((forward + backward, repeated))
-    message = message_seconds(question, plan, products.block[0].layout.tokens, constants.row.permute)
+    message = message_seconds(request, plan, products.block[0].layout.tokens, constants.row.permute)
     longest = max(stage.seconds for stage in stages)
     others = sum(stage.seconds for stage in stages) - longest
-    fill = longest + others / question.fixed.chunks(plan.pipeline)
+    fill = longest + others / request.fixed.chunks(plan.pipeline)
     messages = 2 * (plan.pipeline - 1) * message
-    pipeline = (plan.microbatches - 1) * cycle_seconds(stages, message, question.fixed.schedule) + fill + messages
-    ends = [_end(question, plan, constants, number, stage) for number, stage in enumerate(stages)]
+    pipeline = (plan.microbatches - 1) * cycle_seconds(stages, message, request.fixed.schedule) + fill + messages
+    ends = [_end(request, plan, constants, number, stage) for number, stage in enumerate(stages)]
     step = pipeline + sum(max(ends, key=sum))
     every = tuple(
         _terms(useful * plan.microbatches, repeated * plan.microbatches, messages, end, step)
         for (useful, repeated), end in zip(passes, ends)
     )
     slowest = max(range(len(stages)), key=lambda number: (stages[number].seconds, sum(ends[number])))
-    fits = max(stage.memory.total for stage in stages) <= question.usable_bytes
+    fits = max(stage.memory.total for stage in stages) <= request.usable_bytes
     return Costed(plan, every[slowest], tuple(stages), every, products, constants.source, fits)
 
 
@@ -201,18 +201,18 @@ def _terms(useful: Pass, repeated: Pass, messages: float, end: tuple[float, floa
     )
 
 
-def _end(question: Question, plan: PodPlan, constants: Constants, number: int, stage: Stage):
+def _end(request: PlanRequest, plan: PodPlan, constants: Constants, number: int, stage: Stage):
     """(gradient sums over the replicas, update) of one stage, in seconds per step."""
     parameters = stage.memory.parameters / WEIGHT_BYTES
     part = WEIGHT_BYTES * parameters / plan.data
     links = constants.row
     summed = sum(collective_seconds(link, part, plan.data) for link in (links.reduce_scatter, links.all_gather))
     sums = plan.microbatches if plan.pipeline == 1 and not plan.sharded else 1
-    model = question.model
+    model = request.model
     tied = model.tied and plan.pipeline > 1 and number in (0, plan.pipeline - 1)
     if tied:  # the first and the last stage add up the gradients of their copies of the table
         table = WEIGHT_BYTES * parameter_counts(model)[2] / plan.tensor
         summed += links.permute.launch + links.permute.sync + table / links.permute.bandwidth
     moved = UPDATE_BYTES / (plan.data if plan.sharded else 1)
     moved += ACCUMULATE_BYTES * plan.microbatches if plan.microbatches > 1 else 0
-    return sums * summed, moved * parameters / question.pod.device(constants).memory_bandwidth
+    return sums * summed, moved * parameters / request.pod.device(constants).memory_bandwidth

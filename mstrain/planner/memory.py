@@ -15,7 +15,7 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.transformer import count_parameters
 from mstrain.planner.layer import flash
 from mstrain.planner.plan import PodPlan, Product, Products
-from mstrain.planner.question import Question
+from mstrain.planner.request import PlanRequest
 
 WEIGHT_BYTES = 4
 MOMENT_BYTES = 8
@@ -92,13 +92,15 @@ def gathered_table(head: Product) -> float:
     return entries * count / (layout.rows * layout.cols) if count > 1 else 0.0
 
 
-def stage_memory(question: Question, products: Products, plan: PodPlan, stage: int, chunks, in_flight: float) -> Memory:
+def stage_memory(
+    request: PlanRequest, products: Products, plan: PodPlan, stage: int, chunks, in_flight: float
+) -> Memory:
     """Memory of a device of `stage`, whose layers are in `chunks`, with `in_flight` microbatches held.
 
     Where chunks differ, all that is held is taken to be of the largest.
     """
     sizes = [end - begin for begin, end in chunks]
-    model, seq = question.model, question.seq
+    model, seq = request.model, request.seq
     layer, embedding, head = parameter_counts(model)
     first, last = stage == 0, stage == plan.pipeline - 1
     count = sum(sizes) * layer + first * embedding
@@ -113,7 +115,7 @@ def stage_memory(question: Question, products: Products, plan: PodPlan, stage: i
     moments = [gathered + (0.0 if plan.remat == "none" else one_layer / plan.tensor)]  # a layer's backward pass
     waiting = 0.0
     if last:  # logits with a float32 copy between their passes, and the gradient of one microbatch's
-        ends = plan.microbatches if question.fixed.schedule == "gpipe" else 1  # forward passes not yet turned back
+        ends = plan.microbatches if request.fixed.schedule == "gpipe" else 1  # forward passes not yet turned back
         kept += size * model.width * tokens * ends
         logits = tokens * products.head.layout.projection.out_dim / plan.tensor
         waiting = (size + 4) * logits * (ends - 1)

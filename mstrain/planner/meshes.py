@@ -6,7 +6,7 @@ from mstrain.hardware import Chip, TpuSlice, chip_for, parse_target
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.planner.cost import Costed
-from mstrain.planner.question import Fixed, Question
+from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import rank_meshes
 from mstrain.planner.target import pod_of
 
@@ -20,7 +20,7 @@ def best_meshes(
     `batch`: sequences per step of the whole job. Raises ValueError, with what to type, when none is legal.
     """
     fixed = Fixed(microbatches=accumulate, remat=remat)
-    return rank_meshes(Question(model, pod_of(machine, devices), (parallel,), batch, seq, dtype, fixed))
+    return rank_meshes(PlanRequest(model, pod_of(machine, devices), (parallel,), batch, seq, dtype, fixed))
 
 
 def tpu_slice_of(devices: Sequence) -> TpuSlice | None:

@@ -16,7 +16,7 @@ from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import ModelPlan, make_plan
 from mstrain.parallel.dataflow import Projection
 from mstrain.parallel.product_cost import Layout
-from mstrain.planner.question import Question
+from mstrain.planner.request import PlanRequest
 from mstrain.planner.target import Pod
 
 
@@ -120,14 +120,14 @@ def plan_on(
     return make_plan(parallel, model, AbstractMesh(shape.sizes, AXES), microbatch, seq, chip, constants)
 
 
-def plan_products(question: Question, plan: PodPlan) -> Products | str:
+def plan_products(request: PlanRequest, plan: PodPlan) -> Products | str:
     """How one replica's part of a microbatch goes through the mesh of a plan; a string says why it cannot.
 
     The checks, dataflows and slice counts are those of train.py (`mstrain.models.plan`).
     """
-    microbatch = question.batch // plan.microbatches
+    microbatch = request.batch // plan.microbatches
     return _products(
-        question.model, plan.parallel, plan.shape, microbatch, question.seq, question.pod, question.element_bytes
+        request.model, plan.parallel, plan.shape, microbatch, request.seq, request.pod, request.element_bytes
     )
 
 

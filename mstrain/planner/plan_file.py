@@ -9,7 +9,7 @@ KEYS = ("mesh", "parallel", "parallel.slices", "accumulate", "remat")  # of trai
 def plan_overrides(arguments: list[str]) -> list[str]:
     """Arguments that `plan=FILE` among `arguments` stands for, without those given on the command line.
 
-    Raises ValueError for a file that is no plan, one that train.py cannot run, and one made for another
+    Raises ValueError for a file that is not a plan, one that train.py cannot run, and one made for another
     model.
     """
     given = dict(argument.partition("=")[::2] for argument in arguments)

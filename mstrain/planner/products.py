@@ -2,7 +2,7 @@
 section 3.1).
 
 For each slice the collectives of the dataflow and one multiplication. At most two slices are gathered ahead
-of the one that multiplies. Values of no bytes order what has no data to pass on.
+of the one that multiplies. Values of 0 bytes order operations that share no data.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ class Gemm:
 
     Attributes:
       kind: of the operation that multiplies: MatMul, InputGrad or WeightGrad.
-      dataflow: OS, LS or RS, which says what travels (`GEMMS`).
+      dataflow: OS, LS or RS, which decides what is communicated (`GEMMS`).
       dims: (rows, summed, columns) of the whole product.
     """
 
@@ -38,7 +38,7 @@ def gemms_of(product: Product) -> tuple[Gemm, Gemm, Gemm]:
     layout = product.layout
     tokens, fan_in, fan_out = layout.tokens, layout.projection.in_dim, layout.projection.out_dim
     forward = layout.dataflow.upper()
-    weight = "OS" if forward == "RS" else "RS"  # with the weight its gradient stays or travels
+    weight = "OS" if forward == "RS" else "RS"  # the gradient stays or is communicated as its weight is
     (other,) = set(GEMMS) - {forward, weight}
     return (
         Gemm("MatMul", forward, (tokens, fan_in, fan_out)),
@@ -103,20 +103,20 @@ def emit_gemm(
     """One sliced GEMM of `part` of the model; returns its result of `nbytes` on this device.
 
     The first two of `inputs` are its operands. Labels are (*part, product, gemm, what, slice); `what` is
-    "multiply", or the mesh dimension between whose devices a matrix travels: "columns" or "rows".
+    "multiply", or the mesh direction along which a matrix is communicated: "columns" or "rows".
     """
     layout, slices = product.layout, product.slices
     devices, size = layout.rows * layout.cols, layout.dtype_bytes
     axes = axes_of(product, emit.mesh)
-    travels = []  # (operation, axis, participants, elements of a shard, between what)
+    moves = []  # (operation, axis, participants, elements of a shard, between what)
     for kind, axis, count, moved, between in zip(
         GEMMS[gemm.dataflow], axes, (layout.cols, layout.rows), layout.moving_bytes(), ("columns", "rows")
     ):
         if count > 1:
             shard = max(1, round(moved / devices / slices / size))
-            travels.append((KINDS[kind], axis, count, shard, between))
-    gathers = [travel for travel in travels if travel[0] == "AllGather"]
-    scatters = [travel for travel in travels if travel[0] == "ReduceScatter"]
+            moves.append((KINDS[kind], axis, count, shard, between))
+    gathers = [move for move in moves if move[0] == "AllGather"]
+    scatters = [move for move in moves if move[0] == "ReduceScatter"]
     multiply = multiplication(product, gemm)
     results: list[int] = []
     done: list[int] = []

@@ -14,7 +14,7 @@ from rich.table import Table
 from mstrain.hardware import mfu
 from mstrain.models.flops import training_flops_per_token
 from mstrain.planner.cost import Costed, Terms
-from mstrain.planner.question import Question
+from mstrain.planner.request import PlanRequest
 from mstrain.planner.search import PodResult, why_slower
 from mstrain.planner.tables import make_table
 from mstrain.simulator.plots import MARKERS
@@ -22,26 +22,26 @@ from mstrain.simulator.plots import MARKERS
 GB = 1e9
 
 
-def utilization(question: Question, costed: Costed) -> float:
+def utilization(request: PlanRequest, costed: Costed) -> float:
     """Model FLOP/s over peak, the whole square of attention scores counted (PaLM paper, appendix B)."""
-    flops = question.tokens * training_flops_per_token(question.model, question.seq)
-    return mfu(flops, costed.seconds, question.pod.devices, question.pod.chip.peak(question.dtype))
+    flops = request.tokens * training_flops_per_token(request.model, request.seq)
+    return mfu(flops, costed.seconds, request.pod.devices, request.pod.chip.peak(request.dtype))
 
 
-def plan_row(question: Question, rank: int, costed: Costed, best: Costed) -> dict:
+def plan_row(request: PlanRequest, rank: int, costed: Costed, best: Costed) -> dict:
     """One plan as flat columns: seconds by term, bytes of the fullest stage by category."""
     plan, fullest = costed.plan, costed.fullest
     memory = {f"{name}_bytes": round(value) for name, value in dataclasses.asdict(fullest.memory).items()}
     return {
         "rank": rank,
         **plan.flat(),
-        "microbatch_sequences": question.batch // plan.data // plan.microbatches,
+        "microbatch_sequences": request.batch // plan.data // plan.microbatches,
         "slices": " ".join(str(product.slices) for product in costed.products.block),
         "dataflows": " ".join(product.layout.dataflow for product in costed.products.block),
         "layers": " ".join(str(stage.layers) for stage in costed.stages),
         "step_seconds": costed.seconds,
-        "tokens_per_second": question.tokens / costed.seconds,
-        "mfu": utilization(question, costed),
+        "tokens_per_second": request.tokens / costed.seconds,
+        "mfu": utilization(request, costed),
         **{f"{name}_seconds": value for name, value in dataclasses.asdict(costed.terms).items()},
         "fullest_stage": costed.stages.index(fullest),
         **memory,
@@ -63,45 +63,45 @@ def write_csv(rows: list[dict], path: Path) -> None:
         writer.writerows(rows)
 
 
-def write_tables(question: Question, result: PodResult, folder: Path, top: int) -> None:
+def write_tables(request: PlanRequest, result: PodResult, folder: Path, top: int) -> None:
     """plans.csv (every distinct plan, then those that do not fit), stages.csv (each stage of the top plans)
     and plans.json (the top plans with their stages).
     """
-    rows = [plan_row(question, rank, costed, result.best) for rank, costed in enumerate(result.ranked, 1)]
+    rows = [plan_row(request, rank, costed, result.best) for rank, costed in enumerate(result.ranked, 1)]
     refused = rejected_rows(result)
     write_csv([*rows, *refused], folder / "plans.csv")
     stages = stage_rows(result, top)
     write_csv(stages, folder / "stages.csv")
     top = [{**line, "stages": [stage for stage in stages if stage["rank"] == line["rank"]]} for line in rows[:top]]
     document = {
-        "model": question.model.name,
-        "cluster": question.pod.name,
-        "devices": question.pod.devices,
-        "batch": question.batch,
-        "seq": question.seq,
-        "schedule": question.fixed.schedule,
+        "model": request.model.name,
+        "cluster": request.pod.name,
+        "devices": request.pod.devices,
+        "batch": request.batch,
+        "seq": request.seq,
+        "schedule": request.fixed.schedule,
         "link_constants": result.best.constants,
         "searched_whole_space": result.finished,
         "plans_costed": result.costed,
         "search_seconds": result.seconds,
-        "usable_bytes": question.usable_bytes,
+        "usable_bytes": request.usable_bytes,
         "plans": top,
         "rejected": refused,
     }
     (folder / "plans.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def plans_table(question: Question, result: PodResult, top: int) -> Table:
+def plans_table(request: PlanRequest, result: PodResult, top: int) -> Table:
     """The top plans: degrees, milliseconds of a step, GB of the fullest device, and why each lost."""
-    pod = question.pod
-    title = f"{question.model.name} on {pod.name} ({pod.devices} devices), predicted by the cost model"
+    pod = request.pod
+    title = f"{request.model.name} on {pod.name} ({pod.devices} devices), predicted by the cost model"
     columns = ("", "data", "tensor", "pipeline", "batches", "remat", "ms", "MFU", "GB", "why")
     rows = (
         (
             *(str(rank), f"{costed.plan.data}{' sharded' if costed.plan.sharded else ''}", costed.plan.tensor_name),
             str(costed.plan.pipeline),
-            f"{costed.plan.microbatches}x{question.batch // costed.plan.data // costed.plan.microbatches}",
-            *(costed.plan.remat, f"{1e3 * costed.seconds:.1f}", f"{100 * utilization(question, costed):.1f} %"),
+            f"{costed.plan.microbatches}x{request.batch // costed.plan.data // costed.plan.microbatches}",
+            *(costed.plan.remat, f"{1e3 * costed.seconds:.1f}", f"{100 * utilization(request, costed):.1f} %"),
             *(f"{costed.fullest.memory.total / GB:.1f}", why_slower(costed, result.best)),
         )
         for rank, costed in enumerate(result.ranked[:top], 1)
@@ -158,7 +158,7 @@ def stage_rows(result: PodResult, top: int) -> list[dict]:
     ]
 
 
-def plot_plans(question: Question, plans: list[Costed], path: Path) -> Path:
+def plot_plans(request: PlanRequest, plans: list[Costed], path: Path) -> Path:
     """Throughput against memory of every distinct plan, coloured by pipeline degree; the line is what is
     usable.
     """
@@ -170,7 +170,7 @@ def plot_plans(question: Question, plans: list[Costed], path: Path) -> Path:
         mine = [costed for costed in plans if costed.plan.algorithm == algorithm]
         axes.scatter(
             [costed.fullest.memory.total / GB for costed in mine],
-            [question.tokens / costed.seconds for costed in mine],
+            [request.tokens / costed.seconds for costed in mine],
             marker=marker,
             s=18,
             color=[colours[costed.plan.pipeline] for costed in mine],
@@ -178,12 +178,12 @@ def plot_plans(question: Question, plans: list[Costed], path: Path) -> Path:
         )
     for pipeline, colour in colours.items():
         axes.plot([], [], linewidth=4, color=colour, label=f"pipeline {pipeline}")
-    if math.isfinite(question.usable_bytes):
-        axes.axvline(question.usable_bytes / GB, color="black", linewidth=0.8, linestyle="--")
+    if math.isfinite(request.usable_bytes):
+        axes.axvline(request.usable_bytes / GB, color="black", linewidth=0.8, linestyle="--")
     axes.set(
         xlabel="memory of the fullest device (GB)",
         ylabel="tokens per second (predicted)",
-        title=f"{question.model.name} on {question.pod.name}",
+        title=f"{request.model.name} on {request.pod.name}",
     )
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     axes.grid(alpha=0.3)

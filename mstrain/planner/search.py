@@ -20,7 +20,7 @@ from mstrain.parallel.tune import factorisations
 from mstrain.planner.cost import Costed, Terms, cost_plan
 from mstrain.planner.memory import MOMENT_BYTES, WEIGHT_BYTES, parameter_counts
 from mstrain.planner.plan import PodPlan, plan_products
-from mstrain.planner.question import Question
+from mstrain.planner.request import PlanRequest
 
 PROGRESS_SECONDS = 5.0
 
@@ -61,21 +61,21 @@ def divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def layouts(question: Question) -> Iterator[PodPlan]:
+def layouts(request: PlanRequest) -> Iterator[PodPlan]:
     """Every plan but for its microbatches and remat, small pipelines first."""
-    devices, fixed = question.pod.devices, question.fixed
+    devices, fixed = request.pod.devices, request.fixed
     for pipeline in divisors(devices):
-        if pipeline * fixed.chunks(pipeline) > question.model.layers or not fixed.allows("pipeline", pipeline):
+        if pipeline * fixed.chunks(pipeline) > request.model.layers or not fixed.allows("pipeline", pipeline):
             continue
         for data in divisors(devices // pipeline):
             tensor = devices // pipeline // data
-            if question.batch % data or not (fixed.allows("data", data) and fixed.allows("tensor", tensor)):
+            if request.batch % data or not (fixed.allows("data", data) and fixed.allows("tensor", tensor)):
                 continue
-            shapes = question.pod.meshes(data) if pipeline == 1 else factorisations(tensor)
+            shapes = request.pod.meshes(data) if pipeline == 1 else factorisations(tensor)
             if fixed.shape:
                 shapes = [fixed.shape] if math.prod(fixed.shape) == tensor else []
-            for parallel in question.parallel[: 1 if tensor == 1 else None]:
-                for rows, cols in _distinct(parallel, question.model.layers, shapes):
+            for parallel in request.parallel[: 1 if tensor == 1 else None]:
+                for rows, cols in _distinct(parallel, request.model.layers, shapes):
                     yield PodPlan(data, parallel, rows, cols, pipeline)
 
 
@@ -88,16 +88,16 @@ def _distinct(parallel: ParallelConfig, layers: int, shapes) -> list[tuple[int, 
 
 
 def search(
-    question: Question, max_seconds: float = math.inf, say: Callable[[str], None] = lambda line: None
+    request: PlanRequest, max_seconds: float = math.inf, say: Callable[[str], None] = lambda line: None
 ) -> PodResult:
-    """Costs every plan; calls `say` with a line of progress now and then. Raises ValueError without a vocabulary."""
-    if question.model.vocab_size is None:
+    """Costs every plan; calls `say` with lines of progress. Raises ValueError without a vocabulary."""
+    if request.model.vocab_size is None:
         raise ValueError(
-            f"model {question.model.name} takes its vocabulary from the tokenizer. Type model.vocab_size=256."
+            f"model {request.model.name} takes its vocabulary from the tokenizer. Type model.vocab_size=256."
         )
     result, best = PodResult(), {}
     began = reported = time.monotonic()
-    todo = list(layouts(question))
+    todo = list(layouts(request))
     for number, layout in enumerate(todo):
         now = time.monotonic()
         if now - began > max_seconds:
@@ -107,7 +107,7 @@ def search(
             reported = now
             say(f"{number} of {len(todo)} layouts, {result.costed} plans, {now - began:.0f} of {max_seconds:g} s")
         for sharded in (False, True) if layout.data > 1 else (False,):
-            fits, rejected, count = best_of_layout(question, replace(layout, sharded=sharded))
+            fits, rejected, count = best_of_layout(request, replace(layout, sharded=sharded))
             result.costed += count
             if fits:
                 best[fits.plan.name] = fits
@@ -120,27 +120,27 @@ def search(
 
 
 def search_pod(
-    question: Question, max_seconds: float = math.inf, say: Callable[[str], None] = lambda line: None
+    request: PlanRequest, max_seconds: float = math.inf, say: Callable[[str], None] = lambda line: None
 ) -> PodResult:
     """As `search`; raises ValueError, with the nearest miss and the fix, when no plan fits."""
-    result = search(question, max_seconds, say)
+    result = search(request, max_seconds, say)
     if not result.ranked:
-        raise ValueError(_nothing_fits(question, result, max_seconds))
+        raise ValueError(_nothing_fits(request, result, max_seconds))
     return result
 
 
-def rank_meshes(question: Question) -> list[Costed]:
+def rank_meshes(request: PlanRequest) -> list[Costed]:
     """The plans that train.py can run: those that fit fastest first, behind them those that lack memory.
 
     Where none fits as asked, the first is the mesh that is best with another remat or number of microbatches: the one
     that plan.py names. Raises ValueError, as the best one's plan does, when none is legal.
     """
-    question = replace(question, fixed=replace(question.fixed, pipeline=1))
-    result = search(question)
+    request = replace(request, fixed=replace(request.fixed, pipeline=1))
+    result = search(request)
     tight = [item.costed for item in result.rejected if item.costed and not item.plan.sharded]
     found = [costed for costed in result.ranked if not costed.plan.why_not_trainable()]
     if tight and not found:
-        open_choices = search(replace(question, fixed=replace(question.fixed, remat=None, microbatches=None)))
+        open_choices = search(replace(request, fixed=replace(request.fixed, remat=None, microbatches=None)))
         fitting = [costed.shape for costed in open_choices.ranked if not costed.plan.why_not_trainable()]
         order = {shape: rank for rank, shape in enumerate(fitting)}
         tight.sort(key=lambda costed: (order.get(costed.shape, len(order)), costed.seconds))
@@ -148,47 +148,47 @@ def rank_meshes(question: Question) -> list[Costed]:
         tight.sort(key=lambda costed: costed.seconds)
     if not found + tight:
         if not result.rejected:
-            raise ValueError(_nothing_fits(question, result, math.inf))
+            raise ValueError(_nothing_fits(request, result, math.inf))
         square = min(result.rejected, key=lambda r: (r.plan.data, abs(math.log(r.plan.rows / r.plan.cols))))
         raise ValueError(square.reason)
     return found + tight
 
 
-def best_of_layout(question: Question, layout: PodPlan) -> tuple[Costed | None, Rejected | None, int]:
+def best_of_layout(request: PlanRequest, layout: PodPlan) -> tuple[Costed | None, Rejected | None, int]:
     """(the fastest that fits over microbatches and remat, else the nearest miss, number costed)."""
-    fixed, usable = question.fixed, question.usable_bytes
+    fixed, usable = request.fixed, request.usable_bytes
     best, tight, count, reason = None, None, 0, ""
-    for microbatches in divisors(question.batch // layout.data):
+    for microbatches in divisors(request.batch // layout.data):
         if not fixed.allows("microbatches", microbatches):
             continue
         if fixed.chunks(layout.pipeline) > 1 and microbatches % layout.pipeline:
             reason = reason or f"schedule=interleaved needs microbatches in multiples of {layout.pipeline}"
             continue
-        products = plan_products(question, replace(layout, microbatches=microbatches))
+        products = plan_products(request, replace(layout, microbatches=microbatches))
         if isinstance(products, str):
             reason = reason or products
             continue
         for remat in (fixed.remat,) if fixed.remat else REMAT:
-            costed = cost_plan(question, replace(layout, microbatches=microbatches, remat=remat), products)
+            costed = cost_plan(request, replace(layout, microbatches=microbatches, remat=remat), products)
             count += 1
             if costed.fits:
                 best = min(best or costed, costed, key=lambda c: c.seconds)
             else:
                 tight = min(tight or costed, costed, key=lambda c: c.fullest.memory.total)
-        if tight and not best and least_state(question, layout) > usable:
+        if tight and not best and least_state(request, layout) > usable:
             break  # no number of microbatches helps
     if tight:
         memory = tight.fullest.memory
         reason = f"{memory.total / 1e9:.1f} GB at best, most of it {memory.largest}; {usable / 1e9:.1f} GB usable"
-    reason = reason or f"batch={question.batch} does not divide into {fixed.microbatches} microbatches"
+    reason = reason or f"batch={request.batch} does not divide into {fixed.microbatches} microbatches"
     return best, None if best else Rejected(layout, reason, tight), count
 
 
-def least_state(question: Question, plan: PodPlan) -> float:
+def least_state(request: PlanRequest, plan: PodPlan) -> float:
     """Bytes of state that some device of the plan holds at the least."""
-    layers = -(-question.model.layers // plan.pipeline)
+    layers = -(-request.model.layers // plan.pipeline)
     moments = MOMENT_BYTES / (plan.data if plan.sharded else 1)
-    return (2 * WEIGHT_BYTES + moments) * (layers - 1) * parameter_counts(question.model)[0] / plan.tensor
+    return (2 * WEIGHT_BYTES + moments) * (layers - 1) * parameter_counts(request.model)[0] / plan.tensor
 
 
 def why_slower(loser: Costed, best: Costed) -> str:
@@ -200,22 +200,22 @@ def why_slower(loser: Costed, best: Costed) -> str:
     return f"{term.replace('_', ' ')} +{1e3 * growth[term]:.1f} ms"
 
 
-def _nothing_fits(question: Question, result: PodResult, max_seconds: float) -> str:
-    pod, fixed = question.pod, question.fixed
+def _nothing_fits(request: PlanRequest, result: PodResult, max_seconds: float) -> str:
+    pod, fixed = request.pod, request.fixed
     if not result.finished:
         return f"no plan was found within {max_seconds:g} s. Type max_seconds={2 * max_seconds:g}."
     if not result.rejected:
         keys = {"replicas": fixed.data, "tensor": fixed.tensor, "pipeline": fixed.pipeline}
-        what = " and ".join(f"{key}={value}" for key, value in keys.items() if value) or f"batch={question.batch}"
+        what = " and ".join(f"{key}={value}" for key, value in keys.items() if value) or f"batch={request.batch}"
         return (
             f"no plan has {what} on the {pod.devices} devices of {pod.name}: the degrees multiply to "
-            f"{pod.devices}, replicas divide batch={question.batch}, pipeline is at most {question.model.layers} "
+            f"{pod.devices}, replicas divide batch={request.batch}, pipeline is at most {request.model.layers} "
             "layers. Type replicas=auto tensor=auto pipeline=auto."
         )
     full = [r for r in result.rejected if r.costed]
     shown = min(full, key=lambda r: r.costed.fullest.memory.total) if full else result.rejected[0]
     return (
-        f"no plan of {question.model.name} with batch={question.batch} fits {pod.name}. The nearest, "
+        f"no plan of {request.model.name} with batch={request.batch} fits {pod.name}. The nearest, "
         f"{shown.plan.name}: {shown.reason}. "
         "Type a larger cluster=, another batch=, or a smaller memory_margin=."
     )

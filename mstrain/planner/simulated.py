@@ -3,28 +3,28 @@
 import dataclasses
 
 from mstrain.planner.cost import Costed, cost_plan
-from mstrain.planner.question import Question
+from mstrain.planner.request import PlanRequest
 from mstrain.planner.step import transformer_step
 from mstrain.simulator.cluster import Axes, Cluster
 from mstrain.simulator.compared import Compared
 from mstrain.simulator.simulate import simulate_step
 
 
-def plan_cluster(question: Question, costed: Costed) -> Cluster:
+def plan_cluster(request: PlanRequest, costed: Costed) -> Cluster:
     """The devices, at the rate of their GEMMs, and one link per axis of the plan."""
-    plan, pod = costed.plan, question.pod
+    plan, pod = costed.plan, request.pod
     sizes = (plan.pipeline, plan.data, plan.rows, plan.cols)
-    constants = pod.constants(sizes, question.dtype)
+    constants = pod.constants(sizes, request.dtype)
     network = Axes(("pipeline", "data", "row", "col"), sizes, (*[constants.row] * 3, constants.col))
     return Cluster.homogeneous(pod.devices, pod.device(constants), network)
 
 
-def simulate_plan(question: Question, costed: Costed, microbatches: int = 8) -> Compared:
+def simulate_plan(request: PlanRequest, costed: Costed, microbatches: int = 8) -> Compared:
     """Simulates the plan; long steps with so many `microbatches`, at least two per stage, instead of all."""
     plan = costed.plan
     count = min(plan.microbatches, max(microbatches, 2 * plan.pipeline))
-    if question.fixed.chunks(plan.pipeline) > 1:
+    if request.fixed.chunks(plan.pipeline) > 1:
         count -= count % plan.pipeline
-    result = simulate_step(transformer_step(question, costed, count), plan_cluster(question, costed))
-    same = cost_plan(question, dataclasses.replace(plan, microbatches=count), costed.products)
+    result = simulate_step(transformer_step(request, costed, count), plan_cluster(request, costed))
+    same = cost_plan(request, dataclasses.replace(plan, microbatches=count), costed.products)
     return Compared(result, count, same.seconds, same.fullest.memory.total)

@@ -12,7 +12,7 @@ from mstrain.planner.cost import Costed
 from mstrain.planner.layer import elementwise_values, flash
 from mstrain.planner.memory import MOMENT_BYTES, SCORE_BYTES, WEIGHT_BYTES, parameter_counts
 from mstrain.planner.products import Emit, emit_gemm, gemms_of
-from mstrain.planner.question import Question
+from mstrain.planner.request import PlanRequest
 from mstrain.planner.sums import emit_loss_sums, emit_norm_sums, emit_table, emit_table_gradient
 from mstrain.simulator.pipeline import PipelineStep
 from mstrain.simulator.placement import DATA, LOCAL, SEND, Degrees
@@ -28,12 +28,12 @@ STATE_ELEMENTS = 7  # float32 numbers the update moves per parameter: four read,
 class TransformerStep(PipelineStep):
     """Writes the operations of one rank, pass by pass."""
 
-    def __init__(self, question: Question, costed: Costed, microbatches: int):
+    def __init__(self, request: PlanRequest, costed: Costed, microbatches: int):
         plan = costed.plan
-        parts = question.fixed.chunks(plan.pipeline)
+        parts = request.fixed.chunks(plan.pipeline)
         degrees = Degrees(plan.data, plan.tensor, plan.pipeline, microbatches, parts, plan.cols)
         super().__init__(degrees, plan.pipeline * parts)
-        self.seq, self.model, self.plan, self.products = question.seq, question.model, plan, costed.products
+        self.seq, self.model, self.plan, self.products = request.seq, request.model, plan, costed.products
         self.microbatches = microbatches
         self.bounds = sorted(bounds for stage in costed.stages for bounds in stage.chunks)
         self.layout = self.products.block[0].layout
@@ -89,7 +89,7 @@ class TransformerStep(PipelineStep):
         return emit.add(spec, inputs, self._bytes(kept), category, label=label)
 
     def _norm(self, emit: Emit, moved: float, x: int, category: str, label: tuple) -> int:
-        """A norm; where features are sharded its sums travel."""
+        """A norm; where features are sharded its sums are all-reduced."""
         sums = emit_norm_sums(emit, self.products, self.model, (x,), label)
         return self._traffic(emit, "Norm", moved, (x, *sums), self.model.width, category, label)
 
@@ -363,7 +363,7 @@ class TransformerStep(PipelineStep):
         return ops
 
 
-def transformer_step(question: Question, costed: Costed, microbatches: int) -> Step:
+def transformer_step(request: PlanRequest, costed: Costed, microbatches: int) -> Step:
     """The step of `costed.plan` with so many microbatches of the plan's size."""
-    writer = TransformerStep(question, costed, microbatches)
-    return writer.write(schedule(question.fixed.schedule, costed.plan.pipeline, microbatches, writer.chunks))
+    writer = TransformerStep(request, costed, microbatches)
+    return writer.write(schedule(request.fixed.schedule, costed.plan.pipeline, microbatches, writer.chunks))

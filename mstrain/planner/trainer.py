@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mstrain.models.zoo import load_preset
 from mstrain.planner.cost import Costed
-from mstrain.planner.question import Question
+from mstrain.planner.request import PlanRequest
 from mstrain.planner.search import PodResult
 
 PLAN_FILE = "plan.json"
@@ -17,22 +17,22 @@ def train_keys(plan) -> dict[str, str | int]:
     return {"mesh": plan.mesh, "parallel": plan.algorithm, "accumulate": plan.microbatches, "remat": plan.remat}
 
 
-def model_keys(question: Question) -> dict:
+def model_keys(request: PlanRequest) -> dict:
     """model=NAME, and the fields in which the model differs from that preset."""
-    preset = dataclasses.asdict(load_preset(question.model.name))
-    changed = {name: value for name, value in dataclasses.asdict(question.model).items() if value != preset[name]}
+    preset = dataclasses.asdict(load_preset(request.model.name))
+    changed = {name: value for name, value in dataclasses.asdict(request.model).items() if value != preset[name]}
     texts = {name: "null" if value is None else str(value) for name, value in changed.items()}
-    return {"model": question.model.name, **{f"model.{name}": text for name, text in texts.items()}}
+    return {"model": request.model.name, **{f"model.{name}": text for name, text in texts.items()}}
 
 
-def train_line(question: Question, plan) -> str:
+def train_line(request: PlanRequest, plan) -> str:
     """The command that runs `plan`, every key spelled out."""
     keys = {
-        **model_keys(question),
+        **model_keys(request),
         **train_keys(plan),
-        "batch": question.batch,
-        "seq": question.seq,
-        "dtype": question.dtype,
+        "batch": request.batch,
+        "seq": request.seq,
+        "dtype": request.dtype,
     }
     return f"python train.py {_spelled(keys)}"
 
@@ -41,16 +41,16 @@ def _spelled(keys: dict) -> str:
     return " ".join(f"{key}={value}" for key, value in keys.items())
 
 
-def write_plan(question: Question, result: PodResult, folder: Path) -> Path:
+def write_plan(request: PlanRequest, result: PodResult, folder: Path) -> Path:
     """plan.json: the winner, and the best plan that train.py can run with its keys (null where there is
     none).
     """
     trainable = result.trainable
     document = {
-        "model": question.model.name,
-        "cluster": question.pod.name,
-        "batch": question.batch,
-        "seq": question.seq,
+        "model": request.model.name,
+        "cluster": request.pod.name,
+        "batch": request.batch,
+        "seq": request.seq,
         "plan": result.best.plan.flat(),
         "step_seconds": result.best.seconds,
         "why_not_trainable": result.best.plan.why_not_trainable(),
@@ -62,7 +62,7 @@ def write_plan(question: Question, result: PodResult, folder: Path) -> Path:
     return path
 
 
-def closing_lines(question: Question, result: PodResult, path: Path) -> list[str]:
+def closing_lines(request: PlanRequest, result: PodResult, path: Path) -> list[str]:
     """What train.py can run, and what it cannot and why."""
     lines = []
     if result.best is not result.trainable:
@@ -78,9 +78,9 @@ def closing_lines(question: Question, result: PodResult, path: Path) -> list[str
         lines.append(f"The best that train.py runs takes {slower(result.trainable, result.best)}.")
     return [
         *lines,
-        f"This file: python train.py {_spelled(model_keys(question))} batch={question.batch} seq={question.seq} "
+        f"This file: python train.py {_spelled(model_keys(request))} batch={request.batch} seq={request.seq} "
         f"plan={path}",
-        train_line(question, result.trainable.plan),
+        train_line(request, result.trainable.plan),
     ]
 
 

@@ -32,7 +32,7 @@ def find_result(
 ) -> tuple[TuningResult, bool]:
     """The result, and whether all of it came from `folder`.
 
-    Otherwise the candidates that are not there are tried with `attempt(mesh, slices)`; `say` hears a line of
+    Otherwise the candidates that are not there are tried with `attempt(mesh, slices)`; `say` gets a line of
     each. A candidate is kept as soon as it is done, and the result if something fits.
 
     Raises ValueError when no mesh is legal.

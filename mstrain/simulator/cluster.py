@@ -180,7 +180,7 @@ class Cluster:
         return cls((device,) * num_devices, network)
 
     def ranks_alike(self, placement: Placement) -> bool:
-        """Whether one rank of one replica can stand for all: same links, same devices per stage."""
+        """Whether one rank of one replica represents all: same links, same devices per stage."""
         degrees = placement.degrees
         replicas, ranks = np.divmod(np.arange(degrees.data * degrees.tensor), degrees.tensor)
 

@@ -17,7 +17,7 @@ class Compared:
 
     Attributes:
       predicted_seconds, predicted_bytes: of the same step and its fullest device, by the cost model.
-      devices: of every stage; empty where one device stands for a stage.
+      devices: of every stage; empty if one device represents a stage.
       stages: rows of numbers of every stage, both ways.
     """
 

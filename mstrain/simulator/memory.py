@@ -1,7 +1,7 @@
 """Live memory of a program over time, from the lifetimes of its values.
 
 A value takes memory from the operation that writes it until its last reader is done; program inputs stay, and
-so do values that nobody reads (results). An operation holds its inputs and outputs at once. This is DistIR's
+so do values without a reader (results). An operation holds its inputs and outputs at once. This is DistIR's
 model: no workspace, no fragmentation.
 """
 

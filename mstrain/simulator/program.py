@@ -84,11 +84,11 @@ class Program:
         the program is one representative of symmetric ranks).
       inputs, outputs: values read and written by each operation.
       value_bytes, value_device: int arrays of shape (values,).
-      category: int array of shape (values,), an index into `CATEGORIES`; None where nobody has said.
+      category: int array of shape (values,), an index into `CATEGORIES`; None if unknown.
       resident: bool array of shape (values,): an input of the program, in memory from the start and never
         freed.
       labels: distinct names of parts of the model; `label` (int array of shape (ops,)) indexes them, None
-        where nobody has named any.
+        if there are none.
       devices: the devices whose time is kept. A group may name others: they only decide the cost.
     """
 

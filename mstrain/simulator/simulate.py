@@ -269,7 +269,7 @@ def place(step: Step, cluster: Cluster, rules: Rules, everything: bool = False) 
 def simulate_step(step: Step, cluster: Cluster, rules: Rules = CORRECTED, everything: bool = False) -> Simulation:
     """Simulate any step (`mlp_step`, `gpt_step`). Raises ValueError when the cluster is too small.
 
-    Where all ranks are alike (a switch; a torus with one dim per parallel axis) one of them stands for all,
+    Where all ranks are alike (a switch; a torus with one dim per parallel axis) one of them represents all,
     whatever their number, unless `everything`.
     """
     return simulate(place(step, cluster, rules, everything), cluster, rules)

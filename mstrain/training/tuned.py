@@ -1,4 +1,4 @@
-"""tune=compile for a run: its question to the planner, and the run with the answer."""
+"""tune=compile for a run: its request to the planner, and the run with the answer."""
 
 import dataclasses
 

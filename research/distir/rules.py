@@ -15,7 +15,7 @@ that `corrected` mends:
   that communication can hide and messages can compete; a message does not stop its devices;
 - gradients are summed over the data replicas (notebook: over the tensor group), as soon as they are complete,
   and the optimizer updates every weight (head: is charged for the last one only);
-- the gradient of the network's input, which nobody reads, is not computed.
+- the gradient of the network's input, which has no reader, is not computed.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from mstrain.planner.mixed.profiles import (
 from research.metis.options import MetisOptions
 from research.metis.search import reference_profile
 
-BYTES_PER_MS = 1024.0 * 1024.0  # of one GB/s, in the reference's reckoning
+BYTES_PER_MS = 1024.0 * 1024.0  # of one GB/s, as the reference counts
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ MAX_ATTEMPTS = 3        # partitions tried per strategy
 MEMORY_FACTOR = 5.0     # the reference's allowance over the profiled memory
 SHRINK = 0.9            # further cut of the share of a stage that does not fit
 ADJUST_PASSES = 10_000  # a guard; the reference would loop for ever
-BYTES_PER_MS = 1024.0 * 1024.0  # of one GB/s, in the reference's reckoning
+BYTES_PER_MS = 1024.0 * 1024.0  # of one GB/s, as the reference counts
 
 
 @numba.njit(cache=True)
@@ -241,9 +241,9 @@ def shift_layers(weight, keeper, kept, slack):
 @numba.njit(cache=True)
 def adjust_capacities(share, capacity, demand):
     """Move share from stages out of memory to those with memory to spare; False if there is too little."""
-    roomy = capacity > demand
-    kept = np.where(roomy, share, share * (capacity / demand) * SHRINK)
-    spare = np.where(roomy, share * capacity / demand - share, 0.0)
+    enough = capacity > demand
+    kept = np.where(enough, share, share * (capacity / demand) * SHRINK)
+    spare = np.where(enough, share * capacity / demand - share, 0.0)
     extra, missing = np.zeros(len(share)), (share - kept).sum()
     if spare.sum() < missing:
         return False

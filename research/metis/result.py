@@ -54,7 +54,7 @@ class MetisResult:
 
 
 class SearchStopped(ValueError):
-    """The search cannot go on; `partial` is the MetisResult up to here."""
+    """The search cannot continue; `partial` is the MetisResult up to here."""
 
     def __init__(self, message: str, partial: MetisResult):
         super().__init__(message)

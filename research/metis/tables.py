@@ -49,7 +49,7 @@ class Found(NamedTuple):
     attempt: np.ndarray     # (n,) partition attempt that fitted
     dp: np.ndarray          # (n, S)
     bounds: np.ndarray      # (n, S + 1) first layer of each stage, and the end
-    missing: np.ndarray     # (3,) type, tp, batch of a profile the walk could not go on without
+    missing: np.ndarray     # (3,) type, tp, batch of a profile that the walk needs
 
 
 def build_tables(options: MetisOptions, cluster: Hosts, profiles: dict[Key, Profile],

@@ -49,14 +49,14 @@ class Executor:
     `gradients[replica]` has the matrices of `weights`.
     """
 
-    def __init__(self, question, costed: Costed, microbatches: int, weights: dict, tokens, targets):
-        self.question, self.model, self.plan, self.products = question, question.model, costed.plan, costed.products
+    def __init__(self, request, costed: Costed, microbatches: int, weights: dict, tokens, targets):
+        self.request, self.model, self.plan, self.products = request, request.model, costed.plan, costed.products
         self.microbatches, self.weights = microbatches, weights
         self.tokens, self.targets = tokens, targets
         plan = self.plan
-        parts = question.fixed.chunks(plan.pipeline)
+        parts = request.fixed.chunks(plan.pipeline)
         degrees = Degrees(plan.data, plan.tensor, plan.pipeline, microbatches, parts, plan.cols)
-        step = transformer_step(question, costed, microbatches)
+        step = transformer_step(request, costed, microbatches)
         self.program = step.expand(Placement(degrees))
         self.singles, self.repeated = len(step.slots.single), len(step.slots.repeated)
         self.ranks = plan.data * plan.tensor
@@ -65,7 +65,7 @@ class Executor:
         self.made: dict[int, tuple] = {}  # label of the operation that wrote a value
         self.updates: dict[tuple[int, int], dict] = {}  # by replica and rank: blocks of gradients
         self.losses: dict[tuple, np.ndarray] = {}  # by replica, microbatch and shard of tokens
-        writer = TransformerStep(question, costed, microbatches)
+        writer = TransformerStep(request, costed, microbatches)
         for key, slot in writer.weights.items():
             for number in range(self.ranks):
                 self.values[(-slot - 1) * self.ranks + number] = self.blocks_of(key, number % plan.tensor)
@@ -120,7 +120,7 @@ class Executor:
 
     @property
     def heads(self) -> tuple:
-        return self.model, self.question.seq, self.products.block[0].layout.cols
+        return self.model, self.request.seq, self.products.block[0].layout.cols
 
     @property
     def mesh(self) -> tuple[int, int]:

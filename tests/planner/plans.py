@@ -4,7 +4,7 @@ from mstrain.models.parallel import ParallelConfig
 from mstrain.planner.config import PodConfig
 from mstrain.planner.cost import Costed, cost_plan
 from mstrain.planner.plan import PodPlan, plan_products
-from mstrain.planner.question import Question
+from mstrain.planner.request import PlanRequest
 from mstrain.planner.target import find_pod
 
 
@@ -13,14 +13,14 @@ def pod_plan(data, algorithm, rows, cols, pipeline=1, microbatches=1, remat="non
     return PodPlan(data, ParallelConfig(algorithm, slices=slices), rows, cols, pipeline, microbatches, remat, sharded)
 
 
-def ask(model, **keys) -> Question:
-    """The question of plan.py's keys."""
+def ask(model, **keys) -> PlanRequest:
+    """The request of plan.py's keys."""
     config = PodConfig(model, **keys)
-    return config.question(find_pod(config.cluster))
+    return config.request(find_pod(config.cluster))
 
 
-def cost(question: Question, plan: PodPlan) -> Costed:
+def cost(request: PlanRequest, plan: PodPlan) -> Costed:
     """The cost of a legal plan."""
-    products = plan_products(question, plan)
+    products = plan_products(request, plan)
     assert not isinstance(products, str), products
-    return cost_plan(question, plan, products)
+    return cost_plan(request, plan, products)

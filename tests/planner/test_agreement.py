@@ -1,4 +1,4 @@
-"""One planner: mesh=auto, plan.py, benchmark.py meshes=auto and tune= name the same mesh for the same question."""
+"""One planner: mesh=auto, plan.py, benchmark.py meshes=auto and tune= name the same mesh for the same request."""
 
 import dataclasses
 import math
@@ -41,8 +41,8 @@ def test_every_entry_point_names_the_same_mesh(model, target, batch, accumulate,
     assert wanted.devices == tpu_slice.devices
 
     _, plan = load_plan([f"model={model}", f"cluster={target}", "pipeline=1", "algorithm=meshslice", *shared])
-    question = plan.question(find_pod(target))
-    best = search_pod(question).trainable
+    request = plan.request(find_pod(target))
+    best = search_pod(request).trainable
     assert best.shape == wanted and best.fits
 
     keys = [f"models={model}", f"target={target}", *shared]
@@ -59,7 +59,7 @@ def test_every_entry_point_names_the_same_mesh(model, target, batch, accumulate,
 def test_what_is_left_open_is_searched_by_the_same_ranking():
     """The best plan over remat and microbatches is the best mesh at its own remat and microbatches."""
     _, plan = load_plan(["model=gpt3_13b", "cluster=v5p-64", "batch=64", "pipeline=1"])
-    best = search_pod(plan.question(find_pod("v5p-64"))).trainable
+    best = search_pod(plan.request(find_pod("v5p-64"))).trainable
     given = [f"accumulate={best.plan.microbatches}", f"remat={best.plan.remat}", f"parallel={best.plan.algorithm}"]
     train = load_config(["model=gpt3_13b", "target=v5p-64", "check=true", "mesh=auto", "batch=64", "seq=2048", *given])
     assert check_mesh(train, train.model, parse_target("v5p-64")) == best.shape
@@ -69,7 +69,7 @@ def test_what_is_left_open_is_searched_by_the_same_ranking():
 @pytest.mark.parametrize(("model", "target"), [("llama3_8b", "v4-128"), ("llama2_70b", "tpu7x-128")])
 def test_where_nothing_fits_the_mesh_is_the_one_that_fits_with_another_remat(model, target):
     _, plan = load_plan([f"model={model}", f"cluster={target}", "batch=256", "pipeline=1", "algorithm=meshslice"])
-    best = search_pod(plan.question(find_pod(target))).trainable
+    best = search_pod(plan.request(find_pod(target))).trainable
     train = load_config([f"model={model}", f"target={target}", "check=true", "mesh=auto", "batch=256", "seq=2048"])
     assert (best.plan.microbatches, best.plan.remat) != (1, "none")
     assert check_mesh(train, train.model, parse_target(target)) == best.shape

@@ -19,7 +19,7 @@ from mstrain.models.zoo import load_preset
 from mstrain.planner.cost import Stage, cost_plan, cycle_seconds, split_layers
 from mstrain.planner.memory import parameter_counts
 from mstrain.planner.plan import plan_products
-from mstrain.planner.question import Question
+from mstrain.planner.request import PlanRequest
 from mstrain.planner.search import divisors, search_pod
 from mstrain.planner.simulated import plan_cluster, simulate_plan
 from mstrain.planner.step import transformer_step
@@ -31,13 +31,13 @@ from tests.planner.plans import ask, cost, pod_plan
 MODEL = dataclasses.replace(load_preset("gpt3_1_3b"), layers=8)
 
 
-def config_for(model=MODEL, **keys) -> Question:
+def config_for(model=MODEL, **keys) -> PlanRequest:
     return ask(model, **{"cluster": "v4-64", "batch": 64, "seq": 1024, **keys})
 
 
 def costed(plan, **keys):
-    question = config_for(**keys)
-    return question, cost(question, plan)
+    request = config_for(**keys)
+    return request, cost(request, plan)
 
 
 PLANS = {
@@ -56,8 +56,8 @@ def test_the_simulator_agrees_with_the_cost_model(name):
     """Time within 17 % below and 5 above; the simulator may also hide the gradient sums, which the model
     never does.
     """
-    question, plan = costed(PLANS[name])
-    simulated = simulate_plan(question, plan)
+    request, plan = costed(PLANS[name])
+    simulated = simulate_plan(request, plan)
     assert simulated.microbatches == plan.plan.microbatches
     assert 0.83 * (plan.seconds - plan.terms.gradient_sum) < simulated.result.seconds < 1.05 * plan.seconds
     peaks = {name: max(use.peak_bytes.values()) for name, use in simulated.result.memory_by_category.items()}
@@ -70,9 +70,9 @@ def test_the_simulator_agrees_with_the_cost_model(name):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_activations_in_flight_follow_the_schedule(schedule):
-    question, plan = costed(pod_plan(2, "meshslice", 2, 2, 4, 8, "dots"), schedule=schedule)
+    request, plan = costed(pod_plan(2, "meshslice", 2, 2, 4, 8, "dots"), schedule=schedule)
     assert [stage.in_flight for stage in plan.stages] == ([4, 3, 2, 1] if schedule == "1f1b" else [8] * 4)
-    use = simulate_plan(question, plan).result.memory_by_category["activations"].peak_bytes
+    use = simulate_plan(request, plan).result.memory_by_category["activations"].peak_bytes
     boundary = 2 * 4 * 1024 * MODEL.width / 4  # one activation that enters or leaves a stage
     for stage, peak in zip(plan.stages, (use[device] for device in sorted(use))):
         assert -boundary <= peak - stage.memory.activations <= 3 * boundary
@@ -84,24 +84,24 @@ def test_simulated_products_are_those_of_the_model(name):
     top.
     """
     plan = dataclasses.replace(PLANS[name], remat="none")
-    question, plan = costed(plan)
-    program = simulate_plan(question, plan).result.program
+    request, plan = costed(plan)
+    program = simulate_plan(request, plan).result.program
     work = sum(
         operation_work(program.specs[spec]) * copies
         for spec, copies in zip(program.spec.tolist(), program.copies.tolist())
         if program.specs[spec].kind in PRODUCTS
     )
-    tokens = question.tokens
-    scores = 12 * MODEL.layers * MODEL.width * question.seq
+    tokens = request.tokens
+    scores = 12 * MODEL.layers * MODEL.width * request.seq
     padding = 6 * MODEL.width * (plan.products.head.layout.projection.out_dim - MODEL.vocab_size)
-    wanted = tokens * (training_flops_per_token(MODEL, question.seq) - scores + padding)
+    wanted = tokens * (training_flops_per_token(MODEL, request.seq) - scores + padding)
     assert work == pytest.approx(wanted, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_terms_of_every_stage_add_up_to_the_step(name):
     """And a step takes what its formula says, written out once more."""
-    question, plan = costed(PLANS[name])
+    request, plan = costed(PLANS[name])
     assert all(terms.seconds == pytest.approx(plan.seconds, rel=1e-12) for terms in plan.stage_terms)
     assert all(min(dataclasses.astuple(terms)) >= 0 for terms in plan.stage_terms)
     waits = [terms.bubble + terms.messages for terms in plan.stage_terms]
@@ -118,12 +118,12 @@ def test_terms_of_every_stage_add_up_to_the_step(name):
 def test_interleaving_shrinks_the_bubble_and_keeps_more_in_flight():
     plan, model = pod_plan(2, "meshslice", 2, 2, 4, 8, "dots"), load_preset("gpt3_1_3b")
     plain = costed(plan, model=model)
-    question, whole = costed(plan, model=model, schedule="interleaved")
+    request, whole = costed(plan, model=model, schedule="interleaved")
     assert whole.stages[0].chunks[1][0] == whole.stages[3].chunks[0][1]  # after every stage's first chunk
     assert sum(stage.layers for stage in whole.stages) == model.layers
     assert whole.terms.bubble < 0.75 * plain[1].terms.bubble
     assert [stage.in_flight for stage in whole.stages] == [5.5, 4.5, 3.5, 2.5]
-    simulated = simulate_plan(question, whole)
+    simulated = simulate_plan(request, whole)
     assert simulated.result.seconds < simulate_plan(*plain).result.seconds
     assert 0.83 * whole.seconds < simulated.result.seconds < 1.1 * whole.seconds
     use = simulated.result.memory_by_category["activations"].peak_bytes
@@ -134,9 +134,9 @@ def test_interleaving_shrinks_the_bubble_and_keeps_more_in_flight():
 def test_one_rank_stands_for_all():
     """Keeping the time of every device of a 2-D mesh gives the same step, operations and memory."""
     model = dataclasses.replace(load_preset("tiny"), vocab_size=256)
-    question = config_for(model, cluster="v4-32", batch=32, seq=64)
-    whole = cost(question, pod_plan(2, "meshslice", 2, 2, 2, 4, "dots"))
-    step, cluster = transformer_step(question, whole, 4), plan_cluster(question, whole)
+    request = config_for(model, cluster="v4-32", batch=32, seq=64)
+    whole = cost(request, pod_plan(2, "meshslice", 2, 2, 2, 4, "dots"))
+    step, cluster = transformer_step(request, whole, 4), plan_cluster(request, whole)
     one, every = simulate_step(step, cluster), simulate_step(step, cluster, everything=True)
     assert len(every.program.devices) == 16 and len(one.program.devices) == 2
     assert one.seconds == pytest.approx(every.seconds, rel=1e-12)
@@ -159,8 +159,8 @@ def test_state_is_what_the_trainer_keeps():
     stored = sum(
         4 * math.prod(jax.sharding.NamedSharding(mesh, b.spec).shard_shape(b.value.shape)) for b in boxes
     )
-    question = config_for(model, cluster="v4-32", batch=16, seq=64)
-    memory = cost(question, pod_plan(2, "meshslice", 2, 4, 1, 2, "none")).fullest.memory
+    request = config_for(model, cluster="v4-32", batch=16, seq=64)
+    memory = cost(request, pod_plan(2, "meshslice", 2, 4, 1, 2, "none")).fullest.memory
     norms = 4 * model.width * (2 * model.layers + 1)
     assert memory.parameters == pytest.approx(stored, abs=norms)
     assert (
@@ -178,21 +178,21 @@ def test_parameter_counts_add_up(name):
 def test_search_finds_the_best_of_all_plans():
     """Against every combination written down here, costed one by one."""
     model = dataclasses.replace(load_preset("tiny"), vocab_size=256)
-    question = config_for(model, cluster="v4-16", batch=8, seq=128)
-    found = search_pod(question)
+    request = config_for(model, cluster="v4-16", batch=8, seq=128)
+    found = search_pod(request)
     best = math.inf
     for pipeline in (1, 2):
-        for data in divisors(question.pod.devices // pipeline):
-            tensor = question.pod.devices // pipeline // data
-            carried = question.pod.meshes(data) if pipeline == 1 else [(r, tensor // r) for r in divisors(tensor)]
+        for data in divisors(request.pod.devices // pipeline):
+            tensor = request.pod.devices // pipeline // data
+            carried = request.pod.meshes(data) if pipeline == 1 else [(r, tensor // r) for r in divisors(tensor)]
             shapes = [("meshslice", *shape) for shape in carried]
             shapes += [(a, 1, tensor) for a in ("megatron", "fsdp") if carried and tensor > 1]
-            for (algorithm, rows, cols), count in ((s, m) for s in shapes for m in divisors(question.batch // data)):
+            for (algorithm, rows, cols), count in ((s, m) for s in shapes for m in divisors(request.batch // data)):
                 for remat in ("none", "dots", "full"):
                     plan = pod_plan(data, algorithm, rows, cols, pipeline, count, remat)
-                    products = plan_products(question, plan)
+                    products = plan_products(request, plan)
                     if not isinstance(products, str):
-                        best = min(best, cost_plan(question, plan, products).seconds)
+                        best = min(best, cost_plan(request, plan, products).seconds)
     assert found.finished and found.best.seconds == pytest.approx(best)
     assert [c.seconds for c in found.ranked] == sorted(c.seconds for c in found.ranked)
     names = [c.plan.name for c in found.ranked]
@@ -200,9 +200,9 @@ def test_search_finds_the_best_of_all_plans():
 
 
 def test_what_is_ranked_fits_and_the_trainer_gets_no_pipeline():
-    question = config_for(load_preset("gpt3_6_7b"), cluster="v4-16", batch=32)
-    found = search_pod(question)
-    assert all(c.fullest.memory.total <= question.usable_bytes for c in found.ranked) and found.rejected
+    request = config_for(load_preset("gpt3_6_7b"), cluster="v4-16", batch=32)
+    found = search_pod(request)
+    assert all(c.fullest.memory.total <= request.usable_bytes for c in found.ranked) and found.rejected
     assert found.trainable.plan.pipeline == 1 and not found.trainable.plan.sharded
     piped = next(c for c in found.ranked if c.plan.pipeline > 1)
     assert "no pipeline" in piped.plan.why_not_trainable()

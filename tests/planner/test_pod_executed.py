@@ -75,8 +75,8 @@ def widths(model):
 
 
 def costed_plan(plan, model, **keys):
-    question = ask(model, cluster="v4-64", batch=BATCH, seq=SEQ, **keys)
-    return question, cost(question, plan)
+    request = ask(model, cluster="v4-64", batch=BATCH, seq=SEQ, **keys)
+    return request, cost(request, plan)
 
 
 def execute(plan, model=MODEL, **keys):

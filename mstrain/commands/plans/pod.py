@@ -17,12 +17,12 @@ def run_pod(config: PodConfig) -> int:
     """Searches, prints, writes; the last line is the train.py command of the best plan it can run."""
     pod = find_pod(config.cluster, config.dtype)
     folder, say = make_folder(config.run_dir), console()
-    question = config.question(pod)
-    result = search_pod(question, config.max_seconds, lambda line: print(f"plan: {line}", file=sys.stderr))
-    write_tables(question, result, folder, config.top_k)
-    path = write_plan(question, result, folder)
-    plot_plans(question, result.ranked, folder / "throughput_against_memory.png")
-    say.print(plans_table(question, result, config.top_k))
+    request = config.request(pod)
+    result = search_pod(request, config.max_seconds, lambda line: print(f"plan: {line}", file=sys.stderr))
+    write_tables(request, result, folder, config.top_k)
+    path = write_plan(request, result, folder)
+    plot_plans(request, result.ranked, folder / "throughput_against_memory.png")
+    say.print(plans_table(request, result, config.top_k))
     scope = "the whole space" if result.finished else f"part of the space (max_seconds={config.max_seconds:g} ended it)"
     say.print(
         f"{result.costed} plans of {scope} costed in {result.seconds:.1f} s, {len(result.rejected)} layouts "
@@ -34,10 +34,10 @@ def run_pod(config: PodConfig) -> int:
     say.print(memory_table(result.best))
     written = ["plans.csv", "stages.csv", "plans.json", "throughput_against_memory.png"]
     if config.simulate:
-        simulated = simulate_plan(question, result.best, config.simulated_microbatches)
+        simulated = simulate_plan(request, result.best, config.simulated_microbatches)
         written += simulated.write(folder)
         say.print(*simulated.summary(result.best.plan.microbatches), sep="\n")
     say.print(f"{', '.join(written)} in {folder}")
-    for line in closing_lines(question, result, path):
+    for line in closing_lines(request, result, path):
         say.print(line)
     return 0

@@ -1,4 +1,4 @@
-"""What the optimal planner is asked: model, batch, how memory and links are reckoned, and the budgets."""
+"""What the optimal planner is asked: model, batch, how memory and links are counted, and the budgets."""
 
 from dataclasses import dataclass
 

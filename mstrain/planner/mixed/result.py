@@ -17,7 +17,7 @@ from mstrain.planner.mixed.space import kind_labels
 class StagePlan:
     """One stage; ms per microbatch (exchange and update: per iteration), GB of its fullest device.
 
-    Types are those of the devices; unequal nodes of one type are told apart by a number.
+    Types are those of the devices; a number distinguishes unequal nodes of one type.
     """
 
     devices: dict[str, int]  # per device type
@@ -141,7 +141,7 @@ def report_stage(model: Model, stage: Stage, begin: int, end: int, microbatches:
 def report_plan(
     model: Model, samples: int, microbatches: int, stages: list[tuple[Stage, int, int]], expected_ms: float
 ) -> Plan:
-    """The plan with all its terms, added up anew; asserts that the search reckoned the same."""
+    """The plan with all its terms, added up anew; asserts that the search computed the same."""
     generator = generator_ms(model)
     reports = tuple(
         report_stage(model, stage, begin, end, microbatches, len(stages) - index)

@@ -88,7 +88,7 @@ class Search:
         return self.found[-1][0] if len(self.found) == self.model.options.top_k else np.inf
 
     def run(self) -> OptimalResult:
-        """Work by bound until the k-th plan is no dearer than every bound, or time is up."""
+        """Work by bound until the k-th plan costs at most every bound, or time is up."""
         started = time.perf_counter()
         for samples, microbatches in self.model.options.microbatches():
             stages = usable_stages(self.model, self.space, samples)

@@ -203,7 +203,7 @@ def test_a_torus_offers_only_its_whole_axes():
 
 
 @pytest.mark.parametrize("call, message", [
-    (dict(meshes=[(4, 4)], devices=8), r"row4-col4 does not have 8 devices; use row1-col8, row2-col4, row4-col2, row8-col1"),
+    (dict(meshes=[(4, 4)], devices=8), r"row4-col4 does not have 8 devices; use row1-col8, row2-col4, row4-col2, row8"),
     (dict(meshes=[], devices=2), r"does not have 2 devices; use row1-col2, row2-col1"),
     (dict(meshes=[(3, 2)], devices=6, tokens=1024), r"1024 is not a multiple of 3 .*that fits is row2-col3"),
     (dict(devices=7), r"nearest mesh that fits is row1-col1"),

@@ -40,7 +40,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanRequest:
     """A training step of `model` on `pod`.
 
     Attributes:
