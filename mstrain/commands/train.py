@@ -11,8 +11,17 @@ from mstrain.training.config import RunConfig
 
 def load_config(arguments: list[str]) -> RunConfig:
     """Composes conf/ with command-line overrides into a checked run; raises ValueError with the fix otherwise."""
-    config = compose(RunConfig, "config", [*arguments, *plan_overrides(arguments)])
+    config = compose(RunConfig, "config", [*arguments, *plan_overrides(arguments), *_recorded(arguments)])
     return dataclasses.replace(config, optimizer=config.optimizer.for_width(config.model.width))
+
+
+def _recorded(arguments: list[str]) -> list[str]:
+    """`run_dir=` alone resumes the run that is there."""
+    if not any(argument.startswith("run_dir=") for argument in arguments):
+        return []
+    from mstrain.training.record import recorded_overrides
+
+    return recorded_overrides(arguments)
 
 
 def main(arguments: list[str]) -> int:

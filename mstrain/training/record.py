@@ -33,7 +33,7 @@ from mstrain.program.dtype import dtype_on
 from mstrain.training import files, json_lines
 from mstrain.training.best_effort import BestEffort
 from mstrain.training.config import RunConfig
-from mstrain.training.identity import Record, differences, flat, recorded_keys
+from mstrain.training.identity import CONTENT, KEPT, Record, class_of, differences, flat, recorded_keys
 from mstrain.training.reporter import METRICS
 from mstrain.training.run import Run
 
@@ -104,6 +104,36 @@ def read(directory: Path) -> Record | None:
             facts = ocp.JsonCheckpointHandler().restore(place)
             return from_json(facts["record"], str(place))
     return None
+
+
+def recorded_overrides(arguments: list[str]) -> list[str]:
+    """Arguments of the record in `run_dir=`, where the command names no key of the run but those it allows to change.
+
+    So `run_dir=` alone resumes a run. Raises ValueError for a record that cannot be read or written as arguments.
+    """
+    given = dict(argument.partition("=")[::2] for argument in arguments)
+    allowed = set(given.get("allow", "").strip("'\"").split())
+    new = [key for key in given if class_of(key) == KEPT and not {key, key.partition(".")[0]} & allowed]
+    if new or "data" in given or not given.get("run_dir"):
+        return []
+    directory = Path(given["run_dir"].strip("'\""))
+    known = read(directory)
+    values = known.config if known else {}
+    taken = {key: value for key, value in values.items() if key in DEFAULTS and key not in given and _is_taken(key)}
+    return [f"{key}={_argument(key, value, directory)}" for key, value in taken.items()]
+
+
+def _is_taken(key: str) -> bool:
+    return key == "model.name" or (class_of(key) in (KEPT, CONTENT) and key != "init_from")
+
+
+def _argument(key: str, value: Any, directory: Path) -> str:
+    """A value as a command line takes it."""
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if set(value) & set("\\\"\n'") or "${" in value:
+        raise ValueError(f"{directory / RUN}: {key}={value!r} cannot be taken from the record. Type {key}= yourself.")
+    return f"'{value}'"
 
 
 def checkpoint_steps(directory: Path) -> list[int]:

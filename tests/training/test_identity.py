@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from mstrain.commands.train import load_config
 from mstrain.data import DataConfig
 from mstrain.data.tokenizers import train_bpe
 from mstrain.job.job import ALONE
@@ -179,6 +180,16 @@ def test_another_function_or_schedule_is_refused_before_the_corpus_is_read(finis
         assert message.count(word.partition("=")[0]) == 2, message
     assert "steps: 6 recorded, 20 now" in refusals(directory, "steps=20", monkeypatch=monkeypatch)
     assert "mesh: row2-col4 recorded, row4-col2 now" in refusals(directory, "mesh=4x2", "seq=8", monkeypatch=monkeypatch)
+
+
+def test_run_dir_alone_is_the_run_that_is_there(finished):
+    directory = f"run_dir={finished.config.run_dir}"
+    same = load_config([directory])
+    before = record.record_of(finished)
+    assert names(before, Record(recorded_keys(same), before.digests)) == []
+    longer = load_config([directory, "steps=20", "allow=steps", "mesh=4x2"])
+    assert (longer.steps, longer.model, longer.mesh) == (20, same.model, "4x2")
+    assert load_config([directory, "steps=20"]).model.name == "small"  # a command of its own, which is then refused
 
 
 def test_init_from_is_checked_before_the_corpus_is_read(finished, tmp_path, monkeypatch):
