@@ -52,7 +52,6 @@ class Reporter:
                 json_lines.Log(files, directory / name, first - 1) for name in (METRICS, EVALUATIONS)
             )
             self._tensorboard = EventFile(files, directory, first)
-            files.do(METRICS, self._report_missing, directory / METRICS, first - 1)
         self._progress = Progress(
             TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"),
             TimeRemainingColumn(), console=console, disable=not (self._writes and console.is_terminal),
@@ -108,15 +107,6 @@ class Reporter:
         if self._writes:
             for file in (self._metrics, self._evaluations, self._tensorboard):
                 file.retry()
-
-    def _report_missing(self, path: Path, done: int) -> None:
-        found = {json_lines.step_of(line) for line in json_lines.read(path)}
-        missing = [step for step in range(self._log_every, done + 1, self._log_every) if step not in found]
-        if missing:
-            self._console.print(
-                f"[yellow]Metrics:[/] {path} has no line for {len(missing)} of the steps up to {done} (the first is "
-                f"{missing[0]}): they were not logged, or their lines were lost."
-            )
 
     def _write(self, step, values, now):
         if step % self._log_every == 0 or step == self._last:

@@ -63,16 +63,6 @@ def test_an_action_that_blocks_delays_nobody(monkeypatch):
     assert done == [*range(20)]
 
 
-def test_lines_missing_before_the_checkpoint_are_reported(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (2, 4, 7, 8, 9)))
-    for log_every, shown in ((1, "no line for 4 of the steps up to 8 (the first is 1)"), (2, "no line for 1")):
-        console = Console(file=io.StringIO(), record=True, width=400)
-        with BestEffort(print) as observers:
-            Reporter(observers, tmp_path, range(9, 12), log_every, None, console)
-        assert shown in console.export_text()
-    assert [row["step"] for row in lines(tmp_path)] == [2, 4, 7, 8]
-
-
 class Faults:
     """Fails the `nth` operation that the threads of observers ask of the file system, and no other."""
 

@@ -179,7 +179,8 @@ def test_another_function_or_schedule_is_refused_before_the_corpus_is_read(finis
         message = refusals(directory, "steps=6", word, monkeypatch=monkeypatch)
         assert message.count(word.partition("=")[0]) == 2, message
     assert "steps: 6 recorded, 20 now" in refusals(directory, "steps=20", monkeypatch=monkeypatch)
-    assert "mesh: row2-col4 recorded, row4-col2 now" in refusals(directory, "mesh=4x2", "seq=8", monkeypatch=monkeypatch)
+    message = refusals(directory, "mesh=4x2", "seq=8", monkeypatch=monkeypatch)
+    assert "mesh: row2-col4 recorded, row4-col2 now" in message
 
 
 def test_run_dir_alone_is_the_run_that_is_there(finished):
