@@ -20,8 +20,10 @@ from mstrain.training.reporter import EVALUATIONS, METRICS
 
 DAMAGED, LOST = "damaged", "lost"
 BY_STEP = (METRICS, EVALUATIONS, BAD_STEPS)
-MOVED = (*BY_STEP, GOODPUT, "rollbacks.jsonl", "summary.json", "loss.png", "tensorboard", record.RUN, DAMAGED)
-SIGNS = (*MOVED, record.HISTORY)
+LINES = (*BY_STEP, GOODPUT, record.HISTORY)
+SIGNS = (*LINES, record.RUN, DAMAGED)
+# history.jsonl stays where it is, and rollbacks.jsonl: a new start must not meet the bad batches again.
+MOVED = (*BY_STEP, GOODPUT, "summary.json", "loss.png", "tensorboard", record.RUN, DAMAGED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,7 @@ def _look(directory: Path) -> dict:
     except ValueError as error:
         return {"error": str(error)}
     checkpoints = record.checkpoint_steps(directory)
-    signs = [name for name in SIGNS if _holds_something(directory / name)]
+    signs = [name for name in SIGNS if _is_sign(directory / name)]
     return {
         "record": known and record.to_json(known),
         "checkpoints": checkpoints,
@@ -88,11 +90,15 @@ def _look(directory: Path) -> dict:
     }
 
 
-def _holds_something(path: Path) -> bool:
-    try:
-        return any(path.iterdir()) if path.is_dir() else path.stat().st_size > 0
-    except OSError:
-        return os.path.lexists(path)  # a link that leads nowhere, a folder that cannot be read
+def _is_sign(path: Path) -> bool:
+    """Whether `path` holds something of a run. What is of another kind, or has not one line, was never a run's file."""
+    if path.name in LINES:
+        with contextlib.suppress(OSError, ValueError):
+            return bool(json_lines.read(path))
+        return False
+    if path.name == DAMAGED:
+        return path.is_dir() and not path.is_symlink() and any(path.iterdir())
+    return os.path.lexists(path)
 
 
 def _last_step(directory: Path) -> int:
