@@ -13,7 +13,6 @@ from mstrain.timeline import (
     Lane,
     Timeline,
     busy_compute,
-    chrome_events,
     communication_fraction,
     exposed_communication,
     perfetto,
@@ -97,12 +96,6 @@ def test_written_file_is_json_and_compresses(tmp_path):
     plain = json.loads(write_perfetto(timeline, tmp_path / "trace.json").read_text())
     with gzip.open(write_perfetto(timeline, tmp_path / "trace.json.gz"), "rt") as file:
         assert json.load(file) == plain == perfetto(timeline)
-
-
-def test_plain_events_are_in_seconds_and_renamed():
-    assert chrome_events(make([(1, 2, 3)]), {"send": "Send"}) == [
-        {"name": "Send", "ph": "X", "ts": 2.0, "dur": 3.0, "pid": 0, "tid": 0}
-    ]
 
 
 def test_columns_of_another_length_are_refused():

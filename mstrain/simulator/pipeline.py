@@ -61,7 +61,7 @@ class PipelineStep(ABC):
         """What comes after all passes."""
         return ()
 
-    def write(self, schedule: Schedule, prologue=()) -> Step:
+    def write(self, schedule: Schedule) -> Step:
         """The whole step."""
         layout, last = Layout(), self.degrees.microbatches - 1
         layout.add(("begin",), 0, self.begin)
@@ -73,4 +73,4 @@ class PipelineStep(ABC):
             for (_, chunk, direction, microbatch), variant in written:
                 layout.add((chunk, direction, variant, "send"), microbatch, self.send, chunk, direction)
         layout.add(("finish",), last, self.finish)
-        return layout.step(self.degrees, self.slots, prologue)
+        return layout.step(self.degrees, self.slots)

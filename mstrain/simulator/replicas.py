@@ -20,10 +20,7 @@ from mstrain.simulator.slots import RankOp, Slots
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One training step of one rank, laid out in order; see `Program` for the arrays.
-
-    `prologue` is operations on explicit devices that run once, before everything else.
-    """
+    """One training step of one rank, laid out in order; see `Program` for the arrays."""
 
     degrees: Degrees
     specs: tuple[OpSpec, ...]
@@ -35,15 +32,17 @@ class Step:
     inputs: Ragged
     outputs: Ragged
     slots: Slots
-    prologue: tuple[tuple[OpSpec, tuple[int, ...]], ...] = ()
     labels: tuple[tuple, ...] = ()
     label: np.ndarray | None = None
 
     def representative(self, placement: Placement) -> Program:
-        """The program of one rank, exact where all are alike. Raises ValueError with a prologue."""
-        if self.prologue:
-            raise ValueError("loading from a root device is not alike for all ranks; use expand()")
+        """The program of one rank, exact where all are alike."""
         return self._program(placement, 1, 1)
+
+    @property
+    def alike(self) -> bool:
+        """Whether one rank may represent all."""
+        return True
 
     def expand(self, placement: Placement) -> Program:
         """The program of all devices."""
@@ -64,7 +63,7 @@ class Step:
         whole = _Mesh(self.degrees.data, self.degrees.tensor, self.degrees.rows, self.degrees.cols).copies
         nbytes, stage, resident, category = self.slots.table(self.degrees.microbatches)
         every, stages = np.arange(ranks), np.arange(self.degrees.pipeline)
-        program = Program(
+        return Program(
             specs=self.specs,
             groups=groups,
             spec=self.spec[rows],
@@ -81,7 +80,6 @@ class Step:
             labels=self.labels,
             label=None if self.label is None else self.label[rows],
         )
-        return _with_prologue(program, self.prologue) if self.prologue else program
 
     def _groups(self, placement, axis, replica, rank, rows) -> tuple[tuple[Sequence[int], ...], np.ndarray]:
         stages, tensor = self.degrees.pipeline, self.degrees.tensor
@@ -153,30 +151,6 @@ def _spread(lists: Ragged, rows, axis, copy, mesh: _Mesh) -> Ragged:
     return Ragged(offsets, items * ranks + rank)
 
 
-def _with_prologue(program: Program, prologue: tuple[tuple[OpSpec, tuple[int, ...]], ...]) -> Program:
-    extra = len(prologue)
-    specs, groups = program.specs, program.groups
-
-    def empty_first(lists: Ragged) -> Ragged:
-        return Ragged(np.concatenate([np.zeros(extra, np.int64), lists.offsets]), lists.items)
-
-    return Program(
-        specs=specs + tuple(spec for spec, _ in prologue),
-        groups=groups + tuple(group for _, group in prologue),
-        spec=np.concatenate([len(specs) + np.arange(extra), program.spec]),
-        group=np.concatenate([len(groups) + np.arange(extra), program.group]),
-        microbatch=np.concatenate([np.full(extra, -1), program.microbatch]),
-        copies=np.concatenate([np.ones(extra, np.int64), program.copies]),
-        inputs=empty_first(program.inputs),
-        outputs=empty_first(program.outputs),
-        value_bytes=program.value_bytes,
-        value_device=program.value_device,
-        resident=program.resident,
-        category=program.category,
-        devices=tuple(sorted({*program.devices, *(device for _, group in prologue for device in group)})),
-    )
-
-
 class Layout:
     """Collects tasks in program order; the operations of equal keys are written once and repeated."""
 
@@ -192,7 +166,7 @@ class Layout:
             self._templates.append(write(*args))
         self._tasks.append((self._numbers[key], microbatch))
 
-    def step(self, degrees: Degrees, slots: Slots, prologue=()) -> Step:
+    def step(self, degrees: Degrees, slots: Slots) -> Step:
         """Everything added so far, as one step."""
         ops = [op for template in self._templates for op in template]
         numbers: dict[OpSpec, int] = {}
@@ -221,7 +195,6 @@ class Layout:
             numbered(Ragged.of([op.inputs for op in ops])),
             numbered(Ragged.of([op.outputs for op in ops])),
             slots,
-            tuple(prologue),
             tuple(labels),
             label[rows.items] if any(labels) else None,
         )

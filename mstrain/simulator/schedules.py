@@ -107,54 +107,7 @@ def interleaved(pipeline: int, microbatches: int, chunks: int) -> Schedule:
     return _steps_from_orders(orders, chunks)
 
 
-def distir(pipeline: int, microbatches: int, chunks: int) -> Schedule:
-    """DistIR's "PipeDream 1F1B": stages alternate directions, and nothing limits the warm-up.
-
-    Stage s holds up to min(microbatches, 2 (pipeline - s) - 1) microbatches in flight.
-    """
-    return _alternating(pipeline, microbatches, tuple(range(pipeline)), True)
-
-
-def distir_forward(stage_of_chunk: Sequence[int], microbatches: int) -> Schedule:
-    """DistIR's schedule of a model without backward pass, chunks placed on stages by `stage_of_chunk`."""
-    return _alternating(max(stage_of_chunk) + 1, microbatches, tuple(stage_of_chunk), False)
-
-
-@lru_cache(maxsize=256)
-def _alternating(pipeline: int, microbatches: int, stage_of_chunk: tuple[int, ...], backward: bool) -> Schedule:
-    num_chunks = len(stage_of_chunk)
-    last = [BACKWARD] * pipeline
-    ready: list[tuple[list, list]] = [([], []) for _ in range(pipeline)]
-    ready[0][FORWARD].extend((m, 0) for m in range(microbatches))
-    remaining = microbatches * num_chunks * (2 if backward else 1)
-    steps = []
-    while remaining:
-        step = []
-        for stage in range(pipeline):
-            wanted = BACKWARD if last[stage] == FORWARD else FORWARD
-            direction = wanted if ready[stage][wanted] else 1 - wanted
-            queue = ready[stage][direction]
-            if queue:
-                entry = min(queue)
-                queue.remove(entry)
-                step.append(Task(stage, entry[1], direction, entry[0]))
-                last[stage] = direction
-        for task in step:
-            if task.direction == FORWARD and task.chunk + 1 < num_chunks:
-                follower = (task.chunk + 1, FORWARD)
-            elif task.direction == FORWARD:
-                follower = (task.chunk, BACKWARD) if backward else None
-            else:
-                follower = (task.chunk - 1, BACKWARD) if task.chunk else None
-            if follower:
-                ready[stage_of_chunk[follower[0]]][follower[1]].append((task.microbatch, follower[0]))
-        remaining -= len(step)
-        steps.append(tuple(step))
-    return tuple(steps)
-
-
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
-    "distir": distir,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
@@ -172,8 +125,3 @@ def schedule(name: str, pipeline: int, microbatches: int, chunks: int) -> Schedu
             "use schedule=interleaved"
         )
     return SCHEDULES[name](pipeline, microbatches, chunks)
-
-
-def bubble_fraction(steps: Schedule, pipeline: int) -> float:
-    """Idle stage-steps over all stage-steps, counting every task as one step."""
-    return 1.0 - sum(map(len, steps)) / (len(steps) * pipeline)

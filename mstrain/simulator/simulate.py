@@ -262,7 +262,7 @@ def place(step: Step, cluster: Cluster, rules: Rules, everything: bool = False) 
             f"{step.degrees} needs devices {workers.start} to {workers.stop - 1}, the cluster has "
             f"{len(cluster.devices)}; lower the degrees" + (" (device 0 is the root)" if rules.first else "")
         )
-    everything = everything or bool(step.prologue) or not cluster.ranks_alike(placement)
+    everything = everything or not step.alike or not cluster.ranks_alike(placement)
     return step.expand(placement) if everything else step.representative(placement)
 
 

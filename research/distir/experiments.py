@@ -15,11 +15,12 @@ from mstrain.simulator import plots as timelines
 from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees
 from mstrain.simulator.simulate import place, simulate
-from mstrain.timeline import write_chrome_events, write_perfetto
+from mstrain.timeline import write_perfetto
 from research.distir import plots
 from research.distir.grid import Rejected, Row, grid_search, make_row, simulate_mlp, write_table
 from research.distir.mlp import Mlp, StepOptions
 from research.distir.rules import DISTIR_NAMES, RuleSet, rule_set
+from research.distir.traces import write_chrome_events
 from research.distir.transform_mlp import mlp_step
 
 MODEL = Mlp.square(64, 8192, 8192)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from mstrain.simulator.cluster import Cluster
 from mstrain.simulator.placement import Degrees
-from mstrain.simulator.schedules import bubble_fraction, schedule
 from mstrain.simulator.simulate import Simulation, simulate_step
 from mstrain.timeline import exposed_communication
 from research.distir.mlp import Mlp, StepOptions
 from research.distir.rules import RuleSet, rule_set
+from research.distir.schedules import bubble_fraction, schedule
 from research.distir.transform_mlp import mlp_step, schedule_name
 
 

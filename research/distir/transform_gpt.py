@@ -14,9 +14,9 @@ from mstrain.simulator.pipeline import PipelineStep
 from mstrain.simulator.placement import LOCAL, TENSOR, Degrees
 from mstrain.simulator.program import OpSpec
 from mstrain.simulator.replicas import Step
-from mstrain.simulator.schedules import distir_forward
 from mstrain.simulator.slots import RankOp, Slots
 from research.distir.mlp import chunk_bounds
+from research.distir.schedules import distir_forward
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from mstrain.simulator.placement import DATA, LOCAL, SEND, TENSOR, Degrees, Plac
 from mstrain.simulator.program import OpSpec
 from mstrain.simulator.replicas import Step
 from mstrain.simulator.schedules import FORWARD
-from mstrain.simulator.schedules import schedule as find_schedule
 from mstrain.simulator.slots import RankOp, Slots
+from research.distir.loading import LoadingStep
 from research.distir.mlp import Mlp, StepOptions, check_mlp, chunk_bounds
 from research.distir.rules import RuleSet, rule_set
+from research.distir.schedules import schedule as find_schedule
 
 
 class _MlpStep(PipelineStep):
@@ -262,4 +263,5 @@ def mlp_step(
     check_mlp(mlp, degrees, rules)
     writer = _MlpStep(mlp, degrees, rules, options)
     steps = find_schedule(schedule_name(degrees, rules, options), degrees.pipeline, degrees.microbatches, writer.chunks)
-    return writer.write(steps, () if options.loaded else writer.prologue())
+    step = writer.write(steps)
+    return step if options.loaded else LoadingStep(**vars(step), prologue=tuple(writer.prologue()))

@@ -76,7 +76,7 @@ def test_every_golden_case(distir, golden_plan, rules, experiment):
     wrong = []
     for case in cases:
         step, placement, cluster, the_rules, batch = golden_plan(case)
-        programs = [step.expand(placement)] + ([] if step.prologue else [step.representative(placement)])
+        programs = [step.expand(placement)] + ([step.representative(placement)] if step.alike else [])
         for program in programs:
             found = figures(simulate(program, cluster, the_rules), batch)
             wrong += [

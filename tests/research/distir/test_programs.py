@@ -6,9 +6,9 @@ import pytest
 from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees, Placement
 from mstrain.simulator.simulate import simulate
-from mstrain.timeline import chrome_events
 from research.distir.mlp import Mlp, StepOptions
 from research.distir.rules import DISTIR_NAMES, RULES, rule_set
+from research.distir.traces import chrome_events
 from research.distir.transform_mlp import mlp_step
 from tests.simulator.builder import ProgramBuilder
 

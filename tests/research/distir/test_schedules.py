@@ -4,15 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstrain.simulator.schedules import (
-    BACKWARD,
-    FORWARD,
-    SCHEDULES,
-    bubble_fraction,
-    distir,
-    distir_forward,
-    schedule,
-)
+from mstrain.simulator.schedules import BACKWARD, FORWARD, SCHEDULES
+from research.distir.schedules import bubble_fraction, distir, distir_forward, schedule
 
 
 def in_flight(steps, stage):
@@ -26,7 +19,7 @@ def in_flight(steps, stage):
     return peak
 
 
-PLANS = st.tuples(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 5), st.integers(1, 3))
+PLANS = st.tuples(st.sampled_from(sorted(("distir", *SCHEDULES))), st.integers(1, 6), st.integers(1, 5), st.integers(1, 3))
 
 
 @settings(deadline=None, max_examples=120)
@@ -62,10 +55,10 @@ def test_microbatches_in_flight(pipeline, microbatches):
 
 
 def test_distir_takes_two_steps_per_microbatch_and_stage():
-    assert len(distir(4, 8, 4)) == 2 * (8 + 4 - 1)
+    assert len(distir(4, 8)) == 2 * (8 + 4 - 1)
     letters = {
         (task.stage, number): f"{'FB'[task.direction]}{task.microbatch}"
-        for number, step in enumerate(distir(4, 8, 4))
+        for number, step in enumerate(distir(4, 8))
         for task in step
     }
     row = [letters.get((0, number), "..") for number in range(22)]
