@@ -191,8 +191,8 @@ def test_a_job_survives_saves_that_fail_on_one_host_and_ends_when_one_dies(tmp_p
     run = tmp_path / "run"
     words = arguments(run, cache, "steps=100000", "mesh=2x2x2", "eval.every=100", "checkpoint.every=2")
     job = Job(tmp_path, words, 2, command=[sys.executable, "-c", UNLUCKY])
-    assert job.wait_for(lambda: saved(run)), job.output[-4000:]
-    assert saved(run)[0] == 6 and not manifest.problems(run / "checkpoints" / "6")
+    assert job.wait_for(lambda: any(saved(run))), job.output[-4000:]
+    assert [step for step in saved(run) if step][0] == 6 and not manifest.problems(run / "checkpoints" / "6")
     hosts = manifest.read(run / "checkpoints" / "6")["hosts"]
     assert len(hosts) == 2 and all(host["bytes"] > 10_000 and host["limit_seconds"] > 120 for host in hosts)
     assert not [*(run / "checkpoints").glob("[24].*")]
@@ -227,4 +227,4 @@ def test_a_third_signal_ends_at_once(tmp_path, cache):
     assert job.wait_for(lambda: "still stopping" in job.output, 20)
     job.send(signal.SIGTERM)
     assert job.wait(20) == [SIGNALED + signal.SIGTERM]
-    assert not saved(run)
+    assert saved(run) == [0]
