@@ -53,8 +53,10 @@ def imported(*paths: str) -> dict[str, Path]:
 ], ids=["run", "tests"])  # fmt: skip
 def test_every_import_is_a_declared_requirement(paths, files):
     declared = {requirement.name.lower() for name in files for requirement in requirements(name)}
-    brought_by = {"omegaconf": "hydra-core", "huggingface_hub": "datasets", "scipy": "jax", "pyyaml": "hydra-core", "packaging": "pytest",
-                  "etils": "orbax-checkpoint"}
+    brought_by = {
+        "omegaconf": "hydra-core", "huggingface_hub": "datasets", "scipy": "jax", "pyyaml": "hydra-core",
+        "packaging": "pytest", "etils": "orbax-checkpoint", "grimp": "import-linter",
+    }  # fmt: skip
     found = imported(*paths)
     assert not {name: file for name, file in found.items() if brought_by.get(name, name) not in declared}
 
