@@ -8,9 +8,9 @@ from mstrain.benchmarks.config import PRODUCTS, BenchmarkConfig
 from mstrain.gemm import Plan, PlanPair, find_algorithm
 from mstrain.hardware import Chip
 from mstrain.mesh import MeshShape, parse_mesh
-from mstrain.models.auto import projections
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import BlockPlan, ModelPlan, make_plan
+from mstrain.models.products import projections
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,7 @@ def plan_case(case: Case, config: BenchmarkConfig, mesh: Mesh, chip: Chip | None
 
 
 def products(block: BlockPlan) -> dict[str, Plan]:
-    """The four products of a block by name."""
+    """The products of a block by name."""
     return dict(zip(PRODUCTS, block.products, strict=True))
 
 
@@ -114,7 +114,7 @@ def _sliced(block: BlockPlan, counts: dict[str, int], model: ModelConfig, sequen
 
 
 def describe(block: BlockPlan) -> str:
-    """Dataflows of the four products and, where one slices, slice counts: `os ls os ls S=4 4 8 4`."""
+    """Dataflows of the products and, where one slices, slice counts: `os ls os ls S=4 4 8 4`."""
     return describe_plans(*block.products)
 
 

@@ -9,9 +9,9 @@ from mstrain.cli import compose
 from mstrain.gemm import ALGORITHMS, find_algorithm
 from mstrain.hardware import TpuSlice, parse_target
 from mstrain.mesh import MeshShape, parse_mesh
-from mstrain.models.auto import projections
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect
+from mstrain.models.products import projections
 from mstrain.models.transformer import REMAT
 from mstrain.models.zoo import BYTES, load_preset
 from mstrain.program.dtype import DTYPES
@@ -138,7 +138,7 @@ class BenchmarkConfig:
         numbers = all(re.fullmatch(r"[1-9]\d{0,5}", word) for word in words)
         if len(words) not in (1, len(PRODUCTS)) or not numbers:
             raise ValueError(
-                f"slices={self.slices!r} is neither one slice count nor four (of {', '.join(PRODUCTS)}). "
+                f"slices={self.slices!r} is neither one slice count nor {len(PRODUCTS)} (of {', '.join(PRODUCTS)}). "
                 'Type slices=4, slices="8 8 8 8" or slices=auto.'
             )
         return tuple(map(int, words * (len(PRODUCTS) // len(words))))

@@ -9,9 +9,9 @@ from mstrain.benchmarks.cases import Case, describe, describe_plans, products
 from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.benchmarks.nongemm import nongemm_work
 from mstrain.benchmarks.work import Work
-from mstrain.models.auto import projections
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.plan import ModelPlan
+from mstrain.models.products import projections
 from mstrain.models.transformer import Transformer
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.parts import layer_program, product_program

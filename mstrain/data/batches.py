@@ -15,6 +15,7 @@ from mstrain.data.token_file import TokenFile
 
 _CHUNK = 1024  # samples whose windows are computed at once: the cost of numpy's calls is shared by many small batches
 
+
 class Batches:
     """All batches of one token file.
 

@@ -4,21 +4,8 @@ from mstrain.hardware import Chip
 from mstrain.hardware.constants import Constants, constants_for
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, parse_slices
-from mstrain.parallel.dataflow import Projection
+from mstrain.models.products import projections
 from mstrain.parallel.tune import Block, Choice, tune_block
-
-
-def projections(model: ModelConfig, repeats: int = 1) -> tuple[Projection, ...]:
-    """The four products of one block."""
-    heads, kv = model.heads * model.head_dim, model.num_kv_heads * model.head_dim
-    up = model.mlp_dim * (2 if model.gated else 1)
-    dims = {
-        "attention in": (model.width, heads + 2 * kv),
-        "attention out": (heads, model.width),
-        "mlp in": (model.width, up),
-        "mlp out": (model.mlp_dim, model.width),
-    }
-    return tuple(Projection(name, *dim, repeats) for name, dim in dims.items())
 
 
 def tune_products(

@@ -5,8 +5,7 @@ import re
 from typing import ClassVar
 
 from mstrain.gemm import ALGORITHMS, DATAFLOWS, any_sliced, find_algorithm
-
-HALVES = ("attention", "mlp")
+from mstrain.models.products import HALVES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from mstrain.mesh import AXES, shape_of
 from mstrain.models.auto import tune_products
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
+from mstrain.models.products import ATTENTION, MLP, block_products
 
 LANES = 128  # of a TPU's vector registers: the last dim of an array moves without a relayout in multiples of it
 SLICES_WITHOUT_TUNING = 4  # auto takes the largest legal count up to this when there is no chip to tune for
@@ -30,9 +31,9 @@ class BlockPlan:
     mlp: PlanPair
 
     @property
-    def products(self) -> tuple[Plan, Plan, Plan, Plan]:
-        """In the order of `mstrain.models.auto.projections`."""
-        return self.attention.into, self.attention.out, self.mlp.into, self.mlp.out
+    def products(self) -> tuple[Plan, ...]:
+        """In the order of `mstrain.models.products.block_products`."""
+        return tuple(plan for pair in (self.attention, self.mlp) for plan in (pair.into, pair.out))
 
     @property
     def mesh(self) -> Mesh:
@@ -148,12 +149,7 @@ class _Planner:
         )
 
     def block(self, attention: str, mlp: str) -> BlockPlan:
-        m = self.model
-        heads, kv = m.heads * m.head_dim, m.num_kv_heads * m.head_dim
-        qkv, up = (heads, kv, kv), (m.mlp_dim,) * (2 if m.gated else 1)
-        plan = BlockPlan(
-            self._pair(attention, "attention", qkv, heads), self._pair(mlp, "mlp", up, m.mlp_dim)
-        )
+        plan = BlockPlan(self._pair(attention, ATTENTION), self._pair(mlp, MLP))
         self._check_heads(plan.attention)
         return plan
 
@@ -169,21 +165,20 @@ class _Planner:
             return plan
         return self._sliced(plan, self.model.width, padded, "the output projection")
 
-    def _pair(self, algorithm: str, half: str, segments: tuple[int, ...], inside: int) -> PlanPair:
-        grid, width, total = grid_of(algorithm, self.mesh), self.model.width, sum(segments)
-        into = self._flow(algorithm, width, total, f"{half} in")
-        out = self._flow(algorithm, inside, width, f"{half} out")
-        lowering = chip_lowering(self.chip)
+    def _pair(self, algorithm: str, half: str) -> PlanPair:
+        grid, lowering = grid_of(algorithm, self.mesh), chip_lowering(self.chip)
+        first, last = (product for product in block_products(self.model) if product.half == half)
+        into, out = (self._flow(algorithm, p.in_dim, p.out_dim, p.name) for p in (first, last))
         into_plan = Plan(algorithm, into, grid, lowering=lowering)
         out_plan = Plan(algorithm, out, grid.swapped if out == "rs" else grid, lowering=lowering)
-        for segment in segments:
+        for segment in first.segments:
             if segment % grid.num_cols:
                 raise ValueError(
                     f"{half}: {segment} features do not divide over the {grid.num_cols} columns of {algorithm} on "
                     f"mesh {shape_of(self.mesh)}. Choose another mesh= or other model sizes."
                 )
-        into_plan = self._sliced(into_plan, width, total, f"{half} in")
-        out_plan = self._sliced(out_plan, inside, width, f"{half} out")
+        into_plan = self._sliced(into_plan, first.in_dim, first.out_dim, first.name)
+        out_plan = self._sliced(out_plan, last.in_dim, last.out_dim, last.name)
         if into == out == "rs":  # one order of the sequences inside
             slices = min(into_plan.slices, out_plan.slices)
             into_plan, out_plan = (dataclasses.replace(p, slices=slices) for p in (into_plan, out_plan))
@@ -237,7 +232,7 @@ class _Planner:
 
     def _check_sequences(self, pair: PlanPair, half: str) -> None:
         inside, residual = (pair.grid.size(x.tokens[1:]) for x in (pair.inside, pair.residual))
-        if half == "attention" and self.sequences % inside:
+        if half == ATTENTION and self.sequences % inside:
             raise ValueError(
                 f"{self.sequences} sequences per data-parallel copy and microbatch do not divide over {inside} rows of "
                 f"{pair.into.algorithm}: attention works on whole sequences. Type a batch= that is a multiple of "

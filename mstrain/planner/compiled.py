@@ -200,7 +200,7 @@ def why_slower(candidate: Candidate, best: Candidate) -> str:
 
 
 def describe_slices(plan: ModelPlan) -> str:
-    """Dataflows and slice counts of the four products of each group of layers: `os/4 ls/4 os/8 ls/8`."""
+    """Dataflows and slice counts of the products of each group of layers: `os/4 ls/4 os/8 ls/8`."""
     return ", ".join(" ".join(f"{p.dataflow}/{p.slices}" for p in block.products) for block, _ in plan.groups)
 
 

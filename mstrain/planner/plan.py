@@ -10,10 +10,10 @@ from mstrain.gemm import find_algorithm
 from mstrain.hardware import Chip
 from mstrain.hardware.constants import Constants
 from mstrain.mesh import AXES, MeshShape
-from mstrain.models.auto import projections
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import ModelPlan, make_plan
+from mstrain.models.products import projections
 from mstrain.parallel.dataflow import Projection
 from mstrain.parallel.product_cost import Layout
 from mstrain.planner.request import PlanRequest

@@ -14,7 +14,7 @@ MISTAKES = {
     "mesh": (["meshes=2x4 4by2"], "4by2"),
     "no such slice": (["target=v5p-63"], "nearest is v5p-64"),
     "no such generation": (["target=v9-8"], "v5p"),
-    "slice counts": (["slices=8 8"], "four"),
+    "slice counts": (["slices=8 8"], "nor 4 (of attention in"),
     "dump of nothing": (["dump=x"], "target="),
     "emulated target": (["target=v5p-64", "emulate=16x16"], "emulate= has no effect"),
     "timed prediction": (["target=v5p-64", "repeats=9"], "repeats= has no effect"),

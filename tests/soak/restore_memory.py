@@ -15,10 +15,10 @@ import sys
 import time
 from pathlib import Path
 
-from mstrain.commands.train import load_config
 from etils import epath
 
 from mstrain.checkpoints import manifest
+from mstrain.commands.train import load_config
 from mstrain.mesh import emulate_devices
 
 WORDS = ["model=gpt2", "model.layers=18", "data=synthetic", "seq=64", "batch=8", "parallel=collective"]
