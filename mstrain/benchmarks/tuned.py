@@ -15,9 +15,10 @@ from mstrain.hardware.constants import load_constants
 from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
 from mstrain.planner.cost import Costed
-from mstrain.planner.report import GB, plan_row, plot_plans, write_csv
+from mstrain.planner.report import GB, plan_row, plot_plans
 from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import rank_meshes, why_slower
+from mstrain.planner.tables import write_csv
 from mstrain.planner.target import Pod, pod_of
 from mstrain.program.dtype import dtype_on
 

@@ -1,6 +1,5 @@
 """Plans for people: a table, CSV, JSON and a picture."""
 
-import csv
 import dataclasses
 import json
 import math
@@ -16,7 +15,7 @@ from mstrain.models.flops import training_flops_per_token
 from mstrain.planner.cost import Costed, Terms
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.search import PodResult, why_slower
-from mstrain.planner.tables import make_table
+from mstrain.planner.tables import make_table, write_csv
 from mstrain.simulator.plots import MARKERS
 
 GB = 1e9
@@ -53,14 +52,6 @@ def plan_row(request: PlanRequest, rank: int, costed: Costed, best: Costed) -> d
 
 def rejected_rows(result: PodResult) -> list[dict]:
     return [{**item.plan.flat(), "why": item.reason} for item in result.rejected]
-
-
-def write_csv(rows: list[dict], path: Path) -> None:
-    """Rows whose keys are among those of the first."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def write_tables(request: PlanRequest, result: PodResult, folder: Path, top: int) -> None:

@@ -1,6 +1,8 @@
-"""Tables for a terminal."""
+"""Tables for a terminal and in files."""
 
-from collections.abc import Iterable, Sequence
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from rich.table import Table
 
@@ -13,3 +15,11 @@ def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def write_csv(rows: Sequence[Mapping], path: str | Path) -> None:
+    """Writes rows whose keys are among those of the first."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)

@@ -112,11 +112,3 @@ class Program:
     def num_ops(self) -> int:
         """Operations of the whole job (each one counted `copies` times)."""
         return int(self.copies.sum())
-
-    def op_counts(self) -> dict[str, int]:
-        """Operations of the whole job by kind."""
-        per_spec = np.bincount(self.spec, weights=self.copies, minlength=len(self.specs))
-        counts: dict[str, int] = {}
-        for spec, count in zip(self.specs, per_spec.astype(np.int64).tolist()):
-            counts[spec.kind] = counts.get(spec.kind, 0) + count
-        return counts

@@ -112,14 +112,6 @@ class Simulation:
         return float(self.lane_end.max(initial=0.0))
 
     @property
-    def device_seconds(self) -> dict[int, float]:
-        """When each kept device is done, on its compute unit and its links."""
-        done: dict[int, float] = {}
-        for lane, end in zip(self.lanes, self.lane_end.tolist()):
-            done[lane.device] = max(done.get(lane.device, 0.0), end)
-        return done
-
-    @property
     def num_events(self) -> int:
         """Trace events of the whole job: one per operation and device, those of ranks left out included."""
         members = np.array([len(group) for group in self.program.groups])[self.program.group]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 from pathlib import Path
 
+from mstrain.planner.tables import write_csv
 from mstrain.simulator.cluster import Cluster
 from mstrain.simulator.placement import Degrees
 from mstrain.simulator.simulate import Simulation, simulate_step
@@ -157,8 +157,5 @@ def write_table(table: Sequence[Mapping], path: str | Path) -> None:
     """Write rows with equal keys as `path`.csv and `path`.json. Raises ValueError when there are none."""
     if not table:
         raise ValueError("there are no rows to write: no plan fits; see the rejected plans for the reasons")
-    with open(f"{path}.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(table[0]))
-        writer.writeheader()
-        writer.writerows(table)
+    write_csv(table, f"{path}.csv")
     Path(f"{path}.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")

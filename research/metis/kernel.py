@@ -1,8 +1,8 @@
 """The compiled inner search of Metis for one inter-stage plan: walk, layer balancer, memory check and cost.
 
-All in one file because numba's cache looks for changes only in the file of the function it loads. Sums run
-left to right in float64, as in the reference: another order may change which plans tie. A *row* is a profile,
-a *demand* the memory of a stage's layers, *left* its capacity less that (MB); a *share* is of the speed.
+All in one file because numba's cache looks for changes only there. Sums run left to right in float64, as in the
+reference: another order may change which plans tie. A *row* is a profile, a *demand* the memory of a stage's layers,
+*left* its capacity less that (MB); a *share* is of the speed.
 """
 
 import numba
@@ -12,7 +12,7 @@ CUTS = 7                # sub-layers per layer in the balancer
 MAX_ATTEMPTS = 3        # partitions tried per strategy
 MEMORY_FACTOR = 5.0     # the reference's allowance over the profiled memory
 SHRINK = 0.9            # further cut of the share of a stage that does not fit
-ADJUST_PASSES = 10_000  # a guard; the reference would loop for ever
+ADJUST_PASSES = 10_000  # a guard; the reference would not end
 BYTES_PER_MS = 1024.0 * 1024.0  # of one GB/s, as the reference counts
 
 
@@ -89,8 +89,7 @@ def stage_speeds(t, types, starts, dp, batches, missing, kinds, shares, speed):
     for i in range(len(dp)):
         begin, end = starts[i], starts[i + 1]
         if types[begin] == types[end - 1]:
-            row = profile_row(rows, missing, types[begin], (end - begin) // dp[i], samples // dp[i])
-            ms = total_ms[row]
+            ms = total_ms[profile_row(rows, missing, types[begin], (end - begin) // dp[i], samples // dp[i])]
         else:
             ms = mixed_ms(t, types, begin, end, dp[i], 0, layers, samples, t.gbs, missing, kinds, shares)
         speed[i] = 0.0 if ms == 0.0 else 1.0 / ms
@@ -386,8 +385,8 @@ def walk(t, layout, groups, num_stage, batches, use_strat, found):
             if attempt > 0:
                 steps, pending = steps + pending, 0
                 found.attempt[plans], found.dp[plans], found.bounds[plans] = attempt, dp, bounds
-                found.cost[plans] = plan_cost(t, layout, starts, num_stage, batches, dp, bounds, missing,
-                                              kinds, shares)
+                cost = plan_cost(t, layout, starts, num_stage, batches, dp, bounds, missing, kinds, shares)
+                found.cost[plans] = cost
                 missing[0] = -1
                 plans += 1
             if attempt == 1:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mstrain.commands.plans.output import console, make_folder, progress
-from mstrain.planner.mixed import PlanOptions, plan_optimal, write_csv, write_json
+from mstrain.planner.mixed import PlanOptions, plan_optimal, write_json, write_stages
 from mstrain.planner.mixed.hosts import read_hosts
 from mstrain.planner.mixed.report import plans_table, simulated_table, stages_table
 from mstrain.planner.mixed.simulated import simulate_mixed
@@ -43,7 +43,7 @@ def run_optimal(config: OptimalConfig) -> int:
     with progress("planner=optimal", config.max_seconds):
         result = plan_optimal(*config.paths, config)
     write_json(result, folder / "optimal.json")
-    write_csv(result, folder / "optimal.csv")
+    write_stages(result, folder / "optimal.csv")
     say.print(plans_table(result))
     say.print(stages_table(result.best))
     proof = result.certificate

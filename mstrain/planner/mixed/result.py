@@ -1,6 +1,5 @@
 """Plans of the optimal planner with every term of their cost, and how they are written."""
 
-import csv
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ import numpy as np
 from mstrain.planner.mixed.cost import Model, Stage, generator_ms
 from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.space import kind_labels
+from mstrain.planner.tables import write_csv
 
 
 @dataclass(frozen=True)
@@ -173,24 +173,18 @@ def write_json(result: OptimalResult, path: str | Path) -> None:
     Path(path).write_text(json.dumps({**asdict(result), "gap": result.gap}, indent=1) + "\n")
 
 
-def write_csv(result: OptimalResult, path: str | Path) -> None:
-    """One line per stage of every plan."""
-    with open(path, "w", newline="") as file:
-        rows = [
-            {
-                "rank": rank,
-                "cost_ms": plan.cost_ms,
-                "microbatch": plan.microbatch,
-                "microbatches": plan.microbatches,
-                "stage": number,
-                **asdict(stage),
-            }
-            for rank, plan in enumerate(result.plans, 1)
-            for number, stage in enumerate(plan.stages)
-        ]
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows({name: _flat(value) for name, value in row.items()} for row in rows)
+def write_stages(result: OptimalResult, path: str | Path) -> None:
+    """A CSV file with one line per stage of every plan."""
+    rows = [
+        {
+            **{"rank": rank, "cost_ms": plan.cost_ms, "microbatch": plan.microbatch, "microbatches": plan.microbatches},
+            "stage": number,
+            **{name: _flat(value) for name, value in asdict(stage).items()},
+        }
+        for rank, plan in enumerate(result.plans, 1)
+        for number, stage in enumerate(plan.stages)
+    ]
+    write_csv(rows, path)
 
 
 def _flat(value):

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from mstrain.planner.mixed import PlanOptions, plan_optimal, write_csv, write_json
+from mstrain.planner.mixed import PlanOptions, plan_optimal, write_json, write_stages
 from mstrain.planner.mixed.cost import all_reduce_ms, build_model, build_stage
 from mstrain.planner.mixed.hosts import read_hosts
 from mstrain.planner.mixed.profiles import read_profiles
@@ -91,7 +91,7 @@ def test_json_and_csv_hold_every_term(small_cluster, tmp_path):
         assert sum(parts) == pytest.approx(stage["stage_ms"])
         assert stage["state_gb"] + stage["activation_gb"] <= stage["usable_gb"]
     assert document["certificate"]["proven"] is True and document["gap"] == pytest.approx(0, abs=1e-9)
-    write_csv(result, tmp_path / "plan.csv")
+    write_stages(result, tmp_path / "plan.csv")
     rows = list(csv.DictReader((tmp_path / "plan.csv").open()))
     assert len(rows) == sum(len(plan.stages) for plan in result.plans)
     assert float(rows[0]["cost_ms"]) == result.best.cost_ms and "=" in rows[0]["devices"]

@@ -6,6 +6,7 @@ import pytest
 
 from mstrain.simulator.simulate import simulate
 from research.distir.rules import DISTIR_NAMES
+from tests.simulator.measures import device_seconds, op_counts
 
 EXPERIMENTS = {
     "notebook": {
@@ -40,9 +41,9 @@ def figures(result, batch: int) -> dict:
         "trace_events": result.num_events,
         "comm_fraction": result.communication_fraction,
         "op_counts": {
-            DISTIR_NAMES.get(kind, kind): count for kind, count in result.program.op_counts().items()
+            DISTIR_NAMES.get(kind, kind): count for kind, count in op_counts(result.program).items()
         },
-        "min_device_clock_s": min(result.device_seconds.values()),
+        "min_device_clock_s": min(device_seconds(result).values()),
         "peak_memory_bytes": result.peak_bytes,
         "min_over_devices_of_peak_memory_bytes": min(result.memory.peak_bytes.values()),
     }

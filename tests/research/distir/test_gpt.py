@@ -7,6 +7,7 @@ from mstrain.simulator.placement import Degrees
 from research.distir.grid import simulate_step
 from research.distir.rules import DISTIR_NAMES, rule_set
 from research.distir.transform_gpt import GptStack, gpt_step
+from tests.simulator.measures import device_seconds, op_counts
 
 
 def test_gpt_like_inference(distir):
@@ -28,9 +29,9 @@ def test_gpt_like_inference(distir):
             assert result.peak_bytes == wanted["peak_memory_bytes"]
             assert result.num_events == wanted["trace_events"] and program.num_ops == wanted["num_ops"]
             assert {
-                DISTIR_NAMES.get(kind, kind): count for kind, count in program.op_counts().items()
+                DISTIR_NAMES.get(kind, kind): count for kind, count in op_counts(program).items()
             } == wanted["op_counts"]
-            for device, seconds in result.device_seconds.items():
+            for device, seconds in device_seconds(result).items():
                 assert seconds == pytest.approx(wanted["device_clock_s"][str(device)], rel=1e-6)
 
 

@@ -11,6 +11,7 @@ from research.distir.rules import DISTIR_NAMES, RULES, rule_set
 from research.distir.traces import chrome_events
 from research.distir.transform_mlp import mlp_step
 from tests.simulator.builder import ProgramBuilder
+from tests.simulator.measures import device_seconds
 
 CLUSTER = Cluster.homogeneous(3, Device(1.4e13, 9e11), Switch(25 * GIGABIT))
 W = (512, 512)
@@ -126,7 +127,7 @@ def test_trace_and_memory_of_the_tiny_step(distir):
         np.testing.assert_allclose(
             np.c_[time, total], wanted["live_memory_timeline_by_device"][str(device)], rtol=1e-12
         )
-    for device, seconds in result.device_seconds.items():
+    for device, seconds in device_seconds(result).items():
         assert seconds == pytest.approx(wanted["device_clock_s"][str(device)], rel=1e-12)
 
 

@@ -19,7 +19,8 @@ def in_flight(steps, stage):
     return peak
 
 
-PLANS = st.tuples(st.sampled_from(sorted(("distir", *SCHEDULES))), st.integers(1, 6), st.integers(1, 5), st.integers(1, 3))
+NAMES = st.sampled_from(sorted(("distir", *SCHEDULES)))
+PLANS = st.tuples(NAMES, st.integers(1, 6), st.integers(1, 5), st.integers(1, 3))
 
 
 @settings(deadline=None, max_examples=120)
