@@ -185,6 +185,7 @@ def _cost_lines(step: Step, program: Compiled) -> list:
     flops = tokens * training_flops_per_token(step.module.model, config.seq)
     peak = step.target.tpu_slice.chip.peak(jnp.dtype(step.module.dtype).name)
     share = mfu(flops, schedule.seconds, devices, peak)
+    low, high = schedule.bounds
     table = Table("layer", "compute ms", "exposed ms", "share", box=None)
     for kind, (compute, exposed) in seconds_by_kind(program, schedule).items():
         part = (compute + exposed) / schedule.seconds
@@ -192,9 +193,11 @@ def _cost_lines(step: Step, program: Compiled) -> list:
     return [
         "",
         f"Predicted from the compiled schedule, not measured ({program.seconds:.0f} s to compile)",
-        f"step {schedule.seconds:.4g} s, {tokens / schedule.seconds:,.0f} tokens/s, MFU "
+        f"step {schedule.seconds:.4g} s (low {low:.4g}, high {high:.4g}), "
+        f"{tokens / schedule.seconds:,.0f} tokens/s, MFU "
         + ("n/a" if share is None else f"{share:.1%}")
-        + f", exposed communication {schedule.exposed_fraction:.1%}",
+        + f", exposed communication {schedule.exposed_fraction:.1%}"
+        + ("" if schedule.hidden is None else f", hidden {schedule.hidden:.0%} of the collectives' time"),
         "MFU = model FLOPs (no recomputation) / (seconds x devices x peak of "
         f"{'unknown' if peak is None else f'{peak / 1e12:g} TFLOP/s'})",
         table,

@@ -50,9 +50,11 @@ def _row(case: Case, work: Work, target: Target, config: BenchmarkConfig, peak: 
     need, have, problem = program.memory.peak, target.tpu_slice.chip.hbm_bytes, ""
     if not program.memory.fits:
         problem = f"does not fit, {need / GIB:.2f} of {have / GIB:.2f} GiB"
+    low, high = schedule.bounds
     return make_row(
-        case, work, schedule.seconds, peak, exposed=schedule.exposed, memory=need, problem=problem
-    )
+        case, work, schedule.seconds, peak, low=low, high=high, exposed=schedule.exposed, hidden=schedule.hidden,
+        memory=need, problem=problem,
+    )  # fmt: skip
 
 
 def choose_meshes(config: BenchmarkConfig, tpu_slice: TpuSlice) -> list[MeshShape]:

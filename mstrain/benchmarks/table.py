@@ -23,8 +23,9 @@ FORMULA = "MFU = model FLOPs (no recomputation) / (seconds x devices x peak)"
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One line. SI units; per device: `flops_per_second`, `memory` (bytes), `exposed` (seconds of
-    communication in which it computes nothing). None where it is unknown; `problem` says why there is no
-    result, or why nobody can have it.
+    communication in which it computes nothing), `hidden` (share of the collectives' time in which it computes), `low`
+    and `high` (seconds with the constants that nobody has measured at the ends of their ranges). None where it is
+    unknown; `problem` says why there is no result, or why nobody can have it.
     """
 
     model: str
@@ -39,6 +40,9 @@ class Row:
     mfu: float | None = None
     exposed: float | None = None
     memory: int | None = None
+    hidden: float | None = None
+    low: float | None = None
+    high: float | None = None
     problem: str = ""
 
 
@@ -47,8 +51,8 @@ def make_row(case: Case, work: Work, seconds: float, peak: float | None, **measu
     devices = case.mesh.devices
     return Row(
         case.model.name, str(case.mesh), case.algorithm, work.part, work.plan, case.batch, seconds,
-        work.tokens / seconds, work.flops / seconds / devices, mfu(work.flops, seconds, devices, peak),
-        **measured,
+        tokens_per_second=work.tokens / seconds, flops_per_second=work.flops / seconds / devices,
+        mfu=mfu(work.flops, seconds, devices, peak), **measured,
     )  # fmt: skip
 
 
@@ -94,8 +98,9 @@ def to_table(report: Report) -> Table:
         title=title, caption="\n".join(notes), title_justify="left", caption_justify="left", box=None,
         padding=(0, 1, 0, 0),
     )  # fmt: skip
-    exposed = ["exposed"] if report.kind == "predicted" else []
-    numbers = ("ms", "tokens/s", "TFLOP/s", "MFU", *exposed, "memory")
+    exposed = ["exposed", "hidden"] if report.kind == "predicted" else []
+    bounds = ["low", "high"] if report.kind == "predicted" else []
+    numbers = ("ms", *bounds, "tokens/s", "TFLOP/s", "MFU", *exposed, "memory")
     for name in (*names, "algorithm", "plan"):
         table.add_column(name, no_wrap=name != "plan")
     for name in numbers:
@@ -116,10 +121,13 @@ def _cells(row: Row) -> dict[str, str]:
     large = (row.memory or 0) >= GIB / 10
     return {
         "ms": cell(row.seconds, ",.2f", 1e3),
+        "low": cell(row.low, ",.2f", 1e3),
+        "high": cell(row.high, ",.2f", 1e3),
         "tokens/s": cell(row.tokens_per_second, ",.0f"),
         "TFLOP/s": cell(row.flops_per_second, ".3g", 1e-12),
         "MFU": cell(row.mfu, ".1%"),
         "exposed": cell(share, ".1%"),
+        "hidden": cell(row.hidden, ".0%"),
         "memory": cell(row.memory, ".2f" if large else ".1f", 1 / GIB if large else 2**-20) + (
             "" if row.memory is None else " GiB" if large else " MiB"
         ),
@@ -129,7 +137,7 @@ def _cells(row: Row) -> dict[str, str]:
 def summarise(row: Row) -> str:
     """A row in one line, for those who wait: `meshslice on 4x8, step: 512.3 ms, MFU 45.6%`."""
     cells = _cells(row)
-    shown = {"ms": "{} ms", "MFU": "MFU {}", "exposed": "exposed {}", "memory": "{}"}
+    shown = {"ms": "{} ms", "MFU": "MFU {}", "exposed": "exposed {}", "hidden": "hidden {}", "memory": "{}"}
     results = [form.format(cells[name]) for name, form in shown.items() if cells[name] != "n/a"]
     text = ", ".join([*results, row.problem] if row.problem else results)
     return f"{row.model} {row.algorithm} on {row.mesh}, {row.part}: {text}"

@@ -4,13 +4,15 @@
     schedule = predict(compile_program(product_program(plan, tokens, in_dim, out_dim, jnp.bfloat16), target))
 """
 
-from mstrain.compiler.collectives import Collective, Machine
+from mstrain.compiler.collectives import Collective
 from mstrain.compiler.compile import Compiled, DoesNotFit, compile_program
-from mstrain.compiler.machine import machine_for
-from mstrain.compiler.schedule import Schedule, Transfer, predict, read_schedule
+from mstrain.compiler.machine import KernelRates, Machine, machine_for
+from mstrain.compiler.replay import Transfer
+from mstrain.compiler.schedule import Schedule, predict, read_schedule
 from mstrain.compiler.topology import Target, make_target, missing_compiler, tpu_slice_devices
 
 __all__ = [
-    "Collective", "Compiled", "DoesNotFit", "Machine", "Schedule", "Target", "Transfer", "compile_program", "machine_for",
-    "make_target", "missing_compiler", "predict", "read_schedule", "tpu_slice_devices",
+    "Collective", "Compiled", "DoesNotFit", "KernelRates", "Machine", "Schedule", "Target", "Transfer",
+    "compile_program", "machine_for", "make_target", "missing_compiler", "predict", "read_schedule",
+    "tpu_slice_devices",
 ]

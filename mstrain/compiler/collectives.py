@@ -1,49 +1,41 @@
-"""Which collective an instruction is, on which mesh axes it travels and how long that takes."""
+"""Which collective an instruction is, over which links it runs and how long that takes."""
 
 import dataclasses
+import json
 import math
 import re
-from collections.abc import Mapping
 
 import numpy as np
 
-from mstrain.compiler.hlo import Instruction, Module
+from mstrain.compiler.hlo import Instruction, Module, hbm_bytes_of_shape
+from mstrain.compiler.machine import Machine
+from mstrain.compiler.torus import DIM_NAMES, Lane, Rings
 from mstrain.hardware import Link, collective_seconds
-from mstrain.hardware.constants import AxisLinks
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all")
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
-    """What turns a schedule into seconds.
+class Collective:
+    """One collective of one device.
 
     Attributes:
-      name: of the chip, for the picture.
-      clock: cycles per second of the TensorCore.
-      flops, hbm_bandwidth: FLOP/s and bytes/s that a custom kernel, for which XLA estimates nothing, is held
-        to.
-      axes: size of every mesh axis, in the order of the mesh.
-      links: the links of each axis.
+      kind: one of `KINDS`.
+      axes: mesh axes along which its devices differ.
+      bytes: sent in each of the `participants - 1` steps of a ring.
+      participants: devices of a group; 2 for a permute.
+      seconds: on free links.
+      lanes: directions of links that it occupies.
+      hbm_bytes: read from and written to the device's HBM by the transfer itself.
     """
-
-    name: str
-    clock: float
-    flops: float
-    hbm_bandwidth: float
-    axes: Mapping[str, int]
-    links: Mapping[str, AxisLinks]
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective of one device: `bytes` it sends in each of the `participants - 1` steps of a ring."""
 
     kind: str
     axes: tuple[str, ...]
     bytes: float
     participants: int
     seconds: float
+    lanes: tuple[Lane, ...]
+    hbm_bytes: float
 
 
 def find_collective(
@@ -55,6 +47,8 @@ def find_collective(
         kind = found.opcode.removesuffix("-start")
         if kind in KINDS:
             kind = _true_kind(kind, instruction, [i for _, i in inside])
+            if kind == "collective-permute":
+                return _permute(module, where, found, machine)
             return _collective(kind, found, _payload(module, where, found), machine)
     return None
 
@@ -72,25 +66,21 @@ def _payload(module: Module, computation: str, instruction: Instruction) -> int:
 
 def _collective(kind: str, instruction: Instruction, operand: float, machine: Machine) -> Collective | None:
     sizes = tuple(machine.axes.values())
-    if kind == "collective-permute":
-        axes, hops = _permuted_axes(instruction.attributes, machine)
-        participants = 2
-    else:
-        group = replica_group(instruction.attributes, math.prod(sizes))
-        places = np.array(np.unravel_index(group, sizes))
-        axes = tuple(a for a, place in zip(machine.axes, places) if len(set(place.tolist())) > 1)
-        participants, hops = len(group), 1
+    group = replica_group(instruction.attributes, math.prod(sizes))
+    axes, participants = _axes_of(group, machine), len(group)
     if not axes:
         return None
     part = {"reduce-scatter": participants, "all-reduce": participants, "all-to-all": 4}.get(kind, 1)
     bytes = operand / part
-    way = sum(machine.axes[axis] - 1 for axis in axes) / (participants - 1)
-    seconds = 0.0
+    rings = compiled_rings(instruction.attributes, machine) or machine.torus.rings(group)
+    seconds = hbm = 0.0
     for phase in _PHASES[kind]:
-        links = [getattr(machine.links[axis], phase) for axis in axes]
-        link = _slowest(links) if kind == "collective-permute" else _all_at_once(links, way)
-        seconds += hops * collective_seconds(link, bytes, participants)
-    return Collective(kind, axes, bytes, participants, seconds)
+        link = getattr(machine.link, phase)
+        way = rings.steps / (participants - 1)
+        split = Link(link.launch, link.sync * way, link.bandwidth * rings.links)
+        seconds += collective_seconds(split, bytes, participants)
+        hbm += _HBM_ACCESSES[phase] * (participants - 1) * bytes
+    return Collective(kind, axes, bytes, participants, seconds, rings.lanes, hbm)
 
 
 # An all-reduce scatters and gathers. An all-to-all loads each link with a quarter of what an all-gather of
@@ -99,22 +89,69 @@ _PHASES = {
     "all-gather": ("all_gather",),
     "reduce-scatter": ("reduce_scatter",),
     "all-reduce": ("reduce_scatter", "all_gather"),
-    "collective-permute": ("permute",),
     "all-to-all": ("all_gather",),
 }
+# How often each received byte passes the device's HBM: written and read to be sent on; a sum reads the device's own
+# part as well.
+_HBM_ACCESSES = {"all_gather": 2, "reduce_scatter": 3}
 
 
-def _slowest(links: list[Link]) -> Link:
-    """A message goes one axis after the other."""
-    return min(links, key=lambda link: link.bandwidth)
+def compiled_rings(attributes: str, machine: Machine) -> Rings | None:
+    """The rings that the compiler chose, where it prints them (collectives on the SparseCore); None elsewhere.
 
-
-def _all_at_once(links: list[Link], way: float) -> Link:
-    """Several axes: parts of the data go round them in different orders, so that the links of all axes carry, and
-    the way is as long as the axes together, `way` of one ring ("How to Scale Your Model", sharding).
+    Each of its colors carries an equal share of the data in one direction, through its rings one after the other.
     """
-    longest = max(links, key=lambda link: link.launch + link.sync)
-    return Link(longest.launch, longest.sync * min(1.0, way), sum(link.bandwidth for link in links))
+    key = '"ici_strategy_config":'
+    begin = attributes.find(key)
+    if begin < 0:
+        return None
+    strategy = json.JSONDecoder().raw_decode(attributes, begin + len(key))[0]
+    colors = [color["phase_rings"] for color in strategy.get("color_strategies", [])]
+    found = [[_ring(ring) for ring in color] for color in colors]
+    if not found or any(ring is None for color in found for ring in color):
+        return None
+    links = min(share for color in found for _, _, share in color) * len(found)
+    steps = max(sum(steps for steps, _, _ in color) for color in found)
+    used = dict.fromkeys(lane for color in found for _, lanes, _ in color for lane in lanes)
+    return Rings(links, steps, tuple(lane for lane in used if lane in machine.torus.lanes))
+
+
+def _ring(ring: dict) -> tuple[int, tuple[Lane, ...], float] | None:
+    """Steps, lanes and links' bandwidth of one ring; None for one that is not along a dim in one direction.
+
+    On an open line (`MESH`) the message that closes the ring takes the other direction, so that the two rings of a
+    line have one link together.
+    """
+    dim = re.fullmatch(r"ICI_RING_DIM_([XYZ])_(TORUS|MESH)", ring.get("explicit_strategy_ring_dim", ""))
+    way = {"ICI_RING_TYPE_UNIDIR_CW": 1, "ICI_RING_TYPE_UNIDIR_CCW": -1}.get(ring.get("ring_type", ""))
+    if not dim or not way or "core_count" not in ring:
+        return None
+    number, closed = DIM_NAMES.index(dim[1].lower()), dim[2] == "TORUS"
+    lanes = ((number, way),) if closed else ((number, way), (number, -way))
+    return int(ring["core_count"]) - 1, lanes, 1.0 if closed else 0.5
+
+
+def _permute(module: Module, computation: str, instruction: Instruction, machine: Machine) -> Collective | None:
+    """Messages are cut through: their bytes cross the busiest link one after the other, and hops cost a sync each."""
+    text = re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.attributes)[1]
+    pairs = tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)", text))
+    axes = _axes_of(pairs, machine)
+    if not axes:
+        return None
+    load, hops = machine.torus.route(pairs)
+    link, bytes = machine.link.permute, _payload(module, computation, instruction)
+    seconds = link.launch + hops * link.sync + max(load.values()) * bytes / link.bandwidth
+    read = sum(hbm_bytes_of_shape(o.shape) for n in instruction.operands if (o := module.find(computation, n)))
+    written = hbm_bytes_of_shape(instruction.shape)
+    if instruction.opcode.endswith("-start"):  # its shape is (operand, result, ...)
+        written -= read
+    return Collective("collective-permute", axes, bytes, 2, seconds, tuple(sorted(load)), read + max(0.0, written))
+
+
+def _axes_of(devices, machine: Machine) -> tuple[str, ...]:
+    """Mesh axes along which the devices of a group, or the two of any pair, differ."""
+    places = np.array(np.unravel_index(np.atleast_2d(devices), tuple(machine.axes.values())))
+    return tuple(axis for axis, place in zip(machine.axes, places) if (place != place[:, :1]).any())
 
 
 def replica_group(attributes: str, devices: int) -> list[int]:
@@ -155,17 +192,3 @@ def _mesh_group(mesh: str, axes: str) -> list[int]:
 
 def _numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",")]
-
-
-def _permuted_axes(attributes: str, machine: Machine) -> tuple[tuple[str, ...], int]:
-    """Axes along which source and target differ, and the longest way round the ring of any message."""
-    text = re.search(r"source_target_pairs=\{(.*?)\}\}", attributes)[1]
-    pairs = np.array([[int(n) for n in pair.split(",")] for pair in re.findall(r"\{(\d+,\d+)", text)])
-    places = np.array(np.unravel_index(pairs, tuple(machine.axes.values())))
-    axes, hops = [], 1
-    for (axis, size), place in zip(machine.axes.items(), places):
-        shift = np.abs(place[:, 0] - place[:, 1])
-        if shift.any():
-            axes.append(axis)
-            hops = max(hops, int(np.minimum(shift, size - shift).max()))
-    return tuple(axes), hops

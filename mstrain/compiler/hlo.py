@@ -18,7 +18,7 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?)\s([a-z][a-z\d\-]*)
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """`name = shape opcode(operands), attributes`; the only operand of a constant is its literal."""
+    """`name = shape opcode(operands), attributes`; the only operand of a constant or parameter is its literal."""
 
     name: str
     shape: str
@@ -93,7 +93,8 @@ def parse(text: str) -> Module:
             name = None
         elif name and (match := _INSTRUCTION.match(line)):
             operands, attributes = _split_operands(match[4])
-            names = (operands,) if match[3] == "constant" else tuple(re.findall(r"%([\w.\-]+)", operands))
+            literal = match[3] in ("constant", "parameter")
+            names = (operands,) if literal else tuple(re.findall(r"%([\w.\-]+)", operands))
             body.append(Instruction(match[1], match[2], match[3], names, attributes))
         elif name and body:  # strings that a kernel carries may hold line ends
             body[-1] = dataclasses.replace(body[-1], attributes=body[-1].attributes + line)
@@ -106,6 +107,12 @@ def shape_bytes(shape: str) -> int:
     for dtype, dims in re.findall(r"([a-z]+\d*[a-z\d]*)\[([\d,]*)\]", shape):
         total += _element_bytes(dtype) * math.prod(int(n) for n in dims.split(",") if n)
     return int(total)
+
+
+def hbm_bytes_of_shape(shape: str) -> int:
+    """Bytes of the parts of a shape that are in HBM: on-chip memories carry a mark such as S(1) in their layout."""
+    parts = re.findall(r"[a-z]+\d*[a-z\d]*\[[\d,]*\](?:\{[^}]*\})?", shape)
+    return sum(shape_bytes(part) for part in parts if not re.search(r"S\([1-9]", part))
 
 
 def _element_bytes(dtype: str) -> float:

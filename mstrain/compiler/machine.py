@@ -1,9 +1,12 @@
-"""Clock and links of a target, from the table of chips and the places of its devices."""
+"""What a schedule is timed on: rates of a chip, the torus, and the range in which its unknown numbers lie."""
+
+import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 
-from mstrain.compiler.collectives import Machine
 from mstrain.compiler.topology import Target
+from mstrain.compiler.torus import Torus
 from mstrain.hardware import Chip, Link
 from mstrain.hardware.constants import AxisLinks
 
@@ -15,10 +18,76 @@ from mstrain.hardware.constants import AxisLinks
 FLOPS_PER_CYCLE = {
     "v2": 1 * 2**15, "v3": 2 * 2**15, "v4": 8 * 2**15, "v5e": 4 * 2**15, "v5p": 8 * 2**15, "v6e": 4 * 2**17,
     "tpu7x": 4 * 2**17,
-}
+}  # fmt: skip
+
+# (cores, vector ALUs a lane) of a device. A core's vector unit has 8 x 128 lanes, and beside their ALUs one unit for
+# transcendental functions, which takes one value a lane and cycle. Two ALUs a lane on v2 and v3 (Norrie et al., IEEE
+# Micro 2021) and v4 (128 lanes x 16, Jouppi et al., ISCA 2023), four on v5p ("How to Scale Your Model", TPUs). For
+# v5e, v6e and tpu7x nothing is published: assumed equal to v5p.
+VECTOR_UNITS = {"v2": (1, 2), "v3": (1, 2), "v4": (2, 2), "v5e": (1, 4), "v5p": (2, 4), "v6e": (1, 4), "tpu7x": (1, 4)}
+LANES = 8 * 128
 
 
-CORE = 3  # the place of a device is x, y, z of its chip, then its core
+@dataclasses.dataclass(frozen=True)
+class KernelRates:
+    """What a custom kernel, for which XLA estimates nothing, is held to.
+
+    Attributes:
+      vector: operations a cycle of the vector units.
+      exponentials: transcendental functions a cycle.
+      matrix_unit: rows and columns of the matrix unit; a narrower product leaves the rest of it idle.
+      overlap: share of the work of the less busy units that runs beside the busiest one, 0 to 1.
+    """
+
+    vector: float
+    exponentials: float
+    matrix_unit: int
+    overlap: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What turns a schedule into seconds.
+
+    Attributes:
+      name: of the chip, for the picture.
+      clock: cycles per second of the TensorCore.
+      flops, hbm_bandwidth: FLOP/s and bytes/s of one device.
+      axes: size of every mesh axis, in the order of the mesh.
+      torus: where the devices are.
+      link: launch and sync of each kind of collective, and the bandwidth of one link one way.
+      kernels: rates for custom kernels.
+    """
+
+    name: str
+    clock: float
+    flops: float
+    hbm_bandwidth: float
+    axes: Mapping[str, int]
+    torus: Torus
+    link: AxisLinks
+    kernels: KernelRates
+
+
+@dataclasses.dataclass(frozen=True)
+class Unknowns:
+    """Numbers that nobody has published for these chips, as one end or the middle of what is plausible.
+
+    Attributes:
+      latency: factor on launch and sync times. The table's were fitted on TPU v4; "How to Scale Your Model" gives about
+        1 us a hop, a fifth of the fit.
+      hbm: share of the published HBM bandwidth that a program reaches.
+      overlap: see `KernelRates`. Between kernels whose units work one after the other and perfectly pipelined ones.
+    """
+
+    latency: float
+    hbm: float
+    overlap: float
+
+
+EXPECTED = Unknowns(latency=1.0, hbm=1.0, overlap=0.5)
+LOW = Unknowns(latency=0.2, hbm=1.0, overlap=1.0)
+HIGH = Unknowns(latency=2.0, hbm=0.8, overlap=0.0)
 
 
 def clock(chip: Chip) -> float:
@@ -26,40 +95,27 @@ def clock(chip: Chip) -> float:
     return chip.peak_bf16 / FLOPS_PER_CYCLE[chip.name]
 
 
-def machine_for(target: Target) -> Machine:
+def machine_for(target: Target, unknowns: Unknowns = EXPECTED) -> Machine:
     """The machine on which a program of `target` is timed."""
     chip, mesh = target.tpu_slice.chip, target.mesh
-    rings = {axis: axis_rings(target, axis) for axis in mesh.axis_names}
-    links = {axis: _axis_links(chip, number * chip.ici_bandwidth) for axis, number in rings.items()}
-    return Machine(chip.name, clock(chip), chip.peak_bf16, chip.hbm_bandwidth, dict(mesh.shape), links)
+    # The table counts a device: the devices of one chip share its links, each with its part of the bandwidth.
+    bandwidth = chip.ici_bandwidth * chip.tpu_slices.devices_per_chip
+    link = AxisLinks(*(
+        Link(unknowns.latency * launch, unknowns.latency * chip.sync, bandwidth)
+        for launch in (chip.launch_all_gather, chip.launch_reduce_scatter, chip.launch_permute)
+    ))  # fmt: skip
+    cores, units = VECTOR_UNITS[chip.name]
+    matrix_unit = int(chip.lowering.get("matrix_unit", 128))
+    kernels = KernelRates(cores * LANES * units, cores * LANES, matrix_unit, unknowns.overlap)
+    hbm = unknowns.hbm * chip.hbm_bandwidth
+    return Machine(chip.name, clock(chip), chip.peak_bf16, hbm, dict(mesh.shape), torus_for(target), link, kernels)
 
 
-def axis_rings(target: Target, axis: str) -> float:
-    """How many links' one-way bandwidth a collective along a mesh axis can use.
-
-    Two where the axis closes a ring of neighbours, so that both directions carry: a whole torus axis of a
-    wrapped slice, or a block of two torus axes. One on an open line. Less where neighbours on the axis are
-    several chips apart, because their messages share the links between. The devices of one chip share its
-    links (the table gives each its part), unless they are neighbours on this axis: then one message at a time
-    leaves the chip.
-    """
-    devices = np.moveaxis(target.mesh.devices, target.mesh.axis_names.index(axis), 0)
-    line = devices.reshape(len(devices), -1)[:, 0]
-    places = np.array([[*d.coords, d.core_on_chip] for d in line])
-    along = [np.unique(column) for column in places.T]
-    spread = [dim for dim, values in enumerate(along) if len(values) > 1]
-    if not spread:
-        return 1.0
-    torus = dict(enumerate(target.tpu_slice.topology))
-    whole = len(along[spread[0]]) == torus.get(spread[0])
-    closed = len(spread) > 1 or (target.tpu_slice.wraps and whole)
-    shared = len(along[CORE]) if spread != [CORE] else 1
-    return (2.0 if closed else 1.0) * shared / max(int(np.diff(along[dim]).min()) for dim in spread)
-
-
-def _axis_links(chip: Chip, bandwidth: float) -> AxisLinks:
-    return AxisLinks(
-        Link(chip.launch_all_gather, chip.sync, bandwidth),
-        Link(chip.launch_reduce_scatter, chip.sync, bandwidth),
-        Link(chip.launch_permute, chip.sync, chip.ici_bandwidth),
-    )
+def torus_for(target: Target) -> Torus:
+    """The places of a target's devices; dims of two chips have one link between them, however they are wired."""
+    tpu_slice = target.tpu_slice
+    sizes = (*tpu_slice.topology, tpu_slice.chip.tpu_slices.devices_per_chip)
+    closed = (*(tpu_slice.wraps and size > 2 for size in tpu_slice.topology), False)
+    rank = len(tpu_slice.topology)
+    places = [[*device.coords[:rank], device.core_on_chip] for device in target.mesh.devices.flat]
+    return Torus(sizes, closed, np.array(places))

@@ -1,36 +1,19 @@
-"""Read a TPU compiler's scheduled program: what a device computes, what travels meanwhile, what is exposed.
+"""Read a TPU compiler's scheduled program: what a device computes, which collectives run meanwhile, what is exposed.
 
-Order is the program's, cycles of compute operations are the compiler's estimates, and times of collectives
-come from bytes and links (`mstrain.hardware.collective_seconds`). A mesh axis carries one collective at a
-time. Not modelled: contention for HBM between links and compute, and devices that run late.
+Order is the program's, cycles of compute operations are the compiler's estimates, and times of collectives come
+from bytes, links and the rings that the compiler chose (`mstrain.compiler.collectives`). Not modelled: devices that
+run late.
 """
 
 import dataclasses
 
-import numpy as np
-
-from mstrain.compiler.collectives import Collective, Machine
 from mstrain.compiler.compile import Compiled
-from mstrain.compiler.hlo import parse
-from mstrain.compiler.machine import machine_for
-from mstrain.compiler.steps import COMPUTE_KINDS, Block, Compute, Loop, Start, Translator, Wait
+from mstrain.compiler.hlo import Module, parse
+from mstrain.compiler.machine import HIGH, LOW, Machine, machine_for
+from mstrain.compiler.replay import Replay, Transfer
+from mstrain.compiler.steps import Translator
 from mstrain.program.memory import Memory
-from mstrain.timeline import Lane, Timeline, exposed_communication
-
-
-@dataclasses.dataclass(frozen=True)
-class Transfer:
-    """One execution of a collective, in seconds.
-
-    `overlapped`: a GeMM or kernel ran between its begin and its wait.
-    """
-
-    name: str
-    collective: Collective
-    begin: float
-    end: float
-    asynchronous: bool
-    overlapped: bool
+from mstrain.timeline import Timeline, exposed_communication
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +24,11 @@ class Schedule:
       seconds: predicted time.
       exposed: seconds of it in which a link is in use and nothing is computed.
       cycles: estimated cycles by kind: products (gemm), custom kernels, data movement (move), the rest
-        (other).
+        (other), and those in which operations wait for the HBM (memory).
       transfers: every collective executed.
       timeline: the picture, for `mstrain.timeline.write_perfetto`.
       memory: bytes on the device, where the program was compiled here.
+      bounds: seconds with the unknown constants at their low and high ends (`mstrain.compiler.machine.Unknowns`).
     """
 
     machine: Machine
@@ -54,6 +38,7 @@ class Schedule:
     transfers: tuple[Transfer, ...]
     timeline: Timeline
     memory: Memory | None = None
+    bounds: tuple[float, float] | None = None
 
     @property
     def overlapped(self) -> int:
@@ -64,6 +49,12 @@ class Schedule:
     def blocking(self) -> int:
         """Collectives that are not asynchronous."""
         return sum(not t.asynchronous for t in self.transfers)
+
+    @property
+    def hidden(self) -> float | None:
+        """Share of the collectives' time in which the device computes; None without collectives."""
+        total = sum(t.end - t.begin for t in self.transfers)
+        return sum(t.hidden for t in self.transfers) / total if total else None
 
     @property
     def move_fraction(self) -> float:
@@ -77,105 +68,22 @@ class Schedule:
 
 
 def predict(program: Compiled) -> Schedule:
-    """The schedule of a program compiled for a target."""
-    schedule = read_schedule(program.text, machine_for(program.target))
-    return dataclasses.replace(schedule, memory=program.memory)
+    """The schedule of a program compiled for a target, with its bounds."""
+    module = parse(program.text)
+    schedule = _read(module, machine_for(program.target))
+    low, high = (_read(module, machine_for(program.target, unknowns)).seconds for unknowns in (LOW, HIGH))
+    return dataclasses.replace(schedule, memory=program.memory, bounds=(low, high))
 
 
 def read_schedule(text: str, machine: Machine) -> Schedule:
     """The schedule of an HLO text; raises ValueError when it is not scheduled."""
-    module = parse(text)
-    run = _Run(machine)
-    run.execute(Translator(module, machine).steps(module.entry))
-    run.finish()
-    timeline = run.timeline()
+    return _read(parse(text), machine)
+
+
+def _read(module: Module, machine: Machine) -> Schedule:
+    replay = Replay(machine)
+    replay.execute(Translator(module, machine).steps(module.entry))
+    transfers = replay.finish()
+    timeline = replay.timeline()
     exposed = exposed_communication(timeline).get(0, 0.0)
-    return Schedule(machine, run.time, exposed, run.cycles, tuple(run.transfers), timeline)
-
-
-class _Run:
-    """Executes steps on one TensorCore and one link per mesh axis."""
-
-    def __init__(self, machine: Machine):
-        self.time = 0.0
-        self.cycles = dict.fromkeys(COMPUTE_KINDS, 0.0)
-        self.transfers: list[Transfer] = []
-        self._machine = machine
-        self._free_at = dict.fromkeys(machine.axes, 0.0)
-        self._pending: dict[str, Transfer] = {}
-        self._events: list[tuple] = []  # lane, name, begin, duration, kind, bytes
-
-    def execute(self, steps) -> None:
-        for step in steps:
-            if isinstance(step, Compute):
-                self._compute(step.name, step.kind, step.cycles)
-            elif isinstance(step, Start):
-                self._pending[step.handle] = self._send(step.name, step.collective, True)
-            elif isinstance(step, Wait) and step.handle in self._pending:
-                self._wait(self._pending.pop(step.handle))
-            elif isinstance(step, Block):
-                self._wait(self._send(step.name, step.collective, False))
-            elif isinstance(step, Loop):
-                self._loop(step)
-
-    def finish(self) -> None:
-        """Waits for what nothing waited for."""
-        for handle in list(self._pending):
-            self._wait(self._pending.pop(handle))
-
-    def _wait(self, transfer: Transfer) -> None:
-        self.time = max(self.time, transfer.end)
-        self.transfers.append(transfer)
-
-    def _compute(self, name: str, kind: str, cycles: float) -> None:
-        seconds = cycles / self._machine.clock
-        self._events.append(("TensorCore", name, self.time, seconds, kind, np.nan))
-        self.time += seconds
-        self.cycles[kind] += cycles
-        if kind in ("gemm", "kernel"):
-            self._pending = {h: dataclasses.replace(t, overlapped=True) for h, t in self._pending.items()}
-
-    def _send(self, name: str, collective: Collective, asynchronous: bool) -> Transfer:
-        begin = max(self.time, *(self._free_at[axis] for axis in collective.axes))
-        for axis in collective.axes:
-            self._free_at[axis] = begin + collective.seconds
-            self._events.append((axis, name, begin, collective.seconds, collective.kind, collective.bytes))
-        return Transfer(name, collective, begin, begin + collective.seconds, asynchronous, False)
-
-    def _loop(self, loop: Loop) -> None:
-        total = dict.fromkeys(COMPUTE_KINDS, 0.0)
-        if not _sum_cycles(loop, total):  # something travels inside: every trip counts
-            for _ in range(loop.trips):
-                self.execute(loop.steps)
-            return
-        for kind, cycles in total.items():
-            if cycles:
-                self._compute(f"{loop.trips} trips", kind, cycles)
-
-    def timeline(self) -> Timeline:
-        process = f"one {self._machine.name} device"
-        threads = ("TensorCore", *self._machine.axes)
-        names = sorted({event[1] for event in self._events})
-        number = {name: i for i, name in enumerate(names)}
-        columns = list(zip(*self._events)) or [()] * 6
-        lane = np.array([threads.index(thread) for thread in columns[0]], dtype=np.int64)
-        return Timeline(
-            lanes=tuple(Lane(0, process, t if t == "TensorCore" else f"{t} links") for t in threads),
-            names=tuple(names),
-            lane=lane,
-            name=np.array([number[name] for name in columns[1]], dtype=np.int64),
-            start=np.array(columns[2], dtype=float),
-            duration=np.array(columns[3], dtype=float),
-            communication=lane > 0,
-            args={"kind": np.array(columns[4], dtype=str), "bytes": np.array(columns[5], dtype=float)},
-        )
-
-
-def _sum_cycles(loop: Loop, total: dict[str, float], times: int = 1) -> bool:
-    """Adds a loop's cycles by kind to `total`; False when it holds anything but computation."""
-    for step in loop.steps:
-        if isinstance(step, Compute):
-            total[step.kind] += step.cycles * loop.trips * times
-        elif not isinstance(step, Loop) or not _sum_cycles(step, total, loop.trips * times):
-            return False
-    return True
+    return Schedule(machine, replay.time, exposed, replay.cycles, transfers, timeline)

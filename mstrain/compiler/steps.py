@@ -1,32 +1,36 @@
-"""The scheduled program as what a device does, one step after the other: compute, start, wait, loop."""
+"""The scheduled program as what a device does, one step after the other: compute, start, copy, wait, loop."""
 
 import dataclasses
-import math
 import re
 
-from mstrain.compiler.collectives import Collective, Machine, find_collective
-from mstrain.compiler.hlo import Instruction, Module
+from mstrain.compiler.collectives import Collective, find_collective
+from mstrain.compiler.hlo import Instruction, Module, hbm_bytes_of_shape
+from mstrain.compiler.kernels import kernel_cycles
+from mstrain.compiler.machine import Machine
+from mstrain.compiler.traffic import hbm_bytes
 
 FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota", "after-all"}
 MOVES = {
     "copy", "transpose", "reshape", "slice", "dynamic-slice", "dynamic-update-slice", "pad", "concatenate",
 }  # fmt: skip
 PALLAS = "tpu_custom_call"
+COPIES = ("copy-start", "copy-done", "slice-start", "slice-done")
 COMPUTE_KINDS = ("gemm", "kernel", "move", "other")
 
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """Keeps the TensorCore busy; `kind` is one of `COMPUTE_KINDS`."""
+    """Keeps the TensorCore busy; `kind` is one of `COMPUTE_KINDS`, `hbm_bytes` pass the HBM meanwhile."""
 
     name: str
     kind: str
     cycles: float
+    hbm_bytes: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Hands a collective its operand; it runs beside what follows. `handle` is known to `Wait`."""
+    """Starts a collective, which runs beside what follows. `handle` is known to `Wait`."""
 
     name: str
     handle: str
@@ -34,8 +38,16 @@ class Start:
 
 
 @dataclasses.dataclass(frozen=True)
+class Copy:
+    """Starts a copy between memories of the device, which runs beside what follows. `handle` is known to `Wait`."""
+
+    handle: str
+    hbm_bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Wait:
-    """Goes on when the collective behind `handle` is done."""
+    """Continues when the collective or copy behind `handle` is done."""
 
     handle: str
 
@@ -78,18 +90,33 @@ class Translator:
             return list(max((self.steps(name) for name in i.called), key=_cycles))
         if i.opcode == "call":
             return list(self.steps(i.called[0]))
-        phase = _phase(i)
-        if phase == "start":
-            collective = find_collective(self.module, computation, i, self.machine)
-            return [Start(i.name, i.name, collective)] if collective else []
-        if phase in ("update", "done"):
-            return self._follow(computation, i, phase)
-        kind = self._kind(i)
+        if i.opcode in COPIES:
+            return self._copy(i)
+        phase, kind = _phase(i), self._kind(i)
+        if phase:
+            compute = self._compute(computation, i, kind) if kind in ("gemm", "kernel") else []
+            if phase == "start":
+                collective = find_collective(self.module, computation, i, self.machine)
+                return [*([Start(i.name, i.name, collective)] if collective else []), *compute]
+            follow = self._follow(computation, i, phase)
+            return [*compute, *follow] if phase == "done" else [*follow, *compute]
         collective = find_collective(self.module, computation, i, self.machine)
-        if kind in ("move", "other") and collective:
+        if collective is None or any(_continues(name) for name in i.called):
+            return self._compute(computation, i, kind)
+        if kind in ("move", "other"):
             return [Block(i.name, collective)]
-        cycles = self._kernel_cycles(computation, i) if kind == "kernel" else i.estimated_cycles
-        return [Compute(i.name, kind, cycles)] if cycles else []
+        return [Start(i.name, i.name, collective), *self._compute(computation, i, kind), Wait(i.name)]
+
+    def _compute(self, computation: str, i: Instruction, kind: str) -> list:
+        operands = [found for name in i.operands if (found := self.module.find(computation, name))]
+        cycles = kernel_cycles(i, operands, self.machine) if kind == "kernel" else i.estimated_cycles
+        return [Compute(i.name, kind, cycles, hbm_bytes(self.module, computation, i))] if cycles else []
+
+    def _copy(self, i: Instruction) -> list:
+        """A start's shape is (target, source, ...); memory on the chip costs the HBM nothing."""
+        if i.opcode.endswith("-done"):
+            return [Wait(i.operands[0])] if i.operands else []
+        return [Copy(i.name, hbm_bytes_of_shape(i.shape))]
 
     def _follow(self, computation: str, i: Instruction, phase: str) -> list:
         start = self._start_of(computation, i)
@@ -109,7 +136,7 @@ class Translator:
             carries = (
                 operand.opcode in ("get-tuple-element", "tuple", "bitcast")
                 or _phase(operand) == "update"
-                or any(called.startswith("async_collective_fusion") for called in operand.called)
+                or any(_continues(called) for called in operand.called)
             )
             if carries and (start := self._start_of(computation, operand)):
                 return start
@@ -125,16 +152,6 @@ class Translator:
         joins = {"maximum"} if "pad" in opcodes else set()  # padded pieces are joined by their maximum
         return "move" if opcodes & MOVES and opcodes <= MOVES | FREE | joins | {"fusion"} else "other"
 
-    def _kernel_cycles(self, computation: str, i: Instruction) -> float:
-        """The roofline of a custom kernel, for which XLA estimates nothing."""
-        operands = [found for name in i.operands if (found := self.module.find(computation, name))]
-        moved = i.bytes + sum(operand.bytes for operand in operands)
-        cost = i.cost_estimate or {"flops": attention_flops(i, operands), "bytes_accessed": moved}
-        machine = self.machine
-        computing = cost.get("flops", 0) / machine.flops
-        moving = cost.get("bytes_accessed", 0) / machine.hbm_bandwidth
-        return max(computing, moving) * machine.clock
-
     def _trips(self, loop: Instruction) -> int:
         """The known trip count, or the bound that the counter of a scan is compared with."""
         if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
@@ -146,25 +163,17 @@ class Translator:
         return max(bounds)
 
 
-def attention_flops(kernel: Instruction, operands: list[Instruction]) -> float:
-    """FLOPs of JAX's splash attention kernels over causal masks, which state none; 0 for any other kernel.
-
-    Half of the full products: two forward (scores, values), five backward (scores again and four gradients).
-    """
-    if not kernel.name.startswith("splash_"):
-        return 0.0
-    shapes = [re.match(r"bf16\[([\d,]+)\]", operand.shape) for operand in operands]
-    q, k = [[int(n) for n in match[1].split(",")] for match in shapes if match][:2]
-    products = 2 if "fwd" in kernel.name else 5
-    return products * 2 * math.prod(q) * k[-2] / 2
-
-
 def _phase(i: Instruction) -> str | None:
     """Which part of an asynchronous operation an instruction is: start, update, done, or none."""
     if i.opcode == "fusion" and (match := re.match(r"async.collective.(start|done)\b", i.name)):
         return match[1]
     match = re.search(r"-(start|update|done)$", i.opcode)
     return match[1] if match else None
+
+
+def _continues(computation: str) -> bool:
+    """Whether a fusion's computation carries on a collective that an earlier fusion has started."""
+    return computation.startswith("async_collective_fusion")
 
 
 def _is_index(i: Instruction) -> bool:

@@ -20,8 +20,8 @@ from mstrain.models.plan import chip_lowering
 from mstrain.program.parts import flow_program
 
 COLUMNS = (
-    "target", "flow", "S", "overlapped", "blocking", "copies / GeMM", "GeMM / Collective",
-    "temporaries / Collective", "exposed", "predicted ms", "Collective ms",
+    "target", "flow", "S", "overlapped", "hidden", "blocking", "copies / GeMM", "GeMM / Collective",
+    "temporaries / Collective", "exposed", "predicted ms (low, high)", "Collective ms (low, high)",
 )  # fmt: skip
 
 
@@ -40,11 +40,18 @@ def row(
     program = compile_flow("meshslice", flow, slices, target, sizes, **keywords)
     s = predict(program)
     return (
-        target.tpu_slice.name, flow, str(slices), f"{s.overlapped} of {len(s.transfers)}", str(s.blocking),
+        target.tpu_slice.name, flow, str(slices), f"{s.overlapped} of {len(s.transfers)}",
+        "n/a" if s.hidden is None else f"{s.hidden:.0%}", str(s.blocking),
         f"{s.move_fraction:.1%}", f"{s.cycles['gemm'] / collective.cycles['gemm']:.3f}",
         f"{s.memory.temporaries / collective.memory.temporaries:.2f}", f"{s.exposed_fraction:.1%}",
-        f"{1e3 * s.seconds:.2f}", f"{1e3 * collective.seconds:.2f}",
+        milliseconds(s), milliseconds(collective),
     )  # fmt: skip
+
+
+def milliseconds(schedule: Schedule) -> str:
+    """`6.10 (5.97, 6.41)`: predicted, and the range that the unknown constants allow."""
+    low, high = schedule.bounds
+    return f"{1e3 * schedule.seconds:.2f} ({1e3 * low:.2f}, {1e3 * high:.2f})"
 
 
 def main(arguments: list[str]) -> None:

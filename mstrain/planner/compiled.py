@@ -66,7 +66,7 @@ class Candidate:
     """One candidate as compiled, on one device and for one step.
 
     `seconds` are `exposed` communication and the compute of products (`gemm`), kernels, copies and layout
-    changes (`move`) and the `rest`. `model_seconds` is what the cost model says of the products alone;
+    changes (`move`) and the `rest`, which includes waiting for the HBM. `model_seconds` is what the cost model says of the products alone;
     `memory` is in bytes. None without a result, and `problem` says why.
     """
 
@@ -182,7 +182,7 @@ def parts(schedule: Schedule) -> dict[str, float]:
     clock = schedule.machine.clock
     compute = {kind: cycles / clock for kind, cycles in schedule.cycles.items()}
     exposed = schedule.seconds - sum(compute.values())
-    rest = compute.pop("other")
+    rest = compute.pop("other") + compute.pop("memory")
     return {"seconds": schedule.seconds, "exposed": exposed, "rest": rest, **compute}
 
 

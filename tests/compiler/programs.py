@@ -1,15 +1,26 @@
 """Hand-written schedules for a machine on which everything takes a round number of microseconds."""
 
-from mstrain.compiler import Machine
+import dataclasses
+
+from mstrain.compiler import KernelRates, Machine
+from mstrain.compiler.torus import torus_of_axes
 from mstrain.hardware import Link
 from mstrain.hardware.constants import AxisLinks
 
 LINK = Link(launch=0.0, sync=0.0, bandwidth=1e9)  # 1000 bytes in a microsecond
 LINKS = AxisLinks(LINK, LINK, LINK)
-MACHINE = Machine(
-    "toy", clock=1e9, flops=1e12, hbm_bandwidth=1e12, axes={"data": 1, "row": 2, "col": 4},
-    links={"data": LINKS, "row": LINKS, "col": LINKS},
-)  # fmt: skip
+KERNELS = KernelRates(vector=1e6, exponentials=1e6, matrix_unit=128, overlap=1.0)
+AXES = {"data": 1, "row": 2, "col": 4}
+
+
+def machine(axes=AXES, closed=(False, False, False), **changes) -> Machine:
+    """Every mesh axis on a torus dim of its own: x, y, z; open lines unless `closed`."""
+    torus = torus_of_axes(tuple(axes.values()), closed)
+    built = Machine("toy", 1e9, 1e12, 1e12, axes, torus, LINKS, KERNELS)
+    return dataclasses.replace(built, **changes)
+
+
+MACHINE = machine()
 ROW, COL = "{{0,4},{1,5},{2,6},{3,7}}", "{{0,1,2,3},{4,5,6,7}}"
 
 PRODUCT = """

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mstrain.compiler import machine_for, make_target, topology
-from mstrain.compiler.machine import axis_rings, clock
+from mstrain.compiler.machine import HIGH, LOW, clock, torus_for
 from mstrain.compiler.topology import Target, missing_compiler, quiet
 from mstrain.hardware import all_chips, parse_target
 
@@ -28,32 +28,47 @@ def target(name, order, sizes):
     return Target(tpu_slice, mesh)
 
 
-@pytest.mark.parametrize(("name", "order", "sizes", "row", "col"), [
-    ("v6e:4x8", (0, 1), (1, 4, 8), 1, 1),  # open lines
-    ("v6e:16x16", (0, 1), (1, 16, 16), 2, 2),  # both wrap
-    ("v5p:2x4x4", (2, 0, 1), (1, 4, 8), 1, 2),  # a 2 x 4 block holds a ring of 8 neighbours
-    ("v5p:8x8x4", (1, 2, 0), (1, 32, 8), 2, 2),
-    ("v6e:16x16", (0, 1), (1, 32, 8), 2 / 8, 1),  # half a torus axis is an open line
-    ("v6e:16x16", (0, 1), (2, 8, 16), 1, 2),
-    ("tpu7x:2x2x4", (2, 0, 1, 3), (1, 4, 8), 1, 4),  # both cores of a chip are neighbours
+def rings(found, axis):
+    devices = np.moveaxis(np.arange(found.mesh.devices.size).reshape(found.mesh.devices.shape), axis, 0)
+    return torus_for(found).rings(devices.reshape(len(devices), -1)[:, 0].tolist())
+
+
+@pytest.mark.parametrize(("name", "order", "sizes", "row", "col", "steps"), [
+    ("v6e:4x8", (0, 1), (1, 4, 8), 1, 1, 7),  # open lines
+    ("v6e:16x16", (0, 1), (1, 16, 16), 2, 2, 15),  # both wrap
+    ("v5p:2x4x4", (2, 0, 1), (1, 4, 8), 1, 2, 1 + 3),  # an open block of 2 x 4: its corners have two links
+    ("v5p:8x8x4", (1, 2, 0), (1, 32, 8), 4, 2, 7),
+    ("v5p:8x8x4", (0, 1, 2), (1, 64, 4), 4, 2, 3),
+    ("v6e:16x16", (0, 1), (1, 32, 8), 4 / 8, 1, 7),  # half a torus axis is an open line, and the other half shares it
+    ("v6e:16x16", (0, 1), (2, 8, 16), 1, 2, 15),
+    ("tpu7x:2x2x4", (2, 0, 1, 3), (1, 4, 8), 1 / 2, 2, 1 + 1 + 1),  # of a chip, whose two devices are neighbours in col
 ])  # fmt: skip
-def test_links_follow_from_the_places_of_the_devices(name, order, sizes, row, col):
+def test_links_follow_from_the_places_of_the_devices(name, order, sizes, row, col, steps):
     found = target(name, order, sizes)
-    assert (axis_rings(found, "row"), axis_rings(found, "col")) == (row, col)
+    assert (rings(found, 1).links, rings(found, 2).links) == (row, col)
+    assert rings(found, 2).steps == steps
 
 
 def test_neighbours_three_chips_apart_share_the_links_between():
     spread = target("v6e:4x8", (1, 0), (1, 8, 4))
     spread.mesh.devices = spread.mesh.devices[:, ::4, :]
-    assert axis_rings(spread, "row") == 1 / 4
+    assert rings(spread, 1).links == 1 / 4
 
 
-def test_the_machine_takes_bandwidth_from_the_table():
-    machine = machine_for(target("v5p:2x4x4", (2, 0, 1), (1, 4, 8)))
-    assert machine.links["row"].all_gather.bandwidth == 9e10
-    assert machine.links["col"].reduce_scatter.bandwidth == 1.8e11
-    assert machine.links["col"].permute.bandwidth == 9e10
+def test_the_machine_takes_bandwidth_from_the_table_a_chip():
+    assert machine_for(target("v5p:2x4x4", (2, 0, 1), (1, 4, 8))).link.permute.bandwidth == 9e10
+    machine = machine_for(target("tpu7x:2x2x4", (2, 0, 1, 3), (1, 4, 8)))
+    assert machine.link.all_gather.bandwidth == 9e10  # 4.5e10 for each of two devices
     assert machine.axes == {"data": 1, "row": 4, "col": 8}
+
+
+def test_the_bounds_move_only_what_is_unknown():
+    found = target("v6e:4x8", (0, 1), (1, 4, 8))
+    low, expected, high = machine_for(found, LOW), machine_for(found), machine_for(found, HIGH)
+    assert low.link.all_gather.sync < expected.link.all_gather.sync < high.link.all_gather.sync
+    assert low.hbm_bandwidth >= expected.hbm_bandwidth > high.hbm_bandwidth
+    assert low.kernels.overlap > expected.kernels.overlap > high.kernels.overlap
+    assert (low.clock, low.flops) == (high.clock, high.flops)
 
 
 @pytest.mark.parametrize(("name", "gigahertz"), [("v4", 1.05), ("v5e", 1.5), ("v5p", 1.75), ("v6e", 1.75),

@@ -1,0 +1,60 @@
+"""Cycles of custom kernels, for which XLA estimates nothing: what they visit, at the rates of the chip's units."""
+
+import math
+import re
+
+from mstrain.compiler.hlo import Instruction
+from mstrain.compiler.machine import Machine
+
+# Operations of the vector unit on one score of JAX's splash attention kernels (jax 0.10, splash_attention_kernel.py).
+# Forward: position, comparison and choice of the causal mask, maximum, difference, factor of the exponential, sum, and
+# conversion of the matrix unit's operand. Backward: mask, difference, factor, conversion, difference from the row's
+# sum, product, conversion. Each computes one exponential a score.
+VECTOR_OPERATIONS = {"fwd": 8, "bwd": 9}
+PRODUCTS = {"fwd": 2, "bwd": 5}  # scores and values; scores again and the gradients of scores, values, keys, queries
+
+
+def kernel_cycles(kernel: Instruction, operands: list[Instruction], machine: Machine) -> float:
+    """Cycles of a custom kernel: of its own cost estimate, or of its attention, or of its bytes."""
+    cost = kernel.cost_estimate
+    moved = kernel.bytes + sum(operand.bytes for operand in operands)
+    bytes_cycles = cost.get("bytes_accessed", moved) / machine.hbm_bandwidth * machine.clock
+    if not cost and kernel.name.startswith("splash_"):
+        units = _attention_cycles(kernel, operands, machine)
+    else:
+        matrix = cost.get("flops", 0.0) / machine.flops * machine.clock
+        units = [matrix, cost.get("transcendentals", 0.0) / machine.kernels.exponentials]
+    busiest = max(units)
+    together = busiest + (1 - machine.kernels.overlap) * (sum(units) - busiest)
+    return max(together, bytes_cycles)
+
+
+def _attention_cycles(kernel: Instruction, operands: list[Instruction], machine: Machine) -> list[float]:
+    """Busy cycles of matrix unit, vector ALUs and exponentials in a splash attention kernel over a causal mask.
+
+    A head narrower than the matrix unit leaves the rest of it idle ("How to Scale Your Model", TPUs: matrices are
+    padded), in every product once.
+    """
+    shapes = [re.match(r"bf16\[([\d,]+)\]", operand.shape) for operand in operands]
+    q, k = [[int(n) for n in match[1].split(",")] for match in shapes if match][:2]
+    part = "fwd" if "fwd" in kernel.name else "bwd"
+    width, rates = q[-1], machine.kernels
+    scores = math.prod(q[:-1]) * k[-2] * visited(kernel, part, q[-2], k[-2])
+    padded = rates.matrix_unit * math.ceil(width / rates.matrix_unit)
+    matrix = PRODUCTS[part] * 2 * scores * padded / machine.flops * machine.clock
+    return [matrix, VECTOR_OPERATIONS[part] * scores / rates.vector, scores / rates.exponentials]
+
+
+def visited(kernel: Instruction, part: str, queries: int, keys: int) -> float:
+    """Share of the score matrix in blocks that a causal mask leaves something of, from the blocks the kernel states.
+
+    Half of the matrix where it states none.
+    """
+    names = ("block_q", "block_kv") if part == "fwd" else ("block_q_dkv", "block_kv_dkv")
+    found = [re.search(rf'\\*"{name}\\*": *(\d+)', kernel.attributes) for name in names]
+    if not all(found):
+        return 0.5
+    rows, columns = (int(match[1]) for match in found)
+    blocks = sum(min(math.ceil((i + 1) * rows / columns), math.ceil(keys / columns))
+                 for i in range(math.ceil(queries / rows)))  # fmt: skip
+    return blocks * rows * columns / (queries * keys)

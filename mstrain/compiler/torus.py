@@ -1,0 +1,104 @@
+"""Where the devices of a mesh are on the torus, and which links their messages load.
+
+Every link has two directions that do not wait for each other. A `Lane` is one direction of all links along one torus
+dim; dims are numbered as in the topology, and the cores of a chip are one more dim behind them.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+
+import numpy as np
+
+Lane = tuple[int, int]  # (dim, +1 or -1)
+DIM_NAMES = "xyz"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Torus:
+    """Devices on a torus of chips.
+
+    Attributes:
+      sizes: chips along each dim, then the devices of a chip.
+      closed: whether each dim is a ring; an open line otherwise.
+      places: int array of shape (devices, dims), the place of every device in the order of the mesh.
+    """
+
+    sizes: tuple[int, ...]
+    closed: tuple[bool, ...]
+    places: np.ndarray
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Every direction of every dim that has a link."""
+        return tuple((dim, way) for dim, size in enumerate(self.sizes) if size > 1 for way in (1, -1))
+
+    def lane_name(self, lane: Lane) -> str:
+        """`x+`, `y-`, or `core+` for the devices of one chip."""
+        dim, way = lane
+        name = "core" if dim == len(self.sizes) - 1 else DIM_NAMES[dim]
+        return name + ("+" if way > 0 else "-")
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  the pairs of a program repeat for every message of a ring
+    def route(self, pairs: tuple[tuple[int, int], ...]) -> tuple[dict[Lane, int], int]:
+        """Messages over the busiest link of each lane in use, and the hops of the longest way.
+
+        A message takes one dim after the other, the shorter way round a ring, and the only way along an open line.
+        """
+        load, longest = collections.Counter(), 0
+        for source, target in pairs:
+            links = self._way(source, target)
+            load.update(links)
+            longest = max(longest, len(links))
+        busiest: dict[Lane, int] = {}
+        for (lane, *_), number in load.items():
+            busiest[lane] = max(number, busiest.get(lane, 0))
+        return busiest, longest
+
+    def _way(self, source: int, target: int) -> list[tuple]:
+        """The links from one device to another: (lane, place of the chip it leaves)."""
+        at, links = self.places[source].tolist(), []
+        for dim, goal in enumerate(self.places[target].tolist()):
+            shift, size = goal - at[dim], self.sizes[dim]
+            if self.closed[dim]:
+                shift %= size
+                shift -= size if 2 * shift > size else 0
+            way = 1 if shift > 0 else -1
+            for _ in range(abs(shift)):
+                links.append(((dim, way), *at[:-1]))
+                at[dim] = (at[dim] + way) % size
+        return links
+
+    def rings(self, group: list[int]) -> "Rings":
+        """The rings on which a collective among `group` runs when its data is split over all links it has.
+
+        Both directions of a closed dim carry a share each; an open line carries one, because the device at its end
+        receives everything over one link. Data over several dims is split again by the order of the dims, so that
+        the links of all are busy, and the way is as long as the dims together ("How to Scale Your Model", sharding).
+        """
+        along = [np.unique(column) for column in self.places[group].T]
+        spread = [dim for dim, values in enumerate(along) if len(values) > 1]
+        chips = [dim for dim in spread if dim < len(self.sizes) - 1] or spread
+        strides = {dim: int(np.diff(along[dim]).min()) for dim in chips}
+        closed = {dim: self.closed[dim] and strides[dim] * len(along[dim]) == self.sizes[dim] for dim in chips}
+        shares = sum(2 if closed[dim] else 1 for dim in chips)
+        # Devices in between, and those of the same chip that are in other groups, use the same links.
+        sharing = max(strides.values()) * (self.sizes[-1] if len(along[-1]) == 1 and chips else 1)
+        lanes = tuple((dim, way) for dim in chips for way in (1, -1))
+        return Rings(shares / sharing, sum(len(along[dim]) - 1 for dim in spread), lanes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rings:
+    """How a collective runs: the links one way whose bandwidth it has, its steps, the lanes it occupies."""
+
+    links: float
+    steps: int
+    lanes: tuple[Lane, ...]
+
+
+def torus_of_axes(sizes: tuple[int, ...], closed: tuple[bool, ...]) -> Torus:
+    """Every mesh axis on a dim of its own, one device a chip."""
+    places = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), -1)
+    return Torus((*sizes, 1), (*closed, False), np.pad(places, ((0, 0), (0, 1))))
