@@ -42,7 +42,7 @@ class Comparison:
 
 
 class Progress:
-    """Lines such as `3 of 8  2 min 10 s, about 4 min left  meshslice on 4x8: ...`."""
+    """Lines such as `3 of 8  2 min 10 s, about 4 min left  meshslice on row4-col8: ...`."""
 
     def __init__(self, total: int, clock: Callable[[], float] = time.monotonic):
         self._total, self._clock, self._begin = total, clock, clock()

@@ -135,7 +135,7 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def summarise(row: Row) -> str:
-    """A row in one line, for those who wait: `meshslice on 4x8, step: 512.3 ms, MFU 45.6%`."""
+    """A row in one line, for those who wait: `meshslice on row4-col8, step: 512.3 ms, MFU 45.6%`."""
     cells = _cells(row)
     shown = {"ms": "{} ms", "MFU": "MFU {}", "exposed": "exposed {}", "hidden": "hidden {}", "memory": "{}"}
     results = [form.format(cells[name]) for name, form in shown.items() if cells[name] != "n/a"]

@@ -44,13 +44,13 @@ def test_what_a_device_cannot_hold_is_said(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("mstrain.benchmarks.config.parse_target", lambda text: tpu_slice)
     where = [f"run_dir={tmp_path}", "bench=gemm", "meshes=2x2", "algorithms=collective"]
     assert run([*ARGUMENTS, *where]) == 0
-    assert "collective on 2x2: does not fit, 0.00 of 0.00 GiB" in " ".join(capsys.readouterr().out.split())
+    assert "collective on row2-col2: does not fit, 0.00 of 0.00 GiB" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.usefixtures("tpu_compiler")
 def test_the_tuner_chooses_a_mesh_of_the_torus(monkeypatch):
     config = load([*ARGUMENTS, "algorithms=meshslice"])
     (mesh,) = predicted.choose_meshes(config, config.tpu_slice)
-    assert (mesh.row, mesh.col) in config.tpu_slice.mesh_shapes()
+    assert (mesh.row, mesh.col) in config.tpu_slice.mesh_shapes(mesh.data)
     every = predicted.choose_meshes(load([*ARGUMENTS, "meshes=all"]), config.tpu_slice)
     assert [(m.row, m.col) for m in every] == list(config.tpu_slice.mesh_shapes())
