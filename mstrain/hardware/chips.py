@@ -10,6 +10,7 @@ from types import MappingProxyType
 _NUMBERS = (
     "peak_bf16", "peak_f32", "hbm_bytes", "hbm_bandwidth", "ici_links", "ici_bandwidth",
     "launch_all_gather", "launch_reduce_scatter", "launch_permute", "sync",
+    "node_devices", "node_bandwidth",
 )
 
 
@@ -42,6 +43,7 @@ class Chip:
     """One JAX device. FLOP/s dense, bytes, bytes/s, seconds; None where nothing is published.
 
     `ici_bandwidth` is one way, per link; on GPUs the links are NVLink ports, and `torus_rank` is 0.
+    `node_devices` share a host and its network of `node_bandwidth`, one way: of a TPU, the data-center network.
     `most_slices` is where automatic slice counts end: more cost cycles and copies that the cost model does not know.
     `lowering` are the fields of `mstrain.gemm.LoweringOptions` as its compiler wants them, `overlap` is what its
     compiler hides of a collective, as a key of `mstrain.hardware.constants.OVERLAPS`.
@@ -62,6 +64,8 @@ class Chip:
     launch_reduce_scatter: float | None = None
     launch_permute: float | None = None
     sync: float | None = None
+    node_devices: int | None = None
+    node_bandwidth: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     options: tuple[CompilerOption, ...] = ()
     lowering: Mapping[str, bool | int] = field(default_factory=dict, compare=False)

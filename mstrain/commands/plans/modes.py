@@ -19,16 +19,23 @@ MODES = {
         "metis_inputs": ("research.metis.command", "InputsConfig", "planner/metis_inputs"),
     },
 }
+# Key that chooses a mode and carries a value of it -> (its key, module, configuration, configuration file). The
+# module has a function `run_<its key>`.
+VALUES = {
+    "profile": ("model", "mstrain.commands.plans.profile", "ProfileConfig", "planner/profile"),
+    "published": ("file", "mstrain.commands.plans.published", "PublishedConfig", "planner/published"),
+}
 
 
 def choose(arguments: list[str]) -> tuple[str, str, list[str]]:
     """(key, value, other arguments) of the mode asked for.
 
-    Without one: planner=optimal where a host file is given, else planner=pod; profile=MODEL is a mode too.
+    Without one: planner=optimal where a host file is given, else planner=pod. profile=MODEL and published=FILE
+    are modes, too.
     Raises ValueError for an unknown mode or two of them.
     """
     given = [argument.partition("=")[::2] for argument in arguments]
-    chosen = [(key, value) for key, value in given if key in MODES or key == "profile"]
+    chosen = [(key, value) for key, value in given if key in MODES or key in VALUES]
     if len(chosen) > 1:
         both = " and ".join(f"{key}={value}" for key, value in chosen)
         raise ValueError(f"{both} are different modes. Type one of them.")
@@ -36,8 +43,9 @@ def choose(arguments: list[str]) -> tuple[str, str, list[str]]:
         return "planner", "optimal" if any(key == "hostfile" for key, _ in given) else "pod", arguments
     key, value = chosen[0]
     rest = [argument for argument, (name, _) in zip(arguments, given) if name != key]
-    if key == "profile":
-        return "profile", "model", [f"model={value}", *rest]
+    if key in VALUES:
+        name = VALUES[key][0]
+        return key, name, [f"{name}={value}", *rest]
     one_of(key, value, list(MODES[key]))
     return key, value, rest
 
@@ -50,11 +58,7 @@ def load(arguments: list[str]):
 
 
 def mode(key: str, value: str):
-    module, kind, file = (
-        ("mstrain.commands.plans.profile", "ProfileConfig", "planner/profile")
-        if key == "profile"
-        else MODES[key][value]
-    )
+    module, kind, file = VALUES[key][1:] if key in VALUES else MODES[key][value]
     module = importlib.import_module(module)
     return module, getattr(module, kind), file
 
@@ -70,7 +74,7 @@ def run(arguments: list[str]) -> int:
 def help_lines(arguments: list[str]) -> list[str]:
     """The modes, and the keys of the one that `arguments` choose."""
     modes = [f"{key}={value}" for key, values in MODES.items() for value in values]
-    lines = [f"modes: {' '.join(modes)} profile=MODEL (--help beside a mode lists its keys)", ""]
+    lines = [f"modes: {' '.join(modes)} profile=MODEL published=FILE (--help beside a mode lists its keys)", ""]
     key, value, _ = choose(arguments)
     _, kind, file = mode(key, value)
     return [*lines, f"keys of {key}={value}:", *describe_keys(kind, file)]

@@ -1,0 +1,96 @@
+"""What devices sustain of their peaks (efficiency.toml): products by shape, streams of memory, fused attention."""
+
+import functools
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from mstrain.hardware.chips import Chip
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Fractions of a chip's peaks, and what decides how a product of some shape reaches them.
+
+    Attributes:
+      matmul, memory, attention, link, network: fractions of the peaks in the table of chips.
+      tiles: (rows, columns, relative rate) of the thread blocks of a GPU; a TPU has one, its systolic array.
+      host: bytes/s to or from host memory, one way.
+      units: SMs of a GPU; 0 on a TPU, whose products are not quantised in waves.
+      fill: elements along the summed dimension that every tile costs besides its own.
+      launch: seconds between dependent kernels; schedule: measured over compiled seconds of a TPU's step.
+      overlap: whether gathers of weights and sums of gradients run under compute where a system lets them.
+      spread: relative standard deviation of the speed of devices of one kind.
+      uncertainty: relative standard error of `matmul`.
+    """
+
+    matmul: float
+    memory: float
+    attention: float
+    link: float
+    network: float
+    tiles: tuple[tuple[int, int, float], ...]
+    host: float
+    units: int = 0
+    fill: int = 0
+    launch: float = 0.0
+    schedule: float = 1.0
+    overlap: bool = True
+    spread: float = 0.0
+    uncertainty: float = 0.1
+
+    def gemm_seconds(self, chip: Chip, dims: tuple[int, int, int], dtype: str = "bf16", batch: int = 1) -> float:
+        """Seconds of `batch` products (m, k) x (k, n): the longer of arithmetic and memory, and the launch."""
+        m, k, n = dims
+        rate = chip.peak(dtype) * self.matmul
+        size = {"bf16": 2, "bfloat16": 2, "f32": 4, "float32": 4}[dtype]
+        moved = size * batch * (m * k + k * n + m * n)
+        arithmetic = min(self._arithmetic(tile, dims, batch) for tile in self.tiles) / rate
+        return max(arithmetic, self.stream_seconds(chip, moved)) + self.launch
+
+    def _arithmetic(self, tile: tuple[int, int, float], dims: tuple[int, int, int], batch: int) -> float:
+        """Operations that a device is busy for with this tile, padding and idle SMs of the last wave included."""
+        (rows, columns, relative), (m, k, n) = tile, dims
+        count = batch * math.ceil(m / rows) * math.ceil(n / columns)
+        if self.units:
+            count = self.units * math.ceil(count / self.units)
+            summed = k + self.fill
+        else:
+            summed = rows * math.ceil(k / rows)
+        return 2.0 * count * rows * columns * summed / relative
+
+    def attention_rate(self, chip: Chip, head_dim: int, dtype: str = "bf16") -> float:
+        """FLOP/s of a fused attention kernel; heads narrower than a TPU's array leave a part of it idle."""
+        filled = 1.0 if self.units else min(1.0, head_dim / self.tiles[0][0])
+        return chip.peak(dtype) * self.attention * filled
+
+    def stream_seconds(self, chip: Chip, nbytes: float, kernels: float = 0.0) -> float:
+        """Seconds in which `kernels` element-wise kernels read and write `nbytes`."""
+        return nbytes / (chip.hbm_bandwidth * self.memory) + kernels * self.launch
+
+
+def _efficiency(entry: dict) -> Efficiency:
+    numbers = {key: value[0] for key, value in entry.items() if key not in ("chips", "unit", "tiles")}
+    edge = entry.get("unit", [0])[0]
+    tiles = entry["tiles"][0] if "tiles" in entry else [[edge, edge, 1.0]]
+    return Efficiency(tiles=tuple(map(tuple, tiles)), **numbers)
+
+
+@functools.cache
+def _table() -> Mapping[str, Efficiency]:
+    document = tomllib.loads(Path(__file__).with_name("efficiency.toml").read_text())
+    found = {}
+    for platform in document.values():
+        for entry in platform.values():
+            found |= dict.fromkeys(entry["chips"], _efficiency(entry))
+    return MappingProxyType(found)
+
+
+def efficiency_of(chip: Chip) -> Efficiency:
+    """The efficiency of `chip`; raises ValueError, with the chips that have one, where the table has none."""
+    if chip.name not in _table():
+        raise ValueError(f"The table of efficiencies has no {chip.name}. It has {', '.join(_table())}.")
+    return _table()[chip.name]

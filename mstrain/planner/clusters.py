@@ -1,0 +1,80 @@
+"""Names of clusters: TPU slices, several of them, and GPUs in nodes.
+
+`v5p-512` and `v6e:8x8` are TPU slices, `4xv5p-512` is four of them joined by the data-center network. `h100:16384` is
+GPUs in nodes of eight (fewer: one node). `a100-80gb:8x64@200GB/s` is 8 GPUs a node, 64 nodes, and 200 GB/s of network
+a node, one way; nodes, links and network that are not given are those of the table of chips.
+"""
+
+import re
+
+from mstrain.hardware import Chip, all_chips, parse_target
+from mstrain.planner.stated.fabric import Fabric
+
+ALIASES = {
+    "a100": "a100-80gb", "a100-sxm": "a100-80gb", "a100-80gb-pcie": "a100-pcie", "h100-sxm": "h100", "h100-80gb": "h100",
+    "h200-sxm": "h200", "b200-sxm": "b200",
+}  # fmt: skip
+MOST_DEVICES = 10**7
+SPELLINGS = "v5p-512 | 4xv5p-512 | h100:16384 | a100-80gb:8x64@200GB/s (8 a node, 64 nodes, network a node one way)"
+
+
+def gpu_named(name: str) -> Chip | None:
+    """The GPU called `name` or by one of its aliases; None for any other chip."""
+    chip = all_chips().get(ALIASES.get(name.lower(), name.lower()))
+    return chip if chip is not None and chip.platform == "gpu" else None
+
+
+def gpu_fabric(
+    chip: Chip, devices: int, per_node: int | None = None, node_bandwidth: float | None = None, name: str = ""
+) -> Fabric:
+    """`devices` GPUs; nodes and network are those of the table of chips where they are None.
+
+    Raises ValueError for incomplete nodes, and for a number that the table lacks.
+    """
+    usual = chip.node_devices or 8
+    per_node = per_node or min(usual, devices)
+    if devices % per_node:
+        raise ValueError(
+            f"{devices} devices do not fill nodes of {per_node}. Type a multiple, such as {chip.name}:"
+            f"{-(-devices // per_node) * per_node}, or {chip.name}:NxM for M nodes of N."
+        )
+    if devices > per_node and node_bandwidth is None:
+        node_bandwidth = chip.node_bandwidth
+        if node_bandwidth is None:
+            raise ValueError(f"The table of chips has no network of {chip.name}. Type @GB/s, as in @50GB/s.")
+        node_bandwidth *= per_node / usual
+    return Fabric(name or f"{chip.name}:{devices}", chip, devices, per_node, node_bandwidth or float("inf"))
+
+
+def tpu_fabric(text: str, slices: int = 1, name: str = "") -> Fabric:
+    """`slices` equal TPU slices called `text`; raises ValueError for an unknown one."""
+    found = parse_target(text)
+    network = float("inf")
+    if slices > 1:
+        if found.chip.node_bandwidth is None:
+            raise ValueError(f"The table of chips has no data-center network of {found.chip.name}.")
+        network = found.chip.node_bandwidth * found.devices / (found.chip.node_devices or 1)
+    return Fabric(name or text, found.chip, slices * found.devices, found.devices, network, found)
+
+
+def find_fabric(cluster: str) -> Fabric:
+    """The cluster called `cluster` (see above); raises ValueError with the spellings."""
+    text = cluster.strip()
+    gpus = re.fullmatch(r"([\w.-]+):(\d{1,9})(?:x(\d{1,9}))?(?:@(\d+(?:\.\d+)?)\s*GB/s)?", text, re.IGNORECASE)
+    try:
+        if gpus and (chip := gpu_named(gpus[1])):
+            first, second = int(gpus[2]), int(gpus[3]) if gpus[3] else None
+            devices = first * (second or 1)
+            if not 1 <= devices <= MOST_DEVICES:
+                raise ValueError(f"{devices} devices are not between 1 and {MOST_DEVICES}.")
+            network = float(gpus[4]) * 1e9 if gpus[4] else None
+            if network == 0:
+                raise ValueError("A network of 0 GB/s carries nothing. Type its bandwidth a node one way.")
+            return gpu_fabric(chip, devices, first if second else None, network, cluster)
+        several = re.fullmatch(r"(\d{1,6})\s*x\s*(\w.*)", text)
+        if several and int(several[1]):
+            return tpu_fabric(several[2], int(several[1]), cluster)
+        return tpu_fabric(text, 1, cluster)
+    except ValueError as error:
+        names = " | ".join(name for name, chip in all_chips().items() if chip.platform == "gpu")
+        raise ValueError(f"cluster={cluster}: {error} Spellings: {SPELLINGS}. GPUs: {names}.") from None

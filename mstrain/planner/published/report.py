@@ -1,0 +1,93 @@
+"""Predicted beside measured: a table, CSV, JSON and one plot."""
+
+import json
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from mstrain.planner.published.predict import Prediction
+from mstrain.planner.tables import make_table, write_csv
+
+AIM = 0.15  # of a row's ratio from 1
+
+
+def published_row(prediction: Prediction) -> dict:
+    """One row as flat columns; seconds of the step by term."""
+    row, step, cost = prediction.row, prediction.step, prediction.cost
+    unit, predicted, measured = prediction.compared
+    terms = {f"{name}_seconds": value for name, value in asdict(cost).items() if name != "uncertainty"}
+    return {
+        "name": row.name,
+        "source": row.source,
+        "unit": "tokens/s a device" if unit == "tokens/s" else "MFU, full attention",
+        "predicted": predicted,
+        "measured": measured,
+        "ratio": prediction.ratio,
+        "uncertainty": cost.uncertainty,
+        "step_seconds": cost.seconds,
+        "mfu_full_attention": prediction.utilization("full"),
+        "mfu_causal_attention": prediction.utilization("causal"),
+        "execution": step.plan.style.name,
+        "execution_inferred": row.inferred,
+        "microbatch": step.plan.microbatch,
+        "interleave": step.plan.interleave,
+        "chosen_by_model": " ".join(sorted(row.search)),
+        **terms,
+    }
+
+
+def write_published(predictions: list[Prediction], folder: Path) -> None:
+    """published.csv and published.json."""
+    rows = [published_row(prediction) for prediction in predictions]
+    write_csv(rows, folder / "published.csv")
+    text = json.dumps({"rows": rows}, indent=1, ensure_ascii=False)
+    (folder / "published.json").write_text(text + "\n", encoding="utf-8")
+
+
+def published_table(predictions: list[Prediction]) -> Table:
+    """Predicted and measured tokens/s a device, or MFU where nothing else was published."""
+    columns = ("run", "execution", "unit", "predicted", "measured", "ratio", "+-", "MFU full", "causal")
+    rows = []
+    for prediction in predictions:
+        unit, *values = prediction.compared
+        numbers = [f"{value:.1f}" if unit == "tokens/s" else f"{100 * value:.1f} %" for value in values]
+        style = prediction.step.plan.style.name + ("*" if prediction.row.inferred else "")
+        shares = [f"{100 * prediction.utilization(name):.1f} %" for name in ("full", "causal")]
+        error = f"{100 * prediction.cost.uncertainty:.0f} %"
+        rows.append((prediction.row.name, style, unit, *numbers, f"{prediction.ratio:.3f}", error, *shares))
+    title = "Published runs as stated: tokens/s a device (MFU where nothing else was published)"
+    return make_table(title, columns, rows, ("run", "execution", "unit"))
+
+
+def closing_line(predictions: list[Prediction]) -> str:
+    """The median and the largest error, and what the marks mean."""
+    errors = {prediction.row.name: abs(prediction.ratio - 1) for prediction in predictions}
+    worst = max(errors, key=errors.get)
+    outside = sum(error > AIM for error in errors.values())
+    return (
+        f"{len(predictions)} runs: median error {100 * statistics.median(errors.values()):.1f} %, largest "
+        f"{100 * errors[worst]:.1f} % ({worst}), {outside} outside {100 * AIM:.0f} %. "
+        "+- is the model's own standard error. "
+        "* the execution style follows from the row's texts; plan.execution states it."
+    )
+
+
+def plot_published(predictions: list[Prediction], path: Path) -> Path:
+    """Predicted over measured of every row with the model's standard error; the band is the aim."""
+    figure = Figure(figsize=(8, 1.5 + 0.3 * len(predictions)), layout="constrained")
+    axes = figure.subplots()
+    places = range(len(predictions))
+    ratios = [prediction.ratio for prediction in predictions]
+    errors = [prediction.ratio * prediction.cost.uncertainty for prediction in predictions]
+    axes.axvspan(1 - AIM, 1 + AIM, color="0.92")
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.errorbar(ratios, places, xerr=errors, fmt="o", capsize=3, markersize=4)
+    axes.set_yticks(list(places), [prediction.row.name for prediction in predictions], parse_math=False)
+    axes.invert_yaxis()
+    axes.set(xlabel="predicted / measured, with the model's standard error", title="Published runs")
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=150)
+    return path

@@ -1,0 +1,97 @@
+"""The cost model beside published runs (tests/golden/published.json), and files that are not such files."""
+
+import copy
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from mstrain.commands.plans.modes import run
+from mstrain.planner.published.predict import predict
+from mstrain.planner.published.rows import read_rows
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "published.json"
+
+
+@pytest.fixture(scope="module")
+def predictions():
+    return [predict(row) for row in read_rows(str(GOLDEN))]
+
+
+def test_every_run_is_predicted_within_15_percent_and_half_within_7(predictions):
+    errors = {prediction.row.name: abs(prediction.ratio - 1) for prediction in predictions}
+    assert max(errors.values()) < 0.15, errors
+    assert statistics.median(errors.values()) < 0.07, errors
+
+
+def test_runs_of_one_source_keep_their_order(predictions):
+    for source in {prediction.row.source for prediction in predictions}:
+        compared = [prediction.compared for prediction in predictions if prediction.row.source == source]
+        by_prediction = [measured for _, _, measured in sorted(compared, key=lambda each: each[1])]
+        assert by_prediction == sorted(by_prediction), source
+
+
+def test_most_errors_are_within_two_of_the_stated_standard_errors(predictions):
+    inside = [abs(prediction.ratio - 1) < 2 * prediction.cost.uncertainty for prediction in predictions]
+    assert sum(inside) >= 0.9 * len(inside)
+
+
+def test_terms_add_up_and_rows_do_not_know_their_names(predictions, tmp_path):
+    document = json.loads(GOLDEN.read_text())
+    row = document["rows"][1]
+    other = {**copy.deepcopy(row), "name": "any, 2021", "measured": {"mfu": 0.3}}
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"rows": [row, other]}))
+    one, two = (predict(each) for each in read_rows(str(path)))
+    assert one.cost == two.cost
+    assert one.cost.seconds == pytest.approx(row["batch"] * row["seq"] / 128 / one.tokens_per_second)
+
+
+def bad(change) -> str:
+    """The first row of the golden file, changed, as a document."""
+    row = copy.deepcopy(json.loads(GOLDEN.read_text())["rows"][0])
+    change(row)
+    return json.dumps({"rows": [row]})
+
+
+BAD = {
+    "plan.remat is missing": bad(lambda row: row["plan"].pop("remat")),
+    "model.layers is 'many'": bad(lambda row: row["model"].update(layers="many")),
+    "model.gated is 1": bad(lambda row: row["model"].update(gated=1)),
+    "batch is -4": bad(lambda row: row.update(batch=-4)),
+    "plan is a list": bad(lambda row: row.update(plan=[])),
+    "device 'a900' is unknown": bad(lambda row: row["cluster"].update(device="a900")),
+    "and the cluster has 32": bad(lambda row: row["plan"].update(data=16)),
+    "remat 'some' is unknown": bad(lambda row: row["plan"].update(remat="some")),
+    "measured.step_seconds is NaN": bad(lambda row: row.update(measured={"step_seconds": float("nan")})),
+    "nested too deeply": "[" * 200_000,
+    "thousands of digits": '{"rows": [{"batch": ' + "9" * 5000 + "}]}",
+    "has no rows": "[]",
+    "is not JSON": "{",
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_bad_file_is_one_message_that_names_row_and_key(tmp_path, message):
+    path = tmp_path / "bad.json"
+    path.write_text(BAD[message])
+    with pytest.raises(ValueError) as raised:
+        read_rows(str(path))
+    text = str(raised.value)
+    assert message.lower() in text.lower().replace("nan", "nan")
+    assert "\n" not in text and len(text) < 1000
+    if BAD[message].startswith('{"rows": [{"name"'):
+        assert "row 1 (megatron-2021 1.7B)" in text
+
+
+def test_plan_writes_table_and_plot(tmp_path, capsys):
+    assert run([f"published={GOLDEN}", f"run_dir={tmp_path}"]) == 0
+    printed = capsys.readouterr().out
+    assert "megatron-2021 530B" in printed and "median error" in printed
+    assert (tmp_path / "published.png").stat().st_size > 10_000
+    rows = (tmp_path / "published.csv").read_text().splitlines()
+    assert len(rows) == 13
+    first = json.loads((tmp_path / "published.json").read_text())["rows"][0]
+    terms = sum(value for name, value in first.items() if name.endswith("_seconds") and name != "step_seconds")
+    assert terms == pytest.approx(first["step_seconds"])
