@@ -36,7 +36,7 @@ def test_device_kind_finds_its_chip(kind, name, peak):
     assert chip.name == name and chip.peak("bf16") == chip.peak("bfloat16") == peak
 
 
-@pytest.mark.parametrize("kind", ["TPU v5 litepod", "TPU v8", "NVIDIA H100 PCIe", "NVIDIA L40", "H200", ""])
+@pytest.mark.parametrize("kind", ["TPU v5 litepod", "TPU v8", "NVIDIA H100 NVL", "NVIDIA L40", "H200", ""])
 def test_unknown_kind_is_none_never_a_neighbour(kind):
     assert chip_for(kind) is None
     assert compiler_options(chip_for(kind)) == {}
