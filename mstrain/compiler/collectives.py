@@ -9,7 +9,7 @@ import numpy as np
 
 from mstrain.compiler.hlo import Instruction, Module, hbm_bytes_of_shape
 from mstrain.compiler.machine import Machine
-from mstrain.compiler.torus import DIM_NAMES, Lane, Rings
+from mstrain.compiler.torus import DIM_NAMES, Lane, Rings, Torus
 from mstrain.hardware import Link, collective_seconds
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all")
@@ -72,7 +72,7 @@ def _collective(kind: str, instruction: Instruction, operand: float, machine: Ma
         return None
     part = {"reduce-scatter": participants, "all-reduce": participants, "all-to-all": 4}.get(kind, 1)
     bytes = operand / part
-    rings = compiled_rings(instruction.attributes, machine) or machine.torus.rings(group)
+    rings = find_rings(instruction.attributes, group, machine.torus)
     seconds = hbm = 0.0
     for phase in _PHASES[kind]:
         link = getattr(machine.link, phase)
@@ -96,39 +96,50 @@ _PHASES = {
 _HBM_ACCESSES = {"all_gather": 2, "reduce_scatter": 3}
 
 
-def compiled_rings(attributes: str, machine: Machine) -> Rings | None:
-    """The rings that the compiler chose, where it prints them (collectives on the SparseCore); None elsewhere.
+def find_rings(attributes: str, group: list[int], torus: Torus) -> Rings:
+    """The rings that the compiler chose, where it prints them, and those that use all links elsewhere.
 
-    Each of its colors carries an equal share of the data in one direction, through its rings one after the other.
+    The SparseCore prints colors: each carries an equal share of the data in one direction, through its rings one after
+    the other. The TensorCore prints the name of an emitter: `1D` is one ring through all devices.
     """
     key = '"ici_strategy_config":'
-    begin = attributes.find(key)
-    if begin < 0:
-        return None
-    strategy = json.JSONDecoder().raw_decode(attributes, begin + len(key))[0]
-    colors = [color["phase_rings"] for color in strategy.get("color_strategies", [])]
+    if (begin := attributes.find(key)) >= 0:
+        strategy = json.JSONDecoder().raw_decode(attributes, begin + len(key))[0]
+        colors = [color["phase_rings"] for color in strategy.get("color_strategies", [])]
+        if colors and all(colors):
+            return _rings_of_colors(colors, group, torus)
+    if re.search(r'"emitter":"1D(AllGather|ReduceScatter|AllReduce)', attributes):
+        return torus.one_ring(group)
+    return torus.rings(group)
+
+
+def _rings_of_colors(colors: list[list[dict]], group: list[int], torus: Torus) -> Rings:
     found = [[_ring(ring) for ring in color] for color in colors]
-    if not found or any(ring is None for color in found for ring in color):
-        return None
+    if any(ring is None for color in found for ring in color):  # a ring that follows no dim, through all devices
+        whole = torus.one_ring(group)
+        both = sum(2 if ring.get("ring_type") == "ICI_RING_TYPE_BIDIR" else 1 for ring, *_ in colors)
+        return Rings(whole.links * min(both, 2) / 2, whole.steps, whole.lanes)
     links = min(share for color in found for _, _, share in color) * len(found)
     steps = max(sum(steps for steps, _, _ in color) for color in found)
     used = dict.fromkeys(lane for color in found for _, lanes, _ in color for lane in lanes)
-    return Rings(links, steps, tuple(lane for lane in used if lane in machine.torus.lanes))
+    return Rings(links, steps, tuple(lane for lane in used if lane in torus.lanes))
 
 
 def _ring(ring: dict) -> tuple[int, tuple[Lane, ...], float] | None:
-    """Steps, lanes and links' bandwidth of one ring; None for one that is not along a dim in one direction.
+    """Steps, lanes and links' bandwidth of one ring; None for one that follows no dim.
 
     On an open line (`MESH`) the message that closes the ring takes the other direction, so that the two rings of a
     line have one link together.
     """
     dim = re.fullmatch(r"ICI_RING_DIM_([XYZ])_(TORUS|MESH)", ring.get("explicit_strategy_ring_dim", ""))
-    way = {"ICI_RING_TYPE_UNIDIR_CW": 1, "ICI_RING_TYPE_UNIDIR_CCW": -1}.get(ring.get("ring_type", ""))
-    if not dim or not way or "core_count" not in ring:
+    if not dim or "core_count" not in ring:
         return None
-    number, closed = DIM_NAMES.index(dim[1].lower()), dim[2] == "TORUS"
+    number, size, closed = DIM_NAMES.index(dim[1].lower()), int(ring["core_count"]), dim[2] == "TORUS"
+    way = {"ICI_RING_TYPE_UNIDIR_CW": 1, "ICI_RING_TYPE_UNIDIR_CCW": -1}.get(ring.get("ring_type", ""))
+    if way is None:  # both directions at once
+        return size // 2, ((number, 1), (number, -1)), 2.0 if closed else 1.0
     lanes = ((number, way),) if closed else ((number, way), (number, -way))
-    return int(ring["core_count"]) - 1, lanes, 1.0 if closed else 0.5
+    return size - 1, lanes, 1.0 if closed else 0.5
 
 
 def _permute(module: Module, computation: str, instruction: Instruction, machine: Machine) -> Collective | None:

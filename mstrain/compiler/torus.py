@@ -77,16 +77,43 @@ class Torus:
         receives everything over one link. Data over several dims is split again by the order of the dims, so that
         the links of all are busy, and the way is as long as the dims together ("How to Scale Your Model", sharding).
         """
+        block = self._block(group)
+        links = sum(2 if block.closed[dim] else 1 for dim in block.chips)
+        return Rings(links / block.sharing, sum(size - 1 for size in block.sizes.values()), block.lanes)
+
+    def one_ring(self, group: list[int]) -> "Rings":
+        """One ring in both directions through all of `group`, device by device.
+
+        A block of two dims or more holds a ring of neighbors. On an open line the messages that close the ring use the
+        links of the other direction.
+        """
+        block = self._block(group)
+        closed = len(block.chips) > 1 or block.closed[block.chips[0]]
+        return Rings((2 if closed else 1) / block.sharing, len(group) - 1, block.lanes)
+
+    def _block(self, group: list[int]) -> "_Block":
         along = [np.unique(column) for column in self.places[group].T]
-        spread = [dim for dim, values in enumerate(along) if len(values) > 1]
-        chips = [dim for dim in spread if dim < len(self.sizes) - 1] or spread
+        sizes = {dim: len(values) for dim, values in enumerate(along) if len(values) > 1}
+        chips = [dim for dim in sizes if dim < len(self.sizes) - 1] or list(sizes)
         strides = {dim: int(np.diff(along[dim]).min()) for dim in chips}
-        closed = {dim: self.closed[dim] and strides[dim] * len(along[dim]) == self.sizes[dim] for dim in chips}
-        shares = sum(2 if closed[dim] else 1 for dim in chips)
+        closed = {dim: self.closed[dim] and strides[dim] * sizes[dim] == self.sizes[dim] for dim in chips}
         # Devices in between, and those of the same chip that are in other groups, use the same links.
-        sharing = max(strides.values()) * (self.sizes[-1] if len(along[-1]) == 1 and chips else 1)
-        lanes = tuple((dim, way) for dim in chips for way in (1, -1))
-        return Rings(shares / sharing, sum(len(along[dim]) - 1 for dim in spread), lanes)
+        sharing = max(strides.values()) * (self.sizes[-1] if len(along[-1]) == 1 else 1)
+        return _Block(sizes, chips, closed, sharing)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """Devices of a group along the dims it spreads over: sizes, dims of chips, which are closed, groups on a link."""
+
+    sizes: dict[int, int]
+    chips: list[int]
+    closed: dict[int, bool]
+    sharing: int
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        return tuple((dim, way) for dim in self.chips for way in (1, -1))
 
 
 @dataclasses.dataclass(frozen=True)

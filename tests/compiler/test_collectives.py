@@ -160,7 +160,7 @@ def test_groups_that_alternate_on_a_dim_and_devices_of_one_chip_share_its_links(
 
 def color(*rings):
     found = ",".join(
-        f'{{"ring_type":"ICI_RING_TYPE_UNIDIR_{way}","core_count":"{n}","explicit_strategy_ring_dim":"ICI_RING_DIM_{dim}"}}'
+        f'{{"ring_type":"ICI_RING_TYPE_{way if way == "BIDIR" else f"UNIDIR_{way}"}","core_count":"{n}","explicit_strategy_ring_dim":"ICI_RING_DIM_{dim}"}}'
         for way, n, dim in rings)
     return f'{{"phase_rings":[{found}]}}'
 
@@ -168,6 +168,7 @@ def color(*rings):
 @pytest.mark.parametrize(("colors", "steps", "links", "lanes"), [
     ([[("CW", 4, "Z_TORUS")], [("CCW", 4, "Z_TORUS")]], 3, 2, {(2, 1), (2, -1)}),
     ([[("CW", 4, "Z_TORUS")]], 3, 1, {(2, 1)}),
+    ([[("BIDIR", 4, "Z_TORUS")]], 2, 2, {(2, 1), (2, -1)}),
     ([[("CW", 4, "Z_MESH")], [("CCW", 4, "Z_MESH")]], 3, 1, {(2, 1), (2, -1)}),
     ([[("CW", 2, "Y_TORUS"), ("CW", 4, "Z_TORUS")], [("CCW", 4, "Z_TORUS"), ("CCW", 2, "Y_TORUS")]], 4, 2,
      {(1, 1), (1, -1), (2, 1), (2, -1)}),
@@ -178,6 +179,20 @@ def test_the_rings_that_the_compiler_prints_come_first(colors, steps, links, lan
     found = gather("{{0,1,2,3},{4,5,6,7}}", strategy, machine(link=LATE))
     assert found.seconds == pytest.approx(1 * US + steps * US + 3 * BYTES / (links * 1e9))
     assert set(found.lanes) == lanes
+
+
+def test_one_ring_through_all_devices_where_the_compiler_says_so():
+    """The TensorCore's emitter over 8 x 8 chips, and the SparseCore's rings of tpu7x, which name no dim."""
+    on = laid((8, 8, 1), (True, True, False))
+    expected = 1 * US + 63 * US + 63 * BYTES / 2e9
+    emitter = ', backend_config={"collective_algorithm_config":{"emitter":"1DAllGatherNonMajorDimImbalanced"}}'
+    assert gather(strategy=emitter, on=on).seconds == pytest.approx(expected)
+    colors = ",".join(f'{{"phase_rings":[{{"ring_type":"ICI_RING_TYPE_UNIDIR_{way}","core_count":"64"}}]}}'
+                      for way in ("CW", "CCW"))
+    strategy = f', backend_config={{"ici_strategy_config":{{"color_strategies":[{colors}]}}}}'
+    assert gather(strategy=strategy, on=on).seconds == pytest.approx(expected)
+    line = laid((1, 64, 1), (False, False, False))
+    assert gather(strategy=emitter, on=line).seconds == pytest.approx(1 * US + 63 * US + 63 * BYTES / 1e9)
 
 
 def test_a_permutation_of_both_axes_occupies_both():
