@@ -6,8 +6,8 @@ and tying right. What no total shows (heads that share a width, constants) is he
 
 import dataclasses
 import io
-import time
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -121,12 +121,12 @@ def test_gemma_scales_its_scores_by_the_head_width_but_for_the_largest():
     assert scales == {"2b": None, "9b": None, "27b": pytest.approx(144**-0.5)}
 
 
-def test_counting_allocates_nothing_and_takes_no_time():
-    """530 billion parameters would not fit, and a loop over 105 layers would be slow."""
+def test_counting_allocates_nothing():
+    """530 billion parameters would not fit."""
     fresh = dataclasses.replace(load_preset("megatron_nlg_530b"), name="not counted before")
-    start = time.perf_counter()
+    before = sum(array.nbytes for array in jax.live_arrays())
     assert count_parameters(fresh) > 5e11
-    assert time.perf_counter() - start < 2
+    assert sum(array.nbytes for array in jax.live_arrays()) == before
 
 
 @pytest.mark.parametrize("name", preset_names())
