@@ -3,28 +3,34 @@
 import json
 from pathlib import Path
 
+DIGITS = 18  # of an integer: larger ones are no measure of anything, and overflow where they become floats
+
 
 def read_json(path: str | Path, what: str):
     """The document in `path`; `what` names it in messages.
 
     Raises ValueError, one message for each, for a file that is missing, unreadable, not UTF-8, not JSON, nested too
-    deeply, or with numbers of thousands of digits.
+    deeply, or with numbers of more than DIGITS digits.
     """
     try:
-        return parse_json(Path(path).read_text(encoding="utf-8"), f"{what} {path}")
+        return parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{what} {path}: {error.strerror}. Type the name of a file that can be read.") from None
     except UnicodeDecodeError:
         raise ValueError(f"{what} {path} is not a UTF-8 text.") from None
-
-
-def parse_json(text: str, what: str):
-    """The document in `text`; raises ValueError as `read_json`."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError(f"{what} is nested too deeply. Type the name of a file of another form.") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{what} is not JSON: line {error.lineno}: {error.msg}.") from None
-    except ValueError:  # CPython refuses to convert integers of more than 4,300 digits
-        raise ValueError(f"{what} has a number of thousands of digits.") from None
+        raise ValueError(f"{what} {path}: line {error.lineno}: not JSON ({error.msg}).") from None
+
+
+def parse_json(text: str):
+    """The document in `text`; raises json.JSONDecodeError for whatever cannot be read."""
+    try:
+        return json.loads(text, parse_int=_integer)
+    except RecursionError:
+        raise json.JSONDecodeError("nested too deeply", "", 0) from None
+
+
+def _integer(digits: str) -> int:
+    if len(digits.lstrip("-")) > DIGITS:
+        raise json.JSONDecodeError(f"a whole number of {len(digits)} digits", "", 0)
+    return int(digits)

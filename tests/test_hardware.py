@@ -19,7 +19,7 @@ from mstrain.hardware import (
 )
 
 NUMBERS = ("peak_bf16", "peak_f32", "hbm_bytes", "hbm_bandwidth", "ici_links", "ici_bandwidth",
-           "launch_all_gather", "launch_reduce_scatter", "launch_permute", "sync")
+           "launch_all_gather", "launch_reduce_scatter", "launch_permute", "sync", "node_devices", "node_bandwidth")
 
 
 @pytest.mark.parametrize("kind, name, peak", [

@@ -201,7 +201,7 @@ MISTAKES = {
     "missing key": (["planner=metis", "hostfile=x"], ["clusterfile= is missing", "Type clusterfile="]),
     "no such slice": (["cluster=v4-65"], ["v4-65", "the nearest is v4-64"]),
     "no such chip": (["cluster=h300:8"], ["h300:8", "h200"]),
-    "two servers": (["cluster=h200:16"], ["cluster=h200:8", "hostfile="]),
+    "part of a server": (["cluster=h200:12"], ["nodes of 8", "h200:16"]),
     "chip without bf16": (["cluster=t4:4"], ["peak", "t4"]),
     "degree": (["pipeline=two"], ["pipeline=two", "pipeline=4"]),
     "degrees that do not multiply": (["pipeline=3"], ["pipeline=3", "multiply to 32", "pipeline=auto"]),

@@ -58,7 +58,8 @@ def compile_program(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             needed = needed_bytes(str(error))
-            raise DoesNotFit(_does_not_fit(name, target, needed), needed) from None
+            message = _does_not_fit(name, target, needed, limit_bytes(str(error)))
+            raise DoesNotFit(message, needed) from None
         raise
     memory = read_memory(compiled, target.tpu_slice.chip.hbm_bytes)
     result = Compiled(name, target, text, memory, time.perf_counter() - begin)
@@ -73,6 +74,8 @@ _NEEDED = (
     r"total memory required for HLO temporaries \(([\d.]+)([KMGT])\)",  # before anything has a place
     r"Used ([\d.]+)([KMGT]) of \S+ hbm",  # when places are given out
 )
+# The limit beside it.
+_LIMIT = (r"exceeds available HBM \(([\d.]+)([KMGT])", r"Used \S+ of ([\d.]+)([KMGT]) hbm")
 
 
 def needed_bytes(error: str) -> float | None:
@@ -83,10 +86,20 @@ def needed_bytes(error: str) -> float | None:
     return None
 
 
-def _does_not_fit(name: str, target: Target, needed: float | None) -> str:
+def limit_bytes(error: str) -> float | None:
+    """The bytes that the compiler lets a program use: it reserves a part of a device's memory."""
+    for pattern in _LIMIT:
+        if match := re.search(pattern, error):
+            return float(match[1]) * 1024.0 ** (1 + "KMGT".index(match[2]))
+    return None
+
+
+def _does_not_fit(name: str, target: Target, needed: float | None, limit: float | None = None) -> str:
     hbm = target.tpu_slice.chip.hbm_bytes
     have = f"{hbm / GIB:.1f} GiB" if hbm else "its memory"
-    used = f"{needed / GIB:.1f} GiB of {have}" if needed else f"more than {have}"
+    if limit:
+        have = f"the {limit / GIB:.2f} GiB that the compiler uses" + (f" of {have}" if hbm else "")
+    used = f"{needed / GIB:.2f} GiB of {have}" if needed else f"more than {have}"
     return (
         f"{name} does not fit on {target.tpu_slice.name}: a device would need {used}. Type remat=full, a smaller "
         "batch= or more accumulate=, or take a larger slice."

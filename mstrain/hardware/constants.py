@@ -8,6 +8,7 @@ from pathlib import Path
 from mstrain.hardware.chips import Chip
 from mstrain.hardware.link import Link
 from mstrain.hardware.tpu_slices import TpuSlice
+from mstrain.json_files import parse_json
 
 FOLDER = Path(__file__).parent / "constants_files"
 COLLECTIVES = ("all_gather", "reduce_scatter", "permute")
@@ -50,6 +51,7 @@ class Constants:
 
     Attributes:
       flops: GeMM rate of one device in FLOP/s.
+      shaped: whether a product's rate is that of its shape in the table of efficiencies; `flops` is of a large one.
       hbm_bandwidth: bytes/s of one device's memory, which bounds how fast slices can be accumulated; None: no bound.
     """
 
@@ -60,6 +62,7 @@ class Constants:
     col: AxisLinks
     overlap: str = "max"
     hbm_bandwidth: float | None = None
+    shaped: bool = False
 
     def __post_init__(self):
         if self.overlap not in OVERLAPS:
@@ -88,11 +91,11 @@ def load_constants(name_or_path: str | Path) -> Constants:
     if not path.is_file():
         raise ValueError(f"no constants {str(name_or_path)!r}; use a JSON file or {' | '.join(shipped)}")
     try:
-        entry = json.loads(path.read_text())
+        entry = parse_json(path.read_text())
         memory = entry.get("hbm_bandwidth")
         return Constants(entry["name"], entry["source"], float(entry["flops"]), _axis(entry["row"]),
                          _axis(entry["col"]), entry["overlap"], None if memory is None else float(memory))
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path}: not a constants file ({error!r}); "
                          f"compare it with {FOLDER / 'tpu_v4_reference.json'}") from None
 

@@ -11,8 +11,8 @@ from mstrain.hardware import Chip, all_chips, parse_target
 from mstrain.planner.stated.fabric import Fabric
 
 ALIASES = {
-    "a100": "a100-80gb", "a100-sxm": "a100-80gb", "a100-80gb-pcie": "a100-pcie", "h100-sxm": "h100", "h100-80gb": "h100",
-    "h200-sxm": "h200", "b200-sxm": "b200",
+    "a100": "a100-80gb", "a100-sxm": "a100-80gb", "a100-80gb-pcie": "a100-pcie", "h100-sxm": "h100",
+    "h100-80gb": "h100", "h200-sxm": "h200", "b200-sxm": "b200",
 }  # fmt: skip
 MOST_DEVICES = 10**7
 SPELLINGS = "v5p-512 | 4xv5p-512 | h100:16384 | a100-80gb:8x64@200GB/s (8 a node, 64 nodes, network a node one way)"

@@ -167,13 +167,14 @@ def cost_plan(request: PlanRequest, plan: PodPlan, products: Products) -> Costed
         memory = stage_memory(request, products, plan, number, mine, in_flight)
         stages.append(Stage(mine, forward.seconds, backward.seconds + repeated.seconds, memory, in_flight))
         passes.append((forward + backward, repeated))
-    message = message_seconds(request, plan, products.block[0].layout.tokens, constants.row.permute)
+    between, replicas = request.pod.outer_links((plan.pipeline, plan.data, plan.rows, plan.cols), request.dtype)
+    message = message_seconds(request, plan, products.block[0].layout.tokens, between.permute)
     longest = max(stage.seconds for stage in stages)
     others = sum(stage.seconds for stage in stages) - longest
     fill = longest + others / request.fixed.chunks(plan.pipeline)
     messages = 2 * (plan.pipeline - 1) * message
     pipeline = (plan.microbatches - 1) * cycle_seconds(stages, message, request.fixed.schedule) + fill + messages
-    ends = [_end(request, plan, constants, number, stage) for number, stage in enumerate(stages)]
+    ends = [_end(request, plan, constants, (between, replicas), number, stage) for number, stage in enumerate(stages)]
     step = pipeline + sum(max(ends, key=sum))
     every = tuple(
         _terms(useful * plan.microbatches, repeated * plan.microbatches, messages, end, step)
@@ -201,18 +202,18 @@ def _terms(useful: Pass, repeated: Pass, messages: float, end: tuple[float, floa
     )
 
 
-def _end(request: PlanRequest, plan: PodPlan, constants: Constants, number: int, stage: Stage):
+def _end(request: PlanRequest, plan: PodPlan, constants: Constants, outer, number: int, stage: Stage):
     """(gradient sums over the replicas, update) of one stage, in seconds per step."""
     parameters = stage.memory.parameters / WEIGHT_BYTES
     part = WEIGHT_BYTES * parameters / plan.data
-    links = constants.row
+    between, links = outer
     summed = sum(collective_seconds(link, part, plan.data) for link in (links.reduce_scatter, links.all_gather))
     sums = plan.microbatches if plan.pipeline == 1 and not plan.sharded else 1
     model = request.model
     tied = model.tied and plan.pipeline > 1 and number in (0, plan.pipeline - 1)
     if tied:  # the first and the last stage add up the gradients of their copies of the table
         table = WEIGHT_BYTES * parameter_counts(model)[2] / plan.tensor
-        summed += links.permute.launch + links.permute.sync + table / links.permute.bandwidth
+        summed += between.permute.launch + between.permute.sync + table / between.permute.bandwidth
     moved = UPDATE_BYTES / (plan.data if plan.sharded else 1)
     moved += ACCUMULATE_BYTES * plan.microbatches if plan.microbatches > 1 else 0
     return sums * summed, moved * parameters / request.pod.device(constants).memory_bandwidth

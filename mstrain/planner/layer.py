@@ -5,13 +5,17 @@ collectives of the other algorithms are exposed. Attention runs at the rate of G
 bandwidth of memory, each value read and written once.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from mstrain.hardware import chip_named
 from mstrain.hardware.constants import Constants
+from mstrain.hardware.efficiency import efficiency_of
 from mstrain.models.config import ModelConfig
 from mstrain.parallel.product_cost import pass_costs
-from mstrain.planner.plan import Products
+from mstrain.planner.plan import Product, Products
+from mstrain.planner.products import gemms_of, local_dims
 from mstrain.simulator.cluster import Device
 from mstrain.simulator.costs import ATTENTION_BACKWARD
 
@@ -78,16 +82,37 @@ def layer_work(model: ModelConfig, products: Products, seq: int, constants: Cons
     devices, size = layout.rows * layout.cols, layout.dtype_bytes
     moved = size * sum(elementwise_values(model)) * layout.tokens / devices / device.memory_bandwidth
     seen = seq / 2 if flash(model, seq, size) else seq
-    attention = 4.0 * layout.tokens * seen * model.heads * model.head_dim / devices / device.flops
+    attention = 4.0 * layout.tokens * seen * model.heads * model.head_dim / devices
+    attention /= _attention_rate(model, seq, layout, constants, device)
     forward, backward = Pass(0.0, 0.0, attention, moved), Pass(0.0, 0.0, ATTENTION_BACKWARD * attention, 2 * moved)
     for block, share in products.groups:
         for product in block:
-            ahead, behind = _passes(product, constants)
+            ahead, behind = _passes(product, _shaped(product, constants, device))
             forward, backward = forward + ahead * share, backward + behind * share
-    ahead, behind = _passes(products.head, constants)
+    ahead, behind = _passes(products.head, _shaped(products.head, constants, device))
     logits = 4 * layout.tokens * products.head.layout.projection.out_dim / devices / device.memory_bandwidth
     loss = Pass(elementwise=2 * logits)
     return Work(forward, backward, ahead + loss, behind + loss)
+
+
+def _attention_rate(model: ModelConfig, seq: int, layout, constants: Constants, device: Device) -> float:
+    """FLOP/s of attention: that of products, or of the fused kernel where the table of efficiencies has one."""
+    if not (constants.shaped and flash(model, seq, layout.dtype_bytes)):
+        return device.flops
+    chip = chip_named(device.kind)
+    return efficiency_of(chip).attention_rate(chip, model.head_dim)
+
+
+@lru_cache(maxsize=1 << 16)
+def _shaped(product: Product, constants: Constants, device: Device) -> Constants:
+    """Constants whose rate is that of this product's three local GEMMs."""
+    if not constants.shaped:
+        return constants
+    chip, layout = chip_named(device.kind), product.layout
+    dtype = "bf16" if layout.dtype_bytes == 2 else "f32"
+    dims = [local_dims(gemm, layout.rows, layout.cols, product.slices) for gemm in gemms_of(product)]
+    seconds = sum(efficiency_of(chip).gemm_seconds(chip, each, dtype) for each in dims)
+    return replace(constants, flops=sum(2.0 * math.prod(each) for each in dims) / seconds)
 
 
 def _passes(product, constants: Constants) -> tuple[Pass, Pass]:

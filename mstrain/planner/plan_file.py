@@ -1,7 +1,8 @@
 """The file that carries a plan from plan.py to train.py: which keys of train.py run it, or why none do."""
 
-import json
 from pathlib import Path
+
+from mstrain.json_files import parse_json
 
 KEYS = ("mesh", "parallel", "parallel.slices", "accumulate", "remat")  # of train.py, that a file may supply
 
@@ -33,7 +34,7 @@ def plan_overrides(arguments: list[str]) -> list[str]:
 
 def _read(path: str) -> dict:
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"plan={path}: {error.strerror}. Type the path of a plan.json that plan.py wrote.") from None
     except ValueError as error:

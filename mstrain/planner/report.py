@@ -21,9 +21,9 @@ from mstrain.simulator.plots import MARKERS
 GB = 1e9
 
 
-def utilization(request: PlanRequest, costed: Costed) -> float:
-    """Model FLOP/s over peak, the whole square of attention scores counted (PaLM paper, appendix B)."""
-    flops = request.tokens * training_flops_per_token(request.model, request.seq)
+def utilization(request: PlanRequest, costed: Costed, attention: str = "full") -> float:
+    """Model FLOP/s over peak; `attention`: `full` counts the whole square of scores (PaLM, appendix B), or `causal`."""
+    flops = request.tokens * training_flops_per_token(request.model, request.seq, attention)
     return mfu(flops, costed.seconds, request.pod.devices, request.pod.chip.peak(request.dtype))
 
 
@@ -41,6 +41,7 @@ def plan_row(request: PlanRequest, rank: int, costed: Costed, best: Costed) -> d
         "step_seconds": costed.seconds,
         "tokens_per_second": request.tokens / costed.seconds,
         "mfu": utilization(request, costed),
+        "mfu_causal_attention": utilization(request, costed, "causal"),
         **{f"{name}_seconds": value for name, value in dataclasses.asdict(costed.terms).items()},
         "fullest_stage": costed.stages.index(fullest),
         **memory,
@@ -86,13 +87,14 @@ def plans_table(request: PlanRequest, result: PodResult, top: int) -> Table:
     """The top plans: degrees, milliseconds of a step, GB of the fullest device, and why each lost."""
     pod = request.pod
     title = f"{request.model.name} on {pod.name} ({pod.devices} devices), predicted by the cost model"
-    columns = ("", "data", "tensor", "pipeline", "batches", "remat", "ms", "MFU", "GB", "why")
+    columns = ("", "data", "tensor", "pipeline", "batches", "remat", "ms", "MFU full", "causal", "GB", "why")
     rows = (
         (
             *(str(rank), f"{costed.plan.data}{' sharded' if costed.plan.sharded else ''}", costed.plan.tensor_name),
             str(costed.plan.pipeline),
             f"{costed.plan.microbatches}x{request.batch // costed.plan.data // costed.plan.microbatches}",
-            *(costed.plan.remat, f"{1e3 * costed.seconds:.1f}", f"{100 * utilization(request, costed):.1f} %"),
+            *(costed.plan.remat, f"{1e3 * costed.seconds:.1f}"),
+            *(f"{100 * utilization(request, costed, attention):.1f} %" for attention in ("full", "causal")),
             *(f"{costed.fullest.memory.total / GB:.1f}", why_slower(costed, result.best)),
         )
         for rank, costed in enumerate(result.ranked[:top], 1)

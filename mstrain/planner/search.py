@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from mstrain.gemm import find_algorithm
 from mstrain.models.parallel import ParallelConfig, layer_algorithms
 from mstrain.models.transformer import REMAT
-from mstrain.parallel.tune import factorisations
 from mstrain.planner.cost import Costed, Terms, cost_plan
 from mstrain.planner.memory import MOMENT_BYTES, WEIGHT_BYTES, parameter_counts
 from mstrain.planner.plan import PodPlan, plan_products
@@ -71,7 +70,7 @@ def layouts(request: PlanRequest) -> Iterator[PodPlan]:
             tensor = devices // pipeline // data
             if request.batch % data or not (fixed.allows("data", data) and fixed.allows("tensor", tensor)):
                 continue
-            shapes = request.pod.meshes(data) if pipeline == 1 else factorisations(tensor)
+            shapes = request.pod.meshes(data, pipeline)
             if fixed.shape:
                 shapes = [fixed.shape] if math.prod(fixed.shape) == tensor else []
             for parallel in request.parallel[: 1 if tensor == 1 else None]:

@@ -15,7 +15,8 @@ def plan_cluster(request: PlanRequest, costed: Costed) -> Cluster:
     plan, pod = costed.plan, request.pod
     sizes = (plan.pipeline, plan.data, plan.rows, plan.cols)
     constants = pod.constants(sizes, request.dtype)
-    network = Axes(("pipeline", "data", "row", "col"), sizes, (*[constants.row] * 3, constants.col))
+    links = (*pod.outer_links(sizes, request.dtype), constants.row, constants.col)
+    network = Axes(("pipeline", "data", "row", "col"), sizes, links)
     return Cluster.homogeneous(pod.devices, pod.device(constants), network)
 
 

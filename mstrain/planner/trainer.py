@@ -70,6 +70,8 @@ def closing_lines(request: PlanRequest, result: PodResult, path: Path) -> list[s
             f"The best plan, {result.best.plan.name}, is not for train.py: {result.best.plan.why_not_trainable()}."
         )
     if result.trainable is None:
+        if (stages := request.fixed.pipeline or 1) > 1:
+            return [*lines, f"train.py has no pipeline. Drop pipeline={stages} for a plan that it can run."]
         return [
             *lines,
             "No plan that train.py can run fits: type pipeline=1 to see why, then a larger cluster= or batch=.",

@@ -10,7 +10,7 @@ from mstrain.planner.mixed.hosts import write_hostfile
 from research.metis import MetisOptions, SearchStopped, reference_lines, write_json
 from research.metis import run_metis as search_metis
 from research.metis.homogeneous import run_homogeneous as search_homogeneous
-from research.metis.synthetic import read_samples, write_profiles
+from research.metis.synthetic import SAMPLES, read_samples, write_profiles
 
 # Type and address of the hosts that `write_hostfile` writes; inter and intra GB/s and GB per device.
 SYNTHETIC_HOSTS = {"0.0.0.1": ("V100", 10, 50, 16), "0.0.0.4": ("A100", 10, 46, 80)}
@@ -62,8 +62,8 @@ def run_homogeneous(config) -> int:
 class InputsConfig:
     """Synthetic inputs of the Metis planners: equal numbers of A100 and V100, hosts of four."""
 
-    samples: str
-    """Folder of the nine DeviceType.A100_tp{1,2,4}_bs{1,2,4}.json profiles to grow from."""
+    samples: str | None = None
+    """Folder of the nine DeviceType.A100_tp{1,2,4}_bs{1,2,4}.json profiles to grow from; null for those shipped."""
     num_layers: int = 10
     """Layers of the model, embedding and output included."""
     devices_per_type: int = 16
@@ -83,7 +83,7 @@ class InputsConfig:
 def run_metis_inputs(config: InputsConfig) -> int:
     """Writes host file, cluster file and profiles; prints the command that plans with them."""
     folder = make_folder(config.run_dir)
-    samples = read_samples(config.samples)
+    samples = read_samples(config.samples or SAMPLES)
     write_hostfile(folder / "hostfile", config.devices_per_type)
     names = ("instance_type", "inter_bandwidth", "intra_bandwidth", "memory")
     entries = {address: dict(zip(names, values)) for address, values in SYNTHETIC_HOSTS.items()}

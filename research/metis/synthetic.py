@@ -8,8 +8,10 @@ import copy
 import json
 from pathlib import Path
 
+from mstrain.json_files import read_json
 from mstrain.planner.mixed.profiles import profile_name, sequential_sum
 
+SAMPLES = Path(__file__).with_name("samples")  # ten layers of GPT-3 on A100, from the profiles that Metis publishes
 SAMPLE_DEGREES = (1, 2, 4)
 BETWEEN = "between_layers_ms"
 TOTAL_PARTS = ("forward_backward_time_ms", "batch_generator_time_ms", "layernorm_grads_all_reduce_time_ms",
@@ -25,7 +27,7 @@ def read_samples(folder: str | Path, device_type: str = "A100") -> dict[tuple[in
             path = Path(folder) / profile_name((device_type, tp, batch))
             if not path.is_file():
                 raise ValueError(f"{path}: no such sample; the generator needs tp and bs in {SAMPLE_DEGREES}")
-            samples[tp, batch] = json.loads(path.read_text())
+            samples[tp, batch] = read_json(path, "sample")
     return samples
 
 

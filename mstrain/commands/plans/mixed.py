@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from mstrain.commands.plans.output import console, make_folder, progress
 from mstrain.planner.mixed import PlanOptions, plan_optimal, write_json, write_stages
 from mstrain.planner.mixed.hosts import read_hosts
+from mstrain.planner.mixed.profiles import read_profiles
 from mstrain.planner.mixed.report import plans_table, simulated_table, stages_table
 from mstrain.planner.mixed.simulated import simulate_mixed
+from mstrain.planner.mixed.times import filled_in
 
 NOT_TRAINABLE = (
     "train.py runs none of these plans: it has no pipeline and gives every device the same share, while "
@@ -44,6 +46,8 @@ def run_optimal(config: OptimalConfig) -> int:
         result = plan_optimal(*config.paths, config)
     write_json(result, folder / "optimal.json")
     write_stages(result, folder / "optimal.csv")
+    for line in filled_in(read_profiles(config.profiles)):
+        say.print(line)
     say.print(plans_table(result))
     say.print(stages_table(result.best))
     proof = result.certificate

@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from mstrain.json_files import parse_json
+
 CLUSTER_FIELDS = ("instance_type", "inter_bandwidth", "intra_bandwidth", "memory")
 
 
@@ -97,7 +99,7 @@ def read_hostfile(path: str | Path) -> list[tuple[int, str, int]]:
 def read_clusterfile(path: str | Path) -> dict[str, dict]:
     """Entries by address, every field checked."""
     try:
-        entries = json.loads(read_text(path, "cluster file"))
+        entries = parse_json(read_text(path, "cluster file"))
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path}:{error.lineno}: not JSON ({error.msg}); write an object "

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mstrain.json_files import parse_json
 from mstrain.planner.mixed.hosts import read_text
 
 FILE_NAME = re.compile(r"DeviceType\.([^_]+)_tp(\d+)_bs(\d+)\.json")
@@ -80,7 +81,7 @@ def read_profiles(folder: str | Path, device_types=None) -> dict[Key, Profile]:
 
 def _read_profile(path: Path, key: Key) -> Profile:
     try:
-        document = json.loads(read_text(path, "profile"))
+        document = parse_json(read_text(path, "profile"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not JSON ({error.msg}); profile it again") from None
     times, parameters = ("execution_time",), ("model", "parameters", "parameters_per_layer_bytes")

@@ -53,6 +53,27 @@ def interpolate(profiles: dict[Key, Profile], device_type: str, tp: int, largest
     )
 
 
+def filled_in(profiles: dict[Key, Profile]) -> list[str]:
+    """One line for each type and degree that lacks batches which others have: what the planner takes instead."""
+    every = {batch for _, _, batch in profiles}
+    lines = []
+    for name, tp in sorted({key[:2] for key in profiles}):
+        mine = {batch for other, degree, batch in profiles if (other, degree) == (name, tp)}
+        between = sorted(batch for batch in every - mine if min(mine) < batch < max(mine))
+        below = sorted(batch for batch in every - mine if batch < min(mine))
+        above = sorted(batch for batch in every - mine if batch > max(mine))
+        parts = [f"batch {_list(between)} interpolated"] if between else []
+        parts += [f"batch {_list(below)} taken as long as batch {min(mine)}"] if below else []
+        parts += [f"batch {_list(above)} not planned"] if above else []
+        if parts:
+            lines.append(f"profiles missing for {name} tp {tp}: {', '.join(parts)}")
+    return lines
+
+
+def _list(batches: list[int]) -> str:
+    return " ".join(map(str, batches))
+
+
 def degrees_of(profiles: dict[Key, Profile], device_type: str, max_tp: int) -> set[int]:
     return {tp for name, tp, _ in profiles if name == device_type and (max_tp == 0 or tp <= max_tp)}
 

@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from mstrain.hardware import Chip, TpuSlice
+from mstrain.hardware import Chip, Link, TpuSlice
+from mstrain.hardware.constants import AxisLinks
 from mstrain.hardware.efficiency import Efficiency, efficiency_of
 
 NETWORK_HOP = 10e-6  # seconds of a message between nodes: NCCL tuning constants, ring, Simple: 14 us; TPU hosts alike
@@ -84,6 +85,21 @@ class Fabric:
     def sum_seconds(self, nbytes: float, group: Group) -> float:
         """An all-reduce of `nbytes` held by every device."""
         return 2 * self.scatter_seconds(nbytes, group)
+
+    def axis_links(self, size: int, stride: int, share: int = 1) -> AxisLinks:
+        """Links with which a ring of `size` costs what its two levels do; `share` axes use the inner links at once."""
+        group, chip = self.group(size, stride), self.chip
+        inner, outer = self.inner_bandwidth(max(2, group.inner)) / share, self.outer_bandwidth()
+        hops = (group.inner - 1) * (chip.sync or 0.0) + math.ceil(math.log2(group.outer)) * NETWORK_HOP
+        inverse = (group.inner - 1) / group.inner / inner
+        if group.outer > 1:
+            inverse += (group.outer - 1) / group.outer / group.inner / outer
+        ring = (hops / (size - 1), (size - 1) / size / inverse) if size > 1 else (0.0, inner)
+        launches = (chip.launch_all_gather or 0.0, chip.launch_reduce_scatter or 0.0)
+        crossing = (NETWORK_HOP, outer) if group.outer > 1 else (chip.sync or 0.0, inner)
+        return AxisLinks(
+            Link(launches[0], *ring), Link(launches[1], *ring), Link(chip.launch_permute or 0.0, *crossing)
+        )
 
     def message_seconds(self, nbytes: float, stride: int) -> float:
         """A message of `nbytes` to the device `stride` further on."""

@@ -66,9 +66,9 @@ BAD = {
     "remat 'some' is unknown": bad(lambda row: row["plan"].update(remat="some")),
     "measured.step_seconds is NaN": bad(lambda row: row.update(measured={"step_seconds": float("nan")})),
     "nested too deeply": "[" * 200_000,
-    "thousands of digits": '{"rows": [{"batch": ' + "9" * 5000 + "}]}",
+    "a whole number of 5000 digits": '{"rows": [{"batch": ' + "9" * 5000 + "}]}",
     "has no rows": "[]",
-    "is not JSON": "{",
+    "not JSON": "{",
 }
 
 
