@@ -19,7 +19,7 @@ class PodConfig:
 
     model: ModelConfig
     cluster: str = "v4-64"
-    """A TPU slice (v5p-512, v6e:8x8), or CHIP:N GPUs that share NVLink (h200:8)."""
+    """TPU slices (v5p-512, v6e:8x8, 4xv5p-512) or GPUs (h100:16384, a100-80gb:8x64@200GB/s: a node x nodes @ network)."""
     batch: int = 256
     """Sequences per step of the whole job."""
     seq: int = 2048
