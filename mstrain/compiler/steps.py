@@ -14,7 +14,7 @@ MOVES = {
     "copy", "transpose", "reshape", "slice", "dynamic-slice", "dynamic-update-slice", "pad", "concatenate",
 }  # fmt: skip
 PALLAS = "tpu_custom_call"
-COPIES = ("copy-start", "copy-done", "slice-start", "slice-done")
+COPIES = {f"{name}-{end}" for name in ("copy", "slice", "dynamic-slice") for end in ("start", "done")}
 COMPUTE_KINDS = ("gemm", "kernel", "move", "other")
 
 
@@ -91,7 +91,7 @@ class Translator:
         if i.opcode == "call":
             return list(self.steps(i.called[0]))
         if i.opcode in COPIES:
-            return self._copy(i)
+            return self._copy(computation, i)
         phase, kind = _phase(i), self._kind(i)
         if phase:
             compute = self._compute(computation, i, kind) if kind in ("gemm", "kernel") else []
@@ -112,11 +112,18 @@ class Translator:
         cycles = kernel_cycles(i, operands, self.machine) if kind == "kernel" else i.estimated_cycles
         return [Compute(i.name, kind, cycles, hbm_bytes(self.module, computation, i))] if cycles else []
 
-    def _copy(self, i: Instruction) -> list:
-        """A start's shape is (target, source, ...); memory on the chip costs the HBM nothing."""
+    def _copy(self, computation: str, i: Instruction) -> list:
+        """What is copied is the result of the `-done`; memory on the chip costs the HBM nothing."""
         if i.opcode.endswith("-done"):
             return [Wait(i.operands[0])] if i.operands else []
-        return [Copy(i.name, hbm_bytes_of_shape(i.shape))]
+        if i.opcode == "copy-start":  # its shape is (target, source, ...)
+            return [Copy(i.name, hbm_bytes_of_shape(i.shape))]
+        source = self.module.find(computation, i.operands[0])
+        done = next((j for j in self.module.computations[computation] if j.operands[:1] == (i.name,)), None)
+        if done is None:
+            return []
+        read = done.bytes if source is None or hbm_bytes_of_shape(source.shape) else 0
+        return [Copy(i.name, read + hbm_bytes_of_shape(done.shape))]
 
     def _follow(self, computation: str, i: Instruction, phase: str) -> list:
         start = self._start_of(computation, i)

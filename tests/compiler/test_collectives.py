@@ -160,7 +160,8 @@ def test_groups_that_alternate_on_a_dim_and_devices_of_one_chip_share_its_links(
 
 def color(*rings):
     found = ",".join(
-        f'{{"ring_type":"ICI_RING_TYPE_{way if way == "BIDIR" else f"UNIDIR_{way}"}","core_count":"{n}","explicit_strategy_ring_dim":"ICI_RING_DIM_{dim}"}}'
+        f'{{"ring_type":"ICI_RING_TYPE_{way if way == "BIDIR" else f"UNIDIR_{way}"}","core_count":"{n}",'
+        f'"explicit_strategy_ring_dim":"ICI_RING_DIM_{dim}"}}'
         for way, n, dim in rings)
     return f'{{"phase_rings":[{found}]}}'
 

@@ -51,6 +51,13 @@ def test_a_copy_between_memories_runs_beside_a_product_and_who_needs_it_early_wa
     assert late.cycles["memory"] == pytest.approx(0.5 * TILE + TILE - 1_000)
 
 
+def test_a_copied_slice_costs_its_own_bytes():
+    schedule = read("""%w = bf16[96,64,64]{2,1,0} parameter(0)
+        %c = ((bf16[96,64,64]{2,1,0}), bf16[1,64,64]{2,1,0:T(8,128)S(1)}, u32[]{:S(2)}) slice-start(%w)
+        ROOT %d = bf16[1,64,64]{2,1,0:T(8,128)S(1)} slice-done(%c)""", hbm=1e9)
+    assert schedule.seconds == pytest.approx(TILE / 1e9)
+
+
 def test_copies_in_a_loop_count_for_every_trip():
     body = f"""
 %again (s: (s32[], bf16[64,64])) -> pred[] {{
