@@ -7,7 +7,7 @@ and `measured`, and may have a `note`. Its names of model fields are those of pa
 from dataclasses import dataclass, replace
 
 from mstrain.checks import one_of
-from mstrain.hardware import all_chips
+from mstrain.hardware import Chip, all_chips
 from mstrain.json_files import read_json
 from mstrain.models.config import ModelConfig
 from mstrain.planner.clusters import gpu_fabric, gpu_named, tpu_fabric
@@ -17,8 +17,12 @@ from mstrain.planner.stated.fabric import Fabric
 from mstrain.planner.stated.plan import SCHEDULES, SHARDS, Degrees, StatedPlan, StatedStep, check_step
 from mstrain.planner.stated.remat import parse_remat
 
-ALGORITHMS = ("megatron", "megatron-1d-allreduce", "fsdp", "gspmd", "ddp", "zero", "meshslice", "collective")
+ALGORITHMS = (
+    "megatron", "megatron-1d-allreduce", "megatron-1d", "fsdp", "gspmd", "ddp", "zero", "tensor", "meshslice", "collective",
+)  # fmt: skip
+ZERO = {"zero1": "optimizer", "zero2": "gradients", "zero3": "parameters"}
 DTYPES = ("bf16", "f32")
+MOST_SLICES = 64
 MEASURED = ("tokens_per_second_per_device", "step_seconds", "mfu")
 
 
@@ -121,16 +125,27 @@ def _fabric(fields: Fields) -> Fabric:
         if chip is None or chip.tpu_slices is None:
             names = [name for name, each in all_chips().items() if each.platform != "cpu"]
             raise ValueError(f"device {kind(device)} is unknown. Known: {', '.join(names)}.")
-        slices = fields.whole("slices", 1)
-        rules, topology = chip.tpu_slices, fields.text("topology", "")
-        count = devices // slices * rules.name_counts_per_chip // rules.devices_per_chip
-        fabric = tpu_fabric(f"{rules.prefixes[0]}{':' + topology if topology else f'-{count}'}", slices)
-        if fabric.devices != devices:
-            raise ValueError(f"{fabric.name} x {slices} has {fabric.devices} devices, not {devices}.")
-        return fabric
+        slices = fields.whole("slices", 1) if "slices" in fields.values else None
+        return _tpu(chip, devices, slices, fields.text("topology", ""))
     except ValueError as error:
         text = str(error)
         raise ValueError(text if text.startswith(fields.where) else f"{fields.where}: cluster: {text}") from None
+
+
+def _tpu(chip: Chip, devices: int, slices: int | None, topology: str) -> Fabric:
+    """`devices` of one slice or, where no slice has so many, of the fewest equal ones; raises ValueError."""
+    rules, error = chip.tpu_slices, None
+    for count in [slices] if slices else [n for n in range(1, MOST_SLICES + 1) if devices % n == 0]:
+        size = devices // count * rules.name_counts_per_chip // rules.devices_per_chip
+        try:
+            fabric = tpu_fabric(f"{rules.prefixes[0]}{':' + topology if topology else f'-{size}'}", count)
+        except ValueError as problem:
+            error = error or problem
+            continue
+        if fabric.devices == devices:
+            return fabric
+        error = error or ValueError(f"{count} of {fabric.name} have {fabric.devices} devices, not {devices}.")
+    raise error
 
 
 def _plan(fields: Fields, fabric: Fabric, texts: str, batch: int) -> tuple[StatedPlan, frozenset[str]]:
@@ -140,6 +155,7 @@ def _plan(fields: Fields, fabric: Fabric, texts: str, batch: int) -> tuple[State
     algorithm = fields.text("algorithm")
     one_of("plan.algorithm", algorithm, ALGORITHMS)
     shard, schedule = fields.text("shard", "none"), fields.text("schedule", "1f1b")
+    shard = ZERO.get(shard.lower().replace("-", ""), shard)
     one_of("plan.shard", shard, SHARDS)
     one_of("plan.schedule", schedule, SCHEDULES)
     remat = parse_remat(fields.text("remat"))

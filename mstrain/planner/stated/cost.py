@@ -20,8 +20,7 @@ ERRORS = {
     "attention": 0.25, "elementwise": 0.2, "tensor": 0.25, "context": 0.3, "bubble": 0.15, "messages": 0.4,
     "data": 0.3, "update": 0.3, "stragglers": 0.5,
 }  # fmt: skip
-ACCUMULATE = 3  # times that a gradient is read or written per microbatch of several: both addends, and the sum
-UNSTATED = 0.05  # of the step: what no term covers (input, host, stragglers), and choices that a row leaves open
+UNSTATED = 0.06  # of the step: what no term covers (input, host, stragglers), and choices that a row leaves open
 
 
 @dataclass(frozen=True)
@@ -117,8 +116,7 @@ def cost_step(step: StatedStep) -> StatedCost:
     fabric = step.fabric
     moved = weights * step.plan.style.update_bytes / shards
     if count > 1:
-        accumulated = ACCUMULATE * step.plan.style.gradient_bytes
-        moved += accumulated * weights * count / (shards if step.plan.shard in ("gradients", "parameters") else 1)
+        moved += step.plan.style.accumulate_bytes * weights * count / (shards if step.plan.shard in ("gradients", "parameters") else 1)
     schedule = fabric.efficiency.schedule
     waits = fabric.efficiency.spread * math.sqrt(2 * math.log(fabric.devices))
     terms = {name: schedule * count * value for name, value in asdict(useful).items()}

@@ -32,6 +32,7 @@ class ExecutionStyle:
     kernels: float
     logit_bytes: float
     gradient_bytes: float
+    accumulate_bytes: float
     update_bytes: float
     hides: tuple[str, ...]
     score_passes: tuple[float, float] = (6.0, 9.0)

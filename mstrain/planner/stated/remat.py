@@ -20,9 +20,15 @@ POLICIES = {
     "save_out_proj": frozenset({"input", "out"}),
     "qkv_proj_offloaded": frozenset({"input", "qkv"}),
     "minimal_offloaded": DOTS,
+    "save_dot_with_context_except_mlp": DOTS - {"mlp_in", "mlp_out"},
+    "minimal_with_context": DOTS,
     "full": frozenset({"input"}),
 }
 WORDS = {
+    "layer inputs": "input", "decoder layer input": "input", "decoder_layer_input": "input", "residual": "input",
+    "query_proj": "qkv", "key_proj": "qkv", "value_proj": "qkv", "qkv_proj": "qkv", "attention output": "context",
+    "attention_out": "context", "out projection": "out", "mlp input": "mlp_in", "mlp inputs": "mlp_in",
+    "mlpwi_0": "mlp_in", "mlpwi_1": "mlp_in", "hidden": "mlp_in", "mlp output": "mlp_out",
     "input": "input", "layer input": "input", "q": "qkv", "k": "qkv", "v": "qkv", "qkv": "qkv", "query": "qkv",
     "key": "qkv", "value": "qkv", "context": "context", "attention": "context", "out": "out", "out_proj": "out",
     "mlp in": "mlp_in", "mlp_in": "mlp_in", "mlpwi": "mlp_in", "gate": "mlp_in", "up": "mlp_in",
@@ -61,7 +67,7 @@ def parse_remat(text: str) -> Remat:
     lowered = text.strip().lower()
     match = re.fullmatch(r"(offload|save)\s*:\s*(.+)", lowered)
     if match:
-        words = [word.strip() for word in match[2].split(",")]
+        words = [word.strip() for word in re.split(r",|\band\b", match[2]) if word.strip()]
         unknown = [word for word in words if word not in WORDS]
         if unknown:
             raise ValueError(f"remat part {unknown[0]!r} is unknown. Choose from {', '.join(WORDS)}.")
