@@ -1,7 +1,6 @@
-"""Settings of the whole suite: sixteen emulated CPU devices, exact products, the folder of golden numbers."""
+"""Settings of the whole suite: sixteen emulated CPU devices and exact products."""
 
 import os
-from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # JAX reads it when its backends are made
 # Compiling is most of a test's time; these save half of it and change nothing that a test is about. Processes that
@@ -26,15 +25,6 @@ jax.config.update("jax_default_matmul_precision", "highest")
 # A checkout passes or fails every time; `pytest tests --hypothesis-profile=default` looks for new counterexamples.
 settings.register_profile("suite", derandomize=True)
 settings.load_profile("suite")
-
-
-def pytest_addoption(parser):
-    parser.addoption(
-        "--golden",
-        metavar="DIR",
-        default=str(Path(__file__).parent / "golden"),
-        help="folder with the golden numbers of the references (default: tests/golden)",
-    )
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -18,7 +18,7 @@ from mstrain.commands.train import load_config
 from mstrain.models.transformer import count_parameters
 from mstrain.models.zoo import load_preset
 from mstrain.planner.mixed.profiles import read_profiles
-from tests.research.metis.conftest import load_golden, sample_documents
+from tests.research.metis.cases import sample_documents
 
 
 def command(*arguments: str) -> int:
@@ -30,11 +30,11 @@ def command(*arguments: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory, request):
+def mixed(tmp_path_factory):
     """Folder of synthetic inputs, written by plan.py from the nine sample profiles."""
     root = tmp_path_factory.mktemp("mixed")
     (root / "samples").mkdir()
-    for (tp, batch), document in sample_documents(load_golden(request.config)).items():
+    for (tp, batch), document in sample_documents().items():
         (root / "samples" / f"DeviceType.A100_tp{tp}_bs{batch}.json").write_text(json.dumps(document))
     assert command("experiment=metis_inputs", f"samples={root / 'samples'}", f"run_dir={root}") == 0
     return root

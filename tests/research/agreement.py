@@ -9,7 +9,6 @@ import argparse
 import json
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -21,27 +20,22 @@ from mstrain.planner.mixed.cost import (
     generator_ms,
     stage_tables,
 )
-from mstrain.planner.mixed.hosts import read_hosts, write_hostfile
+from mstrain.planner.mixed.hosts import read_hosts
 from mstrain.planner.mixed.profiles import read_profiles
 from mstrain.planner.mixed.space import Choice, kinds_of
-from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Switch
+from mstrain.simulator.cluster import Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees, Placement
 from mstrain.simulator.simulate import simulate
 from research.distir import experiments
-from research.distir.grid import simulate_mlp, simulate_step
+from research.distir.grid import simulate_mlp
 from research.distir.mlp import Mlp
-from research.distir.rules import rule_set
-from research.distir.transform_gpt import GptStack, gpt_step
 from research.distir.transform_mlp import mlp_step
-from research.metis import MetisOptions, run_metis
-from research.metis.synthetic import write_profiles
-from tests.research.distir.conftest import plan_of_case
-from tests.research.distir.test_golden import figures
-from tests.research.metis.conftest import sample_documents, write_clusterfile
+from tests.research.distir.cases import figures, simulations
+from tests.research.metis.cases import CaseFiles, search_figures
 from tests.simulator.networks import Pairs
 
 
-class SaveBarrier:
+class Agreement:
     """Counts cases and figures; keeps the largest relative difference."""
 
     def __init__(self):
@@ -66,27 +60,12 @@ class SaveBarrier:
 
 
 def distir(golden: dict) -> None:
-    """Every perceptron of training and every GPT-2 cut, all devices simulated."""
-    agreement, elsewhere = SaveBarrier(), Counter()
-    for case in golden["cases"]:
-        given, name = case["inputs"], case["inputs"]["experiment"]
-        if name == "gptlike_inference":
-            degrees = Degrees(given["dp"], given["hp"], given["pp"], given["microbatches"])
-            device = Device(given["device_flops"], given["dram_bytes_per_s"])
-            cluster = Cluster.homogeneous(
-                degrees.world + 1, device, Switch(given["bandwidth_gbps"] * GIGABIT)
-            )
-            stack = GptStack(given["n_layer"], given["d_embd"], given["rows"])
-            result, batch = simulate_step(gpt_step(stack, degrees), cluster, rule_set("head"), True), given["rows"]
-        elif name in ("mlp_inference", "memory_gradient_checkpointing", "memory_zero"):
-            elsewhere[name] += 1
-            continue
-        else:
-            step, placement, cluster, rules, batch = plan_of_case(case)
-            result = simulate(step.expand(placement), cluster, rules)
-        agreement.add(figures(result, batch), case["expected"])
+    """Every case, all devices simulated and one of each kind."""
+    agreement = Agreement()
+    for case in golden.get("cases", ()):
+        for result, batch in simulations(case):
+            agreement.add(figures(result, batch, case["expected"]), case["expected"])
     agreement.say("DistIR")
-    print("  compared in tests only: " + ", ".join(f"{name} {count}" for name, count in elsewhere.items()))
 
 
 def speed() -> None:
@@ -116,62 +95,31 @@ def rate(name: str, work) -> None:
     print(f"  {name}: {operations:,} operations in {seconds:.3f} s CPU, {million:.1f} million/s")
 
 
-def metis_found(result) -> dict:
-    """Under the names of the golden file."""
-    return {
-        "count": result.count,
-        "plans_costed": result.plans_costed,
-        "sum_of_costs": result.sum_of_costs,
-        "costed_with_missing_layers": result.with_missing_layers,
-        "num_complete": result.num_complete,
-        "best cost": float(result.best.cost),
-        "best plan": (
-            list(result.best.device_groups),
-            list(result.best.layer_partition),
-            result.best.batches,
-        ),
-        "best_complete cost": float(result.best_complete.cost),
-    }
-
-
-def metis_wanted(run: dict) -> dict:
-    best, names = run["best"], ("count", "plans_costed", "sum_of_costs", "costed_with_missing_layers")
-    return {
-        **{name: run[name] for name in (*names, "num_complete")},
-        "best cost": best["cost"],
-        "best plan": (best["device_groups"], best["layer_partition"], best["batches"]),
-        "best_complete cost": run["best_complete"]["cost"],
-    }
-
-
-def metis(golden: dict, folder: Path) -> None:
+def metis(golden: dict, root: Path, folder: Path) -> None:
     """Every run of the golden file; then a table of its best plans and the optimal ones."""
-    agreement, table, slowest = SaveBarrier(), [], (0.0, "")
-    write_clusterfile(folder / "clusterfile.json")
-    for config in golden["configs"]:
-        given, per_type = config["inputs"], int(config["inputs"]["hostfile"].split()[1])
-        files = folder / f"hosts{per_type}", folder / "clusterfile.json", folder / f"{given['num_layers']}"
-        write_hostfile(files[0], per_type)
-        if not files[2].exists():
-            write_profiles(files[2], sample_documents(golden), given["num_layers"], 128)
-        results = []
+    agreement, table, slowest = Agreement(), [], (0.0, "")
+    cases = CaseFiles(root, golden, folder)
+    for config in golden.get("configs", ()):
+        given, best = config["inputs"], []
+        files = cases.write(given)
         for run in config["runs"]:
-            options = MetisOptions(
-                given["num_layers"],
-                given["gbs"],
-                use_strat=run["use_strat"],
-                device_order=tuple(run["first_node_sequence"]),
-                reference_profile=run["profile_reference_file"],
-            )
             started = time.process_time()
-            results.append(run_metis(*files, options))
+            found = search_figures(files, given, run, run["profile_reference_file"])
             slowest = max(slowest, (time.process_time() - started, f"{config['id']} {run['mode']}"))
-            agreement.add(metis_found(results[-1]), metis_wanted(run))
-        table.append((config["id"], files, given, min((r.best for r in results), key=lambda plan: plan.cost)))
+            agreement.add(flat(found), flat(run))
+            best.append(found["best"])
+        table.append((config["id"], files, given, min(best, key=lambda plan: plan["cost"])))
     agreement.say("Metis")
     print(f"  the slowest run, {slowest[1]}: {slowest[0]:.2f} s CPU")
     for row in table:
         compare(*row)
+
+
+def flat(figures_of: dict) -> dict:
+    """The figures with those of the best plans beside them."""
+    plans = {name: value for name, value in figures_of.items() if name in ("best", "best_complete") and value}
+    inner = {f"{name} {key}": value for name, plan in plans.items() for key, value in plan.items()}
+    return {name: value for name, value in figures_of.items() if name not in plans} | inner
 
 
 def compare(name: str, files, given: dict, best) -> None:
@@ -181,14 +129,12 @@ def compare(name: str, files, given: dict, best) -> None:
     result = plan_optimal(*files, options)
     seconds, plan = time.process_time() - started, result.best
     groups = " + ".join(
-        f"{count} (dp {dp}, tp {tp})" for count, (dp, tp) in zip(best.device_groups, best.strategies)
+        f"{count} (dp {dp}, tp {tp})" for count, (dp, tp) in zip(best["device_groups"], best["strategies_dp_tp"])
     )
-    begin, end = best.layer_partition[0], best.layer_partition[best.num_stage]
+    begin, end = best["layer_partition"][0], best["layer_partition"][best["num_stages_costed"]]
+    print(f"{name}: Metis {best['cost']:.1f} ms: {groups}, {best['batches']} microbatches; its cost counts ", end="")
     print(
-        f"{name}: Metis {best.cost:.1f} ms: {groups}, {best.batches} microbatches; its cost counts ", end=""
-    )
-    print(
-        f"{best.num_stage} of {len(best.device_groups)} stages, "
+        f"{best['num_stages_costed']} of {len(best['device_groups'])} stages, "
         f"layers {begin}-{end - 1} of {options.num_layers}"
     )
     print(f"      correct cost of that plan: {correct_cost(files, options, best)}")
@@ -208,19 +154,17 @@ def correct_cost(files, options: PlanOptions, best) -> str:
     kinds = kinds_of(cluster)
     model = build_model(options, kinds, read_profiles(files[2], cluster.device_types))
     left = {kind: kinds[kind].devices for kind in range(len(kinds))}
-    order = sorted(left, key=lambda kind: best.node_sequence.index(kinds[kind].name))
-    samples = -(-options.batch // best.batches)
+    order = sorted(left, key=lambda kind: best["node_sequence"].index(kinds[kind].name))
+    samples = -(-options.batch // best["batches"])
     times, ends = [], []
-    for number, (count, (_, tp)) in enumerate(zip(best.device_groups, best.strategies)):
-        begin, end = best.layer_partition[number : number + 2]
+    for number, (count, (_, tp)) in enumerate(zip(best["device_groups"], best["strategies_dp_tp"])):
+        begin, end = best["layer_partition"][number : number + 2]
         devices = [0] * len(kinds)
         for kind in order:
             devices[kind] = min(count - sum(devices), left[kind])
             left[kind] -= devices[kind]
         spans = tp == count and sum(map(bool, devices)) > 1
-        choice = Choice(
-            tuple(devices), tp, tuple(0 if spans else part // tp for part in devices), spans=spans
-        )
+        choice = Choice(tuple(devices), tp, tuple(0 if spans else part // tp for part in devices), spans=spans)
         stage = build_stage(model, choice, samples)
         if stage is None:
             return f"none: no profile for stage {number}'s share of {samples} samples"
@@ -231,18 +175,22 @@ def correct_cost(files, options: PlanOptions, best) -> str:
             return f"none: stage {number} does not fit in memory"
         times.append(float(stage_ms[begin, end, 0]))
         ends.append(float(end_ms[begin, end, 0]))
-    cost = (best.batches - 1) * max(times) + sum(times) + max(ends) + best.batches * generator_ms(model)
+    cost = (best["batches"] - 1) * max(times) + sum(times) + max(ends) + best["batches"] * generator_ms(model)
     return f"{cost:.1f} ms"
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--golden", type=Path, default=Path(__file__).parents[1] / "golden")
     folder = parser.parse_args().golden
-    distir(json.loads((folder / "distir.json").read_text()))
+    distir(read(folder / "distir.json"))
     speed()
     with tempfile.TemporaryDirectory() as scratch:
-        metis(json.loads((folder / "metis.json").read_text()), Path(scratch))
+        metis(read(folder / "metis.json"), Path(scratch), folder)
 
 
 if __name__ == "__main__":

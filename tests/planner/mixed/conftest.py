@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.research.metis.conftest import golden, inputs  # noqa: F401 - fixtures of the reference's rows
+from tests.research.metis.conftest import inputs  # noqa: F401 - files of the reference
 
 BANDWIDTHS = {"fast": (2.0, 40.0), "slow": (1.0, 20.0)}  # inter, intra GB/s
 

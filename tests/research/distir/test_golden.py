@@ -1,103 +1,55 @@
-"""The rule sets `notebook` and `head` give the numbers of the original DistIR, per device and per
-representative.
-"""
+"""The rule sets repeat the numbers of the original DistIR: one test per case of distir.json."""
 
-import pytest
+import numpy as np
 
-from mstrain.simulator.simulate import simulate
 from research.distir.rules import DISTIR_NAMES
-from tests.simulator.measures import device_seconds, op_counts
-
-EXPERIMENTS = {
-    "notebook": {
-        "sequential": 10,
-        "grid": 102,
-        "grid_bw25": 9,
-        "isolated_dp": 21,
-        "isolated_hp": 15,
-        "isolated_pp": 14,
-        "odd_stage": 4,
-        "published_grid_csv": 60,
-    },
-    "head": {
-        "head_mlp_training": 30,
-        "head_notebook_hw": 9,
-        "head_mlp_allgather": 2,
-        "head_mlp_rect": 2,
-        "head_mlp_calibrated_allreduce": 2,
-        "head_tiny": 1,
-        "head_odd_stage": 5,
-        "grid_search_csv": 11,
-    },
-}
-
-
-def figures(result, batch: int) -> dict:
-    """The figures of a simulation under the names of the golden file."""
-    return {
-        "latency_s": result.seconds,
-        "throughput": batch / result.seconds,
-        "num_ops": result.program.num_ops,
-        "trace_events": result.num_events,
-        "comm_fraction": result.communication_fraction,
-        "op_counts": {
-            DISTIR_NAMES.get(kind, kind): count for kind, count in op_counts(result.program).items()
-        },
-        "min_device_clock_s": min(device_seconds(result).values()),
-        "peak_memory_bytes": result.peak_bytes,
-        "min_over_devices_of_peak_memory_bytes": min(result.memory.peak_bytes.values()),
-    }
-
-
-def differences(found: dict, expected: dict, tolerance: float) -> list[str]:
-    def agree(value, wanted):
-        return (
-            value == pytest.approx(wanted, rel=tolerance, abs=0)
-            if isinstance(wanted, float)
-            else value == wanted
-        )
-
-    return [
-        f"{key}: {found[key]} instead of {wanted}"
-        for key, wanted in expected.items()
-        if key in found and not agree(found[key], wanted)
-    ]
-
-
-@pytest.mark.parametrize(
-    "rules,experiment", [(rules, name) for rules in EXPERIMENTS for name in EXPERIMENTS[rules]]
+from research.distir.traces import chrome_events
+from tests.golden_option import differences, golden, parametrize
+from tests.research.distir.cases import (
+    figures,
+    measured_row,
+    scaling_row,
+    simulations,
+    tiny_step,
+    unfiltered_operations,
 )
-def test_every_golden_case(distir, golden_plan, rules, experiment):
-    cases = [
-        case
-        for case in distir["cases"]
-        if case["rules"] == rules and case["inputs"]["experiment"] == experiment
-    ]
-    assert len(cases) == EXPERIMENTS[rules][experiment]
-    wrong = []
-    for case in cases:
-        step, placement, cluster, the_rules, batch = golden_plan(case)
-        programs = [step.expand(placement)] + ([step.representative(placement)] if step.alike else [])
-        for program in programs:
-            found = figures(simulate(program, cluster, the_rules), batch)
-            wrong += [
-                f"{case['id']} {text}"
-                for text in differences(found, case["expected"], distir["tolerance_relative"])
-            ]
-    assert not wrong
 
 
-def test_operations_that_load_the_inputs_are_counted_as_in_the_original(distir, golden_plan):
-    cases = [case for case in distir["cases"] if "num_ops_before_filter" in case["expected"]]
-    assert len(cases) > 100
-    for case in cases:
-        step, placement, *_ = golden_plan({**case, "inputs": {**case["inputs"], "filtered": False}})
-        assert step.expand(placement).num_ops == case["expected"]["num_ops_before_filter"], case["id"]
+def pytest_generate_tests(metafunc):
+    document = golden(metafunc.config, "distir.json")
+
+    def name(number, case):
+        return case.get("id", number)
+
+    parametrize(metafunc, "case", document.get("cases", []), name)
+    parametrize(metafunc, "scaling", document.get("simulator_scaling", []), name)
+    table = document.get("measured_hardware", {})
+    parametrize(metafunc, "measured", [{**table, **row} for row in table.get("rows", ())], name)
+    parametrize(metafunc, "trace", [document[key] for key in ("tiny_trace",) if key in document], lambda *_: "tiny")
 
 
-def test_golden_file_holds_nothing_untested(distir):
-    elsewhere = {"mlp_inference", "memory_gradient_checkpointing", "memory_zero", "gptlike_inference"}
-    names = {(case["rules"], case["inputs"]["experiment"]) for case in distir["cases"]}
-    assert names == {(rules, name) for rules in EXPERIMENTS for name in EXPERIMENTS[rules]} | {
-        ("head", name) for name in elsewhere
-    }
+def test_case(case, request):
+    tolerance = golden(request.config, "distir.json").get("tolerance_relative", 1e-6)
+    expected = dict(case["expected"])
+    if "num_ops_before_filter" in expected:
+        assert unfiltered_operations(case) == expected.pop("num_ops_before_filter")
+    for result, batch in simulations(case):
+        assert not differences(figures(result, batch, expected), expected, tolerance)
+
+
+def test_scaling_program(scaling):
+    result = scaling_row(scaling)
+    found = {"simulated_latency_s": result.seconds, "num_ops": result.num_events}
+    assert not differences(found, scaling, 1e-9)
+
+
+def test_simulated_column_of_the_measured_table(measured):
+    milliseconds = 1e3 * measured_row(measured, measured).seconds
+    assert abs(milliseconds - measured["simulated_ms"]) <= 0.5 * measured["simulated_ms_is_rounded_to"]
+
+
+def test_trace_and_memory_of_the_tiny_step(trace):
+    result = tiny_step()
+    found = figures(result, None, trace)
+    assert not differences({**found, "trace": chrome_events(result.timeline(), DISTIR_NAMES)}, trace, 1e-9)
+    assert all(np.diff(result.memory.timelines()[1][0]) >= 0)

@@ -1,110 +1,88 @@
-"""Counts, costs and best plans of the reference, plan for plan."""
+"""Counts, costs and best plans of the reference, plan for plan: one test per case of metis.json."""
 
 import json
-import time
 
 import pytest
 
-from mstrain.planner.mixed.profiles import profile_name, read_profiles
-from research.metis import MetisOptions, run_metis
-from research.metis.homogeneous import run_homogeneous
+from mstrain.planner.mixed.profiles import read_profiles
 from research.metis.synthetic import write_profiles
-from tests.research.metis.conftest import load_golden, sample_documents, write_clusterfile
+from tests.golden_option import differences, golden, parametrize
+from tests.research.metis.cases import homogeneous_figures, repository_of, sample_documents, search_figures
+
+TOLERANCE = 1e-9  # relative; sums of up to a million costs
 
 
 def pytest_generate_tests(metafunc):
-    """One test per golden run, so that a failure names the row, the walk and the order of types."""
-    if "golden_run" in metafunc.fixturenames:
-        configs = load_golden(metafunc.config)["configs"]
-        runs = [(config["inputs"], run) for config in configs for run in config["runs"]]
-        names = ["-".join((config["id"], run["mode"], run["first_node_sequence"][0], "first"))
-                 for config in configs for run in config["runs"]]
-        metafunc.parametrize("golden_run", runs, ids=names)
+    document = golden(metafunc.config, "metis.json")
+    searches = [
+        (config.get("id", f"config{number}"), config["inputs"], run)
+        for number, config in enumerate(document.get("configs", ()))
+        for run in config["runs"]
+    ]
+    parametrize(metafunc, "search", searches, lambda number, case: "-".join(
+        (case[0], str(case[2].get("mode")), *case[2].get("first_node_sequence", ()))))  # fmt: skip
+    checks = list(document.get("synthetic_profile_checks", {}).items())
+    parametrize(metafunc, "check", checks, lambda number, case: case[0])
+    runs = document.get("homogeneous", {}).get("runs", [])
+    parametrize(metafunc, "homogeneous", runs, lambda number, case: case.get("id", number))
 
 
-def search(inputs, golden_inputs: dict, run: dict, reference_profile: str):
-    devices_per_type = int(golden_inputs["hostfile"].split()[1])
-    names = ("num_layers", "gbs", "hidden_size", "sequence_length", "vocab_size", "max_profiled_tp_degree",
-             "max_profiled_batch_size", "min_group_scale_variance", "max_permute_len")
-    options = MetisOptions(**{name: golden_inputs[name] for name in names}, use_strat=run["use_strat"],
-                           device_order=tuple(run["first_node_sequence"]),
-                           reference_profile=reference_profile)
-    return run_metis(*inputs(golden_inputs["num_layers"], devices_per_type), options)
-
-
-def assert_same_plan(plan, expected: dict):
-    assert plan.cost == pytest.approx(expected["cost"], rel=1e-12)
-    assert list(plan.node_sequence) == expected["node_sequence"]
-    assert list(plan.device_groups) == expected["device_groups"]
-    assert [list(strategy) for strategy in plan.strategies] == expected["strategies_dp_tp"]
-    assert plan.batches == expected["batches"]
-    assert list(plan.layer_partition) == expected["layer_partition"]
-    assert plan.num_stage == expected["num_stages_costed"]
-    assert plan.partition_attempt == expected["partition_attempt"]
-
-
-def test_run_reproduces_the_reference(inputs, golden_run):
-    golden_inputs, run = golden_run
-    started = time.process_time()
-    result = search(inputs, golden_inputs, run, run["profile_reference_file"])
-    assert time.process_time() - started < 30, "the largest row takes half an hour in the reference, 4 s here"
-    assert (result.count, result.plans_costed) == (run["count"], run["plans_costed"])
-    assert result.sum_of_costs == pytest.approx(run["sum_of_costs"], rel=1e-12)
-    attempts = tuple(run["costed_by_partition_attempt"].get(str(attempt), 0) for attempt in (1, 2, 3))
-    assert result.costed_by_attempt == attempts
-    assert result.with_num_stage_mismatch == run["costed_with_num_stage_mismatch"]
-    assert result.with_missing_layers == run["costed_with_missing_layers"]
-    assert result.with_empty_stage == run["costed_with_empty_stage"]
-    assert result.num_complete == run["num_complete"]
-    assert_same_plan(result.best, run["best"])
-    assert_same_plan(result.best_complete, run["best_complete"])
-    assert not result.exhausted and result.plans_dropped == 0
+def test_search_reproduces_the_reference(case_files, search):
+    _, given, run = search
+    files = case_files.write(given)
+    assert not differences(search_figures(files, given, run, run["profile_reference_file"]), run, TOLERANCE)
     for file_name, other in run.get("best_with_other_reference_file", {}).items():
-        result = search(inputs, golden_inputs, run, file_name)
-        assert result.count == other["count"]
-        assert_same_plan(result.best, other["best"])
+        assert not differences(search_figures(files, given, run, file_name), other, TOLERANCE), file_name
 
 
-@pytest.mark.parametrize("num_layers", [10, 20])
-def test_synthetic_profiles_have_the_golden_numbers(golden, tmp_path, num_layers):
-    expected = golden["synthetic_profile_checks"][str(num_layers)]
-    assert write_profiles(tmp_path, sample_documents(golden), num_layers, 128) == expected["n_files"]
-    documents = {path.name: json.loads(path.read_text())["execution_time"] for path in tmp_path.iterdir()}
-    for name in ("total_time_ms", "forward_backward_time_ms"):
-        total = sum(times[name] for times in documents.values())
-        assert total == pytest.approx(expected[f"sum_{name}"], rel=1e-12)
+def test_synthetic_profiles_have_the_golden_numbers(request, tmp_path, check):
+    name, expected = check
+    document = golden(request.config, "metis.json")
+    layers, most = expected.get("args", (int(name.split()[0]), 128))
+    samples = sample_documents(document, repository_of(expected, document))
+    found = {"n_files": write_profiles(tmp_path, samples, layers, most)}
+    times = [json.loads(path.read_text())["execution_time"] for path in tmp_path.iterdir()]
+    for key in ("total_time_ms", "forward_backward_time_ms"):
+        found[f"sum_{key}"] = sum(each[key] for each in times)
+    assert not differences(found, expected, TOLERANCE)
     profiles = read_profiles(tmp_path)
-    assert len(profiles) == expected["n_files"]
-    for name, numbers in expected["files"].items():
-        device_type, tp, batch = name.split("_")
-        profile = profiles[device_type, int(tp[2:]), int(batch[2:])]
-        ends = (profile.layer_ms[0], profile.layer_ms[1], profile.layer_ms[-1])
-        assert ends == pytest.approx(numbers["layer_compute_first_mid_last"], rel=1e-12)
-        assert profile.sync_ms == pytest.approx(numbers["fb_sync_as_loaded"], rel=1e-12)
-        assert profile.optimizer_ms == pytest.approx(numbers["optimizer_time_ms"], rel=1e-12)
-        assert sum(profile.parameter_bytes) == numbers["total_parameters_bytes"]
-        assert sum(profile.layer_mb) == numbers["total_memory"]
+    for file_name, numbers in expected.get("files", {}).items():
+        device_type, tp, batch = file_name.split("_")
+        key = device_type, int(tp[2:]), int(batch[2:])
+        assert not differences(profile_figures(tmp_path, key, profiles[key]), numbers, TOLERANCE), file_name
 
 
-@pytest.mark.parametrize("case", [0, 1])
-def test_homogeneous_planner_reproduces_the_reference(golden, tmp_path, case):
-    run = golden["homogeneous"]["runs"][case]
-    folder, hostfile = tmp_path / "profiles", tmp_path / "hostfile"
-    folder.mkdir()
-    samples = sample_documents(golden)
-    if case == 0:
-        for (tp, batch), document in samples.items():
-            (folder / profile_name(("A100", tp, batch))).write_text(json.dumps(document))
-    else:
-        write_profiles(folder, samples, 10, 128)
-    hostfile.write_text("0.0.0.4 slots=4\n" * 2)
-    write_clusterfile(tmp_path / "clusterfile.json")
-    max_tp = run["inputs"]["max_profiled_tp_degree"]
-    options = MetisOptions(num_layers=10, gbs=128, max_profiled_tp_degree=max_tp,
-                           reference_profile="DeviceType.A100_tp1_bs1.json")
-    result = run_homogeneous(hostfile, tmp_path / "clusterfile.json", folder, options)
-    assert result.num_plans == run["plans_with_requested_gbs"]
-    assert len(result.missing) == run["key_errors"]
-    assert sum(plan.cost for plan in result.ranking) == pytest.approx(run["sum_of_costs"], rel=1e-12)
-    top = [[plan.cost, plan.dp, plan.pp, plan.tp, plan.microbatch] for plan in result.ranking[:6]]
-    assert top == [pytest.approx(row, rel=1e-12) for row in run["top"]]
+def profile_figures(folder, key, profile) -> dict:
+    """One profile, as written and as read, under the names of the golden file."""
+    document = json.loads((folder / "DeviceType.{}_tp{}_bs{}.json".format(*key)).read_text())
+
+    def ends(values) -> list:
+        return [values[0], values[1], values[-1]]
+
+    return {
+        **{name: value for name, value in document["execution_time"].items() if isinstance(value, float)},
+        "layer_compute_first_mid_last": ends(profile.layer_ms),
+        "n_layers": len(profile.layer_ms),
+        "memory_first_mid_last": ends(profile.layer_mb),
+        "fb_sync_as_loaded": profile.sync_ms,
+        "num_MHA_layers": document["model"]["num_MHA_layers"],
+        "total_parameters_bytes": sum(profile.parameter_bytes),
+        "total_memory": sum(profile.layer_mb),
+    }
+
+
+def test_homogeneous_planner_reproduces_the_reference(case_files, homogeneous):
+    given = homogeneous["inputs"]
+    found = homogeneous_figures(case_files.write(given), given, homogeneous)
+    assert not differences(found, homogeneous, TOLERANCE)
+
+
+@pytest.mark.parametrize("given,message", [
+    ({"hostfile": "gen_hostfile 16", "profile": "measured at home"}, "gen_synth_data LAYERS BATCH"),
+    ({"hostfile": 16, "profile": "gen_synth_data 4 4"}, "ADDRESS slots=K"),
+    ({"hostfile": "gen_hostfile 16", "profile": "gen_synth_data 4 4", "clusterfile": "mine"}, "the object itself"),
+    ({"hostfile": "gen_hostfile 16", "profile": "gen_synth_data 4 4", "profile_samples": "mine"}, "names none of"),
+])  # fmt: skip
+def test_a_case_with_unreadable_inputs_fails_with_a_message(case_files, given, message):
+    with pytest.raises(ValueError, match=message):
+        case_files.write(given)

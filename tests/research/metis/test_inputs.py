@@ -10,7 +10,7 @@ from mstrain.planner.mixed.profiles import read_profiles
 from research.metis import MetisOptions, SearchStopped, run_metis
 from research.metis.homogeneous import run_homogeneous
 from research.metis.synthetic import read_samples, write_profiles
-from tests.research.metis.conftest import CLUSTER, sample_documents, write_clusterfile
+from tests.research.metis.cases import CLUSTER, sample_documents, write_clusterfile
 
 OPTIONS = MetisOptions(num_layers=10, gbs=128)
 
@@ -23,14 +23,17 @@ def files(inputs, tmp_path):
     return shutil.copy(hostfile, tmp_path), shutil.copy(clusterfile, tmp_path), tmp_path / "profile"
 
 
-@pytest.mark.parametrize("text, says", [
-    ("0.0.0.1 slots=4\n0.0.0.9 slots=4\n", "hostfile:2: host 0.0.0.9 is not in"),
-    ("0.0.0.1 slots=4\n0.0.0.1 slots=\n", "hostfile:2: cannot read"),
-    ("0.0.0.1 slots=four\n", "hostfile:1: cannot read"),
-    ("0.0.0.1\n", "write ADDRESS slots=K"),
-    ("0.0.0.1 slots=0\n", "hostfile:1: 0.0.0.1 has no devices"),
-    ("\n# nobody\n", "no hosts; write"),
-])
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("0.0.0.1 slots=4\n0.0.0.9 slots=4\n", "hostfile:2: host 0.0.0.9 is not in"),
+        ("0.0.0.1 slots=4\n0.0.0.1 slots=\n", "hostfile:2: cannot read"),
+        ("0.0.0.1 slots=four\n", "hostfile:1: cannot read"),
+        ("0.0.0.1\n", "write ADDRESS slots=K"),
+        ("0.0.0.1 slots=0\n", "hostfile:1: 0.0.0.1 has no devices"),
+        ("\n# nobody\n", "no hosts; write"),
+    ],
+)
 def test_host_file(tmp_path, text, says):
     (tmp_path / "hostfile").write_text(text)
     write_clusterfile(tmp_path / "clusterfile.json")
@@ -45,14 +48,17 @@ def test_host_file_takes_both_spellings_blank_lines_and_any_count(tmp_path):
     assert [(node.device_type, node.slots) for node in cluster.nodes] == [("V100", 16), ("A100", 8)]
 
 
-@pytest.mark.parametrize("entry, says", [
-    (("V100", 10, 50, 0), "entry 0.0.0.1: memory is 0; write a positive number of GB per device"),
-    (("V100", -1, 50, 16), "inter_bandwidth is -1; write a positive number of GB/s"),
-    (("V100", 10, "50", 16), "intra_bandwidth is '50'"),
-    (("V100", 10, 5e10, 16), "looks like bytes/s; write GB/s"),
-    ((7, 10, 50, 16), "instance_type must be a name"),
-    (("V100", 10, 50), "entry 0.0.0.1 lacks memory"),
-])
+@pytest.mark.parametrize(
+    "entry, says",
+    [
+        (("V100", 10, 50, 0), "entry 0.0.0.1: memory is 0; write a positive number of GB per device"),
+        (("V100", -1, 50, 16), "inter_bandwidth is -1; write a positive number of GB/s"),
+        (("V100", 10, "50", 16), "intra_bandwidth is '50'"),
+        (("V100", 10, 5e10, 16), "looks like bytes/s; write GB/s"),
+        ((7, 10, 50, 16), "instance_type must be a name"),
+        (("V100", 10, 50), "entry 0.0.0.1 lacks memory"),
+    ],
+)
 def test_cluster_file_entry(tmp_path, entry, says):
     (tmp_path / "hostfile").write_text("0.0.0.1 slots=4\n")
     write_clusterfile(tmp_path / "clusterfile.json", {**CLUSTER, "0.0.0.1": entry})
@@ -87,14 +93,17 @@ def spoil(profiles, change):
     path.write_text(json.dumps(document))
 
 
-@pytest.mark.parametrize("change, says", [
-    (lambda d: d["execution_time"].pop("optimizer_time_ms"), "execution_time.optimizer_time_ms is missing"),
-    (lambda d: d.pop("model"), "parameters_per_layer_bytes is missing"),
-    (lambda d: d["execution_time"].update(layer_compute_total_ms=[]), "must be a list of numbers"),
-    (lambda d: d["execution_time"].update(layer_compute_total_ms=[0.0] * 10), "has a time <= 0"),
-    (lambda d: d["execution_time"].update(layer_compute_total_ms=[1.0] * 9), "has 9 layers, the model"),
-    (lambda d: d["execution_time"].update(optimizer_time_ms="fast"), "must be a number >= 0"),
-])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (lambda d: d["execution_time"].pop("optimizer_time_ms"), "execution_time.optimizer_time_ms is missing"),
+        (lambda d: d.pop("model"), "parameters_per_layer_bytes is missing"),
+        (lambda d: d["execution_time"].update(layer_compute_total_ms=[]), "must be a list of numbers"),
+        (lambda d: d["execution_time"].update(layer_compute_total_ms=[0.0] * 10), "has a time <= 0"),
+        (lambda d: d["execution_time"].update(layer_compute_total_ms=[1.0] * 9), "has 9 layers, the model"),
+        (lambda d: d["execution_time"].update(optimizer_time_ms="fast"), "must be a number >= 0"),
+    ],
+)
 def test_profile_fields(files, change, says):
     spoil(files[2], change)
     with pytest.raises(ValueError, match=f"DeviceType.A100_tp1_bs1.json.*{says}"):
@@ -129,10 +138,13 @@ def test_cluster_on_which_nothing_fits(files, tmp_path):
     assert stopped.value.partial.inter_stage_plans == 176 and stopped.value.partial.ranking == ()
 
 
-@pytest.mark.parametrize("lines, says", [
-    ("0.0.0.1 slots=16\n", "reads one digit, here 1; write several hosts"),
-    ("0.0.0.1 slots=2\n0.0.0.4 slots=4\n", "put the host with the most slots first"),
-])
+@pytest.mark.parametrize(
+    "lines, says",
+    [
+        ("0.0.0.1 slots=16\n", "reads one digit, here 1; write several hosts"),
+        ("0.0.0.1 slots=2\n0.0.0.4 slots=4\n", "put the host with the most slots first"),
+    ],
+)
 def test_slots_the_reference_misreads_are_refused(files, lines, says):
     with open(files[0], "w") as file:
         file.write(lines)
@@ -140,13 +152,16 @@ def test_slots_the_reference_misreads_are_refused(files, lines, says):
         run_metis(*files, OPTIONS)
 
 
-@pytest.mark.parametrize("change, says", [
-    ({"gbs": 0}, "gbs=0 is too small"),
-    ({"num_layers": 1}, "num_layers=1 is too small"),
-    ({"max_seconds": 0.0}, "the budget is empty"),
-    ({"device_order": ("A100",)}, "name each type of the host file once"),
-    ({"reference_profile": "DeviceType.A100_tp3_bs1.json"}, "no such profile; choose one of the folder"),
-])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"gbs": 0}, "gbs=0 is too small"),
+        ({"num_layers": 1}, "num_layers=1 is too small"),
+        ({"max_seconds": 0.0}, "the budget is empty"),
+        ({"device_order": ("A100",)}, "name each type of the host file once"),
+        ({"reference_profile": "DeviceType.A100_tp3_bs1.json"}, "no such profile; choose one of the folder"),
+    ],
+)
 def test_options(files, change, says):
     with pytest.raises(ValueError, match=says):
         run_metis(*files, MetisOptions(**{"num_layers": 10, "gbs": 128, **change}))
@@ -157,8 +172,8 @@ def test_homogeneous_planner_refuses_a_mixed_cluster(files):
         run_homogeneous(*files, OPTIONS)
 
 
-def test_generator_arguments(golden, tmp_path):
-    samples = sample_documents(golden)
+def test_generator_arguments(tmp_path):
+    samples = sample_documents()
     with pytest.raises(ValueError, match="max_batch=96: give a power of two"):
         write_profiles(tmp_path, samples, 10, 96)
     with pytest.raises(ValueError, match="num_layers=2: "):

@@ -73,10 +73,14 @@ def test_printed_lines_are_those_of_the_reference(inputs):
     time_line, count, header, best = reference_lines(result)
     assert time_line.startswith("Average time: ") and time_line.endswith(" ms")
     assert count == "count: 612"
-    assert header == ("rank, cost, node_sequence, device_groups, strategies(dp_deg, tp_deg), "
-                      "batches(number of batch), layer_partition")
-    assert best == ("1, 1898.3743157594101, (<DeviceType.A100: 'a100'>, <DeviceType.V100: 'v100'>), "
-                    "[16, 16], [(16, 1), (16, 1)], 1, [0, 7, 10]")
+    assert header == (
+        "rank, cost, node_sequence, device_groups, strategies(dp_deg, tp_deg), "
+        "batches(number of batch), layer_partition"
+    )
+    assert best == (
+        "1, 1898.3743157594101, (<DeviceType.A100: 'a100'>, <DeviceType.V100: 'v100'>), "
+        "[16, 16], [(16, 1), (16, 1)], 1, [0, 7, 10]"
+    )
 
 
 def test_json_holds_the_ranking_and_the_options(inputs, tmp_path):
@@ -98,7 +102,7 @@ def test_arrangements_come_once_each_and_start_with_the_largest(items):
 @pytest.mark.parametrize("num_devices", [1, 6, 12, 16])
 def test_groups_are_all_sums_of_large_enough_powers_of_two(num_devices):
     for stages in range(1, num_devices + 1):
-        shapes = [2 ** power for power in range(5) if num_devices // stages <= 2 ** power <= num_devices]
+        shapes = [2**power for power in range(5) if num_devices // stages <= 2**power <= num_devices]
         if len(shapes) ** stages > 1e5:
             continue
         expected = {sizes for sizes in product(shapes, repeat=stages) if sum(sizes) == num_devices}
