@@ -1,11 +1,11 @@
-"""Checks that every part of a configuration makes at construction; messages end with what to type instead."""
+"""Checks of configuration values; messages end with what to type instead."""
 
 import difflib
 import re
 
 
 def one_of(key: str, value: str, allowed) -> None:
-    """Raises ValueError, with the nearest of `allowed`, when `key` has another value."""
+    """Raises ValueError, with the nearest of `allowed`, if `value` is not one of them."""
     if value not in allowed:
         near = difflib.get_close_matches(str(value), allowed, 1)
         hint = f"Did you mean {key}={near[0]}?" if near else f"Choose one of {', '.join(allowed)}."
@@ -13,8 +13,9 @@ def one_of(key: str, value: str, allowed) -> None:
 
 
 def at_least(path: str, config, **bounds) -> None:
-    """Raises ValueError for the first field of `config` (at `path` of the command line) below its bound, or
-    NaN.
+    """Raises ValueError for the first field of `config` that is below its bound or NaN.
+
+    `path` is the prefix of the fields on the command line, or empty.
     """
     for name, bound in bounds.items():
         if not getattr(config, name) >= bound:
@@ -23,7 +24,7 @@ def at_least(path: str, config, **bounds) -> None:
 
 
 def mounted(key: str, path: str | None, instead: str = "") -> None:
-    """Raises ValueError when `path` is an address such as gs://bucket/run; files of a run need a mounted folder."""
+    """Raises ValueError if `path` is an address such as gs://bucket/run instead of a folder."""
     if path is not None and (match := re.match(r"([A-Za-z][\w+.-]*):/", path)):
         tool = {"gs": " (gcsfuse mounts gs://)", "s3": " (mount-s3 mounts s3://)"}.get(match[1].lower(), "")
         raise ValueError(

@@ -1,8 +1,8 @@
 """The device mesh: named axes, each with a size, as in `data2-row4-col8`; short forms are `RxC` and `DxRxC`.
 
-`row` and `col` are the two tensor-parallel axes of a MeshSlice product, `data` replicates the model. A new axis is a
-field of `MeshShape`: what lays devices out, prints and parses meshes loops over the axes.
-A mesh string is parsed without touching a device; `make_mesh` then finds (or, on a CPU, emulates) the devices.
+`row` and `col` are the two tensor-parallel axes of a MeshSlice product; `data` is the data-parallel axis. A new axis is
+a field of `MeshShape`; the functions here loop over the fields.
+`parse_mesh` does not initialize devices; `make_mesh` uses the devices present.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ ACCELERATORS = {
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """Numbers of devices along the mesh axes, the outermost first."""
+    """Number of devices along each mesh axis, outermost first."""
 
     data: int = 1
     row: int = 1
@@ -35,7 +35,7 @@ class MeshShape:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Size of every axis by its name."""
+        """Size of every axis by name."""
         return dataclasses.asdict(self)
 
     @property
@@ -47,17 +47,17 @@ class MeshShape:
         return math.prod(self.sizes)
 
     def __str__(self) -> str:
-        """The long form, which `parse_mesh` reads: rows, columns and every other axis with several devices."""
+        """The long form for `parse_mesh`: rows, columns, and other axes with more than one device."""
         return "-".join(f"{axis}{size}" for axis, size in self.axes.items() if size > 1 or axis in ("row", "col"))
 
 
 AXES = tuple(field.name for field in dataclasses.fields(MeshShape))
-PLANNED = ("replica", "stage", "expert", "context")  # names kept for axes that the trainer does not have yet
-EMULATED = MeshShape(row=2, col=4)  # what mesh=auto means on a CPU
+PLANNED = ("replica", "stage", "expert", "context")  # reserved names of axes that the trainer does not support
+EMULATED = MeshShape(row=2, col=4)  # mesh=auto on a CPU
 
 
 def parse_mesh(text: str) -> MeshShape:
-    """Reads `RxC`, `DxRxC` or named axes such as `data2-row4-col8`; raises ValueError with an example otherwise."""
+    """Reads `RxC`, `DxRxC` or named axes such as `data2-row4-col8`; raises ValueError for other text."""
     text = str(text).strip()
     if re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5}){1,2}", text):
         sizes = [int(size) for size in text.split("x")]
@@ -67,11 +67,11 @@ def parse_mesh(text: str) -> MeshShape:
     names = [name for name, _ in sizes]
     for name in names:
         if name in PLANNED:
-            raise ValueError(f"mesh={text}: the trainer has no axis {name} yet. Type a mesh of {_or(AXES)} axes.")
+            raise ValueError(f"mesh={text}: the trainer does not support axis {name}. Type a mesh of {_or(AXES)} axes.")
         if names.count(name) > 1:
             raise ValueError(f"mesh={text} gives axis {name} twice. Type it once.")
         if name not in AXES and (near := difflib.get_close_matches(name, AXES, 1)):
-            raise ValueError(f"mesh={text}: there is no axis {name!r}. Did you mean {near[0]}?")
+            raise ValueError(f"mesh={text}: unknown axis {name!r}. Did you mean {near[0]}?")
     if len(sizes) < len(parts) or not set(names) <= set(AXES):
         raise ValueError(
             f"mesh={text!r} is not a mesh. Write rows x columns (mesh=2x4), data x rows x columns "
@@ -85,7 +85,7 @@ def _or(names: tuple[str, ...]) -> str:
 
 
 def attached() -> str | None:
-    """The accelerators of this host, `4 TPU device files`, told without JAX; None without any."""
+    """The accelerators of this host by their device files, such as `4 TPU device files`; None without any."""
     for pattern, kind in ACCELERATORS.items():
         if found := glob.glob(pattern):
             return f"{len(found)} {kind} device file{'s' * (len(found) > 1)}"
@@ -93,29 +93,30 @@ def attached() -> str | None:
 
 
 def emulate_devices(count: int) -> None:
-    """Asks the CPU platform for `count` devices. Call it before JAX touches a device; it changes no accelerator.
+    """Configures `count` CPU devices. Call it before JAX initializes its backends; it does not change accelerators.
 
-    Later calls are no-ops for JAX once its backends exist; `make_mesh` reports if that left too few devices.
+    Without effect once backends are initialized; `make_mesh` then reports if there are too few devices.
     """
-    # JAX would start an installed libtpu, which complains where there is no TPU. Platforms that are set are
-    # the user's word, or JAX's where it sees a TPU on the bus: one that does not start is an error then.
-    if not jax.config.jax_platforms and importlib.util.find_spec("libtpu") and not attached():
+    # JAX loads an installed libtpu, which logs errors on a host without TPUs. Platforms that are set, by the user or by
+    # JAX for a TPU on the bus, are kept, and a platform that fails to start is an error.
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]  JAX's stub lacks its flags
+    if not platforms and importlib.util.find_spec("libtpu") and not attached():
         jax.config.update("jax_platforms", "cpu")
-    # Emulated devices wait for each other in threads of one pool: two independent collectives that they take up
-    # in different order deadlock. Hence one order on all devices, and threads to spare (XLA reads NPROC).
+    # Emulated devices share one thread pool: two independent collectives that start in different order on different
+    # devices deadlock. Hence one order on all devices, and eight threads per device (XLA reads NPROC).
     os.environ.setdefault("NPROC", str(8 * count))
     if (flag := "--xla_cpu_enable_concurrency_optimized_scheduler") not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}=false".strip()
     try:
         jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # backends exist already: what there is decides
+    except RuntimeError:  # backends are initialized: keep their devices
         pass
 
 
 def fit_to_devices(shape: MeshShape, available: int) -> MeshShape:
-    """Turns surplus devices into data parallelism.
+    """Multiplies the data axis so that `shape` uses all available devices.
 
-    Raises ValueError, with meshes that would fit, when there are too few devices or the surplus does not divide.
+    Raises ValueError, with meshes that fit, if there are too few devices or the remaining devices do not divide.
     """
     if shape.devices > available:
         raise ValueError(
@@ -124,7 +125,7 @@ def fit_to_devices(shape: MeshShape, available: int) -> MeshShape:
         )
     if available % shape.devices:
         raise ValueError(
-            f"mesh={shape} uses {shape.devices} of {available} devices and the rest does not divide into "
+            f"mesh={shape} uses {shape.devices} of {available} devices, and the others do not divide into "
             f"data-parallel copies. Type {_suggest(available)}."
         )
     return dataclasses.replace(shape, data=shape.data * (available // shape.devices))
@@ -139,7 +140,7 @@ def _suggest(devices: int) -> str:
 
 
 def make_mesh(shape: MeshShape, devices=None) -> Mesh:
-    """The `jax.sharding.Mesh` of `shape` over `devices` (all devices by default), ordered for the torus links."""
+    """The `jax.sharding.Mesh` of `shape` over `devices` (default: all), in an order that fits the torus links."""
     devices = jax.devices() if devices is None else devices
     if len(devices) < shape.devices:
         fit_to_devices(shape, len(devices))
@@ -148,5 +149,5 @@ def make_mesh(shape: MeshShape, devices=None) -> Mesh:
 
 
 def shape_of(mesh: Mesh | AbstractMesh) -> MeshShape:
-    """The shape of a mesh that `make_mesh` made, or of its abstract twin."""
+    """The `MeshShape` of a mesh from `make_mesh`, or of its abstract mesh."""
     return MeshShape(**mesh.shape)

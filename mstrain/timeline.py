@@ -1,9 +1,8 @@
-"""Events on lanes: the one form in which a schedule is kept, measured and shown.
+"""Timelines: the events of simulated and compiled schedules.
 
-The simulator and the reader of compiled schedules both produce a `Timeline`. A lane is something that does
-one thing at a time (a device's compute unit, one link); a timeline is flat arrays with one entry per event.
-Times are seconds everywhere in memory; only the exported files use microseconds, as the Chrome trace format
-wants.
+The simulator and the reader of compiled schedules both produce a `Timeline`. A lane is a unit that runs one event at a
+time (a device's compute unit, one link). A timeline is flat arrays with one entry per event. Times are in seconds;
+exported files use microseconds, the unit of the Chrome trace format.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Lane:
-    """One row of the picture: what `device` does on one unit (`thread`, such as "compute" or "link out")."""
+    """One unit of a `device`: `thread` is its name, such as "compute" or "link out"."""
 
     device: int
     process: str
@@ -93,9 +92,7 @@ class Timeline:
 
 
 def first_events(timeline: Timeline, limit: int) -> Timeline:
-    """The `limit` events that start first, and the counters until the last of them starts; all where they
-    are fewer.
-    """
+    """The first `limit` events by start time, with the counters until the last of them starts."""
     if timeline.num_events <= limit:
         return timeline
     chosen = np.sort(np.argsort(timeline.start, kind="stable")[:limit])
@@ -127,7 +124,7 @@ def _seconds_where(timeline: Timeline, wanted) -> dict[int, float]:
     communication = np.tile(timeline.communication, 2)
     order = np.lexsort((time, device))
     device, time, delta, communication = device[order], time[order], delta[order], communication[order]
-    # Every event closes on its own device, so one running sum over all devices is back at zero at each
+    # Every event ends on its own device, so one cumulative sum over all devices is zero at each
     # boundary.
     compute_active = np.cumsum(np.where(communication, 0, delta))
     communication_active = np.cumsum(np.where(communication, delta, 0))
@@ -139,7 +136,7 @@ def _seconds_where(timeline: Timeline, wanted) -> dict[int, float]:
 
 
 def exposed_communication(timeline: Timeline) -> dict[int, float]:
-    """Seconds per device in which one of its links is in use and it computes nothing."""
+    """Seconds per device in which at least one of its links is in use and it does not compute."""
     return _seconds_where(timeline, lambda compute, link: (compute == 0) & (link > 0))
 
 
@@ -240,7 +237,7 @@ def perfetto(timeline: Timeline) -> dict:
 
 
 def write_perfetto(timeline: Timeline, path: str | Path) -> Path:
-    """Write `perfetto(timeline)` as JSON, compressed when `path` ends in `.gz`; return the path."""
+    """Writes `perfetto(timeline)` as JSON, compressed if `path` ends in `.gz`; returns the path."""
     path = Path(path)
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "wt", encoding="utf-8") as file:

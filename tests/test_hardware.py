@@ -106,7 +106,7 @@ def test_meshes_of_a_torus_are_products_of_whole_axes():
     assert (16, 16) not in parse_target("v5p:8x8x4").mesh_shapes()
     assert (32, 2) in parse_target("tpu7x-64").mesh_shapes()  # the two devices of a chip are an axis
     assert parse_target("v5p:8x8x4").mesh_shapes(data=8) == ((1, 32), (4, 8), (8, 4), (32, 1))
-    with pytest.raises(ValueError, match="use data = 4 "):
+    with pytest.raises(ValueError, match="use data=4 "):
         parse_target("v5p:8x8x4").mesh_shapes(data=5)
 
 

@@ -46,9 +46,9 @@ def test_axes_have_names_in_any_order_and_those_left_out_have_one_device():
 
 
 @pytest.mark.parametrize("text, words", [
-    ("data2-stage4-row4-col8", "has no axis stage yet. Type a mesh of data, row and col axes."),
-    ("context1-row4", "has no axis context yet"),
-    ("rows4-col8", "there is no axis 'rows'. Did you mean row?"),
+    ("data2-stage4-row4-col8", "does not support axis stage. Type a mesh of data, row and col axes."),
+    ("context1-row4", "does not support axis context"),
+    ("rows4-col8", "unknown axis 'rows'. Did you mean row?"),
     ("banana2-col8", "is not a mesh. Write rows x columns (mesh=2x4)"),
     ("row2-row4", "gives axis row twice"),
 ])  # fmt: skip

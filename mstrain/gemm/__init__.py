@@ -1,4 +1,4 @@
-"""The product: y = x @ w on a two-dimensional mesh. One file per algorithm, one interface, three dataflows."""
+"""Distributed matrix products `y = x @ w`: one file per algorithm, one interface, three dataflows."""
 
 from mstrain.gemm.algorithm import DATAFLOWS, Algorithm
 from mstrain.gemm.grid import Grid, Layout

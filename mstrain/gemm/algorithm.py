@@ -1,4 +1,4 @@
-"""What an algorithm is. Each file of an algorithm ends in one; `mstrain.gemm.registry` lists them."""
+"""The interface of an algorithm. Every algorithm file defines one `ALGORITHM`; `mstrain.gemm.registry` lists them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,18 +12,18 @@ DATAFLOWS = ("os", "ls", "rs")
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """One way of computing products on a mesh.
+    """A way to compute products on a mesh.
 
     Attributes:
-      name: as users type it.
-      os, ls, rs: the product of each dataflow on one device, `f(a, b, rows, cols, slices)`.
-      product: `f(x_TxI, w_IxO, grid)` on whole arrays, differentiated by JAX, instead of the three.
-      ls_transposed: Y^T of `ls`, where that is computed directly.
-      dataflows: those of its plans; one alone where its grid leaves no choice.
-      rows, cols: mesh axes that are the rows and the columns of its grid.
-      sliced: it cuts collectives into slices: its plans have slice counts, and its flows take `lowering`.
-      square: its grid must have as many rows as columns.
-      costed: the planner's cost model describes it.
+      name: the value of `parallel=`.
+      os, ls, rs: the product of each dataflow on one device, `f(a, b, rows, cols, slices)`; called in `jax.shard_map`.
+      product: `f(x_TxI, w_IxO, grid)` on global arrays, differentiated by JAX; replaces `os`, `ls` and `rs`.
+      ls_transposed: computes Y^T of `ls` directly; None transposes the result of `ls`.
+      dataflows: the dataflows that its plans may have.
+      rows, cols: mesh axes that form the rows and the columns of its grid.
+      sliced: whether it splits collectives into slices; its plans then have slice counts, its flows take `lowering`.
+      square: whether its grid must have as many rows as columns.
+      costed: whether the planner's cost model supports it.
     """
 
     name: str
@@ -46,14 +46,14 @@ class Algorithm:
 
     @property
     def only_dataflow(self) -> str | None:
-        """The dataflow of every plan; None where a plan chooses one."""
+        """The dataflow of every plan; None if a plan can choose between several."""
         return self.dataflows[0] if len(self.dataflows) == 1 else None
 
     def grid(self, mesh: Mesh) -> Grid:
         return Grid(mesh, self.rows, self.cols)
 
     def check_grid(self, rows: int, cols: int, what: str) -> None:
-        """Raises ValueError when it cannot multiply on a grid of this shape."""
+        """Raises ValueError if the algorithm does not support a grid of this shape."""
         if self.square and rows != cols:
             raise ValueError(
                 f"{what}: {self.name} needs a square mesh and this one is {rows}x{cols}. "

@@ -1,7 +1,7 @@
-"""Cannon: skew by point-to-point shifts, then multiply and rotate, on a square mesh.
+"""Cannon: skew both moving matrices, then multiply and shift n - 1 times, on a square mesh of n x n devices.
 
-Cannon, 1969; the stationary-input forms follow the MeshSlice paper, section 2.3.2. Only permutes travel: one to
-skew each moving matrix, n - 1 rotations, and for the flows whose output moves one more to bring it home.
+Cannon, 1969; the input-stationary dataflows follow the MeshSlice paper, section 2.3.2. All communication is ppermute:
+one to skew each moving matrix, n - 1 shifts, and one more to return an output that moves.
 """
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from mstrain.mesh import AXES
 
 
 def os(a, b, rows, cols, slices=1):
-    """Y = A B: A rotates along the columns, B along the rows."""
+    """Y = A B: A shifts along the columns, B along the rows."""
     n = _side(rows, cols)
     a = _move(a, rows, cols, lambda i, j: (i, j - i))
     b = _move(b.astype(a.dtype), rows, cols, lambda i, j: (i - j, j))
@@ -25,7 +25,7 @@ def os(a, b, rows, cols, slices=1):
 
 
 def ls(a, b, rows, cols, slices=1):
-    """Y = A B^T: B rotates along the rows, Y along the columns; device (i, k) meets Y_i,i+k+t in step t."""
+    """Y = A B^T: B shifts along the rows, Y along the columns; device (i, k) holds Y_i,i+k+t in step t."""
     n = _side(rows, cols)
     b = _move(b.astype(a.dtype), rows, cols, lambda i, j: (i - j, j))
     y = dot(a, b, NT)
@@ -36,7 +36,7 @@ def ls(a, b, rows, cols, slices=1):
 
 
 def rs(a, b, rows, cols, slices=1):
-    """Y = A^T B: A rotates along the columns, Y along the rows; device (k, j) meets Y_k+j+t,j in step t."""
+    """Y = A^T B: A shifts along the columns, Y along the rows; device (k, j) holds Y_k+j+t,j in step t."""
     n = _side(rows, cols)
     a = _move(a, rows, cols, lambda i, j: (i, j - i))
     y = dot(a, b, TN)
@@ -57,7 +57,7 @@ def _move(x, rows, cols, destination):
     n = axis_size(rows)
     if n == 1:
         return x
-    # A permute over two mesh axes counts devices in the mesh's own order, whichever of them plays the rows.
+    # A ppermute over two mesh axes numbers devices in mesh order, whichever axis is the grid's rows.
     axes = tuple(sorted((*rows, *cols), key=AXES.index))
     row_first = axes[0] in rows
 

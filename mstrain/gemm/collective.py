@@ -1,21 +1,21 @@
-"""Collective: gather whole shards, multiply once, scatter whole shards (MeshSlice paper, section 2.3.1)."""
+"""Collective: all_gather whole shards, multiply once, reduce_scatter whole shards (MeshSlice paper, section 2.3.1)."""
 
 from mstrain.gemm.algorithm import Algorithm
 from mstrain.gemm.local import NN, NT, TN, all_gather, dot, reduce_scatter
 
 
 def os(a, b, rows, cols, slices=1):
-    """Y = A B. Output-stationary: gathers A_MxK along the columns and B_KxN along the rows."""
+    """Y = A B. Output-stationary: all-gathers A_MxK along the columns and B_KxN along the rows."""
     return dot(all_gather(a, cols, 1), all_gather(b.astype(a.dtype), rows, 0), NN)
 
 
 def ls(a, b, rows, cols, slices=1):
-    """Y = A B^T. Left-stationary: gathers B_NxK along the rows, scatters Y_MxN along the columns."""
+    """Y = A B^T. Left-stationary: all-gathers B_NxK along the rows, reduce-scatters Y_MxN along the columns."""
     return reduce_scatter(dot(a, all_gather(b.astype(a.dtype), rows, 0), NT), cols, 1)
 
 
 def rs(a, b, rows, cols, slices=1):
-    """Y = A^T B. Right-stationary: gathers A_KxM along the columns, scatters Y_MxN along the rows."""
+    """Y = A^T B. Right-stationary: all-gathers A_KxM along the columns, reduce-scatters Y_MxN along the rows."""
     return reduce_scatter(dot(all_gather(a, cols, 1), b, TN), rows, 0)
 
 

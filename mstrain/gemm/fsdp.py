@@ -1,7 +1,7 @@
 """Fully sharded data parallelism (ZeRO stage 3; Rajbhandari et al., 2020) over the tensor-parallel devices.
 
-The Y-stationary dataflow with every device in one column: tokens stay where they are, a weight is gathered before
-use and its gradient scattered after.
+The Y-stationary dataflow with every device in one column: activations are not communicated, a weight is all-gathered
+before use, and its gradient is reduce-scattered.
 """
 
 from mstrain.gemm.algorithm import Algorithm

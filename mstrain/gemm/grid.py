@@ -1,9 +1,9 @@
-"""Which mesh axes play the rows and the columns of a product.
+"""The mesh axes that form the rows and the columns of a product.
 
-A two-dimensional algorithm uses mesh axis `row` for rows and `col` for columns. The one-dimensional baselines are
-corners of the same picture: with every device in one row (`P = 1 x n`) the W-stationary dataflow *is* Megatron
-tensor parallelism with sequence parallelism, and with every device in one column (`P = n x 1`) the Y-stationary
-one *is* fully sharded data parallelism. A `Grid` says which case it is, so that everything above is written once.
+A two-dimensional algorithm uses mesh axis `row` for rows and `col` for columns. The one-dimensional algorithms are
+special cases: with every device in one row (1 x n) the W-stationary dataflow is Megatron tensor parallelism with
+sequence parallelism, and with every device in one column (n x 1) the Y-stationary dataflow is fully sharded data
+parallelism. `Grid` holds the axes, so plans and layers have no case for either.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where an activation `x_TxD` lives: the mesh axes that shard its tokens and its features."""
+    """The sharding of an activation `x_TxD`: the mesh axes that shard its tokens and its features."""
 
     tokens: tuple[str, ...]
     features: tuple[str, ...]
@@ -42,7 +42,7 @@ class Grid:
 
     @property
     def swapped(self) -> "Grid":
-        """The transposed twin: rows and columns exchange their mesh axes (MeshSlice paper, Table 1)."""
+        """The same grid with the mesh axes of rows and columns exchanged (MeshSlice paper, Table 1)."""
         return Grid(self.mesh, self.cols, self.rows)
 
     @property

@@ -1,7 +1,6 @@
-"""GSPMD: say where operands and result live and let the compiler choose the communication.
+"""GSPMD: constrain the shardings of operands and result; the compiler chooses the communication.
 
-On recent TPU compilers this yields the ring of `mstrain.gemm.wang` along one axis and a whole collective along the
-other.
+Recent TPU compilers choose the ring of `mstrain.gemm.wang` along one axis and a whole collective along the other.
 """
 
 import jax

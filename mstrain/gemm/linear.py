@@ -1,15 +1,15 @@
-"""`y = x @ w` under a plan, with the backward pass that belongs to it.
+"""`y = x @ w` as a plan says, with its backward pass.
 
-Each dataflow's backward pass is the other two, on the same three matrices, nothing transposed in memory and the
-same one stationary (MeshSlice paper, Table 1):
+The backward pass of a dataflow uses the other two dataflows. The stationary matrix stays the same, and no matrix is
+transposed in memory (MeshSlice paper, Table 1):
 
     dataflow   y             dx             dw
     os         OS(x, w)      LS(dy, w)      RS(x, dy)
     ls         LS(x, w)      OS(dy, w)      RS(dy, x)          w stored [out, in]
     rs         RS(x.T, w)    LS(w, dy).T    OS(x.T, dy)        x and y exchange rows and columns
 
-The transposes of `rs` are within one device and fold into the product. Only x and w are kept for the backward pass,
-neither of them gathered.
+The transposes of `rs` are local to a device, and the compiler folds them into the product. The residuals of the
+backward pass are the shards of x and w; no gathered matrix is saved.
 """
 
 import functools
@@ -25,12 +25,12 @@ def linear(x_TxI: jax.Array, w: jax.Array, plan: Plan) -> jax.Array:
     """Multiplies activations by a weight in stored order.
 
     Args:
-      x_TxI: tokens x features, laid out as `plan.input_layout`; its dtype is the dtype of the product.
-      w: [in, out], or [out, in] for dataflow `ls`, laid out as `plan.grid.weight_spec`; any float dtype.
-      plan: how to multiply.
+      x_TxI: tokens x features, sharded as `plan.input_layout`; its dtype is the dtype of the product.
+      w: [in, out], or [out, in] for dataflow `ls`, sharded as `plan.grid.weight_spec`; any float dtype.
+      plan: algorithm, dataflow, grid and slice count.
 
     Returns:
-      y_TxO in the dtype of x, laid out as `plan.output_layout`. The gradient of w has the dtype of w and is summed
+      y_TxO in the dtype of x, sharded as `plan.output_layout`. The gradient of w has the dtype of w and is summed
       over the data axis.
     """
     if plan.kind.product:
@@ -78,23 +78,25 @@ _linear.defvjp(_forward, _backward)
 
 
 class Flows:
-    """The three flows of a plan's algorithm, bound to its grid, slice count and form, to be called on one device."""
+    """The three dataflows of a plan's algorithm, bound to its grid, slice count and lowering; called in `shard_map`."""
 
     def __init__(self, plan: Plan):
         kind = plan.kind
+        assert kind.os and kind.ls and kind.rs, f"{kind.name} has a product in the place of dataflows"
+        ls = kind.ls
         how = {"rows": plan.grid.rows, "cols": plan.grid.cols, "slices": plan.slices}
         if kind.sliced:
             how["lowering"] = plan.lowering
         self.os = functools.partial(kind.os, **how)
-        self.ls = functools.partial(kind.ls, **how)
+        self.ls = functools.partial(ls, **how)
         self.rs = functools.partial(kind.rs, **how)
-        transposed = kind.ls_transposed or (lambda *a, **how: kind.ls(*a, **how).T)
+        transposed = kind.ls_transposed or (lambda *a, **how: ls(*a, **how).T)
         self.ls_transposed = functools.partial(transposed, **how)
         self._mesh = plan.grid.mesh
 
     def on_mesh(self, function, in_specs, out_specs):
-        """`function` of one device as one of whole arrays."""
-        # Replication is not tracked: outputs are sharded over every axis, or reduced over `data` by hand.
+        """Maps `function`, which takes and returns shards, over the mesh with `jax.shard_map`."""
+        # check_vma=False: every output is sharded over all axes or summed over `data` explicitly.
         return jax.shard_map(
             function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )

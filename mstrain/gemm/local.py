@@ -1,6 +1,6 @@
-"""What one device does inside a product: multiply, all_gather, reduce_scatter, ppermute.
+"""Per-device operations of a product: dot, all_gather, reduce_scatter, all_reduce, ppermute.
 
-Every function runs inside `jax.shard_map`. A collective over one device is no collective: it returns its input.
+Every function is called inside `jax.shard_map`. A collective over one device returns its input.
 """
 
 import jax.numpy as jnp
@@ -45,11 +45,11 @@ def reduce_scatter(x, axes: Axes, dim: int):
 
 
 def reduce_scatter_in_ring(partial, size: int, axes: Axes, dim: int):
-    """`reduce_scatter` as two rings of permutes, one each way round, half of every block on each.
+    """`reduce_scatter` as two rings of ppermutes in opposite directions, each with half of every block.
 
-    `partial(start, width)` gives this device's term of the features [start, start + width) of `size` on `dim`; it is
-    asked for a half block when that travels next. A ring of n devices takes n - 1 steps, and sums are rounded to the
-    dtype of the terms at every step.
+    `partial(start, width)` returns this device's partial sum of the elements [start, start + width) of `size` along
+    `dim`. It is called for each half block just before that is sent. A ring of n devices takes n - 1 steps, and sums
+    are rounded to the dtype of the partial sums in every step.
     """
     n, me = axis_size(axes), axis_index(axes)
     width = size // n
@@ -61,7 +61,7 @@ def reduce_scatter_in_ring(partial, size: int, axes: Axes, dim: int):
     right, left = halves(1)
     for step in range(2, n + 1):
         coming = ppermute(right, axes, 1), ppermute(left, axes, -1)
-        right, left = (sent + own for sent, own in zip(coming, halves(step), strict=True))
+        right, left = (received + own for received, own in zip(coming, halves(step), strict=True))
     return jnp.concatenate([right, left], axis=dim)
 
 
@@ -71,9 +71,9 @@ def all_reduce(x, axes: Axes):
 
 
 def constrain_layout(x, lowering: LoweringOptions):
-    """x in the plain layout, last dim minor, where `lowering` asks for that; its cotangent, too.
+    """Constrains x and its cotangent to the row-major layout if `lowering.row_major`; otherwise returns x.
 
-    Elsewhere a compiler may prefer another one.
+    Without the constraint the compiler chooses the layout.
     """
     if not lowering.row_major:
         return x
@@ -81,7 +81,7 @@ def constrain_layout(x, lowering: LoweringOptions):
 
 
 def ppermute(x, axes: Axes, by: int):
-    """Sends `x` to the device `by` places further on the ring of `axes`."""
+    """Sends `x` to the device `by` positions later in the ring along `axes`."""
     n = axis_size(axes)
     if n == 1:
         return x

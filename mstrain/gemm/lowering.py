@@ -1,23 +1,22 @@
-"""Spellings of a program, which compilers care about and results do not."""
+"""Options that change the compiled program of a product but not its result."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class LoweringOptions:
-    """How a program is spelled out for a compiler. Every form computes the same; which one is fast was read from
-    schedules and stands in the table of chips.
+    """How a product is lowered for one compiler. The table of chips has the fastest options found in its schedules.
 
     Attributes:
-      rs_in_rings: MeshSlice's RS scatters in rings of permutes, which run beside a product where a reduce-scatter would
-        block.
-      matrix_unit: width of the matrix unit. It pads what is not a multiple of it, so MeshSlice's LS computes its output
-        transposed where a device's part of a slice is none. Otherwise it computes it upright, and turns nothing.
-      row_major: what stays still in MeshSlice's LS and RS, the output of LS, and what enters and leaves attention have
-        the plain layout. Otherwise tokens may become the minor dim of the whole residual stream, and every norm and
-        saved activation changes its layout; and LS writes its blocks in another layout than they travel in.
-      opaque_slices: MeshSlice slices a float32 weight at a begin that the compiler cannot know. It moves a rounding
-        above a static slice, rounds the whole weight, and copies the slices out of it.
+      rs_in_rings: MeshSlice's RS replaces each reduce_scatter by rings of ppermutes. They overlap with products on
+        chips whose reduce_scatter blocks.
+      matrix_unit: width of the matrix unit, which pads other sizes to a multiple. MeshSlice's LS computes Y^T if a
+        device's part of a slice is not a multiple, and Y without a transpose otherwise.
+      row_major: row-major layout of the stationary matrix of MeshSlice's LS and RS, the output of LS, and the inputs
+        and outputs of attention. Without it the compiler may make tokens the minor dim of the residual stream, which
+        adds relayouts to every norm and saved activation, and may relayout the blocks of LS before they are sent.
+      opaque_slices: MeshSlice slices a float32 weight at an offset hidden from the compiler. With a static offset the
+        compiler casts the whole weight before it slices, which adds a copy per slice.
     """
 
     rs_in_rings: bool = False

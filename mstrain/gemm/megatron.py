@@ -1,8 +1,8 @@
 """Megatron 1-D tensor parallelism with sequence parallelism (Korthikanti et al., 2022).
 
-The W-stationary dataflow with every tensor-parallel device in one row: the projection into a block gathers
-token shards and splits features, the projection out of it sums features and scatters tokens. Residual stream and
-norms are sharded over tokens.
+The W-stationary dataflow with every tensor-parallel device in one row: the projection into a block all-gathers tokens
+and shards features; the projection out of it reduce-scatters over tokens. The residual stream and the norms are sharded
+over tokens.
 """
 
 from mstrain.gemm.algorithm import Algorithm

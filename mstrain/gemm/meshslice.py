@@ -1,24 +1,25 @@
-"""MeshSlice: every collective cut into S partial ones that travel while the neighbouring slice multiplies.
+"""MeshSlice: every collective is split into S partial collectives that overlap with the product of another slice.
 
-MeshSlice paper, section 3.1 and Algorithm 2. Slices are contiguous here, which is right on any mesh because
-the row-sharded dim of a weight is stored slice-major (`mstrain.gemm.storage`): slice s gathered over the rows
-and slice s gathered over the columns then hold the same features in the same order.
+MeshSlice paper, section 3.1 and Algorithm 2. Slices are contiguous. This is correct on any mesh because the
+row-sharded dim of a weight is stored slice-major (`mstrain.gemm.storage`): slice s gathered over the rows and slice s
+gathered over the columns hold the same features in the same order.
 
-The loops are unrolled, as a collective inside a loop body cannot overlap with the next iteration's product.
-What else the form owes to the compilers (read from schedules for v4 to tpu7x, `mstrain.compiler`):
+The loops are unrolled, because a collective inside a loop body cannot overlap with the product of the next iteration.
+The rest of the structure follows from compiled schedules for v4 to tpu7x (`mstrain.compiler`):
 
-* Output-stationary: a barrier per step keeps the gathers one step ahead and not more, which bounds the memory
-  to two slices; without it every gather is hoisted to the front. The barrier holds slices and not whole
-  operands, whose layout would otherwise be changed once per step. It also keeps every sum in the product before it:
-  the last two products would be added in one pass over both (v6e, tpu7x), with a second accumulator.
-* Scattered outputs are scattered along their first dim. Along the last one the whole product changes its
-  layout (v5p, v6e) or is summed everywhere and cut (v4, tpu7x), which moves twice the bytes. LS therefore computes the
-  blocks of its columns below each other, and where these are narrower than the matrix unit, transposed.
-* A barrier lets one scatter follow the other, as they share their links anyway. Left alone, schedulers keep products
-  back and send them off together when nothing is left to multiply.
-* They are written into one buffer slice by slice; joining all of them at the end delays the last scatters.
+* OS: one optimization barrier per step limits prefetching to one slice, so two slices are in memory. Without it the
+  compiler starts every all_gather at once. The barrier takes slices, because a barrier on whole operands adds a
+  relayout per step. It also keeps each addition fused with its product; otherwise v6e and tpu7x add the last two
+  products in a separate pass with a second accumulator.
+* LS and RS: reduce_scatter runs along the first dim. Along the last dim the compiler adds a relayout of the whole
+  product (v5p, v6e) or emits an all_reduce and a slice (v4, tpu7x), which sends twice the bytes. LS therefore computes
+  its column blocks along the first dim, or computes Y^T if the blocks are narrower than the matrix unit.
+* LS and RS: a barrier orders the reduce_scatters, which share the same links. Without it the scheduler delays
+  products and starts several reduce_scatters at the end, where no product is left to overlap with.
+* LS and RS: each slice of the output is written to one buffer when it is complete. A concatenation at the end delays
+  the last reduce_scatters.
 
-What is right for some compilers only is in `LoweringOptions`.
+Options that help on some chips only are in `LoweringOptions`.
 """
 
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ PLAIN = LoweringOptions()
 
 
 def os(a, b, rows, cols, slices, lowering=PLAIN):
-    """Y = A B, accumulated over the slices of the contracted dim in float32."""
+    """Y = A B: accumulates the products of slices of the contracted dim in float32."""
     if slices == 1:
         return collective.os(a, b, rows, cols)
     pieces = [(piece(a, 1, s, slices), _rounded_piece(b, s, slices, a.dtype, lowering)) for s in range(slices)]
@@ -53,19 +54,23 @@ def os(a, b, rows, cols, slices, lowering=PLAIN):
         a_s, b_s = pieces[s]
         return all_gather(a_s, cols, 1), all_gather(b_s, rows, 0)
 
+    def add_product(y, operands):
+        a_s, b_s = operands
+        product = dot(a_s, b_s, NN, jnp.float32)
+        return product if y is None else y + product
+
     ready, y = fetch(0), None
-    for s in range(slices):
-        coming = fetch(s + 1) if s + 1 < slices else None
-        product = dot(*ready, NN, jnp.float32)
-        y = product if y is None else y + product
-        if s + 1 < slices:  # the gathers of step s + 2 wait for the product of step s
-            y, pieces[s + 2 : s + 3] = lax.optimization_barrier((y, pieces[s + 2 : s + 3]))
+    for s in range(slices - 1):
+        coming = fetch(s + 1)
+        y = add_product(y, ready)
+        # The all_gathers of step s + 2 wait for the product of step s.
+        y, pieces[s + 2 : s + 3] = lax.optimization_barrier((y, pieces[s + 2 : s + 3]))
         ready = coming
-    return y.astype(a.dtype)
+    return add_product(y, ready).astype(a.dtype)
 
 
 def ls(a, b, rows, cols, slices, lowering=PLAIN):
-    """Y = A B^T: gather slice s + 1 of B | multiply slice s | scatter slice s - 1 of Y."""
+    """Y = A B^T: all_gather slice s + 1 of B, multiply slice s and reduce_scatter slice s - 1 of Y overlap."""
     if slices == 1:
         return collective.ls(a, b, rows, cols)
     columns, width = axis_size(cols), b.shape[0] // slices * axis_size(rows)
@@ -80,7 +85,7 @@ def ls(a, b, rows, cols, slices, lowering=PLAIN):
 
 
 def ls_transposed(a, b, rows, cols, slices, lowering=PLAIN):
-    """Y^T = B A^T, as `ls`."""
+    """Y^T = B A^T: `ls` with a transposed result."""
     if slices == 1:
         return collective.ls(a, b, rows, cols).T
     return _ls_pipeline(a, b, rows, cols, slices, lowering, lambda b_s: dot(b_s, a, NT), 0)
@@ -97,13 +102,13 @@ def _ls_pipeline(a, b, rows, cols, slices, lowering, multiply, joined):
 
 
 def _columns_below_each_other(columns, a, b_s, lowering):
-    """[columns x tokens, features of a column]: block j of a b_s^T is what column j gets."""
+    """a b_s^T as [columns x tokens, features of a column]: block j is the part of column j."""
     y_s = dot(a, b_s.reshape(columns, -1, b_s.shape[1]), ((1,), (2,)))  # [tokens, columns, features]
     return constrain_layout(y_s.swapaxes(0, 1), lowering).reshape(columns * a.shape[0], -1)
 
 
 def rs(a, b, rows, cols, slices, lowering=PLAIN):
-    """Y = A^T B: gather slice s + 1 of A | multiply slice s | scatter slice s - 1 of Y."""
+    """Y = A^T B: all_gather slice s + 1 of A, multiply slice s and reduce_scatter slice s - 1 of Y overlap."""
     if slices == 1:
         return collective.rs(a, b, rows, cols)
 
@@ -125,7 +130,7 @@ def rs(a, b, rows, cols, slices, lowering=PLAIN):
 
 
 def _rounded_piece(b, s, slices, dtype, lowering):
-    """Slice s of B, which may be a float32 weight, rounded to `dtype` before it travels."""
+    """Slice s of B, which may be a float32 weight, cast to `dtype` before it is communicated."""
     if not lowering.opaque_slices or b.dtype == dtype:
         return piece(b, 0, s, slices).astype(dtype)
     height = b.shape[0] // slices
@@ -134,7 +139,7 @@ def _rounded_piece(b, s, slices, dtype, lowering):
 
 
 def _pipeline(slices, fetch, multiply, send):
-    """Issues fetch(s + 1) before multiply(s), and send(s - 1) beside it; send(s) waits for send(s - 1)."""
+    """Starts fetch(s + 1) before multiply(s) and overlaps send(s - 1) with it; send(s) waits for send(s - 1)."""
     sent, product, ready = [], None, fetch(0)
     for s in range(slices):
         coming = fetch(s + 1) if s + 1 < slices else None
@@ -148,7 +153,7 @@ def _pipeline(slices, fetch, multiply, send):
 
 
 def _join(pieces, dim):
-    """The pieces beside each other along `dim`, each written as soon as it is there."""
+    """Concatenates the pieces along `dim` by one dynamic_update_slice per piece."""
     shape = list(pieces[0].shape)
     width = shape[dim]
     shape[dim] *= len(pieces)

@@ -1,4 +1,4 @@
-"""A plan says how one product is computed: algorithm, dataflow, slice count, grid. Every legality rule is here."""
+"""A `Plan` has the algorithm, dataflow, slice count and grid of one product, and checks that they are legal."""
 
 import dataclasses
 import math
@@ -19,9 +19,9 @@ class Plan:
       algorithm: a key of `ALGORITHMS`.
       dataflow: `os` (Y-stationary), `ls` (X-stationary, weight stored [out, in]) or `rs` (W-stationary: tokens and
         features exchange their mesh axes between input and output).
-      grid: mesh axes that play rows and columns.
+      grid: the mesh axes of rows and columns.
       slices: slice count S; 1 for every algorithm but MeshSlice.
-      form: how the program is spelled out for the compiler at hand.
+      lowering: options for the compiler of the target.
     """
 
     algorithm: str
@@ -32,7 +32,7 @@ class Plan:
 
     @property
     def kind(self) -> Algorithm:
-        """The algorithm itself."""
+        """The `Algorithm` called `algorithm`."""
         return ALGORITHMS[self.algorithm]
 
     @property
@@ -44,7 +44,7 @@ class Plan:
         return self.grid.layout
 
     def check(self, in_dim: int, out_dim: int, batch: int, what: str) -> None:
-        """Raises ValueError, naming the nearest legal choice, if this plan cannot multiply these dims.
+        """Raises ValueError, with the nearest legal choice, if this plan does not support these dims.
 
         Args:
           in_dim, out_dim: features in and out.
@@ -76,24 +76,24 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class PlanPair:
-    """One half of a transformer block: the projection into it and the one out of it, back to the residual stream."""
+    """The two projections of one half of a transformer block: into it, and out of it to the residual stream."""
 
     into: Plan
     out: Plan
 
     def __post_init__(self):
-        # rs leaves sequences slice-major; only the projection out with the same slices puts them back.
+        # The output of rs has its sequences in slice-major order; an rs with as many slices restores their order.
         into, out = (p.slices if p.dataflow == "rs" else None for p in (self.into, self.out))
         assert into == out, f"{self.into} and {self.out} do not undo each other's token order"
 
     @property
     def residual(self) -> Layout:
-        """Where the residual stream lives around this half."""
+        """The layout of the residual stream around this half."""
         return self.into.input_layout
 
     @property
     def inside(self) -> Layout:
-        """Where heads or hidden features live."""
+        """The layout of heads or hidden features."""
         return self.into.output_layout
 
     @property
@@ -102,15 +102,15 @@ class PlanPair:
 
 
 def grid_of(algorithm: str, mesh: Mesh) -> Grid:
-    """The grid an algorithm uses on `mesh`: both tensor axes, or one corner of them."""
+    """The grid that an algorithm uses on `mesh`."""
     return find_algorithm(algorithm).grid(mesh)
 
 
 def legal_slices(dataflow: str, in_dim: int, out_dim: int, batch: int, rows: int, cols: int) -> list[int]:
     """Slice counts that divide the sliced dim on both grid directions (MeshSlice paper, section 3.1).
 
-    The sliced dim is the one the stationary matrix does not have: features in for `os`, features out for `ls`,
-      tokens for `rs`. Tokens are cut between sequences, so that attention finds whole ones.
+    The sliced dim is the one that the stationary matrix does not have: input features for `os`, output features for
+    `ls`, tokens for `rs`. Tokens are split between sequences, because attention needs whole sequences.
     """
     sliced = {"os": in_dim, "ls": out_dim, "rs": batch}[dataflow]
     pieces, rest = divmod(sliced, math.lcm(rows, cols))

@@ -1,4 +1,4 @@
-"""All algorithms by name: the one place that knows which there are."""
+"""All algorithms by name."""
 
 import difflib
 from collections.abc import Iterable
@@ -22,5 +22,5 @@ def find_algorithm(name: str) -> Algorithm:
 
 
 def any_sliced(names: Iterable[str]) -> bool:
-    """Whether one of these algorithms has slice counts."""
+    """Whether one of these algorithms splits collectives into slices."""
     return any(find_algorithm(name).sliced for name in names)

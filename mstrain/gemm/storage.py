@@ -1,16 +1,16 @@
-"""The order in which a weight's features are stored, and the way back to the canonical order.
+"""The order in which the features of a weight are stored, and the conversion to and from canonical order.
 
-Canonical order is the model's own: `W[in, out]`, fused projections as consecutive segments (all queries, then all
-keys, then all values). Two things want another order on a mesh of R x C, and both are properties of the parameter:
+Canonical order is `W[in, out]`, with fused projections as consecutive segments (all queries, then all keys, then all
+values). On a mesh of R x C two features of a plan need another order:
 
-* A fused projection splits on each column shard, so column shard j stores its part of every segment side by side.
-* MeshSlice with S slices wants contiguous slices. Activations keep their features in order over the C columns, so
-  slice s is the s-th piece of every column shard, C pieces in all; the row-sharded dim of a weight is stored such
-  that the s-th piece of every row shard, R pieces in all, holds the same features in the same order. With R = C the
-  two orders are the same, and nothing moves.
+* A fused projection is split on each column shard, so column shard j stores its part of every segment contiguously.
+* MeshSlice with S slices needs contiguous slices. Activations have their features in canonical order over the C
+  columns, so slice s consists of the s-th piece of each of the C column shards. The row-sharded dim of a weight is
+  stored such that the s-th pieces of the R row shards hold the same features in the same order. With R = C this is the
+  canonical order.
 
-Orders are applied by reshapes and transposes, so a sharded array moves by collectives instead of being gathered.
-Leading dims (layers stacked by a scan) pass through.
+Orders are applied by reshapes and transposes, so the compiler converts a sharded array with all-to-alls and does not
+gather it. Leading dims (layers stacked by a scan) are unchanged.
 """
 
 import dataclasses
@@ -24,16 +24,16 @@ def _anywhere(x, dim, stored):
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """How a parameter whose canonical shape ends in `shape` is stored.
+    """The storage order of a parameter whose canonical shape ends in `shape`.
 
     Attributes:
-      shape: canonical trailing shape: (in, out) of a kernel, (out,) of a bias, (vocabulary, features) of a table.
+      shape: canonical trailing shape: (in, out) of a kernel, (out,) of a bias, (vocab_size, features) of a table.
       segments: widths of the fused segments of the last canonical dim; one segment means no reordering.
       columns: column shards C.
       rows: row shards R.
       slices: slice count S of the row-sharded dim (the first stored dim).
       transposed: stored as [out, in] (X-stationary dataflow).
-      padding: zeros appended to each canonical dim, so that shards divide a vocabulary of any size.
+      padding: zeros appended to each canonical dim, so that a vocabulary of any size divides into equal shards.
     """
 
     shape: tuple[int, ...]
@@ -54,15 +54,15 @@ class Storage:
 
     @property
     def is_canonical(self) -> bool:
-        """Stored as it is: no reordering, no padding."""
+        """Whether stored and canonical order are the same, without padding."""
         return not (self._is_fused or self._is_slice_major or self.transposed or any(self.padding))
 
     def from_canonical(self, x, place=_anywhere):
-        """Canonical [..., *shape] to stored order.
+        """Converts canonical [..., *shape] to stored order.
 
-        `place(x, dim, stored)` may say where x should be now: sharded on its last (-1) or second last (-2) dim
-        alone, as the other one is reordered whole and without communication, or (None) on both as a running step
-        wants it. `stored` tells whether a transposed kernel is in its stored orientation yet.
+        `place(x, dim, stored)` may constrain the sharding of x between the steps. With dim -1 or -2, x should be
+        sharded on that dim only, so that the other dim is reordered without communication. With dim None, x should be
+        sharded as in a training step. `stored` is whether a transposed kernel is in its stored orientation.
         """
         if self._is_fused or any(self.padding):
             x = place(x, -2, False)
@@ -76,7 +76,7 @@ class Storage:
         return self._slice_major(x, self.columns, self.rows, place)
 
     def to_canonical(self, x, place=_anywhere):
-        """Stored order to canonical [..., *shape]; `place` as in `from_canonical`."""
+        """Converts stored order to canonical [..., *shape]; `place` as in `from_canonical`."""
         x = self._slice_major(x, self.rows, self.columns, place)
         if self.transposed:
             x = jnp.swapaxes(x, -1, -2)
@@ -102,7 +102,7 @@ class Storage:
 
 
 def _per_segment(x, segments, columns, interleave):
-    """[all of segment 1 | all of segment 2 ...] to, or from, [shard 1 of each segment | shard 2 of each ...]."""
+    """Converts [segment 1 | segment 2 ...] to, or from, [shard 1 of each segment | shard 2 of each segment ...]."""
     if len(segments) < 2 or columns == 1:
         return x
     lead = x.shape[:-1]

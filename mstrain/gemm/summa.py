@@ -1,12 +1,14 @@
-"""SUMMA: one panel per step is broadcast (or reduced) from (or to) the devices that own it.
+"""SUMMA: in each step, one panel is broadcast from, or reduced to, the devices that own it.
 
-Van de Geijn and Watts, 1997; the dataflows follow the MeshSlice paper, section 2.3.3. With p = lcm(rows, columns)
-panels each panel has one owner in either direction. A mesh axis has no native one-to-all, so a broadcast is the sum
-over the axis of the owner's panel and zeros elsewhere, and a reduction is a sum of which the owner keeps the
+Van de Geijn and Watts, 1997; the dataflows follow the MeshSlice paper, section 2.3.3. There are lcm(rows, columns)
+panels, so each panel has one owner along either axis. JAX has no broadcast along a mesh axis: it is an all_reduce of
+the owner's panel and of zeros on the other devices. A reduction is an all_reduce of which only the owner keeps the
 result.
 """
 
+import functools
 import math
+import operator
 
 import jax.numpy as jnp
 
@@ -16,11 +18,12 @@ from mstrain.gemm.local import NN, NT, TN, all_reduce, axis_index, axis_size, do
 
 def os(a, b, rows, cols, slices=1):
     """Y = A B: broadcast a panel of A along the columns and of B along the rows, multiply, accumulate."""
-    panels, y, b = _panels(rows, cols), 0, b.astype(a.dtype)
-    for p in range(panels):
-        a_p, b_p = _broadcast(a, 1, p, panels, cols), _broadcast(b, 0, p, panels, rows)
-        y = y + dot(a_p, b_p, NN, jnp.float32)
-    return y.astype(a.dtype)
+    panels, b = _panels(rows, cols), b.astype(a.dtype)
+    products = (
+        dot(_broadcast(a, 1, p, panels, cols), _broadcast(b, 0, p, panels, rows), NN, jnp.float32)
+        for p in range(panels)
+    )
+    return functools.reduce(operator.add, products).astype(a.dtype)
 
 
 def ls(a, b, rows, cols, slices=1):

@@ -1,9 +1,12 @@
-"""Wang: the column direction as a bidirectional ring of permutes that overlap with block products.
+"""Wang: the collective along the columns is a bidirectional ring of ppermutes that overlap with block products.
 
-Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023; as the baseline of
-the MeshSlice paper (section 2.3.2). The row direction stays one whole, exposed collective. A ring of C devices
-takes exactly C - 1 steps; half of every block travels each way.
+Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023; the baseline of the
+MeshSlice paper (section 2.3.2). The collective along the rows is whole and exposed. A ring of C devices takes C - 1
+steps and sends half of every block in each direction.
 """
+
+import functools
+import operator
 
 import jax.numpy as jnp
 from jax import lax
@@ -24,17 +27,17 @@ from mstrain.gemm.local import (
 
 
 def os(a, b, rows, cols, slices=1):
-    """Y = A B: halves of A circulate, each met by its rows of the gathered B."""
+    """Y = A B: half blocks of A move around the ring; each is multiplied by its rows of the gathered B."""
     b = all_gather(b.astype(a.dtype), rows, 0)
-    y = 0
-    for block, start in _circulate(a, 1, cols):
-        b_block = lax.dynamic_slice_in_dim(b, start, block.shape[1], axis=0)
-        y = y + dot(block, b_block, NN, jnp.float32)
-    return y.astype(a.dtype)
+    products = (
+        dot(block, lax.dynamic_slice_in_dim(b, start, block.shape[1], axis=0), NN, jnp.float32)
+        for block, start in _circulate(a, 1, cols)
+    )
+    return functools.reduce(operator.add, products).astype(a.dtype)
 
 
 def ls(a, b, rows, cols, slices=1):
-    """Y = A B^T: halves of the output circulate and collect each device's partial product."""
+    """Y = A B^T: half blocks of Y move around the ring and add up each device's partial product."""
     b = all_gather(b.astype(a.dtype), rows, 0)
 
     def partial(start, width):
@@ -44,7 +47,7 @@ def ls(a, b, rows, cols, slices=1):
 
 
 def rs(a, b, rows, cols, slices=1):
-    """Y = A^T B: halves of A circulate, each gives a block of rows of the partial product, scattered at the end."""
+    """Y = A^T B: half blocks of A move around the ring, each gives rows of the partial product; then reduce_scatter."""
     y = jnp.zeros((a.shape[1] * axis_size(cols), b.shape[1]), a.dtype)
     for block, start in _circulate(a, 1, cols):
         y = lax.dynamic_update_slice_in_dim(y, dot(block, b, TN), start, axis=0)
@@ -52,7 +55,7 @@ def rs(a, b, rows, cols, slices=1):
 
 
 def _circulate(x, dim, axes):
-    """Yields (half block, its offset in the gathered dim) for every half block on the ring, own blocks first."""
+    """Yields (half block, its offset in the gathered dim) for every half block of the ring, starting with its own."""
     n, me = axis_size(axes), axis_index(axes)
     width = x.shape[dim]
     low = width // 2

@@ -1,4 +1,4 @@
-"""Chips, the slices they come in, what their links cost, and how much of their peak a step used."""
+"""Chips, TPU slices, the cost of links, and the utilization (MFU) of a step."""
 
 from mstrain.hardware.chips import Chip, CompilerOption, all_chips, chip_for, chip_named, compiler_options
 from mstrain.hardware.link import Link, collective_seconds

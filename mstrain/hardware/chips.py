@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 _NUMBERS = (
     "peak_bf16", "peak_f32", "hbm_bytes", "hbm_bandwidth", "ici_links", "ici_bandwidth",
@@ -16,7 +17,7 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class CompilerOption:
-    """One XLA option with the reason for it and where its effect was read."""
+    """One XLA option with its reason and the source of its effect."""
 
     name: str
     value: bool | int | str
@@ -26,7 +27,7 @@ class CompilerOption:
 
 @dataclass(frozen=True)
 class TpuSliceRules:
-    """How a generation's slices are named and shaped; shapes count chips along the torus axes."""
+    """Names and shapes of the slices of a generation; shapes count chips along the torus axes."""
 
     prefixes: tuple[str, ...]
     name_counts_per_chip: int
@@ -40,14 +41,14 @@ class TpuSliceRules:
 
 @dataclass(frozen=True)
 class Chip:
-    """One JAX device. FLOP/s dense, bytes, bytes/s, seconds; None where nothing is published.
+    """One JAX device. Units: dense FLOP/s, bytes, bytes/s, seconds. None if no value is published.
 
     `ici_bandwidth` is one way, per link; on GPUs the links are NVLink ports, and `torus_rank` is 0.
-    `node_devices` share a host and its network of `node_bandwidth`, one way: of a TPU, the data-center network.
-    `most_slices` is where automatic slice counts end: more cost cycles and copies that the cost model does not know.
-    `lowering` are the fields of `mstrain.gemm.LoweringOptions` as its compiler wants them, `overlap` is what its
-    compiler hides of a collective, as a key of `mstrain.hardware.constants.OVERLAPS`.
-    `sources` names the origin of every number that is not None.
+    `node_devices` share a host and its network of `node_bandwidth`, one way; on TPUs, the data-center network.
+    `most_slices` limits automatic slice counts, because the cost model omits some cycles and copies of more slices.
+    `lowering` has fields of `mstrain.gemm.LoweringOptions` for its compiler. `overlap` is how its compiler overlaps
+    collectives, a key of `mstrain.hardware.constants.OVERLAPS`.
+    `sources` has the origin of every number that is not None.
     """
 
     name: str
@@ -68,18 +69,38 @@ class Chip:
     node_bandwidth: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     options: tuple[CompilerOption, ...] = ()
-    lowering: Mapping[str, bool | int] = field(default_factory=dict, compare=False)
+    lowering: Mapping[str, Any] = field(default_factory=dict, compare=False)
     overlap: str = "max"
     most_slices: int = 4
     tpu_slices: TpuSliceRules | None = field(default=None, compare=False)
 
     def peak(self, dtype: str) -> float | None:
-        """Peak FLOP/s for GeMMs of `dtype` ("bf16", "f32", or JAX's names); None when unknown."""
+        """Peak FLOP/s for GeMMs of `dtype` ("bf16", "f32", or JAX's names); None if unknown."""
         known = {"bf16": self.peak_bf16, "f32": self.peak_f32}
         known |= {"bfloat16": self.peak_bf16, "float32": self.peak_f32}
         if dtype not in known:
-            raise ValueError(f"no peak is kept for dtype {dtype!r}; use one of {', '.join(known)}")
+            raise ValueError(f"The table of chips has no peak for dtype {dtype!r}. Use one of {', '.join(known)}.")
         return known[dtype]
+
+    def known_peak(self, dtype: str) -> float:
+        """`peak`; raises ValueError if it is unknown."""
+        peak = self.peak(dtype)
+        if peak is None:
+            raise ValueError(f"the table of chips has no peak for {self.name} in {dtype}")
+        return peak
+
+    def number(self, name: str) -> float:
+        """The number called `name`, such as `hbm_bandwidth`; raises ValueError if it is unknown."""
+        value = getattr(self, name)
+        if value is None:
+            raise ValueError(f"the table of chips has no {name} for {self.name}")
+        return value
+
+    @property
+    def slice_rules(self) -> TpuSliceRules:
+        """The rules of its slices; only for chips in TPU slices."""
+        assert self.tpu_slices is not None, f"{self.name} does not come in TPU slices"
+        return self.tpu_slices
 
 
 def _chip(name: str, entry: dict) -> Chip:
@@ -105,29 +126,29 @@ def _chip(name: str, entry: dict) -> Chip:
 
 @functools.cache
 def all_chips() -> Mapping[str, Chip]:
-    """Every chip of the table by its name: "v5p", "h200", "cpu", ..."""
+    """All chips of the table by name, such as "v5p", "h200" or "cpu"."""
     table = tomllib.loads(Path(__file__).with_name("chips.toml").read_text())
     return MappingProxyType({name: _chip(name, entry) for name, entry in table.items()})
 
 
 def chip_for(device_kind: str) -> Chip | None:
-    """The chip that JAX calls `device.device_kind`; None when it is not in the table (never a near match)."""
+    """The chip whose JAX name is `device_kind`; None if it is not in the table. Matches exact names only."""
     kind = device_kind.lower()
     return next((c for c in all_chips().values() if kind in (k.lower() for k in c.device_kinds)), None)
 
 
 def chip_named(name: str) -> Chip:
-    """The chip called `name` in the table; ValueError lists the names."""
+    """The chip called `name`; raises ValueError, with all names, if it is not in the table."""
     chips = all_chips()
     if name not in chips:
-        raise ValueError(f"unknown chip {name!r}; known: {', '.join(chips)}")
+        raise ValueError(f"Unknown chip {name!r}. Choose one of {', '.join(chips)}.")
     return chips[name]
 
 
 def compiler_options(chip: Chip | None) -> dict[str, bool | int | str]:
-    """XLA options for `jax.jit(...).lower(...).compile(compiler_options=...)` that let collectives overlap.
+    """XLA options for `jax.jit(...).lower(...).compile(compiler_options=...)` that enable overlap of collectives.
 
-    Empty for an unknown chip. The reasons are in `chip.options`.
+    Empty for an unknown chip. `chip.options` has the reasons.
     """
     if chip is None:
         return {}

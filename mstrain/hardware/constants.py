@@ -1,4 +1,4 @@
-"""Link and compute constants of the cost model: shipped files, a user's file, or the table of chips."""
+"""Link and compute constants of the cost model, from shipped files, a user's file, or the table of chips."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from mstrain.json_files import parse_json
 
 FOLDER = Path(__file__).parent / "constants_files"
 COLLECTIVES = ("all_gather", "reduce_scatter", "permute")
-GEMM_FRACTION = 249 / 272  # of the peak: what the MeshSlice authors fitted to their simulated TPU v4
+GEMM_FRACTION = 249 / 272  # of the peak, as the MeshSlice authors fitted to their simulated TPU v4
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class AxisLinks:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How two times combine, each as weights on (the longer, the shorter).
+    """How the times of two collectives combine, as weights on (the longer, the shorter).
 
-    `gathers`: the two first all-gathers of OS. `chain`: gather, then scatter, of LS and RS.
-    `steady`: the two collectives that travel while a slice multiplies, or before it where nothing `hides` them.
+    `gathers`: the first two all_gathers of OS. `chain`: the first all_gather and the last reduce_scatter of LS and RS.
+    `steady`: the two collectives of a slice, which overlap with its product if `hides`, and precede it otherwise.
     """
 
     gathers: tuple[float, float]
@@ -47,12 +47,14 @@ OVERLAPS = {
 
 @dataclass(frozen=True)
 class Constants:
-    """What the cost model knows of a machine.
+    """The constants of one machine in the cost model.
 
     Attributes:
       flops: GeMM rate of one device in FLOP/s.
+      row, col: links along the two mesh axes.
+      overlap: a key of `OVERLAPS`.
+      hbm_bandwidth: bytes/s of one device's memory, which limits the accumulation of slices; None for no limit.
       shaped: whether a product's rate is that of its shape in the table of efficiencies; `flops` is of a large one.
-      hbm_bandwidth: bytes/s of one device's memory, which bounds how fast slices can be accumulated; None: no bound.
     """
 
     name: str
@@ -73,7 +75,7 @@ class Constants:
             raise ValueError(f"{self.name}: hbm_bandwidth must be positive (bytes/s) or null, not {self.hbm_bandwidth}")
 
     def save(self, path: str | Path) -> None:
-        """Write the JSON file that `load_constants` reads."""
+        """Writes the JSON file that `load_constants` reads."""
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
 
@@ -82,14 +84,14 @@ def _axis(entry: dict) -> AxisLinks:
 
 
 def load_constants(name_or_path: str | Path) -> Constants:
-    """Constants from a shipped file ("tpu_v4_reference"), or from a JSON file of the same form.
+    """Constants from a shipped file such as "tpu_v4_reference", or from a JSON file with the same keys.
 
-    Raises ValueError for a name that is neither and for a file that lacks a key.
+    Raises ValueError if there is no such file or if the file is invalid.
     """
     shipped = {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
     path = shipped.get(str(name_or_path), Path(name_or_path))
     if not path.is_file():
-        raise ValueError(f"no constants {str(name_or_path)!r}; use a JSON file or {' | '.join(shipped)}")
+        raise ValueError(f"No constants {str(name_or_path)!r}. Type a JSON file or one of {', '.join(shipped)}.")
     try:
         entry = parse_json(path.read_text())
         memory = entry.get("hbm_bandwidth")
@@ -101,11 +103,11 @@ def load_constants(name_or_path: str | Path) -> Constants:
 
 
 def constants_for(target: Chip | TpuSlice, dtype: str = "bf16") -> Constants:
-    """Constants derived from the table of chips, before anybody has measured; for "cpu" a shipped one.
+    """Constants derived from the table of chips; for "cpu" the shipped `cpu_emulated`.
 
-    A TPU axis gathers over one link, or over both directions where a `TpuSlice` closes its rings. The row and
-    col axes of a GPU share its ports, half each. GeMMs run at GEMM_FRACTION of the peak.
-    Raises ValueError when the table lacks a number.
+    A collective along a TPU axis uses one link, or two where the `TpuSlice` has closed rings. The row and col axes of a
+    GPU use half of its ports each. GeMMs run at GEMM_FRACTION of the peak.
+    Raises ValueError if the table lacks a number.
     """
     chip = target.chip if isinstance(target, TpuSlice) else target
     if chip.platform == "cpu":
@@ -119,9 +121,9 @@ def constants_for(target: Chip | TpuSlice, dtype: str = "bf16") -> Constants:
     if chip.torus_rank:
         links = 2 if isinstance(target, TpuSlice) and target.wraps else 1
     else:
-        links = chip.ici_links / 2
-    bandwidth = links * chip.ici_bandwidth
-    axis = AxisLinks(*(Link(getattr(chip, f"launch_{name}"), chip.sync, bandwidth) for name in COLLECTIVES))
+        links = chip.number("ici_links") / 2
+    bandwidth = links * chip.number("ici_bandwidth")
+    axis = AxisLinks(*(Link(chip.number(f"launch_{name}"), chip.number("sync"), bandwidth) for name in COLLECTIVES))
     source = f"derived from the table of chips: {links:g} link(s) per axis, {GEMM_FRACTION:.3f} of the peak"
-    return Constants(target.name, source, chip.peak(dtype) * GEMM_FRACTION, axis, axis, chip.overlap,
+    return Constants(target.name, source, chip.known_peak(dtype) * GEMM_FRACTION, axis, axis, chip.overlap,
                      chip.hbm_bandwidth)

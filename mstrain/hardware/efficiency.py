@@ -1,4 +1,4 @@
-"""What devices sustain of their peaks (efficiency.toml): products by shape, streams of memory, fused attention."""
+"""Sustained fractions of the peaks of devices (efficiency.toml): products by shape, memory, fused attention."""
 
 import functools
 import math
@@ -13,16 +13,17 @@ from mstrain.hardware.chips import Chip
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Fractions of a chip's peaks, and what decides how a product of some shape reaches them.
+    """Fractions of a chip's peaks, and parameters of the model of products by shape.
 
     Attributes:
       matmul, memory, attention, link, network: fractions of the peaks in the table of chips.
       tiles: (rows, columns, relative rate) of the thread blocks of a GPU; a TPU has one, its systolic array.
       host: bytes/s to or from host memory, one way.
-      units: SMs of a GPU; 0 on a TPU, whose products are not quantised in waves.
-      fill: elements along the summed dimension that every tile costs besides its own.
-      launch: seconds between dependent kernels; schedule: measured over compiled seconds of a TPU's step.
-      overlap: whether gathers of weights and sums of gradients run under compute where a system lets them.
+      units: SMs of a GPU; 0 on a TPU, whose products are not rounded up to waves.
+      fill: cost of starting a tile, as elements added to the contracted dim.
+      launch: seconds between dependent kernels.
+      schedule: measured over compiled seconds of a TPU's step.
+      overlap: whether all_gathers of weights and reductions of gradients overlap with compute.
       spread: relative standard deviation of the speed of devices of one kind.
       uncertainty: relative standard error of `matmul`.
     """
@@ -43,16 +44,16 @@ class Efficiency:
     uncertainty: float = 0.1
 
     def gemm_seconds(self, chip: Chip, dims: tuple[int, int, int], dtype: str = "bf16", batch: int = 1) -> float:
-        """Seconds of `batch` products (m, k) x (k, n): the longer of arithmetic and memory, and the launch."""
+        """Seconds of `batch` products (m, k) x (k, n): the maximum of arithmetic and memory time, plus the launch."""
         m, k, n = dims
-        rate = chip.peak(dtype) * self.matmul
+        rate = chip.known_peak(dtype) * self.matmul
         size = {"bf16": 2, "bfloat16": 2, "f32": 4, "float32": 4}[dtype]
         moved = size * batch * (m * k + k * n + m * n)
         arithmetic = min(self._arithmetic(tile, dims, batch) for tile in self.tiles) / rate
         return max(arithmetic, self.stream_seconds(chip, moved)) + self.launch
 
     def _arithmetic(self, tile: tuple[int, int, float], dims: tuple[int, int, int], batch: int) -> float:
-        """Operations that a device is busy for with this tile, padding and idle SMs of the last wave included."""
+        """FLOPs with this tile, including padding and idle SMs in the last wave."""
         (rows, columns, relative), (m, k, n) = tile, dims
         count = batch * math.ceil(m / rows) * math.ceil(n / columns)
         if self.units:
@@ -63,13 +64,13 @@ class Efficiency:
         return 2.0 * count * rows * columns * summed / relative
 
     def attention_rate(self, chip: Chip, head_dim: int, dtype: str = "bf16") -> float:
-        """FLOP/s of a fused attention kernel; heads narrower than a TPU's array leave a part of it idle."""
+        """FLOP/s of a fused attention kernel; heads narrower than a TPU's systolic array use a part of it."""
         filled = 1.0 if self.units else min(1.0, head_dim / self.tiles[0][0])
-        return chip.peak(dtype) * self.attention * filled
+        return chip.known_peak(dtype) * self.attention * filled
 
     def stream_seconds(self, chip: Chip, nbytes: float, kernels: float = 0.0) -> float:
         """Seconds in which `kernels` element-wise kernels read and write `nbytes`."""
-        return nbytes / (chip.hbm_bandwidth * self.memory) + kernels * self.launch
+        return nbytes / (chip.number("hbm_bandwidth") * self.memory) + kernels * self.launch
 
 
 def _efficiency(entry: dict) -> Efficiency:
@@ -90,7 +91,7 @@ def _table() -> Mapping[str, Efficiency]:
 
 
 def efficiency_of(chip: Chip) -> Efficiency:
-    """The efficiency of `chip`; raises ValueError, with the chips that have one, where the table has none."""
+    """The efficiency of `chip`; raises ValueError, with the chips in the table, if it has none."""
     if chip.name not in _table():
         raise ValueError(f"The table of efficiencies has no {chip.name}. It has {', '.join(_table())}.")
     return _table()[chip.name]

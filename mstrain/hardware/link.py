@@ -1,4 +1,4 @@
-"""What a collective costs on a link: the one ring formula."""
+"""The time of collectives on a ring of links."""
 
 from dataclasses import dataclass
 
@@ -19,8 +19,8 @@ class Link:
 def collective_seconds(link: Link, shard_bytes: float, participants: int) -> float:
     """Seconds of a ring all-gather or reduce-scatter (MeshSlice paper section 3.2.2).
 
-    `shard_bytes` is what one device sends in one of the `participants - 1` steps: its own shard for an
-    all-gather, its part of the result for a reduce-scatter. One participant needs no collective: 0.
+    `shard_bytes` is sent by each device in each of the `participants - 1` steps: its shard for an all_gather, a shard
+    of the result for a reduce_scatter. Returns 0 for one participant.
     """
     if participants == 1:
         return 0.0
@@ -30,9 +30,9 @@ def collective_seconds(link: Link, shard_bytes: float, participants: int) -> flo
 def ring_seconds(kind: str, nbytes: float, size: int, link: Link) -> float:
     """Seconds of a bandwidth-optimal ring collective of `size` participants (Patarasuk and Yuan, 2009).
 
-    `nbytes` is what one participant holds before the operation: the whole tensor for AllReduce, ReduceScatter
-    and Reduce, its shard for AllGather and Gather; for Broadcast and Scatter, what the source holds.
-    Raises ValueError for a kind that is not a collective.
+    `nbytes` is the size of one participant's input: the whole tensor for AllReduce, ReduceScatter and Reduce, its shard
+    for AllGather and Gather; for Broadcast and Scatter, the tensor of the source.
+    Raises ValueError for an unknown kind.
     """
     if kind in ("ReduceScatter", "Scatter"):
         return collective_seconds(link, nbytes / size, size)
@@ -40,8 +40,8 @@ def ring_seconds(kind: str, nbytes: float, size: int, link: Link) -> float:
         return collective_seconds(link, nbytes, size)
     if kind == "AllReduce":  # a reduce-scatter and an all-gather, launched together
         return 2 * collective_seconds(link, nbytes / size, size) - (link.launch if size > 1 else 0.0)
-    if kind in ("Broadcast", "Reduce"):  # in many small pieces, one behind the other
+    if kind in ("Broadcast", "Reduce"):  # pipelined in small pieces
         return link.launch + (size - 1) * link.sync + nbytes / link.bandwidth if size > 1 else 0.0
     raise ValueError(
-        f"{kind!r} is not a collective; known: AllReduce ReduceScatter AllGather Gather Scatter Broadcast Reduce"
+        f"Unknown collective {kind!r}. Use AllReduce, ReduceScatter, AllGather, Gather, Scatter, Broadcast or Reduce."
     )

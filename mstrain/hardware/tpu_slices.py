@@ -1,4 +1,4 @@
-"""Pod slices: from a cloud name or a topology to devices, torus axes and the meshes they can carry."""
+"""TPU slices: devices, torus axes and possible meshes of a slice, from its cloud name or topology."""
 
 import functools
 import itertools
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from mstrain.hardware.chips import Chip, all_chips
 
-CUBE = 4  # chips along an edge of the block that optical switches join (TPU v4 paper, section 2)
+CUBE = 4  # chips along an edge of the blocks that optical switches connect (TPU v4 paper, section 2)
 
 
 @dataclass(frozen=True)
 class TpuSlice:
-    """A pod slice: `topology` counts chips along each torus axis, `devices` counts JAX devices.
+    """A TPU slice: `topology` counts chips along each torus axis, `devices` counts JAX devices.
 
     `topology_name` and `topology_options` are what `jax.experimental.topologies.get_topology_desc` takes.
     """
@@ -26,21 +26,21 @@ class TpuSlice:
 
     @property
     def devices(self) -> int:
-        return math.prod(self.topology) * self.chip.tpu_slices.devices_per_chip
+        return math.prod(self.topology) * self.chip.slice_rules.devices_per_chip
 
     @property
     def physical_axes(self) -> tuple[int, ...]:
-        """Devices along each physical axis longer than 1; the cores of a chip count as one more axis."""
-        return tuple(n for n in (*self.topology, self.chip.tpu_slices.devices_per_chip) if n > 1)
+        """Devices along each physical axis longer than 1; the cores of a chip are one more axis."""
+        return tuple(n for n in (*self.topology, self.chip.slice_rules.devices_per_chip) if n > 1)
 
     @property
     def wraps(self) -> bool:
-        """Whether every torus axis is a closed ring, so that collectives can use both directions of it."""
-        wrap = self.chip.tpu_slices.wrap_axis
+        """Whether every torus axis is a closed ring, on which collectives use both directions."""
+        wrap = self.chip.slice_rules.wrap_axis
         return all(n % wrap == 0 for n in self.topology)
 
     def mesh_shapes(self, data: int = 1) -> tuple[tuple[int, int], ...]:
-        """The (rows, cols) that whole physical axes can form, with `data` replicas of the 2-D mesh."""
+        """The (rows, cols) made of whole physical axes, with `data` data-parallel copies of the 2-D mesh."""
         shapes = set()
         for owners in itertools.product(range(3), repeat=len(self.physical_axes)):  # data, row or col
             sizes = [1, 1, 1]
@@ -52,8 +52,8 @@ class TpuSlice:
             sizes = sorted({math.prod(s) for n in range(len(self.physical_axes) + 1)
                             for s in itertools.combinations(self.physical_axes, n)})
             raise ValueError(
-                f"{self.name}: {data} replicas cannot be made of whole torus axes {self.physical_axes}; "
-                f"use data = {_nearest(data, sizes)} (possible: {', '.join(map(str, sizes))})"
+                f"{self.name}: {data} data-parallel copies do not divide into whole torus axes {self.physical_axes}; "
+                f"use data={_nearest(data, sizes)} (possible: {', '.join(map(str, sizes))})"
             )
         return tuple(sorted(shapes))
 
@@ -68,8 +68,8 @@ def _text(topology) -> str:
 
 @functools.cache
 def _named_shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
-    """Cloud name's number -> topology. Larger 3-D slices are the most cubic arrangement of 4x4x4 cubes."""
-    rules = chip.tpu_slices
+    """Topology by the number of the cloud name. Large 3-D slices are the most cubic arrangement of 4x4x4 cubes."""
+    rules = chip.slice_rules
     shapes = [tuple(map(int, shape.split("x"))) for shape in rules.shapes]
     if rules.max_chips:
         longest = rules.max_axis // CUBE
@@ -86,7 +86,7 @@ def _named_shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
 
 
 def _check_topology(chip: Chip, topology: tuple[int, ...], text: str) -> None:
-    rules = chip.tpu_slices
+    rules = chip.slice_rules
     if len(topology) != chip.torus_rank:
         example = rules.shapes[-1]
         raise ValueError(f"{text!r}: {chip.name} is a {chip.torus_rank}-D torus; "
@@ -96,7 +96,7 @@ def _check_topology(chip: Chip, topology: tuple[int, ...], text: str) -> None:
     near = tuple(min(max(1, round(n / h)) * h, rules.max_axis) for n, h in zip(topology, host))
     if not single and near != topology:
         raise ValueError(
-            f"{text!r}: hosts carry {_text(host)} chips and an axis at most {rules.max_axis}; "
+            f"{text!r}: a host has {_text(host)} chips and an axis has at most {rules.max_axis}; "
             f"the nearest topology is {chip.name}:{_text(near)}"
         )
     limit = rules.max_chips or math.prod(map(int, rules.shapes[-1].split("x")))
@@ -110,13 +110,13 @@ def parse_target(text: str) -> TpuSlice:
     """The slice called `text`: a cloud name ("v4-64", "v5litepod-32") or a topology ("v5p:4x4x2").
 
     v2, v3, v4, v5p and tpu7x names count cores, v5e and v6e names count chips.
-    Raises ValueError naming the nearest slice.
+    Raises ValueError, with the nearest slice, for an unknown name.
     """
-    chips = {prefix: chip for chip in all_chips().values() if chip.tpu_slices for prefix in chip.tpu_slices.prefixes}
+    chips = {prefix: chip for chip in all_chips().values() if chip.tpu_slices for prefix in chip.slice_rules.prefixes}
     match = re.fullmatch(r"(\w+?)(?:-(\d+)|:(\d+(?:x\d+)*))", text.strip().lower())
     if not match or match[1] not in chips:
-        raise ValueError(f"{text!r} is no TPU slice; write {' | '.join(chips)}, then -SIZE or :TOPOLOGY, "
-                         f"as in v5p-64 or v5p:4x4x2")
+        raise ValueError(f"Unknown TPU slice {text!r}. Type one of {', '.join(chips)} with -SIZE or :TOPOLOGY, "
+                         "such as v5p-64 or v5p:4x4x2.")
     chip = chips[match[1]]
     if match[3]:
         topology = tuple(map(int, match[3].split("x")))
@@ -124,9 +124,9 @@ def parse_target(text: str) -> TpuSlice:
     else:
         named, size = _named_shapes(chip), int(match[2])
         if size not in named:
-            unit = "chips" if chip.tpu_slices.name_counts_per_chip == 1 else "cores"
+            unit = "chips" if chip.slice_rules.name_counts_per_chip == 1 else "cores"
             near = _nearest(size, named)
-            raise ValueError(f"{text!r}: there is no {chip.name} slice of {size} {unit}; "
+            raise ValueError(f"Unknown TPU slice {text!r}: {chip.name} has no slice of {size} {unit}; "
                              f"the nearest is {match[1]}-{near} ({_text(named[near])} chips)")
         topology = named[size]
-    return TpuSlice(text, chip, topology, f"{chip.name}:{_text(topology)}", dict(chip.tpu_slices.topology_options))
+    return TpuSlice(text, chip, topology, f"{chip.name}:{_text(topology)}", dict(chip.slice_rules.topology_options))

@@ -1,16 +1,16 @@
-"""Model FLOP/s utilization, computed in this one place."""
+"""Model FLOP/s utilization (MFU)."""
 
 
 def mfu(flops_per_step: float, step_seconds: float, devices: int, peak: float | None) -> float | None:
-    """Model FLOPs of a step over what `devices` at `peak` FLOP/s each could do in its `step_seconds`.
+    """Model FLOPs of a step over the FLOPs that `devices` with `peak` FLOP/s each can compute in `step_seconds`.
 
     `flops_per_step` counts the whole job and no recomputation (PaLM paper, appendix B).
-    Returns a fraction in [0, 1], or None when the peak is unknown.
-    Raises ValueError for a result above 1: then the time or the peak is wrong.
+    Returns a fraction in [0, 1], or None if the peak is unknown.
+    Raises ValueError for a fraction above 1, because the time or the peak is then wrong.
     """
     if step_seconds <= 0 or devices < 1 or flops_per_step < 0:
         raise ValueError(
-            f"mfu needs a positive time, a device or more and FLOPs >= 0, not {step_seconds} s, "
+            f"mfu needs a positive time, at least one device and FLOPs >= 0, not {step_seconds} s, "
             f"{devices} devices, {flops_per_step} FLOPs"
         )
     if peak is None:

@@ -1,7 +1,7 @@
-"""Causal self-attention on whole sequences and whole heads: every device works alone.
+"""Causal self-attention. Each device has whole sequences and whole heads, so the scores need no communication.
 
-Tokens are sharded between sequences and features between heads, so nothing travels. Shapes: B sequences, T tokens
-each, N query heads, K key-value heads, G = N / K queries per key-value head, H head_dim.
+Shapes: B sequences, T tokens per sequence, N query heads, K key-value heads, G = N / K query heads per key-value head,
+H head_dim.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ from mstrain.gemm import PlanPair, Storage
 from mstrain.gemm.local import axis_index, axis_size, constrain_layout
 from mstrain.layers.attention_kernels import AttentionConfig, attend
 from mstrain.layers.dense import Dense, Inits
-from mstrain.layers.norm import normalise
+from mstrain.layers.norm import normalize
 from mstrain.layers.parameter import parameter
 
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Counts and width of heads: N query heads over K key-value heads of width H."""
+    """Numbers and width of heads: N query heads, K key-value heads, each of H features."""
 
     queries: int
     keys: int
@@ -38,14 +38,13 @@ class Attention(nn.Module):
     """The attention half of a block: project to queries, keys and values, attend, project back.
 
     Attributes:
-      plans: how the two projections are computed.
-      heads: numbers of heads.
-      config: how scores are formed (scale, soft cap, ALiBi).
-      bias: biases on (the projection in, the projection out).
-      inits: initialisers of the two kernels.
-      rotary_base: base of rotary position embedding, or None.
-      qk_norm_epsilon: RMS-normalise queries and keys per head with this epsilon and a learned scale (Qwen 3), or
-        None.
+      plans: plans of the two projections.
+      heads: numbers and width of heads.
+      config: how scores are computed (scale, soft cap, ALiBi).
+      bias: whether (the projection in, the projection out) has a bias.
+      inits: initializers of the two kernels.
+      rotary_base: base of rotary position embedding; None for none.
+      qk_norm_epsilon: epsilon of an RMSNorm of queries and keys per head with a learned scale (Qwen 3); None for none.
     """
 
     plans: PlanPair
@@ -58,7 +57,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x_TxD, seq: int, window):
-        """x_TxD holds sequences of `seq` tokens; `window` (traced int32) limits how far back a token sees."""
+        """x_TxD holds sequences of `seq` tokens; a token attends to the last `window` tokens (traced int32)."""
         qkv = Dense(self.plans.into, self.heads.segments, self.inits.into, self.bias[0], name="qkv")(x_TxD)
         y_TxNH = self._attend(qkv, seq, window)
         return Dense(self.plans.out, x_TxD.shape[-1:], self.inits.out, self.bias[1], name="out")(y_TxNH)
@@ -85,8 +84,8 @@ class Attention(nn.Module):
         qkv = constrain_layout(qkv, lowering).reshape(-1, seq, queries + 2 * keys, self.heads.width)
         q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = jnp.split(qkv, [queries, queries + keys], axis=2)
         if scales:
-            q_BxTxNxH = self._normalise(q_BxTxNxH, scales[0])
-            k_BxTxKxH = self._normalise(k_BxTxKxH, scales[1])
+            q_BxTxNxH = self._normalize(q_BxTxNxH, scales[0])
+            k_BxTxKxH = self._normalize(k_BxTxKxH, scales[1])
         if self.rotary_base:
             q_BxTxNxH = rotate_positions(q_BxTxNxH, self.rotary_base)
             k_BxTxKxH = rotate_positions(k_BxTxKxH, self.rotary_base)
@@ -97,12 +96,13 @@ class Attention(nn.Module):
         y_BxTxNxH = attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, self.config, slopes_N, window, platform)
         return constrain_layout(y_BxTxNxH.reshape(-1, queries * self.heads.width), lowering)
 
-    def _normalise(self, x, scale_H):
-        return (normalise(x.astype(jnp.float32), "rmsnorm", self.qk_norm_epsilon) * scale_H).astype(x.dtype)
+    def _normalize(self, x, scale_H):
+        assert self.qk_norm_epsilon is not None
+        return (normalize(x.astype(jnp.float32), "rmsnorm", self.qk_norm_epsilon) * scale_H).astype(x.dtype)
 
 
 def rotate_positions(x_BxTxNxH, base: float):
-    """Rotary position embedding on halves of the head (Su et al., 2021, in the half-split form of Llama)."""
+    """Rotary position embedding on halves of the head (Su et al., 2021; halves as in Llama)."""
     seq, width = x_BxTxNxH.shape[1], x_BxTxNxH.shape[3]
     frequencies = base ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
     angles = jnp.arange(seq, dtype=jnp.float32)[:, None, None] * frequencies
@@ -113,7 +113,7 @@ def rotate_positions(x_BxTxNxH, base: float):
 
 
 def alibi_slopes(heads: int):
-    """Slopes of ALiBi (Press et al., 2022): powers of two, interpolated when `heads` is not one."""
+    """Slopes of ALiBi (Press et al., 2022): powers of two, interpolated if `heads` is not a power of two."""
     power = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     extra = [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]

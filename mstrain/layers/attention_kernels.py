@@ -1,6 +1,7 @@
-"""Which kernel computes attention: the device's flash attention where it has one, plain XLA elsewhere.
+"""Attention kernels: splash attention on TPUs, cuDNN on GPUs, and plain XLA where neither supports the inputs.
 
-Shapes as in `mstrain.layers.attention`. The choice is made when the step is compiled, for its platform.
+Shapes as in `mstrain.layers.attention`. The kernel is chosen when the step is traced, for the platform it is compiled
+for.
 """
 
 import dataclasses
@@ -10,18 +11,18 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 SAVED_ATTENTION = "attention"
-CUDNN_WIDEST_HEAD = 128  # its backward pass, on every generation it supports
+CUDNN_WIDEST_HEAD = 128  # of its backward pass, on all GPU generations
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """How scores are formed from q . k.
+    """How scores are computed from q . k.
 
     Attributes:
       scale: factor on q . k.
-      alibi: add slope * (key position - query position).
-      soft_cap: c * tanh(score / c), or None (Gemma 2).
-      windowed: some layers see only a window of past tokens, so the window is an operand and not a constant.
+      alibi: whether to add slope * (key position - query position).
+      soft_cap: c of c * tanh(score / c) (Gemma 2); None for none.
+      windowed: whether some layers attend to a window of past tokens only. The window is then a traced operand.
     """
 
     scale: float
@@ -33,7 +34,7 @@ class AttentionConfig:
 def attend(q, k, v, config: AttentionConfig, slopes_N, window, platform: str = "cpu"):
     """Causal attention of q_BxTxNxH over k, v_BxTxKxH; returns [B, T, N, H] in the dtype of q.
 
-    `platform` is JAX's name of the platform compiled for, which need not be the one that compiles.
+    `platform` is JAX's name of the platform that the program is compiled for.
     """
     kernel = _attend_xla
     if _flash_fits(q, config):
@@ -45,7 +46,7 @@ def attend(q, k, v, config: AttentionConfig, slopes_N, window, platform: str = "
 
 
 def _flash_fits(q, config: AttentionConfig) -> bool:
-    """Flash kernels want 16-bit inputs, whole blocks of tokens and scores without a bias or a traced window."""
+    """Flash kernels need bfloat16, whole blocks of tokens, and scores without a bias or a traced window."""
     extras = config.alibi or config.windowed
     return not extras and q.dtype == jnp.bfloat16 and q.shape[3] % 8 == 0 and q.shape[1] % 128 == 0
 
@@ -73,12 +74,12 @@ def _attend_cudnn(q, k, v, slopes_N, window, *, config: AttentionConfig):
 
 
 def _attend_splash(q, k, v, slopes_N, window, *, config: AttentionConfig):
-    """The splash attention kernel that ships with JAX: causal blocks that are all masked are never visited."""
+    """JAX's splash attention kernel, which skips blocks that the causal mask removes."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     seq, queries, width = q.shape[1:]
-    widest = 1024 if width <= 128 else 512  # wider heads leave less room for a block in on-chip memory
+    widest = 1024 if width <= 128 else 512  # VMEM holds smaller blocks of wider heads
     block = next(b for b in (1024, 512, 256, 128) if b <= widest and seq % b == 0)
     sizes = splash.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=min(block, 512),
@@ -90,4 +91,6 @@ def _attend_splash(q, k, v, slopes_N, window, *, config: AttentionConfig):
         mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, attn_logits_soft_cap=config.soft_cap
     )
     q, k, v = (x.swapaxes(1, 2) for x in (q * config.scale, k, v))
-    return jax.vmap(kernel)(q, k, v).swapaxes(1, 2)
+    y = jax.vmap(kernel)(q, k, v)
+    assert isinstance(y, jax.Array), "the kernel returns a tuple only with save_residuals"
+    return y.swapaxes(1, 2)

@@ -1,4 +1,4 @@
-"""A projection: `y = x @ w + b`, computed as its plan says."""
+"""A projection: `y = x @ w + b`, computed by a plan."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from jax.sharding import PartitionSpec as P
 from mstrain.gemm import Plan, Storage, linear
 from mstrain.layers.parameter import parameter
 
-SAVED_PRODUCT = "product"  # the name by which remat=dots finds what to keep
+SAVED_PRODUCT = "product"  # checkpoint name of what remat=dots saves
 
 
 @dataclasses.dataclass(frozen=True)
 class Inits:
-    """Initialisers of the projection into one half of a block and of the one out of it."""
+    """Initializers of the projection into one half of a block and of the projection out of it."""
 
     into: Callable
     out: Callable
@@ -25,13 +25,13 @@ class Dense(nn.Module):
     """Projects the last dim of x_TxI to the sum of `segments`.
 
     Attributes:
-      plan: how the product is computed.
-      segments: output widths; several for a fused projection, each split over the columns of the grid.
-      bias: add a bias.
-      initializer: initialiser of the canonical [in, out] kernel.
-      padding: output features appended (zeros, for ever) so that shards divide.
+      plan: plan of the product.
+      segments: output widths; several for a fused projection, each sharded over the columns of the grid.
+      initializer: initializer of the canonical [in, out] kernel.
+      bias: whether to add a bias.
+      padding: number of output features appended so that shards are equal; their weights stay zero.
 
-    Returns y_TxO in the dtype of x; column shard j holds its part of every segment side by side.
+    Returns y_TxO in the dtype of x; column shard j holds its part of every segment contiguously.
     """
 
     plan: Plan

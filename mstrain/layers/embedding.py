@@ -1,8 +1,8 @@
 """Token (and learned position) embedding, sharded over vocabulary and features.
 
-The table is a weight like any other, `E[vocabulary, features]` over (rows, columns). A lookup gathers it along the
-vocabulary, once per step, in the compute dtype; gradients of a token seen often are summed in float32 before
-they are scattered back.
+The table `E[vocab_size, width]` is sharded over (rows, columns). A lookup all-gathers it along the vocabulary, once per
+microbatch, in the compute dtype. The backward pass sums the gradients of each token in float32 before the
+reduce_scatter.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from mstrain.layers.parameter import parameter
 
 
 class Embedding(nn.Module):
-    """Looks up tokens_T (int32) and gives x_TxD in `dtype`, laid out as `layout`.
+    """Looks up tokens_T (int32) and returns x_TxD in `dtype`, sharded as `grid.layout`.
 
     Attributes:
-      grid: rows shard the vocabulary, columns the features.
+      grid: its rows shard the vocabulary, its columns the features.
       vocab_size, width: canonical table shape.
-      padding: rows appended to the vocabulary so that shards divide.
-      initializer: initialiser of the canonical table.
+      padding: rows appended to the table so that shards are equal.
+      initializer: initializer of the canonical table.
       dtype: dtype of the result.
     """
 
@@ -56,12 +56,12 @@ class Embedding(nn.Module):
         return table.astype(jnp.float32)[tokens].astype(self.dtype)
 
     def head_kernel(self, plan: Plan):
-        """The table as the [features, vocabulary] kernel of a tied output projection computed by `plan`."""
+        """The table as the [width, vocab_size] kernel of a tied output projection computed by `plan`."""
         return jax.lax.with_sharding_constraint(self.table.T, plan.grid.sharding(plan.grid.weight_spec))
 
 
 class Positions(nn.Module):
-    """Adds a learned embedding of each token's place in its sequence of `seq` tokens."""
+    """Adds a learned embedding of each token's position in its sequence of `seq` tokens."""
 
     layout: Layout
     mesh: Mesh

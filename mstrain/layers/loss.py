@@ -1,8 +1,7 @@
-"""Vocabulary-parallel cross-entropy: logits stay sharded over the vocabulary.
+"""Vocabulary-parallel cross-entropy: logits stay sharded over the vocabulary (Megatron-LM; Shoeybi et al., 2019).
 
-What travels is one maximum, one sum and one target logit per token and device, never the logits (the scheme of
-Megatron-LM; Shoeybi et al., 2019). The derivative, softmax minus one-hot, needs nothing but each device's own
-logits.
+Communicates one maximum, one sum and one target logit per token, and no logits. The derivative, softmax minus one-hot,
+needs no communication.
 """
 
 import dataclasses
@@ -20,12 +19,12 @@ from mstrain.gemm.local import all_reduce, axis_index
 
 @dataclasses.dataclass(frozen=True)
 class LogitsHead:
-    """What the loss must know of the logits.
+    """Size, sharding and soft cap of the logits.
 
     Attributes:
-      vocab_size: number of real tokens; columns beyond are padding and count for nothing.
-      layout: where the logits live.
-      soft_cap: logits become c * tanh(logits / c) first, or None (Gemma 2).
+      vocab_size: number of tokens; further columns are padding, which the loss ignores.
+      layout, mesh: of the logits.
+      soft_cap: c of c * tanh(logits / c), applied before the loss (Gemma 2); None for none.
     """
 
     vocab_size: int
@@ -34,7 +33,7 @@ class LogitsHead:
     soft_cap: float | None = None
 
     def capped(self, logits):
-        """Float32 logits as the loss takes them: after the soft cap."""
+        """Logits in float32 after the soft cap."""
         logits = logits.astype(jnp.float32)
         return self.soft_cap * jnp.tanh(logits / self.soft_cap) if self.soft_cap else logits
 
@@ -86,7 +85,7 @@ cross_entropy.defvjp(_forward, _backward)
 
 
 def _prepare(logits, head: LogitsHead):
-    """Float32 logits of this shard, capped, padding masked out; and the token id of each column."""
+    """Float32 logits of this shard with soft cap and masked padding, and the token id of each column."""
     logits = head.capped(logits)
     width = logits.shape[1]
     token_ids = lax.iota(jnp.int32, width)[None, :] + axis_index(head.layout.features) * width

@@ -1,4 +1,4 @@
-"""The feed-forward half of a block: plain (up, activate, down) or gated (gate and up fused, multiply, down)."""
+"""The MLP of a block: plain (up, activate, down) or gated (fused gate and up, activate, multiply, down)."""
 
 import functools
 
@@ -18,14 +18,15 @@ ACTIVATIONS = {
 
 
 class Mlp(nn.Module):
-    """x_TxD -> activate(x U) D, or with `gated` (activate(x G) * (x U)) D.
+    """Maps x_TxD to activate(x U) D, or with `gated` to (activate(x G) * (x U)) D.
 
     Attributes:
-      plans: how the two projections are computed.
-      mlp_dim: F, the width between them.
+      plans: plans of the two projections.
+      mlp_dim: hidden features F.
       activation: a key of `ACTIVATIONS`.
-      gated: multiply by a second projection; [gate, up] are the two segments of one product.
-      bias: both projections have one.
+      gated: whether to multiply by a second projection; [gate, up] are the two segments of one product.
+      bias: whether both projections have a bias.
+      inits: initializers of the two kernels.
     """
 
     plans: PlanPair
@@ -51,7 +52,7 @@ class Mlp(nn.Module):
             gate, up = jnp.split(h, 2, axis=-1)  # each feature shard holds its [gate | up]
             return activate(gate) * up
 
-        # Recomputing an activation is cheaper than keeping what lies between its input and its output.
+        # To recompute an activation costs less than to save its intermediate values.
         local = jax.checkpoint(local, prevent_cse=False)
         spec = self.plans.inside.spec
         return jax.shard_map(

@@ -1,12 +1,11 @@
-"""LayerNorm and RMSNorm. Statistics in float32, in two passes, so that a large mean does not cancel.
+"""LayerNorm and RMSNorm with statistics in float32, in two passes to avoid cancellation with a large mean.
 
-Features may be sharded. Then every shard sends its own mean and variance once, and the shards' numbers are combined as
-in Chan et al., 1979: one small all-gather forward and one backward, a few numbers per token. The backward pass keeps x
-as it came and two numbers per token.
+If features are sharded, each shard's mean and variance are all-gathered and combined as in Chan et al., 1979: one
+all_gather of two numbers per token in the forward pass and one in the backward pass. The residuals of the backward pass
+are x in its own dtype and two numbers per token.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +21,11 @@ from mstrain.layers.parameter import parameter
 
 @dataclasses.dataclass(frozen=True)
 class NormConfig:
-    """What a norm computes and where its x_TxD lives.
+    """Kind of a norm and layout of its x_TxD.
 
     Attributes:
       kind: `layernorm` or `rmsnorm`.
-      layout, mesh: of x; the scale is sharded as the features.
+      layout, mesh: of x; the scale is sharded as the features of x.
       epsilon: added to the variance.
     """
 
@@ -36,19 +35,19 @@ class NormConfig:
     epsilon: float = 1e-5
 
     def on_mesh(self, function, in_specs, out_specs):
-        # Replication is not tracked: what is not sharded over an axis is reduced over it by hand.
+        # check_vma=False: results that are not sharded over an axis are summed over it explicitly.
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
 
 class Norm(nn.Module):
-    """Normalises the last dim of x_TxD and scales it (and, for a LayerNorm with bias, shifts it).
+    """Normalizes the last dim of x_TxD, multiplies by a learned scale and, with `bias`, adds a learned bias.
 
     Attributes:
       config: kind, layout, epsilon.
-      bias: add a learned shift.
-      unit_offset: the learned scale is stored as its difference from one (Gemma).
+      bias: whether to add a learned bias.
+      unit_offset: whether the parameter is the scale minus one (Gemma).
     """
 
     config: NormConfig
@@ -64,15 +63,17 @@ class Norm(nn.Module):
         return _norm(x_TxD, scale_D, bias_D, self.config)
 
 
-def normalise(x, kind: str, epsilon: float):
-    """Unscaled LayerNorm or RMSNorm of the last dim of float32 x, which is whole on its device."""
+def normalize(x, kind: str, epsilon: float):
+    """LayerNorm or RMSNorm without scale of the last dim of float32 x, which must not be sharded."""
     mean, variance = _moments(x, kind)
     return (x - mean) * lax.rsqrt(variance + epsilon)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _norm(x, scale, bias, config):
+def _scaled_norm(x, scale, bias, config) -> jax.Array:
     return _forward(x, scale, bias, config)[0]
+
+
+_norm = jax.custom_vjp(_scaled_norm, nondiff_argnums=(3,))
 
 
 def _forward(x, scale, bias, config):
@@ -126,6 +127,6 @@ _norm.defvjp(_forward, _backward)
 
 
 def _moments(x, kind: str):
-    """Mean over the last dim (zero for an RMSNorm) and mean square about it, that dim kept."""
+    """Mean over the last dim (zero for an RMSNorm) and mean squared deviation from it, with that dim kept."""
     mean = jnp.mean(x, axis=-1, keepdims=True) if kind == "layernorm" else jnp.zeros_like(x[..., :1])
     return mean, jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)

@@ -1,8 +1,7 @@
-"""Parameters that know where they live and in which order they are stored.
+"""Parameters with their partition spec and storage order as Linen metadata.
 
-A parameter is initialised in canonical order, so that its values do not depend on mesh, algorithm or slice count,
-then stored as its `Storage` says. Both facts ride on the parameter as Linen metadata: the abstract parameter tree
-is a tree of `Stored` boxes.
+A parameter is initialized in canonical order and then converted to its `Storage`, so its values do not depend on mesh,
+algorithm or slice count. The abstract parameter tree is a tree of `Stored` boxes.
 """
 
 from collections.abc import Callable
@@ -37,12 +36,12 @@ class Stored(struct.PyTreeNode, nn.meta.AxisMetadata):
 
 
 def parameter(module: nn.Module, name: str, init: Callable, storage: Storage, spec: P) -> jax.Array:
-    """Declares float32 parameter `name` of canonical shape `storage.shape`, kept in stored order, sharded by `spec`."""
+    """Declares float32 parameter `name` of canonical shape `storage.shape`, in stored order, sharded as `spec`."""
 
     def boxed_init(key):
         return Stored(storage.from_canonical(init(key, storage.shape)), spec, storage)
 
-    return module.param(name, boxed_init)
+    return nn.meta.unbox(module.param(name, boxed_init))
 
 
 def is_stored(x) -> bool:
@@ -50,6 +49,6 @@ def is_stored(x) -> bool:
 
 
 def partition_specs(boxed: Any) -> Any:
-    """The `PartitionSpec` of every parameter of a boxed (possibly abstract) tree."""
+    """The `PartitionSpec` of every parameter in a tree of `Stored` boxes."""
     return jax.tree.map(lambda box: box.spec, boxed, is_leaf=is_stored)
 

@@ -1,4 +1,4 @@
-"""What `auto` means for a product: the tuner's dataflow and slice count."""
+"""Resolves `auto` for the products of a block: the tuner's dataflow and slice count."""
 
 from mstrain.hardware import Chip
 from mstrain.hardware.constants import Constants, constants_for
@@ -12,13 +12,14 @@ def tune_products(
     model: ModelConfig, parallel: ParallelConfig, shape: tuple[int, int], tokens: int, chip: Chip | None,
     constants: Constants | None = None,
 ) -> dict[str, Choice]:  # fmt: skip
-    """The tuner's dataflow and slice count of every product on a fixed mesh.
+    """The tuner's dataflow and slice count of every product on a fixed mesh of `shape` (rows, columns).
 
-    `constants` replace those of the chip. Empty when nothing is left to choose, no chip is known, or nothing is legal
-    (the plan's checks say why).
+    `constants` replace those of the chip. Returns an empty dict if nothing is `auto`, if the chip is unknown, or if no
+    choice is legal (the checks of the plan then report the reason).
     """
-    known = chip is not None and (constants or chip.platform != "cpu")
-    if not known or (parallel.slices != "auto" and parallel.dataflow != "auto"):
+    if chip is None or (constants is None and chip.platform == "cpu"):
+        return {}
+    if parallel.slices != "auto" and parallel.dataflow != "auto":
         return {}
     slices = None if parallel.slices == "auto" else parse_slices(parallel.slices)
     try:

@@ -1,11 +1,12 @@
-"""What distinguishes one transformer from another. Shapes and choices only; nothing about devices."""
+"""Sizes and architecture of a model. Independent of devices and parallelism."""
 
 import dataclasses
 import typing
+from typing import Any
 
 from mstrain.layers.mlp import ACTIVATIONS
 
-# A null that construction replaces by its number. Type checkers see what the rest of the program does.
+# Construction replaces null by a number, so type checkers see an int.
 if typing.TYPE_CHECKING:
     Automatic = int
 else:
@@ -34,13 +35,13 @@ class ModelConfig:
     num_kv_heads: Automatic = None  # type: ignore
     """Key and value heads (K); null takes as many as heads."""
     head_dim: Automatic = None  # type: ignore
-    """Features of a head (H); null takes width / heads."""
+    """Features per head (H); null takes width / heads."""
     mlp_dim: Automatic = None  # type: ignore
     """Hidden features of the MLP (F); null takes 4 x width."""
     vocab_size: int | None = None
     """Tokens of the embedding (V); null takes the tokenizer's."""
     context: int = 2048
-    """Longest sequence that learned positions know."""
+    """Longest sequence, in tokens, that learned positions support."""
     norm: str = "layernorm"
     """`layernorm` or `rmsnorm`."""
     norm_bias: bool = True
@@ -52,31 +53,31 @@ class ModelConfig:
     rotary_base: float = 10000.0
     """Base of the rotary frequencies."""
     activation: str = "gelu_tanh"
-    """Activation of the MLP: gelu_tanh, gelu, silu, relu and others."""
+    """Activation of the MLP: `gelu_tanh`, `gelu`, `silu` or `relu`."""
     gated: bool = False
     """Whether the MLP multiplies its activation by a second projection."""
     bias: str = "all"
     """Biases of linear layers: `all`, `qkv` alone, or `none`."""
     parallel_block: bool = False
-    """One norm feeds attention and MLP, and both are added at once."""
+    """Whether attention and MLP read the same norm and are added in parallel."""
     tied: bool = True
-    """The embedding table is the output projection, too."""
+    """Whether the output projection shares the embedding table."""
     qk_norm: bool = False
-    """Norms of queries and keys per head."""
+    """Whether queries and keys have a norm per head."""
     post_norm: bool = False
-    """A second norm after each half of a block (Gemma 2)."""
+    """Whether a second norm follows each half of a block (Gemma 2)."""
     unit_offset_norm: bool = False
-    """Norm scales are stored minus one (Gemma)."""
+    """Whether norm scales are stored minus one (Gemma)."""
     scaled_embedding: bool = False
-    """Embeddings are multiplied by the root of the width (Gemma)."""
+    """Whether embeddings are multiplied by the square root of the width (Gemma)."""
     attention_soft_cap: float | None = None
-    """Soft cap of attention scores: cap x tanh(score / cap); null for none."""
+    """Soft cap of attention scores, cap x tanh(score / cap); null for none."""
     logit_soft_cap: float | None = None
     """Soft cap of the logits; null for none."""
     attention_scale: float | None = None
-    """Factor of the attention scores; null takes head_dim ** -0.5."""
+    """Factor on the attention scores; null takes head_dim ** -0.5."""
     window: int | None = None
-    """Tokens that every second layer sees, from the first layer on; null sees all."""
+    """Tokens that every second layer attends to, starting with the first layer; null attends to all."""
 
     def __post_init__(self):
         for field, choices in CHOICES.items():
@@ -93,8 +94,7 @@ class ModelConfig:
                 f"model.width={self.width} does not divide into {self.heads} heads. "
                 "Set model.heads to a divisor of the width, or model.head_dim."
             )
-        automatic = {"num_kv_heads": self.heads, "head_dim": self.width // self.heads, "mlp_dim": 4 * self.width}
-        for field, value in automatic.items():
+        for field, value in self._automatic_sizes().items():
             if getattr(self, field) is None:
                 object.__setattr__(self, field, value)
         if self.heads % self.num_kv_heads:
@@ -104,3 +104,27 @@ class ModelConfig:
             )
         if self.position == "rotary" and self.head_dim % 2:
             raise ValueError(f"Rotary positions need an even head_dim, not {self.head_dim}. Set model.head_dim.")
+
+    def _automatic_sizes(self) -> dict[str, int]:
+        """Values of the sizes that are null."""
+        return {"num_kv_heads": self.heads, "head_dim": self.width // self.heads, "mlp_dim": 4 * self.width}
+
+    def resized(self, **sizes: Any) -> "ModelConfig":
+        """A copy with other sizes, such as `model.resized(width=512)`; derived sizes follow.
+
+        `dataclasses.replace` keeps `num_kv_heads`, `head_dim` and `mlp_dim` of this model. Here each of them that has
+        its automatic value is computed again from the new width and heads, unless `sizes` gives it.
+        """
+        automatic = self._automatic_sizes()
+        derived = {name: None for name, value in automatic.items() if getattr(self, name) == value}
+        return dataclasses.replace(self, **{**derived, **sizes})
+
+    @property
+    def known_vocab_size(self) -> int:
+        """`vocab_size`; raises ValueError if it is left to the tokenizer."""
+        if self.vocab_size is None:
+            raise ValueError(
+                f"model {self.name} takes its vocabulary from the tokenizer, so its size is not known yet. "
+                "Set model.vocab_size."
+            )
+        return self.vocab_size

@@ -1,4 +1,4 @@
-"""What a person asks of the parallelism: an algorithm for every layer and half of it, slice count, dataflow."""
+"""The parallelism that the user configures: algorithm per layer and half of a block, slice count, dataflow."""
 
 import dataclasses
 import re
@@ -10,27 +10,27 @@ from mstrain.models.products import HALVES
 
 @dataclasses.dataclass(frozen=True)
 class ParallelConfig:
-    """Which algorithm computes which products."""
+    """The algorithm, dataflow and slice count of the products of a model."""
 
     SHORTHAND: ClassVar = ("algorithm", tuple(ALGORITHMS))  # parallel=wang is parallel.algorithm=wang
 
     algorithm: str = "meshslice"
     """Algorithm of every layer; `parallel=wang` is short for `parallel.algorithm=wang`."""
     attention: str | None = None
-    """Algorithm of the attention half of every block instead."""
+    """Algorithm of the attention half of every block; null takes `algorithm`."""
     mlp: str | None = None
-    """Algorithm of the MLP half of every block instead."""
+    """Algorithm of the MLP half of every block; null takes `algorithm`."""
     layers: str | None = None
-    """Exceptions separated by spaces, each `LAYERS:ALGO`, `LAYERS:attention:ALGO` or `LAYERS:mlp:ALGO`, where LAYERS is
-    a layer (`3`) or an inclusive range (`0-5`, `6-`). Later ones win."""
+    """Algorithms of single layers: `LAYERS:ALGO`, `LAYERS:attention:ALGO` or `LAYERS:mlp:ALGO`, separated by spaces.
+    LAYERS is a layer (`3`) or an inclusive range (`0-5`, `6-`). The last match applies."""
     slices: str = "auto"
     """MeshSlice's slice count, or `auto`."""
     dataflow: str = "auto"
-    """`os`, `ls`, `rs` for every product, or `auto`: the largest of input, weight and output stays."""
+    """Dataflow of every product: `os`, `ls`, `rs`, or `auto` (input, weight or output, the largest, stays in place)."""
 
 
 def layer_algorithms(parallel: ParallelConfig, layers: int) -> list[tuple[str, str]]:
-    """(attention, mlp) algorithm of every layer; raises ValueError on a spelling it cannot read."""
+    """(attention, mlp) algorithm of every layer; raises ValueError if `parallel.layers` is invalid."""
     everywhere = [find_algorithm(half or parallel.algorithm).name for half in (parallel.attention, parallel.mlp)]
     names = [list(everywhere) for _ in range(layers)]
     for rule in (parallel.layers or "").split():
@@ -49,11 +49,11 @@ def layer_algorithms(parallel: ParallelConfig, layers: int) -> list[tuple[str, s
             for i, name in enumerate(HALVES):
                 if half in (None, name):
                     names[layer][i] = find_algorithm(algorithm).name
-    return [tuple(pair) for pair in names]
+    return [(attention, mlp) for attention, mlp in names]
 
 
 def check_effect(parallel: ParallelConfig, used: set[str]) -> None:
-    """An option that would change nothing is an error."""
+    """Raises ValueError for an option that has no effect on the algorithms `used`."""
     if parallel.slices != "auto" and not any_sliced(used):
         raise ValueError(
             f"parallel.slices={parallel.slices} has no effect: no layer uses meshslice. "
@@ -71,5 +71,5 @@ def check_effect(parallel: ParallelConfig, used: set[str]) -> None:
 
 def parse_slices(text: str) -> int:
     if not re.fullmatch(r"[1-9]\d{0,5}", str(text)):
-        raise ValueError(f"parallel.slices={text!r} is no slice count. Type a whole number such as 4, or auto.")
+        raise ValueError(f"parallel.slices={text!r} is not a slice count. Type a whole number such as 4, or auto.")
     return int(text)

@@ -1,9 +1,9 @@
-"""Parameters in two forms: canonical, as checkpoints carry them, and stored, as a plan runs them.
+"""Conversion of parameters between canonical form (checkpoints) and stored form (training steps).
 
-Canonical parameters are whole, in the model's own order, every layer stacked in `blocks_0`. Stored ones
-follow the plan: layers split into its groups, every parameter reordered by its `Storage`. Both ways are
-permutations (and zero padding), so a round trip is exact, and initial values do not depend on mesh, algorithm
-or slice count.
+Canonical parameters have the order of the model, with all layers stacked in `blocks_0`. Stored parameters follow a
+plan: layers are split into its groups, and every parameter is reordered by its `Storage`. Both conversions are
+permutations with zero padding, so a round trip is exact, and initial values do not depend on mesh, algorithm or slice
+count.
 """
 
 import functools
@@ -18,12 +18,12 @@ from mstrain.layers.parameter import Stored, is_stored, partition_specs
 from mstrain.models.plan import canonical_plan
 from mstrain.models.transformer import Transformer
 
-STACK = "blocks_0"  # Linen's name of the first group; the only one of canonical parameters
+STACK = "blocks_0"  # Linen's name of the first group, the only group of canonical parameters
 
 
 @functools.lru_cache(maxsize=8)
 def abstract_parameters(module: Transformer):
-    """Boxed abstract parameters of `module`; nothing is allocated. Traced once; do not change the tree."""
+    """Boxed abstract parameters of `module`, without allocation. Cached: callers must not modify the tree."""
     tokens = jax.ShapeDtypeStruct((module.seq * _sequences(module),), jnp.int32)
     return jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]
 
@@ -35,7 +35,7 @@ def parameter_shardings(module: Transformer):
 
 
 def parameter_shapes(module: Transformer):
-    """Abstract stored parameters, without their boxes."""
+    """Abstract stored parameters without boxes."""
     return jax.tree.map(lambda box: box.value, abstract_parameters(module), is_leaf=is_stored)
 
 
@@ -53,7 +53,7 @@ def init_canonical(module: Transformer, seed: int):
 
 
 def init_parameters(module: Transformer, seed: int):
-    """Initial parameters of `module`, created where they live."""
+    """Stored initial parameters of `module`, created with their shardings."""
 
     def create():
         return from_canonical(module, init_canonical(module, seed))
@@ -62,13 +62,14 @@ def init_parameters(module: Transformer, seed: int):
 
 
 def from_canonical(module: Transformer, canonical):
-    """Canonical parameters to the form `module` runs."""
+    """Converts canonical parameters to the stored form of `module`."""
     return _map_leaves(module, canonical, lambda x, boxes: _stored(x, boxes, module.plan.mesh))
 
 
 def from_canonical_in_turn(module: Transformer, canonical):
-    """`from_canonical` for a tree of arrays, which it consumes: each is freed when its stored form is there, so that
-    memory holds little beside one tree. Arrays of one shape and storage share a compiled program.
+    """`from_canonical`, one array at a time: deletes each canonical array when its stored form is computed.
+
+    The peak memory is that of one tree and one array. Arrays of equal shape and storage share a compiled program.
     """
 
     def convert(x, boxes):
@@ -80,8 +81,8 @@ def from_canonical_in_turn(module: Transformer, canonical):
 
 
 def compile_from_canonical(module: Transformer) -> None:
-    """Compiles what `from_canonical_in_turn` will need, for the compilation cache."""
-    programs = {}  # in one order on all processes
+    """Compiles the programs of `from_canonical_in_turn` for the compilation cache."""
+    programs = {}  # a dict, because all processes must compile in the same order
 
     def note(x, boxes):
         programs[x, boxes] = _from_canonical_program(boxes, module.plan.mesh)
@@ -96,7 +97,7 @@ def compile_from_canonical(module: Transformer) -> None:
 
 
 def to_canonical(module: Transformer, stored):
-    """The form `module` runs to canonical parameters."""
+    """Converts the stored form of `module` to canonical parameters."""
     rules = abstract_parameters(module)
 
     def convert(x, box):
@@ -109,10 +110,10 @@ def to_canonical(module: Transformer, stored):
 
 
 def canonical_shardings(module: Transformer):
-    """A sharding for every canonical parameter: over all tensor-parallel devices, on one dim that divides.
+    """The sharding of every canonical parameter: over all tensor-parallel devices on one dim that divides.
 
-    That dim is the second last where possible, with mesh axes in the order that lets an all-to-all along one
-    of them reach the stored form, so that converting and saving never gathers a parameter.
+    The dim is the second to last if possible. The order of the mesh axes lets one all-to-all reach the stored form, so
+    conversion and saving do not gather parameters.
     """
     boxes, mesh = abstract_parameters(module), module.plan.mesh
     boxes = {name: box for name, box in boxes.items() if not name.startswith("blocks_") or name == STACK}
@@ -126,7 +127,7 @@ def canonical_shardings(module: Transformer):
 
 
 def _map_leaves(module: Transformer, canonical, convert):
-    """Stored parameters; `convert(x, boxes)` gives those of one canonical array (a stack has several)."""
+    """Stored parameters; `convert(x, boxes)` returns those of one canonical array (several for a stack of layers)."""
     rules, stored = abstract_parameters(module), {}
     for name, tree in canonical.items():
         targets = [f"blocks_{i}" for i in range(len(module.plan.groups))] if name == STACK else [name]
@@ -139,7 +140,7 @@ def _map_leaves(module: Transformer, canonical, convert):
 
 
 def is_masked(x) -> bool:
-    """Whether `x` replaces parameters in a tree of moments that has none of them, as `optax.MaskedNode` does."""
+    """Whether `x` is an empty node such as `optax.MaskedNode`, which replaces parameters without moments."""
     return not jax.tree.leaves(x)
 
 
@@ -180,7 +181,7 @@ def _axes(box: Stored, stored: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _sharded_on(dim: int | None, axes, ndim: int, mesh: Mesh, both: bool = False) -> NamedSharding:
-    """All tensor-parallel devices on one of the last two dims (None: on none), or on `both` as in a step."""
+    """Shards `dim` (-1 or -2) over all tensor-parallel devices, no dim for None, or `both` last dims as in a step."""
     spec: list = [None] * ndim
     if both:
         spec[-2:] = [axis or None for axis in axes][-ndim:]
@@ -194,5 +195,5 @@ def _devices(mesh: Mesh) -> int:
 
 
 def _sequences(module: Transformer) -> int:
-    """Fewest sequences that divide over every device, so that shapes can be traced."""
+    """The smallest number of sequences that divides over all devices, for tracing shapes."""
     return module.plan.mesh.size

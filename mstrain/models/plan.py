@@ -1,7 +1,6 @@
-"""From what a person asked of the parallelism (`ParallelConfig`) to a plan for every product of a model (`ModelPlan`).
+"""Makes the plan of every product of a model (`ModelPlan`) from the user's `ParallelConfig`.
 
-`make_plan` checks everything that needs no device time: spelling, divisibility, legal slice counts, options without
-effect.
+`make_plan` runs all checks that need no device: names, divisibility, legal slice counts, options without effect.
 """
 
 import dataclasses
@@ -21,18 +20,20 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
 from mstrain.models.products import ATTENTION, MLP, block_products
 
-LANES = 128  # of a TPU's vector registers: the last dim of an array moves without a relayout in multiples of it
-SLICES_WITHOUT_TUNING = 4  # auto takes the largest legal count up to this when there is no chip to tune for
+LANES = 128  # of a TPU's vector registers; slices of the last dim in multiples of it need no relayout
+SLICES_WITHOUT_TUNING = 4  # without a known chip, auto takes the largest legal slice count up to this
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlan:
+    """Plans of the two halves of a block."""
+
     attention: PlanPair
     mlp: PlanPair
 
     @property
     def products(self) -> tuple[Plan, ...]:
-        """In the order of `mstrain.models.products.block_products`."""
+        """The four plans in the order of `mstrain.models.products.block_products`."""
         return tuple(plan for pair in (self.attention, self.mlp) for plan in (pair.into, pair.out))
 
     @property
@@ -42,9 +43,9 @@ class BlockPlan:
 
 @dataclasses.dataclass(frozen=True)
 class ModelPlan:
-    """Plans of consecutive groups of equal layers, with their lengths, and of the output projection.
+    """Plans of consecutive groups of equal layers with their lengths, and of the output projection.
 
-    `padded`: the vocabulary may grow by tokens that are never used; not so for canonical parameters.
+    `padded`: whether the vocabulary is padded to equal shards; False for canonical parameters.
     """
 
     groups: tuple[tuple[BlockPlan, int], ...]
@@ -60,11 +61,11 @@ class ModelPlan:
         return self.head.grid.swapped if self.head.dataflow == "rs" else self.head.grid
 
     def vocab_padding(self, vocab_size: int) -> int:
-        """Tokens to add so that vocabulary shards are equal, and whole 128-wide lanes for large vocabularies."""
+        """Number of tokens that pad the vocabulary to equal shards, in multiples of 128 for large vocabularies."""
         if not self.padded:
             return 0
         unit = math.lcm(self.head.grid.num_rows, self.head.grid.num_cols)
-        unit *= 128 if vocab_size >= 8192 else 1
+        unit *= LANES if vocab_size >= 8192 else 1
         return -vocab_size % unit
 
 
@@ -75,14 +76,14 @@ def make_plan(
     """Plans every product of `model` on `mesh`.
 
     Args:
-      microbatch: sequences that go through the model at once, whole job.
+      microbatch: sequences per microbatch of the whole job.
       seq: tokens per sequence.
-      chip: what MeshSlice's automatic dataflows and slice counts are tuned for; None takes the paper's rule, few
-        slices.
-      constants: of these devices, instead of those derived from the chip.
+      chip: the chip for which MeshSlice's automatic dataflows and slice counts are tuned; None takes the paper's rule
+        and few slices.
+      constants: measured constants that replace those derived from the chip.
 
     Raises:
-      ValueError: what is wrong and what to type instead.
+      ValueError: the plan is illegal; the message says what to type instead.
     """
     data = mesh.shape["data"]
     if microbatch % data:
@@ -99,7 +100,7 @@ def make_plan(
 
 
 def describe_plan(plan: ModelPlan) -> str:
-    """One line: which layers run which algorithm, dataflow and slice count."""
+    """One line with the algorithm, dataflows and slice counts of every group of layers."""
     parts, first = [], 0
     for block, count in plan.groups:
         halves = []
@@ -114,15 +115,15 @@ def describe_plan(plan: ModelPlan) -> str:
 
 
 def chip_lowering(chip: Chip | None) -> LoweringOptions:
-    """The options of the table of chips; the plain ones for an unknown chip."""
+    """The lowering options of a chip; the defaults for an unknown chip."""
     return LoweringOptions(**chip.lowering) if chip else LoweringOptions()
 
 
 @functools.cache
 def canonical_plan(model: ModelConfig) -> ModelPlan:
-    """Every parameter whole, in canonical order, all layers in one group: the form that checkpoints carry.
+    """The plan whose stored parameters are canonical: no reordering, no padding, all layers in one group.
 
-    Needs no device: the mesh is of this process's CPU, or absent when shapes alone are asked for.
+    Its mesh has one device of this process.
     """
     import jax
 
@@ -142,7 +143,7 @@ class _Planner:
 
     @functools.cached_property
     def tuned(self):
-        """The tuner's choices for MeshSlice by product, empty without a chip to tune for."""
+        """The tuner's choices for MeshSlice by product; empty without a known chip."""
         shape = (self.mesh.shape["row"], self.mesh.shape["col"])
         return tune_products(
             self.model, self.parallel, shape, self.sequences * self.seq, self.chip, self.constants
@@ -154,14 +155,14 @@ class _Planner:
         return plan
 
     def head(self, algorithm: str) -> Plan:
-        """The output projection: largest of its three matrices is the logits, which stay; tokens keep their order."""
+        """The plan of the output projection. The logits, its largest matrix, stay in place; tokens keep their order."""
         grid = grid_of(algorithm, self.mesh)
         swap = self._flow(algorithm, 1, 1, "attention in") == "rs"
         plan = Plan(algorithm, "rs" if swap else "os", grid)
         vocab_size = self.model.vocab_size or 1
         padded = vocab_size + ModelPlan((), plan).vocab_padding(vocab_size)
         plan.check(self.model.width, padded, self.sequences, "the output projection")
-        if self.model.tied or swap:  # a shared table has one order, and loss and targets need tokens in theirs
+        if self.model.tied or swap:  # the tied table has one storage order, and slices of rs reorder tokens
             return plan
         return self._sliced(plan, self.model.width, padded, "the output projection")
 
@@ -179,7 +180,7 @@ class _Planner:
                 )
         into_plan = self._sliced(into_plan, first.in_dim, first.out_dim, first.name)
         out_plan = self._sliced(out_plan, last.in_dim, last.out_dim, last.name)
-        if into == out == "rs":  # one order of the sequences inside
+        if into == out == "rs":  # both must use the same order of sequences
             slices = min(into_plan.slices, out_plan.slices)
             into_plan, out_plan = (dataclasses.replace(p, slices=slices) for p in (into_plan, out_plan))
         pair = PlanPair(into_plan, out_plan)
@@ -210,7 +211,7 @@ class _Planner:
         return plan
 
     def _automatic_slices(self, legal: list[int], plan: Plan, in_dim: int, out_dim: int, what: str) -> int:
-        """The tuner's slice count, or the nearest smaller one whose slices of features are whole lanes of a TPU."""
+        """The tuner's slice count, or the largest smaller one whose slices are multiples of `LANES`."""
         if what not in self.tuned:
             most = min([SLICES_WITHOUT_TUNING, *(choice.slices for choice in self.tuned.values())])
             return max(s for s in legal if s <= most)

@@ -1,4 +1,4 @@
-"""The matrix products of a block: the one list of them, which plans, tuner, planner and benchmarks go through."""
+"""The matrix products of a block, as used by plans, tuner, planner and benchmarks."""
 
 import dataclasses
 
@@ -10,9 +10,9 @@ HALVES = ATTENTION, MLP = "attention", "mlp"  # of a block; each has a product i
 
 @dataclasses.dataclass(frozen=True)
 class BlockProduct:
-    """One product: `half` of the block, `side` of it (`in` or `out`), features in, and features out as `segments`.
+    """One product: the `half` of the block, its `side` (`in` or `out`), input features, segments of output features.
 
-    A fused projection has several segments, each of which is split over the columns of the mesh.
+    A fused projection has several segments, each sharded over the columns of the mesh.
     """
 
     half: str
@@ -42,5 +42,5 @@ def block_products(model: ModelConfig) -> tuple[BlockProduct, ...]:
 
 
 def projections(model: ModelConfig, repeats: int = 1) -> tuple[Projection, ...]:
-    """The same for the cost model, `repeats` times."""
+    """The products of one block for the cost model, each `repeats` times."""
     return tuple(Projection(p.name, p.in_dim, p.out_dim, repeats) for p in block_products(model))

@@ -1,7 +1,7 @@
-"""One decoder-only transformer; families differ by the small choices in `ModelConfig`.
+"""A decoder-only transformer; `ModelConfig` selects the family.
 
-Activations are x_TxD: all tokens of the batch in a row, sequence after sequence, by features. This file knows plans
-and layouts, not algorithms. Consecutive layers with equal plans are one scan, so compile time does not grow with depth.
+Activations are x_TxD: the tokens of all sequences, concatenated, by features. The model uses plans and layouts and does
+not depend on algorithms. Consecutive layers with equal plans are one scan, so compile time does not depend on depth.
 """
 
 import functools
@@ -22,11 +22,11 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.plan import BlockPlan, ModelPlan, canonical_plan
 
 REMAT = ("none", "dots", "full")
-INIT_SCALE = 0.02  # standard deviation of initial weights (GPT-2); projections out of a block shrink with depth
+INIT_SCALE = 0.02  # standard deviation of initial weights (GPT-2); smaller for projections out of a block
 
 
 class Block(nn.Module):
-    """Residual plus attention, residual plus MLP."""
+    """A block: residual plus attention, residual plus MLP."""
 
     model: ModelConfig
     plan: BlockPlan
@@ -84,20 +84,20 @@ class Block(nn.Module):
         return Mlp(self.plan.mlp, m.mlp_dim, m.activation, m.gated, m.bias == "all", self._inits(), name="mlp")
 
     def _inits(self):
-        shrunk = INIT_SCALE / (2 * self.model.layers) ** 0.5
-        return Inits(nn.initializers.normal(INIT_SCALE), nn.initializers.normal(shrunk))
+        out_scale = INIT_SCALE / (2 * self.model.layers) ** 0.5
+        return Inits(nn.initializers.normal(INIT_SCALE), nn.initializers.normal(out_scale))
 
 
 class Transformer(nn.Module):
-    """Maps tokens_T (int32, whole sequences of `seq` in a row) to logits_TxV laid out as `plan.head.output_layout`.
+    """Maps tokens_T (int32, concatenated sequences of `seq`) to logits_TxV sharded as `plan.head.output_layout`.
 
     Attributes:
-      model: sizes and choices; `model.vocab_size` must be set.
-      plan: how every product is computed.
+      model: sizes and architecture; `model.vocab_size` must be set.
+      plan: plans of all products.
       seq: tokens per sequence.
       dtype: of activations and products; parameters are float32.
-      remat: what a layer keeps for its backward pass: everything (`none`), its products (`dots`) or its input
-        (`full`).
+      remat: activation checkpointing: `none` recomputes nothing, `dots` keeps the outputs of products and attention,
+        `full` keeps the input of each layer.
     """
 
     model: ModelConfig
@@ -109,9 +109,10 @@ class Transformer(nn.Module):
     def setup(self):
         model, plan, init = self.model, self.plan, nn.initializers.normal(INIT_SCALE)
         residual = plan.head.input_layout
-        padding = plan.vocab_padding(model.vocab_size)
+        vocab_size = model.known_vocab_size
+        padding = plan.vocab_padding(vocab_size)
         self.embedding = Embedding(
-            plan.embedding_grid, model.vocab_size, model.width, padding, init, self.dtype
+            plan.embedding_grid, vocab_size, model.width, padding, init, self.dtype
         )
         if model.position == "learned":
             self.positions = Positions(residual, plan.mesh, model.context, init)
@@ -119,7 +120,11 @@ class Transformer(nn.Module):
         config = NormConfig(model.norm, residual, plan.mesh, model.norm_epsilon)
         self.final_norm = Norm(config, model.norm_bias, model.unit_offset_norm)
         if not model.tied:
-            self.head = Dense(plan.head, (model.vocab_size,), init, padding=padding)
+            self.head = Dense(plan.head, (vocab_size,), init, padding=padding)
+
+    def __hash__(self):
+        # Flax generates a hash of the fields too, but type checkers do not see it.
+        return hash((self.model, self.plan, self.seq, self.dtype, self.remat))
 
     def __call__(self, tokens_T):
         x_TxD = self.embedding(tokens_T)
@@ -142,12 +147,12 @@ class Transformer(nn.Module):
         return cross_entropy(self(tokens_T), targets_T, self._logits_head())
 
     def logits(self, tokens_T):
-        """The logits whose softmax the loss compares with the targets, float32 [T, V]: soft cap applied, no padding."""
+        """Logits after the soft cap, without padding, float32 [T, V]."""
         return self._logits_head().capped(self(tokens_T))[:, : self.model.vocab_size]
 
     def _logits_head(self) -> LogitsHead:
         m = self.model
-        return LogitsHead(m.vocab_size, self.plan.head.output_layout, self.plan.mesh, m.logit_soft_cap)
+        return LogitsHead(m.known_vocab_size, self.plan.head.output_layout, self.plan.mesh, m.logit_soft_cap)
 
     def _windows(self):
         every_second = jnp.arange(self.model.layers) % 2 == 0
@@ -166,21 +171,16 @@ class Transformer(nn.Module):
 
 
 def move(x_TxD, layout: Layout, plan: BlockPlan | ModelPlan):
-    """Brings activations to `layout`; free when they are there already."""
+    """Constrains activations to `layout`; no communication if they have it."""
     return jax.lax.with_sharding_constraint(x_TxD, jax.sharding.NamedSharding(plan.mesh, layout.spec))
 
 
 @functools.cache
 def count_parameters(model: ModelConfig) -> int:
-    """Exact number of parameters; shapes only, nothing is allocated.
+    """Exact number of parameters, from shapes, without allocation.
 
-    Raises ValueError when the vocabulary is left to the tokenizer.
+    Raises ValueError if the vocabulary is left to the tokenizer.
     """
-    if model.vocab_size is None:
-        raise ValueError(
-            f"model {model.name} takes its vocabulary from the tokenizer, so its size is not known yet. "
-            "Set model.vocab_size."
-        )
     module = Transformer(model, canonical_plan(model), seq=1)
     shapes = jax.eval_shape(module.init, jax.random.key(0), jax.ShapeDtypeStruct((1,), jnp.int32))
     return sum(leaf.size for leaf in jax.tree.leaves(shapes))

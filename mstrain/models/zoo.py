@@ -1,4 +1,4 @@
-"""The model zoo: every preset under conf/model, by name. A preset is the one place for a model's sizes."""
+"""The model zoo: loads the presets under conf/model by name."""
 
 import dataclasses
 import difflib
@@ -27,7 +27,7 @@ FAMILIES = {
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names of all presets, in order of the alphabet."""
+    """Names of all presets in alphabetical order."""
     return tuple(sorted(path.stem for path in PRESETS.glob("*.yaml")))
 
 
@@ -35,37 +35,38 @@ def load_preset(name: str) -> ModelConfig:
     """The preset `name`.
 
     Raises:
-      ValueError: no such preset (the message names the nearest), or a mistake in its file.
+      ValueError: the preset does not exist (the message has the nearest name), or its file is invalid.
     """
     names = preset_names()
     if name not in names:
         near = difflib.get_close_matches(re.sub(r"[^a-z0-9]", "_", name.lower()), names, 1, cutoff=0.4)
         hint = f"Did you mean {near[0]}? " if near else ""
-        raise ValueError(f"There is no model {name!r}. {hint}Choose one of {', '.join(names)}.")
+        raise ValueError(f"Unknown model {name!r}. {hint}Choose one of {', '.join(names)}.")
     path = PRESETS / f"{name}.yaml"
     try:
         merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(path))
         model = OmegaConf.to_object(merged)
+        assert isinstance(model, ModelConfig)
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path}: {reason}. Its fields must be those of ModelConfig.") from None
     if model.name != name:
-        raise ValueError(f"{path} says name: {model.name}. Write name: {name}, as the file is called.")
+        raise ValueError(f"{path} has name: {model.name}. Write name: {name}, the name of the file.")
     return model
 
 
 def family(model: ModelConfig) -> str:
-    """The family a preset belongs to, by the first word of its name; presets of our own have none."""
+    """The model family of a preset, from the first word of its name; `mstrain` for other names."""
     return FAMILIES.get(model.name.split("_")[0], "mstrain")
 
 
 def zoo_table(names: tuple[str, ...] | None = None) -> Table:
-    """A row for each preset (all by default, by family and then size), with its exact parameter count."""
+    """A row per preset (default: all, sorted by family and size) with the exact parameter count."""
     models = [load_preset(name) for name in names or preset_names()]
     models.sort(key=lambda m: (family(m), count_parameters(_with_vocab_size(m, 1))))
     table = Table(
         title="Models: type model=NAME", title_justify="left", box=None, padding=(0, 1, 0, 0),
-        caption="* whatever the tokenizer makes; counted for bytes", caption_justify="left",
+        caption="* set by the tokenizer; parameters are counted for bytes", caption_justify="left",
     )  # fmt: skip
     table.add_column("name", no_wrap=True)
     for column in ("layers", "width", "heads/kv", "mlp", "vocab", "context", "parameters"):

@@ -1,1 +1,1 @@
-"""How the products of a model are laid out on a mesh."""
+"""Cost model of sharded products and the tuner of dataflows and slice counts."""

@@ -1,25 +1,25 @@
-"""Which matrix of a projection stays put, which two move, and into how many slices they may be cut.
+"""Dataflows: which matrix of a projection stays in place, which two are communicated, and legal slice counts.
 
-For one projection Y = X W with X (tokens, in), W (in, out), Y (tokens, out), the three GeMMs of a training
-step (forward, input gradient, weight gradient) are one OS, one LS and one RS, whatever the dataflow; the
-dataflow decides which pair of {X, W, Y} moves. A gradient is communicated like the matrix it belongs to.
-MeshSlice paper sections 2.3, 3.1 and 3.2.1, table 1.
+A projection: Y = X W with X (tokens, in), W (in, out), Y (tokens, out). The three GeMMs of a training step (forward,
+input gradient, weight gradient) are one OS, one LS and one RS for every dataflow. The dataflow selects which two of X,
+W and Y are communicated. A gradient is communicated like its matrix. MeshSlice paper sections 2.3, 3.1 and 3.2.1,
+table 1.
 """
 
 import math
 from dataclasses import dataclass
 
-# dataflow -> (matrix moving between columns, matrix moving between rows), as in the paper's table 1
+# dataflow -> (matrix communicated between columns, matrix communicated between rows), as in the paper's table 1
 MOVING = {"os": ("x", "w"), "ls": ("y", "w"), "rs": ("x", "y")}
-# dataflow -> (the dim cut into slices, the dim sharded over rows only, the dim sharded over columns only)
+# dataflow -> (the sliced dim, the dim sharded over rows only, the dim sharded over columns only)
 DIMS = {"os": ("in", "tokens", "out"), "ls": ("out", "tokens", "in"), "rs": ("tokens", "in", "out")}
 
 
 @dataclass(frozen=True)
 class Projection:
-    """A fully connected layer (in_dim -> out_dim), `repeats` of them in the model.
+    """A fully connected layer (in_dim -> out_dim), with `repeats` copies in the model.
 
-    `parallel` marks one that reads the input of the projection before it (k and v after q, up after gate).
+    `parallel` is whether it reads the same input as the previous projection (k and v after q, up after gate).
     """
 
     name: str
@@ -35,12 +35,12 @@ class Projection:
 
 def check_dataflow(dataflow: str) -> str:
     if dataflow not in MOVING:
-        raise ValueError(f"unknown dataflow {dataflow!r}; use {' | '.join(MOVING)}")
+        raise ValueError(f"Unknown dataflow {dataflow!r}. Choose one of {', '.join(MOVING)}.")
     return dataflow
 
 
 def choose_dataflow(in_dim: int, out_dim: int, tokens: int) -> str:
-    """The dataflow that keeps the largest of X, W and Y still (MeshSlice paper section 3.2.1)."""
+    """The dataflow that keeps the largest of X, W and Y in place (MeshSlice paper section 3.2.1)."""
     if out_dim > in_dim and tokens >= in_dim:
         return "os"
     if in_dim >= out_dim and tokens >= out_dim:
@@ -49,9 +49,9 @@ def choose_dataflow(in_dim: int, out_dim: int, tokens: int) -> str:
 
 
 def orientations(projections, dataflows) -> tuple[bool, ...]:
-    """For each projection, whether its input arrives transposed; the last entry is the block's output.
+    """Whether the input of each projection is transposed; the last entry is for the block's output.
 
-    The block's input is (tokens, features). "rs" turns what it produces, "os" and "ls" keep it.
+    The block's input is (tokens, features). "rs" transposes its output, "os" and "ls" do not.
     """
     flags, entered, current = [], False, False
     for projection, dataflow in zip(projections, dataflows, strict=True):
@@ -62,7 +62,7 @@ def orientations(projections, dataflows) -> tuple[bool, ...]:
 
 
 def swapped(dataflow: str, transposed: bool) -> bool:
-    """Whether rows and columns change roles against MOVING and DIMS, where "rs" has transposed input."""
+    """Whether rows and columns are exchanged relative to MOVING and DIMS, where "rs" has transposed input."""
     return transposed != (dataflow == "rs")
 
 
@@ -77,7 +77,7 @@ def _dims(in_dim, out_dim, tokens, rows, cols, dataflow, transposed):
 
 def mesh_fault(in_dim: int, out_dim: int, tokens: int, rows: int, cols: int, dataflow: str,
                transposed: bool = False) -> str | None:
-    """Why rows x cols cannot shard this projection; None when it can."""
+    """The reason why rows x cols cannot shard this projection; None if it can."""
     sizes, needs = _dims(in_dim, out_dim, tokens, rows, cols, dataflow, transposed)
     for dim, parts in needs:
         if sizes[dim] % parts:
@@ -87,10 +87,10 @@ def mesh_fault(in_dim: int, out_dim: int, tokens: int, rows: int, cols: int, dat
 
 def legal_slices(in_dim: int, out_dim: int, tokens: int, rows: int, cols: int, dataflow: str, *,
                  transposed: bool = False, max_slices: int = 32, block: int = 1) -> tuple[int, ...]:
-    """The slice counts S <= max_slices that MeshSlice may use, ascending; empty if the mesh does not fit.
+    """Legal slice counts S <= max_slices of MeshSlice, ascending; empty if the mesh cannot shard the projection.
 
-    S * block * lcm(rows, cols) must divide the sliced dim (in for os, out for ls, tokens for rs): only then
-    is slice s the same set of indices on both axes. MeshSlice paper section 3.1.2.
+    S * block * lcm(rows, cols) must divide the sliced dim (in for os, out for ls, tokens for rs), so that
+    slice s has the same indices on both axes. MeshSlice paper section 3.1.2.
     """
     if mesh_fault(in_dim, out_dim, tokens, rows, cols, dataflow, transposed):
         return ()
@@ -100,9 +100,9 @@ def legal_slices(in_dim: int, out_dim: int, tokens: int, rows: int, cols: int, d
 
 
 def check_slices(slices: int, legal: tuple[int, ...], what: str) -> int:
-    """`slices` if legal; else ValueError naming the nearest legal count below and above."""
+    """Returns `slices` if legal; otherwise raises ValueError with the nearest legal counts below and above."""
     if slices in legal:
         return slices
     below, above = [s for s in legal if s < slices], [s for s in legal if s > slices]
     near = below[-1:] + above[:1]
-    raise ValueError(f"{what}: {slices} slices do not divide it; use {' or '.join(map(str, near))}")
+    raise ValueError(f"{what}: slice count {slices} is illegal. Use {' or '.join(map(str, near))}")

@@ -1,4 +1,4 @@
-"""Predicted seconds of the three GeMMs of a projection (MeshSlice paper section 3.2.2)."""
+"""Cost model of the three GeMMs of a projection (MeshSlice paper section 3.2.2)."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ GEMMS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A projection on a mesh: which dataflow, and whether its input arrives transposed."""
+    """A projection on a mesh of rows x cols with its dataflow and whether its input is transposed."""
 
     projection: Projection
     tokens: int
@@ -27,26 +27,26 @@ class Layout:
     dtype_bytes: int = 2
 
     def _values(self) -> dict[str, int]:
-        """How many values each whole matrix has."""
+        """Number of elements of each whole matrix."""
         p, t = self.projection, self.tokens
         return {"x": t * p.in_dim, "w": p.in_dim * p.out_dim, "y": t * p.out_dim}
 
     def moving_bytes(self) -> tuple[int, int]:
-        """Bytes of the whole matrices that move between (columns, rows)."""
+        """Bytes of the whole matrices communicated between (columns, rows)."""
         values = self._values()
         col, row = (values[m] * self.dtype_bytes for m in MOVING[check_dataflow(self.dataflow)])
         return (row, col) if swapped(self.dataflow, self.transposed) else (col, row)
 
     def traffic_bytes(self) -> tuple[float, float]:
-        """Bytes one device receives in the three GeMMs along (col, row)."""
+        """Bytes that one device receives in the three GeMMs along (col, row)."""
         devices = self.rows * self.cols
         col, row = self.moving_bytes()
         return 3 * (self.cols - 1) * col / devices, 3 * (self.rows - 1) * row / devices
 
     def accumulating_seconds(self, constants: Constants) -> tuple[float, float]:
-        """Seconds of HBM in the OS GeMM: for both gathered operands, and per slice for the float32 accumulator.
+        """HBM seconds of the OS GeMM: (both gathered operands, the float32 accumulator per slice).
 
-        Zeros where the bandwidth is unknown.
+        Zeros if the bandwidth is unknown.
         """
         if constants.hbm_bandwidth is None:
             return 0.0, 0.0
@@ -63,7 +63,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of the three GeMMs of one projection; `communication` adds both axes as if in turn."""
+    """Seconds of the three GeMMs of one projection; `communication` is the sum over both axes."""
 
     seconds: float
     compute: float
@@ -71,7 +71,7 @@ class Cost:
 
     @property
     def exposed(self) -> float:
-        """Seconds in which the device waits for a link and computes nothing."""
+        """Seconds in which the device waits for communication and does not compute."""
         return self.seconds - self.compute
 
     def __add__(self, other: "Cost") -> "Cost":
@@ -82,7 +82,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Terms:
-    """The parts of one GeMM's communication in seconds: moving bytes, and launches with syncs, per axis."""
+    """Communication of one GeMM in seconds per axis: `traffic` of bytes, `latency` of launches and syncs."""
 
     gemm: str
     traffic_col: float
@@ -92,7 +92,7 @@ class Terms:
 
     @property
     def first_slice(self) -> float:
-        """Traffic that no GeMM can hide: both gathers at once in OS, gather then scatter in LS and RS."""
+        """Traffic that cannot overlap: both all_gathers at once in OS; all_gather, then reduce_scatter in LS and RS."""
         pair = self.traffic_col, self.traffic_row
         return max(pair) if self.gemm == "OS" else sum(pair)
 
@@ -125,8 +125,8 @@ def sliced_cost(
 ) -> Cost:
     """Prologue + (S - 1) * max(communicate, multiply) + last GeMM, summed over the three GeMMs.
 
-    The prologue books the first gathers and, for LS and RS, the last scatter. S = 1 is Collective. Slices of OS take no
-    less than HBM needs for them: `accumulating` as `Layout.accumulating_seconds` gives it.
+    The prologue has the first all_gathers and, for LS and RS, the last reduce_scatter. S = 1 is Collective. The time of
+    a slice of OS is at least its HBM time, from `accumulating`, the result of `Layout.accumulating_seconds`.
     """
     rule = OVERLAPS[overlap]
     total = compute = communication = 0.0
@@ -147,7 +147,7 @@ def sliced_cost(
 
 
 def pass_costs(layout: Layout, slices: int, constants: Constants) -> tuple[Cost, Cost]:
-    """(forward, both gradients) of one projection in `slices` slices, repeats not counted."""
+    """Costs of (forward, both gradients) of one projection in `slices` slices, without `repeats`."""
     terms, memory = communication_terms(layout, constants), layout.accumulating_seconds(constants)
     costs = {
         term.gemm: sliced_cost((term,), layout.gemm_seconds(constants), slices, constants.overlap, memory)
@@ -159,6 +159,6 @@ def pass_costs(layout: Layout, slices: int, constants: Constants) -> tuple[Cost,
 
 
 def layout_cost(layout: Layout, slices: int, constants: Constants) -> Cost:
-    """Cost of one projection (repeats not counted), forward and both gradients, in `slices` slices."""
+    """Cost of forward and both gradients of one projection in `slices` slices, without `repeats`."""
     forward, backward = pass_costs(layout, slices, constants)
     return forward + backward

@@ -1,9 +1,9 @@
 """Dataflow and slice count of every product of a block on one mesh, by exhaustive search.
 
-The MeshSlice paper (section 3.2) fixes dataflows by a rule and searches the slice count. Here the dataflow is searched
-too. "os" and "ls" leave the orientation of the activations alone, so each projection picks the faster one by itself,
-which covers the rule and "os everywhere"; "rs" turns the activations, so a block uses it for every projection or for
-none, and only where the turns cancel before the residual addition.
+The MeshSlice paper (section 3.2) fixes dataflows by a rule and searches the slice count. The tuner also searches the
+dataflow. "os" and "ls" keep the orientation of the activations, so each projection takes the faster of the two. "rs"
+transposes its output, so a block uses it for all projections or for none, and only if the residual stream keeps its
+orientation.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from mstrain.parallel.product_cost import Layout, communication_terms, sliced_co
 
 @dataclass(frozen=True)
 class Choice:
-    """One projection as tuned. Seconds are for all its repeats, forward and both gradients."""
+    """The tuned dataflow and slice count of one projection. Seconds are for all repeats, forward and both gradients."""
 
     name: str
     dataflow: str
@@ -44,9 +44,9 @@ class Block:
     """The projections of a block to tune.
 
     Attributes:
-      tokens: of one data-parallel replica.
-      dataflow: auto, rule (the paper's), os, ls or rs.
-      slices: one count for all; None searches up to `max_slices`.
+      tokens: of one data-parallel copy.
+      dataflow: `auto`, `rule` (of the paper), `os`, `ls` or `rs`.
+      slices: slice count of all projections; None searches up to `max_slices`.
     """
 
     projections: tuple[Projection, ...]
@@ -58,13 +58,13 @@ class Block:
     dtype_bytes: int = 2
 
 
-def factorisations(devices: int) -> tuple[tuple[int, int], ...]:
-    """Every (rows, cols) with rows * cols == devices, 1 x N and N x 1 included."""
+def factorizations(devices: int) -> tuple[tuple[int, int], ...]:
+    """All (rows, cols) with rows * cols == devices, including 1 x N and N x 1."""
     return tuple((r, devices // r) for r in range(1, devices + 1) if devices % r == 0)
 
 
 def tune_block(block: Block, mesh: tuple[int, int]) -> tuple[Choice, ...]:
-    """The fastest choices on `mesh` (rows, cols); raises ValueError when the block does not fit it."""
+    """The fastest choices on `mesh` (rows, cols); raises ValueError if the mesh cannot shard the block."""
     found, faults = [], []
     for allowed in families(block).values():
         try:
@@ -77,23 +77,26 @@ def tune_block(block: Block, mesh: tuple[int, int]) -> tuple[Choice, ...]:
 
 
 def families(block: Block) -> dict[str, list[list[str]]]:
-    """Family name -> the dataflows each projection may pick from; the first wins ties."""
+    """The dataflows that each projection can choose from, by family name; the first of equally fast ones is chosen."""
     count = len(block.projections)
     if block.dataflow == "auto":
-        found = {"os/ls": [sorted(("os", "ls"), key=lambda flow: flow != _larger(p)) for p in block.projections]}
-        turned = orientations(block.projections, ["rs"] * count)[-1]
-        return found if turned else found | {"rs": [["rs"]] * count}
+        found: dict[str, list[list[str]]] = {
+            "os/ls": [["os", "ls"] if _larger(p) == "os" else ["ls", "os"] for p in block.projections]
+        }
+        if not orientations(block.projections, ["rs"] * count)[-1]:
+            found["rs"] = [["rs"]] * count
+        return found
     if block.dataflow != "rule":
         return {block.dataflow: [[block.dataflow]] * count}
     flows = [choose_dataflow(p.in_dim, p.out_dim, block.tokens) for p in block.projections]
     if any(flow != "rs" for flow in flows):
-        # Beside os and ls, "rs" would turn activations that its neighbours read.
+        # Next to os and ls, "rs" would transpose activations that other projections read.
         flows = [_larger(p) if flow == "rs" else flow for p, flow in zip(block.projections, flows)]
     return {"rule": [[flow] for flow in flows]}
 
 
 def family_choices(block: Block, mesh: tuple[int, int], allowed: list[list[str]]) -> tuple[Choice, ...]:
-    """The best choices within one family; raises ValueError if some projection does not fit the mesh."""
+    """The best choices of one family; raises ValueError if the mesh cannot shard a projection."""
     if allowed[0] != ["rs"]:
         return tuple(_fastest(block, p, mesh, flows) for p, flows in zip(block.projections, allowed))
     *flags, turned = orientations(block.projections, ["rs"] * len(allowed))
@@ -102,18 +105,18 @@ def family_choices(block: Block, mesh: tuple[int, int], allowed: list[list[str]]
     return tuple(_choice(block, p, mesh, "rs", flag) for p, flag in zip(block.projections, flags))
 
 
-def _choice(block: Block, projection: Projection, mesh, dataflow: str, transposed: bool) -> Choice:
-    """The best legal slice count; ValueError if the mesh or the requested count does not fit."""
-    shape = (projection.in_dim, projection.out_dim, block.tokens, *mesh, dataflow)
-    fault = mesh_fault(*shape, transposed)
+def _choice(block: Block, projection: Projection, mesh: tuple[int, int], dataflow: str, transposed: bool) -> Choice:
+    """The best legal slice count; raises ValueError if the mesh or the requested count is illegal."""
+    (rows, cols), sizes = mesh, (projection.in_dim, projection.out_dim, block.tokens)
+    fault = mesh_fault(*sizes, rows, cols, dataflow, transposed)
     if fault:
         raise ValueError(f"{projection.name}: {fault}")
     limit = block.max_slices if block.slices is None else 2 * block.slices
-    legal = legal_slices(*shape, transposed=transposed, max_slices=limit)
+    legal = legal_slices(*sizes, rows, cols, dataflow, transposed=transposed, max_slices=limit)
     if block.slices is not None:
-        where = f"{projection.name} ({dataflow} on {mesh[0]}x{mesh[1]})"
+        where = f"{projection.name} ({dataflow} on {rows}x{cols})"
         legal = (check_slices(block.slices, legal, where),)
-    layout = Layout(projection, block.tokens, *mesh, dataflow, transposed, block.dtype_bytes)
+    layout = Layout(projection, block.tokens, rows, cols, dataflow, transposed, block.dtype_bytes)
     constants = block.constants
     terms, gemm = communication_terms(layout, constants), layout.gemm_seconds(constants)
     memory = layout.accumulating_seconds(constants)
@@ -125,7 +128,7 @@ def _choice(block: Block, projection: Projection, mesh, dataflow: str, transpose
     return Choice(projection.name, dataflow, best, transposed, seconds, compute, communication, trials)
 
 
-def _fastest(block: Block, projection: Projection, mesh, dataflows: Sequence[str]) -> Choice:
+def _fastest(block: Block, projection: Projection, mesh: tuple[int, int], dataflows: Sequence[str]) -> Choice:
     found, faults = [], []
     for dataflow in dataflows:
         try:
@@ -138,5 +141,5 @@ def _fastest(block: Block, projection: Projection, mesh, dataflows: Sequence[str
 
 
 def _larger(projection: Projection) -> str:
-    """The dataflow that keeps the larger of X and Y still."""
+    """The dataflow that keeps the larger of X and Y in place."""
     return "os" if projection.out_dim > projection.in_dim else "ls"

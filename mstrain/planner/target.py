@@ -8,7 +8,7 @@ from functools import lru_cache
 from mstrain.hardware import Chip, TpuSlice
 from mstrain.hardware.constants import AxisLinks, Constants, constants_for
 from mstrain.hardware.efficiency import efficiency_of
-from mstrain.parallel.tune import factorisations
+from mstrain.parallel.tune import factorizations
 from mstrain.planner.clusters import find_fabric
 from mstrain.planner.stated.fabric import Fabric
 from mstrain.simulator.cluster import Device
@@ -64,7 +64,7 @@ class Pod:
         if self.tpu_slice is None or pipeline > 1:
             tensor = self.devices // data // pipeline
             outside = self.tpu_slice is not None and self.tpu_slice.devices % tensor
-            return () if outside else factorisations(tensor)
+            return () if outside else factorizations(tensor)
         slices = self.devices // self.tpu_slice.devices
         try:
             return self.tpu_slice.mesh_shapes(data // slices) if data % slices == 0 else ()

@@ -7,7 +7,7 @@ import pytest
 from flax import linen as nn
 
 from mstrain.gemm import Layout
-from mstrain.layers.norm import Norm, NormConfig, normalise
+from mstrain.layers.norm import Norm, NormConfig, normalize
 from tests.gemm.products import QUICK, mesh_of
 
 
@@ -55,7 +55,7 @@ def test_variance_in_one_pass_would_fail_where_ours_holds():
     )
     exact = reference(x, "layernorm")
     assert not np.allclose(one_pass, exact, atol=1e-2)
-    np.testing.assert_allclose(normalise(x, "layernorm", 1e-5), exact, atol=1e-2)
+    np.testing.assert_allclose(normalize(x, "layernorm", 1e-5), exact, atol=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from mstrain.parallel.dataflow import (
     check_dataflow,
 )
 from mstrain.parallel.product_cost import Layout, communication_terms
-from mstrain.parallel.tune import Block, factorisations, families, family_choices
+from mstrain.parallel.tune import Block, factorizations, families, family_choices
 from tests.planner.products.tuning_result import AxisPair, Candidate, Tuning, why_slower
 
 MESHSLICE, COLLECTIVE = "meshslice", "collective"
@@ -21,7 +21,7 @@ def _meshes(devices: int, meshes) -> tuple[tuple[int, int], ...]:
     if devices < 1:
         raise ValueError(f"devices must be 1 or more, not {devices}")
     if meshes is None:
-        return factorisations(devices)
+        return factorizations(devices)
     if isinstance(meshes, TpuSlice):
         if meshes.devices % devices:
             raise ValueError(f"{meshes.name} has {meshes.devices} devices, which {devices} does not divide")
@@ -29,7 +29,7 @@ def _meshes(devices: int, meshes) -> tuple[tuple[int, int], ...]:
     chosen = tuple((int(r), int(c)) for r, c in meshes)
     wrong = [_mesh(r, c) for r, c in chosen if r * c != devices or r < 1]
     if wrong or not chosen:
-        right = ", ".join(_mesh(r, c) for r, c in factorisations(devices))
+        right = ", ".join(_mesh(r, c) for r, c in factorizations(devices))
         raise ValueError(f"mesh {', '.join(wrong) or '(none)'} does not have {devices} devices; use {right}")
     return chosen
 
@@ -75,8 +75,8 @@ def _nothing_fits(problem: Block, rejected) -> str:
     free = replace(problem, slices=None)
     if _search(free, [(rows, cols)])[0]:
         return f"mesh {_mesh(rows, cols)}: {reason}"
-    for devices in reversed([r for r, _ in factorisations(rows * cols)]):
-        fits = _search(free, factorisations(devices))[0]
+    for devices in reversed([r for r, _ in factorizations(rows * cols)]):
+        fits = _search(free, factorizations(devices))[0]
         if fits:
             near = min(fits, key=lambda c: abs(math.log(c.rows * cols / (c.cols * rows))))
             return f"mesh {_mesh(rows, cols)}: {reason}; the nearest mesh that fits is {_mesh(near.rows, near.cols)}"
