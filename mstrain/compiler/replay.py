@@ -129,7 +129,7 @@ class Replay:
         self._flows = [flow for flow in self._flows if flow[1] > self.time]
 
     def _send(self, name: str, collective: Collective, asynchronous: bool) -> Transfer:
-        begin = max(self.time, *(self._free_at[lane] for lane in collective.lanes))
+        begin = max([self.time, *(self._free_at[lane] for lane in collective.lanes)])
         end = begin + collective.seconds
         for lane in collective.lanes:
             self._free_at[lane] = end
