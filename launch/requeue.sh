@@ -1,10 +1,13 @@
-# Sourced by the batch scripts: what follows an exit code of mstrain/job/exit_codes.py.
+# Sourced by the batch scripts. Handles the exit codes of mstrain/job/exit_codes.py.
 
 # Puts the job back into the queue after `code`, when that helps: after 85 (stopped and saved) always; after 75 (restart) or
 # a death by a signal, unless that was failure number MAX_RESTARTS + 1 in a row (20). A job that ran for an hour
 # (LONG_SECONDS) before it failed begins to count anew.
 requeue_after() {
-    local code=$1 file=mstrain-$SLURM_JOB_ID.failures failures=0
+    local code=$1 file=mstrain-${SLURM_JOB_ID:-}.failures failures=0
+    if [[ -z ${SLURM_JOB_ID:-} ]]; then  # not a batch job
+        return
+    fi
     if ((code == 75 || code >= 128)); then
         if ((SECONDS < ${LONG_SECONDS:-3600})) && [[ -r $file ]]; then
             failures=$(<"$file")

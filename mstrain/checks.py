@@ -4,6 +4,10 @@ import difflib
 import re
 
 
+class TransientError(ValueError):
+    """An error that the same command may not meet again: the cause is outside of it, or was repaired."""
+
+
 def one_of(key: str, value: str, allowed) -> None:
     """Raises ValueError, with the nearest of `allowed`, if `value` is not one of them."""
     if value not in allowed:

@@ -2,6 +2,10 @@
 
 import dataclasses
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import jax
@@ -15,6 +19,7 @@ from mstrain.cli import Command, build, known_keys, run_command
 from mstrain.cli.compose import CONF
 from mstrain.commands.train import COMMAND, load_config
 from mstrain.gemm import ALGORITHMS
+from mstrain.job.exit_codes import STOPPED
 from mstrain.mesh import parse_mesh
 from mstrain.models.parallel import ParallelConfig, layer_algorithms, parse_slices
 from mstrain.training.config import RunConfig
@@ -217,8 +222,8 @@ def test_help_explains_every_key(monkeypatch, capsys):
     assert command(["--help"], monkeypatch) == 0
     shown = capsys.readouterr().out
     for key in known_keys(RunConfig):
-        if "." not in key and key != "parallel":
-            assert re.search(rf"^  {re.escape(key)}=.*\n      \([a-z| ]+\) \S", shown, re.MULTILINE), key
+        if key != "parallel":  # short for parallel.algorithm
+            assert re.search(rf"^  {re.escape(key)}=.*\n      \([a-z| ]+\) [A-Z`]", shown, re.MULTILINE), key
 
 
 def test_cfg_job_prints_what_builds_the_same_configuration(monkeypatch, capsys):
@@ -251,7 +256,7 @@ def test_experiments_state_command_hardware_and_result_and_compose(path):
 def test_a_sweep_runs_every_combination_in_its_own_folder(tmp_path, monkeypatch, capfd):
     arguments = [*SMALL, "-m", "seed=1,2", "parallel=fsdp,wang", f"run_dir={tmp_path / 'sweep'}"]
     started = []
-    monkeypatch.setattr("mstrain.cli.sweep._start", lambda name, pairs, folder: started.append(pairs) or 0)
+    monkeypatch.setattr("mstrain.cli.sweep._Child.run", lambda self, name, pairs, folder: started.append(pairs) or 0)
     assert command(arguments, monkeypatch) == 0
     folders = {pair.partition("=")[2] for pairs in started for pair in pairs if pair.startswith("run_dir=")}
     assert folders == {f"{tmp_path}/sweep/seed={s}_parallel={p}" for s in (1, 2) for p in ("fsdp", "wang")}
@@ -259,6 +264,25 @@ def test_a_sweep_runs_every_combination_in_its_own_folder(tmp_path, monkeypatch,
     assert command([*SMALL, "-m", "seed=1,2", "steps=0"], monkeypatch) == 2  # before anything starts
     assert command([*SMALL, "-m", "seed=1"], monkeypatch) == 2
     assert len(started) == 4
+
+
+def test_a_signal_to_a_sweep_stops_its_run_and_the_sweep(tmp_path):
+    """The run that is going on gets the signal and ends with 85; the next one is not started."""
+    script = tmp_path / "run"
+    script.write_text(f"#!/bin/sh\ntrap 'exit {STOPPED}' TERM\ntouch {tmp_path}/ready\nwhile :; do sleep 0.05; done\n")
+    script.chmod(0o755)
+    program = (
+        "import sys, types\nfrom mstrain.cli.sweep import run_sweep\n"
+        f"sys.executable = {str(script)!r}\nconfig = lambda pairs: types.SimpleNamespace(run_dir={str(tmp_path)!r})\n"
+        "sys.exit(run_sweep('train', ['seed=1,2'], None, config, lambda folder: {}))"
+    )
+    sweep = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
+    while not (tmp_path / "ready").exists():
+        assert sweep.poll() is None
+        time.sleep(0.01)
+    sweep.send_signal(signal.SIGTERM)
+    assert sweep.wait(60) == STOPPED
+    assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("words, code, shown", [

@@ -90,12 +90,19 @@ def test_a_run_of_four_hosts_continues_on_three_with_the_same_curve(tmp_path, ss
     np.testing.assert_allclose(losses(run), losses(tmp_path / "alone"), rtol=1e-5)
 
 
+def test_a_resume_from_local_checkpoints_counts_as_progress(tmp_path):
+    assert newest_step(tmp_path) is None
+    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+    (tmp_path / "history.jsonl").write_text('{"after_step": 0}\n{"after_step": 6}\n{"after_st')
+    assert newest_step(tmp_path) == 6
+
+
 def supervise(ssh, codes, saves=(), **changes):
     """Runs a Supervisor whose process i of attempt n ends with codes[n][i]; its exit code, attempts and messages.
 
     `saves`: the attempts that write a checkpoint.
     """
-    attempts, said = [], []
+    attempts, messages = [], []
 
     def lines(hosts):
         attempts.append(hosts)
@@ -105,7 +112,7 @@ def supervise(ssh, codes, saves=(), **changes):
         return len([number for number in saves if number < len(attempts)])
 
     config = SuperviseConfig(",".join(HOSTS), ssh, wait_seconds=0, **changes)
-    return Supervisor(config, lines, newest, said.append).run(), attempts, said
+    return Supervisor(config, lines, newest, messages.append).run(), attempts, messages
 
 
 def test_what_a_restart_helps_is_restarted_and_nothing_else(ssh):
@@ -122,9 +129,9 @@ def test_failures_without_a_new_checkpoint_end_it_and_those_with_one_do_not(ssh)
 
 
 def test_a_host_on_which_the_process_dies_again_and_again_is_left_out(ssh):
-    code, attempts, said = supervise(ssh, [[75, 75, 137, 75], [75, 75, 139, 75], [0] * 3])
+    code, attempts, messages = supervise(ssh, [[75, 75, 137, 75], [75, 75, 139, 75], [0] * 3])
     assert code == FINISHED and attempts[2] == [HOSTS[i] for i in (0, 1, 3)]
-    assert "127.0.0.3 fails again and again and is left out" in said
+    assert "127.0.0.3 fails repeatedly and is left out" in messages
 
 
 def test_a_signal_is_passed_on_and_the_job_that_saved_ends_with_its_code(tmp_path, ssh):

@@ -43,13 +43,16 @@ class Checkpoints:
     """The checkpoints of one run directory: the newest `keep`, and all multiples of `keep_every` steps.
 
     With keep=None they are only read: those of another run, which may be saving at this moment.
+
+    Attributes:
+      directory: their absolute path; each checkpoint is a folder named by its step.
     """
 
     def __init__(self, directory: Path, keep: int | None, job: Job = ALONE, keep_every: int | None = None):
         for name in ("absl", "asyncio"):  # Orbax tells of every save, and of a failed one in every thread
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        self._directory, self._saving = directory.absolute(), 0
-        self._job, self._agreement = job, SaveBarrier(job)
+        self.directory, self._saving = directory.absolute(), 0
+        self._job, self._save_barrier = job, SaveBarrier(job)
         self._handler = DigestingHandler()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
@@ -63,7 +66,7 @@ class Checkpoints:
             ),
         )
         handlers = {STATE: self._handler, FACTS: ocp.JsonCheckpointHandler()}
-        self._manager = ocp.CheckpointManager(self._directory, options=options, item_handlers=handlers)
+        self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
 
     @property
     def latest(self) -> int | None:
@@ -89,8 +92,8 @@ class Checkpoints:
         chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK), canonical)
         args = ocp.args.Composite(**{STATE: Save(canonical, chunks), FACTS: ocp.args.JsonSave(facts)})
         self._saving = step
-        self._agreement.begin()
-        with self._telling():
+        self._save_barrier.begin()
+        with self._reporting_failure():
             self._manager.save(step, args=args)
 
     def give_up_save(self) -> None:
@@ -103,20 +106,12 @@ class Checkpoints:
                 break
         self._manager.reload()
 
-    def damage(self, step: int, part: int = 0, parts: int = 1) -> list[str]:
-        """What is wrong with the files of a checkpoint; of `parts` hosts each reads its share."""
-        return manifest.problems(epath.Path(self._directory / str(step)), part, parts)
-
-    def seconds_to_check(self, step: int, parts: int) -> float:
-        """How long `damage` may take a host that reads one of `parts` shares, by the limits of a save."""
-        return seconds_allowed(manifest.size(epath.Path(self._directory / str(step))) / parts, None)
-
     def set_aside(self, step: int) -> Path:
         """Moves a damaged checkpoint, so that it is neither read again nor in the way; returns its place.
 
         Raises ValueError when `damaged` is not a folder of the run directory.
         """
-        damaged = self._directory.parent / "damaged"
+        damaged = self.directory.parent / "damaged"
         if damaged.is_symlink() or (damaged.exists() and not damaged.is_dir()):
             kind = "a link" if damaged.is_symlink() else "not a folder"
             raise ValueError(f"Checkpoint {step} is damaged, and its place {damaged} is {kind}. Move that away.")
@@ -125,7 +120,7 @@ class Checkpoints:
             target = target.with_name(target.name + "-again")
         if jax.process_index() == 0:
             damaged.mkdir(exist_ok=True)
-            (self._directory / str(step)).rename(target)
+            (self.directory / str(step)).rename(target)
         return target
 
     def delete(self, step: int) -> None:
@@ -156,7 +151,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Returns when every save is on disk; raises whatever made one fail, on one process or on all."""
-        with self._telling():
+        with self._reporting_failure():
             self._manager.wait_until_finished()
 
     def close(self) -> None:
@@ -168,32 +163,33 @@ class Checkpoints:
         Orbax does before it writes cannot be broken off.
         """
         try:
-            with tempfile.TemporaryFile(dir=self._directory) as file:
+            with tempfile.TemporaryFile(dir=self.directory) as file:
                 file.write(b"x")
             problem = ""
         except OSError as error:
             problem = f"{self._job.name(self._job.process)}: {error.strerror or error}"
-        answers = [json.loads(text) for text in self._job.gather("save", json.dumps([problem, self._handler.speed]))]
+        texts = self._job.all_gather("save", json.dumps([problem, self._handler.speed]))
+        answers = [json.loads(text) for text in texts]
         if problems := [problem for problem, _ in answers if problem]:
             raise OSError("; ".join(problems))
         share = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / self._job.processes
         self._handler.limit = seconds_allowed(share, min((speed for _, speed in answers if speed), default=None))
 
     @contextlib.contextmanager
-    def _telling(self):
-        """The other processes learn of what goes wrong inside."""
+    def _reporting_failure(self):
+        """Reports an error inside to the other processes."""
         try:
             yield
         except Exception as error:
-            self._agreement.fail(f"{type(error).__name__}: {error}")
+            self._save_barrier.fail(f"{type(error).__name__}: {error}")
             raise
 
     def _wait_for_all(self, *, key: str, timeout_ms: int) -> None:
         del timeout_ms  # Orbax's, which knows no size
-        self._agreement.wait(key=key, timeout_ms=math.ceil(1000 * self._handler.limit))
+        self._save_barrier.wait(key=key, timeout_ms=math.ceil(1000 * self._handler.limit))
 
     def _unfinished(self) -> list[Path]:
-        return [*self._directory.glob("*.orbax-checkpoint-tmp*")]  # none when the folder was removed
+        return [*self.directory.glob("*.orbax-checkpoint-tmp*")]  # none when the folder was removed
 
     def _write_manifest(self) -> None:
         """Called when all files are written and before the folder gets its final name."""
@@ -203,7 +199,7 @@ class Checkpoints:
 
     def _read(self, step: int, target: State) -> State:
         """The canonical arrays that `target` names, sharded as it says."""
-        folder = self._directory / str(step) / STATE
+        folder = self.directory / str(step) / STATE
         with ocp.PyTreeCheckpointer() as reader:
             saved = reader.metadata(folder).item_metadata.tree["params"]
         self._check_shapes(step, saved, target["params"])
@@ -215,7 +211,7 @@ class Checkpoints:
         differing = differing_shapes(saved, wanted)
         if differing:
             raise ValueError(
-                f"The checkpoint of step {step} in {self._directory} belongs to another model:\n"
+                f"The checkpoint of step {step} in {self.directory} belongs to another model:\n"
                 + "\n".join(differing)
                 + "\nType the model= it was trained with, or another run_dir= to begin anew."
             )

@@ -1,4 +1,4 @@
-"""What a run may choose about its checkpoints."""
+"""The configuration of checkpoints."""
 
 import dataclasses
 
@@ -10,20 +10,20 @@ class CheckpointConfig:
     """When to save and what to keep. The last step is always saved."""
 
     every: int | None = 100
-    """Steps between saves. Null saves by time alone."""
+    """Steps between saves. Null saves by time only."""
     minutes: float | None = None
-    """Also save when so many minutes have passed since the last save. Null saves by steps alone."""
+    """Minutes after the last save at which a run also saves. Null saves by steps only."""
     keep: int = 3
-    """Number of newest checkpoints to keep."""
+    """Number of newest checkpoints to keep, at least 1."""
     keep_every: int | None = None
-    """Also save, and never delete, a checkpoint every so many steps."""
+    """Steps between checkpoints that are never deleted. Null keeps only the newest `keep`."""
     max_failures: int = 3
-    """Saves that fail in a row before the run stops."""
+    """Number of consecutive failed saves that stops the run."""
     local_dir: str | None = None
-    """Folder on a disk or in memory (`/dev/shm/mstrain`) of every host for frequent saves. A restart uses them when
-    every shard is found on its host or as a data-parallel copy on another one."""
+    """Folder on a local disk or in memory (`/dev/shm/mstrain`) of every host for frequent saves. A restart uses them
+    when every shard is on its own host or, as a data-parallel replica, on another host."""
     local_every: int | None = None
-    """Steps between saves to `local_dir`."""
+    """Steps between saves to `local_dir`. Requires checkpoint.local_dir=."""
 
     def __post_init__(self):
         at_least("checkpoint", self, keep=1, max_failures=1)

@@ -1,10 +1,11 @@
-"""Orbax's handler of trees of arrays, which also digests what it wrote and keeps to a limit of time.
+"""Orbax's handler of trees of arrays, extended by checksums of the files and a time limit.
 
-Orbax waits for the futures of `async_save` in a thread, before the barrier of all processes and the commit: so every
-process digests its own files there, while the others do the same and the devices train.
+Orbax waits for the futures of `async_save` in a thread, before the barrier of all processes and the commit. Every
+process computes the checksums of its own files there, in parallel with the others and with training.
 """
 
 import time
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -20,8 +21,8 @@ class DigestingHandler(ocp.PyTreeCheckpointHandler):
     """
 
     def __init__(self, buffer: int | None = None):
-        # Numbers of 32 bits compress by 8 %, which costs twice the time of reading them.
-        super().__init__(use_compression=False, restore_concurrent_gb=buffer and buffer / 10**9)
+        # Compression saves 8 % of float32 arrays and doubles the time to read them.
+        super().__init__(use_compression=False, restore_concurrent_gb=_gigabytes(buffer))
         self.limit = 0.0
         self.speed: float | None = None
 
@@ -30,6 +31,11 @@ class DigestingHandler(ocp.PyTreeCheckpointHandler):
         begun = time.perf_counter()
         futures = await super().async_save(directory, *args, **kwargs)
         return [_Part(self, directory, futures or [], begun)]
+
+
+def _gigabytes(size: int | None) -> Any:
+    """Of any type, because Orbax annotates an int but also takes fractions."""
+    return None if size is None else size / 10**9
 
 
 @ocp.args.register_with_handler(DigestingHandler, for_save=True)

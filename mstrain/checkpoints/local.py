@@ -52,7 +52,7 @@ class LocalCheckpoints:
         self._leaves, self._structure = jax.tree.flatten(abstract_state(module, optimizer))
         self._layout = _layout(module, self._leaves, self._structure)
         identity = _identity(run_dir) if job.leads else ""
-        run, self._attempt = json.loads(job.gather("local run", json.dumps([identity, secrets.token_hex(8)]))[0])
+        run, self._attempt = json.loads(job.all_gather("local run", json.dumps([identity, secrets.token_hex(8)]))[0])
         self._folder = directory.expanduser() / run / f"process_{job.process}"
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "local save")
         self._writing: tuple[int, concurrent.futures.Future] | None = None
@@ -65,7 +65,7 @@ class LocalCheckpoints:
         """
         self._settle()
         own = self._saves()
-        newest = self._job.gather("local save", str(max(own, default=0)))
+        newest = self._job.all_gather("local save", str(max(own, default=0)))
         for old in own.keys() - {min(map(int, newest)), max(own, default=0)}:  # that of all hosts, and this one's
             shutil.rmtree(self._folder / str(old), ignore_errors=True)
         host = shards.to_host(jax.tree.leaves(state))
@@ -77,7 +77,7 @@ class LocalCheckpoints:
         None when there is none after step `above`.
         """
         own = {str(step): save for step, save in self._saves().items() if step > above and self._complete(step)}
-        found = [json.loads(text) for text in self._job.gather("local steps", json.dumps(own))]
+        found = [json.loads(text) for text in self._job.all_gather("local steps", json.dumps(own))]
         saves = {(int(step), save) for of_process in found for step, save in of_process.items()}
         for step, save in sorted(saves, reverse=True):
             having = {process for process, of_process in enumerate(found) if of_process.get(str(step)) == save}
@@ -93,12 +93,12 @@ class LocalCheckpoints:
             text = (self._folder / str(step) / SAVE).read_text()
         except OSError:
             text = ""  # this host lost its disk
-        found = next(filter(None, self._job.gather("local facts", text)), "{}")
+        found = next(filter(None, self._job.all_gather("local facts", text)), "{}")
         return json.loads(found).get("facts", {})
 
     def steps(self) -> set[int]:
         """Steps that every host has saved."""
-        texts = self._job.gather("local steps of all", json.dumps([*self._saves()]))
+        texts = self._job.all_gather("local steps of all", json.dumps([*self._saves()]))
         return set.intersection(*(set(json.loads(text)) for text in texts))
 
     def drop_after(self, step: int) -> None:
@@ -163,7 +163,7 @@ class LocalCheckpoints:
         damage = manifest.problems(epath.Path(self._folder / str(step))) if here else []
         if damage:
             self._warn(f"local checkpoint {step} is damaged: {'; '.join(damage[:3])}")
-        texts = self._job.gather("local damage", "; ".join(damage))
+        texts = self._job.all_gather("local damage", "; ".join(damage))
         return {process for process, text in enumerate(texts) if not text}
 
     def _restore(self, step: int, having: set[int]) -> State:

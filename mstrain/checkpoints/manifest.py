@@ -58,15 +58,15 @@ def read(folder: epath.Path) -> dict:
     return json.loads((folder / NAME).read_text())
 
 
-def size(folder: epath.Path) -> int:
+def size(folder: os.PathLike) -> int:
     """Bytes of all files that the manifest names; 0 when it cannot be read."""
     try:
-        return sum(int(size) for size, _ in read(folder)["files"].values())
+        return sum(int(size) for size, _ in read(epath.Path(folder))["files"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return 0
 
 
-def problems(folder: epath.Path, part: int = 0, parts: int = 1) -> list[str]:
+def problems(folder: os.PathLike, part: int = 0, parts: int = 1) -> list[str]:
     """What differs from the manifest, one sentence each; looks at every `parts`-th file from `part` on.
 
     A folder without a manifest was half deleted by a run that was killed while it removed old ones, or is
@@ -122,5 +122,5 @@ def _digests(folder: epath.Path, files: list[epath.Path]) -> dict[str, tuple[int
 
 
 def _digest(path: epath.Path) -> str:
-    with path.open("rb") as file:
+    with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -46,5 +46,5 @@ class Schedule:
         left = self._config.minutes * 60 - (self._clock() - self._saved_at)
         seconds_per_step = max(self._clock() - self._saved_at, 1e-9) / (step - self._saved_step)
         wait = max(int(left / seconds_per_step / 2), 1)
-        due, self._ask_at = json.loads(self._job.gather("save by time", json.dumps([left <= 0, step + wait]))[0])
+        due, self._ask_at = json.loads(self._job.all_gather("save by time", json.dumps([left <= 0, step + wait]))[0])
         return due

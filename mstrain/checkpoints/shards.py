@@ -1,11 +1,12 @@
-"""The shards of a state as files of one host, and back to arrays, with the help of copies on other hosts.
+"""Writes the shards of a state as files of one host, and restores arrays from them and from replicas on other hosts.
 
 A shard is named by its leaf and the range of the array that it holds, so data-parallel copies of a shard have the same
-name on every host. Arrays are handled as unsigned integers of their width: bits pass unchanged.
+name on every host. Arrays are treated as unsigned integers of the same width, which preserves every bit.
 """
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,12 @@ def shard_name(leaf: int, shape: tuple[int, ...], index: tuple[slice, ...]) -> s
     """File name of the part `index` of leaf number `leaf`."""
     ranges = ["-".join(map(str, part.indices(size)[:2])) for part, size in zip(index, shape, strict=True)]
     return ".".join([str(leaf), *ranges, "bin"])
+
+
+def local_indices(leaf: jax.ShapeDtypeStruct) -> dict[Any, tuple[slice, ...]]:
+    """The part of an abstract, sharded array on each device of this process."""
+    indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    return {device: index for device, index in indices.items() if index is not None}
 
 
 def names_of(process: int, leaves: list[jax.ShapeDtypeStruct]) -> set[str]:
@@ -45,7 +52,7 @@ def to_host(leaves: list[jax.Array]) -> dict[str, np.ndarray]:
     return {name: np.array(data, copy=True) if on_cpu else np.asarray(data) for name, data in shards.items()}
 
 
-def choose_sources(leaf: jax.ShapeDtypeStruct, having: set[int]) -> set[jax.Device] | None:
+def choose_sources(leaf: jax.ShapeDtypeStruct, having: set[int]) -> set[Any] | None:
     """One device of a process in `having` for every part of the array; None when some part has none."""
     chosen = {}
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
@@ -65,7 +72,7 @@ def from_files(folder: Path, number: int, leaf: jax.ShapeDtypeStruct, having: se
     sources = choose_sources(leaf, having) if having is not None else None
     local_shape = leaf.sharding.shard_shape(leaf.shape)
     parts = []
-    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+    for device, index in local_indices(leaf).items():
         if sources is None or device in sources:
             part = np.fromfile(folder / shard_name(number, leaf.shape, index), bits).reshape(local_shape)
         else:
@@ -110,4 +117,4 @@ def _sum_of_copies(dtype, sharding: NamedSharding):
 
 
 def _from_bits(bits, dtype):
-    return bits != 0 if dtype == bool else jax.lax.bitcast_convert_type(bits, dtype)
+    return bits != 0 if dtype == jnp.bool_ else jax.lax.bitcast_convert_type(bits, dtype)

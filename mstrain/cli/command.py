@@ -1,4 +1,4 @@
-"""Runs a command: its options, and every error of a person as one message with exit code 2."""
+"""Runs a command: parses its options and prints a ValueError as one message."""
 
 import argparse
 import dataclasses
@@ -12,7 +12,7 @@ import mstrain
 from mstrain.cli.compose import config_dir, to_yaml
 from mstrain.cli.help import OPTIONS
 from mstrain.cli.sweep import run_sweep
-from mstrain.job.exit_codes import CONFIGURATION, RESTART, SIGNALED, MissingProcess
+from mstrain.job.exit_codes import SIGNALED, code_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Command:
 
     Attributes:
       name: as it is typed.
-      main: key=value arguments to exit code; raises ValueError for a mistake.
+      main: key=value arguments to exit code. Raises ValueError for invalid arguments.
       summary: what it does, one line.
       config: key=value arguments to the composed, checked config; what `--cfg job` prints.
       help_lines: key=value arguments to the lines of --help.
-      results: a finished run_dir to {column: value} of the table after a sweep.
+      results: a finished run_dir to {column: value}, for the table of a sweep.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Command:
 
 
 def run_command(command: Command, arguments: list[str] | None = None) -> typing.NoReturn:
-    """Runs `command` and exits: 2 and one message for a `ValueError`, a traceback for anything else."""
+    """Runs `command` and exits. A ValueError becomes one message and exit code 2 (75 where a restart may help)."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
         options, pairs = _options(words)
@@ -45,7 +45,7 @@ def run_command(command: Command, arguments: list[str] | None = None) -> typing.
             sys.exit(_run(command, options, pairs))
     except ValueError as error:
         print(f"{command.name}: {error}", file=sys.stderr)
-        sys.exit(RESTART if isinstance(error, MissingProcess) else CONFIGURATION)
+        sys.exit(code_of(error))
     except KeyboardInterrupt:
         sys.exit(SIGNALED + signal.SIGINT)
 
@@ -58,14 +58,14 @@ def _run(command: Command, options: argparse.Namespace, pairs: list[str]) -> int
         usage = f"mstrain {command.name} [key=value ...], or python {command.name}.py [key=value ...]"
         print("\n".join([command.summary, "", usage, "", OPTIONS, "", *command.help_lines(pairs)]))
         return 0
-    if (options.cfg or options.multirun) and command.config is None:
+    if not (options.cfg or options.multirun):
+        return command.main(pairs)
+    if command.config is None:
         raise ValueError(f"{command.name} has no configuration to print or vary.")
-    if options.cfg:
-        print(to_yaml(command.config(pairs)), end="")
-        return 0
     if options.multirun:
         return run_sweep(command.name, pairs, options.config_dir, command.config, command.results)
-    return command.main(pairs)
+    print(to_yaml(command.config(pairs)), end="")
+    return 0
 
 
 def _options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -1,4 +1,5 @@
-"""Hydra composes the files of conf/ (and of --config-dir) with the command line; frozen dataclasses decide."""
+"""Hydra composes the files of conf/ (and of --config-dir) with the command line; frozen dataclasses check the
+result."""
 
 import contextlib
 import contextvars
@@ -49,6 +50,7 @@ def compose(kind: type, name: str, arguments: list[str]) -> Any:
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             composed = hydra.compose(name, overrides=overrides)
         values = OmegaConf.to_container(composed, resolve=True)
+        assert isinstance(values, dict)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(f"Cannot read the command line: {str(error).splitlines()[0]}") from None
     return build(kind, values)
@@ -75,7 +77,7 @@ def sweep_values(argument: str) -> list[str] | None:
     """The values of a Hydra sweep such as `a=1,2` or `a=range(1,4)`; None when `argument` has one value."""
     try:
         override = OverridesParser.create().parse_override(argument)
-    except HydraException:  # a value with characters of Hydra's own grammar is taken as it is
+    except HydraException:  # a value with characters of Hydra's grammar is not a sweep
         return None
     return list(override.sweep_string_iterator()) if override.is_sweep_override() else None
 
@@ -120,9 +122,10 @@ def _quoted(key: str, value: str) -> str:
 def _expand(kind: type, key: str, value: str, groups: list[str]) -> str:
     """`parallel=wang` is short for `parallel.algorithm=wang` where the nested config says so."""
     nested = typing.get_type_hints(kind).get(key)
-    if key in groups or not hasattr(nested, "SHORTHAND"):
+    shorthand = getattr(nested, "SHORTHAND", None)
+    if key in groups or shorthand is None:
         return key
-    field, allowed = nested.SHORTHAND
+    field, allowed = shorthand
     one_of(key, value, allowed)
     return f"{key}.{field}"
 
@@ -135,6 +138,6 @@ def _unknown(kind: type, key: str, value: str, keys: list[str]) -> str:
 
 
 def _explain(kind: type, key: str, value: str) -> str | None:
-    """What the config has to say to a key or value that people bring from elsewhere."""
+    """The config's advice on a key or value of another framework; None without any."""
     explain = getattr(kind, "explain", None)
     return explain(key, value) if explain else None

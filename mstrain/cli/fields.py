@@ -4,13 +4,21 @@ import ast
 import dataclasses
 import functools
 import inspect
+import math
 import re
 import textwrap
 import types
 import typing
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeGuard
 
+Explain = Callable[[str, Any], str | None]
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+
+
+def is_config(hint: Any) -> TypeGuard[type]:
+    """Whether a type hint is a config: a dataclass, not an instance of one."""
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
 def known_keys(kind: type) -> list[str]:
@@ -43,8 +51,8 @@ def build(kind: type, values: dict, path: str = "") -> Any:
     return kind(**{name: _typed(hints[name], value, path + name, explain) for name, value in values.items()})
 
 
-def _typed(hint, value, path: str, explain):
-    if dataclasses.is_dataclass(hint):
+def _typed(hint: Any, value: Any, path: str, explain: Explain) -> Any:
+    if is_config(hint):
         if not isinstance(value, dict):
             first = dataclasses.fields(hint)[0].name
             raise ValueError(f"{path}={value!r} must be set by its keys, such as {path}.{first}=.")
@@ -54,17 +62,17 @@ def _typed(hint, value, path: str, explain):
     kinds = types_of(hint)
     if value is None and type(None) in kinds:
         return None
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if float in kinds and number:
-        return float(value)
-    if str in kinds and number:
-        return str(value)
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if float in kinds and number is not None:
+        return float(number)
+    if str in kinds and number is not None:
+        return str(number)
     if type(value) in kinds:
         return value
     if advice := explain(path, value):
         raise ValueError(advice)
-    if int in kinds and number and value == int(value):
-        raise ValueError(f"{path}={value} is a floating-point number. Type {path}={int(value)}.")
+    if int in kinds and number is not None and math.isfinite(number) and number == int(number):
+        raise ValueError(f"{path}={value} is a floating-point number. Type {path}={int(number)}.")
     wanted = " or ".join(NAMES.get(kind, "a list, such as '[A,B]'") for kind in kinds)
     raise ValueError(f"{path}={value!r} is not {wanted}.")
 
@@ -95,12 +103,19 @@ def field_docs(kind: type) -> dict[str, str]:
             tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
         except (OSError, TypeError):  # made at run time: no source
             continue
+        assert isinstance(tree.body[0], ast.ClassDef)
         body = tree.body[0].body
         for node, below in zip(body, body[1:]):
-            is_doc = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            if isinstance(node, ast.AnnAssign) and is_doc and isinstance(below.value.value, str):
-                docs[node.target.id] = re.sub(r"\s+", " ", below.value.value).strip()
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and (doc := _text(below)):
+                docs[node.target.id] = doc
     return docs
+
+
+def _text(node: ast.stmt) -> str | None:
+    """The text of a string literal that is a statement, on one line; None for other statements."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        return re.sub(r"\s+", " ", node.value.value).strip()
+    return None
 
 
 def _attributes(docstring: str) -> dict[str, str]:

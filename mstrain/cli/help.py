@@ -7,7 +7,7 @@ import typing
 from omegaconf import OmegaConf
 
 from mstrain.cli.compose import EXPERIMENT, choices, compose, groups_of
-from mstrain.cli.fields import default_of, field_docs, types_of
+from mstrain.cli.fields import default_of, field_docs, is_config, types_of
 
 WIDTH = 110
 TYPES = {int: "int", float: "float", bool: "true|false", str: "text", type(None): "null"}
@@ -28,7 +28,7 @@ def describe_keys(kind: type, name: str) -> list[str]:
         lines += _wrapped(f"{group}=NAME", " ".join(choices(group)))
     if groups and choices(EXPERIMENT):
         lines += _wrapped(f"{EXPERIMENT}=NAME", " ".join(choices(EXPERIMENT)))
-    nested = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    nested = {name: hint for name, hint in hints.items() if is_config(hint)}
     lines += ["", "Keys, each with its default:", *_section(kind, "", defaults, skip=nested)]
     for group, hint in nested.items():
         lines += ["", f"{group}: {_first_line(hint)}", *_section(hint, group + ".", defaults[group])]

@@ -21,4 +21,4 @@ def help_lines(_: list[str]) -> list[str]:
     return describe_keys(BenchmarkConfig, "benchmark")
 
 
-COMMAND = Command("benchmark", main, __doc__.strip(), config, help_lines)
+COMMAND = Command("benchmark", main, (__doc__ or "").strip(), config, help_lines)

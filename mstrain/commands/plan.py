@@ -25,4 +25,4 @@ def help_lines(arguments: list[str]) -> list[str]:
     return help_lines(arguments)
 
 
-COMMAND = Command("plan", main, __doc__.strip(), config, help_lines)
+COMMAND = Command("plan", main, (__doc__ or "").strip(), config, help_lines)

@@ -1,5 +1,6 @@
 """Runs train on several hosts, again after failures, and on the hosts that are left when one is lost."""
 
+import contextlib
 import os
 import shlex
 import sys
@@ -11,7 +12,9 @@ import yaml
 from mstrain.cli import Command, build, describe_keys
 from mstrain.commands import train
 from mstrain.job.supervisor import SuperviseConfig, Supervisor
+from mstrain.training import json_lines
 from mstrain.training.elastic import largest_layout
+from mstrain.training.record import HISTORY, checkpoint_steps
 
 PLACE = ("coordinator", "processes", "process")
 LAYOUT = ("mesh", "accumulate")
@@ -35,25 +38,27 @@ def main(arguments: list[str]) -> int:
 
     def lines(usable: list[str]) -> list[str]:
         layout = largest_layout(run, len(hosts), len(usable))
-        say(f"starting on {layout}")
+        log(f"starting on {layout}")
         changed = layout.keys if layout.hosts < len(hosts) else []
         kept = [word for word in words if not changed or word.partition("=")[0] not in LAYOUT]
         return [_line([*kept, *changed, *_place(config, usable[0], layout.hosts, i)]) for i in range(layout.hosts)]
 
-    return Supervisor(config, lines, lambda: newest_step(Path(run.run_dir)), say).run()
+    return Supervisor(config, lines, lambda: newest_step(Path(run.run_dir)), log).run()
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     print(f"supervise: {text}", flush=True)
 
 
 def newest_step(run_dir: Path) -> int | None:
-    """Step of the newest complete checkpoint in `run_dir`, by its folder's name."""
-    try:
-        names = os.listdir(run_dir / "checkpoints")
-    except OSError:
-        return None
-    return max((int(name) for name in names if name.isdecimal()), default=None)
+    """The latest step known to be saved: the newest checkpoint in `run_dir`, or the step that the last attempt resumed
+    from, which may be a local checkpoint of the hosts. None when there is neither.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        attempts = json_lines.read(run_dir / HISTORY)
+        steps = [step for attempt in attempts if type(step := attempt.get("after_step")) is int]
+        return max([*steps, *checkpoint_steps(run_dir)], default=None)
+    return None
 
 
 def _place(config: SuperviseConfig, coordinator: str, processes: int, process: int) -> list[str]:

@@ -66,4 +66,4 @@ def results(run_dir: Path) -> dict[str, str]:
     return {name: format(summary[key], spec) for name, (key, spec) in columns.items() if summary.get(key) is not None}
 
 
-COMMAND = Command("train", main, __doc__.strip(), load_config, help_lines, results)
+COMMAND = Command("train", main, (__doc__ or "").strip(), load_config, help_lines, results)

@@ -1,4 +1,4 @@
-"""What a corpus is made of: the typed options under `data.`, checked without touching a file."""
+"""The configuration of a corpus, checked without reading a file."""
 
 import dataclasses
 import difflib
@@ -21,32 +21,34 @@ _READ_BY = {
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Options of one corpus. Raises ValueError at construction when a value is bad or has no effect."""
+    """The corpus. Raises ValueError at construction when a value is invalid or has no effect."""
 
     source: str = "stdlib"
-    """stdlib: the running Python's own source text. text, jsonl: files. hf: Hugging Face datasets.
-    synthetic: a seeded Markov chain that needs no file."""
+    """Source of the text: `stdlib` (source files of the running Python), `text` or `jsonl` (files), `hf` (Hugging Face
+    datasets), or `synthetic` (a seeded Markov chain, no file)."""
     path: str | None = None
-    """File, folder or pattern such as `texts/**/*.md` (text, jsonl; gzip and Zstandard are decompressed), file or folder
-    (hf), or a dataset's name on the Hugging Face Hub (hf)."""
+    """File, folder or pattern such as `texts/**/*.md` (text, jsonl; gzip and Zstandard are decompressed), file or
+    folder (hf), or a dataset's name on the Hugging Face Hub (hf)."""
     field: str = "text"
     """Key (jsonl) or column (hf) that holds the text."""
     name: str | None = None
     """Configuration of a Hugging Face dataset, for example wikitext-2-raw-v1."""
     split: str = "train"
-    """Split of a Hugging Face dataset to read; validation documents are taken out of it."""
+    """Split of a Hugging Face dataset to read. Validation documents are taken from it."""
     revision: str | None = None
-    """Commit, tag or branch of a dataset on the Hugging Face Hub; the newest commit of its main branch by default. The
+    """Commit, tag or branch of a dataset on the Hugging Face Hub. Null takes the newest commit of its main branch. The
     commit used is recorded."""
     max_skipped: float = 0.01
-    """Largest share of JSON lines that may be skipped, because they are not JSON or have no text under `field`. They are
-    reported with their count, and the file and number of the first."""
+    """Largest fraction of lines of data=jsonl, from 0 to 1, that may be skipped because they are not JSON or have no
+    text under `field`. Skipped lines are counted and the first one is reported."""
     num_tokens: int = 1 << 22
-    """Tokens made by the synthetic source, training and validation together."""
+    """Number of tokens of the synthetic source, training and validation together, at least 1024."""
     validation_fraction: float = 0.05
-    """Expected share of documents (of bytes, when there is only one document) held out."""
+    """Expected fraction of documents held out for validation, above 0 and up to 0.5. With a single document, the
+    fraction of its bytes."""
     cache_dir: str = "~/.cache/mstrain"
-    """Folder of the token files: a fast disk with room for 2 bytes (4 above 65536 tokens) per token."""
+    """Folder of the token files, on a fast disk: 2 bytes per token, or 4 if the vocabulary has more than 65536
+    tokens."""
 
     def __post_init__(self) -> None:
         if self.source not in SOURCES:

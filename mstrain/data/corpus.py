@@ -3,7 +3,7 @@
 Files live in `cache_dir/<fingerprint>/`: train.bin, validation.bin, corpus.json (warnings) and, unless the
 tokenizer is bytes, tokenizer.json. They are written into a temporary folder and appear by one rename: a
 killed run leaves at most a `.tmp-*` folder that nothing reads, and of several processes that prepare at once
-the first rename wins. A damaged folder of ours is tokenised anew, with a warning; see `verification` for when damage
+the first rename wins. A damaged folder of ours is tokenized again, with a warning; see `verification` for when damage
 of the tokens is found.
 """
 
@@ -69,7 +69,7 @@ def prepare(config: DataConfig, tokenizer: str = "bytes", seed: int = 0, vocab_s
         try:
             return _open(directory, recipe)
         except ValueError as error:
-            repaired = [f"tokenised anew, because the cached files were damaged ({error})"]
+            repaired = [f"tokenized again, because the cached files were damaged ({error})"]
     try:
         cache.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{recipe.fingerprint}-", dir=cache))

@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from mstrain.checks import TransientError
 from mstrain.data.compressed import SUFFIXES, open_text
 from mstrain.data.config import nearest
 from mstrain.data.documents import Document, Skips, printable, text_digest
@@ -137,6 +138,6 @@ def _chunks(path: Path) -> Iterator[str]:
             yield rest[:cut]
             rest = rest[cut:]
     except (OSError, UnicodeDecodeError):
-        raise ValueError(f"{printable(str(path))} changed while it was read: run again") from None
+        raise TransientError(f"{printable(str(path))} changed while it was read: run again") from None
     if rest:
         yield rest

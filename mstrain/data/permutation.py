@@ -36,7 +36,7 @@ def _feistel(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014); uint64 arithmetic wraps on purpose."""
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014); uint64 arithmetic wraps on purpose."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from mstrain.checks import TransientError
 from mstrain.data.config import DataConfig
 from mstrain.data.documents import Document, Skips, Source, text_digest
 from mstrain.data.files import JsonLines, TextFiles
@@ -83,7 +84,7 @@ def text_recipe(config: DataConfig, spec: str, vocab_size: int | None) -> Recipe
         _write_text(source.documents(skips), split, chosen, folder, on_progress)
         skips.check()
         if source.fingerprint(cache) != contents:
-            raise ValueError("the text of data.path changed while it was tokenised: run again")
+            raise TransientError("the text of data.path changed while it was tokenized: run again")
         return warnings + skips.messages()
 
     fingerprint = text_digest(f"v{VERSION}", contents, identity, str(config.validation_fraction), str(limit))
@@ -116,7 +117,7 @@ def _bpe_sample(source: Source, split: Split) -> Iterator[str]:
 
 def _write_text(documents: Iterator[Document], split: Split, tokenizer: Tokenizer, folder: Path,
                 on_progress: Callable[[int], None]) -> None:
-    """Tokenises documents into train.bin and validation.bin of `folder`."""
+    """Tokenizes documents into train.bin and validation.bin of `folder`."""
     pieces = itertools.chain.from_iterable(map(split.pieces, documents))
     done = 0
     with contextlib.ExitStack() as stack:

@@ -15,9 +15,15 @@ from pathlib import Path
 
 import numpy as np
 
+from mstrain.checks import TransientError
 from mstrain.data.token_header import FIX, HEADER_BYTES, MAGIC, VERSION, dtype_of, encode_header, read_header
 
 _DIGEST_BLOCK = 1 << 22  # tokens hashed at a time
+AGAIN = "run again, which makes the file again from its text and resumes from the last checkpoint"
+
+
+class DamagedTokens(TransientError):
+    """The tokens of a file are not those that were written. `prepare` makes the file again from its text."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,8 +62,16 @@ class TokenFile:
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Tokens [len(starts), length] in the file's dtype: row i begins at token `starts[i]`.
 
-        Raises ValueError when the file was truncated, written to or replaced since it was opened.
+        Raises DamagedTokens when the file cannot be read, was truncated, written to or replaced since it was opened, or
+        holds a token id outside its vocabulary.
         """
+        rows = self._unchecked_rows(starts, length)
+        if rows.size and (largest := int(rows.max())) >= self.vocab_size:
+            raise DamagedTokens(f"{self.path} holds token id {largest}, outside its vocabulary of {self.vocab_size}: "
+                                f"{AGAIN}")
+        return rows
+
+    def _unchecked_rows(self, starts: np.ndarray, length: int) -> np.ndarray:
         rows = np.empty((len(starts), length), self.dtype)
         try:
             offsets = HEADER_BYTES + starts * rows.itemsize
@@ -67,11 +81,11 @@ class TokenFile:
                     self._fill(row[got:], offset + got)
             self._check_unchanged()
         except OSError as error:
-            raise ValueError(f"cannot read token file {self.path} ({error.strerror}): {FIX}") from None
+            raise DamagedTokens(f"cannot read token file {self.path} ({error.strerror}): {AGAIN}") from None
         return rows
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Tokens [stop - start] from `start` on, up to the end by default; raises as `rows` does."""
+        """Tokens [stop - start] from `start` on, up to the end by default. Raises as `rows` does."""
         stop = self.num_tokens if stop is None else min(stop, self.num_tokens)
         return self.rows(np.array([start]), stop - start)[0]
 
@@ -79,7 +93,8 @@ class TokenFile:
         """The digest of the tokens that the file has now; reads all of it, at about 0.6 GB/s."""
         digest = _new_digest(self.dtype)
         for start in range(0, self.num_tokens, _DIGEST_BLOCK):
-            digest.update(self.read(start, start + _DIGEST_BLOCK).data)
+            length = min(_DIGEST_BLOCK, self.num_tokens - start)
+            digest.update(self._unchecked_rows(np.array([start]), length)[0].data)
         return digest.hexdigest()
 
     @classmethod
@@ -119,9 +134,8 @@ class TokenFile:
             if replaced:
                 raise self._changed("replaced")
 
-    def _changed(self, how: str) -> ValueError:
-        return ValueError(f"token file {self.path} was {how} while it was read: run again, which makes the file "
-                          "anew from its text and resumes from the last checkpoint")
+    def _changed(self, how: str) -> DamagedTokens:
+        return DamagedTokens(f"token file {self.path} was {how} while it was read: {AGAIN}")
 
 
 class TokenWriter:

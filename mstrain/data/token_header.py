@@ -13,7 +13,7 @@ from mstrain.data.documents import text_digest
 MAGIC = "mstrain-tokens"
 VERSION = 2
 HEADER_BYTES = 4096
-FIX = "delete its folder and run again to tokenise anew"
+FIX = "delete its folder and run again to tokenize again"
 
 
 def encode_header(header: dict) -> bytes:

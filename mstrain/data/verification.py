@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mstrain.data.file_digests import FileDigests
-from mstrain.data.token_file import TokenFile
+from mstrain.data.token_file import DamagedTokens, TokenFile
 
 AT_ONCE_BYTES = 1 << 30
 """Up to this size, all files together, tokens are verified before `prepare` returns: about 2 s."""
@@ -25,7 +25,7 @@ class Verification:
         self._files = tuple(files)
         self._directory = self._files[0].path.parent
         self._digests = FileDigests(cache, self._directory)
-        self._error: ValueError | None = None
+        self._error: DamagedTokens | None = None
         self._thread: threading.Thread | None = None
         if sum(file.num_tokens * file.dtype.itemsize for file in self._files) > AT_ONCE_BYTES:
             self._thread = threading.Thread(target=self._in_background, name="verify tokens", daemon=True)
@@ -38,14 +38,14 @@ class Verification:
     def wait(self) -> None:
         """Returns when every token has been compared.
 
-        Raises ValueError, which names the file, when the tokens are not those of the digest. Such a corpus is
-        removed, so that the next `prepare` tokenises its text anew.
+        Raises DamagedTokens, which names the file, when the tokens do not match the digest. Such a corpus is removed,
+        so that the next `prepare` tokenizes its text again.
         """
         if self._thread is not None:
             self._thread.join()
         self._verify()
         if self._error is not None:
-            raise ValueError(str(self._error))
+            raise DamagedTokens(str(self._error))
 
     def _in_background(self) -> None:
         # The digest of a file just written is not remembered: without this pause `wait` would compute it again.
@@ -59,7 +59,7 @@ class Verification:
         try:
             for file in self._files:
                 self._compare(file)
-        except ValueError as error:
+        except DamagedTokens as error:
             self._error = error
             remove_folder(self._directory, self._files)
         self._digests.save()
@@ -67,8 +67,8 @@ class Verification:
     def _compare(self, file: TokenFile) -> None:
         found = self._digests.of(file.path.name, lambda: os.fstat(file.descriptor), file.hash_tokens)
         if found != file.digest:
-            raise ValueError(f"the tokens of {file.path} are not those that were written (digest {found}, its header "
-                             f"has {file.digest}): run again to tokenise anew; its folder was removed")
+            raise DamagedTokens(f"the tokens of {file.path} are not those that were written (digest {found}, its "
+                                f"header has {file.digest}): run again to tokenize again; its folder was removed")
 
 
 def remove_folder(directory: Path, files: Iterable[TokenFile] = ()) -> None:

@@ -1,12 +1,12 @@
-"""The exit codes of train.py and what a launcher does with each. The one table that all others repeat.
+"""The exit codes of train.py and what a launcher does with each. Other documents repeat this table.
 
 | Code | Meaning | Launcher |
 | --- | --- | --- |
-| 0 | Finished: every step is made and saved. | Done. |
-| 1 | Unrecoverable: a restart fails the same way. | Stop, a person looks. |
-| 2 | Configuration: the command is refused, and the message says what to type instead. | Stop, a person corrects. |
-| 75 | Restart: another process, a device or the network failed. | Restart, a limited number of times. |
-| 85 | Stopped and saved: a signal came before the last step. | Restart when there are devices again. |
+| 0 | Finished: all steps are done and saved. | Done. |
+| 1 | Unrecoverable error: a restart fails the same way. | Stop. |
+| 2 | Invalid command: the message says what to type instead. | Stop. |
+| 75 | Restart: a process, device or network failed, or token files changed. | Restart, a limited number of times. |
+| 85 | Stopped and saved after a signal, before the last step. | Restart when devices are available. |
 | 128+N | Ended by signal N without a save. | Restart, a limited number of times. |
 
 75 is EX_TEMPFAIL of sysexits.h. 85 lies between the codes of sysexits.h (64 to 78) and the shell's own
@@ -15,6 +15,8 @@
 
 import re
 
+from mstrain.checks import TransientError
+
 FINISHED = 0
 UNRECOVERABLE = 1
 CONFIGURATION = 2
@@ -22,13 +24,13 @@ RESTART = 75
 STOPPED = 85
 SIGNALED = 128  # plus the signal's number
 
-_RUNTIME = r"([A-Z_]+): "  # begins JAX's own failures, such as UNKNOWN: Gloo all-reduce failed, a ValueError
+_RUNTIME = r"([A-Z_]+): "  # The start of JAX's own failures, such as UNKNOWN: Gloo all-reduce failed, a ValueError
 # Codes of a JAX failure that the same program on the same devices repeats.
 _PERSISTENT = ("INVALID_ARGUMENT", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED", "OUT_OF_RANGE", "PERMISSION_DENIED")
 
 
-class MissingProcess(ValueError):
-    """A process did not come in time: its host may be late or lost, so a restart may help."""
+class MissingProcess(TransientError):
+    """A process did not arrive in time: its host may be slow or lost."""
 
 
 def restartable(code: int) -> bool:
@@ -42,7 +44,7 @@ def code_of(error: BaseException) -> int:
         return error.code if isinstance(error.code, int) else FINISHED if error.code is None else UNRECOVERABLE
     if isinstance(error, KeyboardInterrupt):
         return SIGNALED + 2
-    if isinstance(error, MissingProcess):
+    if isinstance(error, TransientError):
         return RESTART
     status = re.match(_RUNTIME, str(error))
     if type(error).__name__ == "JaxRuntimeError" or (isinstance(error, ValueError) and status):

@@ -30,13 +30,14 @@ from pathlib import Path
 
 import jax
 
+from mstrain.checks import TransientError
 from mstrain.job.ending import end
 from mstrain.job.exit_codes import CONFIGURATION, RESTART, MissingProcess, code_of
 from mstrain.job.link import Link
 from mstrain.job.process_info import ProcessInfo
 from mstrain.job.relay import Relay, socket_file
 from mstrain.job.rendezvous import Rendezvous, connect, join
-from mstrain.job.secret import offered_secret, read_secret
+from mstrain.job.secret import new_secret, offered_secret, read_secret
 from mstrain.job.watch import watch
 from mstrain.mesh import attached
 
@@ -50,11 +51,11 @@ class HostsConfig:
     """Time limits between the processes of a job."""
 
     join_seconds: float = 300.0
-    """Seconds within which all processes must join."""
+    """Seconds for all processes to join."""
     silent_seconds: float = 60.0
-    """Seconds without a message after which a host counts as dead."""
+    """Seconds without network traffic from a host after which it counts as lost."""
     barrier_seconds: float = 600.0
-    """Seconds that a process waits at a barrier."""
+    """Seconds to wait for all processes at a barrier."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -101,7 +102,7 @@ class Job:
         for link in self._links.values():
             link.send({"kind": kind, **values})
 
-    def gather(self, name: str, value: str, seconds: float = 0) -> list[str]:
+    def all_gather(self, name: str, value: str, seconds: float = 0) -> list[str]:
         """What every process gave for `name`. Raises MissingProcess that names the processes that did not arrive.
 
         They have `hosts.barrier_seconds`, or `seconds` when the work before it may take longer.
@@ -132,11 +133,11 @@ class Job:
 
     def barrier(self, name: str) -> None:
         """Returns when every process is here; after `hosts.barrier_seconds`, MissingProcess names the missing."""
-        self.gather(name, "here")
+        self.all_gather(name, "here")
 
     def agree(self, what: str, value: str) -> None:
         """Raises ValueError, naming the processes, unless every process gives the same value."""
-        values = self.gather(f"agree on {what}", value)
+        values = self.all_gather(f"agree on {what}", value)
         others = [self.name(process) for process, other in enumerate(values) if other != values[0]]
         if others:
             raise ValueError(f"{', '.join(others)}: another {what} than process 0. Start every process with the same.")
@@ -145,7 +146,7 @@ class Job:
         """`process 1 (host)`."""
         return f"process {process} ({self.names[process]})" if process in self.names else f"process {process}"
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A line of this process, whichever it is; none when the output's disk is full."""
         with contextlib.suppress(OSError):
             print(f"process {self.process} of {self.processes}: {text}", flush=True)
@@ -167,7 +168,7 @@ class Job:
         self._dropped += 1
         if self._dropped <= MOST_REPORTS:
             last = " (the last one reported)" if self._dropped == MOST_REPORTS else ""
-            self.say(f"dropped a message of {self.name(process)}: {error!r}"[:300] + last)
+            self.log(f"dropped a message of {self.name(process)}: {error!r}"[:300] + last)
 
     def _bye(self, process: int, message: dict) -> None:
         self._left.add(process)
@@ -187,7 +188,7 @@ class Job:
 
     def _end(self, reason: str, code: int) -> None:
         self.send("gone", reason=reason, code=code)
-        self.say(reason)
+        self.log(reason)
         # The main thread may wait in a collective for the one that is gone; only the process's end frees it.
         end(code)
 
@@ -212,7 +213,7 @@ def joined(
         try:
             yield ALONE
         except Exception as error:
-            if code_of(error) != RESTART:
+            if code_of(error) != RESTART or isinstance(error, TransientError):
                 raise
             traceback.print_exc()
             raise SystemExit(RESTART) from error
@@ -238,10 +239,11 @@ def _lead(info: ProcessInfo, config: HostsConfig, run_dir: str | Path, devices: 
     """Process 0: waits for all others and starts JAX's service; its port is closed afterwards."""
     seconds, silent, relay = config.join_seconds, config.silent_seconds, Relay()
     _allow_descriptors(DESCRIPTORS * info.processes)
+    secret = new_secret()
     with (
-        offered_secret(run_dir) as secret,
         socket_file() as path,
         Rendezvous(info, secret, silent, lambda link: relay.to_service(link, path, seconds)) as rendezvous,
+        offered_secret(run_dir, info.coordinator, secret),  # after the port was free: no other job at this address
     ):
         if rendezvous.note:
             print(f"process 0 of {info.processes}: {rendezvous.note}", flush=True)
@@ -250,14 +252,14 @@ def _lead(info: ProcessInfo, config: HostsConfig, run_dir: str | Path, devices: 
         job = Job(info, config, names, {process: link for process, (_, link) in others.items()})
         _initialize(info, config, devices, path)
     if rendezvous.refused:
-        job.say(f"refused {rendezvous.refused} connections without the job's secret")
+        job.log(f"refused {rendezvous.refused} connections without the job's secret")
     return job
 
 
 def _join(info: ProcessInfo, config: HostsConfig, run_dir: str | Path, devices: list[int] | None) -> Job:
     """Every other process: joins at process 0 and connects JAX to its service."""
     seconds, silent = config.join_seconds, config.silent_seconds
-    names, link, secret = join(info, functools.partial(read_secret, run_dir), seconds, silent)
+    names, link, secret = join(info, functools.partial(read_secret, run_dir, info.coordinator), seconds, silent)
     job = Job(info, config, names, {0: link})
     deadline = time.monotonic() + seconds
     with Relay().to_process_0(lambda: connect(info, secret, deadline, silent, "relay")) as path:
@@ -288,7 +290,7 @@ def _fail(job: Job, error: BaseException) -> None:
     code, show = code_of(error), None
     if isinstance(error, SystemExit):  # has said what there is to say
         message = getattr(error, "reason", None) or (code and f"exit code {code}") or None
-    elif code == CONFIGURATION or isinstance(error, MissingProcess):
+    elif code == CONFIGURATION or isinstance(error, TransientError):
         message = str(error)
         show = functools.partial(print, f"train: {message}", file=sys.stderr)
     else:

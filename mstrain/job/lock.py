@@ -35,16 +35,16 @@ class Lock:
 
     Args:
       folder: created, with its parents, when it is absent.
-      say: called with a message before a wait.
+      log: called with a message before a wait.
       lost: called with a message, from a thread, when another process has taken the folder over.
       beat_seconds, stale_seconds: between heartbeats, and after which an unchanged one counts as dead.
     """
 
     def __init__(
-        self, folder: Path, say: Callable[[str], None], lost: Callable[[str], None] = lambda _: None,
+        self, folder: Path, log: Callable[[str], None], lost: Callable[[str], None] = lambda _: None,
         beat_seconds: float = BEAT_SECONDS, stale_seconds: float = STALE_SECONDS,
     ):  # fmt: skip
-        self._folder, self._say, self._lost = folder, say, lost
+        self._folder, self._log, self._lost = folder, log, lost
         self._beat_seconds, self._stale_seconds = beat_seconds, stale_seconds
         self._me = Holder.of_this_process(folder)
         self._number = self._beats = 0
@@ -108,7 +108,7 @@ class Lock:
             return False
 
     def _announce_wait(self, holder: Holder | None) -> None:
-        self._say(
+        self._log(
             f"{self._folder.parent} was held by {holder or 'an unknown process'}: waiting up to "
             f"{self._stale_seconds:.0f} s for a heartbeat"
         )

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator
 from mstrain.job.ending import end
 from mstrain.job.exit_codes import SIGNALED, STOPPED
 from mstrain.job.job import Job
-
-SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+from mstrain.job.signals import to_handle
 
 
 @contextlib.contextmanager
@@ -31,7 +30,7 @@ def ending_on_signals(job: Job):
 
 def _end_now(job: Job, reason: str, code: int) -> None:
     try:
-        job.say(f"{reason}: ending at once; the same command resumes")
+        job.log(f"{reason}: ending at once; the same command resumes")
         job.leave(reason, code)
     finally:
         end(code)
@@ -48,8 +47,7 @@ def _caught(act: Callable[[signal.Signals], None]):
         return
     out, into = os.pipe()
     os.set_blocking(into, False)
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    caught = [number for number in SIGNALS if not (number == signal.SIGHUP and ignored)]
+    caught = to_handle()
     handlers = {number: signal.signal(number, lambda *_: None) for number in caught}
     wakeup = signal.set_wakeup_fd(into, warn_on_full_buffer=False)
 
@@ -109,14 +107,14 @@ class Preemption:
             seen.append(number)
             if len(seen) == 1:
                 self.ask()
-                self._job.say(
+                self._job.log(
                     f"{number.name}: stopping after this step, which is saved (a second Ctrl-C or a third signal ends "
                     "at once)"
                 )
             elif len(seen) > 2 or seen.count(signal.SIGINT) > 1:
                 _end_now(self._job, f"{number.name}, signal {len(seen)}", SIGNALED + number)
             else:
-                self._job.say(f"{number.name} again: still stopping after this step (one more ends at once)")
+                self._job.log(f"{number.name} again: still stopping after this step (one more ends at once)")
 
         with _caught(act):
             yield

@@ -193,8 +193,8 @@ def _no_answer(info: ProcessInfo, seconds: float, error: OSError) -> str:
         return f"{text}or another program answers at {info.coordinator} with another secret ({error}). {REMEDY}"
     if isinstance(error, FileNotFoundError):
         return (
-            f"{text}wrote no secret into run_dir within {seconds:.0f} s. Start it, and type a run_dir= that all "
-            f"processes share. Otherwise: {REMEDY}"
+            f"{text}wrote no secret into run_dir within {seconds:.0f} s. Start it, and type the same coordinator= "
+            f"and a run_dir= that is shared by all processes. Otherwise: {REMEDY}"
         )
     return (
         f"{text}does not answer at {info.coordinator} for {seconds:.0f} s ({error}). Start it, or correct coordinator=."

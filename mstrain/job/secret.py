@@ -1,12 +1,14 @@
-"""The secret by which the processes of a job know each other.
+"""The secret with which the processes of a job authenticate each other.
 
-It is the environment variable MSTRAIN_JOB_SECRET, which a launcher gives to all of them, or else a file that
-process 0 writes in the shared `run_dir`, readable only by its user, and removes when all processes have joined.
-The right to read `run_dir` is then the right to join. A file left by an earlier attempt is replaced.
+It is the environment variable MSTRAIN_JOB_SECRET, which a launcher sets for all of them, or else a file that process 0
+writes in the shared `run_dir`, readable only by its user, and removes when all processes have joined. Whoever can read
+`run_dir` can then join. The file is named after the coordinator, so that a second job that is started in the same
+`run_dir` by mistake does not replace the secret of the first. A file left by an earlier attempt is replaced.
 """
 
 import contextlib
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -15,7 +17,6 @@ from pathlib import Path
 from mstrain.job.ending import cleaned_up
 
 VARIABLE = "MSTRAIN_JOB_SECRET"
-FILE = ".job_secret"
 SHORTEST = 16  # characters; a shorter one could be guessed from a recorded handshake
 REMEDY = f"Start every process with the same {VARIABLE}, such as the output of `openssl rand -hex 32`."
 
@@ -28,37 +29,50 @@ def given_secret() -> bytes | None:
     return text.encode() or None
 
 
+def new_secret() -> bytes:
+    """The secret of the environment, or else a random one. Raises ValueError as `given_secret`."""
+    return given_secret() or secrets.token_hex(32).encode()
+
+
+def secret_file(run_dir: str | Path, coordinator: str) -> Path:
+    """The file with the secret of the job that meets at `coordinator`."""
+    return Path(run_dir) / f".job_secret.{re.sub(r'[^0-9A-Za-z.-]', '_', coordinator)[:200]}"
+
+
 @contextlib.contextmanager
-def offered_secret(run_dir: str | Path) -> Iterator[bytes]:
-    """Process 0: the secret, which the other processes can read inside this context.
+def offered_secret(run_dir: str | Path, coordinator: str, secret: bytes) -> Iterator[None]:
+    """Process 0: inside, the other processes can read `secret`.
 
     Raises ValueError when `run_dir` cannot be written.
     """
-    if secret := given_secret():
-        yield secret
+    if given_secret():
+        yield
         return
-    secret, folder = secrets.token_hex(32).encode(), Path(run_dir).absolute()
+    folder = Path(run_dir).absolute()
+    path = secret_file(folder, coordinator)
     made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / FILE, secret)
-        if (folder / FILE).stat().st_mode & 0o077:
+        _write(path, secret)
+        if path.stat().st_mode & 0o077:
             print(f"The file system of run_dir={run_dir} ignores modes: others may read the job's secret. {REMEDY}")
     except OSError as error:
         raise ValueError(f"Cannot write into run_dir={run_dir} ({error.strerror}). Type another run_dir=.") from None
-    with cleaned_up(lambda: _remove(folder, secret, made)):
-        yield secret
+    with cleaned_up(lambda: _remove(path, secret, made)):
+        yield
 
 
-def read_secret(run_dir: str | Path) -> bytes | None:
-    """The secret as it is now, None while there is none. Raises ValueError for a secret that is too short."""
-    if secret := given_secret():
-        return secret
+def read_secret(run_dir: str | Path, coordinator: str) -> bytes | None:
+    """The secret, None while there is none. Raises ValueError as `given_secret`."""
+    return given_secret() or _read(secret_file(run_dir, coordinator))
+
+
+def _read(path: Path) -> bytes | None:
     try:
-        with os.scandir(run_dir):  # opening a folder makes NFS forget that a file was missing
+        with os.scandir(path.parent):  # opening a folder makes NFS forget that a file was missing
             pass
         # Neither a link nor a named pipe of somebody else is followed or waited for.
-        file = os.open(Path(run_dir) / FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
@@ -69,16 +83,16 @@ def read_secret(run_dir: str | Path) -> bytes | None:
         os.close(file)
 
 
-def _remove(folder: Path, secret: bytes, made: list[Path]) -> None:
+def _remove(path: Path, secret: bytes, made: list[Path]) -> None:
     with contextlib.suppress(OSError):
-        if read_secret(folder) == secret:  # a job started later may have replaced it
-            (folder / FILE).unlink()
+        if _read(path) == secret:  # a job started later may have replaced it
+            path.unlink()
         for parent in made:  # a configuration that is refused later leaves no folder behind
             parent.rmdir()
 
 
 def _write(path: Path, secret: bytes) -> None:
-    """Replaces `path` at once, so that no reader sees a part of it."""
+    """Replaces `path` atomically."""
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,8 +1,8 @@
-"""Starts one process on every host, again after a failure, and on the hosts that are left when one is lost.
+"""Starts one process per host, restarts them after a failure, and continues without hosts that are lost.
 
-It runs outside of the job: on a login node, or on any host that reaches the others. Before every attempt it asks each
-host to run `true`; a host that does not answer, or on which the process died by itself in several attempts in a row,
-is left out, and comes back when it answers again. What ends an attempt decides what follows
+The supervisor runs outside of the job: on a login node, or on any host that reaches the others. Before every attempt it
+runs `true` on each host. It leaves out a host that does not answer, until it answers again, and a host on which the
+process died by itself in several consecutive attempts. The exit codes of an attempt decide whether it restarts
 (`mstrain.job.exit_codes`).
 """
 
@@ -18,29 +18,29 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from mstrain.job.exit_codes import FINISHED, RESTART, STOPPED, restartable
+from mstrain.job.signals import handled
 
 PROBE_SECONDS = 20
-LOOK_SECONDS = 0.1
-STRIKES = 2  # deaths in a row of a host's own process, after which the host is left out
-SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+POLL_SECONDS = 0.1
+MAX_DEATHS = 2  # consecutive deaths of a host's own process after which the host is left out
 
 
 @dataclasses.dataclass(frozen=True)
 class SuperviseConfig:
-    """The hosts of a job and how to start a process there. All other keys are those of `mstrain train`."""
+    """The hosts of a job and how to start a process on them. All other keys are those of `mstrain train`."""
 
     hosts: str
-    """Names or addresses of all hosts, separated by commas. The first one in use is the coordinator."""
+    """Names or addresses of all hosts, separated by commas. The first usable one is the coordinator."""
     launch: str
-    """The words before a shell command line that run it on {host}, such as `ssh -tt {host}`."""
+    """Command prefix that runs a shell command line on {host}, such as `ssh -tt {host}`."""
     port: int = 8476
-    """Port of the coordinator."""
+    """TCP port of the coordinator, from 1 to 65535."""
     max_failures: int = 5
-    """Ends with 75 after so many attempts in a row that failed without a new checkpoint."""
+    """Number of consecutive failed attempts without a new checkpoint after which supervise ends with 75."""
     wait_seconds: float = 10.0
-    """Between attempts, twice as long after each failure in a row, up to 32 times."""
+    """Seconds between attempts. Doubles after each consecutive failure, up to 32 times the value."""
     end_seconds: float = 180.0
-    """Time that the other processes have to end after the first one has ended, before they are killed."""
+    """Seconds from the end of the first process until the other processes are killed."""
 
     def __post_init__(self):
         if "{host}" not in self.launch:
@@ -61,21 +61,21 @@ class SuperviseConfig:
 
 
 class Supervisor:
-    """Runs attempts until the job is finished, refused or given up.
+    """Runs attempts until the job finishes, is refused or fails too often.
 
     Args:
       config: hosts and limits.
       lines: hosts in use to the shell command line of each; raises ValueError when they cannot run the job.
-      newest: step of the newest checkpoint, for telling progress from failing again and again.
-      say: called with messages.
+      newest: step of the newest checkpoint, which shows progress.
+      log: called with messages.
     """
 
     def __init__(
         self, config: SuperviseConfig, lines: Callable[[list[str]], list[str]], newest: Callable[[], int | None],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ):  # fmt: skip
-        self._config, self._lines, self._newest, self._say = config, lines, newest, say
-        self._strikes = dict.fromkeys(config.names, 0)
+        self._config, self._lines, self._newest, self._log = config, lines, newest, log
+        self._deaths = dict.fromkeys(config.names, 0)
         self._running: dict[str, subprocess.Popen] = {}
         self._signaled = threading.Event()
 
@@ -90,11 +90,11 @@ class Supervisor:
                 if final is not None:
                     return final
                 if self._newest() != saved:
-                    failures, self._strikes = 0, dict.fromkeys(self._strikes, 0)
+                    failures, self._deaths = 0, dict.fromkeys(self._deaths, 0)
                 elif STOPPED not in codes.values():
                     failures += 1
                 if failures >= self._config.max_failures:
-                    self._say(f"{failures} attempts in a row failed without a new checkpoint: giving up")
+                    self._log(f"{failures} attempts in a row failed without a new checkpoint. Stopping.")
                     return RESTART
                 self._signaled.wait(self._config.wait_seconds * 2 ** min(failures, 5))
 
@@ -116,12 +116,12 @@ class Supervisor:
                 deadline = time.monotonic() + self._config.end_seconds
             if time.monotonic() > deadline:
                 self._send(signal.SIGKILL)
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         codes = {host: process.returncode for host, process in self._running.items()}
-        self._say("ended: " + ", ".join(f"{host} with {code}" for host, code in codes.items()))
+        self._log("ended: " + ", ".join(f"{host} with {code}" for host, code in codes.items()))
         for host, code in codes.items():
             died = restartable(code) and code not in (RESTART, STOPPED)
-            self._strikes[host] = self._strikes[host] + 1 if died else 0
+            self._deaths[host] = self._deaths[host] + 1 if died else 0
         return codes
 
     def _final(self, codes: dict[str, int]) -> int | None:
@@ -139,10 +139,10 @@ class Supervisor:
         names = self._config.names
         with ThreadPoolExecutor(min(len(names), 64)) as pool:
             answers = dict(zip(names, pool.map(self._answers, names), strict=True))
-        usable = [host for host in names if answers[host] and self._strikes[host] < STRIKES]
+        usable = [host for host in names if answers[host] and self._deaths[host] < MAX_DEATHS]
         for host in names:
             if host not in usable:
-                self._say(f"{host} {'fails again and again' if answers[host] else 'does not answer'} and is left out")
+                self._log(f"{host} {'fails repeatedly' if answers[host] else 'does not answer'} and is left out")
         return usable or [host for host in names if answers[host]]
 
     def _answers(self, host: str) -> bool:
@@ -158,17 +158,13 @@ class Supervisor:
     def _forwarding(self):
         """Inside, a signal ends the job: it is sent to every process as SIGTERM."""
 
-        def forward(number, _):
-            self._say(f"{signal.Signals(number).name}: the job saves and stops")
+        def forward(number: signal.Signals) -> None:
+            self._log(f"{number.name}: the job saves and stops")
             self._signaled.set()
             self._send(signal.SIGTERM)
 
-        handlers = {number: signal.signal(number, forward) for number in SIGNALS}
-        try:
+        with handled(forward):
             yield
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
 
     def _send(self, number: signal.Signals) -> None:
         for process in self._running.values():

@@ -1,4 +1,4 @@
-"""AdamW as large language models are trained: clipped by global norm, linear warm-up, cosine decay."""
+"""AdamW with clipping by global norm, linear warm-up and cosine decay."""
 
 import dataclasses
 
@@ -14,19 +14,19 @@ class OptimizerConfig:
     """Peak learning rate, reached after `warmup` steps. Null takes 0.46 / model.width, which follows the GPT-3 paper's
     Table 2.1 from 125M to 175B within a factor of 1.7."""
     warmup: int = 50
-    """Steps of linear warm-up."""
+    """Number of steps of linear warm-up."""
     final_fraction: float = 0.1
-    """Share of the peak learning rate at the last step; a cosine leads there."""
+    """Fraction of the peak learning rate at the last step of the cosine decay, from 0 to 1."""
     b1: float = 0.9
-    """Decay of the first moment."""
+    """Decay rate of the first moment, from 0 to 1."""
     b2: float = 0.95
-    """Decay of the second moment."""
+    """Decay rate of the second moment, from 0 to 1."""
     epsilon: float = 1e-8
-    """Added to the root of the second moment."""
+    """Constant added to the square root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices and tables; norms and biases have none."""
+    """Decoupled weight decay of kernels and embedding tables. Norm scales and biases have none."""
     clip: float = 1.0
-    """Bound of the global gradient norm."""
+    """Largest global gradient norm. Larger gradients are scaled down to it."""
 
     def __post_init__(self):
         for field in ("learning_rate", "clip", "epsilon"):
@@ -34,7 +34,7 @@ class OptimizerConfig:
                 raise ValueError(f"optimizer.{field}={getattr(self, field)} must be above 0.")
         if self.warmup < 0 or self.weight_decay < 0:
             names = "optimizer.warmup and optimizer.weight_decay"
-            raise ValueError(f"{names} cannot be negative. Type 0 to do without.")
+            raise ValueError(f"{names} cannot be negative. Type 0 for none.")
         for field in ("b1", "b2", "final_fraction"):
             if not 0 <= getattr(self, field) <= 1:
                 raise ValueError(f"optimizer.{field}={getattr(self, field)} must lie between 0 and 1.")
@@ -47,9 +47,10 @@ class OptimizerConfig:
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Linear warm-up, then a cosine that ends at step `steps`.
 
-    The first update has `1 / (warmup + 1)` of the peak: a rate of 0 would spend a batch on no update.
+    The first update has `1 / (warmup + 1)` of the peak rate, because a rate of 0 would waste a batch.
     """
     peak = config.learning_rate
+    assert peak is not None, "set by for_width"
     warmup = min(config.warmup, max(steps - 1, 0))
     if not warmup:
         return optax.cosine_decay_schedule(peak, max(steps, 1), config.final_fraction)

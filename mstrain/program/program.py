@@ -6,6 +6,7 @@ runs: the same inputs, shardings and compiler options.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,8 @@ class Program:
     def compile(self, options: Mapping[str, bool | int | str] | None = None) -> jax.stages.Compiled:
         """Compiles with the chip's options, or with `options` instead."""
         jitted = self.function if hasattr(self.function, "lower") else jax.jit(self.function)
-        chosen = self.compiler_options if options is None else dict(options)
+        # Of any type, because JAX also takes integers but does not annotate them.
+        chosen: Any = self.compiler_options if options is None else dict(options)
         return jitted.lower(*self.arguments).compile(compiler_options=chosen)
 
     def random_arguments(self) -> tuple:

@@ -1,13 +1,15 @@
-"""One step: loss, gradients, update, in one compiled program that owns its state.
+"""One training step: loss, gradients and update in one compiled program with a donated state.
 
 A step is one optimizer update; `state["step"]` is the number of updates finished.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,7 +23,13 @@ State = dict  # {"step": int32, "params": ..., "optimizer": ...}
 def mean_loss(module: Transformer, params, tokens_BxT1):
     """Mean negative log-likelihood in nats of the last T tokens of every sequence given those before."""
     inputs, targets = tokens_BxT1[:, :-1].reshape(-1), tokens_BxT1[:, 1:].reshape(-1)
-    return jnp.mean(module.apply({"params": params}, inputs, targets, method="loss"))
+    return jnp.mean(apply(module, params, inputs, targets, method="loss"))
+
+
+def apply(module: nn.Module, params, *inputs, method: str) -> Any:
+    """The result of one method. Flax annotates `Module.apply` with the tuple that it returns for mutable
+    collections."""
+    return module.apply({"params": params}, *inputs, method=method)
 
 
 def gradients(module: Transformer, params, batch_AxBxT1):
@@ -40,10 +48,10 @@ def gradients(module: Transformer, params, batch_AxBxT1):
 
 
 def make_step(module: Transformer, optimizer: optax.GradientTransformation):
-    """The compiled `step(state, batch_AxBxT1) -> (state, metrics)`; it consumes the state it is given.
+    """The compiled `step(state, batch_AxBxT1) -> (state, metrics)`; it donates its argument `state`.
 
     Metrics, float32 scalars: `loss` before the update, `grad_norm` before clipping, and `skipped`, 1 when one
-    of the two is not finite: then parameters and moments stay as they are; counters of steps go on.
+    of the two is not finite. Parameters and moments are then unchanged; step counters still increase.
     """
 
     def step(state: State, batch_AxBxT1):
@@ -62,12 +70,12 @@ def make_step(module: Transformer, optimizer: optax.GradientTransformation):
 
 
 def _unless_bad(finite, new, old):
-    """`new`, or `old` after bad numbers; counters (integers) count bad steps, too: schedules keep time."""
+    """`new`, or `old` for a bad step. Counters (integers) also count bad steps, so that schedules are not delayed."""
     return jnp.where(finite, new, old) if jnp.issubdtype(new.dtype, jnp.floating) else new
 
 
 def init_state(module: Transformer, optimizer: optax.GradientTransformation, seed: int) -> State:
-    """Step 0: initial parameters and zero moments, created where they live."""
+    """Step 0: initial parameters and zero moments, created with their shardings."""
     params = init_parameters(module, seed)
     shardings = state_shardings(module, optimizer)
     moments = jax.jit(optimizer.init, out_shardings=shardings["optimizer"])(params)
@@ -143,6 +151,7 @@ def map_copies(function, state: State, optimizer: optax.GradientTransformation |
     mapped = {key: jax.tree.map(otherwise, part) for key, part in state.items() if key not in ("params", "optimizer")}
     mapped["params"] = function(state["params"])
     if "optimizer" in state:
+        assert optimizer is not None
         mapped["optimizer"] = optax.tree_map_params(
             lambda params: jax.eval_shape(optimizer.init, params), function, state["optimizer"],
             transform_non_params=otherwise, is_leaf=lambda _: True,  # a whole copy at a time

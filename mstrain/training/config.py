@@ -1,5 +1,5 @@
-"""The schema of a training run. Everything that needs no device is checked at construction, and each message ends with
-what to type instead.
+"""The configuration of a training run. Construction checks everything that needs no device. Each error message ends
+with what to type instead.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ TUNE = ("model", "compile")
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """One training run. conf/config.yaml holds what a bare `python train.py` changes of these defaults."""
+    """One training run. conf/config.yaml overrides some of these defaults."""
 
     explain: ClassVar = staticmethod(answer)
 
@@ -49,53 +49,56 @@ class RunConfig:
     check_replicas: ReplicasConfig = dataclasses.field(default_factory=ReplicasConfig)
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
     mesh: str = "auto"
-    """Mesh of devices: `ROWxCOL`, `DATAxROWxCOL`, named axes such as `data2-row4-col8`, or `auto` (the cost model chooses; 2x4 on a CPU)."""
+    """Mesh of devices: `ROWxCOL`, `DATAxROWxCOL`, named axes such as `data2-row4-col8`, or `auto` (the cost model
+    chooses; 2x4 on a CPU)."""
     plan: str | None = None
-    """A plan.json of plan.py. It sets mesh, parallel, accumulate and remat unless they are given, too."""
+    """A plan.json file written by `mstrain plan`. It sets mesh, parallel, accumulate and remat, except those that are
+    also given."""
     tokenizer: str = "bytes"
-    """`bytes`, `bpe` (trained on the corpus), a tokenizer.json file, or a Hugging Face name."""
+    """Tokenizer: `bytes`, `bpe` (trained on the corpus), a tokenizer.json file, or a Hugging Face name."""
     vocab_size: int | None = None
-    """Number of tokens of a tokenizer=bpe or of data=synthetic; null takes its default."""
+    """Vocabulary size for tokenizer=bpe (default 8192) or data=synthetic (default 256)."""
     batch: int = 32
     """Sequences per step of the whole job."""
     seq: int = 128
     """Tokens per sequence."""
     steps: int = 300
-    """Optimizer updates in all. The learning rate schedule ends at the last one."""
+    """Total number of optimizer updates. The learning rate schedule ends at the last one."""
     seed: int = 0
-    """Seed of initial weights, batches and samples."""
+    """Random seed of initial weights, batch order and samples."""
     run_dir: str = "runs/default"
-    """Folder of everything the run writes. A checkpoint found there is resumed."""
+    """Folder for all files of the run. If it has a checkpoint, the run resumes from it."""
     init_from: str | None = None
-    """run_dir of another run, whose newest weights a new run starts from."""
+    """The run_dir of another run. A new run starts from the weights of its newest checkpoint."""
     allow: str | None = None
-    """What may differ from the record of the run in run_dir: keys or groups separated by spaces, such as
-    `optimizer.learning_rate steps`; `lost_steps:N` starts again at step 0 where checkpoints are lost; `no_record`
-    resumes a run_dir without run.json."""
+    """Keys or groups, separated by spaces, that may differ from run_dir/run.json on a resume, such as
+    `optimizer.learning_rate steps`. `lost_steps:N` restarts at step 0 when the checkpoints of N steps are lost.
+    `no_record` resumes a run_dir without run.json."""
     dtype: str = "auto"
-    """Type of activations and products: `bf16`, `f32`, or `auto` (bf16 on accelerators, f32 on CPUs). Weights and
+    """Dtype of activations and matmuls: `bf16`, `f32`, or `auto` (bf16 on accelerators, f32 on CPUs). Weights and
     optimizer state are float32."""
     remat: str = "none"
-    """Activation checkpointing: `none` recomputes nothing, `dots` keeps matmul outputs, `full` recomputes each layer."""
+    """Activation checkpointing: `none` recomputes nothing, `dots` keeps matmul outputs, `full` recomputes each
+    layer."""
     accumulate: int = 1
-    """Microbatches per step, whose gradients are averaged. It divides batch."""
+    """Microbatches per step; their gradients are averaged. Must divide batch."""
     log_every: int = 1
     """Steps between lines of metrics.jsonl."""
     compile_cache: str | None = "~/.cache/mstrain/compiled"
-    """Folder of compiled programs, so that a restart compiles nothing; null for none."""
+    """Folder of JAX's persistent compilation cache; null disables it."""
     tune: str = "model"
-    """How `auto` values are chosen: `model` (cost model) or `compile` (compile the best candidates for the TPU slice,
-    present or absent, and keep the fastest; the result is cached)."""
+    """How `auto` values are chosen: `model` (cost model) or `compile` (compile the best candidates for the TPU slice
+    and keep the fastest; the result is cached)."""
     target: str | None = None
-    """An absent TPU slice such as v5p-64. With check=true, the step is compiled for it. No TPU needed."""
+    """TPU slice, such as v5p-64, that check=true compiles the step for. No TPU is needed."""
     check: bool = False
     """Compile the step for target= and report memory and time instead of training."""
     coordinator: str | None = None
-    """HOST:PORT of process 0, where neither a TPU pod, SLURM nor Kubernetes provides it."""
+    """HOST:PORT of process 0. Needed where neither a TPU pod, SLURM nor Kubernetes provides it."""
     processes: int | None = None
-    """Number of processes of the job; given together with coordinator= and process=."""
+    """Number of processes of the job. Requires coordinator= and process=."""
     process: int | None = None
-    """Number of this process, from 0."""
+    """Index of this process, from 0. Requires coordinator= and processes=."""
 
     def __post_init__(self):
         at_least("", self, batch=1, seq=1, steps=1, seed=0, accumulate=1, log_every=1)

@@ -1,7 +1,7 @@
-"""Standard output and standard error that fail or block without stopping the process.
+"""Standard output and standard error that never stop the process.
 
-A closed pipe (`| head -1`), a terminal that is gone, a full disk behind `> log` and a pager that does not read: what
-cannot be written is counted and dropped, and output resumes when it can.
+Output that cannot be written is counted and dropped: a closed pipe (`| head -1`), a closed terminal, a full disk behind
+`> log`, a pager that does not read. Output resumes when writing is possible again.
 """
 
 import atexit
@@ -10,10 +10,11 @@ import io
 import os
 import select
 import sys
+from typing import Any
 
 from mstrain.training.best_effort import BestEffort
 
-SECONDS = 1.0  # that a line of output waits for a reader that does not read
+SECONDS = 1.0  # time limit for writing a line
 _writers: dict[str, BestEffort] = {}
 
 
@@ -22,7 +23,7 @@ def protect() -> None:
     for descriptor, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
         try:
             os.fstat(descriptor)
-        except OSError:  # closed: the next file opened would get the number, and our output with it
+        except OSError:  # closed: the next open file would get this number and all output
             os.open(os.devnull, os.O_RDWR)
         if descriptor and getattr(sys, name) is getattr(sys, f"__{name}__"):
             other = {"stdout": "stderr", "stderr": "stdout"}[name]
@@ -38,12 +39,12 @@ def failures() -> collections.Counter[str]:
 
 def _stream(descriptor: int, name: str, writer: BestEffort) -> io.TextIOWrapper:
     encoding = getattr(getattr(sys, name), "encoding", None) or "utf-8"
-    raw = _Descriptor(descriptor, name, writer)
-    return io.TextIOWrapper(raw, encoding, errors="replace", line_buffering=True, write_through=True)
+    buffer: Any = _Descriptor(descriptor, name, writer)  # the stubs want a `name` that TextIOWrapper does not need
+    return io.TextIOWrapper(buffer, encoding, errors="replace", line_buffering=True, write_through=True)
 
 
 class _Descriptor(io.RawIOBase):
-    """A file descriptor, written by `writer` in its thread; `flush` waits for it, but not for ever."""
+    """A file descriptor, written by the thread of `writer`; `flush` waits for at most SECONDS."""
 
     def __init__(self, descriptor: int, name: str, writer: BestEffort):
         super().__init__()

@@ -18,16 +18,16 @@ class EvalConfig:
     """Validation loss during training."""
 
     every: int = 100
-    """Steps between evaluations; the last step is always evaluated."""
+    """Steps between evaluations. The last step is always evaluated."""
     batches: int = 8
-    """Validation batches per evaluation, the same ones each time."""
+    """Number of validation batches per evaluation, the same ones each time."""
 
     def __post_init__(self):
         at_least("eval", self, every=1, batches=1)
 
 
 class Evaluator:
-    """Called as a hook; keeps the last result in `nats` and `bits_per_byte`."""
+    """A hook that evaluates the model. The last result is in `nats` and `bits_per_byte`."""
 
     def __init__(self, config: EvalConfig, module: Transformer, file: TokenFile, feed: Feed, reporter: Reporter):
         self._feed = feed

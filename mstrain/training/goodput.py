@@ -1,7 +1,6 @@
-"""Where the time went: steps, compilation, saving, restoring, input, evaluation, and what restarts cost.
+"""Accounts for the time of a run: steps, compilation, saving, restoring, input, evaluation, and steps lost to restarts.
 
-`goodput.jsonl` in the run directory gets a line at every save and at the end; the last line of each attempt
-counts.
+`goodput.jsonl` in the run directory gets a line at every save and at the end. The last line of each attempt is used.
 """
 
 import collections
@@ -25,7 +24,7 @@ class Goodput:
         self._begun, self._started = time.time(), time.perf_counter()
         self._earlier: list[dict] = []
         self._files: BestEffort | None = None
-        self.seconds = dict.fromkeys(KINDS, 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
 
     @contextlib.contextmanager
     def spend(self, kind: str):
@@ -50,9 +49,9 @@ class Goodput:
         self.seconds["steps"] += values["step_seconds"]
 
     def open(self, files: BestEffort, directory: Path, done: int) -> None:
-        """Reads what earlier attempts left and writes the first line; `files` writes it and those of `write`."""
+        """Reads the lines of earlier attempts and writes the first one of this attempt. `files` writes all lines."""
         self._files = files
-        files.attempt(FILE, self._count_earlier, directory, done)
+        files.attempt(FILE, self._count_lost_steps, directory, done)
         self._log = json_lines.Log(files, directory / FILE)
         self.write()
 
@@ -86,9 +85,9 @@ class Goodput:
         return {"attempt": self._begun, "finished": finished, "total": total, **self.seconds,
                 "observer_failures": dict(failures)}  # fmt: skip
 
-    def _count_earlier(self, directory: Path, done: int) -> None:
-        """Counts as lost the steps after `done`, which will be made again, and the time since the last sign of an
-        earlier attempt, unless that one finished.
+    def _count_lost_steps(self, directory: Path, done: int) -> None:
+        """Counts as lost the time of steps after `done`, which are repeated, and the time since the last metrics of an
+        earlier attempt that did not finish.
         """
         attempts = {line["attempt"]: line for line in map(_checked, json_lines.read(directory / FILE)) if line}
         attempts.pop(self._begun, None)
@@ -112,5 +111,4 @@ def _checked(line: dict) -> dict | None:
 
 def _number(value: object) -> float:
     """`value`, or 0 when it is not a finite number."""
-    known = isinstance(value, int | float) and abs(value) < 2**63
-    return float(value) if known else 0.0
+    return float(value) if isinstance(value, int | float) and abs(value) < 2**63 else 0.0

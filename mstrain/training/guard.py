@@ -1,8 +1,8 @@
-"""Bad numbers: steps whose loss or gradients are not finite, and losses far above those before.
+"""Detects bad steps: loss or gradients that are not finite, and loss spikes.
 
-The compiled step itself skips the update when a number is not finite (`mstrain.program.step`). The guard notes the
-batches of bad steps and judges the recent ones: too many of them stop the run, or roll it back. What it remembers is
-part of every checkpoint, so a restart changes no verdict.
+The compiled step skips the update when a number is not finite (`mstrain.program.step`). The guard logs the batches of
+bad steps. Too many recent bad steps stop the run or roll it back. Every checkpoint includes the guard's history, so a
+restart does not change its decisions.
 """
 
 import collections
@@ -18,7 +18,7 @@ from mstrain.training.json_lines import Log
 from mstrain.training.stopped import Stopped
 
 FILE = "bad_steps.jsonl"
-LEAST_LOSSES = 10  # fewer make no deviation
+LEAST_LOSSES = 10  # for a standard deviation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,19 +26,19 @@ class GuardConfig:
     """When bad steps stop a run. A step is bad when its loss or gradient norm is not finite; its update is skipped."""
 
     max_bad_steps: int = 10
-    """Bad steps in a row that stop the run."""
+    """Number of consecutive bad steps that stops the run."""
     max_bad_share: float = 0.5
-    """A larger share of bad steps among the last `window`, or among all steps of a shorter run at its end, stops the
-    run."""
+    """Fraction of bad steps among the last `window` steps above which the run stops, from 0 to below 1. A run with
+    fewer steps is checked at its end."""
     window: int = 20
-    """Recent steps that are judged together."""
+    """Number of recent steps that `max_bad_share` and `spike` refer to, at least 10."""
     spike: float | None = None
-    """A step is also bad when its loss is more than so many standard deviations above the mean of the last `window`
-    good ones. Its update is made. Null counts no spikes."""
+    """Number of standard deviations above the mean loss of the last `window` good steps from which a step also counts
+    as bad. Its update is applied. Null disables this check."""
     rollback: bool = False
-    """Instead of stopping, restore the newest checkpoint from before the bad steps and skip their batches."""
+    """Restore the newest checkpoint from before the bad steps and skip their batches instead of stopping."""
     max_rollbacks: int = 3
-    """Rollbacks of a run after which bad steps stop it."""
+    """Number of rollbacks per run after which bad steps stop the run."""
 
     def __post_init__(self):
         at_least("guard", self, max_bad_steps=1, max_bad_share=0, window=LEAST_LOSSES, max_rollbacks=1)
@@ -63,7 +63,7 @@ class Spike:
 
 
 class RollBack(Exception):
-    """Ends an attempt because of `spike`; the next one resumes before it."""
+    """Ends an attempt because of `spike`. The next attempt resumes before it."""
 
     def __init__(self, spike: Spike):
         super().__init__(spike.reason)
@@ -75,9 +75,9 @@ class Guard:
 
     Args:
       last: the last step of the run.
-      order: which batch each step is made of.
-      log: of the bad steps; None where another process writes it.
-      history: what `history()` returned at the checkpoint that is resumed, or anything else for none.
+      order: the batch of each step.
+      log: file of bad steps; None on processes that do not write it.
+      history: result of `history()` from the restored checkpoint; other values mean none.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Guard:
         self._losses: collections.deque[float] = collections.deque(losses, maxlen=config.window)
 
     def history(self) -> dict:
-        """What a checkpoint keeps: the number of bad steps, and what the next verdicts need. JSON values."""
+        """The state that checkpoints keep: number of bad steps, recent results and losses. JSON values."""
         return {
             "bad_steps": self.bad_steps,
             "in_a_row": self._in_a_row,
@@ -100,7 +100,7 @@ class Guard:
         }
 
     def __call__(self, step: int, values: dict) -> None:
-        reason = self._complaint(values)
+        reason = self._bad_step_reason(values)
         self._recent.append(reason is not None)
         if reason is None:
             self._in_a_row = 0
@@ -108,20 +108,20 @@ class Guard:
         else:
             self._in_a_row += 1
             self.bad_steps += 1
-            self._note(step, reason)
-        self._judge(step)
+            self._log_bad_step(step, reason)
+        self._check_limits(step)
 
-    def _note(self, step: int, reason: str) -> None:
+    def _log_bad_step(self, step: int, reason: str) -> None:
         batch, batches = self.order(step - 1), self.order.batches
         self._console.print(
-            f"[yellow]Step {step}:[/] {reason}. It was made of batch {batch} of seed {batches.seed} in "
+            f"[yellow]Step {step}:[/] {reason}. It used batch {batch} of seed {batches.seed} in "
             f"{batches.file.path}."
         )
         if self._log:
             place = {"batch": batch, "seed": batches.seed, "file": str(batches.file.path)}
             self._log.append({"step": step, **place, "reason": reason})
 
-    def _judge(self, step: int) -> None:
+    def _check_limits(self, step: int) -> None:
         config, bad, recent = self._config, sum(self._recent), len(self._recent)
         judged = recent if step == self._last else config.window
         if self._in_a_row >= config.max_bad_steps:
@@ -139,7 +139,7 @@ class Guard:
             f"{FILE}; type a lower optimizer.learning_rate=, guard.rollback=true to skip the batches, or {key}."
         )
 
-    def _complaint(self, values: dict) -> str | None:
+    def _bad_step_reason(self, values: dict) -> str | None:
         if values["skipped"]:
             norm, loss = values["grad_norm"], values["loss"]
             return f"the loss is {loss:.4g} and the gradient norm {norm:.4g}; the update was skipped"

@@ -154,7 +154,11 @@ def _follows(key: str, before: Record, now: Record) -> bool:
 
 def _automatic(key: str, config: dict[str, Any]) -> Any:
     """What null means for a key of the model; None for other keys, and for a record that describes no model."""
-    width, heads, head_dim = (config.get(f"model.{name}") for name in ("width", "heads", "head_dim"))
+    found = [config.get(f"model.{name}") for name in ("width", "heads", "head_dim")]
+    dims = [dim for dim in found if isinstance(dim, int)]
+    if len(dims) < len(found):
+        return None
+    width, heads, head_dim = dims
     try:
         meanings = {"num_kv_heads": heads, "head_dim": width // heads, "mlp_dim": 4 * width}
         return {**meanings, "attention_scale": head_dim**-0.5}.get(key.removeprefix("model."))

@@ -1,10 +1,10 @@
 """The training loop: load, step, log; hooks evaluate, save and profile at their intervals.
 
-Step k is the k-th optimizer update: it is made of batch k - 1 and finishes with `state["step"] == k`.
+Step k is the k-th optimizer update. It uses batch k - 1 and ends with `state["step"] == k`.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from mstrain.program.step import State
 from mstrain.training.reporter import Reporter
@@ -23,8 +23,8 @@ def every(interval: int | None, last: int, act) -> Hook:
     return Hook(lambda step: interval is not None and (step % interval == 0 or step == last), act)
 
 
-def train(step_fn, feed, state: State, steps: range, hooks: list[Hook], reporter: Reporter) -> State:
-    """Makes the steps in `steps` and returns the last state.
+def train(step_fn, feed, state: State, steps: Iterable[int], hooks: list[Hook], reporter: Reporter) -> State:
+    """Runs `steps` and returns the last state.
 
     Metrics of a step are read while the next one runs: reading them at once would leave the devices idle
     between steps.

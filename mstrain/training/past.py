@@ -57,7 +57,7 @@ class Past:
 def look(directory: Path, job: Job) -> Past:
     """Process 0 looks; raises ValueError on all when run.json is there and is not a record."""
     found = json.dumps(_look(directory)) if job.leads else ""
-    found = json.loads(job.gather("look at run_dir", found)[0])
+    found = json.loads(job.all_gather("look at run_dir", found)[0])
     if "error" in found:
         raise ValueError(found["error"])
     known = found["record"] and record.from_json(found["record"], str(directory))

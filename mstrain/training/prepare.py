@@ -1,7 +1,6 @@
-"""Builds a run from its configuration: devices, corpus, plan, compiled step.
+"""Builds a run from its configuration: devices, corpus, plan.
 
-The order is the order in which things can go wrong cheaply: nothing is written, and no device memory is
-taken, before everything has been checked.
+Cheap checks come first. Nothing is compiled, written to run_dir or allocated on a device here.
 """
 
 import dataclasses
@@ -24,7 +23,6 @@ from mstrain.planner.compiled import on_present
 from mstrain.planner.meshes import best_meshes, tpu_slice_of
 from mstrain.program.dtype import dtype_on
 from mstrain.program.optimizer import make_optimizer
-from mstrain.training.announce import announce
 from mstrain.training.config import RunConfig
 from mstrain.training.feed import Feed
 from mstrain.training.resume import check, check_resolved, tokenizer_of
@@ -35,7 +33,7 @@ VALIDATION_SEED = 0  # the validation batches of every run of one corpus are the
 
 
 def prepare(config: RunConfig, job: Job = ALONE) -> Run:
-    """Checks and builds a run; raises ValueError with the fix when something cannot work."""
+    """Checks and builds a run. Raises ValueError, with what to type instead, for a configuration that cannot run."""
     console = Console(highlight=False, soft_wrap=True, quiet=not job.leads)
     chip = _start_devices(config, job)
     past = check(config, job)
@@ -56,8 +54,6 @@ def prepare(config: RunConfig, job: Job = ALONE) -> Run:
     optimizer = make_optimizer(config.optimizer, config.steps)
     run = Run(config, corpus, module, optimizer, feed, validation_feed, chip, console, job)
     check_resolved(run, past)
-    announce(run)
-    run.memory.check()
     return run
 
 
@@ -68,7 +64,7 @@ def _start_devices(config: RunConfig, job: Job) -> Chip | None:
     meshes.emulate_devices(math.ceil(wanted.devices / job.processes))
     if job.processes > 1:
         here = f"{jax.local_device_count()} of {jax.device_count()} {jax.devices()[0].device_kind} devices"
-        job.say(f"joined, {here} here")
+        job.log(f"joined, {here} here")
         job.agree("configuration", repr(dataclasses.replace(config, process=None)))
     return chip_for(jax.devices()[0].device_kind)
 

@@ -1,4 +1,4 @@
-"""Traces a few steps into `run_dir`, in the form TensorBoard's profile plugin opens."""
+"""Records a profiler trace of a few steps in `run_dir`, in the format of TensorBoard's profile plugin."""
 
 import dataclasses
 from pathlib import Path
@@ -11,17 +11,17 @@ from mstrain.training.best_effort import BestEffort
 from mstrain.training.loop import Hook
 from mstrain.training.tensorboard import NAME as TENSORBOARD
 
-SECONDS = 300.0  # to write a trace
+SECONDS = 300.0  # time limit for writing a trace
 
 
 @dataclasses.dataclass(frozen=True)
 class ProfileConfig:
-    """A trace of some steps."""
+    """A profiler trace of some steps."""
 
     start: int | None = None
-    """First step of a trace for TensorBoard's profile tab; null traces nothing."""
+    """First step of a trace for TensorBoard's profile tab. Null records no trace."""
     steps: int | None = None
-    """Steps in the trace."""
+    """Number of steps in the trace. Requires profile.start=."""
 
     def __post_init__(self):
         if (self.start is None) != (self.steps is None):
@@ -33,11 +33,11 @@ class ProfileConfig:
 def profile_hooks(
     config: ProfileConfig, directory: Path, steps: range, observers: BestEffort
 ) -> tuple[list[Hook], list[Hook]]:
-    """Hooks that begin and that end the trace; none when none is asked for or its steps are behind.
+    """Hooks that begin the trace and hooks that end it; empty without a trace or when its steps are already done.
 
-    The first belong behind all other hooks and the second before them, so that the trace holds steps alone.
+    Run the first after all other hooks and the second before them, so that the trace contains steps only.
     """
-    if config.start is None or config.start not in steps:
+    if config.start is None or config.steps is None or config.start not in steps:
         return [], []
     before, last = config.start - 1, min(config.start + config.steps - 1, steps[-1])
     logs = directory / TENSORBOARD
@@ -59,7 +59,7 @@ def profile_hooks(
 def _start(logs: Path) -> None:
     files.make_folder(logs)
     options = jax.profiler.ProfileOptions()
-    # Following every Python call of every thread makes one run in about fifty end in a segmentation fault when the
-    # trace stops (jax 0.10.2, with the threads of TensorBoard's writer and the watchdog), and tells little of a step.
+    # Tracing Python calls of all threads causes a segmentation fault when the trace stops in about one of fifty runs
+    # (jax 0.10.2, with the threads of TensorBoard's writer and the watchdog).
     options.python_tracer_level = 0
     jax.profiler.start_trace(str(logs), profiler_options=options)

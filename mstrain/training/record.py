@@ -20,6 +20,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from etils import epath
 from omegaconf import OmegaConf
 
 import mstrain
@@ -79,12 +80,11 @@ def from_json(document: Any, place: str) -> Record:
             "Update mstrain, or type another run_dir=."
         )
     config, digests = document.get("config"), document.get("digests")
-    plain = str | int | float | bool | list | None
-    sound = isinstance(config, dict) and all(isinstance(value, plain) for value in config.values())
-    sound = sound and isinstance(digests, dict) and all(isinstance(value, str | None) for value in digests.values())
-    if not sound:
-        raise ValueError(f"{place} is damaged: it has no configuration of a run. {_MEND}")
-    return Record(config, digests)
+    if isinstance(config, dict) and isinstance(digests, dict):
+        plain = all(isinstance(value, str | int | float | bool | list | None) for value in config.values())
+        if plain and all(isinstance(value, str | None) for value in digests.values()):
+            return Record(config, digests)
+    raise ValueError(f"{place} is damaged: it has no configuration of a run. {_MEND}")
 
 
 _MEND = "Every checkpoint repeats it: delete the file and type the same command, or type another run_dir=."
@@ -99,7 +99,7 @@ def read(directory: Path) -> Record | None:
     if os.path.lexists(path):
         return from_json(_parse(path), str(path))
     for step in checkpoint_steps(directory):
-        place = directory / "checkpoints" / str(step) / "facts"
+        place = epath.Path(directory) / "checkpoints" / str(step) / "facts"
         with contextlib.suppress(Exception):  # a damaged checkpoint is found and named when it is restored
             facts = ocp.JsonCheckpointHandler().restore(place)
             return from_json(facts["record"], str(place))
@@ -111,7 +111,7 @@ def recorded_overrides(arguments: list[str]) -> list[str]:
 
     So `run_dir=` alone resumes a run. Raises ValueError for a record that cannot be read or written as arguments.
     """
-    given = dict(argument.partition("=")[::2] for argument in arguments)
+    given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
     allowed = set(given.get("allow", "").strip("'\"").split())
     new = [key for key in given if class_of(key) == KEPT and not {key, key.partition(".")[0]} & allowed]
     if new or "data" in given or not given.get("run_dir"):

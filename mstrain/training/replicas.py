@@ -1,7 +1,7 @@
-"""Do copies still agree: checksums of every replicated value on every device that holds one.
+"""Compares checksums of every replicated value across devices.
 
-Replicas of a value are made by the same program from the same bits, so they are equal to the last bit; a
-difference is the first sign of a defective chip, long before the loss shows it.
+The same program computes all replicas of a value from the same inputs, so they are bitwise equal. A difference
+indicates a defective chip, often before the loss shows it.
 """
 
 import collections
@@ -10,6 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mstrain.checks import at_least
@@ -19,10 +20,10 @@ from mstrain.training.stopped import Stopped
 
 @dataclasses.dataclass(frozen=True)
 class ReplicasConfig:
-    """Do replicated values still agree?"""
+    """Comparison of replicated values across devices."""
 
     every: int | None = None
-    """Steps between comparisons of the checksums of all copies of a value; null compares never."""
+    """Steps between comparisons of the checksums of all replicas. Null disables them."""
 
     def __post_init__(self):
         if self.every is not None:
@@ -30,7 +31,7 @@ class ReplicasConfig:
 
 
 class ReplicaCheck:
-    """Called as a hook; raises Stopped that names the device whose copy differs."""
+    """A hook that raises Stopped, which names the device, when a replica differs."""
 
     def __init__(self, job: Job):
         self._job, self._checksums = job, None
@@ -41,32 +42,35 @@ class ReplicaCheck:
         arrays = [leaf for _, leaf in leaves]
         if self._checksums is None:
             self._checksums = compile_checksums(arrays)
-        found = self._gather(self._checksums(arrays))
+        found = self._all_gather(self._checksums(arrays))
         differing = [
             f"{names[i]} on {_device(device)}"
             for i, array in enumerate(arrays)
-            for device in odd_ones_out(array.sharding.devices_indices_map(array.shape), found, i)
+            for device in differing_devices(array.sharding.devices_indices_map(array.shape), found, i)
         ]
         if differing:
             more = f" and {len(differing) - 8} more" if len(differing) > 8 else ""
             shown = ", ".join(differing[:8]) + more
             raise Stopped(
-                f"Stopped after step {step}: copies that should be equal differ: {shown}. Take that device's "
-                "host out of the job and start the same command; if it repeats elsewhere, resume from an "
+                f"Stopped after step {step}: replicas that must be equal differ: {shown}. Remove that device's "
+                "host from the job and start the same command; if it happens on another host, resume from an "
                 "older checkpoint."
             )
 
-    def _gather(self, checksums: jax.Array) -> dict[int, np.ndarray]:
+    def _all_gather(self, checksums: jax.Array) -> dict[int, np.ndarray]:
         """Device id -> uint32 checksum of every leaf, of all hosts."""
         own = {shard.device.id: np.asarray(shard.data).reshape(-1) for shard in checksums.addressable_shards}
         text = ";".join(f"{device}:{values.tobytes().hex()}" for device, values in own.items())
-        rows = (row.split(":") for part in self._job.gather("checksums", text) for row in part.split(";"))
+        rows = (row.split(":") for part in self._job.all_gather("checksums", text) for row in part.split(";"))
         return {int(device): np.frombuffer(bytes.fromhex(values), np.uint32) for device, values in rows}
 
 
 def compile_checksums(arrays: list[jax.Array]):
     """A function from `arrays` to uint32 [devices, leaves]: sums of each device's own part of each leaf."""
-    mesh = arrays[0].sharding.mesh
+    shardings = [array.sharding for array in arrays]
+    named = [sharding for sharding in shardings if isinstance(sharding, NamedSharding)]
+    assert len(named) == len(shardings)
+    mesh = named[0].mesh
 
     def local(*parts):
         return jnp.stack([_checksum(part) for part in parts])[None]
@@ -74,15 +78,15 @@ def compile_checksums(arrays: list[jax.Array]):
     mapped = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=tuple(a.sharding.spec for a in arrays),
+        in_specs=tuple(sharding.spec for sharding in named),
         out_specs=P(mesh.axis_names),
         check_vma=False,
     )
     return jax.jit(lambda arrays: mapped(*arrays))
 
 
-def odd_ones_out(indices: dict, checksums: dict[int, np.ndarray], leaf: int) -> list:
-    """Devices whose checksum of `leaf` is not that of most devices of its index; all when no value leads."""
+def differing_devices(indices: dict, checksums: dict[int, np.ndarray], leaf: int) -> list:
+    """Devices whose checksum of `leaf` differs from that of most replicas; all devices when there is no majority."""
     groups = collections.defaultdict(list)
     for device, index in indices.items():
         groups[str(index)].append(device)
@@ -100,7 +104,7 @@ def odd_ones_out(indices: dict, checksums: dict[int, np.ndarray], leaf: int) -> 
 
 
 def _checksum(part):
-    """Sum of the bits as uint32, each weighted by its place, so that exchanged values show, too."""
+    """Sum of the bits as uint32, weighted by position, so that swapped values change it."""
     bits = jax.lax.bitcast_convert_type(
         part, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[part.dtype.itemsize]
     )

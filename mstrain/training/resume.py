@@ -12,7 +12,9 @@ from pathlib import Path
 import jax
 from rich.markup import escape
 
+from mstrain.checkpoints import manifest
 from mstrain.checkpoints.checkpoints import Checkpoints
+from mstrain.checkpoints.limits import seconds_allowed
 from mstrain.checkpoints.local import LocalCheckpoints
 from mstrain.data.tokenizers import TOKENIZER_FILE, load_tokenizer
 from mstrain.job.job import Job
@@ -79,29 +81,36 @@ def tokenizer_of(config: RunConfig, past: Past) -> str:
     return str(copy) if same and not built_in and not present and copy.is_file() else config.tokenizer
 
 
+def finished_step(run: Run) -> int | None:
+    """The newest checkpoint's step when it is the last one of the run and its files are undamaged; None otherwise."""
+    directory = Path(run.config.run_dir) / "checkpoints"
+    step = int(run.job.all_gather("newest step", str(max(record.checkpoint_steps(directory.parent), default=-1)))[0])
+    return step if step >= run.config.steps and not _damage(run, directory, step) else None
+
+
 def begin(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = None) -> tuple[State, int]:
     """The state to start from and the number of steps it has behind it.
 
     Raises ValueError when there are checkpoints and none can be used.
     """
-    steps, say = checkpoints.steps, run.console.print
+    steps, log = checkpoints.steps, run.console.print
     for step in steps:
         if local and (found := local.resume(above=step)):
             return _announce_local(run, local, *found)
-        damage = _damage(run, checkpoints, step)
+        damage = _damage(run, checkpoints.directory, step)
         if not damage:
             if step == 0:
                 _give_up_progress(run, look(Path(run.config.run_dir), run.job), DAMAGED)
             if step != steps[0]:
                 lost = f"{steps[0] - step} steps since the good checkpoint of step {step}"
-                say(f"[yellow]Resume:[/] {lost} are made again.")
+                log(f"[yellow]Resume:[/] {lost} are repeated.")
             if local:
                 local.drop_after(step)
             return _resume(run, checkpoints, step), step
         place = checkpoints.set_aside(step)
         run.job.barrier("damaged checkpoint set aside")
         checkpoints.reload()
-        say(f"[yellow]Checkpoint {step} is damaged:[/] {'; '.join(damage[:3])}. It is now {place}.")
+        log(f"[yellow]Checkpoint {step} is damaged:[/] {'; '.join(damage[:3])}. It is now {place}.")
     if local and (found := local.resume(above=0)):
         return _announce_local(run, local, *found)
     _give_up_progress(run, look(Path(run.config.run_dir), run.job))
@@ -208,27 +217,29 @@ def _check_source(config: RunConfig, source: Past, now: Record) -> None:
         raise ValueError(message)
 
 
-def _damage(run: Run, checkpoints: Checkpoints, step: int) -> list[str]:
-    """Problems found by all hosts together; each reads its share of the files."""
-    own = checkpoints.damage(step, run.job.process, run.job.processes)
-    seconds = checkpoints.seconds_to_check(step, run.job.processes)
-    return [line for text in run.job.gather("damage", "\n".join(own), seconds) for line in text.split("\n") if line]
+def _damage(run: Run, directory: Path, step: int) -> list[str]:
+    """Problems of checkpoint `step` in the folder `directory`; each process reads its share of the files."""
+    own = manifest.problems(directory / str(step), run.job.process, run.job.processes)
+    seconds = seconds_allowed(manifest.size(directory / str(step)) / run.job.processes, None)
+    return [line for text in run.job.all_gather("damage", "\n".join(own), seconds) for line in text.split("\n") if line]
 
 
 def _from_another(run: Run) -> State:
-    others = Checkpoints(Path(run.config.init_from) / "checkpoints", keep=None)
+    source = run.config.init_from
+    assert source is not None
+    others = Checkpoints(Path(source) / "checkpoints", keep=None)
     try:
-        step = next((step for step in others.steps if not _damage(run, others, step)), None)
+        step = next((step for step in others.steps if not _damage(run, others.directory, step)), None)
         if step is None:
             raise ValueError(
-                f"init_from={run.config.init_from} has no checkpoint that can be read. Type another run."
+                f"init_from={source} has no checkpoint that can be read. Type another run."
             )
-        _check_format(others.facts(step), run.config.init_from)
+        _check_format(others.facts(step), source)
         state = init_state(run.module, run.optimizer, run.config.seed)
         params = others.restore_parameters(step, run.module)
     finally:
         others.close()
-    run.console.print(f"[bold]Begin[/] with the parameters of step {step} of {run.config.init_from}")
+    run.console.print(f"[bold]Begin[/] with the parameters of step {step} of {source}")
     return {**state, "params": params}
 
 

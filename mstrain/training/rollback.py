@@ -34,7 +34,7 @@ def read_order(run: Run, saved: dict) -> BatchOrder:
         except OSError as error:
             raise ValueError(f"Cannot read {_path(run)} ({error.strerror}). It names batches to skip.") from None
         own = json.dumps([line for line in [*lines, saved] if _data(line) == _data(facts(run))])
-    found = json.loads(run.job.gather("skipped batches", own)[0])
+    found = json.loads(run.job.all_gather("skipped batches", own)[0])
     skipped = {batch for line in found for batch in _batches(line)}
     return BatchOrder(run.feed.batches, skipped, sum("first" in line for line in found))
 

@@ -24,12 +24,12 @@ def exclusive(run_dir: str, job: Job):
       ValueError: another trainer is alive in `run_dir`, or it cannot be written.
     """
     if not job.leads:
-        job.gather(FOLDER, "", WAIT_SECONDS)
+        job.all_gather(FOLDER, "", WAIT_SECONDS)
         yield lambda: None
         return
     folder = Path(run_dir)
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
-    lock = Lock(folder / FOLDER, job.say, lambda holder: _end(job, _taken(run_dir, holder)))
+    lock = Lock(folder / FOLDER, job.log, lambda holder: _end(job, _taken(run_dir, holder)))
     with cleaned_up(lambda: _release(lock, absent)):
         try:
             lock.acquire()
@@ -41,7 +41,7 @@ def exclusive(run_dir: str, job: Job):
         except OSError as error:
             reason = error.strerror or error
             raise ValueError(f"Cannot write into run_dir={run_dir} ({reason}). Type another run_dir=.") from None
-        job.gather(FOLDER, "", WAIT_SECONDS)
+        job.all_gather(FOLDER, "", WAIT_SECONDS)
         yield checked(lock, run_dir)
 
 
@@ -67,7 +67,7 @@ def _taken(run_dir: str, holder: str) -> str:
 
 
 def _end(job: Job, reason: str) -> None:
-    job.say(reason)
+    job.log(reason)
     job.leave(reason, CONFIGURATION)
     end(CONFIGURATION)
 

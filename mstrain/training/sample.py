@@ -1,4 +1,4 @@
-"""Continues a prompt with the trained model, by the forward pass and the logits of the loss."""
+"""Continues a prompt with the trained model, using the forward pass of training."""
 
 import dataclasses
 
@@ -9,27 +9,28 @@ import numpy as np
 from mstrain.checks import at_least
 from mstrain.data.tokenizers import Tokenizer
 from mstrain.models.transformer import Transformer
+from mstrain.program.step import apply
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-    """A sample at the end of training."""
+    """Text sampled from the model after training."""
 
     prompt: str = "def __init__(self"
-    """Text that the trained model continues at the end."""
+    """Prompt that the model continues after the last step."""
     tokens: int = 100
-    """Tokens to sample; 0 for none."""
+    """Number of tokens to sample. 0 samples nothing."""
     temperature: float = 0.7
-    """Sampling temperature; 0 takes the most likely token."""
+    """Sampling temperature. 0 takes the most likely token."""
 
     def __post_init__(self):
         at_least("sample", self, tokens=0, temperature=0)
 
 
 def sample(config: SampleConfig, tokenizer: Tokenizer | None, module: Transformer, sequences: int, params, seed: int):
-    """The continuation of the prompt as text, or None when none is wanted or tokens stand for no text.
+    """The continuation of the prompt as text, or None when no sample is requested or the corpus has no tokenizer.
 
-    `module` runs `sequences` equal sequences at once, as few as its mesh allows.
+    `module` runs `sequences` identical sequences at once, the fewest that its mesh allows.
     """
     if not config.tokens or tokenizer is None:
         return None
@@ -45,11 +46,11 @@ def sample(config: SampleConfig, tokenizer: Tokenizer | None, module: Transforme
 
 
 def _generator(module: Transformer, temperature: float):
-    """Appends tokens one by one; each step runs the whole sequence: no cache and no second model needed."""
+    """Appends tokens one by one. Each step runs the whole sequence, so no cache is needed."""
 
     def generate(params, tokens_BxT, begin, end, key):
         def append(place, tokens_BxT):
-            logits = module.apply({"params": params}, tokens_BxT.reshape(-1), method="logits")
+            logits = apply(module, params, tokens_BxT.reshape(-1), method="logits")
             logits = logits.reshape(*tokens_BxT.shape, -1)[:, place - 1]
             if temperature:
                 chosen = jax.random.categorical(jax.random.fold_in(key, place), logits / temperature)

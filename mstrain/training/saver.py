@@ -82,7 +82,7 @@ class Saver:
             self._failures += 1
             self._checkpoints.give_up_save()
             reason = " ".join(str(error).split())[:300]
-            self._run.job.say(
+            self._run.job.log(
                 f"saving step {step} failed ({self._failures} in a row): {type(error).__name__}: {reason}"
             )
             if self._failures >= self._allowed:

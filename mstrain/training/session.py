@@ -1,4 +1,4 @@
-"""One life of a run: make or resume its state, train until done or told to stop, say what came of it."""
+"""One attempt of a run: create or restore its state, train to the last step or until a signal, and summarize."""
 
 import functools
 import tempfile
@@ -14,11 +14,13 @@ from rich.markup import escape
 from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.checkpoints.local import LocalCheckpoints
 from mstrain.checkpoints.schedule import Schedule
+from mstrain.data.token_file import DamagedTokens
 from mstrain.job.exit_codes import FINISHED, STOPPED
 from mstrain.job.preemption import Preemption
 from mstrain.program.optimizer import learning_rate
 from mstrain.program.step import State
 from mstrain.training import loop
+from mstrain.training.announce import announce
 from mstrain.training.best_effort import BestEffort
 from mstrain.training.evaluate import Evaluator
 from mstrain.training.guard import FILE as BAD_STEPS
@@ -28,7 +30,7 @@ from mstrain.training.profiler import profile_hooks
 from mstrain.training.record import begin_attempt, missing_metrics
 from mstrain.training.replicas import ReplicaCheck
 from mstrain.training.reporter import METRICS, Reporter
-from mstrain.training.resume import begin
+from mstrain.training.resume import begin, finished_step
 from mstrain.training.rollback import read_order, roll_back, saved_facts
 from mstrain.training.run import Run
 from mstrain.training.saver import Saver
@@ -38,21 +40,33 @@ from mstrain.training.watchdog import Watchdog
 
 
 def train(run: Run, check_lock: Callable[[], None] = lambda: None) -> int:
-    """Trains `run` to its last step, or until told to stop, in its run directory; returns the exit code.
+    """Trains `run` in its run directory to its last step, or until a signal; returns the exit code.
 
-    `check_lock` is called before every save; it raises Stopped when another trainer has taken the directory over.
+    `check_lock` is called before every save; it raises Stopped when another trainer has taken the directory over. A
+    finished run returns before anything is compiled.
     """
+    if (last := finished_step(run)) is not None:
+        run.console.print(
+            f"{run.config.run_dir} has all {last} steps. Type steps=N allow=steps with N above {last}, or "
+            "another run_dir=."
+        )
+        return FINISHED
+    announce(run)
+    run.memory.check()
     directory = Path(run.config.run_dir)
     _make_folder(run, directory)
     keep = run.config.checkpoint
     checkpoints = Checkpoints(directory / "checkpoints", keep.keep, run.job, keep.keep_every)
     local = _local_checkpoints(run, directory)
     try:
-        with BestEffort(run.job.say) as observers:
+        with BestEffort(run.job.log) as observers:
             code = None
             while code is None:
                 code = _attempt(run, checkpoints, local, observers, check_lock)
             return code
+    except DamagedTokens:
+        run.corpus.verification.wait()  # removes the token files, so that a restart makes them again
+        raise
     except Stopped as stopped:
         run.console.print(f"[red]{escape(stopped.reason)}[/]")
         raise
@@ -62,7 +76,9 @@ def train(run: Run, check_lock: Callable[[], None] = lambda: None) -> int:
 
 def _local_checkpoints(run: Run, directory: Path) -> LocalCheckpoints | None:
     local_dir = run.config.checkpoint.local_dir
-    return local_dir and LocalCheckpoints(Path(local_dir), directory, run.module, run.optimizer, run.job, run.job.say)
+    if not local_dir:
+        return None
+    return LocalCheckpoints(Path(local_dir), directory, run.module, run.optimizer, run.job, run.job.log)
 
 
 def _attempt(
@@ -72,17 +88,12 @@ def _attempt(
     observers: BestEffort,
     check_lock: Callable[[], None],
 ) -> int | None:
-    """Trains from the newest checkpoint on; returns the exit code, None after a rollback."""
+    """Trains from the newest checkpoint; returns the exit code, None after a rollback."""
     with run.goodput.spend("restore"):
-        if checkpoints.steps or local:  # continued with tokens that are known to be those of the digest
+        if checkpoints.steps or local:  # a resumed run reads verified tokens only
             run.corpus.verification.wait()
         state, done = begin(run, checkpoints, local)
-    if done >= run.config.steps:
-        run.console.print(
-            f"{run.config.run_dir} has all {done} steps. Type steps=N allow=steps with N above {done}, or "
-            "another run_dir=."
-        )
-        return FINISHED
+    assert done < run.config.steps, "finished_step has returned"
     guard = _guard(run, saved_facts(done, checkpoints, local), done, observers)
     saver = Saver(run, checkpoints, check_lock, guard, local)
     if done == 0 and checkpoints.latest is None:  # before any sign of progress; see `mstrain.training.past`
@@ -127,7 +138,7 @@ def _train_from(run: Run, state: State, done: int, guard: Guard, saver: Saver, o
 
 
 def _guard(run: Run, saved: dict, done: int, observers: BestEffort) -> Guard:
-    """With the memory that the checkpoint of step `done` has `saved`."""
+    """The guard with the history that the checkpoint of step `done` has `saved`."""
     log = Log(observers, Path(run.config.run_dir) / BAD_STEPS, done) if run.job.leads else None
     order = read_order(run, saved)
     return Guard(run.config.guard, run.config.steps, order, log, run.console, saved.get("guard"))
@@ -138,7 +149,7 @@ def _evaluator(run: Run, reporter: Reporter) -> Evaluator:
 
 
 def _open_files(run: Run, observers: BestEffort, done: int) -> None:
-    """Notes in the files of run_dir that an attempt starts after step `done`; says which metrics are missing."""
+    """Records in the files of run_dir that an attempt starts after step `done`; prints which metrics are missing."""
     directory = Path(run.config.run_dir)
     begin_attempt(run, done, observers)
     if gaps := observers.attempt(METRICS, missing_metrics, directory, done, default=""):
@@ -147,7 +158,7 @@ def _open_files(run: Run, observers: BestEffort, done: int) -> None:
 
 
 def _hooks(run: Run, steps: range, evaluator: Evaluator, saver: Saver, observers: BestEffort) -> list[loop.Hook]:
-    """In this order: a copy that differs must not be saved, and a trace holds steps alone."""
+    """Hooks in order: replicas are compared before a save, and a trace contains steps only."""
     config, goodput = run.config, run.goodput
     begin_profile, end_profile = profile_hooks(config.profile, Path(config.run_dir), steps, observers)
 
@@ -185,7 +196,7 @@ def _make_folder(run: Run, directory: Path) -> None:
 def _fields(run: Run):
     """Fields of a logged step that follow from its number and duration."""
     steps = run.config.steps
-    # At once, before training: a schedule asked step by step would queue behind the next step on the device.
+    # Computed before training: evaluated step by step, the schedule would queue behind the next step on the device.
     rates = np.asarray(jax.jit(jax.vmap(learning_rate(run.config.optimizer, steps)))(jnp.arange(steps)))
     tokens = run.config.batch * run.config.seq
 

@@ -1,6 +1,6 @@
 """Scalars for TensorBoard: one event file per attempt, framed as TFRecords.
 
-tensorboardX's own writer has a thread that ends at the first error; the next scalar then blocks for ever.
+tensorboardX's own writer is not used: its thread ends at the first error, and the next scalar then blocks forever.
 """
 
 import os
@@ -9,8 +9,9 @@ import struct
 import time
 from pathlib import Path
 
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
+# Protocol Buffers create these classes at import, which no type checker sees.
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.record_writer import masked_crc32c
 
 from mstrain.training import files
@@ -20,7 +21,7 @@ NAME = "tensorboard"
 
 
 class EventFile:
-    """Written through `observers`; TensorBoard forgets what earlier attempts logged from step `first` on."""
+    """Written through `observers`. TensorBoard discards what earlier attempts logged from step `first` on."""
 
     def __init__(self, observers: BestEffort, directory: Path, first: int):
         now, host, folder = time.time(), socket.gethostname(), directory / NAME

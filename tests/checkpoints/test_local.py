@@ -36,8 +36,8 @@ def state(module):
 def assert_same_bits(one, other):
     def compare(a, b):
         assert a.sharding == b.sharding and a.dtype == b.dtype
-        for shards in zip(a.addressable_shards, b.addressable_shards, strict=True):
-            np.testing.assert_array_equal(*(np.asarray(shard.data).view(np.uint32) for shard in shards))
+        for pair in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            np.testing.assert_array_equal(*(np.asarray(shard.data).view(np.uint32) for shard in pair))
 
     jax.tree.map(compare, one, other)
 

@@ -15,13 +15,13 @@ def test_intervals_milestones_and_the_last_step():
 
 
 class Together:
-    """`Job.gather` for threads."""
+    """`Job.all_gather` for threads."""
 
     def __init__(self, processes):
         self.questions, self._barrier, self._values = 0, threading.Barrier(processes), [""] * processes
 
     def of(self, process):
-        def gather(name, value):
+        def all_gather(name, value):
             self._values[process] = value
             self._barrier.wait(10)
             values = [*self._values]
@@ -29,7 +29,7 @@ class Together:
             self._barrier.wait(10)
             return values
 
-        return type("Job", (), {"gather": staticmethod(gather)})
+        return type("Job", (), {"all_gather": staticmethod(all_gather)})
 
 
 @pytest.mark.parametrize("seconds_per_step", [lambda step: 1.0, lambda step: 1.0 if step < 100 else 1.8])

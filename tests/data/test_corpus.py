@@ -58,7 +58,7 @@ def test_warnings_are_repeated_when_the_cache_is_used(config, folder):
         "skipped 1 of 41 files that are not UTF-8, first: x.bin",)
 
 
-def test_a_changed_corpus_tokenizer_or_split_is_tokenised_anew(config, folder):
+def test_a_changed_corpus_tokenizer_or_split_is_tokenized_anew(config, folder):
     seen = [prepare(config), prepare(config, "bpe"), prepare(config, "bpe", vocab_size=290)]
     seen.append(prepare(DataConfig("text", str(folder), cache_dir=config.cache_dir, validation_fraction=0.3)))
     (folder / "07.txt").write_text("The 8th Straße, δοκιμή 😀.\n" * 17)  # same size, other text
@@ -76,7 +76,7 @@ def test_adding_a_file_keeps_the_others_on_their_side(config, folder):
         assert [text for text in documents(after, side) if text != "one more"] == documents(before, side)
 
 
-def test_the_same_contents_elsewhere_are_not_tokenised_again(config, folder, tmp_path):
+def test_the_same_contents_elsewhere_are_not_tokenized_again(config, folder, tmp_path):
     first = prepare(config)
     shutil.copytree(folder, tmp_path / "moved", copy_function=shutil.copyfile)
     os.utime(tmp_path / "moved" / "01.txt", (1, 1))
@@ -115,7 +115,7 @@ def test_a_cache_folder_that_cannot_be_written_is_refused(folder):
 
 @pytest.mark.parametrize("name", ["train.bin", "validation.bin", "corpus.json", "tokenizer.json"])
 @pytest.mark.parametrize("damage", ["truncate", "remove"])
-def test_a_damaged_cache_is_tokenised_anew_and_says_so(config, name, damage):
+def test_a_damaged_cache_is_tokenized_anew_and_says_so(config, name, damage):
     first = prepare(config, "bpe", vocab_size=300)
     path = first.directory / name
     if damage == "truncate":
@@ -123,7 +123,7 @@ def test_a_damaged_cache_is_tokenised_anew_and_says_so(config, name, damage):
     else:
         path.unlink()
     second = prepare(config, "bpe", vocab_size=300)
-    assert second.digest == first.digest and "tokenised anew" in second.warnings[-1]
+    assert second.digest == first.digest and "tokenized again" in second.warnings[-1]
     assert prepare(config, "bpe", vocab_size=300).digest == first.digest
 
 

@@ -245,13 +245,13 @@ def test_a_corpus_is_known_by_its_contents_and_not_by_names_sizes_and_times(tmp_
     assert read(one) == other
 
 
-def test_text_that_changes_while_it_is_tokenised_is_refused(folder, tmp_path):
+def test_text_that_changes_while_it_is_tokenized_is_refused(folder, tmp_path):
     config = DataConfig("text", str(folder), cache_dir=str(tmp_path / "cache"))
 
     def change(done):
         (folder / "07.txt").write_text("other")
 
-    with pytest.raises(ValueError, match="changed while it was tokenised: run again"):
+    with pytest.raises(ValueError, match="changed while it was tokenized: run again"):
         prepare(config, on_progress=change)
     assert prepare(config).train.num_documents > 30
 

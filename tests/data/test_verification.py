@@ -57,7 +57,7 @@ def test_a_flipped_bit_anywhere_is_found_and_the_corpus_made_anew(config, settle
     path = sound.directory / name
     flip(path, int(place * 8 * path.stat().st_size))
     mended = prepare(config)
-    assert "tokenised anew" in mended.warnings[-1] and str(path) in mended.warnings[-1]
+    assert "tokenized again" in mended.warnings[-1] and str(path) in mended.warnings[-1]
     assert mended.digest == sound.digest
     np.testing.assert_array_equal(mended.train.read(), tokens[0])
     np.testing.assert_array_equal(mended.validation.read(), tokens[1])

@@ -25,7 +25,7 @@ import re, sys, time, pathlib
 from mstrain.job.job import ALONE
 from mstrain.training import watchdog
 from mstrain.training.best_effort import BestEffort
-watchdog.LOOK_SECONDS = 0.05
+watchdog.CHECK_SECONDS = 0.05
 limits = watchdog.WatchdogConfig(least_seconds=0.2, limit_seconds=1)
 dog = watchdog.Watchdog(limits, pathlib.Path(sys.argv[1]), ALONE, BestEffort(print))
 watchdog.BUSY_SECONDS = 0.5
@@ -68,7 +68,7 @@ def test_a_thread_that_never_gives_up_the_interpreter_is_ended_so_that_a_launche
 
 
 def test_slow_steps_are_told_once_each_and_quick_ones_never(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(watchdog, "CHECK_SECONDS", 0.02)
     dog = Watchdog(WatchdogConfig(factor=10, least_seconds=0.2), tmp_path, ALONE, BestEffort(print))
     with dog.watching():
         for step in range(1, 6):

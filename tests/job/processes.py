@@ -20,11 +20,12 @@ QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=
 
 
 class Job:
-    """The processes of one life of a run; output of process i is in `folder/life-N.i.txt`."""
+    """The processes of one attempt of a run; output of process i is in `folder/attempt-N.i.txt`."""
 
     def __init__(
-        self, folder: Path, arguments: list[str], processes: int = 1, life: int = 0, present=None, command=(), port=None
-    ):
+        self, folder: Path, arguments: list[str], processes: int = 1, attempt: int = 0, present=None, command=(),
+        port=None,
+    ):  # fmt: skip
         environment = {
             **{name: value for name, value in os.environ.items() if name != "NPROC"},
             "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "XLA_FLAGS": QUICK,
@@ -32,10 +33,10 @@ class Job:
         command = list(command) or [sys.executable, str(ROOT / "train.py")]
         self.outputs, self.processes = [], []
         self.port = port or free_port()
-        seat = [f"coordinator=127.0.0.1:{self.port}", f"processes={processes}"] if processes > 1 else []
+        place = [f"coordinator=127.0.0.1:{self.port}", f"processes={processes}"] if processes > 1 else []
         for i in range(processes) if present is None else present:
-            own = [*seat, f"process={i}"] if seat else []
-            self.outputs.append(folder / f"life-{life}.{i}.txt")
+            own = [*place, f"process={i}"] if place else []
+            self.outputs.append(folder / f"attempt-{attempt}.{i}.txt")
             with open(self.outputs[-1], "w") as output:
                 self.processes.append(subprocess.Popen(
                     [*command, *arguments, *own], cwd=ROOT, env=environment,

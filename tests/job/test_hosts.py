@@ -59,8 +59,8 @@ def test_variables_that_make_no_sense_are_refused(monkeypatch):
 
 def test_slurm_with_one_process_per_node_gives_it_all_devices(monkeypatch):
     environment(monkeypatch, SLURM)
-    seat, devices = find_process(None, None, None)
-    assert (seat.processes, seat.process, seat.address[0], devices) == (4, 2, "node003", None)
+    found, devices = find_process(None, None, None)
+    assert (found.processes, found.process, found.address[0], devices) == (4, 2, "node003", None)
 
 
 def test_slurm_with_several_processes_per_node_gives_each_its_device(monkeypatch):
@@ -81,7 +81,7 @@ def test_times_must_be_times(seconds):
 
 def test_whoever_disagrees_is_named():
     class Told(Job):
-        def gather(self, name, value):
+        def all_gather(self, name, value):
             return [value, value, "another"]
 
     job = Told(None, HostsConfig(), {2: "third"}, {})
@@ -122,9 +122,10 @@ def test_the_job_set_gives_every_pod_its_seat(monkeypatch):
     assert variables.keys() == set(VARIABLES) and spec["completionMode"] == "Indexed"
     for index in range(spec["completions"]):
         environment(monkeypatch, {**variables, "JAX_PROCESS_ID": str(index)})
-        seat, _ = find_process(None, None, None)
-        assert (seat.process, seat.processes) == (index, spec["completions"]) and spec["parallelism"] == seat.processes
-        assert seat.address[1] == container["ports"][0]["containerPort"]
+        found, _ = find_process(None, None, None)
+        assert (found.process, found.processes) == (index, spec["completions"])
+        assert spec["parallelism"] == found.processes
+        assert found.address[1] == container["ports"][0]["containerPort"]
     assert pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] >= 60
 
 

@@ -32,8 +32,8 @@ def make(folder):
     """Locks of this folder: `make()` on this machine, `make("b")` on another one."""
     made = []
 
-    def build(machine=None, said=None, lost=None, **changes):
-        lock = Lock(folder, (said if said is not None else []).append, lost or (lambda _: None), BEAT, STALE)
+    def build(machine=None, messages=None, lost=None, **changes):
+        lock = Lock(folder, (messages if messages is not None else []).append, lost or (lambda _: None), BEAT, STALE)
         if machine:
             changes |= {"machine": machine, "host": machine}
         lock._me = dataclasses.replace(lock._me, **changes)
@@ -73,9 +73,9 @@ def test_a_live_process_is_named_and_a_killed_one_is_followed_at_once(folder, ma
         make().acquire()
     holder.kill()
     time.sleep(0.1)  # a zombie counts as dead
-    said = []
-    make(said=said).acquire()
-    assert said == [] and records(folder) == ["2.json"]
+    messages = []
+    make(messages=messages).acquire()
+    assert messages == [] and records(folder) == ["2.json"]
     holder.communicate()
 
 
@@ -93,9 +93,9 @@ def test_released_it_is_free_and_another_machine_is_refused_only_while_it_beats(
     second = make("b")
     second.acquire()
     silence(second)
-    said = []
-    make("c", said=said).acquire()
-    assert len(said) == 1 and "waiting up to" in said[0] and "on b" in said[0]
+    messages = []
+    make("c", messages=messages).acquire()
+    assert len(messages) == 1 and "waiting up to" in messages[0] and "on b" in messages[0]
 
 
 @pytest.mark.parametrize("torn", [b"", b"[" * 5000, b'{"state": "held", "beat": "1", "pid": "x"}', None])
@@ -161,12 +161,12 @@ def test_the_old_holder_notices_and_never_writes_into_the_new_record(folder, mak
 
 
 def test_an_earlier_attempt_of_the_same_slurm_job_is_not_waited_for(make):
-    said = []
+    messages = []
     make("a", job="77", attempt=0).acquire()
     with pytest.raises(BlockingIOError, match="SLURM job 77"):
         make("b", job="78", attempt=1).acquire()
-    make("b", said, job="77", attempt=1).acquire()
-    assert said == []
+    make("b", messages, job="77", attempt=1).acquire()
+    assert messages == []
 
 
 def test_a_copy_of_a_held_folder_is_free(folder, make, tmp_path):

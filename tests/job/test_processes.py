@@ -20,7 +20,7 @@ import pytest
 
 from mstrain.checkpoints import manifest
 from mstrain.job.exit_codes import RESTART, SIGNALED, STOPPED
-from mstrain.job.secret import FILE
+from mstrain.job.secret import secret_file
 from tests.job.fuzz_rendezvous import attack
 from tests.job.processes import ROOT, Job, arguments
 
@@ -144,7 +144,7 @@ def test_the_death_of_process_0_is_named_however_busy_the_others_are(tmp_path):
     command = [sys.executable, "-c", BUSY]
     job = Job(tmp_path, [f"run_dir={run}"], 3, present=[0, 2], command=command)
     assert job.wait_for(lambda: listening(job)), job.output[-4000:]
-    assert stat.S_IMODE((run / FILE).stat().st_mode) == 0o600
+    assert stat.S_IMODE(secret_file(run, f"127.0.0.1:{job.port}").stat().st_mode) == 0o600
     silent = []
     for seed in range(200):
         attack(("127.0.0.1", job.port), seed, silent)

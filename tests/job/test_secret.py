@@ -1,11 +1,27 @@
 """The job's secret: made anew, private, gone afterwards; nothing planted in its place is followed or waited for."""
 
+import contextlib
 import os
 import stat
 
 import pytest
 
-from mstrain.job.secret import FILE, VARIABLE, offered_secret, read_secret
+from mstrain.job import secret as secrets
+from mstrain.job.secret import VARIABLE, new_secret, secret_file
+
+COORDINATOR = "10.0.0.1:8476"
+FILE = secret_file("", COORDINATOR).name
+
+
+@contextlib.contextmanager
+def offered_secret(run_dir, coordinator=COORDINATOR):
+    secret = new_secret()
+    with secrets.offered_secret(run_dir, coordinator, secret):
+        yield secret
+
+
+def read_secret(run_dir, coordinator=COORDINATOR):
+    return secrets.read_secret(run_dir, coordinator)
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +85,10 @@ def test_a_run_dir_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="Cannot write into run_dir=.*Type another"), offered_secret(tmp_path / "file"):
         pass
+
+
+def test_a_second_job_in_the_same_folder_leaves_the_secret_of_the_first(tmp_path):
+    with offered_secret(tmp_path) as first:
+        with offered_secret(tmp_path, "10.0.0.2:8476") as second:
+            assert (read_secret(tmp_path), read_secret(tmp_path, "10.0.0.2:8476")) == (first, second)
+        assert read_secret(tmp_path) == first

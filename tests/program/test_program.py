@@ -25,7 +25,7 @@ def test_a_run_compiles_its_step_with_the_options_of_its_chip(tmp_path, monkeypa
     monkeypatch.setattr("mstrain.mesh.fit_to_devices", lambda shape, devices: shape)
     places = [f"run_dir={tmp_path}", f"data.cache_dir={tmp_path}", "compile_cache=null", "mesh=1x1"]
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
-        prepare(load_config([*ARGUMENTS, *places]))
+        assert prepare(load_config([*ARGUMENTS, *places])).compiled_step
 
 
 @pytest.mark.parametrize("chip", ["v5p", "v6e", "tpu7x"])

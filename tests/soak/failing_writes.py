@@ -115,6 +115,7 @@ def main() -> None:
     from rich.console import Console
 
     import tests.conftest  # noqa: F401  (emulates the devices)
+    from mstrain.checkpoints import manifest
     from mstrain.checkpoints.checkpoints import Checkpoints
     from mstrain.training.session import train
     from mstrain.training.stopped import Stopped
@@ -143,7 +144,7 @@ def main() -> None:
 
     def judge(directory: Path) -> list[float]:
         checkpoints = Checkpoints(directory / "run" / "checkpoints", 3)
-        assert checkpoints.latest == 5 and not checkpoints.damage(5), directory
+        assert checkpoints.latest == 5 and not manifest.problems(checkpoints.directory / "5"), directory
         checkpoints.close()
         return losses(directory / "run")
 

@@ -52,7 +52,7 @@ def restore(folder: Path) -> None:
 
     run, checkpoints = _run("mesh=4x2"), _checkpoints(folder)
     start = time.perf_counter()
-    assert checkpoints.damage(1) == []
+    assert manifest.problems(checkpoints.directory / "1") == []
     checked = time.perf_counter()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     state = checkpoints.restore(1, run.module, run.optimizer)

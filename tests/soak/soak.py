@@ -33,7 +33,7 @@ MESHES = ("2x4", "4x2", "1x8", "2x2x2")
 TOLERANCE = 1e-5  # f32 rounds differently on another mesh, and AdamW amplifies it over 24 steps
 MOMENTS = ("start", "step", "save", "save")
 KILLS_PER_RUN = 8
-PATIENCE = 600  # seconds for a life; a loaded machine may take long
+PATIENCE = 600  # seconds for an attempt; a loaded machine may take long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Tally:
     """What has happened so far."""
 
     runs: int = 0
-    lives: int = 0
+    attempts: int = 0
     kills: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(MOMENTS, 0))
     lost_steps: int = 0
     from_local: int = 0
@@ -71,7 +71,7 @@ class Tally:
         kills = ", ".join(f"{number} at {moment}" for moment, number in self.kills.items())
         ended = f", survivors ended within {max(self.seconds):.1f} s" if self.seconds else ""
         return (
-            f"{self.killed} kills ({kills}) in {self.lives} lives of {self.runs} runs; "
+            f"{self.killed} kills ({kills}) in {self.attempts} attempts of {self.runs} runs; "
             f"{sorted(self.processes)} processes, meshes {sorted(self.meshes)}; {self.lost_steps} steps made "
             f"again, {self.from_local} starts from local checkpoints; {self.identical} runs equal to the last bit, "
             f"largest difference of the others {self.worst:.1e}{ended}"
@@ -79,7 +79,7 @@ class Tally:
 
 
 class Soak:
-    """Runs in `folder`, compared with undisturbed ones made on demand, until `kills` lives were killed."""
+    """Runs in `folder`, compared with undisturbed ones made on demand, until `kills` attempts were killed."""
 
     def __init__(self, folder: Path, kills: int, seed: int):
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,23 +102,23 @@ class Soak:
         return folder / "run"
 
     def run(self, kind: Kind) -> None:
-        """One run through all its lives, then the comparison."""
+        """One run with all its attempts, then the comparison."""
         reference, tally = self.reference(kind), self.tally
         folder = self._folder / f"run-{tally.runs}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         tally.runs += 1
         allowed = min(tally.killed + KILLS_PER_RUN, self._kills)
-        for life in range(1000):
+        for attempt in range(1000):
             mesh = self._random.choice(kind.meshes)
-            tally.lives, tally.meshes, tally.processes = (
-                tally.lives + 1,
+            tally.attempts, tally.meshes, tally.processes = (
+                tally.attempts + 1,
                 tally.meshes | {mesh},
                 tally.processes | {kind.processes},
             )
             newest = max(_complete(folder / "run"), default=None)
             made = _logged(folder / "run")
-            job = self._start(folder, mesh, kind, life)
+            job = self._start(folder, mesh, kind, attempt)
             died = tally.killed < allowed and self._kill(job, folder / "run", self._random.choice(MOMENTS))
             codes = job.wait(PATIENCE)
             began = re.search(r"Resume after step (\d+)( from the hosts' own)?", job.output)
@@ -136,12 +136,12 @@ class Soak:
         self._compare(folder / "run", reference, exact=len(kind.meshes) == 1)
         print(f"run {tally.runs} ({kind}): {tally}", flush=True)
 
-    def _start(self, folder: Path, mesh: str, kind: Kind, life: int) -> Job:
+    def _start(self, folder: Path, mesh: str, kind: Kind, attempt: int) -> Job:
         usual = [f"mesh={mesh}", f"steps={STEPS}", "eval.every=100", "hosts.join_seconds=45"]
         if kind.local:
             usual += [f"checkpoint.local_dir={folder / 'local'}", f"checkpoint.local_every={EVERY}"]
         usual.append(f"checkpoint.every={4 * EVERY if kind.local else EVERY}")
-        return Job(folder, arguments(folder / "run", self._folder / "cache", *usual), kind.processes, life)
+        return Job(folder, arguments(folder / "run", self._folder / "cache", *usual), kind.processes, attempt)
 
     def _kill(self, job: Job, run: Path, moment: str) -> bool:
         """Whether the job was killed at (or near) the moment before it finished."""

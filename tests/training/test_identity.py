@@ -209,10 +209,10 @@ def test_init_from_is_checked_before_the_corpus_is_read(finished, tmp_path, monk
 
 
 def test_another_corpus_is_refused_before_anything_is_compiled(finished, monkeypatch):
-    def too_late(_):
+    def too_late(*_):
         raise AssertionError("the step was compiled")
 
-    monkeypatch.setattr("mstrain.training.prepare.announce", too_late)
+    monkeypatch.setattr("mstrain.program.program.Program.compile", too_late)
     with pytest.raises(ValueError, match="data: [0-9a-f]{32} recorded") as error:
         make(Path(finished.config.run_dir), "mesh=2x4", "steps=6", "vocab_size=59", "model.vocab_size=61")
     assert 'allow="data"' in str(error.value)

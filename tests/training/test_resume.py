@@ -89,7 +89,7 @@ def test_a_finished_run_says_so(finished, tmp_path):
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_its_shapes(finished, tmp_path, monkeypatch, capsys):
-    directory = copy_cut_after(6, finished, tmp_path / "run")
+    directory = copy_cut_after(CUT, finished, tmp_path / "run")
     model = dataclasses.replace(finished.module.model, mlp_dim=128)
     config = dataclasses.replace(finished.config, run_dir=str(directory))
     run = dataclasses.replace(

@@ -1,5 +1,7 @@
 """Tables of the optimal planner's plans."""
 
+from collections.abc import Sequence
+
 from rich.table import Table
 
 from mstrain.planner.mixed.result import OptimalResult, Plan
@@ -52,7 +54,7 @@ def stages_table(plan: Plan) -> Table:
     return make_table(title, columns, rows, left)
 
 
-def simulated_table(rows: list[dict]) -> Table:
+def simulated_table(rows: Sequence[dict]) -> Table:
     """Cost model and simulator side by side, stage by stage."""
     title = "Stages of plan 1: cost model | simulator (ms of a step, GB of a device)"
     cells = (
