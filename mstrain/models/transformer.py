@@ -5,7 +5,6 @@ not depend on algorithms. Consecutive layers with equal plans are one scan, so c
 """
 
 import functools
-import typing
 
 import jax
 import jax.numpy as jnp
@@ -106,10 +105,6 @@ class Transformer(nn.Module):
     seq: int
     dtype: jnp.dtype = jnp.float32
     remat: str = "none"
-
-    if typing.TYPE_CHECKING:  # Flax makes modules hashable; its annotations do not say so
-
-        def __hash__(self) -> int: ...
 
     def setup(self):
         model, plan, init = self.model, self.plan, nn.initializers.normal(INIT_SCALE)

@@ -36,6 +36,6 @@ def test_a_token_file_truncated_under_a_running_job_is_named_and_nothing_is_lost
     assert job.wait() == [RESTART], job.output[-3000:]
     assert "train.bin was truncated" in job.output and "Traceback" not in job.output
     saved = [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()]
-    assert [name for name in saved if name.isdigit()] == ["2"]
+    assert max(int(name) for name in saved if name.isdigit()) == 2
     corpus = prepare(DataConfig("text", str(folder), cache_dir=str(cache)))
     assert f"token file {corpus.train.path} was truncated" in job.output and corpus.train.path.stat().st_size > 5000
