@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from mstrain.job.exit_codes import STOPPED
 from mstrain.job.job import ALONE
-from mstrain.job.preemption import SIGNALS, Preemption, ending_on_signals
+from mstrain.job.preemption import Preemption, ending_on_signals
+from mstrain.job.signals import SIGNALS
 
 
 class Wire:
