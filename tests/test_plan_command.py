@@ -18,7 +18,6 @@ from mstrain.commands.train import load_config
 from mstrain.models.transformer import count_parameters
 from mstrain.models.zoo import load_preset
 from mstrain.planner.mixed.profiles import read_profiles
-from tests.research.metis.cases import sample_documents
 
 
 def command(*arguments: str) -> int:
@@ -31,12 +30,9 @@ def command(*arguments: str) -> int:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """Folder of synthetic inputs, written by plan.py from the nine sample profiles."""
+    """Folder of synthetic inputs, written by plan.py from the nine sample profiles that it carries."""
     root = tmp_path_factory.mktemp("mixed")
-    (root / "samples").mkdir()
-    for (tp, batch), document in sample_documents().items():
-        (root / "samples" / f"DeviceType.A100_tp{tp}_bs{batch}.json").write_text(json.dumps(document))
-    assert command("experiment=metis_inputs", f"samples={root / 'samples'}", f"run_dir={root}") == 0
+    assert command("experiment=metis_inputs", f"run_dir={root}") == 0
     return root
 
 
