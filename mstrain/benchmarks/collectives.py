@@ -97,9 +97,7 @@ def split_axis(devices: np.ndarray, axis: str, group: int) -> Mesh:
 
 def time_collective(mesh: Mesh, kind: str, shard_bytes: int, warmup: int, repeats: int) -> float:
     """Median seconds of one collective of float32, `shard_bytes` as `collective_seconds` counts them."""
-    group, length = mesh.shape["group"], shard_bytes // 4
-    local = length * group if kind == "reduce_scatter" else length
-    step = functools.partial(_STEPS[kind], group=group, length=length)
+    step, local = collective_step(kind, mesh.shape["group"], shard_bytes)
 
     def chain(x):
         for _ in range(CHAIN):
@@ -110,6 +108,13 @@ def time_collective(mesh: Mesh, kind: str, shard_bytes: int, warmup: int, repeat
     x = jax.device_put(jnp.zeros(local * mesh.size, jnp.float32), NamedSharding(mesh, spec))
     program = jax.jit(jax.shard_map(chain, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     return _median_seconds(lambda: program(x), warmup, repeats) / CHAIN
+
+
+def collective_step(kind: str, group: int, shard_bytes: int) -> tuple[Callable, int]:
+    """A collective along mesh axis `group`, and the length of the float32 vector that it maps to one as long."""
+    length = shard_bytes // 4
+    local = length * group if kind in ("reduce_scatter", "all_reduce") else length
+    return functools.partial(_STEPS[kind], group=group, length=length), local
 
 
 def _gather(x, group, length):
@@ -124,7 +129,11 @@ def _permute(x, group, length):
     return lax.ppermute(x, "group", [(i, (i + 1) % group) for i in range(group)])
 
 
-_STEPS = {"all_gather": _gather, "reduce_scatter": _scatter, "permute": _permute}
+def _reduce(x, group, length):
+    return lax.psum(x, "group")
+
+
+_STEPS = {"all_gather": _gather, "reduce_scatter": _scatter, "permute": _permute, "all_reduce": _reduce}
 
 
 def gemm_rate(shape: MeshShape, edge: int, config: BenchmarkConfig) -> float:

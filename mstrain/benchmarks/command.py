@@ -31,6 +31,11 @@ def run(arguments: list[str]) -> int:
         from mstrain.benchmarks.collectives import measure_links
 
         return measure_links(config, console)
+    if config.bench == "calibrate":
+        from mstrain.benchmarks.calibrate import calibrate
+        from mstrain.benchmarks.calibrate_check import check
+
+        return (check if config.check else calibrate)(config, console)
     report = run_comparison(compare(config), Path(config.run_dir), console)
     if config.preset:
         report.rows.append(published(config))

@@ -17,7 +17,7 @@ from mstrain.models.zoo import BYTES, load_preset
 from mstrain.program.dtype import DTYPES
 from mstrain.training.config import TUNE
 
-BENCHES = ("step", "layer", "gemm", "nongemm", "collectives", "tune")
+BENCHES = ("step", "layer", "gemm", "nongemm", "collectives", "calibrate", "tune")
 PRODUCTS = tuple(p.name for p in projections(ModelConfig()))
 # The names that train.py has for the same choices.
 SYNONYMS = {
@@ -32,6 +32,8 @@ IDLE = {
     "nongemm": ("remat", "accumulate", "slices", "dataflow"),
     "collectives": ("models", "layers", "algorithms", "slices", "dataflow", "batch", "seq", "remat",
                     "accumulate", "target", "emulate", "dump"),
+    "calibrate": ("models", "layers", "algorithms", "slices", "dataflow", "batch", "seq", "remat", "accumulate",
+                  "target", "emulate", "dump", "warmup"),
     "tune": ("algorithms", "emulate", "dump", "repeats", "warmup"),
 }  # fmt: skip
 
@@ -42,8 +44,8 @@ class BenchmarkConfig:
 
     bench: str = "step"
     """What is compared: `step` (forward, backward, update), `layer` or `gemm` (forward, backward), `nongemm` (what a
-    layer does beside its products), `collectives` (measure links and fit them) or `tune` (the tuner explains its
-    choice)."""
+    layer does beside its products), `collectives` (measure links and fit them), `calibrate` (measure products, memory,
+    launches and links into one file for calibration=) or `tune` (the tuner explains its choice)."""
     models: str = "tiny"
     """Presets of the zoo, separated by spaces."""
     layers: int | None = None
@@ -83,6 +85,10 @@ class BenchmarkConfig:
     """With bench=tune: `model` (cost model) or `compile` (compiled steps of its best candidates on the target)."""
     constants: str | None = None
     """Constants of the cost model: a file that bench=collectives wrote, or a shipped one; null takes the chip's."""
+    calibration: str | None = None
+    """A calibration.json of bench=calibrate. Predictions of these devices use its measured rates."""
+    check: bool = False
+    """With bench=calibrate: print predicted beside measured step times of ten small configurations."""
     seed: int = 0
     """Seed of the random arguments."""
     run_dir: str = "runs/benchmark"
@@ -185,6 +191,16 @@ class BenchmarkConfig:
                 raise ValueError("meshes=all needs target=, whose torus says which. Type target=v5p-64.")
         if self.constants and self.tune == "compile":
             raise ValueError("constants= has no effect with tune=compile, which reads schedules. Drop it.")
+        if self.check and self.bench != "calibrate":
+            raise ValueError(f"check=true has no effect with bench={self.bench}. Type bench=calibrate or drop it.")
+        if self.constants and self.calibration:
+            raise ValueError("constants= and calibration= are two sources of the same numbers. Drop one.")
+        if self.calibration and self.tune == "compile":
+            raise ValueError("calibration= has no effect with tune=compile, which reads schedules. Drop it.")
+        if self.calibration and not (self.bench == "tune" or self.check):
+            raise ValueError(
+                f"calibration= has no effect with bench={self.bench}. Type bench=tune, or bench=calibrate check=true."
+            )
         if self.constants and self.bench != "tune":
             raise ValueError(f"constants= has no effect with bench={self.bench}. Type bench=tune or drop it.")
         if self.bench != "tune":

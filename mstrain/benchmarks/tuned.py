@@ -11,9 +11,10 @@ from rich.table import Table
 from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.gemm import find_algorithm
 from mstrain.hardware import TpuSlice, chip_named
-from mstrain.hardware.constants import load_constants
+from mstrain.hardware.calibration import read_constants
 from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
+from mstrain.planner.calibrated import calibrated_pod
 from mstrain.planner.cost import Costed
 from mstrain.planner.report import GB, plan_row, plot_plans
 from mstrain.planner.request import Fixed, PlanRequest
@@ -59,16 +60,19 @@ def tune_model(
 def _question(
     model: ModelConfig, config: BenchmarkConfig, tpu_slice: TpuSlice | None, algorithm: str, devices: int | None = None
 ) -> PlanRequest:
+    dtype = jnp.dtype(dtype_on("tpu" if tpu_slice else "cpu", config.dtype)).name
     pod = pod_of(tpu_slice, tpu_slice.devices) if tpu_slice else Pod("emulated", chip_named("cpu"), devices)
-    if config.constants or not tpu_slice:
-        pod = dataclasses.replace(pod, measured=load_constants(config.constants or "cpu_emulated"))
+    if config.calibration:
+        measured = pod if tpu_slice else dataclasses.replace(pod, measured=read_constants("cpu_emulated"))
+        pod = calibrated_pod(measured, config.calibration, dtype)
+    elif config.constants or not tpu_slice:
+        pod = dataclasses.replace(pod, measured=read_constants(config.constants or "cpu_emulated"))
     batch = config.batch or pod.devices * config.accumulate
     if batch % config.accumulate:
         raise ValueError(f"batch={batch} does not divide into accumulate={config.accumulate} microbatches.")
     parallel = config.parallel(algorithm)
     if _sliced(algorithm) and config.bench == "tune" and config.one_slice_count:
         parallel = dataclasses.replace(parallel, slices=str(config.one_slice_count))
-    dtype = jnp.dtype(dtype_on("tpu" if tpu_slice else "cpu", config.dtype)).name
     fixed = Fixed(microbatches=config.accumulate, remat=config.remat)
     return PlanRequest(model, pod, (parallel,), batch, config.seq, dtype, fixed)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mstrain.hardware.chips import Chip
+from mstrain.hardware.gemm_times import GemmTime
 from mstrain.hardware.link import Link
 from mstrain.hardware.tpu_slices import TpuSlice
 from mstrain.json_files import parse_json
@@ -55,6 +56,7 @@ class Constants:
       overlap: a key of `OVERLAPS`.
       hbm_bandwidth: bytes/s of one device's memory, which limits the accumulation of slices; None for no limit.
       shaped: whether a product's rate is that of its shape in the table of efficiencies; `flops` is of a large one.
+      gemm: measured products by shape, of a calibration; empty for one rate.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Constants:
     overlap: str = "max"
     hbm_bandwidth: float | None = None
     shaped: bool = False
+    gemm: tuple[GemmTime, ...] = ()
 
     def __post_init__(self):
         if self.overlap not in OVERLAPS:

@@ -14,17 +14,17 @@ import jax.numpy as jnp
 from mstrain.compiler.compile import DoesNotFit, compile_program
 from mstrain.compiler.schedule import Schedule, predict
 from mstrain.compiler.topology import Target, make_target
-from mstrain.gemm import any_sliced, find_algorithm
+from mstrain.gemm import any_sliced
 from mstrain.hardware import TpuSlice
 from mstrain.mesh import MeshShape, make_mesh, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, layer_algorithms
 from mstrain.models.plan import ModelPlan, make_plan
 from mstrain.models.transformer import Transformer
-from mstrain.planner.cost import cost_plan
-from mstrain.planner.plan import PodPlan, plan_on, plan_products
+from mstrain.planner.plan import plan_on
 from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import rank_meshes
+from mstrain.planner.step_time import step_terms
 from mstrain.planner.target import pod_of
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.step import step_program
@@ -207,13 +207,8 @@ def describe_slices(plan: ModelPlan) -> str:
 def model_seconds(task: TuningTask, shape: MeshShape, slices: str) -> float | None:
     """The cost model's seconds for the products of one step; None with an algorithm that it does not know."""
     parallel = dataclasses.replace(task.parallel, slices=slices)
-    used = {name for pair in layer_algorithms(parallel, task.model.layers) for name in pair}
-    if not all(find_algorithm(name).costed for name in used):
-        return None
-    request = task.request(parallel)
-    plan = PodPlan(shape.data, parallel, shape.row, shape.col, 1, task.accumulate, task.remat)
-    products = plan_products(request, plan)
-    if isinstance(products, str):
-        return None
-    terms = cost_plan(request, plan, products).terms
-    return terms.products + terms.tensor_exposed
+    pod = pod_of(task.tpu_slice, task.tpu_slice.devices)
+    terms = step_terms(
+        pod, task.model, parallel, shape, task.batch, task.seq, task.accumulate, task.remat, task.dtype
+    )  # fmt: skip
+    return terms and terms["products"] + terms["tensor_exposed"]

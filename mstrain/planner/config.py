@@ -52,6 +52,8 @@ class PodConfig:
     """Simulate the winner and write a trace and pictures."""
     simulated_microbatches: int = 8
     """Most microbatches simulated; a pipeline takes at least two per stage."""
+    calibration: str | None = None
+    """A calibration.json that `python benchmark.py bench=calibrate` measured on devices of the cluster's kind."""
     run_dir: str = "runs/plan"
     """Folder of tables, pictures and plan.json."""
 

@@ -12,6 +12,7 @@ from functools import lru_cache
 from mstrain.hardware import chip_named
 from mstrain.hardware.constants import Constants
 from mstrain.hardware.efficiency import efficiency_of
+from mstrain.hardware.gemm_times import gemm_seconds
 from mstrain.models.config import ModelConfig
 from mstrain.parallel.product_cost import pass_costs
 from mstrain.planner.plan import Product, Products
@@ -106,12 +107,15 @@ def _attention_rate(model: ModelConfig, seq: int, layout, constants: Constants, 
 @lru_cache(maxsize=1 << 16)
 def _shaped(product: Product, constants: Constants, device: Device) -> Constants:
     """Constants whose rate is that of this product's three local GEMMs."""
-    if not constants.shaped:
+    if not (constants.shaped or constants.gemm):
         return constants
     chip, layout = chip_named(device.kind), product.layout
     dtype = "bf16" if layout.dtype_bytes == 2 else "f32"
     dims = [local_dims(gemm, layout.rows, layout.cols, product.slices) for gemm in gemms_of(product)]
-    seconds = sum(efficiency_of(chip).gemm_seconds(chip, each, dtype) for each in dims)
+    if constants.gemm:
+        seconds = sum(gemm_seconds(constants.gemm, *each) for each in dims)
+    else:
+        seconds = sum(efficiency_of(chip).gemm_seconds(chip, each, dtype) for each in dims)
     return replace(constants, flops=sum(2.0 * math.prod(each) for each in dims) / seconds)
 
 

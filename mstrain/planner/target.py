@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from mstrain.hardware import Chip, TpuSlice
+from mstrain.hardware.calibration import Calibration
 from mstrain.hardware.constants import AxisLinks, Constants, constants_for
 from mstrain.hardware.efficiency import efficiency_of
 from mstrain.parallel.tune import factorizations
@@ -22,6 +23,7 @@ class Pod:
       tpu_slice: the TPU torus; None for other devices.
       fabric: the two levels of links of GPU nodes, or of several TPU slices; None for one slice.
       measured: link and compute constants of these devices, instead of those derived from the table of chips.
+      calibration: measured rates of these devices, instead of those derived; links where it has them.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Pod:
     tpu_slice: TpuSlice | None = None
     measured: Constants | None = None
     fabric: Fabric | None = None
+    calibration: Calibration | None = None
 
     def constants(self, sizes: tuple[int, ...], dtype: str) -> Constants:
         """The constants for a plan whose axes have `sizes`.
@@ -38,8 +41,10 @@ class Pod:
         axes; otherwise some rings are lines, and all are given one link.
         """
         if self.fabric is not None and self.measured is None:
-            return _fabric_constants(self, sizes, dtype)
-        return self.measured or _constants(self, tuple(size for size in sizes if size > 1), dtype)
+            known = _fabric_constants(self, sizes, dtype)
+        else:
+            known = self.measured or _constants(self, tuple(size for size in sizes if size > 1), dtype)
+        return self.calibration.constants(known) if self.calibration else known
 
     def outer_links(self, sizes: tuple[int, ...], dtype: str) -> tuple[AxisLinks, AxisLinks]:
         """The links of the (pipeline, data) axes of a plan of (pipeline, data, rows, cols) `sizes`."""
@@ -49,7 +54,7 @@ class Pod:
 
     def device(self, constants: Constants) -> Device:
         """One device, at the rate of its GEMMs."""
-        bandwidth = self.chip.hbm_bandwidth or math.inf
+        bandwidth = constants.hbm_bandwidth or self.chip.hbm_bandwidth or math.inf
         if constants.shaped:
             bandwidth *= efficiency_of(self.chip).memory
         return Device(constants.flops, bandwidth, self.memory_bytes, kind=self.chip.name)

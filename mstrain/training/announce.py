@@ -27,3 +27,5 @@ def announce(run: Run) -> None:
         run.console.print(f"[bold]{name:7}[/]{text}")
     with run.console.status("Compiling the step"):
         run.console.print(f"[bold]{'Memory':7}[/]{run.memory}")
+    if run.prediction:
+        run.console.print(f"[bold]{'Predict':7}[/] {run.prediction}")

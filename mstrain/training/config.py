@@ -89,6 +89,9 @@ class RunConfig:
     tune: str = "model"
     """How `auto` values are chosen: `model` (cost model) or `compile` (compile the best candidates for the TPU slice
     and keep the fastest; the result is cached)."""
+    calibration: str | None = None
+    """A calibration.json that `python benchmark.py bench=calibrate` measured on these devices. Predicted step times
+    use it."""
     target: str | None = None
     """TPU slice, such as v5p-64, that check=true compiles the step for. No TPU is needed."""
     check: bool = False

@@ -18,7 +18,7 @@ CLASSES = {
     **dict.fromkeys(("data.source", "data.field", "data.name", "data.split", "data.num_tokens"), KEPT),
     **dict.fromkeys(("data.validation_fraction",), KEPT),
     **dict.fromkeys(("data.path", "data.revision", "data.max_skipped", "tokenizer", "vocab_size"), CONTENT),
-    **dict.fromkeys(("mesh", "parallel", "plan", "tune", "remat", "accumulate", "compile_cache"), FREE),
+    **dict.fromkeys(("mesh", "parallel", "plan", "tune", "remat", "accumulate", "compile_cache", "calibration"), FREE),
     **dict.fromkeys(("checkpoint", "eval", "profile", "sample", "log_every", "model.name"), FREE),
     **dict.fromkeys(("guard", "watchdog", "check_replicas", "hosts", "data.cache_dir"), FREE),
     **dict.fromkeys(("run_dir", "allow", "target", "check", "coordinator", "processes", "process"), LOCAL),

@@ -25,6 +25,7 @@ from mstrain.program.dtype import dtype_on
 from mstrain.program.optimizer import make_optimizer
 from mstrain.training.config import RunConfig
 from mstrain.training.feed import Feed
+from mstrain.training.prediction import check_calibration
 from mstrain.training.resume import check, check_resolved, tokenizer_of
 from mstrain.training.run import Run
 from mstrain.training.tuned import tuned
@@ -36,6 +37,7 @@ def prepare(config: RunConfig, job: Job = ALONE) -> Run:
     """Checks and builds a run. Raises ValueError, with what to type instead, for a configuration that cannot run."""
     console = Console(highlight=False, soft_wrap=True, quiet=not job.leads)
     chip = _start_devices(config, job)
+    check_calibration(config)
     past = check(config, job)
     with console.status("Preparing the corpus"):
         corpus = prepare_corpus(config.data, tokenizer_of(config, past), config.seed, config.vocab_size)

@@ -117,9 +117,11 @@ class Reporter:
             shown = {f"train/{name}": value for name, value in values.items() if value is not None}
             self._tensorboard.scalars(step, shown)
         mfu = "" if values["mfu"] is None else f"  MFU {values['mfu']:.1%}"
+        predicted = values.get("predicted_step_seconds")
+        beside = "" if predicted is None else f" (predicted {predicted * 1e3:,.0f})"
         text = (
             f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s  "
-            f"{values['step_seconds'] * 1e3:,.0f} ms/step{mfu}"
+            f"{values['step_seconds'] * 1e3:,.0f} ms/step{beside}{mfu}"
         )
         self._progress.update(self._task, completed=step, description=text)
         if self._progress.disable and (now - self._line_at > SECONDS_BETWEEN_LINES or step == self._last):

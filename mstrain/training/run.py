@@ -17,6 +17,7 @@ from mstrain.program.step import step_program
 from mstrain.training.config import RunConfig
 from mstrain.training.feed import Feed
 from mstrain.training.goodput import Goodput
+from mstrain.training.prediction import Prediction, predict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,11 @@ class Run:
     @functools.cached_property
     def memory(self) -> Memory:
         return memory_of(self.compiled_step, self.module.plan.mesh)
+
+    @functools.cached_property
+    def prediction(self) -> Prediction | None:
+        """The predicted time of a step; None where nothing is known of the devices."""
+        return predict(self.config, self.module, self.chip, self.job, lambda: self.compiled_step.as_text())
 
     def mfu(self, step_seconds: float) -> float | None:
         """Model FLOP/s of a step over the peak of the mesh's devices; None when the peak is unknown."""

@@ -1,6 +1,7 @@
 """One attempt of a run: create or restore its state, train to the last step or until a signal, and summarize."""
 
 import functools
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from mstrain.training.evaluate import Evaluator
 from mstrain.training.guard import FILE as BAD_STEPS
 from mstrain.training.guard import Guard, RollBack
 from mstrain.training.json_lines import Log
+from mstrain.training.prediction import Measured, compare
 from mstrain.training.profiler import profile_hooks
 from mstrain.training.record import begin_attempt, missing_metrics
 from mstrain.training.replicas import ReplicaCheck
@@ -118,7 +120,7 @@ def _train_from(run: Run, state: State, done: int, guard: Guard, saver: Saver, o
     evaluator = _evaluator(run, reporter)
     hooks = _hooks(run, steps, evaluator, saver, observers)
     feed = goodput.timed("input", lambda index: run.feed(guard.order(index)))
-    begun = time.perf_counter()
+    begun, processor = time.perf_counter(), time.process_time()
     with reporter, watchdog.watching(), preemption.listening():
         state = loop.train(run.compiled_step, feed, state, preemption.until_stopped(steps), hooks, reporter)
         finished = int(jax.device_get(state["step"]))
@@ -127,6 +129,7 @@ def _train_from(run: Run, state: State, done: int, guard: Guard, saver: Saver, o
                 saver.finish(finished, state)
         goodput.write(finished=finished == config.steps)
         reporter.scalars(finished, {f"goodput/{kind}": x for kind, x in goodput.account()["seconds"].items()})
+    _compare_prediction(run, reporter, len(steps[: finished - done]), time.process_time() - processor)
     if finished < config.steps:
         run.console.print(
             f"[bold]Stopped[/] after step {finished} of {config.steps}, which is saved. The same command resumes there."
@@ -135,6 +138,15 @@ def _train_from(run: Run, state: State, done: int, guard: Guard, saver: Saver, o
     results = {"training_seconds": time.perf_counter() - begun, "bad_steps": guard.bad_steps}
     summarise(run, state, evaluator, reporter, observers, results)
     return FINISHED
+
+
+def _compare_prediction(run: Run, reporter: Reporter, made: int, processor: float) -> None:
+    """Prints predicted beside measured step time, after `made` steps that took `processor` seconds of CPU time."""
+    if run.prediction and reporter.steps:
+        busy = processor / (os.cpu_count() or 1) / made
+        measured = Measured(reporter.seconds / reporter.steps, run.goodput.seconds["input"] / made, busy)
+        for line in compare(run.prediction, measured, jax.devices()[0].platform == "cpu"):
+            run.console.print(f"[bold]{'Predict':7}[/] {line}")
 
 
 def _guard(run: Run, saved: dict, done: int, observers: BestEffort) -> Guard:
@@ -199,12 +211,14 @@ def _fields(run: Run):
     # Computed before training: evaluated step by step, the schedule would queue behind the next step on the device.
     rates = np.asarray(jax.jit(jax.vmap(learning_rate(run.config.optimizer, steps)))(jnp.arange(steps)))
     tokens = run.config.batch * run.config.seq
+    predicted = run.prediction.seconds if run.prediction else None
 
     def fields(step: int, seconds: float) -> dict:
         return {
             "learning_rate": float(rates[step - 1]),
             "tokens_per_second": tokens / seconds,
             "mfu": run.mfu(seconds),
+            "predicted_step_seconds": predicted,
         }
 
     return fields

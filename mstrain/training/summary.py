@@ -37,6 +37,8 @@ def summarise(
         "bits_per_byte": evaluator.bits_per_byte,
         "unigram_bits_per_byte": evaluator.unigram_bits_per_byte,
         "tokens_per_second": per_second,
+        "step_seconds": reporter.seconds / reporter.steps if reporter.steps else None,
+        "predicted_step_seconds": run.prediction.seconds if run.prediction else None,
         "mfu": run.mfu(reporter.seconds / reporter.steps) if reporter.steps else None,
         **measured,
         **run.goodput.account(),

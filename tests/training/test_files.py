@@ -23,7 +23,9 @@ from mstrain.training.config import RunConfig
 from mstrain.training.json_lines import drop_after
 from tests.training.runs import lines, losses
 
-FIELDS = {"step", "loss", "grad_norm", "learning_rate", "step_seconds", "tokens_per_second", "mfu"}
+FIELDS = {
+    "step", "loss", "grad_norm", "learning_rate", "step_seconds", "predicted_step_seconds", "tokens_per_second", "mfu",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -50,6 +52,7 @@ def test_every_step_is_logged_with_its_fields(finished, directory):
     schedule = learning_rate(finished.config.optimizer.for_width(64), 6)
     for row in rows:
         assert row.keys() == FIELDS
+        assert row["predicted_step_seconds"] == pytest.approx(finished.prediction.seconds)
         assert row["mfu"] is None  # the peak of an emulated device is unknown
         assert row["tokens_per_second"] == pytest.approx(16 * 16 / row["step_seconds"])
         assert row["learning_rate"] == pytest.approx(float(schedule(row["step"] - 1)))
@@ -109,6 +112,8 @@ def test_the_summary_repeats_what_was_logged(finished, directory):
     assert summary["validation_loss"] == lines(directory, "eval.jsonl")[-1]["validation_loss"]
     assert summary["bits_per_byte"] is None  # synthetic tokens stand for no text
     assert 0 < unigram_nats_per_token(finished.corpus.validation) < np.log(61)
+    assert summary["predicted_step_seconds"] == pytest.approx(finished.prediction.seconds)
+    assert summary["step_seconds"] == pytest.approx(16 * 16 / summary["tokens_per_second"])
     assert summary["tokens_per_second"] > 0 and summary["training_seconds"] > 0
 
 
@@ -120,6 +125,7 @@ def test_the_loss_curve_is_a_picture(directory):
 def test_memory_plan_and_results_were_printed(finished):
     shown = finished.console.export_text(clear=False)
     assert "validation loss" in shown and "step 6/6" in shown
+    assert f"Predict {finished.prediction}" in shown and "(predicted " in shown and "ms a step, measured" in shown
     assert f"Memory {finished.memory}" in shown and "8 emulated CPU devices" in shown
     assert re.match(
         r"[\d.]+ MiB of [\d.]+ GiB per device \(state and batch [\d.]+ MiB, temp", str(finished.memory)

@@ -3,6 +3,7 @@
 import sys
 
 from mstrain.commands.plans.output import console, make_folder
+from mstrain.planner.calibrated import calibrated_pod
 from mstrain.planner.config import PodConfig
 from mstrain.planner.report import memory_table, plans_table, plot_plans, stages_table, terms_table, write_tables
 from mstrain.planner.search import search_pod
@@ -15,7 +16,7 @@ __all__ = ["PodConfig", "run_pod"]
 
 def run_pod(config: PodConfig) -> int:
     """Searches, prints, writes; the last line is the train.py command of the best plan it can run."""
-    pod = find_pod(config.cluster, config.dtype)
+    pod = calibrated_pod(find_pod(config.cluster, config.dtype), config.calibration, config.dtype)
     folder, say = make_folder(config.run_dir), console()
     request = config.request(pod)
     result = search_pod(request, config.max_seconds, lambda line: print(f"plan: {line}", file=sys.stderr))

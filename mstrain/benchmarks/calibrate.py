@@ -1,0 +1,162 @@
+"""bench=calibrate: measures the devices present and writes calibration.json, which predictions take as calibration=."""
+
+import datetime
+import os
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
+
+from mstrain.benchmarks.config import BenchmarkConfig
+from mstrain.benchmarks.links import Sample, fit_link
+from mstrain.benchmarks.measured import describe_devices, start_devices
+from mstrain.benchmarks.probes import (
+    ARGUMENT,
+    ARGUMENTS,
+    DISPATCH,
+    EXPONENTIAL,
+    LOOP_KERNELS,
+    REDUCTION,
+    TRANSPOSE,
+    UNROLLED,
+    Probe,
+    Times,
+    make_probes,
+    run_rounds,
+    sizes_on,
+)
+from mstrain.hardware import Link
+from mstrain.hardware.calibration import AXES, KINDS, Calibration, KernelTime
+from mstrain.hardware.gemm_times import GemmTime
+from mstrain.mesh import make_mesh
+from mstrain.program.dtype import dtype_on
+
+FILE = "calibration.json"
+RUN_SECONDS = 60.0  # after which no further round is begun
+LEAST = 1e-9  # seconds: what a difference of two noisy times is at least
+
+
+def calibrate(config: BenchmarkConfig, console: Console) -> int:
+    """Measures one mesh and leaves calibration.json in run_dir."""
+    mesh = start_mesh(config)
+    begun = time.monotonic()
+    with console.status("Compiling") as status:
+        probes = compile_probes(mesh, config, status.update)
+        times = run_rounds(probes, config.repeats, RUN_SECONDS, status.update)
+    calibration = calibration_of(probes, times, mesh, config)
+    path = Path(config.run_dir) / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    calibration.save(path)
+    console.print(_table(calibration))
+    console.print(
+        f"Written: {path}, in {time.monotonic() - begun:.0f} s. Predictions take it: calibration={path} for train.py, "
+        f"plan.py and benchmark.py.", soft_wrap=True,
+    )  # fmt: skip
+    return 0
+
+
+def start_mesh(config: BenchmarkConfig) -> Mesh:
+    """The one mesh that is measured."""
+    shapes = start_devices(config)
+    if len(shapes) > 1:
+        raise ValueError(f"bench=calibrate measures one mesh. Type meshes={shapes[0]}.")
+    return make_mesh(shapes[0], jax.devices()[: shapes[0].devices])
+
+
+def compile_probes(mesh: Mesh, config: BenchmarkConfig, progress) -> list[Probe]:
+    """All probes of this kind of device."""
+    probes = []
+    for probe in make_probes(mesh, dtype_on(mesh.devices.flat[0].platform, config.dtype)):
+        probes.append(probe)
+        progress("Compiled " + " ".join(map(str, probe.key)))
+    return probes
+
+
+def calibration_of(probes: list[Probe], times: Times, mesh: Mesh, config: BenchmarkConfig) -> Calibration:
+    """The calibration that the probes' times mean; raises ValueError where a link's time does not grow."""
+    device, elements = mesh.devices.flat[0], sizes_on(mesh).elements
+    dispatch = times.counted[DISPATCH,]
+    each = {p.key: max(times.counted[p.key] - dispatch, LEAST * p.count) / p.count for p in probes}
+    sizes = [key for key in each if key[0] == "kernel"]
+    launch = each[sizes[0]] / (1 + LOOP_KERNELS)  # the smallest kernel is like those of its loop
+    kernels = tuple(KernelTime(key[1], max(each[key] - LOOP_KERNELS * launch, launch)) for key in sizes)
+    moved = float(np.interp(8 * elements, [key[1] for key in sizes], [each[key] for key in sizes]))
+    beside = launch * (1 + LOOP_KERNELS / UNROLLED)  # a kernel after every product, and those of the loop
+    gemm = tuple(
+        GemmTime(*key[1:], max(seconds - beside, LEAST)) for key, seconds in each.items() if key[0] == "gemm"
+    )
+    load = f", load average {os.getloadavg()[0]:.0f}" if hasattr(os, "getloadavg") else ""
+    clock = "CPU time over cores, " if device.platform == "cpu" else ""
+    return Calibration(
+        device_kind=device.device_kind,
+        platform=device.platform,
+        devices=mesh.size,
+        dtype=jnp.dtype(dtype_on(device.platform, config.dtype)).name,
+        jax=jax.__version__,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        source=f"{clock}measured on {describe_devices()}{load}",
+        dispatch_seconds=dispatch,
+        argument_seconds=max(0.0, times.counted[ARGUMENT,] - dispatch) / (2 * ARGUMENTS - 2),
+        exponential_seconds=max(0.0, each[EXPONENTIAL,] - moved) / elements,
+        reduction_seconds=max(0.0, each[REDUCTION,] - moved) / elements,
+        transpose_seconds=max(0.0, each[TRANSPOSE,] - moved) / elements,
+        kernels=kernels,
+        gemm=gemm,
+        links=_links(_samples(each), device.platform),
+    )
+
+
+def _samples(each: dict[tuple, float]) -> list[Sample]:
+    return [
+        Sample(key[1], key[0], 2 if key[0] == "permute" else key[2], key[3], seconds)
+        for key, seconds in each.items() if key[0] in KINDS
+    ]  # fmt: skip
+
+
+def _links(samples: list[Sample], platform: str) -> dict[str, dict[str, Link]]:
+    """Fits by axis; on emulated devices, which have no axes, one for all."""
+    if not samples:
+        return {}
+    present = {sample.axis for sample in samples}
+    links = {}
+    for axis in AXES:
+        mine = present if platform == "cpu" else {axis} & present or present - {"all"}
+        chosen = [sample for sample in samples if sample.axis in mine]
+        links[axis] = {kind: fit_link([s for s in chosen if s.collective == kind]).link for kind in KINDS}
+    return links
+
+
+def _table(calibration: Calibration) -> Table:
+    table = Table("what", title=f"{calibration.source}, jax {calibration.jax}", title_justify="left", box=None,
+                  padding=(0, 1, 0, 0))  # fmt: skip
+    table.add_column("time or rate", justify="right")
+    best = max(calibration.gemm, key=lambda time: time.rate)
+    micros = {
+        "start a program": calibration.dispatch_seconds,
+        "an argument or result more": calibration.argument_seconds,
+        "launch of a kernel": calibration.kernel_launch_seconds,
+    }
+    for name, seconds in micros.items():
+        table.add_row(name, f"{1e6 * seconds:,.2f} us")
+    nanos = {
+        "an exponential": calibration.exponential_seconds,
+        "an element of a reduction": calibration.reduction_seconds,
+        "an element of a transposition": calibration.transpose_seconds,
+    }
+    for name, seconds in nanos.items():
+        table.add_row(name, f"{1e9 * seconds:,.2f} ns")
+    table.add_row("memory", f"{calibration.memory_bandwidth / 1e9:,.2f} GB/s")
+    table.add_row(f"product {best.m}x{best.k}x{best.n}", f"{best.rate / 1e9:,.1f} GFLOP/s")
+    for time_ in sorted(calibration.gemm, key=lambda time: time.rate)[:: max(1, len(calibration.gemm) // 5)]:
+        table.add_row(f"product {time_.m}x{time_.k}x{time_.n}", f"{time_.rate / best.rate:.0%} of that")
+    for axis, links in calibration.links.items():
+        for kind, link in links.items():
+            launch, sync, bandwidth = 1e6 * link.launch, 1e6 * link.sync, link.bandwidth / 1e9
+            fit = f"{launch:,.0f} us + steps x ({sync:,.0f} us + bytes / {bandwidth:,.2f} GB/s)"
+            table.add_row(f"{kind} along {axis}", fit)
+    return table

@@ -1,0 +1,163 @@
+"""bench=calibrate check=true: predicted beside measured step times of ten small configurations.
+
+Calibration and steps are measured in the same rounds, in turn, so that both see the same machine. With
+calibration=FILE the steps alone are measured.
+"""
+
+import csv
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from mstrain.benchmarks.calibrate import FILE, calibration_of, compile_probes, start_mesh
+from mstrain.benchmarks.cases import make_cases, plan_case
+from mstrain.benchmarks.config import BenchmarkConfig
+from mstrain.benchmarks.probes import Probe, run_rounds
+from mstrain.benchmarks.programs import step_work
+from mstrain.hardware.calibration import Calibration, load_calibration
+from mstrain.mesh import make_mesh, parse_mesh
+from mstrain.planner.calibrated import StepTerms, predict_step
+from mstrain.program.dtype import dtype_on
+
+TOLERANCE = 0.2
+RUN_SECONDS = 400.0
+# Seven algorithms at one shape, whose order is predicted too, then other shapes, depths and meshes.
+CHECKED = (
+    *((name, {"meshes": "2x4", "models": "tiny", "seq": 256}) for name in
+      ("collective", "meshslice", "wang", "megatron", "fsdp", "summa", "gspmd")),
+    ("collective", {"meshes": "2x2", "models": "tiny", "layers": 4, "seq": 128}),
+    ("meshslice", {"meshes": "2x2x2", "models": "tiny", "layers": 6, "seq": 128}),
+    ("collective", {"meshes": "2x4", "models": "small", "seq": 128}),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """One configuration with seconds of its step: CPU time over cores, and wall clock."""
+
+    algorithm: str
+    configuration: str
+    predicted: StepTerms
+    measured: float
+    wall: float
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted.seconds / self.measured
+
+
+def check(config: BenchmarkConfig, console: Console) -> int:
+    """Prints and writes the table; the exit code is 1 when a ratio is off by more than `TOLERANCE`."""
+    mesh = start_mesh(config)
+    if jax.devices()[0].platform != "cpu":
+        raise ValueError("check=true predicts steps of emulated CPU devices. Type JAX_PLATFORMS=cpu before python.")
+    given = load_calibration(config.calibration) if config.calibration else None
+    with console.status("Compiling") as status:
+        texts, steps = {}, []
+        for number, (algorithm, keys) in enumerate(CHECKED):
+            status.update(f"Compiling {algorithm} {_words(keys)}")
+            probe, text = _step_probe(config, algorithm, keys, number)
+            steps.append(probe)
+            texts[probe.key] = text
+        probes = [] if given else compile_probes(mesh, config, status.update)
+        times = run_rounds(_spread(steps, probes), config.repeats, RUN_SECONDS, status.update)
+    calibration = given or calibration_of(probes, times, mesh, config)
+    calibration.check_device((jax.devices()[0].device_kind,), config.calibration or FILE)
+    folder = Path(config.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not given:
+        calibration.save(folder / FILE)
+    rows = [
+        Checked(algorithm, _words(keys), predict_step(texts[step.key], _axes(keys), calibration),
+                times.counted[step.key], times.wall[step.key])  # fmt: skip
+        for (algorithm, keys), step in zip(CHECKED, steps, strict=True)
+    ]
+    _write(rows, folder / "calibration_check.csv")
+    console.print(_table(rows, calibration))
+    for line in verdict(rows):
+        console.print(line, soft_wrap=True)
+    return 0 if all(abs(row.ratio - 1) <= TOLERANCE for row in rows) else 1
+
+
+def _spread(steps: list[Probe], probes: list[Probe]) -> list[Probe]:
+    """The steps spread evenly between the probes, as neither should meet a busier machine."""
+    size = -(-len(probes) // len(steps))
+    parts = [probes[size * number : size * (number + 1)] for number in range(len(steps))]
+    return list(itertools.chain.from_iterable((step, *part) for step, part in zip(steps, parts, strict=True)))
+
+
+def _step_probe(config: BenchmarkConfig, algorithm: str, keys: dict, number: int) -> tuple[Probe, str]:
+    """A training step that continues from its own result, and its compiled text."""
+    chosen = {key: value for key, value in keys.items() if key != "meshes"}
+    one = dataclasses.replace(config, bench="step", check=False, calibration=None, algorithms=algorithm, **chosen)
+    (case,) = make_cases(one, [parse_mesh(keys["meshes"])])
+    mesh = make_mesh(case.mesh, jax.devices()[: case.mesh.devices])
+    work = step_work(case, one, plan_case(case, one, mesh, None), dtype_on("cpu", one.dtype))
+    compiled = work.program.compile()
+    state, *rest = work.start()
+
+    def run():
+        nonlocal state
+        state, metrics = compiled(state, *rest)
+        return state, metrics
+
+    return Probe(("step", number), 1, run), compiled.as_text()
+
+
+def _axes(keys: dict) -> dict[str, int]:
+    return parse_mesh(keys["meshes"]).axes
+
+
+def _words(keys: dict) -> str:
+    return " ".join(f"{key}={value}" for key, value in keys.items())
+
+
+def verdict(rows: list[Checked]) -> list[str]:
+    """How many rows are within the tolerance, whether the order of equal configurations is kept, what limits."""
+    off = [row for row in rows if abs(row.ratio - 1) > TOLERANCE]
+    lines = [f"{len(rows) - len(off)} of {len(rows)} predictions are within {TOLERANCE:.0%}."]
+    pairs = [(a, b) for a, b in _comparable(rows) if max(a.measured, b.measured) > 1.1 * min(a.measured, b.measured)]
+    kept = sum((a.measured < b.measured) == (a.predicted.seconds < b.predicted.seconds) for a, b in pairs)
+    lines.append(f"Of {len(pairs)} pairs of algorithms that differ by more than 10 %, {kept} are predicted in order.")
+    if off:
+        worst = max(off, key=lambda row: abs(row.ratio - 1))
+        terms = dataclasses.asdict(worst.predicted)
+        name = max(terms, key=terms.get)
+        lines.append(
+            f"The worst is {worst.algorithm} {worst.configuration}; its largest predicted term is {name}, "
+            f"{terms[name] / worst.predicted.seconds:.0%} of the step."
+        )
+    return lines
+
+
+def _comparable(rows: list[Checked]) -> Iterator[tuple[Checked, Checked]]:
+    return ((a, b) for a, b in itertools.combinations(rows, 2) if a.configuration == b.configuration)
+
+
+def _table(rows: list[Checked], calibration: Calibration) -> Table:
+    table = Table("algorithm", "configuration", title=f"Training steps, {calibration.source}", title_justify="left",
+                  box=None, padding=(0, 1, 0, 0))  # fmt: skip
+    terms = (field.name for field in dataclasses.fields(StepTerms))
+    for heading in ("predicted ms", "measured ms", "ratio", *terms, "wall ms"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        terms = (f"{1e3 * value:.1f}" for value in dataclasses.asdict(row.predicted).values())
+        table.add_row(row.algorithm, row.configuration, f"{1e3 * row.predicted.seconds:.1f}",
+                      f"{1e3 * row.measured:.1f}", f"{row.ratio:.2f}", *terms, f"{1e3 * row.wall:.1f}")  # fmt: skip
+    return table
+
+
+def _write(rows: list[Checked], path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        names = [field.name for field in dataclasses.fields(StepTerms)]
+        writer.writerow(["algorithm", "configuration", "predicted_seconds", "measured_seconds", "ratio",
+                         *(f"{name}_seconds" for name in names), "wall_seconds"])  # fmt: skip
+        for row in rows:
+            times = row.predicted.seconds, row.measured, row.ratio, *dataclasses.astuple(row.predicted), row.wall
+            writer.writerow([row.algorithm, row.configuration, *times])

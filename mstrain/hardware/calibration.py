@@ -1,0 +1,241 @@
+"""What `bench=calibrate` measures of the devices present, and the file that carries it to every prediction.
+
+Every number of the file says its unit in its name. Times are those of one device while all devices of the mesh do the
+same, so emulated devices that share cores are charged for sharing them.
+"""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mstrain.hardware.chips import chip_for
+from mstrain.hardware.constants import COLLECTIVES, AxisLinks, Constants, constants_for, load_constants
+from mstrain.hardware.gemm_times import GemmTime
+from mstrain.hardware.link import Link
+
+FORMAT, VERSION = "mstrain-calibration", 1
+LARGEST = 2**20  # bytes of a file that is read
+KINDS = (*COLLECTIVES, "all_reduce")
+AXES = ("row", "col")
+_LINK = {"launch": "launch_seconds", "sync": "sync_seconds", "bandwidth": "bandwidth_bytes_per_second"}
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """Seconds of an element-wise kernel that reads and writes `bytes` in all."""
+
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Measured times of one kind of device.
+
+    Attributes:
+      device_kind: as JAX names it; platform: as JAX names it; devices: that worked at once.
+      dtype: of the products. jax: its version. date: ISO 8601, UTC. source: the measurement in words.
+      dispatch_seconds: to start a program on all devices. argument_seconds: for each argument or result more.
+      exponential_seconds, reduction_seconds, transpose_seconds: per element, beside the memory traffic.
+      kernels: element-wise kernels by size, the smallest one first. It is bound by its launch.
+      gemm: a full grid of shapes.
+      links: a `Link` for each of `KINDS`, by mesh axis; empty where one device was measured.
+    """
+
+    device_kind: str
+    platform: str
+    devices: int
+    dtype: str
+    jax: str
+    date: str
+    source: str
+    dispatch_seconds: float
+    argument_seconds: float
+    exponential_seconds: float
+    reduction_seconds: float
+    transpose_seconds: float
+    kernels: tuple[KernelTime, ...]
+    gemm: tuple[GemmTime, ...]
+    links: dict[str, dict[str, Link]] = dataclasses.field(hash=False)
+
+    @property
+    def kernel_launch_seconds(self) -> float:
+        return self.kernels[0].seconds
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """Bytes/s of the largest kernel."""
+        return self.kernels[-1].bytes / self.kernels[-1].seconds
+
+    def kernel_seconds(self, nbytes: float) -> float:
+        """Seconds of an element-wise kernel that reads and writes so many bytes."""
+        largest = self.kernels[-1]
+        if nbytes > largest.bytes:
+            return largest.seconds * nbytes / largest.bytes
+        return float(np.interp(nbytes, [k.bytes for k in self.kernels], [k.seconds for k in self.kernels]))
+
+    @property
+    def flops(self) -> float:
+        """FLOP/s of the fastest product."""
+        return max(time.rate for time in self.gemm)
+
+    def check_device(self, device_kinds: tuple[str, ...], path: str | Path) -> None:
+        """Raises ValueError when the file is of another kind of device than `device_kinds`."""
+        if self.device_kind.lower() not in (kind.lower() for kind in device_kinds):
+            raise ValueError(
+                f"calibration={path} was measured on {self.device_kind}, and the prediction is for "
+                f"{' or '.join(device_kinds)}. Measure there: python benchmark.py bench=calibrate."
+            )
+
+    def check_dtype(self, dtype: str, path: str | Path) -> None:
+        """Raises ValueError when its products are not of `dtype` ("bf16", "f32" or JAX's names)."""
+        names = {"bf16": "bfloat16", "f32": "float32"}
+        if names.get(dtype, dtype) != self.dtype:
+            raise ValueError(
+                f"calibration={path} measured products of {self.dtype}, and the prediction is for {dtype}. Measure "
+                f"with dtype={'bf16' if names.get(dtype, dtype) == 'bfloat16' else 'f32'}."
+            )
+
+    def constants(self, derived: Constants) -> Constants:
+        """The constants of the planner's cost model; those of `derived` where nothing was measured."""
+        axes = {
+            axis: AxisLinks(*(self.links[axis][kind] for kind in COLLECTIVES)) if axis in self.links else links
+            for axis, links in (("row", derived.row), ("col", derived.col))
+        }
+        return dataclasses.replace(
+            derived, name=f"calibrated {self.device_kind}", source=self.source, flops=self.flops,
+            hbm_bandwidth=self.memory_bandwidth, shaped=False, gemm=self.gemm, **axes,
+        )  # fmt: skip
+
+    def save(self, path: str | Path) -> None:
+        """Writes the JSON file that `load_calibration` reads."""
+        document = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
+        document["links"] = {
+            axis: {kind: {_LINK[name]: value for name, value in dataclasses.asdict(link).items()}
+                   for kind, link in links.items()}
+            for axis, links in self.links.items()
+        }  # fmt: skip
+        Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def load_calibration(path: str | Path) -> Calibration:
+    """Reads a file that `Calibration.save` wrote.
+
+    Raises ValueError, with the reason and the command that makes a file, for anything else.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise ValueError(f"it is larger than {LARGEST} bytes")
+        return parse_calibration(json.loads(content))
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except json.JSONDecodeError as error:
+        reason = f"it is not whole JSON (line {error.lineno})"
+    except UnicodeDecodeError:
+        reason = "it is not text"
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except ValueError as error:
+        reason = str(error)
+    raise ValueError(f"calibration={path}: {reason}. Make one: python benchmark.py bench=calibrate.")
+
+
+def read_constants(name_or_path: str | Path) -> Constants:
+    """What `constants=` names: a shipped file, a file of bench=collectives, or a calibration.
+
+    Raises ValueError for anything else.
+    """
+    try:
+        document = json.loads(Path(name_or_path).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        document = None
+    if not is_calibration(document):
+        return load_constants(name_or_path)
+    calibration = load_calibration(name_or_path)
+    chip = chip_for(calibration.device_kind)
+    if chip is None:
+        raise ValueError(f"{name_or_path} was measured on {calibration.device_kind}, which the table of chips lacks.")
+    return calibration.constants(constants_for(chip, calibration.dtype))
+
+
+def is_calibration(document: Any) -> bool:
+    """Whether a JSON document says that it is a calibration, of whatever version."""
+    return isinstance(document, dict) and document.get("format") == FORMAT
+
+
+def parse_calibration(document: Any) -> Calibration:
+    """A calibration from parsed JSON; raises ValueError that names the first entry which is wrong."""
+    if not is_calibration(document):
+        raise ValueError(f'it is not a calibration of mstrain ("format" is not "{FORMAT}")')
+    if document.get("version") != VERSION:
+        raise ValueError(f"its version is {document.get('version')!r}, and this mstrain reads version {VERSION}")
+    texts = {name: _text(document, name) for name in ("device_kind", "platform", "dtype", "jax", "date", "source")}
+    rates = ("dispatch_seconds", "argument_seconds", "exponential_seconds", "reduction_seconds", "transpose_seconds")
+    numbers = {name: _number(document, name, 0.0) for name in rates}
+    kernels = tuple(
+        KernelTime(_count(row, "bytes"), _positive(row, "seconds")) for row in _rows(document, "kernels")
+    )
+    gemm = tuple(
+        GemmTime(*(_count(row, name) for name in "mkn"), _positive(row, "seconds")) for row in _rows(document, "gemm")
+    )
+    if any(a.bytes >= b.bytes for a, b in zip(kernels, kernels[1:])):
+        raise ValueError("kernels are not in ascending order of bytes")
+    shapes = {(time.m, time.k, time.n) for time in gemm}
+    edges = [sorted({shape[i] for shape in shapes}) for i in range(3)]
+    if len(shapes) != len(gemm) or len(gemm) != math.prod(map(len, edges)):
+        raise ValueError("gemm is not a full grid of shapes")
+    links = _entry(document, "links", dict)
+    if links and set(links) != set(AXES):
+        raise ValueError(f"links are of {', '.join(map(str, links))} instead of row and col")
+    links = {axis: {kind: _link(_entry(links[axis], kind, dict)) for kind in KINDS} for axis in AXES if links}
+    devices = _count(document, "devices")
+    return Calibration(**texts, devices=devices, **numbers, kernels=kernels, gemm=gemm, links=links)
+
+
+def _entry(entry: Any, name: str, kind: type) -> Any:
+    if not isinstance(entry, dict) or name not in entry:
+        raise ValueError(f"it has no {name}")
+    if not isinstance(entry[name], kind):
+        raise ValueError(f"{name} is of the wrong type ({type(entry[name]).__name__})")
+    return entry[name]
+
+
+def _text(entry: Any, name: str) -> str:
+    return _entry(entry, name, str)
+
+
+def _rows(entry: Any, name: str) -> list:
+    rows = _entry(entry, name, list)
+    if not rows:
+        raise ValueError(f"{name} is empty")
+    return rows
+
+
+def _number(entry: Any, name: str, least: float) -> float:
+    value = _entry(entry, name, int | float)
+    if isinstance(value, bool) or not least <= value < 1e300:
+        raise ValueError(f"{name}={value!r} is not a number from {least:g} up")
+    return float(value)
+
+
+def _positive(entry: Any, name: str) -> float:
+    return _number(entry, name, 1e-15)
+
+
+def _count(entry: Any, name: str) -> int:
+    value = _number(entry, name, 1)
+    if value != int(value):
+        raise ValueError(f"{name}={value!r} is not a whole number")
+    return int(value)
+
+
+def _link(entry: dict) -> Link:
+    launch, sync = (_number(entry, _LINK[name], 0.0) for name in ("launch", "sync"))
+    return Link(launch, sync, _positive(entry, _LINK["bandwidth"]))

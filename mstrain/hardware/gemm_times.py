@@ -1,0 +1,49 @@
+"""Measured times of local products by shape, and what they say of shapes between."""
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.interpolate import RegularGridInterpolator
+
+
+@dataclass(frozen=True)
+class GemmTime:
+    """Seconds of one local product of (m, k) and (k, n)."""
+
+    m: int
+    k: int
+    n: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s."""
+        return 2.0 * self.m * self.k * self.n / self.seconds
+
+
+def gemm_seconds(times: tuple[GemmTime, ...], m: int, k: int, n: int) -> float:
+    """Seconds of a product, from a full grid of shapes.
+
+    Times are interpolated on logarithms. Beyond the grid a product has the rate of the largest shape, below it the time
+    of the smallest.
+    """
+    edges, interpolate = _interpolator(times)
+    inside = [min(max(size, edge[0]), edge[-1]) for size, edge in zip((m, k, n), edges)]
+    beyond = math.prod(max(1.0, size / edge[-1]) for size, edge in zip((m, k, n), edges))
+    return float(np.exp(interpolate(np.log(inside))[0])) * beyond
+
+
+@functools.lru_cache(maxsize=8)
+def _interpolator(times: tuple[GemmTime, ...]) -> tuple[list[list[int]], RegularGridInterpolator]:
+    seconds = {(t.m, t.k, t.n): t.seconds for t in times}
+    edges = [sorted({shape[axis] for shape in seconds}) for axis in range(3)]
+    logs = np.log([seconds[shape] for shape in itertools.product(*edges)]).reshape([len(edge) for edge in edges])
+    grid = []
+    for axis, edge in enumerate(edges):
+        grid.append(np.log(edge if len(edge) > 1 else [edge[0], 2 * edge[0]]))
+        if len(edge) == 1:  # the interpolator wants two
+            logs = np.repeat(logs, 2, axis)
+    return edges, RegularGridInterpolator(grid, logs)

@@ -1,0 +1,121 @@
+"""The predicted time of a training step, beside which the run puts the measured one."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from mstrain.hardware import Chip
+from mstrain.hardware.calibration import load_calibration
+from mstrain.job.job import Job
+from mstrain.mesh import shape_of
+from mstrain.models.transformer import Transformer
+from mstrain.planner.calibrated import calibrated_pod, predict_step
+from mstrain.planner.meshes import tpu_slice_of
+from mstrain.planner.step_time import step_terms
+from mstrain.planner.target import pod_of
+from mstrain.training.config import RunConfig
+
+TOLERANCE = 0.2  # of a prediction; a larger difference is reported with its terms
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Seconds of one step: `terms` add up to them. `source` says what predicts."""
+
+    terms: dict[str, float]
+    source: str
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.terms.values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(
+            f"{name.replace('_', ' ')} {1e3 * value:,.1f}" for name, value in self.terms.items() if value > 0
+        )
+        return f"{1e3 * self.seconds:,.1f} ms a step ({parts}), by {self.source}"
+
+
+def check_calibration(config: RunConfig) -> None:
+    """Raises ValueError when `calibration=` is a bad file, or one of other devices than those present."""
+    if config.calibration:
+        kind = jax.devices()[0].device_kind
+        load_calibration(config.calibration).check_device((kind,), config.calibration)
+
+
+def predict(
+    config: RunConfig, module: Transformer, chip: Chip | None, job: Job, text: Callable[[], str]
+) -> Prediction | None:
+    """The prediction for a run; None where nothing is known of its devices.
+
+    Emulated devices are known by `calibration=` alone: what is predicted then is the compiled program, `text()`.
+    Nothing is compiled for it: reading the program takes less than a second, the cost model milliseconds.
+    """
+    shape = shape_of(module.plan.mesh)
+    if jax.devices()[0].platform == "cpu":
+        if config.calibration is None or job.processes > 1:
+            return None
+        try:
+            calibration = load_calibration(config.calibration)
+            calibration.check_dtype(jnp.dtype(module.dtype).name, config.calibration)
+            terms = predict_step(text(), shape.axes, calibration)
+        except ValueError as error:
+            job.say(f"no prediction of step times: {error}")
+            return None
+        return Prediction(dataclasses.asdict(terms), f"{config.calibration} and the compiled program")
+    if chip is None:
+        return None
+    dtype = jnp.dtype(module.dtype).name
+    try:
+        pod = pod_of(tpu_slice_of(jax.devices()) or chip, shape.devices)
+        terms = step_terms(
+            calibrated_pod(pod, config.calibration, dtype), module.model, config.parallel, shape, config.batch,
+            config.seq, config.accumulate, config.remat, dtype,
+        )  # fmt: skip
+    except ValueError:  # a number of the chip is not known, which is no reason to stop
+        return None
+    return terms and Prediction(terms, f"the planner's cost model with {config.calibration or 'the table of chips'}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Mean seconds of a step, and of it: waiting for input, and CPU time of the process over the cores."""
+
+    seconds: float
+    waited: float
+    busy: float
+
+
+def compare(prediction: Prediction, measured: Measured, emulated: bool) -> list[str]:
+    """Lines that put a measured step beside its prediction.
+
+    Where they differ by more than `TOLERANCE`: which term is off, as far as it can be told without a profile.
+    """
+    predicted, seconds = prediction.seconds, measured.seconds
+    ratio = predicted / seconds
+    lines = [f"predicted {1e3 * predicted:,.1f} ms a step, measured {1e3 * seconds:,.1f} (ratio {ratio:.2f})"]
+    if _agree(predicted, seconds):
+        return lines
+    too_large = [name.replace("_", " ") for name, value in prediction.terms.items() if value > seconds]
+    largest = max(prediction.terms, key=prediction.terms.get)
+    if measured.waited > 0 and _agree(predicted, seconds - measured.waited):
+        off = f"input, for which a step waits {1e3 * measured.waited:,.1f} ms; the prediction includes none."
+    elif emulated and _agree(predicted, measured.busy):
+        off = (
+            f"the cores. This process had them for {1e3 * measured.busy:,.1f} ms a step, as predicted; the rest of the "
+            "time other programs did, or nothing ran."
+        )
+    elif too_large:
+        off = f"{' and '.join(too_large)}, predicted above the whole measured step."
+    else:
+        off = (
+            f"a term that cannot be separated without a profile (profile.start=3). The largest predicted one is "
+            f"{largest.replace('_', ' ')}, {1e3 * prediction.terms[largest]:,.1f} ms."
+        )
+    return [*lines, f"Off by more than {TOLERANCE:.0%}: {off}"]
+
+
+def _agree(predicted: float, measured: float) -> bool:
+    return measured > 0 and abs(predicted / measured - 1) <= TOLERANCE
