@@ -29,9 +29,11 @@ class EvalConfig:
 class Evaluator:
     """A hook that evaluates the model. The last result is in `nats` and `bits_per_byte`."""
 
-    def __init__(self, config: EvalConfig, module: Transformer, file: TokenFile, feed: Feed, reporter: Reporter):
+    def __init__(
+        self, config: EvalConfig, module: Transformer, file: TokenFile, feed: Feed, reporter: Reporter | None = None
+    ):
         self._feed = feed
-        self._batches = min(config.batches, feed.batches.batches_per_epoch)
+        self.batches = min(config.batches, feed.batches.batches_per_epoch)
 
         def loss(params, batch_AxBxT1):
             return jnp.mean(jax.lax.map(lambda tokens: mean_loss(module, params, tokens), batch_AxBxT1))
@@ -50,10 +52,16 @@ class Evaluator:
         """None before the first evaluation, and for a corpus without text."""
         return None if self.nats is None else self._file.bits_per_byte(self.nats)
 
-    def __call__(self, step: int, state: State) -> None:
-        losses = [self._loss(state["params"], self._feed(i)) for i in range(self._batches)]
+    def measure(self, params) -> float:
+        """Mean nats per token over the batches, also kept in `nats`."""
+        losses = [self._loss(params, self._feed(i)) for i in range(self.batches)]
         self.nats = float(sum(jax.device_get(losses)) / len(losses))
+        return self.nats
+
+    def __call__(self, step: int, state: State) -> None:
+        self.measure(state["params"])
         values = {"validation_loss": self.nats}
         if self.bits_per_byte is not None:
             values |= {"bits_per_byte": self.bits_per_byte}
-        self._reporter.evaluation(step, values)
+        if self._reporter:
+            self._reporter.evaluation(step, values)

@@ -6,6 +6,7 @@ Cheap checks come first. Nothing is compiled, written to run_dir or allocated on
 import dataclasses
 import math
 import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from rich.console import Console
 from mstrain import mesh as meshes
 from mstrain.data import Batches, Corpus
 from mstrain.data import prepare as prepare_corpus
+from mstrain.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from mstrain.hardware import Chip, chip_for
 from mstrain.job.job import ALONE, Job
 from mstrain.models.config import ModelConfig
@@ -34,7 +36,15 @@ VALIDATION_SEED = 0  # the validation batches of every run of one corpus are the
 
 
 def prepare(config: RunConfig, job: Job = ALONE) -> Run:
-    """Checks and builds a run. Raises ValueError, with what to type instead, for a configuration that cannot run."""
+    """Checks, builds and announces a run; raises ValueError with the fix when something cannot work."""
+    run = build(config, job)
+    announce(run)
+    run.memory.check()
+    return run
+
+
+def build(config: RunConfig, job: Job = ALONE) -> Run:
+    """Checks and builds a run without compiling its step; raises ValueError with the fix."""
     console = Console(highlight=False, soft_wrap=True, quiet=not job.leads)
     chip = _start_devices(config, job)
     check_calibration(config)
@@ -57,6 +67,20 @@ def prepare(config: RunConfig, job: Job = ALONE) -> Run:
     run = Run(config, corpus, module, optimizer, feed, validation_feed, chip, console, job)
     check_resolved(run, past)
     return run
+
+
+def build_module(
+    config: RunConfig, job: Job = ALONE
+) -> tuple[Transformer, Tokenizer | None, Chip | None, Console]:
+    """(model on its mesh, tokenizer, chip, console) of a recorded run, whose data need not be here."""
+    console = Console(highlight=False, soft_wrap=True, quiet=not job.leads)
+    chip = _start_devices(config, job)
+    past = check(config, job)
+    name = tokenizer_of(config, past)
+    trained = Path(config.run_dir) / TOKENIZER_FILE  # a bpe is trained on the corpus and kept in run_dir
+    tokenizer = load_tokenizer(str(trained) if name == "bpe" else name) if config.data.source != "synthetic" else None
+    plan = _choose_plan(config, config.model, chip, console)
+    return Transformer(config.model, plan, config.seq, _dtype(config.dtype), config.remat), tokenizer, chip, console
 
 
 def _start_devices(config: RunConfig, job: Job) -> Chip | None:

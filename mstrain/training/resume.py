@@ -20,6 +20,7 @@ from mstrain.data.tokenizers import TOKENIZER_FILE, load_tokenizer
 from mstrain.job.job import Job
 from mstrain.mesh import parse_mesh, shape_of
 from mstrain.models.parameters import compile_from_canonical
+from mstrain.models.transformer import Transformer
 from mstrain.program.dtype import dtype_on
 from mstrain.program.step import State, init_state
 from mstrain.training import record
@@ -97,7 +98,7 @@ def begin(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = N
     for step in steps:
         if local and (found := local.resume(above=step)):
             return _announce_local(run, local, *found)
-        damage = _damage(run, checkpoints.directory, step)
+        damage = _damage(run.job, checkpoints.directory, step)
         if not damage:
             if step == 0:
                 _give_up_progress(run, look(Path(run.config.run_dir), run.job), DAMAGED)
@@ -217,30 +218,36 @@ def _check_source(config: RunConfig, source: Past, now: Record) -> None:
         raise ValueError(message)
 
 
-def _damage(run: Run, directory: Path, step: int) -> list[str]:
+def _damage(job: Job, directory: Path, step: int) -> list[str]:
     """Problems of checkpoint `step` in the folder `directory`; each process reads its share of the files."""
-    own = manifest.problems(directory / str(step), run.job.process, run.job.processes)
-    seconds = seconds_allowed(manifest.size(directory / str(step)) / run.job.processes, None)
-    return [line for text in run.job.all_gather("damage", "\n".join(own), seconds) for line in text.split("\n") if line]
+    own = manifest.problems(directory / str(step), job.process, job.processes)
+    seconds = seconds_allowed(manifest.size(directory / str(step)) / job.processes, None)
+    return [line for text in job.all_gather("damage", "\n".join(own), seconds) for line in text.split("\n") if line]
 
 
 def _from_another(run: Run) -> State:
     source = run.config.init_from
     assert source is not None
-    others = Checkpoints(Path(source) / "checkpoints", keep=None)
-    try:
-        step = next((step for step in others.steps if not _damage(run, others.directory, step)), None)
-        if step is None:
-            raise ValueError(
-                f"init_from={source} has no checkpoint that can be read. Type another run."
-            )
-        _check_format(others.facts(step), source)
-        state = init_state(run.module, run.optimizer, run.config.seed)
-        params = others.restore_parameters(step, run.module)
-    finally:
-        others.close()
+    state = init_state(run.module, run.optimizer, run.config.seed)
+    step, params = newest_parameters(run.job, run.module, f"init_from={source}", Path(source))
     run.console.print(f"[bold]Begin[/] with the parameters of step {step} of {source}")
     return {**state, "params": params}
+
+
+def newest_parameters(job: Job, module: Transformer, given: str, directory: Path):
+    """(step, parameters laid out for `module`) of the newest checkpoint in `directory` that can be read.
+
+    Raises ValueError, which names the key `given`, when there is none.
+    """
+    others = Checkpoints(directory / "checkpoints", keep=None)
+    try:
+        step = next((step for step in others.steps if not _damage(job, others.directory, step)), None)
+        if step is None:
+            raise ValueError(f"{given} has no checkpoint that can be read. Type another run.")
+        _check_format(others.facts(step), str(directory))
+        return step, others.restore_parameters(step, module)
+    finally:
+        others.close()
 
 
 def _check_format(before: dict, directory: str) -> None:

@@ -9,11 +9,13 @@ import jax
 from rich.markup import escape
 from rich.table import Table
 
+from mstrain.hardware import Chip
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.program.step import State
 from mstrain.training import files, json_lines
 from mstrain.training.best_effort import BestEffort
+from mstrain.training.config import RunConfig
 from mstrain.training.evaluate import Evaluator
 from mstrain.training.guard import FILE as BAD_STEPS
 from mstrain.training.reporter import EVALUATIONS, METRICS, Reporter
@@ -26,7 +28,8 @@ def summarise(
 ) -> None:
     """Prints and saves the results of a run that has reached its last step, `measured` (JSON values) among them."""
     config, tokenizer = run.config, run.corpus.tokenizer
-    continuation = sample(config.sample, tokenizer, *_smallest(run), state["params"], config.seed)
+    model = smallest(config, run.module, run.chip)
+    continuation = sample(config.sample, tokenizer, *model, state["params"], config.seed)
     if jax.process_index() != 0:
         return
     directory = Path(config.run_dir)
@@ -69,13 +72,13 @@ def summarise(
         run.console.print(f"[bold]Sample[/]\n{escape(continuation)}")
 
 
-def _smallest(run: Run) -> tuple[Transformer, int]:
+def smallest(config: RunConfig, module: Transformer, chip: Chip | None) -> tuple[Transformer, int]:
     """The model planned for as few sequences as its mesh allows with the parameters stored as they are."""
-    module, microbatch = run.module, run.config.batch // run.config.accumulate
+    microbatch = config.batch // config.accumulate
     for sequences in range(1, microbatch):
         try:
             mesh = module.plan.mesh
-            plan = make_plan(run.config.parallel, module.model, mesh, sequences, module.seq, run.chip)
+            plan = make_plan(config.parallel, module.model, mesh, sequences, module.seq, chip)
         except ValueError:  # does not divide over the mesh
             continue
         if plan == module.plan:

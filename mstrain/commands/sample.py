@@ -1,0 +1,60 @@
+"""Continues a prompt with a run's newest checkpoint, on any mesh. The run's data are not needed."""
+
+import dataclasses
+from pathlib import Path
+
+from mstrain.checks import at_least
+from mstrain.cli import Command, describe_keys
+
+
+@dataclasses.dataclass(frozen=True)
+class ContinueConfig:
+    """One sample. Keys of train choose mesh and algorithms: mesh=4x2."""
+
+    run_dir: str
+    """Folder of the run whose newest checkpoint is sampled from."""
+    prompt: str = "def __init__(self"
+    """Text to continue."""
+    tokens: int = 100
+    """Tokens to sample; prompt and sample together end at the run's sequence length."""
+    temperature: float = 0.7
+    """Sampling temperature; 0 takes the most likely token."""
+    seed: int = 0
+    """Seed of the sample."""
+
+    def __post_init__(self):
+        at_least("", self, tokens=1, temperature=0, seed=0)
+
+
+def load_config(arguments: list[str]) -> ContinueConfig:
+    from mstrain.commands.recorded import own_config
+
+    return own_config(ContinueConfig, arguments)
+
+
+def main(arguments: list[str]) -> int:
+    from mstrain.commands.recorded import run_config
+    from mstrain.job.job import joined
+    from mstrain.job.process_info import find_process
+    from mstrain.training.prepare import build_module
+    from mstrain.training.resume import newest_parameters
+    from mstrain.training.sample import SampleConfig, sample
+    from mstrain.training.summary import smallest
+
+    own = load_config(arguments)
+    config = run_config(ContinueConfig, own.run_dir, arguments)
+    process, devices = find_process(config.coordinator, config.processes, config.process)
+    with joined(process, config.hosts, config.run_dir, devices) as job:
+        module, tokenizer, chip, console = build_module(config, job)
+        _, params = newest_parameters(job, module, f"run_dir={own.run_dir}", Path(own.run_dir))
+        wanted = SampleConfig(own.prompt, own.tokens, own.temperature)
+        text = sample(wanted, tokenizer, *smallest(config, module, chip), params, own.seed)
+        console.print(text, markup=False)
+    return 0
+
+
+def help_lines(_: list[str]) -> list[str]:
+    return describe_keys(ContinueConfig, "sample")
+
+
+COMMAND = Command("sample", main, __doc__.strip(), load_config, help_lines)
