@@ -35,14 +35,14 @@ def main(arguments: list[str]) -> int:
     from mstrain.job.job import joined
     from mstrain.job.process_info import find_process
     from mstrain.training.evaluate import EvalConfig, Evaluator
-    from mstrain.training.prepare import build
+    from mstrain.training.prepare import prepare
     from mstrain.training.resume import newest_parameters
 
     own = load_config(arguments)
     config = run_config(EvaluateConfig, own.run_dir, arguments)
     process, devices = find_process(config.coordinator, config.processes, config.process)
     with joined(process, config.hosts, config.run_dir, devices) as job:
-        run = build(config, job)
+        run = prepare(config, job)
         step, params = newest_parameters(job, run.module, f"run_dir={own.run_dir}", Path(own.run_dir))
         batches = EvalConfig(batches=own.batches or 2**62)
         evaluator = Evaluator(batches, run.module, run.corpus.validation, run.validation_feed)

@@ -36,15 +36,7 @@ VALIDATION_SEED = 0  # the validation batches of every run of one corpus are the
 
 
 def prepare(config: RunConfig, job: Job = ALONE) -> Run:
-    """Checks, builds and announces a run; raises ValueError with the fix when something cannot work."""
-    run = build(config, job)
-    announce(run)
-    run.memory.check()
-    return run
-
-
-def build(config: RunConfig, job: Job = ALONE) -> Run:
-    """Checks and builds a run without compiling its step; raises ValueError with the fix."""
+    """Checks and builds a run. Raises ValueError, with what to type instead, for a configuration that cannot run."""
     console = Console(highlight=False, soft_wrap=True, quiet=not job.leads)
     chip = _start_devices(config, job)
     check_calibration(config)

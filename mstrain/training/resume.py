@@ -86,7 +86,7 @@ def finished_step(run: Run) -> int | None:
     """The newest checkpoint's step when it is the last one of the run and its files are undamaged; None otherwise."""
     directory = Path(run.config.run_dir) / "checkpoints"
     step = int(run.job.all_gather("newest step", str(max(record.checkpoint_steps(directory.parent), default=-1)))[0])
-    return step if step >= run.config.steps and not _damage(run, directory, step) else None
+    return step if step >= run.config.steps and not _damage(run.job, directory, step) else None
 
 
 def begin(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = None) -> tuple[State, int]:
