@@ -49,8 +49,10 @@ class Pod:
     def outer_links(self, sizes: tuple[int, ...], dtype: str) -> tuple[AxisLinks, AxisLinks]:
         """The links of the (pipeline, data) axes of a plan of (pipeline, data, rows, cols) `sizes`."""
         if self.measured or self.fabric is None:
-            return (self.constants(sizes, dtype).row,) * 2
-        return fabric_links(self.fabric, sizes)[:2]
+            links = self.constants(sizes, dtype).row
+            return links, links
+        pipeline, data, *_ = fabric_links(self.fabric, sizes)
+        return pipeline, data
 
     def device(self, constants: Constants) -> Device:
         """One device, at the rate of its GEMMs."""
@@ -81,6 +83,7 @@ class Pod:
 def _fabric_constants(pod: Pod, sizes: tuple[int, ...], dtype: str) -> Constants:
     """Constants of devices with two levels of links; the tensor axes lie inside nodes or slices as far as they fit."""
     chip, fabric = pod.chip, pod.fabric
+    assert fabric is not None
     sizes = (1,) * (4 - len(sizes)) + tuple(sizes)
     if pod.tpu_slice is not None:
         slices = pod.devices // pod.tpu_slice.devices
@@ -111,8 +114,9 @@ def fabric_links(fabric: Fabric, sizes: tuple[int, ...]) -> tuple[AxisLinks, ...
 
 @lru_cache(maxsize=4096)
 def _constants(pod: Pod, sizes: tuple[int, ...], dtype: str) -> Constants:
-    whole = pod.tpu_slice is not None and whole_axes(pod.tpu_slice.physical_axes, sizes)
-    return constants_for(pod.tpu_slice if whole else pod.chip, dtype)
+    if pod.tpu_slice is not None and whole_axes(pod.tpu_slice.physical_axes, sizes):
+        return constants_for(pod.tpu_slice, dtype)
+    return constants_for(pod.chip, dtype)
 
 
 def whole_axes(physical: tuple[int, ...], sizes: tuple[int, ...]) -> bool:

@@ -9,6 +9,7 @@ from mstrain.planner.stated.cost import StatedCost, cost_step
 from mstrain.planner.stated.memory import fits, step_bytes
 from mstrain.planner.stated.plan import StatedStep
 
+MOST_CHUNKS = 256  # of a stage
 MOST_MICROBATCH = 64  # sequences; larger ones change nothing that the model knows
 NEARLY = 1.02  # of the least memory
 
@@ -28,24 +29,31 @@ class Prediction:
 
     def utilization(self, attention: str) -> float:
         """Predicted model FLOP/s over peak; `attention` is the convention, full or causal."""
+        return self._share(training_flops_per_token(self.step.model, self.step.seq, attention))
+
+    def _share(self, flops_per_token: float) -> float:
+        """Of the peak, which every row has: reading it checks that."""
         step = self.step
-        flops = training_flops_per_token(step.model, step.seq, attention) * step.batch * step.seq
-        return mfu(flops, self.cost.seconds, step.fabric.devices, step.fabric.chip.peak(step.dtype))
+        flops = flops_per_token * step.batch * step.seq
+        share = mfu(flops, self.cost.seconds, step.fabric.devices, step.fabric.chip.peak(step.dtype))
+        assert share is not None
+        return share
 
     @property
     def published_mfu(self) -> float:
         """Predicted, full attention; a one-hot embedding counts where the style multiplies it."""
         step, model = self.step, self.step.model
         flops = training_flops_per_token(model, step.seq)
-        flops += 6 * model.width * model.vocab_size if step.plan.style.one_hot else 0
-        tokens = step.batch * step.seq
-        return mfu(flops * tokens, self.cost.seconds, step.fabric.devices, step.fabric.chip.peak(step.dtype))
+        if step.plan.style.one_hot:
+            flops += 6 * model.width * (model.vocab_size or 0)
+        return self._share(flops)
 
     @property
     def compared(self) -> tuple[str, float, float]:
         """(unit, predicted, measured)."""
         if self.row.tokens_per_second is not None:
             return "tokens/s", self.tokens_per_second, self.row.tokens_per_second
+        assert self.row.mfu is not None, "a row has one or the other"
         return "MFU", self.published_mfu, self.row.mfu
 
     @property
@@ -80,7 +88,8 @@ def _choices(row: PublishedRow):
     chunks = [plan.interleave]
     if "interleave" in row.search:
         per_stage = -(-step.model.layers // stages)
-        chunks = [count for count in range(1, per_stage + 1) if per_stage % count == 0] if stages > 1 else [1]
+        most = min(per_stage, MOST_CHUNKS) if stages > 1 else 1
+        chunks = [count for count in range(1, most + 1) if per_stage % count == 0]
     for size in sizes:
         for count in chunks:
             if count == 1 or (share // size) % stages == 0:

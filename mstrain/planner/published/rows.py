@@ -134,18 +134,20 @@ def _fabric(fields: Fields) -> Fabric:
 
 def _tpu(chip: Chip, devices: int, slices: int | None, topology: str) -> Fabric:
     """`devices` of one slice or, where no slice has so many, of the fewest equal ones; raises ValueError."""
-    rules, error = chip.tpu_slices, None
+    rules, error = chip.tpu_slices, ValueError(f"{chip.name} has no slices of {devices} devices.")
+    assert rules is not None
+    first = None
     for count in [slices] if slices else [n for n in range(1, MOST_SLICES + 1) if devices % n == 0]:
         size = devices // count * rules.name_counts_per_chip // rules.devices_per_chip
         try:
             fabric = tpu_fabric(f"{rules.prefixes[0]}{':' + topology if topology else f'-{size}'}", count)
         except ValueError as problem:
-            error = error or problem
+            first = first or problem
             continue
         if fabric.devices == devices:
             return fabric
-        error = error or ValueError(f"{count} of {fabric.name} have {fabric.devices} devices, not {devices}.")
-    raise error
+        first = first or ValueError(f"{count} of {fabric.name} have {fabric.devices} devices, not {devices}.")
+    raise first or error
 
 
 def _plan(fields: Fields, fabric: Fabric, texts: str, batch: int) -> tuple[StatedPlan, frozenset[str]]:

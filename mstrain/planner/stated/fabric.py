@@ -53,6 +53,7 @@ class Fabric:
         chip = self.chip
         links = float(chip.ici_links or 1)
         if self.tpu_slice is not None:
+            assert chip.tpu_slices is not None
             per_chip = chip.tpu_slices.devices_per_chip
             axes, covered = 0, math.gcd(size, per_chip)
             links = float(covered)  # the cores of a chip add up locally, then share its links

@@ -171,7 +171,7 @@ def _offload_seconds(step: StatedStep, backward: Parts) -> float:
 def head_passes(step: StatedStep) -> Passes:
     """The output projection with its loss, and a one-hot embedding where the style has one."""
     model, fabric, tensor = step.model, step.fabric, step.plan.degrees.tensor
-    columns = -(-model.vocab_size // tensor)
+    columns = -(-step.vocab_size // tensor)
     forward, inputs, weights = _products(step, model.width, columns)
     if step.plan.style.one_hot:
         lookup, _, table = _products(step, columns, model.width)

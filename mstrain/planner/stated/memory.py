@@ -22,7 +22,7 @@ def step_bytes(step: StatedStep) -> float:
         flight = min(step.microbatches, degrees.pipeline * (1 + (degrees.pipeline - 1) / (degrees.pipeline * chunks)))
     one = layer_bytes(step, plan.remat.saved - plan.remat.offloaded) * step.layers
     working = layer_bytes(step, None)
-    logits = 10.0 * step.tokens * step.model.vocab_size / degrees.tensor
+    logits = 10.0 * step.tokens * step.vocab_size / degrees.tensor
     return sum(parts.values()) + one * flight + working + logits
 
 

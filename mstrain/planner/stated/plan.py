@@ -64,6 +64,12 @@ class StatedStep:
     dtype: str = "bf16"
 
     @property
+    def vocab_size(self) -> int:
+        """Of the model, which every stated step knows."""
+        assert self.model.vocab_size is not None
+        return self.model.vocab_size
+
+    @property
     def microbatches(self) -> int:
         """Per replica and step."""
         return self.batch // self.plan.degrees.data // self.plan.microbatch
