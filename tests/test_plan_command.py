@@ -67,7 +67,7 @@ def test_metis_stopped_by_its_budget_keeps_what_it_found(mixed, tmp_path, capsys
     assert command("planner=metis", *arguments) == 0
     found = json.loads((tmp_path / "metis.json").read_text())
     assert found["exhausted"] and found["inter_stage_plans"] == 20 and found["ranking"]
-    assert "raise max_seconds or max_plans" in capsys.readouterr().out
+    assert "not exhaustive. Type a larger max_seconds or max_plans" in capsys.readouterr().out
 
 
 def test_metis_stopped_by_a_missing_profile_keeps_what_it_found(mixed, tmp_path, capsys):
@@ -232,10 +232,10 @@ def test_a_mistake_is_one_message_with_its_fix(case, tmp_path, capsys):
 
 
 def test_a_search_out_of_time_keeps_what_it_found(tmp_path, monkeypatch, capsys):
-    clock = iter(0.4 * tick for tick in range(100000))
-    monkeypatch.setattr("mstrain.planner.search.time.monotonic", lambda: next(clock))
+    clock = iter(0.02 * tick for tick in range(1000000))
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
     assert command(*POD, "max_seconds=5", f"run_dir={tmp_path}") == 0
-    assert "max_seconds=5 ended it" in capsys.readouterr().out
+    assert "plans evaluated, not exhaustive." in capsys.readouterr().out
     assert not json.loads((tmp_path / "plans.json").read_text())["searched_whole_space"]
 
 
@@ -349,7 +349,7 @@ def test_the_optimal_search_out_of_time_says_what_it_knows(mixed, tmp_path, caps
         *files(mixed), "num_layers=10", "batch=128", f"run_dir={tmp_path}", "max_seconds=1e-9"
     ) in (0, 2)
     said = capsys.readouterr()
-    assert "the time budget ended the search" in said.out or "raise max_seconds" in said.err
+    assert "not exhaustive" in said.out or "raise max_seconds" in said.err
 
 
 def test_the_winner_is_simulated_into_a_trace_and_pictures(tmp_path, capsys):

@@ -9,13 +9,13 @@ it early the result says so.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from mstrain.gemm import find_algorithm
 from mstrain.models.parallel import ParallelConfig, layer_algorithms
 from mstrain.models.transformer import REMAT
+from mstrain.planner.clock import Clock, OutOfTime, divisors
 from mstrain.planner.cost import Costed, Terms, cost_plan
 from mstrain.planner.memory import MOMENT_BYTES, WEIGHT_BYTES, parameter_counts
 from mstrain.planner.plan import PodPlan, plan_products
@@ -41,7 +41,7 @@ class PodResult:
       ranked: the best plan of each name, fastest first; trainable: the fastest that train.py can run, or None.
       rejected: one per name of which no plan fits.
       costed: plans costed; finished: whether the whole space was searched, else the time budget ended it.
-      seconds: of the search.
+      seconds: of the search; summary: how far it came, in a sentence.
     """
 
     ranked: list[Costed] = field(default_factory=list)
@@ -50,14 +50,11 @@ class PodResult:
     costed: int = 0
     finished: bool = True
     seconds: float = 0.0
+    summary: str = ""
 
     @property
     def best(self) -> Costed:
         return self.ranked[0]
-
-
-def divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def layouts(request: PlanRequest) -> Iterator[PodPlan]:
@@ -87,44 +84,52 @@ def _distinct(parallel: ParallelConfig, layers: int, shapes) -> list[tuple[int, 
 
 
 def search(
-    request: PlanRequest, max_seconds: float = math.inf, say: Callable[[str], None] = lambda line: None
+    request: PlanRequest, clock: Clock | None = None, say: Callable[[str], None] = lambda line: None
 ) -> PodResult:
-    """Costs every plan; calls `say` with lines of progress. Raises ValueError without a vocabulary."""
+    """Costs every plan until the clock is over; calls `say` with progress. Raises ValueError without a vocabulary."""
     if request.model.vocab_size is None:
         raise ValueError(
             f"model {request.model.name} takes its vocabulary from the tokenizer. Type model.vocab_size=256."
         )
-    result, best = PodResult(), {}
-    began = reported = time.monotonic()
-    todo = list(layouts(request))
+    result, clock, best = PodResult(), clock or Clock(), {}
+    try:
+        _cost_all(request, clock, result, best, say)
+    except OutOfTime:
+        result.finished = False
+    result.ranked = sorted(best.values(), key=lambda c: (c.seconds, c.fullest.memory.total))
+    result.trainable = next((costed for costed in result.ranked if not costed.plan.why_not_trainable()), None)
+    result.seconds, result.summary = clock.seconds, clock.summary(result.costed, "plans evaluated", result.finished)
+    return result
+
+
+def _cost_all(
+    request: PlanRequest, clock: Clock, result: PodResult, best: dict[str, Costed], say: Callable[[str], None]
+) -> None:
+    """The best plan of every layout goes to `best`, by name, or to the rejected ones. Raises OutOfTime."""
+    reported, todo = 0.0, []
+    for layout in layouts(request):
+        todo.append(layout)
+        clock.check()
     for number, layout in enumerate(todo):
-        now = time.monotonic()
-        if now - began > max_seconds:
-            result.finished = False
-            break
-        if now - reported > PROGRESS_SECONDS:
-            reported = now
-            say(f"{number} of {len(todo)} layouts, {result.costed} plans, {now - began:.0f} of {max_seconds:g} s")
+        if clock.seconds - reported > PROGRESS_SECONDS:
+            reported = clock.seconds
+            say(f"{number} of {len(todo)} layouts, {result.costed} plans, {reported:.0f} of {clock.budget:g} s")
         for sharded in (False, True) if layout.data > 1 else (False,):
-            fits, rejected, count = best_of_layout(request, replace(layout, sharded=sharded))
-            result.costed += count
+            fits, rejected = best_of_layout(request, replace(layout, sharded=sharded), clock, result)
             if fits:
                 best[fits.plan.name] = fits
                 break
             result.rejected.append(rejected)
-    result.ranked = sorted(best.values(), key=lambda c: (c.seconds, c.fullest.memory.total))
-    result.trainable = next((costed for costed in result.ranked if not costed.plan.why_not_trainable()), None)
-    result.seconds = time.monotonic() - began
-    return result
 
 
 def search_pod(
-    request: PlanRequest, max_seconds: float = math.inf, say: Callable[[str], None] = lambda line: None
+    request: PlanRequest, clock: Clock | None = None, say: Callable[[str], None] = lambda line: None
 ) -> PodResult:
     """As `search`; raises ValueError, with the nearest miss and the fix, when no plan fits."""
-    result = search(request, max_seconds, say)
+    clock = clock or Clock()
+    result = search(request, clock, say)
     if not result.ranked:
-        raise ValueError(_nothing_fits(request, result, max_seconds))
+        raise ValueError(_nothing_fits(request, result, clock.budget))
     return result
 
 
@@ -153,11 +158,20 @@ def rank_meshes(request: PlanRequest) -> list[Costed]:
     return found + tight
 
 
-def best_of_layout(request: PlanRequest, layout: PodPlan) -> tuple[Costed | None, Rejected | None, int]:
-    """(the fastest that fits over microbatches and remat, else the nearest miss, number costed)."""
+def best_of_layout(
+    request: PlanRequest, layout: PodPlan, clock: Clock, result: PodResult
+) -> tuple[Costed | None, Rejected | None]:
+    """(the fastest that fits over microbatches and remat, else the nearest miss); counts plans in the result.
+
+    When time runs out, the best so far where there is one; else raises OutOfTime.
+    """
     fixed, usable = request.fixed, request.usable_bytes
-    best, tight, count, reason = None, None, 0, ""
+    best, tight, reason = None, None, ""
     for microbatches in divisors(request.batch // layout.data):
+        if clock.over and best:
+            result.finished = False
+            break
+        clock.check()
         if not fixed.allows("microbatches", microbatches):
             continue
         if fixed.chunks(layout.pipeline) > 1 and microbatches % layout.pipeline:
@@ -169,7 +183,7 @@ def best_of_layout(request: PlanRequest, layout: PodPlan) -> tuple[Costed | None
             continue
         for remat in (fixed.remat,) if fixed.remat else REMAT:
             costed = cost_plan(request, replace(layout, microbatches=microbatches, remat=remat), products)
-            count += 1
+            result.costed += 1
             if costed.fits:
                 best = min(best or costed, costed, key=lambda c: c.seconds)
             else:
@@ -180,7 +194,7 @@ def best_of_layout(request: PlanRequest, layout: PodPlan) -> tuple[Costed | None
         memory = tight.fullest.memory
         reason = f"{memory.total / 1e9:.1f} GB at best, most of it {memory.largest}; {usable / 1e9:.1f} GB usable"
     reason = reason or f"batch={request.batch} does not divide into {fixed.microbatches} microbatches"
-    return best, None if best else Rejected(layout, reason, tight), count
+    return best, None if best else Rejected(layout, reason, tight)
 
 
 def least_state(request: PlanRequest, plan: PodPlan) -> float:

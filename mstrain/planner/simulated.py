@@ -2,12 +2,13 @@
 
 import dataclasses
 
+from mstrain.planner.clock import Clock
 from mstrain.planner.cost import Costed, cost_plan
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.step import transformer_step
 from mstrain.simulator.cluster import Axes, Cluster
 from mstrain.simulator.compared import Compared
-from mstrain.simulator.simulate import simulate_step
+from mstrain.simulator.simulate import CORRECTED, place, simulate
 
 
 def plan_cluster(request: PlanRequest, costed: Costed) -> Cluster:
@@ -20,12 +21,18 @@ def plan_cluster(request: PlanRequest, costed: Costed) -> Cluster:
     return Cluster.homogeneous(pod.devices, pod.device(constants), network)
 
 
-def simulate_plan(request: PlanRequest, costed: Costed, microbatches: int = 8) -> Compared:
-    """Simulates the plan; long steps with so many `microbatches`, at least two per stage, instead of all."""
+def simulate_plan(request: PlanRequest, costed: Costed, microbatches: int = 8, clock: Clock | None = None) -> Compared:
+    """Simulates the plan; long steps with so many `microbatches`, at least two per stage, instead of all.
+
+    Raises OutOfTime when the clock leaves too little time for it.
+    """
     plan = costed.plan
     count = min(plan.microbatches, max(microbatches, 2 * plan.pipeline))
     if request.fixed.chunks(plan.pipeline) > 1:
         count -= count % plan.pipeline
-    result = simulate_step(transformer_step(request, costed, count), plan_cluster(request, costed))
+    cluster = plan_cluster(request, costed)
+    program = place(transformer_step(request, costed, count), cluster, CORRECTED, False)
+    (clock or Clock()).check(len(program.spec))
+    result = simulate(program, cluster)
     same = cost_plan(request, dataclasses.replace(plan, microbatches=count), costed.products)
     return Compared(result, count, same.seconds, same.fullest.memory.total)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from mstrain.commands.plans.mixed import Files
 from mstrain.commands.plans.output import make_folder, progress
+from mstrain.planner.clock import Clock
 from mstrain.planner.mixed.hosts import write_hostfile
 from research.metis import MetisOptions, SearchStopped, reference_lines, write_json
 from research.metis import run_metis as search_metis
@@ -24,7 +25,7 @@ def run_metis(config) -> int:
     """Prints the reference's lines; writes metis.json, also of a search that had to stop."""
     folder = make_folder(config.run_dir)
     try:
-        with progress("planner=metis", config.max_seconds * config.trials):
+        with progress("planner=metis", Clock(config.max_seconds * config.trials)):
             result = search_metis(*config.paths, config)
     except SearchStopped as stopped:
         write_json(stopped.partial, folder / "metis.json")
@@ -33,8 +34,8 @@ def run_metis(config) -> int:
     print(*reference_lines(result), sep="\n")
     if result.exhausted:
         print(
-            f"The budget ended the search after {result.inter_stage_plans} inter-stage plans; "
-            "raise max_seconds or max_plans."
+            f"Search stopped after {result.seconds:.0f} s: {result.inter_stage_plans:,} inter-stage plans evaluated, "
+            "not exhaustive. Type a larger max_seconds or max_plans."
         )
     if result.best != result.best_complete:
         print(

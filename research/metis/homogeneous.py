@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from mstrain.planner.clock import divisors
 from mstrain.planner.mixed.hosts import read_hosts
 from mstrain.planner.mixed.profiles import (
     Profile,
@@ -53,7 +54,7 @@ def run_homogeneous(hostfile: str | Path, clusterfile: str | Path, profile_dir: 
     reference = reference_profile(options, profiles)
     costed, missing, plans = [], [], 0
     for dp, pp, tp in degrees(cluster.num_devices, options):
-        for microbatch in _divisors(options.gbs):
+        for microbatch in divisors(options.gbs):
             if microbatch * dp > options.gbs:
                 continue
             plans += 1
@@ -108,7 +109,3 @@ def plan_cost(options: MetisOptions, profile: Profile, reference: Profile, plan:
     return ((batches - 1) * max(stage_ms) + sequential_sum(stage_ms) + profile.sync_ms * batches
             + 2 * reference.optimizer_ms / pp / tp + 2 * (dp - 1) / (dp * speed) * max(stage_parameters) + p2p
             + reference.batch_generator_ms * batches)
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -6,13 +6,13 @@ to chance, the order of the types and the profile that supplies the optimizer ti
 """
 
 import itertools
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from mstrain.planner.clock import Clock, divisors
 from mstrain.planner.mixed.hosts import Hosts, read_hosts
 from mstrain.planner.mixed.profiles import Key, Profile, check_layer_counts, profile_name, read_profiles
 from research.metis.groups import device_groups
@@ -36,12 +36,11 @@ def run_metis(hostfile: str | Path, clusterfile: str | Path, profile_dir: str | 
     order = device_order(options, cluster)
     reference = reference_profile(options, profiles)
     tables = build_tables(options, cluster, profiles, reference)
-    seconds = []
+    seconds, name = [], profile_name((reference.device_type, reference.tp, reference.batch))
     for _ in range(options.trials):
-        tally = Tally(options, order, profile_name((reference.device_type, reference.tp, reference.batch)))
-        started = time.perf_counter()
-        search(options, cluster, order, tables, tally)
-        seconds.append(time.perf_counter() - started)
+        tally, clock = Tally(options, order, name), Clock(options.max_seconds)
+        search(options, cluster, order, tables, tally, clock)
+        seconds.append(clock.seconds)
     return replace(tally.result(), seconds=sum(seconds) / len(seconds))
 
 
@@ -96,10 +95,10 @@ def inter_stage_groups(options: MetisOptions, num_devices: int, first_sequence: 
         yield from ((stages, group) for group in device_groups(num_devices, stages, *limits))
 
 
-def search(options: MetisOptions, cluster: Hosts, order: tuple[str, ...], tables, tally: Tally) -> None:
+def search(options: MetisOptions, cluster: Hosts, order: tuple[str, ...], tables, tally: Tally,
+           clock: Clock) -> None:
     """Walk every inter-stage plan within the budget; fills the tally."""
-    deadline = time.perf_counter() + options.max_seconds
-    batch_counts = [count for count in range(options.gbs, 0, -1) if options.gbs % count == 0]
+    batch_counts = divisors(options.gbs)[::-1]
     room: dict[int, Found] = {}
     for index, sequence in enumerate(itertools.permutations(order)):
         layout = build_layout(cluster, sequence)
@@ -109,7 +108,7 @@ def search(options: MetisOptions, cluster: Hosts, order: tuple[str, ...], tables
             found = room[len(groups)]
             sizes = np.array(groups, np.int64)
             for batches in batch_counts:
-                if tally.inter_stage_plans >= options.max_plans or time.perf_counter() > deadline:
+                if tally.inter_stage_plans >= options.max_plans or clock.over:
                     tally.exhausted = True
                     return check_found(tally)
                 plans, steps = walk(tables, layout, sizes, num_stage, batches, options.use_strat, found)

@@ -16,11 +16,12 @@ from mstrain.models.parameters import abstract_parameters
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer, count_parameters
 from mstrain.models.zoo import load_preset
+from mstrain.planner.clock import divisors
 from mstrain.planner.cost import Stage, cost_plan, cycle_seconds, split_layers
 from mstrain.planner.memory import parameter_counts
 from mstrain.planner.plan import plan_products
 from mstrain.planner.request import PlanRequest
-from mstrain.planner.search import divisors, search_pod
+from mstrain.planner.search import search_pod
 from mstrain.planner.simulated import plan_cluster, simulate_plan
 from mstrain.planner.step import transformer_step
 from mstrain.planner.target import find_pod, whole_axes
@@ -157,9 +158,7 @@ def test_state_is_what_the_trainer_keeps():
     mesh = make_mesh(MeshShape(2, 2, 4))
     module = Transformer(model, make_plan(ParallelConfig("meshslice"), model, mesh, 8, 64), 64)
     boxes = jax.tree.leaves(abstract_parameters(module), is_leaf=lambda x: hasattr(x, "spec"))
-    stored = sum(
-        4 * math.prod(jax.sharding.NamedSharding(mesh, b.spec).shard_shape(b.value.shape)) for b in boxes
-    )
+    stored = sum(4 * math.prod(jax.sharding.NamedSharding(mesh, b.spec).shard_shape(b.value.shape)) for b in boxes)
     request = config_for(model, cluster="v4-32", batch=16, seq=64)
     memory = cost(request, pod_plan(2, "meshslice", 2, 4, 1, 2, "none")).fullest.memory
     norms = 4 * model.width * (2 * model.layers + 1)
@@ -229,11 +228,7 @@ def test_last_stage_gives_layers_up_for_the_output_projection():
 def test_rings_close_only_on_whole_torus_axes():
     physical = parse_target("v5p-512").physical_axes
     assert physical == (4, 8, 8)
-    assert (
-        whole_axes(physical, (32, 8))
-        and whole_axes(physical, (4, 8, 8))
-        and not whole_axes(physical, (16, 16))
-    )
+    assert whole_axes(physical, (32, 8)) and whole_axes(physical, (4, 8, 8)) and not whole_axes(physical, (16, 16))
     pod = find_pod("v5p-512")
     assert (
         pod.constants((32, 8), "bf16").row.all_gather.bandwidth

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from mstrain.commands.plans.output import console, make_folder, progress
+from mstrain.commands.plans.output import console, make_folder, no_time_to_simulate, progress
+from mstrain.planner.clock import SEARCH_PART, Clock, OutOfTime
 from mstrain.planner.mixed import PlanOptions, plan_optimal, write_json, write_stages
 from mstrain.planner.mixed.hosts import read_hosts
 from mstrain.planner.mixed.profiles import read_profiles
@@ -42,8 +43,9 @@ class OptimalConfig(PlanOptions, Files):
 def run_optimal(config: OptimalConfig) -> int:
     """Prints the best plans with their terms and the certificate, simulates the best; writes all of it."""
     folder, say = make_folder(config.run_dir), console()
-    with progress("planner=optimal", config.max_seconds):
-        result = plan_optimal(*config.paths, config)
+    clock = Clock((SEARCH_PART if config.simulate else 1) * config.max_seconds)
+    with progress("planner=optimal", clock):
+        result = plan_optimal(*config.paths, config, clock)
     write_json(result, folder / "optimal.json")
     write_stages(result, folder / "optimal.csv")
     for line in filled_in(read_profiles(config.profiles)):
@@ -51,17 +53,19 @@ def run_optimal(config: OptimalConfig) -> int:
     say.print(plans_table(result))
     say.print(stages_table(result.best))
     proof = result.certificate
-    reason = "proven optimal over the space" if proof.proven else "the time budget ended the search"
-    say.print(
-        f"lower bound {proof.lower_bound_ms:.3f} ms, gap {100 * result.gap:.2f} %: {reason} "
-        f"({proof.expanded} labels, {proof.seconds:.2f} s)"
-    )
+    reason = "proven optimal over the space" if proof.proven else "not proven optimal"
+    say.print(f"{proof.summary} Lower bound {proof.lower_bound_ms:.3f} ms, gap {100 * result.gap:.2f} %: {reason}.")
     written = ["optimal.json", "optimal.csv"]
     if config.simulate:
-        simulated = simulate_mixed(result.best, config, read_hosts(config.hostfile, config.clusterfile))
-        say.print(simulated_table(simulated.stages))
-        say.print(*simulated.summary(result.best.microbatches), sep="\n")
-        written += simulated.write(folder)
+        clock.budget = config.max_seconds
+        try:
+            hosts = read_hosts(config.hostfile, config.clusterfile)
+            simulated = simulate_mixed(result.best, config, hosts, clock)
+            say.print(simulated_table(simulated.stages))
+            say.print(*simulated.summary(result.best.microbatches), sep="\n")
+            written += simulated.write(folder)
+        except OutOfTime:
+            say.print(no_time_to_simulate(config.max_seconds))
     say.print(NOT_TRAINABLE)
     say.print(f"{', '.join(written)} in {folder}")
     return 0

@@ -3,10 +3,11 @@
 import contextlib
 import sys
 import threading
-import time
 from pathlib import Path
 
 from rich.console import Console
+
+from mstrain.planner.clock import Clock
 
 PROGRESS_SECONDS = 5.0  # between lines on standard error
 
@@ -28,14 +29,23 @@ def make_folder(path: str) -> Path:
     return folder
 
 
+def no_time_to_simulate(max_seconds: float) -> str:
+    """Why a plan comes without its simulation."""
+    return (
+        f"The plan is not simulated: too little of max_seconds={max_seconds:g} is left. Type "
+        f"max_seconds={4 * max_seconds:g}, or simulate=False."
+    )
+
+
 @contextlib.contextmanager
-def progress(what: str, budget: float):
-    """Says on standard error every few seconds how much of `budget` (seconds) `what` has used."""
-    done, began = threading.Event(), time.monotonic()
+def progress(what: str, clock: Clock):
+    """Says on standard error every few seconds for how long `what` has run."""
+    done = threading.Event()
 
     def say():
         while not done.wait(PROGRESS_SECONDS):
-            print(f"plan: {what}: {time.monotonic() - began:.0f} s of at most {budget:g} s", file=sys.stderr)
+            spent = clock.seconds + clock.compiled
+            print(f"plan: {what}: {spent:.0f} s; at most {clock.budget:g} s besides compiling, once", file=sys.stderr)
 
     thread = threading.Thread(target=say, daemon=True)
     thread.start()

@@ -2,8 +2,9 @@
 
 import sys
 
-from mstrain.commands.plans.output import console, make_folder
+from mstrain.commands.plans.output import console, make_folder, no_time_to_simulate
 from mstrain.planner.calibrated import calibrated_pod
+from mstrain.planner.clock import SEARCH_PART, Clock, OutOfTime
 from mstrain.planner.config import PodConfig
 from mstrain.planner.report import memory_table, plans_table, plot_plans, stages_table, terms_table, write_tables
 from mstrain.planner.search import search_pod
@@ -19,25 +20,26 @@ def run_pod(config: PodConfig) -> int:
     pod = calibrated_pod(find_pod(config.cluster, config.dtype), config.calibration, config.dtype)
     folder, say = make_folder(config.run_dir), console()
     request = config.request(pod)
-    result = search_pod(request, config.max_seconds, lambda line: print(f"plan: {line}", file=sys.stderr))
+    clock = Clock((SEARCH_PART if config.simulate else 1) * config.max_seconds)
+    result = search_pod(request, clock, lambda line: print(f"plan: {line}", file=sys.stderr))
     write_tables(request, result, folder, config.top_k)
     path = write_plan(request, result, folder)
     plot_plans(request, result.ranked, folder / "throughput_against_memory.png")
     say.print(plans_table(request, result, config.top_k))
-    scope = "the whole space" if result.finished else f"part of the space (max_seconds={config.max_seconds:g} ended it)"
-    say.print(
-        f"{result.costed} plans of {scope} costed in {result.seconds:.1f} s, {len(result.rejected)} layouts "
-        f"do not fit; links: {result.best.constants}"
-    )
+    say.print(f"{result.summary} {len(result.rejected)} layouts do not fit; links: {result.best.constants}")
     say.print(terms_table(result, config.top_k))
     if result.best.plan.pipeline > 1:
         say.print(stages_table(result.best))
     say.print(memory_table(result.best))
     written = ["plans.csv", "stages.csv", "plans.json", "throughput_against_memory.png"]
     if config.simulate:
-        simulated = simulate_plan(request, result.best, config.simulated_microbatches)
-        written += simulated.write(folder)
-        say.print(*simulated.summary(result.best.plan.microbatches), sep="\n")
+        clock.budget = config.max_seconds
+        try:
+            simulated = simulate_plan(request, result.best, config.simulated_microbatches, clock)
+            written += simulated.write(folder)
+            say.print(*simulated.summary(result.best.plan.microbatches), sep="\n")
+        except OutOfTime:
+            say.print(no_time_to_simulate(config.max_seconds))
     say.print(f"{', '.join(written)} in {folder}")
     for line in closing_lines(request, result, path):
         say.print(line)

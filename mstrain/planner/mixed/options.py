@@ -1,5 +1,6 @@
 """What the optimal planner is asked: model, batch, how memory and links are counted, and the budgets."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mstrain.checks import at_least, one_of
@@ -65,7 +66,18 @@ class PlanOptions:
         if not self.max_seconds > 0:
             raise ValueError("the budget is empty: give max_seconds > 0")
 
-    def microbatches(self) -> list[tuple[int, int]]:
-        """(samples per microbatch, microbatches): every size that a smaller number of microbatches needs."""
-        counts = {-(-self.batch // size) for size in range(1, self.batch + 1)}
-        return [(-(-self.batch // count), count) for count in sorted(counts)]
+    def microbatches(self) -> Iterator[tuple[int, int]]:
+        """(samples per microbatch, microbatches): every size that a smaller number of microbatches needs.
+
+        Powers of two come first, so that a search whose time ends has seen sizes of every order.
+        """
+        powers = [1 << power for power in range(self.batch.bit_length())]
+        sizes = dict.fromkeys(-(-self.batch // -(-self.batch // size)) for size in powers)
+        yield from ((size, -(-self.batch // size)) for size in sizes)
+        size = 1
+        while size <= self.batch:
+            count = -(-self.batch // size)
+            least = -(-self.batch // count)
+            if least not in sizes:
+                yield least, count
+            size = (self.batch - 1) // (count - 1) + 1 if count > 1 else self.batch + 1

@@ -73,6 +73,7 @@ class Certificate:
     proven: bool  # False: the time budget ended the search
     expanded: int  # labels
     seconds: float
+    summary: str  # how far the search came, in a sentence
     unit: int  # devices; every stage has a multiple
     choices: int  # device counts and tensor parallel degrees per stage
     states: int  # combinations of devices left

@@ -9,12 +9,12 @@ respect, which keeps the top k exact.
 
 import heapq
 import itertools
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from mstrain.planner.clock import Clock
 from mstrain.planner.mixed.bounds import child_costs
 from mstrain.planner.mixed.cost import Model, build_model, generator_ms
 from mstrain.planner.mixed.hosts import read_hosts
@@ -27,13 +27,15 @@ from mstrain.planner.mixed.times import degrees_of
 
 
 def plan_optimal(
-    hostfile: str | Path, clusterfile: str | Path, profile_dir: str | Path, options: PlanOptions
-) -> OptimalResult:
-    """The `top_k` cheapest plans of the space and a certificate.
+    hostfile: str | Path, clusterfile: str | Path, profile_dir: str | Path, options: PlanOptions,
+    clock: Clock | None = None,
+) -> OptimalResult:  # fmt: skip
+    """The `top_k` cheapest plans of the space and a certificate; `clock`: of the options' `max_seconds` unless given.
 
     Raises ValueError for bad input, naming file and fix, and when no plan fits the cluster or none was
     found in time.
     """
+    clock = clock or Clock(options.max_seconds)
     cluster = read_hosts(hostfile, clusterfile)
     profiles = read_profiles(profile_dir, cluster.device_types)
     check_layer_times(profiles, options.num_layers)
@@ -49,9 +51,10 @@ def plan_optimal(
     model = build_model(options, kinds, profiles)
     unit = choose_unit(options, kinds)
     degrees = [degrees_of(profiles, kind.name, options.max_tp) for kind in kinds]
-    return Search(model, build_space(model, unit, tuple(choices(kinds, unit, degrees)))).run()
+    return Search(model, build_space(model, unit, tuple(choices(kinds, unit, degrees))), clock).run()
 
 
+SETUP_PART = 0.5  # of the time budget
 SHRINK = 0.7  # a box is cut to this part of a side before it is halved
 NARROW = 0.01  # width of a box, as a part of the cost, below which it is searched and not halved
 
@@ -74,8 +77,8 @@ class Label:
 class Search:
     """One search; `run` may be called once. The queue holds microbatch sizes, boxes and labels by bound."""
 
-    def __init__(self, model: Model, space: Space):
-        self.model, self.space = model, space
+    def __init__(self, model: Model, space: Space, clock: Clock):
+        self.model, self.space, self.clock = model, space, clock
         self.generator_ms = generator_ms(model)
         self.order = itertools.count()
         self.queue: list[tuple] = []
@@ -89,24 +92,29 @@ class Search:
 
     def run(self) -> OptimalResult:
         """Work by bound until the k-th plan costs at most every bound, or time is up."""
-        started = time.perf_counter()
+        finished, bound = True, np.inf
+        # Bounds of all microbatch sizes may use half of the time; what remains unseen leaves a bound of 0.
+        setup = SETUP_PART * self.clock.budget
         for samples, microbatches in self.model.options.microbatches():
+            if self.clock.seconds > setup:
+                finished = False
+                break
             stages = usable_stages(self.model, self.space, samples)
             if stages:
                 slowest, total = quick_bound(self.model, stages)
                 bound = self.cost(microbatches, slowest, total, 0.0)
                 self.push(bound, 0, self.start, (samples, microbatches, stages, slowest, bound))
-        bound, finished = np.inf, True
+        seen, bound = finished, np.inf
         while self.queue:
             bound, _, _, work, arguments = heapq.heappop(self.queue)
             if bound >= self.limit:
                 break
-            if time.perf_counter() - started > self.model.options.max_seconds:
+            if self.clock.over:
                 finished = False
                 break
             work(*arguments)
             bound = np.inf
-        return self.result(finished, bound, time.perf_counter() - started)
+        return self.result(finished, bound if seen else 0.0)
 
     def push(self, bound: float, layers_left: int, work, arguments: tuple) -> None:
         """Queue work; of equal bounds the one with the fewest layers left comes first."""
@@ -242,10 +250,10 @@ class Search:
         peers.append((name, values))
         return False
 
-    def result(self, finished: bool, bound: float, seconds: float) -> OptimalResult:
+    def result(self, finished: bool, bound: float) -> OptimalResult:
         options = self.model.options
         if not self.found and not finished:
-            raise ValueError(f"no plan found within {options.max_seconds:g} s; raise max_seconds or unit")
+            raise ValueError(f"no plan found within {self.clock.budget:g} s; raise max_seconds or unit")
         if not self.found:
             raise ValueError(self.why_nothing_fits())
         best = self.found[0][0]
@@ -253,7 +261,8 @@ class Search:
             lower_bound_ms=float(min(best, bound)),
             proven=finished,
             expanded=self.num_expanded,
-            seconds=seconds,
+            seconds=self.clock.seconds,
+            summary=self.clock.summary(self.num_expanded, "partial plans evaluated", finished),
             unit=self.space.unit,
             choices=len(self.space.choices),
             states=int(self.space.real.sum()),

@@ -8,6 +8,7 @@ stage, as in the cost model, but stages need not wait for each other with them.
 
 from dataclasses import dataclass
 
+from mstrain.planner.clock import Clock
 from mstrain.planner.mixed.hosts import Hosts
 from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.result import Plan, StagePlan
@@ -257,14 +258,19 @@ def _part(stage: StagePlan) -> tuple[str, str]:
     return "layers", stage.layers
 
 
-def simulate_mixed(plan: Plan, options: PlanOptions, hosts: Hosts) -> Compared:
-    """Simulate the plan with at most `simulated_microbatches` of its microbatches, two per stage at least."""
+def simulate_mixed(plan: Plan, options: PlanOptions, hosts: Hosts, clock: Clock | None = None) -> Compared:
+    """Simulate the plan with at most `simulated_microbatches` of its microbatches, two per stage at least.
+
+    Raises OutOfTime when the clock leaves too little time for it.
+    """
     stages = len(plan.stages)
     count = min(plan.microbatches, max(options.simulated_microbatches, 2 * stages))
     cluster = mixed_cluster(hosts, options.latency_ms)
     writer = MixedStep(plan, options, hosts, cluster.network, count)
     step = writer.write(schedule(options.schedule, stages, count, stages))
-    result = simulate(step.expand(Placement(writer.degrees, groups=tuple(writer.groups))), cluster)
+    program = step.expand(Placement(writer.degrees, groups=tuple(writer.groups)))
+    (clock or Clock()).check(len(program.spec))
+    result = simulate(program, cluster)
     slowest = max(stage.stage_ms for stage in plan.stages)
     generator = plan.generator_ms * count / plan.microbatches
     predicted = (count - 1) * slowest + plan.fill_ms + plan.end_ms + generator

@@ -131,6 +131,7 @@ def test_a_model_without_parameters_is_refused(small_cluster):
 
 def test_microbatches_cover_any_batch():
     for batch in (1, 7, 12, 96):
-        pairs = PlanOptions(num_layers=4, batch=batch).microbatches()
+        pairs = list(PlanOptions(num_layers=4, batch=batch).microbatches())
+        assert sorted(count for _, count in pairs) == sorted({-(-batch // size) for size in range(1, batch + 1)})
         assert all((count - 1) * size < batch <= count * size for size, count in pairs)
         assert (batch, 1) in pairs and (1, batch) in pairs

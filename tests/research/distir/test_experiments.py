@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from mstrain.simulator import gantt
 from mstrain.simulator import plots as timelines
 from mstrain.simulator.cluster import Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees
@@ -122,16 +123,19 @@ def test_rejected_plans_come_with_reasons():
         write_table([], "nowhere")
 
 
-def test_gantt_bars_cover_exactly_the_busy_time(tmp_path):
+def test_gantt_shows_exactly_the_busy_time(tmp_path):
     result = simulate_mlp(
         Mlp.square(8, 512, 256), Degrees(2, 2, 2, 4), Cluster.homogeneous(8, CHIP, Switch(25e9))
     )
     timeline = result.timeline()
-    bars = timelines._bars(timeline)
+    kinds, edges = gantt.event_kinds(timeline), np.linspace(0, timeline.seconds, 41)
     busy = np.bincount(timeline.lane, weights=timeline.duration, minlength=len(timeline.lanes))
-    drawn = np.bincount([bar[0] for bar in bars], weights=[bar[4] - bar[3] for bar in bars])
-    np.testing.assert_allclose(drawn, busy, rtol=1e-6)
-    passes = {(bar[1], bar[2]) for bar in bars if timeline.lanes[bar[0]].thread == "compute"}
-    assert {("forward", m) for m in range(4)} | {("backward", m) for m in range(4)} <= passes
+    seen = set()
+    for row in gantt.rows_of(timeline, None, None):
+        parts = gantt.busy_parts(timeline, kinds, row, edges)
+        seen |= {gantt.KINDS[kind] for kind in np.flatnonzero(parts.sum(axis=1))}
+        if row.compute:  # one lane; a link has two, of which the busier is drawn
+            assert parts.sum() * timeline.seconds / 40 == pytest.approx(busy[list(row.lanes)].sum())
+    assert {"forward", "backward", "optimizer", "all_reduce", "ppermute, send"} <= seen
     for draw in (timelines.plot_gantt, timelines.plot_memory):
         assert draw(timeline, tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

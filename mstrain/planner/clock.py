@@ -1,0 +1,73 @@
+"""The time budget of a search: one clock that every phase of it watches."""
+
+import math
+import sys
+import time
+from functools import lru_cache
+
+SEARCH_PART = 0.8  # of a budget, the rest is for the simulation of the winner
+OPERATIONS_PER_SECOND = 3e5  # simulated at the least, on a busy core
+
+
+class OutOfTime(Exception):
+    """The budget is spent; whoever set it decides what is still worth saying."""
+
+
+class Clock:
+    """Seconds since it was made, without those in which numba compiled or loaded kernels (`compiled`).
+
+    Kernels are compiled once an installation and cached, which no budget of a search should pay for.
+    """
+
+    def __init__(self, budget: float = math.inf):
+        self.budget, self.began, self.listener = budget, time.monotonic(), None
+        if "numba" in sys.modules:  # whoever has not imported it compiles nothing
+            from numba.core import event
+
+            self.listener = event.TimingListener()
+            event.register("numba:compiler_lock", self.listener)
+
+    @property
+    def compiled(self) -> float:
+        return self.listener.duration if self.listener and self.listener.done else 0.0
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began - self.compiled
+
+    @property
+    def over(self) -> bool:
+        return self.seconds > self.budget
+
+    def check(self, operations: int = 0) -> None:
+        """OutOfTime when the budget is spent, or too little is left to simulate so many operations."""
+        if self.seconds + operations / OPERATIONS_PER_SECOND > self.budget:
+            raise OutOfTime
+
+    def summary(self, count: int, things: str, finished: bool) -> str:
+        """What a search did, in one sentence, and the time of compiling where it is worth a word."""
+        if finished:
+            done = f"Search finished in {self.seconds:.1f} s: {count:,} {things}, exhaustive."
+        else:
+            done = f"Search stopped after {self.seconds:.0f} s: {count:,} {things}, not exhaustive."
+        if self.compiled < 1:
+            return done
+        return f"{done} Compiling its kernels took {self.compiled:.0f} s more, once; max_seconds does not count them."
+
+
+@lru_cache(maxsize=1024)
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending, from the prime factors. Raises ValueError above 10^12, where they take too long."""
+    if number > 10**12:
+        raise ValueError(f"{number} is beyond every batch and cluster. Type a number up to 1e12.")
+    found, rest, factor = [1], number, 2
+    while rest > 1:
+        if factor * factor > rest:
+            factor = rest
+        power, multiples = 1, list(found)
+        while rest % factor == 0:
+            rest //= factor
+            power *= factor
+            found += [power * divisor for divisor in multiples]
+        factor += 1 if factor == 2 else 2
+    return tuple(sorted(found))
