@@ -84,7 +84,8 @@ class BenchmarkConfig:
     tune: str = "model"
     """With bench=tune: `model` (cost model) or `compile` (compiled steps of its best candidates on the target)."""
     constants: str | None = None
-    """Constants of the cost model: a file that bench=collectives wrote, or a shipped one; null takes the chip's."""
+    """Constants of the cost model: a file of bench=collectives or bench=calibrate, or a shipped one; null takes the
+    chip's."""
     calibration: str | None = None
     """A calibration.json of bench=calibrate. Predictions of these devices use its measured rates."""
     check: bool = False
