@@ -1,4 +1,4 @@
-"""The rows of a comparison: model x mesh x algorithm, with the plan of each."""
+"""The cases of a comparison, model x mesh x algorithm, and their plans."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ class Case:
 
 
 def make_cases(config: BenchmarkConfig, meshes: list[MeshShape]) -> list[Case]:
-    """Every combination; raises ValueError where an emulated mesh or the batch cannot be had."""
+    """All combinations; raises ValueError if an emulated mesh or the batch does not divide."""
     found = []
     for model in config.model_configs:
         for mesh in meshes:
@@ -49,9 +49,9 @@ def make_cases(config: BenchmarkConfig, meshes: list[MeshShape]) -> list[Case]:
 def shrink(model: ModelConfig, batch: int, whole: MeshShape, physical: MeshShape) -> tuple[ModelConfig, int]:
     """Model and batch whose activation shards on `physical` have the shapes they would have on `whole`.
 
-    As the MeshSlice reference does it: batch by the ratio of rows (and data), heads and widths by the ratio
-    of columns. A weight shard then has fewer features in, and rings are those of `physical`. Raises
-    ValueError when something does not divide.
+    As in the MeshSlice reference, the batch shrinks by the ratio of rows (and data), heads and widths by the ratio of
+    columns. A weight shard then has fewer input features, and rings have the length of `physical`. Raises ValueError
+    if a size does not divide.
     """
     if whole == physical:
         return model, batch
@@ -67,7 +67,7 @@ def shrink(model: ModelConfig, batch: int, whole: MeshShape, physical: MeshShape
         head_dim=model.head_dim,
         width=cols("width", model.width),
         mlp_dim=cols("mlp_dim", model.mlp_dim),
-        vocab_size=-(-model.vocab_size * physical.col // whole.col),
+        vocab_size=-(-model.known_vocab_size * physical.col // whole.col),
     )
     return smaller, _scaled("batch", batch, here, there, physical)
 
@@ -83,7 +83,7 @@ def _scaled(name: str, size: int, part: int, whole: int, physical: MeshShape) ->
 
 
 def plan_case(case: Case, config: BenchmarkConfig, mesh: Mesh, chip: Chip | None) -> ModelPlan:
-    """The plan of a case on a mesh, with the slice counts asked for; raises ValueError when it is illegal."""
+    """The plan of a case on a mesh with the configured slice counts; raises ValueError if it is illegal."""
     plan = make_plan(config.parallel(case.algorithm), case.model, mesh, case.microbatch, config.seq, chip)
     if config.slice_counts is None or not find_algorithm(case.algorithm).sliced:
         return plan
@@ -114,7 +114,7 @@ def _sliced(block: BlockPlan, counts: dict[str, int], model: ModelConfig, sequen
 
 
 def describe(block: BlockPlan) -> str:
-    """Dataflows of the products and, where one slices, slice counts: `os ls os ls S=4 4 8 4`."""
+    """Dataflows and, if one is above 1, slice counts of the products: `os ls os ls S=4 4 8 4`."""
     return describe_plans(*block.products)
 
 

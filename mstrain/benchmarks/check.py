@@ -1,4 +1,4 @@
-"""train.py target=SLICE check=true: does the training step fit on an absent slice, and what will it cost?"""
+"""train.py target=SLICE check=true: memory and predicted time of the training step on an absent TPU slice."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ QUIET = Console(quiet=True)
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The training step of a configuration, planned for an absent slice."""
+    """The training step of a configuration with its plan for an absent TPU slice."""
 
     config: RunConfig
     target: Target
@@ -41,7 +41,7 @@ class Step:
 
     @property
     def state_bytes(self) -> dict[str, int]:
-        """Bytes of one device: weights and the optimizer's moments."""
+        """Bytes of weights and of the optimizer's moments per device."""
         state = abstract_state(self.module, self._optimizer)
         sizes = {name: _shard_bytes(state[name]) for name in ("params", "optimizer")}
         return {"weights (float32)": sizes["params"], "optimizer moments": sizes["optimizer"]}
@@ -51,7 +51,7 @@ class Step:
         return make_optimizer(self.config.optimizer, self.config.steps)
 
     def compile(self) -> Compiled:
-        """Raises DoesNotFit when a device has too little memory."""
+        """Compiles the step; raises DoesNotFit if a device has too little memory."""
         hbm, state = self.target.tpu_slice.chip.hbm_bytes, sum(self.state_bytes.values())
         if hbm and state > hbm:
             raise DoesNotFit(f"weights and moments alone are {_of(state, hbm)} of a device", state)
@@ -63,7 +63,7 @@ class Step:
 
 
 def check(config: RunConfig) -> int:
-    """Prints memory and predicted cost; returns 1, with the smallest change that fits, when it does not."""
+    """Prints memory and predicted time and returns 0, or prints the smallest change that fits and returns 1."""
     console = Console(highlight=False)
     step = plan_step(config, console)
     console.print(f"[bold]Target[/] {config.target}: mesh {shape_of(step.target.mesh)}")
@@ -72,7 +72,7 @@ def check(config: RunConfig) -> int:
         with console.status("Compiling the step"):
             program = step.compile()
     except DoesNotFit as error:
-        reason = str(error).partition(" Type ")[0]  # what to type is found out below
+        reason = str(error).partition(" Type ")[0]  # _propose prints what to type
         console.print(f"[bold red]Does not fit:[/] {reason}", soft_wrap=True)
         return _propose(step.config, error, console)
     console.print(_memory_table(step, program))
@@ -81,26 +81,26 @@ def check(config: RunConfig) -> int:
 
 
 def _propose(config: RunConfig, error: DoesNotFit, console: Console) -> int:
-    """Prints every change tried and the one to type; returns the exit code of a step that does not fit."""
+    """Prints every change that is tried and the one that fits; returns the exit code 1."""
     begin = time.monotonic()
 
-    def told(text: str) -> None:
+    def report(text: str) -> None:
         console.print(f"  {duration(time.monotonic() - begin)}  {text}", soft_wrap=True)
 
     with console.status("Looking for the smallest change that fits"):
-        remedy = smallest_change(config, error, told)
+        remedy = smallest_change(config, error, report)
     if remedy:
         cost = f"predicted {remedy.seconds:.4g} s a step"
         console.print(f"It fits with: {remedy.keys} ({cost})", soft_wrap=True)
     else:
-        console.print("Nothing tried makes it fit: remat, accumulate, larger slices.")
+        console.print("No change that was tried fits: remat, accumulate, larger TPU slices.")
     return 1
 
 
 def plan_step(config: RunConfig, console: Console = QUIET) -> Step:
     """Plans the step for `config.target`; raises ValueError for an illegal plan or a missing compiler."""
-    tpu_slice, model = parse_target(config.target), _with_vocab_size(config)
-    tpu_slice_devices(tpu_slice)  # before anything asks JAX for devices: the compiler is quiet only there
+    tpu_slice, model = _slice_of(config), _with_vocab_size(config)
+    tpu_slice_devices(tpu_slice)  # before JAX initializes its backends, because it silences the compiler's log
     dtype = dtype_on("tpu", config.dtype)
     if config.tune == "compile":
         config = tuned(config, model, tpu_slice, dtype, make_target, console)
@@ -111,8 +111,8 @@ def plan_step(config: RunConfig, console: Console = QUIET) -> Step:
     return Step(config, target, Transformer(model, plan, config.seq, dtype, config.remat))
 
 
-def smallest_change(config: RunConfig, error: DoesNotFit, told=lambda text: None) -> Remedy | None:
-    """The change with which the step fits, found as `mstrain.benchmarks.remedies` says; None for none."""
+def smallest_change(config: RunConfig, error: DoesNotFit, report=lambda text: None) -> Remedy | None:
+    """The smallest change with which the step fits (`mstrain.benchmarks.remedies`); None if there is none."""
 
     def attempt(changed: RunConfig) -> float:
         return predict(plan_step(changed).compile()).seconds
@@ -128,13 +128,13 @@ def smallest_change(config: RunConfig, error: DoesNotFit, told=lambda text: None
             return None
         return dataclasses.replace(changed, mesh=str(mesh))
 
-    search = Remedies(attempt, state, parse_target(config.target).chip.hbm_bytes, told)
+    search = Remedies(attempt, state, _slice_of(config).chip.hbm_bytes, report)
     search.learn(config, error)
     return search.smallest(config, larger)
 
 
 def best_mesh(config: RunConfig, model: ModelConfig, tpu_slice: TpuSlice) -> MeshShape:
-    """The mesh that train.py mesh=auto would take on the slice."""
+    """The mesh of train.py mesh=auto on the TPU slice."""
     dtype = jnp.dtype(dtype_on("tpu", config.dtype)).name
     return best_meshes(
         config.parallel, model, config.batch, config.seq, tpu_slice.devices, tpu_slice, accumulate=config.accumulate,
@@ -142,14 +142,19 @@ def best_mesh(config: RunConfig, model: ModelConfig, tpu_slice: TpuSlice) -> Mes
     )[0].shape  # fmt: skip
 
 
+def _slice_of(config: RunConfig) -> TpuSlice:
+    assert config.target is not None, "check=true needs target="
+    return parse_target(config.target)
+
+
 def _with_vocab_size(config: RunConfig) -> ModelConfig:
-    """The model with its vocabulary; bytes need no corpus, other tokenizers would have to be read."""
+    """The model with its vocab_size, without reading a corpus; raises ValueError if only the tokenizer has it."""
     if config.model.vocab_size is not None:
         return config.model
     if config.tokenizer != "bytes" and config.vocab_size is None:
         raise ValueError(
             f"check=true reads no corpus, so the vocabulary of tokenizer={config.tokenizer} is not known. "
-            "Type model.vocab_size=50257, or what it has."
+            "Type model.vocab_size=50257, or the size of its vocabulary."
         )
     return dataclasses.replace(config.model, vocab_size=config.vocab_size or BYTES)
 
@@ -185,6 +190,7 @@ def _cost_lines(step: Step, program: Compiled) -> list:
     flops = tokens * training_flops_per_token(step.module.model, config.seq)
     peak = step.target.tpu_slice.chip.peak(jnp.dtype(step.module.dtype).name)
     share = mfu(flops, schedule.seconds, devices, peak)
+    assert schedule.bounds is not None, "predict computes bounds"
     low, high = schedule.bounds
     table = Table("layer", "compute ms", "exposed ms", "share", box=None)
     for kind, (compute, exposed) in seconds_by_kind(program, schedule).items():

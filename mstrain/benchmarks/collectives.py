@@ -1,8 +1,7 @@
-"""bench=collectives: time collectives on the devices present and write the constants that the tuner reads.
+"""bench=collectives: measures collectives on the devices present and writes the constants of the cost model.
 
-All groups of an axis work at once, as they do in training. A program chains CHAIN of a kind, so that what it
-costs to start a program counts little; the largest group of an axis is the axis, smaller ones are parts of
-it, which tell launch and sync apart.
+All groups of an axis run at once, as in training. A program chains CHAIN collectives of one kind, which reduces the
+share of its start time. The largest group of an axis is the axis; smaller groups separate launch from sync.
 """
 
 import csv
@@ -39,7 +38,7 @@ GEMM = {"cpu": 512, "other": 8192}  # edge of the product that gives the FLOP/s 
 
 
 def measure_links(config: BenchmarkConfig, console: Console) -> int:
-    """Measures every axis of one mesh and prints the fits; leaves them and constants.json in run_dir."""
+    """Measures every axis of one mesh, prints the fits, and writes them and constants.json to run_dir."""
     shapes = start_devices(config)
     if len(shapes) > 1:
         raise ValueError(f"bench=collectives measures one mesh. Type meshes={shapes[0]}.")
@@ -89,7 +88,7 @@ def sample_mesh(
 
 
 def split_axis(devices: np.ndarray, axis: str, group: int) -> Mesh:
-    """A mesh in which neighbours along `axis` form groups of `group` devices, along mesh axis `group`."""
+    """A mesh in which neighbors along `axis` form groups of `group` devices, along mesh axis `group`."""
     place = AXES.index(axis)
     sizes = [*devices.shape[:place], devices.shape[place] // group, group, *devices.shape[place + 1 :]]
     return Mesh(devices.reshape(sizes), (*AXES[: place + 1], "group", *AXES[place + 1 :]))
@@ -159,7 +158,7 @@ def _median_seconds(run: Callable, warmup: int, repeats: int) -> float:
 def to_constants(
     fits: dict[tuple[str, str], Fit], rate: float, name: str, source: str, hbm_bandwidth: float | None = None
 ) -> Constants:
-    """The tuner's constants; an axis of one device, where nothing travels, is given the other's links."""
+    """The tuner's constants; an axis of one device gets the links of the other axis."""
     axes = [axis for axis in ("row", "col") if (axis, KINDS[0]) in fits]
     links = {axis: AxisLinks(*(fits[axis, kind].link for kind in KINDS)) for axis in axes}
     return Constants(name, source, rate, links[axes[0]], links[axes[-1]], hbm_bandwidth=hbm_bandwidth)

@@ -1,4 +1,4 @@
-"""From the command line to a table on the screen and files in run_dir."""
+"""The command benchmark.py: prints a table and writes files to run_dir."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def run(arguments: list[str]) -> int:
 
 
 def compare(config: BenchmarkConfig) -> Comparison:
-    """The rows of the table to come, predicted for a target or measured on the devices present."""
+    """The comparison, predicted for a target or measured on the devices present."""
     if config.target:
         from mstrain.benchmarks.predicted import predict_all as compare_all
     else:
@@ -54,7 +54,8 @@ def compare(config: BenchmarkConfig) -> Comparison:
 
 
 def published(config: BenchmarkConfig) -> Row:
-    """What transformer_shmap's README says of the preset's slice."""
+    """The published row of the preset's TPU slice, from transformer_shmap's README."""
+    assert config.preset is not None
     model, flops, share = PUBLISHED[config.preset]
     devices = parse_target(PRESETS[config.preset]["target"]).devices
     return Row(

@@ -1,4 +1,4 @@
-"""A comparison while it runs: each row is told and kept as soon as it is done."""
+"""Runs a comparison; each row is printed and written as soon as it is done."""
 
 import dataclasses
 import time
@@ -8,12 +8,12 @@ from pathlib import Path
 from rich.console import Console
 
 from mstrain.benchmarks.cases import Case
-from mstrain.benchmarks.table import Report, Row, failed, summarise, write_numbers
+from mstrain.benchmarks.table import Report, Row, failed, summarize, write_numbers
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What will be compared: the report without rows, and how to get its rows, `parts` from each case."""
+    """A report without rows, and the function that computes the rows: `parts` per case."""
 
     head: Report
     cases: list[Case]
@@ -26,9 +26,9 @@ class Comparison:
         return len(self.cases) * self.parts
 
     def rows(self, starts: Callable[[Case], None] = lambda case: None) -> Iterator[tuple[int, Row]]:
-        """(number of planned rows that are dealt with, row), calling `starts` before each case.
+        """Yields (number of finished planned rows, row) and calls `starts` before each case.
 
-        A case that cannot run says why in one row, which stands for those that it did not give.
+        A case that fails yields one row with the reason, in the place of its remaining rows.
         """
         for index, case in enumerate(self.cases):
             starts(case)
@@ -55,10 +55,10 @@ class Progress:
 
 
 def run_comparison(comparison: Comparison, folder: Path, console: Console) -> Report:
-    """Every row, each printed and written to `folder` before the next is begun.
+    """Computes all rows; prints each and writes it to `folder` before the next starts.
 
-    An interrupted comparison leaves benchmark.csv and benchmark.json of the rows it has; `unfinished` in the
-    latter counts the others.
+    An interrupted comparison keeps benchmark.csv and benchmark.json with its rows; `unfinished` in the latter counts
+    the missing rows.
     """
     report, progress = comparison.head, Progress(comparison.planned)
     with console.status("Starting") as status:
@@ -70,7 +70,7 @@ def run_comparison(comparison: Comparison, folder: Path, console: Console) -> Re
             unfinished = comparison.planned - done
             report = dataclasses.replace(report, rows=[*report.rows, row], unfinished=unfinished)
             write_numbers(report, folder)
-            console.print(progress.line(done, summarise(row)), soft_wrap=True)
+            console.print(progress.line(done, summarize(row)), soft_wrap=True)
     return report
 
 

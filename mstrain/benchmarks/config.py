@@ -1,4 +1,4 @@
-"""What a benchmark compares: the typed keys of benchmark.py, and every check that needs no device."""
+"""The keys of benchmark.py and their checks, which need no device."""
 
 import dataclasses
 import re
@@ -25,7 +25,7 @@ SYNONYMS = {
     "parallel.dataflow": "dataflow",
 }  # fmt: skip
 WORDS = ("models", "algorithms", "meshes", "slices")
-# Keys that a bench does not look at; where they were typed, that is a mistake.
+# Keys without effect for a bench; typing one is an error.
 IDLE = {
     "layer": ("remat", "accumulate"),
     "gemm": ("remat", "accumulate"),
@@ -43,8 +43,8 @@ class BenchmarkConfig:
     """One comparison. Lists are words separated by spaces, such as algorithms="meshslice wang"."""
 
     bench: str = "step"
-    """What is compared: `step` (forward, backward, update), `layer` or `gemm` (forward, backward), `nongemm` (what a
-    layer does beside its products), `collectives` (measure links and fit them), `calibrate` (measure products, memory,
+    """What is compared: `step` (forward, backward, update), `layer` or `gemm` (forward, backward), `nongemm` (a
+    layer without its products), `collectives` (measure links and fit them), `calibrate` (measure products, memory,
     launches and links into one file for calibration=) or `tune` (the tuner explains its choice)."""
     models: str = "tiny"
     """Presets of the zoo, separated by spaces."""
@@ -125,7 +125,7 @@ class BenchmarkConfig:
 
     @property
     def mesh_shapes(self) -> list[MeshShape]:
-        """The meshes spelled out."""
+        """The meshes of `meshes`, which must not be `auto` or `all`."""
         shapes = [parse_mesh(text) for text in self.meshes.split()]
         if not shapes:
             raise ValueError('meshes= is empty. Type meshes=auto, or some such as meshes="2x4 4x2".')
@@ -133,7 +133,7 @@ class BenchmarkConfig:
 
     @property
     def tpu_slice(self) -> TpuSlice | None:
-        """The slice that is absent; None when the devices present are measured."""
+        """The absent TPU slice of `target`; None if the devices present are measured."""
         return parse_target(self.target) if self.target else None
 
     @property
@@ -152,7 +152,7 @@ class BenchmarkConfig:
 
     @property
     def one_slice_count(self) -> int | None:
-        """The slice count of all products, as bench=tune takes it; None for `auto`."""
+        """The slice count of all products for bench=tune; None for `auto`."""
         counts = self.slice_counts or (None,)
         if len(set(counts)) > 1:
             raise ValueError("bench=tune takes one slice count for all products. Type slices=8, or slices=auto.")
@@ -160,7 +160,7 @@ class BenchmarkConfig:
 
     @property
     def model_configs(self) -> list[ModelConfig]:
-        """The models, with a vocabulary of bytes where the tokenizer decides it."""
+        """The models; those without a vocab_size get that of the bytes tokenizer."""
         if not self.models.split():
             raise ValueError("models= is empty. Type models=tiny (python train.py model=list shows all).")
         models = [load_preset(name) for name in self.models.split()]
@@ -170,7 +170,7 @@ class BenchmarkConfig:
         ]
 
     def parallel(self, algorithm: str) -> ParallelConfig:
-        """What is asked of one algorithm; a dataflow goes to those that choose one."""
+        """The parallelism of one algorithm; `dataflow` applies to algorithms with a choice of dataflows."""
         return ParallelConfig(algorithm, dataflow="auto" if find_algorithm(algorithm).only_dataflow else self.dataflow)
 
     def _check_effect(self) -> None:
@@ -210,16 +210,16 @@ class BenchmarkConfig:
 
 
 def load(arguments: list[str]) -> BenchmarkConfig:
-    """Reads the command line, also with train.py's names of keys; raises ValueError with the fix."""
+    """Reads the command line, including train.py's names of keys; raises ValueError for an invalid argument."""
     arguments = [_plain(argument) for argument in arguments]
-    given = dict(argument.partition("=")[::2] for argument in arguments)
+    given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
     if preset := given.get("preset"):
         arguments += [f"{key}={value}" for key, value in preset_arguments(preset).items() if key not in given]
     return compose(BenchmarkConfig, "benchmark", arguments)
 
 
 def _plain(argument: str) -> str:
-    """The argument under this script's name for its key, lists such as [2x4,4x2] as words."""
+    """The argument with the name of its key in benchmark.py, and lists such as [2x4,4x2] as words."""
     key, equals, value = argument.partition("=")
     key = SYNONYMS.get(key, key)
     if key in WORDS:

@@ -1,4 +1,4 @@
-"""Where a predicted step spends its time: compute and exposed communication by kind of layer."""
+"""Compute and exposed communication of a predicted step by kind of layer."""
 
 import re
 
@@ -25,9 +25,9 @@ def kind_of(op_name: str) -> str:
 
 
 def seconds_by_kind(program: Compiled, schedule: Schedule) -> dict[str, tuple[float, float]]:
-    """Seconds of (compute, exposed communication) of each kind; together they are the schedule's.
+    """Seconds of (compute, exposed communication) of each kind; their sum is the time of the schedule.
 
-    A pause of the TensorCore is charged to the transfers that end in it, each from the end of the one before.
+    Idle time of the TensorCore is attributed to the transfers that end in it, each from the end of the previous one.
     """
     timeline = schedule.timeline
     number = [KINDS.index(kind) for kind in _kinds_of_names(program.text, timeline.names)]

@@ -1,14 +1,14 @@
-"""Measures a model on the devices present: what one profile of Metis says of a type, a tensor degree and a
-batch.
+"""Measures the Metis profile of a model on the devices present, for one tensor degree and batch.
 
-A layer's time and memory are the difference between models of three layers and of one, so that what is not a
-layer cancels; the output layer is what is left of the model of one layer beside its layer and the embedding.
+The time and memory of a layer are the difference between models of three layers and one layer, over two. The output
+layer is the model of one layer minus its layer and the embedding.
 """
 
 import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,12 @@ from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 
 MEGABYTE = 1e6
 SHALLOW, DEEP = 1, 3  # layers of the two models
-LEAST_MS = 1e-4  # differences of measured times can vanish, times in a profile must not
+LEAST_MS = 1e-4  # lower bound of times in a profile; differences of measured times can be zero
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: sequences of `seq` tokens, `batch` of them, on `tensor` devices."""
+    """Sizes of a measurement: `batch` sequences of `seq` tokens on `tensor` devices."""
 
     seq: int
     batch: int
@@ -43,9 +43,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Measured:
-    """Milliseconds and MB of one model; `gradient_ms` is forward and backward, memory is of the compiled
-    program.
-    """
+    """Milliseconds and MB of one model. `gradient_ms` is forward and backward; memory is of the compiled program."""
 
     gradient_ms: float
     embedding_ms: float
@@ -55,7 +53,7 @@ class Measured:
 
 
 def fastest_ms(function: Callable[[], object], repeats: int) -> float:
-    """The shortest of `repeats` runs after one that may compile."""
+    """The shortest of `repeats` runs after one warmup run."""
     jax.block_until_ready(function())
     times = []
     for _ in range(repeats):
@@ -66,24 +64,23 @@ def fastest_ms(function: Callable[[], object], repeats: int) -> float:
 
 
 def measure_model(model: ModelConfig, sizes: Sizes) -> Measured:
-    """Runs the gradient, the embedding's gradient, the update and the feed of `model`; raises ValueError if
-    illegal.
-    """
+    """Measures gradient, embedding gradient, update and feed; raises ValueError if the plan is illegal."""
     mesh = make_mesh(MeshShape(1, 1, sizes.tensor))
     plan = make_plan(ParallelConfig(sizes.algorithm), model, mesh, sizes.batch, sizes.seq)
     dtype = {"bf16": jnp.bfloat16, "f32": jnp.float32}[sizes.dtype]
     module = Transformer(model, plan, sizes.seq, dtype)
     params = init_parameters(module, 0)
     random = np.random.default_rng(0)
-    tokens = random.integers(0, model.vocab_size, sizes.batch * sizes.seq).astype(np.int32)
+    tokens = random.integers(0, model.known_vocab_size, sizes.batch * sizes.seq).astype(np.int32)
+
+    def apply(params, *inputs, method) -> Any:
+        return module.apply({"params": params}, *inputs, method=method)
 
     def loss(params, tokens):
-        return jnp.mean(module.apply({"params": params}, tokens, tokens, method="loss"))
+        return jnp.mean(apply(params, tokens, tokens, method="loss"))
 
     def embedded(params, tokens):
-        return jnp.sum(
-            module.apply({"params": params}, tokens, method=lambda m, t: m.embedding(t)).astype(jnp.float32)
-        )
+        return jnp.sum(apply(params, tokens, method=lambda m, t: m.embedding(t)).astype(jnp.float32))
 
     gradient = jax.jit(jax.grad(loss)).lower(params, tokens).compile()
     embedding = jax.jit(jax.grad(embedded)).lower(params, tokens).compile()
@@ -101,7 +98,7 @@ def measure_model(model: ModelConfig, sizes: Sizes) -> Measured:
 
 
 def profile_document(model: ModelConfig, sizes: Sizes) -> dict:
-    """One profile file of `model`, all its layers alike: embedding, layers, output layer."""
+    """The profile file of `model` with equal layers: embedding, layers, output layer."""
     shallow, deep = (
         measure_model(dataclasses.replace(model, layers=layers), sizes) for layers in (SHALLOW, DEEP)
     )

@@ -1,6 +1,6 @@
-"""Fit a link's launch, sync and bandwidth to measured collectives.
+"""Fits launch, sync and bandwidth of a link to measured collectives.
 
-The model is the tuner's own (`mstrain.hardware.collective_seconds`), n devices in a ring:
+The model is `mstrain.hardware.collective_seconds` for n devices in a ring:
 launch + (n - 1) * (sync + shard bytes / bandwidth).
 """
 
@@ -25,7 +25,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """A link and the median relative error of its prediction; not `separable`, launch counts as sync."""
+    """A link and the median relative error of its prediction. If not `separable`, launch is counted as sync."""
 
     link: Link
     error: float
@@ -33,10 +33,10 @@ class Fit:
 
 
 def fit_link(samples: list[Sample]) -> Fit:
-    """The link that predicts the samples best: least squares of relative errors, no constant below 0.
+    """The link with the least squares of relative errors and nonnegative constants.
 
-    Launch and sync can be told apart only when groups of different size were measured; otherwise all of it is
-    sync, which is the same for that size. Raises ValueError when the time does not grow with the size.
+    Launch and sync are separable only with groups of different sizes; otherwise launch is counted as sync, which
+    predicts the same time for that size. Raises ValueError if the time does not grow with the size.
     """
     steps = np.array([sample.participants - 1 for sample in samples], float)
     megabytes = np.array([sample.shard_bytes for sample in samples]) / 1e6
@@ -47,7 +47,7 @@ def fit_link(samples: list[Sample]) -> Fit:
     if per_megabyte <= 0:
         raise ValueError(
             f"{samples[0].collective} on {samples[0].axis}: the time does not grow with the size, so no "
-            "bandwidth can be read. Measure again on a quieter machine, or with a larger repeats=."
+            "bandwidth can be fitted. Measure again on a quieter machine, or with a larger repeats=."
         )
     link = Link(launch / 1e6, sync / 1e6, 1e12 / per_megabyte)
     errors = [abs(collective_seconds(link, s.shard_bytes, s.participants) / s.seconds - 1) for s in samples]

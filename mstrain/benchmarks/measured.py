@@ -1,4 +1,4 @@
-"""Run programs on the devices present and time them."""
+"""Runs programs on the devices present and measures their time."""
 
 import math
 import os
@@ -23,7 +23,7 @@ from mstrain.program.memory import memory_of
 
 
 def measure(config: BenchmarkConfig) -> Comparison:
-    """Every case, to be timed on the devices present."""
+    """The comparison of all cases on the devices present."""
     meshes = start_devices(config)
     chip = chip_for(jax.devices()[0].device_kind)
     dtype = dtype_on(jax.devices()[0].platform, config.dtype)
@@ -59,9 +59,9 @@ def start_devices(config: BenchmarkConfig) -> list[MeshShape]:
 
 
 def time_program(work: Work, warmup: int, repeats: int, options: dict | None = None):
-    """Compiles and runs a program: the compiled program and the seconds of each timed execution.
+    """Compiles and runs a program; returns the compiled program and the seconds of each timed execution.
 
-    The clock stops when every result is on its device.
+    An execution ends when every result is on its device.
     """
     compiled = work.program.compile(options)
     arguments, seconds = work.start(), []

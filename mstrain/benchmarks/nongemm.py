@@ -1,4 +1,4 @@
-"""What a layer does beside its products: norms, attention, activation, residual sums, in the same layouts."""
+"""A layer without its products: norms, attention, activation and residual sums, with the layouts of the layer."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ class Activation(Mlp):
 
 
 class NonGemm(Block):
-    """x_TxD, qkv and the hidden features h to every result of the block that is no product."""
+    """Computes norms, attention, activation and residual sums of a block from x_TxD, qkv and hidden features h."""
 
     @nn.compact
     def __call__(self, x_TxD, qkv, h_TxF, seq):

@@ -1,4 +1,4 @@
-"""Compile programs for a slice that is absent and read what they will cost from their schedules."""
+"""Compiles programs for an absent TPU slice and predicts their time from their schedules."""
 
 import dataclasses
 import importlib.metadata
@@ -21,9 +21,10 @@ from mstrain.program.memory import GIB
 
 
 def predict_all(config: BenchmarkConfig) -> Comparison:
-    """Every case, to be compiled for the target."""
+    """The comparison of all cases, compiled for the target."""
     tpu_slice = config.tpu_slice
-    tpu_slice_devices(tpu_slice)  # before anything asks JAX for devices: the compiler is quiet only there
+    assert tpu_slice is not None, "predictions need target="
+    tpu_slice_devices(tpu_slice)  # before JAX initializes its backends, because it silences the compiler's log
     dtype = dtype_on("tpu", config.dtype)
     peak = tpu_slice.chip.peak(jnp.dtype(dtype).name)
 
@@ -48,8 +49,9 @@ def _row(case: Case, work: Work, target: Target, config: BenchmarkConfig, peak: 
     schedule = predict(program)
     case = dataclasses.replace(case, mesh=shape)
     need, have, problem = program.memory.peak, target.tpu_slice.chip.hbm_bytes, ""
-    if not program.memory.fits:
+    if have and not program.memory.fits:
         problem = f"does not fit, {need / GIB:.2f} of {have / GIB:.2f} GiB"
+    assert schedule.bounds is not None, "predict computes bounds"
     low, high = schedule.bounds
     return make_row(
         case, work, schedule.seconds, peak, low=low, high=high, exposed=schedule.exposed, hidden=schedule.hidden,
@@ -58,7 +60,7 @@ def _row(case: Case, work: Work, target: Target, config: BenchmarkConfig, peak: 
 
 
 def choose_meshes(config: BenchmarkConfig, tpu_slice: TpuSlice) -> list[MeshShape]:
-    """The meshes asked for; for `auto` the planner's best of every model."""
+    """The configured meshes; for `auto`, the planner's best mesh of every model."""
     if config.meshes == "all":
         return [MeshShape(1, *shape) for shape in tpu_slice.mesh_shapes()]
     if config.meshes != "auto":

@@ -1,6 +1,6 @@
-"""Comparisons that others published, as predictions: python benchmark.py preset=v2 (or v3).
+"""Predictions of published comparisons: python benchmark.py preset=v2 (or v3).
 
-transformer_shmap's README gives two rows, worked out by hand from effective TFLOP/s: 2.8 B parameters on a
+transformer_shmap's README has two rows, derived from effective TFLOP/s: 2.8 B parameters on a
 v2-32 at 454 TFLOP/s, 63 % of 16 chips x 45 TFLOP/s, and 6.9 B on a v3-32 at 867 TFLOP/s, 44 % of 16 chips x
 123. Its benchmark feeds 32 sequences of 1024 tokens per host (four hosts) in 32 microbatches, recomputes
 whole blocks, and splits tensors over one axis of the mesh, data over the other.
@@ -18,12 +18,12 @@ PRESETS = {
     "v2": {"models": "seed_2_8b", "target": "v2-32", **_COMMON},
     "v3": {"models": "seed_6_9b", "target": "v3-32", **_COMMON},
 }
-# Model, mesh as far as the table tells, FLOP/s of the whole slice and MFU as published.
+# Model, FLOP/s of the whole TPU slice and MFU, as published.
 PUBLISHED = {"v2": ("seed_2_8b", 454e12, 0.63), "v3": ("seed_6_9b", 867e12, 0.44)}
 
 
 def preset_arguments(name: str) -> dict[str, str]:
-    """The keys a preset stands for; ValueError naming them otherwise."""
+    """The keys and values of a preset; raises ValueError, with all presets, for an unknown name."""
     if name not in PRESETS:
-        raise ValueError(f"There is no preset {name!r}. Type preset={' or preset='.join(PRESETS)}.")
+        raise ValueError(f"Unknown preset {name!r}. Type preset={' or preset='.join(PRESETS)}.")
     return PRESETS[name]

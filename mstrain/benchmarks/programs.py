@@ -1,4 +1,4 @@
-"""The programs of a case that are timed or compiled: the training step, one layer, its products, the rest of a layer."""
+"""The programs of a case: the training step, one layer, its products, or a layer without its products."""
 
 import dataclasses
 
@@ -30,14 +30,14 @@ def make_works(case: Case, config: BenchmarkConfig, plan: ModelPlan, dtype: jnp.
 
 
 def step_work(case: Case, config: BenchmarkConfig, plan: ModelPlan, dtype: jnp.dtype) -> Work:
-    """The training step of `train.py`: its state is replaced by the one it returns."""
+    """The training step of `train.py`; the state that it returns is the argument of the next execution."""
     module = Transformer(case.model, plan, config.seq, dtype, config.remat)
     optimizer = make_optimizer(OptimizerConfig().for_width(case.model.width), steps=1000)
     program = step_program(module, optimizer, case.batch, case.accumulate)
     _, tokens = program.arguments
 
     def start():
-        ids = jax.random.randint(jax.random.key(config.seed), tokens.shape, 0, case.model.vocab_size, jnp.int32)
+        ids = jax.random.randint(jax.random.key(config.seed), tokens.shape, 0, case.model.known_vocab_size, jnp.int32)
         return init_state(module, optimizer, config.seed), jax.device_put(ids, tokens.sharding)
 
     count = case.batch * config.seq
@@ -52,7 +52,7 @@ def layer_work(case: Case, seq: int, plan: ModelPlan, dtype: jnp.dtype) -> Work:
     block, count = plan.groups[0][0], case.microbatch * seq
     program = layer_program(case.model, block, count, seq, dtype)
     one = dataclasses.replace(case.model, layers=1, vocab_size=1, window=None)
-    head = 6 * one.width  # of the vocabulary of one token
+    head = 6 * one.width  # FLOPs of the output projection to a vocabulary of one token
     flops = count * (training_flops_per_token(one, seq) - head)
     return Work("layer", describe(block), program, program.random_arguments, count, flops)
 

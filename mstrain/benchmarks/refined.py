@@ -1,4 +1,4 @@
-"""bench=tune tune=compile: the cost model's best candidates as compiled steps, in a table and a picture."""
+"""bench=tune tune=compile: compiles the cost model's best candidates; writes a table and a plot."""
 
 import csv
 import dataclasses
@@ -29,8 +29,9 @@ COLUMNS = [*(field.name for field in dataclasses.fields(Candidate)), "why"]
 
 
 def refine_all(config: BenchmarkConfig, console: Console) -> int:
-    """Tunes every model, if possible from the cache; returns 1 when one fits nowhere."""
-    tpu_slice_devices(config.tpu_slice)  # before anything asks JAX for devices: the compiler is quiet only there
+    """Tunes every model, from the cache if possible; returns 1 if no candidate of a model fits."""
+    assert config.tpu_slice is not None, "tune=compile needs target="
+    tpu_slice_devices(config.tpu_slice)  # before JAX initializes its backends, because it silences the compiler's log
     fitting = True
     for model in config.model_configs:
         task, begin = make_task(config, model), time.monotonic()
@@ -52,8 +53,9 @@ def refine_all(config: BenchmarkConfig, console: Console) -> int:
 
 
 def make_task(config: BenchmarkConfig, model: ModelConfig) -> TuningTask:
-    """What the command line asks of one model."""
+    """The tuning task of one model."""
     tpu_slice = config.tpu_slice
+    assert tpu_slice is not None, "tune=compile needs target="
     slices = str(config.one_slice_count or "auto")
     parallel = dataclasses.replace(config.parallel("meshslice"), slices=slices)
     batch = config.batch or tpu_slice.devices * config.accumulate
@@ -75,7 +77,7 @@ def _meshes(config: BenchmarkConfig, task: TuningTask) -> tuple[str, ...]:
 
 
 def basis(task: TuningTask) -> str:
-    """What the numbers are, for the head of every form of the table."""
+    """The source of the numbers, for the title of the table and the files."""
     q = task
     return (
         f"Predicted for {q.tpu_slice.name} ({q.tpu_slice.devices} devices) from training steps of {q.model.name} "
@@ -85,7 +87,7 @@ def basis(task: TuningTask) -> str:
 
 
 def to_table(task: TuningTask, result: TuningResult) -> Table:
-    """For a terminal; the cost model's time of the products beside the time of the compiled step."""
+    """The table for a terminal, with the cost model's time of the products and the time of the compiled step."""
     table = Table(title=basis(task), title_justify="left", box=None, padding=(0, 1, 0, 0))
     for name in ("mesh", "slices", "plan"):
         table.add_column(name, no_wrap=name != "plan")
@@ -93,7 +95,9 @@ def to_table(task: TuningTask, result: TuningResult) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why not")
     for candidate in result.candidates:
-        share = "n/a" if candidate.seconds is None else f"{candidate.exposed / candidate.seconds:.1%}"
+        share = "n/a"
+        if candidate.seconds is not None and candidate.exposed is not None:
+            share = f"{candidate.exposed / candidate.seconds:.1%}"
         numbers = [
             _cell(candidate.model_seconds, 1e3), _cell(candidate.seconds, 1e3), share, _cell(candidate.gemm, 1e3),
             _cell(candidate.move, 1e3), _cell(candidate.memory, 1 / GIB),
@@ -113,7 +117,7 @@ def _why(candidate: Candidate, result: TuningResult) -> str:
 
 
 def write(task: TuningTask, result: TuningResult, folder: Path) -> list[Path]:
-    """Leaves tune_compiled_MODEL.json, .csv and .png in `folder`; SI units."""
+    """Writes tune_compiled_MODEL.json, .csv and .png to `folder`, in SI units; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [dataclasses.asdict(candidate) | {"why": _why(candidate, result)} for candidate in result.candidates]
     text = io.StringIO()
@@ -130,7 +134,7 @@ def write(task: TuningTask, result: TuningResult, folder: Path) -> list[Path]:
 
 
 def plot(task: TuningTask, result: TuningResult, path: Path) -> None:
-    """Bars of the compiled step by its parts, the cost model's prediction of the products as a mark."""
+    """Plots bars of the compiled step by part and a mark for the cost model's time of the products."""
     candidates = [candidate for candidate in result.candidates if candidate.seconds]
     figure = Figure(figsize=(9, 1.8 + 0.4 * len(candidates)), layout="constrained")
     axes = figure.subplots()

@@ -1,10 +1,9 @@
-"""A step that does not fit: the change that makes it fit and costs least, found by compiling.
+"""Finds the smallest change with which a step fits into memory, by compiling candidates.
 
-Changes are tried in groups, from small to large: one key of the same run (more recomputation, or more
-accumulation); both together; a larger slice of the same generation. Within a group every line is followed
-from its cheapest change on until one fits, and of the lines' results the fastest by its compiled schedule is
-named. Along a line each further step recomputes more, or gathers weights more often, so the first that fits
-is the fastest of its line.
+Changes are tried in groups, from small to large: one key of the same run (more recomputation or more accumulation);
+both keys; a larger TPU slice of the same generation. A group has one or more sequences of changes. Each sequence is
+tried in order until a change fits: later changes recompute more or gather weights more often, so the first is the
+fastest. Of the changes that fit in a group, the one with the fastest compiled schedule is proposed.
 """
 
 import dataclasses
@@ -16,44 +15,44 @@ from mstrain.models.transformer import REMAT
 from mstrain.program.memory import GIB
 from mstrain.training.config import RunConfig
 
-DOUBLINGS = 4  # how often a slice, or the accumulation, is doubled
-CERTAIN = 1.1  # a change is not compiled when even an estimate from below is this much too large
+DOUBLINGS = 4  # how often a TPU slice or the accumulation is doubled
+CERTAIN = 1.1  # a change is not compiled if its lower bound exceeds the memory by this factor
 
 Change = tuple[str, RunConfig]
 
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """What to type, and the predicted seconds of a step with it."""
+    """The keys to type and the predicted seconds of a step with them."""
 
     keys: str
     seconds: float
 
 
 class Remedies:
-    """The search.
+    """The search for a change that fits.
 
-    `attempt(config)` compiles a step and returns its predicted seconds, or raises DoesNotFit, or ValueError
-    when its plan is illegal; `told(text)` hears of each. `state(config)` are the bytes of weights and moments
-    on a device, `capacity` those that it has.
+    `attempt(config)` compiles a step and returns its predicted seconds; it raises DoesNotFit, or ValueError for an
+    illegal plan. `report(text)` is called with the result of each. `state(config)` returns the bytes of weights and
+    moments per device; `capacity` is the memory of a device in bytes.
     """
 
     def __init__(
         self, attempt: Callable[[RunConfig], float], state: Callable[[RunConfig], float],
-        capacity: float | None, told: Callable[[str], None] = lambda text: None,
+        capacity: float | None, report: Callable[[str], None] = lambda text: None,
     ):
-        self._attempt, self._state, self._capacity, self._told = attempt, state, capacity, told
+        self._attempt, self._state, self._capacity, self._report = attempt, state, capacity, report
         self._needed: dict[tuple, tuple[int, float]] = {}  # (remat, target) -> (accumulate, bytes)
 
     def learn(self, config: RunConfig, error: DoesNotFit) -> None:
-        """Remembers what a configuration that does not fit would need."""
+        """Stores the memory that a configuration needs which does not fit."""
         if error.needed:
             self._needed[config.remat, config.target] = (config.accumulate, error.needed)
 
     def smallest(self, config: RunConfig, larger: Callable[[str], RunConfig | None]) -> Remedy | None:
-        """The cheapest change of the first group in which something fits; None when nothing does.
+        """The fastest change of the first group in which one fits; None if none fits.
 
-        `larger(target)` is the run on another slice, None where it cannot be laid out there.
+        `larger(target)` returns the run on another TPU slice, or None if no plan is legal there.
         """
         for lines in groups(config, larger):
             found = [remedy for line in lines if (remedy := self._first(line))]
@@ -65,22 +64,23 @@ class Remedies:
         for keys, config in line:
             try:
                 if least := self._hopeless(config):
-                    self._told(f"{keys}: needs at least {least / GIB:.0f} GiB")
+                    self._report(f"{keys}: needs at least {least / GIB:.0f} GiB")
                     continue
                 seconds = self._attempt(config)
             except DoesNotFit as error:
                 self.learn(config, error)
-                self._told(f"{keys}: {f'needs {error.needed / GIB:.1f} GiB' if error.needed else error}")
+                self._report(f"{keys}: {f'needs {error.needed / GIB:.1f} GiB' if error.needed else error}")
             except ValueError as error:
-                self._told(f"{keys}: no, {str(error).partition(': ')[0]}")
+                self._report(f"{keys}: no, {str(error).partition(': ')[0]}")
             else:
-                self._told(f"{keys}: fits, {seconds:.4g} s a step")
+                self._report(f"{keys}: fits, {seconds:.4g} s a step")
                 return Remedy(keys, seconds)
         return None
 
     def _hopeless(self, config: RunConfig) -> float | None:
-        """Bytes that a device needs at least, where that is too much: what is no state shrinks at most as the
-        microbatch does.
+        """A lower bound of the bytes per device if it exceeds the memory; otherwise None.
+
+        Memory other than weights and moments shrinks at most in proportion to the microbatch.
         """
         if self._capacity is None or (config.remat, config.target) not in self._needed:
             return None
@@ -91,11 +91,12 @@ class Remedies:
 
 
 def groups(config: RunConfig, larger: Callable[[str], RunConfig | None]) -> Iterator[list[list[Change]]]:
-    """Groups of lines of changes, the smallest group first, each line from its cheapest change on."""
+    """Groups of sequences of changes, smallest group first; each sequence starts with its fastest change."""
     stronger = REMAT[REMAT.index(config.remat) + 1 :]
     recomputed = [(f"remat={remat}", dataclasses.replace(config, remat=remat)) for remat in stronger]
     yield [recomputed, _accumulated("", config)]
     yield [_accumulated(f"{keys} ", changed) for keys, changed in recomputed]
+    assert config.target is not None
     for target in larger_targets(config.target):
         if there := larger(target):
             where = f"target={target} mesh={there.mesh}"
@@ -114,7 +115,7 @@ def _accumulated(prefix: str, config: RunConfig) -> list[Change]:
 def larger_targets(name: str) -> Iterator[str]:
     """The names of slices of the same generation with 2, 4, 8 and 16 times the devices."""
     tpu_slice = parse_target(name)
-    rules = tpu_slice.chip.tpu_slices
+    rules = tpu_slice.chip.slice_rules
     for factor in (2**n for n in range(1, DOUBLINGS + 1)):
         size = tpu_slice.devices * factor // rules.devices_per_chip * rules.name_counts_per_chip
         try:

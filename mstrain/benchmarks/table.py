@@ -1,4 +1,4 @@
-"""The result of a comparison: rows, and their forms as table, CSV, JSON and picture."""
+"""The rows of a comparison as table, CSV, JSON and plot."""
 
 import csv
 import dataclasses
@@ -22,10 +22,11 @@ FORMULA = "MFU = model FLOPs (no recomputation) / (seconds x devices x peak)"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line. SI units; per device: `flops_per_second`, `memory` (bytes), `exposed` (seconds of
-    communication in which it computes nothing), `hidden` (share of the collectives' time in which it computes), `low`
-    and `high` (seconds with the constants that nobody has measured at the ends of their ranges). None where it is
-    unknown; `problem` says why there is no result, or why nobody can have it.
+    """One row, in SI units; None for unknown values.
+
+    Per device: `flops_per_second`, `memory` (bytes), `exposed` (seconds of communication without compute), `hidden`
+    (share of the collectives' time with compute), `low` and `high` (seconds with unmeasured constants at the ends of
+    their ranges). `problem` is the reason for a missing result, or for a program that does not fit.
     """
 
     model: str
@@ -64,8 +65,10 @@ def failed(case: Case, part: str, error: Exception) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """`kind` is `measured` or `predicted`; `source` says on what or from what, and heads every form of the
-    table. `unfinished` counts rows that are still to come, or never came.
+    """The result of a comparison.
+
+    `kind` is `measured` or `predicted`. `source` is the devices or the compiled programs, for the title of the table.
+    `unfinished` counts missing rows.
     """
 
     kind: str
@@ -78,13 +81,13 @@ class Report:
 
     @property
     def basis(self) -> str:
-        """The formula and the peak behind every MFU."""
+        """The formula and the peak of MFU."""
         peak = f"{self.peak / 1e12:g} TFLOP/s ({self.dtype})" if self.peak else "unknown, so MFU is n/a"
         return f"{FORMULA}; peak of a device: {peak}"
 
 
 def to_table(report: Report) -> Table:
-    """For a terminal. What all rows have in common is in the title; rows without a result say why below."""
+    """The table for a terminal. Values common to all rows are in the title; reasons for missing results are below."""
     values = {name: {getattr(row, name) for row in report.rows} for name in ("model", "mesh", "part")}
     names = [name for name in values if len(values[name]) > 1]
     same = [f"{name} {getattr(report.rows[0], name)}" for name in ("model", "mesh") if name not in names]
@@ -117,7 +120,7 @@ def _cells(row: Row) -> dict[str, str]:
     def cell(value: float | None, form: str, scale: float = 1.0) -> str:
         return "n/a" if value is None else format(scale * value, form)
 
-    share = None if None in (row.exposed, row.seconds) else row.exposed / row.seconds
+    share = None if row.exposed is None or row.seconds is None else row.exposed / row.seconds
     large = (row.memory or 0) >= GIB / 10
     return {
         "ms": cell(row.seconds, ",.2f", 1e3),
@@ -134,8 +137,8 @@ def _cells(row: Row) -> dict[str, str]:
     }
 
 
-def summarise(row: Row) -> str:
-    """A row in one line, for those who wait: `meshslice on row4-col8, step: 512.3 ms, MFU 45.6%`."""
+def summarize(row: Row) -> str:
+    """A row in one line for progress: `meshslice on row4-col8, step: 512.3 ms, MFU 45.6%`."""
     cells = _cells(row)
     shown = {"ms": "{} ms", "MFU": "MFU {}", "exposed": "exposed {}", "hidden": "hidden {}", "memory": "{}"}
     results = [form.format(cells[name]) for name, form in shown.items() if cells[name] != "n/a"]
@@ -144,7 +147,7 @@ def summarise(row: Row) -> str:
 
 
 def to_csv(report: Report) -> str:
-    """One line per row in SI units; the first column is `measured` or `predicted`."""
+    """CSV with one line per row in SI units; the first column is `measured` or `predicted`."""
     text = io.StringIO()
     columns = ["kind", *(field.name for field in dataclasses.fields(Row))]
     writer = csv.DictWriter(text, columns, lineterminator="\n")
@@ -154,7 +157,7 @@ def to_csv(report: Report) -> str:
 
 
 def to_json(report: Report) -> str:
-    """Everything, in SI units."""
+    """JSON of the whole report in SI units."""
     return json.dumps({**dataclasses.asdict(report), "basis": report.basis}, indent=2) + "\n"
 
 
@@ -166,12 +169,12 @@ def from_json(text: str) -> Report:
 
 
 def plot(report: Report, path: str | Path) -> None:
-    """Bars of time per row, exposed communication in another colour; beside them MFU or TFLOP/s."""
+    """Plots time per row with exposed communication in a second color, labeled with MFU or TFLOP/s."""
     rows = [row for row in report.rows if row.seconds]
     figure, axes = plt.subplots(figsize=(9, 1.5 + 0.32 * len(rows)), layout="constrained")
     labels = [" ".join((row.model, row.mesh, row.algorithm, row.part)) for row in rows]
     exposed = [1e3 * (row.exposed or 0.0) for row in rows]
-    rest = [1e3 * row.seconds - e for row, e in zip(rows, exposed, strict=True)]
+    rest = [1e3 * (row.seconds or 0.0) - e for row, e in zip(rows, exposed, strict=True)]
     places = range(len(rows))
     axes.barh(places, rest, color="tab:blue", label="computing")
     bars = axes.barh(places, exposed, left=rest, color="tab:orange", label="exposed communication")
@@ -190,7 +193,7 @@ def plot(report: Report, path: str | Path) -> None:
 
 
 def write_numbers(report: Report, folder: Path) -> list[Path]:
-    """Leaves benchmark.csv and .json in `folder`, each whole at any moment; returns their paths."""
+    """Writes benchmark.csv and .json to `folder`, each by an atomic rename; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for kind, text in (("csv", to_csv(report)), ("json", to_json(report))):
@@ -201,7 +204,7 @@ def write_numbers(report: Report, folder: Path) -> list[Path]:
 
 
 def write(report: Report, folder: Path) -> list[Path]:
-    """Leaves benchmark.csv, .json and .png in `folder`; returns their paths."""
+    """Writes benchmark.csv, .json and .png to `folder`; returns their paths."""
     paths = write_numbers(report, folder)
     plot(report, folder / "benchmark.png")
     return [*paths, folder / "benchmark.png"]

@@ -1,4 +1,4 @@
-"""The planner's ranking of meshes for a model and a machine, and why every other candidate lost."""
+"""bench=tune: the planner's ranking of meshes for a model, with the reason why each other mesh is slower."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ DEFAULT_DEVICES = 8  # of the emulated mesh
 
 
 def best_mesh(model: ModelConfig, config: BenchmarkConfig, tpu_slice: TpuSlice) -> MeshShape:
-    """The planner's mesh on a slice for MeshSlice (for the first algorithm, where MeshSlice is not compared)."""
+    """The planner's best mesh of a TPU slice for MeshSlice, or for the first algorithm without MeshSlice."""
     names = config.algorithm_names
     return rank_meshes(_question(model, config, tpu_slice, next(filter(_sliced, names), names[0])))[0].shape
 
@@ -39,7 +39,7 @@ def _sliced(algorithm: str) -> bool:
 def tune_model(
     model: ModelConfig, config: BenchmarkConfig, tpu_slice: TpuSlice | None
 ) -> tuple[PlanRequest, list[Costed]]:
-    """Ranks the meshes of a slice, or of as many emulated CPU devices as meshes= has; also gives what it asked."""
+    """Ranks the meshes of a TPU slice or of emulated CPU devices; returns the request and the ranking."""
     shapes = config.mesh_shapes if config.meshes not in ("auto", "all") else []
     if len({shape.devices for shape in shapes}) > 1:
         raise ValueError("bench=tune compares meshes of equal size. Type meshes= with as many devices each.")
@@ -61,7 +61,8 @@ def _question(
     model: ModelConfig, config: BenchmarkConfig, tpu_slice: TpuSlice | None, algorithm: str, devices: int | None = None
 ) -> PlanRequest:
     dtype = jnp.dtype(dtype_on("tpu" if tpu_slice else "cpu", config.dtype)).name
-    pod = pod_of(tpu_slice, tpu_slice.devices) if tpu_slice else Pod("emulated", chip_named("cpu"), devices)
+    emulated = Pod("emulated", chip_named("cpu"), devices or DEFAULT_DEVICES)
+    pod = pod_of(tpu_slice, tpu_slice.devices) if tpu_slice else emulated
     if config.calibration:
         measured = pod if tpu_slice else dataclasses.replace(pod, measured=read_constants("cpu_emulated"))
         pod = calibrated_pod(measured, config.calibration, dtype)
@@ -78,7 +79,7 @@ def _question(
 
 
 def explain_all(config: BenchmarkConfig, console: Console) -> int:
-    """Prints the table of candidates for every model; leaves it as JSON, CSV and picture in run_dir."""
+    """Prints the table of candidates of every model and writes it to run_dir as JSON, CSV and plot."""
     folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     for model in config.model_configs:
@@ -101,7 +102,7 @@ def explain_all(config: BenchmarkConfig, console: Console) -> int:
 
 
 def to_table(request: PlanRequest, found: list[Costed], limit: int = 10) -> Table:
-    """The best `limit` candidates for a terminal."""
+    """The table of the best `limit` candidates."""
     name = request.pod.constants((), request.dtype).name
     title = f"Predicted for {request.pod.name} with {name}, batch {request.batch} x {request.seq}"
     table = Table(title=title, caption=found[0].constants)

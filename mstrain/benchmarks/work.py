@@ -1,4 +1,4 @@
-"""A program of a case with what a table says of it."""
+"""A program of a case and the values of its row in the table."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,12 +11,12 @@ class Work:
     """One program of a case.
 
     Attributes:
-      part: what it is: `step`, `layer`, or the name of a product.
-      plan: its dataflows and slice counts, in words.
-      program: what is compiled.
+      part: `step`, `layer`, `nongemm` or the name of a product.
+      plan: its dataflows and slice counts as text.
+      program: the program.
       start: creates its arguments on the devices.
-      tokens, flops: of one execution, whole job; model FLOPs, recomputation not counted.
-      carries: the first result is the first argument of the next execution.
+      tokens, flops: of one execution of the whole job; model FLOPs without recomputation.
+      carries: whether the first result is the first argument of the next execution.
     """
 
     part: str
