@@ -28,4 +28,4 @@ def announce(run: Run) -> None:
     with run.console.status("Compiling the step"):
         run.console.print(f"[bold]{'Memory':7}[/]{run.memory}")
     if run.prediction:
-        run.console.print(f"[bold]{'Predict':7}[/] {run.prediction}")
+        run.console.print(f"[bold]{'Step':7}[/]predicted {run.prediction}")

@@ -104,8 +104,8 @@ def compare(prediction: Prediction, measured: Measured, emulated: bool) -> list[
         off = f"input, for which a step waits {1e3 * measured.waited:,.1f} ms; the prediction includes none."
     elif emulated and _agree(predicted, measured.busy):
         off = (
-            f"the cores. This process had them for {1e3 * measured.busy:,.1f} ms a step, as predicted; the rest of the "
-            "time other programs did, or nothing ran."
+            f"the cores. This process had them for {1e3 * measured.busy:,.1f} ms a step, as predicted. For the rest of "
+            "the time they were idle or ran other programs."
         )
     elif too_large:
         off = f"{' and '.join(too_large)}, predicted above the whole measured step."
@@ -114,6 +114,7 @@ def compare(prediction: Prediction, measured: Measured, emulated: bool) -> list[
             f"a term that cannot be separated without a profile (profile.start=3). The largest predicted one is "
             f"{largest.replace('_', ' ')}, {1e3 * prediction.terms[largest]:,.1f} ms."
         )
+        off += f" This process had the cores for {1e3 * measured.busy:,.1f} ms a step." if emulated else ""
     return [*lines, f"Off by more than {TOLERANCE:.0%}: {off}"]
 
 

@@ -59,6 +59,7 @@ class Reporter:
         self._task = self._progress.add_task("compiling", total=self._last, completed=first - 1)
         self._since = self._started = time.perf_counter()
         self._paused, self._line_at, self.seconds, self.steps = 0.0, 0.0, 0.0, 0
+        self._busy_since, self._busy_paused, self.busy_seconds = time.process_time(), 0.0, 0.0  # of all cores
         self.first_loss_at: float | None = None
 
     def step(self, step: int, metrics: dict) -> None:
@@ -66,11 +67,14 @@ class Reporter:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         now = time.perf_counter()
         seconds = max(now - self._since - self._paused, 1e-9)
-        self._since, self._paused = now, 0.0
+        processor = time.process_time()
+        busy = processor - self._busy_since - self._busy_paused
+        self._since, self._paused, self._busy_since, self._busy_paused = now, 0.0, processor, 0.0
         if self.first_loss_at is None:  # the first step's time includes its start-up
             self.first_loss_at = now
         else:
             self.seconds, self.steps = self.seconds + seconds, self.steps + 1
+            self.busy_seconds += busy
         values |= {"step_seconds": seconds, **self._per_step(step, seconds)}
         if self._writes:
             self._write(step, values, now)
@@ -80,9 +84,10 @@ class Reporter:
     @contextlib.contextmanager
     def pause(self):
         """Time inside does not count as step time."""
-        start = time.perf_counter()
+        start, processor = time.perf_counter(), time.process_time()
         yield
         self._paused += time.perf_counter() - start
+        self._busy_paused += time.process_time() - processor
 
     def evaluation(self, step: int, values: dict) -> None:
         """Records an evaluation and prints it."""

@@ -120,7 +120,7 @@ def _train_from(run: Run, state: State, done: int, guard: Guard, saver: Saver, o
     evaluator = _evaluator(run, reporter)
     hooks = _hooks(run, steps, evaluator, saver, observers)
     feed = goodput.timed("input", lambda index: run.feed(guard.order(index)))
-    begun, processor = time.perf_counter(), time.process_time()
+    begun = time.perf_counter()
     with reporter, watchdog.watching(), preemption.listening():
         state = loop.train(run.compiled_step, feed, state, preemption.until_stopped(steps), hooks, reporter)
         finished = int(jax.device_get(state["step"]))
@@ -129,7 +129,7 @@ def _train_from(run: Run, state: State, done: int, guard: Guard, saver: Saver, o
                 saver.finish(finished, state)
         goodput.write(finished=finished == config.steps)
         reporter.scalars(finished, {f"goodput/{kind}": x for kind, x in goodput.account()["seconds"].items()})
-    _compare_prediction(run, reporter, len(steps[: finished - done]), time.process_time() - processor)
+    _compare_prediction(run, reporter, finished - done)
     if finished < config.steps:
         run.console.print(
             f"[bold]Stopped[/] after step {finished} of {config.steps}, which is saved. The same command resumes there."
@@ -140,13 +140,14 @@ def _train_from(run: Run, state: State, done: int, guard: Guard, saver: Saver, o
     return FINISHED
 
 
-def _compare_prediction(run: Run, reporter: Reporter, made: int, processor: float) -> None:
-    """Prints predicted beside measured step time, after `made` steps that took `processor` seconds of CPU time."""
+def _compare_prediction(run: Run, reporter: Reporter, made: int) -> None:
+    """Prints predicted beside measured step time after `made` steps."""
     if run.prediction and reporter.steps:
-        busy = processor / (os.cpu_count() or 1) / made
-        measured = Measured(reporter.seconds / reporter.steps, run.goodput.seconds["input"] / made, busy)
+        waited = run.goodput.seconds["input"] / made
+        busy = reporter.busy_seconds / (os.cpu_count() or 1)
+        measured = Measured(reporter.seconds / reporter.steps, waited, busy / reporter.steps)
         for line in compare(run.prediction, measured, jax.devices()[0].platform == "cpu"):
-            run.console.print(f"[bold]{'Predict':7}[/] {line}")
+            run.console.print(f"[bold]{'Step':7}[/]{line}")
 
 
 def _guard(run: Run, saved: dict, done: int, observers: BestEffort) -> Guard:
