@@ -18,10 +18,12 @@ from mstrain.planner.stated.plan import SCHEDULES, SHARDS, Degrees, StatedPlan, 
 from mstrain.planner.stated.remat import parse_remat
 
 ALGORITHMS = (
-    "megatron", "megatron-1d-allreduce", "megatron-1d", "fsdp", "gspmd", "ddp", "zero", "tensor", "meshslice", "collective",
+    "megatron", "megatron-1d-allreduce", "megatron-1d", "fsdp", "gspmd", "ddp", "zero", "tensor", "meshslice",
+    "collective",
 )  # fmt: skip
 ZERO = {"zero1": "optimizer", "zero2": "gradients", "zero3": "parameters"}
 DTYPES = ("bf16", "f32")
+ALIKE = {"fp16": "bf16", "float16": "bf16", "bfloat16": "bf16", "fp32": "f32", "float32": "f32"}  # of one peak
 MOST_SLICES = 64
 MEASURED = ("tokens_per_second_per_device", "step_seconds", "mfu")
 
@@ -66,6 +68,7 @@ def _row(fields: Fields) -> PublishedRow:
     stated = fields.object("plan")
     texts = " ".join((name, source, fields.text("note", "")))
     batch, seq, dtype = fields.whole("batch"), fields.whole("seq"), fields.text("dtype", "bf16")
+    dtype = ALIKE.get(dtype, dtype)
     try:
         one_of("dtype", dtype, DTYPES)
         plan, search = _plan(stated, fabric, texts, batch)

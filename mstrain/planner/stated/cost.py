@@ -116,12 +116,8 @@ def cost_step(step: StatedStep) -> StatedCost:
     fabric = step.fabric
     moved = weights * step.plan.style.update_bytes / shards
     if count > 1:
-        moved += (
-            step.plan.style.accumulate_bytes
-            * weights
-            * count
-            / (shards if step.plan.shard in ("gradients", "parameters") else 1)
-        )
+        kept = shards if step.plan.shard in ("gradients", "parameters") else 1
+        moved += step.plan.style.accumulate_bytes * weights * count / kept
     schedule = fabric.efficiency.schedule
     waits = fabric.efficiency.spread * math.sqrt(2 * math.log(fabric.devices))
     terms = {name: schedule * count * value for name, value in asdict(useful).items()}
