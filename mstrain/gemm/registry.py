@@ -17,7 +17,7 @@ def find_algorithm(name: str) -> Algorithm:
     if name not in ALGORITHMS:
         near = difflib.get_close_matches(name, ALGORITHMS, 1)
         hint = f"Did you mean {near[0]}? " if near else ""
-        raise ValueError(f"There is no algorithm {name!r}. {hint}Choose one of {', '.join(ALGORITHMS)}.")
+        raise ValueError(f"Unknown algorithm {name!r}. {hint}Choose one of {', '.join(ALGORITHMS)}.")
     return ALGORITHMS[name]
 
 
