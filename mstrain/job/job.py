@@ -1,18 +1,20 @@
-"""A job of several processes: join, exchange messages, agree, and end together.
+"""A job of several processes: they join, exchange messages, compare values, and end together.
 
-A process that is missing is named: within `hosts.join_seconds` at the start, at once when it dies, within
-`hosts.silent_seconds` when its host does, and within `hosts.barrier_seconds` at a barrier.
+Error messages name the missing process: within `hosts.join_seconds` at the start, at once when a process dies, within
+`hosts.silent_seconds` when its host is lost, and within `hosts.barrier_seconds` at a barrier.
 
-JAX ships parts of this, which are used where they make the same promise: its coordination service for barriers and
-exchanged values, its heartbeats as a second line behind the rendezvous. What it lacks, measured with jax 0.9.0, 0.10.2
-and 0.12.0.1, stays here. A dead process is noticed by heartbeats only (20 s later at a timeout of 20 s), and the
-survivors are aborted with a message that names no host; here the death is noticed at once, named, and ends in the exit
-code for a restart. `jax_enable_recoverability` keeps survivors running but reports nothing to them, and they still
-abort with process 0; the callback that would replace the abort crashes (std::bad_cast). The preemption sync point
-reacts to SIGTERM alone, neither to SIGINT, SIGHUP, a second signal nor a request of the program, and not in a run of
-one process. Orbax's barriers are JAX's, which a failed process does not break (see save_barrier.py). The service
-authenticates nobody (jax 0.12 adds mutual TLS, which needs certificates), so it is reached over the authenticated
-links of the rendezvous only.
+JAX's coordination service provides barriers and exchanged values, and its heartbeats are a fallback for the
+rendezvous. This module adds what JAX lacks, measured with jax 0.9.0, 0.10.2 and 0.12.0.1:
+
+- JAX detects a dead process by heartbeats only (after 20 s with a timeout of 20 s) and aborts the others with a message
+  that names no host. Here the others learn of it at once, name the process, and exit with the code for a restart.
+- `jax_enable_recoverability` keeps the other processes running but reports nothing to them, and they still abort when
+  process 0 dies. The callback that should replace the abort crashes (std::bad_cast).
+- The preemption sync point handles SIGTERM only: no SIGINT, SIGHUP, second signal or request by the program, and
+  nothing in a run of one process.
+- Orbax uses JAX's barriers, which do not end when a process fails (see save_barrier.py).
+- The service does not authenticate clients (jax 0.12 adds mutual TLS, which needs certificates). Here it is reachable
+  only over the authenticated links of the rendezvous.
 """
 
 import contextlib
@@ -41,9 +43,9 @@ from mstrain.job.secret import new_secret, offered_secret, read_secret
 from mstrain.job.watch import watch
 from mstrain.mesh import attached
 
-MOST_EARLY = 1000  # messages kept for handlers that do not exist yet
+MAX_EARLY = 1000  # messages kept until a handler is registered
 DESCRIPTORS = 4  # of process 0 for each other process: a link, and both sides of the relay and of JAX's service
-MOST_REPORTS = 10  # of dropped messages
+MAX_REPORTS = 10  # log lines about dropped messages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,45 +69,46 @@ class HostsConfig:
 
 
 class Job:
-    """The processes of a run. A run of one has no links, and every question is answered at once."""
+    """The processes of a run. With one process, all methods return at once."""
 
     def __init__(self, info: ProcessInfo | None, config: HostsConfig, names: dict[int, str], links: dict[int, Link]):
         self.process, self.processes = (info.process, info.processes) if info else (0, 1)
         self.config, self.names, self._links = config, names, links
         self._left: set[int] = set()
-        self._handlers: dict[str, Callable[[int, dict], None]] = {"bye": self._bye, "gone": self._ordered}
+        self._handlers: dict[str, Callable[[int, dict], None]] = {"leave": self._on_leave, "end": self._on_end}
         self._used: dict[str, int] = {}
         self._early: list[tuple[int, dict]] = []
         self._dropped = 0
-        self._hearing = threading.RLock()
+        self._handling = threading.RLock()
         if links:
-            watch(links, self._heard, self._gone, self._drop)
+            watch(links, self._handle, self._lost, self._drop)
 
     @property
     def leads(self) -> bool:
-        """Whether this process creates files and prints."""
+        """Whether this is process 0, which creates files and prints."""
         return self.process == 0
 
     def on(self, kind: str, handler: Callable[[int, dict], None]) -> None:
-        """Calls `handler(process, message)` for messages of this kind, from a thread of its own."""
-        with self._hearing:
+        """Calls `handler(process, message)` for messages of this kind, from a separate thread."""
+        with self._handling:
             self._handlers[kind] = handler
             early, self._early = self._early, []
             for process, message in early:
                 try:
-                    self._heard(process, message)
+                    self._handle(process, message)
                 except Exception as error:  # as in `watch`
                     self._drop(process, error)
 
     def send(self, kind: str, **values) -> None:
-        """Process 0 sends to all others, the others to process 0; a run of one sends nothing."""
+        """Process 0 sends to all others, the others send to process 0. With one process, nothing is sent."""
         for link in self._links.values():
             link.send({"kind": kind, **values})
 
     def all_gather(self, name: str, value: str, seconds: float = 0) -> list[str]:
-        """What every process gave for `name`. Raises MissingProcess that names the processes that did not arrive.
+        """The `value` of every process, in order. All processes call it with the same `name`.
 
-        They have `hosts.barrier_seconds`, or `seconds` when the work before it may take longer.
+        Raises MissingProcess, which names the processes that do not arrive within `hosts.barrier_seconds`, or `seconds`
+        if that is longer.
         """
         if self.processes == 1:
             return [value]
@@ -127,58 +130,60 @@ class Job:
                 "Look at its output; type hosts.barrier_seconds= above the time it needs."
             ) from error
         values = [client.key_value_try_get(f"{key}/{process}") for process in range(self.processes)]
-        if self._used[name] > 1:  # all have read what was gathered last time, or they would not be here
+        if self._used[name] > 1:  # all processes have read the values of the previous call
             client.key_value_delete(f"mstrain/{name}/{self._used[name] - 1}/{self.process}")
         return values
 
     def barrier(self, name: str) -> None:
-        """Returns when every process is here; after `hosts.barrier_seconds`, MissingProcess names the missing."""
-        self.all_gather(name, "here")
+        """Waits for all processes. Raises MissingProcess as `all_gather`."""
+        self.all_gather(name, "")
 
     def agree(self, what: str, value: str) -> None:
-        """Raises ValueError, naming the processes, unless every process gives the same value."""
+        """Raises ValueError, which names the processes, unless `value` is the same on all processes."""
         values = self.all_gather(f"agree on {what}", value)
         others = [self.name(process) for process, other in enumerate(values) if other != values[0]]
         if others:
-            raise ValueError(f"{', '.join(others)}: another {what} than process 0. Start every process with the same.")
+            raise ValueError(
+                f"{', '.join(others)}: different {what} from process 0. Start all processes with the same command."
+            )
 
     def name(self, process: int) -> str:
         """`process 1 (host)`."""
         return f"process {process} ({self.names[process]})" if process in self.names else f"process {process}"
 
     def log(self, text: str) -> None:
-        """A line of this process, whichever it is; none when the output's disk is full."""
+        """Prints a line of this process. Ignores a full disk."""
         with contextlib.suppress(OSError):
             print(f"process {self.process} of {self.processes}: {text}", flush=True)
 
     def leave(self, reason: str | None = None, code: int = 0) -> None:
-        """Reports that this process ends; with a reason, the others end with the same exit code."""
-        self.send("bye", reason=reason and reason[:2000], code=code)
+        """Reports that this process ends. With a reason, the other processes end with the same exit code."""
+        self.send("leave", reason=reason and reason[:2000], code=code)
 
-    def _heard(self, process: int, message: dict) -> None:
-        with self._hearing:
+    def _handle(self, process: int, message: dict) -> None:
+        with self._handling:
             if handler := self._handlers.get(message["kind"]):
                 handler(process, message)
-            elif len(self._early) < MOST_EARLY:  # another process is ahead of this one
+            elif len(self._early) < MAX_EARLY:  # another process is ahead of this one
                 self._early.append((process, message))
             else:
                 raise ValueError(f"nothing here handles {message['kind']!r}")
 
     def _drop(self, process: int, error: Exception) -> None:
         self._dropped += 1
-        if self._dropped <= MOST_REPORTS:
-            last = " (the last one reported)" if self._dropped == MOST_REPORTS else ""
+        if self._dropped <= MAX_REPORTS:
+            last = " (the last one reported)" if self._dropped == MAX_REPORTS else ""
             self.log(f"dropped a message of {self.name(process)}: {error!r}"[:300] + last)
 
-    def _bye(self, process: int, message: dict) -> None:
+    def _on_leave(self, process: int, message: dict) -> None:
         self._left.add(process)
         if message.get("reason"):
             self._end(f"{self.name(process)} ended: {message['reason']}", _failure(message.get("code")))
 
-    def _ordered(self, _: int, message: dict) -> None:
+    def _on_end(self, _: int, message: dict) -> None:
         self._end(str(message.get("reason")), _failure(message.get("code")))
 
-    def _gone(self, process: int) -> None:
+    def _lost(self, process: int) -> None:
         if process not in self._left:
             self._end(
                 f"{self.name(process)} died without a message: killed, crashed, or its host is lost. Ending; "
@@ -187,14 +192,14 @@ class Job:
             )
 
     def _end(self, reason: str, code: int) -> None:
-        self.send("gone", reason=reason, code=code)
+        self.send("end", reason=reason, code=code)
         self.log(reason)
-        # The main thread may wait in a collective for the one that is gone; only the process's end frees it.
+        # The main thread may wait in a collective for the dead process, so only exiting helps.
         end(code)
 
 
 def _failure(code) -> int:
-    """The exit code that a message asks for: never that of success."""
+    """The exit code in a message; RESTART unless it is a failure."""
     return code if isinstance(code, int) and 0 < code < 256 else RESTART
 
 
@@ -205,9 +210,9 @@ ALONE = Job(None, HostsConfig(), {0: socket.gethostname()}, {})
 def joined(
     info: ProcessInfo | None, config: HostsConfig, run_dir: str | Path, devices: list[int] | None = None
 ) -> Iterator[Job]:
-    """Joins the job, gives it, and leaves it; whatever ends this process ends the others, too.
+    """Joins the job, yields it, and leaves it. Any error in this process ends the others, too.
 
-    All processes find their secret in the folder `run_dir`, unless the environment has it.
+    The processes read their secret from the folder `run_dir`, unless it is in the environment.
     """
     if info is None:
         try:
@@ -218,7 +223,7 @@ def joined(
             traceback.print_exc()
             raise SystemExit(RESTART) from error
         return
-    # JAX may look for devices only after joining.
+    # JAX may initialize devices only after joining.
     hardware = attached() or "no accelerator (CPU devices are emulated)"
     host = socket.gethostname()
     print(
@@ -236,7 +241,7 @@ def joined(
 
 
 def _lead(info: ProcessInfo, config: HostsConfig, run_dir: str | Path, devices: list[int] | None) -> Job:
-    """Process 0: waits for all others and starts JAX's service; its port is closed afterwards."""
+    """Process 0: waits for all others, starts JAX's service, and then closes its port."""
     seconds, silent, relay = config.join_seconds, config.silent_seconds, Relay()
     _allow_descriptors(DESCRIPTORS * info.processes)
     secret = new_secret()
@@ -286,20 +291,20 @@ def _initialize(info: ProcessInfo, config: HostsConfig, devices: list[int] | Non
 
 
 def _fail(job: Job, error: BaseException) -> None:
-    """Ends this process after an error; JAX would wait at exit for processes that wait for this one."""
+    """Exits after an error. A normal exit would wait in JAX for processes that wait for this one."""
     code, show = code_of(error), None
-    if isinstance(error, SystemExit):  # has said what there is to say
+    if isinstance(error, SystemExit):  # its reason is already printed
         message = getattr(error, "reason", None) or (code and f"exit code {code}") or None
     elif code == CONFIGURATION or isinstance(error, TransientError):
         message = str(error)
         show = functools.partial(print, f"train: {message}", file=sys.stderr)
     else:
-        # Often the echo of another process's death, which the rendezvous is about to name.
+        # Often a consequence of another process's death, which the rendezvous reports within this time.
         time.sleep(2)
         message = f"{type(error).__name__}: {error}"
         show = functools.partial(traceback.print_exception, error)
     job.leave(message, code)
-    with contextlib.suppress(OSError):  # a full disk must not keep this process from its end
+    with contextlib.suppress(OSError):  # a full disk must not prevent the exit
         if show:
             show()
         sys.stdout.flush()

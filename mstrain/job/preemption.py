@@ -1,12 +1,12 @@
-"""SIGTERM, SIGHUP and SIGINT: finish the step, save, leave. A platform's preemption notice arrives as SIGTERM.
+"""Stops a run on SIGTERM, SIGHUP or SIGINT: finishes the step, saves and exits. Preemption notices arrive as SIGTERM.
 
-The first signal asks for the stop. A second one changes nothing, since some launchers send two; the third ends the
-process at once. A second SIGINT (Ctrl-C) ends it, too: it comes from a person. Before the first step there is nothing
-to save, and the first signal ends the process. SIGHUP stays ignored where it is (nohup).
+The first signal requests the stop. A second one has no effect, because some launchers send two. The third ends the
+process at once, and so does a second SIGINT (Ctrl-C). Before the first step there is nothing to save, and the first
+signal ends the process. SIGHUP is not handled where it is ignored (nohup).
 
-All processes stop after the same step. The process that got the signal sends it to process 0 (over the rendezvous's
-links), which asks everyone for the last step begun; each answers and begins no further one until it hears the
-answer: the largest. An undisturbed run exchanges nothing, and each step costs it one uncontended lock.
+All processes stop after the same step. A process that receives a signal reports it to process 0 over the links of the
+rendezvous. Process 0 requests the current step of all processes. Each one replies and pauses before its next step until
+process 0 sends the largest reply, the last step to run. Without a signal nothing is sent; each step acquires one lock.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from mstrain.job.signals import to_handle
 
 @contextlib.contextmanager
 def ending_on_signals(job: Job):
-    """Inside, where `Preemption.listening` does not apply, the first signal ends the process with STOPPED."""
-    with _caught(lambda number: _end_now(job, f"{number.name} while no step is under way", STOPPED)):
+    """Inside, the first signal ends the process with STOPPED, except inside `Preemption.listening`."""
+    with _caught(lambda number: _end_now(job, f"{number.name} while no step is running", STOPPED)):
         yield
 
 
@@ -40,9 +40,10 @@ def _end_now(job: Job, reason: str, code: int) -> None:
 def _caught(act: Callable[[signal.Signals], None]):
     """Inside, a thread calls `act` with each signal that arrives.
 
-    The interpreter writes signals into a pipe while the main thread waits for a device; the thread reads it.
+    Python signal handlers do not run while the main thread waits for a device. The thread reads signals from the
+    interpreter's wakeup pipe instead.
     """
-    if threading.current_thread() is not threading.main_thread():  # others may have no signal handlers
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
     out, into = os.pipe()
@@ -68,31 +69,31 @@ def _caught(act: Callable[[signal.Signals], None]):
 
 
 class Preemption:
-    """Ends an iteration over steps early, after a step that all processes agree on."""
+    """Ends the iteration over steps early, after the same step on all processes."""
 
     def __init__(self, job: Job):
         self._job = job
-        self._begun = self._stop_after = 0
+        self._current = self._stop_after = 0
         self._stopping = False
-        self._answers: dict[int, int] = {}
-        self._deciding = threading.RLock()
-        self._may_begin = threading.Condition()
-        self._frozen = False
+        self._replies: dict[int, int] = {}
+        self._lock = threading.RLock()
+        self._step_allowed = threading.Condition()
+        self._paused = False
         for kind in ("stop", "where", "at", "stop after"):
             job.on(kind, getattr(self, f"_on_{kind.replace(' ', '_')}"))
 
     def until_stopped(self, steps: range) -> Iterator[int]:
-        """Gives `steps`, fewer when a signal comes."""
+        """Yields `steps`, up to the last one to run after a signal."""
         for step in steps:
-            with self._may_begin:
-                self._may_begin.wait_for(lambda: not self._frozen)
+            with self._step_allowed:
+                self._step_allowed.wait_for(lambda: not self._paused)
                 if self._stopping and step > self._stop_after:
                     return
-                self._begun = step
+                self._current = step
             yield step
 
-    def ask(self) -> None:
-        """Asks all processes to stop; returns at once."""
+    def request_stop(self) -> None:
+        """Requests all processes to stop; returns at once."""
         if self._job.leads:
             self._on_stop(0, {})
         else:
@@ -100,13 +101,13 @@ class Preemption:
 
     @contextlib.contextmanager
     def listening(self):
-        """Inside, the first signal asks to stop; the third, and the second SIGINT, end the process at once."""
+        """Inside, the first signal requests a stop; the third one and the second SIGINT end the process at once."""
         seen: list[signal.Signals] = []
 
         def act(number: signal.Signals) -> None:
             seen.append(number)
             if len(seen) == 1:
-                self.ask()
+                self.request_stop()
                 self._job.log(
                     f"{number.name}: stopping after this step, which is saved (a second Ctrl-C or a third signal ends "
                     "at once)"
@@ -120,32 +121,32 @@ class Preemption:
             yield
 
     def _on_stop(self, process: int, message: dict) -> None:
-        with self._deciding:
-            if not self._answers:
-                self._answers[0] = self._freeze()
+        with self._lock:
+            if not self._replies:
+                self._replies[0] = self._pause()
                 self._job.send("where")
                 self._decide()
 
     def _on_where(self, process: int, message: dict) -> None:
-        self._job.send("at", process=self._job.process, step=self._freeze())
+        self._job.send("at", process=self._job.process, step=self._pause())
 
     def _on_at(self, process: int, message: dict) -> None:
-        with self._deciding:
-            self._answers[process] = int(message["step"])
+        with self._lock:
+            self._replies[process] = int(message["step"])
             self._decide()
 
     def _on_stop_after(self, process: int, message: dict) -> None:
-        with self._may_begin:
-            self._stopping, self._stop_after, self._frozen = True, int(message["step"]), False
-            self._may_begin.notify()
+        with self._step_allowed:
+            self._stopping, self._stop_after, self._paused = True, int(message["step"]), False
+            self._step_allowed.notify()
 
-    def _freeze(self) -> int:
-        with self._may_begin:
-            self._frozen = True
-            return self._begun
+    def _pause(self) -> int:
+        with self._step_allowed:
+            self._paused = True
+            return self._current
 
     def _decide(self) -> None:
-        if len(self._answers) == self._job.processes:
-            step = max(self._answers.values())
+        if len(self._replies) == self._job.processes:
+            step = max(self._replies.values())
             self._job.send("stop after", step=step)
             self._on_stop_after(0, {"step": step})

@@ -1,12 +1,13 @@
-"""JAX's coordination service behind the authenticated connections of the job.
+"""Relays JAX's coordination service over the authenticated connections of the job.
 
-The service itself authenticates nobody and listens on all addresses. Here it listens on a socket file in a folder of
-this user alone, and so does, in every other process, a relay to it over an authenticated connection to process 0.
-Both stop listening when JAX has connected; JAX keeps one connection for the whole job.
+By default the service does not authenticate clients and listens on all addresses. Here it listens on a socket file in a
+folder that only this user can read. In every other process a relay listens on such a file and forwards to process 0
+over an authenticated connection. Both stop listening when JAX has connected; JAX keeps one connection for the whole
+job.
 
-The relay also keeps quiet when process 0 dies. JAX aborts a process, with a message that names nobody, as soon as its
-connection to the service closes. Behind the relay it sees silence instead, and the rendezvous, which learns of the
-death at the same moment, has the time to report who died.
+The relay also hides the death of process 0 from JAX. JAX aborts a process, with a message that names no process, as
+soon as its connection to the service closes. With the relay the connection stays open, and the rendezvous has time to
+report which process died.
 """
 
 import asyncio
@@ -49,7 +50,7 @@ class Relay:
         threading.Thread(target=self._run, name="relay", daemon=True).start()
 
     def _run(self) -> None:
-        """The thread keeps this object, and so the tasks, to which asyncio keeps weak references alone."""
+        """The thread references this object and its tasks; asyncio keeps only weak references to tasks."""
         self._loop.run_forever()
 
     def to_service(self, link: Link, path: str, seconds: float) -> None:
@@ -63,7 +64,7 @@ class Relay:
                 local.close()
                 time.sleep(RETRY_SECONDS)
             else:
-                self._start(local, link, quiet=False)
+                self._start(local, link, keep_open=False)
                 return
         link.close()
 
@@ -86,26 +87,26 @@ class Relay:
             except OSError:
                 return
             try:
-                self._start(local, connect(), quiet=True)
+                self._start(local, connect(), keep_open=True)
             except OSError:  # JAX's client will try again
                 local.close()
 
-    def _start(self, local: socket.socket, link: Link, quiet: bool) -> None:
+    def _start(self, local: socket.socket, link: Link, keep_open: bool) -> None:
         def start() -> None:
-            task = self._loop.create_task(_copy(local, link, quiet))
+            task = self._loop.create_task(_copy(local, link, keep_open))
             self._copies.add(task)
             task.add_done_callback(self._copies.discard)
 
         self._loop.call_soon_threadsafe(start)
 
 
-async def _copy(local: socket.socket, link: Link, quiet: bool) -> None:
-    """Copies both ways until either side ends; with `quiet`, until the local side ends."""
+async def _copy(local: socket.socket, link: Link, keep_open: bool) -> None:
+    """Copies in both directions until either side ends; with `keep_open`, until the local side ends."""
     local_in, local_out = await asyncio.open_connection(sock=local)
     link_in, link_out = await asyncio.open_connection(sock=link.socket)
     outward = asyncio.create_task(_outward(local_in, link_out, link))
     inward = asyncio.create_task(_inward(link_in, local_out, link))
-    await asyncio.wait([outward] if quiet else [outward, inward], return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([outward] if keep_open else [outward, inward], return_when=asyncio.FIRST_COMPLETED)
     for task in (outward, inward):
         task.cancel()
     for writer in (local_out, link_out):
@@ -114,7 +115,7 @@ async def _copy(local: socket.socket, link: Link, quiet: bool) -> None:
 
 async def _outward(local: asyncio.StreamReader, link_out: asyncio.StreamWriter, link: Link) -> None:
     while data := await _read(local):
-        if not link_out.is_closing():  # a dead process 0 hears nothing
+        if not link_out.is_closing():  # process 0 is dead
             await _write(link_out, link.seal.wrap(data))
 
 

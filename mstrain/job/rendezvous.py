@@ -1,10 +1,9 @@
-"""Which processes take part in a job, before and beside JAX: one connection from every process to process 0.
+"""Connects every process of a job to process 0, before JAX is initialized.
 
-JAX ends a process that waits for others without saying for whom. Here every process first joins at the
-coordinator's port; process 0 answers when all are there, or names those that are missing. The connections stay
-open as the sign of life: the kernel closes them when a process dies, however it dies, and the others learn of it
-at once. Small messages use them, too: `bye` before a process leaves, and the questions by which all processes
-stop after the same step.
+When JAX times out waiting for processes, it does not name them. Here every process first joins at the coordinator's
+port, and process 0 replies when all have joined, or names the missing ones. The connections stay open to detect deaths:
+the kernel closes them when a process dies for any reason, and the others learn of it at once. They also carry small
+messages: `leave` before a process ends, and those with which all processes stop after the same step.
 """
 
 import socket
@@ -12,9 +11,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from mstrain.job.door import TICK, Door
 from mstrain.job.exit_codes import MissingProcess
 from mstrain.job.link import SEND_SECONDS, Link, keep_alive
+from mstrain.job.listener import TICK, Listener
 from mstrain.job.process_info import ProcessInfo
 from mstrain.job.seal import HANDSHAKE_SECONDS, NotAuthenticated, Seal, respond
 from mstrain.job.secret import REMEDY
@@ -23,9 +22,9 @@ NAME_LENGTH = 255  # of a host name
 
 
 class Rendezvous:
-    """Process 0's side. Processes can join, and open further connections for `relay`, inside this context.
+    """The side of process 0. Inside this context, processes can join and open further connections for `relay`.
 
-    `relay(link)` is called, in a thread of its own, for each connection that a process opens to JAX's service.
+    `relay(link)` is called, in a separate thread, for each connection that a process opens to JAX's service.
     `silent` is in seconds.
     """
 
@@ -34,30 +33,31 @@ class Rendezvous:
         self._joined: dict[int, tuple[str, Link]] = {}
         self._changed = threading.Condition()
         self._accepting = True
-        self._door = Door(info.address, secret, self._admit)
-        self.note = self._door.note
+        self._listener = Listener(info.address, secret, self._admit)
+        self.note = self._listener.note
 
     @property
     def refused(self) -> int:
         """Connections that came without the job's secret."""
-        return self._door.refused
+        return self._listener.refused
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self._door.close()
+        self._listener.close()
 
     def wait_for_all(self, seconds: float) -> dict[int, tuple[str, Link]]:
         """Process -> (host name, link) of all other processes.
 
-        Raises MissingProcess that names the missing after `seconds`, and sends those that came the same text.
+        Raises MissingProcess, which names the missing processes, after `seconds`, and sends its text to the joined
+        ones.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
             while not self._complete() and time.monotonic() < deadline:
                 if not self._changed.wait(TICK):
-                    self._forget_the_gone()
+                    self._remove_closed()
             self._accepting = False
         links = [link for _, link in self._joined.values()]
         missing = sorted(set(range(1, self._info.processes)) - self._joined.keys())
@@ -73,24 +73,25 @@ class Rendezvous:
 
     def _complete(self) -> bool:
         if len(self._joined) == self._info.processes - 1:
-            self._forget_the_gone()
+            self._remove_closed()
         return len(self._joined) == self._info.processes - 1
 
-    def _forget_the_gone(self) -> None:
-        """A process that left may come again."""
+    def _remove_closed(self) -> None:
+        """A process whose connection is closed may join again."""
         self._joined = {process: entry for process, entry in self._joined.items() if entry[1].is_open()}
 
     def _describe(self, missing: list[int], seconds: float) -> str:
-        came = ", ".join(["0", *(f"{process} ({host})" for process, (host, _) in sorted(self._joined.items()))])
+        joined = ", ".join(["0", *(f"{process} ({host})" for process, (host, _) in sorted(self._joined.items()))])
         return (
             f"{'Process' if len(missing) == 1 else 'Processes'} {', '.join(map(str, missing))} of "
-            f"{self._info.processes} did not join at {self._info.coordinator} within {seconds:.0f} s (joined: {came}). "
+            f"{self._info.processes} did not join at {self._info.coordinator} within {seconds:.0f} s "
+            f"(joined: {joined}). "
             + (f"{self.refused} connections came without the job's secret. " if self.refused else "")
             + "Start every process with the same command, or type hosts.join_seconds= above the time they need."
         )
 
     def _admit(self, connection: socket.socket, seal: Seal) -> None:
-        """Adds the authenticated process if its number is free, or reports to it why not."""
+        """Adds the authenticated process if its number is free, or sends it the reason why not."""
         link = Link(keep_alive(connection, self._silent), seal)
         try:
             hello = link.receive_message(time.monotonic() + HANDSHAKE_SECONDS)
@@ -102,7 +103,7 @@ class Rendezvous:
             self._relay(link)
             return
         with self._changed:
-            if not self._accepting:  # the process tries again until its own time is up
+            if not self._accepting:  # the process retries until its own time limit
                 connection.close()
                 return
             refusal = self._refusal(process, processes, host)
@@ -129,9 +130,9 @@ class Rendezvous:
 def join(
     info: ProcessInfo, read_secret: Callable[[], bytes | None], seconds: float, silent: float
 ) -> tuple[dict[int, str], Link, bytes]:
-    """Every other process: joins; host name of every process, the link to process 0, and the secret.
+    """Joins as another process than 0: the host name of every process, the link to process 0, and the secret.
 
-    Reads the secret anew for every attempt, as process 0 may replace it. Raises MissingProcess when process 0
+    Reads the secret again for every attempt, because process 0 may replace it. Raises MissingProcess when process 0
     does not answer within `seconds` or reports who is missing, ValueError when it refuses this process.
     """
     deadline, failure = time.monotonic() + seconds, None
@@ -140,17 +141,17 @@ def join(
             link, secret = _attempt(info, read_secret, deadline, silent)
             break
         except OSError as error:
-            if not isinstance(failure, NotAuthenticated):  # explains more than that the port is closed by now
+            if not isinstance(failure, NotAuthenticated):  # more informative than a port that is closed by now
                 failure = error
             if time.monotonic() > deadline:
                 raise MissingProcess(_no_answer(info, seconds, failure)) from None
             time.sleep(TICK)
     try:
-        # Process 0 may have begun to wait later than this one, and reports at its own deadline who is missing.
+        # Process 0 may have started later than this process, and reports missing processes at its own deadline.
         answer = link.receive_message(time.monotonic() + seconds + 10)
     except OSError:
         raise MissingProcess(
-            f"Process 0 at {info.coordinator} left before all processes had joined. Its own message says why."
+            f"Process 0 at {info.coordinator} ended before all processes had joined. See its own message."
         ) from None
     if answer["kind"] == "refused":
         raise (MissingProcess if answer.get("missing") else ValueError)(str(answer["reason"]))

@@ -1,7 +1,7 @@
-"""Barriers during a save that the failure of one process breaks for all.
+"""Barriers during a save that end on all processes when one process fails.
 
-By itself Orbax lets the other processes of a save wait, until its time is up, for the one that has failed.
-Here process 0 counts who has come, over the links of the rendezvous, and passes on the first failure.
+Orbax's own barriers wait for a failed process until their timeout. Here process 0 counts the processes that have
+arrived, over the links of the rendezvous, and forwards the first failure.
 """
 
 import sys
@@ -11,61 +11,61 @@ from mstrain.job.job import Job
 
 
 class SaveBarrier:
-    """Of all processes of `job` on one save after the other, each begun by all of them."""
+    """The barriers of consecutive saves, each started by all processes of `job`."""
 
     def __init__(self, job: Job):
         self._job, self._save = job, 0
-        self._came: dict[str, set[int]] = {}
+        self._arrived: dict[str, set[int]] = {}
         self._passed: set[str] = set()
         self._failed: dict[int, str] = {}
         self._changed = threading.Condition()
-        self._handlers = {"save came": self._on_came, "save passed": self._on_passed,
+        self._handlers = {"save arrived": self._on_arrived, "save passed": self._on_passed,
                           "save failed": self._on_failed}  # fmt: skip
         for kind, handler in self._handlers.items():
             job.on(kind, handler)
 
     def begin(self) -> None:
-        """The next save; what was said of earlier ones no longer matters."""
+        """Starts the next save. Messages of earlier ones no longer matter."""
         self._save += 1
 
     def fail(self, reason: str) -> None:
-        """Breaks the barriers of this save everywhere, those not yet reached, too."""
+        """Ends all barriers of this save on all processes, including later ones."""
         if self._save not in self._failed:
             text = f"{self._job.name(self._job.process)}: {reason}"
-            self._ask("save failed", save=self._save, reason=text[:1000])
+            self._notify("save failed", save=self._save, reason=text[:1000])
 
     def wait(self, *, key: str, timeout_ms: int) -> None:
-        """Returns when all processes have come to barrier `key` of this save.
+        """Returns when all processes have arrived at barrier `key` of this save.
 
         Raises OSError with the reason when one of them has failed, TimeoutError after `timeout_ms`.
         """
         save, key = self._save, f"{self._save} {key}"
-        if error := sys.exc_info()[1]:  # Orbax comes to its last barrier even while it fails
+        if error := sys.exc_info()[1]:  # Orbax reaches its last barrier even while it fails
             self.fail(f"{type(error).__name__}: {error}")
-        self._ask("save came", key=key, process=self._job.process)
+        self._notify("save arrived", key=key, process=self._job.process)
         with self._changed:
             self._changed.wait_for(lambda: key in self._passed or save in self._failed, timeout_ms / 1000)
             if save in self._failed:
                 raise OSError(self._failed[save])
             if key not in self._passed:
-                raise TimeoutError(f"not every process came to {key!r} within {timeout_ms / 1000:.0f} s")
+                raise TimeoutError(f"not every process arrived at {key!r} within {timeout_ms / 1000:.0f} s")
             self._passed.discard(key)
 
-    def _ask(self, kind: str, **values) -> None:
-        """Process 0 decides what the others ask of it."""
+    def _notify(self, kind: str, **values) -> None:
+        """Processes send to process 0, which handles its own messages directly."""
         if self._job.leads:
             self._handlers[kind](0, values)
         else:
             self._job.send(kind, **values)
 
-    def _on_came(self, _: int, message: dict) -> None:
+    def _on_arrived(self, _: int, message: dict) -> None:
         key = str(message["key"])
         with self._changed:
-            came = self._came.setdefault(key, set())
-            came.add(int(message["process"]))
-            if len(came) < self._job.processes:
+            arrived = self._arrived.setdefault(key, set())
+            arrived.add(int(message["process"]))
+            if len(arrived) < self._job.processes:
                 return
-            del self._came[key]
+            del self._arrived[key]
         self._job.send("save passed", key=key)
         self._on_passed(0, {"key": key})
 

@@ -1,4 +1,4 @@
-"""Reads the links of a job in a thread of its own: messages, and deaths."""
+"""Reads messages and closed connections from the links of a job in a thread."""
 
 import selectors
 import threading
@@ -9,13 +9,14 @@ from mstrain.job.link import Link, parse
 
 def watch(
     links: dict[int, Link],
-    heard: Callable[[int, dict], None],
-    gone: Callable[[int], None],
-    dropped: Callable[[int, Exception], None],
+    on_message: Callable[[int, dict], None],
+    on_closed: Callable[[int], None],
+    on_error: Callable[[int, Exception], None],
 ) -> threading.Thread:
-    """Reads all `links` in a thread of its own: `heard(process, message)` and, once for each, `gone(process)`.
+    """Starts a thread that reads all `links`: calls `on_message(process, message)` and, once per link,
+    `on_closed(process)`.
 
-    A message that is malformed, or with which `heard` fails, is reported to `dropped(process, error)`.
+    It calls `on_error(process, error)` for a malformed message and when `on_message` raises.
     """
     selector = selectors.DefaultSelector()
     for process, link in links.items():
@@ -24,9 +25,9 @@ def watch(
     def deliver(process: int, contents: list[bytes]) -> None:
         for content in contents:
             try:
-                heard(process, parse(content))
-            except Exception as error:  # whatever a peer sends must not end this thread
-                dropped(process, error)
+                on_message(process, parse(content))
+            except Exception as error:  # no message may end this thread
+                on_error(process, error)
 
     def read() -> None:
         for key, _ in selector.select():
@@ -35,7 +36,7 @@ def watch(
             deliver(process, contents or [])
             if contents is None:
                 selector.unregister(link.socket)
-                gone(process)
+                on_closed(process)
 
     def read_all() -> None:
         try:
@@ -43,9 +44,9 @@ def watch(
                 deliver(process, link.arrived)
             while selector.get_map():
                 read()
-        finally:  # without its reader, a peer's death would not be noticed
+        finally:  # without this thread, the death of a peer would stay undetected
             for key in list(selector.get_map().values()):
-                gone(key.data[0])
+                on_closed(key.data[0])
 
     thread = threading.Thread(target=read_all, name="rendezvous", daemon=True)
     thread.start()

@@ -82,9 +82,9 @@ def test_everyone_makes_the_same_steps(processes, seed, when, signalled):
     time.sleep(when)
     for i in signalled:
         if i < processes:
-            preemptions[i].ask()
+            preemptions[i].request_stop()
     if not any(i < processes for i in signalled):
-        preemptions[0].ask()
+        preemptions[0].request_stop()
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive(), made
@@ -166,5 +166,5 @@ def test_sighup_stays_ignored_under_nohup():
 
 def test_asked_before_the_first_step_none_is_made():
     preemption = Preemption(ALONE)
-    preemption.ask()
+    preemption.request_stop()
     assert [*preemption.until_stopped(range(5, 9))] == []

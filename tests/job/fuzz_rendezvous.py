@@ -55,7 +55,7 @@ def noise(rng: random.Random) -> bytes:
     """What a client without the secret sends."""
     return rng.choice([
         lambda: malformed(rng) + b"\n",
-        lambda: json.dumps(HELLO).encode() + b'\n{"kind": "gone", "reason": "x", "code": 0}\n',
+        lambda: json.dumps(HELLO).encode() + b'\n{"kind": "end", "reason": "x", "code": 0}\n',
         lambda: TLS_HELLO,
         lambda: b"GET / HTTP/1.1\r\nHost: " + b"a" * length(rng) + b"\r\n\r\n",
         lambda: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + rng.randbytes(length(rng)),  # as gRPC begins

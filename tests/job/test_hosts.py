@@ -79,13 +79,13 @@ def test_times_must_be_times(seconds):
         HostsConfig(silent_seconds=seconds)
 
 
-def test_whoever_disagrees_is_named():
-    class Told(Job):
+def test_a_process_with_another_value_is_named():
+    class FixedValues(Job):
         def all_gather(self, name, value):
             return [value, value, "another"]
 
-    job = Told(None, HostsConfig(), {2: "third"}, {})
-    with pytest.raises(ValueError, match=r"process 2 \(third\): another corpus than process 0"):
+    job = FixedValues(None, HostsConfig(), {2: "third"}, {})
+    with pytest.raises(ValueError, match=r"process 2 \(third\): different corpus from process 0"):
         job.agree("corpus", "one")
     ALONE.agree("corpus", "one")
 

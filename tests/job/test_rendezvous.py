@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstrain.job import door
+from mstrain.job import listener
 from mstrain.job.exit_codes import RESTART
 from mstrain.job.job import HostsConfig, Job, _failure
 from mstrain.job.link import parse
@@ -143,13 +143,13 @@ def test_a_reader_that_fails_counts_as_the_death_of_its_peers(monkeypatch):
 
 def test_silent_clients_that_came_first_delay_nobody(monkeypatch):
     """As many as can be, and more: the oldest leave."""
-    monkeypatch.setattr(door, "HANDSHAKE_SECONDS", 3600.0)
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 3600.0)
     everyone = infos(2)
     with Rendezvous(everyone[0], SECRET, 30.0) as rendezvous, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        silent = [socket.create_connection(everyone[0].address, 5) for _ in range(door.MOST_PENDING + 20)]
+        silent = [socket.create_connection(everyone[0].address, 5) for _ in range(listener.MAX_PENDING + 20)]
         other = pool.submit(meet, everyone[1])
         results = [rendezvous.wait_for_all(20), other.result()]
-        assert sum(thread.name == "handshake" for thread in threading.enumerate()) <= door.MOST_PENDING
+        assert sum(thread.name == "handshake" for thread in threading.enumerate()) <= listener.MAX_PENDING
     assert sorted(results[0]) == [1]
     for client in silent:
         client.close()
@@ -209,8 +209,8 @@ def test_no_message_ends_a_process_with_success(code):
 
 def test_a_message_that_comes_early_is_delivered_once_and_a_malformed_one_is_reported(capsys):
     job, heard = Job(None, HostsConfig(), {}, {}), []
-    job._heard(1, {"kind": "at", "step": 1})
-    job._heard(1, {"kind": "at"})
+    job._handle(1, {"kind": "at", "step": 1})
+    job._handle(1, {"kind": "at"})
     for _ in range(2):
         job.on("at", lambda process, message: heard.append((process, message["step"])))
     assert heard == [(1, 1)] and capsys.readouterr().out.count("dropped a message") == 1
@@ -240,10 +240,10 @@ def test_only_the_address_of_the_coordinator_is_listened_at(monkeypatch, host, f
     if found is not None:
         resolved = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in found]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, flags, **__: [] if flags else resolved)
-    listeners, note = door.listen((host, 0))
-    addresses = [listener.getsockname()[0] for listener in listeners]
-    for listener in listeners:
-        listener.close()
+    listeners, note = listener.listen((host, 0))
+    addresses = [server.getsockname()[0] for server in listeners]
+    for server in listeners:
+        server.close()
     if bound:
         assert set(bound) <= set(addresses) <= {*bound, "::1"} and note is None
     else:
@@ -251,7 +251,7 @@ def test_only_the_address_of_the_coordinator_is_listened_at(monkeypatch, host, f
 
 
 def test_any_spelling_of_an_address_is_an_address():
-    assert [address[0] for _, address in door._candidates("0:0:0:0:0:0:0:1", 1)] == ["::1"]
+    assert [address[0] for _, address in listener._candidates("0:0:0:0:0:0:0:1", 1)] == ["::1"]
 
 
 def test_a_port_that_is_taken_is_named():

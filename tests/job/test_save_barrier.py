@@ -86,4 +86,4 @@ def test_the_next_save_knows_nothing_of_a_failure(agreements):
 
 
 def test_time_is_up_for_one_that_never_comes(agreements):
-    assert "not every process came" in outcome(agreements[1], timeout_ms=SHORT)
+    assert "not every process arrived" in outcome(agreements[1], timeout_ms=SHORT)

@@ -1,8 +1,8 @@
-"""The port of process 0 while processes join: who connects is authenticated before anything else.
+"""The port of process 0 while processes join. Every client is authenticated first.
 
-Every connection has its own thread and its own deadline, so that slow and silent clients delay nobody. There are at
-most MOST_PENDING unauthenticated connections; one more ends the oldest, which a legitimate client, done within a few
-round trips, is not. The port is closed when all processes have joined.
+Each connection has its own thread and deadline, so that slow and silent clients do not delay others. There are at most
+MAX_PENDING unauthenticated connections; a further one closes the oldest. A legitimate client needs only a few round
+trips and is not the oldest. The port is closed when all processes have joined.
 """
 
 import errno
@@ -14,25 +14,25 @@ from collections.abc import Callable
 
 from mstrain.job.seal import HANDSHAKE_SECONDS, Seal, challenge
 
-MOST_PENDING = 64
+MAX_PENDING = 64
 TICK = 0.2  # seconds
 
 
-class Door:
+class Listener:
     """Listens at (host, port), authenticates each client in a thread and calls `admit(connection, seal)` there."""
 
     def __init__(self, address: tuple[str, int], secret: bytes, admit: Callable[[socket.socket, Seal], None]):
         self._secret, self._admit = secret, admit
-        self._pending: dict[socket.socket, None] = {}  # in the order of their coming
+        self._pending: dict[socket.socket, None] = {}  # in order of arrival
         self._lock = threading.Lock()
         self._open = True
         self.refused = 0  # connections that were not authenticated
         self._listeners, self.note = listen(address)
         for listener in self._listeners:
-            threading.Thread(target=self._accept, args=(listener,), name="door", daemon=True).start()
+            threading.Thread(target=self._accept, args=(listener,), name="listener", daemon=True).start()
 
     def close(self) -> None:
-        """Ends listening, and all connections that are not authenticated."""
+        """Stops listening and closes all unauthenticated connections."""
         with self._lock:
             self._open = False
             for connection in (*self._listeners, *self._pending):
@@ -46,19 +46,19 @@ class Door:
                     connection, _ = listener.accept()
                 except TimeoutError:
                     continue
-                except OSError:  # closed, or the client has left already, or descriptors are short for a moment
+                except OSError:  # closed, or the client has left already, or file descriptors ran out
                     time.sleep(TICK if self._open else 0)
                     continue
                 try:
                     self._hold(connection)
                     threading.Thread(target=self._greet, args=(connection,), name="handshake", daemon=True).start()
-                except RuntimeError:  # threads are short for a moment
+                except RuntimeError:  # threads ran out
                     self._release(connection)
                     connection.close()
 
     def _hold(self, connection: socket.socket) -> None:
         with self._lock:
-            if len(self._pending) == MOST_PENDING:
+            if len(self._pending) == MAX_PENDING:
                 oldest = next(iter(self._pending))
                 del self._pending[oldest]
                 _shut(oldest)
@@ -85,11 +85,11 @@ class Door:
 
 
 def listen(address: tuple[str, int]) -> tuple[list[socket.socket], str | None]:
-    """Sockets that listen at `address` (host, port), and what to print when that is wider than the host.
+    """Sockets that listen at `address` (host, port), and a note to print when they listen on all addresses.
 
-    They are bound to the addresses of the host that this machine has. A host of which it has none (a service or a
-    translated address), that cannot be resolved, or a name that this machine alone maps to loopback (as many
-    distributions do with their own name), is listened for on all addresses. Raises ValueError when the port is taken.
+    They are bound to those addresses of the host that this machine has. All addresses are used when it has none of them
+    (a service or a translated address), when the host cannot be resolved, and when its name maps to loopback only (as
+    many distributions do with their own name). Raises ValueError when the port is taken.
     """
     host, port = address
     listeners = []
@@ -116,7 +116,7 @@ def listen(address: tuple[str, int]) -> tuple[list[socket.socket], str | None]:
 
 
 def _candidates(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple]]:
-    """Families and addresses that other machines may know `host` by."""
+    """Families and addresses under which other machines may reach `host`."""
     addresses = _resolve(host, port, socket.AI_NUMERICHOST)
     if addresses or host.lower().partition(".")[0] == "localhost":
         return addresses or _resolve(host, port)
@@ -134,7 +134,7 @@ def _resolve(host: str, port: int, flags: int = 0) -> list[tuple[socket.AddressF
 
 
 def _shut(connection: socket.socket) -> None:
-    """Ends a connection that another thread reads, and closes."""
+    """Shuts down a connection that another thread reads and closes."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:
