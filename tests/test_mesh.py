@@ -182,5 +182,5 @@ def train(**environment: str) -> str:
     importlib.util.find_spec("libtpu") is None or attached() is not None, reason="needs libtpu without a TPU"
 )
 def test_a_libtpu_without_a_tpu_is_heard_only_when_it_is_asked_for():
-    assert train() == "train: data.path=/absent is no file or folder: type one that exists\n"
+    assert train() == "train: data.path=/absent is not a file or folder: type one that exists\n"
     assert "Unable to initialize backend 'tpu'" in train(JAX_PLATFORMS="tpu")

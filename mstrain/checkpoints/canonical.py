@@ -1,4 +1,4 @@
-"""A state in canonical form, which knows no mesh and no plan: what checkpoints hold."""
+"""The canonical form of a state, independent of mesh and plan, which checkpoints store."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Checkpoints that know nothing of the mesh: canonical arrays by Orbax, restored onto any plan.
+"""Checkpoints independent of the mesh: canonical arrays written by Orbax, restored onto any plan.
 
 A checkpoint holds step, parameters and optimizer moments in canonical order (`mstrain.models.parameters`)
 and, beside them, a few facts about the run. Batches are a pure function of (seed, step), so there is no data
@@ -49,7 +49,7 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, keep: int | None, job: Job = ALONE, keep_every: int | None = None):
-        for name in ("absl", "asyncio"):  # Orbax tells of every save, and of a failed one in every thread
+        for name in ("absl", "asyncio"):  # Orbax logs every save, and a failed one in every thread
             logging.getLogger(name).setLevel(logging.CRITICAL)
         self.directory, self._saving = directory.absolute(), 0
         self._job, self._save_barrier = job, SaveBarrier(job)
@@ -133,11 +133,11 @@ class Checkpoints:
         self._manager.reload()
 
     def facts(self, step: int) -> dict:
-        """What the run that saved `step` said of itself."""
+        """The facts saved with `step`."""
         return self._manager.restore(step, args=ocp.args.Composite(**{FACTS: ocp.args.JsonRestore()}))[FACTS]
 
     def restore(self, step: int, module: Transformer, optimizer: optax.GradientTransformation) -> State:
-        """The state saved as `step`, laid out for `module`.
+        """The state saved as `step`, in the layout of `module`.
 
         Raises ValueError with the differing shapes when it belongs to another model.
         """
@@ -145,7 +145,7 @@ class Checkpoints:
         return map_copies(lambda tree: parameters.from_canonical_in_turn(module, tree), canonical, optimizer)
 
     def restore_parameters(self, step: int, module: Transformer):
-        """The parameters alone of the state saved as `step`, laid out for `module`; moments are not read."""
+        """The parameters alone of the state saved as `step`, in the layout of `module`; moments are not read."""
         canonical = self._read(step, canonical_targets(module))
         return parameters.from_canonical_in_turn(module, canonical["params"])
 
@@ -155,12 +155,12 @@ class Checkpoints:
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        with contextlib.suppress(Exception):  # a failed save has been reported by then
+        with contextlib.suppress(Exception):  # a failed save is reported by then
             self._manager.close()
 
     def _prepare(self, state: State) -> None:
-        """Sets the limit of time, the same for all, and makes sure that every process can write at all: what
-        Orbax does before it writes cannot be broken off.
+        """Sets the same time limit on all processes and checks that each of them can write, because Orbax's work before
+        writing cannot be interrupted.
         """
         try:
             with tempfile.TemporaryFile(dir=self.directory) as file:
@@ -185,7 +185,7 @@ class Checkpoints:
             raise
 
     def _wait_for_all(self, *, key: str, timeout_ms: int) -> None:
-        del timeout_ms  # Orbax's, which knows no size
+        del timeout_ms  # Orbax's limit does not depend on the size
         self._save_barrier.wait(key=key, timeout_ms=math.ceil(1000 * self._handler.limit))
 
     def _unfinished(self) -> list[Path]:
@@ -213,5 +213,5 @@ class Checkpoints:
             raise ValueError(
                 f"The checkpoint of step {step} in {self.directory} belongs to another model:\n"
                 + "\n".join(differing)
-                + "\nType the model= it was trained with, or another run_dir= to begin anew."
+                + "\nType the model= it was trained with, or another run_dir= to start a new run."
             )

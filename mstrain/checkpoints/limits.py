@@ -1,4 +1,4 @@
-"""How long a save may take before it counts as failed: by size and measured speed, so that any size can be saved.
+"""The time limit of a save, from its size and the measured speed.
 
 A host may take FLOOR seconds + MULTIPLIER x its share of the state / the speed of the slowest host in the last
 save (writing and digesting together; SLOWEST before the first). The manifest of a checkpoint records bytes,

@@ -1,7 +1,7 @@
 """Corpus -> token file -> batch(step).
 
 `prepare` makes or finds the token files of a `DataConfig`; `Batches` turns one of them into batches that are
-a pure function of (seed, step); the unigram functions say what a trained model must beat.
+a pure function of (seed, step); the unigram functions compute a baseline for trained models.
 """
 
 from mstrain.data.batches import Batches

@@ -1,10 +1,10 @@
-"""From a config to token files, once: later runs with the same text, tokenizer and split map the same files.
+"""Makes the token files of a config once. Later runs with the same text, tokenizer and split use the same files.
 
-Files live in `cache_dir/<fingerprint>/`: train.bin, validation.bin, corpus.json (warnings) and, unless the
+Files are in `cache_dir/<fingerprint>/`: train.bin, validation.bin, corpus.json (warnings) and, unless the
 tokenizer is bytes, tokenizer.json. They are written into a temporary folder and appear by one rename: a
 killed run leaves at most a `.tmp-*` folder that nothing reads, and of several processes that prepare at once
-the first rename wins. A damaged folder of ours is tokenized again, with a warning; see `verification` for when damage
-of the tokens is found.
+the first rename wins. A damaged folder is tokenized again, with a warning; `verification` describes when damage of
+the tokens is detected.
 """
 
 import dataclasses
@@ -31,14 +31,14 @@ class Corpus:
     train: TokenFile
     validation: TokenFile
     tokenizer: Tokenizer | None
-    """None for the synthetic source, whose tokens stand for no text."""
+    """None for the synthetic source, whose tokens do not represent text."""
     directory: Path
     warnings: tuple[str, ...]
     """What was skipped or repaired, one sentence each; the same list on every later run."""
     revisions: dict[str, str]
     """Commits on the Hugging Face Hub of what came from there: {"data": COMMIT, "tokenizer": COMMIT}, or fewer."""
     verification: Verification
-    """`verification.wait()` returns once the tokens are known to be those of `digest`; raises ValueError otherwise."""
+    """`verification.wait()` returns once the tokens are verified against `digest`; raises DamagedTokens otherwise."""
 
     @property
     def vocab_size(self) -> int:
@@ -56,7 +56,7 @@ def prepare(config: DataConfig, tokenizer: str = "bytes", seed: int = 0, vocab_s
 
     `tokenizer` is bytes, bpe, a tokenizer.json file or a Hugging Face name. `vocab_size` is for bpe (None:
     8192) and for the synthetic source (None: 256), the only reader of `seed`. `on_progress` gets the bytes of
-    text (synthetic: tokens) done so far. Raises ValueError for everything a person can mend.
+    text (synthetic: tokens) done so far. Raises ValueError with what to type instead.
     """
     if config.source == "synthetic":
         recipe = synthetic_recipe(config, tokenizer, seed, vocab_size)

@@ -1,4 +1,4 @@
-"""What a source of text gives: named documents, each a stream of chunks, and a count of what it skipped."""
+"""The interface of text sources: named documents, each a stream of chunks, and counts of skipped units."""
 
 import dataclasses
 import hashlib
@@ -17,14 +17,14 @@ class Document:
     chunks: Iterable[str]
 
 
-_MANY = 10000  # units, after which a share is no accident of the first few
+_MANY = 10_000  # units after which the fraction of skipped ones is meaningful
 
 
 class Skips:
-    """Counts what one pass over a source left out, by reason, with the first place of each.
+    """Counts skipped units of one pass over a source by reason, with the first place of each.
 
-    `limit` is the largest share of `unit` that may be left out: more is a ValueError, at the end (`check`) or when it
-    is exceeded among many.
+    `limit` is the largest fraction of units that may be skipped. More raise ValueError, at the end (`check`) or after
+    many units.
     """
 
     def __init__(self, unit: str, limit: float = 1.0):
@@ -39,7 +39,7 @@ class Skips:
             self.check()
 
     def check(self) -> None:
-        """Raises ValueError when more than the limit was left out."""
+        """Raises ValueError when more units than the limit were skipped."""
         if sum(count for count, _ in self._reasons.values()) > self.limit * self.seen:
             raise ValueError(f"{'; '.join(self.messages())}: correct them, or type data.max_skipped=1 to train without "
                              "them")

@@ -2,8 +2,9 @@
 
 A version of a file is its inode, size, modification time and change time. No program can set the change time, so a
 write that restores the modification time is noticed too. Times have a resolution: a version that changed within the
-last two seconds could change again and keep its times, so its digest is not remembered. Age is the larger of what the
-file's times and this process have seen of it, since the clock of a file server may be ahead.
+last two seconds could change again and keep its times, so its digest is not remembered. Age is the larger of the
+age by the file's times and the time since this process first saw the version, because the clock of a file server may
+be ahead.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Which files a data.path means, and the digest of their contents."""
+"""The files of a data.path, and the digest of their contents."""
 
 import difflib
 import glob
@@ -23,7 +23,7 @@ def listing(path: str, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
         siblings = sorted(os.listdir(full.parent)) if full.parent.is_dir() else []
         meant = difflib.get_close_matches(full.name, siblings, n=1)
         hint = f", perhaps {full.parent / meant[0]}" if meant and not full.exists() else ""
-        raise ValueError(printable(f"data.path={path} is no file or folder: type one that exists{hint}"))
+        raise ValueError(printable(f"data.path={path} is not a file or folder: type one that exists{hint}"))
     names = walk(full, suffixes, set())
     if not names:
         plain = ["*" + suffix for suffix in suffixes if suffix and not suffix.endswith(SUFFIXES[1:])]

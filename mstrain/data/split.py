@@ -1,4 +1,4 @@
-"""Which documents are held out: decided by each document's name, so adding one moves no other."""
+"""Chooses validation documents by their names, so that adding a document does not move others."""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""The loss of the best model that ignores context: what a trained model must clearly beat."""
+"""The loss of the best model without context, a baseline for trained models."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ _BLOCK = 1 << 22
 
 
 def unigram_nats_per_token(file: TokenFile) -> float:
-    """Entropy of the file's own token frequencies, nats per token: the floor of all unigram models."""
+    """Entropy of the file's own token frequencies, nats per token: the minimum loss of unigram models."""
     counts = np.zeros(file.vocab_size, np.int64)
     for start in range(0, file.num_tokens, _BLOCK):
         counts += np.bincount(file.read(start, start + _BLOCK), minlength=file.vocab_size)

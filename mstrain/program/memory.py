@@ -1,4 +1,4 @@
-"""Will it fit: memory of the compiled step per device, told before training, refused with what to change."""
+"""Memory per device of a compiled program, and the error when it does not fit."""
 
 import dataclasses
 import os
@@ -13,7 +13,7 @@ GIB = 1024**3
 class Memory:
     """Bytes per device of a compiled program; `limit` is what the device has, or None when unknown.
 
-    `outputs` are those that do not live in the place of donated arguments, `code` is the program itself.
+    `outputs` are those that do not reuse the memory of donated arguments, `code` is the program itself.
     """
 
     arguments: int
@@ -47,7 +47,7 @@ class Memory:
 
 
 def memory_of(compiled, mesh: Mesh) -> Memory:
-    """The memory of a program compiled for the devices of `mesh`, which are here."""
+    """The memory of a program compiled for the devices of `mesh`, which are present."""
     return read_memory(compiled, _limit(mesh))
 
 

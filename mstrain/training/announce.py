@@ -1,4 +1,4 @@
-"""What a run says before it trains: model, mesh, plan, data, how MFU is counted, and the memory it needs."""
+"""Prints the choices of a run before training: model, mesh, plan, data, MFU formula and memory."""
 
 import jax
 

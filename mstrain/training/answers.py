@@ -1,4 +1,4 @@
-"""What train.py answers to keys and values that people bring from other frameworks."""
+"""Advice on keys and values of other frameworks."""
 
 import re
 
@@ -38,13 +38,13 @@ _SENTENCES = {
         "Type mesh=DATAxROWxCOL, such as mesh=2x4x8, and parallel=megatron for one-dimensional tensor parallelism.",
     "vocabulary model.vocabulary": "Type model.vocab_size=N, or vocab_size=N for the size of a tokenizer=bpe.",
     "compile jit": "Every step is compiled. No key is needed.",
-    "gpus devices num_gpus nproc_per_node": "All devices are used. Type mesh=ROWxCOL to say how.",
+    "gpus devices num_gpus nproc_per_node": "All devices are used. Type mesh=ROWxCOL to arrange them.",
 }  # fmt: skip
 _BY_NAME_SENTENCE = {name: sentence for names, sentence in _SENTENCES.items() for name in names.split()}
 
 
 def answer(key: str, value: str) -> str | None:
-    """A sentence that says what to type instead of `key=value`; None for a key or value that is not known."""
+    """What to type instead of `key=value`; None for an unknown key or value."""
     if key in _BY_NAME:
         return f"Type {_BY_NAME[key]}={value}."
     if key in _BY_NAME_SENTENCE:

@@ -1,4 +1,4 @@
-"""Which batch each step is made of."""
+"""The batch of each step."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,8 @@ from mstrain.data import Batches
 
 
 class BatchOrder:
-    """The batch of each step: those of `batches` in order, without `skipped`. `rollbacks` is how many there were."""
+    """The batch of each step: those of `batches` in order, without `skipped`. `rollbacks` is the number of rollbacks so
+    far."""
 
     def __init__(self, batches: Batches, skipped: Iterable[int] = (), rollbacks: int = 0):
         self.batches, self.skipped, self.rollbacks = batches, sorted(set(skipped)), rollbacks

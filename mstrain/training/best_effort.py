@@ -1,8 +1,8 @@
-"""Observers never stop training: logs, pictures, traces and console output are best effort.
+"""Runs observers so that they never stop training: logs, plots, traces and console output are best effort.
 
-An observer gives each of its actions to a `BestEffort`, which runs them in order in a daemon thread. An action that
-raises is counted under the observer's name, with one warning per name. An action that blocks, as on a file system that
-does not answer, delays nothing but the actions behind it; when too many wait, further ones are dropped and counted.
+An observer passes its actions to a `BestEffort`, which runs them in order in a daemon thread. An action that raises is
+counted under the observer's name, with one warning per name. An action that blocks, for example on a file system that
+does not respond, delays only the actions after it. When too many are queued, further ones are dropped and counted.
 """
 
 import collections
@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-WAITING = 10_000  # actions that wait behind a slow one
-SECONDS = 10.0  # that the caller waits for an action whose result it needs, and for all of them at the end
+WAITING = 10_000  # queued actions
+SECONDS = 10.0  # time limit for an action whose result is needed, and for all of them at the end
 
 
 class BestEffort:
@@ -31,7 +31,7 @@ class BestEffort:
         self._thread: threading.Thread | None = None
 
     def do(self, name: str, action: Callable, *args) -> bool:
-        """Runs `action(*args)` soon; returns at once. False when too many are waiting and this one is dropped."""
+        """Runs `action(*args)` soon; returns at once. False when too many are queued and this one is dropped."""
         with self._changed:
             full = len(self._actions) >= WAITING
             if not full:
@@ -42,14 +42,14 @@ class BestEffort:
                 self._thread = threading.Thread(target=self._run, name="best effort", daemon=True)
                 self._thread.start()
         if full:
-            self.fail(name, f"{WAITING} earlier ones are not written yet")
+            self.fail(name, f"{WAITING} earlier actions are not finished")
         return not full
 
     def attempt(self, name: str, action: Callable, *args, default: Any = None, seconds: float = SECONDS) -> Any:
         """The result of `action(*args)`; `default` when it raises, or has not returned after `seconds`."""
         results = []
         if self.do(name, lambda: results.append(action(*args))) and not self.wait(seconds) and not results:
-            self.fail(name, f"no answer within {seconds:.0f} s")
+            self.fail(name, f"no result within {seconds:.0f} s")
         return results[0] if results else default
 
     def wait(self, seconds: float = SECONDS) -> bool:
@@ -59,8 +59,8 @@ class BestEffort:
         """
         with self._changed:
             given = self._given
-            patience = 0 if self._overdue else seconds
-            finished = self._changed.wait_for(lambda: self._finished >= given, patience)
+            limit = 0 if self._overdue else seconds
+            finished = self._changed.wait_for(lambda: self._finished >= given, limit)
             self._overdue = not finished
             return finished
 
@@ -90,7 +90,7 @@ class BestEffort:
             name, action, args = task
             try:
                 action(*args)
-            except Exception as error:  # whatever an observer's library raises
+            except Exception as error:  # an observer's library may raise any type
                 self.fail(name, getattr(error, "strerror", None) or f"{type(error).__name__}: {error}")
             finally:
                 with self._changed:

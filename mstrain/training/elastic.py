@@ -1,8 +1,8 @@
-"""On which mesh a run continues when fewer hosts are left, with the batch and the loss curve unchanged.
+"""Chooses the mesh on which a run continues with fewer hosts, with the same batch and loss curve.
 
-The batch stays; a smaller mesh makes more accumulation steps of it, so that no device holds more tokens at once than on
-the mesh of the full job. Weights and moments are sharded over row x col, so meshes with at least the row x col of the
-full job come first: no device holds more state on them, either.
+The batch does not change. A smaller mesh splits it into more microbatches, so that no device holds more tokens at once
+than on the mesh of the full job. Weights and moments are sharded over row x col, so meshes with at least the row x col
+of the full job are preferred: no device then holds more state.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class Layout:
 
     @property
     def keys(self) -> list[str]:
-        """As arguments of train."""
+        """The layout as arguments of train."""
         return [f"mesh={self.mesh}", f"accumulate={self.accumulate}"]
 
     def __str__(self) -> str:
@@ -31,16 +31,16 @@ class Layout:
 
 
 def largest_layout(config: RunConfig, total: int, left: int) -> Layout:
-    """The layout of `config` on as many of the `left` hosts as can share its work, `total` being all of them.
+    """The layout of `config` on as many of the `left` hosts as possible; `total` is the number of all hosts.
 
     Raises ValueError when mesh=auto, when the mesh does not spread evenly over `total` hosts, or when no mesh fits.
     """
     if config.mesh == "auto":
-        raise ValueError("supervise must know the mesh of all hosts. Type a mesh such as mesh=2x4x8.")
+        raise ValueError("supervise needs the mesh of all hosts. Type a mesh such as mesh=2x4x8.")
     full = parse_mesh(config.mesh)
     if full.devices % total:
         raise ValueError(
-            f"mesh={full} has {full.devices} devices, which {total} hosts cannot share evenly. Type a mesh of all "
+            f"mesh={full} has {full.devices} devices, which do not divide over {total} hosts. Type a mesh of all "
             "devices of all hosts."
         )
     if left >= total:
@@ -58,19 +58,20 @@ def largest_layout(config: RunConfig, total: int, left: int) -> Layout:
 
 
 def _shapes(devices: int, full: MeshShape) -> list[MeshShape]:
-    """All meshes of `devices`, those first that shard the model most like `full`."""
+    """All meshes of `devices`, sorted by similarity of their sharding to `full`."""
     pairs = [(r, c) for r in _divisors(devices) for c in _divisors(devices // r)]
     shapes = [MeshShape(devices // (r * c), r, c) for r, c in pairs]
 
-    def unlike(shape: MeshShape) -> tuple:
+    def difference(shape: MeshShape) -> tuple:
         shards = abs(math.log(shape.row * shape.col / (full.row * full.col)))
         return shards, abs(math.log(shape.row / full.row)) + abs(math.log(shape.col / full.col)), shape.col
 
-    return sorted(shapes, key=unlike)
+    return sorted(shapes, key=difference)
 
 
 def _accumulate(config: RunConfig, shape: MeshShape, full: MeshShape) -> int | None:
-    """The fewest microbatches with which `shape` can work and no device holds more tokens than before, if any."""
+    """The fewest microbatches that `shape` supports without more tokens per device than before; None if there are
+    none."""
     for accumulate in _divisors(config.batch):
         if accumulate * shape.devices < config.accumulate * full.devices:
             continue

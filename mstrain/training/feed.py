@@ -1,4 +1,4 @@
-"""Batches on their way to the devices: each process reads only the rows its own devices need."""
+"""Loads batches onto devices. Each process reads only the rows that its own devices need."""
 
 import math
 
@@ -11,7 +11,7 @@ from mstrain.program.step import abstract_batch
 
 
 class Feed:
-    """Gives `batch_AxBxT1` (int32: A microbatches of B sequences of T + 1 tokens) for any step from 0 on."""
+    """Returns `batch_AxBxT1` (int32: A microbatches of B sequences of T + 1 tokens) for any step from 0 on."""
 
     def __init__(self, batches: Batches, mesh: Mesh, accumulate: int):
         self.batches = batches
@@ -20,7 +20,7 @@ class Feed:
         self._numbers = np.arange(math.prod(self.shape[:2])).reshape(self.shape[:2])
 
     def __call__(self, step: int) -> jax.Array:
-        parts = {}  # devices along `col` want the same rows, and JAX asks for each device anew
+        parts = {}  # devices along `col` share rows, but JAX calls `read` for each device
 
         def read(index):
             rows = self._numbers[index[:2]]

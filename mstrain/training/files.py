@@ -1,7 +1,7 @@
-"""Files of a run directory, written whole or not at all, and never outside it: links are not followed.
+"""Reads and writes files of a run directory. Writes are atomic, and links are not followed.
 
-Every function raises OSError when the file system refuses, and ValueError when the path holds something else than the
-run's own file: a folder, a link, a pipe, a device.
+Every function raises OSError when the file system fails, and ValueError when the path is not a regular file: a folder,
+a link, a pipe, a device.
 """
 
 import collections
@@ -16,14 +16,14 @@ from mstrain.training.best_effort import BestEffort
 
 KINDS = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket",
          stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFREG: "a file"}  # fmt: skip
-WAITING = 10_000  # records of one file
+WAITING = 10_000  # records kept per file
 SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe without a reader must not block
 
 
 class Appender:
-    """Appends records to one file through `observers`. Records that cannot be written wait for the next try.
+    """Appends records to one file through `observers`. Records that cannot be written are kept for the next attempt.
 
-    `prepare()` runs before the first try and before every try after a failure.
+    `prepare()` runs before the first attempt and before every attempt after a failure.
     """
 
     def __init__(self, observers: BestEffort, name: str, path: Path, prepare: Callable[[], None]):
@@ -32,7 +32,7 @@ class Appender:
         self._ready = False
 
     def append(self, *records: bytes) -> None:
-        """Returns at once. Without records it tries again to write those that wait."""
+        """Returns at once. Without records, it retries to write the earlier ones."""
         self._observers.do(self._name, self._write, records)
 
     def _write(self, records: tuple[bytes, ...]) -> None:
@@ -59,7 +59,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 def end_line(path: Path) -> None:
-    """Ends a last line that a kill cut short, so that it spoils no line appended later."""
+    """Ends an incomplete last line, so that lines appended later stay valid."""
     with contextlib.suppress(FileNotFoundError), _opened(path, os.O_RDONLY) as file:
         length = os.fstat(file).st_size
         if length and os.pread(file, 1, length - 1) != b"\n":
@@ -67,12 +67,12 @@ def end_line(path: Path) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Writes a file that appears under its name with all of `data`; the old one stays on failure."""
+    """Replaces a file by `data` atomically; on failure the old file remains."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with _opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
             _write(file, data)
-        _refuse_other_kinds(path, stat.S_IFREG)
+        _check_path(path, stat.S_IFREG)
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -93,10 +93,10 @@ def make_folder(path: Path) -> None:
     """Makes one folder unless it exists; its parent must."""
     with contextlib.suppress(FileExistsError):
         path.mkdir()
-    _refuse_other_kinds(path, stat.S_IFDIR)
+    _check_path(path, stat.S_IFDIR)
 
 
-def _refuse_other_kinds(path: Path, wanted: int) -> None:
+def _check_path(path: Path, wanted: int) -> None:
     with contextlib.suppress(FileNotFoundError):
         _check_kind(path, path.lstat().st_mode, wanted)
 
@@ -104,7 +104,7 @@ def _refuse_other_kinds(path: Path, wanted: int) -> None:
 def _check_kind(path: Path, mode: int, wanted: int) -> None:
     found = stat.S_IFMT(mode)
     if found != wanted:
-        raise ValueError(f"{path} is {KINDS.get(found, 'something else')}, not {KINDS[wanted]}. Move it away.")
+        raise ValueError(f"{path} is {KINDS.get(found, 'something else')}, not {KINDS[wanted]}. Remove it.")
 
 
 @contextlib.contextmanager
@@ -114,7 +114,7 @@ def _opened(path: Path, flags: int):
         file = os.open(path, flags | SAFELY, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a link, a folder, a pipe without a reader
-            _refuse_other_kinds(path, stat.S_IFREG)
+            _check_path(path, stat.S_IFREG)
         raise
     try:
         _check_kind(path, os.fstat(file).st_mode, stat.S_IFREG)

@@ -1,8 +1,8 @@
-"""What makes a run the same run: every key of its configuration has a class, and a resume compares them.
+"""Compares the configuration of a resumed run with its record. Every key has a class.
 
-A change of a KEPT key changes the function learned, the schedule or the batches: it is refused unless `allow=` names
-it. A CONTENT key says where data or a tokenizer come from: the digest of what was found there is compared instead. A
-FREE key may change between attempts; the change is printed. A LOCAL key belongs to one process or one command.
+A change of a KEPT key changes the model, the schedule or the batches; it is refused unless `allow=` names the key. A
+CONTENT key is the location of data or a tokenizer; digests of the contents are compared instead. A FREE key may change
+between attempts; the change is printed. A LOCAL key belongs to one process or one command.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 KEPT, CONTENT, FREE, LOCAL = "kept", "content", "free", "local"
-# The longest entry that is the key or a group of it decides. A key in none is KEPT until somebody classifies it.
+# A key has the class of its own entry, or else of its group. Other keys are KEPT.
 CLASSES = {
     **dict.fromkeys(("model", "optimizer", "steps", "batch", "seq", "seed", "dtype", "init_from"), KEPT),
     **dict.fromkeys(("data.source", "data.field", "data.name", "data.split", "data.num_tokens"), KEPT),
@@ -29,7 +29,7 @@ NO_RECORD, LOST_STEPS = "no_record", "lost_steps"
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What a run is: its resolved configuration by key, and the digests of what it reads."""
+    """The resolved configuration of a run by key, and the digests of its data and tokenizer."""
 
     config: dict[str, Any]
     digests: dict[str, str | None]
@@ -37,7 +37,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A key whose value is not that of the record."""
+    """A key whose value differs from the record."""
 
     name: str
     before: Any
@@ -82,9 +82,9 @@ def recorded_keys(config) -> dict[str, Any]:
 
 
 def differences(before: Record, now: Record, defaults: dict[str, Any]) -> list[Difference]:
-    """What `now` has otherwise than `before`. A key that is younger than the record counts with its default.
+    """The keys that differ between `before` and `now`. A key that an old record lacks has its default.
 
-    A key that `now` lacks is not known yet; neither it nor what may be left out on a resume is compared.
+    Keys that `now` lacks are not known yet and not compared, and neither are keys that a resume may omit.
     """
     found = []
     for key in sorted(before.config.keys() | now.config.keys()):
@@ -102,12 +102,12 @@ def differences(before: Record, now: Record, defaults: dict[str, Any]) -> list[D
 
 
 def refused(found: list[Difference], allowed: set[str]) -> list[Difference]:
-    """Those that change the run and that no name in `allowed` covers."""
+    """The differences that change the run and that `allowed` does not name."""
     return [difference for difference in found if not difference.free and not difference.covered_by & allowed]
 
 
 def refusal(place: str, found: list[Difference], allowed: set[str], instead: str) -> str | None:
-    """The message when differences are refused, with all of them; None when there is nothing to refuse.
+    """The error message with all differences; None when none of them is refused.
 
     Args:
       place: the file of the record.
@@ -116,7 +116,7 @@ def refusal(place: str, found: list[Difference], allowed: set[str], instead: str
     no = refused(found, allowed)
     if not no:
         return None
-    lines = [f"{place} is the record of another run:", *(f"  {difference}" for difference in no)]
+    lines = [f"{place} is the record of a different run:", *(f"  {difference}" for difference in no)]
     if others := [difference for difference in found if difference not in no]:
         lines += ["These may differ:", *(f"  {difference}" for difference in others)]
     names = " ".join(dict.fromkeys("data" if x.group == "data" else x.name for x in no))
@@ -124,7 +124,7 @@ def refusal(place: str, found: list[Difference], allowed: set[str], instead: str
 
 
 def parse_allow(text: str | None, keys) -> set[str]:
-    """The names in `allow=`. Raises ValueError for one that nothing in `keys` (of a configuration) answers to."""
+    """The names in `allow=`. Raises ValueError for a name that is not in `keys` (of a configuration)."""
     groups = {key.partition(".")[0] for key in keys}
     known = {key for key in [*keys, *groups] if class_of(key) in (KEPT, CONTENT)} | {NO_RECORD, *DIGESTS}
     names = set((text or "").split())
@@ -143,8 +143,8 @@ _SCALE = "model.attention_scale"
 
 
 def _follows(key: str, before: Record, now: Record) -> bool:
-    """Whether the difference of `key` is no choice: the tokenizer decides, a resume needs no init_from, or the value
-    follows on both sides from other keys of the model, such as head_dim from width and heads.
+    """Whether the difference of `key` follows from other keys: the tokenizer sets vocab_size, a resume does not need
+    init_from, and both values are the automatic ones, such as head_dim from width and heads.
     """
     if key in ("model.vocab_size", "init_from") and now.config[key] is None:
         return True
@@ -153,7 +153,7 @@ def _follows(key: str, before: Record, now: Record) -> bool:
 
 
 def _automatic(key: str, config: dict[str, Any]) -> Any:
-    """What null means for a key of the model; None for other keys, and for a record that describes no model."""
+    """The automatic value of a key of the model; None for other keys and for a record without a model."""
     found = [config.get(f"model.{name}") for name in ("width", "heads", "head_dim")]
     dims = [dim for dim in found if isinstance(dim, int)]
     if len(dims) < len(found):
@@ -167,7 +167,7 @@ def _automatic(key: str, config: dict[str, Any]) -> Any:
 
 
 def _without_effect(key: str, before: Record, now: Record) -> bool:
-    """Whether `steps` leaves the schedule as it is: a constant rate that the same warm-up leads to."""
+    """Whether a change of `steps` does not change the schedule: a constant rate after the same warm-up."""
     if key != "steps":
         return False
     if not all(isinstance(record.config.get("steps"), int) for record in (before, now)):

@@ -1,4 +1,4 @@
-"""The run's files of one JSON object per line; a line that a kill cut short does not count."""
+"""Files with one JSON object per line. An incomplete last line is ignored."""
 
 import json
 import math
@@ -9,9 +9,9 @@ from mstrain.training.best_effort import BestEffort
 
 
 class Log:
-    """One file, written through `observers`; lines that cannot be written wait until they can.
+    """One file, written through `observers`. Lines that cannot be written are kept and retried.
 
-    With `done`, lines of later steps are dropped before the first line is written: those steps are made again.
+    With `done`, lines of later steps are dropped before the first line is written, because those steps are repeated.
     """
 
     def __init__(self, observers: BestEffort, path: Path, done: int | None = None):
@@ -24,7 +24,7 @@ class Log:
         self._file.append(json.dumps(values).encode() + b"\n")
 
     def retry(self) -> None:
-        """Tries again to write the lines that wait."""
+        """Retries to write lines that could not be written."""
         self._file.append()
 
     def _prepare(self) -> None:
@@ -32,12 +32,12 @@ class Log:
             foreign = drop_after(self._path, self._done)
             self._done = None
             if foreign:
-                self._observers.fail(self._path.name, f"other content than mstrain's was copied to {foreign}")
+                self._observers.fail(self._path.name, f"content of another program was copied to {foreign}")
         files.end_line(self._path)
 
 
 def read(path: Path) -> list[dict]:
-    """The whole lines in order; none when there is no file.
+    """The complete lines in order; empty when there is no file.
 
     Raises OSError when the file cannot be read, ValueError when the path is not a file.
     """
@@ -46,10 +46,9 @@ def read(path: Path) -> list[dict]:
 
 
 def drop_after(path: Path, step: int) -> Path | None:
-    """Keeps the whole lines of steps up to `step`: those behind it were lost and will be made again.
+    """Keeps the complete lines of steps up to `step`; later steps are repeated.
 
-    A file that holds anything else, but for a last line that was cut short, is first copied to NAME.foreign, which is
-    returned.
+    A file with other content, except an incomplete last line, is first copied to NAME.foreign, which is returned.
     """
     content = files.read(path)
     lines = [_parse(line) for line in content.splitlines()]
@@ -70,15 +69,15 @@ def missing(path: Path, last: int, every: int) -> str:
     """
     steps = sorted({step for step in map(step_of, read(path)) if step <= last})
     pairs = zip([0, *steps], [*steps, last + 1])
-    return ", ".join(_range(int(a) + 1, int(b) - 1) for a, b in pairs if b - a > every)
+    return ", ".join(_step_range(int(a) + 1, int(b) - 1) for a, b in pairs if b - a > every)
 
 
-def _range(first: int, last: int) -> str:
+def _step_range(first: int, last: int) -> str:
     return f"{first}-{last}" if last > first else str(first)
 
 
 def step_of(values: dict) -> float:
-    """The step of a line, behind all others when it has none."""
+    """The step of a line; infinity when it has none."""
     step = values.get("step")
     return step if isinstance(step, int | float) else math.inf
 

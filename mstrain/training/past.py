@@ -1,7 +1,7 @@
-"""What run_dir holds of earlier attempts: checkpoints, the record of the run, and other signs of progress.
+"""Inspects run_dir for earlier attempts: checkpoints, the record of the run, and other files that show progress.
 
-Nothing that counts as a sign is written before the first checkpoint, that of step 0, is committed. So signs without a
-readable checkpoint mean a loss, and a run that was killed before it could save simply starts.
+These files are written only after the first checkpoint, that of step 0. So such files without a readable checkpoint
+mean that checkpoints are lost, and a run that was killed before its first save starts normally.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ DAMAGED, LOST = "damaged", "lost"
 BY_STEP = (METRICS, EVALUATIONS, BAD_STEPS)
 LINES = (*BY_STEP, GOODPUT, record.HISTORY)
 SIGNS = (*LINES, record.RUN, DAMAGED)
-# history.jsonl stays where it is, and rollbacks.jsonl: a new start must not meet the bad batches again.
+# history.jsonl and rollbacks.jsonl are not moved: a new start must also skip the bad batches.
 MOVED = (*BY_STEP, GOODPUT, "summary.json", "loss.png", "tensorboard", record.RUN, DAMAGED)
 
 
@@ -31,10 +31,10 @@ class Past:
     """Equal on all processes.
 
     Attributes:
-      record: what the run is; None when no file says so.
-      checkpoints: their steps, the newest first, whole or damaged.
-      signs: names of files that show progress.
-      steps: the last step that they show, 0 when there are checkpoints to continue from.
+      record: configuration and digests of the run; None without a record.
+      checkpoints: steps of all checkpoints, including damaged ones, newest first.
+      signs: names of the files that show progress.
+      steps: last step in these files; 0 when there are checkpoints to resume from.
     """
 
     record: Record | None
@@ -43,7 +43,7 @@ class Past:
     steps: int
 
     def refuse_loss(self, run_dir: str, allowed: set[str]) -> None:
-        """Raises ValueError when starting at step 0 would lose what the signs show and `allowed` does not say so."""
+        """Raises ValueError when a start at step 0 would lose progress and `allowed` does not permit that."""
         permitted = [int(name.partition(":")[2]) for name in allowed if name.startswith(f"{LOST_STEPS}:")]
         if self.signs and not any(number >= self.steps for number in permitted):
             raise ValueError(
@@ -54,10 +54,10 @@ class Past:
             )
 
 
-def look(directory: Path, job: Job) -> Past:
-    """Process 0 looks; raises ValueError on all when run.json is there and is not a record."""
-    found = json.dumps(_look(directory)) if job.leads else ""
-    found = json.loads(job.all_gather("look at run_dir", found)[0])
+def inspect_run_dir(directory: Path, job: Job) -> Past:
+    """Process 0 inspects `directory`. Raises ValueError on all processes when run.json is not a record."""
+    found = json.dumps(_inspect(directory)) if job.leads else ""
+    found = json.loads(job.all_gather("inspect run_dir", found)[0])
     if "error" in found:
         raise ValueError(found["error"])
     known = found["record"] and record.from_json(found["record"], str(directory))
@@ -75,7 +75,7 @@ def set_aside(directory: Path) -> Path:
     return target
 
 
-def _look(directory: Path) -> dict:
+def _inspect(directory: Path) -> dict:
     try:
         known = record.read(directory)
     except ValueError as error:
@@ -91,7 +91,7 @@ def _look(directory: Path) -> dict:
 
 
 def _is_sign(path: Path) -> bool:
-    """Whether `path` holds something of a run. What is of another kind, or has not one line, was never a run's file."""
+    """Whether `path` is a file of a run: of the expected kind and not empty."""
     if path.name in LINES:
         with contextlib.suppress(OSError, ValueError):
             return bool(json_lines.read(path))

@@ -1,8 +1,8 @@
-"""The files in run_dir that say what the run is, so that a copy of the folder is enough to resume it.
+"""Writes and reads the files in run_dir that describe the run, so that a copy of the folder is enough to resume it.
 
-`run.json` is the record that a resume is compared with; the facts of every checkpoint repeat it. `config.yaml` is the
-same configuration, resolved, for people and programs. `tokenizer.json` is the tokenizer. `history.jsonl` gets one line
-for every attempt and is never rewritten.
+`run.json` is the record that a resume is compared with; every checkpoint has a copy of it. `config.yaml` is the
+resolved configuration for people and other programs. `tokenizer.json` is the tokenizer. `history.jsonl` has one line
+per attempt and is never rewritten.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ DEFAULTS = flat(RunConfig(ModelConfig(), DataConfig(), ParallelConfig()))
 
 
 def resolved_config(run: Run) -> RunConfig:
-    """The configuration with what this attempt chose for `auto` and null."""
+    """The configuration with the values chosen for `auto` and null."""
     plan, config = run.module.plan, run.config
     counts = _slice_counts(plan)
     parallel = dataclasses.replace(config.parallel, slices=str(counts.pop())) if len(counts) == 1 else config.parallel
@@ -55,7 +55,7 @@ def resolved_config(run: Run) -> RunConfig:
 
 
 def dtype_name(dtype) -> str:
-    """The value of `dtype=` that means it."""
+    """The value of `dtype=` for a dtype."""
     return next(name for name in ("f32", "bf16") if jnp.dtype(dtype_on("cpu", name)) == dtype)
 
 
@@ -71,9 +71,9 @@ def to_json(record: Record) -> dict[str, Any]:
 
 
 def from_json(document: Any, place: str) -> Record:
-    """A record from what a file holds; raises ValueError, naming `place`, when it is not one of this format."""
+    """A record from the content of the file `place`. Raises ValueError for another format."""
     if not isinstance(document, dict) or type(document.get("format")) is not int:
-        raise ValueError(f"{place} is not a run record of mstrain. {_MEND}")
+        raise ValueError(f"{place} is not a run record of mstrain. {_REMEDY}")
     if document["format"] > FORMAT:
         raise ValueError(
             f"{place} was written by a newer mstrain (format {document['format']}, this one reads {FORMAT}). "
@@ -84,10 +84,10 @@ def from_json(document: Any, place: str) -> Record:
         plain = all(isinstance(value, str | int | float | bool | list | None) for value in config.values())
         if plain and all(isinstance(value, str | None) for value in digests.values()):
             return Record(config, digests)
-    raise ValueError(f"{place} is damaged: it has no configuration of a run. {_MEND}")
+    raise ValueError(f"{place} is damaged: it has no configuration of a run. {_REMEDY}")
 
 
-_MEND = "Every checkpoint repeats it: delete the file and type the same command, or type another run_dir=."
+_REMEDY = "Every checkpoint has a copy: delete the file and type the same command, or type another run_dir=."
 
 
 def read(directory: Path) -> Record | None:
@@ -100,16 +100,17 @@ def read(directory: Path) -> Record | None:
         return from_json(_parse(path), str(path))
     for step in checkpoint_steps(directory):
         place = epath.Path(directory) / "checkpoints" / str(step) / "facts"
-        with contextlib.suppress(Exception):  # a damaged checkpoint is found and named when it is restored
+        with contextlib.suppress(Exception):  # a damaged checkpoint is reported when it is restored
             facts = ocp.JsonCheckpointHandler().restore(place)
             return from_json(facts["record"], str(place))
     return None
 
 
 def recorded_overrides(arguments: list[str]) -> list[str]:
-    """Arguments of the record in `run_dir=`, where the command names no key of the run but those it allows to change.
+    """Arguments from the record in `run_dir=`, so that `run_dir=` alone resumes a run.
 
-    So `run_dir=` alone resumes a run. Raises ValueError for a record that cannot be read or written as arguments.
+    Empty if the command names keys of the run other than those in `allow=`. Raises ValueError for a record that cannot
+    be read or written as arguments.
     """
     given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
     allowed = set(given.get("allow", "").strip("'\"").split())
@@ -128,7 +129,7 @@ def _is_taken(key: str) -> bool:
 
 
 def _argument(key: str, value: Any, directory: Path) -> str:
-    """A value as a command line takes it."""
+    """A value in the syntax of the command line."""
     if not isinstance(value, str):
         return json.dumps(value)
     if set(value) & set("\\\"\n'") or "${" in value:
@@ -145,10 +146,10 @@ def checkpoint_steps(directory: Path) -> list[int]:
 
 
 def begin_attempt(run: Run, done: int, observers: BestEffort) -> None:
-    """Writes what the run is and adds this attempt, which starts after step `done`, to the history.
+    """Writes the record and adds this attempt, which starts after step `done`, to the history.
 
-    Called on process 0 once a checkpoint exists. Raises ValueError when a changed record cannot be written; the rest is
-    left to `observers`.
+    Called on process 0 once a checkpoint exists. Raises ValueError when a changed record cannot be written. `observers`
+    write the other files.
     """
     directory, now = Path(run.config.run_dir), record_of(run)
     before = read(directory) if (directory / RUN).exists() else None
@@ -176,7 +177,7 @@ def missing_metrics(directory: Path, done: int) -> str:
 
 
 def config_yaml(run: Run) -> str:
-    """The resolved configuration, and under `resolved` what no key can say."""
+    """The resolved configuration, and under `resolved` the facts that have no key."""
     plan = run.module.plan
     resolved = {
         "plan": describe_plan(plan).split(" | "),
@@ -196,13 +197,13 @@ def _parse(path: Path) -> Any:
         with open(path, "rb") as file:
             return json.loads(file.read(LARGEST))
     except OSError as error:
-        raise ValueError(f"Cannot read {path} ({error.strerror}). Type another run_dir=, or mend the file.") from None
+        raise ValueError(f"Cannot read {path} ({error.strerror}). Type another run_dir=, or repair the file.") from None
     except (ValueError, RecursionError):
-        raise ValueError(f"{path} is damaged: not JSON, or cut short. {_MEND}") from None
+        raise ValueError(f"{path} is damaged: not JSON, or truncated. {_REMEDY}") from None
 
 
 def _with_origin(now: Record, before: Record | None) -> Record:
-    """A resume may leave init_from= out; the record keeps it."""
+    """Keeps init_from of the record, which a resume may omit."""
     if before and now.config.get("init_from") is None:
         return dataclasses.replace(now, config=now.config | {"init_from": before.config.get("init_from")})
     return now

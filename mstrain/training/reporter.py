@@ -1,4 +1,4 @@
-"""What a person sees of training: a progress line, metrics.jsonl, TensorBoard.
+"""Reports training: progress lines, metrics.jsonl, TensorBoard.
 
 `metrics.jsonl` has one object per logged step, `eval.jsonl` one per evaluation.
 """
@@ -27,9 +27,9 @@ class Reporter:
     Args:
       files: writes the files.
       directory: the run directory, which exists.
-      steps: steps this attempt will make.
+      steps: the steps of this attempt.
       log_every: steps between lines of metrics.jsonl.
-      per_step: function of (step, step_seconds) that gives further fields, such as tokens per second.
+      per_step: function of (step, step_seconds) that returns further fields, such as tokens per second.
       observers: called with (step, values) of every step, in this order.
     """
 
@@ -99,7 +99,7 @@ class Reporter:
         self._progress.console.print(f"step {step}/{self._last}  {shown}")
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Shows further values in TensorBoard."""
+        """Writes further values to TensorBoard."""
         if self._writes:
             self._tensorboard.scalars(step, values)
 
@@ -137,6 +137,6 @@ class Reporter:
 
 
 def _plain(values: dict) -> dict:
-    """As JSON, which knows no NaN, with `skipped` only for steps that were."""
+    """Values for JSON: null instead of NaN and infinity, and `skipped` only for skipped steps."""
     kept = {name: value for name, value in values.items() if name != "skipped" or value}
     return {name: value if value is None or math.isfinite(value) else None for name, value in kept.items()}

@@ -1,9 +1,9 @@
-"""What an attempt starts from, and whether it may.
+"""Restores or creates the state that an attempt starts from, after comparing the configuration with the run's record.
 
-Precedence: the newest good checkpoint in `run_dir`, or a newer one that the hosts saved locally; otherwise the
-parameters of the run named by `init_from`; otherwise weights drawn from `seed`. A damaged checkpoint is set aside and
-the next older one is used. `check` compares the configuration with the record of the run before the corpus is read,
-`check_resolved` all of it before anything is compiled.
+Precedence: the newest undamaged checkpoint in `run_dir`, or a newer local one of the hosts; otherwise the parameters of
+the run in `init_from`; otherwise random weights from `seed`. A damaged checkpoint is moved away and the next older one
+is used. `check` compares the configuration before the corpus is read, `check_resolved` compares everything before
+anything is compiled.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from mstrain.training.identity import (
     recorded_keys,
     refusal,
 )
-from mstrain.training.past import DAMAGED, Past, look, set_aside
+from mstrain.training.past import DAMAGED, Past, inspect_run_dir, set_aside
 from mstrain.training.run import Run
 
 DEFINES_BATCHES = ("seed", "batch", "seq", "corpus")  # facts of a checkpoint
@@ -42,18 +42,18 @@ FORMAT = 1  # of what a checkpoint holds; a reader refuses a higher one
 
 
 def check(config: RunConfig, job: Job) -> Past:
-    """What run_dir and init_from hold, before the corpus is read. Needs the devices, whose platform decides the dtype.
+    """Inspects run_dir and init_from before the corpus is read. Needs the devices, whose platform decides the dtype.
 
     Raises ValueError when the configuration is that of another run and `allow=` does not name the difference.
     """
-    past, allowed = look(Path(config.run_dir), job), _allowed(config)
+    past, allowed = inspect_run_dir(Path(config.run_dir), job), _allowed(config)
     now = _planned(config, past)
-    if past.checkpoints or (past.signs and config.checkpoint.local_dir):  # the hosts may have a newer one
+    if past.checkpoints or (past.signs and config.checkpoint.local_dir):  # the hosts may have newer local checkpoints
         _compare(config.run_dir, past.record, now, allowed)
         return past
     past.refuse_loss(config.run_dir, allowed)
     if config.init_from:
-        _check_source(config, look(Path(config.init_from), job), now)
+        _check_source(config, inspect_run_dir(Path(config.init_from), job), now)
     return past
 
 
@@ -62,7 +62,7 @@ def check_resolved(run: Run, past: Past) -> None:
     config, now, allowed = run.config, record.record_of(run), _allowed(run.config)
     if not past.checkpoints:
         if config.init_from:
-            _check_source(config, look(Path(config.init_from), run.job), now)
+            _check_source(config, inspect_run_dir(Path(config.init_from), run.job), now)
         return
     _compare(config.run_dir, past.record, now, allowed)
     found = differences(past.record, now, record.DEFAULTS) if past.record else []
@@ -74,7 +74,7 @@ def check_resolved(run: Run, past: Past) -> None:
 
 
 def tokenizer_of(config: RunConfig, past: Past) -> str:
-    """The value of tokenizer= to load: the copy in run_dir where the run's own is not on this machine."""
+    """The tokenizer= to load: the copy in run_dir if the run's own file is not on this machine."""
     copy = Path(config.run_dir) / TOKENIZER_FILE
     same = past.record is not None and past.record.config.get("tokenizer") == config.tokenizer
     built_in = config.tokenizer in ("bytes", "bpe") or config.data.source == "synthetic"
@@ -90,7 +90,7 @@ def finished_step(run: Run) -> int | None:
 
 
 def begin(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = None) -> tuple[State, int]:
-    """The state to start from and the number of steps it has behind it.
+    """The state to start from and its number of finished steps.
 
     Raises ValueError when there are checkpoints and none can be used.
     """
@@ -101,7 +101,7 @@ def begin(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = N
         damage = _damage(run.job, checkpoints.directory, step)
         if not damage:
             if step == 0:
-                _give_up_progress(run, look(Path(run.config.run_dir), run.job), DAMAGED)
+                _give_up_progress(run, inspect_run_dir(Path(run.config.run_dir), run.job), DAMAGED)
             if step != steps[0]:
                 lost = f"{steps[0] - step} steps since the good checkpoint of step {step}"
                 log(f"[yellow]Resume:[/] {lost} are repeated.")
@@ -114,8 +114,8 @@ def begin(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = N
         log(f"[yellow]Checkpoint {step} is damaged:[/] {'; '.join(damage[:3])}. It is now {place}.")
     if local and (found := local.resume(above=0)):
         return _announce_local(run, local, *found)
-    _give_up_progress(run, look(Path(run.config.run_dir), run.job))
-    if run.config.compile_cache:  # so that not even the first restart compiles anything
+    _give_up_progress(run, inspect_run_dir(Path(run.config.run_dir), run.job))
+    if run.config.compile_cache:  # so that the first restart compiles nothing
         compile_from_canonical(run.module)
     if run.config.init_from:
         return _from_another(run), 0
@@ -134,9 +134,9 @@ def _announce_local(
 
 
 def _give_up_progress(run: Run, past: Past, only: str | None = None) -> None:
-    """Moves what earlier attempts left out of the way of a start at step 0, where `allow=` permits it.
+    """Moves the files of earlier attempts away before a start at step 0, if `allow=` permits it.
 
-    With `only`, when that sign is among them: without damaged checkpoints, step 0 is where the run was killed.
+    With `only`, does so only if that file is present: without damaged checkpoints, the run was killed at step 0.
     """
     if past.signs and (only is None or only in past.signs):
         past.refuse_loss(run.config.run_dir, _allowed(run.config))
@@ -146,7 +146,7 @@ def _give_up_progress(run: Run, past: Past, only: str | None = None) -> None:
 
 
 def facts(run: Run) -> dict:
-    """What a checkpoint says of its run."""
+    """The facts that a checkpoint stores about its run."""
     return {
         "format": FORMAT,
         "seed": run.config.seed,
@@ -175,7 +175,7 @@ def _allowed(config: RunConfig) -> set[str]:
 
 
 def _planned(config: RunConfig, past: Past) -> Record:
-    """The record of the run as far as it is known before the corpus is read."""
+    """The part of the record that is known before the corpus is read."""
     dtype = record.dtype_name(dtype_on(jax.devices()[0].platform, config.dtype))
     mesh = config.mesh if config.mesh == "auto" else str(parse_mesh(config.mesh))
     keys = recorded_keys(dataclasses.replace(config, dtype=dtype, mesh=mesh))
@@ -189,7 +189,7 @@ def _compare(run_dir: str, before: Record | None, now: Record, allowed: set[str]
     if before is None:
         if NO_RECORD not in allowed:
             raise ValueError(
-                f"run_dir={run_dir} has checkpoints and no {record.RUN}, so nothing says whether they are of this "
+                f"run_dir={run_dir} has checkpoints and no {record.RUN}, so they may belong to another "
                 f"run. Type another run_dir=, or allow={NO_RECORD} if they are."
             )
         return
@@ -200,14 +200,14 @@ def _compare(run_dir: str, before: Record | None, now: Record, allowed: set[str]
 
 
 def _check_source(config: RunConfig, source: Past, now: Record) -> None:
-    """The model and tokenizer of init_from must be those of this run, or its weights mean something else."""
+    """Raises ValueError unless the model and tokenizer of init_from are those of this run."""
     allowed, place = _allowed(config), config.init_from
     if not source.checkpoints:
         raise ValueError(f"init_from={place} has no checkpoints. Type the run_dir of a run that has saved.")
     if source.record is None:
         if NO_RECORD not in allowed:
             raise ValueError(
-                f"init_from={place} has no {record.RUN}, so nothing says which model it trained. Type another run, "
+                f"init_from={place} has no {record.RUN}, so its model is unknown. Type another run, "
                 f"or allow={NO_RECORD} if its model and tokenizer are those of this run."
             )
         return

@@ -1,8 +1,8 @@
-"""Rolling back: after too many bad steps, from a checkpoint before them, past the batches they were made of.
+"""Rolls a run back: after too many bad steps, it resumes from an earlier checkpoint without the batches of these steps.
 
-Every rollback is a line of `rollbacks.jsonl`. The batches it names are skipped from then on: step k is made of the k-th
-batch that is not skipped. All skipped batches come after those of the restored checkpoint, so every attempt, restarted
-or not, sees the same batches. Checkpoints repeat the list, so that a lost file changes nothing.
+Every rollback is a line of `rollbacks.jsonl`. Its batches are skipped from then on: step k uses the k-th batch that is
+not skipped. All skipped batches come after those of the restored checkpoint, so all attempts use the same batches.
+Checkpoints repeat the list, so the run does not depend on the file.
 """
 
 import contextlib
@@ -23,7 +23,8 @@ FILE = "rollbacks.jsonl"
 
 
 def read_order(run: Run, saved: dict) -> BatchOrder:
-    """The order of `run`'s batches, by process 0's file and by `saved`, the facts of the checkpoint that is resumed.
+    """The order of the batches of `run`, from the file on process 0 and from `saved`, the facts of the restored
+    checkpoint.
 
     Raises ValueError when the file cannot be read.
     """
@@ -40,7 +41,7 @@ def read_order(run: Run, saved: dict) -> BatchOrder:
 
 
 def saved_facts(step: int, checkpoints: Checkpoints, local: LocalCheckpoints | None) -> dict:
-    """What the checkpoint of `step` says of its run, in `run_dir` or on the hosts; nothing for step 0."""
+    """The facts of the checkpoint of `step`, in `run_dir` or on the hosts; empty for step 0."""
     if step in checkpoints.steps:
         return checkpoints.facts(step)
     return local.facts(step) if local and step else {}
@@ -49,8 +50,8 @@ def saved_facts(step: int, checkpoints: Checkpoints, local: LocalCheckpoints | N
 def roll_back(
     run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None, order: BatchOrder, spike: Spike
 ) -> None:
-    """Removes the checkpoints since the first step of `spike` and records its batches, in this order: a run that is
-    killed in between makes the same steps and gets here again.
+    """Removes the checkpoints since the first step of `spike` and then records its batches. A run that is killed in
+    between repeats the same steps and rolls back again.
 
     Raises Stopped when there is no older checkpoint, when there were too many rollbacks, and when a file cannot be
     written or removed.
@@ -94,7 +95,7 @@ def _path(run: Run) -> Path:
 
 
 def _data(line: dict) -> dict:
-    """What defines the batches that `line` numbers."""
+    """The values that define the batches which `line` numbers."""
     return {name: line.get(name) for name in DEFINES_BATCHES}
 
 

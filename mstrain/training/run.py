@@ -1,4 +1,4 @@
-"""A run that is ready to train: what the loop and its hooks need. `mstrain.training.prepare` builds one."""
+"""A prepared run: everything that the training loop and its hooks need. `mstrain.training.prepare` builds it."""
 
 import dataclasses
 import functools

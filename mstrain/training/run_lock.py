@@ -1,4 +1,4 @@
-"""One trainer per run_dir: process 0 holds RUN_DIR/lock for its job."""
+"""Ensures one trainer per run_dir: process 0 holds the lock RUN_DIR/lock for its job."""
 
 import contextlib
 from collections.abc import Callable
@@ -11,17 +11,17 @@ from mstrain.job.lock import STALE_SECONDS, Lock, TakenOver
 from mstrain.training.stopped import Stopped
 
 FOLDER = "lock"
-WAIT_SECONDS = 2 * STALE_SECONDS  # that the other processes wait for process 0, whose predecessor may be a lost host
+WAIT_SECONDS = 2 * STALE_SECONDS  # for process 0, which may wait for the heartbeat of a lost host
 
 
 @contextlib.contextmanager
 def exclusive(run_dir: str, job: Job):
-    """Holds `run_dir` inside; yields a function that raises Stopped when another trainer has taken it over.
+    """Holds the lock of `run_dir`; yields a function that raises Stopped when another trainer has taken it over.
 
-    A folder that nothing else was written to is removed at the end.
+    A new folder without other files is removed at the end.
 
     Raises:
-      ValueError: another trainer is alive in `run_dir`, or it cannot be written.
+      ValueError: another trainer holds `run_dir`, or the folder cannot be written.
     """
     if not job.leads:
         job.all_gather(FOLDER, "", WAIT_SECONDS)
@@ -53,7 +53,7 @@ def checked(lock: Lock, run_dir: str) -> Callable[[], None]:
             lock.check()
         except TakenOver as holder:
             raise Stopped(_taken(run_dir, str(holder)), CONFIGURATION) from None
-        except OSError:  # a storage that fails says so when the checkpoint is written
+        except OSError:  # the next save reports a storage failure
             pass
 
     return check
@@ -61,8 +61,8 @@ def checked(lock: Lock, run_dir: str) -> Callable[[], None]:
 
 def _taken(run_dir: str, holder: str) -> str:
     return (
-        f"Another trainer has taken run_dir={run_dir} over: {holder}. The heartbeat of this one was silent for too "
-        "long, or its lock was deleted. It stops without another save"
+        f"Another trainer has taken run_dir={run_dir} over: {holder}. This one wrote no heartbeat for too long, or its "
+        "lock was deleted. It stops without another save"
     )
 
 
@@ -73,7 +73,8 @@ def _end(job: Job, reason: str) -> None:
 
 
 def _release(lock: Lock, absent: list[Path]) -> None:
-    """Releases, and removes the folders that were `absent` before (innermost first) when nothing else is in them."""
+    """Releases the lock. Removes the folders that were `absent` before (innermost first) if they have no other
+    files."""
     unused = bool(absent) and [path.name for path in absent[0].glob("*")] == [FOLDER]
     lock.release(delete=unused)
     with contextlib.suppress(OSError):

@@ -12,7 +12,7 @@ from mstrain.training.stopped import Stopped
 
 
 class Saver:
-    """Called as a hook: starts a save. One that fails is told at once, at the next, or by `finish`."""
+    """A hook that starts a save. A failed save is reported at once, at the next save, or by `finish`."""
 
     def __init__(
         self,
@@ -23,12 +23,12 @@ class Saver:
         local: LocalCheckpoints | None = None,
     ):
         self._run, self._checkpoints, self._check_lock, self._guard = run, checkpoints, check_lock, guard
-        self._allowed = run.config.checkpoint.max_failures
+        self._max_failures = run.config.checkpoint.max_failures
         self._failures, self._pending, self._local = 0, None, local
 
     def __call__(self, step: int, state: State) -> None:
-        """Raises ValueError when the tokens that the steps were made of are not those of their digest."""
-        if step > 0:  # the state of step 0 is made of no tokens
+        """Raises DamagedTokens when the tokens of the finished steps do not match their digest."""
+        if step > 0:  # step 0 uses no tokens
             self._run.corpus.verification.wait()
         self._settle()
         self._check_lock()
@@ -36,21 +36,21 @@ class Saver:
         self._attempt(step, lambda: self._checkpoints.save(step, state, run.module, run.optimizer, kept))
 
     def save_locally(self, step: int, state: State) -> None:
-        """A save to this host's own disk; that one fails is reported and stops nothing."""
+        """Saves to the local disk of this host. A failure is logged and does not stop the run."""
         assert self._local, "the schedule has no local saves without local_dir"
         self._run.corpus.verification.wait()
         self._check_lock()
         self._local.save(step, state, self._facts())
 
     def finish(self, step: int, state: State) -> None:
-        """Makes sure that the last `step` is on disk; raises Stopped when it cannot be saved."""
+        """Ensures that the last `step` is saved. Raises Stopped when it cannot be saved."""
         self.ensure(step, state)
         if self._local:
             self._local.finish(done=step == self._run.config.steps)
 
     def ensure(self, step: int, state: State) -> None:
-        """Returns when `step` is on disk; raises Stopped when it cannot be saved."""
-        for _ in range(2):  # the hook may just have tried in vain, and what it wrote is gone now
+        """Waits until `step` is saved. Raises Stopped when it cannot be saved."""
+        for _ in range(2):  # the hook's save may have failed, and its files are removed now
             if self._checkpoints.latest != step or self._pending is not None:
                 if self._pending is None:
                     self(step, state)
@@ -59,11 +59,12 @@ class Saver:
             newest = self._checkpoints.latest
             kept = "nothing is saved" if newest is None else f"the newest checkpoint is that of step {newest}"
             raise Stopped(
-                f"Step {step} could not be saved; {kept}. Make room or mend the folder, and type the same command."
+                f"Step {step} could not be saved; {kept}. Free some space or repair the folder, and type "
+                "the same command."
             )
 
     def _facts(self) -> dict:
-        """What a checkpoint keeps beside the state."""
+        """The facts that a checkpoint stores beside the state."""
         return {**facts(self._run), "guard": self._guard.history(), "skipped": self._guard.order.skipped}
 
     def _settle(self) -> None:
@@ -72,7 +73,7 @@ class Saver:
             step, self._pending = self._pending, None
             if self._attempt(step, self._checkpoints.wait, waiting=True):
                 self._failures = 0
-                if step > 0:  # step 0 must not pass for progress once there is some; see `mstrain.training.past`
+                if step > 0:  # step 0 is no longer needed; see `mstrain.training.past`
                     self._checkpoints.delete(0)
 
     def _attempt(self, step: int, action, waiting: bool = False) -> bool:
@@ -85,7 +86,7 @@ class Saver:
             self._run.job.log(
                 f"saving step {step} failed ({self._failures} in a row): {type(error).__name__}: {reason}"
             )
-            if self._failures >= self._allowed:
+            if self._failures >= self._max_failures:
                 raise Stopped(
                     f"Stopped: {self._failures} saves in a row failed, the last that of step {step}. Look at "
                     f"the disk that holds {self._run.config.run_dir} (full? read-only?), then type the same "

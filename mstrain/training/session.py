@@ -37,7 +37,7 @@ from mstrain.training.rollback import read_order, roll_back, saved_facts
 from mstrain.training.run import Run
 from mstrain.training.saver import Saver
 from mstrain.training.stopped import Stopped
-from mstrain.training.summary import summarise
+from mstrain.training.summary import summarize
 from mstrain.training.watchdog import Watchdog
 
 
@@ -98,7 +98,7 @@ def _attempt(
     assert done < run.config.steps, "finished_step has returned"
     guard = _guard(run, saved_facts(done, checkpoints, local), done, observers)
     saver = Saver(run, checkpoints, check_lock, guard, local)
-    if done == 0 and checkpoints.latest is None:  # before any sign of progress; see `mstrain.training.past`
+    if done == 0 and checkpoints.latest is None:  # before any file shows progress; see `mstrain.training.past`
         with run.goodput.spend("save"):
             saver.ensure(0, state)
     try:
@@ -136,7 +136,7 @@ def _train_from(run: Run, state: State, done: int, guard: Guard, saver: Saver, o
         )
         return STOPPED
     results = {"training_seconds": time.perf_counter() - begun, "bad_steps": guard.bad_steps}
-    summarise(run, state, evaluator, reporter, observers, results)
+    summarize(run, state, evaluator, reporter, observers, results)
     return FINISHED
 
 

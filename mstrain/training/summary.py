@@ -1,4 +1,4 @@
-"""What a finished run leaves: a table, the loss curve as a picture, a sampled continuation, summary.json."""
+"""Summarizes a finished run: a table, the loss curve, a text sample, summary.json."""
 
 import dataclasses
 import io
@@ -23,10 +23,10 @@ from mstrain.training.run import Run
 from mstrain.training.sample import sample
 
 
-def summarise(
+def summarize(
     run: Run, state: State, evaluator: Evaluator, reporter: Reporter, observers: BestEffort, measured: dict
 ) -> None:
-    """Prints and saves the results of a run that has reached its last step, `measured` (JSON values) among them."""
+    """Prints and saves the results of a finished run, including `measured` (JSON values)."""
     config, tokenizer = run.config, run.corpus.tokenizer
     model = smallest(config, run.module, run.chip)
     continuation = sample(config.sample, tokenizer, *model, state["params"], config.seed)
@@ -54,7 +54,7 @@ def summarise(
     table.add_row("validation loss", f"{evaluator.nats:.4f} nats/token")
     if evaluator.bits_per_byte is not None:
         table.add_row("", f"{evaluator.bits_per_byte:.3f} bits/byte")
-        table.add_row("unigram model", f"{evaluator.unigram_bits_per_byte:.3f} bits/byte (the best without context)")
+        table.add_row("unigram model", f"{evaluator.unigram_bits_per_byte:.3f} bits/byte (no context)")
     if per_second:
         table.add_row("throughput", f"{per_second:,.0f} tokens/s")
     table.add_row("training time", f"{results['training_seconds']:,.0f} s")
@@ -63,7 +63,7 @@ def summarise(
     restarts = f", {results['attempts'] - 1} restarts" if results["attempts"] > 1 else ""
     table.add_row("goodput", f"{results['goodput']:.1%} productive time{restarts} ({where})")
     if results["bad_steps"]:
-        table.add_row("bad steps", f"{results['bad_steps']}, noted in {directory / BAD_STEPS}")
+        table.add_row("bad steps", f"{results['bad_steps']}, listed in {directory / BAD_STEPS}")
     if failures := results["observer_failures"]:
         table.add_row("not written", ", ".join(f"{name} {count} times" for name, count in failures.items()))
     table.add_row("loss curve", str(directory / "loss.png"))
@@ -73,13 +73,13 @@ def summarise(
 
 
 def smallest(config: RunConfig, module: Transformer, chip: Chip | None) -> tuple[Transformer, int]:
-    """The model planned for as few sequences as its mesh allows with the parameters stored as they are."""
+    """The model planned for the fewest sequences that its mesh supports with the same parameter layout."""
     microbatch = config.batch // config.accumulate
     for sequences in range(1, microbatch):
         try:
             mesh = module.plan.mesh
             plan = make_plan(config.parallel, module.model, mesh, sequences, module.seq, chip)
-        except ValueError:  # does not divide over the mesh
+        except ValueError:  # the sequences do not divide over the mesh
             continue
         if plan == module.plan:
             return dataclasses.replace(module, plan=plan), sequences
@@ -87,7 +87,7 @@ def smallest(config: RunConfig, module: Transformer, chip: Chip | None) -> tuple
 
 
 def plot_loss(directory: Path, unigram: float) -> None:
-    """Draws training and validation loss from the run's own files into loss.png."""
+    """Plots training and validation loss from the files of the run into loss.png."""
     from matplotlib.figure import Figure  # here, as its import fails where no folder can be written
 
     figure = Figure(figsize=(7, 4), layout="tight")

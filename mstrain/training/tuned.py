@@ -1,4 +1,4 @@
-"""tune=compile for a run: its request to the planner, and the run with the answer."""
+"""Applies tune=compile to a run: calls the planner and replaces mesh and slice count by its result."""
 
 import dataclasses
 

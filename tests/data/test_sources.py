@@ -202,7 +202,7 @@ def test_a_file_that_cannot_be_read_is_refused_and_not_half_read(tmp_path, monke
 
 
 @pytest.mark.parametrize("content, message", [
-    (None, "is no file or folder.*perhaps .*corpus2.txt"), (b"", "all 1 files are empty"),
+    (None, "is not a file or folder.*perhaps .*corpus2.txt"), (b"", "all 1 files are empty"),
     (b"\xff", "not UTF-8, first: corpus.txt"), (b"x", "the validation split holds"),
 ])
 def test_a_corpus_without_text_is_refused(tmp_path, content, message):

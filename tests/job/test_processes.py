@@ -143,8 +143,9 @@ def test_the_death_of_process_0_is_named_however_busy_the_others_are(tmp_path):
     run = tmp_path / "new" / "run"
     command = [sys.executable, "-c", BUSY]
     job = Job(tmp_path, [f"run_dir={run}"], 3, present=[0, 2], command=command)
-    assert job.wait_for(lambda: listening(job)), job.output[-4000:]
-    assert stat.S_IMODE(secret_file(run, f"127.0.0.1:{job.port}").stat().st_mode) == 0o600
+    secret = secret_file(run, f"127.0.0.1:{job.port}")
+    assert job.wait_for(lambda: listening(job) and secret.exists()), job.output[-4000:]
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     silent = []
     for seed in range(200):
         attack(("127.0.0.1", job.port), seed, silent)

@@ -31,7 +31,7 @@ from mstrain.training.identity import (
     refusal,
     refused,
 )
-from mstrain.training.past import BY_STEP, SIGNS, look
+from mstrain.training.past import BY_STEP, SIGNS, inspect_run_dir
 from mstrain.training.resume import check_resolved
 from mstrain.training.session import train
 from tests.training.runs import lines, make
@@ -132,7 +132,7 @@ def test_any_run_json_is_compared_or_refused_with_the_fix(tmp_path_factory, cont
     folder.mkdir(exist_ok=True)
     (folder / record.RUN).write_bytes(content)
     try:
-        found = look(folder, ALONE).record
+        found = inspect_run_dir(folder, ALONE).record
     except ValueError as error:
         assert "run_dir=" in str(error)
     else:
@@ -146,7 +146,7 @@ def test_progress_without_a_checkpoint_is_a_loss_that_must_be_named(sign, tmp_pa
     else:
         text = json.dumps(record.to_json(BEFORE)) if sign == record.RUN else '{"step": 7}\n'
         (tmp_path / sign).write_text(text)
-    past, steps = look(tmp_path, ALONE), 7 if sign in (*BY_STEP, "damaged") else 0
+    past, steps = inspect_run_dir(tmp_path, ALONE), 7 if sign in (*BY_STEP, "damaged") else 0
     assert past.signs == [sign] and past.steps == steps
     with pytest.raises(ValueError, match=f"{sign}.*allow=lost_steps:{steps} to start"):
         past.refuse_loss("r", {"lost_steps:6"} if steps else set())
@@ -157,7 +157,7 @@ def test_files_that_no_run_wrote_are_no_signs(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     (tmp_path / "eval.jsonl").write_text("not JSON")
     (tmp_path / "damaged").symlink_to("/")
-    assert look(tmp_path, ALONE).signs == []
+    assert inspect_run_dir(tmp_path, ALONE).signs == []
 
 
 def test_lines_that_are_missing_are_named(tmp_path):
@@ -238,7 +238,7 @@ def test_a_copied_run_dir_has_its_tokenizer_and_its_history(tmp_path, monkeypatc
     run = make(copied, "log_every=2", *words)
     shown = io.StringIO()
     run = dataclasses.replace(run, console=Console(file=shown, width=300))
-    check_resolved(run, look(copied, ALONE))
+    check_resolved(run, inspect_run_dir(copied, ALONE))
     assert "log_every: 1 recorded, 2 now" in shown.getvalue()
     assert train(run) == 0 and len(lines(copied)) == 2
     attempts = lines(copied, "history.jsonl")
