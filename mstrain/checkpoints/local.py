@@ -1,14 +1,15 @@
-"""Frequent saves to a disk (or memory, such as /dev/shm) of every host, beside the rarer ones in the run directory.
+"""Frequent saves to a local disk (or memory, such as /dev/shm) of every host, in addition to those in the run
+directory.
 
-Every host writes the shards of its own devices as they are, with a manifest. A restart takes the newest step of which
-every shard is found, on its own host or as a data-parallel copy on another one, provided it is newer than the newest
-checkpoint of the run directory. A host that lost its disk gets its shards from the copies, by a collective. On another
-mesh, or when a lost shard has no copy, the run directory's checkpoint is used.
+Every host writes the shards of its own devices, with a manifest. A restart uses the newest step of which every shard is
+found, on its own host or as a data-parallel replica on another one, if it is newer than the newest checkpoint of the
+run directory. A host that lost its disk receives its shards from replicas by a collective. On another mesh, or when a
+lost shard has no replica, the run directory's checkpoint is used.
 
-Why not Orbax's emergency checkpoint manager (tried with two CPU processes and Orbax 0.12.8): the first replica never
-saves locally, so on mesh 2x2x2 losing the disk of the second host lost every local step although the first host was
-whole; without replicas (mesh 1x2x4) nothing is saved locally; and its local files carry no digests of their contents.
-Its peer-to-peer manager is not in Orbax 0.11.
+Orbax's emergency checkpoint manager is not used (tried with two CPU processes and Orbax 0.12.8): the first replica
+never saves locally, so on mesh 2x2x2 losing the disk of the second host lost every local step although the first host
+was intact; without replicas (mesh 1x2x4) nothing is saved locally; and its local files carry no digests of their
+contents. Its peer-to-peer manager is not in Orbax 0.11.
 """
 
 import concurrent.futures
@@ -66,13 +67,13 @@ class LocalCheckpoints:
         self._settle()
         own = self._saves()
         newest = self._job.all_gather("local save", str(max(own, default=0)))
-        for old in own.keys() - {min(map(int, newest)), max(own, default=0)}:  # that of all hosts, and this one's
+        for old in own.keys() - {min(map(int, newest)), max(own, default=0)}:  # the newest of all hosts and of this one
             shutil.rmtree(self._folder / str(old), ignore_errors=True)
         host = shards.to_host(jax.tree.leaves(state))
         self._writing = step, self._thread.submit(self._write, step, host, facts)
 
     def resume(self, above: int) -> tuple[State, int, list[int]] | None:
-        """The newest state that can be had, its step, and the processes whose shards came from copies.
+        """The newest restorable state, its step, and the processes whose shards came from replicas.
 
         None when there is none after step `above`.
         """
@@ -92,7 +93,7 @@ class LocalCheckpoints:
         try:
             text = (self._folder / str(step) / SAVE).read_text()
         except OSError:
-            text = ""  # this host lost its disk
+            text = ""  # this host has lost its disk
         found = next(filter(None, self._job.all_gather("local facts", text)), "{}")
         return json.loads(found).get("facts", {})
 
@@ -109,7 +110,7 @@ class LocalCheckpoints:
                 shutil.rmtree(self._folder / str(later), ignore_errors=True)
 
     def finish(self, done: bool) -> None:
-        """Waits for the last save; removes all that the run left on this host when it is `done`."""
+        """Waits for the last save. Removes all local files of the run on this host when it is `done`."""
         self._settle()
         if done:
             shutil.rmtree(self._folder.parent, ignore_errors=True)

@@ -1,6 +1,6 @@
 """Checksums of a folder's files, written into the folder before it appears under its final name.
 
-Orbax checks that a checkpoint is complete and TensorStore some of its own indices; neither would notice a
+Orbax checks that a checkpoint is complete, and TensorStore checks some of its own indices. Neither detects a
 flipped bit in an array. Every process digests the files that it wrote (`write_part`), all at the same time;
 process 0 joins these parts (`join`) and digests what is left: indices and metadata, a few kilobytes.
 """

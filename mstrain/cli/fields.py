@@ -1,4 +1,4 @@
-"""What the fields of a config dataclass are: keys, types, choices, defaults, and the sentence under each field."""
+"""Reads the fields of a config dataclass: keys, types, defaults, and the documentation under each field."""
 
 import ast
 import dataclasses
@@ -91,7 +91,7 @@ def default_of(field: dataclasses.Field):
 
 @functools.cache
 def field_docs(kind: type) -> dict[str, str]:
-    """What each field of the dataclass `kind` means, as one line of text; inherited fields included.
+    """The documentation of each field of the dataclass `kind`, as one line of text; inherited fields included.
 
     It is the string under the field, or the field's entry below `Attributes:` in the class's docstring.
     """

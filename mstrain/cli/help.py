@@ -1,4 +1,4 @@
-"""What --help prints: every key with its type, default, choices and the sentence under its field."""
+"""The output of --help: every key with its type, default and documentation."""
 
 import dataclasses
 import textwrap
@@ -12,10 +12,10 @@ from mstrain.cli.fields import default_of, field_docs, is_config, types_of
 WIDTH = 110
 TYPES = {int: "int", float: "float", bool: "true|false", str: "text", type(None): "null"}
 OPTIONS = """Options:
-  -h, --help         this page
+  -h, --help         print this page
   --cfg job          print the composed configuration and exit
-  --config-dir DIR   find groups in DIR, too: DIR/model/mine.yaml is model=mine
-  -m, --multirun     run every combination of values separated by commas, each in a folder of its own
+  --config-dir DIR   also find groups in DIR: DIR/model/mine.yaml is model=mine
+  -m, --multirun     run every combination of comma-separated values, each in its own folder
   --version          print the version"""
 
 
@@ -36,7 +36,7 @@ def describe_keys(kind: type, name: str) -> list[str]:
 
 
 def defaults_of(kind: type, name: str) -> dict:
-    """What a command without keys takes; the fields' own defaults where some key must be given."""
+    """The defaults of a command; those of the fields if some key is required."""
     try:
         return dataclasses.asdict(compose(kind, name, []))
     except ValueError:

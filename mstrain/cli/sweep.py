@@ -1,4 +1,4 @@
-"""--multirun: every combination of swept values, one process and one folder each, and a table at the end."""
+"""--multirun: runs every combination of values in its own process and folder, and prints a table."""
 
 import csv
 import itertools

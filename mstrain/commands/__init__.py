@@ -1,4 +1,4 @@
-"""The commands: key=value arguments in, exit code out. Each imports what it needs when it runs."""
+"""The commands. Each maps key=value arguments to an exit code and imports its modules when it runs."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""Runs train on several hosts, again after failures, and on the hosts that are left when one is lost."""
+"""Runs train on several hosts, restarts it after failures, and continues without hosts that are lost."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from mstrain.training import json_lines
 from mstrain.training.elastic import largest_layout
 from mstrain.training.record import HISTORY, checkpoint_steps
 
-PLACE = ("coordinator", "processes", "process")
+PROCESS_KEYS = ("coordinator", "processes", "process")
 LAYOUT = ("mesh", "accumulate")
 
 
@@ -24,8 +24,8 @@ def load_config(arguments: list[str]) -> SuperviseConfig:
     """The keys of supervise among `arguments`; raises ValueError with the fix."""
     types = typing.get_type_hints(SuperviseConfig)
     given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
-    if placed := [key for key in PLACE if key in given]:
-        raise ValueError(f"supervise sets {placed[0]}= itself. Leave it out.")
+    if placed := [key for key in PROCESS_KEYS if key in given]:
+        raise ValueError(f"supervise sets {placed[0]}= itself. Remove it.")
     own = {key: value if types[key] is str else yaml.safe_load(value) for key, value in given.items() if key in types}
     return build(SuperviseConfig, own)
 
@@ -34,14 +34,15 @@ def main(arguments: list[str]) -> int:
     config, own = load_config(arguments), typing.get_type_hints(SuperviseConfig)
     hosts, words = config.names, [argument for argument in arguments if argument.partition("=")[0] not in own]
     run = train.load_config(words)
-    largest_layout(run, len(hosts), len(hosts))  # refuses what no number of hosts could run
+    largest_layout(run, len(hosts), len(hosts))  # checks the command for all hosts
 
     def lines(usable: list[str]) -> list[str]:
         layout = largest_layout(run, len(hosts), len(usable))
         log(f"starting on {layout}")
         changed = layout.keys if layout.hosts < len(hosts) else []
         kept = [word for word in words if not changed or word.partition("=")[0] not in LAYOUT]
-        return [_line([*kept, *changed, *_place(config, usable[0], layout.hosts, i)]) for i in range(layout.hosts)]
+        places = [_process_keys(config, usable[0], layout.hosts, i) for i in range(layout.hosts)]
+        return [_line([*kept, *changed, *place]) for place in places]
 
     return Supervisor(config, lines, lambda: newest_step(Path(run.run_dir)), log).run()
 
@@ -61,7 +62,7 @@ def newest_step(run_dir: Path) -> int | None:
     return None
 
 
-def _place(config: SuperviseConfig, coordinator: str, processes: int, process: int) -> list[str]:
+def _process_keys(config: SuperviseConfig, coordinator: str, processes: int, process: int) -> list[str]:
     if processes == 1:
         return []
     host = f"[{coordinator}]" if ":" in coordinator else coordinator

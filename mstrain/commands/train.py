@@ -16,7 +16,7 @@ def load_config(arguments: list[str]) -> RunConfig:
 
 
 def _recorded(arguments: list[str]) -> list[str]:
-    """`run_dir=` alone resumes the run that is there."""
+    """Arguments from the record in run_dir, so that `run_dir=` alone resumes a run."""
     if not any(argument.startswith("run_dir=") for argument in arguments):
         return []
     from mstrain.training.record import recorded_overrides
@@ -57,7 +57,7 @@ def help_lines(_: list[str]) -> list[str]:
 
 
 def results(run_dir: Path) -> dict[str, str]:
-    """What a finished run leaves in summary.json, for the table of a sweep."""
+    """Columns of a sweep's table from the summary.json of a finished run."""
     try:
         summary = json.loads((run_dir / "summary.json").read_text())
     except (OSError, ValueError):

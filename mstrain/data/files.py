@@ -110,7 +110,7 @@ class JsonLines:
             yield Document(where, size, [text])
 
     def _other_field(self, record: object) -> str:
-        """Names the key that was probably meant. Only short keys: the message is for a terminal."""
+        """Suggests the key that was probably meant, among keys that are short enough for a message."""
         items = record.items() if isinstance(record, dict) else ()
         keys = [key for key, value in items if isinstance(value, str) and len(key) < 40]
         return f" (type data.field={printable(nearest(self._field, keys))}?)" if keys else ""

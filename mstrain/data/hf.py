@@ -14,7 +14,7 @@ _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow":
 
 
 class HuggingFace:
-    """One document per row. Raises ValueError when the dataset, split or column cannot be had."""
+    """One document per row. Raises ValueError when the dataset, split or column is not available."""
 
     unit: str = "rows"
 
@@ -93,7 +93,7 @@ def _load(config: DataConfig, contents: str | None) -> tuple[Any, str | None]:
                                   f"data.revision={config.revision}")
         builder.download_and_prepare()
         return builder.as_dataset(), commit
-    # The library raises types of its own, of pyarrow and of its HTTP client; to a person all say the same.
+    # The library raises its own exceptions, those of pyarrow and those of its HTTP client.
     except Exception as error:
         raise ValueError(f"cannot load the dataset data.path={config.path} ({type(error).__name__}: "
                          f"{error.__cause__ or error}): check the name and the network, or give a local "

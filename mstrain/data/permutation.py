@@ -2,7 +2,7 @@
 
 An unbalanced Feistel network permutes the next power of two; indices that leave range(n) walk along their
 cycle until they return (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Fewer than half
-of the values lie outside, so the expected number of evaluations per index is below two.
+of the values are outside, so the expected number of evaluations per index is below two.
 """
 
 import numpy as np

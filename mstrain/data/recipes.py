@@ -1,4 +1,4 @@
-"""How each kind of source becomes two token files in a folder, streaming: no split is ever held in memory."""
+"""Writes the two token files of each kind of source by streaming, without holding a split in memory."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ _BPE_VOCAB = 8192
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How to make one corpus: its name in the cache, and a function that writes it and returns warnings."""
+    """Makes one corpus: its name in the cache, and a function that writes it and returns warnings."""
 
     fingerprint: str
     tokenizer: Tokenizer | None
@@ -67,7 +67,7 @@ def text_recipe(config: DataConfig, spec: str, vocab_size: int | None) -> Recipe
     tokenizer = None if spec == "bpe" else load_tokenizer(spec)
     source, cache = _source(config), Path(config.cache_dir).expanduser()
     contents = source.fingerprint(cache)
-    limit = config.max_skipped if config.source == "jsonl" else 1.0  # a folder of texts may hold pictures
+    limit = config.max_skipped if config.source == "jsonl" else 1.0  # a folder of texts may contain images
     identity = f"bpe {vocab_size}" if tokenizer is None else tokenizer.digest
 
     def write(folder: Path, on_progress: Callable[[int], None]) -> list[str]:

@@ -2,8 +2,8 @@
 
 Layout: a header of 4096 bytes (one JSON object, padded with spaces, so `head -c 4096` shows it), then the `num_tokens`
 little-endian uint16 (uint32 above 65536 tokens of vocabulary). The header has a checksum of itself and a digest of the
-tokens. Tokens are read into buffers and never memory-mapped: a file that shrinks while it is read raises an error,
-where a map would end the process with SIGBUS.
+tokens. Tokens are read into buffers and never memory-mapped: a file that is truncated while it is read raises an
+error, but a memory map would end the process with SIGBUS.
 """
 
 import dataclasses
@@ -130,7 +130,7 @@ class TokenFile:
             try:
                 replaced = not os.path.samestat(os.stat(self.path), now)
             except FileNotFoundError:
-                return  # removed, but still open: its tokens are what they were
+                return  # removed, but still open: its tokens are unchanged
             if replaced:
                 raise self._changed("replaced")
 
@@ -149,7 +149,7 @@ class TokenWriter:
         self.num_tokens = self.num_documents = self.text_bytes = 0
 
     def append(self, ids: np.ndarray, text_bytes: int = 0) -> None:
-        """Append token ids [n] of any integer dtype that stand for `text_bytes` bytes of text."""
+        """Appends token ids [n] of any integer dtype, made from `text_bytes` bytes of text."""
         data = np.ascontiguousarray(ids, self._dtype).data
         self._digest.update(data)
         self._file.write(data)
@@ -181,5 +181,5 @@ class TokenWriter:
 
 
 def _new_digest(dtype: np.dtype):
-    """Of tokens as bytes: the dtype is part of it, since two uint16 have the bytes of one uint32."""
+    """A hash of tokens as bytes. It includes the dtype, because two uint16 have the same bytes as one uint32."""
     return hashlib.blake2b(digest_size=16, person=b"" if dtype.itemsize == 2 else dtype.name.encode())

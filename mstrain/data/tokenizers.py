@@ -99,7 +99,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     path = Path(spec).expanduser()
     if path.is_file():
         return _load(spec, lambda: path, "give a tokenizer.json")
-    # A misspelt word is refused here: asking the Hub for it without a network takes half a minute of retries.
+    # A misspelled word is refused here, because a request to the Hub without a network takes half a minute of retries.
     meant = difflib.get_close_matches(spec.lower(), ("bytes", "bpe"), n=1, cutoff=0.75)
     if meant or path.suffix == ".json" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", spec):
         fix = f"tokenizer={meant[0]}" if meant else "tokenizer=bytes, tokenizer=bpe or a file that exists"

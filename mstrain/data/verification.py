@@ -74,7 +74,7 @@ class Verification:
 def remove_folder(directory: Path, files: Iterable[TokenFile] = ()) -> None:
     """Removes a damaged folder of the cache, a link or a file of that name, unless it no longer holds `files`.
 
-    Of several processes that find the damage, one removes it; a folder that another has made anew is left alone.
+    If several processes find the damage, one of them removes the folder. A folder that was made again is kept.
     """
     for file in files:
         with contextlib.suppress(OSError):

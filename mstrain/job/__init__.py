@@ -1,1 +1,1 @@
-"""The processes of a run: rendezvous, messages, barriers, preemption."""
+"""The processes of a run: rendezvous, messages, barriers, locks, preemption."""

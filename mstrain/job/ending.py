@@ -1,4 +1,4 @@
-"""Ends the process from any thread, whatever the main thread waits for, and first gives back what others wait for."""
+"""Ends the process from any thread, even while the main thread is blocked, after running cleanups."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import threading
 import typing
 from collections.abc import Callable
 
-CLEANUP_SECONDS = 5  # a storage that hangs must not keep a process from its end
+CLEANUP_SECONDS = 5  # storage that hangs must not prevent the exit
 
 _cleanups: list[Callable[[], None]] = []
 

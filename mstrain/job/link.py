@@ -9,7 +9,7 @@ import typing
 
 from mstrain.job.seal import Seal
 
-SEND_SECONDS = 10.0  # for one message; a peer that reads nothing for longer is lost
+SEND_SECONDS = 10.0  # for one message; a peer that reads nothing for longer counts as lost
 BLOCK = 2**16  # bytes read at once
 
 
@@ -18,11 +18,11 @@ class Link:
 
     def __init__(self, connection: socket.socket, seal: Seal):
         self.socket, self.seal = connection, seal
-        self.arrived: list[bytes] = []  # contents received and not yet taken
+        self.arrived: list[bytes] = []  # received contents that are not yet parsed
         self._lock = threading.Lock()
 
     def send(self, message: dict) -> None:
-        """Sends. The reader notices a peer that is gone."""
+        """Sends a message. The reading thread detects a closed connection."""
         content = json.dumps(message, allow_nan=False).encode()
         with self._lock:
             try:
@@ -31,8 +31,8 @@ class Link:
                 self.close()
 
     def receive(self) -> list[bytes] | None:
-        """Contents that have arrived, for `parse`; waits up to the socket's timeout. None when the peer is gone or
-        sends bytes that it did not authenticate."""
+        """Contents that have arrived, for `parse`; waits up to the socket's timeout. None when the connection is closed
+        or the bytes are not authenticated."""
         try:
             data = self.socket.recv(BLOCK)
             return self.seal.unwrap(data) if data else None
@@ -42,7 +42,7 @@ class Link:
             return None
 
     def receive_message(self, deadline: float) -> dict:
-        """The next message. Raises OSError when the peer is gone or time is up, ValueError from `parse`."""
+        """The next message. Raises OSError when the connection is closed or at `deadline`, ValueError from `parse`."""
         while not self.arrived:
             self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
             contents = self.receive()

@@ -1,14 +1,14 @@
-"""One holder of a folder, on any storage that all hosts see.
+"""An exclusive lock of a folder on storage that all hosts share.
 
-FOLDER/N.json is the record of the N-th holder, and the record with the highest number decides. Whoever wants the folder
-creates record N + 1 exclusively (O_CREAT | O_EXCL, which NFS 3 and later and gcsfuse keep atomic across hosts), and
-only when record N is released or its holder is dead; of several contenders one creates it. Numbers only grow: a
-contender that acts on an old record finds a higher number and withdraws. A holder that was taken for dead finds its
-record gone and must stop. Neither flock nor fcntl is used, since network storages ignore them.
+FOLDER/N.json is the record of the N-th holder. The record with the highest number is valid. A process acquires the lock
+by creating record N + 1 exclusively (O_CREAT | O_EXCL, which is atomic across hosts on NFS 3 and later and on gcsfuse),
+and only when record N is released or its holder is dead. Only one of several processes can create it. Numbers only
+increase: a process that acts on an old record finds a higher number and retries. A holder that was wrongly considered
+dead finds its record removed and must stop. flock and fcntl are not used, because network storage often ignores them.
 
-A holder on this machine is dead when no process has its id and start time. A holder elsewhere is dead when its
-heartbeat has not changed for STALE_SECONDS while this process looked; no clocks are compared. An earlier attempt of the
-same SLURM job is dead, as SLURM starts no attempt before the last one has ended.
+A holder on this machine is dead when no process has its id and start time. A holder on another machine is dead when its
+heartbeat does not change for STALE_SECONDS while this process watches; clocks are not compared. An earlier attempt of
+the same SLURM job is dead, because SLURM starts an attempt only after the previous one has ended.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from mstrain.job.lock_record import Holder, Record, runs
 
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 45.0
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 
 
 class TakenOver(Exception):
@@ -53,7 +53,8 @@ class Lock:
     def acquire(self) -> None:
         """Returns when this process holds the folder.
 
-        Raises BlockingIOError naming the holder when that one is alive, OSError when the folder cannot be written.
+        Raises BlockingIOError, which names the holder, when that one is alive, OSError when the folder cannot be
+        written.
         """
         heartbeat = _Heartbeat(self._stale_seconds, self._announce_wait)
         while True:
@@ -66,7 +67,7 @@ class Lock:
             if alive is False and self._create(number + 1):
                 threading.Thread(target=self._beat, name="lock", daemon=True).start()
                 return
-            time.sleep(min(LOOK_SECONDS, self._beat_seconds))
+            time.sleep(min(POLL_SECONDS, self._beat_seconds))
 
     def check(self) -> None:
         """Raises TakenOver when this process has lost the folder. Records that somebody deleted are written again."""
@@ -75,9 +76,9 @@ class Lock:
             self._create(self._number)
 
     def release(self, delete: bool = False) -> None:
-        """Lets the next holder in, with `delete` without a trace. Does nothing unless this process holds the folder."""
+        """Releases the lock, and deletes its files with `delete`. Does nothing unless this process holds the folder."""
         self._over.set()
-        self._writing.acquire(timeout=self._beat_seconds)  # the heartbeat may wait for a storage that hangs
+        self._writing.acquire(timeout=self._beat_seconds)  # the heartbeat may wait for storage that hangs
         number, self._number = self._number, 0
         with contextlib.suppress(OSError, TakenOver):
             if number and self._holds(number):
@@ -160,11 +161,11 @@ class Lock:
             except TakenOver as taken:
                 self._lost(str(taken))
                 return
-            except OSError:  # a storage that fails costs at most the lock, never the run
+            except OSError:  # a storage failure may lose the lock but must not stop the run
                 continue
 
     def _write(self, number: int, released: bool = False) -> None:
-        """Writes the record in place: its length never changes, so a full disk does not matter."""
+        """Writes the record in place. Its length is constant, so this also works on a full disk."""
         with open(self._path(number), "r+b", buffering=0) as file:
             file.write(self._me.content(self._beats, released))
             os.fsync(file.fileno())
@@ -181,7 +182,7 @@ class Lock:
 
 
 class _Heartbeat:
-    """Watches a holder on another machine, whose process cannot be asked for."""
+    """Watches the heartbeat of a holder on another machine."""
 
     def __init__(self, stale_seconds: float, announce: Callable[[Holder | None], None]):
         self._stale_seconds, self._announce = stale_seconds, announce
@@ -189,7 +190,7 @@ class _Heartbeat:
         self._since = 0.0
 
     def __call__(self, record: Record) -> bool | None:
-        """True when it beats, False when it has been silent for long enough, None when that is not known."""
+        """True when the heartbeat changes, False when it is stale, None while that is not known."""
         last, self._last = self._last, record
         if last and record.raw == last.raw:
             return False if time.monotonic() - self._since >= self._stale_seconds else None

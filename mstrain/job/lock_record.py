@@ -1,4 +1,4 @@
-"""Who holds a lock: what its record says, and whether a holder on this machine is alive."""
+"""The record of a lock's holder, and whether a holder on this machine is alive."""
 
 import dataclasses
 import datetime
@@ -13,11 +13,11 @@ LONGEST = 8192  # bytes of a record
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-    """Who holds the folder.
+    """The process that holds the folder.
 
     Attributes:
       token: different for every holder.
-      machine: boot and process namespace: where they are equal, process ids mean the same; empty when unknown.
+      machine: boot id and process namespace. Process ids are comparable where both are equal; empty when unknown.
       started: start time of the process in clock ticks since boot; empty when unknown.
       path: of the lock's folder, as the holder sees it.
       job, attempt: SLURM's job id, empty outside of SLURM, and how often SLURM has restarted it.
@@ -98,7 +98,7 @@ def runs(holder: Holder) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # somebody else's process
+        pass  # a process of another user
     state, started = _process(holder.pid)
     return state not in ("Z", "X") and started in ("", holder.started)
 

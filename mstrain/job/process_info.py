@@ -1,8 +1,8 @@
-"""Which process of a job this one is.
+"""Finds the index of this process in its job.
 
-The answer comes from, in this order: the keys coordinator=, processes= and process=; the variables
+Sources, in this order: the keys coordinator=, processes= and process=; the variables
 JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID (launch/jobset.yaml sets them); what JAX detects
-of a TPU pod, SLURM or Kubernetes. Without any of them a run has one process.
+in a TPU pod, SLURM or Kubernetes. Without any of them, a run has one process.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 @dataclasses.dataclass(frozen=True)
 class ProcessInfo:
-    """`process` of `processes`, which meet at `coordinator` (HOST:PORT of process 0)."""
+    """Process `process` of `processes`, which join at `coordinator` (HOST:PORT of process 0)."""
 
     coordinator: str
     processes: int
@@ -40,14 +40,14 @@ class ProcessInfo:
 def find_process(
     coordinator: str | None, processes: int | None, process: int | None
 ) -> tuple[ProcessInfo | None, list[int] | None]:
-    """This process's place, None in a run of one; the indices of the devices it may use, None for all."""
+    """This process, None in a run of one process; and the indices of the devices it may use, None for all."""
     given = {"coordinator": coordinator, "processes": processes, "process": process}
     if coordinator is not None and processes is not None and process is not None:
         return ProcessInfo(coordinator, processes, process), None
     if any(value is not None for value in given.values()):
         lacking = ", ".join(f"{name}=" for name, value in given.items() if value is None)
         raise ValueError(
-            f"coordinator=, processes= and process= belong together. Type {lacking} too "
+            f"coordinator=, processes= and process= must be given together. Type {lacking} too "
             "(such as coordinator=10.0.0.1:8476 processes=2 process=0)."
         )
     values = [os.environ.get(name, "") for name in VARIABLES]
@@ -57,7 +57,7 @@ def find_process(
         except ValueError as error:
             found = dict(zip(VARIABLES, values, strict=True))
             raise ValueError(f"The environment has {found}: {error}") from None
-    from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize() itself asks
+    from jax._src.clusters import ClusterEnv  # as in jax.distributed.initialize()
 
     found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, 60)
     coordinator, processes, process, devices = found

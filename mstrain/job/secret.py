@@ -69,9 +69,9 @@ def read_secret(run_dir: str | Path, coordinator: str) -> bytes | None:
 
 def _read(path: Path) -> bytes | None:
     try:
-        with os.scandir(path.parent):  # opening a folder makes NFS forget that a file was missing
+        with os.scandir(path.parent):  # opening the folder makes NFS look for the file again
             pass
-        # Neither a link nor a named pipe of somebody else is followed or waited for.
+        # Does not follow links and does not wait for named pipes of other users.
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
@@ -87,7 +87,7 @@ def _remove(path: Path, secret: bytes, made: list[Path]) -> None:
     with contextlib.suppress(OSError):
         if _read(path) == secret:  # a job started later may have replaced it
             path.unlink()
-        for parent in made:  # a configuration that is refused later leaves no folder behind
+        for parent in made:  # an invalid configuration must not leave a folder behind
             parent.rmdir()
 
 

@@ -42,7 +42,7 @@ def test_keys_come_before_the_environment(monkeypatch):
 
 @pytest.mark.parametrize("given", [("a:1", None, None), ("a:1", 2, None), (None, 2, 0), (None, None, 0)])
 def test_keys_belong_together(given):
-    with pytest.raises(ValueError, match="belong together. Type "):
+    with pytest.raises(ValueError, match="must be given together. Type "):
         find_process(*given)
 
 
