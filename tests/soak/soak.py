@@ -121,7 +121,7 @@ class Soak:
             job = self._start(folder, mesh, kind, attempt)
             died = tally.killed < allowed and self._kill(job, folder / "run", self._random.choice(MOMENTS))
             codes = job.wait(PATIENCE)
-            began = re.search(r"Resume after step (\d+)( from the hosts' own)?", job.output)
+            began = re.search(r"(?:Resume after step|has all) (\d+)( from the hosts' own)?", job.output)
             if began or not died:
                 step, is_local = (int(began[1]), bool(began[2])) if began else (None, False)
                 assert step == newest or (is_local and step > (newest or 0)), (newest, job.output[-3000:])
