@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-# What JAX sees from this worker. It ends with the reason when that is no TPU.
+# What JAX sees from this worker. Prints the reason and fails when that is not a TPU.
 check='
 import sys
 

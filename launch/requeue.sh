@@ -2,7 +2,7 @@
 
 # Puts the job back into the queue after `code`, when that helps: after 85 (stopped and saved) always; after 75 (restart) or
 # a death by a signal, unless that was failure number MAX_RESTARTS + 1 in a row (20). A job that ran for an hour
-# (LONG_SECONDS) before it failed begins to count anew.
+# (LONG_SECONDS) before it failed resets the count.
 requeue_after() {
     local code=$1 file=mstrain-${SLURM_JOB_ID:-}.failures failures=0
     if [[ -z ${SLURM_JOB_ID:-} ]]; then  # not a batch job

@@ -23,7 +23,7 @@ def to_canonical(module: Transformer, optimizer: optax.GradientTransformation):
 
 
 def canonical_targets(module: Transformer, optimizer: optax.GradientTransformation | None = None):
-    """Abstract canonical state, spread over the devices; without an optimizer, its parameters alone."""
+    """Abstract canonical state, spread over the devices; without an optimizer, only its parameters."""
     state: State = {"params": parameters.canonical_shapes(module)}
     if optimizer:
         state["step"] = jax.ShapeDtypeStruct((), "int32")

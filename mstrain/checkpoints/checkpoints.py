@@ -145,12 +145,13 @@ class Checkpoints:
         return map_copies(lambda tree: parameters.from_canonical_in_turn(module, tree), canonical, optimizer)
 
     def restore_parameters(self, step: int, module: Transformer):
-        """The parameters alone of the state saved as `step`, in the layout of `module`; moments are not read."""
+        """Only the parameters of the state saved as `step`, in the layout of `module`; moments are not read."""
         canonical = self._read(step, canonical_targets(module))
         return parameters.from_canonical_in_turn(module, canonical["params"])
 
     def wait(self) -> None:
-        """Returns when every save is on disk; raises whatever made one fail, on one process or on all."""
+        """Waits until every save is on disk. Raises the error of a failed save, which may be that of another
+        process."""
         with self._reporting_failure():
             self._manager.wait_until_finished()
 

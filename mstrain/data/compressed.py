@@ -1,4 +1,5 @@
-"""Files of text as bytes, decompressed when their first bytes are those of gzip or Zstandard, whatever their names."""
+"""Files of text as bytes, decompressed when their first bytes are those of gzip or Zstandard; file names do not
+matter."""
 
 import contextlib
 import gzip

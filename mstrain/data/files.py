@@ -128,7 +128,7 @@ def _decoded_blocks(path: Path) -> Iterator[tuple[str, int]]:
 def _chunks(path: Path) -> Iterator[str]:
     """The text of a file already found to be UTF-8, cut after line ends where there are any.
 
-    A tokenizer sees each chunk alone, and seldom merges across a line end.
+    Each chunk is tokenized separately. Tokens seldom cross a line end.
     """
     rest = ""
     try:

@@ -87,7 +87,7 @@ def _load(config: DataConfig, contents: str | None) -> tuple[Any, str | None]:
             name, files = (_BUILDERS[path.suffix], str(path)) if path.is_file() else (str(path), None)
             builder = datasets.load_dataset_builder(name, config.name, data_files=files, cache_dir=copies)
         commit = builder.hash if contents is None and re.fullmatch("[0-9a-f]{40}", builder.hash or "") else None
-        # Without a network, `datasets` takes the newest commit it has, whatever the revision.
+        # Without a network, `datasets` takes the newest local commit and ignores the revision.
         if config.revision not in (None, commit) and type(builder).__module__.endswith(".cache"):
             raise ConnectionError(f"the Hub cannot be reached and the newest local copy is of commit {commit}, not of "
                                   f"data.revision={config.revision}")

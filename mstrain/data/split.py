@@ -72,7 +72,7 @@ def choose_split(source: Source, fraction: float) -> Split:
 
 
 def _hash(name: str) -> float:
-    """A number in [0, 1) that depends on the name alone."""
+    """A number in [0, 1) that depends only on the name."""
     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64
 

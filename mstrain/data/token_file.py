@@ -35,7 +35,7 @@ class TokenFile:
     num_tokens: int
     num_documents: int
     text_bytes: int
-    """UTF-8 bytes of the text behind the tokens; 0 when they were not made from text."""
+    """UTF-8 bytes of the tokenized text; 0 when they were not made from text."""
     digest: str
     """Hash of the tokens, as the header states it: equal on every host. `Corpus.verification` compares it with the
     tokens."""

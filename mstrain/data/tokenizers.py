@@ -1,4 +1,4 @@
-"""Text to token ids and back, behind one interface: bytes, a trained BPE, or any Hugging Face tokenizer."""
+"""Converts text to token ids and back with one interface: bytes, a trained BPE, or any Hugging Face tokenizer."""
 
 import difflib
 import re

@@ -97,7 +97,7 @@ def _finite(digits: str) -> float:
 
 def keep_alive(connection: socket.socket, silent: float) -> socket.socket:
     """Lets the kernel end the connection to a host that has been silent for `silent` seconds (at least 3), such as
-    one that lost power. A host that dies alone has its connections closed by its own kernel at once."""
+    one that lost power. When only a process dies, the kernel of its host closes its connections at once."""
     third = max(int(silent / 3), 1)
     options = {"TCP_KEEPIDLE": third, "TCP_KEEPINTVL": third, "TCP_KEEPCNT": 2}
     # Keepalive does not run while sent bytes wait for their acknowledgement.

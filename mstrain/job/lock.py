@@ -70,7 +70,7 @@ class Lock:
             time.sleep(min(POLL_SECONDS, self._beat_seconds))
 
     def check(self) -> None:
-        """Raises TakenOver when this process has lost the folder. Records that somebody deleted are written again."""
+        """Raises TakenOver when this process has lost the folder. Writes deleted records again."""
         while not self._holds(self._number):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._create(self._number)

@@ -1,9 +1,9 @@
 """The secret with which the processes of a job authenticate each other.
 
 It is the environment variable MSTRAIN_JOB_SECRET, which a launcher sets for all of them, or else a file that process 0
-writes in the shared `run_dir`, readable only by its user, and removes when all processes have joined. Whoever can read
-`run_dir` can then join. The file is named after the coordinator, so that a second job that is started in the same
-`run_dir` by mistake does not replace the secret of the first. A file left by an earlier attempt is replaced.
+writes in the shared `run_dir`, readable only by its user, and removes when all processes have joined. Every process
+that can read `run_dir` can then join. The file is named after the coordinator, so that a second job that is started in
+the same `run_dir` by mistake does not replace the secret of the first. A file left by an earlier attempt is replaced.
 """
 
 import contextlib

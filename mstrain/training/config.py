@@ -135,7 +135,7 @@ class RunConfig:
             )
         if self.check != (self.target is not None):
             given = "check=true" if self.check else f"target={self.target}"
-            raise ValueError(f"{given} has no effect alone. Type target=v5p-64 check=true, both or neither.")
+            raise ValueError(f"{given} has no effect by itself. Type target=v5p-64 check=true, both or neither.")
         if self.target is not None:
             parse_target(self.target)
         if self.profile.start is not None and self.profile.start > self.steps:
