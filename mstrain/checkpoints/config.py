@@ -31,7 +31,7 @@ class CheckpointConfig:
         at_least("checkpoint", self, **given)
         if self.minutes is not None and not 0 < self.minutes < 1e6:
             raise ValueError(
-                f"checkpoint.minutes={self.minutes} is not a time. Type checkpoint.minutes=30, or null to save by steps only."
+                f"checkpoint.minutes={self.minutes} is not a time. Type checkpoint.minutes=30, or null for none."
             )
         mounted("checkpoint.local_dir", self.local_dir)
         if (self.local_dir is None) != (self.local_every is None):
