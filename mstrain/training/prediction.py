@@ -62,7 +62,7 @@ def predict(
             calibration.check_dtype(jnp.dtype(module.dtype).name, config.calibration)
             terms = predict_step(text(), shape.axes, calibration)
         except ValueError as error:
-            job.say(f"no prediction of step times: {error}")
+            job.log(f"no prediction of step times: {error}")
             return None
         return Prediction(dataclasses.asdict(terms), f"{config.calibration} and the compiled program")
     if chip is None:
