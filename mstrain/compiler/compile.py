@@ -98,7 +98,7 @@ def _does_not_fit(name: str, target: Target, needed: float | None, limit: float 
     hbm = target.tpu_slice.chip.hbm_bytes
     have = f"{hbm / GIB:.1f} GiB" if hbm else "its memory"
     if limit:
-        have = f"the {limit / GIB:.2f} GiB that the compiler uses" + (f" of {have}" if hbm else "")
+        have = f"the {limit / GIB:.2f} GiB that the compiler gives a program"
     used = f"{needed / GIB:.2f} GiB of {have}" if needed else f"more than {have}"
     return (
         f"{name} does not fit on {target.tpu_slice.name}: a device would need {used}. Type remat=full, a smaller "

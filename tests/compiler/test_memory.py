@@ -2,7 +2,7 @@
 
 import pytest
 
-from mstrain.compiler.compile import needed_bytes
+from mstrain.compiler.compile import limit_bytes, needed_bytes
 
 MESSAGES = {
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (280.00G) "
@@ -17,3 +17,8 @@ MESSAGES = {
 @pytest.mark.parametrize("message", MESSAGES)
 def test_the_amount_is_read(message):
     assert needed_bytes(message) == MESSAGES[message]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_the_limit_is_read_beside_it(message):
+    assert limit_bytes(message) == (95.74 * 2**30 if MESSAGES[message] else None)

@@ -9,7 +9,6 @@ import pytest
 from mstrain.commands.plans.modes import run
 from mstrain.planner.published.predict import predict
 from mstrain.planner.published.rows import read_rows
-from tests.golden_option import golden, golden_folder, parametrize
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "published.json"
 
