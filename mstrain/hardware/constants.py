@@ -57,6 +57,7 @@ class Constants:
       hbm_bandwidth: bytes/s of one device's memory, which limits the accumulation of slices; None for no limit.
       shaped: whether a product's rate is that of its shape in the table of efficiencies; `flops` is of a large one.
       gemm: measured products by shape, of a calibration; empty for one rate.
+      ring: links of both axes together, for algorithms on one ring of all devices; None: those of one axis.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Constants:
     hbm_bandwidth: float | None = None
     shaped: bool = False
     gemm: tuple[GemmTime, ...] = ()
+    ring: AxisLinks | None = None
 
     def __post_init__(self):
         if self.overlap not in OVERLAPS:
@@ -76,6 +78,12 @@ class Constants:
             raise ValueError(f"{self.name}: flops must be positive (FLOP/s of one device), not {self.flops}")
         if self.hbm_bandwidth is not None and not self.hbm_bandwidth > 0:
             raise ValueError(f"{self.name}: hbm_bandwidth must be positive (bytes/s) or null, not {self.hbm_bandwidth}")
+
+    def along(self, rows: int, cols: int, turned: bool) -> "Constants":
+        """For a product in `rows` x `cols` parts: of its own rows and columns, which lie `turned` on the mesh."""
+        if self.ring and 1 in (rows, cols):
+            return dataclasses.replace(self, row=self.ring, col=self.ring)
+        return dataclasses.replace(self, row=self.col, col=self.row) if turned else self
 
     def save(self, path: str | Path) -> None:
         """Writes the JSON file that `load_constants` reads."""

@@ -39,6 +39,17 @@ class TpuSlice:
         wrap = self.chip.slice_rules.wrap_axis
         return all(n % wrap == 0 for n in self.topology)
 
+    def ring(self, axes: tuple[int, ...]) -> tuple[int, int]:
+        """(links one way, steps) of a collective over some of `physical_axes`, numbered, with all the links they have.
+
+        Both directions of a closed axis carry data; cores of a chip share its links ("How to Scale Your Model").
+        """
+        chips = [n for n in self.topology if n > 1]
+        along = [chips[axis] for axis in axes if axis < len(chips)]
+        links = sum(2 if self.wraps and n > 2 else 1 for n in along) or 1
+        cores = self.chip.tpu_slices.devices_per_chip if len(along) < len(axes) else 1
+        return links * cores, sum(self.physical_axes[axis] - 1 for axis in axes)
+
     def mesh_shapes(self, data: int = 1) -> tuple[tuple[int, int], ...]:
         """The (rows, cols) made of whole physical axes, with `data` data-parallel copies of the 2-D mesh."""
         shapes = set()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from mstrain.hardware import collective_seconds
 from mstrain.hardware.constants import OVERLAPS, AxisLinks, Constants
+from mstrain.hardware.overlap import NOTHING, Hidden
 from mstrain.parallel.dataflow import MOVING, Projection, check_dataflow, swapped
 
 # GeMM -> (collective between columns, collective between rows)
@@ -121,12 +122,13 @@ def _combine(weights: tuple[float, float], a: float, b: float) -> float:
 
 def sliced_cost(
     terms: tuple[Terms, ...], gemm_seconds: float, slices: int, overlap: str,
-    accumulating: tuple[float, float] = (0.0, 0.0),
+    accumulating: tuple[float, float] = (0.0, 0.0), hidden: Hidden = NOTHING,
 ) -> Cost:
     """Prologue + (S - 1) * max(communicate, multiply) + last GeMM, summed over the three GeMMs.
 
     The prologue has the first all_gathers and, for LS and RS, the last reduce_scatter. S = 1 is Collective. The time of
-    a slice of OS is at least its HBM time, from `accumulating`, the result of `Layout.accumulating_seconds`.
+    a slice of OS is at least its HBM time, from `accumulating`, the result of `Layout.accumulating_seconds`. Other work of
+    the step runs beside the share `hidden` of the prologue. A product takes at least the time of its links.
     """
     rule = OVERLAPS[overlap]
     total = compute = communication = 0.0
@@ -137,23 +139,27 @@ def sliced_cost(
             multiply = max(multiply, operands / slices + accumulator)
         col = term.traffic_col / slices + term.latency_col
         row = term.traffic_row / slices + term.latency_row
-        prologue = _combine(rule.gathers if term.gemm == "OS" else rule.chain, col, row)
+        shown = (time * (1 - getattr(hidden, kind)) for time, kind in zip((col, row), GEMMS[term.gemm]))
+        prologue = _combine(rule.gathers if term.gemm == "OS" else rule.chain, *shown)
         communicate = _combine(rule.steady, col, row)
         step = max(communicate, multiply) if rule.hides else communicate + multiply
-        total += prologue + (slices - 1) * step + multiply
+        total += max(prologue + (slices - 1) * step + multiply, slices * max(col, row) if hidden != NOTHING else 0.0)
         compute += slices * multiply
         communication += slices * (col + row)
     return Cost(total, compute, communication)
 
 
-def pass_costs(layout: Layout, slices: int, constants: Constants) -> tuple[Cost, Cost]:
-    """Costs of (forward, both gradients) of one projection in `slices` slices, without `repeats`."""
+def pass_costs(
+    layout: Layout, slices: int, constants: Constants, hidden: tuple[Hidden, Hidden] = (NOTHING, NOTHING)
+) -> tuple[Cost, Cost]:
+    """Costs of (forward, both gradients) of one projection in `slices` slices, without `repeats`; `hidden` in each."""
     terms, memory = communication_terms(layout, constants), layout.accumulating_seconds(constants)
+    ahead, gemm = layout.dataflow.upper(), layout.gemm_seconds(constants)
     costs = {
-        term.gemm: sliced_cost((term,), layout.gemm_seconds(constants), slices, constants.overlap, memory)
+        term.gemm: sliced_cost((term,), gemm, slices, constants.overlap, memory, hidden[term.gemm != ahead])
         for term in terms
     }
-    forward = costs.pop(layout.dataflow.upper())
+    forward = costs.pop(ahead)
     first, second = costs.values()
     return forward, first + second
 

@@ -1,8 +1,8 @@
 """Seconds of the parts of one stage: products, attention, element-wise work, per microbatch.
 
-Products cost what `mstrain.parallel.product_cost` says: MeshSlice overlaps its slices (paper section 3.2.2), the
-collectives of the other algorithms are exposed. Attention runs at the rate of GEMMs; element-wise work at the
-bandwidth of memory, each value read and written once.
+Products cost what `mstrain.parallel.product_cost` says: MeshSlice overlaps its slices (paper section 3.2.2), and of the
+other collectives is hidden what compiled steps of that algorithm hide (`mstrain.hardware.overlap`). Attention runs at
+the rate of GEMMs; element-wise work at the bandwidth of memory, each value read and written once.
 """
 
 import math
@@ -13,6 +13,7 @@ from mstrain.hardware import chip_named
 from mstrain.hardware.constants import Constants
 from mstrain.hardware.efficiency import efficiency_of
 from mstrain.hardware.gemm_times import gemm_seconds
+from mstrain.hardware.overlap import hidden_shares
 from mstrain.models.config import ModelConfig
 from mstrain.parallel.product_cost import pass_costs
 from mstrain.planner.plan import Product, Products
@@ -88,9 +89,9 @@ def layer_work(model: ModelConfig, products: Products, seq: int, constants: Cons
     forward, backward = Pass(0.0, 0.0, attention, moved), Pass(0.0, 0.0, ATTENTION_BACKWARD * attention, 2 * moved)
     for block, share in products.groups:
         for product in block:
-            ahead, behind = _passes(product, _shaped(product, constants, device))
+            ahead, behind = _passes(product, _shaped(product, constants, device), device.kind)
             forward, backward = forward + ahead * share, backward + behind * share
-    ahead, behind = _passes(products.head, _shaped(products.head, constants, device))
+    ahead, behind = _passes(products.head, _shaped(products.head, constants, device), device.kind)
     logits = 4 * layout.tokens * products.head.layout.projection.out_dim / devices / device.memory_bandwidth
     loss = Pass(elementwise=2 * logits)
     return Work(forward, backward, ahead + loss, behind + loss)
@@ -119,7 +120,9 @@ def _shaped(product: Product, constants: Constants, device: Device) -> Constants
     return replace(constants, flops=sum(2.0 * math.prod(each) for each in dims) / seconds)
 
 
-def _passes(product, constants: Constants) -> tuple[Pass, Pass]:
+def _passes(product: Product, constants: Constants, generation: str) -> tuple[Pass, Pass]:
+    links = constants.along(product.layout.rows, product.layout.cols, product.turned)
+    hidden = hidden_shares(generation, product.algorithm)
     forward, backward = (Pass(cost.compute, cost.exposed) for cost in
-                         pass_costs(product.layout, product.slices, constants))  # fmt: skip
+                         pass_costs(product.layout, product.slices, links, hidden))  # fmt: skip
     return forward, backward

@@ -87,12 +87,14 @@ class PodPlan:
 class Product:
     """One projection as laid out: `layout` says what moves where, `slices` in how many pieces.
 
-    `turned`: the rows of the layout lie along the columns of the mesh.
+    `turned`: the rows of the layout lie along the columns of the mesh. `algorithm`: what computes it; MeshSlice in one
+    slice is Collective.
     """
 
     layout: Layout
     slices: int
     turned: bool = False
+    algorithm: str = "collective"
 
     @property
     def name(self) -> str:
@@ -156,4 +158,5 @@ def _product(projection: Projection, plan, tokens: int, size: int) -> Product:
     # The tuner's "rs" swaps rows and columns unless its input arrives transposed; the trainer's plan has done so.
     rows, cols, turned = plan.grid.num_rows, plan.grid.num_cols, plan.grid.rows == ("col",)
     layout = Layout(projection, tokens, rows, cols, plan.dataflow, plan.dataflow == "rs", size)
-    return Product(layout, plan.slices, turned)
+    algorithm = "collective" if plan.kind.sliced and plan.slices == 1 else plan.algorithm
+    return Product(layout, plan.slices, turned, algorithm)

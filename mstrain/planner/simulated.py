@@ -17,7 +17,7 @@ def plan_cluster(request: PlanRequest, costed: Costed) -> Cluster:
     sizes = (plan.pipeline, plan.data, plan.rows, plan.cols)
     constants = pod.constants(sizes, request.dtype)
     links = (*pod.outer_links(sizes, request.dtype), constants.row, constants.col)
-    network = Axes(("pipeline", "data", "row", "col"), sizes, links)
+    network = Axes(("pipeline", "data", "row", "col"), sizes, links, constants.ring)
     return Cluster.homogeneous(pod.devices, pod.device(constants), network)
 
 

@@ -2,12 +2,12 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from mstrain.hardware import Chip, TpuSlice
+from mstrain.hardware import Chip, Link, TpuSlice
 from mstrain.hardware.calibration import Calibration
-from mstrain.hardware.constants import AxisLinks, Constants, constants_for
+from mstrain.hardware.constants import GEMM_FRACTION, AxisLinks, Constants, constants_for
 from mstrain.hardware.efficiency import efficiency_of
 from mstrain.parallel.tune import factorizations
 from mstrain.planner.clusters import find_fabric
@@ -37,21 +37,24 @@ class Pod:
     def constants(self, sizes: tuple[int, ...], dtype: str) -> Constants:
         """The constants for a plan whose axes have `sizes`.
 
-        Rings use both directions of a torus axis only where every axis of the plan is made of whole torus
-        axes; otherwise some rings are lines, and all are given one link.
+        `sizes` are those of (pipeline, data, rows, cols). Where every one is made of whole torus axes, its collectives
+        use all links of those; otherwise some rings are lines, and all are given one link.
         """
         if self.fabric is not None and self.measured is None:
             known = _fabric_constants(self, sizes, dtype)
         else:
-            known = self.measured or _constants(self, tuple(size for size in sizes if size > 1), dtype)
+            known = self.measured or _torus_constants(self.chip, self.tpu_slice, sizes, dtype)[0]
         return self.calibration.constants(known) if self.calibration else known
 
     def outer_links(self, sizes: tuple[int, ...], dtype: str) -> tuple[AxisLinks, AxisLinks]:
         """The links of the (pipeline, data) axes of a plan of (pipeline, data, rows, cols) `sizes`."""
-        if self.measured or self.fabric is None:
+        if self.measured or self.calibration:
             links = self.constants(sizes, dtype).row
             return links, links
-        pipeline, data, *_ = fabric_links(self.fabric, sizes)
+        if self.fabric is None:
+            pipeline, data = _torus_constants(self.chip, self.tpu_slice, sizes, dtype)[1]
+        else:
+            pipeline, data, *_ = fabric_links(self.fabric, sizes)
         return pipeline, data
 
     def device(self, constants: Constants) -> Device:
@@ -88,8 +91,7 @@ def _fabric_constants(pod: Pod, sizes: tuple[int, ...], dtype: str) -> Constants
     if pod.tpu_slice is not None:
         slices = pod.devices // pod.tpu_slice.devices
         inside = (math.prod(sizes[:2]) // slices, *sizes[2:])
-        whole = whole_axes(pod.tpu_slice.physical_axes, tuple(size for size in inside if size > 1))
-        return constants_for(pod.tpu_slice if whole else chip, dtype)
+        return _torus_constants(chip, pod.tpu_slice, inside, dtype)[0]
     peak = chip.peak(dtype)
     if peak is None:
         known = " or ".join(name for name in ("bf16", "f32") if chip.peak(name))
@@ -113,19 +115,43 @@ def fabric_links(fabric: Fabric, sizes: tuple[int, ...]) -> tuple[AxisLinks, ...
 
 
 @lru_cache(maxsize=4096)
-def _constants(pod: Pod, sizes: tuple[int, ...], dtype: str) -> Constants:
-    if pod.tpu_slice is not None and whole_axes(pod.tpu_slice.physical_axes, sizes):
-        return constants_for(pod.tpu_slice, dtype)
-    return constants_for(pod.chip, dtype)
+def _torus_constants(
+    chip: Chip, tpu_slice: TpuSlice | None, sizes: tuple[int, ...], dtype: str
+) -> tuple[Constants, tuple[AxisLinks, ...]]:
+    """Constants of the last two axes, the tensor axes, and the links of the others."""
+    alone = constants_for(chip, dtype)
+    owned = torus_axes(tpu_slice.physical_axes, sizes) if tpu_slice and sizes else None
+    if owned is None:
+        return alone, (alone.row,) * len(sizes[:-2])
+    rows, cols = owned[-2:]
+    *outer, row, col, ring = (_torus_links(tpu_slice, alone.row, axes) for axes in (*owned, rows + cols))
+    source = f"derived from the table of chips: all links of the torus axes, {GEMM_FRACTION:.3f} of the peak"
+    return replace(alone, name=tpu_slice.name, source=source, row=row, col=col, ring=ring), tuple(outer)
 
 
-def whole_axes(physical: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether the axes of a plan are products of disjoint physical axes that together are all of them."""
+def _torus_links(tpu_slice: TpuSlice, one: AxisLinks, axes: tuple[int, ...]) -> AxisLinks:
+    """Links of a collective over physical axes, from those of one link."""
+    if not axes:
+        return one
+    links, steps = tpu_slice.ring(axes)
+    way = steps / (math.prod(tpu_slice.physical_axes[axis] for axis in axes) - 1)
+    several = (
+        Link(link.launch, link.sync * way, link.bandwidth * links)
+        for link in (one.all_gather, one.reduce_scatter, one.permute)
+    )
+    return AxisLinks(*several)
+
+
+def torus_axes(physical: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
+    """The numbers of the physical axes that each axis of a plan is the product of; None where that takes a part of one.
+
+    Together they are all physical axes.
+    """
     for owners in itertools.product(range(len(sizes)), repeat=len(physical)):
-        made = [math.prod(n for n, owner in zip(physical, owners) if owner == i) for i in range(len(sizes))]
-        if made == list(sizes):
-            return True
-    return False
+        made = tuple(tuple(n for n, owner in enumerate(owners) if owner == axis) for axis in range(len(sizes)))
+        if all(math.prod(physical[n] for n in axes) == size for axes, size in zip(made, sizes)):
+            return made
+    return None
 
 
 def pod_of(machine: Chip | TpuSlice, devices: int) -> Pod:

@@ -128,12 +128,14 @@ class Axes(Network):
     """Devices numbered row-major over the axes of a plan, one full-duplex link per device and axis.
 
     This is the network that the cost of a product has in mind: axes do not slow each other, and every collective
-    has its own launch. `links` has one entry per axis; messages use the link of the axis along which they go.
+    has its own launch. `links` has one entry per axis; messages use the link of the axis along which they go. `ring` is
+    the link of collectives among the devices of the last two axes together.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
     links: tuple[AxisLinks, ...]
+    ring: AxisLinks | None = None
 
     def alike(self, placement: Placement) -> bool:
         return True
@@ -159,7 +161,8 @@ class Axes(Network):
         return Path(wires, link.bandwidth, link.launch + link.sync)
 
     def link(self, kind: str, members: Sequence[int]) -> Link:
-        links = self.links[self._axis(members[0], members[1])]
+        axis = self._axis(members[0], members[1])
+        links = self.ring if self.ring and len(members) > self.sizes[axis] else self.links[axis]
         return links.reduce_scatter if kind == "ReduceScatter" else links.all_gather
 
     def ring_wires(self, members: Sequence[int]) -> Sequence[int]:

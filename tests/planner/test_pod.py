@@ -8,7 +8,8 @@ import math
 import jax
 import pytest
 
-from mstrain.hardware import parse_target
+from mstrain.hardware import chip_named, parse_target
+from mstrain.hardware.constants import constants_for
 from mstrain.mesh import MeshShape, make_mesh
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.parallel import ParallelConfig
@@ -24,7 +25,7 @@ from mstrain.planner.request import PlanRequest
 from mstrain.planner.search import search_pod
 from mstrain.planner.simulated import plan_cluster, simulate_plan
 from mstrain.planner.step import transformer_step
-from mstrain.planner.target import find_pod, whole_axes
+from mstrain.planner.target import find_pod, torus_axes
 from mstrain.simulator.costs import PRODUCTS, operation_work
 from mstrain.simulator.simulate import simulate_step
 from tests.planner.plans import ask, cost, pod_plan
@@ -225,12 +226,18 @@ def test_last_stage_gives_layers_up_for_the_output_projection():
     assert split_layers(96, 1, 2.0) == [(0, 96)]
 
 
-def test_rings_close_only_on_whole_torus_axes():
+def test_rings_use_all_links_of_the_torus_axes_they_are_made_of():
     physical = parse_target("v5p-512").physical_axes
     assert physical == (4, 8, 8)
-    assert whole_axes(physical, (32, 8)) and whole_axes(physical, (4, 8, 8)) and not whole_axes(physical, (16, 16))
-    pod = find_pod("v5p-512")
-    assert (
-        pod.constants((32, 8), "bf16").row.all_gather.bandwidth
-        == 2 * pod.constants((16, 16), "bf16").row.all_gather.bandwidth
-    )
+    assert torus_axes(physical, (1, 1, 32, 8)) == ((), (), (0, 1), (2,))
+    assert torus_axes(physical, (1, 4, 8, 8)) == ((), (0,), (1,), (2,)) and torus_axes(physical, (16, 16)) is None
+    pod, one = find_pod("v5p-512"), constants_for(chip_named("v5p")).row.all_gather
+    whole, split = (pod.constants((1, 1, *mesh), "bf16") for mesh in ((32, 8), (16, 16)))
+    assert split.row.all_gather == one  # some rings are lines
+    links = [axis.all_gather.bandwidth / one.bandwidth for axis in (whole.row, whole.col, whole.ring)]
+    assert links == [4, 2, 6]  # both directions of two, one and three closed axes
+    assert whole.row.all_gather.sync == pytest.approx(one.sync * (3 + 7) / 31)
+    open_lines = find_pod("v5p-64").constants((1, 1, 4, 8), "bf16")  # of 2 x 4 x 4 chips
+    assert [axis.all_gather.bandwidth / one.bandwidth for axis in (open_lines.row, open_lines.col)] == [1, 2]
+    shared = find_pod("tpu7x-32").constants((1, 1, 4, 8), "bf16")  # cores of a chip share its links
+    assert shared.ring.all_gather.bandwidth == 3 * 2 * chip_named("tpu7x").ici_bandwidth

@@ -1,0 +1,71 @@
+"""What compiled training steps hide of their collectives (overlap.toml), by generation and algorithm."""
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+TABLE = Path(__file__).with_name("overlap.toml")
+PHASES = ("forward", "backward")
+KINDS = ("all_gather", "reduce_scatter")
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Shares, 0 to 1, of collectives that run beside other work of the step.
+
+    Of a product in one slice they are shares of all its collectives, of one in several slices of those of the first and
+    last slice, which its own slices leave exposed.
+    """
+
+    all_gather: float = 0.0
+    reduce_scatter: float = 0.0
+
+
+NOTHING = Hidden()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one compiled training step hides, and the step.
+
+    Attributes:
+      forward, backward: shares in the forward and in the backward pass.
+      target, mesh, model, layers, batch, seq, remat: the step.
+      milliseconds: predicted from its schedule; exposed: of them, those in which a link works and the device does not.
+      libtpu: version of the compiler.
+    """
+
+    forward: Hidden
+    backward: Hidden
+    target: str
+    mesh: str
+    model: str
+    layers: int
+    batch: int
+    seq: int
+    remat: str
+    milliseconds: float
+    exposed: float
+    libtpu: str
+
+
+def _entry(row: dict) -> Entry:
+    return Entry(**{**row, **{phase: Hidden(**row[phase]) for phase in PHASES}})
+
+
+@functools.cache
+def overlap_table() -> Mapping[tuple[str, str], Entry]:
+    """Entries by (generation, algorithm)."""
+    document = tomllib.loads(TABLE.read_text())
+    return MappingProxyType(
+        {(chip, name): _entry(row) for chip, rows in document.items() for name, row in rows.items()}
+    )
+
+
+def hidden_shares(generation: str, algorithm: str) -> tuple[Hidden, Hidden]:
+    """Shares in the (forward, backward) pass; nothing is hidden where no schedule has been read."""
+    entry = overlap_table().get((generation, algorithm))
+    return (entry.forward, entry.backward) if entry else (NOTHING, NOTHING)

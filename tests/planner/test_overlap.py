@@ -1,0 +1,59 @@
+"""What compiled steps hide of their collectives: read from a schedule, kept in a table, believed by the planner."""
+
+import pytest
+
+from mstrain.compiler import read_schedule
+from mstrain.hardware import chip_named
+from mstrain.hardware.constants import constants_for
+from mstrain.hardware.overlap import Hidden, hidden_shares, overlap_table
+from mstrain.parallel.dataflow import Projection
+from mstrain.parallel.product_cost import Layout, communication_terms, pass_costs
+from mstrain.planner.overlap import comparison, hidden_of
+from tests.compiler.programs import MACHINE, ROW, gather_done, gather_start, gemm, module
+
+NAMES = ('metadata={op_name="jit(step)/jvp(loss)/all_gather"}', 'metadata={op_name="jit(step)/transpose(jvp(loss))/x"}')
+
+
+def test_shares_are_read_by_pass_and_kind():
+    """Gathers of 8.192 us: under a product of 10 us in the forward pass, under one of 2 us in the backward pass."""
+    text = module(f"""
+      %x = bf16[64,64]{{1,0}} parameter(0)
+      {gather_start("g", "x", ROW)}, {NAMES[0]}
+      {gemm("first", "x")}
+      {gather_done("h", "g")}
+      {gather_start("k", "x", ROW)}, {NAMES[1]}
+      {gemm("second", "x", 2_000)}
+      {gather_done("l", "k")}
+      ROOT %r = bf16[64,64]{{1,0}} copy(%second)
+    """)
+    schedule = read_schedule(text, MACHINE)
+    forward, backward = hidden_of(schedule, text)
+    assert forward == Hidden(1.0, 0.0) and backward == Hidden(pytest.approx(2 / 8.192, abs=1e-3), 0.0)
+    _, quarter = hidden_of(schedule, text, 1.25)  # a fifth of what is exposed was to be hidden by other slices
+    assert quarter.all_gather == pytest.approx(1 - 1.25 * (1 - 2 / 8.192), abs=1e-3)
+
+
+def test_hidden_shares_take_their_part_of_exposed_seconds_and_no_more_than_the_links_allow():
+    constants = constants_for(chip_named("v5p"))
+    layout = Layout(Projection("up", 12288, 49152), 65536, 32, 1, "os")  # FSDP: weights move, one gather in OS
+    bare, _ = pass_costs(layout, 1, constants)
+    half, _ = pass_costs(layout, 1, constants, (Hidden(0.5, 0.5),) * 2)
+    gather = next(term for term in communication_terms(layout, constants) if term.gemm == "OS")
+    assert bare.exposed == pytest.approx(gather.traffic_row + gather.latency_row)
+    assert half.exposed == pytest.approx(max(bare.exposed / 2, bare.exposed - bare.compute))
+    everything, _ = pass_costs(layout, 1, constants, (Hidden(1.0, 1.0),) * 2)
+    assert everything.seconds == pytest.approx(max(bare.compute, bare.exposed))
+
+
+def test_the_planner_is_within_a_tenth_of_every_compiled_step_of_the_table():
+    """`python -m mstrain.planner.overlap` prints these; the compiled ones are stored."""
+    ratios = {(entry.target, name): 1e3 * cost.seconds / entry.milliseconds for name, entry, cost in comparison()}
+    assert len(ratios) == len(overlap_table()) > 0
+    assert {key: ratio for key, ratio in ratios.items() if not 0.9 < ratio < 1.1} == {}
+
+
+def test_nothing_is_hidden_where_no_schedule_was_read():
+    assert hidden_shares("h100", "fsdp") == hidden_shares("v5p", "wang") == (Hidden(), Hidden())
+    for entry in overlap_table().values():
+        shares = [value for part in (entry.forward, entry.backward) for value in (part.all_gather, part.reduce_scatter)]
+        assert all(0 <= share <= 1 for share in shares) and any(shares) and entry.libtpu
