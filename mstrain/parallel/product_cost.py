@@ -127,8 +127,8 @@ def sliced_cost(
     """Prologue + (S - 1) * max(communicate, multiply) + last GeMM, summed over the three GeMMs.
 
     The prologue has the first all_gathers and, for LS and RS, the last reduce_scatter. S = 1 is Collective. The time of
-    a slice of OS is at least its HBM time, from `accumulating`, the result of `Layout.accumulating_seconds`. Other work of
-    the step runs beside the share `hidden` of the prologue. A product takes at least the time of its links.
+    a slice of OS is at least its HBM time, from `accumulating`, the result of `Layout.accumulating_seconds`. Other work
+    of the step runs beside the share `hidden` of the prologue. A product takes at least the time of its links.
     """
     rule = OVERLAPS[overlap]
     total = compute = communication = 0.0
