@@ -109,7 +109,8 @@ class Calibration:
         }
         return dataclasses.replace(
             derived, name=f"calibrated {self.device_kind}", source=self.source, flops=self.flops,
-            hbm_bandwidth=self.memory_bandwidth, shaped=False, gemm=self.gemm, **axes,
+            hbm_bandwidth=self.memory_bandwidth, shaped=False, gemm=self.gemm,
+            ring=None if self.links else derived.ring, **axes,
         )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
