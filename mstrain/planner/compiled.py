@@ -66,8 +66,8 @@ class Candidate:
     """One candidate as compiled, on one device and for one step.
 
     `seconds` are `exposed` communication and the compute of products (`gemm`), kernels, copies and layout
-    changes (`move`) and the `rest`, which includes waiting for the HBM. `model_seconds` is what the cost model says of the products alone;
-    `memory` is in bytes. None without a result, and `problem` says why.
+    changes (`move`) and the `rest`, which includes waiting for the HBM. `model_seconds` is what the cost model says
+    of the products alone; `memory` is in bytes. None without a result, and `problem` says why.
     """
 
     mesh: str
@@ -195,7 +195,7 @@ def why_slower(candidate: Candidate, best: Candidate) -> str:
         "rest": "norms, sums, updates",
     }  # fmt: skip
     growth = {name: getattr(candidate, name) - getattr(best, name) for name in names}
-    part = max(growth, key=growth.get)
+    part = max(growth, key=lambda name: growth[name])
     return f"{names[part]} +{1e3 * growth[part]:,.1f} ms"
 
 
@@ -211,4 +211,4 @@ def model_seconds(task: TuningTask, shape: MeshShape, slices: str) -> float | No
     terms = step_terms(
         pod, task.model, parallel, shape, task.batch, task.seq, task.accumulate, task.remat, task.dtype
     )  # fmt: skip
-    return terms and terms["products"] + terms["tensor_exposed"]
+    return terms["products"] + terms["tensor_exposed"] if terms else None

@@ -19,13 +19,13 @@ class PodConfig:
 
     model: ModelConfig
     cluster: str = "v4-64"
-    """TPU slices (v5p-512, v6e:8x8, 4xv5p-512) or GPUs (h100:16384, a100-80gb:8x64@200GB/s: a node x nodes @ network)."""
+    """TPU slices (v5p-512, v6e:8x8, 4xv5p-512) or GPUs (h100:16384, a100-80gb:8x64@200GB/s: node x nodes @ network)."""
     batch: int = 256
     """Sequences per step of the whole job."""
     seq: int = 2048
     """Tokens per sequence."""
     algorithm: str = "auto"
-    """Of the tensor products: auto, meshslice, megatron or fsdp."""
+    """Algorithm of the tensor-parallel products: auto (tries all), meshslice, megatron or fsdp."""
     replicas: str = "auto"
     """Degree of data parallelism, or auto."""
     tensor: str = "auto"
@@ -35,21 +35,21 @@ class PodConfig:
     accumulate: str = "auto"
     """Microbatches per step and replica, or auto."""
     schedule: str = "1f1b"
-    """Of the pipeline: 1f1b, gpipe or interleaved."""
+    """Pipeline schedule: 1f1b, gpipe or interleaved."""
     interleave: int | None = None
     """Chunks per stage of schedule=interleaved; null for 2."""
     remat: str = "auto"
     """Activation checkpointing: auto, none, dots or full."""
     dtype: str = "bf16"
-    """Of activations and products: bf16 or f32. Weights, gradients and moments are float32."""
+    """Type of activations and products: bf16 or f32. Weights, gradients and moments are float32."""
     memory_margin: float = MEMORY_MARGIN
-    """Part of a device's memory that must stay free."""
+    """Part of a device's memory that stays free, from 0 to below 1."""
     top_k: int = 5
-    """Distinct plans shown."""
+    """Number of distinct plans shown."""
     max_seconds: float = 60.0
-    """Time after which the best plans so far are returned."""
+    """Time budget in seconds of search and simulation, without compiling kernels. Then: the best plans so far."""
     simulate: bool = True
-    """Simulate the winner and write a trace and pictures."""
+    """Simulate the best plan and write a trace and pictures, where the time budget allows."""
     simulated_microbatches: int = 8
     """Most microbatches simulated; a pipeline takes at least two per stage."""
     calibration: str | None = None

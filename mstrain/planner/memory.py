@@ -52,6 +52,7 @@ class Memory:
 def parameter_counts(model: ModelConfig) -> tuple[int, int, int]:
     """(of one layer, of the embedding and positions, of the output projection and final norm)."""
     one, two = (count_parameters(dataclasses.replace(model, layers=layers)) for layers in (1, 2))
+    assert model.vocab_size is not None  # the search refuses it
     head = model.width * model.vocab_size
     outside = one - (two - one)
     return two - one, outside if model.tied else outside - head, head

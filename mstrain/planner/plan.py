@@ -150,6 +150,7 @@ def _products(
         )
         for block, count in made.groups
     )
+    assert model.vocab_size is not None  # the search refuses it
     head = Projection("output", model.width, model.vocab_size + made.vocab_padding(model.vocab_size))
     return Products(groups, _product(head, made.head, tokens, size))
 

@@ -13,7 +13,7 @@ def plan_overrides(arguments: list[str]) -> list[str]:
     Raises ValueError for a file that is not a plan, one that train.py cannot run, and one made for another
     model.
     """
-    given = dict(argument.partition("=")[::2] for argument in arguments)
+    given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
     if given.get("plan") in (None, "null"):
         return []
     path = given["plan"]

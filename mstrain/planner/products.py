@@ -50,8 +50,10 @@ def gemms_of(product: Product) -> tuple[Gemm, Gemm, Gemm]:
 def local_dims(gemm: Gemm, rows: int, cols: int, slices: int) -> tuple[int, int, int]:
     """(rows, summed, columns) of one slice on one device."""
     a, b, c = gemm.dims
-    parts = {"OS": (rows, slices, cols), "LS": (rows, cols, slices), "RS": (slices, rows, cols)}[gemm.dataflow]
-    return tuple(max(1, dim // part) for dim, part in zip((a, b, c), parts))
+    over_a, over_b, over_c = {"OS": (rows, slices, cols), "LS": (rows, cols, slices), "RS": (slices, rows, cols)}[
+        gemm.dataflow
+    ]
+    return max(1, a // over_a), max(1, b // over_b), max(1, c // over_c)
 
 
 def multiplication(product: Product, gemm: Gemm) -> OpSpec:

@@ -64,7 +64,7 @@ def write_tables(request: PlanRequest, result: PodResult, folder: Path, top: int
     write_csv([*rows, *refused], folder / "plans.csv")
     stages = stage_rows(result, top)
     write_csv(stages, folder / "stages.csv")
-    top = [{**line, "stages": [stage for stage in stages if stage["rank"] == line["rank"]]} for line in rows[:top]]
+    plans = [{**line, "stages": [stage for stage in stages if stage["rank"] == line["rank"]]} for line in rows[:top]]
     document = {
         "model": request.model.name,
         "cluster": request.pod.name,
@@ -77,7 +77,7 @@ def write_tables(request: PlanRequest, result: PodResult, folder: Path, top: int
         "plans_costed": result.costed,
         "search_seconds": result.seconds,
         "usable_bytes": request.usable_bytes,
-        "plans": top,
+        "plans": plans,
         "rejected": refused,
     }
     (folder / "plans.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

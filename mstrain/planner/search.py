@@ -119,6 +119,7 @@ def _cost_all(
             if fits:
                 best[fits.plan.name] = fits
                 break
+            assert rejected is not None
             result.rejected.append(rejected)
 
 
@@ -209,7 +210,7 @@ def why_slower(loser: Costed, best: Costed) -> str:
     if loser is best:
         return "best"
     growth = {name: getattr(loser.terms, name) - getattr(best.terms, name) for name in Terms.__dataclass_fields__}
-    term = max(growth, key=growth.get)
+    term = max(growth, key=lambda name: growth[name])
     return f"{term.replace('_', ' ')} +{1e3 * growth[term]:.1f} ms"
 
 
@@ -225,8 +226,8 @@ def _nothing_fits(request: PlanRequest, result: PodResult, max_seconds: float) -
             f"{pod.devices}, replicas divide batch={request.batch}, pipeline is at most {request.model.layers} "
             "layers. Type replicas=auto tensor=auto pipeline=auto."
         )
-    full = [r for r in result.rejected if r.costed]
-    shown = min(full, key=lambda r: r.costed.fullest.memory.total) if full else result.rejected[0]
+    full = [(r.costed.fullest.memory.total, r) for r in result.rejected if r.costed]
+    shown = min(full, key=lambda pair: pair[0])[1] if full else result.rejected[0]
     return (
         f"no plan of {request.model.name} with batch={request.batch} fits {pod.name}. The nearest, "
         f"{shown.plan.name}: {shown.reason}. "

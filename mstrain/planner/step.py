@@ -7,6 +7,7 @@ last. Labels say what every operation is to the model, so that a test can execut
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from mstrain.planner.cost import Costed
 from mstrain.planner.layer import elementwise_values, flash
@@ -39,9 +40,9 @@ class TransformerStep(PipelineStep):
         self.layout = self.products.block[0].layout
         self.size, self.tokens = self.layout.dtype_bytes, self.layout.tokens
         self.kept: dict[int, dict[str, int]] = {}  # by layer: values for its backward pass
-        self.gradients: dict[tuple[int, object], int] = {}  # by chunk and part: of this microbatch
-        self.summed: dict[tuple[int, object], int] = {}  # over the replicas
-        self.totals: dict[tuple[int, object], int] = {}  # over the microbatches
+        self.gradients: dict[tuple[int, object], Sequence[int]] = {}  # by chunk and part: of this microbatch
+        self.summed: dict[tuple[int, object], Sequence[int]] = {}  # over the replicas
+        self.totals: dict[tuple[int, object], Sequence[int]] = {}  # over the microbatches
         self.stream: dict[int, int] = {}  # by chunk: what its last layer makes
         self.slope: dict[int, int] = {}  # by chunk: the gradient of its input
         layer, embedding, head = parameter_counts(self.model)
@@ -246,6 +247,7 @@ class TransformerStep(PipelineStep):
         slope = emit_gemm(emit, head, into, inputs, nbytes, "workspace", part)
         own = (chunk, "head") in self.counts
         key = (chunk, "head" if own else "embedding")
+        assert self.model.vocab_size is not None  # the search refuses it
         nbytes = WEIGHT_BYTES * self.model.width * self.model.vocab_size / self.plan.tensor
         inputs, category = (self.head["x"], logits), "gradients" if own else "workspace"
         self.gradients[key] = emit_gemm(emit, head, weight, inputs, nbytes, category, part)

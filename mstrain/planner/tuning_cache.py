@@ -85,6 +85,7 @@ def summarise(candidate: Candidate) -> str:
     what = f"{candidate.mesh} slices={candidate.slices} ({candidate.plan})"
     if candidate.problem:
         return f"{what}: {candidate.problem}"
+    assert candidate.seconds is not None and candidate.exposed is not None
     exposed = candidate.exposed / candidate.seconds
     return f"{what}: {1e3 * candidate.seconds:,.1f} ms, {exposed:.1%} exposed communication"
 

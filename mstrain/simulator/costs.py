@@ -16,7 +16,7 @@ from mstrain.simulator.cluster import Cluster, Device
 from mstrain.simulator.program import OpSpec
 
 # Operands read by each elementwise operation.
-READS = dict.fromkeys(("Relu", "Softmax", "Tanh", "Sqrt", "Transpose", "ReduceMean", "Cast"), 1)
+READS: dict[str, int] = dict.fromkeys(("Relu", "Softmax", "Tanh", "Sqrt", "Transpose", "ReduceMean", "Cast"), 1)
 READS |= dict.fromkeys(("ReluGrad", "Add", "Sub", "Mul", "Div", "Pow", "Loss", "LossGrad"), 2)
 MOVES = frozenset({"Concat", "Split", "Slice", "Reshape", "Shape", "Squeeze", "Unsqueeze", "Lookup", "Identity"})
 # Kernels that are bound by memory: the first shape is what they move, in elements.
@@ -94,7 +94,7 @@ def _products(spec: OpSpec, device: Device) -> float:
         (m, k), (_, p) = shapes
         weight = _matmul((k, m), (m, p), size, device)
         return weight if kind == "WeightGrad" else _matmul((m, p), (p, k), size, device) + weight
-    seconds = _matmul(*shapes[:2], size, device)
+    seconds = _matmul(shapes[0], shapes[1], size, device)
     if kind == "Gemm":
         count = shapes[0][0] * shapes[1][1]
         seconds += kernel_seconds(device, 3 * size * count, count)

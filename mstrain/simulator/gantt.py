@@ -90,8 +90,8 @@ def draw_step(axis: Axes, timeline: Timeline, kinds: np.ndarray, rows: list[Row]
         bottom = np.full(BINS, number + 0.45)
         for kind, part in enumerate(busy_parts(timeline, kinds, row, edges)):
             top = bottom - 0.9 * part
-            levels = (np.append(level, level[-1]) for level in (bottom, top))
-            axis.fill_between(1e3 * edges, *levels, step="post", color=COLORS[KINDS[kind]], linewidth=0)
+            low, high = (np.append(level, level[-1]) for level in (bottom, top))
+            axis.fill_between(1e3 * edges, low, high, step="post", color=COLORS[KINDS[kind]], linewidth=0)
             bottom = top
     label_microbatches(axis, timeline, kinds, rows)
     axis.set_xlim(0, 1e3 * timeline.seconds)
@@ -114,7 +114,7 @@ def label_microbatches(axis: Axes, timeline: Timeline, kinds: np.ndarray, rows: 
             end = timeline.start[mine[last]] + timeline.duration[mine[last]]
             if end - start > timeline.seconds / 60:
                 text = f"{microbatch[mine[first]]:.0f}"
-                axis.text(500 * (start + end), number, text, ha="center", va="center", fontsize=6)
+                axis.text(float(500 * (start + end)), number, text, ha="center", va="center", fontsize=6)
 
 
 def parts_of(timeline: Timeline, row: Row) -> dict[str, tuple[float, float]]:

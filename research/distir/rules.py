@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -109,7 +110,7 @@ class RuleSet(Rules):
             weight = self._matmul((k, m), (m, p), size, device)
             return weight if kind == "WeightGrad" else self._matmul((m, p), (p, k), size, device) + weight
         added = self._elementwise("Add", (shapes[0][0], shapes[1][1]), size, device) if kind == "Gemm" else 0.0
-        return self._matmul(*shapes[:2], size, device) + added
+        return self._matmul(shapes[0], shapes[1], size, device) + added
 
     def _kernel(self, device: Device, nbytes: float, flops: float) -> float:
         launch = device.launch_seconds if self.launch_seconds is None else self.launch_seconds
@@ -166,7 +167,7 @@ def mean_bandwidth(network: Network, members: Sequence[int]) -> float:
     return float(np.mean(pairs))
 
 
-_DISTIR = dict(
+_DISTIR: dict[str, Any] = dict(
     kernels=False,
     rings=False,
     link_lanes=False,

@@ -17,7 +17,7 @@ class MetisOptions:
     gbs: int
     """Global batch size in samples."""
     hidden_size: int = 4096
-    """Width of the model."""
+    """Width of the model: values per token between layers."""
     sequence_length: int = 1024
     """Tokens per sample."""
     vocab_size: int = 51200
@@ -25,23 +25,23 @@ class MetisOptions:
     max_profiled_tp_degree: int = 128
     """Largest profiled tensor parallel degree."""
     max_profiled_batch_size: int = 128
-    """Largest profiled batch."""
+    """Largest profiled batch in samples."""
     min_group_scale_variance: int = 1
-    """Least devices of a stage, relative to the even share."""
+    """Fewest devices of a stage, as a multiple of the even share; 0 for no limit."""
     max_permute_len: int = 128
     """Stages beyond which device groups are permuted in bundles."""
     use_strat: bool = False
     """The improved walk, guided by the first attempt's memory."""
     trials: int = 1
-    """Searches whose times are averaged."""
+    """Number of searches whose times are averaged."""
     device_order: tuple[str, ...] = ()
     """First node sequence; empty for the alphabetical one."""
     reference_profile: str = ""
     """File name of the profile of optimizer and batch generator; empty for the first type, largest tp and batch."""
     top_k: int = 10
-    """Plans kept in the result."""
+    """Number of plans kept in the result."""
     max_seconds: float = 3600.0
-    """Search time after which the plans found so far are returned."""
+    """Time budget in seconds of a search; compiling kernels does not count. Then: the plans found so far."""
     max_plans: int = 10_000_000
     """Inter-stage plans after which the plans found so far are returned."""
 

@@ -108,12 +108,13 @@ class Tally:
                     heapq.heappop(self.kept)
 
     def result(self) -> MetisResult:
+        first, second, third = self.attempts
         ranking = tuple(plan for _, _, plan in sorted(self.kept, key=lambda entry: (-entry[0], -entry[1])))
         return MetisResult(
             options=self.options, device_order=self.order, reference_profile=self.reference_profile,
             count=self.count, inter_stage_plans=self.inter_stage_plans, plans_costed=self.plans_costed,
             plans_dropped=self.plans_dropped, sum_of_costs=math.fsum(self.costs),
-            costed_by_attempt=tuple(self.attempts), with_num_stage_mismatch=self.mismatched,
+            costed_by_attempt=(first, second, third), with_num_stage_mismatch=self.mismatched,
             with_missing_layers=self.incomplete, with_empty_stage=self.with_empty, num_complete=self.complete,
             ranking=ranking, best_complete=self.best_complete, exhausted=self.exhausted)
 

@@ -19,7 +19,7 @@ class PlanOptions:
     batch: int
     """Samples per step of the whole job, any number."""
     hidden_size: int = 4096
-    """Width of the model."""
+    """Width of the model: values per token between layers."""
     sequence_length: int = 1024
     """Tokens per sample."""
     vocab_size: int = 51200
@@ -29,31 +29,31 @@ class PlanOptions:
     element_bytes: int = 2
     """Bytes of an activation and of a gradient in a message."""
     latency_ms: float = 0.01
-    """Of one message."""
+    """Latency of one message in milliseconds."""
     schedule: str = "1f1b"
-    """Of the pipeline: 1f1b, or gpipe with all microbatches in flight."""
+    """Pipeline schedule: 1f1b, or gpipe (all microbatches are in flight at once)."""
     gradient_factor: float = 1.0
     """Gradient bytes per parameter byte."""
     optimizer_factor: float = 6.0
     """Optimizer bytes per parameter byte; 6 is Adam's float32 copy and two moments for bfloat16 parameters."""
     shard_optimizer: bool = False
-    """Divide optimizer state and update over the replicas."""
+    """Divide optimizer state and update over the data-parallel replicas of a stage (ZeRO stage 1)."""
     activation_bytes: float = 34.0
-    """Kept per token, hidden unit and layer (Korthikanti et al., 2022)."""
+    """Bytes of activations that a layer keeps per token and unit of hidden_size (34: Korthikanti et al., 2022)."""
     memory_margin: float = 0.1
-    """Part of a device's memory that must stay free."""
+    """Part of a device's memory that stays free, from 0 to below 1."""
     collectives_in_profile: bool = True
-    """Whether the profiles contain the tensor collectives inside a node."""
+    """Whether the profiled times contain the tensor-parallel collectives inside a node."""
     unit: int = 0
     """Devices per unit of a stage; 0 for the finest that keeps the search small."""
     max_states: int = 3000
-    """Limit on combinations of stage sizes that unit=0 respects."""
+    """Most combinations of stage sizes that unit=0 allows; the time of a search grows with it."""
     top_k: int = 5
-    """Distinct plans shown."""
+    """Number of distinct plans shown."""
     max_seconds: float = 60.0
-    """Time after which the best plans so far are returned."""
+    """Time budget in seconds of search and simulation, without compiling kernels. Then: the best plans so far."""
     simulate: bool = True
-    """Simulate the best plan on every device."""
+    """Simulate the best plan on every device, where the time budget allows."""
     simulated_microbatches: int = 32
     """Most microbatches simulated, but at least two per stage."""
 

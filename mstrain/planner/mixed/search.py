@@ -220,9 +220,9 @@ class Search:
             entries = others + (same or [(cost, name, label)])
             self.found = sorted(entries, key=lambda entry: entry[0])[: self.model.options.top_k]
 
-    def expand(self, parent: Label, choice: int | None = None, begin: int | None = None) -> None:
+    def expand(self, parent: Label, choice: int = -1, begin: int = 0) -> None:
         """Queue the tails one stage longer that may still be among the top k; keep complete plans."""
-        label = parent if choice is None else self.child(parent, choice, begin)
+        label = parent if choice < 0 else self.child(parent, choice, begin)
         if self.dominated(label):
             return
         self.num_expanded += 1

@@ -266,6 +266,7 @@ def simulate_mixed(plan: Plan, options: PlanOptions, hosts: Hosts, clock: Clock 
     stages = len(plan.stages)
     count = min(plan.microbatches, max(options.simulated_microbatches, 2 * stages))
     cluster = mixed_cluster(hosts, options.latency_ms)
+    assert isinstance(cluster.network, Nodes)
     writer = MixedStep(plan, options, hosts, cluster.network, count)
     step = writer.write(schedule(options.schedule, stages, count, stages))
     program = step.expand(Placement(writer.degrees, groups=tuple(writer.groups)))
