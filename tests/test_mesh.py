@@ -90,7 +90,13 @@ def test_what_is_no_mesh_is_told_what_one_looks_like(text):
 
 @given(
     st.one_of(
-        st.text(), st.text("0123456789x X*-"), st.from_regex(r"[a-z]+[0-9]+(-(row|col|data|stage)[0-9]+){0,3}", fullmatch=True), st.none(), st.integers(), st.floats(), st.lists(st.integers())
+        st.text(),
+        st.text("0123456789x X*-"),
+        st.from_regex(r"[a-z]+[0-9]+(-(row|col|data|stage)[0-9]+){0,3}", fullmatch=True),
+        st.none(),
+        st.integers(),
+        st.floats(),
+        st.lists(st.integers()),
     )
 )
 def test_anything_else_raises_only_value_error(text):
