@@ -48,9 +48,9 @@ def check_calibration(config: RunConfig) -> None:
 def predict(
     config: RunConfig, module: Transformer, chip: Chip | None, job: Job, text: Callable[[], str]
 ) -> Prediction | None:
-    """The prediction for a run; None where nothing is known of its devices.
+    """The prediction for a run; None when its devices are unknown.
 
-    Emulated devices are known by `calibration=` alone: what is predicted then is the compiled program, `text()`.
+    For emulated devices it needs `calibration=` and predicts from the compiled program, `text()`.
     Nothing is compiled for it: reading the program takes less than a second, the cost model milliseconds.
     """
     shape = shape_of(module.plan.mesh)
@@ -74,9 +74,11 @@ def predict(
             calibrated_pod(pod, config.calibration, dtype), module.model, config.parallel, shape, config.batch,
             config.seq, config.accumulate, config.remat, dtype,
         )  # fmt: skip
-    except ValueError:  # a number of the chip is not known, which is no reason to stop
+    except ValueError:  # a figure of the chip is unknown
         return None
-    return terms and Prediction(terms, f"the planner's cost model with {config.calibration or 'the table of chips'}")
+    if not terms:
+        return None
+    return Prediction(terms, f"the planner's cost model with {config.calibration or 'the table of chips'}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +101,7 @@ def compare(prediction: Prediction, measured: Measured, emulated: bool) -> list[
     if _agree(predicted, seconds):
         return lines
     too_large = [name.replace("_", " ") for name, value in prediction.terms.items() if value > seconds]
-    largest = max(prediction.terms, key=prediction.terms.get)
+    largest = max(prediction.terms, key=lambda name: prediction.terms[name])
     if measured.waited > 0 and _agree(predicted, seconds - measured.waited):
         off = f"input, for which a step waits {1e3 * measured.waited:,.1f} ms; the prediction includes none."
     elif emulated and _agree(predicted, measured.busy):

@@ -49,7 +49,7 @@ class Run:
     @functools.cached_property
     def prediction(self) -> Prediction | None:
         """The predicted time of a step; None where nothing is known of the devices."""
-        return predict(self.config, self.module, self.chip, self.job, lambda: self.compiled_step.as_text())
+        return predict(self.config, self.module, self.chip, self.job, lambda: self.compiled_step.as_text() or "")
 
     def mfu(self, step_seconds: float) -> float | None:
         """Model FLOP/s of a step over the peak of the mesh's devices; None when the peak is unknown."""
