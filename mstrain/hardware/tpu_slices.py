@@ -47,7 +47,7 @@ class TpuSlice:
         chips = [n for n in self.topology if n > 1]
         along = [chips[axis] for axis in axes if axis < len(chips)]
         links = sum(2 if self.wraps and n > 2 else 1 for n in along) or 1
-        cores = self.chip.tpu_slices.devices_per_chip if len(along) < len(axes) else 1
+        cores = self.chip.slice_rules.devices_per_chip if len(along) < len(axes) else 1
         return links * cores, sum(self.physical_axes[axis] - 1 for axis in axes)
 
     def mesh_shapes(self, data: int = 1) -> tuple[tuple[int, int], ...]:
