@@ -24,7 +24,9 @@ GB = 1e9
 def utilization(request: PlanRequest, costed: Costed, attention: str = "full") -> float:
     """Model FLOP/s over peak; `attention`: `full` counts the whole square of scores (PaLM, appendix B), or `causal`."""
     flops = request.tokens * training_flops_per_token(request.model, request.seq, attention)
-    return mfu(flops, costed.seconds, request.pod.devices, request.pod.chip.peak(request.dtype))
+    used = mfu(flops, costed.seconds, request.pod.devices, request.pod.chip.peak(request.dtype))
+    assert used is not None  # find_pod refuses a chip without a peak
+    return used
 
 
 def plan_row(request: PlanRequest, rank: int, costed: Costed, best: Costed) -> dict:

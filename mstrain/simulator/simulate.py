@@ -235,7 +235,7 @@ def simulate(program: Program, cluster: Cluster, rules: Rules = CORRECTED) -> Si
     taken = held.take(action)
     durations = held._replace(items=seconds).take(action).items
     sizes = (len(lanes.lanes), len(program.value_bytes))
-    events = (taken.offsets, taken.items, durations, *program.inputs, *program.outputs, *sizes)
+    events = [taken.offsets, taken.items, durations, *program.inputs, *program.outputs, *sizes]
     ordered = len(program.devices) if rules.link_lanes else len(lanes.lanes)
     start, end, lane_end = first_come(*events, ordered)
     assert not np.isnan(end).any(), "operations wait for each other: the program is not in topological order"

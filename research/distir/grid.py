@@ -131,6 +131,7 @@ def make_row(
 ) -> Row:
     """The table row of one simulated plan."""
     exposed = exposed_communication(result.timeline())
+    assert isinstance(result.rules, RuleSet)
     name = schedule_name(degrees, result.rules, options)
     steps = schedule(name, degrees.pipeline, degrees.microbatches, degrees.pipeline * degrees.interleave)
     return Row(

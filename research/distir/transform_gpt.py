@@ -59,7 +59,7 @@ class _GptStep(PipelineStep):
         self.x = self._tensor(gpt.width, 0, resident=True)
         self.result = -1
         # The residual stream and the last product, as the next block finds them.
-        self.carried: dict[int, tuple[int, int]] = {}
+        self.carried: dict[int, tuple[int, ...]] = {}
 
     def _tensor(self, width: int, stage: int, **kwargs) -> int:
         return self.slots.value(self.rows * width * self.gpt.element_bytes, stage, **kwargs)

@@ -21,7 +21,7 @@ class MetisConfig(MetisOptions, Files):
     """The reference's search of a mixed cluster."""
 
 
-def run_metis(config) -> int:
+def run_metis(config: MetisConfig) -> int:
     """Prints the reference's lines; writes metis.json, also of a search that had to stop."""
     folder = make_folder(config.run_dir)
     try:
@@ -46,7 +46,7 @@ def run_metis(config) -> int:
     return 0
 
 
-def run_homogeneous(config) -> int:
+def run_homogeneous(config: MetisConfig) -> int:
     """The reference's planner for one type; writes homogeneous.json."""
     folder = make_folder(config.run_dir)
     result = search_homogeneous(*config.paths, config)

@@ -52,13 +52,14 @@ def run_homogeneous(hostfile: str | Path, clusterfile: str | Path, profile_dir: 
     profiles = read_profiles(profile_dir, cluster.device_types)
     check_layer_times(profiles, options.num_layers)
     reference = reference_profile(options, profiles)
+    (device_type,) = cluster.device_types
     costed, missing, plans = [], [], 0
     for dp, pp, tp in degrees(cluster.num_devices, options):
         for microbatch in divisors(options.gbs):
             if microbatch * dp > options.gbs:
                 continue
             plans += 1
-            key = (cluster.device_types[0], tp, microbatch)
+            key = (device_type, tp, microbatch)
             if key not in profiles:
                 missing.append(profile_name(key))
                 continue

@@ -8,6 +8,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -99,7 +100,7 @@ def _read_profile(path: Path, key: Key) -> Profile:
     return profile
 
 
-def _field(path: Path, document, *names: str, many: bool = False):
+def _field(path: Path, document, *names: str, many: bool = False) -> Any:
     value = document
     for name in names:
         if not isinstance(value, dict) or name not in value:

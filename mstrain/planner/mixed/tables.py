@@ -39,7 +39,7 @@ def build_space(model: Model, unit: int, choices: tuple[Choice, ...]) -> Space:
     fits = np.zeros((len(groups), len(real)), bool)
     fits[:, numbers] = (states[None] >= units[:, None, :]).all(axis=2)
     group_of = np.array([groups.index(choice.devices) for choice in choices])
-    contains = (units[:, None, :] >= units[None]).all(axis=2)
+    contains = np.asarray((units[:, None, :] >= units[None]).all(axis=2))
     return Space(unit, choices, groups, group_of, units @ strides, fits, contains, real)
 
 
