@@ -1,6 +1,7 @@
 """Each process digests what it wrote, process 0 reads none of it again; a save may take as long as its size needs."""
 
 import concurrent.futures
+import json
 
 import pytest
 from etils import epath
@@ -43,3 +44,20 @@ def test_a_write_that_hangs_ends_at_the_limit(tmp_path):
     with pytest.raises(TimeoutError, match="this host's part was not written within 0 s"):
         _Part(handler, epath.Path(tmp_path), [concurrent.futures.Future()], 0.0).result(timeout=1e6)
     assert handler.speed is None
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "state/../../x"])
+def test_a_manifest_cannot_name_a_file_outside_the_folder(tmp_path, name):
+    folder = epath.Path(tmp_path) / "7"
+    write_files(tmp_path / "7", ["data"])
+    manifest.write(folder)
+    document = json.loads((folder / manifest.NAME).read_text())
+    document["files"] = {name: document["files"]["data"]}
+    (folder / manifest.NAME).write_text(json.dumps(document))
+    assert "outside the folder" in manifest.problems(folder)[0]
+
+
+def test_a_folder_without_a_readable_manifest_has_no_size(tmp_path):
+    assert manifest.size(tmp_path) == 0
+    (tmp_path / manifest.NAME).write_text("{")
+    assert manifest.size(tmp_path) == 0
