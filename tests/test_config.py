@@ -55,7 +55,9 @@ MISTAKES = {
     "mesh of nothing": (["mesh=0x4"], ["'0x4'", "mesh=2x4"]),
     "mesh too large": (["mesh=8x16"], ["128 devices and 16 are present", "Type mesh=row4-col4"]),
     "mesh leaves devices idle": (["mesh=3x3"], ["9 of 16 devices", "Type mesh=row4-col4"]),
-    "mesh of an axis to come": (["mesh=data2-stage4-row2-col1"], ["does not support axis stage", "data, row and col axes"]),
+    "mesh of an axis to come": (
+        ["mesh=data2-stage4-row2-col1"], ["does not support axis stage", "data, row and col axes"],
+    ),
     "layers": (["parallel.layers=0:mlp"], ["Unknown algorithm 'mlp'", "Choose one of meshslice"]),
     "layers unreadable": (["parallel.layers=all"], ["cannot read 'all'", "parallel.layers=\"0-3:megatron"]),
     "layers outside": (["parallel.layers=1-7:fsdp"], ["'1-7:fsdp'", "outside 0-1"]),

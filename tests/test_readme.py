@@ -1,4 +1,4 @@
-"""The README keeps its word: what it tells people to type is accepted, what it points at exists, its tables are complete."""
+"""The README keeps its word: what it says to type is accepted, what it names exists, its tables are complete."""
 
 import re
 import shlex

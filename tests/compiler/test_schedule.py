@@ -86,7 +86,8 @@ SPARSE = f"""
 
 def sparse_start(name, operand):
     shape = "((bf16[64,64]{1,0}, token[]), bf16[32,64]{1,0})"
-    return f'%{name} = {shape} call-start(%{operand}, %t), async_execution_thread="sparsecore", to_apply=%on_sparse_core'
+    thread = 'async_execution_thread="sparsecore", to_apply=%on_sparse_core'
+    return f"%{name} = {shape} call-start(%{operand}, %t), {thread}"
 
 
 def test_a_sparse_core_call_is_the_collective_it_calls():
@@ -134,11 +135,11 @@ CONTINUED = f"""
 
 def test_a_gather_carried_on_inside_a_product_is_one_overlapped_transfer():
     schedule = read(f"""{X}
-        %async-collective-start = (bf16[64,64]{{1,0}}, bf16[128,64]{{1,0}}, u32[]) fusion(%x), kind=kCustom, calls=%starts
-        %g0 = bf16[64,64]{{1,0}} get-tuple-element(%async-collective-start), index=0
-        %f = (bf16[64,64]{{1,0}}, bf16[128,64]{{1,0}}) fusion(%g0, %x), calls=%async_collective_fusion.1, {cycles(9000)}
-        %g1 = bf16[128,64]{{1,0}} get-tuple-element(%f), index=1
-        ROOT %async-collective-done = bf16[128,64]{{1,0}} fusion(%g1), kind=kCustom, calls=%starts""", CONTINUED)
+      %async-collective-start = (bf16[64,64]{{1,0}}, bf16[128,64]{{1,0}}, u32[]) fusion(%x), kind=kCustom, calls=%starts
+      %g0 = bf16[64,64]{{1,0}} get-tuple-element(%async-collective-start), index=0
+      %f = (bf16[64,64]{{1,0}}, bf16[128,64]{{1,0}}) fusion(%g0, %x), calls=%async_collective_fusion.1, {cycles(9000)}
+      %g1 = bf16[128,64]{{1,0}} get-tuple-element(%f), index=1
+      ROOT %async-collective-done = bf16[128,64]{{1,0}} fusion(%g1), kind=kCustom, calls=%starts""", CONTINUED)
     assert len(schedule.transfers) == schedule.overlapped == 1
     assert schedule.seconds == pytest.approx(9 * US)
 
@@ -252,7 +253,8 @@ def test_an_instruction_may_span_lines():
 
 
 def test_a_collective_among_one_device_is_none():
-    entry = "ROOT %g = bf16[64,64]{1,0} all-gather(%x), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, dimensions={0}"
+    groups = "{{0},{1},{2},{3},{4},{5},{6},{7}}"
+    entry = f"ROOT %g = bf16[64,64]{{1,0}} all-gather(%x), replica_groups={groups}, dimensions={{0}}"
     assert read(X + entry).transfers == ()
 
 

@@ -1,6 +1,6 @@
 """Every command on a page of the docs: composed by the code that runs it; those that a laptop finishes in seconds, run.
 
-Commands of other programs (tensorboard, gcloud, sbatch, kubectl, docker, pip) are listed, so that a new one is looked at.
+Commands of other programs (tensorboard, gcloud, sbatch, kubectl, docker, pip) are listed, so that a new one is seen.
 """
 
 import re
@@ -17,8 +17,13 @@ from mstrain.commands import COMMANDS, command_named
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OTHERS = ("tensorboard", "gcloud", "sbatch", "kubectl", "docker", "bash", "pip", "git", "python3 -m venv", ".venv/bin/pip")
-SCRIPT = re.compile(r"^(?:\.venv/bin/)?(?:python3? (?:-m mstrain (?P<module>\w+)|(?P<script>\w+)\.py)|mstrain (?P<installed>\w+))\b(?P<rest>.*)")
+OTHERS = (
+    "tensorboard", "gcloud", "sbatch", "kubectl", "docker", "bash", "pip", "git", "python3 -m venv", ".venv/bin/pip",
+)  # fmt: skip
+SCRIPT = re.compile(
+    r"^(?:\.venv/bin/)?(?:python3? (?:-m mstrain (?P<module>\w+)|(?P<script>\w+)\.py)|mstrain (?P<installed>\w+))"
+    r"\b(?P<rest>.*)"
+)
 
 
 def lines(page: Path) -> list[str]:
@@ -69,7 +74,8 @@ def test_a_page_s_command_runs(tmp_path):
     (line,) = [line for page, line in ALL if page == "docs/howto/data.md" and "data.path=docs" in line]
     words = shlex.split(SCRIPT.match(line)["rest"])
     changed = [word for word in words if not word.startswith(("steps=", "run_dir="))]
-    command = [sys.executable, "train.py", *changed, "steps=2", f"run_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path}"]
+    chosen = ["steps=2", f"run_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path}"]
+    command = [sys.executable, "train.py", *changed, *chosen]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "validation loss" in done.stdout
@@ -77,5 +83,6 @@ def test_a_page_s_command_runs(tmp_path):
 
 @pytest.mark.parametrize("script", ["requirements", "reference"])
 def test_written_files_are_those_of_their_source(script):
-    done = subprocess.run([sys.executable, ROOT / ".ci" / script, "--check"], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, ROOT / ".ci" / script, "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
