@@ -88,7 +88,7 @@ def calibration_of(probes: list[Probe], times: Times, mesh: Mesh, config: Benchm
     moved = float(np.interp(8 * elements, [key[1] for key in sizes], [each[key] for key in sizes]))
     beside = launch * (1 + LOOP_KERNELS / UNROLLED)  # a kernel after every product, and those of the loop
     gemm = tuple(
-        GemmTime(*key[1:], max(seconds - beside, LEAST)) for key, seconds in each.items() if key[0] == "gemm"
+        GemmTime(*key[1:], seconds=max(seconds - beside, LEAST)) for key, seconds in each.items() if key[0] == "gemm"
     )
     load = f", load average {os.getloadavg()[0]:.0f}" if hasattr(os, "getloadavg") else ""
     clock = "CPU time over cores, " if device.platform == "cpu" else ""

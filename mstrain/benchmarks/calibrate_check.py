@@ -23,6 +23,7 @@ from mstrain.hardware.calibration import Calibration, load_calibration
 from mstrain.mesh import make_mesh, parse_mesh
 from mstrain.planner.calibrated import StepTerms, predict_step
 from mstrain.program.dtype import dtype_on
+from mstrain.program.program import text_of
 
 TOLERANCE = 0.2
 RUN_SECONDS = 400.0
@@ -106,7 +107,7 @@ def _step_probe(config: BenchmarkConfig, algorithm: str, keys: dict, number: int
         state, metrics = compiled(state, *rest)
         return state, metrics
 
-    return Probe(("step", number), 1, run), compiled.as_text()
+    return Probe(("step", number), 1, run), text_of(compiled)
 
 
 def _axes(keys: dict) -> dict[str, int]:
@@ -127,7 +128,7 @@ def verdict(rows: list[Checked]) -> list[str]:
     if off:
         worst = max(off, key=lambda row: abs(row.ratio - 1))
         terms = dataclasses.asdict(worst.predicted)
-        name = max(terms, key=terms.get)
+        name = max(terms, key=terms.__getitem__)
         lines.append(
             f"The worst is {worst.algorithm} {worst.configuration}; its largest predicted term is {name}, "
             f"{terms[name] / worst.predicted.seconds:.0%} of the step."

@@ -93,7 +93,7 @@ def make_probes(mesh: Mesh, dtype: jnp.dtype) -> Iterator[Probe]:
     rows, repeats = math.isqrt(sizes.elements), sizes.kernel_repeats(16 * sizes.elements)
     for name, step in ((EXPONENTIAL, jnp.exp), (REDUCTION, _sum_rows), (TRANSPOSE, _transposed)):
         yield Probe((name,), repeats, _program(mesh, step, (rows, rows), repeats))
-    for shape in itertools.product(sizes.gemm, repeat=3):
+    for shape in itertools.product(sizes.gemm, sizes.gemm, sizes.gemm):
         repeats = sizes.product_repeats(2.0 * math.prod(shape))
         yield Probe(("gemm", *shape), repeats * UNROLLED, _gemm(mesh, shape, dtype, repeats))
     yield from _collectives(mesh, sizes)

@@ -114,8 +114,9 @@ def find_rings(attributes: str, group: list[int], torus: Torus) -> Rings:
 
 
 def _rings_of_colors(colors: list[list[dict]], group: list[int], torus: Torus) -> Rings:
-    found = [[_ring(ring) for ring in color] for color in colors]
-    if any(ring is None for color in found for ring in color):  # a ring that follows no dim, through all devices
+    rings = [[_ring(ring) for ring in color] for color in colors]
+    found = [[ring for ring in color if ring is not None] for color in rings]
+    if found != rings:  # a ring that follows no dim, through all devices
         whole = torus.one_ring(group)
         both = sum(2 if ring.get("ring_type") == "ICI_RING_TYPE_BIDIR" else 1 for ring, *_ in colors)
         return Rings(whole.links * min(both, 2) / 2, whole.steps, whole.lanes)
@@ -144,8 +145,9 @@ def _ring(ring: dict) -> tuple[int, tuple[Lane, ...], float] | None:
 
 def _permute(module: Module, computation: str, instruction: Instruction, machine: Machine) -> Collective | None:
     """Messages are cut through: their bytes cross the busiest link one after the other, and hops cost a sync each."""
-    text = re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.attributes)[1]
-    pairs = tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)", text))
+    text = re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.attributes)
+    assert text is not None, f"{instruction.name} has no pairs"
+    pairs = tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)", text[1]))
     axes = _axes_of(pairs, machine)
     if not axes:
         return None

@@ -10,7 +10,7 @@ import jax
 
 from mstrain.compiler.topology import Target, quiet
 from mstrain.program.memory import GIB, Memory, read_memory
-from mstrain.program.program import Program
+from mstrain.program.program import Program, text_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ def compile_program(
     try:
         with quiet():
             compiled = program.compile(options)
-            text = compiled.as_text()
+            text = text_of(compiled)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             needed = needed_bytes(str(error))

@@ -42,6 +42,12 @@ class Instruction:
         match = re.search(rf'\b{key}="?%?([\w.\-]+)', self.attributes)
         return match[1] if match else None
 
+    def computation(self, key: str) -> str:
+        """The computation of an attribute that every instruction of this opcode has, such as the body of a loop."""
+        name = self.attribute(key)
+        assert name is not None, f"{self.name} has no {key}"
+        return name
+
     @property
     def estimated_cycles(self) -> int:
         """XLA's own cost of this instruction; 0 where it gives none."""
@@ -118,7 +124,9 @@ def hbm_bytes_of_shape(shape: str) -> int:
 def _element_bytes(dtype: str) -> float:
     if dtype in _BYTES:
         return _BYTES[dtype]
-    return int(re.search(r"\d+", dtype)[0]) / 8
+    bits = re.search(r"\d+", dtype)
+    assert bits is not None, f"the size of {dtype} is not known"
+    return int(bits[0]) / 8
 
 
 def _split_operands(text: str) -> tuple[str, str]:

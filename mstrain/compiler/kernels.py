@@ -51,8 +51,9 @@ def visited(kernel: Instruction, part: str, queries: int, keys: int) -> float:
     Half of the matrix where it states none.
     """
     names = ("block_q", "block_kv") if part == "fwd" else ("block_q_dkv", "block_kv_dkv")
-    found = [re.search(rf'\\*"{name}\\*": *(\d+)', kernel.attributes) for name in names]
-    if not all(found):
+    stated = (re.search(rf'\\*"{name}\\*": *(\d+)', kernel.attributes) for name in names)
+    found = [match for match in stated if match]
+    if len(found) < len(names):
         return 0.5
     rows, columns = (int(match[1]) for match in found)
     blocks = sum(min(math.ceil((i + 1) * rows / columns), math.ceil(keys / columns))

@@ -8,7 +8,7 @@ import numpy as np
 from mstrain.compiler.topology import Target
 from mstrain.compiler.torus import Torus
 from mstrain.hardware import Chip, Link
-from mstrain.hardware.constants import AxisLinks
+from mstrain.hardware.constants import COLLECTIVES, AxisLinks
 
 # bf16 FLOPs that XLA's cost model lets one device finish in a cycle: MXUs x 128 x 128 (256 x 256 from v6e on)
 # x 2, both cores of a v4 or v5p together. With the published peak they give the clock, so that a product at
@@ -92,29 +92,30 @@ HIGH = Unknowns(latency=2.0, hbm=0.8, overlap=0.0)
 
 def clock(chip: Chip) -> float:
     """Cycles per second of XLA's estimates for this chip."""
-    return chip.peak_bf16 / FLOPS_PER_CYCLE[chip.name]
+    return chip.known_peak("bf16") / FLOPS_PER_CYCLE[chip.name]
 
 
 def machine_for(target: Target, unknowns: Unknowns = EXPECTED) -> Machine:
     """The machine on which a program of `target` is timed."""
     chip, mesh = target.tpu_slice.chip, target.mesh
     # The table counts a device: the devices of one chip share its links, each with its part of the bandwidth.
-    bandwidth = chip.ici_bandwidth * chip.tpu_slices.devices_per_chip
+    bandwidth = chip.number("ici_bandwidth") * chip.slice_rules.devices_per_chip
     link = AxisLinks(*(
-        Link(unknowns.latency * launch, unknowns.latency * chip.sync, bandwidth)
-        for launch in (chip.launch_all_gather, chip.launch_reduce_scatter, chip.launch_permute)
+        Link(unknowns.latency * chip.number(f"launch_{name}"), unknowns.latency * chip.number("sync"), bandwidth)
+        for name in COLLECTIVES
     ))  # fmt: skip
     cores, units = VECTOR_UNITS[chip.name]
     matrix_unit = int(chip.lowering.get("matrix_unit", 128))
     kernels = KernelRates(cores * LANES * units, cores * LANES, matrix_unit, unknowns.overlap)
-    hbm = unknowns.hbm * chip.hbm_bandwidth
-    return Machine(chip.name, clock(chip), chip.peak_bf16, hbm, dict(mesh.shape), torus_for(target), link, kernels)
+    hbm = unknowns.hbm * chip.number("hbm_bandwidth")
+    flops = chip.known_peak("bf16")
+    return Machine(chip.name, clock(chip), flops, hbm, dict(mesh.shape), torus_for(target), link, kernels)
 
 
 def torus_for(target: Target) -> Torus:
     """The places of a target's devices; dims of two chips have one link between them, however they are wired."""
     tpu_slice = target.tpu_slice
-    sizes = (*tpu_slice.topology, tpu_slice.chip.tpu_slices.devices_per_chip)
+    sizes = (*tpu_slice.topology, tpu_slice.chip.slice_rules.devices_per_chip)
     closed = (*(tpu_slice.wraps and size > 2 for size in tpu_slice.topology), False)
     rank = len(tpu_slice.topology)
     places = [[*device.coords[:rank], device.core_on_chip] for device in target.mesh.devices.flat]

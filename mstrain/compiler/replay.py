@@ -41,7 +41,7 @@ class Replay:
 
     def __init__(self, machine: Machine):
         self.time = 0.0
-        self.cycles = dict.fromkeys(KINDS, 0.0)
+        self.cycles: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self.hbm_bytes = 0.0  # of operations and copies
         self._machine = machine
         self._free_at = dict.fromkeys(machine.torus.lanes, 0.0)

@@ -85,7 +85,7 @@ class Translator:
 
     def _translate(self, computation: str, i: Instruction) -> list:
         if i.opcode == "while":
-            return [Loop(self.steps(i.attribute("body")), self._trips(i))]
+            return [Loop(self.steps(i.computation("body")), self._trips(i))]
         if i.opcode == "conditional":
             return list(max((self.steps(name) for name in i.called), key=_cycles))
         if i.opcode == "call":
@@ -127,8 +127,10 @@ class Translator:
 
     def _follow(self, computation: str, i: Instruction, phase: str) -> list:
         start = self._start_of(computation, i)
-        collective = start and find_collective(self.module, computation, start, self.machine)
-        if not collective:
+        if start is None:
+            return []
+        collective = find_collective(self.module, computation, start, self.machine)
+        if collective is None:
             return []
         return [Wait(start.name)] if phase == "done" else [Start(i.name, start.name, collective)]
 
@@ -163,7 +165,7 @@ class Translator:
         """The known trip count, or the bound that the counter of a scan is compared with."""
         if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
             return int(match[1])
-        condition = self.module.computations[loop.attribute("condition")]
+        condition = self.module.computations[loop.computation("condition")]
         bounds = [int(i.operands[0]) for i in condition if i.opcode == "constant" and i.operands[0].isdigit()]
         if not bounds:
             raise ValueError(f"loop {loop.name} has no trip count that can be read; use lax.scan")

@@ -39,6 +39,7 @@ def row(
     """One line of the table: MeshSlice in `slices` slices against `collective`, the same product unsliced."""
     program = compile_flow("meshslice", flow, slices, target, sizes, **keywords)
     s = predict(program)
+    assert s.memory is not None and collective.memory is not None  # both are compiled
     return (
         target.tpu_slice.name, flow, str(slices), f"{s.overlapped} of {len(s.transfers)}",
         "n/a" if s.hidden is None else f"{s.hidden:.0%}", str(s.blocking),
@@ -50,12 +51,13 @@ def row(
 
 def milliseconds(schedule: Schedule) -> str:
     """`6.10 (5.97, 6.41)`: predicted, and the range that the unknown constants allow."""
+    assert schedule.bounds is not None  # of compiled programs
     low, high = schedule.bounds
     return f"{1e3 * schedule.seconds:.2f} ({1e3 * low:.2f}, {1e3 * high:.2f})"
 
 
 def main(arguments: list[str]) -> None:
-    about = __doc__.partition("\n")[0]
+    about = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m mstrain.compiler.study", description=about)
     parser.add_argument("targets", nargs="+", help="pod slices such as v5p-64 or tpu7x:2x2x4")
     parser.add_argument("--mesh", default="4x8")

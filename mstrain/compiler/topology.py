@@ -65,9 +65,9 @@ def tpu_slice_devices(tpu_slice: TpuSlice) -> tuple:
         raise ValueError(problem)
     for key, value in _ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    if not jax.config.jax_platforms:
+    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]  JAX's stub lacks its flags
         jax.config.update("jax_platforms", "cpu")  # the host of the compilation needs no accelerator
-    options = dict(tpu_slice.topology_options)
+    options: dict[str, str | tuple[bool, ...]] = dict(tpu_slice.topology_options)
     if tpu_slice.wraps:
         options["wrap"] = tuple(axis < len(tpu_slice.topology) for axis in range(3))
     with quiet():

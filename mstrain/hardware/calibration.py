@@ -9,6 +9,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -177,14 +178,19 @@ def parse_calibration(document: Any) -> Calibration:
         raise ValueError(f'it is not a calibration of mstrain ("format" is not "{FORMAT}")')
     if document.get("version") != VERSION:
         raise ValueError(f"its version is {document.get('version')!r}, and this mstrain reads version {VERSION}")
-    texts = {name: _text(document, name) for name in ("device_kind", "platform", "dtype", "jax", "date", "source")}
-    rates = ("dispatch_seconds", "argument_seconds", "exponential_seconds", "reduction_seconds", "transpose_seconds")
-    numbers = {name: _number(document, name, 0.0) for name in rates}
+    device_kind, platform, dtype, jax, date, source = (
+        _text(document, name) for name in ("device_kind", "platform", "dtype", "jax", "date", "source")
+    )
+    dispatch, argument, exponential, reduction, transpose = (
+        _number(document, f"{name}_seconds", 0.0)
+        for name in ("dispatch", "argument", "exponential", "reduction", "transpose")
+    )
     kernels = tuple(
         KernelTime(_count(row, "bytes"), _positive(row, "seconds")) for row in _rows(document, "kernels")
     )
     gemm = tuple(
-        GemmTime(*(_count(row, name) for name in "mkn"), _positive(row, "seconds")) for row in _rows(document, "gemm")
+        GemmTime(_count(row, "m"), _count(row, "k"), _count(row, "n"), _positive(row, "seconds"))
+        for row in _rows(document, "gemm")
     )
     if any(a.bytes >= b.bytes for a, b in zip(kernels, kernels[1:])):
         raise ValueError("kernels are not in ascending order of bytes")
@@ -197,10 +203,14 @@ def parse_calibration(document: Any) -> Calibration:
         raise ValueError(f"links are of {', '.join(map(str, links))} instead of row and col")
     links = {axis: {kind: _link(_entry(links[axis], kind, dict)) for kind in KINDS} for axis in AXES if links}
     devices = _count(document, "devices")
-    return Calibration(**texts, devices=devices, **numbers, kernels=kernels, gemm=gemm, links=links)
+    return Calibration(
+        device_kind=device_kind, platform=platform, devices=devices, dtype=dtype, jax=jax, date=date, source=source,
+        dispatch_seconds=dispatch, argument_seconds=argument, exponential_seconds=exponential,
+        reduction_seconds=reduction, transpose_seconds=transpose, kernels=kernels, gemm=gemm, links=links,
+    )  # fmt: skip
 
 
-def _entry(entry: Any, name: str, kind: type) -> Any:
+def _entry(entry: Any, name: str, kind: type | UnionType) -> Any:
     if not isinstance(entry, dict) or name not in entry:
         raise ValueError(f"it has no {name}")
     if not isinstance(entry[name], kind):

@@ -38,7 +38,7 @@ def gemm_seconds(times: tuple[GemmTime, ...], m: int, k: int, n: int) -> float:
 
 @functools.lru_cache(maxsize=8)
 def _interpolator(times: tuple[GemmTime, ...]) -> tuple[list[list[int]], RegularGridInterpolator]:
-    seconds = {(t.m, t.k, t.n): t.seconds for t in times}
+    seconds: dict[tuple[int, ...], float] = {(t.m, t.k, t.n): t.seconds for t in times}
     edges = [sorted({shape[axis] for shape in seconds}) for axis in range(3)]
     logs = np.log([seconds[shape] for shape in itertools.product(*edges)]).reshape([len(edge) for edge in edges])
     grid = []

@@ -60,6 +60,13 @@ class Program:
         return jax.tree.unflatten(tree, jax.jit(create, out_shardings=[leaf.sharding for leaf in leaves])())
 
 
+def text_of(compiled: jax.stages.Compiled) -> str:
+    """The HLO text of a compiled program."""
+    text = compiled.as_text()
+    assert text is not None, "this backend has no text of its programs"  # those of CPU, GPU and TPU have
+    return text
+
+
 def abstract(shape: tuple[int, ...], dtype: jnp.dtype, mesh: Mesh, spec: P) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
