@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from mstrain.gemm.grid import Grid
 
@@ -49,7 +49,7 @@ class Algorithm:
         """The dataflow of every plan; None if a plan can choose between several."""
         return self.dataflows[0] if len(self.dataflows) == 1 else None
 
-    def grid(self, mesh: Mesh) -> Grid:
+    def grid(self, mesh: Mesh | AbstractMesh) -> Grid:
         return Grid(mesh, self.rows, self.cols)
 
     def check_grid(self, rows: int, cols: int, what: str) -> None:

@@ -8,7 +8,7 @@ parallelism. `Grid` holds the axes, so plans and layers have no case for either.
 
 import dataclasses
 
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
@@ -28,7 +28,7 @@ class Layout:
 class Grid:
     """Mesh axes used as rows and as columns of a product; either may be empty."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     rows: tuple[str, ...]
     cols: tuple[str, ...]
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from mstrain.gemm.algorithm import Algorithm
 from mstrain.gemm.grid import Grid, Layout
@@ -101,7 +101,7 @@ class PlanPair:
         return self.into.grid
 
 
-def grid_of(algorithm: str, mesh: Mesh) -> Grid:
+def grid_of(algorithm: str, mesh: Mesh | AbstractMesh) -> Grid:
     """The grid that an algorithm uses on `mesh`."""
     return find_algorithm(algorithm).grid(mesh)
 

@@ -89,7 +89,9 @@ class Attention(nn.Module):
         if self.rotary_base:
             q_BxTxNxH = rotate_positions(q_BxTxNxH, self.rotary_base)
             k_BxTxKxH = rotate_positions(k_BxTxKxH, self.rotary_base)
-        slopes_N, platform = None, self.plans.grid.mesh.devices.flat[0].platform
+        devices = self.plans.grid.mesh.devices
+        assert devices is not None, "an abstract mesh computes nothing"
+        slopes_N, platform = None, devices.flat[0].platform
         if self.config.alibi:
             first = axis_index(axes) * queries
             slopes_N = jax.lax.dynamic_slice_in_dim(alibi_slopes(self.heads.queries), first, queries)

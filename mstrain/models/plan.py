@@ -9,7 +9,7 @@ import itertools
 import math
 
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from mstrain.gemm import Grid, LoweringOptions, Plan, PlanPair, find_algorithm, grid_of, legal_slices
 from mstrain.hardware import Chip
@@ -38,7 +38,8 @@ class BlockPlan:
 
     @property
     def mesh(self) -> Mesh:
-        return self.attention.grid.mesh
+        """The mesh of devices; plans on an abstract mesh have none."""
+        return _with_devices(self.attention.grid.mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,8 @@ class ModelPlan:
 
     @property
     def mesh(self) -> Mesh:
-        return self.head.grid.mesh
+        """The mesh of devices; plans on an abstract mesh have none."""
+        return _with_devices(self.head.grid.mesh)
 
     @property
     def embedding_grid(self) -> Grid:
@@ -69,9 +71,14 @@ class ModelPlan:
         return -vocab_size % unit
 
 
+def _with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
+    assert isinstance(mesh, Mesh), f"{mesh} has no devices"
+    return mesh
+
+
 def make_plan(
-    parallel: ParallelConfig, model: ModelConfig, mesh: Mesh, microbatch: int, seq: int, chip: Chip | None = None,
-    constants: Constants | None = None,
+    parallel: ParallelConfig, model: ModelConfig, mesh: Mesh | AbstractMesh, microbatch: int, seq: int,
+    chip: Chip | None = None, constants: Constants | None = None,
 ) -> ModelPlan:  # fmt: skip
     """Plans every product of `model` on `mesh`.
 
@@ -135,7 +142,7 @@ def canonical_plan(model: ModelConfig) -> ModelPlan:
 class _Planner:
     parallel: ParallelConfig
     model: ModelConfig
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     sequences: int  # of one data-parallel copy
     seq: int
     chip: Chip | None

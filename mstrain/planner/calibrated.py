@@ -85,12 +85,12 @@ class _Reader:
         if i.opcode in FREE:
             return StepTerms()
         if i.opcode == "while":
-            body, condition = i.attribute("body"), i.attribute("condition")
+            body, condition = i.computation("body"), i.computation("condition")
             return (self.computation(body) + self.computation(condition)) * _trips(i)
         if i.opcode == "conditional":
             return max((self.computation(name) for name in i.called), key=lambda terms: terms.seconds)
         if i.opcode == "call":
-            return self.computation(i.attribute("to_apply"))
+            return self.computation(i.computation("to_apply"))
         if i.opcode in KINDS:
             return StepTerms(communication=self._collective(where, i))
         return self._kernel(where, i)
@@ -99,7 +99,7 @@ class _Reader:
         if not self.calibration.links:
             raise ValueError("the calibration was measured on one device and has no collectives")
         links = self.calibration.links["row"]  # emulated devices have no axes: both are the same fit
-        nbytes = sum(self.module.find(where, name).bytes for name in i.operands)
+        nbytes = sum(self._operand(where, i, index).bytes for index in range(len(i.operands)))
         if i.opcode == "collective-permute":
             return collective_seconds(links["permute"], nbytes, 2)
         size = len(replica_group(i.attributes, self.devices))
@@ -130,7 +130,7 @@ class _Reader:
         return StepTerms(kernels=moved)
 
     def _product(self, where: str, i: Instruction) -> float:
-        left, right = (dimensions(self.module.find(where, name).shape) for name in i.operands[:2])
+        left, right = (dimensions(self._operand(where, i, index).shape) for index in (0, 1))
         summed = math.prod(left[d] for d in _listed(i, "lhs_contracting_dims"))
         batch = math.prod(left[d] for d in _listed(i, "lhs_batch_dims"))
         m, n = (max(1, math.prod(sides) // summed // batch) for sides in (left, right))
@@ -148,6 +148,12 @@ class _Reader:
         before = [d for d in _layout(operand.shape) if dimensions(operand.shape)[d] > 1]
         return after != before
 
+    def _operand(self, where: str, i: Instruction, index: int) -> Instruction:
+        """The instruction in `where` that makes an operand."""
+        operand = self.module.find(where, i.operands[index])
+        assert operand is not None, f"{where} has no {i.operands[index]}"
+        return operand
+
     def _operand_elements(self, where: str, i: Instruction) -> int:
         operand = self.module.find(where, i.operands[0])
         return elements(operand.shape) if operand else 0
@@ -155,11 +161,11 @@ class _Reader:
     def _traffic(self, where: str, i: Instruction) -> float:
         """Bytes read and written: of an operand that is only cut, what is cut; of an update in place, the update."""
         if i.opcode != "fusion":
-            operands = [self.module.find(where, name) for name in i.operands]
             if i.opcode in SLICES:
                 return 2 * i.bytes
             if i.opcode == "dynamic-update-slice":
-                return 2 * operands[1].bytes
+                return 2 * self._operand(where, i, 1).bytes
+            operands = (self.module.find(where, name) for name in i.operands)
             return i.bytes + sum(operand.bytes for operand in operands if operand)
         body = self.module.computations[i.called[0]]
         updates = [x for x in body if x.opcode == "dynamic-update-slice"]

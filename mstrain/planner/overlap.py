@@ -153,7 +153,7 @@ def _toml(value) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    about = __doc__.partition("\n")[0]
+    about = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m mstrain.planner.overlap", description=about)
     parser.add_argument("targets", nargs="*", help="pod slices such as v5p-64, one per generation")
     parser.add_argument("--algorithms", nargs="+", default=list(BATCHES), choices=list(BATCHES))

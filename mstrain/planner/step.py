@@ -7,7 +7,6 @@ last. Labels say what every operation is to the model, so that a test can execut
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 from mstrain.planner.cost import Costed
 from mstrain.planner.layer import elementwise_values, flash
@@ -40,9 +39,9 @@ class TransformerStep(PipelineStep):
         self.layout = self.products.block[0].layout
         self.size, self.tokens = self.layout.dtype_bytes, self.layout.tokens
         self.kept: dict[int, dict[str, int]] = {}  # by layer: values for its backward pass
-        self.gradients: dict[tuple[int, object], Sequence[int]] = {}  # by chunk and part: of this microbatch
-        self.summed: dict[tuple[int, object], Sequence[int]] = {}  # over the replicas
-        self.totals: dict[tuple[int, object], Sequence[int]] = {}  # over the microbatches
+        self.gradients: dict[tuple[int, object], tuple[int, ...]] = {}  # by chunk and part: of this microbatch
+        self.summed: dict[tuple[int, object], tuple[int, ...]] = {}  # over the replicas
+        self.totals: dict[tuple[int, object], int] = {}  # over the microbatches
         self.stream: dict[int, int] = {}  # by chunk: what its last layer makes
         self.slope: dict[int, int] = {}  # by chunk: the gradient of its input
         layer, embedding, head = parameter_counts(self.model)
@@ -226,11 +225,11 @@ class TransformerStep(PipelineStep):
         if chunk == 0:
             key = (0, "embedding")
             shared = len(self.bounds) == 1 and (0, "head") not in self.counts
-            before = [self.gradients[key]] if shared else []  # of the output projection
+            before = self.gradients[key] if shared else ()  # of the output projection
             spec = OpSpec("NormGrad", ((max(1, round(self._bytes(self.model.width) / self.size)),),), self.size)
             nbytes = WEIGHT_BYTES * self.counts[key] / self.plan.tensor
             inputs = (slope, *before)
-            self.gradients[key] = emit_table_gradient(emit, self.products, spec, inputs, nbytes)
+            self.gradients[key] = (emit_table_gradient(emit, self.products, spec, inputs, nbytes),)
         self.slope[chunk] = slope
         for key in [key for key in self.counts if key[0] == chunk]:
             self._complete(emit, key, last_microbatch)
@@ -250,7 +249,7 @@ class TransformerStep(PipelineStep):
         assert self.model.vocab_size is not None  # the search refuses it
         nbytes = WEIGHT_BYTES * self.model.width * self.model.vocab_size / self.plan.tensor
         inputs, category = (self.head["x"], logits), "gradients" if own else "workspace"
-        self.gradients[key] = emit_gemm(emit, head, weight, inputs, nbytes, category, part)
+        self.gradients[key] = (emit_gemm(emit, head, weight, inputs, nbytes, category, part),)
         inputs, moved = (self.head["stream"], slope), NORM_GRADIENT_VALUES * self.model.width
         return self._norm_gradient(emit, moved, inputs, ("head", "norm"))
 
@@ -284,7 +283,7 @@ class TransformerStep(PipelineStep):
         dqkv = emit.add(spec, inputs, self._bytes(qkv), "workspace", label=(layer, "attention"))
         dh = product(0, "h", dqkv, m.width)
         dx = self._norm_gradient(emit, around, (found["x"], dh, dx2), (layer, "attention norm"))
-        self.gradients[emit.chunk, layer] = parts
+        self.gradients[emit.chunk, layer] = tuple(parts)
         return dx
 
     def _again(self, emit: Emit, layer: int, slope: int) -> dict[str, int]:
@@ -308,7 +307,6 @@ class TransformerStep(PipelineStep):
     def _complete(self, emit: Emit, key, last_microbatch: bool) -> None:
         """Sums a part's gradients over the replicas and adds them to those of earlier microbatches."""
         parts = self.gradients[key]
-        parts = tuple(parts) if isinstance(parts, list) else (parts,)
         elements = max(1, round(self.counts[key] / self.plan.tensor))
         trainer = len(self.bounds) == 1 and not self.plan.sharded
         spec = OpSpec("AllReduce", ((elements,),), WEIGHT_BYTES)

@@ -121,7 +121,7 @@ def _torus_constants(
     """Constants of the last two axes, the tensor axes, and the links of the others."""
     alone = constants_for(chip, dtype)
     owned = torus_axes(tpu_slice.physical_axes, sizes) if tpu_slice and sizes else None
-    if owned is None:
+    if tpu_slice is None or owned is None:
         return alone, (alone.row,) * len(sizes[:-2])
     rows, cols = owned[-2:]
     *outer, row, col, ring = (_torus_links(tpu_slice, alone.row, axes) for axes in (*owned, rows + cols))

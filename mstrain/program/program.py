@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mstrain.hardware import chip_for, compiler_options
@@ -67,7 +67,9 @@ def text_of(compiled: jax.stages.Compiled) -> str:
     return text
 
 
-def abstract(shape: tuple[int, ...], dtype: jnp.dtype, mesh: Mesh, spec: P) -> jax.ShapeDtypeStruct:
+def abstract(
+    shape: tuple[int, ...], dtype: jnp.dtype, mesh: Mesh | AbstractMesh, spec: P
+) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 

@@ -234,10 +234,11 @@ def simulate(program: Program, cluster: Cluster, rules: Rules = CORRECTED) -> Si
     action, held, seconds = _events(program, cluster, rules, lanes)
     taken = held.take(action)
     durations = held._replace(items=seconds).take(action).items
-    sizes = (len(lanes.lanes), len(program.value_bytes))
-    events = [taken.offsets, taken.items, durations, *program.inputs, *program.outputs, *sizes]
     ordered = len(program.devices) if rules.link_lanes else len(lanes.lanes)
-    start, end, lane_end = first_come(*events, ordered)
+    start, end, lane_end = first_come(
+        taken.offsets, taken.items, durations, *program.inputs, *program.outputs,
+        len(lanes.lanes), len(program.value_bytes), ordered,
+    )  # fmt: skip
     assert not np.isnan(end).any(), "operations wait for each other: the program is not in topological order"
     return Simulation(program, rules, tuple(lanes.lanes), start, end, lane_end, action, held, seconds)
 

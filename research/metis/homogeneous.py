@@ -46,13 +46,13 @@ def run_homogeneous(hostfile: str | Path, clusterfile: str | Path, profile_dir: 
     Raises ValueError for bad input, for a cluster of several types, and when no plan has its profile.
     """
     cluster = read_hosts(hostfile, clusterfile)
-    if len(cluster.device_types) > 1:
+    device_type, *others = cluster.device_types
+    if others:
         raise ValueError(f"{hostfile}: types {', '.join(cluster.device_types)}; keep hosts of one type, "
                          "or use the planner for mixed clusters")
     profiles = read_profiles(profile_dir, cluster.device_types)
     check_layer_times(profiles, options.num_layers)
     reference = reference_profile(options, profiles)
-    (device_type,) = cluster.device_types
     costed, missing, plans = [], [], 0
     for dp, pp, tp in degrees(cluster.num_devices, options):
         for microbatch in divisors(options.gbs):

@@ -244,10 +244,11 @@ class MixedStep(PipelineStep):
         owner = {replica.devices[rank]: r for r, replica in enumerate(self.replicas[s])}
         nodes, nbytes = self._by_node(owner), stage.parameter_bytes / stage.tp
         for members in nodes:
+            node = self.network.node_of[members[0]]
             done = [self.last[s, owner[device]] for device in members]
             values = [value for mine in done for value in (mine[rank], *mine[stage.tp :])]
             whole = self._sum(ops, members, nbytes, values, label)[0] if len(members) > 1 else values[-1]
-            sums[self.network.node_of[members[0]]] = whole
+            sums[node] = whole
         if len(nodes) > 1:
             leaders = tuple(members[0] for members in nodes)
             sums = dict(zip(sums, self._sum(ops, leaders, nbytes, list(sums.values()), label)))
