@@ -2,8 +2,8 @@
 
     python -m tests.soak.leaks --steps 3000 --folder /tmp/leaks
 
-Samples /proc of one `train.py` process (Linux) every 100 steps by its metrics, and prints a table with the growth from
-the first third to the last.
+Samples /proc of one `train.py` process (Linux) every 100 steps by its metrics, and prints the growth from the
+first third to the last.
 """
 
 import argparse
