@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The README keeps its word: what it says to type is accepted, what it names exists, its tables are complete."""
-=======
-"""The README keeps its word: what it tells people to type is accepted, what it points at exists."""
->>>>>>> 1ea7006 (README: what it is, two commands, one picture, one table, where to go)
+"""The README keeps its word: what it tells people to type is accepted, and what it points at exists."""
 
 import re
 import shlex
