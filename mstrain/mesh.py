@@ -120,8 +120,7 @@ def fit_to_devices(shape: MeshShape, available: int) -> MeshShape:
     """
     if shape.devices > available:
         raise ValueError(
-            f"mesh={shape} needs {shape.devices} devices and {available} are present. "
-            f"Type {_suggest(available)}."
+            f"mesh={shape} needs {shape.devices} devices and {available} are present. Type {_suggest(available)}."
         )
     if available % shape.devices:
         raise ValueError(

@@ -72,9 +72,7 @@ class Timeline:
         }
         for key, column in columns.items():
             if len(column) != len(self.start):
-                raise ValueError(
-                    f"timeline column {key!r} has {len(column)} entries for {len(self.start)} events"
-                )
+                raise ValueError(f"timeline column {key!r} has {len(column)} entries for {len(self.start)} events")
 
     @property
     def num_events(self) -> int:
@@ -186,9 +184,7 @@ def perfetto(timeline: Timeline) -> dict:
     processes = {lane.device: lane.process for lane in timeline.lanes}
     for device, process in processes.items():
         events.append({"name": "process_name", "ph": "M", "pid": device, "args": {"name": process}})
-        events.append(
-            {"name": "process_sort_index", "ph": "M", "pid": device, "args": {"sort_index": device}}
-        )
+        events.append({"name": "process_sort_index", "ph": "M", "pid": device, "args": {"sort_index": device}})
     for index, lane in enumerate(timeline.lanes):
         events.append(
             {

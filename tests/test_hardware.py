@@ -18,19 +18,45 @@ from mstrain.hardware import (
     parse_target,
 )
 
-NUMBERS = ("peak_bf16", "peak_f32", "hbm_bytes", "hbm_bandwidth", "ici_links", "ici_bandwidth",
-           "launch_all_gather", "launch_reduce_scatter", "launch_permute", "sync", "node_devices", "node_bandwidth")
+NUMBERS = (
+    "peak_bf16",
+    "peak_f32",
+    "hbm_bytes",
+    "hbm_bandwidth",
+    "ici_links",
+    "ici_bandwidth",
+    "launch_all_gather",
+    "launch_reduce_scatter",
+    "launch_permute",
+    "sync",
+    "node_devices",
+    "node_bandwidth",
+)
 
 
-@pytest.mark.parametrize("kind, name, peak", [
-    ("TPU v2", "v2", 22.5e12), ("TPU v3", "v3", 61.5e12), ("TPU v4", "v4", 275e12),
-    ("TPU v5 lite", "v5e", 197e12), ("TPU v5e", "v5e", 197e12), ("TPU v5", "v5p", 459e12),
-    ("TPU v5p", "v5p", 459e12), ("TPU v6 lite", "v6e", 918e12), ("TPU v6e", "v6e", 918e12),
-    ("TPU7x", "tpu7x", 1153.5e12), ("NVIDIA A100-SXM4-40GB", "a100-40gb", 312e12),
-    ("NVIDIA A100-SXM4-80GB", "a100-80gb", 312e12), ("NVIDIA H100 80GB HBM3", "h100", 989.4e12),
-    ("NVIDIA H200", "h200", 989.4e12), ("NVIDIA B200", "b200", 2.25e15), ("NVIDIA L4", "l4", 121e12),
-    ("Tesla T4", "t4", None), ("cpu", "cpu", None),
-])
+@pytest.mark.parametrize(
+    "kind, name, peak",
+    [
+        ("TPU v2", "v2", 22.5e12),
+        ("TPU v3", "v3", 61.5e12),
+        ("TPU v4", "v4", 275e12),
+        ("TPU v5 lite", "v5e", 197e12),
+        ("TPU v5e", "v5e", 197e12),
+        ("TPU v5", "v5p", 459e12),
+        ("TPU v5p", "v5p", 459e12),
+        ("TPU v6 lite", "v6e", 918e12),
+        ("TPU v6e", "v6e", 918e12),
+        ("TPU7x", "tpu7x", 1153.5e12),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb", 312e12),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb", 312e12),
+        ("NVIDIA H100 80GB HBM3", "h100", 989.4e12),
+        ("NVIDIA H200", "h200", 989.4e12),
+        ("NVIDIA B200", "b200", 2.25e15),
+        ("NVIDIA L4", "l4", 121e12),
+        ("Tesla T4", "t4", None),
+        ("cpu", "cpu", None),
+    ],
+)
 def test_device_kind_finds_its_chip(kind, name, peak):
     chip = chip_for(kind)
     assert chip.name == name and chip.peak("bf16") == chip.peak("bfloat16") == peak
@@ -71,29 +97,59 @@ def test_compiler_options_have_reasons_and_no_continuation_fusion():
     assert compiler_options(chip_named("v5p"))["xla_max_concurrent_async_all_gathers"] == 2
 
 
-@pytest.mark.parametrize("name, devices, topology", [
-    ("v2-8", 8, "v2:2x2"), ("v2-512", 512, "v2:16x16"), ("v3-32", 32, "v3:4x4"), ("v3-64", 64, "v3:4x8"),
-    ("v4-8", 4, "v4:2x2x1"), ("v4-64", 32, "v4:2x4x4"), ("v4-128", 64, "v4:4x4x4"),
-    ("v4-1536", 768, "v4:8x8x12"),
-    ("v5e-1", 1, "v5e:1x1"), ("v5e-32", 32, "v5e:4x8"), ("v5litepod-256", 256, "v5e:16x16"),
-    ("v5p-8", 4, "v5p:2x2x1"), ("v5p-64", 32, "v5p:2x4x4"), ("v5p-512", 256, "v5p:4x8x8"),
-    ("v5p-384", 192, "v5p:4x4x12"), ("v5p-3968", 1984, "v5p:4x4x124"), ("v5p-10368", 5184, "v5p:12x12x36"),
-    ("v5p-12288", 6144, "v5p:16x16x24"), ("v6e-8", 8, "v6e:2x4"), ("v6e-64", 64, "v6e:8x8"),
-    ("tpu7x-8", 8, "tpu7x:2x2x1"), ("tpu7x-64", 64, "tpu7x:2x4x4"), ("v5p:4x4x2", 32, "v5p:4x4x2"),
-    ("V4:4X4X2", 32, "v4:4x4x2"), ("tpu7x:4x4x2", 64, "tpu7x:4x4x2"), ("v3:4x8", 64, "v3:4x8"),
-])
+@pytest.mark.parametrize(
+    "name, devices, topology",
+    [
+        ("v2-8", 8, "v2:2x2"),
+        ("v2-512", 512, "v2:16x16"),
+        ("v3-32", 32, "v3:4x4"),
+        ("v3-64", 64, "v3:4x8"),
+        ("v4-8", 4, "v4:2x2x1"),
+        ("v4-64", 32, "v4:2x4x4"),
+        ("v4-128", 64, "v4:4x4x4"),
+        ("v4-1536", 768, "v4:8x8x12"),
+        ("v5e-1", 1, "v5e:1x1"),
+        ("v5e-32", 32, "v5e:4x8"),
+        ("v5litepod-256", 256, "v5e:16x16"),
+        ("v5p-8", 4, "v5p:2x2x1"),
+        ("v5p-64", 32, "v5p:2x4x4"),
+        ("v5p-512", 256, "v5p:4x8x8"),
+        ("v5p-384", 192, "v5p:4x4x12"),
+        ("v5p-3968", 1984, "v5p:4x4x124"),
+        ("v5p-10368", 5184, "v5p:12x12x36"),
+        ("v5p-12288", 6144, "v5p:16x16x24"),
+        ("v6e-8", 8, "v6e:2x4"),
+        ("v6e-64", 64, "v6e:8x8"),
+        ("tpu7x-8", 8, "tpu7x:2x2x1"),
+        ("tpu7x-64", 64, "tpu7x:2x4x4"),
+        ("v5p:4x4x2", 32, "v5p:4x4x2"),
+        ("V4:4X4X2", 32, "v4:4x4x2"),
+        ("tpu7x:4x4x2", 64, "tpu7x:4x4x2"),
+        ("v3:4x8", 64, "v3:4x8"),
+    ],
+)
 def test_target_names(name, devices, topology):
     target = parse_target(name)
     assert (target.devices, target.topology_name) == (devices, topology)
     assert ("chip_config_name" in target.topology_options) == (target.chip.name == "v4")
 
 
-@pytest.mark.parametrize("name, fix", [
-    ("v5p-65", "v5p-64"), ("v5e-48", "v5e-32"), ("v5litepod-200", "v5litepod-256"),
-    ("v5p-99999", "v5p-12288"),
-    ("v5p:3x4x4", "v5p:4x4x4"), ("v5e:17x2", "v5e:16x2"), ("v5p:4x4", "v5p:2x4x4"),
-    ("v5p:256x256x256", "v5p:16x16x24"), ("v9-64", "v5p-64"), ("v5p", "v5p:4x4x2"), ("", "v5p-64"),
-])
+@pytest.mark.parametrize(
+    "name, fix",
+    [
+        ("v5p-65", "v5p-64"),
+        ("v5e-48", "v5e-32"),
+        ("v5litepod-200", "v5litepod-256"),
+        ("v5p-99999", "v5p-12288"),
+        ("v5p:3x4x4", "v5p:4x4x4"),
+        ("v5e:17x2", "v5e:16x2"),
+        ("v5p:4x4", "v5p:2x4x4"),
+        ("v5p:256x256x256", "v5p:16x16x24"),
+        ("v9-64", "v5p-64"),
+        ("v5p", "v5p:4x4x2"),
+        ("", "v5p-64"),
+    ],
+)
 def test_a_wrong_target_names_the_nearest_right_one_which_parses(name, fix):
     with pytest.raises(ValueError, match=re.escape(fix)):
         parse_target(name)

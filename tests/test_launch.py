@@ -130,9 +130,7 @@ def test_the_line_for_a_worker_runs_the_command_and_reports_its_exit_code(launch
     python.write_text('#!/bin/sh\nprintf "%s|" "$@"\nexit 85\n')
     python.chmod(stat.S_IRWXU)
     (word,) = [word for word in shlex.split(shown) if word.startswith("--command=")]
-    done = subprocess.run(
-        ["sh", "-c", word.removeprefix("--command=")], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = subprocess.run(["sh", "-c", word.removeprefix("--command=")], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 85 and done.stdout == "train.py|sample.prompt=it's 5|mstrain-exit-code=85\n"
 
 

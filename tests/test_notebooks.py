@@ -19,9 +19,7 @@ FAULTS = {
 
 def execute(notebook) -> None:
     """Runs a notebook in its own folder; a cell that fails or takes a minute raises."""
-    NotebookClient(
-        notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
-    ).execute()
+    NotebookClient(notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}).execute()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -55,10 +55,7 @@ def test_metis_prints_the_lines_of_the_reference_and_writes_json(mixed, tmp_path
 
 def test_metis_takes_the_options_of_the_reference(mixed, tmp_path, capsys):
     options = ["use_strat=true", "device_order=[V100,A100]", "max_permute_len=128"]
-    assert (
-        command("planner=metis", *files(mixed), "num_layers=10", "gbs=128", f"run_dir={tmp_path}", *options)
-        == 0
-    )
+    assert command("planner=metis", *files(mixed), "num_layers=10", "gbs=128", f"run_dir={tmp_path}", *options) == 0
     assert "count: 562" in capsys.readouterr().out
 
 
@@ -81,11 +78,7 @@ def test_metis_stopped_by_a_missing_profile_keeps_what_it_found(mixed, tmp_path,
 def test_optimal_is_the_default_for_mixed_clusters(mixed, tmp_path, capsys):
     assert command(*files(mixed), "num_layers=10", "batch=128", f"run_dir={tmp_path}") == 0
     printed = capsys.readouterr().out
-    assert (
-        "proven optimal" in printed
-        and "gap 0.00 %" in printed
-        and "train.py runs none of these plans" in printed
-    )
+    assert "proven optimal" in printed and "gap 0.00 %" in printed and "train.py runs none of these plans" in printed
     result = json.loads((tmp_path / "optimal.json").read_text())
     assert sum(result["plans"][0]["stages"][0]["devices"].values()) >= 1
     assert (tmp_path / "optimal.csv").read_text().startswith("rank,")
@@ -127,10 +120,7 @@ def test_pod_writes_plans_with_terms_and_reasons(pod):
     with open(pod / "plans.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(
-        {
-            tuple(row[key] for key in ("data", "algorithm", "rows", "cols", "pipeline", "sharded"))
-            for row in rows
-        }
+        {tuple(row[key] for key in ("data", "algorithm", "rows", "cols", "pipeline", "sharded")) for row in rows}
     ) == len(rows)
     seconds = [float(row["step_seconds"]) for row in rows if row["step_seconds"]]
     assert seconds == sorted(seconds) and rows[0]["why"] == "best" and all(row["why"] for row in rows)
@@ -246,9 +236,7 @@ def test_profiles_measured_here_are_what_the_planners_read(tmp_path, capsys):
     profiles = read_profiles(tmp_path, ["here"])
     assert list(profiles) == [("here", 2, 2)]
     layers = load_preset("tiny").layers + 2
-    assert all(
-        len(p.layer_ms) == len(p.layer_mb) == len(p.parameter_bytes) == layers for p in profiles.values()
-    )
+    assert all(len(p.layer_ms) == len(p.layer_mb) == len(p.parameter_bytes) == layers for p in profiles.values())
     model = dataclasses.replace(load_preset("tiny"), vocab_size=256)
     assert sum(profiles["here", 2, 2].parameter_bytes) == 4 * (
         count_parameters(model) + 64 * 256
@@ -345,9 +333,7 @@ def test_a_batch_that_metis_cannot_divide_is_planned_by_the_optimal_planner(mixe
 
 
 def test_the_optimal_search_out_of_time_says_what_it_knows(mixed, tmp_path, capsys):
-    assert command(
-        *files(mixed), "num_layers=10", "batch=128", f"run_dir={tmp_path}", "max_seconds=1e-9"
-    ) in (0, 2)
+    assert command(*files(mixed), "num_layers=10", "batch=128", f"run_dir={tmp_path}", "max_seconds=1e-9") in (0, 2)
     said = capsys.readouterr()
     assert "not exhaustive" in said.out or "raise max_seconds" in said.err
 
@@ -363,9 +349,7 @@ def test_the_winner_is_simulated_into_a_trace_and_pictures(tmp_path, capsys):
     work = [event for event in trace if event["ph"] == "X"]
     assert {"MatMul", "Send", "Adam", "AttentionGrad"} <= {event["name"] for event in work}
     assert all({"shape", "bytes", "flops"} <= set(event["args"]) for event in work)
-    assert {"parameters", "gradients", "optimizer", "activations"} <= {
-        e["name"] for e in trace if e["ph"] == "C"
-    }
+    assert {"parameters", "gradients", "optimizer", "activations"} <= {e["name"] for e in trace if e["ph"] == "C"}
     for name in ("gantt.png", "memory.png", "memory_by_category.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     numbers = json.loads((tmp_path / "simulation.json").read_text())

@@ -86,9 +86,7 @@ def test_perfetto_names_everything_and_keeps_arguments():
     assert [event["args"] for event in kinds["X"]] == [{"flops": 10.0}, {}, {}]
     assert [event["dur"] for event in kinds["X"]] == [1e6, 2e6, 2e6]
     assert [event["args"] for event in kinds["C"]] == [{"live memory": 8}, {"live memory": 16}]
-    assert (
-        kinds["s"][0]["pid"] == 0 and kinds["f"][0]["pid"] == 1 and kinds["s"][0]["id"] == kinds["f"][0]["id"]
-    )
+    assert kinds["s"][0]["pid"] == 0 and kinds["f"][0]["pid"] == 1 and kinds["s"][0]["id"] == kinds["f"][0]["id"]
 
 
 def test_written_file_is_json_and_compresses(tmp_path):

@@ -74,8 +74,13 @@ def check(config: BenchmarkConfig, console: Console) -> int:
     if not given:
         calibration.save(folder / FILE)
     rows = [
-        Checked(algorithm, _words(keys), predict_step(texts[step.key], _axes(keys), calibration),
-                times.counted[step.key], times.wall[step.key])  # fmt: skip
+        Checked(
+            algorithm,
+            _words(keys),
+            predict_step(texts[step.key], _axes(keys), calibration),
+            times.counted[step.key],
+            times.wall[step.key],
+        )  # fmt: skip
         for (algorithm, keys), step in zip(CHECKED, steps, strict=True)
     ]
     _write(rows, folder / "calibration_check.csv")

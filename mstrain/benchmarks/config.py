@@ -165,8 +165,7 @@ class BenchmarkConfig:
             raise ValueError("models= is empty. Type models=tiny (python train.py model=list shows all).")
         models = [load_preset(name) for name in self.models.split()]
         return [
-            dataclasses.replace(m, vocab_size=m.vocab_size or BYTES, layers=self.layers or m.layers)
-            for m in models
+            dataclasses.replace(m, vocab_size=m.vocab_size or BYTES, layers=self.layers or m.layers) for m in models
         ]
 
     def parallel(self, algorithm: str) -> ParallelConfig:

@@ -99,9 +99,7 @@ def measure_model(model: ModelConfig, sizes: Sizes) -> Measured:
 
 def profile_document(model: ModelConfig, sizes: Sizes) -> dict:
     """The profile file of `model` with equal layers: embedding, layers, output layer."""
-    shallow, deep = (
-        measure_model(dataclasses.replace(model, layers=layers), sizes) for layers in (SHALLOW, DEEP)
-    )
+    shallow, deep = (measure_model(dataclasses.replace(model, layers=layers), sizes) for layers in (SHALLOW, DEEP))
 
     def per_layer(name: str) -> float:
         return max(0.0, getattr(deep, name) - getattr(shallow, name)) / (DEEP - SHALLOW)

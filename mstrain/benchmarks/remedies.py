@@ -38,8 +38,11 @@ class Remedies:
     """
 
     def __init__(
-        self, attempt: Callable[[RunConfig], float], state: Callable[[RunConfig], float],
-        capacity: float | None, report: Callable[[str], None] = lambda text: None,
+        self,
+        attempt: Callable[[RunConfig], float],
+        state: Callable[[RunConfig], float],
+        capacity: float | None,
+        report: Callable[[str], None] = lambda text: None,
     ):
         self._attempt, self._state, self._capacity, self._report = attempt, state, capacity, report
         self._needed: dict[tuple, tuple[int, float]] = {}  # (remat, target) -> (accumulate, bytes)

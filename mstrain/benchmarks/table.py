@@ -131,9 +131,8 @@ def _cells(row: Row) -> dict[str, str]:
         "MFU": cell(row.mfu, ".1%"),
         "exposed": cell(share, ".1%"),
         "hidden": cell(row.hidden, ".0%"),
-        "memory": cell(row.memory, ".2f" if large else ".1f", 1 / GIB if large else 2**-20) + (
-            "" if row.memory is None else " GiB" if large else " MiB"
-        ),
+        "memory": cell(row.memory, ".2f" if large else ".1f", 1 / GIB if large else 2**-20)
+        + ("" if row.memory is None else " GiB" if large else " MiB"),
     }
 
 

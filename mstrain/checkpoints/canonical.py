@@ -47,6 +47,4 @@ def differing_shapes(saved_parameters, parameters) -> list[str]:
 
 def _shapes(tree) -> dict[str, tuple[int, ...]]:
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {
-        ".".join(str(getattr(part, "key", part)) for part in path): tuple(leaf.shape) for path, leaf in leaves
-    }
+    return {".".join(str(getattr(part, "key", part)) for part in path): tuple(leaf.shape) for path, leaf in leaves}

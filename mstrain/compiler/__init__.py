@@ -1,7 +1,7 @@
 """Compile for a TPU that is not there, and read from its schedule what a step will cost.
 
-    target = make_target("v5p-64", "4x8")
-    schedule = predict(compile_program(product_program(plan, tokens, in_dim, out_dim, jnp.bfloat16), target))
+target = make_target("v5p-64", "4x8")
+schedule = predict(compile_program(product_program(plan, tokens, in_dim, out_dim, jnp.bfloat16), target))
 """
 
 from mstrain.compiler.collectives import Collective
@@ -12,7 +12,19 @@ from mstrain.compiler.schedule import Schedule, predict, read_schedule
 from mstrain.compiler.topology import Target, make_target, missing_compiler, tpu_slice_devices
 
 __all__ = [
-    "Collective", "Compiled", "DoesNotFit", "KernelRates", "Machine", "Schedule", "Target", "Transfer",
-    "compile_program", "machine_for", "make_target", "missing_compiler", "predict", "read_schedule",
+    "Collective",
+    "Compiled",
+    "DoesNotFit",
+    "KernelRates",
+    "Machine",
+    "Schedule",
+    "Target",
+    "Transfer",
+    "compile_program",
+    "machine_for",
+    "make_target",
+    "missing_compiler",
+    "predict",
+    "read_schedule",
     "tpu_slice_devices",
 ]

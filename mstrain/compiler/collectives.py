@@ -38,9 +38,7 @@ class Collective:
     hbm_bytes: float
 
 
-def find_collective(
-    module: Module, computation: str, instruction: Instruction, machine: Machine
-) -> Collective | None:
+def find_collective(module: Module, computation: str, instruction: Instruction, machine: Machine) -> Collective | None:
     """The collective that `instruction` is, starts or contains; None for none, or one among one device."""
     inside = [(computation, instruction), *module.within(instruction)]
     for where, found in inside:

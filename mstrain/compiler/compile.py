@@ -38,7 +38,9 @@ class DoesNotFit(ValueError):
 
 
 def compile_program(
-    program: Program, target: Target, options: Mapping[str, bool | int | str] | None = None,
+    program: Program,
+    target: Target,
+    options: Mapping[str, bool | int | str] | None = None,
     dump: str | Path | None = None,
 ) -> Compiled:
     """Compiles `program`, whose mesh is that of `target`.

@@ -34,8 +34,13 @@ class Target:
 def missing_compiler() -> str | None:
     """Why nothing can be compiled for a TPU here and what to type, or None when it can."""
     wanted = next(
-        (match[1] for line in importlib.metadata.requires("jax") or ()
-         if (match := re.match(r"libtpu==([\d.]+)\.\*", line))), None)
+        (
+            match[1]
+            for line in importlib.metadata.requires("jax") or ()
+            if (match := re.match(r"libtpu==([\d.]+)\.\*", line))
+        ),
+        None,
+    )
     fix = f'Type: pip install "jax[tpu]=={jax.__version__}"'
     try:
         present = importlib.metadata.version("libtpu")

@@ -10,5 +10,13 @@ from mstrain.data.corpus import Corpus, prepare
 from mstrain.data.token_file import TokenFile
 from mstrain.data.unigram import unigram_bits_per_byte, unigram_nats_per_token
 
-__all__ = ["SOURCES", "Batches", "Corpus", "DataConfig", "TokenFile", "prepare", "unigram_bits_per_byte",
-           "unigram_nats_per_token"]
+__all__ = [
+    "SOURCES",
+    "Batches",
+    "Corpus",
+    "DataConfig",
+    "TokenFile",
+    "prepare",
+    "unigram_bits_per_byte",
+    "unigram_nats_per_token",
+]

@@ -31,7 +31,8 @@ class Batches:
         if file.num_tokens < seq + 1:
             raise ValueError(
                 f"{file.path} has {file.num_tokens} tokens, fewer than one window of seq={seq} and its last "
-                f"target: type seq={max(file.num_tokens - 1, 1)} or less, or give more text")
+                f"target: type seq={max(file.num_tokens - 1, 1)} or less, or give more text"
+            )
         self.file, self.seq, self.batch_size, self.seed, self.shuffle = file, seq, batch, seed, shuffle
         self.num_windows = (file.num_tokens - 1) // seq
         self._chunk = functools.lru_cache(maxsize=64)(self._order)

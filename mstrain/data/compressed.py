@@ -37,8 +37,9 @@ def open_text(path: Path) -> Iterator[BinaryIO]:
         except (EOFError, zlib.error, OSError) as error:
             if not start.startswith((_GZIP, _ZSTD)):
                 raise
-            raise ValueError(f"{printable(str(path))} is truncated or damaged ({str(error).rstrip('.')}): copy or "
-                             "compress it again") from None
+            raise ValueError(
+                f"{printable(str(path))} is truncated or damaged ({str(error).rstrip('.')}): copy or compress it again"
+            ) from None
 
 
 def _zstandard(file: BinaryIO) -> BinaryIO:

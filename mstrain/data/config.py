@@ -60,14 +60,19 @@ class DataConfig:
         if "path" in self._options_read() and not self.path:
             raise ValueError(f"data={self.source} needs to know what to read: add data.path=FILE_OR_FOLDER")
         if not 0 < self.validation_fraction <= 0.5:
-            raise ValueError(f"data.validation_fraction={self.validation_fraction} is not above 0 and up to "
-                             "0.5: type for example data.validation_fraction=0.05")
+            raise ValueError(
+                f"data.validation_fraction={self.validation_fraction} is not above 0 and up to "
+                "0.5: type for example data.validation_fraction=0.05"
+            )
         if not 0 <= self.max_skipped <= 1:
-            raise ValueError(f"data.max_skipped={self.max_skipped} is not a share between 0 and 1: type for example "
-                             "data.max_skipped=0.01")
+            raise ValueError(
+                f"data.max_skipped={self.max_skipped} is not a share between 0 and 1: type for example "
+                "data.max_skipped=0.01"
+            )
         if self.num_tokens < 1024:
-            raise ValueError(f"data.num_tokens={self.num_tokens} is too few to train on: "
-                             "type data.num_tokens=1024 or more")
+            raise ValueError(
+                f"data.num_tokens={self.num_tokens} is too few to train on: type data.num_tokens=1024 or more"
+            )
 
     def _options_read(self) -> list[str]:
         return [option for option, readers in _READ_BY.items() if self.source in readers]
@@ -80,21 +85,29 @@ class DataConfig:
         for option in ("field", "split", "cache_dir"):
             value = getattr(self, option)
             if not isinstance(value, str) or not value:
-                raise ValueError(f"data.{option}={value!r} is not a name: leave it out, or type for example "
-                                 f"data.{option}={_default(option)}")
-        for option, kinds in (("num_tokens", int), ("validation_fraction", (int, float)),
-                              ("max_skipped", (int, float))):
+                raise ValueError(
+                    f"data.{option}={value!r} is not a name: leave it out, or type for example "
+                    f"data.{option}={_default(option)}"
+                )
+        for option, kinds in (
+            ("num_tokens", int),
+            ("validation_fraction", (int, float)),
+            ("max_skipped", (int, float)),
+        ):
             value = getattr(self, option)
             if isinstance(value, bool) or not isinstance(value, kinds):
-                raise ValueError(f"data.{option}={value!r} is not a number: type for example "
-                                 f"data.{option}={_default(option)}")
+                raise ValueError(
+                    f"data.{option}={value!r} is not a number: type for example data.{option}={_default(option)}"
+                )
 
     def _check_used(self) -> None:
         for option, readers in _READ_BY.items():
             value = getattr(self, option)
             if self.source not in readers and value != _default(option):
-                raise ValueError(f"data.{option}={value} has no effect with data={self.source}: "
-                                 f"remove it, or type data={' or data='.join(readers)}")
+                raise ValueError(
+                    f"data.{option}={value} has no effect with data={self.source}: "
+                    f"remove it, or type data={' or data='.join(readers)}"
+                )
 
 
 def _default(option: str):

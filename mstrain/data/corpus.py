@@ -50,8 +50,13 @@ class Corpus:
         return _digest(self.train, self.validation)
 
 
-def prepare(config: DataConfig, tokenizer: str = "bytes", seed: int = 0, vocab_size: int | None = None,
-            on_progress: Callable[[int], None] | None = None) -> Corpus:
+def prepare(
+    config: DataConfig,
+    tokenizer: str = "bytes",
+    seed: int = 0,
+    vocab_size: int | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> Corpus:
     """Token files of the corpus, made now or found in the cache.
 
     `tokenizer` is bytes, bpe, a tokenizer.json file or a Hugging Face name. `vocab_size` is for bpe (None:
@@ -74,15 +79,18 @@ def prepare(config: DataConfig, tokenizer: str = "bytes", seed: int = 0, vocab_s
         cache.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{recipe.fingerprint}-", dir=cache))
     except OSError as error:
-        raise ValueError(f"cannot write to data.cache_dir={config.cache_dir} ({error}): "
-                         "type data.cache_dir= of a writable folder") from None
+        raise ValueError(
+            f"cannot write to data.cache_dir={config.cache_dir} ({error}): type data.cache_dir= of a writable folder"
+        ) from None
     try:
         warnings = recipe.write(temporary, on_progress or (lambda done: None))
         _finish(temporary, warnings + repaired, recipe)
         _publish(temporary, directory, recipe)
     except OSError as error:
-        raise ValueError(f"cannot write token files to data.cache_dir={config.cache_dir} ({error}): free "
-                         "some room, or type data.cache_dir= of another folder") from None
+        raise ValueError(
+            f"cannot write token files to data.cache_dir={config.cache_dir} ({error}): free "
+            "some room, or type data.cache_dir= of another folder"
+        ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return _open(directory, recipe)
@@ -93,12 +101,18 @@ def _finish(folder: Path, warnings: list[str], recipe: Recipe) -> None:
     files = [TokenFile.open(folder / f"{side}.bin") for side in (TRAIN, VALIDATION)]
     for side, file in zip((TRAIN, VALIDATION), files, strict=True):
         if file.num_tokens < 2:
-            raise ValueError(f"the {side} split holds {file.num_tokens} tokens: give more text, or a larger "
-                             "data.validation_fraction=")
+            raise ValueError(
+                f"the {side} split holds {file.num_tokens} tokens: give more text, or a larger "
+                "data.validation_fraction="
+            )
     tokenizer = _tokenizer(folder, recipe)
     facts = {
-        "corpus": recipe.fingerprint, "warnings": warnings, "tokens": _digest(*files),
-        "tokenizer": tokenizer and tokenizer.digest, "revisions": recipe.revisions}
+        "corpus": recipe.fingerprint,
+        "warnings": warnings,
+        "tokens": _digest(*files),
+        "tokenizer": tokenizer and tokenizer.digest,
+        "revisions": recipe.revisions,
+    }
     (folder / "corpus.json").write_text(json.dumps(facts))
 
 

@@ -41,13 +41,16 @@ class Skips:
     def check(self) -> None:
         """Raises ValueError when more units than the limit were skipped."""
         if sum(count for count, _ in self._reasons.values()) > self.limit * self.seen:
-            raise ValueError(f"{'; '.join(self.messages())}: correct them, or type data.max_skipped=1 to train without "
-                             "them")
+            raise ValueError(
+                f"{'; '.join(self.messages())}: correct them, or type data.max_skipped=1 to train without them"
+            )
 
     def messages(self) -> list[str]:
         """For example: skipped 3 of 120 files that are not UTF-8, first: notes/a.bin"""
-        return [f"skipped {count} of {self.seen} {self.unit} {reason}, first: {printable(first)}"
-                for reason, (count, first) in self._reasons.items()]
+        return [
+            f"skipped {count} of {self.seen} {self.unit} {reason}, first: {printable(first)}"
+            for reason, (count, first) in self._reasons.items()
+        ]
 
 
 class Source(Protocol):

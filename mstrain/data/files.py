@@ -38,8 +38,9 @@ class TextFiles:
         root = sysconfig.get_paths()["stdlib"]
         names = walk(root, (".py",), _NOT_STDLIB) if os.path.isdir(root) else []
         if not names:
-            raise ValueError(f"this Python ships no library sources ({root}): type data=synthetic, "
-                             "or data=text data.path=FOLDER")
+            raise ValueError(
+                f"this Python ships no library sources ({root}): type data=synthetic, or data=text data.path=FOLDER"
+            )
         return cls(root, names)
 
     def fingerprint(self, cache: Path) -> str:

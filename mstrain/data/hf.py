@@ -9,8 +9,7 @@ from mstrain.data.config import DataConfig, nearest
 from mstrain.data.documents import Document, Skips, text_digest
 from mstrain.data.listing import contents_digest, listing
 
-_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv",
-             ".txt": "text"}
+_BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".txt": "text"}
 
 
 class HuggingFace:
@@ -25,9 +24,11 @@ class HuggingFace:
         loaded, self.revision = _load(config, self._contents)
         dataset = _pick_split(loaded, config)
         if self._field not in dataset.column_names:
-            raise ValueError(f"{config.path} has no column {self._field!r} (columns: "
-                             f"{', '.join(dataset.column_names)}): type "
-                             f"data.field={nearest(self._field, dataset.column_names)}")
+            raise ValueError(
+                f"{config.path} has no column {self._field!r} (columns: "
+                f"{', '.join(dataset.column_names)}): type "
+                f"data.field={nearest(self._field, dataset.column_names)}"
+            )
         self._dataset = dataset.select_columns([self._field])
         self._choice = (config.name or "", config.split)
 
@@ -55,14 +56,19 @@ def _local_files(config: DataConfig) -> tuple[Path, list[str]] | None:
     """(folder, names) of a local dataset; None for a name on the Hub. Scripts are refused."""
     path = Path(str(config.path)).expanduser()
     if path.suffix == ".py" or (path / f"{path.name}.py").exists():
-        raise ValueError(f"data.path={config.path} is a dataset script, and scripts are not run: "
-                         "convert it to parquet or JSON lines and give that path")
+        raise ValueError(
+            f"data.path={config.path} is a dataset script, and scripts are not run: "
+            "convert it to parquet or JSON lines and give that path"
+        )
     if path.is_file() and path.suffix not in _BUILDERS:
-        raise ValueError(f"data.path={config.path} has an ending that is not one of {', '.join(_BUILDERS)}: "
-                         "convert it, or type data=text")
+        raise ValueError(
+            f"data.path={config.path} has an ending that is not one of {', '.join(_BUILDERS)}: "
+            "convert it, or type data=text"
+        )
     if path.exists() and config.revision:
-        raise ValueError(f"data.revision={config.revision} has no effect with the local data.path={config.path}: "
-                         "remove it")
+        raise ValueError(
+            f"data.revision={config.revision} has no effect with the local data.path={config.path}: remove it"
+        )
     return listing(str(config.path), ("",)) if path.exists() else None
 
 
@@ -89,24 +95,31 @@ def _load(config: DataConfig, contents: str | None) -> tuple[Any, str | None]:
         commit = builder.hash if contents is None and re.fullmatch("[0-9a-f]{40}", builder.hash or "") else None
         # Without a network, `datasets` takes the newest local commit and ignores the revision.
         if config.revision not in (None, commit) and type(builder).__module__.endswith(".cache"):
-            raise ConnectionError(f"the Hub cannot be reached and the newest local copy is of commit {commit}, not of "
-                                  f"data.revision={config.revision}")
+            raise ConnectionError(
+                f"the Hub cannot be reached and the newest local copy is of commit {commit}, not of "
+                f"data.revision={config.revision}"
+            )
         builder.download_and_prepare()
         return builder.as_dataset(), commit
     # The library raises its own exceptions, those of pyarrow and those of its HTTP client.
     except Exception as error:
-        raise ValueError(f"cannot load the dataset data.path={config.path} ({type(error).__name__}: "
-                         f"{error.__cause__ or error}): check the name and the network, or give a local "
-                         "path") from None
+        raise ValueError(
+            f"cannot load the dataset data.path={config.path} ({type(error).__name__}: "
+            f"{error.__cause__ or error}): check the name and the network, or give a local "
+            "path"
+        ) from None
 
 
 def _pick_split(dataset: Any, config: DataConfig) -> Any:
     if isinstance(dataset.column_names, list):  # one Dataset; a DatasetDict has columns per split
         if config.split != "train":
-            raise ValueError(f"{config.path} was saved without splits, so data.split={config.split} has no "
-                             "effect: remove it")
+            raise ValueError(
+                f"{config.path} was saved without splits, so data.split={config.split} has no effect: remove it"
+            )
         return dataset
     if config.split not in dataset:
-        raise ValueError(f"{config.path} has no split {config.split!r} (splits: {', '.join(dataset)}): type "
-                         f"data.split={nearest(config.split, list(dataset))}")
+        raise ValueError(
+            f"{config.path} has no split {config.split!r} (splits: {', '.join(dataset)}): type "
+            f"data.split={nearest(config.split, list(dataset))}"
+        )
     return dataset[config.split]

@@ -36,7 +36,7 @@ def _matches(pattern: Path) -> tuple[Path, list[str]]:
     """(root, sorted relative names) of the files that `pattern` matches, `**` any folders; the root has no wildcard."""
     fixed = list(itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts))
     root = Path(*fixed)
-    names = glob.glob(str(Path(*pattern.parts[len(fixed):])), root_dir=root, recursive=True)
+    names = glob.glob(str(Path(*pattern.parts[len(fixed) :])), root_dir=root, recursive=True)
     names = sorted(name for name in names if (root / name).is_file())
     if not names:
         raise ValueError(f"data.path={printable(str(pattern))} matches no file: type a pattern that does")

@@ -37,8 +37,10 @@ class Recipe:
 
 def synthetic_recipe(config: DataConfig, tokenizer: str, seed: int, vocab_size: int | None) -> Recipe:
     if tokenizer != "bytes":
-        raise ValueError(f"tokenizer={tokenizer} has no effect with data=synthetic, which has no text: "
-                         "remove it, or choose another data=")
+        raise ValueError(
+            f"tokenizer={tokenizer} has no effect with data=synthetic, which has no text: "
+            "remove it, or choose another data="
+        )
     vocab_size = 256 if vocab_size is None else vocab_size
     if not 2 <= vocab_size < 1 << 31:
         raise ValueError(f"vocab_size={vocab_size} is not between 2 and 2**31: type vocab_size=256")
@@ -115,14 +117,17 @@ def _bpe_sample(source: Source, split: Split) -> Iterator[str]:
                 return
 
 
-def _write_text(documents: Iterator[Document], split: Split, tokenizer: Tokenizer, folder: Path,
-                on_progress: Callable[[int], None]) -> None:
+def _write_text(
+    documents: Iterator[Document], split: Split, tokenizer: Tokenizer, folder: Path, on_progress: Callable[[int], None]
+) -> None:
     """Tokenizes documents into train.bin and validation.bin of `folder`."""
     pieces = itertools.chain.from_iterable(map(split.pieces, documents))
     done = 0
     with contextlib.ExitStack() as stack:
-        writers = {side: stack.enter_context(TokenWriter(folder / f"{side}.bin", tokenizer.vocab_size))
-                   for side in (TRAIN, VALIDATION)}
+        writers = {
+            side: stack.enter_context(TokenWriter(folder / f"{side}.bin", tokenizer.vocab_size))
+            for side in (TRAIN, VALIDATION)
+        }
         for group in _groups(pieces):
             ids_of_pieces = tokenizer.encode_batch([piece.text for piece in group])
             for piece, ids in zip(group, ids_of_pieces, strict=True):

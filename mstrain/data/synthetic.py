@@ -31,7 +31,7 @@ def markov_tokens(seed: int, stream: int, vocab_size: int, num_tokens: int) -> I
         for time in range(_LENGTH):
             walk[time] = state
             state = (factors[moves[time]] * state + offsets[moves[time]]) % vocab_size
-        yield walk.T.reshape(-1)[:num_tokens - block * _CHAINS * _LENGTH]
+        yield walk.T.reshape(-1)[: num_tokens - block * _CHAINS * _LENGTH]
 
 
 def _moves(seed: int, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:

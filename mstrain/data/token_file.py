@@ -67,8 +67,9 @@ class TokenFile:
         """
         rows = self._unchecked_rows(starts, length)
         if rows.size and (largest := int(rows.max())) >= self.vocab_size:
-            raise DamagedTokens(f"{self.path} holds token id {largest}, outside its vocabulary of {self.vocab_size}: "
-                                f"{AGAIN}")
+            raise DamagedTokens(
+                f"{self.path} holds token id {largest}, outside its vocabulary of {self.vocab_size}: {AGAIN}"
+            )
         return rows
 
     def _unchecked_rows(self, starts: np.ndarray, length: int) -> np.ndarray:
@@ -171,9 +172,15 @@ class TokenWriter:
 
     def _finish(self) -> None:
         header = {
-            "magic": MAGIC, "version": VERSION, "dtype": self._dtype.name, "vocab_size": self._vocab_size,
-            "num_tokens": self.num_tokens, "num_documents": self.num_documents,
-            "text_bytes": self.text_bytes, "digest": self._digest.hexdigest()}
+            "magic": MAGIC,
+            "version": VERSION,
+            "dtype": self._dtype.name,
+            "vocab_size": self._vocab_size,
+            "num_tokens": self.num_tokens,
+            "num_documents": self.num_documents,
+            "text_bytes": self.text_bytes,
+            "digest": self._digest.hexdigest(),
+        }
         self._file.seek(0)
         self._file.write(encode_header(header))
         self._file.flush()

@@ -104,8 +104,11 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if meant or path.suffix == ".json" or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", spec):
         fix = f"tokenizer={meant[0]}" if meant else "tokenizer=bytes, tokenizer=bpe or a file that exists"
         raise ValueError(f"tokenizer={spec} is not bytes, bpe, a file or a Hugging Face name: type {fix}")
-    return _load(spec, lambda: _download(spec), "check the name and the network, or type tokenizer=bytes or "
-                 "give a tokenizer.json")
+    return _load(
+        spec,
+        lambda: _download(spec),
+        "check the name and the network, or type tokenizer=bytes or give a tokenizer.json",
+    )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
@@ -115,8 +118,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
     inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[_EOD_NAMES[0]], show_progress=False,
-        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()))
+        vocab_size=vocab_size,
+        special_tokens=[_EOD_NAMES[0]],
+        show_progress=False,
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+    )
     inner.train_from_iterator(texts, trainer)
     return HuggingFaceTokenizer(inner)
 
@@ -125,19 +131,24 @@ def check_vocab_size(spec: str, vocab_size: int | None) -> None:
     """Raises ValueError when a vocabulary size is impossible for the tokenizer, or would have no effect."""
     if spec == "bpe":
         if vocab_size is not None and vocab_size < _SMALLEST_BPE:
-            raise ValueError(f"vocab_size={vocab_size} is too small for tokenizer=bpe, which has every "
-                             f"byte: type vocab_size={_SMALLEST_BPE} or more")
+            raise ValueError(
+                f"vocab_size={vocab_size} is too small for tokenizer=bpe, which has every "
+                f"byte: type vocab_size={_SMALLEST_BPE} or more"
+            )
     elif vocab_size is not None and not (spec == "bytes" and vocab_size == ByteTokenizer.vocab_size):
-        raise ValueError(f"vocab_size={vocab_size} has no effect with tokenizer={spec}, which has its own: "
-                         "remove it, or type tokenizer=bpe")
+        raise ValueError(
+            f"vocab_size={vocab_size} has no effect with tokenizer={spec}, which has its own: "
+            "remove it, or type tokenizer=bpe"
+        )
 
 
 def _library():
     try:
         import tokenizers
     except ImportError:
-        raise ValueError("this tokenizer needs the package tokenizers: pip install tokenizers, "
-                         "or type tokenizer=bytes") from None
+        raise ValueError(
+            "this tokenizer needs the package tokenizers: pip install tokenizers, or type tokenizer=bytes"
+        ) from None
     return tokenizers
 
 

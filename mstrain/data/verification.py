@@ -49,8 +49,9 @@ class Verification:
 
     def _in_background(self) -> None:
         # The digest of a file just written is not remembered: without this pause `wait` would compute it again.
-        time.sleep(max(self._digests.unsettled_seconds(file.path.name, os.fstat(file.descriptor))
-                       for file in self._files))
+        time.sleep(
+            max(self._digests.unsettled_seconds(file.path.name, os.fstat(file.descriptor)) for file in self._files)
+        )
         self._verify()
 
     def _verify(self) -> None:
@@ -67,8 +68,10 @@ class Verification:
     def _compare(self, file: TokenFile) -> None:
         found = self._digests.of(file.path.name, lambda: os.fstat(file.descriptor), file.hash_tokens)
         if found != file.digest:
-            raise DamagedTokens(f"the tokens of {file.path} are not those that were written (digest {found}, its "
-                                f"header has {file.digest}): run again to tokenize again; its folder was removed")
+            raise DamagedTokens(
+                f"the tokens of {file.path} are not those that were written (digest {found}, its "
+                f"header has {file.digest}): run again to tokenize again; its folder was removed"
+            )
 
 
 def remove_folder(directory: Path, files: Iterable[TokenFile] = ()) -> None:

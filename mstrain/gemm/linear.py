@@ -97,6 +97,4 @@ class Flows:
     def on_mesh(self, function, in_specs, out_specs):
         """Maps `function`, which takes and returns shards, over the mesh with `jax.shard_map`."""
         # check_vma=False: every output is sharded over all axes or summed over `data` explicitly.
-        return jax.shard_map(
-            function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        return jax.shard_map(function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -6,6 +6,15 @@ from mstrain.hardware.tpu_slices import TpuSlice, parse_target
 from mstrain.hardware.utilization import mfu
 
 __all__ = [
-    "Chip", "CompilerOption", "Link", "TpuSlice", "all_chips", "chip_for", "chip_named", "collective_seconds",
-    "compiler_options", "mfu", "parse_target",
+    "Chip",
+    "CompilerOption",
+    "Link",
+    "TpuSlice",
+    "all_chips",
+    "chip_for",
+    "chip_named",
+    "collective_seconds",
+    "compiler_options",
+    "mfu",
+    "parse_target",
 ]

@@ -185,9 +185,7 @@ def parse_calibration(document: Any) -> Calibration:
         _number(document, f"{name}_seconds", 0.0)
         for name in ("dispatch", "argument", "exponential", "reduction", "transpose")
     )
-    kernels = tuple(
-        KernelTime(_count(row, "bytes"), _positive(row, "seconds")) for row in _rows(document, "kernels")
-    )
+    kernels = tuple(KernelTime(_count(row, "bytes"), _positive(row, "seconds")) for row in _rows(document, "kernels"))
     gemm = tuple(
         GemmTime(_count(row, "m"), _count(row, "k"), _count(row, "n"), _positive(row, "seconds"))
         for row in _rows(document, "gemm")

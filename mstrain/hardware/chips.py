@@ -9,9 +9,18 @@ from types import MappingProxyType
 from typing import Any
 
 _NUMBERS = (
-    "peak_bf16", "peak_f32", "hbm_bytes", "hbm_bandwidth", "ici_links", "ici_bandwidth",
-    "launch_all_gather", "launch_reduce_scatter", "launch_permute", "sync",
-    "node_devices", "node_bandwidth",
+    "peak_bf16",
+    "peak_f32",
+    "hbm_bytes",
+    "hbm_bandwidth",
+    "ici_links",
+    "ici_bandwidth",
+    "launch_all_gather",
+    "launch_reduce_scatter",
+    "launch_permute",
+    "sync",
+    "node_devices",
+    "node_bandwidth",
 )
 
 

@@ -106,11 +106,19 @@ def load_constants(name_or_path: str | Path) -> Constants:
     try:
         entry = parse_json(path.read_text())
         memory = entry.get("hbm_bandwidth")
-        return Constants(entry["name"], entry["source"], float(entry["flops"]), _axis(entry["row"]),
-                         _axis(entry["col"]), entry["overlap"], None if memory is None else float(memory))
+        return Constants(
+            entry["name"],
+            entry["source"],
+            float(entry["flops"]),
+            _axis(entry["row"]),
+            _axis(entry["col"]),
+            entry["overlap"],
+            None if memory is None else float(memory),
+        )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path}: not a constants file ({error!r}); "
-                         f"compare it with {FOLDER / 'tpu_v4_reference.json'}") from None
+        raise ValueError(
+            f"{path}: not a constants file ({error!r}); compare it with {FOLDER / 'tpu_v4_reference.json'}"
+        ) from None
 
 
 def constants_for(target: Chip | TpuSlice, dtype: str = "bf16") -> Constants:
@@ -123,12 +131,19 @@ def constants_for(target: Chip | TpuSlice, dtype: str = "bf16") -> Constants:
     chip = target.chip if isinstance(target, TpuSlice) else target
     if chip.platform == "cpu":
         return load_constants("cpu_emulated")
-    needed = {"peak": chip.peak(dtype), "ici_links": chip.ici_links, "ici_bandwidth": chip.ici_bandwidth,
-              "launch_all_gather": chip.launch_all_gather, "sync": chip.sync}
+    needed = {
+        "peak": chip.peak(dtype),
+        "ici_links": chip.ici_links,
+        "ici_bandwidth": chip.ici_bandwidth,
+        "launch_all_gather": chip.launch_all_gather,
+        "sync": chip.sync,
+    }
     missing = [name for name, value in needed.items() if value is None]
     if missing:
-        raise ValueError(f"the table of chips has no {', '.join(missing)} for {chip.name}: "
-                         f"measure with bench=collectives and pass its file")
+        raise ValueError(
+            f"the table of chips has no {', '.join(missing)} for {chip.name}: "
+            f"measure with bench=collectives and pass its file"
+        )
     if chip.torus_rank:
         links = 2 if isinstance(target, TpuSlice) and target.wraps else 1
     else:
@@ -136,5 +151,6 @@ def constants_for(target: Chip | TpuSlice, dtype: str = "bf16") -> Constants:
     bandwidth = links * chip.number("ici_bandwidth")
     axis = AxisLinks(*(Link(chip.number(f"launch_{name}"), chip.number("sync"), bandwidth) for name in COLLECTIVES))
     source = f"derived from the table of chips: {links:g} link(s) per axis, {GEMM_FRACTION:.3f} of the peak"
-    return Constants(target.name, source, chip.known_peak(dtype) * GEMM_FRACTION, axis, axis, chip.overlap,
-                     chip.hbm_bandwidth)
+    return Constants(
+        target.name, source, chip.known_peak(dtype) * GEMM_FRACTION, axis, axis, chip.overlap, chip.hbm_bandwidth
+    )

@@ -60,8 +60,13 @@ class TpuSlice:
             if sizes[0] == data:
                 shapes.add((sizes[1], sizes[2]))
         if not shapes:
-            sizes = sorted({math.prod(s) for n in range(len(self.physical_axes) + 1)
-                            for s in itertools.combinations(self.physical_axes, n)})
+            sizes = sorted(
+                {
+                    math.prod(s)
+                    for n in range(len(self.physical_axes) + 1)
+                    for s in itertools.combinations(self.physical_axes, n)
+                }
+            )
             raise ValueError(
                 f"{self.name}: {data} data-parallel copies do not divide into whole torus axes {self.physical_axes}; "
                 f"use data={_nearest(data, sizes)} (possible: {', '.join(map(str, sizes))})"
@@ -87,8 +92,10 @@ def _named_shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
         for cubes in range(1, rules.max_chips // CUBE**3 + 1):
             fits = [
                 (a, b, cubes // (a * b))
-                for a in range(1, round(cubes ** (1 / 3)) + 1) if cubes % a == 0
-                for b in range(a, math.isqrt(cubes // a) + 1) if (cubes // a) % b == 0
+                for a in range(1, round(cubes ** (1 / 3)) + 1)
+                if cubes % a == 0
+                for b in range(a, math.isqrt(cubes // a) + 1)
+                if (cubes // a) % b == 0
             ]
             best = min(fits, key=sum)
             if best[2] <= longest:
@@ -100,8 +107,7 @@ def _check_topology(chip: Chip, topology: tuple[int, ...], text: str) -> None:
     rules = chip.slice_rules
     if len(topology) != chip.torus_rank:
         example = rules.shapes[-1]
-        raise ValueError(f"{text!r}: {chip.name} is a {chip.torus_rank}-D torus; "
-                         f"write it like {chip.name}:{example}")
+        raise ValueError(f"{text!r}: {chip.name} is a {chip.torus_rank}-D torus; write it like {chip.name}:{example}")
     single = topology == (1, 1) and "1x1" in rules.shapes
     host = [2, 2, 1][: chip.torus_rank]
     near = tuple(min(max(1, round(n / h)) * h, rules.max_axis) for n, h in zip(topology, host))
@@ -113,8 +119,9 @@ def _check_topology(chip: Chip, topology: tuple[int, ...], text: str) -> None:
     limit = rules.max_chips or math.prod(map(int, rules.shapes[-1].split("x")))
     if math.prod(topology) > limit:
         largest = _text(max(_named_shapes(chip).values(), key=math.prod))
-        raise ValueError(f"{text!r}: a {chip.name} slice has at most {limit} chips; the largest is "
-                         f"{chip.name}:{largest}")
+        raise ValueError(
+            f"{text!r}: a {chip.name} slice has at most {limit} chips; the largest is {chip.name}:{largest}"
+        )
 
 
 def parse_target(text: str) -> TpuSlice:
@@ -126,8 +133,10 @@ def parse_target(text: str) -> TpuSlice:
     chips = {prefix: chip for chip in all_chips().values() if chip.tpu_slices for prefix in chip.slice_rules.prefixes}
     match = re.fullmatch(r"(\w+?)(?:-(\d+)|:(\d+(?:x\d+)*))", text.strip().lower())
     if not match or match[1] not in chips:
-        raise ValueError(f"Unknown TPU slice {text!r}. Type one of {', '.join(chips)} with -SIZE or :TOPOLOGY, "
-                         "such as v5p-64 or v5p:4x4x2.")
+        raise ValueError(
+            f"Unknown TPU slice {text!r}. Type one of {', '.join(chips)} with -SIZE or :TOPOLOGY, "
+            "such as v5p-64 or v5p:4x4x2."
+        )
     chip = chips[match[1]]
     if match[3]:
         topology = tuple(map(int, match[3].split("x")))
@@ -137,7 +146,9 @@ def parse_target(text: str) -> TpuSlice:
         if size not in named:
             unit = "chips" if chip.slice_rules.name_counts_per_chip == 1 else "cores"
             near = _nearest(size, named)
-            raise ValueError(f"Unknown TPU slice {text!r}: {chip.name} has no slice of {size} {unit}; "
-                             f"the nearest is {match[1]}-{near} ({_text(named[near])} chips)")
+            raise ValueError(
+                f"Unknown TPU slice {text!r}: {chip.name} has no slice of {size} {unit}; "
+                f"the nearest is {match[1]}-{near} ({_text(named[near])} chips)"
+            )
         topology = named[size]
     return TpuSlice(text, chip, topology, f"{chip.name}:{_text(topology)}", dict(chip.slice_rules.topology_options))

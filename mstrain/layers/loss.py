@@ -38,9 +38,7 @@ class LogitsHead:
         return self.soft_cap * jnp.tanh(logits / self.soft_cap) if self.soft_cap else logits
 
     def on_mesh(self, function, in_specs, out_specs):
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

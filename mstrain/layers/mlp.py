@@ -55,6 +55,4 @@ class Mlp(nn.Module):
         # To recompute an activation costs less than to save its intermediate values.
         local = jax.checkpoint(local, prevent_cse=False)
         spec = self.plans.inside.spec
-        return jax.shard_map(
-            local, mesh=self.plans.grid.mesh, in_specs=spec, out_specs=spec, check_vma=False
-        )(h)
+        return jax.shard_map(local, mesh=self.plans.grid.mesh, in_specs=spec, out_specs=spec, check_vma=False)(h)

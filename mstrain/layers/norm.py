@@ -36,9 +36,7 @@ class NormConfig:
 
     def on_mesh(self, function, in_specs, out_specs):
         # check_vma=False: results that are not sharded over an axis are summed over it explicitly.
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 class Norm(nn.Module):

@@ -51,4 +51,3 @@ def is_stored(x) -> bool:
 def partition_specs(boxed: Any) -> Any:
     """The `PartitionSpec` of every parameter in a tree of `Stored` boxes."""
     return jax.tree.map(lambda box: box.spec, boxed, is_leaf=is_stored)
-

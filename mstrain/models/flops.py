@@ -39,9 +39,7 @@ def forward_flops_per_token(model: ModelConfig, seq: int, attention: str = "full
       ValueError: the convention is unknown, or the vocabulary is left to the tokenizer.
     """
     if attention not in ATTENTION_CONVENTIONS:
-        raise ValueError(
-            f"Unknown attention convention {attention!r}. Choose {' or '.join(ATTENTION_CONVENTIONS)}."
-        )
+        raise ValueError(f"Unknown attention convention {attention!r}. Choose {' or '.join(ATTENTION_CONVENTIONS)}.")
     scores = 4 * model.heads * model.head_dim * _tokens_attended(model, seq)
     return 2 * matmul_parameters(model) + ATTENTION_CONVENTIONS[attention] * scores
 

@@ -174,9 +174,7 @@ def _convert(direction: str, box: Stored, x, mesh: Mesh):
 
 def _axes(box: Stored, stored: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Mesh axes of the last two dims of a parameter, in stored or in canonical orientation."""
-    first, last = (
-        (axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in (None, *box.spec)[-2:]
-    )
+    first, last = ((axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in (None, *box.spec)[-2:])
     return (last, first) if box.storage.transposed and not stored else (first, last)
 
 

@@ -152,9 +152,7 @@ class _Planner:
     def tuned(self):
         """The tuner's choices for MeshSlice by product; empty without a known chip."""
         shape = (self.mesh.shape["row"], self.mesh.shape["col"])
-        return tune_products(
-            self.model, self.parallel, shape, self.sequences * self.seq, self.chip, self.constants
-        )
+        return tune_products(self.model, self.parallel, shape, self.sequences * self.seq, self.chip, self.constants)
 
     def block(self, attention: str, mlp: str) -> BlockPlan:
         plan = BlockPlan(self._pair(attention, ATTENTION), self._pair(mlp, MLP))

@@ -111,9 +111,7 @@ class Transformer(nn.Module):
         residual = plan.head.input_layout
         vocab_size = model.known_vocab_size
         padding = plan.vocab_padding(vocab_size)
-        self.embedding = Embedding(
-            plan.embedding_grid, vocab_size, model.width, padding, init, self.dtype
-        )
+        self.embedding = Embedding(plan.embedding_grid, vocab_size, model.width, padding, init, self.dtype)
         if model.position == "learned":
             self.positions = Positions(residual, plan.mesh, model.context, init)
         self.blocks = [self._scan(block, count) for block, count in plan.groups]

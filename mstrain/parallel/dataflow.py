@@ -75,8 +75,9 @@ def _dims(in_dim, out_dim, tokens, rows, cols, dataflow, transposed):
     return sizes, ((sliced, both), (over_rows, rows), (over_cols, cols))
 
 
-def mesh_fault(in_dim: int, out_dim: int, tokens: int, rows: int, cols: int, dataflow: str,
-               transposed: bool = False) -> str | None:
+def mesh_fault(
+    in_dim: int, out_dim: int, tokens: int, rows: int, cols: int, dataflow: str, transposed: bool = False
+) -> str | None:
     """The reason why rows x cols cannot shard this projection; None if it can."""
     sizes, needs = _dims(in_dim, out_dim, tokens, rows, cols, dataflow, transposed)
     for dim, parts in needs:
@@ -85,8 +86,18 @@ def mesh_fault(in_dim: int, out_dim: int, tokens: int, rows: int, cols: int, dat
     return None
 
 
-def legal_slices(in_dim: int, out_dim: int, tokens: int, rows: int, cols: int, dataflow: str, *,
-                 transposed: bool = False, max_slices: int = 32, block: int = 1) -> tuple[int, ...]:
+def legal_slices(
+    in_dim: int,
+    out_dim: int,
+    tokens: int,
+    rows: int,
+    cols: int,
+    dataflow: str,
+    *,
+    transposed: bool = False,
+    max_slices: int = 32,
+    block: int = 1,
+) -> tuple[int, ...]:
     """Legal slice counts S <= max_slices of MeshSlice, ascending; empty if the mesh cannot shard the projection.
 
     S * block * lcm(rows, cols) must divide the sliced dim (in for os, out for ls, tokens for rs), so that

@@ -121,8 +121,12 @@ def _combine(weights: tuple[float, float], a: float, b: float) -> float:
 
 
 def sliced_cost(
-    terms: tuple[Terms, ...], gemm_seconds: float, slices: int, overlap: str,
-    accumulating: tuple[float, float] = (0.0, 0.0), hidden: Hidden = NOTHING,
+    terms: tuple[Terms, ...],
+    gemm_seconds: float,
+    slices: int,
+    overlap: str,
+    accumulating: tuple[float, float] = (0.0, 0.0),
+    hidden: Hidden = NOTHING,
 ) -> Cost:
     """Prologue + (S - 1) * max(communicate, multiply) + last GeMM, summed over the three GeMMs.
 

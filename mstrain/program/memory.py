@@ -41,9 +41,7 @@ class Memory:
         if not self.fits:
             most_is_temporary = self.temporaries > self.arguments
             remedy = "remat=full or accumulate=2 (or more)" if most_is_temporary else "a larger mesh="
-            raise ValueError(
-                f"The step needs {self}: it will not fit. Type {remedy}, or choose a smaller model=."
-            )
+            raise ValueError(f"The step needs {self}: it will not fit. Type {remedy}, or choose a smaller model=.")
 
 
 def memory_of(compiled, mesh: Mesh) -> Memory:

@@ -67,9 +67,7 @@ def text_of(compiled: jax.stages.Compiled) -> str:
     return text
 
 
-def abstract(
-    shape: tuple[int, ...], dtype: jnp.dtype, mesh: Mesh | AbstractMesh, spec: P
-) -> jax.ShapeDtypeStruct:
+def abstract(shape: tuple[int, ...], dtype: jnp.dtype, mesh: Mesh | AbstractMesh, spec: P) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 

@@ -61,9 +61,7 @@ def prepare(config: RunConfig, job: Job = ALONE) -> Run:
     return run
 
 
-def build_module(
-    config: RunConfig, job: Job = ALONE
-) -> tuple[Transformer, Tokenizer | None, Chip | None, Console]:
+def build_module(config: RunConfig, job: Job = ALONE) -> tuple[Transformer, Tokenizer | None, Chip | None, Console]:
     """(model on its mesh, tokenizer, chip, console) of a recorded run, whose data need not be here."""
     console = Console(highlight=False, soft_wrap=True, quiet=not job.leads)
     chip = _start_devices(config, job)
@@ -108,9 +106,7 @@ def _choose_plan(config: RunConfig, model: ModelConfig, chip: Chip | None, conso
     if devices == 1 or jax.devices()[0].platform == "cpu":
         return plan_on(meshes.fit_to_devices(meshes.EMULATED if devices > 1 else meshes.MeshShape(), devices))
     if chip is None:
-        raise ValueError(
-            f"mesh=auto does not know the {jax.devices()[0].device_kind}. Type a mesh, such as mesh=2x4."
-        )
+        raise ValueError(f"mesh=auto does not know the {jax.devices()[0].device_kind}. Type a mesh, such as mesh=2x4.")
     machine = tpu_slice_of(jax.devices()) or chip
     found = best_meshes(
         config.parallel, model, config.batch, config.seq, devices, machine, accumulate=config.accumulate,

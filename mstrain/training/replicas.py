@@ -95,19 +95,13 @@ def differing_devices(indices: dict, checksums: dict[int, np.ndarray], leaf: int
         counts = collections.Counter(int(checksums[device.id][leaf]) for device in devices)
         (leader, most), *others = counts.most_common(2)
         tied = others and others[0][1] == most
-        odd += [
-            device
-            for device in devices
-            if len(counts) > 1 and (tied or int(checksums[device.id][leaf]) != leader)
-        ]
+        odd += [device for device in devices if len(counts) > 1 and (tied or int(checksums[device.id][leaf]) != leader)]
     return odd
 
 
 def _checksum(part):
     """Sum of the bits as uint32, weighted by position, so that swapped values change it."""
-    bits = jax.lax.bitcast_convert_type(
-        part, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[part.dtype.itemsize]
-    )
+    bits = jax.lax.bitcast_convert_type(part, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[part.dtype.itemsize])
     bits = bits.reshape(-1).astype(jnp.uint32)
     return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 

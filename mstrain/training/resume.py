@@ -122,9 +122,7 @@ def begin(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = N
     return init_state(run.module, run.optimizer, run.config.seed), 0
 
 
-def _announce_local(
-    run: Run, local: LocalCheckpoints, state: State, step: int, lost: list[int]
-) -> tuple[State, int]:
+def _announce_local(run: Run, local: LocalCheckpoints, state: State, step: int, lost: list[int]) -> tuple[State, int]:
     local.drop_after(step)
     copied = f"; copies replace what {', '.join(map(run.job.name, lost))} lost" if lost else ""
     run.console.print(
@@ -164,9 +162,7 @@ def _resume(run: Run, checkpoints: Checkpoints, step: int) -> State:
     before = checkpoints.facts(step)
     _check_format(before, run.config.run_dir)
     state = checkpoints.restore(step, run.module, run.optimizer)
-    run.console.print(
-        f"[bold]Resume[/] after step {step} of {run.config.run_dir}, saved on mesh {before.get('mesh')}"
-    )
+    run.console.print(f"[bold]Resume[/] after step {step} of {run.config.run_dir}, saved on mesh {before.get('mesh')}")
     return state
 
 

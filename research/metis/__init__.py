@@ -4,5 +4,4 @@ from research.metis.options import MetisOptions
 from research.metis.result import MetisPlan, MetisResult, SearchStopped, reference_lines, write_json
 from research.metis.search import run_metis
 
-__all__ = ["MetisOptions", "MetisPlan", "MetisResult", "SearchStopped", "reference_lines", "run_metis",
-           "write_json"]
+__all__ = ["MetisOptions", "MetisPlan", "MetisResult", "SearchStopped", "reference_lines", "run_metis", "write_json"]

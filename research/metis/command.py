@@ -16,6 +16,7 @@ from research.metis.synthetic import SAMPLES, read_samples, write_profiles
 # Type and address of the hosts that `write_hostfile` writes; inter and intra GB/s and GB per device.
 SYNTHETIC_HOSTS = {"0.0.0.1": ("V100", 10, 50, 16), "0.0.0.4": ("A100", 10, 46, 80)}
 
+
 @dataclass(frozen=True, kw_only=True)
 class MetisConfig(MetisOptions, Files):
     """The reference's search of a mixed cluster."""
@@ -89,9 +90,7 @@ def run_metis_inputs(config: InputsConfig) -> int:
     names = ("instance_type", "inter_bandwidth", "intra_bandwidth", "memory")
     entries = {address: dict(zip(names, values)) for address, values in SYNTHETIC_HOSTS.items()}
     (folder / "clusterfile.json").write_text(json.dumps(entries, indent=1) + "\n")
-    files = write_profiles(
-        folder / "profiles", samples, config.num_layers, config.max_batch, slowdown=config.slowdown
-    )
+    files = write_profiles(folder / "profiles", samples, config.num_layers, config.max_batch, slowdown=config.slowdown)
     print(f"{files} synthetic profiles, host file and cluster file in {folder}; now type")
     print(
         f"python plan.py planner=metis hostfile={folder / 'hostfile'} "

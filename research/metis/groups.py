@@ -60,11 +60,11 @@ def _merge_pairs(bundles: list[Bundle], pairs: int) -> list[Bundle]:
     size = sum(bundles[0])
     merged = []
     for start in range(0, min(2 * pairs, len(bundles)), 2):
-        pair = bundles[start:start + 2]
+        pair = bundles[start : start + 2]
         if len(pair) == 2 and sum(pair[0]) == sum(pair[1]) == size:
             pair = [pair[0] + pair[1]]
         merged += pair
-    return merged + bundles[2 * pairs:]
+    return merged + bundles[2 * pairs :]
 
 
 def multiset_permutations(items: list) -> Iterator[list]:
@@ -87,4 +87,4 @@ def _next_by_prefix_shift(items: list) -> list:
         moved = prefix + 1
     else:
         moved = prefix
-    return [items[moved], *items[:moved], *items[moved + 1:]]
+    return [items[moved], *items[:moved], *items[moved + 1 :]]

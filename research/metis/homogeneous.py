@@ -39,8 +39,9 @@ class HomogeneousResult:
     missing: tuple[str, ...]
 
 
-def run_homogeneous(hostfile: str | Path, clusterfile: str | Path, profile_dir: str | Path,
-                    options: MetisOptions) -> HomogeneousResult:
+def run_homogeneous(
+    hostfile: str | Path, clusterfile: str | Path, profile_dir: str | Path, options: MetisOptions
+) -> HomogeneousResult:
     """Cost every plan as the reference does (its bandwidth is always the first host's intra-node one).
 
     Raises ValueError for bad input, for a cluster of several types, and when no plan has its profile.
@@ -48,8 +49,10 @@ def run_homogeneous(hostfile: str | Path, clusterfile: str | Path, profile_dir: 
     cluster = read_hosts(hostfile, clusterfile)
     device_type, *others = cluster.device_types
     if others:
-        raise ValueError(f"{hostfile}: types {', '.join(cluster.device_types)}; keep hosts of one type, "
-                         "or use the planner for mixed clusters")
+        raise ValueError(
+            f"{hostfile}: types {', '.join(cluster.device_types)}; keep hosts of one type, "
+            "or use the planner for mixed clusters"
+        )
     profiles = read_profiles(profile_dir, cluster.device_types)
     check_layer_times(profiles, options.num_layers)
     reference = reference_profile(options, profiles)
@@ -91,8 +94,9 @@ def split_layers(num_layers: int, pp: int) -> list[int]:
     return bounds
 
 
-def plan_cost(options: MetisOptions, profile: Profile, reference: Profile, plan: tuple[int, int, int],
-              bandwidth_gb_s: float) -> float:
+def plan_cost(
+    options: MetisOptions, profile: Profile, reference: Profile, plan: tuple[int, int, int], bandwidth_gb_s: float
+) -> float:
     """Milliseconds per iteration."""
     dp, pp, tp = plan
     bounds = split_layers(options.num_layers, pp)
@@ -107,6 +111,12 @@ def plan_cost(options: MetisOptions, profile: Profile, reference: Profile, plan:
         if not last:
             width = options.vocab_size / tp if end == options.num_layers - 1 else options.hidden_size
             p2p += profile.batch * options.sequence_length * width / speed
-    return ((batches - 1) * max(stage_ms) + sequential_sum(stage_ms) + profile.sync_ms * batches
-            + 2 * reference.optimizer_ms / pp / tp + 2 * (dp - 1) / (dp * speed) * max(stage_parameters) + p2p
-            + reference.batch_generator_ms * batches)
+    return (
+        (batches - 1) * max(stage_ms)
+        + sequential_sum(stage_ms)
+        + profile.sync_ms * batches
+        + 2 * reference.optimizer_ms / pp / tp
+        + 2 * (dp - 1) / (dp * speed) * max(stage_parameters)
+        + p2p
+        + reference.batch_generator_ms * batches
+    )

@@ -8,10 +8,10 @@ reference: another order may change which plans tie. A *row* is a profile, a *de
 import numba
 import numpy as np
 
-CUTS = 7                # sub-layers per layer in the balancer
-MAX_ATTEMPTS = 3        # partitions tried per strategy
-MEMORY_FACTOR = 5.0     # the reference's allowance over the profiled memory
-SHRINK = 0.9            # further cut of the share of a stage that does not fit
+CUTS = 7  # sub-layers per layer in the balancer
+MAX_ATTEMPTS = 3  # partitions tried per strategy
+MEMORY_FACTOR = 5.0  # the reference's allowance over the profiled memory
+SHRINK = 0.9  # further cut of the share of a stage that does not fit
 ADJUST_PASSES = 10_000  # a guard; the reference would not end
 BYTES_PER_MS = 1024.0 * 1024.0  # of one GB/s, as the reference counts
 
@@ -308,8 +308,9 @@ def plan_cost(t, layout, starts, num_stage, batches, dp, bounds, missing, kinds,
         if types[starts[i]] == types[starts[i + 1] - 1]:
             ms = range_sum(layer_ms, profile_row(rows, missing, types[starts[i]], tp, micro), begin, end)
         else:
-            ms = mixed_ms(t, types, starts[i], starts[i + 1], dp[i], begin, end, samples, t.max_batch,
-                          missing, kinds, shares)
+            ms = mixed_ms(
+                t, types, starts[i], starts[i + 1], dp[i], begin, end, samples, t.max_batch, missing, kinds, shares
+            )
         slowest = max(slowest, ms)
         total += ms
         if i == num_stage - 1:
@@ -329,8 +330,8 @@ def plan_cost(t, layout, starts, num_stage, batches, dp, bounds, missing, kinds,
             held += output / tp
         data_parallel = max(data_parallel, 2 * (dp[i] - 1) / (dp[i] * (ring * BYTES_PER_MS)) * held)
         update = max(update, t.optimizer_ms / tp * ((end - begin) / layers))
-    return (((batches - 1) * slowest + total) + batches * sync + update + data_parallel + p2p
-            + t.batch_generator_ms * batches)
+    steps = ((batches - 1) * slowest + total) + batches * sync
+    return steps + update + data_parallel + p2p + t.batch_generator_ms * batches
 
 
 @numba.njit(cache=True)
@@ -366,8 +367,8 @@ def walk(t, layout, groups, num_stage, batches, use_strat, found):
         for rank in range(starts[i], starts[i + 1]):
             capacity[i] += memory_mb[types[rank]]
     kinds, shares = np.empty(len(types), np.int64), np.empty(len(types), np.int64)
-    scratch = (kinds, shares, np.empty(CUTS * layers, np.int64), np.empty(stages), np.empty(layers, np.int64),
-               capacity, np.empty(stages))
+    layer_room = np.empty(CUTS * layers, np.int64)
+    scratch = (kinds, shares, layer_room, np.empty(stages), np.empty(layers, np.int64), capacity, np.empty(stages))
     bounds, share = np.zeros(stages + 1, np.int64), np.empty(stages)
     left, first_left = np.empty(stages), np.empty(stages)
     key = no_key = np.empty(0)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from research.metis.options import MetisOptions
 
-HEADER = ("rank, cost, node_sequence, device_groups, strategies(dp_deg, tp_deg), batches(number of batch), "
-          "layer_partition")
+HEADER = (
+    "rank, cost, node_sequence, device_groups, strategies(dp_deg, tp_deg), batches(number of batch), layer_partition"
+)
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,8 @@ class MetisPlan:
     node_sequence: tuple[str, ...]
     device_groups: tuple[int, ...]
     strategies: tuple[tuple[int, int], ...]  # (dp, tp) per stage
-    batches: int                             # microbatches
-    layer_partition: tuple[int, ...]         # first layer of each stage, and the end
+    batches: int  # microbatches
+    layer_partition: tuple[int, ...]  # first layer of each stage, and the end
     num_stage: int
     partition_attempt: int
 
@@ -33,20 +34,20 @@ class MetisResult:
     options: MetisOptions
     device_order: tuple[str, ...]
     reference_profile: str
-    count: int                 # steps as the reference counts them
+    count: int  # steps as the reference counts them
     inter_stage_plans: int
     plans_costed: int
-    plans_dropped: int         # a profile needed for the cost was absent
-    sum_of_costs: float        # ms
+    plans_dropped: int  # a profile needed for the cost was absent
+    sum_of_costs: float  # ms
     costed_by_attempt: tuple[int, int, int]
     with_num_stage_mismatch: int
     with_missing_layers: int
     with_empty_stage: int
-    num_complete: int          # all layers placed, no empty stage, all stages costed
+    num_complete: int  # all layers placed, no empty stage, all stages costed
     ranking: tuple[MetisPlan, ...]
     best_complete: MetisPlan | None
     exhausted: bool
-    seconds: float = 0.0       # mean search time of a trial
+    seconds: float = 0.0  # mean search time of a trial
 
     @property
     def best(self) -> MetisPlan:
@@ -97,9 +98,16 @@ class Tally:
             kept = len(self.kept) < self.options.top_k or cost < -self.kept[0][0]
             if not (better or kept):
                 continue
-            plan = MetisPlan(cost, tuple(sequence), tuple(groups),
-                             tuple((int(dp), size // int(dp)) for dp, size in zip(found.dp[i], groups)),
-                             batches, tuple(int(bound) for bound in bounds), num_stage, int(found.attempt[i]))
+            plan = MetisPlan(
+                cost,
+                tuple(sequence),
+                tuple(groups),
+                tuple((int(dp), size // int(dp)) for dp, size in zip(found.dp[i], groups)),
+                batches,
+                tuple(int(bound) for bound in bounds),
+                num_stage,
+                int(found.attempt[i]),
+            )
             if better:
                 self.best_complete = plan
             if kept:
@@ -111,12 +119,23 @@ class Tally:
         first, second, third = self.attempts
         ranking = tuple(plan for _, _, plan in sorted(self.kept, key=lambda entry: (-entry[0], -entry[1])))
         return MetisResult(
-            options=self.options, device_order=self.order, reference_profile=self.reference_profile,
-            count=self.count, inter_stage_plans=self.inter_stage_plans, plans_costed=self.plans_costed,
-            plans_dropped=self.plans_dropped, sum_of_costs=math.fsum(self.costs),
-            costed_by_attempt=(first, second, third), with_num_stage_mismatch=self.mismatched,
-            with_missing_layers=self.incomplete, with_empty_stage=self.with_empty, num_complete=self.complete,
-            ranking=ranking, best_complete=self.best_complete, exhausted=self.exhausted)
+            options=self.options,
+            device_order=self.order,
+            reference_profile=self.reference_profile,
+            count=self.count,
+            inter_stage_plans=self.inter_stage_plans,
+            plans_costed=self.plans_costed,
+            plans_dropped=self.plans_dropped,
+            sum_of_costs=math.fsum(self.costs),
+            costed_by_attempt=(first, second, third),
+            with_num_stage_mismatch=self.mismatched,
+            with_missing_layers=self.incomplete,
+            with_empty_stage=self.with_empty,
+            num_complete=self.complete,
+            ranking=ranking,
+            best_complete=self.best_complete,
+            exhausted=self.exhausted,
+        )
 
 
 def reference_lines(result: MetisResult) -> list[str]:
@@ -124,10 +143,21 @@ def reference_lines(result: MetisResult) -> list[str]:
     best = result.best
     sequence = ", ".join(f"<DeviceType.{name}: '{name.lower()}'>" for name in best.node_sequence)
     sequence = f"({sequence},)" if len(best.node_sequence) == 1 else f"({sequence})"
-    values = [1, best.cost, sequence, list(best.device_groups), list(best.strategies), best.batches,
-              list(best.layer_partition)]
-    return [f"Average time: {result.seconds * 1000} ms", f"count: {result.count}", HEADER,
-            ", ".join(str(value) for value in values)]
+    values = [
+        1,
+        best.cost,
+        sequence,
+        list(best.device_groups),
+        list(best.strategies),
+        best.batches,
+        list(best.layer_partition),
+    ]
+    return [
+        f"Average time: {result.seconds * 1000} ms",
+        f"count: {result.count}",
+        HEADER,
+        ", ".join(str(value) for value in values),
+    ]
 
 
 def write_json(result: MetisResult, path: str | Path) -> None:

@@ -22,8 +22,9 @@ from research.metis.result import MetisResult, SearchStopped, Tally
 from research.metis.tables import Found, build_layout, build_tables, room_for_plans
 
 
-def run_metis(hostfile: str | Path, clusterfile: str | Path, profile_dir: str | Path,
-              options: MetisOptions) -> MetisResult:
+def run_metis(
+    hostfile: str | Path, clusterfile: str | Path, profile_dir: str | Path, options: MetisOptions
+) -> MetisResult:
     """Search as the reference does and return the ranking and its statistics.
 
     Raises ValueError for bad input, with the file and the fix; SearchStopped, a ValueError that holds the
@@ -49,20 +50,26 @@ def check_slots(hostfile, cluster: Hosts) -> None:
     slots = cluster.nodes[0].slots
     for node in cluster.nodes:
         if node.slots > 9:
-            raise ValueError(f"{hostfile}: {node.address} slots={node.slots}: Metis reads one digit, "
-                             f"here {str(node.slots)[0]}; write several hosts of at most 9 slots or use the "
-                             "optimal planner, which takes any count")
+            raise ValueError(
+                f"{hostfile}: {node.address} slots={node.slots}: Metis reads one digit, "
+                f"here {str(node.slots)[0]}; write several hosts of at most 9 slots or use the "
+                "optimal planner, which takes any count"
+            )
     if cluster.num_devices > slots * len(cluster.nodes):
-        raise ValueError(f"{hostfile}: Metis takes the first host's {slots} slots for all hosts; put the "
-                         "host with the most slots first or use the optimal planner: it takes unequal hosts")
+        raise ValueError(
+            f"{hostfile}: Metis takes the first host's {slots} slots for all hosts; put the "
+            "host with the most slots first or use the optimal planner: it takes unequal hosts"
+        )
 
 
 def device_order(options: MetisOptions, cluster: Hosts) -> tuple[str, ...]:
     if not options.device_order:
         return cluster.device_types
     if sorted(options.device_order) != list(cluster.device_types):
-        raise ValueError(f"device_order={','.join(options.device_order)}: name each type of the host file "
-                         f"once ({', '.join(cluster.device_types)})")
+        raise ValueError(
+            f"device_order={','.join(options.device_order)}: name each type of the host file "
+            f"once ({', '.join(cluster.device_types)})"
+        )
     return tuple(options.device_order)
 
 
@@ -71,12 +78,16 @@ def reference_profile(options: MetisOptions, profiles: dict[Key, Profile]) -> Pr
     if options.reference_profile:
         by_name = {profile_name(key): profile for key, profile in profiles.items()}
         if options.reference_profile not in by_name:
-            raise ValueError(f"reference_profile={options.reference_profile}: no such profile; choose one of "
-                             f"the folder, e.g. {next(iter(by_name))}")
+            raise ValueError(
+                f"reference_profile={options.reference_profile}: no such profile; choose one of "
+                f"the folder, e.g. {next(iter(by_name))}"
+            )
         return by_name[options.reference_profile]
     first_type = next(iter(profiles))[0]
-    return max((profile for profile in profiles.values() if profile.device_type == first_type),
-               key=lambda profile: (profile.tp, profile.batch))
+    return max(
+        (profile for profile in profiles.values() if profile.device_type == first_type),
+        key=lambda profile: (profile.tp, profile.batch),
+    )
 
 
 def inter_stage_groups(options: MetisOptions, num_devices: int, first_sequence: bool) -> Iterator[tuple]:
@@ -95,8 +106,7 @@ def inter_stage_groups(options: MetisOptions, num_devices: int, first_sequence: 
         yield from ((stages, group) for group in device_groups(num_devices, stages, *limits))
 
 
-def search(options: MetisOptions, cluster: Hosts, order: tuple[str, ...], tables, tally: Tally,
-           clock: Clock) -> None:
+def search(options: MetisOptions, cluster: Hosts, order: tuple[str, ...], tables, tally: Tally, clock: Clock) -> None:
     """Walk every inter-stage plan within the budget; fills the tally."""
     batch_counts = divisors(options.gbs)[::-1]
     room: dict[int, Found] = {}
@@ -115,8 +125,10 @@ def search(options: MetisOptions, cluster: Hosts, order: tuple[str, ...], tables
                 tally.add(sequence, num_stage, groups, batches, found, plans, steps)
                 if found.missing[0] >= 0:
                     kind, tp, batch = found.missing
-                    raise SearchStopped(missing_profile_message(
-                        options, (cluster.device_types[kind], int(tp), int(batch)), batches), tally.result())
+                    raise SearchStopped(
+                        missing_profile_message(options, (cluster.device_types[kind], int(tp), int(batch)), batches),
+                        tally.result(),
+                    )
     check_found(tally)
 
 
@@ -125,16 +137,23 @@ def check_found(tally: Tally) -> None:
     if tally.plans_costed:
         return
     if tally.exhausted:
-        raise SearchStopped(f"no plan among the {tally.inter_stage_plans} tried within the budget; "
-                            "raise max_seconds or max_plans", tally.result())
-    raise SearchStopped("no plan fits this cluster: the layers need more memory than any division of the "
-                        "devices has; add devices or memory, or lower the global batch", tally.result())
+        raise SearchStopped(
+            f"no plan among the {tally.inter_stage_plans} tried within the budget; raise max_seconds or max_plans",
+            tally.result(),
+        )
+    raise SearchStopped(
+        "no plan fits this cluster: the layers need more memory than any division of the "
+        "devices has; add devices or memory, or lower the global batch",
+        tally.result(),
+    )
 
 
 def missing_profile_message(options: MetisOptions, key: Key, batches: int) -> str:
     if key[2] & (key[2] - 1):
-        fix = (f"gbs={options.gbs} in {batches} microbatches is not divisible into profiled batches; use a "
-               "power of two, add the profile, or use the optimal planner, which takes any batch")
+        fix = (
+            f"gbs={options.gbs} in {batches} microbatches is not divisible into profiled batches; use a "
+            "power of two, add the profile, or use the optimal planner, which takes any batch"
+        )
     else:
         fix = "add it, or lower max_profiled_tp_degree and max_profiled_batch_size to what is profiled"
     return f"{profile_name(key)} is missing: {fix}"

@@ -14,8 +14,13 @@ from mstrain.planner.mixed.profiles import profile_name, sequential_sum
 SAMPLES = Path(__file__).with_name("samples")  # ten layers of GPT-3 on A100, from the profiles that Metis publishes
 SAMPLE_DEGREES = (1, 2, 4)
 BETWEEN = "between_layers_ms"
-TOTAL_PARTS = ("forward_backward_time_ms", "batch_generator_time_ms", "layernorm_grads_all_reduce_time_ms",
-               "embedding_grads_all_reduce_time_ms", "optimizer_time_ms")
+TOTAL_PARTS = (
+    "forward_backward_time_ms",
+    "batch_generator_time_ms",
+    "layernorm_grads_all_reduce_time_ms",
+    "embedding_grads_all_reduce_time_ms",
+    "optimizer_time_ms",
+)
 COMPUTE_PARTS = ("layer_compute_total_ms", "forward_backward_time_ms", BETWEEN)
 
 
@@ -31,8 +36,15 @@ def read_samples(folder: str | Path, device_type: str = "A100") -> dict[tuple[in
     return samples
 
 
-def write_profiles(folder: str | Path, samples: dict[tuple[int, int], dict], num_layers: int, max_batch: int,
-                   fast_type: str = "A100", slow_type: str = "V100", slowdown: float = 3.5) -> int:
+def write_profiles(
+    folder: str | Path,
+    samples: dict[tuple[int, int], dict],
+    num_layers: int,
+    max_batch: int,
+    fast_type: str = "A100",
+    slow_type: str = "V100",
+    slowdown: float = 3.5,
+) -> int:
     """Write the profiles of both types for tp and batch 1, 2, 4 ... max_batch; returns the number of files.
 
     Existing profiles in the folder are removed, other files stay.
@@ -60,8 +72,11 @@ def scale_layers(sample: dict, num_layers: int) -> dict:
     times, memory = document["execution_time"], document["execution_memory"]
     parameters = document["model"]["parameters"]
     times[BETWEEN] = times["forward_backward_time_ms"] - sequential_sum(times["layer_compute_total_ms"])
-    for table, name in ((parameters, "parameters_per_layer_bytes"), (memory, "layer_memory_total_mb"),
-                        (times, "layer_compute_total_ms")):
+    for table, name in (
+        (parameters, "parameters_per_layer_bytes"),
+        (memory, "layer_memory_total_mb"),
+        (times, "layer_compute_total_ms"),
+    ):
         first, middle, last = table[name][0], table[name][1], table[name][-1]
         table[name] = [first] + [middle] * (num_layers - 2) + [last]
     parameters["total_parameters_bytes"] = sum(parameters["parameters_per_layer_bytes"])

@@ -15,13 +15,13 @@ class Tables(NamedTuple):
     The tables by profile have a last row of NaN, which index -1 of an absent profile finds.
     """
 
-    row: np.ndarray         # int32 (K, tp + 1, batch + 1): index of the profile, -1 when absent
-    layer_ms: np.ndarray    # (R + 1, L)
-    layer_mb: np.ndarray    # (R + 1, L)
-    total_ms: np.ndarray    # (R + 1,)
-    sync_ms: np.ndarray     # (R + 1,) NaN for 0 too, which the reference takes for absent
-    weight: np.ndarray      # (L,) share of each layer in the compute time
-    memory_mb: np.ndarray   # (K,) per device
+    row: np.ndarray  # int32 (K, tp + 1, batch + 1): index of the profile, -1 when absent
+    layer_ms: np.ndarray  # (R + 1, L)
+    layer_mb: np.ndarray  # (R + 1, L)
+    total_ms: np.ndarray  # (R + 1,)
+    sync_ms: np.ndarray  # (R + 1,) NaN for 0 too, which the reference takes for absent
+    weight: np.ndarray  # (L,) share of each layer in the compute time
+    memory_mb: np.ndarray  # (K,) per device
     parameters: np.ndarray  # (3,) bytes of the first, a middle and the last layer
     optimizer_ms: float
     batch_generator_ms: float
@@ -36,8 +36,8 @@ class Tables(NamedTuple):
 class Layout(NamedTuple):
     """One node sequence: what each rank and each node is."""
 
-    rank_type: np.ndarray   # (N,) type index
-    rank_node: np.ndarray   # (N,)
+    rank_type: np.ndarray  # (N,) type index
+    rank_node: np.ndarray  # (N,)
     node_intra: np.ndarray  # (nodes,) GB/s of the first host of the node's type
     node_least: np.ndarray  # (nodes,) GB/s, least over the hosts of the node's type
 
@@ -45,15 +45,14 @@ class Layout(NamedTuple):
 class Found(NamedTuple):
     """Room for the plans of one walk over S stages; a cost of NaN marks a plan without a needed profile."""
 
-    cost: np.ndarray        # (n,) ms
-    attempt: np.ndarray     # (n,) partition attempt that fitted
-    dp: np.ndarray          # (n, S)
-    bounds: np.ndarray      # (n, S + 1) first layer of each stage, and the end
-    missing: np.ndarray     # (3,) type, tp, batch of a profile that the walk needs
+    cost: np.ndarray  # (n,) ms
+    attempt: np.ndarray  # (n,) partition attempt that fitted
+    dp: np.ndarray  # (n, S)
+    bounds: np.ndarray  # (n, S + 1) first layer of each stage, and the end
+    missing: np.ndarray  # (3,) type, tp, batch of a profile that the walk needs
 
 
-def build_tables(options: MetisOptions, cluster: Hosts, profiles: dict[Key, Profile],
-                 reference: Profile) -> Tables:
+def build_tables(options: MetisOptions, cluster: Hosts, profiles: dict[Key, Profile], reference: Profile) -> Tables:
     """Arrays over the types of the cluster, numbered in alphabetical order.
 
     The reference profile alone supplies the optimizer and batch generator times, the parameters, and (by its
@@ -104,12 +103,21 @@ def build_layout(cluster: Hosts, node_sequence: tuple[str, ...]) -> Layout:
         rank_type += [types.index(device_type)] * sum(node.slots for node in nodes)
         node_intra += [nodes[0].intra_gb_s] * len(nodes)
         node_least += [min(node.intra_gb_s for node in nodes)] * len(nodes)
-    return Layout(np.array(rank_type, np.int64), np.arange(len(rank_type)) // slots,
-                  np.array(node_intra, np.float64), np.array(node_least, np.float64))
+    return Layout(
+        np.array(rank_type, np.int64),
+        np.arange(len(rank_type)) // slots,
+        np.array(node_intra, np.float64),
+        np.array(node_least, np.float64),
+    )
 
 
 def room_for_plans(num_devices: int, num_stages: int) -> Found:
     """As many rows as a walk has steps: every stage halves its replicas at most log2(devices) times."""
     rows = num_stages * num_devices.bit_length() + 1
-    return Found(np.empty(rows), np.empty(rows, np.int64), np.empty((rows, num_stages), np.int64),
-                 np.empty((rows, num_stages + 1), np.int64), np.full(3, -1, np.int64))
+    return Found(
+        np.empty(rows),
+        np.empty(rows, np.int64),
+        np.empty((rows, num_stages), np.int64),
+        np.empty((rows, num_stages + 1), np.int64),
+        np.full(3, -1, np.int64),
+    )

@@ -51,7 +51,7 @@ def schedule(events):
         duration=np.array([event[3] for event in events], float),
         communication=lanes > 0,
     )
-    text = 'HloModule m, is_scheduled=true\n\nENTRY %main (p: f32[]) -> f32[] {\n'
+    text = "HloModule m, is_scheduled=true\n\nENTRY %main (p: f32[]) -> f32[] {\n"
     for name in names:
         scope = {"a": "blocks_0/attention/", "m": "blocks_0/mlp/"}.get(name[0], "")
         text += f'  %{name} = f32[] add(%p, %p), metadata={{op_name="jit(step)/Transformer/{scope}add"}}\n'

@@ -102,6 +102,7 @@ def test_the_message_that_closes_an_open_line_takes_every_link_back():
 @pytest.mark.parametrize(("closed", "times"), [(True, 1), (False, 2)])
 def test_opposite_directions_of_a_ring_do_not_wait_for_each_other(closed, times):
     """On an open line they do: the message that closes either ring uses the links of the other."""
+
     def start(name, shift):
         text = permute_text(name, ring(shift)).replace("collective-permute(", "collective-permute-start(")
         return text.replace("= bf16[64,64]{1,0}", "= (bf16[64,64]{1,0}, bf16[64,64]{1,0}, u32[])")
@@ -162,7 +163,8 @@ def color(*rings):
     found = ",".join(
         f'{{"ring_type":"ICI_RING_TYPE_{way if way == "BIDIR" else f"UNIDIR_{way}"}","core_count":"{n}",'
         f'"explicit_strategy_ring_dim":"ICI_RING_DIM_{dim}"}}'
-        for way, n, dim in rings)
+        for way, n, dim in rings
+    )
     return f'{{"phase_rings":[{found}]}}'
 
 
@@ -188,8 +190,9 @@ def test_one_ring_through_all_devices_where_the_compiler_says_so():
     expected = 1 * US + 63 * US + 63 * BYTES / 2e9
     emitter = ', backend_config={"collective_algorithm_config":{"emitter":"1DAllGatherNonMajorDimImbalanced"}}'
     assert gather(strategy=emitter, on=on).seconds == pytest.approx(expected)
-    colors = ",".join(f'{{"phase_rings":[{{"ring_type":"ICI_RING_TYPE_UNIDIR_{way}","core_count":"64"}}]}}'
-                      for way in ("CW", "CCW"))
+    colors = ",".join(
+        f'{{"phase_rings":[{{"ring_type":"ICI_RING_TYPE_UNIDIR_{way}","core_count":"64"}}]}}' for way in ("CW", "CCW")
+    )
     strategy = f', backend_config={{"ici_strategy_config":{{"color_strategies":[{colors}]}}}}'
     assert gather(strategy=strategy, on=on).seconds == pytest.approx(expected)
     line = laid((1, 64, 1), (False, False, False))

@@ -18,10 +18,13 @@ def read(entry, *computations, hbm=1e12):
 
 
 def overlap(hbm):
-    return read(f"""{X}
+    return read(
+        f"""{X}
         {gather_start("s", "x", ROW)}
         {gemm("y", "x", 10_000)}
-        ROOT {gather_done("d", "s")}""", hbm=hbm)
+        ROOT {gather_done("d", "s")}""",
+        hbm=hbm,
+    )
 
 
 def test_a_product_beside_a_collective_takes_as_long_as_the_bytes_of_both():
@@ -35,11 +38,14 @@ def test_a_product_beside_a_collective_takes_as_long_as_the_bytes_of_both():
 
 def test_a_copy_between_memories_runs_beside_a_product_and_who_needs_it_early_waits():
     def seconds(before):
-        return read(f"""{X}
+        return read(
+            f"""{X}
             %c = (bf16[64,64]{{1,0:T(8,128)S(1)}}, bf16[64,64]{{1,0}}, u32[]{{:S(2)}}) copy-start(%x)
             {before}
             %d = bf16[64,64]{{1,0:T(8,128)S(1)}} copy-done(%c)
-            ROOT {gemm("y", "d", 1_000)}""", hbm=1e9)
+            ROOT {gemm("y", "d", 1_000)}""",
+            hbm=1e9,
+        )
 
     early = seconds("")
     # The copy, then a product with operands on the chip, whose result is written to the HBM.
@@ -52,9 +58,12 @@ def test_a_copy_between_memories_runs_beside_a_product_and_who_needs_it_early_wa
 
 
 def test_a_copied_slice_costs_its_own_bytes():
-    schedule = read("""%w = bf16[96,64,64]{2,1,0} parameter(0)
+    schedule = read(
+        """%w = bf16[96,64,64]{2,1,0} parameter(0)
         %c = ((bf16[96,64,64]{2,1,0}), bf16[1,64,64]{2,1,0:T(8,128)S(1)}, u32[]{:S(2)}) slice-start(%w)
-        ROOT %d = bf16[1,64,64]{2,1,0:T(8,128)S(1)} slice-done(%c)""", hbm=1e9)
+        ROOT %d = bf16[1,64,64]{2,1,0:T(8,128)S(1)} slice-done(%c)""",
+        hbm=1e9,
+    )
     assert schedule.seconds == pytest.approx(TILE / 1e9)
 
 

@@ -18,7 +18,8 @@ def cycles_of(kernel, block=1024, width=WIDTH, on=MACHINE):
     attributes = f', frontend_attributes={{kernel_metadata={{\n"xprof_metadata":"{{{note}}}"\n}}}}' if block else ""
     shape = f"bf16[{HEADS},{SEQ},{width}]{{2,1,0}}"
     operands = "%m = s8[1,2,2]{2,1,0} parameter(1)\n" + "\n".join(
-        f"%{name} = {shape} parameter({i})" for i, name in enumerate("qkv", 2))
+        f"%{name} = {shape} parameter({i})" for i, name in enumerate("qkv", 2)
+    )
     call = f'custom-call(%m, %q, %k, %v), custom_call_target="tpu_custom_call"{attributes}'
     return read_schedule(module(f"{operands}\nROOT %{kernel} = {shape} {call}"), on).cycles["kernel"]
 

@@ -91,11 +91,14 @@ def sparse_start(name, operand):
 
 
 def test_a_sparse_core_call_is_the_collective_it_calls():
-    schedule = read(f"""{X}
+    schedule = read(
+        f"""{X}
         %p = s32[]{{:S(2)}} custom-call(), custom_call_target="PrepareAsyncCallStart"
         {sparse_start("s", "x")}
         {gemm("y", "x")}
-        ROOT %d = bf16[32,64]{{1,0}} call-done(%s)""", SPARSE)
+        ROOT %d = bf16[32,64]{{1,0}} call-done(%s)""",
+        SPARSE,
+    )
     (transfer,) = schedule.transfers
     assert transfer.collective.kind == "reduce-scatter"
     assert transfer.collective.bytes == 64 * 64 * 2 / 2
@@ -134,12 +137,15 @@ CONTINUED = f"""
 
 
 def test_a_gather_carried_on_inside_a_product_is_one_overlapped_transfer():
-    schedule = read(f"""{X}
+    schedule = read(
+        f"""{X}
       %async-collective-start = (bf16[64,64]{{1,0}}, bf16[128,64]{{1,0}}, u32[]) fusion(%x), kind=kCustom, calls=%starts
       %g0 = bf16[64,64]{{1,0}} get-tuple-element(%async-collective-start), index=0
       %f = (bf16[64,64]{{1,0}}, bf16[128,64]{{1,0}}) fusion(%g0, %x), calls=%async_collective_fusion.1, {cycles(9000)}
       %g1 = bf16[128,64]{{1,0}} get-tuple-element(%f), index=1
-      ROOT %async-collective-done = bf16[128,64]{{1,0}} fusion(%g1), kind=kCustom, calls=%starts""", CONTINUED)
+      ROOT %async-collective-done = bf16[128,64]{{1,0}} fusion(%g1), kind=kCustom, calls=%starts""",
+        CONTINUED,
+    )
     assert len(schedule.transfers) == schedule.overlapped == 1
     assert schedule.seconds == pytest.approx(9 * US)
 

@@ -23,8 +23,11 @@ def target(name, order, sizes):
     for i, place in enumerate(places):
         at = dict(zip(order, place.tolist()))
         devices[i] = SimpleNamespace(coords=[at.get(a, 0) for a in range(3)], core_on_chip=at.get(3, 0))
-    mesh = SimpleNamespace(devices=devices.reshape(sizes), axis_names=("data", "row", "col"),
-                           shape=dict(zip(("data", "row", "col"), sizes)))
+    mesh = SimpleNamespace(
+        devices=devices.reshape(sizes),
+        axis_names=("data", "row", "col"),
+        shape=dict(zip(("data", "row", "col"), sizes)),
+    )
     return Target(tpu_slice, mesh)
 
 
@@ -71,8 +74,10 @@ def test_the_bounds_move_only_what_is_unknown():
     assert (low.clock, low.flops) == (high.clock, high.flops)
 
 
-@pytest.mark.parametrize(("name", "gigahertz"), [("v4", 1.05), ("v5e", 1.5), ("v5p", 1.75), ("v6e", 1.75),
-                                                 ("tpu7x", 2.2), ("v3", 0.94), ("v2", 0.7)])
+@pytest.mark.parametrize(
+    ("name", "gigahertz"),
+    [("v4", 1.05), ("v5e", 1.5), ("v5p", 1.75), ("v6e", 1.75), ("tpu7x", 2.2), ("v3", 0.94), ("v2", 0.7)],
+)
 def test_clocks_are_the_published_ones(name, gigahertz):
     assert clock(all_chips()[name]) == pytest.approx(1e9 * gigahertz, rel=0.02)
 

@@ -41,12 +41,20 @@ class Hub(BaseHTTPRequestHandler):
             body = files.get(name)
             headers |= {"ETag": f'"{hashlib.sha256(body or b"").hexdigest()}"', "X-Error-Code": "EntryNotFound"}
         elif action in ("tree", "paths-info"):
-            found = [{"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                     for name, content in files.items()]
+            found = [
+                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for name, content in files.items()
+            ]
             body = json.dumps(found).encode()
         elif commit and self.path.startswith("/api/"):
-            body = json.dumps({"id": "me/set", "sha": HEADS["main"] if not revision else commit, "tags": [],
-                               "siblings": [{"rfilename": name} for name in files]}).encode()
+            body = json.dumps(
+                {
+                    "id": "me/set",
+                    "sha": HEADS["main"] if not revision else commit,
+                    "tags": [],
+                    "siblings": [{"rfilename": name} for name in files],
+                }
+            ).encode()
         self.send_response(404 if body is None else 200)
         for key, value in headers.items():
             self.send_header(key, value)

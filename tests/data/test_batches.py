@@ -63,7 +63,7 @@ def test_epochs_hold_when_the_batch_does_not_divide_them(make_file):
     batches = Batches(make_file(np.arange(71)), 10, 3)  # 7 windows
     starts = np.concatenate([batches.batch(step)[:, 0] for step in range(7)])
     for epoch in range(3):
-        np.testing.assert_array_equal(np.sort(starts[7 * epoch:7 * epoch + 7]), np.arange(0, 70, 10))
+        np.testing.assert_array_equal(np.sort(starts[7 * epoch : 7 * epoch + 7]), np.arange(0, 70, 10))
 
 
 def test_sample_order_does_not_depend_on_the_batch_size(make_file):

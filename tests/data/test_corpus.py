@@ -54,8 +54,11 @@ def test_the_second_run_reads_no_text(config, monkeypatch, tokenizer):
 
 def test_warnings_are_repeated_when_the_cache_is_used(config, folder):
     (folder / "x.bin").write_bytes(b"\xff")
-    assert prepare(config).warnings == prepare(config).warnings == (
-        "skipped 1 of 41 files that are not UTF-8, first: x.bin",)
+    assert (
+        prepare(config).warnings
+        == prepare(config).warnings
+        == ("skipped 1 of 41 files that are not UTF-8, first: x.bin",)
+    )
 
 
 def test_a_changed_corpus_tokenizer_or_split_is_tokenized_anew(config, folder):
@@ -134,8 +137,12 @@ from mstrain.data import DataConfig, prepare
 time.sleep(max(0, {time.time() + 1.0!r} - time.time()))
 print(prepare(DataConfig("text", {str(folder)!r}, cache_dir={config.cache_dir!r})).digest)
 """
-    runs = [subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2],
-                             stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", script], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
     digests = {run.communicate()[0] for run in runs}
     assert [run.returncode for run in runs] == [0, 0, 0] and len(digests) == 1
     assert folders(config) == [prepare(config).directory]
@@ -196,19 +203,26 @@ def test_synthetic_tokens_depend_on_seed_and_vocabulary_only(tmp_path):
     assert unigram_nats_per_token(corpus.train) == pytest.approx(np.log(1000), abs=0.1)
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"tokenizer": "bpe"}, "tokenizer=bpe has no effect with data=synthetic"),
-    ({"vocab_size": 1}, "type vocab_size=256"), ({"seed": -1}, "type seed=0 or more"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"tokenizer": "bpe"}, "tokenizer=bpe has no effect with data=synthetic"),
+        ({"vocab_size": 1}, "type vocab_size=256"),
+        ({"seed": -1}, "type seed=0 or more"),
+    ],
+)
 def test_bad_options_of_the_synthetic_source(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         prepare(DataConfig("synthetic", cache_dir=str(tmp_path)), **options)
 
 
-@pytest.mark.parametrize("tokenizer, vocab_size, message", [
-    ("bytes", 300, "vocab_size=300 has no effect with tokenizer=bytes"),
-    ("bpe", 256, "type vocab_size=257 or more"),
-])
+@pytest.mark.parametrize(
+    "tokenizer, vocab_size, message",
+    [
+        ("bytes", 300, "vocab_size=300 has no effect with tokenizer=bytes"),
+        ("bpe", 256, "type vocab_size=257 or more"),
+    ],
+)
 def test_a_vocabulary_size_without_effect_is_refused(config, tokenizer, vocab_size, message):
     with pytest.raises(ValueError, match=message):
         prepare(config, tokenizer, vocab_size=vocab_size)

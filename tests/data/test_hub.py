@@ -15,17 +15,28 @@ def found(tmp_path_factory):
     """{attempt: (revisions, first word of the text, digest)}, from a process whose Hub is on this machine."""
     folder = tmp_path_factory.mktemp("hub")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.data.hub", folder], cwd=Path(__file__).parents[2],
-        capture_output=True, text=True, check=False, timeout=240)
+        [sys.executable, "-m", "tests.data.hub", folder],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     corpora = [json.loads(path.read_text()) for path in (folder / "cache").glob("*/corpus.json")]
     return json.loads(done.stdout.splitlines()[-1]), corpora
 
 
-@pytest.mark.parametrize("attempt, commit, word", [
-    ("first", OLD, "old"), ("moved", NEW, "new"), ("pinned", OLD, "old"), ("offline", NEW, "new"),
-    ("offline and pinned", NEW, "new"),
-])
+@pytest.mark.parametrize(
+    "attempt, commit, word",
+    [
+        ("first", OLD, "old"),
+        ("moved", NEW, "new"),
+        ("pinned", OLD, "old"),
+        ("offline", NEW, "new"),
+        ("offline and pinned", NEW, "new"),
+    ],
+)
 def test_the_commit_of_dataset_and_tokenizer_is_recorded(found, attempt, commit, word):
     assert found[0][attempt][:2] == [{"data": commit, "tokenizer": commit}, word]
 

@@ -22,7 +22,7 @@ def test_permutation_is_a_bijection(n, seed, epoch):
 def test_one_index_does_not_depend_on_the_others(n, seed):
     indices = np.unique(np.linspace(0, n - 1, 50).astype(np.int64).clip(0, n - 1))
     together = permute(indices, n, seed, 0)
-    alone = np.concatenate([permute(indices[i:i + 1], n, seed, 0) for i in range(len(indices))])
+    alone = np.concatenate([permute(indices[i : i + 1], n, seed, 0) for i in range(len(indices))])
     np.testing.assert_array_equal(together, alone)
     assert together.max() < n and len(np.unique(together)) == len(indices)
 

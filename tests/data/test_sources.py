@@ -22,24 +22,27 @@ def read(source):
     return texts, skips.messages()
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"source": "stdlb"}, "type data=stdlib$"),
-    ({"source": "json"}, "type data=jsonl$"),
-    ({"source": "text"}, "add data.path="),
-    ({"source": "stdlib", "path": "x"}, "data.path=x has no effect with data=stdlib: remove it"),
-    ({"source": "text", "path": "x", "field": "body"}, "field=body has no effect.*data=jsonl or data=hf"),
-    ({"source": "jsonl", "path": "x", "name": "en"}, "data.name=en has no effect"),
-    ({"num_tokens": 5000}, "data.num_tokens=5000 has no effect .* data=synthetic"),
-    ({"source": "synthetic", "num_tokens": 10}, "type data.num_tokens=1024 or more"),
-    ({"source": "text", "path": "x", "max_skipped": 0.5}, "max_skipped=0.5 has no effect with data=text"),
-    ({"source": "jsonl", "path": "x", "max_skipped": 2}, "type for example data.max_skipped=0.01"),
-    ({"source": "synthetic", "num_tokens": "many"}, "is not a number"),
-    ({"source": "text", "path": 7}, "data.path='7'"),
-    ({"validation_fraction": 0}, "type for example data.validation_fraction=0.05"),
-    ({"validation_fraction": float("nan")}, "type for example data.validation_fraction=0.05"),
-    ({"validation_fraction": True}, "is not a number"),
-    ({"cache_dir": ""}, "data.cache_dir"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"source": "stdlb"}, "type data=stdlib$"),
+        ({"source": "json"}, "type data=jsonl$"),
+        ({"source": "text"}, "add data.path="),
+        ({"source": "stdlib", "path": "x"}, "data.path=x has no effect with data=stdlib: remove it"),
+        ({"source": "text", "path": "x", "field": "body"}, "field=body has no effect.*data=jsonl or data=hf"),
+        ({"source": "jsonl", "path": "x", "name": "en"}, "data.name=en has no effect"),
+        ({"num_tokens": 5000}, "data.num_tokens=5000 has no effect .* data=synthetic"),
+        ({"source": "synthetic", "num_tokens": 10}, "type data.num_tokens=1024 or more"),
+        ({"source": "text", "path": "x", "max_skipped": 0.5}, "max_skipped=0.5 has no effect with data=text"),
+        ({"source": "jsonl", "path": "x", "max_skipped": 2}, "type for example data.max_skipped=0.01"),
+        ({"source": "synthetic", "num_tokens": "many"}, "is not a number"),
+        ({"source": "text", "path": 7}, "data.path='7'"),
+        ({"validation_fraction": 0}, "type for example data.validation_fraction=0.05"),
+        ({"validation_fraction": float("nan")}, "type for example data.validation_fraction=0.05"),
+        ({"validation_fraction": True}, "is not a number"),
+        ({"cache_dir": ""}, "data.cache_dir"),
+    ],
+)
 def test_a_bad_config_is_refused_with_the_fix(options, message):
     with pytest.raises(ValueError, match=message):
         DataConfig(**options)
@@ -91,8 +94,19 @@ def test_the_standard_library_needs_no_network_and_has_no_tests():
 
 
 def test_broken_json_lines_are_counted_by_file_and_line(tmp_path):
-    lines = [json.dumps({"body": "one"}), "{bad", "", "[" * 100000, '"text"', '{"bodies": "x"}',
-             '{"body": 3}', '{"body": "\\ud800"}', '{"body": ""}', "9" * 10000, json.dumps({"body": "zwölf"})]
+    lines = [
+        json.dumps({"body": "one"}),
+        "{bad",
+        "",
+        "[" * 100000,
+        '"text"',
+        '{"bodies": "x"}',
+        '{"body": 3}',
+        '{"body": "\\ud800"}',
+        '{"body": ""}',
+        "9" * 10000,
+        json.dumps({"body": "zwölf"}),
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     (tmp_path / "ignored.txt").write_text("no")
     texts, skipped = read(JsonLines(str(tmp_path), "body"))
@@ -100,7 +114,8 @@ def test_broken_json_lines_are_counted_by_file_and_line(tmp_path):
     assert skipped == [
         "skipped 3 of 10 lines that are not JSON, first: a.jsonl:2",
         "skipped 3 of 10 lines without text under 'body', first: a.jsonl:5",
-        "skipped 1 of 10 lines whose text is not valid Unicode, first: a.jsonl:8"]
+        "skipped 1 of 10 lines whose text is not valid Unicode, first: a.jsonl:8",
+    ]
 
 
 def test_a_wrong_field_names_the_right_one(tmp_path):
@@ -118,7 +133,8 @@ def jsonl(folder, lines, name="a.jsonl", **options):
 def test_broken_json_lines_are_refused_by_file_and_line_beyond_a_share(tmp_path):
     good = [json.dumps({"text": f"line {number}"}).encode() for number in range(150)]
     assert jsonl(tmp_path, [*good, b"{bad"]).warnings == (
-        "skipped 1 of 151 lines that are not JSON, first: a.jsonl:151",)
+        "skipped 1 of 151 lines that are not JSON, first: a.jsonl:151",
+    )
     broken = [*good, b"{bad", b"5"]
     message = "skipped 1 of 152 .* first: a.jsonl:151; skipped 1 .* first: a.jsonl:152: correct them, or type"
     for _ in range(2):
@@ -164,7 +180,9 @@ def test_compressed_files_are_read_as_their_text(tmp_path, monkeypatch, kind, ch
     (tmp_path / "t" / f"a.txt.{kind}").write_bytes(compress(kind, texts[0].encode()))
     (tmp_path / "t" / f"b.{kind}").write_bytes(compress(kind, b"\xff" * 200))
     assert read(TextFiles.of_path(str(tmp_path / "t"))) == (
-        {f"a.txt.{kind}": texts[0]}, [f"skipped 1 of 2 files that are not UTF-8, first: b.{kind}"])
+        {f"a.txt.{kind}": texts[0]},
+        [f"skipped 1 of 2 files that are not UTF-8, first: b.{kind}"],
+    )
 
 
 @pytest.mark.parametrize("source", ["text", "jsonl"])
@@ -184,8 +202,12 @@ def test_patterns_choose_files(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     for pattern, names in {
-        "*.md": ["[z].md", "a.md"], "**/*.md": ["[z].md", "a.md", "x/c.md", "x/y/d.md"], "x/?.md": ["c.md"],
-        "[ab].*": ["a.md", "b.txt"], "[z].md": ["[z].md"], "*": ["[z].md", "a.md", "b.txt"],
+        "*.md": ["[z].md", "a.md"],
+        "**/*.md": ["[z].md", "a.md", "x/c.md", "x/y/d.md"],
+        "x/?.md": ["c.md"],
+        "[ab].*": ["a.md", "b.txt"],
+        "[z].md": ["[z].md"],
+        "*": ["[z].md", "a.md", "b.txt"],
     }.items():
         assert list(read(TextFiles.of_path(str(tmp_path / pattern)))[0]) == names, pattern
     with pytest.raises(ValueError, match="matches no file"):
@@ -201,10 +223,15 @@ def test_a_file_that_cannot_be_read_is_refused_and_not_half_read(tmp_path, monke
         read(source)
 
 
-@pytest.mark.parametrize("content, message", [
-    (None, "is not a file or folder.*perhaps .*corpus2.txt"), (b"", "all 1 files are empty"),
-    (b"\xff", "not UTF-8, first: corpus.txt"), (b"x", "the validation split holds"),
-])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, "is not a file or folder.*perhaps .*corpus2.txt"),
+        (b"", "all 1 files are empty"),
+        (b"\xff", "not UTF-8, first: corpus.txt"),
+        (b"x", "the validation split holds"),
+    ],
+)
 def test_a_corpus_without_text_is_refused(tmp_path, content, message):
     path = tmp_path / "corpus.txt"
     (tmp_path / "corpus2.txt").write_text("")
@@ -296,16 +323,19 @@ def test_hugging_face_datasets_on_disk(hub, tmp_path, monkeypatch, name):
     assert prepare(config).directory == corpus.directory
 
 
-@pytest.mark.parametrize("name, options, message", [
-    ("saved", {"field": "bdy"}, "columns: body, n.*type data.field=body"),
-    ("saved", {"field": "n"}, "skipped 62 of 62 rows without text"),
-    ("saved", {"field": "body", "split": "test"}, "has no effect: remove it"),
-    ("splits", {"field": "body", "split": "tst"}, "splits: train, test.*type data.split=test"),
-    ("saved", {"field": "body", "revision": "main"}, "revision=main has no effect with the local"),
-    ("script.py", {}, "scripts are not run"),
-    ("rows.xyz", {}, "convert it"),
-    ("nothing/here", {}, "check the name and the network"),
-])
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("saved", {"field": "bdy"}, "columns: body, n.*type data.field=body"),
+        ("saved", {"field": "n"}, "skipped 62 of 62 rows without text"),
+        ("saved", {"field": "body", "split": "test"}, "has no effect: remove it"),
+        ("splits", {"field": "body", "split": "tst"}, "splits: train, test.*type data.split=test"),
+        ("saved", {"field": "body", "revision": "main"}, "revision=main has no effect with the local"),
+        ("script.py", {}, "scripts are not run"),
+        ("rows.xyz", {}, "convert it"),
+        ("nothing/here", {}, "check the name and the network"),
+    ],
+)
 def test_a_dataset_that_cannot_be_used_is_refused(hub, tmp_path, name, options, message):
     with pytest.raises(ValueError, match=message):
         prepare(DataConfig("hf", str(hub / name), cache_dir=str(tmp_path), **options))

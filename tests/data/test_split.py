@@ -17,7 +17,7 @@ class Texts:
 
     def documents(self, skips):
         for name, text in self.texts.items():
-            chunks = [text[start:start + self.chunk] for start in range(0, len(text), self.chunk)]
+            chunks = [text[start : start + self.chunk] for start in range(0, len(text), self.chunk)]
             yield Document(name, len(text.encode()), chunks)
 
 
@@ -40,8 +40,7 @@ def test_adding_and_removing_documents_moves_no_other():
 
 
 @settings(max_examples=100, deadline=None)
-@given(names=st.sets(st.text(max_size=8), min_size=2, max_size=6),
-       fraction=st.sampled_from([1e-9, 0.05, 0.5]))
+@given(names=st.sets(st.text(max_size=8), min_size=2, max_size=6), fraction=st.sampled_from([1e-9, 0.05, 0.5]))
 def test_two_or_more_documents_fill_both_sides(names, fraction):
     names = sorted(names)
     result = sides(Texts({name: "x" for name in names}), fraction)
@@ -50,8 +49,7 @@ def test_two_or_more_documents_fill_both_sides(names, fraction):
 
 
 @settings(max_examples=200, deadline=None)
-@given(text=st.text(st.characters(codec="utf-8"), min_size=1), chunk=st.integers(1, 50),
-       fraction=st.floats(0.01, 0.5))
+@given(text=st.text(st.characters(codec="utf-8"), min_size=1), chunk=st.integers(1, 50), fraction=st.floats(0.01, 0.5))
 def test_a_single_document_is_cut_once_near_the_fraction_at_a_character(text, chunk, fraction):
     source = Texts({"only": text}, chunk)
     split = choose_split(source, fraction)

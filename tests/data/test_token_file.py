@@ -44,23 +44,26 @@ def with_header(data, **changes):
     return encode_header(fields | changes) + data[4096:]
 
 
-@pytest.mark.parametrize("damage, message", [
-    (lambda data: data[:-1], "header promises"),
-    (lambda data: data + b"\0", "header promises"),
-    (lambda data: data[:4096], "header promises"),
-    (lambda data: data[:100], "not an mstrain token file"),
-    (lambda data: b"", "not an mstrain token file"),
-    (lambda data: np.arange(9000, dtype=np.uint16).tobytes(), "not an mstrain token file"),
-    (lambda data: b" " * 4096 + data[4096:], "not an mstrain token file"),
-    (lambda data: b"[" * 4096, "not an mstrain token file"),
-    (lambda data: data.replace(b'"version": 2', b'"version": 1'), "not an mstrain token file"),
-    (lambda data: with_header(data, num_tokens=-10), "not an mstrain token file"),
-    (lambda data: with_header(data, num_tokens=2**70), "not an mstrain token file"),
-    (lambda data: with_header(data, num_tokens="100"), "not an mstrain token file"),
-    (lambda data: with_header(data, vocab_size=0), "not an mstrain token file"),
-    (lambda data: with_header(data, dtype="object"), "not an mstrain token file"),
-    (lambda data: with_header(data, num_tokens=2**61), "header promises"),
-])
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda data: data[:-1], "header promises"),
+        (lambda data: data + b"\0", "header promises"),
+        (lambda data: data[:4096], "header promises"),
+        (lambda data: data[:100], "not an mstrain token file"),
+        (lambda data: b"", "not an mstrain token file"),
+        (lambda data: np.arange(9000, dtype=np.uint16).tobytes(), "not an mstrain token file"),
+        (lambda data: b" " * 4096 + data[4096:], "not an mstrain token file"),
+        (lambda data: b"[" * 4096, "not an mstrain token file"),
+        (lambda data: data.replace(b'"version": 2', b'"version": 1'), "not an mstrain token file"),
+        (lambda data: with_header(data, num_tokens=-10), "not an mstrain token file"),
+        (lambda data: with_header(data, num_tokens=2**70), "not an mstrain token file"),
+        (lambda data: with_header(data, num_tokens="100"), "not an mstrain token file"),
+        (lambda data: with_header(data, vocab_size=0), "not an mstrain token file"),
+        (lambda data: with_header(data, dtype="object"), "not an mstrain token file"),
+        (lambda data: with_header(data, num_tokens=2**61), "header promises"),
+    ],
+)
 def test_a_damaged_or_foreign_file_is_named_with_the_fix(make_file, damage, message):
     path = make_file(np.arange(100)).path
     path.write_bytes(damage(path.read_bytes()))
@@ -74,8 +77,9 @@ def test_a_missing_file_is_a_value_error(tmp_path):
         TokenFile.open(tmp_path / "train.bin")
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path),
-                                  lambda path: os.symlink("nowhere", path)])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path), lambda path: os.symlink("nowhere", path)]
+)
 def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path, make):
     path = tmp_path / "train.bin"
     make(path)

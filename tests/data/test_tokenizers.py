@@ -61,6 +61,7 @@ def test_a_saved_tokenizer_is_the_same_tokenizer(bpe, tmp_path):
 
 def test_a_length_limit_in_the_file_does_not_cut_documents(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
+
     inner = Tokenizer(models.WordLevel({"a": 0, "b": 7, "?": 1}, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     inner.enable_truncation(4)
@@ -72,10 +73,16 @@ def test_a_length_limit_in_the_file_does_not_cut_documents(tmp_path):
     assert tokenizer.vocab_size == 8 and tokenizer.eod is None  # ids have holes; there is no such token
 
 
-@pytest.mark.parametrize("spec, message", [
-    ("byte", "type tokenizer=bytes"), ("BPE", "type tokenizer=bpe"), ("", "type tokenizer=bytes"),
-    ("missing/tokenizer.json", "a file that exists"), ("a/b/c", "a file that exists"),
-])
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("byte", "type tokenizer=bytes"),
+        ("BPE", "type tokenizer=bpe"),
+        ("", "type tokenizer=bytes"),
+        ("missing/tokenizer.json", "a file that exists"),
+        ("a/b/c", "a file that exists"),
+    ],
+)
 def test_a_spec_that_cannot_be_a_tokenizer_is_refused_without_the_network(spec, message):
     with pytest.raises(ValueError, match=message):
         load_tokenizer(spec)

@@ -111,8 +111,9 @@ def test_a_file_that_may_still_change_within_its_times_is_not_remembered(config,
     assert len(hashed) == 4
 
 
-@pytest.mark.parametrize("content", [
-    b"", b"[]", b"{", b'{"train.bin": 3}', b'{"train.bin": [1, 2, 3, 4, 5]}', b"[" * 99999])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b'{"train.bin": 3}', b'{"train.bin": [1, 2, 3, 4, 5]}', b"[" * 99999]
+)
 def test_broken_memories_are_forgotten(config, settled, hashed, content):
     prepare(config)
     for path in (Path(config.cache_dir) / "digests").iterdir():
@@ -124,7 +125,9 @@ def test_broken_memories_are_forgotten(config, settled, hashed, content):
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=5)
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

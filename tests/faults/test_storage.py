@@ -131,9 +131,7 @@ def test_damage_is_named_and_the_newest_good_checkpoint_used(harm, made, tmp_pat
     assert train(run) == 0
     text = printed(run)
     assert "Checkpoint 6 is damaged" in text and DAMAGE[harm] in text
-    assert (
-        "2 steps since the good checkpoint of step 4 are repeated" in text and "Resume after step 4" in text
-    )
+    assert "2 steps since the good checkpoint of step 4 are repeated" in text and "Resume after step 4" in text
     assert (directory / "damaged" / "6").is_dir() and saved_steps(directory) == [2, 4, 6]
     assert [(row["step"], row["loss"]) for row in lines(directory)] == [
         (row["step"], row["loss"]) for row in lines(folder_of(made))

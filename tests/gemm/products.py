@@ -36,9 +36,7 @@ class Operands:
 def random_operands(dims=DIMS, dtype="float32") -> Operands:
     T, I, O = dims
     rng = np.random.default_rng(0)
-    return Operands(
-        *(rng.standard_normal(shape, np.float32).astype(dtype) for shape in ((T, I), (I, O), (T, O)))
-    )
+    return Operands(*(rng.standard_normal(shape, np.float32).astype(dtype) for shape in ((T, I), (I, O), (T, O))))
 
 
 @functools.cache

@@ -165,6 +165,4 @@ def shard_bytes(name: str, grid: Grid) -> dict[str, int]:
     a, b = SHAPES[name]
     contracted = {"os": (1, 0), "ls": (1, 1), "rs": (0, 0)}[name]
     y = (a[1 - contracted[0]], b[1 - contracted[1]])
-    return {
-        key: 4 * math.prod(shape) // (grid.num_rows * grid.num_cols) for key, shape in zip("aby", (a, b, y))
-    }
+    return {key: 4 * math.prod(shape) // (grid.num_rows * grid.num_cols) for key, shape in zip("aby", (a, b, y))}

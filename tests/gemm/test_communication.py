@@ -171,20 +171,12 @@ def check_pipelined(ops, slices):
         if s + 1 < slices:
             fetches = [x for x in dots[s + 1].operands if x in position]
             assert fetches, "every product uses something gathered"
-            assert all(position[x] < position[product.result] for x in fetches), (
-                f"slice {s + 1} is fetched late"
-            )
+            assert all(position[x] < position[product.result] for x in fetches), f"slice {s + 1} is fetched late"
         if s + 2 < slices:
             early = [x for x in dots[s + 2].operands if x in position]
-            assert all(position[x] > position[product.result] for x in early), (
-                f"slice {s + 2} is fetched early"
-            )
-        sends = [
-            op for op in ops if s and op.kind == "reduce_scatter" and op.operands[0] == dots[s - 1].result
-        ]
-        assert all(position[op.result] < position[product.result] for op in sends), (
-            f"slice {s - 1} is sent late"
-        )
+            assert all(position[x] > position[product.result] for x in early), f"slice {s + 2} is fetched early"
+        sends = [op for op in ops if s and op.kind == "reduce_scatter" and op.operands[0] == dots[s - 1].result]
+        assert all(position[op.result] < position[product.result] for op in sends), f"slice {s - 1} is sent late"
 
 
 @pytest.mark.parametrize("lowering", [LoweringOptions(), LoweringOptions(matrix_unit=10**6)])

@@ -67,9 +67,7 @@ def test_slices_over_rows_and_columns_are_the_same_ordered_set(rows, columns, sl
     dim = int(np.lcm(rows, columns)) * slices * width
     index = np.arange(dim)
     kernel = np.broadcast_to(index[:, None], (dim, 2))
-    shape = (
-        (2, dim) if transposed else (dim, 2)
-    )  # an X-stationary weight is stored [out, in], sliced over out
+    shape = (2, dim) if transposed else (dim, 2)  # an X-stationary weight is stored [out, in], sliced over out
     storage, kernel = (
         Storage(shape, (), columns, rows, slices, transposed),
         kernel.T if transposed else kernel,
@@ -100,9 +98,7 @@ def test_devices_gather_the_same_slices(mesh, slices):
     )
     over_columns, over_rows = map(np.asarray, jax.jit(both)(index.T, kernel))
     first = over_columns[0]
-    assert (over_columns.squeeze() == first.squeeze()).all() and (
-        over_rows.squeeze() == first.squeeze()
-    ).all()
+    assert (over_columns.squeeze() == first.squeeze()).all() and (over_rows.squeeze() == first.squeeze()).all()
     np.testing.assert_array_equal(np.sort(first, axis=None), np.arange(48))
 
 

@@ -16,9 +16,7 @@ def random_parameters(init, mesh, scale=1.0):
     """(storages, canonical parameters, stored ones on `mesh`) of a module, given its `init`."""
     boxed = jax.eval_shape(init, jax.random.key(0))["params"]
     rng, rules = np.random.default_rng(9), storages(boxed)
-    canonical = jax.tree.map(
-        lambda rule: jnp.asarray(scale * rng.standard_normal(rule.shape), "float32"), rules
-    )
+    canonical = jax.tree.map(lambda rule: jnp.asarray(scale * rng.standard_normal(rule.shape), "float32"), rules)
 
     def place(rule, x, spec):
         return jax.device_put(rule.from_canonical(x), jax.NamedSharding(mesh, spec))

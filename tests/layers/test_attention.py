@@ -98,9 +98,7 @@ def test_alibi_slopes_are_those_of_the_paper():
 
 def test_rotary_scores_depend_on_distance_alone():
     rng = np.random.default_rng(6)
-    q, k = (
-        jnp.broadcast_to(jnp.asarray(rng.standard_normal(8), jnp.float32), (1, 12, 1, 8)) for _ in range(2)
-    )
+    q, k = (jnp.broadcast_to(jnp.asarray(rng.standard_normal(8), jnp.float32), (1, 12, 1, 8)) for _ in range(2))
     q, k = rotate_positions(q, 100.0), rotate_positions(k, 100.0)
     scores = np.asarray(jnp.einsum("btnh,bunh->tu", q, k))
     for distance in range(-11, 12):
@@ -113,9 +111,7 @@ def test_rotary_turns_pair_i_by_position_times_its_frequency():
     x = jnp.zeros((1, 5, 1, 4)).at[..., 1].set(1.0)  # the second pair is (1, 3)
     angle = np.arange(5) * 100.0 ** (-2 / 4)
     turned = np.asarray(rotate_positions(x, 100.0))[0, :, 0]
-    np.testing.assert_allclose(
-        turned, np.stack([0 * angle, np.cos(angle), 0 * angle, np.sin(angle)], 1), atol=1e-6
-    )
+    np.testing.assert_allclose(turned, np.stack([0 * angle, np.cos(angle), 0 * angle, np.sin(angle)], 1), atol=1e-6)
 
 
 SEQUENCES, WIDTH = 8, 24
@@ -134,9 +130,7 @@ def attention_step(variant, algorithm, mesh, dataflow="os", slices=1):
     module = Attention(pair, Heads(8, 4, H), bias=(True, True), inits=inits, **VARIANTS[variant])
     rng = np.random.default_rng(7)
     x, g = (
-        jax.device_put(
-            rng.standard_normal((SEQUENCES * T, WIDTH), np.float32), grid.sharding(pair.residual.spec)
-        )
+        jax.device_put(rng.standard_normal((SEQUENCES * T, WIDTH), np.float32), grid.sharding(pair.residual.spec))
         for _ in range(2)
     )
     rules, _, params = random_parameters(lambda key: module.init(key, x, T, jnp.int32(T)), grid.mesh, 0.3)

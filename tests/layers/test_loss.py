@@ -88,11 +88,7 @@ def test_only_three_numbers_per_token_travel(where):
     lowered, _ = sharded(head, *inputs())
     ops = collectives(operations(lowered.as_text()))
     rows = TOKENS // np.prod([head.mesh.shape[axis] for axis in head.layout.tokens])
-    assert [(op.kind, op.out_shape) for op in ops] == [("all_reduce", (rows,))] * (
-        3 if head.layout.features else 0
-    )
+    assert [(op.kind, op.out_shape) for op in ops] == [("all_reduce", (rows,))] * (3 if head.layout.features else 0)
     assert all(op.groups == groups_of(head.mesh, head.layout.features) for op in ops)
     text = lowered.compile(compiler_options=QUICK).as_text()  # and the partitioner adds nothing
-    assert not any(
-        f" {kind}(" in text for kind in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-    )
+    assert not any(f" {kind}(" in text for kind in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"))

@@ -47,9 +47,7 @@ def test_mlp_equals_its_formula(mesh, algorithm, into, out, activation, gated):
     module = Mlp(pair, HIDDEN, activation, gated, True, inits)
     rng = np.random.default_rng(8)
     x, g = (
-        jax.device_put(
-            rng.standard_normal((TOKENS, WIDTH), np.float32), pair.grid.sharding(pair.residual.spec)
-        )
+        jax.device_put(rng.standard_normal((TOKENS, WIDTH), np.float32), pair.grid.sharding(pair.residual.spec))
         for _ in range(2)
     )
     rules, canonical, stored = random_parameters(lambda key: module.init(key, x), pair.grid.mesh)
@@ -61,7 +59,5 @@ def test_mlp_equals_its_formula(mesh, algorithm, into, out, activation, gated):
     y, slopes, dx = jax.jit(program).lower(stored, x, g).compile(compiler_options=QUICK)(stored, x, g)
     slopes = jax.tree.map(lambda rule, slope: rule.to_canonical(slope), rules, slopes)
     want, backward = jax.vjp(lambda p, x: formula(p, x, activation, gated), canonical, np.asarray(x))
-    for a, b in zip(
-        jax.tree.leaves((y, slopes, dx)), jax.tree.leaves((want, *backward(np.asarray(g)))), strict=True
-    ):
+    for a, b in zip(jax.tree.leaves((y, slopes, dx)), jax.tree.leaves((want, *backward(np.asarray(g)))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())

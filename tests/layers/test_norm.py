@@ -81,11 +81,7 @@ def test_sharded_values_and_gradients_equal_flax(kind, ours, theirs):
         return y, backward(g)
 
     x_on_mesh = jax.device_put(x, jax.NamedSharding(mesh, layout.spec))
-    compiled = (
-        jax.jit(lambda: (both(norm, params), both(theirs, flax_params)))
-        .lower()
-        .compile(compiler_options=QUICK)
-    )
+    compiled = jax.jit(lambda: (both(norm, params), both(theirs, flax_params))).lower().compile(compiler_options=QUICK)
     for a, b in zip(*map(jax.tree.leaves, compiled()), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 

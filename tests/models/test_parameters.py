@@ -45,9 +45,7 @@ def module_of(case: str) -> Transformer:
 @functools.cache
 def canonical(model: ModelConfig):
     """Initial parameters as one device draws them."""
-    module = Transformer(
-        model, make_plan(ParallelConfig("gspmd"), model, make_mesh(parse_mesh("1x1")), 16, 16), 16
-    )
+    module = Transformer(model, make_plan(ParallelConfig("gspmd"), model, make_mesh(parse_mesh("1x1")), 16, 16), 16)
     return jax.device_get(jax.jit(lambda: parameters.init_canonical(module, 0))())
 
 
@@ -57,9 +55,7 @@ def converters(case: str):
     module = module_of(case)
     whole, parts = parameters.canonical_shardings(module), parameters.parameter_shardings(module)
     store = jax.jit(functools.partial(parameters.from_canonical, module), in_shardings=(whole,), out_shardings=parts)
-    restore = jax.jit(
-        functools.partial(parameters.to_canonical, module), in_shardings=(parts,), out_shardings=whole
-    )
+    restore = jax.jit(functools.partial(parameters.to_canonical, module), in_shardings=(parts,), out_shardings=whole)
     shapes = parameters.canonical_shapes(module)
     stored = parameters.parameter_shapes(module)
     return store.lower(shapes).compile(QUICK), restore.lower(stored).compile(QUICK), whole
@@ -111,10 +107,7 @@ def test_converted_in_turn_they_are_the_same_and_what_was_read_is_freed():
 def test_initial_parameters_depend_on_the_seed():
     module = module_of("wide, slices")
     other = jax.jit(lambda: parameters.init_canonical(module, 1))()
-    assert (
-        np.mean(other["blocks_0"]["mlp"]["up"]["kernel"] == canonical(GPT)["blocks_0"]["mlp"]["up"]["kernel"])
-        < 0.01
-    )
+    assert np.mean(other["blocks_0"]["mlp"]["up"]["kernel"] == canonical(GPT)["blocks_0"]["mlp"]["up"]["kernel"]) < 0.01
 
 
 def gathered(compiled) -> int:

@@ -153,9 +153,7 @@ class Executor:
         for op in range(len(program.spec)):
             kind, label = program.specs[program.spec[op]].kind, program.labels[program.label[op]]
             ins = program.inputs.items[program.inputs.offsets[op] : program.inputs.offsets[op + 1]].tolist()
-            outs = program.outputs.items[
-                program.outputs.offsets[op] : program.outputs.offsets[op + 1]
-            ].tolist()
+            outs = program.outputs.items[program.outputs.offsets[op] : program.outputs.offsets[op + 1]].tolist()
             group = set(program.groups[program.group[op]])
             assert {int(program.value_device[value]) for value in (*ins, *outs)} <= group
             if kind in COMMUNICATION:
@@ -195,9 +193,7 @@ class Executor:
         dim = MATRICES[role].index(DIMS[flow][0])
         if kind == "AllGather":
             where = ROLES[name].index(role)
-            pieces = [
-                self.piece(self.operand(value, prefix[1]), dim, index, slices) for value in lists[where]
-            ]
+            pieces = [self.piece(self.operand(value, prefix[1]), dim, index, slices) for value in lists[where]]
             return [np.concatenate(pieces, axis=dim)] * count
         shares = np.split(sum(args[0]), count, axis=dim)
         before = [self.found([values[member] for values in lists], (*prefix, between, index - 1))

@@ -66,8 +66,11 @@ def devices(name, kind, origin=(0, 0, 0)):
     tpu_slice = parse_target(name)
     topology = (*tpu_slice.topology, 1, 1)[:3]
     places = itertools.product(*(range(o, o + n) for o, n in zip(origin, topology)))
-    return tpu_slice, [SimpleNamespace(device_kind=kind, coords=list(place)) for place in places
-                   for _ in range(tpu_slice.chip.tpu_slices.devices_per_chip)]
+    return tpu_slice, [
+        SimpleNamespace(device_kind=kind, coords=list(place))
+        for place in places
+        for _ in range(tpu_slice.chip.tpu_slices.devices_per_chip)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,7 @@ def test_the_rate_follows_the_width_unless_it_is_given():
 
 def test_kernels_and_tables_decay_norms_and_biases_do_not():
     mask = {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(decay_mask(initial()))
+        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(decay_mask(initial()))
     }
     assert len(mask) == 16 and sum(mask.values()) == 6
     for path, decays in mask.items():
@@ -57,11 +56,7 @@ def adamw(params, gradients, config, steps):
             g = g * min(1, config.clip / norm)
             first[name] = config.b1 * first[name] + (1 - config.b1) * g
             second[name] = config.b2 * second[name] + (1 - config.b2) * g**2
-            update = (
-                first[name]
-                / (1 - config.b1**t)
-                / (np.sqrt(second[name] / (1 - config.b2**t)) + config.epsilon)
-            )
+            update = first[name] / (1 - config.b1**t) / (np.sqrt(second[name] / (1 - config.b2**t)) + config.epsilon)
             decay = config.weight_decay * params[name] if name in ("kernel", "table") else 0
             params = params | {name: params[name] - rate * (update + decay)}
     return params

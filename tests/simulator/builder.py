@@ -29,9 +29,7 @@ class ProgramBuilder:
         self._values.append((nbytes, device, resident, index))
         return len(self._values) - 1
 
-    def input(
-        self, shape: Sequence[int], device: int, nbytes: int | None = None, category: str | None = None
-    ) -> int:
+    def input(self, shape: Sequence[int], device: int, nbytes: int | None = None, category: str | None = None) -> int:
         """A program input of `shape` on `device`; `nbytes` overrides the size (another dtype)."""
         value = self._value(shape, device, True, category)
         if nbytes is not None:

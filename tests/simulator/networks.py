@@ -81,9 +81,7 @@ class Pairs(Network):
     launch: float = 0.0
 
     @classmethod
-    def from_triples(
-        cls, num_devices: int, triples: Sequence[tuple[int, int, float]], latency: float = 0.0
-    ) -> Pairs:
+    def from_triples(cls, num_devices: int, triples: Sequence[tuple[int, int, float]], latency: float = 0.0) -> Pairs:
         """From (source, destination, bytes/s) triples, each stored both ways."""
         matrix = np.full((num_devices, num_devices), np.nan)
         for source, destination, bandwidth in triples:

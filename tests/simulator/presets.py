@@ -12,9 +12,7 @@ from tests.simulator.networks import Torus
 def _known(chip: Chip, **numbers: float | None) -> list[float]:
     missing = [name for name, number in numbers.items() if number is None]
     if missing:
-        raise ValueError(
-            f"the table of chips has no {' or '.join(missing)} for {chip.name}; choose another chip"
-        )
+        raise ValueError(f"the table of chips has no {' or '.join(missing)} for {chip.name}; choose another chip")
     return list(numbers.values())
 
 
@@ -45,9 +43,7 @@ def slice_cluster(target: str | TpuSlice, dtype: str = "bf16") -> Cluster:
     return Cluster.homogeneous(chosen.devices, _device(chip, dtype), network)
 
 
-def switch_cluster(
-    chip: str, num_devices: int, bandwidth: float, latency: float = 0.0, dtype: str = "bf16"
-) -> Cluster:
+def switch_cluster(chip: str, num_devices: int, bandwidth: float, latency: float = 0.0, dtype: str = "bf16") -> Cluster:
     """`num_devices` chips behind one switch with ports of `bandwidth` bytes/s and `latency` seconds.
 
     Raises ValueError for an unknown chip or a number that the table lacks.

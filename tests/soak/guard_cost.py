@@ -60,9 +60,12 @@ def build(words: list[str], mesh, dtype, options):
 
     given = step_program(module, optimizer, config.batch, config.accumulate).arguments
     makers = {"with": steps.make_step, "without": without_guard}
-    return module, optimizer, given[1], {
-        name: make(module, optimizer).lower(*given).compile(options) for name, make in makers.items()
-    }
+    return (
+        module,
+        optimizer,
+        given[1],
+        {name: make(module, optimizer).lower(*given).compile(options) for name, make in makers.items()},
+    )
 
 
 def account(programs) -> None:

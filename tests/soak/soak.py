@@ -164,9 +164,7 @@ class Soak:
         codes = job.wait(PATIENCE)
         if len(codes) > 1:
             self.tally.seconds.append(time.monotonic() - killed)
-            survivors = [
-                code for process, code in zip(job.processes, codes, strict=True) if process is not victim
-            ]
+            survivors = [code for process, code in zip(job.processes, codes, strict=True) if process is not victim]
             assert set(survivors) <= {RESTART}, job.output[-4000:]
         return True
 

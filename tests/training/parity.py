@@ -48,9 +48,7 @@ class Case:
         p = self.parallel
         name = "mixed" if p == MIXED else p.algorithm
         name += f"-{p.dataflow}" * (p.dataflow != "auto") + f"-S{p.slices}" * (p.slices != "auto")
-        name += f"-accumulate{self.accumulate}" * (self.accumulate > 1) + f"-{self.remat}" * (
-            self.remat != "none"
-        )
+        name += f"-accumulate{self.accumulate}" * (self.accumulate > 1) + f"-{self.remat}" * (self.remat != "none")
         return f"{self.mesh}-{name}" + "-bf16" * (self.dtype == "bfloat16")
 
 
@@ -78,9 +76,7 @@ def variant_cases() -> list[Case]:
         cases += [Case(mesh, ParallelConfig(slices="2", dataflow=flow)) for flow in ("os", "ls", "rs")]
         cases += [Case(mesh, ParallelConfig(slices="4", dataflow="os")), Case(mesh, sliced, accumulate=2)]
         cases += [Case(mesh, sliced, remat=remat) for remat in ("dots", "full")]
-        cases += [
-            Case(mesh, parallel, dtype="bfloat16") for parallel in (sliced, ParallelConfig("wang"), MIXED)
-        ]
+        cases += [Case(mesh, parallel, dtype="bfloat16") for parallel in (sliced, ParallelConfig("wang"), MIXED)]
     cases += [Case("2x2x2", ParallelConfig("cannon", dataflow=flow)) for flow in ("os", "ls", "rs")]
     return cases
 

@@ -23,7 +23,7 @@ class File:
         self.num_tokens = num_tokens
 
     def rows(self, starts, length):
-        return np.stack([self.tokens[start:start + length] for start in starts])
+        return np.stack([self.tokens[start : start + length] for start in starts])
 
 
 class Recorded(Batches):

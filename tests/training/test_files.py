@@ -95,10 +95,7 @@ def test_the_trace_opens_in_the_profile_plugin_and_holds_the_steps(directory):
     assert len(paths) == 1
     assert "trace_viewer@" in raw_to_tool_data.xspace_to_tool_names(paths)
     events = (
-        event
-        for plane in ProfileData.from_file(paths[0]).planes
-        for line in plane.lines
-        for event in line.events
+        event for plane in ProfileData.from_file(paths[0]).planes for line in plane.lines for event in line.events
     )
     names = collections.Counter(event.name.partition(".")[0] for event in events)
     slices, products, layers, devices, steps = 2, 4, 2, 8, 2
@@ -128,9 +125,7 @@ def test_memory_plan_and_results_were_printed(finished):
     assert f"Step   predicted {finished.prediction}" in shown
     assert "(predicted " in shown and "ms a step, measured" in shown
     assert f"Memory {finished.memory}" in shown and "8 emulated CPU devices" in shown
-    assert re.match(
-        r"[\d.]+ MiB of [\d.]+ GiB per device \(state and batch [\d.]+ MiB, temp", str(finished.memory)
-    )
+    assert re.match(r"[\d.]+ MiB of [\d.]+ GiB per device \(state and batch [\d.]+ MiB, temp", str(finished.memory))
 
 
 def test_lines_after_the_checkpoint_are_dropped(tmp_path):

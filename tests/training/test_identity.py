@@ -71,7 +71,7 @@ def test_changed_contents_are_refused_whatever_their_path():
     assert names(BEFORE, now) == ["data", "tokenizer"]
     assert names(BEFORE, dataclasses.replace(now, digests=BEFORE.digests)) == []
     message = refusal("run.json", differences(BEFORE, now, DEFAULTS), {"data"}, "Type A")
-    assert 'data.path: null recorded, elsewhere now' in message and 'allow="tokenizer"' in message
+    assert "data.path: null recorded, elsewhere now" in message and 'allow="tokenizer"' in message
 
 
 def of_model(**sizes) -> Record:

@@ -87,6 +87,4 @@ def test_a_weight_off_by_one_percent_would_be_noticed():
 def test_bfloat16_agrees_within_its_rounding():
     case = Case("2x4", ParallelConfig(slices="2"), dtype="bfloat16")
     assert np.all(difference(case) < [*BF16_BAND.values()])
-    assert (
-        np.max(np.abs(results(BF16_REFERENCE)[0] / results(REFERENCE)[0] - 1), axis=0)[0] < BF16_BAND["loss"]
-    )
+    assert np.max(np.abs(results(BF16_REFERENCE)[0] / results(REFERENCE)[0] - 1), axis=0)[0] < BF16_BAND["loss"]

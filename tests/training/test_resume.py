@@ -92,9 +92,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_its_shapes(finished, tmp_
     directory = copy_cut_after(CUT, finished, tmp_path / "run")
     model = dataclasses.replace(finished.module.model, mlp_dim=128)
     config = dataclasses.replace(finished.config, run_dir=str(directory))
-    run = dataclasses.replace(
-        finished, config=config, module=dataclasses.replace(finished.module, model=model)
-    )
+    run = dataclasses.replace(finished, config=config, module=dataclasses.replace(finished.module, model=model))
     monkeypatch.setattr("sys.argv", ["train.py"])
     with pytest.raises(SystemExit) as left:
         run_command(Command("train", lambda _: session.train(run)))

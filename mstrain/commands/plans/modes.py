@@ -64,8 +64,7 @@ def mode(key: str, value: str):
 
 
 def run(arguments: list[str]) -> int:
-    """Runs plan.py; returns its exit code. Raises ValueError with what to type instead.
-    """
+    """Runs plan.py; returns its exit code. Raises ValueError with what to type instead."""
     function, config = load(arguments)
     return function(config)
 

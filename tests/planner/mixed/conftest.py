@@ -44,9 +44,7 @@ class SmallCluster:
             json.dumps(
                 {
                     "model": {
-                        "parameters": {
-                            "parameters_per_layer_bytes": [30e6] + [20e6] * (num_layers - 2) + [25e6]
-                        }
+                        "parameters": {"parameters_per_layer_bytes": [30e6] + [20e6] * (num_layers - 2) + [25e6]}
                     },
                     "execution_time": {
                         "layer_compute_total_ms": list(layer_ms),

@@ -100,9 +100,7 @@ CASES = [
 @pytest.mark.parametrize("hosts, cluster, given", CASES)
 def test_top_plans_are_those_of_brute_force(small_cluster, hosts, cluster, given):
     files = small_cluster(hosts, **cluster).files
-    options = PlanOptions(
-        **{"num_layers": cluster.get("num_layers", 4), "batch": 6, "top_k": 4, **SIZES, **given}
-    )
+    options = PlanOptions(**{"num_layers": cluster.get("num_layers", 4), "batch": 6, "top_k": 4, **SIZES, **given})
     expected = brute_force(files, options)
     result = plan_optimal(*files, options)
     assert [plan.cost_ms for plan in result.plans] == pytest.approx(expected[:4], rel=1e-9)

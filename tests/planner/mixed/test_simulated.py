@@ -34,9 +34,7 @@ def test_simulator_stays_near_the_cost_model_and_keeps_its_memory(inputs, schedu
     files = inputs(10, 16)
     for plan in plan_optimal(*files, options).plans:
         simulated = simulate_mixed(plan, options, read_hosts(*files[:2]))
-        message = (
-            plan.microbatch * options.sequence_length * options.hidden_size * options.element_bytes / 1e9
-        )
+        message = plan.microbatch * options.sequence_length * options.hidden_size * options.element_bytes / 1e9
         assert 0.9 < (1e3 * simulated.result.seconds) / (1e3 * simulated.predicted_seconds) < 1.05
         for row in simulated.stages:
             assert row["simulated_compute_ms"] == pytest.approx(row["compute_ms"], rel=1e-5)
@@ -63,9 +61,7 @@ def test_sharded_state_of_a_stage_is_that_of_the_cost_model(small_cluster):
 
 def test_every_device_has_one_stage_and_no_stage_straddles_nodes(small_cluster):
     hosts = [("fast", 2), ("slow", 4), ("fast", 4), ("slow", 4), ("fast", 2)]
-    result, options, cluster = planned(
-        small_cluster(hosts, num_layers=6).files, num_layers=6, batch=12, top_k=40
-    )
+    result, options, cluster = planned(small_cluster(hosts, num_layers=6).files, num_layers=6, batch=12, top_k=40)
     network = mixed_cluster(cluster, 0.0).network
     for plan in result.plans:
         taken: list[int] = []

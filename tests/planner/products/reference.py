@@ -15,8 +15,17 @@ from mstrain.parallel.product_cost import Layout, communication_terms, sliced_co
 BLOCK = 8
 # (divisor of the blocks per shard, slice counts tried); the first that divides counts
 SLICE_COUNTS = (
-    (48, (3, 4, 6, 8, 12, 16, 24)), (40, (4, 5, 8, 10, 20)), (24, (3, 4, 6, 8, 12, 24)), (20, (4, 5, 10, 20)),
-    (16, (4, 8, 16)), (12, (3, 4, 12)), (10, (5, 10)), (8, (4, 8)), (6, (3, 6)), (4, (4,)), (5, (5,)),
+    (48, (3, 4, 6, 8, 12, 16, 24)),
+    (40, (4, 5, 8, 10, 20)),
+    (24, (3, 4, 6, 8, 12, 24)),
+    (20, (4, 5, 10, 20)),
+    (16, (4, 8, 16)),
+    (12, (3, 4, 12)),
+    (10, (5, 10)),
+    (8, (4, 8)),
+    (6, (3, 6)),
+    (4, (4,)),
+    (5, (5,)),
 )
 
 
@@ -44,8 +53,7 @@ def _layouts(projections: Iterable[Projection], tokens: int, rows: int, cols: in
         yield Layout(p, tokens, rows, cols, dataflow), slice_counts(p, tokens, rows, cols, dataflow)
 
 
-def analytic(projections: Iterable[Projection], tokens: int, rows: int, cols: int,
-             constants: Constants) -> Estimate:
+def analytic(projections: Iterable[Projection], tokens: int, rows: int, cols: int, constants: Constants) -> Estimate:
     """First stage. The mesh with the least traffic + latency wins; compute is ignored."""
     traffic = latency = pipeline = 0.0
     for layout, counts in _layouts(projections, tokens, rows, cols):
@@ -59,8 +67,9 @@ def analytic(projections: Iterable[Projection], tokens: int, rows: int, cols: in
     return Estimate(traffic, latency, pipeline)
 
 
-def emulated(projections: Iterable[Projection], tokens: int, rows: int, cols: int,
-             constants: Constants) -> tuple[float, tuple[int, ...]]:
+def emulated(
+    projections: Iterable[Projection], tokens: int, rows: int, cols: int, constants: Constants
+) -> tuple[float, tuple[int, ...]]:
     """Second stage, with an analytic GeMM time: seconds, and the slice counts of the projections in order.
 
     The reference reports a leftover of its loop instead of the counts it found; here they are what was found.

@@ -17,15 +17,18 @@ PEAK = 272e12  # what the paper divides by
 RULE = ("os", "ls", "os", "ls")
 
 
-@pytest.mark.parametrize("block, mesh, figures", [
-    (GPT3, (4, 64), (518.874, 47.856, 43.463)),
-    (GPT3, (8, 32), (255.319, 33.088, 16.348)),
-    (GPT3, (16, 16), (123.541, 18.560, 8.558)),
-    (GPT3, (32, 8), (59.466, 16.544, 10.893)),
-    (GPT3, (64, 4), (88.703, 27.916, 14.689)),
-    (MEGATRON, (32, 8), (135.162, 31.020, 13.447)),
-    (MEGATRON, (16, 16), (205.902, 23.200, 12.155)),
-])
+@pytest.mark.parametrize(
+    "block, mesh, figures",
+    [
+        (GPT3, (4, 64), (518.874, 47.856, 43.463)),
+        (GPT3, (8, 32), (255.319, 33.088, 16.348)),
+        (GPT3, (16, 16), (123.541, 18.560, 8.558)),
+        (GPT3, (32, 8), (59.466, 16.544, 10.893)),
+        (GPT3, (64, 4), (88.703, 27.916, 14.689)),
+        (MEGATRON, (32, 8), (135.162, 31.020, 13.447)),
+        (MEGATRON, (16, 16), (205.902, 23.200, 12.155)),
+    ],
+)
 def test_reference_first_stage(reference, block, mesh, figures):
     found = analytic(block, BATCH_CHIPS, *mesh, reference)
     assert tuple(round(1e3 * x, 3) for x in (found.traffic, found.latency, found.pipeline)) == figures
@@ -37,12 +40,15 @@ def test_reference_first_stage_prefers_32x8(reference):
     assert min(shapes, key=lambda s: estimates[s].traffic + estimates[s].latency) == (32, 8)
 
 
-@pytest.mark.parametrize("block, mesh, milliseconds, slices", [
-    (GPT3, (32, 8), 99.339, (16, 8, 24, 24)),
-    (GPT3, (16, 16), 144.598, None),
-    (GPT3, (64, 4), 128.594, None),
-    (MEGATRON, (32, 8), 251.521, (20, 10, 20, 20)),
-])
+@pytest.mark.parametrize(
+    "block, mesh, milliseconds, slices",
+    [
+        (GPT3, (32, 8), 99.339, (16, 8, 24, 24)),
+        (GPT3, (16, 16), 144.598, None),
+        (GPT3, (64, 4), 128.594, None),
+        (MEGATRON, (32, 8), 251.521, (20, 10, 20, 20)),
+    ],
+)
 def test_reference_second_stage(reference, block, mesh, milliseconds, slices):
     seconds, found = emulated(block, BATCH_CHIPS, *mesh, reference)
     assert round(1e3 * seconds, 3) == milliseconds
@@ -53,10 +59,13 @@ def utilisation(block, seconds, chips=256, tokens=BATCH_HALF):
     return round(sum(6 * tokens * p.in_dim * p.out_dim for p in block) / (chips * PEAK * seconds), 3)
 
 
-@pytest.mark.parametrize("block, figures", [
-    (GPT3, {(32, 8): 0.638, (64, 4): 0.488, (16, 16): 0.396, (8, 32): 0.212}),
-    (MEGATRON, {(32, 8): 0.791, (16, 16): 0.648, (64, 4): 0.600, (8, 32): 0.355}),
-])
+@pytest.mark.parametrize(
+    "block, figures",
+    [
+        (GPT3, {(32, 8): 0.638, (64, 4): 0.488, (16, 16): 0.396, (8, 32): 0.212}),
+        (MEGATRON, {(32, 8): 0.791, (16, 16): 0.648, (64, 4): 0.600, (8, 32): 0.355}),
+    ],
+)
 def test_exhaustive_search_with_simulator_constants(simulator, block, figures):
     tuning = tune(block, BATCH_HALF, 256, simulator)
     assert tuning.mesh == (32, 8)
@@ -66,10 +75,13 @@ def test_exhaustive_search_with_simulator_constants(simulator, block, figures):
     assert {mesh: found[mesh] for mesh in figures} == figures
 
 
-@pytest.mark.parametrize("block, figures", [
-    (GPT3, {1: 0.400, 2: 0.519, 4: 0.602, 8: 0.622, 16: 0.485}),
-    (MEGATRON, {1: 0.474, 2: 0.607, 4: 0.703, 8: 0.757, 16: 0.772}),
-])
+@pytest.mark.parametrize(
+    "block, figures",
+    [
+        (GPT3, {1: 0.400, 2: 0.519, 4: 0.602, 8: 0.622, 16: 0.485}),
+        (MEGATRON, {1: 0.474, 2: 0.607, 4: 0.703, 8: 0.757, 16: 0.772}),
+    ],
+)
 def test_slice_sweep_at_32x8(simulator, block, figures):
     for slices, figure in figures.items():
         tuning = tune(block, BATCH_HALF, 256, simulator, meshes=[(32, 8)], slices=slices)

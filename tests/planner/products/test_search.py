@@ -17,13 +17,17 @@ from tests.planner.products.tuner import tune
 TOKENS = 128 * 2048
 
 
-def machine(bandwidth_row=3e10, bandwidth_col=6e10, launch=2e-5, sync=4e-6, flops=2e14, overlap="max",
-            hbm_bandwidth=None):
+def machine(
+    bandwidth_row=3e10, bandwidth_col=6e10, launch=2e-5, sync=4e-6, flops=2e14, overlap="max", hbm_bandwidth=None
+):
     def axis(bandwidth):
-        return AxisLinks(Link(launch, sync, bandwidth), Link(1.5 * launch, sync, 0.8 * bandwidth),
-                         Link(launch, 10 * sync, 0.6 * bandwidth))
-    return Constants("test", "made up", flops, axis(bandwidth_row), axis(bandwidth_col), overlap,
-                     hbm_bandwidth)
+        return AxisLinks(
+            Link(launch, sync, bandwidth),
+            Link(1.5 * launch, sync, 0.8 * bandwidth),
+            Link(launch, 10 * sync, 0.6 * bandwidth),
+        )
+
+    return Constants("test", "made up", flops, axis(bandwidth_row), axis(bandwidth_col), overlap, hbm_bandwidth)
 
 
 def naive_seconds(p, tokens, rows, cols, flow, slices, turned, k):
@@ -81,9 +85,11 @@ def brute_force(projections, tokens, devices, k, most):
             picks, total = [], 0.0
             for i, (p, flow) in enumerate(zip(projections, mix)):
                 turned = flow == "rs" and i % 2 == 1
-                options = [(naive_seconds(p, tokens, rows, devices // rows, flow, s, turned, k), s)
-                           for s in range(1, most + 1)
-                           if naive_legal(p, tokens, rows, devices // rows, flow, s, turned)]
+                options = [
+                    (naive_seconds(p, tokens, rows, devices // rows, flow, s, turned, k), s)
+                    for s in range(1, most + 1)
+                    if naive_legal(p, tokens, rows, devices // rows, flow, s, turned)
+                ]
                 if not options:
                     break
                 total += min(options)[0]
@@ -98,9 +104,16 @@ dims = st.sampled_from([24, 48, 64, 96, 120, 256, 480])
 
 
 @settings(max_examples=60, deadline=None)
-@given(sizes=st.lists(st.tuples(dims, dims, st.integers(1, 3)), min_size=1, max_size=4), tokens=dims,
-       devices=st.sampled_from([1, 2, 4, 6, 8]), row=st.floats(1e5, 1e9), col=st.floats(1e5, 1e9),
-       launch=st.floats(0, 1e-3), flops=st.floats(1e7, 1e12), memory=st.none() | st.floats(1e5, 1e10))
+@given(
+    sizes=st.lists(st.tuples(dims, dims, st.integers(1, 3)), min_size=1, max_size=4),
+    tokens=dims,
+    devices=st.sampled_from([1, 2, 4, 6, 8]),
+    row=st.floats(1e5, 1e9),
+    col=st.floats(1e5, 1e9),
+    launch=st.floats(0, 1e-3),
+    flops=st.floats(1e7, 1e12),
+    memory=st.none() | st.floats(1e5, 1e10),
+)
 def test_equals_brute_force(sizes, tokens, devices, row, col, launch, flops, memory):
     projections = [Projection(f"p{i}", *size) for i, size in enumerate(sizes)]
     k = machine(row, col, launch, launch / 5, flops, hbm_bandwidth=memory)
@@ -111,8 +124,10 @@ def test_equals_brute_force(sizes, tokens, devices, row, col, launch, flops, mem
         return
     tuning = tune(projections, tokens, devices, k, max_slices=12)
     assert math.isclose(tuning.best.seconds, expected[0], rel_tol=1e-9)
-    found = sum(naive_seconds(p, tokens, *tuning.mesh, c.dataflow, c.slices, c.transposed, k)
-                for p, c in zip(projections, tuning.best.choices))
+    found = sum(
+        naive_seconds(p, tokens, *tuning.mesh, c.dataflow, c.slices, c.transposed, k)
+        for p, c in zip(projections, tuning.best.choices)
+    )
     assert math.isclose(found, expected[0], rel_tol=1e-9)  # the choice itself costs that, not only the figure
 
 
@@ -145,7 +160,8 @@ def test_parts_add_up_and_candidates_are_ranked():
         assert c.seconds == pytest.approx(c.compute + c.exposed)
         assert c.compute == pytest.approx(sum(6 * TOKENS * p.in_dim * p.out_dim for p in GPT3) / 256 / 2e14)
         assert c.exposed > 0 and c.communication == pytest.approx(
-            c.traffic.row + c.traffic.col + c.latency.row + c.latency.col)
+            c.traffic.row + c.traffic.col + c.latency.row + c.latency.col
+        )
     seconds = [c.seconds for c in tuning.candidates]
     assert seconds == sorted(seconds) and tuning.candidates[0] is tuning.best
     assert len(tuning.candidates) + len(tuning.rejected) == 2 * len(factorizations(256))
@@ -159,7 +175,9 @@ def test_losers_say_why():
     assert why[64, 4, "os/ls"] == "row traffic 2.0x"  # (64 - 1) / (32 - 1)
     slow = tune([Projection("p", 4096, 4096)], 4096, 64, machine(1e15, 1e15, launch=0, sync=1.0))
     assert {c.why for c in slow.candidates if 64 in (c.rows, c.cols) and c.family == "os/ls"} <= {
-        "latency of the 64-device row axis", "latency of the 64-device col axis"}
+        "latency of the 64-device row axis",
+        "latency of the 64-device col axis",
+    }
 
 
 def test_every_projection_turns_or_none():
@@ -201,17 +219,23 @@ def test_a_torus_offers_only_its_whole_axes():
         tune(GPT3, TOKENS, 24, constants_for(pod), meshes=pod)
 
 
-@pytest.mark.parametrize("call, message", [
-    (dict(meshes=[(4, 4)], devices=8), r"row4-col4 does not have 8 devices; use row1-col8, row2-col4, row4-col2, row8"),
-    (dict(meshes=[], devices=2), r"does not have 2 devices; use row1-col2, row2-col1"),
-    (dict(meshes=[(3, 2)], devices=6, tokens=1024), r"1024 is not a multiple of 3 .*that fits is row2-col3"),
-    (dict(devices=7), r"nearest mesh that fits is row1-col1"),
-    (dict(meshes=[(4, 2)], devices=8, slices=5), r"in_proj .* slice count 5 is illegal. Use 4 or 6"),
-    (dict(devices=0), "devices must be 1 or more"),
-    (dict(devices=8, dataflow="is"), r"os, ls, rs"),
-    (dict(devices=8, projections=[]), "a projection or more"),
-    (dict(devices=8, slices=0), "1 or more"),
-])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            dict(meshes=[(4, 4)], devices=8),
+            r"row4-col4 does not have 8 devices; use row1-col8, row2-col4, row4-col2, row8",
+        ),
+        (dict(meshes=[], devices=2), r"does not have 2 devices; use row1-col2, row2-col1"),
+        (dict(meshes=[(3, 2)], devices=6, tokens=1024), r"1024 is not a multiple of 3 .*that fits is row2-col3"),
+        (dict(devices=7), r"nearest mesh that fits is row1-col1"),
+        (dict(meshes=[(4, 2)], devices=8, slices=5), r"in_proj .* slice count 5 is illegal. Use 4 or 6"),
+        (dict(devices=0), "devices must be 1 or more"),
+        (dict(devices=8, dataflow="is"), r"os, ls, rs"),
+        (dict(devices=8, projections=[]), "a projection or more"),
+        (dict(devices=8, slices=0), "1 or more"),
+    ],
+)
 def test_mistakes_name_the_fix(call, message):
     arguments = {"projections": GPT3, "tokens": TOKENS, "constants": machine(), **call}
     with pytest.raises(ValueError, match=message):

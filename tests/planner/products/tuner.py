@@ -37,19 +37,25 @@ def _meshes(devices: int, meshes) -> tuple[tuple[int, int], ...]:
 def _candidate(problem: Block, mesh, family: str, allowed: list[list[str]]) -> Candidate:
     """ValueError if some projection does not fit the mesh."""
     choices = family_choices(problem, mesh, allowed)
-    layouts = [Layout(p, problem.tokens, *mesh, c.dataflow, c.transposed, problem.dtype_bytes)
-               for p, c in zip(problem.projections, choices)]
+    layouts = [
+        Layout(p, problem.tokens, *mesh, c.dataflow, c.transposed, problem.dtype_bytes)
+        for p, c in zip(problem.projections, choices)
+    ]
     volumes = [(p.repeats, layout.traffic_bytes()) for p, layout in zip(problem.projections, layouts)]
-    terms = [(p.repeats, c.slices, term) for p, c, layout in zip(problem.projections, choices, layouts)
-             for term in communication_terms(layout, problem.constants)]
+    terms = [
+        (p.repeats, c.slices, term)
+        for p, c, layout in zip(problem.projections, choices, layouts)
+        for term in communication_terms(layout, problem.constants)
+    ]
     return Candidate(
-        *mesh, family, tuple(choices),
-        traffic_bytes=AxisPair(sum(n * row for n, (_, row) in volumes),
-                               sum(n * col for n, (col, _) in volumes)),
-        traffic=AxisPair(sum(n * t.traffic_row for n, _, t in terms),
-                         sum(n * t.traffic_col for n, _, t in terms)),
-        latency=AxisPair(sum(n * s * t.latency_row for n, s, t in terms),
-                         sum(n * s * t.latency_col for n, s, t in terms)),
+        *mesh,
+        family,
+        tuple(choices),
+        traffic_bytes=AxisPair(sum(n * row for n, (_, row) in volumes), sum(n * col for n, (col, _) in volumes)),
+        traffic=AxisPair(sum(n * t.traffic_row for n, _, t in terms), sum(n * t.traffic_col for n, _, t in terms)),
+        latency=AxisPair(
+            sum(n * s * t.latency_row for n, s, t in terms), sum(n * s * t.latency_col for n, s, t in terms)
+        ),
         pipeline=sum(n * t.first_slice / s for n, s, t in terms),
     )
 

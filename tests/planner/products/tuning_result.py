@@ -80,7 +80,8 @@ def why_slower(loser: Candidate, best: Candidate) -> str:
     place = f"{loser.family} instead of {best.family}: " if same_mesh else ""
     growth = {
         (kind, axis): getattr(getattr(loser, kind), axis) - getattr(getattr(best, kind), axis)
-        for kind in ("traffic", "latency") for axis in ("row", "col")
+        for kind in ("traffic", "latency")
+        for axis in ("row", "col")
     }
     growth["pipeline", ""] = loser.pipeline - best.pipeline
     kind, axis = max(growth, key=growth.get)

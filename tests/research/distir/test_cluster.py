@@ -41,9 +41,7 @@ def test_torus_paths_arrive_by_the_shortest_way(shape, wrap, data):
     path = torus.path(source, destination)
     a, b = np.unravel_index(source, shape), np.unravel_index(destination, shape)
     apart = [abs(int(x) - int(y)) for x, y in zip(a, b)]
-    assert len(path.wires) == 2 * sum(
-        min(gap, size - gap) if wrap else gap for gap, size in zip(apart, shape)
-    )
+    assert len(path.wires) == 2 * sum(min(gap, size - gap) if wrap else gap for gap, size in zip(apart, shape))
     here = list(a)
     for leaving, arriving in zip(path.wires[::2], path.wires[1::2]):
         wire, other = torus.wire(leaving), torus.wire(arriving)

@@ -48,9 +48,7 @@ def test_one_gigabit_is_an_eighth_of_a_gigabyte():
     cluster = Cluster.homogeneous(2, CHIP, Switch(200 * GIGABIT))
     send = OpSpec("Send", ((1000, 1000),), 4)
     assert CORRECTED.communication_seconds(send, (0, 1), cluster) == pytest.approx(4e6 / 25e9)
-    assert RULES["notebook"].communication_seconds(send, (0, 1), cluster) == pytest.approx(
-        4e6 / 25e9 * 4 / 64
-    )
+    assert RULES["notebook"].communication_seconds(send, (0, 1), cluster) == pytest.approx(4e6 / 25e9 * 4 / 64)
 
 
 def test_unknown_names_are_refused_with_the_known_ones():
@@ -105,9 +103,7 @@ def test_one_rank_stands_for_all(degrees, rules):
 @pytest.mark.parametrize("shape", [(4, 3, 2), (2, 4, 3), (4, 1, 6), (2, 2, 1)])
 def test_one_rank_stands_for_all_on_a_torus(shape, interleave):
     mlp = Mlp(12, 96, 72, 144, 48, 2)
-    degrees = Degrees(
-        pipeline=shape[0], data=shape[1], tensor=shape[2], microbatches=4, interleave=interleave
-    )
+    degrees = Degrees(pipeline=shape[0], data=shape[1], tensor=shape[2], microbatches=4, interleave=interleave)
     cluster = Cluster.homogeneous(degrees.world, CHIP, Torus(shape, 1e9, 1e-6))
     one, all_ = (simulate_mlp(mlp, degrees, cluster, everything=flag) for flag in (False, True))
     assert len(one.program.devices) < len(all_.program.devices)
@@ -177,9 +173,7 @@ def test_schedules_trade_memory_for_time():
     mlp = Mlp.square(16, 1024, 4096, 2)
 
     def run(schedule, interleave=1):
-        return simulate_mlp(
-            mlp, Degrees(1, 1, 4, 16, interleave), cluster_of(4), options=StepOptions(schedule)
-        )
+        return simulate_mlp(mlp, Degrees(1, 1, 4, 16, interleave), cluster_of(4), options=StepOptions(schedule))
 
     gpipe, textbook, eager, interleaved = run("gpipe"), run("1f1b"), run("distir"), run("interleaved", 2)
     assert textbook.peak_bytes < eager.peak_bytes < gpipe.peak_bytes
@@ -240,10 +234,7 @@ def test_simulated_timeline_names_units_and_work():
     assert {lane.thread for lane in timeline.lanes} == {"compute", "link out", "link in"}
     matmul = timeline.names.index("MatMul")
     first = int(np.flatnonzero(timeline.name == matmul)[0])
-    assert (
-        timeline.args["flops"][first] == 2 * 32 * 256 * 256
-        and timeline.args["shape"][first] == "32x256 256x256"
-    )
+    assert timeline.args["flops"][first] == 2 * 32 * 256 * 256 and timeline.args["shape"][first] == "32x256 256x256"
     assert timeline.args["microbatch"][first] == 0
     assert {counter.device for counter in timeline.counters} == {0, 1}
     assert max(counter.value.max() for counter in timeline.counters) == result.peak_bytes

@@ -84,9 +84,7 @@ def test_head_and_corrected_rules_overturn_the_conclusion():
 
     plans, rows = order("head")
     by_plan = dict(zip(plans, (row.throughput for row in rows)))
-    assert plans[0] == (1, 1, 16, 32) and experiments.sequential("head").throughput == pytest.approx(
-        3651, abs=1
-    )
+    assert plans[0] == (1, 1, 16, 32) and experiments.sequential("head").throughput == pytest.approx(3651, abs=1)
     expected = {(1, 1, 16, 32): 18633, (4, 4, 1, 1): 12163, (16, 1, 1, 1): 5616, (1, 16, 1, 1): 5538}
     assert {plan: round(by_plan[plan]) for plan in expected} == expected
     plans, _ = order("corrected")
@@ -124,9 +122,7 @@ def test_rejected_plans_come_with_reasons():
 
 
 def test_gantt_shows_exactly_the_busy_time(tmp_path):
-    result = simulate_mlp(
-        Mlp.square(8, 512, 256), Degrees(2, 2, 2, 4), Cluster.homogeneous(8, CHIP, Switch(25e9))
-    )
+    result = simulate_mlp(Mlp.square(8, 512, 256), Degrees(2, 2, 2, 4), Cluster.homogeneous(8, CHIP, Switch(25e9)))
     timeline = result.timeline()
     kinds, edges = gantt.event_kinds(timeline), np.linspace(0, timeline.seconds, 41)
     busy = np.bincount(timeline.lane, weights=timeline.duration, minlength=len(timeline.lanes))

@@ -52,9 +52,7 @@ def test_first_come_is_causal_exclusive_and_never_idles_needlessly(events):
         assert free[lane] == max(ends[mine], default=0.0)
     for op, start in enumerate(starts):
         reasons = [ends[value] for value in inputs[op]]
-        reasons += [
-            ends[other] for other in range(len(lanes)) if other != op and set(lanes[other]) & set(lanes[op])
-        ]
+        reasons += [ends[other] for other in range(len(lanes)) if other != op and set(lanes[other]) & set(lanes[op])]
         assert all(ends[value] <= start for value in inputs[op])
         assert start == 0.0 or start in reasons
 

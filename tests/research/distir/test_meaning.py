@@ -110,9 +110,7 @@ def gradients_of(degrees, rules, schedule=None):
     assert len(parts) == MLP.layers * ranks
     for replica in range(degrees.data):
         yield [
-            np.concatenate(
-                [parts[layer, replica, rank] for rank in range(degrees.tensor)], axis=1 - layer % 2
-            )
+            np.concatenate([parts[layer, replica, rank] for rank in range(degrees.tensor)], axis=1 - layer % 2)
             for layer in range(MLP.layers)
         ]
     assert sum(losses.values()) / degrees.tensor == pytest.approx(sequential()[0], rel=1e-10)

@@ -29,8 +29,7 @@ def test_a_grid_on_a_slice_gives_plans_that_fit_and_account_for_the_step():
             assert row.exposed_fraction == pytest.approx(row.idle_fraction)
     best = max(rows, key=lambda row: row.throughput)
     assert (
-        best.throughput
-        > 4096 / simulate_mlp(Mlp.square(16, 4096, 4096, 2), Degrees(), slice_cluster("v5e-16")).seconds
+        best.throughput > 4096 / simulate_mlp(Mlp.square(16, 4096, 4096, 2), Degrees(), slice_cluster("v5e-16")).seconds
     )
 
 
