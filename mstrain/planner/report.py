@@ -21,12 +21,17 @@ from mstrain.simulator.plots import MARKERS
 GB = 1e9
 
 
-def utilization(request: PlanRequest, costed: Costed, attention: str = "full") -> float:
-    """Model FLOP/s over peak; `attention`: `full` counts the whole square of scores (PaLM, appendix B), or `causal`."""
+def utilization(request: PlanRequest, costed: Costed, attention: str = "full") -> float | None:
+    """Model FLOP/s over peak, None for a chip without a peak.
+
+    `attention`: `full` counts the whole square of scores (PaLM, appendix B), or `causal`.
+    """
     flops = request.tokens * training_flops_per_token(request.model, request.seq, attention)
-    used = mfu(flops, costed.seconds, request.pod.devices, request.pod.chip.peak(request.dtype))
-    assert used is not None  # find_pod refuses a chip without a peak
-    return used
+    return mfu(flops, costed.seconds, request.pod.devices, request.pod.chip.peak(request.dtype))
+
+
+def _percent(share: float | None) -> str:
+    return "n/a" if share is None else f"{100 * share:.1f} %"
 
 
 def plan_row(request: PlanRequest, rank: int, costed: Costed, best: Costed) -> dict:
@@ -96,7 +101,7 @@ def plans_table(request: PlanRequest, result: PodResult, top: int) -> Table:
             str(costed.plan.pipeline),
             f"{costed.plan.microbatches}x{request.batch // costed.plan.data // costed.plan.microbatches}",
             *(costed.plan.remat, f"{1e3 * costed.seconds:.1f}"),
-            *(f"{100 * utilization(request, costed, attention):.1f} %" for attention in ("full", "causal")),
+            *(_percent(utilization(request, costed, attention)) for attention in ("full", "causal")),
             *(f"{costed.fullest.memory.total / GB:.1f}", why_slower(costed, result.best)),
         )
         for rank, costed in enumerate(result.ranked[:top], 1)

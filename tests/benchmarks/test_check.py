@@ -80,7 +80,7 @@ def test_transfers_at_either_end_are_exposed():
     ("arguments", "words"),
     [
         (["check=true"], "Type target=v5p-64 check=true"),
-        (["target=v5p-64"], "no effect alone"),
+        (["target=v5p-64"], "no effect by itself"),
         (["check=true", "target=v5p-63"], "nearest is v5p-64"),
     ],
 )

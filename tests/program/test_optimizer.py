@@ -91,7 +91,7 @@ def test_both_moments_are_found_as_parameter_trees_and_counters_are_not():
     "values, words",
     [
         ({"learning_rate": 0}, "optimizer.learning_rate=0 must be above 0"),
-        ({"warmup": -1}, "Type 0 to do without"),
+        ({"warmup": -1}, "Type 0 for none"),
         ({"b2": 1.5}, "optimizer.b2=1.5 must lie between 0 and 1"),
     ],
 )
