@@ -50,10 +50,10 @@ def test_any_token_file_is_opened_or_refused_with_the_fix(tmp_path_factory, cont
     try:
         file = TokenFile.open(path)
         tokens = file.read()
-    except ValueError as error:
-        assert "delete its folder" in str(error)
     except DamagedTokens as error:
         assert "run again" in str(error)
+    except ValueError as error:
+        assert "delete its folder" in str(error)
     else:
         assert path.stat().st_size == 4096 + tokens.nbytes and file.num_tokens == len(tokens)
 
