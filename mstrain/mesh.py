@@ -92,16 +92,22 @@ def attached() -> str | None:
     return None
 
 
+def skip_absent_tpu() -> None:
+    """Keeps JAX from loading an installed libtpu on a host without TPUs, where it logs errors.
+
+    Platforms that are set, by the user or by JAX for a TPU on the bus, are kept. Call it before JAX initializes.
+    """
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]  JAX's stub lacks its flags
+    if not platforms and importlib.util.find_spec("libtpu") and not attached():
+        jax.config.update("jax_platforms", "cpu")
+
+
 def emulate_devices(count: int) -> None:
     """Configures `count` CPU devices. Call it before JAX initializes its backends; it does not change accelerators.
 
     Without effect once backends are initialized; `make_mesh` then reports if there are too few devices.
     """
-    # JAX loads an installed libtpu, which logs errors on a host without TPUs. Platforms that are set, by the user or by
-    # JAX for a TPU on the bus, are kept, and a platform that fails to start is an error.
-    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]  JAX's stub lacks its flags
-    if not platforms and importlib.util.find_spec("libtpu") and not attached():
-        jax.config.update("jax_platforms", "cpu")
+    skip_absent_tpu()
     # Emulated devices share one thread pool: two independent collectives that start in different order on different
     # devices deadlock. Hence one order on all devices, and eight threads per device (XLA reads NPROC).
     os.environ.setdefault("NPROC", str(8 * count))

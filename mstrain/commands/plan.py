@@ -9,7 +9,9 @@ def main(arguments: list[str]) -> int:
     if importlib.util.find_spec("numba") is None:
         raise ValueError("Planning compiles its search with numba, which is not installed. Type pip install numba.")
     from mstrain.commands.plans import run
+    from mstrain.mesh import skip_absent_tpu
 
+    skip_absent_tpu()
     return run(arguments)
 
 
