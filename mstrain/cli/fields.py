@@ -12,6 +12,8 @@ import typing
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
+import yaml
+
 Explain = Callable[[str, Any], str | None]
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
@@ -49,6 +51,18 @@ def build(kind: type, values: dict, path: str = "") -> Any:
             raise ValueError(f"{path}{field.name}= is missing. Type {path}{field.name}=VALUE (--help lists the keys).")
     explain = getattr(kind, "explain", lambda key, value: None)
     return kind(**{name: _typed(hints[name], value, path + name, explain) for name, value in values.items()})
+
+
+def own_config(kind: type, arguments: list[str]) -> tuple[Any, list[str]]:
+    """The dataclass `kind` from those of `arguments` that are its keys, and the others. ValueError as in `build`."""
+    hints, own, others = typing.get_type_hints(kind), {}, []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and key in hints:
+            own[key] = value if hints[key] is str else yaml.safe_load(value)
+        else:
+            others.append(argument)
+    return build(kind, own), others
 
 
 def _typed(hint: Any, value: Any, path: str, explain: Explain) -> Any:

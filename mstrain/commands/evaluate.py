@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from mstrain.checks import at_least
-from mstrain.cli import Command, describe_keys
+from mstrain.cli import Command, describe_keys, own_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +23,7 @@ class EvaluateConfig:
 
 
 def load_config(arguments: list[str]) -> EvaluateConfig:
-    from mstrain.commands.recorded import own_config
-
-    return own_config(EvaluateConfig, arguments)
+    return own_config(EvaluateConfig, arguments)[0]
 
 
 def main(arguments: list[str]) -> int:
@@ -38,8 +36,8 @@ def main(arguments: list[str]) -> int:
     from mstrain.training.prepare import prepare
     from mstrain.training.resume import newest_parameters
 
-    own = load_config(arguments)
-    config = run_config(EvaluateConfig, own.run_dir, arguments)
+    own, given = own_config(EvaluateConfig, arguments)
+    config = run_config(own.run_dir, given)
     process, devices = find_process(config.coordinator, config.processes, config.process)
     with joined(process, config.hosts, config.run_dir, devices) as job:
         run = prepare(config, job)

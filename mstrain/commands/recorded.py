@@ -1,32 +1,20 @@
 """What the commands that read a run have in common: its configuration comes from the record in run_dir."""
 
 import dataclasses
-import typing
 from pathlib import Path
 
-import yaml
-
-from mstrain.cli import build, compose
+from mstrain.cli import compose
 from mstrain.training.config import RunConfig
 from mstrain.training.record import RUN, read, recorded_overrides
 
 
-def own_config(kind: type, arguments: list[str]):
-    """The dataclass `kind` from those of `arguments` that are its keys; raises ValueError with the fix."""
-    types = typing.get_type_hints(kind)
-    given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
-    return build(kind, {k: v if types[k] is str else yaml.safe_load(v) for k, v in given.items() if k in types})
-
-
-def run_config(kind: type, run_dir: str, arguments: list[str]) -> RunConfig:
-    """The recorded configuration of `run_dir` with those of `arguments` that are keys of train instead.
+def run_config(run_dir: str, given: list[str]) -> RunConfig:
+    """The recorded configuration of `run_dir` with the keys of train that are `given` instead.
 
     Raises ValueError when there is no record, or when a key is not one of train.
     """
     if read(Path(run_dir)) is None:
         raise ValueError(f"run_dir={run_dir} has no {RUN}: no run has saved there. Type the run_dir of a run.")
-    own = {field.name for field in dataclasses.fields(kind)}
-    given = [argument for argument in arguments if argument.partition("=")[0] not in own]
     keys = {argument.partition("=")[0] for argument in given}
     other_data = "data" in keys or any(key.startswith("data.") for key in keys)
     recorded = recorded_overrides([f"run_dir={run_dir}"])

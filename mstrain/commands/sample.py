@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from mstrain.checks import at_least
-from mstrain.cli import Command, describe_keys
+from mstrain.cli import Command, describe_keys, own_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +27,7 @@ class ContinueConfig:
 
 
 def load_config(arguments: list[str]) -> ContinueConfig:
-    from mstrain.commands.recorded import own_config
-
-    return own_config(ContinueConfig, arguments)
+    return own_config(ContinueConfig, arguments)[0]
 
 
 def main(arguments: list[str]) -> int:
@@ -41,8 +39,8 @@ def main(arguments: list[str]) -> int:
     from mstrain.training.sample import SampleConfig, sample
     from mstrain.training.summary import smallest
 
-    own = load_config(arguments)
-    config = run_config(ContinueConfig, own.run_dir, arguments)
+    own, given = own_config(ContinueConfig, arguments)
+    config = run_config(own.run_dir, given)
     process, devices = find_process(config.coordinator, config.processes, config.process)
     with joined(process, config.hosts, config.run_dir, devices) as job:
         module, tokenizer, chip, console = build_module(config, job)

@@ -4,12 +4,9 @@ import contextlib
 import os
 import shlex
 import sys
-import typing
 from pathlib import Path
 
-import yaml
-
-from mstrain.cli import Command, build, describe_keys
+from mstrain.cli import Command, describe_keys, own_config
 from mstrain.commands import train
 from mstrain.job.supervisor import SuperviseConfig, Supervisor
 from mstrain.training import json_lines
@@ -22,17 +19,20 @@ LAYOUT = ("mesh", "accumulate")
 
 def load_config(arguments: list[str]) -> SuperviseConfig:
     """The keys of supervise among `arguments`; raises ValueError with the fix."""
-    types = typing.get_type_hints(SuperviseConfig)
-    given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
+    return _split(arguments)[0]
+
+
+def _split(arguments: list[str]) -> tuple[SuperviseConfig, list[str]]:
+    """The config, and the arguments of train."""
+    given = {argument.partition("=")[0] for argument in arguments}
     if placed := [key for key in PROCESS_KEYS if key in given]:
         raise ValueError(f"supervise sets {placed[0]}= itself. Remove it.")
-    own = {key: value if types[key] is str else yaml.safe_load(value) for key, value in given.items() if key in types}
-    return build(SuperviseConfig, own)
+    return own_config(SuperviseConfig, arguments)
 
 
 def main(arguments: list[str]) -> int:
-    config, own = load_config(arguments), typing.get_type_hints(SuperviseConfig)
-    hosts, words = config.names, [argument for argument in arguments if argument.partition("=")[0] not in own]
+    config, words = _split(arguments)
+    hosts = config.names
     run = train.load_config(words)
     largest_layout(run, len(hosts), len(hosts))  # checks the command for all hosts
 
