@@ -13,11 +13,12 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm import PlanPair, Storage
-from mstrain.gemm.local import axis_index, axis_size, constrain_layout
+from mstrain.gemm.local import all_reduce, axis_index, axis_size, constrain_layout
 from mstrain.layers.attention_kernels import AttentionConfig, attend
 from mstrain.layers.dense import Dense, Inits
 from mstrain.layers.norm import normalize
 from mstrain.layers.parameter import parameter
+from mstrain.layers.rotary import Rotary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,21 @@ class Heads:
         return (self.queries * self.width, self.keys * self.width, self.keys * self.width)
 
 
+@dataclasses.dataclass(frozen=True)
+class QkNorm:
+    """RMSNorm of queries and keys.
+
+    Attributes:
+      epsilon: added to the mean square.
+      whole: over the features of all heads (OLMo 2) instead of each head (Qwen 3).
+      unit_offset: whether the parameter is the scale minus one (Gemma 3).
+    """
+
+    epsilon: float
+    whole: bool = False
+    unit_offset: bool = False
+
+
 class Attention(nn.Module):
     """The attention half of a block: project to queries, keys and values, attend, project back.
 
@@ -43,8 +59,8 @@ class Attention(nn.Module):
       config: how scores are computed (scale, soft cap, ALiBi).
       bias: whether (the projection in, the projection out) has a bias.
       inits: initializers of the two kernels.
-      rotary_base: base of rotary position embedding; None for none.
-      qk_norm_epsilon: epsilon of an RMSNorm of queries and keys per head with a learned scale (Qwen 3); None for none.
+      rotary: rotary position embedding; None for none.
+      qk_norm: RMSNorm of queries and keys with a learned scale; None for none.
     """
 
     plans: PlanPair
@@ -52,29 +68,43 @@ class Attention(nn.Module):
     config: AttentionConfig
     bias: tuple[bool, bool]
     inits: Inits
-    rotary_base: float | None = None
-    qk_norm_epsilon: float | None = None
+    rotary: Rotary | None = None
+    qk_norm: QkNorm | None = None
 
     @nn.compact
     def __call__(self, x_TxD, seq: int, window):
-        """x_TxD holds sequences of `seq` tokens; a token attends to the last `window` tokens (traced int32)."""
+        """x_TxD holds sequences of `seq` tokens; a token attends to the last `window` tokens (traced int32), `GLOBAL`
+        for all.
+        """
         qkv = Dense(self.plans.into, self.heads.segments, self.inits.into, self.bias[0], name="qkv")(x_TxD)
         y_TxNH = self._attend(qkv, seq, window)
         return Dense(self.plans.out, x_TxD.shape[-1:], self.inits.out, self.bias[1], name="out")(y_TxNH)
 
     def _attend(self, qkv, seq, window):
-        layout, scales = self.plans.inside, []
-        if self.qk_norm_epsilon:
-            storage = Storage((self.heads.width,))
-            scales = [parameter(self, f"{x}_scale", nn.initializers.ones, storage, P(None)) for x in "qk"]
+        layout = self.plans.inside
+        scales, specs = self._scales(P(layout.features or None))
         local = jax.shard_map(
             functools.partial(self._local, seq),
             mesh=self.plans.grid.mesh,
-            in_specs=(layout.spec, P(), *([P(None)] * len(scales))),
+            in_specs=(layout.spec, P(), *specs),
             out_specs=layout.spec,
             check_vma=False,
         )
         return local(qkv, window, *scales)
+
+    def _scales(self, sharded: P):
+        """Scales of the norms of queries and keys with their specs: none, one per feature of a head, or of all heads.
+
+        Those of all heads have the spec `sharded`.
+        """
+        norm = self.qk_norm
+        if norm is None:
+            return [], []
+        init = nn.initializers.zeros if norm.unit_offset else nn.initializers.ones
+        widths = self.heads.segments[:2] if norm.whole else (self.heads.width,) * 2
+        spec = sharded if norm.whole else P(None)
+        scales = [parameter(self, f"{x}_scale", init, Storage((n,)), spec) for x, n in zip("qk", widths)]
+        return [scale + float(norm.unit_offset) for scale in scales], [spec, spec]
 
     def _local(self, seq, qkv, window, *scales):
         axes = self.plans.inside.features
@@ -84,11 +114,11 @@ class Attention(nn.Module):
         qkv = constrain_layout(qkv, lowering).reshape(-1, seq, queries + 2 * keys, self.heads.width)
         q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = jnp.split(qkv, [queries, queries + keys], axis=2)
         if scales:
-            q_BxTxNxH = self._normalize(q_BxTxNxH, scales[0])
-            k_BxTxKxH = self._normalize(k_BxTxKxH, scales[1])
-        if self.rotary_base:
-            q_BxTxNxH = rotate_positions(q_BxTxNxH, self.rotary_base)
-            k_BxTxKxH = rotate_positions(k_BxTxKxH, self.rotary_base)
+            q_BxTxNxH = self._normalize(q_BxTxNxH, scales[0], axes)
+            k_BxTxKxH = self._normalize(k_BxTxKxH, scales[1], axes)
+        if self.rotary:
+            q_BxTxNxH = self.rotary.rotate(q_BxTxNxH, window)
+            k_BxTxKxH = self.rotary.rotate(k_BxTxKxH, window)
         devices = self.plans.grid.mesh.devices
         assert devices is not None, "an abstract mesh computes nothing"
         slopes_N, platform = None, devices.flat[0].platform
@@ -98,20 +128,16 @@ class Attention(nn.Module):
         y_BxTxNxH = attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, self.config, slopes_N, window, platform)
         return constrain_layout(y_BxTxNxH.reshape(-1, queries * self.heads.width), lowering)
 
-    def _normalize(self, x, scale_H):
-        assert self.qk_norm_epsilon is not None
-        return (normalize(x.astype(jnp.float32), "rmsnorm", self.qk_norm_epsilon) * scale_H).astype(x.dtype)
-
-
-def rotate_positions(x_BxTxNxH, base: float):
-    """Rotary position embedding on halves of the head (Su et al., 2021; halves as in Llama)."""
-    seq, width = x_BxTxNxH.shape[1], x_BxTxNxH.shape[3]
-    frequencies = base ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
-    angles = jnp.arange(seq, dtype=jnp.float32)[:, None, None] * frequencies
-    sin, cos = jnp.sin(angles), jnp.cos(angles)
-    low, high = jnp.split(x_BxTxNxH.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
-    return rotated.astype(x_BxTxNxH.dtype)
+    def _normalize(self, x_BxTxNxH, scale, axes):
+        norm, x = self.qk_norm, x_BxTxNxH.astype(jnp.float32)
+        assert norm is not None
+        if norm.whole:
+            # The mean of the shards' means is that of all heads, because the shards are equal.
+            square = all_reduce(jnp.mean(jnp.square(x), axis=(2, 3), keepdims=True), axes) / axis_size(axes)
+            x = x * jax.lax.rsqrt(square + norm.epsilon) * scale.reshape(x.shape[2:])
+        else:
+            x = normalize(x, "rmsnorm", norm.epsilon) * scale
+        return x.astype(x_BxTxNxH.dtype)
 
 
 def alibi_slopes(heads: int):

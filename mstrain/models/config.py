@@ -5,6 +5,7 @@ import typing
 from typing import Any
 
 from mstrain.layers.mlp import ACTIVATIONS
+from mstrain.layers.rotary import check_scaling, rotated_width
 
 # Construction replaces null by a number, so type checkers see an int.
 if typing.TYPE_CHECKING:
@@ -15,7 +16,7 @@ else:
 CHOICES = {
     "norm": ("layernorm", "rmsnorm"),
     "position": ("learned", "rotary", "alibi", "none"),
-    "bias": ("none", "qkv", "all"),
+    "bias": ("none", "qkv", "attention", "all"),
     "activation": tuple(ACTIVATIONS),
 }
 
@@ -52,18 +53,28 @@ class ModelConfig:
     """`learned`, `rotary`, `alibi` or `none`."""
     rotary_base: float = 10000.0
     """Base of the rotary frequencies."""
+    rotary_fraction: float = 1.0
+    """Fraction of a head that is rotated (Phi-4 mini: 0.75)."""
+    rotary_scaling: str | None = None
+    """Scaling of the rotary frequencies: `linear:FACTOR`, `llama3:FACTOR:LOW:HIGH:CONTEXT` (Llama 3.1), or null."""
+    local_rotary_base: float | None = None
+    """Base in layers with a window, where frequencies are not scaled (Gemma 3); null takes rotary_base."""
     activation: str = "gelu_tanh"
     """Activation of the MLP: `gelu_tanh`, `gelu`, `silu` or `relu`."""
     gated: bool = False
     """Whether the MLP multiplies its activation by a second projection."""
     bias: str = "all"
-    """Biases of linear layers: `all`, `qkv` alone, or `none`."""
+    """Biases of linear layers: `all`, `attention` (both projections), `qkv` alone, or `none`."""
     parallel_block: bool = False
     """Whether attention and MLP read the same norm and are added in parallel."""
     tied: bool = True
     """Whether the output projection shares the embedding table."""
     qk_norm: bool = False
     """Whether queries and keys have a norm per head."""
+    qk_norm_whole: bool = False
+    """Whether that norm is over all heads together (OLMo 2)."""
+    pre_norm: bool = True
+    """Whether a norm precedes each half of a block; without it, post_norm is needed (OLMo 2)."""
     post_norm: bool = False
     """Whether a second norm follows each half of a block (Gemma 2)."""
     unit_offset_norm: bool = False
@@ -77,7 +88,10 @@ class ModelConfig:
     attention_scale: float | None = None
     """Factor on the attention scores; null takes head_dim ** -0.5."""
     window: int | None = None
-    """Tokens that every second layer attends to, starting with the first layer; null attends to all."""
+    """Tokens that a layer with a window attends to, itself included; null for none."""
+    window_pattern: str = "LG"
+    """Layers with the window (`L`, local) and without (`G`, global), repeated over the depth: `LG` starts with a local
+    layer (Gemma 2), `LLLLLG` (Gemma 3), `L` for all layers (Mistral)."""
 
     def __post_init__(self):
         for field, choices in CHOICES.items():
@@ -102,8 +116,24 @@ class ModelConfig:
                 f"model.num_kv_heads={self.num_kv_heads} does not divide model.heads={self.heads}. "
                 f"Choose one of {[k for k in range(1, self.heads + 1) if self.heads % k == 0]}."
             )
-        if self.position == "rotary" and self.head_dim % 2:
-            raise ValueError(f"Rotary positions need an even head_dim, not {self.head_dim}. Set model.head_dim.")
+        self._check_rotary()
+        if not set(self.window_pattern) <= set("LG") or not self.window_pattern:
+            raise ValueError(
+                f"model.window_pattern={self.window_pattern!r} is unknown. Type letters L and G, such as LG."
+            )
+        if not self.pre_norm and (self.parallel_block or not self.post_norm):
+            raise ValueError("model.pre_norm=false needs model.post_norm=true and model.parallel_block=false.")
+
+    def _check_rotary(self) -> None:
+        check_scaling(self.rotary_scaling)
+        if not 0 < self.rotary_fraction <= 1:
+            raise ValueError(f"model.rotary_fraction={self.rotary_fraction} is not above 0 and up to 1.")
+        if self.position == "rotary" and (width := rotated_width(self.head_dim, self.rotary_fraction)) % 2:
+            part = f"rotary_fraction={self.rotary_fraction} of " if self.rotary_fraction < 1 else ""
+            raise ValueError(
+                f"Rotary positions need an even number of features, not {width}: {part}head_dim={self.head_dim}. "
+                "Set model.head_dim."
+            )
 
     def _automatic_sizes(self) -> dict[str, int]:
         """Values of the sizes that are null."""
@@ -118,6 +148,12 @@ class ModelConfig:
         automatic = self._automatic_sizes()
         derived = {name: None for name, value in automatic.items() if getattr(self, name) == value}
         return dataclasses.replace(self, **{**derived, **sizes})
+
+    @property
+    def is_local(self) -> tuple[bool, ...]:
+        """Whether each layer has the window."""
+        pattern = self.window_pattern if self.window else "G"
+        return tuple(pattern[i % len(pattern)] == "L" for i in range(self.layers))
 
     @property
     def known_vocab_size(self) -> int:

@@ -59,8 +59,8 @@ def flops_formula(model: ModelConfig, seq: int) -> str:
 
 
 def _windowed_layers(model: ModelConfig, seq: int) -> int:
-    """Number of layers whose window is shorter than the sequence: every second layer, starting with the first."""
-    return (model.layers + 1) // 2 if model.window and model.window < seq else 0
+    """Number of layers whose window is shorter than the sequence."""
+    return sum(model.is_local) if model.window and model.window < seq else 0
 
 
 def _tokens_attended(model: ModelConfig, seq: int) -> float:

@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from mstrain.gemm import Layout, linear
-from mstrain.layers.attention import Attention, Heads
+from mstrain.layers.attention import Attention, Heads, QkNorm
 from mstrain.layers.attention_kernels import SAVED_ATTENTION, AttentionConfig
 from mstrain.layers.dense import SAVED_PRODUCT, Dense, Inits
 from mstrain.layers.embedding import Embedding, Positions
 from mstrain.layers.loss import LogitsHead, cross_entropy
 from mstrain.layers.mlp import Mlp
 from mstrain.layers.norm import Norm, NormConfig
+from mstrain.layers.rotary import GLOBAL, Rotary
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import BlockPlan, ModelPlan, canonical_plan
 
@@ -47,7 +48,7 @@ class Block(nn.Module):
 
     def _half(self, name, x_TxD, half, plans):
         x_TxD = self._move(x_TxD, plans.residual)
-        h_TxD = self._norm(f"{name}_norm", plans.residual)(x_TxD)
+        h_TxD = self._norm(f"{name}_norm", plans.residual)(x_TxD) if self.model.pre_norm else x_TxD
         return x_TxD + self._out(name, half(h_TxD), plans.residual)
 
     def _out(self, name, y_TxD, layout):
@@ -70,14 +71,20 @@ class Block(nn.Module):
                 scale=m.attention_scale or m.head_dim**-0.5,
                 alibi=m.position == "alibi",
                 soft_cap=m.attention_soft_cap,
-                windowed=bool(m.window) and m.window < self.seq,
+                windowed=any(m.is_local) and bool(m.window) and m.window < self.seq,
             ),
-            bias=(m.bias in ("all", "qkv"), m.bias == "all"),
+            bias=(m.bias != "none", m.bias in ("all", "attention")),
             inits=self._inits(),
-            rotary_base=m.rotary_base if m.position == "rotary" else None,
-            qk_norm_epsilon=m.norm_epsilon if m.qk_norm else None,
+            rotary=self._rotary(),
+            qk_norm=QkNorm(m.norm_epsilon, m.qk_norm_whole, m.unit_offset_norm) if m.qk_norm else None,
             name="attention",
         )
+
+    def _rotary(self):
+        m = self.model
+        if m.position != "rotary":
+            return None
+        return Rotary(m.rotary_base, m.rotary_fraction, m.rotary_scaling, m.local_rotary_base)
 
     def _mlp(self):
         m = self.model
@@ -153,8 +160,8 @@ class Transformer(nn.Module):
         return LogitsHead(m.known_vocab_size, self.plan.head.output_layout, self.plan.mesh, m.logit_soft_cap)
 
     def _windows(self):
-        every_second = jnp.arange(self.model.layers) % 2 == 0
-        return jnp.where(every_second, self.model.window or self.seq, self.seq)
+        model = self.model
+        return jnp.array([model.window if local else GLOBAL for local in model.is_local], jnp.int32)
 
     def _scan(self, plan: BlockPlan, count: int):
         block = Block

@@ -10,9 +10,10 @@ import pytest
 from flax import linen as nn
 
 from mstrain.gemm import Plan, PlanPair, grid_of
-from mstrain.layers.attention import Attention, Heads, alibi_slopes, rotate_positions
+from mstrain.layers.attention import Attention, Heads, QkNorm, alibi_slopes
 from mstrain.layers.attention_kernels import AttentionConfig, attend
 from mstrain.layers.dense import Inits
+from mstrain.layers.rotary import GLOBAL, Rotary
 from tests.gemm.products import QUICK, mesh_of
 from tests.layers.random_parameters import random_parameters
 
@@ -99,7 +100,7 @@ def test_alibi_slopes_are_those_of_the_paper():
 def test_rotary_scores_depend_on_distance_alone():
     rng = np.random.default_rng(6)
     q, k = (jnp.broadcast_to(jnp.asarray(rng.standard_normal(8), jnp.float32), (1, 12, 1, 8)) for _ in range(2))
-    q, k = rotate_positions(q, 100.0), rotate_positions(k, 100.0)
+    q, k = (Rotary(100.0).rotate(x, GLOBAL) for x in (q, k))
     scores = np.asarray(jnp.einsum("btnh,bunh->tu", q, k))
     for distance in range(-11, 12):
         np.testing.assert_allclose(np.ptp(np.diagonal(scores, distance)), 0, atol=1e-4)
@@ -110,14 +111,14 @@ def test_rotary_scores_depend_on_distance_alone():
 def test_rotary_turns_pair_i_by_position_times_its_frequency():
     x = jnp.zeros((1, 5, 1, 4)).at[..., 1].set(1.0)  # the second pair is (1, 3)
     angle = np.arange(5) * 100.0 ** (-2 / 4)
-    turned = np.asarray(rotate_positions(x, 100.0))[0, :, 0]
+    turned = np.asarray(Rotary(100.0).rotate(x, GLOBAL))[0, :, 0]
     np.testing.assert_allclose(turned, np.stack([0 * angle, np.cos(angle), 0 * angle, np.sin(angle)], 1), atol=1e-6)
 
 
 SEQUENCES, WIDTH = 8, 24
 VARIANTS = {
     "alibi": {"config": AttentionConfig(0.5, alibi=True)},
-    "rotary": {"config": AttentionConfig(0.5), "rotary_base": 100.0, "qk_norm_epsilon": 1e-5},
+    "rotary": {"config": AttentionConfig(0.5), "rotary": Rotary(100.0), "qk_norm": QkNorm(1e-5, whole=True)},
 }
 
 

@@ -1,0 +1,82 @@
+"""Rotary position embedding on halves of the head (Su et al., 2021; halves as in Llama)."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+GLOBAL = 2**30  # window of a layer that attends to all tokens, larger than any sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Rotary positions of a model.
+
+    Attributes:
+      base: base of the frequencies.
+      fraction: fraction of a head, from its first feature on, that is rotated.
+      scaling: changes the frequencies, `linear:8` or `llama3:8:1:4:8192`; see `check_scaling`.
+      local_base: base in layers with a window, where frequencies are not scaled (Gemma 3); None for `base`.
+    """
+
+    base: float
+    fraction: float = 1.0
+    scaling: str | None = None
+    local_base: float | None = None
+
+    def rotate(self, x_BxTxNxH, window):
+        """Rotates the heads of every token by its position; `window` (int32) is GLOBAL or that of the layer."""
+        width = rotated_width(x_BxTxNxH.shape[3], self.fraction)
+        frequencies = jnp.asarray(_scaled(_frequencies(self.base, width), self.scaling))
+        if self.local_base:
+            frequencies = jnp.where(window < GLOBAL, _frequencies(self.local_base, width), frequencies)
+        angles = jnp.arange(x_BxTxNxH.shape[1], dtype=jnp.float32)[:, None, None] * frequencies
+        sin, cos = jnp.sin(angles), jnp.cos(angles)
+        low, high, rest = jnp.split(x_BxTxNxH.astype(jnp.float32), [width // 2, width], axis=-1)
+        rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=-1)
+        return rotated.astype(x_BxTxNxH.dtype)
+
+
+def rotated_width(head_dim: int, fraction: float) -> int:
+    """Number of features of a head that are rotated."""
+    return int(head_dim * fraction)
+
+
+def check_scaling(scaling: str | None) -> tuple[str, list[float]]:
+    """(kind, numbers) of `linear:FACTOR` (Chen et al., 2023) or `llama3:FACTOR:LOW:HIGH:CONTEXT` (Llama 3.1).
+
+    `linear` divides every frequency by FACTOR. `llama3` divides those with fewer than LOW turns in CONTEXT tokens,
+    keeps those with more than HIGH, and interpolates between. Raises ValueError for other text.
+    """
+    if scaling is None:
+        return "none", []
+    kind, *numbers = scaling.split(":")
+    try:
+        values = [float(number) for number in numbers]
+    except ValueError:
+        values = []
+    if len(values) != {"linear": 1, "llama3": 4}.get(kind) or not all(0 < value < float("inf") for value in values):
+        raise ValueError(
+            f"model.rotary_scaling={scaling!r} is unknown. Type linear:FACTOR, llama3:FACTOR:LOW:HIGH:CONTEXT or null."
+        )
+    if kind == "llama3" and values[1] >= values[2]:
+        raise ValueError(f"model.rotary_scaling={scaling!r}: LOW must be less than HIGH. Type llama3:8:1:4:8192.")
+    return kind, values
+
+
+def _frequencies(base: float, width: int) -> np.ndarray:
+    """Radians per token of every pair of features, float32 [width / 2], rounded as published implementations do."""
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
+    return np.float32(1) / np.power(float(base), exponents.astype(np.float64)).astype(np.float32)
+
+
+def _scaled(frequencies: np.ndarray, scaling: str | None) -> np.ndarray:
+    kind, numbers = check_scaling(scaling)
+    if kind == "linear":
+        return frequencies / np.float32(numbers[0])
+    if kind == "llama3":
+        factor, low, high, context = numbers
+        turns = context * frequencies / (2 * np.pi)
+        share = np.clip((turns - low) / (high - low), 0, 1).astype(np.float32)  # 1 keeps the frequency
+        return (1 - share) * frequencies / np.float32(factor) + share * frequencies
+    return frequencies
