@@ -4,6 +4,7 @@
 a pure function of (seed, step); the unigram functions compute a baseline for trained models.
 """
 
+from mstrain.data.batch import CONCATENATED, Batch
 from mstrain.data.batches import Batches
 from mstrain.data.config import SOURCES, DataConfig
 from mstrain.data.corpus import Corpus, prepare
@@ -11,7 +12,9 @@ from mstrain.data.token_file import TokenFile
 from mstrain.data.unigram import unigram_bits_per_byte, unigram_nats_per_token
 
 __all__ = [
+    "CONCATENATED",
     "SOURCES",
+    "Batch",
     "Batches",
     "Corpus",
     "DataConfig",

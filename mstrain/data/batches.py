@@ -10,6 +10,7 @@ import functools
 
 import numpy as np
 
+from mstrain.data.batch import CONCATENATED, Batch
 from mstrain.data.permutation import permute
 from mstrain.data.token_file import TokenFile
 
@@ -23,6 +24,8 @@ class Batches:
     order. A fixed validation set is `batch(0) ... batch(n - 1)` of a fixed seed: these never change.
     Raises ValueError when a size is not positive, the seed negative or the file shorter than one window.
     """
+
+    parts: Batch = CONCATENATED
 
     def __init__(self, file: TokenFile, seq: int, batch: int, seed: int = 0, shuffle: bool = True):
         for name, value, least in (("seq", seq, 1), ("batch", batch, 1), ("seed", seed, 0)):
@@ -42,14 +45,14 @@ class Batches:
         """Steps that together repeat no window; 1 when even the first batch must repeat some."""
         return max(1, self.num_windows // self.batch_size)
 
-    def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> np.ndarray:
+    def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         """Tokens [rows, seq+1], int32, of step `step` (from 0); only the bytes of these rows are read.
 
-        Inputs are `[:, :-1]`, targets `[:, 1:]`. `rows` selects from range(batch) by slice or index array.
+        `rows` selects from range(batch) by slice or index array.
         Raises DamagedTokens when the file holds a token id outside its vocabulary, or has changed since it was opened.
         """
         assert step >= 0
-        return self.file.rows(self._window_ids(step, rows) * self.seq, self.seq + 1).astype(np.int32)
+        return Batch(self.file.rows(self._window_ids(step, rows) * self.seq, self.seq + 1).astype(np.int32))
 
     def _window_ids(self, step: int, rows: slice | np.ndarray) -> np.ndarray:
         samples = step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)[rows]

@@ -72,25 +72,27 @@ class Attention(nn.Module):
     qk_norm: QkNorm | None = None
 
     @nn.compact
-    def __call__(self, x_TxD, seq: int, window):
+    def __call__(self, x_TxD, seq: int, window, segments_T=None):
         """x_TxD holds sequences of `seq` tokens; a token attends to the last `window` tokens (traced int32), `GLOBAL`
         for all.
+
+        With `segments_T`, it attends to tokens of its own segment only, and positions start at 0 in each segment.
         """
         qkv = Dense(self.plans.into, self.heads.segments, self.inits.into, self.bias[0], name="qkv")(x_TxD)
-        y_TxNH = self._attend(qkv, seq, window)
+        y_TxNH = self._attend(qkv, seq, window, segments_T)
         return Dense(self.plans.out, x_TxD.shape[-1:], self.inits.out, self.bias[1], name="out")(y_TxNH)
 
-    def _attend(self, qkv, seq, window):
+    def _attend(self, qkv, seq, window, segments_T):
         layout = self.plans.inside
         scales, specs = self._scales(P(layout.features or None))
         local = jax.shard_map(
             functools.partial(self._local, seq),
             mesh=self.plans.grid.mesh,
-            in_specs=(layout.spec, P(), *specs),
+            in_specs=(layout.spec, P(), P(layout.tokens), *specs),
             out_specs=layout.spec,
             check_vma=False,
         )
-        return local(qkv, window, *scales)
+        return local(qkv, window, segments_T, *scales)
 
     def _scales(self, sharded: P):
         """Scales of the norms of queries and keys with their specs: none, one per feature of a head, or of all heads.
@@ -106,7 +108,7 @@ class Attention(nn.Module):
         scales = [parameter(self, f"{x}_scale", init, Storage((n,)), spec) for x, n in zip("qk", widths)]
         return [scale + float(norm.unit_offset) for scale in scales], [spec, spec]
 
-    def _local(self, seq, qkv, window, *scales):
+    def _local(self, seq, qkv, window, segments_T, *scales):
         axes = self.plans.inside.features
         shards = axis_size(axes)
         queries, keys = self.heads.queries // shards, self.heads.keys // shards
@@ -116,16 +118,18 @@ class Attention(nn.Module):
         if scales:
             q_BxTxNxH = self._normalize(q_BxTxNxH, scales[0], axes)
             k_BxTxKxH = self._normalize(k_BxTxKxH, scales[1], axes)
+        segments_BxT = None if segments_T is None else segments_T.reshape(-1, seq)
         if self.rotary:
-            q_BxTxNxH = self.rotary.rotate(q_BxTxNxH, window)
-            k_BxTxKxH = self.rotary.rotate(k_BxTxKxH, window)
+            positions = jnp.arange(seq) if segments_BxT is None else segment_positions(segments_BxT)
+            q_BxTxNxH = self.rotary.rotate(q_BxTxNxH, window, positions)
+            k_BxTxKxH = self.rotary.rotate(k_BxTxKxH, window, positions)
         devices = self.plans.grid.mesh.devices
         assert devices is not None, "an abstract mesh computes nothing"
         slopes_N, platform = None, devices.flat[0].platform
         if self.config.alibi:
             first = axis_index(axes) * queries
             slopes_N = jax.lax.dynamic_slice_in_dim(alibi_slopes(self.heads.queries), first, queries)
-        y_BxTxNxH = attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, self.config, slopes_N, window, platform)
+        y_BxTxNxH = attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, self.config, slopes_N, window, platform, segments_BxT)
         return constrain_layout(y_BxTxNxH.reshape(-1, queries * self.heads.width), lowering)
 
     def _normalize(self, x_BxTxNxH, scale, axes):
@@ -138,6 +142,13 @@ class Attention(nn.Module):
         else:
             x = normalize(x, "rmsnorm", norm.epsilon) * scale
         return x.astype(x_BxTxNxH.dtype)
+
+
+def segment_positions(segments_BxT):
+    """Position of each token in its run of equal segments, int32 [B, T]."""
+    places = jnp.arange(segments_BxT.shape[1], dtype=jnp.int32)
+    starts = segments_BxT != jnp.roll(segments_BxT, 1, axis=1)
+    return places - jax.lax.cummax(jnp.where(starts, places, 0), axis=1)
 
 
 def alibi_slopes(heads: int):

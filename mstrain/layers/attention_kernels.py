@@ -31,18 +31,19 @@ class AttentionConfig:
     windowed: bool = False
 
 
-def attend(q, k, v, config: AttentionConfig, slopes_N, window, platform: str = "cpu"):
+def attend(q, k, v, config: AttentionConfig, slopes_N, window, platform: str = "cpu", segments_BxT=None):
     """Causal attention of q_BxTxNxH over k, v_BxTxKxH; returns [B, T, N, H] in the dtype of q.
 
-    `platform` is JAX's name of the platform that the program is compiled for.
+    `platform` is JAX's name of the platform that the program is compiled for. Tokens attend to equal `segments_BxT`
+    only; cuDNN has no such mask, so plain XLA computes it on GPUs.
     """
     kernel = _attend_xla
     if _flash_fits(q, config):
         if platform == "tpu":
             kernel = _attend_splash
         elif platform in ("gpu", "cuda") and q.shape[3] <= CUDNN_WIDEST_HEAD and not config.soft_cap:
-            kernel = _attend_cudnn
-    return checkpoint_name(kernel(q, k, v, slopes_N, window, config=config), SAVED_ATTENTION)
+            kernel = _attend_cudnn if segments_BxT is None else _attend_xla
+    return checkpoint_name(kernel(q, k, v, slopes_N, window, segments_BxT, config=config), SAVED_ATTENTION)
 
 
 def _flash_fits(q, config: AttentionConfig) -> bool:
@@ -51,7 +52,7 @@ def _flash_fits(q, config: AttentionConfig) -> bool:
     return not extras and q.dtype == jnp.bfloat16 and q.shape[3] % 8 == 0 and q.shape[1] % 128 == 0
 
 
-def _attend_xla(q, k, v, slopes_N, window, *, config: AttentionConfig):
+def _attend_xla(q, k, v, slopes_N, window, segments_BxT, *, config: AttentionConfig):
     B, T, N, H = q.shape
     K = k.shape[2]
     q = q.reshape(B, T, K, N // K, H)
@@ -64,16 +65,18 @@ def _attend_xla(q, k, v, slopes_N, window, *, config: AttentionConfig):
     seen_TxS = past_TxS >= 0
     if config.windowed:
         seen_TxS &= past_TxS < window
+    if segments_BxT is not None:
+        seen_TxS &= (segments_BxT[:, :, None] == segments_BxT[:, None, :])[:, None, None]
     p_BxKxGxTxS = jax.nn.softmax(jnp.where(seen_TxS, s_BxKxGxTxS, -1e30), axis=-1).astype(v.dtype)
     y = jnp.einsum("bkgts,bskh->btkgh", p_BxKxGxTxS, v, preferred_element_type=jnp.float32)
     return y.reshape(B, T, N, H).astype(q.dtype)
 
 
-def _attend_cudnn(q, k, v, slopes_N, window, *, config: AttentionConfig):
+def _attend_cudnn(q, k, v, slopes_N, window, segments_BxT, *, config: AttentionConfig):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=config.scale, implementation="cudnn")
 
 
-def _attend_splash(q, k, v, slopes_N, window, *, config: AttentionConfig):
+def _attend_splash(q, k, v, slopes_N, window, segments_BxT, *, config: AttentionConfig):
     """JAX's splash attention kernel, which skips blocks that the causal mask removes."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -91,6 +94,7 @@ def _attend_splash(q, k, v, slopes_N, window, *, config: AttentionConfig):
         mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, attn_logits_soft_cap=config.soft_cap
     )
     q, k, v = (x.swapaxes(1, 2) for x in (q * config.scale, k, v))
-    y = jax.vmap(kernel)(q, k, v)
+    segments = None if segments_BxT is None else splash.SegmentIds(segments_BxT, segments_BxT)
+    y = jax.vmap(kernel)(q, k, v, segments)
     assert isinstance(y, jax.Array), "the kernel returns a tuple only with save_residuals"
     return y.swapaxes(1, 2)

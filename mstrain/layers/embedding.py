@@ -61,7 +61,7 @@ class Embedding(nn.Module):
 
 
 class Positions(nn.Module):
-    """Adds a learned embedding of each token's position in its sequence of `seq` tokens."""
+    """Adds a learned embedding of each token's position: `positions` is int32 [T], or a period of it."""
 
     layout: Layout
     mesh: Mesh
@@ -69,7 +69,7 @@ class Positions(nn.Module):
     initializer: Callable
 
     @nn.compact
-    def __call__(self, x_TxD, seq: int):
+    def __call__(self, x_TxD, positions):
         features = self.layout.features or None
         storage = Storage((self.context, x_TxD.shape[-1]))
         table = parameter(self, "table", self.initializer, storage, P(None, features))
@@ -80,4 +80,4 @@ class Positions(nn.Module):
             out_specs=self.layout.spec,
             check_vma=False,
         )
-        return add(x_TxD, jnp.arange(x_TxD.shape[0]) % seq, table)
+        return add(x_TxD, jnp.resize(positions, x_TxD.shape[0]), table)

@@ -24,13 +24,14 @@ class Rotary:
     scaling: str | None = None
     local_base: float | None = None
 
-    def rotate(self, x_BxTxNxH, window):
-        """Rotates the heads of every token by its position; `window` (int32) is GLOBAL or that of the layer."""
+    def rotate(self, x_BxTxNxH, window, positions):
+        """Rotates the heads of every token by its position, int [T] or [B, T]; `window` (int32) is GLOBAL or the
+        layer's."""
         width = rotated_width(x_BxTxNxH.shape[3], self.fraction)
         frequencies = jnp.asarray(_scaled(_frequencies(self.base, width), self.scaling))
         if self.local_base:
             frequencies = jnp.where(window < GLOBAL, _frequencies(self.local_base, width), frequencies)
-        angles = jnp.arange(x_BxTxNxH.shape[1], dtype=jnp.float32)[:, None, None] * frequencies
+        angles = positions.astype(jnp.float32)[..., None, None] * frequencies
         sin, cos = jnp.sin(angles), jnp.cos(angles)
         low, high, rest = jnp.split(x_BxTxNxH.astype(jnp.float32), [width // 2, width], axis=-1)
         rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=-1)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from mstrain.gemm import Layout, linear
-from mstrain.layers.attention import Attention, Heads, QkNorm
+from mstrain.layers.attention import Attention, Heads, QkNorm, segment_positions
 from mstrain.layers.attention_kernels import SAVED_ATTENTION, AttentionConfig
 from mstrain.layers.dense import SAVED_PRODUCT, Dense, Inits
 from mstrain.layers.embedding import Embedding, Positions
@@ -34,8 +34,8 @@ class Block(nn.Module):
     seq: int
 
     @nn.compact
-    def __call__(self, x_TxD, window):
-        attention, mlp = self._attention(), self._mlp()
+    def __call__(self, x_TxD, window, segments_T=None):
+        attention, mlp = functools.partial(self._attention(), segments_T=segments_T), self._mlp()
         if self.model.parallel_block:
             h_TxD = self._norm("norm", self.plan.attention.residual)(x_TxD)
             y_TxD = self._out("attention", attention(h_TxD, self.seq, window), self.plan.attention.residual)
@@ -98,6 +98,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Maps tokens_T (int32, concatenated sequences of `seq`) to logits_TxV sharded as `plan.head.output_layout`.
 
+    Attention and positions stay within equal `segments_T` (int32) of a sequence, where they are given.
+
     Attributes:
       model: sizes and architecture; `model.vocab_size` must be set.
       plan: plans of all products.
@@ -131,29 +133,34 @@ class Transformer(nn.Module):
         # Flax generates a hash of the fields too, but type checkers do not see it.
         return hash((self.model, self.plan, self.seq, self.dtype, self.remat))
 
-    def __call__(self, tokens_T):
+    def __call__(self, tokens_T, segments_T=None):
         x_TxD = self.embedding(tokens_T)
         if self.model.scaled_embedding:
             x_TxD = x_TxD * jnp.asarray(self.model.width**0.5, self.dtype)
         if self.model.position == "learned":
-            x_TxD = self.positions(x_TxD, self.seq)
+            x_TxD = self.positions(x_TxD, self._positions(segments_T))
         windows, first = self._windows(), 0
         for blocks, (block, count) in zip(self.blocks, self.plan.groups, strict=True):
             x_TxD = move(x_TxD, block.attention.residual, block)
-            x_TxD, _ = blocks(x_TxD, windows[first : first + count])
+            x_TxD, _ = blocks(x_TxD, windows[first : first + count], segments_T)
             first += count
         x_TxD = self.final_norm(move(x_TxD, self.plan.head.input_layout, self.plan))
         if self.model.tied:
             return linear(x_TxD, self.embedding.head_kernel(self.plan.head), self.plan.head)
         return self.head(x_TxD)
 
-    def loss(self, tokens_T, targets_T):
+    def loss(self, tokens_T, targets_T, segments_T=None):
         """Negative log-likelihood of every target in nats, float32 [T]."""
-        return cross_entropy(self(tokens_T), targets_T, self._logits_head())
+        return cross_entropy(self(tokens_T, segments_T), targets_T, self._logits_head())
 
-    def logits(self, tokens_T):
+    def logits(self, tokens_T, segments_T=None):
         """Logits after the soft cap, without padding, float32 [T, V]."""
-        return self._logits_head().capped(self(tokens_T))[:, : self.model.vocab_size]
+        return self._logits_head().capped(self(tokens_T, segments_T))[:, : self.model.vocab_size]
+
+    def _positions(self, segments_T):
+        if segments_T is None:
+            return jnp.arange(self.seq)
+        return segment_positions(segments_T.reshape(-1, self.seq)).reshape(-1)
 
     def _logits_head(self) -> LogitsHead:
         m = self.model
@@ -170,8 +177,9 @@ class Transformer(nn.Module):
             policy = jax.checkpoint_policies.save_only_these_names(*saved)
             block = nn.remat(Block, policy=policy, prevent_cse=False)
         scanned = nn.scan(
-            block, variable_axes={"params": 0}, split_rngs={"params": True}, length=count, metadata_params={}
-        )
+            block, variable_axes={"params": 0}, split_rngs={"params": True}, length=count, metadata_params={},
+            in_axes=(0, nn.broadcast),
+        )  # fmt: skip
         return scanned(self.model, plan, self.seq)
 
 

@@ -13,6 +13,7 @@ from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mstrain.data import CONCATENATED, Batch
 from mstrain.models.parameters import init_parameters, is_masked, parameter_shapes, parameter_shardings
 from mstrain.models.transformer import Transformer
 from mstrain.program.program import Program, abstract
@@ -20,10 +21,24 @@ from mstrain.program.program import Program, abstract
 State = dict  # {"step": int32, "params": ..., "optimizer": ...}
 
 
-def mean_loss(module: Transformer, params, tokens_BxT1):
-    """Mean negative log-likelihood in nats of the last T tokens of every sequence given those before."""
-    inputs, targets = tokens_BxT1[:, :-1].reshape(-1), tokens_BxT1[:, 1:].reshape(-1)
-    return jnp.mean(apply(module, params, inputs, targets, method="loss"))
+def mean_loss(module: Transformer, params, batch: Batch, count=None):
+    """Mean negative log-likelihood in nats of the targets of `batch` [B, T + 1] that its mask selects.
+
+    `count` divides the sum over them instead of their number.
+    """
+    inputs, targets = batch.tokens[:, :-1].reshape(-1), batch.tokens[:, 1:].reshape(-1)
+    segments = None if batch.segments is None else batch.segments.reshape(-1)
+    losses = apply(module, params, inputs, targets, segments, method="loss")
+    if batch.mask is None:
+        return jnp.mean(losses)
+    return jnp.sum(jnp.where(batch.mask.reshape(-1), losses, 0)) / (num_targets(batch) if count is None else count)
+
+
+def num_targets(batch: Batch):
+    """The number of targets that count in the loss, float32, at least 1."""
+    if batch.mask is None:
+        return jnp.float32(math.prod(batch.tokens[..., 1:].shape))
+    return jnp.maximum(jnp.sum(batch.mask, dtype=jnp.float32), 1)
 
 
 def apply(module: nn.Module, params, *inputs, method: str) -> Any:
@@ -32,30 +47,34 @@ def apply(module: nn.Module, params, *inputs, method: str) -> Any:
     return module.apply({"params": params}, *inputs, method=method)
 
 
-def gradients(module: Transformer, params, batch_AxBxT1):
-    """Mean loss and float32 mean gradients over A microbatches of B sequences of T + 1 tokens."""
-    value_and_grad = jax.value_and_grad(lambda params, tokens: mean_loss(module, params, tokens))
-    microbatches = batch_AxBxT1.shape[0]
-    if microbatches == 1:
-        return value_and_grad(params, batch_AxBxT1[0])
+def gradients(module: Transformer, params, batch: Batch):
+    """Mean loss and float32 mean gradients over A microbatches of B sequences: tokens [A, B, T + 1].
 
-    def add(total, tokens):
-        return jax.tree.map(jnp.add, total, value_and_grad(params, tokens)), None
+    A target weighs the same in every microbatch, however many the masks of the others select.
+    """
+    microbatches = batch.tokens.shape[0]
+    count = None if batch.mask is None else num_targets(batch) / microbatches
+    value_and_grad = jax.value_and_grad(lambda params, batch: mean_loss(module, params, batch, count))
+    if microbatches == 1:
+        return value_and_grad(params, jax.tree.map(lambda x: x[0], batch))
+
+    def add(total, batch):
+        return jax.tree.map(jnp.add, total, value_and_grad(params, batch)), None
 
     zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-    total, _ = jax.lax.scan(add, zeros, batch_AxBxT1)
+    total, _ = jax.lax.scan(add, zeros, batch)
     return jax.tree.map(lambda x: x / microbatches, total)
 
 
 def make_step(module: Transformer, optimizer: optax.GradientTransformation):
-    """The compiled `step(state, batch_AxBxT1) -> (state, metrics)`; it donates its argument `state`.
+    """The compiled `step(state, batch) -> (state, metrics)`; it donates its argument `state`.
 
     Metrics, float32 scalars: `loss` before the update, `grad_norm` before clipping, and `skipped`, 1 when one
     of the two is not finite. Parameters and moments are then unchanged; step counters still increase.
     """
 
-    def step(state: State, batch_AxBxT1):
-        loss, grads = gradients(module, state["params"], batch_AxBxT1)
+    def step(state: State, batch: Batch):
+        loss, grads = gradients(module, state["params"], batch)
         updates, moments = optimizer.update(grads, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         norm = optax.tree.norm(grads)
@@ -95,24 +114,29 @@ def abstract_state(module: Transformer, optimizer: optax.GradientTransformation)
     )
 
 
-def abstract_batch(mesh: Mesh, batch: int, seq: int, accumulate: int) -> jax.ShapeDtypeStruct:
-    """`batch_AxBxT1` of a step: int32, A microbatches of B of its `batch` sequences, T + 1 tokens each.
+def abstract_batch(mesh: Mesh, batch: int, seq: int, accumulate: int, parts: Batch = CONCATENATED) -> Batch:
+    """The batch of a step: A microbatches of B of its `batch` sequences of `seq` tokens; tokens [A, B, T + 1].
 
-    Sequences are sharded over the axes of `data` and `row` that divide them.
+    It has segments and a mask if `parts` has. Sequences are sharded over the axes of `data` and `row` that divide them.
     """
     microbatch, axes = batch // accumulate, []
     for axis in ("data", "row"):
         if microbatch % math.prod(mesh.shape[a] for a in (*axes, axis)) == 0:
             axes.append(axis)
-    return abstract((accumulate, microbatch, seq + 1), jnp.int32, mesh, P(None, tuple(axes)))
+    dims = Batch(seq + 1, seq, seq)
+    return Batch(*(
+        part and abstract((accumulate, microbatch, dim), part, mesh, P(None, tuple(axes)))
+        for dim, part in zip(dims, parts, strict=True)
+    ))  # fmt: skip
 
 
 def step_program(
-    module: Transformer, optimizer: optax.GradientTransformation, batch: int, accumulate: int = 1
-) -> Program:
-    """The training step: `batch` sequences of the whole job in `accumulate` microbatches."""
-    tokens = abstract_batch(module.plan.mesh, batch, module.seq, accumulate)
-    arguments = (abstract_state(module, optimizer), tokens)
+    module: Transformer, optimizer: optax.GradientTransformation, batch: int, accumulate: int = 1,
+    parts: Batch = CONCATENATED,
+) -> Program:  # fmt: skip
+    """The training step: `batch` sequences of the whole job in `accumulate` microbatches, with the `parts` of Batch."""
+    abstract = abstract_batch(module.plan.mesh, batch, module.seq, accumulate, parts)
+    arguments = (abstract_state(module, optimizer), abstract)
     return Program(f"step of {module.model.name}", make_step(module, optimizer), arguments)
 
 

@@ -4,11 +4,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mstrain.checks import at_least
-from mstrain.data import TokenFile, unigram_nats_per_token
+from mstrain.data import Batch, TokenFile, unigram_nats_per_token
 from mstrain.models.transformer import Transformer
-from mstrain.program.step import State, mean_loss
+from mstrain.program.step import State, mean_loss, num_targets
 from mstrain.training.feed import Feed
 from mstrain.training.reporter import Reporter
 
@@ -35,8 +36,10 @@ class Evaluator:
         self._feed = feed
         self.batches = min(config.batches, feed.batches.batches_per_epoch)
 
-        def loss(params, batch_AxBxT1):
-            return jnp.mean(jax.lax.map(lambda tokens: mean_loss(module, params, tokens), batch_AxBxT1))
+        def loss(params, batch: Batch):
+            share = num_targets(batch) / batch.tokens.shape[0]
+            count = None if batch.mask is None else share
+            return jnp.mean(jax.lax.map(lambda batch: mean_loss(module, params, batch, count), batch)), share
 
         self._loss = jax.jit(loss)
         self._file, self._reporter = file, reporter
@@ -54,8 +57,9 @@ class Evaluator:
 
     def measure(self, params) -> float:
         """Mean nats per token over the batches, also kept in `nats`."""
-        losses = [self._loss(params, self._feed(i)) for i in range(self.batches)]
-        self.nats = float(sum(jax.device_get(losses)) / len(losses))
+        measured = jax.device_get([self._loss(params, self._feed(i)) for i in range(self.batches)])
+        losses, counts = np.array(measured, np.float64).T
+        self.nats = float(losses @ counts / counts.sum())
         return self.nats
 
     def __call__(self, step: int, state: State) -> None:

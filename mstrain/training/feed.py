@@ -1,32 +1,32 @@
 """Loads batches onto devices. Each process reads only the rows that its own devices need."""
 
-import math
-
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mstrain.data import Batches
+from mstrain.data import Batch, Batches
 from mstrain.program.step import abstract_batch
 
 
 class Feed:
-    """Returns `batch_AxBxT1` (int32: A microbatches of B sequences of T + 1 tokens) for any step from 0 on."""
+    """Returns the Batch (tokens [A, B, T + 1]: A microbatches of B sequences) of any step from 0 on."""
 
     def __init__(self, batches: Batches, mesh: Mesh, accumulate: int):
         self.batches = batches
-        batch = abstract_batch(mesh, batches.batch_size, batches.seq, accumulate)
-        self.shape, self.sharding = batch.shape, batch.sharding
-        self._numbers = np.arange(math.prod(self.shape[:2])).reshape(self.shape[:2])
+        self.abstract = abstract_batch(mesh, batches.batch_size, batches.seq, accumulate, batches.parts)
+        self._numbers = np.arange(batches.batch_size).reshape(accumulate, -1)
 
-    def __call__(self, step: int) -> jax.Array:
-        parts = {}  # devices along `col` share rows, but JAX calls `read` for each device
+    def __call__(self, step: int) -> Batch:
+        parts = {}  # devices along `col` share rows, and JAX calls `read` for each device and array
 
-        def read(index):
+        def read(name, index):
             rows = self._numbers[index[:2]]
             key = (rows.shape, rows.flat[0])
             if key not in parts:
-                parts[key] = self.batches.batch(step, rows.reshape(-1)).reshape(*rows.shape, -1)
-            return parts[key]
+                parts[key] = self.batches.batch(step, rows.reshape(-1))
+            return getattr(parts[key], name).reshape(*rows.shape, -1)
 
-        return jax.make_array_from_callback(self.shape, self.sharding, read)
+        return Batch(*(
+            part and jax.make_array_from_callback(part.shape, part.sharding, lambda index, name=name: read(name, index))
+            for name, part in zip(Batch._fields, self.abstract, strict=True)
+        ))  # fmt: skip

@@ -128,7 +128,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error_with_its_name(make_fil
 def test_a_file_that_is_removed_or_chmodded_is_read_on(make_file, harmless):
     file = make_file(np.arange(3000))
     harmless(file.path)
-    np.testing.assert_array_equal(Batches(file, 10, 4, shuffle=False).batch(1)[0], np.arange(40, 51))
+    np.testing.assert_array_equal(Batches(file, 10, 4, shuffle=False).batch(1).tokens[0], np.arange(40, 51))
 
 
 def test_descriptors_are_closed_with_their_files(make_file):

@@ -46,12 +46,12 @@ POISON = {
 
 def poison(monkeypatch, feed, batches, loss_factor, gradient_factor):
     """Multiplies loss and gradients of the given batches (numbers from 0) inside the compiled step."""
-    markers = jnp.stack([jnp.asarray(feed(batch))[0, 0] for batch in batches])
+    markers = jnp.stack([jnp.asarray(feed(batch).tokens)[0, 0] for batch in batches])
     original = step_module.gradients
 
     def gradients(module, params, batch):
         loss, grads = original(module, params, batch)
-        bad = jnp.any(jnp.all(batch[0, 0] == markers, axis=-1))
+        bad = jnp.any(jnp.all(batch.tokens[0, 0] == markers, axis=-1))
         grads = jax.tree.map(lambda x: x * jnp.where(bad, gradient_factor, 1.0), grads)
         return loss * jnp.where(bad, loss_factor, 1.0), grads
 

@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 
 from mstrain.gemm import Plan, PlanPair, grid_of
-from mstrain.layers.attention import Attention, Heads, QkNorm, alibi_slopes
+from mstrain.layers.attention import Attention, Heads, QkNorm, alibi_slopes, segment_positions
 from mstrain.layers.attention_kernels import AttentionConfig, attend
 from mstrain.layers.dense import Inits
 from mstrain.layers.rotary import GLOBAL, Rotary
@@ -86,6 +86,21 @@ def test_no_token_sees_the_future_or_beyond_its_window(windowed):
         assert [bool(x) for x in seen(t)] == [first <= u <= t for u in range(T)]
 
 
+def test_segments_attend_and_count_positions_as_if_alone():
+    q, k, v = random_qkv()
+    segments = jnp.asarray([[1] * 3 + [2] * 5, [1] * T], jnp.int32)
+    positions = segment_positions(segments)
+    np.testing.assert_array_equal(positions, [[0, 1, 2, 0, 1, 2, 3, 4], range(T)])
+    scores = AttentionConfig(0.5, windowed=True)
+    turned = [Rotary(100.0).rotate(x, GLOBAL, positions) for x in (q, k)]
+    y = attend(*turned, v, scores, None, jnp.int32(4), "cpu", segments)
+    for row, part in ((0, slice(0, 3)), (0, slice(3, 8)), (1, slice(0, T))):
+        q1, k1, v1 = (x[row : row + 1, part] for x in (q, k, v))
+        q1, k1 = (Rotary(100.0).rotate(x, GLOBAL, jnp.arange(q1.shape[1])) for x in (q1, k1))
+        want = attend(q1, k1, v1, scores, None, jnp.int32(4))
+        np.testing.assert_allclose(y[row : row + 1, part], want, rtol=1e-5, atol=1e-6)
+
+
 def test_alibi_slopes_are_those_of_the_paper():
     """Press et al., 2022: 8 heads start at 1/2 and halve; others borrow from twice their power of two."""
     np.testing.assert_allclose(alibi_slopes(8), [2.0**-i for i in range(1, 9)])
@@ -100,7 +115,7 @@ def test_alibi_slopes_are_those_of_the_paper():
 def test_rotary_scores_depend_on_distance_alone():
     rng = np.random.default_rng(6)
     q, k = (jnp.broadcast_to(jnp.asarray(rng.standard_normal(8), jnp.float32), (1, 12, 1, 8)) for _ in range(2))
-    q, k = (Rotary(100.0).rotate(x, GLOBAL) for x in (q, k))
+    q, k = (Rotary(100.0).rotate(x, GLOBAL, jnp.arange(12)) for x in (q, k))
     scores = np.asarray(jnp.einsum("btnh,bunh->tu", q, k))
     for distance in range(-11, 12):
         np.testing.assert_allclose(np.ptp(np.diagonal(scores, distance)), 0, atol=1e-4)
@@ -111,7 +126,7 @@ def test_rotary_scores_depend_on_distance_alone():
 def test_rotary_turns_pair_i_by_position_times_its_frequency():
     x = jnp.zeros((1, 5, 1, 4)).at[..., 1].set(1.0)  # the second pair is (1, 3)
     angle = np.arange(5) * 100.0 ** (-2 / 4)
-    turned = np.asarray(Rotary(100.0).rotate(x, GLOBAL))[0, :, 0]
+    turned = np.asarray(Rotary(100.0).rotate(x, GLOBAL, jnp.arange(5)))[0, :, 0]
     np.testing.assert_allclose(turned, np.stack([0 * angle, np.cos(angle), 0 * angle, np.sin(angle)], 1), atol=1e-6)
 
 

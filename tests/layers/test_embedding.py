@@ -89,7 +89,7 @@ def test_positions_count_from_the_start_of_every_sequence():
     mesh, layout = mesh_of("2x4"), Layout(("data", "row"), ("col",))
     module = Positions(layout, mesh, context=12, initializer=NORMAL)
     x = jnp.zeros((24, WIDTH))
-    boxed = module.init(jax.random.key(0), x, 8)
+    boxed = module.init(jax.random.key(0), x, jnp.arange(8))
     table = boxed["params"]["table"].value
-    y = jax.jit(lambda p, x: module.apply(p, x, 8))(nn.meta.unbox(boxed), x)
+    y = jax.jit(lambda p, x: module.apply(p, x, jnp.arange(8)))(nn.meta.unbox(boxed), x)
     np.testing.assert_array_equal(y, np.tile(np.asarray(table)[:8], (3, 1)))

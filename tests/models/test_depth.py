@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from mstrain.data import Batch
 from mstrain.mesh import make_mesh, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
@@ -21,7 +22,7 @@ def operations(layers: int, rules: str | None = None) -> int:
     model = dataclasses.replace(MODEL, layers=layers)
     mesh = make_mesh(parse_mesh("2x2"))
     module = Transformer(model, make_plan(ParallelConfig(layers=rules), model, mesh, 4, 16), 16)
-    gradient = jax.jit(jax.grad(lambda params, tokens: mean_loss(module, params, tokens)))
+    gradient = jax.jit(jax.grad(lambda params, tokens: mean_loss(module, params, Batch(tokens))))
     tokens = jax.ShapeDtypeStruct((4, 17), jnp.int32)
     return gradient.lower(parameter_shapes(module), tokens).as_text().count(" = ")
 

@@ -47,15 +47,15 @@ def feed_on(mesh: str, accumulate: int = 1, batch: int = BATCH) -> Feed:
 def test_every_mesh_sees_the_same_batches(mesh, accumulate):
     feed, expected = feed_on(mesh, accumulate), Batches(File(), SEQ, BATCH, 5)
     for step in (0, 7):
-        batch = feed(step)
+        batch = feed(step).tokens
         assert batch.shape == (accumulate, BATCH // accumulate, SEQ + 1) and batch.dtype == np.int32
-        np.testing.assert_array_equal(np.asarray(batch).reshape(BATCH, -1), expected.batch(step))
+        np.testing.assert_array_equal(np.asarray(batch).reshape(BATCH, -1), expected.batch(step).tokens)
 
 
 @pytest.mark.parametrize("mesh, shards", [("2x4", 2), ("2x2x2", 4), ("1x8", 1), ("8x1", 8)])
 def test_the_rows_of_a_device_are_read_alone_and_once(mesh, shards):
     feed = feed_on(mesh)
-    batch = feed(0)
+    batch = feed(0).tokens
     rows = {shard.index[1].indices(BATCH)[:2] for shard in batch.addressable_shards}
     assert len(rows) == shards
     assert [len(asked) for asked in feed.batches.asked] == [BATCH // shards] * shards
@@ -69,13 +69,14 @@ def test_rows_of_every_microbatch_are_read_together():
 
 
 def test_a_batch_that_divides_over_no_axis_is_replicated():
-    batch = feed_on("2x4", batch=5)(0)
+    batch = feed_on("2x4", batch=5)(0).tokens
     assert batch.is_fully_replicated
-    np.testing.assert_array_equal(np.asarray(batch)[0], Batches(File(), SEQ, 5, 5).batch(0))
+    np.testing.assert_array_equal(np.asarray(batch)[0], Batches(File(), SEQ, 5, 5).batch(0).tokens)
 
 
 def test_abstract_batches_are_those_that_come():
     feed = feed_on("2x2x2", accumulate=2)
-    batch, abstract = feed(0), abstract_batch(make_mesh(parse_mesh("2x2x2")), feed.batches.batch_size, SEQ, 2)
+    abstract = abstract_batch(make_mesh(parse_mesh("2x2x2")), feed.batches.batch_size, SEQ, 2).tokens
+    batch = feed(0).tokens
     assert (batch.shape, batch.dtype, batch.sharding) == (abstract.shape, abstract.dtype, abstract.sharding)
     assert isinstance(batch, jax.Array)
