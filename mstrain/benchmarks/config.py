@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import ClassVar
 
 from mstrain.benchmarks.presets import preset_arguments
 from mstrain.checks import at_least, mounted, one_of
@@ -15,6 +16,7 @@ from mstrain.models.products import projections
 from mstrain.models.transformer import REMAT
 from mstrain.models.zoo import BYTES, load_preset
 from mstrain.program.dtype import DTYPES
+from mstrain.training.answers import answer
 from mstrain.training.config import TUNE
 
 BENCHES = ("step", "layer", "gemm", "nongemm", "collectives", "calibrate", "tune")
@@ -38,9 +40,19 @@ IDLE = {
 }  # fmt: skip
 
 
+def _explain(key: str, value: str) -> str | None:
+    """The advice of train.py on a key of another framework, if the key to type is one of benchmark.py, too."""
+    advice = answer(key, value) or ""
+    typed = re.search(r"[Tt]ype ([\w.]+)=", advice)
+    known = {field.name for field in dataclasses.fields(BenchmarkConfig)} | SYNONYMS.keys()
+    return advice if typed and typed[1] in known else None
+
+
 @dataclasses.dataclass(frozen=True)
 class BenchmarkConfig:
     """One comparison. Lists are words separated by spaces, such as algorithms="meshslice wang"."""
+
+    explain: ClassVar = staticmethod(_explain)
 
     bench: str = "step"
     """What is compared: `step` (forward, backward, update), `layer` or `gemm` (forward, backward), `nongemm` (a

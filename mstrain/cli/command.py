@@ -11,7 +11,7 @@ from pathlib import Path
 import mstrain
 from mstrain.cli.compose import config_dir, to_yaml
 from mstrain.cli.help import OPTIONS
-from mstrain.cli.sweep import run_sweep
+from mstrain.cli.sweep import plan_sweep, run_sweep
 from mstrain.job.exit_codes import SIGNALED, code_of
 
 
@@ -26,6 +26,7 @@ class Command:
       config: key=value arguments to the composed, checked config; what `--cfg job` prints.
       help_lines: key=value arguments to the lines of --help.
       results: a finished run_dir to {column: value}, for the table of a sweep.
+      folder: the key of the folder that a run writes to; None for a command that writes no files.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Command:
     config: Callable[[list[str]], typing.Any] | None = None
     help_lines: Callable[[list[str]], list[str]] = lambda pairs: []
     results: Callable[[Path], dict[str, str]] = lambda folder: {}
+    folder: str | None = "run_dir"
 
 
 def run_command(command: Command, arguments: list[str] | None = None) -> typing.NoReturn:
@@ -63,8 +65,11 @@ def _run(command: Command, options: argparse.Namespace, pairs: list[str]) -> int
     if command.config is None:
         raise ValueError(f"{command.name} has no configuration to print or vary.")
     if options.multirun:
-        return run_sweep(command.name, pairs, options.config_dir, command.config, command.results)
-    print(to_yaml(command.config(pairs)), end="")
+        sweep = plan_sweep(pairs, command.config, command.folder)
+        if not options.cfg:
+            return run_sweep(command.name, sweep, options.config_dir, command.results)
+    configs = [run.config for run in sweep] if options.multirun else [command.config(pairs)]
+    print(*map(to_yaml, configs), sep="---\n", end="")
     return 0
 
 

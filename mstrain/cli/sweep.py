@@ -1,6 +1,7 @@
 """--multirun: runs every combination of values in its own process and folder, and prints a table."""
 
 import csv
+import dataclasses
 import itertools
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,54 +20,80 @@ from mstrain.job.exit_codes import FINISHED, SIGNALED, STOPPED
 from mstrain.job.signals import handled
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FOLDER = "run_dir"
+
+
+@dataclasses.dataclass(frozen=True)
+class SweptRun:
+    """One run of a sweep.
+
+    Attributes:
+      chosen: the values of the swept keys, as KEY=VALUE.
+      arguments: all arguments.
+      config: the composed, checked config.
+      folder: where it writes; None if the command writes no files.
+    """
+
+    chosen: str
+    arguments: list[str]
+    config: Any
+    folder: Path | None
+
+
+def plan_sweep(pairs: list[str], config: Callable, folder_key: str | None) -> list[SweptRun]:
+    """Every combination of swept values, composed and checked.
+
+    Args:
+      pairs: key=value arguments; at least one has several values.
+      config: arguments to config.
+      folder_key: each run writes to a folder of its own below the value of this key, KEY=VALUE_KEY=VALUE, so that the
+        same sweep resumes where it stopped. None for a command that writes no files.
+
+    Raises:
+      ValueError: nothing is swept, a combination is not valid, or two runs would write to the same folder.
+    """
+    values = [sweep_values(pair) for pair in pairs]
+    if not any(values):
+        raise ValueError("--multirun has nothing to vary. Separate values by commas, such as parallel=meshslice,wang.")
+    choices = [
+        [f"{pair.partition('=')[0]}={value}" for value in several] if several else [pair]
+        for pair, several in zip(pairs, values, strict=True)
+    ]
+    swept = [index for index, several in enumerate(values) if several]
+    runs = []
+    for arguments in itertools.product(*choices):
+        arguments, chosen, folder = list(arguments), [arguments[index] for index in swept], None
+        if folder_key:
+            folder = Path(getattr(config(arguments), folder_key))
+            own = [pair for pair in chosen if not pair.startswith(folder_key + "=")]
+            folder = folder / _folder_name(own) if own else folder
+            arguments = [pair for pair in arguments if not pair.startswith(folder_key + "=")]
+            arguments.append(f"{folder_key}={folder}")
+        runs.append(SweptRun(" ".join(chosen), arguments, config(arguments), folder))
+    if folder_key and len({run.folder for run in runs}) < len(runs):
+        raise ValueError("Two runs of this sweep would write to the same folder. Give each key a value only once.")
+    return runs
 
 
 def run_sweep(
-    name: str,
-    pairs: list[str],
-    folder: Path | None,
-    config: Callable,
-    results: Callable[[Path], dict[str, str]],
+    name: str, runs: list[SweptRun], config_dir: Path | None, results: Callable[[Path], dict[str, str]]
 ) -> int:
-    """Runs the command `name` once for each combination; returns the highest exit code.
-
-    All combinations are composed and checked before the first one starts. Each writes to RUN_DIR/KEY=VALUE_KEY=VALUE,
-    so that the same sweep resumes where it stopped.
-
-    Raises:
-      ValueError: nothing is swept, or a combination is not valid.
-    """
-    fixed, swept = [], []
-    for pair in pairs:
-        values = sweep_values(pair)
-        key = pair.partition("=")[0]
-        if values is None:
-            fixed.append(pair)
-        else:
-            swept.append([f"{key}={value}" for value in values])
-    if not swept:
-        raise ValueError("--multirun has nothing to vary. Separate values by commas, such as parallel=meshslice,wang.")
-    combinations = list(itertools.product(*swept))
-    base = Path(config([*fixed, *combinations[0]]).run_dir)
-    fixed = [pair for pair in fixed if not pair.startswith(FOLDER + "=")]
-    jobs = [(chosen, base / _folder_name(chosen)) for chosen in combinations]
-    for chosen, run_dir in jobs:
-        config([*fixed, *chosen, f"{FOLDER}={run_dir}"])
+    """Runs the command `name` once for each of `runs`; returns the highest exit code. Prints and writes a table."""
     rows, child = [], _Child()
     with handled(child.forward):
-        for number, (chosen, run_dir) in enumerate(jobs, 1):
-            print(f"[{number}/{len(jobs)}] {' '.join(chosen)} {FOLDER}={run_dir}", flush=True)
-            code = child.run(name, [*fixed, *chosen, f"{FOLDER}={run_dir}"], folder)
-            rows.append({"run": " ".join(chosen), "exit code": str(code), **(results(run_dir) if code == 0 else {})})
+        for number, run in enumerate(runs, 1):
+            place = [str(run.folder)] if run.folder else []
+            print(f"[{number}/{len(runs)}] {' '.join([run.chosen, *place])}", flush=True)
+            code = child.run(name, run.arguments, config_dir)
+            found = results(run.folder) if code == FINISHED and run.folder else {}
+            rows.append({"run": run.chosen, "exit code": str(code), **found})
             if child.signaled or code == STOPPED or code >= SIGNALED:
                 break
-    _report(rows, base)
-    stopped = STOPPED if child.signaled and len(rows) < len(jobs) else FINISHED
+    _report(rows, [run.folder.parent for run in runs if run.folder])
+    stopped = STOPPED if child.signaled and len(rows) < len(runs) else FINISHED
     return max(stopped, *(int(row["exit code"]) for row in rows))
 
 
-def _folder_name(chosen: tuple[str, ...]) -> str:
+def _folder_name(chosen: list[str]) -> str:
     return re.sub(r"[^\w.=+-]+", "_", "_".join(chosen))
 
 
@@ -99,15 +127,19 @@ class _Child:
             self._process.send_signal(number)
 
 
-def _report(rows: list[dict[str, str]], base: Path) -> None:
+def _report(rows: list[dict[str, str]], folders: list[Path]) -> None:
+    """Prints the table, and writes it to the folder that `folders` have in common, if there are any."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     table = Table(*columns, title="Sweep", title_justify="left")
     for row in rows:
         table.add_row(*(row.get(column, "") for column in columns))
     Console(highlight=False).print(table)
-    base.mkdir(parents=True, exist_ok=True)
-    with (base / "sweep.csv").open("w", newline="") as file:
+    if not folders:
+        return
+    path = Path(os.path.commonpath([os.path.abspath(folder) for folder in folders])) / "sweep.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         writer.writerows(rows)
-    print(f"Written: {base / 'sweep.csv'}")
+    print(f"Written: {path}")

@@ -60,4 +60,4 @@ def help_lines(_: list[str]) -> list[str]:
     return describe_keys(EvaluateConfig, "evaluate")
 
 
-COMMAND = Command("evaluate", main, (__doc__ or "").strip(), load_config, help_lines)
+COMMAND = Command("evaluate", main, (__doc__ or "").strip(), load_config, help_lines, folder=None)

@@ -55,4 +55,4 @@ def help_lines(_: list[str]) -> list[str]:
     return describe_keys(ContinueConfig, "sample")
 
 
-COMMAND = Command("sample", main, (__doc__ or "").strip(), load_config, help_lines)
+COMMAND = Command("sample", main, (__doc__ or "").strip(), load_config, help_lines, folder=None)

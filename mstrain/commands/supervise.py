@@ -81,4 +81,4 @@ def help_lines(_: list[str]) -> list[str]:
     return [*describe_keys(SuperviseConfig, "supervise"), "", "All other keys: mstrain train --help."]
 
 
-COMMAND = Command("supervise", main, (__doc__ or "").strip(), load_config, help_lines)
+COMMAND = Command("supervise", main, (__doc__ or "").strip(), load_config, help_lines, folder=None)

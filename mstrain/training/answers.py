@@ -6,6 +6,9 @@ _TYPE = {
     "optimizer.learning_rate": "lr learning_rate optimizer.lr max_lr peak_lr",
     "optimizer.warmup": "warmup warmup_steps warmup_iters optimizer.warmup_steps lr_warmup_steps",
     "optimizer.weight_decay": "weight_decay wd",
+    "optimizer.b1": "beta1 adam_beta1 optimizer.beta1",
+    "optimizer.b2": "beta2 adam_beta2 optimizer.beta2",
+    "optimizer.epsilon": "eps adam_epsilon adam_eps optimizer.eps",
     "optimizer.clip": "grad_clip max_grad_norm clip_grad gradient_clip_val",
     "seq": "block_size seq_len seq_length sequence_length max_seq_len max_seq_length n_ctx context_length",
     "steps": "max_steps max_iters num_steps train_steps total_steps num_train_steps iterations",
@@ -31,6 +34,10 @@ _SENTENCES = {
         "A run_dir= with a checkpoint is resumed without a key. init_from=RUN_DIR starts a new run from its weights.",
     "wandb use_wandb wandb_project report_to logger":
         "Metrics are in RUN_DIR/metrics.jsonl and RUN_DIR/tensorboard: type tensorboard --logdir RUN_DIR/tensorboard.",
+    "epoch epochs num_epochs num_train_epochs max_epochs":
+        "Type steps=N, N = epochs x training tokens / (batch x seq).",
+    "optimizer optim": "The optimizer is AdamW. Type its keys, such as optimizer.b2=0.99.",
+    "fsdp zero zero_stage": "Type parallel=fsdp.",
     "fp16 bf16 amp": "Type dtype=bf16 or dtype=f32.",
     "gradient_checkpointing activation_checkpointing checkpointing recompute":
         "Type remat=full (recompute every layer) or remat=dots (keep matmul outputs).",
