@@ -6,6 +6,7 @@ steps and sends half of every block in each direction.
 """
 
 import functools
+import math
 import operator
 
 import jax.numpy as jnp
@@ -25,15 +26,27 @@ from mstrain.gemm.local import (
     reduce_scatter_in_ring,
 )
 
+PARTS = 4  # products of OS after those with the own block, on rings of more devices
+
 
 def os(a, b, rows, cols, slices=1):
-    """Y = A B: half blocks of A move around the ring; each is multiplied by its rows of the gathered B."""
+    """Y = A B: half blocks of A move around the ring; each is multiplied by its rows of the gathered B.
+
+    On long rings a product takes the blocks of several steps, because it reads and writes a float32 sum of the size of
+    Y: on 16x16 v6e the first MLP product of GPT-3 takes 4.8 ms instead of 10.3.
+    """
     b = all_gather(b.astype(a.dtype), rows, 0)
-    products = (
-        dot(block, lax.dynamic_slice_in_dim(b, start, block.shape[1], axis=0), NN, jnp.float32)
-        for block, start in _circulate(a, 1, cols)
-    )
-    return functools.reduce(operator.add, products).astype(a.dtype)
+    blocks, steps = list(_circulate(a, 1, cols)), axis_size(cols) - 1
+    together = 1 if steps < PARTS else 2 * math.ceil(steps / PARTS)
+    parts = [[block] for block in blocks[:2]]
+    parts += [blocks[i : i + together] for i in range(2, len(blocks), together)]
+
+    def product(part):
+        a_part = jnp.concatenate([block for block, _ in part], axis=1)
+        b_part = [lax.dynamic_slice_in_dim(b, start, block.shape[1], axis=0) for block, start in part]
+        return dot(a_part, jnp.concatenate(b_part), NN, jnp.float32)
+
+    return functools.reduce(operator.add, map(product, parts)).astype(a.dtype)
 
 
 def ls(a, b, rows, cols, slices=1):
