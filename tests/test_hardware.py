@@ -1,5 +1,7 @@
 """The table of chips, slice names, the link formula and MFU."""
 
+import dataclasses
+import itertools
 import math
 import re
 
@@ -8,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mstrain.hardware import (
+    CompilerOption,
     Link,
     all_chips,
     chip_for,
@@ -89,12 +92,19 @@ def test_unknown_chip_or_dtype_is_an_error_that_lists_the_known():
 
 def test_compiler_options_have_reasons_and_no_continuation_fusion():
     for chip in all_chips().values():
-        for option in chip.options:
+        for option in (*chip.options, *itertools.chain(*chip.algorithm_options.values())):
             assert option.reason and option.source
             if "async_collective_fusion" in option.name:  # refused by the compiler, except on v5e
                 assert option.value is False or chip.name == "v5e"
     assert compiler_options(chip_named("cpu")) == {}
     assert compiler_options(chip_named("v5p"))["xla_max_concurrent_async_all_gathers"] == 2
+
+
+def test_programs_of_one_algorithm_get_its_options_too():
+    shared, own = CompilerOption("a", 1, "", ""), CompilerOption("b", True, "", "")
+    chip = dataclasses.replace(chip_named("v6e"), options=(shared,), algorithm_options={"fsdp": (own,)})
+    assert compiler_options(chip, "fsdp") == {"a": 1, "b": True}
+    assert compiler_options(chip, "wang") == compiler_options(chip) == {"a": 1}
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ class Chip:
     `most_slices` limits automatic slice counts, because the cost model omits some cycles and copies of more slices.
     `lowering` has fields of `mstrain.gemm.LoweringOptions` for its compiler. `overlap` is how its compiler overlaps
     collectives, a key of `mstrain.hardware.constants.OVERLAPS`.
+    `algorithm_options` are added to `options` for programs of one algorithm.
     `sources` has the origin of every number that is not None.
     """
 
@@ -78,6 +79,7 @@ class Chip:
     node_bandwidth: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     options: tuple[CompilerOption, ...] = ()
+    algorithm_options: Mapping[str, tuple[CompilerOption, ...]] = field(default_factory=dict, compare=False)
     lowering: Mapping[str, Any] = field(default_factory=dict, compare=False)
     overlap: str = "max"
     most_slices: int = 4
@@ -115,7 +117,7 @@ class Chip:
 def _chip(name: str, entry: dict) -> Chip:
     numbers = entry.get("numbers", {})
     assert set(numbers) <= set(_NUMBERS), f"chips.toml: {name} has an unknown number"
-    options = [CompilerOption(option, *row) for option, row in entry.get("compiler_options", {}).items()]
+    of_algorithms = {key: _options(rows) for key, rows in entry.get("algorithm_options", {}).items()}
     rules = dict(entry["tpu_slices"]) if "tpu_slices" in entry else None
     if rules:
         rules.update(prefixes=tuple(rules["prefixes"]), shapes=tuple(rules["shapes"]))
@@ -126,11 +128,16 @@ def _chip(name: str, entry: dict) -> Chip:
         torus_rank=entry.get("torus_rank", 0),
         **{key: value for key, (value, _) in numbers.items()},
         sources=MappingProxyType({key: source for key, (_, source) in numbers.items()}),
-        options=tuple(options),
+        options=_options(entry.get("compiler_options", {})),
+        algorithm_options=MappingProxyType(of_algorithms),
         **{key: entry[key][0] for key in ("overlap", "most_slices") if key in entry},
         lowering=MappingProxyType({key: value for key, (value, _) in entry.get("lowering", {}).items()}),
         tpu_slices=TpuSliceRules(**rules) if rules else None,
     )
+
+
+def _options(rows: dict) -> tuple[CompilerOption, ...]:
+    return tuple(CompilerOption(name, *row) for name, row in rows.items())
 
 
 @functools.cache
@@ -154,11 +161,13 @@ def chip_named(name: str) -> Chip:
     return chips[name]
 
 
-def compiler_options(chip: Chip | None) -> dict[str, bool | int | str]:
+def compiler_options(chip: Chip | None, algorithm: str | None = None) -> dict[str, bool | int | str]:
     """XLA options for `jax.jit(...).lower(...).compile(compiler_options=...)` that enable overlap of collectives.
 
-    Empty for an unknown chip. `chip.options` has the reasons.
+    Those of the chip and those of the algorithm of all products of a program; None where there are several. Empty for
+    an unknown chip. `chip.options` and `chip.algorithm_options` have the reasons.
     """
     if chip is None:
         return {}
-    return {option.name: option.value for option in chip.options}
+    options = (*chip.options, *chip.algorithm_options.get(algorithm or "", ()))
+    return {option.name: option.value for option in options}

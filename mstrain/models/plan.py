@@ -41,6 +41,11 @@ class BlockPlan:
         """The mesh of devices; plans on an abstract mesh have none."""
         return _with_devices(self.attention.grid.mesh)
 
+    @property
+    def algorithm(self) -> str | None:
+        """The algorithm of all products; None where there are several."""
+        return _sole({plan.algorithm for plan in self.products})
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelPlan:
@@ -59,6 +64,11 @@ class ModelPlan:
         return _with_devices(self.head.grid.mesh)
 
     @property
+    def algorithm(self) -> str | None:
+        """The algorithm of all products of the layers; None where there are several."""
+        return _sole({block.algorithm for block, _ in self.groups})
+
+    @property
     def embedding_grid(self) -> Grid:
         return self.head.grid.swapped if self.head.dataflow == "rs" else self.head.grid
 
@@ -69,6 +79,10 @@ class ModelPlan:
         unit = math.lcm(self.head.grid.num_rows, self.head.grid.num_cols)
         unit *= LANES if vocab_size >= 8192 else 1
         return -vocab_size % unit
+
+
+def _sole(names: set[str | None]) -> str | None:
+    return names.pop() if len(names) == 1 else None
 
 
 def _with_devices(mesh: Mesh | AbstractMesh) -> Mesh:

@@ -22,7 +22,7 @@ from mstrain.compiler.compile import compile_program
 from mstrain.compiler.hlo import parse
 from mstrain.compiler.schedule import Schedule, predict
 from mstrain.compiler.topology import make_target
-from mstrain.hardware import compiler_options, parse_target
+from mstrain.hardware import parse_target
 from mstrain.hardware.overlap import KINDS, PHASES, TABLE, Entry, Hidden, overlap_table
 from mstrain.mesh import parse_mesh
 from mstrain.models.parallel import ParallelConfig
@@ -39,7 +39,6 @@ from mstrain.program.step import step_program
 # Algorithm -> sequences of a step: those of FSDP divide over all devices.
 BATCHES = {"fsdp": 32, "megatron": 16, "collective": 16, "meshslice": 16}
 STEPS = 1000  # of the learning rate's schedule, which no time depends on
-SCOPED_VMEM = {"xla_tpu_scoped_vmem_limit_kib": 32768}  # half the compile time of the chips' own, a step 2 % slower
 SCHEDULED = {"all-gather": "all_gather", "reduce-scatter": "reduce_scatter", "all-reduce": "reduce_scatter"}
 
 
@@ -52,7 +51,7 @@ def compile_entry(target: str, algorithm: str, question: argparse.Namespace) -> 
     plan = make_plan(ParallelConfig(algorithm), model, place.mesh, batch, seq, chip)
     module = Transformer(model, plan, seq, jnp.dtype("bfloat16"), question.remat)
     optimizer = make_optimizer(OptimizerConfig().for_width(model.width), STEPS)
-    program = compile_program(step_program(module, optimizer, batch, 1), place, compiler_options(chip) | SCOPED_VMEM)
+    program = compile_program(step_program(module, optimizer, batch, 1), place)
     schedule = predict(program)
     forward, backward = hidden_of(schedule, program.text, mean_slices(plan))
     return Entry(
@@ -119,7 +118,7 @@ def comparison() -> Iterator[tuple[str, Entry, Costed]]:
 
 def comparison_table() -> Table:
     columns = ("target", "step", "algorithm", "planner ms", "compiled ms", "ratio", "hidden AG, RS forward", "backward")
-    table = Table(*columns, title="The planner's cost model beside schedules compiled with 32768 KiB of scoped vmem")
+    table = Table(*columns, title="The planner's cost model beside schedules compiled")
     for algorithm, entry, costed in comparison():
         planned = 1e3 * costed.seconds
         table.add_row(

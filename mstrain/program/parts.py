@@ -22,7 +22,7 @@ def layer_program(model: ModelConfig, plan: BlockPlan, tokens: int, seq: int, dt
     def forward(params, x_TxD):
         return block.apply({"params": params}, x_TxD, seq)[0]
 
-    return Program(f"layer of {model.name}", with_pullback(forward), (params, x_TxD, x_TxD))
+    return Program(f"layer of {model.name}", with_pullback(forward), (params, x_TxD, x_TxD), plan.algorithm)
 
 
 def product_program(
@@ -40,8 +40,8 @@ def product_program(
 
     name = f"{plan.algorithm} {plan.dataflow} {tokens}x{in_dim}x{out_dim} S={plan.slices}"
     if backward:
-        return Program(name, with_pullback(forward), (x_TxI, w, dy_TxO))
-    return Program(name, forward, (x_TxI, w))
+        return Program(name, with_pullback(forward), (x_TxI, w, dy_TxO), plan.algorithm)
+    return Program(name, forward, (x_TxI, w), plan.algorithm)
 
 
 def flow_program(plan: Plan, tokens: int, in_dim: int, out_dim: int) -> Program:
@@ -54,4 +54,4 @@ def flow_program(plan: Plan, tokens: int, in_dim: int, out_dim: int) -> Program:
     operands = {"os": (x, w), "ls": (y, w), "rs": (x, y)}[flow]
     arguments = tuple(abstract(shape, jnp.bfloat16, plan.grid.mesh, spec) for shape in operands)
     function = jax.jit(flows.on_mesh(getattr(flows, flow), (spec, spec), spec))
-    return Program(f"{plan.algorithm} {flow} S={plan.slices}", function, arguments)
+    return Program(f"{plan.algorithm} {flow} S={plan.slices}", function, arguments, plan.algorithm)

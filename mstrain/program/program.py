@@ -26,11 +26,13 @@ class Program:
       name: for messages and files.
       function: to be compiled; it may be jitted already.
       arguments: trees of `jax.ShapeDtypeStruct` with `NamedSharding`s on one mesh.
+      algorithm: of all its products; None where there are several or none.
     """
 
     name: str
     function: Callable
     arguments: tuple
+    algorithm: str | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -38,8 +40,8 @@ class Program:
 
     @property
     def compiler_options(self) -> dict[str, bool | int | str]:
-        """The XLA options of the mesh's chip (`mstrain.hardware`); none for an unknown chip."""
-        return compiler_options(chip_for(self.mesh.devices.flat[0].device_kind))
+        """The XLA options of the mesh's chip and the algorithm (`mstrain.hardware`); none for an unknown chip."""
+        return compiler_options(chip_for(self.mesh.devices.flat[0].device_kind), self.algorithm)
 
     def compile(self, options: Mapping[str, bool | int | str] | None = None) -> jax.stages.Compiled:
         """Compiles with the chip's options, or with `options` instead."""

@@ -137,7 +137,8 @@ def step_program(
     """The training step: `batch` sequences of the whole job in `accumulate` microbatches, with the `parts` of Batch."""
     abstract = abstract_batch(module.plan.mesh, batch, module.seq, accumulate, parts)
     arguments = (abstract_state(module, optimizer), abstract)
-    return Program(f"step of {module.model.name}", make_step(module, optimizer), arguments)
+    step = make_step(module, optimizer)
+    return Program(f"step of {module.model.name}", step, arguments, module.plan.algorithm)
 
 
 def state_shardings(module: Transformer, optimizer: optax.GradientTransformation) -> State:

@@ -1,0 +1,48 @@
+"""The search over groups of compiler options, against an answer known beforehand. Nothing is compiled."""
+
+import csv
+import types
+
+from mstrain.compiler.options import GROUPS, ONLY, Trial, groups_of, search, write_rows
+from mstrain.hardware import parse_target
+
+
+def attempt_of(seconds, refused=()):
+    def attempt(groups):
+        if set(groups) & set(refused):
+            return Trial(groups, problem="refused")
+        total = 1.0
+        for group in groups:
+            total *= seconds.get(group, 1.0)
+        return Trial(groups, total, total, total, 0.0, 0)
+
+    return attempt
+
+
+def test_a_group_is_kept_if_it_helps_beside_those_kept():
+    seconds = {"a": 0.8, "b": 1.2, "c": 0.995, "d": 0.9}
+    trials = list(search(attempt_of(seconds, refused=("e",)), ("a", "b", "c", "e", "d")))
+    assert [trial.groups for trial, _ in trials] == [(), ("a",), ("a", "b"), ("a", "c"), ("a", "e"), ("a", "d")]
+    assert [kept for _, kept in trials] == [True, True, False, False, False, True]
+    assert trials[4][0].problem == "refused"
+
+
+def test_without_a_result_of_the_chip_s_own_options_nothing_else_is_tried():
+    (only,) = search(lambda groups: Trial(groups, problem="refused"), ("a", "b"))
+    assert only == (Trial((), problem="refused"), False)
+
+
+def test_groups_that_only_gspmd_reads_are_tried_for_it_alone():
+    assert set(groups_of("gspmd")) - set(groups_of("fsdp")) == set(ONLY)
+    assert set(groups_of("gspmd")) == set(GROUPS) > set(ONLY)
+
+
+def test_a_search_replaces_its_own_rows(tmp_path):
+    table, target = tmp_path / "options.csv", types.SimpleNamespace(tpu_slice=parse_target("v6e-32"))
+    write_rows(target, "fsdp", [(Trial((), 2.0, 1.0, 3.0, 0.5, 1), True)], table)
+    write_rows(target, "gspmd", [(Trial((), problem="refused"), False)], table)
+    write_rows(target, "fsdp", [(Trial((), 4.0), True), (Trial(("a", "b"), 3.0), True)], table)
+    rows = list(csv.DictReader(table.open()))
+    assert [(r["algorithm"], r["groups"], r["seconds"], r["kept"], r["problem"]) for r in rows] == [
+        ("fsdp", "", "4", "true", ""), ("fsdp", "a + b", "3", "true", ""), ("gspmd", "", "", "false", "refused"),
+    ]  # fmt: skip
