@@ -107,7 +107,7 @@ def plan_step(config: RunConfig, console: Console = QUIET) -> Step:
     mesh = best_mesh(config, model, tpu_slice) if config.mesh == "auto" else config.mesh
     target = make_target(tpu_slice, mesh)
     microbatch = config.batch // config.accumulate
-    plan = make_plan(config.parallel, model, target.mesh, microbatch, config.seq, tpu_slice.chip)
+    plan = make_plan(config.parallel, model, target.mesh, microbatch, config.seq, tpu_slice.chip, shard=config.shard)
     return Step(config, target, Transformer(model, plan, config.seq, dtype, config.remat))
 
 

@@ -13,6 +13,7 @@ from mstrain.mesh import MeshShape, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect
 from mstrain.models.products import projections
+from mstrain.models.sharding import SHARD
 from mstrain.models.transformer import REMAT
 from mstrain.models.zoo import BYTES, load_preset
 from mstrain.program.dtype import DTYPES
@@ -29,14 +30,14 @@ SYNONYMS = {
 WORDS = ("models", "algorithms", "meshes", "slices")
 # Keys without effect for a bench; typing one is an error.
 IDLE = {
-    "layer": ("remat", "accumulate"),
-    "gemm": ("remat", "accumulate"),
-    "nongemm": ("remat", "accumulate", "slices", "dataflow"),
+    "layer": ("remat", "accumulate", "shard"),
+    "gemm": ("remat", "accumulate", "shard"),
+    "nongemm": ("remat", "accumulate", "shard", "slices", "dataflow"),
     "collectives": ("models", "layers", "algorithms", "slices", "dataflow", "batch", "seq", "remat",
-                    "accumulate", "target", "emulate", "dump"),
+                    "accumulate", "shard", "target", "emulate", "dump"),
     "calibrate": ("models", "layers", "algorithms", "slices", "dataflow", "batch", "seq", "remat", "accumulate",
-                  "target", "emulate", "dump", "warmup"),
-    "tune": ("algorithms", "emulate", "dump", "repeats", "warmup"),
+                  "shard", "target", "emulate", "dump", "warmup"),
+    "tune": ("algorithms", "shard", "emulate", "dump", "repeats", "warmup"),
 }  # fmt: skip
 
 
@@ -81,6 +82,9 @@ class BenchmarkConfig:
     """Activation checkpointing: `none`, `dots` or `full`."""
     accumulate: int = 1
     """Microbatches per step."""
+    shard: str = "none"
+    """What data-parallel copies share: `none`, `optimizer`, `gradients` or `parameters`. Without effect on meshes with
+    one copy."""
     target: str | None = None
     """An absent TPU slice such as v5p-64, for which programs are compiled and their schedules read."""
     dump: str | None = None
@@ -109,7 +113,7 @@ class BenchmarkConfig:
 
     def __post_init__(self):
         mounted("run_dir", self.run_dir)
-        for key, allowed in (("bench", BENCHES), ("dtype", DTYPES), ("remat", REMAT), ("tune", TUNE)):
+        for key, allowed in (("bench", BENCHES), ("dtype", DTYPES), ("remat", REMAT), ("shard", SHARD), ("tune", TUNE)):
             one_of(key, getattr(self, key), allowed)
         given = [key for key in ("layers", "batch") if getattr(self, key) is not None]
         at_least("", self, **dict.fromkeys([*given, "seq", "accumulate", "repeats", "warmup"], 1), seed=0)

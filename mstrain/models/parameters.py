@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from mstrain.layers.parameter import Stored, is_stored, partition_specs
 from mstrain.models.plan import canonical_plan
+from mstrain.models.sharding import AXIS, gather, shard_over_data, to_shard
 from mstrain.models.transformer import Transformer
 
 STACK = "blocks_0"  # Linen's name of the first group, the only group of canonical parameters
@@ -25,7 +26,10 @@ STACK = "blocks_0"  # Linen's name of the first group, the only group of canonic
 def abstract_parameters(module: Transformer):
     """Boxed abstract parameters of `module`, without allocation. Cached: callers must not modify the tree."""
     tokens = jax.ShapeDtypeStruct((module.seq * _sequences(module),), jnp.int32)
-    return jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]
+    boxed = jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]
+    if module.plan.shard == "none":
+        return boxed
+    return jax.tree.map(lambda box: shard_over_data(box, module.plan.mesh), boxed, is_leaf=is_stored)
 
 
 def parameter_shardings(module: Transformer):
@@ -96,6 +100,22 @@ def compile_from_canonical(module: Transformer) -> None:
         program.lower(x).compile()
 
 
+def gather_parameters(module: Transformer, stored):
+    """Stored parameters as the model uses them: gathered over data-parallel copies as `plan.shard` says."""
+    if module.plan.shard == "none":
+        return stored
+
+    def gathered(path, x, sharding):
+        return gather(x, sharding, module.dtype if path[-1].key == "kernel" else x.dtype)
+
+    return jax.tree_util.tree_map_with_path(gathered, stored, parameter_shardings(module))
+
+
+def gradient_shards(module: Transformer, gradients):
+    """Gradients of gathered parameters as float32 shards of data-parallel copies."""
+    return gradients if module.plan.shard == "none" else jax.tree.map(to_shard, gradients, parameter_shardings(module))
+
+
 def to_canonical(module: Transformer, stored):
     """Converts the stored form of `module` to canonical parameters."""
     rules = abstract_parameters(module)
@@ -110,18 +130,21 @@ def to_canonical(module: Transformer, stored):
 
 
 def canonical_shardings(module: Transformer):
-    """The sharding of every canonical parameter: over all tensor-parallel devices on one dim that divides.
+    """The sharding of every canonical parameter: over all devices that shard it in a step, on one dim that divides.
 
-    The dim is the second to last if possible. The order of the mesh axes lets one all-to-all reach the stored form, so
-    conversion and saving do not gather parameters.
+    The dim is the second to last if possible; axis `data` is left out if no dim divides with it. The order of the mesh
+    axes lets one all-to-all reach the stored form, so conversion and saving do not gather parameters.
     """
     boxes, mesh = abstract_parameters(module), module.plan.mesh
     boxes = {name: box for name, box in boxes.items() if not name.startswith("blocks_") or name == STACK}
 
     def sharding(box, shape):
-        dims = [dim for dim in (-2, -1) if len(shape.shape) + dim >= 0]
-        divides = [dim for dim in dims if shape.shape[dim] % _devices(mesh) == 0]
-        return _sharded_on(divides[0] if divides else None, _axes(box, False), len(shape.shape), mesh)
+        dims, own = [dim for dim in (-2, -1) if len(shape.shape) + dim >= 0], _axes(box, False)
+        for axes in (own, _without_data(own)):
+            for dim in dims:
+                if shape.shape[dim] % _devices(mesh, axes) == 0:
+                    return _sharded_on(dim, axes, len(shape.shape), mesh)
+        return _sharded_on(None, own, len(shape.shape), mesh)
 
     return jax.tree.map(sharding, boxes, canonical_shapes(module), is_leaf=is_stored)
 
@@ -164,10 +187,15 @@ def _convert(direction: str, box: Stored, x, mesh: Mesh):
     assert x.ndim == box.value.ndim, f"{x.shape} has no stored form: the parameter is {box.value.shape}"
 
     def place(x, dim, stored):
-        if dim is not None and (x.ndim + dim < 0 or x.shape[dim] % _devices(mesh)):
-            return x
-        sharding = _sharded_on(dim, _axes(box, stored), x.ndim, mesh, both=dim is None)
-        return jax.lax.with_sharding_constraint(x, sharding)
+        axes = _axes(box, stored)
+        if dim is not None:
+            if x.ndim + dim < 0:
+                return x
+            if x.shape[dim] % _devices(mesh, axes):
+                axes = _without_data(axes)
+            if x.shape[dim] % _devices(mesh, axes):
+                return x
+        return jax.lax.with_sharding_constraint(x, _sharded_on(dim, axes, x.ndim, mesh, both=dim is None))
 
     return x if box.storage.is_canonical else getattr(box.storage, direction)(x, place)
 
@@ -188,8 +216,14 @@ def _sharded_on(dim: int | None, axes, ndim: int, mesh: Mesh, both: bool = False
     return NamedSharding(mesh, P(*spec))
 
 
-def _devices(mesh: Mesh) -> int:
-    return mesh.shape["row"] * mesh.shape["col"]
+def _without_data(axes) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(axis for axis in of_dim if axis != AXIS) for of_dim in axes)
+
+
+def _devices(mesh: Mesh, axes) -> int:
+    """Tensor-parallel devices, times data-parallel copies if one of the two dims' axes is `data`."""
+    data = mesh.shape[AXIS] if any(AXIS in of_dim for of_dim in axes) else 1
+    return mesh.shape["row"] * mesh.shape["col"] * data
 
 
 def _sequences(module: Transformer) -> int:

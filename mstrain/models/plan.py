@@ -19,6 +19,7 @@ from mstrain.models.auto import tune_products
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
 from mstrain.models.products import ATTENTION, MLP, block_products
+from mstrain.models.sharding import check_shard
 
 LANES = 128  # of a TPU's vector registers; slices of the last dim in multiples of it need no relayout
 SLICES_WITHOUT_TUNING = 4  # without a known chip, auto takes the largest legal slice count up to this
@@ -52,11 +53,13 @@ class ModelPlan:
     """Plans of consecutive groups of equal layers with their lengths, and of the output projection.
 
     `padded`: whether the vocabulary is padded to equal shards; False for canonical parameters.
+    `shard`: one of `mstrain.models.sharding.SHARD`.
     """
 
     groups: tuple[tuple[BlockPlan, int], ...]
     head: Plan
     padded: bool = True
+    shard: str = "none"
 
     @property
     def mesh(self) -> Mesh:
@@ -92,7 +95,7 @@ def _with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
 
 def make_plan(
     parallel: ParallelConfig, model: ModelConfig, mesh: Mesh | AbstractMesh, microbatch: int, seq: int,
-    chip: Chip | None = None, constants: Constants | None = None,
+    chip: Chip | None = None, constants: Constants | None = None, shard: str = "none",
 ) -> ModelPlan:  # fmt: skip
     """Plans every product of `model` on `mesh`.
 
@@ -102,10 +105,12 @@ def make_plan(
       chip: the chip for which MeshSlice's automatic dataflows and slice counts are tuned; None takes the paper's rule
         and few slices.
       constants: measured constants that replace those derived from the chip.
+      shard: what data-parallel copies share, one of `mstrain.models.sharding.SHARD`.
 
     Raises:
       ValueError: the plan is illegal; the message says what to type instead.
     """
+    check_shard(shard, mesh)
     data = mesh.shape["data"]
     if microbatch % data:
         raise ValueError(
@@ -117,7 +122,7 @@ def make_plan(
     check_effect(parallel, set(itertools.chain(*algorithms)))
     blocks = [planner.block(*names) for names in algorithms]
     groups = tuple((plan, len(list(equal))) for plan, equal in itertools.groupby(blocks))
-    return ModelPlan(groups, planner.head(parallel.algorithm))
+    return ModelPlan(groups, planner.head(parallel.algorithm), shard=shard)
 
 
 def describe_plan(plan: ModelPlan) -> str:

@@ -9,26 +9,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mstrain.data import CONCATENATED, Batch
-from mstrain.models.parameters import init_parameters, is_masked, parameter_shapes, parameter_shardings
+from mstrain.models.parameters import (
+    gather_parameters,
+    gradient_shards,
+    init_parameters,
+    is_masked,
+    parameter_shapes,
+    parameter_shardings,
+)
 from mstrain.models.transformer import Transformer
 from mstrain.program.program import Program, abstract
 
 State = dict  # {"step": int32, "params": ..., "optimizer": ...}
 
 
-def mean_loss(module: Transformer, params, batch: Batch, count=None):
+def mean_loss(module: Transformer, params, batch: Batch, count=None, gathered: bool = False):
     """Mean negative log-likelihood in nats of the targets of `batch` [B, T + 1] that its mask selects.
 
-    `count` divides the sum over them instead of their number.
+    `count` divides the sum over them instead of their number. `gathered`: `params` are from `gather_parameters`.
     """
     inputs, targets = batch.tokens[:, :-1].reshape(-1), batch.tokens[:, 1:].reshape(-1)
     segments = None if batch.segments is None else batch.segments.reshape(-1)
-    losses = apply(module, params, inputs, targets, segments, method="loss")
+    losses = apply(module, params, inputs, targets, segments, method="loss", gathered=gathered)
     if batch.mask is None:
         return jnp.mean(losses)
     return jnp.sum(jnp.where(batch.mask.reshape(-1), losses, 0)) / (num_targets(batch) if count is None else count)
@@ -41,27 +47,36 @@ def num_targets(batch: Batch):
     return jnp.maximum(jnp.sum(batch.mask, dtype=jnp.float32), 1)
 
 
-def apply(module: nn.Module, params, *inputs, method: str) -> Any:
+def apply(module: Transformer, params, *inputs, method: str, gathered: bool = False) -> Any:
     """The result of one method. Flax annotates `Module.apply` with the tuple that it returns for mutable
     collections."""
+    params = params if gathered else gather_parameters(module, params)
     return module.apply({"params": params}, *inputs, method=method)
 
 
 def gradients(module: Transformer, params, batch: Batch):
     """Mean loss and float32 mean gradients over A microbatches of B sequences: tokens [A, B, T + 1].
 
-    A target weighs the same in every microbatch, however many the masks of the others select.
+    Gradients are sharded as `params`. A target weighs the same in every microbatch, however many the masks of the others select.
     """
     microbatches = batch.tokens.shape[0]
     count = None if batch.mask is None else num_targets(batch) / microbatches
-    value_and_grad = jax.value_and_grad(lambda params, batch: mean_loss(module, params, batch, count))
+    gathered = gather_parameters(module, params)
+    value_and_grad = jax.value_and_grad(
+        lambda gathered, batch: mean_loss(module, gathered, batch, count, gathered=True)
+    )
+
+    def shards(batch):
+        loss, grads = value_and_grad(gathered, batch)
+        return loss, gradient_shards(module, grads)
+
     if microbatches == 1:
-        return value_and_grad(params, jax.tree.map(lambda x: x[0], batch))
+        return shards(jax.tree.map(lambda x: x[0], batch))
 
     def add(total, batch):
-        return jax.tree.map(jnp.add, total, value_and_grad(params, batch)), None
+        return jax.tree.map(jnp.add, total, shards(batch)), None
 
-    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    zeros = (jnp.zeros(()), gradient_shards(module, jax.tree.map(jnp.zeros_like, params)))
     total, _ = jax.lax.scan(add, zeros, batch)
     return jax.tree.map(lambda x: x / microbatches, total)
 

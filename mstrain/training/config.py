@@ -15,6 +15,7 @@ from mstrain.job.job import HostsConfig
 from mstrain.mesh import parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
+from mstrain.models.sharding import SHARD
 from mstrain.models.transformer import REMAT
 from mstrain.program.dtype import DTYPES
 from mstrain.program.optimizer import OptimizerConfig
@@ -80,6 +81,10 @@ class RunConfig:
     remat: str = "none"
     """Activation checkpointing: `none` recomputes nothing, `dots` keeps matmul outputs, `full` recomputes each
     layer."""
+    shard: str = "none"
+    """What data-parallel copies share instead of replicating it (ZeRO 1, 2, 3): `optimizer` shards float32 weights and
+    moments over mesh axis `data`, `gradients` also gradients, `parameters` also gathers weights layer by layer; `none`
+    shares nothing."""
     accumulate: int = 1
     """Microbatches per step; their gradients are averaged. Must divide batch."""
     log_every: int = 1
@@ -107,6 +112,7 @@ class RunConfig:
         at_least("", self, batch=1, seq=1, steps=1, seed=0, accumulate=1, log_every=1)
         one_of("dtype", self.dtype, DTYPES)
         one_of("remat", self.remat, REMAT)
+        one_of("shard", self.shard, SHARD)
         one_of("tune", self.tune, TUNE)
         if self.mesh != "auto":
             parse_mesh(self.mesh)

@@ -20,11 +20,17 @@ class Layout:
     hosts: int
     mesh: MeshShape
     accumulate: int
+    shard: str
 
     @property
     def keys(self) -> list[str]:
         """The layout as arguments of train."""
-        return [f"mesh={self.mesh}", f"accumulate={self.accumulate}"]
+        shard = self.shard if self.mesh.data > 1 else "none"
+        return [
+            f"mesh={self.mesh}",
+            f"accumulate={self.accumulate}",
+            *([f"shard={shard}"] if self.shard != shard else []),
+        ]
 
     def __str__(self) -> str:
         return f"{self.hosts} host{'s' * (self.hosts > 1)}, {' '.join(self.keys)}"
@@ -44,7 +50,7 @@ def largest_layout(config: RunConfig, total: int, left: int) -> Layout:
             "devices of all hosts."
         )
     if left >= total:
-        return Layout(total, full, config.accumulate)
+        return Layout(total, full, config.accumulate, config.shard)
     per_host = full.devices // total
     for same_state in (True, False):
         for hosts in range(left, 0, -1):
@@ -53,7 +59,7 @@ def largest_layout(config: RunConfig, total: int, left: int) -> Layout:
                     continue
                 accumulate = _accumulate(config, shape, full)
                 if accumulate:
-                    return Layout(hosts, shape, accumulate)
+                    return Layout(hosts, shape, accumulate, config.shard)
     raise ValueError(f"No mesh on up to {left} of {total} hosts fits {config.model.name} with batch={config.batch}.")
 
 

@@ -69,7 +69,7 @@ def build_module(config: RunConfig, job: Job = ALONE) -> tuple[Transformer, Toke
     name = tokenizer_of(config, past)
     trained = Path(config.run_dir) / TOKENIZER_FILE  # a bpe is trained on the corpus and kept in run_dir
     tokenizer = load_tokenizer(str(trained) if name == "bpe" else name) if config.data.source != "synthetic" else None
-    plan = _choose_plan(config, config.model, chip, console)
+    plan = _choose_plan(config, config.model, chip, console, shard_if_possible=True)
     return Transformer(config.model, plan, config.seq, _dtype(config.dtype), config.remat), tokenizer, chip, console
 
 
@@ -92,14 +92,20 @@ def _keep_compiled(folder: str | None) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _choose_plan(config: RunConfig, model: ModelConfig, chip: Chip | None, console: Console) -> ModelPlan:
-    """The plan on the mesh asked for, or on the best by the cost model (tune=compile: by schedules)."""
+def _choose_plan(
+    config: RunConfig, model: ModelConfig, chip: Chip | None, console: Console, shard_if_possible: bool = False
+) -> ModelPlan:
+    """The plan on the mesh asked for, or on the best by the cost model (tune=compile: by schedules).
+
+    With `shard_if_possible`, a mesh without data-parallel copies ignores `shard=`.
+    """
     if config.tune == "compile":
         config = _compile_candidates(config, model, console)
     microbatch, devices = config.batch // config.accumulate, jax.device_count()
 
     def plan_on(shape: meshes.MeshShape) -> ModelPlan:
-        return make_plan(config.parallel, model, meshes.make_mesh(shape), microbatch, config.seq, chip)
+        shard = "none" if shard_if_possible and shape.data == 1 else config.shard
+        return make_plan(config.parallel, model, meshes.make_mesh(shape), microbatch, config.seq, chip, shard=shard)
 
     if config.mesh != "auto":
         return plan_on(meshes.fit_to_devices(meshes.parse_mesh(config.mesh), devices))

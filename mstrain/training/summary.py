@@ -78,7 +78,8 @@ def smallest(config: RunConfig, module: Transformer, chip: Chip | None) -> tuple
     for sequences in range(1, microbatch):
         try:
             mesh = module.plan.mesh
-            plan = make_plan(config.parallel, module.model, mesh, sequences, module.seq, chip)
+            shard = module.plan.shard
+            plan = make_plan(config.parallel, module.model, mesh, sequences, module.seq, chip, shard=shard)
         except ValueError:  # the sequences do not divide over the mesh
             continue
         if plan == module.plan:

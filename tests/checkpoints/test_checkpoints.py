@@ -21,8 +21,8 @@ OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-3), 10)
 STEP = 7
 
 
-def module_on(mesh: str, model: ModelConfig = MODEL, **parallel) -> Transformer:
-    plan = make_plan(ParallelConfig(**parallel), model, make_mesh(parse_mesh(mesh)), 8, 8)
+def module_on(mesh: str, model: ModelConfig = MODEL, shard: str = "none", **parallel) -> Transformer:
+    plan = make_plan(ParallelConfig(**parallel), model, make_mesh(parse_mesh(mesh)), 8, 8, shard=shard)
     return Transformer(model, plan, 8)
 
 
@@ -61,6 +61,7 @@ def saved(tmp_path_factory):
         ("2x4", {"slices": "2"}),
         ("4x2", {"dataflow": "rs"}),
         ("2x2x2", {"mlp": "fsdp"}),
+        ("4x2x2", {"shard": "optimizer"}),
         ("1x1", {"algorithm": "gspmd"}),
         ("2x4", {"layers": "1:fsdp"}),
     ],

@@ -32,14 +32,15 @@ CASES = {
     "one column": (LLAMA, "8x1", ParallelConfig("fsdp")),
     "mixed groups": (GPT, "2x4", MIXED),
     "square and copies": (LLAMA, "2x2x2", ParallelConfig("cannon")),
+    "sharded copies, slices": (LLAMA, "2x2x4", ParallelConfig(slices="2"), "optimizer"),
 }
 
 
 @functools.cache
 def module_of(case: str) -> Transformer:
-    model, mesh, parallel = CASES[case]
-    mesh = make_mesh(parse_mesh(mesh))
-    return Transformer(model, make_plan(parallel, model, mesh, 16, 16), 16)
+    model, mesh, parallel, *shard = CASES[case]
+    plan = make_plan(parallel, model, make_mesh(parse_mesh(mesh)), 16, 16, shard=(shard or ["none"])[0])
+    return Transformer(model, plan, 16)
 
 
 @functools.cache
@@ -82,7 +83,8 @@ def test_the_stored_form_has_the_planned_shapes_and_spreads_over_the_mesh(case):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), stored) == shapes
     for path, leaf in jax.tree_util.tree_leaves_with_path(stored):
         if path[-1].key == "kernel":
-            devices = module.plan.mesh.shape["row"] * module.plan.mesh.shape["col"]
+            mesh = module.plan.mesh.shape
+            devices = mesh["row"] * mesh["col"] * (1 if module.plan.shard == "none" else mesh["data"])
             assert leaf.addressable_shards[0].data.size * devices == leaf.size, jax.tree_util.keystr(path)
 
 

@@ -43,12 +43,14 @@ class Case:
     accumulate: int = 1
     remat: str = "none"
     dtype: str = "float32"
+    shard: str = "none"
 
     def __str__(self) -> str:
         p = self.parallel
         name = "mixed" if p == MIXED else p.algorithm
         name += f"-{p.dataflow}" * (p.dataflow != "auto") + f"-S{p.slices}" * (p.slices != "auto")
         name += f"-accumulate{self.accumulate}" * (self.accumulate > 1) + f"-{self.remat}" * (self.remat != "none")
+        name += f"-{self.shard}" * (self.shard != "none")
         return f"{self.mesh}-{name}" + "-bf16" * (self.dtype == "bfloat16")
 
 
@@ -84,7 +86,7 @@ def variant_cases() -> list[Case]:
 @functools.cache
 def module_of(case: Case) -> Transformer:
     mesh = make_mesh(parse_mesh(case.mesh))
-    plan = make_plan(case.parallel, MODEL, mesh, SEQUENCES // case.accumulate, SEQ)
+    plan = make_plan(case.parallel, MODEL, mesh, SEQUENCES // case.accumulate, SEQ, shard=case.shard)
     return Transformer(MODEL, plan, SEQ, jnp.dtype(case.dtype), case.remat)
 
 
