@@ -1,12 +1,7 @@
 """Sharding of the training state over data-parallel copies (ZeRO; Rajbhandari et al., 2020), by the names of `shard=`.
 
-Every stage but `none` shards weights and moments over mesh axis `data`, in addition to rows and columns, on a dim of
-each tensor that divides; a tensor without one is replicated. The stages differ in when weights are gathered and how
-gradients are summed:
-
-* `optimizer` (ZeRO 1): weights are gathered once per step, gradients are summed by all_reduce.
-* `gradients` (ZeRO 2): gradients are summed by reduce_scatter as soon as a layer has them.
-* `parameters` (ZeRO 3): in addition, the weights of a layer are gathered just before it needs them.
+`optimizer` (ZeRO 1) shards float32 weights and moments over mesh axis `data`, in addition to rows and columns, on a dim
+of each tensor that divides; a tensor without one is replicated. Weights are gathered once per step.
 
 Gathered kernels have the compute dtype. Weights, moments and accumulated gradients are float32 shards.
 """

@@ -57,7 +57,8 @@ def apply(module: Transformer, params, *inputs, method: str, gathered: bool = Fa
 def gradients(module: Transformer, params, batch: Batch):
     """Mean loss and float32 mean gradients over A microbatches of B sequences: tokens [A, B, T + 1].
 
-    Gradients are sharded as `params`. A target weighs the same in every microbatch, however many the masks of the others select.
+    Gradients are sharded as `params`. A target weighs the same in every microbatch, however many the masks of the
+    others select.
     """
     microbatches = batch.tokens.shape[0]
     count = None if batch.mask is None else num_targets(batch) / microbatches

@@ -82,9 +82,8 @@ class RunConfig:
     """Activation checkpointing: `none` recomputes nothing, `dots` keeps matmul outputs, `full` recomputes each
     layer."""
     shard: str = "none"
-    """What data-parallel copies share instead of replicating it (ZeRO 1, 2, 3): `optimizer` shards float32 weights and
-    moments over mesh axis `data`, `gradients` also gradients, `parameters` also gathers weights layer by layer; `none`
-    shares nothing."""
+    """What data-parallel copies share: `none`, or `optimizer` (float32 weights and moments are sharded over mesh axis
+    `data` too, and gathered once per step; ZeRO 1)."""
     accumulate: int = 1
     """Microbatches per step; their gradients are averaged. Must divide batch."""
     log_every: int = 1

@@ -10,5 +10,5 @@ MODEL = ModelConfig(layers=2, width=32, heads=4, mlp_dim=64, vocab_size=61, cont
 
 
 def test_sharding_without_copies_is_refused_with_what_fits():
-    with pytest.raises(ValueError, match="shard=gradients has no effect: .* Type shard=none, or .*data axis"):
-        make_plan(ParallelConfig(), MODEL, make_mesh(parse_mesh("2x4")), 8, 8, shard="gradients")
+    with pytest.raises(ValueError, match="shard=optimizer has no effect: .* Type shard=none, or .*data axis"):
+        make_plan(ParallelConfig(), MODEL, make_mesh(parse_mesh("2x4")), 8, 8, shard="optimizer")
