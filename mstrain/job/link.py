@@ -7,7 +7,7 @@ import threading
 import time
 import typing
 
-from mstrain.job.seal import Seal
+from mstrain.job.authentication import FrameCodec
 
 SEND_SECONDS = 10.0  # for one message; a peer that reads nothing for longer counts as lost
 BLOCK = 2**16  # bytes read at once
@@ -16,8 +16,8 @@ BLOCK = 2**16  # bytes read at once
 class Link:
     """One end of the connection. Any thread may send, one thread reads."""
 
-    def __init__(self, connection: socket.socket, seal: Seal):
-        self.socket, self.seal = connection, seal
+    def __init__(self, connection: socket.socket, codec: FrameCodec):
+        self.socket, self.codec = connection, codec
         self.arrived: list[bytes] = []  # received contents that are not yet parsed
         self._lock = threading.Lock()
 
@@ -26,7 +26,7 @@ class Link:
         content = json.dumps(message, allow_nan=False).encode()
         with self._lock:
             try:
-                self.socket.sendall(self.seal.wrap(content))
+                self.socket.sendall(self.codec.wrap(content))
             except OSError:  # part of a frame may have been sent: nothing can follow it
                 self.close()
 
@@ -35,7 +35,7 @@ class Link:
         or the bytes are not authenticated."""
         try:
             data = self.socket.recv(BLOCK)
-            return self.seal.unwrap(data) if data else None
+            return self.codec.unwrap(data) if data else None
         except (BlockingIOError, TimeoutError):
             return []
         except OSError:

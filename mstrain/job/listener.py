@@ -12,16 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 
-from mstrain.job.seal import HANDSHAKE_SECONDS, Seal, challenge
+from mstrain.job.authentication import HANDSHAKE_SECONDS, FrameCodec, challenge
 
 MAX_PENDING = 64
 TICK = 0.2  # seconds
 
 
 class Listener:
-    """Listens at (host, port), authenticates each client in a thread and calls `admit(connection, seal)` there."""
+    """Listens at (host, port), authenticates each client in a thread and calls `admit(connection, codec)` there."""
 
-    def __init__(self, address: tuple[str, int], secret: bytes, admit: Callable[[socket.socket, Seal], None]):
+    def __init__(self, address: tuple[str, int], secret: bytes, admit: Callable[[socket.socket, FrameCodec], None]):
         self._secret, self._admit = secret, admit
         self._pending: dict[socket.socket, None] = {}  # in order of arrival
         self._lock = threading.Lock()
@@ -72,16 +72,16 @@ class Listener:
 
     def _greet(self, connection: socket.socket) -> None:
         try:
-            seal = challenge(connection, self._secret, time.monotonic() + HANDSHAKE_SECONDS)
+            codec = challenge(connection, self._secret, time.monotonic() + HANDSHAKE_SECONDS)
         except OSError:
             with self._lock:
                 self.refused += 1
-            seal = None
+            codec = None
         self._release(connection)
-        if seal is None:
+        if codec is None:
             connection.close()
         else:
-            self._admit(connection, seal)
+            self._admit(connection, codec)
 
 
 def listen(address: tuple[str, int]) -> tuple[list[socket.socket], str | None]:

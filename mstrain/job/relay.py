@@ -21,9 +21,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from mstrain.job.authentication import NotAuthenticated
 from mstrain.job.ending import cleaned_up
 from mstrain.job.link import BLOCK, Link
-from mstrain.job.seal import NotAuthenticated
 
 LONGEST_PATH = 100  # bytes of a socket file's path; systems allow 104 or 108
 RETRY_SECONDS = 0.05
@@ -116,7 +116,7 @@ async def _copy(local: socket.socket, link: Link, keep_open: bool) -> None:
 async def _outward(local: asyncio.StreamReader, link_out: asyncio.StreamWriter, link: Link) -> None:
     while data := await _read(local):
         if not link_out.is_closing():  # process 0 is dead
-            await _write(link_out, link.seal.wrap(data))
+            await _write(link_out, link.codec.wrap(data))
 
 
 async def _inward(link_in: asyncio.StreamReader, local: asyncio.StreamWriter, link: Link) -> None:
@@ -126,7 +126,7 @@ async def _inward(link_in: asyncio.StreamReader, local: asyncio.StreamWriter, li
             await _write(local, content)
         data = await _read(link_in)
         try:
-            contents = link.seal.unwrap(data)
+            contents = link.codec.unwrap(data)
         except NotAuthenticated:
             return
         if not data or local.is_closing():

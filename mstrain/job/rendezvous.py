@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from mstrain.job.authentication import HANDSHAKE_SECONDS, FrameCodec, NotAuthenticated, respond
 from mstrain.job.exit_codes import MissingProcess
 from mstrain.job.link import SEND_SECONDS, Link, keep_alive
 from mstrain.job.listener import TICK, Listener
 from mstrain.job.process_info import ProcessInfo
-from mstrain.job.seal import HANDSHAKE_SECONDS, NotAuthenticated, Seal, respond
 from mstrain.job.secret import REMEDY
 
 NAME_LENGTH = 255  # of a host name
@@ -90,9 +90,9 @@ class Rendezvous:
             + "Start every process with the same command, or type hosts.join_seconds= above the time they need."
         )
 
-    def _admit(self, connection: socket.socket, seal: Seal) -> None:
+    def _admit(self, connection: socket.socket, codec: FrameCodec) -> None:
         """Adds the authenticated process if its number is free, or sends it the reason why not."""
-        link = Link(keep_alive(connection, self._silent), seal)
+        link = Link(keep_alive(connection, self._silent), codec)
         try:
             hello = link.receive_message(time.monotonic() + HANDSHAKE_SECONDS)
             process, processes, host = int(hello["process"]), int(hello["processes"]), str(hello["host"])[:NAME_LENGTH]

@@ -34,21 +34,23 @@ from mstrain.training.identity import (
     recorded_keys,
     refusal,
 )
-from mstrain.training.past import DAMAGED, Past, inspect_run_dir, set_aside
+from mstrain.training.previous import DAMAGED, PreviousAttempts, inspect_run_dir, set_aside
 from mstrain.training.run import Run
 
 DEFINES_BATCHES = ("seed", "batch", "seq", "corpus")  # facts of a checkpoint
 FORMAT = 1  # of what a checkpoint holds; a reader refuses a higher one
 
 
-def check(config: RunConfig, job: Job) -> Past:
+def check(config: RunConfig, job: Job) -> PreviousAttempts:
     """Inspects run_dir and init_from before the corpus is read. Needs the devices, whose platform decides the dtype.
 
     Raises ValueError when the configuration is that of another run and `allow=` does not name the difference.
     """
     past, allowed = inspect_run_dir(Path(config.run_dir), job), _allowed(config)
     now = _planned(config, past)
-    if past.checkpoints or (past.signs and config.checkpoint.local_dir):  # the hosts may have newer local checkpoints
+    if past.checkpoints or (
+        past.progress_files and config.checkpoint.local_dir
+    ):  # the hosts may have newer local checkpoints
         _compare(config.run_dir, past.record, now, allowed)
         return past
     past.refuse_loss(config.run_dir, allowed)
@@ -57,7 +59,7 @@ def check(config: RunConfig, job: Job) -> Past:
     return past
 
 
-def check_resolved(run: Run, past: Past) -> None:
+def check_resolved(run: Run, past: PreviousAttempts) -> None:
     """Compares all of the run, its data included, with the record; prints every difference that is allowed."""
     config, now, allowed = run.config, record.record_of(run), _allowed(run.config)
     if not past.checkpoints:
@@ -73,7 +75,7 @@ def check_resolved(run: Run, past: Past) -> None:
         run.console.print(f"[yellow]Resume:[/] allow={name} has no effect: the record of the run has this value.")
 
 
-def tokenizer_of(config: RunConfig, past: Past) -> str:
+def tokenizer_of(config: RunConfig, past: PreviousAttempts) -> str:
     """The tokenizer= to load: the copy in run_dir if the run's own file is not on this machine."""
     copy = Path(config.run_dir) / TOKENIZER_FILE
     same = past.record is not None and past.record.config.get("tokenizer") == config.tokenizer
@@ -131,12 +133,12 @@ def _announce_local(run: Run, local: LocalCheckpoints, state: State, step: int, 
     return state, step
 
 
-def _give_up_progress(run: Run, past: Past, only: str | None = None) -> None:
+def _give_up_progress(run: Run, past: PreviousAttempts, only: str | None = None) -> None:
     """Moves the files of earlier attempts away before a start at step 0, if `allow=` permits it.
 
     With `only`, does so only if that file is present: without damaged checkpoints, the run was killed at step 0.
     """
-    if past.signs and (only is None or only in past.signs):
+    if past.progress_files and (only is None or only in past.progress_files):
         past.refuse_loss(run.config.run_dir, _allowed(run.config))
         if run.job.leads:
             place = set_aside(Path(run.config.run_dir))
@@ -170,7 +172,7 @@ def _allowed(config: RunConfig) -> set[str]:
     return parse_allow(config.allow, record.DEFAULTS)
 
 
-def _planned(config: RunConfig, past: Past) -> Record:
+def _planned(config: RunConfig, past: PreviousAttempts) -> Record:
     """The part of the record that is known before the corpus is read."""
     dtype = record.dtype_name(dtype_on(jax.devices()[0].platform, config.dtype))
     mesh = config.mesh if config.mesh == "auto" else str(parse_mesh(config.mesh))
@@ -195,7 +197,7 @@ def _compare(run_dir: str, before: Record | None, now: Record, allowed: set[str]
         raise ValueError(message)
 
 
-def _check_source(config: RunConfig, source: Past, now: Record) -> None:
+def _check_source(config: RunConfig, source: PreviousAttempts, now: Record) -> None:
     """Raises ValueError unless the model and tokenizer of init_from are those of this run."""
     allowed, place = _allowed(config), config.init_from
     if not source.checkpoints:

@@ -98,7 +98,7 @@ def _attempt(
     assert done < run.config.steps, "finished_step has returned"
     guard = _guard(run, saved_facts(done, checkpoints, local), done, observers)
     saver = Saver(run, checkpoints, check_lock, guard, local)
-    if done == 0 and checkpoints.latest is None:  # before any file shows progress; see `mstrain.training.past`
+    if done == 0 and checkpoints.latest is None:  # before any file shows progress; see `mstrain.training.previous`
         with run.goodput.spend("save"):
             saver.ensure(0, state)
     try:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 
-from mstrain.job import seal
+from mstrain.job import authentication
 from mstrain.job.link import Link, parse
 from mstrain.job.process_info import ProcessInfo
 from mstrain.job.rendezvous import Rendezvous, join
@@ -59,8 +59,8 @@ def noise(rng: random.Random) -> bytes:
         lambda: TLS_HELLO,
         lambda: b"GET / HTTP/1.1\r\nHost: " + b"a" * length(rng) + b"\r\n\r\n",
         lambda: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + rng.randbytes(length(rng)),  # as gRPC begins
-        lambda: seal.MAGIC[: rng.randrange(1, 9)],
-        lambda: seal.MAGIC + rng.randbytes(rng.choice([1, 31, 32, 33, 64, length(rng)])),
+        lambda: authentication.MAGIC[: rng.randrange(1, 9)],
+        lambda: authentication.MAGIC + rng.randbytes(rng.choice([1, 31, 32, 33, 64, length(rng)])),
         lambda: struct.pack(">I", rng.choice([0, 1, 2**31, 2**32 - 1])) + rng.randbytes(length(rng)),
     ])()  # fmt: skip
 
@@ -72,7 +72,7 @@ def attack(address: tuple[str, int], seed: int, held: list[socket.socket]) -> No
         client = socket.create_connection(address, timeout=2)
         way = rng.choice(["at once", "slow", "silent", "half closed", "reset", "wrong secret", "answered"])
         if way == "wrong secret":
-            seal.respond(client, secrets.token_bytes(32), time.monotonic() + 2)
+            authentication.respond(client, secrets.token_bytes(32), time.monotonic() + 2)
             raise AssertionError("a client with another secret was accepted")
         data = noise(rng)
         if way == "slow":
@@ -90,7 +90,7 @@ def attack(address: tuple[str, int], seed: int, held: list[socket.socket]) -> No
         if way in ("half closed", "answered"):
             client.settimeout(0.05)
             answer = client.recv(1000)
-            assert len(answer) in (0, seal.NONCE), answer  # at most a challenge
+            assert len(answer) in (0, authentication.NONCE), answer  # at most a challenge
         if way == "reset":
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         client.close()
@@ -134,7 +134,7 @@ def check_messages(links: dict[int, Link], own: list[Link], rng: random.Random) 
     )
     bad = [content for content in (malformed(rng) for _ in range(10)) if not is_usable(content)]
     for content in bad:
-        own[0].socket.sendall(own[0].seal.wrap(content))
+        own[0].socket.sendall(own[0].codec.wrap(content))
     own[0].send({"kind": "step", "step": 7})
     assert events.get(timeout=20) == (1, 7)
     assert len(dropped) == len(bad)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from mstrain.job.authentication import FrameCodec
 from mstrain.job.link import Link
 from mstrain.job.relay import Relay, socket_file
-from mstrain.job.seal import Seal
 
 PATIENCE = 20  # seconds
 
@@ -39,8 +39,8 @@ def relayed(ends: list):
         def connect() -> Link:
             near, far = socket.socketpair()
             ends.extend([near, far])
-            Relay().to_service(Link(far, Seal(b"server", b"client")), path, PATIENCE)
-            return Link(near, Seal(b"client", b"server"))
+            Relay().to_service(Link(far, FrameCodec(b"server", b"client")), path, PATIENCE)
+            return Link(near, FrameCodec(b"client", b"server"))
 
         with Relay().to_process_0(connect) as local:
             client.connect(local)

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstrain.job import listener
+from mstrain.job.authentication import FrameCodec, NotAuthenticated, challenge, respond
 from mstrain.job.exit_codes import RESTART
 from mstrain.job.job import HostsConfig, Job, _failure
 from mstrain.job.link import parse
 from mstrain.job.process_info import ProcessInfo
 from mstrain.job.rendezvous import Rendezvous, _attempt, join
-from mstrain.job.seal import NotAuthenticated, Seal, challenge, respond
 from mstrain.job.watch import watch
 from tests.job.fuzz_rendezvous import fuzz
 from tests.job.processes import free_port
@@ -169,7 +169,7 @@ def test_a_recorded_connection_cannot_be_replayed():
         assert server.unwrap(frame) == [b"once"]
         for forged in (frame, server.wrap(b"reflected"), bytes(40)):
             with pytest.raises(NotAuthenticated):
-                Seal(server._own_key, server._peer_key).unwrap(client.wrap(b"a later one"))
+                FrameCodec(server._own_key, server._peer_key).unwrap(client.wrap(b"a later one"))
             with pytest.raises(NotAuthenticated):
                 server.unwrap(forged)
             server._pending.clear()
@@ -178,14 +178,14 @@ def test_a_recorded_connection_cannot_be_replayed():
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.binary(max_size=300), max_size=5), st.integers(1, 200), st.data())
 def test_contents_arrive_whole_in_any_pieces_and_changed_ones_never(contents, piece, data):
-    sender, receiver = Seal(b"a", b"b"), Seal(b"b", b"a")
+    sender, receiver = FrameCodec(b"a", b"b"), FrameCodec(b"b", b"a")
     stream = b"".join(sender.wrap(content) for content in contents)
     pieces = [stream[i : i + piece] for i in range(0, len(stream), piece)]
     assert [content for part in pieces for content in receiver.unwrap(part)] == contents
     if stream:
         changed = bytearray(stream)
         changed[data.draw(st.integers(0, len(stream) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-        received, receiver = [], Seal(b"b", b"a")
+        received, receiver = [], FrameCodec(b"b", b"a")
         try:
             received = receiver.unwrap(bytes(changed))
         except NotAuthenticated:

@@ -31,7 +31,7 @@ from mstrain.training.identity import (
     refusal,
     refused,
 )
-from mstrain.training.past import BY_STEP, SIGNS, inspect_run_dir
+from mstrain.training.previous import BY_STEP, PROGRESS_FILES, inspect_run_dir
 from mstrain.training.resume import check_resolved
 from mstrain.training.session import train
 from tests.training.runs import lines, make
@@ -139,7 +139,7 @@ def test_any_run_json_is_compared_or_refused_with_the_fix(tmp_path_factory, cont
         assert refusal("run.json", differences(found, BEFORE, DEFAULTS), set(), "Type") or found.config
 
 
-@pytest.mark.parametrize("sign", SIGNS)
+@pytest.mark.parametrize("sign", PROGRESS_FILES)
 def test_progress_without_a_checkpoint_is_a_loss_that_must_be_named(sign, tmp_path):
     if sign == "damaged":
         (tmp_path / sign / "7").mkdir(parents=True)
@@ -147,17 +147,17 @@ def test_progress_without_a_checkpoint_is_a_loss_that_must_be_named(sign, tmp_pa
         text = json.dumps(record.to_json(BEFORE)) if sign == record.RUN else '{"step": 7}\n'
         (tmp_path / sign).write_text(text)
     past, steps = inspect_run_dir(tmp_path, ALONE), 7 if sign in (*BY_STEP, "damaged") else 0
-    assert past.signs == [sign] and past.steps == steps
+    assert past.progress_files == [sign] and past.steps == steps
     with pytest.raises(ValueError, match=f"{sign}.*allow=lost_steps:{steps} to start"):
         past.refuse_loss("r", {"lost_steps:6"} if steps else set())
     past.refuse_loss("r", {f"lost_steps:{steps + 1}"})
 
 
-def test_files_that_no_run_wrote_are_no_signs(tmp_path):
+def test_files_that_no_run_wrote_show_no_progress(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     (tmp_path / "eval.jsonl").write_text("not JSON")
     (tmp_path / "damaged").symlink_to("/")
-    assert inspect_run_dir(tmp_path, ALONE).signs == []
+    assert inspect_run_dir(tmp_path, ALONE).progress_files == []
 
 
 def test_lines_that_are_missing_are_named(tmp_path):

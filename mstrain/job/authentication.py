@@ -29,7 +29,7 @@ class NotAuthenticated(ConnectionError):
     """The peer does not hold the job's secret."""
 
 
-class Seal:
+class FrameCodec:
     """Frames of one connection: length (4 bytes), HMAC-SHA256 (32 bytes), content."""
 
     def __init__(self, own_key: bytes, peer_key: bytes):
@@ -70,7 +70,7 @@ def _frame(key: bytes, number: int, content: bytes) -> bytes:
     return length + hmac.digest(key, _NUMBER.pack(number) + length + content, "sha256") + content
 
 
-def challenge(connection: socket.socket, secret: bytes, deadline: float) -> Seal:
+def challenge(connection: socket.socket, secret: bytes, deadline: float) -> FrameCodec:
     """The server's part of the handshake, until time.monotonic() is `deadline`.
 
     Raises NotAuthenticated for a client without the secret, another OSError when the connection ends.
@@ -83,10 +83,10 @@ def challenge(connection: socket.socket, secret: bytes, deadline: float) -> Seal
     if not hmac.compare_digest(proof, _digest(secret, b"client", nonces)):
         raise NotAuthenticated("a client without the job's secret")
     connection.sendall(_digest(secret, b"server", nonces))
-    return Seal(_digest(secret, b"server key", nonces), _digest(secret, b"client key", nonces))
+    return FrameCodec(_digest(secret, b"server key", nonces), _digest(secret, b"client key", nonces))
 
 
-def respond(connection: socket.socket, secret: bytes, deadline: float) -> Seal:
+def respond(connection: socket.socket, secret: bytes, deadline: float) -> FrameCodec:
     """The client's part of the handshake. Raises as `challenge` does."""
     client_nonce = secrets.token_bytes(NONCE)
     connection.sendall(MAGIC + client_nonce)
@@ -98,7 +98,7 @@ def respond(connection: socket.socket, secret: bytes, deadline: float) -> Seal:
         raise NotAuthenticated("the server does not accept this process's secret") from None
     if not hmac.compare_digest(proof, _digest(secret, b"server", nonces)):
         raise NotAuthenticated("a server without the job's secret")
-    return Seal(_digest(secret, b"client key", nonces), _digest(secret, b"server key", nonces))
+    return FrameCodec(_digest(secret, b"client key", nonces), _digest(secret, b"server key", nonces))
 
 
 def _digest(secret: bytes, purpose: bytes, nonces: bytes) -> bytes:
