@@ -1,12 +1,13 @@
 """A search over XLA options by algorithm and TPU generation. It compiles, and reads the schedules.
 
-    python -m mstrain.compiler.options v5p-64 v6e-32 tpu7x-32 --algorithms fsdp meshslice
+    python -m mstrain.compiler.options v6e-32 --algorithms fsdp meshslice              one layer, minutes per algorithm
+    python -m mstrain.compiler.options v6e-32 --algorithms fsdp --step 8 --vmem 98304  a training step of 8 layers
 
-The program is one layer of GPT-3 175B, forward and backward, with the options of the chip
-(`mstrain/hardware/chips.toml`) and a group of `GROUPS`. A group that makes it faster by more than 1 % is kept and the
-following groups are tried beside it. Every trial is a row of docs/data/options.csv. Estimates of products are rough at
-the VMEM limit of `RANKING`, so a group that wins is compiled once more as a whole step, at the chip's limit, before it
-goes into the table of chips.
+The program is a part of GPT-3 175B, compiled with the options of the chip (`mstrain/hardware/chips.toml`) and a group
+of `GROUPS`. A group that makes it faster by more than 1 % is kept and the following groups are tried beside it. Every
+trial is a row of docs/data/options.csv. A low VMEM limit compiles fast and makes products slow, so more of the
+collectives is hidden: a group that wins there has to win in a step at the chip's limit before it goes into the table of
+chips.
 """
 
 import argparse
@@ -27,14 +28,18 @@ from mstrain.gemm import ALGORITHMS
 from mstrain.hardware import compiler_options
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import make_plan
+from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import load_preset
+from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.parts import layer_program
 from mstrain.program.program import Program
+from mstrain.program.step import step_program
 
 MODEL, SEQ = "gpt3_175b", 2048
 GAIN = 0.99  # a group is kept if it reduces the time to less than this share
-RANKING = {"xla_tpu_scoped_vmem_limit_kib": 16384}  # compiles several times faster than the limits of the chips
+VMEM = "xla_tpu_scoped_vmem_limit_kib"
 TABLE = Path(__file__).parents[2] / "docs/data/options.csv"
+SEARCH = ("target", "algorithm", "program", "vmem_kib")  # columns that every row of one search shares
 
 # From the recipes of MaxText and tpu-recipes for v5p, v6e and tpu7x, as far as libtpu accepts them.
 _AGGREGATOR = {"xla_tpu_enable_sparse_core_collective_aggregator": True}
@@ -89,26 +94,27 @@ class Trial:
         return f"{seconds} ms ({low}, {high}), exposed {exposed} ms, {self.blocking} blocking"
 
 
-def trial_program(algorithm: str, target: Target) -> Program:
-    """One layer; half a sequence per device, for FSDP a whole one."""
-    model, devices = load_preset(MODEL), target.mesh.size
+def trial_program(algorithm: str, target: Target, layers: int = 0) -> Program:
+    """A training step of `layers` layers, or one layer for 0; half a sequence per device, for FSDP a whole one."""
+    model, devices, dtype = load_preset(MODEL), target.mesh.size, jnp.dtype("bfloat16")
+    model = dataclasses.replace(model, layers=layers or 1)
     batch = devices if algorithm == "fsdp" else devices // 2
     plan = make_plan(ParallelConfig(algorithm), model, target.mesh, batch, SEQ, target.tpu_slice.chip)
-    return layer_program(model, plan.groups[0][0], batch * SEQ, SEQ, jnp.dtype("bfloat16"))
+    if not layers:
+        return layer_program(model, plan.groups[0][0], batch * SEQ, SEQ, dtype)
+    optimizer = make_optimizer(OptimizerConfig().for_width(model.width), steps=1000)
+    return step_program(Transformer(model, plan, SEQ, dtype), optimizer, batch)
 
 
-def options_of(groups: tuple[str, ...], target: Target) -> dict[str, bool | int | str]:
-    """The chip's options with those of `groups`."""
-    options = compiler_options(target.tpu_slice.chip) | RANKING
+def compile_trial(
+    groups: tuple[str, ...], program: Program, target: Target, vmem: int, dump: str | None = None
+) -> Trial:
+    """Compiles the program with the chip's options and those of `groups`, and reads its schedule."""
+    options = compiler_options(target.tpu_slice.chip) | {VMEM: vmem}
     for group in groups:
         options |= GROUPS[group]
-    return options
-
-
-def compile_trial(groups: tuple[str, ...], program: Program, target: Target, dump: str | None = None) -> Trial:
-    """Compiles the program with the options of `groups` and reads its schedule."""
     try:
-        schedule = predict(compile_program(program, target, options_of(groups, target), dump))
+        schedule = predict(compile_program(program, target, options, dump))
     except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
         return Trial(groups, problem=str(error).splitlines()[0][:200])
     assert schedule.bounds is not None, "predict computes bounds"
@@ -130,24 +136,22 @@ def groups_of(algorithm: str) -> tuple[str, ...]:
     return tuple(name for name in GROUPS if algorithm in ONLY.get(name, (algorithm,)))
 
 
-def write_rows(target: Target, algorithm: str, trials: list[tuple[Trial, bool]], table: Path = TABLE) -> None:
-    """Replaces the rows of one search in the table."""
-    generation, rows = target.tpu_slice.chip.name, []
+def write_rows(search: dict[str, str], trials: list[tuple[Trial, bool]], table: Path = TABLE) -> None:
+    """Replaces the rows of one search, which has the columns `SEARCH`, in the table."""
+    rows = []
     if table.exists():
         with table.open() as file:
-            rows = [row for row in csv.DictReader(file) if (row["chip"], row["algorithm"]) != (generation, algorithm)]
+            rows = [row for row in csv.DictReader(file) if any(row[key] != search[key] for key in SEARCH)]
     for trial, kept in trials:
         values = {key: f"{x:.6g}" if isinstance(x, float) else x for key, x in dataclasses.asdict(trial).items()}
-        rows.append({
-            "chip": generation, "algorithm": algorithm, "target": target.tpu_slice.name,
-            "libtpu": importlib.metadata.version("libtpu"), "kept": str(kept).lower(),
-            **values, "groups": " + ".join(trial.groups),
-        })  # fmt: skip
-    rows.sort(key=lambda row: (row["chip"], row["algorithm"]))
+        version = importlib.metadata.version("libtpu")
+        rows.append(
+            {**search, **values, "groups": " + ".join(trial.groups), "kept": str(kept).lower(), "libtpu": version}
+        )
+    rows.sort(key=lambda row: [row[key] for key in SEARCH])
     with table.open("w", newline="") as file:
         fields = [field.name for field in dataclasses.fields(Trial)]
-        columns = ["chip", "algorithm", "target", "libtpu", "groups", "kept", *fields[1:]]
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer = csv.DictWriter(file, [*SEARCH, "groups", "kept", *fields[1:], "libtpu"], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
@@ -158,28 +162,31 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("targets", nargs="+", help="pod slices such as v6e-32, one per generation")
     parser.add_argument("--mesh", default="4x8")
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS))
+    parser.add_argument("--step", type=int, default=0, metavar="LAYERS", help="a training step instead of one layer")
+    parser.add_argument("--vmem", type=int, default=16384, metavar="KIB", help="scoped VMEM limit of the compiler")
     parser.add_argument("--dump", help="folder for the compiled programs as text")
     chosen = parser.parse_args(arguments)
     try:
         for target in (make_target(name, chosen.mesh) for name in chosen.targets):
             for algorithm in chosen.algorithms:
-                _search_one(target, algorithm, chosen.dump)
+                _search_one(target, algorithm, chosen)
     except ValueError as error:
         raise SystemExit(str(error)) from None
 
 
-def _search_one(target: Target, algorithm: str, dump: str | None) -> None:
-    program = trial_program(algorithm, target)
+def _search_one(target: Target, algorithm: str, chosen: argparse.Namespace) -> None:
+    program, part = trial_program(algorithm, target, chosen.step), f"step of {chosen.step}" if chosen.step else "layer"
 
     def attempt(groups: tuple[str, ...]) -> Trial:
-        name = " ".join((target.tpu_slice.name, algorithm, *groups))
-        return compile_trial(groups, dataclasses.replace(program, name=name), target, dump)
+        name = " ".join((target.tpu_slice.name, algorithm, part, *groups))
+        return compile_trial(groups, dataclasses.replace(program, name=name), target, chosen.vmem, chosen.dump)
 
+    columns = dict(zip(SEARCH, (target.tpu_slice.name, algorithm, part, str(chosen.vmem)), strict=True))
     trials = []
     for trial, kept in search(attempt, groups_of(algorithm)):
         print(f"{target.tpu_slice.name} {algorithm} {' + '.join(trial.groups) or 'chip'}: {trial}", flush=True)
         trials.append((trial, kept))
-        write_rows(target, algorithm, trials)
+        write_rows(columns, trials)
 
 
 if __name__ == "__main__":

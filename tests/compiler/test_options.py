@@ -1,10 +1,8 @@
 """The search over groups of compiler options, against an answer known beforehand. Nothing is compiled."""
 
 import csv
-import types
 
-from mstrain.compiler.options import GROUPS, ONLY, Trial, groups_of, search, write_rows
-from mstrain.hardware import parse_target
+from mstrain.compiler.options import GROUPS, ONLY, SEARCH, Trial, groups_of, search, write_rows
 
 
 def attempt_of(seconds, refused=()):
@@ -38,11 +36,12 @@ def test_groups_that_only_gspmd_reads_are_tried_for_it_alone():
 
 
 def test_a_search_replaces_its_own_rows(tmp_path):
-    table, target = tmp_path / "options.csv", types.SimpleNamespace(tpu_slice=parse_target("v6e-32"))
-    write_rows(target, "fsdp", [(Trial((), 2.0, 1.0, 3.0, 0.5, 1), True)], table)
-    write_rows(target, "gspmd", [(Trial((), problem="refused"), False)], table)
-    write_rows(target, "fsdp", [(Trial((), 4.0), True), (Trial(("a", "b"), 3.0), True)], table)
+    table = tmp_path / "options.csv"
+    layer, step = (dict(zip(SEARCH, ("v6e-32", "fsdp", part, "16384"), strict=True)) for part in ("layer", "step"))
+    write_rows(layer, [(Trial((), 2.0, 1.0, 3.0, 0.5, 1), True)], table)
+    write_rows(step, [(Trial((), problem="refused"), False)], table)
+    write_rows(layer, [(Trial((), 4.0), True), (Trial(("a", "b"), 3.0), True)], table)
     rows = list(csv.DictReader(table.open()))
-    assert [(r["algorithm"], r["groups"], r["seconds"], r["kept"], r["problem"]) for r in rows] == [
-        ("fsdp", "", "4", "true", ""), ("fsdp", "a + b", "3", "true", ""), ("gspmd", "", "", "false", "refused"),
+    assert [(r["program"], r["groups"], r["seconds"], r["kept"], r["problem"]) for r in rows] == [
+        ("layer", "", "4", "true", ""), ("layer", "a + b", "3", "true", ""), ("step", "", "", "false", "refused"),
     ]  # fmt: skip
