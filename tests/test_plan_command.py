@@ -120,7 +120,7 @@ def test_pod_writes_plans_with_terms_and_reasons(pod):
     with open(pod / "plans.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(
-        {tuple(row[key] for key in ("data", "algorithm", "rows", "cols", "pipeline", "sharded")) for row in rows}
+        {tuple(row[key] for key in ("data", "algorithm", "rows", "cols", "context", "pipeline")) for row in rows}
     ) == len(rows)
     seconds = [float(row["step_seconds"]) for row in rows if row["step_seconds"]]
     assert seconds == sorted(seconds) and rows[0]["why"] == "best" and all(row["why"] for row in rows)

@@ -89,7 +89,12 @@ def explain_all(config: BenchmarkConfig, console: Console) -> int:
         chosen = " ".join(f"{p.name} {p.layout.dataflow} S={p.slices};" for p in best.products.block)
         console.print(f"[bold]{model.name}[/]: mesh {best.shape}, {chosen.rstrip(';')}")
         rows = [plan_row(request, rank, costed, best) for rank, costed in enumerate(found, 1)]
-        document = {"model": model.name, "constants": best.constants, "mesh": str(best.shape), "candidates": rows}
+        document = {
+            "model": model.name,
+            "constants": best.step.constants.source,
+            "mesh": str(best.shape),
+            "candidates": rows,
+        }
         stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         write_csv(rows, stem.with_suffix(".csv"))
         plot_plans(request, found, stem.with_suffix(".png"))
@@ -103,9 +108,9 @@ def explain_all(config: BenchmarkConfig, console: Console) -> int:
 
 def to_table(request: PlanRequest, found: list[Costed], limit: int = 10) -> Table:
     """The table of the best `limit` candidates."""
-    name = request.pod.constants((), request.dtype).name
+    name = request.pod.constants((1, request.pod.devices, 1, 1, 1), request.dtype).name
     title = f"Predicted for {request.pod.name} with {name}, batch {request.batch} x {request.seq}"
-    table = Table(title=title, caption=found[0].constants)
+    table = Table(title=title, caption=found[0].step.constants.source)
     for heading in ("mesh", "dataflows", "slices", "why"):
         table.add_column(heading)
     for heading in ("ms", "products ms", "exposed ms", "GB"):
@@ -116,6 +121,6 @@ def to_table(request: PlanRequest, found: list[Costed], limit: int = 10) -> Tabl
         table.add_row(
             str(costed.shape), " ".join(p.layout.dataflow for p in block), " ".join(str(p.slices) for p in block), why,
             *(f"{1e3 * value:.3f}" for value in (costed.seconds, terms.products, terms.tensor_exposed)),
-            f"{costed.fullest.memory.total / GB:.2f}",
+            f"{costed.fullest.total / GB:.2f}",
         )  # fmt: skip
     return table

@@ -38,6 +38,11 @@ class Layout:
         col, row = (values[m] * self.dtype_bytes for m in MOVING[check_dataflow(self.dataflow)])
         return (row, col) if swapped(self.dataflow, self.transposed) else (col, row)
 
+    @property
+    def parameters(self) -> int:
+        """Number of elements of the weight."""
+        return self._values()["w"]
+
     def traffic_bytes(self) -> tuple[float, float]:
         """Bytes that one device receives in the three GeMMs along (col, row)."""
         devices = self.rows * self.cols

@@ -8,7 +8,7 @@ a node, one way; nodes, links and network that are not given are those of the ta
 import re
 
 from mstrain.hardware import Chip, all_chips, parse_target
-from mstrain.planner.stated.fabric import Fabric
+from mstrain.planner.target import Pod, slices_of
 
 ALIASES = {
     "a100": "a100-80gb", "a100-sxm": "a100-80gb", "a100-80gb-pcie": "a100-pcie", "h100-sxm": "h100",
@@ -24,9 +24,9 @@ def gpu_named(name: str) -> Chip | None:
     return chip if chip is not None and chip.platform == "gpu" else None
 
 
-def gpu_fabric(
+def gpu_pod(
     chip: Chip, devices: int, per_node: int | None = None, node_bandwidth: float | None = None, name: str = ""
-) -> Fabric:
+) -> Pod:
     """`devices` GPUs; nodes and network are those of the table of chips where they are None.
 
     Raises ValueError for incomplete nodes, and for a number that the table lacks.
@@ -43,38 +43,37 @@ def gpu_fabric(
         if node_bandwidth is None:
             raise ValueError(f"The table of chips has no network of {chip.name}. Type @GB/s, as in @50GB/s.")
         node_bandwidth *= per_node / usual
-    return Fabric(name or f"{chip.name}:{devices}", chip, devices, per_node, node_bandwidth or float("inf"))
+    return Pod(name or f"{chip.name}:{devices}", chip, devices, None, per_node, node_bandwidth or float("inf"))
 
 
-def tpu_fabric(text: str, slices: int = 1, name: str = "") -> Fabric:
-    """`slices` equal TPU slices called `text`; raises ValueError for an unknown one."""
-    found = parse_target(text)
-    network = float("inf")
-    if slices > 1:
-        if found.chip.node_bandwidth is None:
-            raise ValueError(f"The table of chips has no data-center network of {found.chip.name}.")
-        network = found.chip.node_bandwidth * found.devices / (found.chip.node_devices or 1)
-    return Fabric(name or text, found.chip, slices * found.devices, found.devices, network, found)
+def find_pod(cluster: str, dtype: str = "bf16") -> Pod:
+    """The cluster called `cluster` (see above).
 
-
-def find_fabric(cluster: str) -> Fabric:
-    """The cluster called `cluster` (see above); raises ValueError with the spellings."""
-    text = cluster.strip()
-    gpus = re.fullmatch(r"([\w.-]+):(\d{1,9})(?:x(\d{1,9}))?(?:@(\d+(?:\.\d+)?)\s*GB/s)?", text, re.IGNORECASE)
+    Raises ValueError with the spellings, or with the number of its chip that the table lacks.
+    """
     try:
-        if gpus and (chip := gpu_named(gpus[1])):
-            first, second = int(gpus[2]), int(gpus[3]) if gpus[3] else None
-            devices = first * (second or 1)
-            if not 1 <= devices <= MOST_DEVICES:
-                raise ValueError(f"{devices} devices are not between 1 and {MOST_DEVICES}.")
-            network = float(gpus[4]) * 1e9 if gpus[4] else None
-            if network == 0:
-                raise ValueError("A network of 0 GB/s carries nothing. Type its bandwidth a node one way.")
-            return gpu_fabric(chip, devices, first if second else None, network, cluster)
-        several = re.fullmatch(r"(\d{1,6})\s*x\s*(\w.*)", text)
-        if several and int(several[1]):
-            return tpu_fabric(several[2], int(several[1]), cluster)
-        return tpu_fabric(text, 1, cluster)
+        pod = _named(cluster.strip(), cluster)
     except ValueError as error:
         names = " | ".join(name for name, chip in all_chips().items() if chip.platform == "gpu")
         raise ValueError(f"cluster={cluster}: {error} Spellings: {SPELLINGS}. GPUs: {names}.") from None
+    missing = [name for name in ("hbm_bytes", "hbm_bandwidth") if getattr(pod.chip, name) is None]
+    if missing:
+        raise ValueError(f"cluster={cluster}: the table of chips has no {' or '.join(missing)} for {pod.chip.name}.")
+    pod.constants((1, pod.devices, 1, 1, 1), dtype)  # says which other number is missing
+    return pod
+
+
+def _named(text: str, cluster: str) -> Pod:
+    gpus = re.fullmatch(r"([\w.-]+):(\d{1,9})(?:x(\d{1,9}))?(?:@(\d+(?:\.\d+)?)\s*GB/s)?", text, re.IGNORECASE)
+    if gpus and (chip := gpu_named(gpus[1])):
+        first, second = int(gpus[2]), int(gpus[3]) if gpus[3] else None
+        devices = first * (second or 1)
+        if not 1 <= devices <= MOST_DEVICES:
+            raise ValueError(f"{devices} devices are not between 1 and {MOST_DEVICES}.")
+        network = float(gpus[4]) * 1e9 if gpus[4] else None
+        if network == 0:
+            raise ValueError("A network of 0 GB/s carries nothing. Type its bandwidth a node one way.")
+        return gpu_pod(chip, devices, first if second else None, network, cluster)
+    several = re.fullmatch(r"(\d{1,6})\s*x\s*(\w.*)", text)
+    count, name = (int(several[1]), several[2]) if several and int(several[1]) else (1, text)
+    return slices_of(parse_target(name), count, cluster)

@@ -24,7 +24,7 @@ from mstrain.models.transformer import Transformer
 from mstrain.planner.plan import plan_on
 from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import rank_meshes
-from mstrain.planner.step_time import step_terms
+from mstrain.planner.step_time import cost_step
 from mstrain.planner.target import pod_of
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.step import step_program
@@ -208,7 +208,7 @@ def model_seconds(task: TuningTask, shape: MeshShape, slices: str) -> float | No
     """The cost model's seconds for the products of one step; None with an algorithm that it does not know."""
     parallel = dataclasses.replace(task.parallel, slices=slices)
     pod = pod_of(task.tpu_slice, task.tpu_slice.devices)
-    terms = step_terms(
+    costed = cost_step(
         pod, task.model, parallel, shape, task.batch, task.seq, task.accumulate, task.remat, task.dtype
     )  # fmt: skip
-    return terms["products"] + terms["tensor_exposed"] if terms else None
+    return costed.terms.products + costed.terms.tensor_exposed if costed else None

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from mstrain.checks import at_least, mounted, one_of
+from mstrain.gemm import ALGORITHMS
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
-from mstrain.models.transformer import REMAT
-from mstrain.planner.request import MEMORY_MARGIN, Fixed, PlanRequest
+from mstrain.planner.remat import parse_remat
+from mstrain.planner.request import MEMORY_MARGIN, SCHEDULES, SHARDS, Fixed, PlanRequest
 from mstrain.planner.target import Pod
 
-TENSOR = ("meshslice", "megatron", "fsdp")
-POD_SCHEDULES = ("1f1b", "gpipe", "interleaved")
+TENSOR = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.costed)
 
 
 @dataclass(frozen=True)
@@ -25,21 +25,26 @@ class PodConfig:
     seq: int = 2048
     """Tokens per sequence."""
     algorithm: str = "auto"
-    """Algorithm of the tensor-parallel products: auto (tries all), meshslice, megatron or fsdp."""
+    """Algorithm of the tensor-parallel products: auto (tries all), meshslice, collective, megatron or fsdp."""
     replicas: str = "auto"
     """Degree of data parallelism, or auto."""
     tensor: str = "auto"
     """Degree of tensor parallelism, or auto."""
+    context: str = "auto"
+    """Parts of each sequence, on as many devices, or auto."""
     pipeline: str = "auto"
     """Pipeline stages, or auto."""
     accumulate: str = "auto"
     """Microbatches per step and replica, or auto."""
-    schedule: str = "1f1b"
-    """Pipeline schedule: 1f1b, gpipe or interleaved."""
+    shard: str = "auto"
+    """What is sharded over data-parallel devices: auto, none, optimizer, gradients or parameters (ZeRO 1, 2, 3)."""
+    schedule: str = "auto"
+    """Pipeline schedule: auto, 1f1b, gpipe, interleaved or zero-bubble."""
     interleave: int | None = None
-    """Chunks per stage of schedule=interleaved; null for 2."""
+    """Chunks per stage of schedule=interleaved; null tries 2 and 4."""
     remat: str = "auto"
-    """Activation checkpointing: auto, none, dots or full."""
+    """Activation checkpointing: auto, none, dots, full, dots-but-mlp-in, save_qkv_proj, minimal_offloaded, or
+    `save: PARTS` and `offload: PARTS` (to host memory) of input, qkv, context, out, mlp_in, mlp_out."""
     dtype: str = "bf16"
     """Type of activations and products: bf16 or f32. Weights, gradients and moments are float32."""
     memory_margin: float = MEMORY_MARGIN
@@ -61,15 +66,17 @@ class PodConfig:
         mounted("run_dir", self.run_dir)
         at_least("", self, batch=1, seq=1, top_k=1, simulated_microbatches=1)
         one_of("algorithm", self.algorithm, ("auto", *TENSOR))
-        one_of("schedule", self.schedule, POD_SCHEDULES)
+        one_of("schedule", self.schedule, ("auto", *SCHEDULES))
+        one_of("shard", self.shard, ("auto", *SHARDS))
         if self.interleave is not None and (self.schedule != "interleaved" or self.interleave < 2):
             raise ValueError(
                 f"interleave={self.interleave} has no effect with schedule={self.schedule}. Drop it, or type "
                 "schedule=interleaved interleave=2."
             )
-        one_of("remat", self.remat, ("auto", *REMAT))
+        if self.remat != "auto":
+            parse_remat(self.remat)
         one_of("dtype", self.dtype, ("bf16", "f32"))
-        for name in ("replicas", "tensor", "pipeline", "accumulate"):
+        for name in ("replicas", "tensor", "context", "pipeline", "accumulate"):
             value = getattr(self, name)
             if value != "auto" and not (value.isdecimal() and len(value) < 10 and int(value) > 0):
                 raise ValueError(
@@ -88,11 +95,11 @@ class PodConfig:
     def request(self, pod: Pod) -> PlanRequest:
         """The request about `pod`."""
         names = TENSOR if self.algorithm == "auto" else (self.algorithm,)
-        data, tensor, pipeline, microbatches = (
+        data, tensor, context, pipeline, microbatches = (
             None if text == "auto" else int(text)
-            for text in (self.replicas, self.tensor, self.pipeline, self.accumulate)
+            for text in (self.replicas, self.tensor, self.context, self.pipeline, self.accumulate)
         )
-        remat = None if self.remat == "auto" else self.remat
-        fixed = Fixed(data, tensor, pipeline, None, microbatches, remat, self.schedule, self.interleave or 2)
+        remat, shard, schedule = (None if text == "auto" else text for text in (self.remat, self.shard, self.schedule))
+        fixed = Fixed(data, tensor, context, pipeline, None, microbatches, remat, shard, schedule, self.interleave)
         parallel = tuple(map(ParallelConfig, names))
         return PlanRequest(self.model, pod, parallel, self.batch, self.seq, self.dtype, fixed, self.memory_margin)

@@ -1,27 +1,37 @@
-"""What one plan takes: seconds of a step by term, memory of its fullest stage.
+"""What one plan takes: seconds of a step by term with their error, memory of its fullest stage.
 
-    step = (M - 1) * cycle + sum of stages + 2 (P - 1) messages + gradient sums + update
+    step = (M - 1) * cycle + slowest stage + others * share / V + messages + sums over replicas + update + stragglers
 
-for M microbatches and P stages; a stage takes the forward and the backward pass of one microbatch. The cycle
-of 1F1B is the slowest stage, or a round trip through the stages behind stage s shared by the P - s
-microbatches in flight there; that of GPipe the slowest forward plus the slowest backward. Interleaved stages
-fill and drain in as many times less as they have chunks. Nothing of the
-gradient sums is hidden. train.py sums gradients over the replicas once per microbatch; pipelines, which it
-does not have, are charged for one sum.
+for M microbatches and V chunks a stage; a stage takes the forward and the backward pass of one microbatch. The cycle
+of 1F1B is the slowest stage, or a round trip through the stages behind stage s shared by the P - s microbatches in
+flight there; that of GPipe the slowest forward plus the slowest backward. `share` is 1, and for zero-bubble schedules
+what the gradients of weights do not fill. Gradient sums, gathers of sharded weights and messages run under compute
+where the execution style says so; then what is longer than the compute is charged. train.py sums gradients over the
+replicas once per microbatch; pipelines, which it does not have, are charged for one sum.
+
+`stragglers` is what measured steps take beyond compiled or simulated ones: a synchronous step takes as long as the
+slowest of N devices, sqrt(2 ln N) standard deviations longer than the mean, and TPUs take longer than their schedules.
 """
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from mstrain.hardware import Link, collective_seconds
-from mstrain.hardware.constants import Constants
+from mstrain.hardware import collective_seconds
 from mstrain.mesh import MeshShape
-from mstrain.planner.layer import Pass, Work, layer_work
-from mstrain.planner.memory import WEIGHT_BYTES, Memory, parameter_counts, stage_memory
+from mstrain.planner.layer import HIDDEN_PART, Pass, Work, fused_attention, layer_work
+from mstrain.planner.memory import WEIGHT_BYTES, Memory, parameter_counts, saved_values, stage_memory, stage_parameters
 from mstrain.planner.plan import PodPlan, Products
+from mstrain.planner.remat import parse_remat
 from mstrain.planner.request import PlanRequest
 
-ACCUMULATE_BYTES = 12  # per parameter and microbatch of several: two gradients read, one written
-UPDATE_BYTES = 28  # per parameter: weight, gradient and two moments read, weight and moments written
+# Relative standard errors of the terms besides that of products, which the table of efficiencies gives.
+ERRORS = {
+    "attention": 0.25, "elementwise": 0.2, "tensor_exposed": 0.25, "context": 0.3, "bubble": 0.15, "messages": 0.4,
+    "gradient_sum": 0.3, "update": 0.3, "stragglers": 0.5, "offload": 0.5,
+}  # fmt: skip
+MEASURED_ERROR = 0.05  # of products that were measured
+UNSTATED = 0.06  # of the step: what no term covers (input, host), and choices that a plan leaves open
 NONE = Pass()
 
 
@@ -36,60 +46,117 @@ class Terms:
     attention: float
     elementwise: float
     tensor_exposed: float
+    context: float
     recomputation: float
+    offload: float
     messages: float
     bubble: float
     gradient_sum: float
     update: float
+    stragglers: float
 
     @property
     def seconds(self) -> float:
-        return sum(asdict(self).values())
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage: its layers, seconds of a microbatch's two passes, and its memory."""
+    """One pipeline stage: its layers, and the passes of a microbatch.
 
-    chunks: tuple[tuple[int, int], ...]  # layers [begin, end); several where the schedule is interleaved
-    forward: float
-    backward: float
-    memory: Memory
-    in_flight: float  # microbatches between their passes; parts of one where the schedule is interleaved
+    Attributes:
+      chunks: layers [begin, end); several where the schedule is interleaved.
+      useful_forward, useful_backward, repeated: passes; the last is recomputation. host: seconds added by offloading.
+      weights: seconds of the products of weight gradients.
+      in_flight: microbatches between their passes; parts of one where the schedule is interleaved.
+    """
+
+    chunks: tuple[tuple[int, int], ...]
+    useful_forward: Pass
+    useful_backward: Pass
+    repeated: Pass
+    host: float
+    weights: float
+    in_flight: float
 
     @property
     def layers(self) -> int:
         return sum(end - begin for begin, end in self.chunks)
 
     @property
+    def forward(self) -> float:
+        return self.useful_forward.seconds
+
+    @cached_property
+    def backward(self) -> float:
+        return self.useful_backward.seconds + self.repeated.seconds + self.host
+
+    @cached_property
     def seconds(self) -> float:
         return self.forward + self.backward
 
 
 @dataclass(frozen=True)
 class Costed:
-    """A plan with the terms of its slowest stage, and those of every stage."""
+    """A plan with the terms of its slowest stage; those and the memory of every stage on demand.
+
+    `fits`: whether the fullest stage, whose memory is `fullest`, fits in a device's usable memory.
+    """
 
     plan: PodPlan
     terms: Terms
-    stages: tuple[Stage, ...]
-    stage_terms: tuple[Terms, ...]
-    products: Products
-    constants: str
-    fits: bool  # in a device's usable memory
+    fullest: Memory
+    fits: bool
+    step: "Step" = field(repr=False, compare=False)
+
+    @property
+    def products(self) -> Products:
+        return self.step.products
+
+    @property
+    def stages(self) -> list[Stage]:
+        return self.step.stages
+
+    @cached_property
+    def memory(self) -> tuple[Memory, ...]:
+        """Of every stage."""
+        return tuple(self.step.memory(self.plan, number) for number in range(len(self.stages)))
+
+    @cached_property
+    def stage_terms(self) -> tuple[Terms, ...]:
+        """Of every stage."""
+        return tuple(self.step.terms(self.plan, number) for number in range(len(self.stages)))
 
     @property
     def seconds(self) -> float:
         return self.terms.seconds
 
     @property
+    def scheduled_seconds(self) -> float:
+        """Of a compiled or simulated step, in which all devices are equally fast."""
+        return self.seconds - self.terms.stragglers
+
+    @property
+    def uncertainty(self) -> float:
+        """Relative standard error of the step: its terms are wrong independently."""
+        pod = self.step.request.pod
+        products = pod.efficiency.uncertainty if pod.derived else MEASURED_ERROR
+        errors = {**ERRORS, "products": products, "recomputation": max(products, 0.1)}
+        parts = (errors[name] * value / self.seconds for name, value in vars(self.terms).items())
+        return math.sqrt(UNSTATED**2 + sum(part**2 for part in parts))
+
+    @property
+    def product_rate(self) -> float:
+        """Mean FLOP/s of a device in the products of the first stage."""
+        stage, tensor = self.stages[0], self.plan.tensor
+        values = sum(share * sum(p.layout.parameters for p in block) for block, share in self.products.groups)
+        values = stage.layers * values + (self.products.head.layout.parameters if self.plan.pipeline == 1 else 0)
+        return 6.0 * self.products.tokens * values / tensor / (stage.useful_forward.gemm + stage.useful_backward.gemm)
+
+    @property
     def shape(self) -> MeshShape:
         """The mesh of one stage."""
         return self.plan.shape
-
-    @property
-    def fullest(self) -> Stage:
-        return max(self.stages, key=lambda stage: stage.memory.total)
 
 
 def split_layers(layers: int, pipeline: int, head: float) -> list[tuple[int, int]]:
@@ -111,28 +178,21 @@ def split_layers(layers: int, pipeline: int, head: float) -> list[tuple[int, int
     return list(zip(bounds, [*bounds[1:], layers]))
 
 
-def message_seconds(request: PlanRequest, plan: PodPlan, tokens: int, link: Link) -> float:
-    """An activation to the next stage: each device sends its part."""
-    nbytes = tokens * request.model.width * request.element_bytes / plan.tensor
-    return link.launch + link.sync + nbytes / link.bandwidth if plan.pipeline > 1 else 0.0
-
-
-def microbatches_in_flight(request: PlanRequest, plan: PodPlan, stage: int) -> float:
+def microbatches_in_flight(plan: PodPlan, stage: int) -> float:
     """Microbatches that `stage` holds between their passes, at most (Narayanan et al., 2021)."""
-    if request.fixed.schedule == "gpipe":
+    if plan.schedule == "gpipe":
         return plan.microbatches
-    chunks = request.fixed.chunks(plan.pipeline)
-    if chunks == 1:
+    if plan.chunks == 1:
         return min(plan.microbatches, plan.pipeline - stage)
-    passes = 2 * (plan.pipeline - stage - 1) + (chunks - 1) * plan.pipeline + 1
-    return min(passes, plan.microbatches * chunks) / chunks
+    passes = 2 * (plan.pipeline - stage - 1) + (plan.chunks - 1) * plan.pipeline + 1
+    return min(passes, plan.microbatches * plan.chunks) / plan.chunks
 
 
 def cycle_seconds(stages: list[Stage], message: float, schedule: str) -> float:
     """Seconds between microbatches once the pipeline is full."""
     if schedule == "gpipe":
         return max(stage.forward for stage in stages) + max(stage.backward for stage in stages)
-    if schedule == "interleaved":
+    if schedule in ("interleaved", "zero-bubble"):
         return max(stage.seconds for stage in stages)
     behind, loops = 0.0, []
     for count, stage in enumerate(reversed(stages)):
@@ -141,79 +201,152 @@ def cycle_seconds(stages: list[Stage], message: float, schedule: str) -> float:
     return max(loops)
 
 
-def work_of(request: PlanRequest, plan: PodPlan, products: Products) -> tuple[Work, Constants]:
-    """Passes of one microbatch, and the constants that they are computed with."""
-    pod = request.pod
-    constants = pod.constants((plan.pipeline, plan.data, plan.rows, plan.cols), request.dtype)
-    return layer_work(request.model, products, request.seq, constants, pod.device(constants)), constants
-
-
 def cost_plan(request: PlanRequest, plan: PodPlan, products: Products) -> Costed:
     """All terms of one plan that `plan_products` accepts."""
-    work, constants = work_of(request, plan, products)
-    again = work.recomputed(plan.remat)
-    stages, passes = [], []
-    layer_seconds = work.forward.seconds + work.backward.seconds + again.seconds
-    head_seconds = work.head_forward.seconds + work.head_backward.seconds
-    chunks = plan.pipeline * request.fixed.chunks(plan.pipeline)
-    bounds = split_layers(request.model.layers, chunks, head_seconds / layer_seconds)
-    for number in range(plan.pipeline):
-        mine, last = tuple(bounds[number :: plan.pipeline]), number == plan.pipeline - 1
-        layers = sum(end - begin for begin, end in mine)
-        forward = work.forward * layers + (work.head_forward if last else NONE)
-        backward = work.backward * layers + (work.head_backward if last else NONE)
-        repeated = again * layers
-        in_flight = microbatches_in_flight(request, plan, number)
-        memory = stage_memory(request, products, plan, number, mine, in_flight)
-        stages.append(Stage(mine, forward.seconds, backward.seconds + repeated.seconds, memory, in_flight))
-        passes.append((forward + backward, repeated))
-    between, replicas = request.pod.outer_links((plan.pipeline, plan.data, plan.rows, plan.cols), request.dtype)
-    message = message_seconds(request, plan, products.block[0].layout.tokens, between.permute)
-    longest = max(stage.seconds for stage in stages)
-    others = sum(stage.seconds for stage in stages) - longest
-    fill = longest + others / request.fixed.chunks(plan.pipeline)
-    messages = 2 * (plan.pipeline - 1) * message
-    pipeline = (plan.microbatches - 1) * cycle_seconds(stages, message, request.fixed.schedule) + fill + messages
-    ends = [_end(request, plan, constants, (between, replicas), number, stage) for number, stage in enumerate(stages)]
-    step = pipeline + sum(max(ends, key=sum))
-    every = tuple(
-        _terms(useful * plan.microbatches, repeated * plan.microbatches, messages, end, step)
-        for (useful, repeated), end in zip(passes, ends)
-    )
-    slowest = max(range(len(stages)), key=lambda number: (stages[number].seconds, sum(ends[number])))
-    fits = max(stage.memory.total for stage in stages) <= request.usable_bytes
-    return Costed(plan, every[slowest], tuple(stages), every, products, constants.source, fits)
+    return Step(request, plan, products, layer_work(request, plan, products)).cost(plan)
 
 
-def _terms(useful: Pass, repeated: Pass, messages: float, end: tuple[float, float], step: float) -> Terms:
-    """Terms of a stage in a step of so many seconds; what nothing else takes is the bubble."""
-    summed, update = end
-    busy = useful.seconds + repeated.seconds + messages + summed + update
-    return Terms(
-        products=useful.gemm,
-        attention=useful.attention,
-        elementwise=useful.elementwise,
-        tensor_exposed=useful.exposed,
-        recomputation=repeated.seconds,
-        messages=messages,
-        bubble=max(0.0, step - busy),
-        gradient_sum=summed,
-        update=update,
-    )
+class Step:
+    """A step of a plan but for what it shards: `scheduled`, the seconds of all microbatches, and `cost`."""
+
+    def __init__(self, request: PlanRequest, plan: PodPlan, products: Products, work: Work):
+        self.request, self.plan, self.products, self.work = request, plan, products, work
+        pod, self.style = request.pod, request.style
+        self.constants = pod.constants(plan.sizes, request.dtype)
+        self.links = pod.links(plan.sizes, request.dtype)
+        remat = parse_remat(plan.remat)
+        self.again = work.recomputed(remat, self.style, fused_attention(request))
+        self.host = self._offload(remat.offloaded)
+        self.stages = self._stages()
+        self.scheduled, self.messages = self._pipeline(self._message())
+
+    def _offload(self, parts: frozenset[str]) -> float:
+        """What the traffic of a layer to and from host memory adds: it runs under compute, one way in each pass."""
+        if not parts:
+            return 0.0
+        sizes = saved_values(self.request, self.plan)
+        one_way = sum(sizes[part] for part in parts) * self.products.tokens * self.request.element_bytes
+        return 2 * max(0.0, one_way / self.request.pod.efficiency.host - self.work.backward.seconds / 2)
+
+    def _stages(self) -> list[Stage]:
+        plan, work = self.plan, self.work
+        layer = work.forward.seconds + work.backward.seconds + self.again.seconds + self.host
+        head = (work.head_forward.seconds + work.head_backward.seconds) / layer if self.style.native else 0.0
+        bounds = split_layers(self.request.model.layers, plan.pipeline * plan.chunks, head)
+        stages, seen = [], {}
+        for number in range(plan.pipeline):
+            mine, last = tuple(bounds[number :: plan.pipeline]), number == plan.pipeline - 1
+            count = sum(end - begin for begin, end in mine)
+            if (count, last) not in seen:
+                forward = work.forward * count + (work.head_forward if last else NONE)
+                backward = work.backward * count + (work.head_backward if last else NONE)
+                weights = work.weights[0] * count + last * work.weights[1]
+                seen[count, last] = (forward, backward, self.again * count, count * self.host, weights)
+            stages.append(Stage(mine, *seen[count, last], microbatches_in_flight(plan, number)))
+        return stages
+
+    def _message(self) -> float:
+        """An activation to the next stage: each device sends its part, and parts of a whole one are gathered."""
+        if self.plan.pipeline == 1:
+            return 0.0
+        link, tensor = self.links.stage.permute, self.plan.tensor
+        nbytes = self.products.tokens * self.request.model.width * self.request.element_bytes / tensor
+        gather = collective_seconds((self.links.ring or self.links.row).all_gather, nbytes, tensor)
+        return link.launch + link.sync + nbytes / link.bandwidth + (0.0 if self.plan.sequence_parallel else gather)
+
+    def _pipeline(self, message: float) -> tuple[float, float]:
+        """Seconds of (all microbatches through all stages, of those for messages)."""
+        plan, stages = self.plan, self.stages
+        longest = max(range(len(stages)), key=lambda number: stages[number].seconds)
+        fill = 0.0
+        for stage in stages[:longest] + stages[longest + 1 :]:  # weight gradients fill what they can (ZB-H1)
+            waits = stage.forward + stage.useful_backward.seconds - 2 * stage.weights
+            fill += max(0.0, waits) if plan.schedule == "zero-bubble" else stage.seconds
+        crossings = 2 * (plan.pipeline - 1)
+        if plan.pipeline > 1 and not self.style.native and "pipeline" not in self.style.hides:
+            crossings += 2 * (plan.microbatches * plan.chunks - 1)
+        cycles = (plan.microbatches - 1) * cycle_seconds(stages, message, plan.schedule)
+        return cycles + stages[longest].seconds + fill / plan.chunks + crossings * message, crossings * message
+
+    def _end(self, plan: PodPlan, number: int) -> tuple[float, float]:
+        """(sums and gathers over the replicas, update) of one stage, in seconds per step."""
+        stage, style, model = self.stages[number], self.style, self.request.model
+        first, last = number == 0, number == plan.pipeline - 1
+        weights = stage_parameters(model, stage.layers, first, last) / plan.tensor
+        summed = self._replicas(plan, weights, stage)
+        if model.tied and plan.pipeline > 1 and (first or last):  # both have a copy of the table
+            link, table = self.links.stage.permute, WEIGHT_BYTES * parameter_counts(model)[2] / plan.tensor
+            summed += link.launch + link.sync + table / link.bandwidth
+        moved = style.update_bytes / (plan.replicas if plan.shard != "none" else 1)
+        if plan.microbatches > 1:
+            kept = plan.replicas if plan.shard in ("gradients", "parameters") else 1
+            moved += style.accumulate_bytes * plan.microbatches / kept
+        return summed, moved * weights / self.request.pod.device(self.constants).memory_bandwidth
+
+    def _replicas(self, plan: PodPlan, weights: float, stage: Stage) -> float:
+        """Exposed gathers of weights and sums of gradients over the replicas, per step."""
+        style, links, count = self.style, self.links.replica, plan.replicas
+        if count == 1:
+            return 0.0
+        gather = collective_seconds(links.all_gather, 2.0 * weights / count, count)
+        scatter = collective_seconds(links.reduce_scatter, style.gradient_bytes * weights / count, count)
+        spread = collective_seconds(links.all_gather, style.gradient_bytes * weights / count, count)
+        hides = "data" in style.hides and (self.request.pod.efficiency.overlap or not self.request.pod.derived)
+        ahead, behind = (HIDDEN_PART * seconds if hides else 0.0 for seconds in (stage.forward, stage.backward))
+        layers = max(1, stage.layers)
+        if plan.shard == "parameters":  # nothing hides the first gather, nor the last sum
+            once = max(0.0, gather - ahead) + max(0.0, gather + scatter - behind)
+            return plan.microbatches * once + (gather + scatter) / layers
+        each = style.native and plan.pipeline == 1 and plan.shard == "none"
+        sums = plan.microbatches if each or plan.shard == "gradients" else 1
+        exposed = sums * max(scatter / layers, scatter - behind)
+        if plan.shard == "none":  # the second half of an all-reduce
+            return exposed + (sums if each else 1) * max(spread / layers, spread - behind)
+        return exposed + max(gather / layers, gather - ahead)
+
+    def memory(self, plan: PodPlan, number: int) -> Memory:
+        """Of a stage."""
+        stage = self.stages[number]
+        return stage_memory(self.request, self.products, plan, number, stage.chunks, stage.in_flight)
+
+    def _ends(self, plan: PodPlan) -> dict[int, tuple[float, float]]:
+        """(sums, update) of the first and the last stage; no other has more weights, layers or activations."""
+        return {number: self._end(plan, number) for number in {0, plan.pipeline - 1}}
+
+    def cost(self, plan: PodPlan) -> Costed:
+        """The cost of the step with what `plan` shards."""
+        ends = self._ends(plan)
+        slowest = max(ends, key=lambda number: (self.stages[number].seconds, sum(ends[number])))
+        fullest = max((self.memory(plan, number) for number in ends), key=lambda memory: memory.total)
+        return Costed(plan, self.terms(plan, slowest, ends), fullest, fullest.total <= self.request.usable_bytes, self)
+
+    def terms(self, plan: PodPlan, number: int, ends: dict[int, tuple[float, float]] | None = None) -> Terms:
+        """Terms of a stage; what nothing else takes is the bubble."""
+        stage, pod, ends = self.stages[number], self.request.pod, ends or self._ends(plan)
+        useful, count = stage.useful_forward + stage.useful_backward, self.plan.microbatches
+        scheduled = self.scheduled + max(map(sum, ends.values()))
+        end = ends[number] if number in ends else self._end(plan, number)
+        busy = count * stage.seconds + self.messages + sum(end)
+        beyond = 0.0
+        if pod.derived:
+            beyond = (pod.efficiency.schedule - 1) * (self.scheduled - self.messages)
+            beyond += pod.efficiency.spread * math.sqrt(2 * math.log(pod.devices)) * (scheduled + beyond)
+        return Terms(
+            products=count * useful.gemm,
+            attention=count * useful.attention,
+            elementwise=count * useful.elementwise,
+            tensor_exposed=count * useful.exposed,
+            context=count * useful.context,
+            recomputation=count * stage.repeated.seconds,
+            offload=count * stage.host,
+            messages=self.messages,
+            bubble=max(0.0, scheduled - busy),
+            gradient_sum=end[0],
+            update=end[1],
+            stragglers=beyond,
+        )
 
 
-def _end(request: PlanRequest, plan: PodPlan, constants: Constants, outer, number: int, stage: Stage):
-    """(gradient sums over the replicas, update) of one stage, in seconds per step."""
-    parameters = stage.memory.parameters / WEIGHT_BYTES
-    part = WEIGHT_BYTES * parameters / plan.data
-    between, links = outer
-    summed = sum(collective_seconds(link, part, plan.data) for link in (links.reduce_scatter, links.all_gather))
-    sums = plan.microbatches if plan.pipeline == 1 and not plan.sharded else 1
-    model = request.model
-    tied = model.tied and plan.pipeline > 1 and number in (0, plan.pipeline - 1)
-    if tied:  # the first and the last stage add up the gradients of their copies of the table
-        table = WEIGHT_BYTES * parameter_counts(model)[2] / plan.tensor
-        summed += between.permute.launch + between.permute.sync + table / between.permute.bandwidth
-    moved = UPDATE_BYTES / (plan.data if plan.sharded else 1)
-    moved += ACCUMULATE_BYTES * plan.microbatches if plan.microbatches > 1 else 0
-    return sums * summed, moved * parameters / request.pod.device(constants).memory_bandwidth
+def cost_with(request: PlanRequest, costed: Costed, **changed) -> Costed:
+    """The cost of the same plan with other choices that leave its products as they are."""
+    return cost_plan(request, replace(costed.plan, **changed), costed.products)

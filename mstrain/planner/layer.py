@@ -1,128 +1,216 @@
-"""Seconds of the parts of one stage: products, attention, element-wise work, per microbatch.
+"""Seconds of the parts of a layer and of the output projection on one device, per microbatch.
 
-Products cost what `mstrain.parallel.product_cost` says: MeshSlice overlaps its slices (paper section 3.2.2), and of the
-other collectives is hidden what compiled steps of that algorithm hide (`mstrain.hardware.overlap`). Attention runs at
-the rate of GEMMs; element-wise work at the bandwidth of memory, each value read and written once.
+Products cost what their shapes do (`mstrain.hardware.efficiency`), their collectives what
+`mstrain.parallel.product_cost` says: MeshSlice overlaps its slices (paper section 3.2.2), and of the other collectives
+of train.py is hidden what compiled steps of that algorithm hide (`mstrain.hardware.overlap`). Other systems hide what
+their execution style says. Element-wise work and attention cost what the style moves and computes.
 """
 
 import math
+import operator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
-from mstrain.hardware import chip_named
+from mstrain.hardware import collective_seconds
 from mstrain.hardware.constants import Constants
-from mstrain.hardware.efficiency import efficiency_of
 from mstrain.hardware.gemm_times import gemm_seconds
 from mstrain.hardware.overlap import hidden_shares
 from mstrain.models.config import ModelConfig
-from mstrain.parallel.product_cost import pass_costs
-from mstrain.planner.plan import Product, Products
+from mstrain.parallel.product_cost import communication_terms, pass_costs
+from mstrain.planner.execution import ExecutionStyle
+from mstrain.planner.plan import PodPlan, Product, Products
 from mstrain.planner.products import gemms_of, local_dims
-from mstrain.simulator.cluster import Device
-from mstrain.simulator.costs import ATTENTION_BACKWARD
+from mstrain.planner.remat import Remat
+from mstrain.planner.request import PlanRequest
+from mstrain.planner.target import Pod
 
 FLASH_BLOCK = 128  # tokens; sequences of whole blocks in 16 bits use a kernel that skips what is masked
+FUSED_BLOCK = {"gpu": 128, "tpu": 1024, "cpu": 128}  # tokens; a causal kernel visits whole blocks
+FUSED_BACKWARD = 2.5  # products of a fused attention kernel's backward pass over those of its forward pass
+HIDDEN_PART = 0.8  # of the product that a collective runs under: both use memory and, on GPUs, SMs
+PARTS = {"attention in": "qkv", "attention out": "out", "mlp in": "mlp_in", "mlp out": "mlp_out"}
+"""Names of `mstrain.planner.remat` of what the products of a block leave."""
 
 
-@dataclass(frozen=True)
-class Pass:
-    """Seconds of one pass of one microbatch through some layers on one device."""
+class Pass(NamedTuple):
+    """Seconds of one pass of one microbatch through some layers on one device; `exposed` and `context` are waits."""
 
     gemm: float = 0.0
     exposed: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
+    context: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return sum(self.values)
+        return sum(self)
 
-    def __add__(self, other: "Pass") -> "Pass":
-        return Pass(*(a + b for a, b in zip(self.values, other.values)))
+    def __add__(self, other) -> "Pass":
+        return Pass(*map(operator.add, self, other))
 
-    def __mul__(self, times: float) -> "Pass":
-        return Pass(*(times * value for value in self.values))
-
-    @property
-    def values(self) -> tuple[float, float, float, float]:
-        return self.gemm, self.exposed, self.attention, self.elementwise
+    def __mul__(self, times) -> "Pass":
+        return Pass(*(times * value for value in self))
 
 
 @dataclass(frozen=True)
 class Work:
-    """Forward and backward pass of one layer and of the output projection with its loss."""
+    """One microbatch through one layer (the mean over all), and through the output projection with its loss.
+
+    `products` are the forward passes of the layer's products by name; `weights` seconds of the products that make the
+    gradients of weights, in a layer and in the projection.
+    """
 
     forward: Pass
     backward: Pass
+    products: tuple[tuple[str, Pass], ...]
     head_forward: Pass
     head_backward: Pass
+    weights: tuple[float, float]
 
-    def recomputed(self, remat: str) -> Pass:
+    def recomputed(self, remat: Remat, style: ExecutionStyle, fused: bool) -> Pass:
         """What the backward pass of a layer computes again."""
-        if remat == "full":
-            return self.forward
-        return Pass(elementwise=self.forward.elementwise) if remat == "dots" else Pass()
+        again = [name for name, _ in self.products if remat.recomputes(PARTS[name])]
+        if style.dead_code:  # only the sum behind it needs the last product
+            again = [name for name in again if name != "mlp out"]
+        repeated = sum((work for name, work in self.products if name in again), Pass())
+        scores = remat.recomputes("context") if fused else remat.recomputes("scores")
+        return repeated + Pass(
+            attention=self.forward.attention if scores else 0.0,
+            elementwise=self.forward.elementwise if remat.elementwise else 0.0,
+            context=self.forward.context if scores else 0.0,
+        )
 
 
-def flash(model: ModelConfig, seq: int, dtype_bytes: int) -> bool:
-    """Whether attention keeps no scores and skips the masked half."""
+def fused_attention(request: PlanRequest) -> bool:
+    """Whether one kernel computes attention, which keeps no scores and skips most of what is masked."""
+    if not request.style.fused_attention or not request.style.native:
+        return request.style.fused_attention
+    model, seq = request.model, request.seq
     extras = model.position == "alibi" or (model.window is not None and model.window < seq)
-    return not extras and dtype_bytes == 2 and model.head_dim % 8 == 0 and seq % FLASH_BLOCK == 0
+    return not extras and request.element_bytes == 2 and model.head_dim % 8 == 0 and seq % FLASH_BLOCK == 0
 
 
-def elementwise_values(model: ModelConfig) -> tuple[int, int]:
-    """Values moved per token by what a layer does beside products and attention: (norms and residuals, MLP)."""
-    around = 2 * (2 * model.width + 3 * model.width)  # per half: a norm reads and writes, a sum reads two
-    inside = model.mlp_dim * (3 if model.gated else 2)
-    return around, inside
+def elementwise_values(model: ModelConfig, style: ExecutionStyle) -> tuple[float, float]:
+    """Values per token that a layer reads or writes beside products, forward: (norms and residuals, the rest)."""
+    around = style.width_passes * model.width * (0.6 if model.parallel_block else 1.0)
+    heads = (2 * model.heads + 2 * model.num_kv_heads) * model.head_dim
+    return around, style.head_passes * heads + style.mlp_passes * model.mlp_dim * (1.5 if model.gated else 1.0)
 
 
-@lru_cache(maxsize=1 << 16)
-def layer_work(model: ModelConfig, products: Products, seq: int, constants: Constants, device: Device) -> Work:
-    """Work of one microbatch on `device`, whose flops are those of GEMMs; of a layer, the mean over all."""
-    layout = products.block[0].layout
-    devices, size = layout.rows * layout.cols, layout.dtype_bytes
-    moved = size * sum(elementwise_values(model)) * layout.tokens / devices / device.memory_bandwidth
-    seen = seq / 2 if flash(model, seq, size) else seq
-    attention = 4.0 * layout.tokens * seen * model.heads * model.head_dim / devices
-    attention /= _attention_rate(model, seq, layout, constants, device)
-    forward, backward = Pass(0.0, 0.0, attention, moved), Pass(0.0, 0.0, ATTENTION_BACKWARD * attention, 2 * moved)
+def layer_work(request: PlanRequest, plan: PodPlan, products: Products) -> Work:
+    """Work of a layer and of the output projection under a plan."""
+    return _work(
+        request.model, request.style, request.pod, request.seq, request.dtype, request.element_bytes,
+        fused_attention(request), plan.sizes, plan.sequence_parallel, products,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1 << 14)
+def _work(
+    model: ModelConfig, style: ExecutionStyle, pod: Pod, seq: int, dtype: str, size: int, fused: bool,
+    sizes: tuple[int, ...], sequence_parallel: bool, products: Products,
+) -> Work:  # fmt: skip
+    tensor, constants, links = math.prod(sizes[3:]), pod.constants(sizes, dtype), pod.links(sizes, dtype)
+    bandwidth, launch = pod.device(constants).memory_bandwidth, pod.efficiency.launch if pod.derived else 0.0
+    around, inside = elementwise_values(model, style)
+    nbytes = size * products.tokens * (around / (tensor if sequence_parallel else 1) + inside / tensor)
+    moved = nbytes / bandwidth + style.kernels * launch
+    ahead, behind = _attention(
+        model, style, pod, constants, dtype, fused, (products.tokens, seq, sizes[2], tensor, size)
+    )
+    kv = 2 * model.num_kv_heads * model.head_dim / tensor * products.tokens * size
+    ring = collective_seconds(links.context.all_gather, kv, sizes[2])
+    waits = (max(0.0, ring - HIDDEN_PART * ahead), max(0.0, 2 * ring - HIDDEN_PART * behind))
+    forward = Pass(0.0, 0.0, ahead, moved, waits[0])
+    backward = Pass(0.0, 0.0, behind, style.backward_passes * moved, waits[1])
+    each, weights = {}, 0.0
     for block, share in products.groups:
-        for product in block:
-            ahead, behind = _passes(product, _shaped(product, constants, device), device.kind)
-            forward, backward = forward + ahead * share, backward + behind * share
-    ahead, behind = _passes(products.head, _shaped(products.head, constants, device), device.kind)
-    logits = 4 * layout.tokens * products.head.layout.projection.out_dim / devices / device.memory_bandwidth
-    loss = Pass(elementwise=2 * logits)
-    return Work(forward, backward, ahead + loss, behind + loss)
+        for product, (first, second, weight) in zip(block, _block_passes(block, model, style, pod, constants, dtype)):
+            each[product.name] = each.get(product.name, Pass()) + first * share
+            backward, weights = backward + second * share, weights + weight * share
+    forward = sum(each.values(), forward)
+    first, second, weight = _block_passes((products.head,), model, style, pod, constants, dtype)[0]
+    columns = products.head.layout.projection.out_dim / tensor
+    if style.one_hot:
+        lookup, _, table = _gemm_seconds((products.tokens, columns, model.width), pod, constants, dtype)
+        first, second, weight = first + Pass(lookup), second + Pass(table), weight + table
+    loss = Pass(elementwise=style.logit_bytes / 2 * products.tokens * columns / bandwidth)
+    return Work(forward, backward, tuple(each.items()), first + loss, second + loss, (weights, weight))
 
 
-def _attention_rate(model: ModelConfig, seq: int, layout, constants: Constants, device: Device) -> float:
-    """FLOP/s of attention: that of products, or of the fused kernel where the table of efficiencies has one."""
-    if not (constants.shaped and flash(model, seq, layout.dtype_bytes)):
-        return device.flops
-    chip = chip_named(device.kind)
-    return efficiency_of(chip).attention_rate(chip, model.head_dim)
+def _gemm_seconds(dims, pod: Pod, constants: Constants, dtype: str) -> tuple[float, float, float]:
+    """Of a product of (tokens, in, out) on one device: forward, its input's gradient and its weight's."""
+    tokens, fan_in, fan_out = dims
+    shapes = ((tokens, fan_in, fan_out), (tokens, fan_out, fan_in), (fan_in, tokens, fan_out))
+    forward, inputs, weights = (_one(each, pod, constants, dtype) for each in shapes)
+    return forward, inputs, weights
 
 
-@lru_cache(maxsize=1 << 16)
-def _shaped(product: Product, constants: Constants, device: Device) -> Constants:
-    """Constants whose rate is that of this product's three local GEMMs."""
-    if not (constants.shaped or constants.gemm):
-        return constants
-    chip, layout = chip_named(device.kind), product.layout
-    dtype = "bf16" if layout.dtype_bytes == 2 else "f32"
-    dims = [local_dims(gemm, layout.rows, layout.cols, product.slices) for gemm in gemms_of(product)]
+def _one(dims: tuple[int, int, int], pod: Pod, constants: Constants, dtype: str) -> float:
     if constants.gemm:
-        seconds = sum(gemm_seconds(constants.gemm, *each) for each in dims)
-    else:
-        seconds = sum(efficiency_of(chip).gemm_seconds(chip, each, dtype) for each in dims)
-    return replace(constants, flops=sum(2.0 * math.prod(each) for each in dims) / seconds)
+        return gemm_seconds(constants.gemm, *dims)
+    if constants.shaped:
+        return pod.efficiency.gemm_seconds(pod.chip, dims, dtype)
+    return 2.0 * math.prod(dims) / constants.flops
 
 
-def _passes(product: Product, constants: Constants, generation: str) -> tuple[Pass, Pass]:
-    links = constants.along(product.layout.rows, product.layout.cols, product.turned)
-    hidden = hidden_shares(generation, product.algorithm)
-    forward, backward = (Pass(cost.compute, cost.exposed) for cost in
-                         pass_costs(product.layout, product.slices, links, hidden))  # fmt: skip
-    return forward, backward
+def _block_passes(block: tuple[Product, ...], model: ModelConfig, style: ExecutionStyle, pod: Pod, constants, dtype):
+    """(forward, backward, seconds of the weight's gradient) of every product of a block."""
+    found, sums = [], []
+    for product in block:
+        layout, gemms = product.layout, gemms_of(product)
+        dims = [local_dims(gemm, layout.rows, layout.cols, product.slices) for gemm in gemms]
+        times = [product.slices * _one(each, pod, constants, dtype) for each in dims]
+        rate = replace(constants, flops=product.slices * sum(2.0 * math.prod(each) for each in dims) / sum(times))
+        rate = rate.along(layout.rows, layout.cols, product.turned)
+        if style.native:
+            hidden = hidden_shares(pod.chip.name, product.algorithm)
+            ahead, behind = (Pass(c.compute, c.exposed) for c in pass_costs(layout, product.slices, rate, hidden))
+        else:
+            ahead, behind = Pass(times[0]), Pass(times[1] + times[2])
+            terms = communication_terms(layout, rate)
+            ways = [t.traffic_col + t.latency_col for t in terms if t.gemm in ("OS", "LS")]
+            sums.append(sum(ways) if product.name != "output" and layout.dataflow == "ls" else 0.0)
+        found.append((ahead, behind, times[2]))
+    if any(sums):
+        return _with_sums(found, sums, model, style, pod)
+    return found
+
+
+def _with_sums(found, sums, model: ModelConfig, style: ExecutionStyle, pod: Pod):
+    """Adds the sum over the tensor devices behind each half of a block, and the same in the backward pass."""
+    sums = [each / (2 if model.parallel_block else 1) for each in sums]
+    hides = "tensor" in style.hides
+    under = sum(ahead.gemm for ahead, *_ in found) if hides and pod.chip.platform == "tpu" else 0.0
+    weights = sum(weight for *_, weight in found) if hides else 0.0
+    parts = [1 - min(1.0, HIDDEN_PART * seconds / sum(sums)) for seconds in (under, weights)]
+    return [
+        (ahead + Pass(exposed=each * parts[0]), behind + Pass(exposed=each * parts[1]), weight)
+        for (ahead, behind, weight), each in zip(found, sums)
+    ]
+
+
+def _attention(
+    model: ModelConfig, style: ExecutionStyle, pod: Pod, constants: Constants, dtype: str, fused: bool, sizes
+) -> tuple[float, float]:  # fmt: skip
+    """Forward and backward pass of the attention between the projections."""
+    tokens, seq, context, tensor, size = sizes
+    if fused:
+        block = min(FUSED_BLOCK[pod.chip.platform], seq)
+        flops = 4.0 * tokens * seq * (1 + block / seq) / 2 * math.ceil(model.heads / tensor) * model.head_dim
+        if not constants.shaped:
+            return flops / constants.flops, FUSED_BACKWARD * flops / constants.flops
+        forward = flops / pod.efficiency.attention_rate(pod.chip, model.head_dim, dtype)
+        return forward, FUSED_BACKWARD * forward
+    sequences, queries = tokens * context / seq, seq // context
+    count, dims = sequences * math.ceil(model.heads / tensor), (queries, model.head_dim, seq)
+    both = 2 * 2.0 * math.prod(dims) * count / constants.flops
+    if constants.shaped and not constants.gemm:
+        both = sum(
+            pod.efficiency.gemm_seconds(pod.chip, each, dtype, math.ceil(count))
+            for each in (dims, (queries, seq, model.head_dim))
+        )
+    scores = count * queries * seq * size / pod.device(constants).memory_bandwidth
+    ahead, behind = (passes * scores for passes in style.score_passes)
+    return both + ahead, 2 * both + behind

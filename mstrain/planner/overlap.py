@@ -29,9 +29,8 @@ from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import ModelPlan, make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import load_preset
-from mstrain.planner.cost import Costed, cost_plan
-from mstrain.planner.plan import PodPlan, plan_products
-from mstrain.planner.request import Fixed, PlanRequest
+from mstrain.planner.cost import Costed
+from mstrain.planner.step_time import cost_step
 from mstrain.planner.target import pod_of
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.step import step_program
@@ -100,14 +99,13 @@ def backward_names(text: str) -> set[str]:
 def plan_entry(algorithm: str, entry: Entry) -> Costed:
     """What the planner says of the step of an entry."""
     model = dataclasses.replace(load_preset(entry.model), layers=entry.layers)
-    parallel, tpu_slice, shape = ParallelConfig(algorithm), parse_target(entry.target), parse_mesh(entry.mesh)
-    fixed = Fixed(microbatches=1, remat=entry.remat)
+    tpu_slice, shape = parse_target(entry.target), parse_mesh(entry.mesh)
     pod = pod_of(tpu_slice, tpu_slice.devices)
-    request = PlanRequest(model, pod, (parallel,), entry.batch, entry.seq, "bf16", fixed)
-    plan = PodPlan(1, parallel, shape.row, shape.col, 1, 1, entry.remat)
-    products = plan_products(request, plan)
-    assert not isinstance(products, str), products
-    return cost_plan(request, plan, products)
+    costed = cost_step(
+        pod, model, ParallelConfig(algorithm), shape, entry.batch, entry.seq, 1, entry.remat, "bf16"
+    )  # fmt: skip
+    assert costed is not None, "a step that was compiled is legal"
+    return costed
 
 
 def comparison() -> Iterator[tuple[str, Entry, Costed]]:
@@ -120,7 +118,7 @@ def comparison_table() -> Table:
     columns = ("target", "step", "algorithm", "planner ms", "compiled ms", "ratio", "hidden AG, RS forward", "backward")
     table = Table(*columns, title="The planner's cost model beside schedules compiled")
     for algorithm, entry, costed in comparison():
-        planned = 1e3 * costed.seconds
+        planned = 1e3 * costed.scheduled_seconds
         table.add_row(
             entry.target, f"{entry.model} {entry.mesh} layers={entry.layers} batch={entry.batch} seq={entry.seq}",
             algorithm, f"{planned:.0f}", f"{entry.milliseconds:.0f}", f"{planned / entry.milliseconds:.2f}",

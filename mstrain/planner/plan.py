@@ -1,8 +1,9 @@
-"""One plan for a pod, and how it computes the products of a block: exactly as train.py does."""
+"""One plan, and how it computes the products of a block: exactly as train.py does, or as another system states it."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from jax.sharding import AbstractMesh
 
@@ -25,10 +26,13 @@ class PodPlan:
     """Parallel degrees and choices of one plan.
 
     Attributes:
-      data: replicas; `sharded`: each keeps a part of the optimizer state (ZeRO stage 1), else all of it.
+      data: replicas; `shard`: what each keeps a part of only (`mstrain.planner.request.SHARDS`).
       parallel: the algorithms of the tensor products; Megatron and FSDP use rows x cols devices as one ring.
-      pipeline: stages; microbatches: per step and replica.
-      remat: what a layer keeps for its backward pass (train.py's key).
+      pipeline: stages; schedule: of them, with `interleave` chunks each if it is interleaved.
+      microbatches: per step and replica.
+      remat: what a layer keeps for its backward pass (`mstrain.planner.remat`).
+      context: parts of each sequence. sequence_parallel: whether norms and residuals are sharded over the tensor
+        devices, as train.py does.
     """
 
     data: int
@@ -38,7 +42,11 @@ class PodPlan:
     pipeline: int = 1
     microbatches: int = 1
     remat: str = "none"
-    sharded: bool = False
+    shard: str = "none"
+    context: int = 1
+    schedule: str = "1f1b"
+    interleave: int = 2
+    sequence_parallel: bool = True
 
     @property
     def algorithm(self) -> str:
@@ -49,10 +57,25 @@ class PodPlan:
         return self.rows * self.cols
 
     @property
+    def replicas(self) -> int:
+        """Devices that hold the same weights: data x context."""
+        return self.data * self.context
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Of the (stage, data, context, row, col) axes."""
+        return self.pipeline, self.data, self.context, self.rows, self.cols
+
+    @property
+    def chunks(self) -> int:
+        """Parts of the model per stage."""
+        return self.interleave if self.schedule == "interleaved" and self.pipeline > 1 else 1
+
+    @property
     def name(self) -> str:
-        """What makes plans distinct: everything but microbatches and remat."""
-        sharded = " sharded" if self.sharded else ""
-        return f"data {self.data}{sharded}, {self.tensor_name}, pipeline {self.pipeline}"
+        """The degrees, which make plans distinct; microbatches, remat, shard and schedule do not."""
+        context = f", context {self.context}" if self.context > 1 else ""
+        return f"data {self.data}, {self.tensor_name}{context}, pipeline {self.pipeline}"
 
     @property
     def tensor_name(self) -> str:
@@ -71,16 +94,8 @@ class PodPlan:
 
     def flat(self) -> dict:
         """Plain columns."""
-        plain = {name: getattr(self, name) for name in ("data", "algorithm", "rows", "cols", "pipeline")}
-        return {**plain, "microbatches": self.microbatches, "remat": self.remat, "sharded": self.sharded}
-
-    def why_not_trainable(self) -> str:
-        """Why train.py cannot run this plan today; empty where it can."""
-        if self.pipeline > 1:
-            return f"train.py has no pipeline, this plan has {self.pipeline} stages"
-        if self.sharded:
-            return "train.py keeps the whole optimizer state in every data-parallel copy, this plan shards it"
-        return ""
+        names = ("data", "algorithm", "rows", "cols", "context", "pipeline", "schedule", "microbatches", "remat")
+        return {name: getattr(self, name) for name in names} | {"interleave": self.chunks, "shard": self.shard}
 
 
 @dataclass(frozen=True)
@@ -100,10 +115,18 @@ class Product:
     def name(self) -> str:
         return self.layout.projection.name
 
+    @property
+    def gathered_bytes(self) -> float:
+        """What one device holds of gathered matrices: two slices, or the whole where there is one."""
+        layout = self.layout
+        col, row = layout.moving_bytes()
+        whole = (col / layout.rows if layout.cols > 1 else 0) + (row / layout.cols if layout.rows > 1 else 0)
+        return whole * min(2, self.slices) / self.slices
+
 
 @dataclass(frozen=True)
 class Products:
-    """The products of groups of equal layers, each with its share of the layers, and the output projection."""
+    """The products of groups of equal layers by name, each group with its share of the layers, and the head's."""
 
     groups: tuple[tuple[tuple[Product, ...], float], ...]
     head: Product
@@ -112,6 +135,21 @@ class Products:
     def block(self) -> tuple[Product, ...]:
         """Those of the first layers."""
         return self.groups[0][0]
+
+    @property
+    def by_name(self) -> dict[str, Product]:
+        """Those of the first layers."""
+        return {product.name: product for product in self.block}
+
+    @cached_property
+    def gathered_bytes(self) -> float:
+        """The most that a product of a block gathers on one device."""
+        return max(product.gathered_bytes for block, _ in self.groups for product in block)
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch of one replica or part of a sequence."""
+        return self.head.layout.tokens
 
 
 def plan_on(
@@ -125,12 +163,17 @@ def plan_on(
 def plan_products(request: PlanRequest, plan: PodPlan) -> Products | str:
     """How one replica's part of a microbatch goes through the mesh of a plan; a string says why it cannot.
 
-    The checks, dataflows and slice counts are those of train.py (`mstrain.models.plan`).
+    The checks, dataflows and slice counts of train.py are those of `mstrain.models.plan`. Another system has one ring
+    of tensor devices, whose products leave tokens where they are.
     """
+    if not request.style.native:
+        tokens = request.batch // plan.data // plan.microbatches * request.seq // plan.context
+        return _ring_products(request.model, tokens, plan.tensor, request.element_bytes)
     microbatch = request.batch // plan.microbatches
     return _products(
-        request.model, plan.parallel, plan.shape, microbatch, request.seq, request.pod, request.element_bytes
-    )
+        request.model, plan.parallel, plan.shape, microbatch, request.seq // plan.context, request.pod,
+        request.element_bytes,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1 << 14)
@@ -150,9 +193,21 @@ def _products(
         )
         for block, count in made.groups
     )
-    assert model.vocab_size is not None  # the search refuses it
-    head = Projection("output", model.width, model.vocab_size + made.vocab_padding(model.vocab_size))
+    vocab_size = model.known_vocab_size
+    head = Projection("output", model.width, vocab_size + made.vocab_padding(vocab_size))
     return Products(groups, _product(head, made.head, tokens, size))
+
+
+@lru_cache(maxsize=1 << 14)
+def _ring_products(model: ModelConfig, tokens: int, tensor: int, size: int) -> Products:
+    def product(projection: Projection, dataflow: str) -> Product:
+        return Product(Layout(projection, tokens, 1, tensor, dataflow, False, size), 1)
+
+    block = tuple(
+        product(each, "os" if into else "ls") for each, into in zip(projections(model), (True, False, True, False))
+    )
+    vocab_size = tensor * math.ceil(model.known_vocab_size / tensor)
+    return Products(((block, 1.0),), product(Projection("output", model.width, vocab_size), "os"))
 
 
 def _product(projection: Projection, plan, tokens: int, size: int) -> Product:

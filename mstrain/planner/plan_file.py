@@ -1,10 +1,73 @@
-"""The file that carries a plan from plan.py to train.py: which keys of train.py run it, or why none do."""
+"""plan.json, which carries a plan from plan.py to train.py: its keys of train.py, or why train.py cannot run it."""
 
+import dataclasses
+import json
 from pathlib import Path
 
 from mstrain.json_files import parse_json
+from mstrain.models.zoo import load_preset
+from mstrain.planner.request import PlanRequest
+from mstrain.planner.search import PodResult
+from mstrain.planner.trainer import train_keys, why_not_trainable
 
+PLAN_FILE = "plan.json"
 KEYS = ("mesh", "parallel", "parallel.slices", "accumulate", "remat")  # of train.py, that a file may supply
+
+
+def model_keys(request: PlanRequest) -> dict:
+    """model=NAME, and the fields in which the model differs from that preset."""
+    preset = dataclasses.asdict(load_preset(request.model.name))
+    changed = {name: value for name, value in dataclasses.asdict(request.model).items() if value != preset[name]}
+    texts = {name: "null" if value is None else str(value) for name, value in changed.items()}
+    return {"model": request.model.name, **{f"model.{name}": text for name, text in texts.items()}}
+
+
+def train_line(request: PlanRequest, plan) -> str:
+    """The command that runs `plan`, every key spelled out."""
+    step = {"batch": request.batch, "seq": request.seq, "dtype": request.dtype}
+    return f"python train.py {_spelled({**model_keys(request), **train_keys(plan), **step})}"
+
+
+def _spelled(keys: dict) -> str:
+    return " ".join(f"{key}={value}" for key, value in keys.items())
+
+
+def write_plan(request: PlanRequest, result: PodResult, folder: Path) -> Path:
+    """plan.json: the winner, and the best plan that train.py can run with its keys (null where there is none)."""
+    best, runs = result.best, result.trainable[0] if result.trainable else None
+    document = {
+        "model": request.model.name,
+        "cluster": request.pod.name,
+        "batch": request.batch,
+        "seq": request.seq,
+        "plan": best.plan.flat(),
+        "step_seconds": best.seconds,
+        "uncertainty": best.uncertainty,
+        "why_not_trainable": why_not_trainable(best.plan),
+        "train": train_keys(runs.plan) if runs else None,
+        "train_step_seconds": runs.seconds if runs else None,
+    }
+    path = folder / PLAN_FILE
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def closing_lines(request: PlanRequest, result: PodResult, path: Path) -> list[str]:
+    """What train.py can run, and what it cannot and why."""
+    best, lines = result.best, []
+    if why := why_not_trainable(best.plan):
+        lines.append(f"The best plan, {best.plan.name}, is not for train.py: {why}.")
+    if not result.trainable:
+        if (stages := request.fixed.pipeline or 1) > 1:
+            return [*lines, f"train.py has no pipeline. Drop pipeline={stages} for a plan that it can run."]
+        fix = "type pipeline=1 context=1 shard=none to see why, then a larger cluster= or batch=."
+        return [*lines, f"No plan that train.py can run fits: {fix}"]
+    runs = result.trainable[0]
+    if why:
+        more = 100 * (runs.seconds / best.seconds - 1)
+        lines.append(f"The best that train.py runs takes {1e3 * runs.seconds:.1f} ms a step, {more:.1f} % more.")
+    keys = f"{_spelled(model_keys(request))} batch={request.batch} seq={request.seq}"
+    return [*lines, f"This file: python train.py {keys} plan={path}", train_line(request, runs.plan)]
 
 
 def plan_overrides(arguments: list[str]) -> list[str]:

@@ -16,6 +16,7 @@ from mstrain.planner.cost import Costed, Terms
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.search import PodResult, why_slower
 from mstrain.planner.tables import make_table, write_csv
+from mstrain.planner.trainer import why_not_trainable
 from mstrain.simulator.plots import MARKERS
 
 GB = 1e9
@@ -37,7 +38,7 @@ def _percent(share: float | None) -> str:
 def plan_row(request: PlanRequest, rank: int, costed: Costed, best: Costed) -> dict:
     """One plan as flat columns: seconds by term, bytes of the fullest stage by category."""
     plan, fullest = costed.plan, costed.fullest
-    memory = {f"{name}_bytes": round(value) for name, value in dataclasses.asdict(fullest.memory).items()}
+    memory = {f"{name}_bytes": round(value) for name, value in dataclasses.asdict(fullest).items()}
     return {
         "rank": rank,
         **plan.flat(),
@@ -46,14 +47,16 @@ def plan_row(request: PlanRequest, rank: int, costed: Costed, best: Costed) -> d
         "dataflows": " ".join(product.layout.dataflow for product in costed.products.block),
         "layers": " ".join(str(stage.layers) for stage in costed.stages),
         "step_seconds": costed.seconds,
+        "uncertainty": costed.uncertainty,
         "tokens_per_second": request.tokens / costed.seconds,
         "mfu": utilization(request, costed),
         "mfu_causal_attention": utilization(request, costed, "causal"),
         **{f"{name}_seconds": value for name, value in dataclasses.asdict(costed.terms).items()},
-        "fullest_stage": costed.stages.index(fullest),
+        "fullest_stage": costed.memory.index(fullest),
         **memory,
-        "memory_bytes": round(fullest.memory.total),
-        "trainable": not plan.why_not_trainable(),
+        "memory_bytes": round(fullest.total),
+        "trainable": not why_not_trainable(plan),
+        "why_not_trainable": why_not_trainable(plan),
         "why": why_slower(costed, best),
     }
 
@@ -78,8 +81,7 @@ def write_tables(request: PlanRequest, result: PodResult, folder: Path, top: int
         "devices": request.pod.devices,
         "batch": request.batch,
         "seq": request.seq,
-        "schedule": request.fixed.schedule,
-        "link_constants": result.best.constants,
+        "link_constants": result.best.step.constants.source,
         "searched_whole_space": result.finished,
         "plans_costed": result.costed,
         "search_seconds": result.seconds,
@@ -94,19 +96,23 @@ def plans_table(request: PlanRequest, result: PodResult, top: int) -> Table:
     """The top plans: degrees, milliseconds of a step, GB of the fullest device, and why each lost."""
     pod = request.pod
     title = f"{request.model.name} on {pod.name} ({pod.devices} devices), predicted by the cost model"
-    columns = ("", "data", "tensor", "pipeline", "batches", "remat", "ms", "MFU full", "causal", "GB", "why")
-    rows = (
-        (
-            *(str(rank), f"{costed.plan.data}{' sharded' if costed.plan.sharded else ''}", costed.plan.tensor_name),
-            str(costed.plan.pipeline),
-            f"{costed.plan.microbatches}x{request.batch // costed.plan.data // costed.plan.microbatches}",
-            *(costed.plan.remat, f"{1e3 * costed.seconds:.1f}"),
+    columns = (
+        "", "data", "shard", "tensor", "context", "pipeline", "batches", "remat", "ms", "+-", "MFU full", "causal",
+        "GB", "train.py", "why",
+    )  # fmt: skip
+    rows = []
+    for rank, costed in enumerate(result.ranked[:top], 1):
+        plan = costed.plan
+        schedule = f" {plan.schedule}{f' x{plan.chunks}' if plan.chunks > 1 else ''}" if plan.pipeline > 1 else ""
+        rows.append((
+            str(rank), str(plan.data), plan.shard, plan.tensor_name, str(plan.context), f"{plan.pipeline}{schedule}",
+            f"{plan.microbatches}x{request.batch // plan.data // plan.microbatches}", plan.remat,
+            f"{1e3 * costed.seconds:.1f}", _percent(costed.uncertainty),
             *(_percent(utilization(request, costed, attention)) for attention in ("full", "causal")),
-            *(f"{costed.fullest.memory.total / GB:.1f}", why_slower(costed, result.best)),
-        )
-        for rank, costed in enumerate(result.ranked[:top], 1)
-    )
-    return make_table(title, columns, rows, ("tensor", "remat", "why"))
+            f"{costed.fullest.total / GB:.1f}", "no" if why_not_trainable(plan) else "yes",
+            why_slower(costed, result.best),
+        ))  # fmt: skip
+    return make_table(title, columns, rows, ("shard", "tensor", "pipeline", "remat", "why"))
 
 
 def terms_table(result: PodResult, count: int) -> Table:
@@ -135,9 +141,9 @@ def memory_table(costed: Costed) -> Table:
     rows = (
         (
             *(str(number), str(stage.layers), f"{stage.in_flight:g}"),
-            *(f"{getattr(stage.memory, name) / GB:.2f}" for name in names),
+            *(f"{getattr(memory, name) / GB:.2f}" for name in names),
         )
-        for number, stage in enumerate(costed.stages)
+        for number, (stage, memory) in enumerate(zip(costed.stages, costed.memory))
     )
     return make_table("Memory per device (GB)", ("stage", "layers", "in flight", *names), rows)
 
@@ -151,10 +157,10 @@ def stage_rows(result: PodResult, top: int) -> list[dict]:
             "layers": " ".join(f"{begin}-{end - 1}" for begin, end in stage.chunks),
             "microbatches_in_flight": stage.in_flight,
             **{f"{name}_seconds": value for name, value in dataclasses.asdict(terms).items()},
-            **{f"{name}_bytes": round(value) for name, value in dataclasses.asdict(stage.memory).items()},
+            **{f"{name}_bytes": round(value) for name, value in dataclasses.asdict(memory).items()},
         }
         for rank, costed in enumerate(result.ranked[:top], 1)
-        for number, (stage, terms) in enumerate(zip(costed.stages, costed.stage_terms))
+        for number, (stage, memory, terms) in enumerate(zip(costed.stages, costed.memory, costed.stage_terms))
     ]
 
 
@@ -169,7 +175,7 @@ def plot_plans(request: PlanRequest, plans: list[Costed], path: Path) -> Path:
     for marker, algorithm in zip(MARKERS, dict.fromkeys(costed.plan.algorithm for costed in plans)):
         mine = [costed for costed in plans if costed.plan.algorithm == algorithm]
         axes.scatter(
-            [costed.fullest.memory.total / GB for costed in mine],
+            [costed.fullest.total / GB for costed in mine],
             [request.tokens / costed.seconds for costed in mine],
             marker=marker,
             s=18,

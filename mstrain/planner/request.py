@@ -4,9 +4,13 @@ from dataclasses import dataclass, field
 
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
+from mstrain.planner.execution import ExecutionStyle, style_named
 from mstrain.planner.target import Pod
 
 MEMORY_MARGIN = 0.1  # of a device's memory, for fragmentation and the compiler's workspace
+SHARDS = ("none", "optimizer", "gradients", "parameters")
+"""What is sharded over the data-parallel devices: nothing, or ZeRO 1, 2 and 3."""
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 
 
 @dataclass(frozen=True)
@@ -14,29 +18,27 @@ class Fixed:
     """What is not searched; None leaves a choice open.
 
     Attributes:
-      data, tensor, pipeline: parallel degrees.
+      data, tensor, context, pipeline: parallel degrees.
       shape: (rows, cols) of the tensor devices.
       microbatches: per step and replica; train.py's accumulate=.
-      remat: train.py's remat=.
-      schedule: of the pipeline: 1f1b, gpipe or interleaved, with `interleave` chunks per stage.
+      remat: train.py's remat=, or another of `mstrain.planner.remat`.
+      shard: of SHARDS. schedule: of SCHEDULES, with `interleave` chunks per stage of an interleaved one.
     """
 
     data: int | None = None
     tensor: int | None = None
+    context: int | None = None
     pipeline: int | None = None
     shape: tuple[int, int] | None = None
     microbatches: int | None = None
     remat: str | None = None
-    schedule: str = "1f1b"
-    interleave: int = 2
+    shard: str | None = None
+    schedule: str | None = None
+    interleave: int | None = None
 
     def allows(self, name: str, degree) -> bool:
         """Whether the choice `name` may be `degree`."""
         return getattr(self, name) in (None, degree)
-
-    def chunks(self, pipeline: int) -> int:
-        """Parts of the model per stage of such a pipeline."""
-        return self.interleave if self.schedule == "interleaved" and pipeline > 1 else 1
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,9 @@ class PlanRequest:
     Attributes:
       parallel: the algorithms to choose from.
       batch: sequences per step of the whole job; seq: tokens per sequence.
-      dtype: of activations and products: bf16 or f32, or JAX's names. Weights, gradients and moments are float32.
+      dtype: of activations and products: bf16 or f32, or JAX's names.
       memory_margin: part of a device's memory that must stay free.
+      style: how the system that runs the step executes it; train.py by default.
     """
 
     model: ModelConfig
@@ -58,10 +61,12 @@ class PlanRequest:
     dtype: str = "bf16"
     fixed: Fixed = field(default_factory=Fixed)
     memory_margin: float = MEMORY_MARGIN
+    style: ExecutionStyle = field(default_factory=lambda: style_named("mstrain"))
 
     @property
     def element_bytes(self) -> int:
-        return {"bf16": 2, "bfloat16": 2, "f32": 4, "float32": 4}[self.dtype]
+        """Of an activation."""
+        return self.style.activation_bytes or (2 if self.dtype in ("bf16", "bfloat16") else 4)
 
     @property
     def usable_bytes(self) -> float:

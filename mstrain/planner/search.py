@@ -1,13 +1,14 @@
 """Every plan of the space, costed, within a time budget: the one ranking behind plan, mesh=auto, meshes=auto and tune=.
 
-The space: data x tensor x pipeline degrees with product the number of devices; tensor by MeshSlice on rows x cols, by
-Megatron or FSDP on a ring; every number of microbatches that divides the batch; every remat. A plan of one stage takes
-the meshes that the torus carries (`Pod.meshes`), as train.py lays them out; a pipeline may split a torus axis. A plan
-that shards the optimizer state over its replicas takes as long as the one that does not, and is tried where that does
-not fit. The search is exhaustive, so that its winner is the best of the space by the cost model; where the budget ends
-it early the result says so.
+The space: data x context x tensor x pipeline degrees with product the number of devices; tensor by MeshSlice on rows x
+cols, by Megatron or FSDP on a ring; every number of microbatches that divides the batch; every remat, shard and
+schedule. A plan of one stage takes the meshes that the torus carries (`Pod.meshes`), as train.py lays them out; a
+pipeline may split a torus axis. The search is exhaustive, so that its winner is the best of the space by the cost
+model: a plan is left out only if all its microbatches take longer than a whole step that fits, or if its state alone
+does not fit. Where the budget ends it early the result says so.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -16,12 +17,17 @@ from mstrain.gemm import find_algorithm
 from mstrain.models.parallel import ParallelConfig, layer_algorithms
 from mstrain.models.transformer import REMAT
 from mstrain.planner.clock import Clock, OutOfTime, divisors
-from mstrain.planner.cost import Costed, Terms, cost_plan
-from mstrain.planner.memory import MOMENT_BYTES, WEIGHT_BYTES, parameter_counts
+from mstrain.planner.cost import Costed, Step, Terms
+from mstrain.planner.layer import layer_work
+from mstrain.planner.memory import stage_parameters, state_bytes
 from mstrain.planner.plan import PodPlan, plan_products
-from mstrain.planner.request import PlanRequest
+from mstrain.planner.request import SCHEDULES, SHARDS, PlanRequest
+from mstrain.planner.trainer import why_not_trainable
 
 PROGRESS_SECONDS = 5.0
+SHORTEST_PART = 1024  # tokens of a sequence that is split over devices
+REMATS = (*REMAT, "dots-but-mlp-in", "save_qkv_proj", "minimal_offloaded")
+CHUNKS = (2, 4)  # per stage of an interleaved schedule
 
 
 @dataclass(frozen=True)
@@ -38,14 +44,14 @@ class PodResult:
     """What the search found.
 
     Attributes:
-      ranked: the best plan of each name, fastest first; trainable: the fastest that train.py can run, or None.
+      ranked: the best plan of each name, fastest first. trainable: those of plans that train.py can run.
       rejected: one per name of which no plan fits.
       costed: plans costed; finished: whether the whole space was searched, else the time budget ended it.
       seconds: of the search; summary: how far it came, in a sentence.
     """
 
     ranked: list[Costed] = field(default_factory=list)
-    trainable: Costed | None = None
+    trainable: list[Costed] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
     costed: int = 0
     finished: bool = True
@@ -58,21 +64,32 @@ class PodResult:
 
 
 def layouts(request: PlanRequest) -> Iterator[PodPlan]:
-    """Every plan but for its microbatches and remat, small pipelines first."""
+    """Every plan but for its microbatches, remat, shard and schedule; small pipelines first."""
     devices, fixed = request.pod.devices, request.fixed
     for pipeline in divisors(devices):
-        if pipeline * fixed.chunks(pipeline) > request.model.layers or not fixed.allows("pipeline", pipeline):
+        if pipeline > request.model.layers or not fixed.allows("pipeline", pipeline):
             continue
         for data in divisors(devices // pipeline):
-            tensor = devices // pipeline // data
-            if request.batch % data or not (fixed.allows("data", data) and fixed.allows("tensor", tensor)):
+            if request.batch % data or not fixed.allows("data", data):
                 continue
-            shapes = request.pod.meshes(data, pipeline)
-            if fixed.shape:
-                shapes = [fixed.shape] if math.prod(fixed.shape) == tensor else []
-            for parallel in request.parallel[: 1 if tensor == 1 else None]:
-                for rows, cols in _distinct(parallel, request.model.layers, shapes):
-                    yield PodPlan(data, parallel, rows, cols, pipeline)
+            for context in _contexts(request, devices // pipeline // data):
+                tensor = devices // pipeline // data // context
+                if not fixed.allows("tensor", tensor):
+                    continue
+                shapes = request.pod.meshes(data * context, pipeline)
+                if fixed.shape:
+                    shapes = [fixed.shape] if math.prod(fixed.shape) == tensor else []
+                for parallel in request.parallel[: 1 if tensor == 1 else None]:
+                    for rows, cols in _distinct(parallel, request.model.layers, shapes):
+                        yield PodPlan(data, parallel, rows, cols, pipeline, context=context)
+
+
+def _contexts(request: PlanRequest, devices: int) -> list[int]:
+    """Numbers of parts of a sequence."""
+    if request.fixed.context:
+        return [request.fixed.context] if devices % request.fixed.context == 0 else []
+    most = max(1, request.seq // SHORTEST_PART)
+    return [count for count in divisors(devices) if count <= most and request.seq % count == 0]
 
 
 def _distinct(parallel: ParallelConfig, layers: int, shapes) -> list[tuple[int, int]]:
@@ -91,36 +108,104 @@ def search(
         raise ValueError(
             f"model {request.model.name} takes its vocabulary from the tokenizer. Type model.vocab_size=256."
         )
-    result, clock, best = PodResult(), clock or Clock(), {}
+    clock = clock or Clock()
+    every = _Search(request, clock)
+    result, reported, todo = every.result, 0.0, []
     try:
-        _cost_all(request, clock, result, best, say)
+        for layout in layouts(request):
+            todo.append(layout)
+            clock.check()
+        for number, layout in enumerate(todo):
+            if clock.seconds - reported > PROGRESS_SECONDS:
+                reported = clock.seconds
+                say(f"{number} of {len(todo)} layouts, {result.costed} plans, {reported:.0f} of {clock.budget:g} s")
+            every.layout(layout)
     except OutOfTime:
         result.finished = False
-    result.ranked = sorted(best.values(), key=lambda c: (c.seconds, c.fullest.memory.total))
-    result.trainable = next((costed for costed in result.ranked if not costed.plan.why_not_trainable()), None)
-    result.seconds, result.summary = clock.seconds, clock.summary(result.costed, "plans evaluated", result.finished)
+    result.ranked, result.trainable = (
+        sorted(found.values(), key=lambda c: (c.seconds, c.fullest.total)) for found in (every.best, every.trainable)
+    )
+    result.seconds = clock.seconds
+    result.summary = clock.summary(result.costed, "plans evaluated", result.finished)
     return result
 
 
-def _cost_all(
-    request: PlanRequest, clock: Clock, result: PodResult, best: dict[str, Costed], say: Callable[[str], None]
-) -> None:
-    """The best plan of every layout goes to `best`, by name, or to the rejected ones. Raises OutOfTime."""
-    reported, todo = 0.0, []
-    for layout in layouts(request):
-        todo.append(layout)
-        clock.check()
-    for number, layout in enumerate(todo):
-        if clock.seconds - reported > PROGRESS_SECONDS:
-            reported = clock.seconds
-            say(f"{number} of {len(todo)} layouts, {result.costed} plans, {reported:.0f} of {clock.budget:g} s")
-        for sharded in (False, True) if layout.data > 1 else (False,):
-            fits, rejected = best_of_layout(request, replace(layout, sharded=sharded), clock, result)
-            if fits:
-                best[fits.plan.name] = fits
-                break
-            assert rejected is not None
-            result.rejected.append(rejected)
+class _Search:
+    """The best plan of every layout so far: of all plans, and of those that train.py can run."""
+
+    def __init__(self, request: PlanRequest, clock: Clock):
+        self.request, self.clock, self.result = request, clock, PodResult()
+        self.best: dict[str, Costed] = {}
+        self.trainable: dict[str, Costed] = {}
+
+    def layout(self, layout: PodPlan) -> None:
+        """Costs a layout with every number of microbatches, remat, schedule and shard. Raises OutOfTime."""
+        request, fixed, name = self.request, self.request.fixed, layout.name
+        tight, reason = None, ""
+        for microbatches in divisors(request.batch // layout.data):
+            self.clock.check()
+            if not fixed.allows("microbatches", microbatches):
+                continue
+            plan = replace(layout, microbatches=microbatches)
+            products = plan_products(request, plan)
+            if isinstance(products, str):
+                reason = reason or products
+                continue
+            work = layer_work(request, plan, products)
+            for choice in self._choices(plan):
+                self.clock.check()
+                tight = self._shards(Step(request, choice, products, work), name, tight)
+            if tight and name not in self.best and self._least_state(layout) > request.usable_bytes:
+                break  # no number of microbatches helps
+        if name in self.best:
+            return
+        if tight:
+            memory, usable = tight.fullest, request.usable_bytes
+            reason = f"{memory.total / 1e9:.1f} GB at best, most of it {memory.largest}; {usable / 1e9:.1f} GB usable"
+        elif not reason:
+            reason = f"batch={request.batch} does not divide into {fixed.microbatches} microbatches"
+            if fixed.schedule == "interleaved":
+                reason = (
+                    f"schedule=interleaved needs microbatches in multiples of {layout.pipeline}, and as many layers"
+                )
+        self.result.rejected.append(Rejected(layout, reason, tight))
+
+    def _shards(self, step: Step, name: str, tight: Costed | None) -> Costed | None:
+        """Costs a step with every shard; returns what needs least memory so far where nothing fits."""
+        every = SHARDS if step.plan.replicas > 1 else SHARDS[:1]
+        for shard in [self.request.fixed.shard] if self.request.fixed.shard else every:
+            self.result.costed += 1
+            plan = step.plan if shard == step.plan.shard else replace(step.plan, shard=shard)
+            mine = [self.best] if why_not_trainable(plan) else [self.best, self.trainable]
+            if all(name in found and found[name].seconds <= step.scheduled for found in mine):
+                continue
+            costed = step.cost(plan)
+            if not costed.fits:
+                tight = costed if tight is None or costed.fullest.total < tight.fullest.total else tight
+                continue
+            for found in mine:
+                if name not in found or costed.seconds < found[name].seconds:
+                    found[name] = costed
+        return tight
+
+    def _choices(self, plan: PodPlan) -> Iterator[PodPlan]:
+        """The plan with every remat and schedule, those that recompute least first."""
+        fixed, stages = self.request.fixed, plan.pipeline
+        schedules = [fixed.schedule] if fixed.schedule else SCHEDULES if stages > 1 else SCHEDULES[:1]
+        for remat, schedule in itertools.product([fixed.remat] if fixed.remat else REMATS, schedules):
+            if schedule != "interleaved" or stages == 1:
+                yield replace(plan, remat=remat, schedule=schedule)
+                continue
+            for chunks in [fixed.interleave] if fixed.interleave else CHUNKS:
+                if plan.microbatches % stages == 0 and stages * chunks <= self.request.model.layers:
+                    yield replace(plan, remat=remat, schedule=schedule, interleave=chunks)
+
+    def _least_state(self, layout: PodPlan) -> float:
+        """Bytes of state that some device of the layout holds at the least."""
+        shard = self.request.fixed.shard or (SHARDS[-1] if layout.replicas > 1 else SHARDS[0])
+        layers = -(-self.request.model.layers // layout.pipeline) - 1
+        parameters = stage_parameters(self.request.model, layers, False, False) / layout.tensor
+        return sum(state_bytes(self.request, replace(layout, shard=shard), parameters))
 
 
 def search_pod(
@@ -140,14 +225,14 @@ def rank_meshes(request: PlanRequest) -> list[Costed]:
     Where none fits as asked, the first is the mesh that is best with another remat or number of microbatches: the one
     that plan.py names. Raises ValueError, as the best one's plan does, when none is legal.
     """
-    request = replace(request, fixed=replace(request.fixed, pipeline=1))
+    one_stage = replace(request.fixed, pipeline=1, context=1, shard=request.fixed.shard or "none")
+    request = replace(request, fixed=one_stage)
     result = search(request)
-    tight = [item.costed for item in result.rejected if item.costed and not item.plan.sharded]
-    found = [costed for costed in result.ranked if not costed.plan.why_not_trainable()]
+    tight = [item.costed for item in result.rejected if item.costed]
+    found = result.trainable
     if tight and not found:
-        open_choices = search(replace(request, fixed=replace(request.fixed, remat=None, microbatches=None)))
-        fitting = [costed.shape for costed in open_choices.ranked if not costed.plan.why_not_trainable()]
-        order = {shape: rank for rank, shape in enumerate(fitting)}
+        open_choices = search(replace(request, fixed=replace(one_stage, remat=None, microbatches=None)))
+        order = {costed.shape: rank for rank, costed in enumerate(open_choices.trainable)}
         tight.sort(key=lambda costed: (order.get(costed.shape, len(order)), costed.seconds))
     else:
         tight.sort(key=lambda costed: costed.seconds)
@@ -157,52 +242,6 @@ def rank_meshes(request: PlanRequest) -> list[Costed]:
         square = min(result.rejected, key=lambda r: (r.plan.data, abs(math.log(r.plan.rows / r.plan.cols))))
         raise ValueError(square.reason)
     return found + tight
-
-
-def best_of_layout(
-    request: PlanRequest, layout: PodPlan, clock: Clock, result: PodResult
-) -> tuple[Costed | None, Rejected | None]:
-    """(the fastest that fits over microbatches and remat, else the nearest miss); counts plans in the result.
-
-    When time runs out, the best so far where there is one; else raises OutOfTime.
-    """
-    fixed, usable = request.fixed, request.usable_bytes
-    best, tight, reason = None, None, ""
-    for microbatches in divisors(request.batch // layout.data):
-        if clock.over and best:
-            result.finished = False
-            break
-        clock.check()
-        if not fixed.allows("microbatches", microbatches):
-            continue
-        if fixed.chunks(layout.pipeline) > 1 and microbatches % layout.pipeline:
-            reason = reason or f"schedule=interleaved needs microbatches in multiples of {layout.pipeline}"
-            continue
-        products = plan_products(request, replace(layout, microbatches=microbatches))
-        if isinstance(products, str):
-            reason = reason or products
-            continue
-        for remat in (fixed.remat,) if fixed.remat else REMAT:
-            costed = cost_plan(request, replace(layout, microbatches=microbatches, remat=remat), products)
-            result.costed += 1
-            if costed.fits:
-                best = min(best or costed, costed, key=lambda c: c.seconds)
-            else:
-                tight = min(tight or costed, costed, key=lambda c: c.fullest.memory.total)
-        if tight and not best and least_state(request, layout) > usable:
-            break  # no number of microbatches helps
-    if tight:
-        memory = tight.fullest.memory
-        reason = f"{memory.total / 1e9:.1f} GB at best, most of it {memory.largest}; {usable / 1e9:.1f} GB usable"
-    reason = reason or f"batch={request.batch} does not divide into {fixed.microbatches} microbatches"
-    return best, None if best else Rejected(layout, reason, tight)
-
-
-def least_state(request: PlanRequest, plan: PodPlan) -> float:
-    """Bytes of state that some device of the plan holds at the least."""
-    layers = -(-request.model.layers // plan.pipeline)
-    moments = MOMENT_BYTES / (plan.data if plan.sharded else 1)
-    return (2 * WEIGHT_BYTES + moments) * (layers - 1) * parameter_counts(request.model)[0] / plan.tensor
 
 
 def why_slower(loser: Costed, best: Costed) -> str:
@@ -219,14 +258,14 @@ def _nothing_fits(request: PlanRequest, result: PodResult, max_seconds: float) -
     if not result.finished:
         return f"no plan was found within {max_seconds:g} s. Type max_seconds={2 * max_seconds:g}."
     if not result.rejected:
-        keys = {"replicas": fixed.data, "tensor": fixed.tensor, "pipeline": fixed.pipeline}
+        keys = {"replicas": fixed.data, "tensor": fixed.tensor, "context": fixed.context, "pipeline": fixed.pipeline}
         what = " and ".join(f"{key}={value}" for key, value in keys.items() if value) or f"batch={request.batch}"
         return (
             f"no plan has {what} on the {pod.devices} devices of {pod.name}: the degrees multiply to "
             f"{pod.devices}, replicas divide batch={request.batch}, pipeline is at most {request.model.layers} "
-            "layers. Type replicas=auto tensor=auto pipeline=auto."
+            "layers. Type replicas=auto tensor=auto context=auto pipeline=auto."
         )
-    full = [(r.costed.fullest.memory.total, r) for r in result.rejected if r.costed]
+    full = [(r.costed.fullest.total, r) for r in result.rejected if r.costed]
     shown = min(full, key=lambda pair: pair[0])[1] if full else result.rejected[0]
     return (
         f"no plan of {request.model.name} with batch={request.batch} fits {pod.name}. The nearest, "

@@ -1,24 +1,41 @@
 """The winner, simulated: one rank of every stage, with its links, its memory and a trace."""
 
-import dataclasses
+from dataclasses import replace
 
 from mstrain.planner.clock import Clock
-from mstrain.planner.cost import Costed, cost_plan
+from mstrain.planner.cost import Costed, cost_with
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.step import transformer_step
 from mstrain.simulator.cluster import Axes, Cluster
 from mstrain.simulator.compared import Compared
+from mstrain.simulator.schedules import SCHEDULES
 from mstrain.simulator.simulate import CORRECTED, place, simulate
+
+REMATS = ("none", "dots", "full")  # that the program writes
+
+
+def why_not_simulated(costed: Costed) -> str:
+    """Why the simulator has no program of a plan; empty where it has."""
+    plan = costed.plan
+    if plan.context > 1:
+        return f"context={plan.context}"
+    if plan.shard in ("gradients", "parameters"):
+        return f"shard={plan.shard}"
+    if plan.remat not in REMATS:
+        return f"remat={plan.remat}"
+    return "" if plan.schedule in SCHEDULES else f"schedule={plan.schedule}"
 
 
 def plan_cluster(request: PlanRequest, costed: Costed) -> Cluster:
-    """The devices, at the rate of their GEMMs, and one link per axis of the plan."""
+    """The devices, at the mean rate of the plan's products, and one link per axis of the plan."""
     plan, pod = costed.plan, request.pod
-    sizes = (plan.pipeline, plan.data, plan.rows, plan.cols)
-    constants = pod.constants(sizes, request.dtype)
-    links = (*pod.outer_links(sizes, request.dtype), constants.row, constants.col)
-    network = Axes(("pipeline", "data", "row", "col"), sizes, links, constants.ring)
-    return Cluster.homogeneous(pod.devices, pod.device(constants), network)
+    constants, links = pod.constants(plan.sizes, request.dtype), pod.links(plan.sizes, request.dtype)
+    axes = Axes(
+        ("pipeline", "data", "row", "col"), (plan.pipeline, plan.data, plan.rows, plan.cols),
+        (links.stage, links.replica, links.row, links.col), constants.ring,
+    )  # fmt: skip
+    device = replace(pod.device(constants), flops=costed.product_rate)
+    return Cluster.homogeneous(pod.devices, device, axes)
 
 
 def simulate_plan(request: PlanRequest, costed: Costed, microbatches: int = 8, clock: Clock | None = None) -> Compared:
@@ -28,11 +45,11 @@ def simulate_plan(request: PlanRequest, costed: Costed, microbatches: int = 8, c
     """
     plan = costed.plan
     count = min(plan.microbatches, max(microbatches, 2 * plan.pipeline))
-    if request.fixed.chunks(plan.pipeline) > 1:
+    if plan.chunks > 1:
         count -= count % plan.pipeline
     cluster = plan_cluster(request, costed)
     program = place(transformer_step(request, costed, count), cluster, CORRECTED, False)
     (clock or Clock()).check(len(program.spec))
     result = simulate(program, cluster)
-    same = cost_plan(request, dataclasses.replace(plan, microbatches=count), costed.products)
-    return Compared(result, count, same.seconds, same.fullest.memory.total)
+    same = cost_with(request, costed, microbatches=count)
+    return Compared(result, count, same.scheduled_seconds, same.fullest.total)

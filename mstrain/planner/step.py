@@ -9,7 +9,7 @@ last. Labels say what every operation is to the model, so that a test can execut
 import dataclasses
 
 from mstrain.planner.cost import Costed
-from mstrain.planner.layer import elementwise_values, flash
+from mstrain.planner.layer import elementwise_values, fused_attention
 from mstrain.planner.memory import MOMENT_BYTES, SCORE_BYTES, WEIGHT_BYTES, parameter_counts
 from mstrain.planner.products import Emit, emit_gemm, gemms_of
 from mstrain.planner.request import PlanRequest
@@ -30,13 +30,14 @@ class TransformerStep(PipelineStep):
 
     def __init__(self, request: PlanRequest, costed: Costed, microbatches: int):
         plan = costed.plan
-        parts = request.fixed.chunks(plan.pipeline)
-        degrees = Degrees(plan.data, plan.tensor, plan.pipeline, microbatches, parts, plan.cols)
-        super().__init__(degrees, plan.pipeline * parts)
+        degrees = Degrees(plan.data, plan.tensor, plan.pipeline, microbatches, plan.chunks, plan.cols)
+        super().__init__(degrees, plan.pipeline * plan.chunks)
+        self.request, self.costed, self.style = request, costed, request.style
         self.seq, self.model, self.plan, self.products = request.seq, request.model, plan, costed.products
         self.microbatches = microbatches
         self.bounds = sorted(bounds for stage in costed.stages for bounds in stage.chunks)
-        self.layout = self.products.block[0].layout
+        self.blocks = self.products.by_name
+        self.layout = self.blocks["attention in"].layout
         self.size, self.tokens = self.layout.dtype_bytes, self.layout.tokens
         self.kept: dict[int, dict[str, int]] = {}  # by layer: values for its backward pass
         self.gradients: dict[tuple[int, object], tuple[int, ...]] = {}  # by chunk and part: of this microbatch
@@ -60,7 +61,7 @@ class TransformerStep(PipelineStep):
     def _state(self, key, count: int) -> int:
         """Weights and moments; with several microbatches also the sum of gradients so far."""
         stage, mine = self.stage(key[0]), count / self.plan.tensor
-        moments = MOMENT_BYTES * mine / (self.plan.data if self.plan.sharded else 1)
+        moments = MOMENT_BYTES * mine / (self.plan.data if self.plan.shard == "optimizer" else 1)
         self.slots.resident(round(moments), stage, "optimizer")
         if self.microbatches > 1:
             self.totals[key] = self.slots.resident(round(WEIGHT_BYTES * mine), stage, "gradients")
@@ -135,16 +136,16 @@ class TransformerStep(PipelineStep):
 
     def _out(self, emit: Emit, layer: int, values: dict[str, int], width: int, categories) -> tuple[int, int]:
         """The last product and the residual sum behind it; both leave `width` values per token."""
-        down, inputs = self.products.block[3], (values["a"], self.weights[emit.chunk, layer])
+        down, inputs = self.blocks["mlp out"], (values["a"], self.weights[emit.chunk, layer])
         z = emit_gemm(emit, down, gemms_of(down)[0], inputs, self._bytes(width), categories[0], (layer,))
-        moved, inputs = 0.3 * elementwise_values(self.model)[0], (values["x2"], z)
+        moved, inputs = 0.3 * elementwise_values(self.model, self.style)[0], (values["x2"], z)
         return z, self._traffic(emit, "Residual", moved, inputs, width, categories[1], (layer, "mlp sum"))
 
     def _recomputable(self, emit: Emit, layer: int, kept: dict[str, int], remat: str) -> dict[str, int]:
         """Everything of a layer up to the input of its last product, but for what is in `kept` already."""
-        m, blocks, weight = self.model, self.products.block, self.weights[emit.chunk, layer]
+        m, blocks, weight = self.model, self.blocks, self.weights[emit.chunk, layer]
         qkv, heads, up = self._widths()
-        around, inside = elementwise_values(m)
+        around, inside = elementwise_values(m, self.style)
         cheap = "activations" if remat == "none" else "workspace"
         dear = "workspace" if remat == "full" else "activations"
         found = dict(kept)
@@ -153,11 +154,11 @@ class TransformerStep(PipelineStep):
             if name not in found:
                 found[name] = write()
 
-        def product(index, source, values, category):
+        def product(name, source, values, category):
             return emit_gemm(
                 emit,
-                blocks[index],
-                gemms_of(blocks[index])[0],
+                blocks[name],
+                gemms_of(blocks[name])[0],
                 (found[source], weight),
                 self._bytes(values),
                 category,
@@ -172,30 +173,31 @@ class TransformerStep(PipelineStep):
             return self._traffic(emit, kind, moved, inputs, values, cheap, (layer, name))
 
         make("h", lambda: norm("x", "attention norm"))
-        make("qkv", lambda: product(0, "h", qkv, dear))
+        make("qkv", lambda: product("attention in", "h", qkv, dear))
         make("o", lambda: self._attention(emit, layer, found["qkv"], heads, dear))
-        make("y", lambda: product(1, "o", m.width, dear if remat == "dots" else "workspace"))
+        make("y", lambda: product("attention out", "o", m.width, dear if remat == "dots" else "workspace"))
         make("x2", lambda: traffic("Residual", 0.3 * around, ["x", "y"], m.width, "attention sum"))
         make("h2", lambda: norm("x2", "mlp norm"))
-        make("u", lambda: product(2, "h2", up, dear))
+        make("u", lambda: product("mlp in", "h2", up, dear))
         make("a", lambda: traffic("Activation", inside, ["u"], m.mlp_dim, "activation"))
         return found
 
     def _widths(self) -> tuple[int, int, int]:
         """Features behind the projection into attention, behind attention, and behind that into the MLP."""
-        qkv, out, up, _ = (product.layout.projection for product in self.products.block)
+        qkv, out, up = (self.blocks[name].layout.projection for name in ("attention in", "attention out", "mlp in"))
         return qkv.out_dim, out.in_dim, up.out_dim
 
     def _attention(self, emit: Emit, layer: int, qkv: int, heads: int, category: str) -> int:
         scores = 0.0
-        if self.plan.remat != "dots" and not flash(self.model, self.seq, self.size):
+        if self.plan.remat != "dots" and not fused_attention(self.request):
             scores = SCORE_BYTES * self.model.heads * self.seq * self.tokens / self.plan.tensor
         spec, nbytes = self._attention_spec("Attention"), self._bytes(heads) + scores
         return emit.add(spec, (qkv,), nbytes, category, label=(layer, "attention"))
 
     def _attention_spec(self, kind: str) -> OpSpec:
-        seen = self.seq // 2 if flash(self.model, self.seq, self.size) else self.seq
-        rows = max(1, self.tokens * self.model.heads // self.plan.tensor)
+        rows, stage = max(1, self.tokens * self.model.heads // self.plan.tensor), self.costed.stages[0]
+        seconds = stage.useful_forward.attention / stage.layers
+        seen = round(seconds * self.costed.product_rate / (4.0 * rows * self.model.head_dim))  # at the rate of products
         return OpSpec(kind, ((rows, self.model.head_dim), (max(1, seen),)), self.size)
 
     def _head(self, emit: Emit, x: int) -> int:
@@ -206,7 +208,7 @@ class TransformerStep(PipelineStep):
         weight = self.weights[emit.chunk, "embedding" if (emit.chunk, "head") not in self.weights else "head"]
         nbytes = self._bytes(vocab_size) + 4 * vocab_size * self.tokens / self.plan.tensor
         logits = emit_gemm(emit, head, gemms_of(head)[0], (x, weight), nbytes, "workspace", ("head",))
-        moved = 4 * vocab_size / self.size * 2
+        moved = self.style.logit_bytes / 2 * vocab_size / self.size
         inputs = (logits, *emit_loss_sums(emit, head, logits))
         loss = self._traffic(emit, "Logits", moved, inputs, 0.0, "workspace", ("head", "loss"))
         self.head = {"stream": stream, "x": x, "logits": logits, "loss": loss, "weight": weight}
@@ -240,14 +242,13 @@ class TransformerStep(PipelineStep):
         _, into, weight = gemms_of(head)
         vocab_size = head.layout.projection.out_dim
         sources = (self.head["logits"], self.head["loss"])
-        moved, part = 4 * vocab_size / self.size * 2, ("head",)
+        moved, part = self.style.logit_bytes / 2 * vocab_size / self.size, ("head",)
         logits = self._traffic(emit, "LogitsGrad", moved, sources, vocab_size, "workspace", ("head", "loss"))
         inputs, nbytes = (logits, self.head["weight"]), self._bytes(self.model.width)
         slope = emit_gemm(emit, head, into, inputs, nbytes, "workspace", part)
         own = (chunk, "head") in self.counts
         key = (chunk, "head" if own else "embedding")
-        assert self.model.vocab_size is not None  # the search refuses it
-        nbytes = WEIGHT_BYTES * self.model.width * self.model.vocab_size / self.plan.tensor
+        nbytes = WEIGHT_BYTES * self.model.width * self.model.known_vocab_size / self.plan.tensor
         inputs, category = (self.head["x"], logits), "gradients" if own else "workspace"
         self.gradients[key] = (emit_gemm(emit, head, weight, inputs, nbytes, category, part),)
         inputs, moved = (self.head["stream"], slope), NORM_GRADIENT_VALUES * self.model.width
@@ -255,33 +256,34 @@ class TransformerStep(PipelineStep):
 
     def _layer_backward(self, emit: Emit, layer: int, slope: int) -> int:
         """Recomputation, then every gradient in reverse; returns that of the layer's input."""
-        m, blocks = self.model, self.products.block
+        m, blocks = self.model, self.blocks
         found = self._again(emit, layer, slope)
-        around, inside = elementwise_values(m)
+        around, inside = elementwise_values(m, self.style)
         qkv, heads, up = self._widths()
         parts: list[int] = []
 
-        def product(index, source, gradient, values):
-            _, into, of_weight = gemms_of(blocks[index])
+        def product(name, source, gradient, values):
+            _, into, of_weight = gemms_of(blocks[name])
             weight = self.weights[emit.chunk, layer]
             inputs, part = (gradient, weight), (layer,)
-            back = emit_gemm(emit, blocks[index], into, inputs, self._bytes(values), "workspace", part)
-            projection = blocks[index].layout.projection
+            back = emit_gemm(emit, blocks[name], into, inputs, self._bytes(values), "workspace", part)
+            projection = blocks[name].layout.projection
             share = projection.in_dim * projection.out_dim / self.plan.tensor
             inputs = (found[source], gradient, *parts[-1:])
             nbytes = WEIGHT_BYTES * share
-            parts.append(emit_gemm(emit, blocks[index], of_weight, inputs, nbytes, "gradients", part))
+            parts.append(emit_gemm(emit, blocks[name], of_weight, inputs, nbytes, "gradients", part))
             return back
 
-        da = product(3, "a", slope, m.mlp_dim)
+        da = product("mlp out", "a", slope, m.mlp_dim)
         label, inputs = (layer, "activation"), (found["u"], da)
-        du = self._traffic(emit, "ActivationGrad", 2 * inside, inputs, up, "workspace", label)
-        dh2 = product(2, "h2", du, m.width)
+        du = self._traffic(emit, "ActivationGrad", self.style.backward_passes * inside, inputs, up, "workspace", label)
+        dh2 = product("mlp in", "h2", du, m.width)
+        around *= self.style.backward_passes / 2
         dx2 = self._norm_gradient(emit, around, (found["x2"], dh2, slope), (layer, "mlp norm"))
-        do = product(1, "o", dx2, heads)
+        do = product("attention out", "o", dx2, heads)
         spec, inputs = self._attention_spec("AttentionGrad"), (found["qkv"], found["o"], do)
         dqkv = emit.add(spec, inputs, self._bytes(qkv), "workspace", label=(layer, "attention"))
-        dh = product(0, "h", dqkv, m.width)
+        dh = product("attention in", "h", dqkv, m.width)
         dx = self._norm_gradient(emit, around, (found["x"], dh, dx2), (layer, "attention norm"))
         self.gradients[emit.chunk, layer] = tuple(parts)
         return dx
@@ -308,7 +310,7 @@ class TransformerStep(PipelineStep):
         """Sums a part's gradients over the replicas and adds them to those of earlier microbatches."""
         parts = self.gradients[key]
         elements = max(1, round(self.counts[key] / self.plan.tensor))
-        trainer = len(self.bounds) == 1 and not self.plan.sharded
+        trainer = len(self.bounds) == 1 and self.plan.shard == "none"
         spec = OpSpec("AllReduce", ((elements,),), WEIGHT_BYTES)
         if self.plan.data > 1 and trainer:
             parts = (emit.add(spec, parts, 0.0, "gradients", DATA, ("gradients", *key)), *parts)
@@ -352,7 +354,7 @@ class TransformerStep(PipelineStep):
 
     def finish(self) -> list[RankOp]:
         """What ties need, and one optimizer operation per stage."""
-        shards = self.plan.data if self.plan.sharded else 1
+        shards = self.plan.data if self.plan.shard == "optimizer" else 1
         ops = self.tie()
         for stage in range(self.plan.pipeline):
             keys = [key for key in self.counts if self.stage(key[0]) == stage]
@@ -366,4 +368,4 @@ class TransformerStep(PipelineStep):
 def transformer_step(request: PlanRequest, costed: Costed, microbatches: int) -> Step:
     """The step of `costed.plan` with so many microbatches of the plan's size."""
     writer = TransformerStep(request, costed, microbatches)
-    return writer.write(schedule(request.fixed.schedule, costed.plan.pipeline, microbatches, writer.chunks))
+    return writer.write(schedule(costed.plan.schedule, costed.plan.pipeline, microbatches, writer.chunks))

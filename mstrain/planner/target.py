@@ -1,4 +1,8 @@
-"""The pod: which chip, how many devices, and what their links give to the axes of a plan."""
+"""The target of a plan: which chip, how many devices, and what its two levels of links give to the axes of a plan.
+
+Inside a TPU slice the links are those of the torus, inside a node of GPUs they are NVLink or PCI Express; the network
+joins slices and nodes.
+"""
 
 import itertools
 import math
@@ -7,21 +11,34 @@ from functools import lru_cache
 
 from mstrain.hardware import Chip, Link, TpuSlice
 from mstrain.hardware.calibration import Calibration
-from mstrain.hardware.constants import GEMM_FRACTION, AxisLinks, Constants, constants_for
-from mstrain.hardware.efficiency import efficiency_of
+from mstrain.hardware.constants import AxisLinks, Constants, constants_for
+from mstrain.hardware.efficiency import Efficiency, efficiency_of
 from mstrain.parallel.tune import factorizations
-from mstrain.planner.clusters import find_fabric
-from mstrain.planner.stated.fabric import Fabric
 from mstrain.simulator.cluster import Device
+
+NETWORK_HOP = 10e-6  # seconds of a message between nodes: NCCL tuning constants, ring, Simple: 14 us; TPU hosts alike
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of the axes of a plan; `replica` is data x context, `ring` is row x col."""
+
+    stage: AxisLinks
+    context: AxisLinks
+    replica: AxisLinks
+    row: AxisLinks
+    col: AxisLinks
+    ring: AxisLinks | None
 
 
 @dataclass(frozen=True)
 class Pod:
-    """`devices` equal devices.
+    """`devices` equal devices in equal nodes or TPU slices.
 
     Attributes:
-      tpu_slice: the TPU torus; None for other devices.
-      fabric: the two levels of links of GPU nodes, or of several TPU slices; None for one slice.
+      tpu_slice: the torus of one slice; None for other devices.
+      per_node: devices of a GPU node; those of a slice; 0 for devices whose nodes are unknown.
+      node_bandwidth: bytes/s of the network of a node or slice, one way, shared by its devices.
       measured: link and compute constants of these devices, instead of those derived from the table of chips.
       calibration: measured rates of these devices, instead of those derived; links where it has them.
     """
@@ -30,38 +47,55 @@ class Pod:
     chip: Chip
     devices: int
     tpu_slice: TpuSlice | None = None
+    per_node: int = 0
+    node_bandwidth: float = math.inf
     measured: Constants | None = None
-    fabric: Fabric | None = None
     calibration: Calibration | None = None
 
-    def constants(self, sizes: tuple[int, ...], dtype: str) -> Constants:
-        """The constants for a plan whose axes have `sizes`.
+    @property
+    def efficiency(self) -> Efficiency:
+        return efficiency_of(self.chip)
 
-        `sizes` are those of (pipeline, data, rows, cols). Where every one is made of whole torus axes, its collectives
-        use all links of those; otherwise some rings are lines, and all are given one link.
-        """
-        if self.fabric is not None and self.measured is None:
-            known = _fabric_constants(self, sizes, dtype)
-        else:
-            known = self.measured or _torus_constants(self.chip, self.tpu_slice, sizes, dtype)[0]
+    @property
+    def derived(self) -> bool:
+        """Whether rates follow from the tables of chips and efficiencies, none of them measured here."""
+        return not (self.measured or self.calibration or self.chip.platform == "cpu")
+
+    def links(self, sizes: tuple[int, ...], dtype: str = "bf16") -> Links:
+        """Links of a plan whose axes have `sizes`: those of (stage, data, context, row, col)."""
+        if self.measured or self.chip.platform == "cpu":
+            known = self.measured or constants_for(self.chip, dtype)
+            return Links(known.row, known.row, known.row, known.row, known.col, known.ring)
+        found = _links(self, sizes)
+        if self.calibration and self.calibration.links:
+            known = self.calibration.constants(self._rates(found, dtype))
+            return Links(known.row, known.row, known.row, known.row, known.col, None)
+        return found
+
+    def constants(self, sizes: tuple[int, ...], dtype: str) -> Constants:
+        """Rates and tensor-parallel links of a plan whose axes have `sizes`; raises ValueError if one is unknown."""
+        if self.measured or self.chip.platform == "cpu":
+            known = self.measured or constants_for(self.chip, dtype)
+            return self.calibration.constants(known) if self.calibration else known
+        known = self._rates(_links(self, sizes), dtype)
         return self.calibration.constants(known) if self.calibration else known
 
-    def outer_links(self, sizes: tuple[int, ...], dtype: str) -> tuple[AxisLinks, AxisLinks]:
-        """The links of the (pipeline, data) axes of a plan of (pipeline, data, rows, cols) `sizes`."""
-        if self.measured or self.calibration:
-            links = self.constants(sizes, dtype).row
-            return links, links
-        if self.fabric is None:
-            pipeline, data = _torus_constants(self.chip, self.tpu_slice, sizes, dtype)[1]
-        else:
-            pipeline, data, *_ = fabric_links(self.fabric, sizes)
-        return pipeline, data
+    def _rates(self, links: Links, dtype: str) -> Constants:
+        chip, peak = self.chip, self.chip.peak(dtype)
+        if peak is None:
+            known = " or ".join(name for name in ("bf16", "f32") if chip.peak(name))
+            raise ValueError(f"{chip.name} has no {dtype} peak in the table of chips. Type dtype={known}.")
+        rate = peak * self.efficiency.matmul
+        source = "table of chips and efficiencies"
+        return Constants(
+            self.name, source, rate, links.row, links.col, chip.overlap, chip.hbm_bandwidth, True, ring=links.ring
+        )
 
     def device(self, constants: Constants) -> Device:
-        """One device, at the rate of its GEMMs."""
+        """One device, at the rate of its large products and the bandwidth of long streams."""
         bandwidth = constants.hbm_bandwidth or self.chip.hbm_bandwidth or math.inf
-        if constants.shaped:
-            bandwidth *= efficiency_of(self.chip).memory
+        if self.derived:
+            bandwidth *= self.efficiency.memory
         return Device(constants.flops, bandwidth, self.memory_bytes, kind=self.chip.name)
 
     @property
@@ -69,79 +103,104 @@ class Pod:
         """Of one device; infinite where the table of chips does not say."""
         return self.chip.hbm_bytes or math.inf
 
-    def meshes(self, data: int, pipeline: int = 1) -> tuple[tuple[int, int], ...]:
-        """The (rows, cols) of the tensor devices of a plan: on a torus, of whole torus axes, inside one slice."""
-        if self.tpu_slice is None or pipeline > 1:
-            tensor = self.devices // data // pipeline
-            outside = self.tpu_slice is not None and self.tpu_slice.devices % tensor
-            return () if outside else factorizations(tensor)
+    def meshes(self, outside: int, stages: int = 1) -> tuple[tuple[int, int], ...]:
+        """The (rows, cols) of the tensor devices of a plan with `outside` data x context devices.
+
+        On a torus, without stages, they are made of whole axes of one slice.
+        """
+        tensor = self.devices // outside // stages
+        if self.tpu_slice is None or stages > 1:
+            return () if self.tpu_slice and self.tpu_slice.devices % tensor else factorizations(tensor)
         slices = self.devices // self.tpu_slice.devices
         try:
-            return self.tpu_slice.mesh_shapes(data // slices) if data % slices == 0 else ()
+            return self.tpu_slice.mesh_shapes(outside // slices) if outside % slices == 0 else ()
         except ValueError:
             return ()
 
-
-@lru_cache(maxsize=4096)
-def _fabric_constants(pod: Pod, sizes: tuple[int, ...], dtype: str) -> Constants:
-    """Constants of devices with two levels of links; the tensor axes lie inside nodes or slices as far as they fit."""
-    chip, fabric = pod.chip, pod.fabric
-    assert fabric is not None
-    sizes = (1,) * (4 - len(sizes)) + tuple(sizes)
-    if pod.tpu_slice is not None:
-        slices = pod.devices // pod.tpu_slice.devices
-        inside = (math.prod(sizes[:2]) // slices, *sizes[2:])
-        return _torus_constants(chip, pod.tpu_slice, inside, dtype)[0]
-    peak = chip.peak(dtype)
-    if peak is None:
-        known = " or ".join(name for name in ("bf16", "f32") if chip.peak(name))
-        raise ValueError(f"{chip.name} has no {dtype} peak in the table of chips. Type dtype={known}.")
-    *_, row, col = fabric_links(fabric, sizes)
-    efficiency = efficiency_of(chip)
-    source = f"table of chips and efficiencies: {fabric.per_node} devices a node"
-    return Constants(pod.name, source, peak * efficiency.matmul, row, col, chip.overlap, chip.hbm_bandwidth, True)
+    def network_bandwidth(self) -> float:
+        """Bytes/s, one way, of one device's share of its node's network."""
+        return self.node_bandwidth * self.efficiency.network / max(1, self.per_node)
 
 
 @lru_cache(maxsize=4096)
-def fabric_links(fabric: Fabric, sizes: tuple[int, ...]) -> tuple[AxisLinks, ...]:
-    """The links of the (pipeline, data, row, col) axes of `sizes`, of which the last are neighbors."""
-    _, data, rows, cols = sizes
-    strides = (data * rows * cols, rows * cols, cols, 1)
-    share = 2 if rows > 1 and cols > 1 else 1  # both tensor axes use a device's links at once
-    return tuple(
-        fabric.axis_links(size, stride, share if axis > 1 else 1)
-        for axis, (size, stride) in enumerate(zip(sizes, strides))
+def _links(pod: Pod, sizes: tuple[int, ...]) -> Links:
+    """Links derived from the table of chips.
+
+    Where every axis inside a slice is made of whole torus axes, its collectives use all links of those; otherwise some
+    rings are lines, and all have one link. Neighbors of the last axis are neighboring devices.
+    """
+    stage, data, context, rows, cols = sizes
+    tensor = rows * cols
+    inside = _inside(pod, sizes)
+    owned = torus_axes(pod.tpu_slice.physical_axes, inside) if pod.tpu_slice and inside else None
+
+    def links(first: int, size: int, stride: int, last: int | None = None, share: int = 1) -> AxisLinks:
+        inner, outer = node_group(pod.per_node, size, stride)
+        local = _local(pod, owned and sum(owned[first : (last or first) + 1], ()), inner, share)
+        return _two_levels(pod, local, inner, outer) if pod.per_node else local
+
+    share = 2 if rows > 1 and cols > 1 else 1  # both tensor axes use a GPU's links at once
+    ring = links(3, tensor, 1, 4) if owned or pod.chip.platform == "gpu" else None
+    return Links(
+        links(0, stage, tensor * context * data), links(2, context, tensor), links(1, data * context, tensor, 2),
+        links(3, rows, cols, share=share), links(4, cols, 1, share=share), ring,
+    )  # fmt: skip
+
+
+def _inside(pod: Pod, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The part of `sizes` inside one slice: slices are crossed by data, then by stages. None if they do not divide."""
+    slices = pod.devices // (pod.tpu_slice.devices if pod.tpu_slice else pod.devices)
+    across = math.gcd(sizes[1], slices)
+    if sizes[0] % (slices // across):
+        return None
+    return (sizes[0] * across // slices, sizes[1] // across, *sizes[2:])
+
+
+def node_group(per_node: int, size: int, stride: int) -> tuple[int, int]:
+    """(inner, outer): of the `size` devices of an axis, `stride` apart, `inner` share a node, on `outer` nodes."""
+    inner = math.gcd(size, max(1, per_node // stride)) if per_node else size
+    return inner, size // inner
+
+
+def _local(pod: Pod, axes: tuple[int, ...] | None, size: int, share: int) -> AxisLinks:
+    """Links of a collective of `size` devices inside a node, or over the torus `axes` of a slice."""
+    chip = pod.chip
+    if chip.platform != "gpu":
+        one = constants_for(chip).row
+        if not (pod.tpu_slice and axes):
+            return one
+        count, steps = pod.tpu_slice.ring(axes)
+        way = steps / (math.prod(pod.tpu_slice.physical_axes[axis] for axis in axes) - 1)
+        each = (
+            Link(link.launch, link.sync * way, link.bandwidth * count)
+            for link in (one.all_gather, one.reduce_scatter, one.permute)
+        )
+        return AxisLinks(*each)
+    bandwidth = float(chip.ici_links or 1) * (chip.ici_bandwidth or math.inf) * pod.efficiency.link / share
+    names = ("launch_all_gather", "launch_reduce_scatter", "launch_permute")
+    return AxisLinks(*(Link(getattr(chip, name) or 0.0, chip.sync or 0.0, bandwidth) for name in names))
+
+
+def _two_levels(pod: Pod, local: AxisLinks, inner: int, outer: int) -> AxisLinks:
+    """Links with which a ring costs what its two levels do: first inside nodes, so that the network sees one part.
+
+    Across nodes the latency is that of a tree, which large sums of many nodes use.
+    """
+    size, network = inner * outer, pod.network_bandwidth()
+    if outer == 1:
+        return local
+
+    def both(link: Link) -> Link:
+        hops = (inner - 1) * link.sync + math.ceil(math.log2(outer)) * NETWORK_HOP
+        inverse = (inner - 1) / inner / link.bandwidth + (outer - 1) / outer / inner / network
+        return Link(link.launch, hops / (size - 1), (size - 1) / size / inverse)
+
+    return AxisLinks(
+        both(local.all_gather), both(local.reduce_scatter), Link(local.permute.launch, NETWORK_HOP, network)
     )
 
 
 @lru_cache(maxsize=4096)
-def _torus_constants(
-    chip: Chip, tpu_slice: TpuSlice | None, sizes: tuple[int, ...], dtype: str
-) -> tuple[Constants, tuple[AxisLinks, ...]]:
-    """Constants of the last two axes, the tensor axes, and the links of the others."""
-    alone = constants_for(chip, dtype)
-    owned = torus_axes(tpu_slice.physical_axes, sizes) if tpu_slice and sizes else None
-    if tpu_slice is None or owned is None:
-        return alone, (alone.row,) * len(sizes[:-2])
-    rows, cols = owned[-2:]
-    *outer, row, col, ring = (_torus_links(tpu_slice, alone.row, axes) for axes in (*owned, rows + cols))
-    source = f"derived from the table of chips: all links of the torus axes, {GEMM_FRACTION:.3f} of the peak"
-    return replace(alone, name=tpu_slice.name, source=source, row=row, col=col, ring=ring), tuple(outer)
-
-
-def _torus_links(tpu_slice: TpuSlice, one: AxisLinks, axes: tuple[int, ...]) -> AxisLinks:
-    """Links of a collective over physical axes, from those of one link."""
-    if not axes:
-        return one
-    links, steps = tpu_slice.ring(axes)
-    way = steps / (math.prod(tpu_slice.physical_axes[axis] for axis in axes) - 1)
-    several = (
-        Link(link.launch, link.sync * way, link.bandwidth * links)
-        for link in (one.all_gather, one.reduce_scatter, one.permute)
-    )
-    return AxisLinks(*several)
-
-
 def torus_axes(physical: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
     """The numbers of the physical axes that each axis of a plan is the product of; None where that takes a part of one.
 
@@ -155,19 +214,23 @@ def torus_axes(physical: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple
 
 
 def pod_of(machine: Chip | TpuSlice, devices: int) -> Pod:
-    """The pod that a slice is, or `devices` of one chip."""
+    """The pod that a slice is, or `devices` of one chip: GPUs in the nodes of the table where they fill them."""
     if isinstance(machine, TpuSlice):
-        return Pod(machine.name, machine.chip, machine.devices, machine)
-    return Pod(f"{devices} x {machine.name}", machine, devices)
+        return Pod(machine.name, machine.chip, machine.devices, machine, machine.devices)
+    name, usual = f"{devices} x {machine.name}", machine.node_devices or 8
+    if machine.platform == "gpu" and devices > usual and devices % usual == 0 and machine.node_bandwidth:
+        return Pod(name, machine, devices, None, usual, machine.node_bandwidth)
+    return Pod(name, machine, devices, None, devices if machine.platform == "gpu" else 0)
 
 
-def find_pod(cluster: str, dtype: str = "bf16") -> Pod:
-    """The pod called `cluster`; raises ValueError with a name that exists, or the number that the table lacks."""
-    fabric = find_fabric(cluster)
-    single = fabric.tpu_slice is not None and fabric.devices == fabric.tpu_slice.devices
-    pod = Pod(cluster, fabric.chip, fabric.devices, fabric.tpu_slice, fabric=None if single else fabric)
-    missing = [name for name in ("hbm_bytes", "hbm_bandwidth") if getattr(pod.chip, name) is None]
-    if missing:
-        raise ValueError(f"cluster={cluster}: the table of chips has no {' or '.join(missing)} for {pod.chip.name}.")
-    pod.constants((), dtype)  # says which other number is missing
-    return pod
+def slices_of(tpu_slice: TpuSlice, count: int = 1, name: str = "") -> Pod:
+    """`count` equal TPU slices joined by the data-center network; raises ValueError if its bandwidth is unknown."""
+    chip, network = tpu_slice.chip, math.inf
+    if count > 1:
+        if chip.node_bandwidth is None:
+            raise ValueError(f"The table of chips has no data-center network of {chip.name}.")
+        network = chip.node_bandwidth * tpu_slice.devices / (chip.node_devices or 1)
+    return replace(
+        pod_of(tpu_slice, tpu_slice.devices), name=name or tpu_slice.name, devices=count * tpu_slice.devices,
+        node_bandwidth=network,
+    )  # fmt: skip

@@ -13,7 +13,7 @@ from mstrain.mesh import shape_of
 from mstrain.models.transformer import Transformer
 from mstrain.planner.calibrated import calibrated_pod, predict_step
 from mstrain.planner.meshes import tpu_slice_of
-from mstrain.planner.step_time import step_terms
+from mstrain.planner.step_time import cost_step
 from mstrain.planner.target import pod_of
 from mstrain.training.config import RunConfig
 
@@ -70,15 +70,17 @@ def predict(
     dtype = jnp.dtype(module.dtype).name
     try:
         pod = pod_of(tpu_slice_of(jax.devices()) or chip, shape.devices)
-        terms = step_terms(
+        costed = cost_step(
             calibrated_pod(pod, config.calibration, dtype), module.model, config.parallel, shape, config.batch,
             config.seq, config.accumulate, config.remat, dtype,
         )  # fmt: skip
     except ValueError:  # a figure of the chip is unknown
         return None
-    if not terms:
+    if not costed:
         return None
-    return Prediction(terms, f"the planner's cost model with {config.calibration or 'the table of chips'}")
+    return Prediction(
+        dataclasses.asdict(costed.terms), f"the planner's cost model with {config.calibration or 'the table of chips'}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

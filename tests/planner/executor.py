@@ -54,8 +54,7 @@ class Executor:
         self.microbatches, self.weights = microbatches, weights
         self.tokens, self.targets = tokens, targets
         plan = self.plan
-        parts = request.fixed.chunks(plan.pipeline)
-        degrees = Degrees(plan.data, plan.tensor, plan.pipeline, microbatches, parts, plan.cols)
+        degrees = Degrees(plan.data, plan.tensor, plan.pipeline, microbatches, plan.chunks, plan.cols)
         step = transformer_step(request, costed, microbatches)
         self.program = step.expand(Placement(degrees))
         self.singles, self.repeated = len(step.slots.single), len(step.slots.repeated)

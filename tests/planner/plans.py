@@ -1,16 +1,17 @@
 """Plans and their costs in few words."""
 
 from mstrain.models.parallel import ParallelConfig
+from mstrain.planner.clusters import find_pod
 from mstrain.planner.config import PodConfig
 from mstrain.planner.cost import Costed, cost_plan
 from mstrain.planner.plan import PodPlan, plan_products
 from mstrain.planner.request import PlanRequest
-from mstrain.planner.target import find_pod
 
 
-def pod_plan(data, algorithm, rows, cols, pipeline=1, microbatches=1, remat="none", sharded=False, slices="auto"):
+def pod_plan(data, algorithm, rows, cols, pipeline=1, microbatches=1, remat="none", slices="auto", **choices):
     """A plan of one algorithm."""
-    return PodPlan(data, ParallelConfig(algorithm, slices=slices), rows, cols, pipeline, microbatches, remat, sharded)
+    parallel = ParallelConfig(algorithm, slices=slices)
+    return PodPlan(data, parallel, rows, cols, pipeline, microbatches, remat, **choices)
 
 
 def ask(model, **keys) -> PlanRequest:

@@ -13,9 +13,9 @@ from mstrain.benchmarks.tuned import tune_model
 from mstrain.commands.plans.modes import load as load_plan
 from mstrain.commands.train import load_config
 from mstrain.hardware import parse_target
+from mstrain.planner.clusters import find_pod
 from mstrain.planner.compiled import meshes_to_try
 from mstrain.planner.search import search_pod
-from mstrain.planner.target import find_pod
 
 # (model, target, batch, accumulate, remat), sequences of 2048 tokens
 CASES = [
@@ -40,9 +40,11 @@ def test_every_entry_point_names_the_same_mesh(model, target, batch, accumulate,
     wanted = check_mesh(train, train.model, tpu_slice)
     assert wanted.devices == tpu_slice.devices
 
-    _, plan = load_plan([f"model={model}", f"cluster={target}", "pipeline=1", "algorithm=meshslice", *shared])
+    _, plan = load_plan(
+        [f"model={model}", f"cluster={target}", "pipeline=1", "shard=none", "algorithm=meshslice", *shared]
+    )
     request = plan.request(find_pod(target))
-    best = search_pod(request).trainable
+    best = search_pod(request).trainable[0]
     assert best.shape == wanted and best.fits
 
     keys = [f"models={model}", f"target={target}", *shared]
@@ -58,8 +60,8 @@ def test_every_entry_point_names_the_same_mesh(model, target, batch, accumulate,
 
 def test_what_is_left_open_is_searched_by_the_same_ranking():
     """The best plan over remat and microbatches is the best mesh at its own remat and microbatches."""
-    _, plan = load_plan(["model=gpt3_13b", "cluster=v5p-64", "batch=64", "pipeline=1"])
-    best = search_pod(plan.request(find_pod("v5p-64"))).trainable
+    _, plan = load_plan(["model=gpt3_13b", "cluster=v5p-64", "batch=64", "pipeline=1", "shard=none"])
+    best = search_pod(plan.request(find_pod("v5p-64"))).trainable[0]
     given = [f"accumulate={best.plan.microbatches}", f"remat={best.plan.remat}", f"parallel={best.plan.algorithm}"]
     train = load_config(["model=gpt3_13b", "target=v5p-64", "check=true", "mesh=auto", "batch=64", "seq=2048", *given])
     assert check_mesh(train, train.model, parse_target("v5p-64")) == best.shape
@@ -68,8 +70,10 @@ def test_what_is_left_open_is_searched_by_the_same_ranking():
 
 @pytest.mark.parametrize(("model", "target"), [("llama3_8b", "v4-128"), ("llama2_70b", "tpu7x-128")])
 def test_where_nothing_fits_the_mesh_is_the_one_that_fits_with_another_remat(model, target):
-    _, plan = load_plan([f"model={model}", f"cluster={target}", "batch=256", "pipeline=1", "algorithm=meshslice"])
-    best = search_pod(plan.request(find_pod(target))).trainable
+    _, plan = load_plan(
+        [f"model={model}", f"cluster={target}", "batch=256", "pipeline=1", "shard=none", "algorithm=meshslice"]
+    )
+    best = search_pod(plan.request(find_pod(target))).trainable[0]
     train = load_config([f"model={model}", f"target={target}", "check=true", "mesh=auto", "batch=256", "seq=2048"])
     assert (best.plan.microbatches, best.plan.remat) != (1, "none")
     assert check_mesh(train, train.model, parse_target(target)) == best.shape

@@ -18,7 +18,8 @@ from mstrain.hardware.calibration import (
 )
 from mstrain.hardware.gemm_times import GemmTime, gemm_seconds
 from mstrain.planner.calibrated import StepTerms, calibrated_pod, predict_step
-from mstrain.planner.target import Pod, find_pod
+from mstrain.planner.clusters import find_pod
+from mstrain.planner.target import Pod
 
 LINK = Link(1e-5, 2e-6, 1e9)
 CALIBRATION = Calibration(
@@ -162,7 +163,7 @@ def test_one_device_keeps_the_links_of_the_table(tmp_path):
     dataclasses.replace(CALIBRATION, device_kind=kind, dtype="bfloat16", devices=1, links={}).save(tmp_path / "c.json")
     pod = find_pod("h100:64")
     measured = calibrated_pod(pod, tmp_path / "c.json", "bf16")
-    sizes = (1, 2, 4, 8)
+    sizes = (1, 2, 1, 4, 8)
     assert measured.constants(sizes, "bf16").row == pod.constants(sizes, "bf16").row
     assert measured.constants(sizes, "bf16").flops == CALIBRATION.flops != pod.constants(sizes, "bf16").flops
     assert measured.device(measured.constants(sizes, "bf16")).memory_bandwidth == CALIBRATION.memory_bandwidth

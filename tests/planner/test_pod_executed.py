@@ -108,15 +108,16 @@ def test_every_combination_of_degrees_computes_what_one_device_does(algorithm):
     for number, (data, tensor, pipeline, microbatches, schedule) in enumerate(COMBINATIONS):
         cols = 1 if algorithm == "fsdp" else tensor
         remat = REMATS[number % 3]
-        plan = pod_plan(data, algorithm, tensor // cols, cols, pipeline, microbatches, remat, data > 1)
-        execute(plan, schedule=schedule)
+        shard = "optimizer" if data > 1 else "none"
+        degrees = (data, algorithm, tensor // cols, cols, pipeline, microbatches)
+        execute(pod_plan(*degrees, remat, shard=shard, schedule=schedule))
 
 
 MESHES = {
     "tall": (pod_plan(1, "meshslice", 2, 1, 1, 1, "none", slices="4"), {"os", "ls"}),
     "square": (pod_plan(1, "meshslice", 2, 2, 1, 1, "dots", slices="2"), {"os", "ls"}),
     "tokens in slices": (pod_plan(1, "meshslice", 2, 1, 1, 4, "full", slices="2"), {"rs"}),
-    "turned": (pod_plan(2, "meshslice", 2, 2, 2, 4, "dots", True), {"rs"}),
+    "turned": (pod_plan(2, "meshslice", 2, 2, 2, 4, "dots", shard="optimizer"), {"rs"}),
     "wide": (pod_plan(1, "meshslice", 2, 4, 2, 1, "full", slices="2"), {"os", "ls"}),
     "high": (pod_plan(1, "meshslice", 4, 2, 2, 1, "none", slices="2"), {"os", "ls"}),
 }
@@ -135,8 +136,8 @@ def test_two_dimensional_products_are_those_of_one_device(name):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_both_copies_of_a_tied_table_get_the_whole_gradient(schedule):
     for data, pipeline, microbatches in itertools.product((1, 2), (1, 2), (2, 4)):
-        plan = pod_plan(data, "meshslice", 1, 1, pipeline, microbatches, "dots")
-        run = execute(plan, TIED, schedule=schedule)
+        plan = pod_plan(data, "meshslice", 1, 1, pipeline, microbatches, "dots", schedule=schedule)
+        run = execute(plan, TIED)
         for replica in run.gradients if pipeline > 1 else ():
             np.testing.assert_array_equal(replica["output"], replica["table"].T)
 

@@ -5,12 +5,12 @@ import sys
 from mstrain.commands.plans.output import console, make_folder, no_time_to_simulate
 from mstrain.planner.calibrated import calibrated_pod
 from mstrain.planner.clock import SEARCH_PART, Clock, OutOfTime
+from mstrain.planner.clusters import find_pod
 from mstrain.planner.config import PodConfig
+from mstrain.planner.plan_file import closing_lines, write_plan
 from mstrain.planner.report import memory_table, plans_table, plot_plans, stages_table, terms_table, write_tables
 from mstrain.planner.search import search_pod
-from mstrain.planner.simulated import simulate_plan
-from mstrain.planner.target import find_pod
-from mstrain.planner.trainer import closing_lines, write_plan
+from mstrain.planner.simulated import simulate_plan, why_not_simulated
 
 __all__ = ["PodConfig", "run_pod"]
 
@@ -26,13 +26,15 @@ def run_pod(config: PodConfig) -> int:
     path = write_plan(request, result, folder)
     plot_plans(request, result.ranked, folder / "throughput_against_memory.png")
     say.print(plans_table(request, result, config.top_k))
-    say.print(f"{result.summary} {len(result.rejected)} layouts do not fit; links: {result.best.constants}")
+    say.print(f"{result.summary} {len(result.rejected)} layouts do not fit; links: {result.best.step.constants.source}")
     say.print(terms_table(result, config.top_k))
     if result.best.plan.pipeline > 1:
         say.print(stages_table(result.best))
     say.print(memory_table(result.best))
     written = ["plans.csv", "stages.csv", "plans.json", "throughput_against_memory.png"]
-    if config.simulate:
+    if config.simulate and (why := why_not_simulated(result.best)):
+        say.print(f"Plan 1 is not simulated: the simulator has no {why}.")
+    elif config.simulate:
         clock.budget = config.max_seconds
         try:
             simulated = simulate_plan(request, result.best, config.simulated_microbatches, clock)

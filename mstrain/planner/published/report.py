@@ -16,9 +16,8 @@ AIM = 0.15  # of a row's ratio from 1
 
 def published_row(prediction: Prediction) -> dict:
     """One row as flat columns; seconds of the step by term."""
-    row, step, cost = prediction.row, prediction.step, prediction.cost
+    row, costed = prediction.row, prediction.costed
     unit, predicted, measured = prediction.compared
-    terms = {f"{name}_seconds": value for name, value in asdict(cost).items() if name != "uncertainty"}
     return {
         "name": row.name,
         "source": row.source,
@@ -26,16 +25,16 @@ def published_row(prediction: Prediction) -> dict:
         "predicted": predicted,
         "measured": measured,
         "ratio": prediction.ratio,
-        "uncertainty": cost.uncertainty,
-        "step_seconds": cost.seconds,
+        "uncertainty": costed.uncertainty,
+        "step_seconds": costed.seconds,
         "mfu_full_attention": prediction.utilization("full"),
         "mfu_causal_attention": prediction.utilization("causal"),
-        "execution": step.plan.style.name,
+        "execution": row.request.style.name,
         "execution_inferred": row.inferred,
-        "microbatch": step.plan.microbatch,
-        "interleave": step.plan.interleave,
+        "microbatch": prediction.microbatch,
+        "interleave": costed.plan.interleave,
         "chosen_by_model": " ".join(sorted(row.search)),
-        **terms,
+        **{f"{name}_seconds": value for name, value in asdict(costed.terms).items()},
     }
 
 
@@ -54,9 +53,9 @@ def published_table(predictions: list[Prediction]) -> Table:
     for prediction in predictions:
         unit, *values = prediction.compared
         numbers = [f"{value:.1f}" if unit == "tokens/s" else f"{100 * value:.1f} %" for value in values]
-        style = prediction.step.plan.style.name + ("*" if prediction.row.inferred else "")
+        style = prediction.row.request.style.name + ("*" if prediction.row.inferred else "")
         shares = [f"{100 * prediction.utilization(name):.1f} %" for name in ("full", "causal")]
-        error = f"{100 * prediction.cost.uncertainty:.0f} %"
+        error = f"{100 * prediction.costed.uncertainty:.0f} %"
         rows.append((prediction.row.name, style, unit, *numbers, f"{prediction.ratio:.3f}", error, *shares))
     title = "Published runs as stated: tokens/s a device (MFU where nothing else was published)"
     return make_table(title, columns, rows, ("run", "execution", "unit"))
@@ -81,7 +80,7 @@ def plot_published(predictions: list[Prediction], path: Path) -> Path:
     axes = figure.subplots()
     places = range(len(predictions))
     ratios = [prediction.ratio for prediction in predictions]
-    errors = [prediction.ratio * prediction.cost.uncertainty for prediction in predictions]
+    errors = [prediction.ratio * prediction.costed.uncertainty for prediction in predictions]
     axes.axvspan(1 - AIM, 1 + AIM, color="0.92")
     axes.axvline(1, color="black", linewidth=0.8)
     axes.errorbar(ratios, places, xerr=errors, fmt="o", capsize=3, markersize=4)

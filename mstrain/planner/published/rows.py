@@ -4,28 +4,33 @@ The file is an object with `rows`. A row has `name`, `source`, `model`, `cluster
 and `measured`, and may have a `note`. Its names of model fields are those of papers; they are mapped here.
 """
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 
 from mstrain.checks import one_of
-from mstrain.hardware import Chip, all_chips
+from mstrain.hardware import Chip, all_chips, parse_target
 from mstrain.json_files import read_json
 from mstrain.models.config import ModelConfig
-from mstrain.planner.clusters import gpu_fabric, gpu_named, tpu_fabric
+from mstrain.models.parallel import ParallelConfig
+from mstrain.planner.clusters import gpu_named, gpu_pod
+from mstrain.planner.execution import ExecutionStyle, infer_style, style_named
+from mstrain.planner.plan import PodPlan
 from mstrain.planner.published.fields import Fields, kind
-from mstrain.planner.stated.execution import infer_style, style_named
-from mstrain.planner.stated.fabric import Fabric
-from mstrain.planner.stated.plan import SCHEDULES, SHARDS, Degrees, StatedPlan, StatedStep, check_step
-from mstrain.planner.stated.remat import parse_remat
+from mstrain.planner.remat import parse_remat
+from mstrain.planner.request import SCHEDULES, SHARDS, PlanRequest
+from mstrain.planner.target import Pod, slices_of
 
 ALGORITHMS = (
     "megatron", "megatron-1d-allreduce", "megatron-1d", "fsdp", "gspmd", "ddp", "zero", "tensor", "meshslice",
     "collective",
 )  # fmt: skip
+RING = ParallelConfig("megatron")  # whatever a row calls its tensor parallelism, it is one ring
 ZERO = {"zero1": "optimizer", "zero2": "gradients", "zero3": "parameters"}
 DTYPES = ("bf16", "f32")
 ALIKE = {"fp16": "bf16", "float16": "bf16", "bfloat16": "bf16", "fp32": "f32", "float32": "f32"}  # of one peak
 MOST_SLICES = 64
 MEASURED = ("tokens_per_second_per_device", "step_seconds", "mfu")
+RESERVED = 0.08  # of a device's memory: contexts, communication buffers, fragmentation
 
 
 @dataclass(frozen=True)
@@ -33,14 +38,15 @@ class PublishedRow:
     """One run.
 
     Attributes:
-      step: as stated; its microbatch and interleaving are 1 where `search` names them.
+      request, plan: as stated; sequences of a microbatch and interleaving are 1 where `search` names them.
       inferred: whether the execution style follows from the row's texts instead of plan.execution.
       tokens_per_second: measured, a device; `mfu`: measured, where nothing else was published.
     """
 
     name: str
     source: str
-    step: StatedStep
+    request: PlanRequest
+    plan: PodPlan
     search: frozenset[str]
     inferred: bool
     tokens_per_second: float | None
@@ -63,24 +69,39 @@ def read_rows(path: str) -> list[PublishedRow]:
 
 def _row(fields: Fields) -> PublishedRow:
     name, source = fields.text("name"), fields.text("source", "")
-    model = _model(fields.object("model"), name)
-    fabric = _fabric(fields.object("cluster"))
-    stated = fields.object("plan")
+    model, pod, stated = _model(fields.object("model"), name), _pod(fields.object("cluster")), fields.object("plan")
     texts = " ".join((name, source, fields.text("note", "")))
     batch, seq, dtype = fields.whole("batch"), fields.whole("seq"), fields.text("dtype", "bf16")
     dtype = ALIKE.get(dtype, dtype)
     try:
         one_of("dtype", dtype, DTYPES)
-        plan, search = _plan(stated, fabric, texts, batch)
-        step = StatedStep(model, fabric, plan, batch, seq, dtype)
-        check_step(step)
+        plan, search = _plan(stated, batch)
+        style = _style(stated, pod, texts)
+        request = PlanRequest(model, pod, (RING,), batch, seq, dtype, memory_margin=RESERVED, style=style)
+        _check(request, plan)
     except ValueError as error:
         text = str(error)
         raise ValueError(text if text.startswith(fields.where) else f"{fields.where}: {text}") from None
-    if fabric.chip.peak(dtype) is None:
-        raise fields.error("dtype", f"is {dtype}, of which the table of chips has no peak for {fabric.chip.name}.")
-    tokens, mfu = _measured(fields.object("measured"), batch * seq / fabric.devices)
-    return PublishedRow(name, source, step, search, "execution" not in stated.values, tokens, mfu)
+    if pod.chip.peak(dtype) is None:
+        raise fields.error("dtype", f"is {dtype}, of which the table of chips has no peak for {pod.chip.name}.")
+    tokens, mfu = _measured(fields.object("measured"), batch * seq / pod.devices)
+    return PublishedRow(name, source, request, plan, search, "execution" not in stated.values, tokens, mfu)
+
+
+def _check(request: PlanRequest, plan: PodPlan) -> None:
+    """Raises ValueError, with the numbers, for a step that cannot run as stated."""
+    model, degrees = request.model, math.prod(plan.sizes)
+    if degrees != request.pod.devices:
+        raise ValueError(
+            f"data {plan.data} x tensor {plan.tensor} x pipeline {plan.pipeline} x context {plan.context} is {degrees} "
+            f"devices, and the cluster has {request.pod.devices}."
+        )
+    if model.layers < plan.pipeline:
+        raise ValueError(f"pipeline {plan.pipeline} has more stages than the model has layers ({model.layers}).")
+    if request.seq % plan.context:
+        raise ValueError(f"context {plan.context} does not divide seq {request.seq}.")
+    if model.heads % plan.tensor:
+        raise ValueError(f"tensor {plan.tensor} does not divide heads {model.heads}.")
 
 
 def _measured(fields: Fields, tokens: float) -> tuple[float | None, float | None]:
@@ -117,13 +138,13 @@ def _model(fields: Fields, name: str) -> ModelConfig:
         raise ValueError(text if text.startswith(fields.where) else f"{fields.where}: model: {text}") from None
 
 
-def _fabric(fields: Fields) -> Fabric:
+def _pod(fields: Fields) -> Pod:
     device, devices = fields.text("device"), fields.whole("devices")
     per_node = fields.whole("devices_per_node") if "devices_per_node" in fields.values else None
     network = fields.number("node_gbytes_per_s", None)
     try:
         if chip := gpu_named(device):
-            return gpu_fabric(chip, devices, per_node, network * 1e9 if network else None)
+            return gpu_pod(chip, devices, per_node, network * 1e9 if network else None)
         chip = all_chips().get(device.lower())
         if chip is None or chip.tpu_slices is None:
             names = [name for name, each in all_chips().items() if each.platform != "cpu"]
@@ -135,54 +156,52 @@ def _fabric(fields: Fields) -> Fabric:
         raise ValueError(text if text.startswith(fields.where) else f"{fields.where}: cluster: {text}") from None
 
 
-def _tpu(chip: Chip, devices: int, slices: int | None, topology: str) -> Fabric:
+def _tpu(chip: Chip, devices: int, slices: int | None, topology: str) -> Pod:
     """`devices` of one slice or, where no slice has so many, of the fewest equal ones; raises ValueError."""
-    rules, error = chip.tpu_slices, ValueError(f"{chip.name} has no slices of {devices} devices.")
-    assert rules is not None
-    first = None
+    rules, first = chip.slice_rules, None
     for count in [slices] if slices else [n for n in range(1, MOST_SLICES + 1) if devices % n == 0]:
         size = devices // count * rules.name_counts_per_chip // rules.devices_per_chip
         try:
-            fabric = tpu_fabric(f"{rules.prefixes[0]}{':' + topology if topology else f'-{size}'}", count)
+            one = parse_target(f"{rules.prefixes[0]}{':' + topology if topology else f'-{size}'}")
+            pod = slices_of(one, count)
         except ValueError as problem:
             first = first or problem
             continue
-        if fabric.devices == devices:
-            return fabric
-        first = first or ValueError(f"{count} of {fabric.name} have {fabric.devices} devices, not {devices}.")
-    raise first or error
+        if pod.devices == devices:
+            return pod
+        first = first or ValueError(f"{count} of {pod.name} have {pod.devices} devices, not {devices}.")
+    raise first or ValueError(f"{chip.name} has no slices of {devices} devices.")
 
 
-def _plan(fields: Fields, fabric: Fabric, texts: str, batch: int) -> tuple[StatedPlan, frozenset[str]]:
+def _plan(fields: Fields, batch: int) -> tuple[PodPlan, frozenset[str]]:
     """The plan, and what of it the row leaves to the model: `microbatch` and `interleave`."""
-    names = ("data", "tensor", "pipeline", "context")
-    degrees = Degrees(**{name: fields.whole(name, 1) for name in names})
-    algorithm = fields.text("algorithm")
-    one_of("plan.algorithm", algorithm, ALGORITHMS)
+    data, tensor, pipeline, context = (fields.whole(name, 1) for name in ("data", "tensor", "pipeline", "context"))
+    one_of("plan.algorithm", fields.text("algorithm"), ALGORITHMS)
     shard, schedule = fields.text("shard", "none"), fields.text("schedule", "1f1b")
     shard = ZERO.get(shard.lower().replace("-", ""), shard)
     one_of("plan.shard", shard, SHARDS)
     one_of("plan.schedule", schedule, SCHEDULES)
-    remat = parse_remat(fields.text("remat"))
-    execution = fields.text("execution", "")
-    if execution:
-        style = style_named(execution)
-    else:
-        style = infer_style(fabric.chip.platform, algorithm, texts, remat.name)
-    plan = StatedPlan(degrees, style, remat, 1, fields.truth("sequence_parallel", False), shard, schedule)
-    search = set()
+    remat = fields.text("remat")
+    parse_remat(remat)
+    search, microbatch, interleave = set(), 1, 1
     if isinstance(fields.values.get("microbatch", "best"), str):
         search.add("microbatch")
     else:
-        plan = replace(plan, microbatch=_microbatch(fields.whole("microbatch"), batch, degrees.data))
-    if schedule == "interleaved":
-        if "interleave" in fields.values:
-            plan = replace(plan, interleave=fields.whole("interleave"))
-        else:
-            search.add("interleave")
-    return plan, frozenset(search)
+        stated = fields.whole("microbatch")  # more than a replica's share counts the sequences of all replicas
+        microbatch = stated // data if stated * data > batch and stated % data == 0 else stated
+    if schedule == "interleaved" and "interleave" not in fields.values:
+        search.add("interleave")
+    elif schedule == "interleaved":
+        interleave = fields.whole("interleave")
+    if batch % (data * microbatch):
+        raise ValueError(f"batch {batch} does not divide into {data} replicas of microbatches of {microbatch}.")
+    return PodPlan(
+        data, RING, 1, tensor, pipeline, batch // data // microbatch, remat, shard, context, schedule, interleave,
+        fields.truth("sequence_parallel", False),
+    ), frozenset(search)  # fmt: skip
 
 
-def _microbatch(stated: int, batch: int, data: int) -> int:
-    """Of one replica. More than a replica's share of the batch counts the sequences of all replicas."""
-    return stated // data if stated * data > batch and stated % data == 0 else stated
+def _style(fields: Fields, pod: Pod, texts: str) -> ExecutionStyle:
+    if execution := fields.text("execution", ""):
+        return style_named(execution)
+    return infer_style(pod.chip.platform, fields.text("algorithm"), texts, fields.text("remat"))

@@ -19,7 +19,7 @@ def predictions():
 
 
 def test_most_errors_are_within_two_of_the_stated_standard_errors(predictions):
-    inside = [abs(prediction.ratio - 1) < 2 * prediction.cost.uncertainty for prediction in predictions]
+    inside = [abs(prediction.ratio - 1) < 2 * prediction.costed.uncertainty for prediction in predictions]
     assert sum(inside) >= 0.9 * len(inside)
 
 
@@ -30,8 +30,8 @@ def test_terms_add_up_and_rows_do_not_know_their_names(predictions, tmp_path):
     path = tmp_path / "rows.json"
     path.write_text(json.dumps({"rows": [row, other]}))
     one, two = (predict(each) for each in read_rows(str(path)))
-    assert one.cost == two.cost
-    assert one.cost.seconds == pytest.approx(row["batch"] * row["seq"] / 128 / one.tokens_per_second)
+    assert one.costed == two.costed
+    assert one.costed.seconds == pytest.approx(row["batch"] * row["seq"] / 128 / one.tokens_per_second)
 
 
 def bad(change) -> str:

@@ -1,5 +1,6 @@
 """What a layer recomputes for its backward pass, and what of it waits in host memory."""
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -9,13 +10,14 @@ result; the MLP's hidden features; the MLP's result."""
 
 DOTS = frozenset({"input", "qkv", "context", "out", "mlp_in", "mlp_out"})
 POLICIES = {
-    "none": frozenset(PARTS),
+    "none": frozenset({"input", "qkv", "scores", "context", "mlp_in", "elementwise"}),
     "selective": DOTS | {"elementwise"},
     "dots": DOTS,
     "minimal": DOTS,
     "dots-but-mlp-in": DOTS - {"mlp_in"},
     "save_dot_except_mlpwi": DOTS - {"mlp_in"},
     "save_dot_except_mlp": DOTS - {"mlp_in", "mlp_out"},
+    "attention": frozenset({"input", "context"}),
     "save_qkv_proj": frozenset({"input", "qkv"}),
     "save_out_proj": frozenset({"input", "out"}),
     "qkv_proj_offloaded": frozenset({"input", "qkv"}),
@@ -59,6 +61,7 @@ class Remat:
         return self.name != "none" and "elementwise" not in self.saved
 
 
+@functools.cache
 def parse_remat(text: str) -> Remat:
     """`none`, `selective`, `dots`, `full`, ..., or `offload: PARTS` (those wait in host memory, the rest recomputes).
 

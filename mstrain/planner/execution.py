@@ -34,7 +34,9 @@ class ExecutionStyle:
     gradient_bytes: float
     accumulate_bytes: float
     update_bytes: float
-    hides: tuple[str, ...]
+    hides: tuple[str, ...] = ()
+    native: bool = False
+    backward_passes: float = 1.5
     score_passes: tuple[float, float] = (6.0, 9.0)
     state_bytes: tuple[float, float, float] = (2, 4, 12)  # 16-bit weights, float32 gradients and master copies
     activation_bytes: int = 0

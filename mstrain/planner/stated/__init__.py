@@ -1,1 +1,0 @@
-"""What a stated training step costs: any degrees, shards, schedules and recomputation, whatever train.py can run."""
