@@ -4,7 +4,7 @@ import importlib
 
 from mstrain.cli import Command
 
-COMMANDS = ("train", "benchmark", "plan", "evaluate", "sample", "supervise")
+COMMANDS = ("train", "benchmark", "plan", "evaluate", "sample", "export", "supervise")
 
 
 def command_named(name: str) -> Command:

@@ -1,23 +1,22 @@
-"""Computes the validation loss of a run's newest checkpoint on any mesh, on its own data or on other data."""
+"""Computes the validation loss of a run's newest checkpoint, or of a Hugging Face folder, on any mesh and data."""
 
 import dataclasses
 import math
-from pathlib import Path
 
 from mstrain.checks import at_least
 from mstrain.cli import Command, describe_keys, own_config
+from mstrain.commands.recorded import Source
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluateConfig:
+class EvaluateConfig(Source):
     """One evaluation. Keys of train choose mesh, algorithms and other data: mesh=4x2, data=text data.path=FILE."""
 
-    run_dir: str
-    """Folder of the run whose newest checkpoint is evaluated."""
     batches: int | None = None
     """Validation batches; null takes all of them."""
 
     def __post_init__(self):
+        super().__post_init__()
         if self.batches is not None:
             at_least("", self, batches=1)
 
@@ -29,23 +28,21 @@ def load_config(arguments: list[str]) -> EvaluateConfig:
 def main(arguments: list[str]) -> int:
     from rich.table import Table
 
-    from mstrain.commands.recorded import run_config
     from mstrain.job.job import joined
     from mstrain.job.process_info import find_process
     from mstrain.training.evaluate import EvalConfig, Evaluator
     from mstrain.training.prepare import prepare
-    from mstrain.training.resume import newest_parameters
 
     own, given = own_config(EvaluateConfig, arguments)
-    config = run_config(own.run_dir, given)
+    config = own.config(given)
     process, devices = find_process(config.coordinator, config.processes, config.process)
     with joined(process, config.hosts, config.run_dir, devices) as job:
         run = prepare(config, job)
-        step, params = newest_parameters(job, run.module, f"run_dir={own.run_dir}", Path(own.run_dir))
+        name, params = own.parameters(job, run.module)
         batches = EvalConfig(batches=own.batches or 2**62)
         evaluator = Evaluator(batches, run.module, run.corpus.validation, run.validation_feed)
         nats = evaluator.measure(params)
-        table = Table("Result", "Value", title=f"{own.run_dir}, step {step}", title_justify="left")
+        table = Table("Result", "Value", title=name, title_justify="left")
         table.add_row("tokens", f"{evaluator.batches * config.batch * config.seq:,} of {config.data.source}")
         table.add_row("loss", f"{nats:.4f} nats/token")
         table.add_row("perplexity", f"{math.exp(nats):.3f}")

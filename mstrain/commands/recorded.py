@@ -1,11 +1,53 @@
-"""What the commands that read a run have in common: its configuration comes from the record in run_dir."""
+"""What the commands that read a model have in common: the newest checkpoint of a run, or a Hugging Face folder."""
 
 import dataclasses
 from pathlib import Path
 
 from mstrain.cli import compose
+from mstrain.commands import train
+from mstrain.job.job import ALONE, Job
+from mstrain.models.hub.folder import Folder
+from mstrain.models.transformer import Transformer
 from mstrain.training.config import RunConfig
-from mstrain.training.record import RUN, read, recorded_overrides
+from mstrain.training.record import RUN, argument_of, read, recorded_overrides
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What a command reads: exactly one of `run_dir` and `init`. Raises ValueError otherwise."""
+
+    run_dir: str | None = None
+    """Folder of the run whose newest checkpoint is read."""
+    init: str | None = None
+    """Folder of a model in Hugging Face's format, instead of run_dir."""
+
+    def __post_init__(self):
+        if (self.run_dir is None) == (self.init is None):
+            given = "run_dir= is missing" if self.run_dir is None else "run_dir= and init= are both given"
+            raise ValueError(f"{given}. Type run_dir=RUN_DIR, or init=FOLDER for a model in Hugging Face's format.")
+
+    def __str__(self) -> str:
+        return f"run_dir={self.run_dir}" if self.init is None else f"init={self.init}"
+
+    def config(self, given: list[str]) -> RunConfig:
+        """The configuration of the run, or the defaults for the folder, with the keys of train that are `given`.
+
+        Raises ValueError when there is no record or no model, or when a key is not one of train.
+        """
+        if self.run_dir is not None:
+            return run_config(self.run_dir, given)
+        folder = argument_of("init", self.init, Path())
+        return train.load_config([f"init={folder}", f"run_dir={folder}", *given])  # nothing is written there
+
+    def parameters(self, job: Job, module: Transformer):
+        """(name for people, parameters in the layout of `module`)."""
+        if self.init is not None:
+            return str(self), Folder(self.init).parameters(module)
+        from mstrain.training.resume import newest_parameters
+
+        assert self.run_dir is not None
+        step, params = newest_parameters(job, module, str(self), Path(self.run_dir))
+        return f"{self.run_dir}, step {step}", params
 
 
 def run_config(run_dir: str, given: list[str]) -> RunConfig:
@@ -22,6 +64,22 @@ def run_config(run_dir: str, given: list[str]) -> RunConfig:
     config = compose(RunConfig, "config", [f"run_dir='{run_dir}'", *given, *kept])
     config = dataclasses.replace(config, optimizer=config.optimizer.for_width(config.model.width))
     return dataclasses.replace(config, allow=f"{config.allow or ''} data".strip()) if other_data else config
+
+
+def load_model(path: str | Path, keys: list[str]):
+    """(model, params) of `mstrain.load`."""
+    from mstrain.training.prepare import build_module
+
+    is_run = read(Path(path)) is not None
+    source = Source(run_dir=str(path)) if is_run else Source(init=str(path))
+    config = source.config(on_one_device(keys) if is_run else on_one_device(["data=synthetic", *keys]))
+    module = build_module(config, ALONE)[0]
+    return module, source.parameters(ALONE, module)[1]
+
+
+def on_one_device(keys: list[str]) -> list[str]:
+    """The keys of train with mesh=1x1 where they name no mesh."""
+    return keys if any(key.startswith("mesh=") for key in keys) else ["mesh=1x1", *keys]
 
 
 def _is_data(key: str) -> bool:

@@ -1,18 +1,16 @@
-"""Continues a prompt with a run's newest checkpoint, on any mesh. The run's data are not needed."""
+"""Continues a prompt with a run's newest checkpoint or a Hugging Face folder, on any mesh, without data."""
 
 import dataclasses
-from pathlib import Path
 
 from mstrain.checks import at_least
 from mstrain.cli import Command, describe_keys, own_config
+from mstrain.commands.recorded import Source
 
 
 @dataclasses.dataclass(frozen=True)
-class ContinueConfig:
+class ContinueConfig(Source):
     """One sample. Keys of train choose mesh and algorithms: mesh=4x2."""
 
-    run_dir: str
-    """Folder of the run whose newest checkpoint is sampled from."""
     prompt: str = "def __init__(self"
     """Text to continue."""
     tokens: int = 100
@@ -23,6 +21,7 @@ class ContinueConfig:
     """Seed of the sample."""
 
     def __post_init__(self):
+        super().__post_init__()
         at_least("", self, tokens=1, temperature=0, seed=0)
 
 
@@ -31,20 +30,18 @@ def load_config(arguments: list[str]) -> ContinueConfig:
 
 
 def main(arguments: list[str]) -> int:
-    from mstrain.commands.recorded import run_config
     from mstrain.job.job import joined
     from mstrain.job.process_info import find_process
     from mstrain.training.prepare import build_module
-    from mstrain.training.resume import newest_parameters
     from mstrain.training.sample import SampleConfig, sample
     from mstrain.training.summary import smallest
 
     own, given = own_config(ContinueConfig, arguments)
-    config = run_config(own.run_dir, given)
+    config = own.config(given)
     process, devices = find_process(config.coordinator, config.processes, config.process)
     with joined(process, config.hosts, config.run_dir, devices) as job:
         module, tokenizer, chip, console = build_module(config, job)
-        _, params = newest_parameters(job, module, f"run_dir={own.run_dir}", Path(own.run_dir))
+        _, params = own.parameters(job, module)
         wanted = SampleConfig(own.prompt, own.tokens, own.temperature)
         text = sample(wanted, tokenizer, *smallest(config, module, chip), params, own.seed)
         console.print(text, markup=False)

@@ -5,13 +5,15 @@ import json
 from pathlib import Path
 
 from mstrain.cli import Command, compose, describe_keys
+from mstrain.commands.folder import init_overrides
 from mstrain.planner.plan_file import plan_overrides
 from mstrain.training.config import RunConfig
 
 
 def load_config(arguments: list[str]) -> RunConfig:
     """Composes conf/ with command-line overrides into a checked run; raises ValueError with the fix otherwise."""
-    config = compose(RunConfig, "config", [*arguments, *plan_overrides(arguments), *_recorded(arguments)])
+    words = [*arguments, *plan_overrides(arguments), *_recorded(arguments), *init_overrides(arguments)]
+    config = compose(RunConfig, "config", words)
     return dataclasses.replace(config, optimizer=config.optimizer.for_width(config.model.width))
 
 

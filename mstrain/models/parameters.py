@@ -8,17 +8,21 @@ count.
 
 import functools
 import itertools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mstrain.layers.parameter import Stored, is_stored, partition_specs
+from mstrain.models.config import ModelConfig
 from mstrain.models.plan import canonical_plan
 from mstrain.models.sharding import AXIS, gather, shard_over_data, to_shard
 from mstrain.models.transformer import Transformer
 
+Path = tuple[str, ...]  # keys of a parameter in its tree
 STACK = "blocks_0"  # Linen's name of the first group, the only group of canonical parameters
 
 
@@ -43,15 +47,24 @@ def parameter_shapes(module: Transformer):
     return jax.tree.map(lambda box: box.value, abstract_parameters(module), is_leaf=is_stored)
 
 
-@functools.lru_cache(maxsize=8)
 def canonical_shapes(module: Transformer):
     """Abstract canonical parameters of the same model."""
-    return jax.eval_shape(lambda: init_canonical(module, 0))
+    return canonical_model_shapes(module.model)
+
+
+@functools.lru_cache(maxsize=8)
+def canonical_model_shapes(model: ModelConfig):
+    """Abstract canonical parameters of `model`. Cached: callers must not modify the tree."""
+    return jax.eval_shape(lambda: _init_canonical(model, 0))
 
 
 def init_canonical(module: Transformer, seed: int):
     """Canonical initial parameters, a pure function of the model and the seed."""
-    canonical = Transformer(module.model, canonical_plan(module.model), seq=1)
+    return _init_canonical(module.model, seed)
+
+
+def _init_canonical(model: ModelConfig, seed: int):
+    canonical = Transformer(model, canonical_plan(model), seq=1)
     boxed = canonical.init(jax.random.key(seed), jnp.zeros((1,), jnp.int32))["params"]
     return jax.tree.map(lambda box: box.value, boxed, is_leaf=is_stored)
 
@@ -114,6 +127,63 @@ def gather_parameters(module: Transformer, stored):
 def gradient_shards(module: Transformer, gradients):
     """Gradients of gathered parameters as float32 shards of data-parallel copies."""
     return gradients if module.plan.shard == "none" else jax.tree.map(to_shard, gradients, parameter_shardings(module))
+
+
+def from_layers(module: Transformer, read: Callable[[Path, int, tuple[slice, ...]], np.ndarray]):
+    """Stored parameters, made from the canonical parameters of one layer at a time.
+
+    `read(path, layer, index)` returns the part `index` of the canonical parameter at `path` of one layer (0 for
+    parameters outside of the blocks), float32. Beside the result, host memory is that of the parts of one layer's
+    parameter that the devices of this process hold.
+    """
+    mesh, placements, firsts = module.plan.mesh, canonical_shardings(module), _first_layers(module)
+
+    def load(keys, box, sharding):
+        group, *rest = (key.key for key in keys)
+        path = (STACK if group in firsts else group, *rest)
+        placement = functools.reduce(lambda tree, key: tree[key], path, placements)
+        ndim = len(box.storage.shape)
+
+        def canonical(layer):
+            parts: dict[str, np.ndarray] = {}  # data-parallel copies read once
+
+            def part(index):
+                if str(index) not in parts:
+                    parts[str(index)] = read(path, layer, index[-ndim:])
+                return parts[str(index)] if group not in firsts else parts[str(index)][None]
+
+            shape = box.storage.shape if group not in firsts else (1, *box.storage.shape)
+            return jax.make_array_from_callback(shape, placement, part)
+
+        if group not in firsts:
+            return jax.block_until_ready(_from_canonical_program((box,), mesh)(canonical(0))[0])
+        stack = jax.jit(lambda: jnp.zeros(box.value.shape, box.value.dtype), out_shardings=sharding)()
+        for i in range(box.value.shape[0]):
+            stack = jax.block_until_ready(_insert_program(box, mesh, sharding)(stack, canonical(firsts[group] + i), i))
+        return stack
+
+    return jax.tree_util.tree_map_with_path(load, abstract_parameters(module), parameter_shardings(module),
+                                            is_leaf=is_stored)  # fmt: skip
+
+
+def layer_of(module: Transformer, stored, path: Path, layer: int) -> np.ndarray:
+    """The canonical parameter at `path` of one layer (0 outside of the blocks), on every host; inverse of
+    `from_layers`. All processes call it together."""
+    rules, firsts = abstract_parameters(module), _first_layers(module)
+    group = path[0]
+    if group == STACK:
+        group = max((name for name in firsts if firsts[name] <= layer), key=lambda name: firsts[name])
+    box, x = (functools.reduce(lambda tree, key: tree[key], (group, *path[1:]), tree) for tree in (rules, stored))
+    if group not in firsts:
+        return np.asarray(_to_canonical_program(box, module.plan.mesh)(x).addressable_data(0))
+    extract = _to_canonical_program(box, module.plan.mesh, True)
+    return np.asarray(extract(x, layer - firsts[group]).addressable_data(0))[0]
+
+
+def _first_layers(module: Transformer) -> dict[str, int]:
+    """The first layer of every group of layers, by name of the group."""
+    counts = [count for _, count in module.plan.groups]
+    return {f"blocks_{i}": sum(counts[:i]) for i in range(len(counts))}
 
 
 def to_canonical(module: Transformer, stored):
@@ -181,6 +251,23 @@ def _from_canonical_program(boxes: tuple[Stored, ...], mesh: Mesh):
         return _stored(x, boxes, mesh)
 
     return jax.jit(convert_parameter, out_shardings=shardings)
+
+
+@functools.lru_cache(maxsize=256)
+def _insert_program(box: Stored, mesh: Mesh, sharding: NamedSharding):
+    def insert(stack, x, layer):
+        return jax.lax.dynamic_update_slice_in_dim(stack, _convert("from_canonical", box, x, mesh), layer, 0)
+
+    return jax.jit(insert, donate_argnums=0, out_shardings=sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def _to_canonical_program(box: Stored, mesh: Mesh, stacked: bool = False):
+    def extract(x, layer=0):
+        part = jax.lax.dynamic_slice_in_dim(x, layer, 1) if stacked else x
+        return _convert("to_canonical", box, part, mesh)
+
+    return jax.jit(extract, out_shardings=NamedSharding(mesh, P()))
 
 
 def _convert(direction: str, box: Stored, x, mesh: Mesh):

@@ -96,7 +96,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Maps tokens_T (int32, concatenated sequences of `seq`) to logits_TxV sharded as `plan.head.output_layout`.
+    """Maps tokens_T (int32, concatenated sequences of `seq`) to logits_TxV, float32, as the architecture defines them.
 
     Attention and positions stay within equal `segments_T` (int32) of a sequence, where they are given.
 
@@ -134,6 +134,11 @@ class Transformer(nn.Module):
         return hash((self.model, self.plan, self.seq, self.dtype, self.remat))
 
     def __call__(self, tokens_T, segments_T=None):
+        """Logits after the soft cap, float32 [T, V]: those whose loss is `loss`."""
+        return self._logits_head().capped(self.raw_logits(tokens_T, segments_T))[:, : self.model.vocab_size]
+
+    def raw_logits(self, tokens_T, segments_T=None):
+        """The output projection: logits before the soft cap, with columns that pad the vocabulary."""
         x_TxD = self.embedding(tokens_T)
         if self.model.scaled_embedding:
             x_TxD = x_TxD * jnp.asarray(self.model.width**0.5, self.dtype)
@@ -151,11 +156,7 @@ class Transformer(nn.Module):
 
     def loss(self, tokens_T, targets_T, segments_T=None):
         """Negative log-likelihood of every target in nats, float32 [T]."""
-        return cross_entropy(self(tokens_T, segments_T), targets_T, self._logits_head())
-
-    def logits(self, tokens_T, segments_T=None):
-        """Logits after the soft cap, without padding, float32 [T, V]."""
-        return self._logits_head().capped(self(tokens_T, segments_T))[:, : self.model.vocab_size]
+        return cross_entropy(self.raw_logits(tokens_T, segments_T), targets_T, self._logits_head())
 
     def _positions(self, segments_T):
         if segments_T is None:

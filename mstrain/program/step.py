@@ -111,7 +111,11 @@ def _unless_bad(finite, new, old):
 
 def init_state(module: Transformer, optimizer: optax.GradientTransformation, seed: int) -> State:
     """Step 0: initial parameters and zero moments, created with their shardings."""
-    params = init_parameters(module, seed)
+    return first_state(module, optimizer, init_parameters(module, seed))
+
+
+def first_state(module: Transformer, optimizer: optax.GradientTransformation, params) -> State:
+    """Step 0 with the stored parameters `params` and zero moments."""
     shardings = state_shardings(module, optimizer)
     moments = jax.jit(optimizer.init, out_shardings=shardings["optimizer"])(params)
     step = jax.device_put(jnp.zeros((), jnp.int32), shardings["step"])

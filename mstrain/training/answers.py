@@ -24,6 +24,7 @@ _TYPE = {
     "checkpoint.every": "save_every save_steps checkpoint_interval save_interval checkpoint_every",
     "eval.every": "eval_every eval_steps eval_interval val_check_interval",
     "log_every": "logging_steps log_interval log_frequency",
+    "init": "model_name_or_path pretrained_model_name_or_path from_pretrained hf_model base_model",
     "data.path": "dataset data_path dataset_path train_file",
 }
 _BY_NAME = {name: key for key, names in _TYPE.items() for name in names.split()}

@@ -71,6 +71,9 @@ class RunConfig:
     """Folder for all files of the run. If it has a checkpoint, the run resumes from it."""
     init_from: str | None = None
     """The run_dir of another run. A new run starts from the weights of its newest checkpoint."""
+    init: str | None = None
+    """Folder of a model in Hugging Face's format: config.json, safetensors, tokenizer.json. A new run takes its
+    architecture, tokenizer and weights."""
     allow: str | None = None
     """Keys or groups, separated by spaces, that may differ from run_dir/run.json on a resume, such as
     `optimizer.learning_rate steps`. `lost_steps:N` restarts at step 0 when the checkpoints of N steps are lost.
@@ -126,6 +129,9 @@ class RunConfig:
             raise ValueError("run_dir is empty. Type run_dir=runs/default, or the name of another folder.")
         mounted("run_dir", self.run_dir)
         mounted("init_from", self.init_from)
+        mounted("init", self.init)
+        if self.init and self.init_from:
+            raise ValueError("init= and init_from= both name the weights to start from. Type one of them.")
         parse_allow(self.allow, flat(self))
         if self.batch % self.accumulate:
             near = [a for a in range(1, self.batch + 1) if self.batch % a == 0]

@@ -14,7 +14,7 @@ from typing import Any
 KEPT, CONTENT, FREE, LOCAL = "kept", "content", "free", "local"
 # A key has the class of its own entry, or else of its group. Other keys are KEPT.
 CLASSES = {
-    **dict.fromkeys(("model", "optimizer", "steps", "batch", "seq", "seed", "dtype", "init_from"), KEPT),
+    **dict.fromkeys(("model", "optimizer", "steps", "batch", "seq", "seed", "dtype", "init", "init_from"), KEPT),
     **dict.fromkeys(("data.source", "data.field", "data.name", "data.split", "data.num_tokens"), KEPT),
     **dict.fromkeys(("data.validation_fraction",), KEPT),
     **dict.fromkeys(("data.path", "data.revision", "data.max_skipped", "tokenizer", "vocab_size"), CONTENT),
@@ -24,6 +24,7 @@ CLASSES = {
     **dict.fromkeys(("guard", "watchdog", "check_replicas", "hosts", "data.cache_dir"), FREE),
     **dict.fromkeys(("run_dir", "allow", "target", "check", "coordinator", "processes", "process"), LOCAL),
 }
+ORIGINS = ("init", "init_from")  # what a new run starts from; a resume may omit them
 DIGESTS = ("data", "tokenizer")  # compared by content
 NO_RECORD, LOST_STEPS = "no_record", "lost_steps"
 
@@ -145,9 +146,9 @@ _SCALE = "model.attention_scale"
 
 def _follows(key: str, before: Record, now: Record) -> bool:
     """Whether the difference of `key` follows from other keys: the tokenizer sets vocab_size, a resume does not need
-    init_from, and both values are the automatic ones, such as head_dim from width and heads.
+    init or init_from, and both values are the automatic ones, such as head_dim from width and heads.
     """
-    if key in ("model.vocab_size", "init_from") and now.config[key] is None:
+    if key in ("model.vocab_size", *ORIGINS) and now.config[key] is None:
         return True
     ways = [(record.config.get(key), _automatic(key, record.config)) for record in (before, now)]
     return all(value is not None and value == automatic for value, automatic in ways)

@@ -34,7 +34,7 @@ from mstrain.program.dtype import dtype_on
 from mstrain.training import files, json_lines
 from mstrain.training.best_effort import BestEffort
 from mstrain.training.config import RunConfig
-from mstrain.training.identity import CONTENT, KEPT, Record, class_of, differences, flat, recorded_keys
+from mstrain.training.identity import CONTENT, KEPT, ORIGINS, Record, class_of, differences, flat, recorded_keys
 from mstrain.training.reporter import METRICS
 from mstrain.training.run import Run
 
@@ -121,19 +121,22 @@ def recorded_overrides(arguments: list[str]) -> list[str]:
     known = read(directory)
     values = known.config if known else {}
     taken = {key: value for key, value in values.items() if key in DEFAULTS and key not in given and _is_taken(key)}
-    return [f"{key}={_argument(key, value, directory)}" for key, value in taken.items()]
+    return [f"{key}={argument_of(key, value, directory)}" for key, value in taken.items()]
 
 
 def _is_taken(key: str) -> bool:
-    return key == "model.name" or (class_of(key) in (KEPT, CONTENT) and key != "init_from")
+    return key == "model.name" or (class_of(key) in (KEPT, CONTENT) and key not in ORIGINS)
 
 
-def _argument(key: str, value: Any, directory: Path) -> str:
-    """A value in the syntax of the command line."""
+def argument_of(key: str, value: Any, directory: Path) -> str:
+    """A value, which a file in `directory` has for `key`, in the syntax of the command line.
+
+    Raises ValueError for text that cannot be written there.
+    """
     if not isinstance(value, str):
         return json.dumps(value)
     if set(value) & set("\\\"\n'") or "${" in value:
-        raise ValueError(f"{directory / RUN}: {key}={value!r} cannot be taken from the record. Type {key}= yourself.")
+        raise ValueError(f"{directory}: {key}={value!r} cannot be written as an argument. Type {key}= yourself.")
     return f"'{value}'"
 
 
@@ -203,10 +206,12 @@ def _parse(path: Path) -> Any:
 
 
 def _with_origin(now: Record, before: Record | None) -> Record:
-    """Keeps init_from of the record, which a resume may omit."""
-    if before and now.config.get("init_from") is None:
-        return dataclasses.replace(now, config=now.config | {"init_from": before.config.get("init_from")})
-    return now
+    """Keeps init and init_from of the record, which a resume may omit."""
+    if before is None:
+        return now
+    return dataclasses.replace(now, config=now.config | {
+        key: before.config.get(key) for key in ORIGINS if now.config.get(key) is None and key in before.config
+    })  # fmt: skip
 
 
 def _copy_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:

@@ -1,9 +1,9 @@
 """Restores or creates the state that an attempt starts from, after comparing the configuration with the run's record.
 
 Precedence: the newest undamaged checkpoint in `run_dir`, or a newer local one of the hosts; otherwise the parameters of
-the run in `init_from`; otherwise random weights from `seed`. A damaged checkpoint is moved away and the next older one
-is used. `check` compares the configuration before the corpus is read, `check_resolved` compares everything before
-anything is compiled.
+the run in `init_from` or of the Hugging Face folder `init`; otherwise random weights from `seed`. A damaged checkpoint
+is moved away and the next older one is used. `check` compares the configuration before the corpus is read,
+`check_resolved` compares everything before anything is compiled.
 """
 
 import dataclasses
@@ -19,10 +19,11 @@ from mstrain.checkpoints.local import LocalCheckpoints
 from mstrain.data.tokenizers import TOKENIZER_FILE, load_tokenizer
 from mstrain.job.job import Job
 from mstrain.mesh import parse_mesh, shape_of
+from mstrain.models.hub.folder import Folder
 from mstrain.models.parameters import compile_from_canonical
 from mstrain.models.transformer import Transformer
 from mstrain.program.dtype import dtype_on
-from mstrain.program.step import State, init_state
+from mstrain.program.step import State, first_state, init_state
 from mstrain.training import record
 from mstrain.training.config import RunConfig
 from mstrain.training.identity import (
@@ -38,6 +39,7 @@ from mstrain.training.previous import DAMAGED, PreviousAttempts, inspect_run_dir
 from mstrain.training.run import Run
 
 DEFINES_BATCHES = ("seed", "batch", "seq", "corpus")  # facts of a checkpoint
+HUB = "hub"  # folder in run_dir: configuration and tokenizer of init=
 FORMAT = 1  # of what a checkpoint holds; a reader refuses a higher one
 
 
@@ -56,6 +58,9 @@ def check(config: RunConfig, job: Job) -> PreviousAttempts:
     past.refuse_loss(config.run_dir, allowed)
     if config.init_from:
         _check_source(config, inspect_run_dir(Path(config.init_from), job), now)
+    if config.init:
+        Folder(config.init).check()
+        _check_vocabulary(config, past)
     return past
 
 
@@ -121,6 +126,8 @@ def begin(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = N
         compile_from_canonical(run.module)
     if run.config.init_from:
         return _from_another(run), 0
+    if run.config.init:
+        return _from_folder(run, Folder(run.config.init)), 0
     return init_state(run.module, run.optimizer, run.config.seed), 0
 
 
@@ -216,6 +223,18 @@ def _check_source(config: RunConfig, source: PreviousAttempts, now: Record) -> N
         raise ValueError(message)
 
 
+def _check_vocabulary(config: RunConfig, past: Past) -> None:
+    """Raises ValueError for a tokenizer with more tokens than the model, before the corpus is tokenized."""
+    if config.data.source == "synthetic" or config.tokenizer == "bpe":
+        return
+    tokens, size = load_tokenizer(tokenizer_of(config, past)).vocab_size, config.model.known_vocab_size
+    if tokens > size:
+        raise ValueError(
+            f"tokenizer={config.tokenizer} has {tokens} tokens, and the model of init={config.init} has {size}. "
+            "Type the tokenizer= of the model."
+        )
+
+
 def _damage(job: Job, directory: Path, step: int) -> list[str]:
     """Problems of checkpoint `step` in the folder `directory`; each process reads its share of the files."""
     own = manifest.problems(directory / str(step), job.process, job.processes)
@@ -226,10 +245,18 @@ def _damage(job: Job, directory: Path, step: int) -> list[str]:
 def _from_another(run: Run) -> State:
     source = run.config.init_from
     assert source is not None
-    state = init_state(run.module, run.optimizer, run.config.seed)
     step, params = newest_parameters(run.job, run.module, f"init_from={source}", Path(source))
     run.console.print(f"[bold]Begin[/] with the parameters of step {step} of {source}")
-    return {**state, "params": params}
+    return first_state(run.module, run.optimizer, params)
+
+
+def _from_folder(run: Run, folder: Folder) -> State:
+    """The first state with the weights of a Hugging Face folder, whose small files `run_dir` keeps for an export."""
+    params = folder.parameters(run.module)
+    run.console.print(f"[bold]Begin[/] with the weights of {folder.path}, a {folder.family.model_type}")
+    if run.job.leads:
+        folder.keep_small_files(Path(run.config.run_dir) / HUB)
+    return first_state(run.module, run.optimizer, params)
 
 
 def newest_parameters(job: Job, module: Transformer, given: str, directory: Path):

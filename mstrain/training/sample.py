@@ -50,7 +50,7 @@ def _generator(module: Transformer, temperature: float):
 
     def generate(params, tokens_BxT, begin, end, key):
         def append(place, tokens_BxT):
-            logits = apply(module, params, tokens_BxT.reshape(-1), method="logits")
+            logits = apply(module, params, tokens_BxT.reshape(-1), method="__call__")
             logits = logits.reshape(*tokens_BxT.shape, -1)[:, place - 1]
             if temperature:
                 chosen = jax.random.categorical(jax.random.fold_in(key, place), logits / temperature)

@@ -1,0 +1,165 @@
+"""The families of Hugging Face models: names of tensors, keys of config.json, and what a family always has.
+
+A family is a table and serves both directions. `modules` maps a module of the canonical parameters to the modules of
+transformers that hold it, side by side along the last canonical dim; `.weight` and `.bias` follow from the leaf.
+Kernels are transposed, because `torch.nn.Linear` stores [out, in].
+"""
+
+import dataclasses
+from typing import Any
+
+_SIZES = {
+    "layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "mlp_dim": "intermediate_size",
+    "vocab_size": "vocab_size", "context": "max_position_embeddings", "norm_epsilon": "rms_norm_eps",
+    "tied": "tie_word_embeddings", "activation": "hidden_act",
+}  # fmt: skip
+_MODULES = {
+    "embedding": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+    "blocks_0/attention_norm": "model.layers.{}.input_layernorm",
+    "blocks_0/attention/qkv": "model.layers.{0}.self_attn.q_proj model.layers.{0}.self_attn.k_proj "
+    "model.layers.{0}.self_attn.v_proj",
+    "blocks_0/attention/q_scale": "model.layers.{}.self_attn.q_norm",
+    "blocks_0/attention/k_scale": "model.layers.{}.self_attn.k_norm",
+    "blocks_0/attention/out": "model.layers.{}.self_attn.o_proj",
+    "blocks_0/mlp_norm": "model.layers.{}.post_attention_layernorm",
+    "blocks_0/mlp/up": "model.layers.{0}.mlp.gate_proj model.layers.{0}.mlp.up_proj",
+    "blocks_0/mlp/down": "model.layers.{}.mlp.down_proj",
+}
+_POST_NORMS = {
+    "blocks_0/attention_post_norm": "model.layers.{}.post_attention_layernorm",
+    "blocks_0/mlp_norm": "model.layers.{}.pre_feedforward_layernorm",
+    "blocks_0/mlp_post_norm": "model.layers.{}.post_feedforward_layernorm",
+}
+_LLAMA = {"norm": "rmsnorm", "norm_bias": False, "position": "rotary", "gated": True}
+_GEMMA = {**_LLAMA, "post_norm": True, "unit_offset_norm": True, "scaled_embedding": True}
+_ATTENTION_BIAS = {"none": {"attention_bias": False}, "attention": {"attention_bias": True}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One `model_type` of transformers.
+
+    Attributes:
+      architecture: class of transformers that loads the folder.
+      fixed: fields of ModelConfig that all models of the family have.
+      modules: module of the canonical parameters -> modules of transformers, {} for the layer.
+      keys: field of ModelConfig -> key of config.json with the same value.
+      defaults: values of keys that config.json may omit.
+      required: values that keys of config.json must have where they are given; other values are not supported.
+      bias: `bias` of ModelConfig -> the keys of config.json that say so.
+      window: how layers with a window are given: `none`, `all` (sliding_window), `types` (layer_types) or `last`
+        (layer_types, or those from max_window_layers on).
+      pattern: `window_pattern` where config.json has no layer_types.
+      activation: name in config.json of `gelu_tanh`.
+      transposed: whether kernels are stored [out, in].
+    """
+
+    model_type: str
+    architecture: str
+    fixed: dict[str, Any]
+    modules: dict[str, str] = dataclasses.field(default_factory=lambda: _MODULES)
+    keys: dict[str, str] = dataclasses.field(default_factory=lambda: _SIZES)
+    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+    required: dict[str, Any] = dataclasses.field(default_factory=dict)
+    bias: dict[str, dict[str, bool]] = dataclasses.field(default_factory=lambda: _ATTENTION_BIAS)
+    window: str = "none"
+    pattern: str = "L"
+    activation: str = "gelu_pytorch_tanh"
+    transposed: bool = True
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of the tensors of the base model, which a folder of the base model omits."""
+        return self.modules["embedding"].split(".")[0] + "."
+
+
+def _gemma(model_type: str, architecture: str, **changes) -> Family:
+    defaults = {
+        "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256,
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "sliding_window": 4096,
+    }  # fmt: skip
+    return Family(
+        model_type, architecture,
+        keys=_SIZES | {"activation": "hidden_activation", "logit_soft_cap": "final_logit_softcapping"}
+        | changes.pop("keys", {}),
+        modules=_MODULES | _POST_NORMS,
+        defaults=defaults | changes.pop("defaults", {}),
+        required={"use_bidirectional_attention": False} | changes.pop("required", {}),
+        window="types",
+        **changes,
+    )  # fmt: skip
+
+
+_ALL = (
+    Family(
+        "gpt2", "GPT2LMHeadModel",
+        fixed={"norm": "layernorm", "position": "learned", "bias": "all"},
+        modules={
+            "embedding": "transformer.wte", "positions": "transformer.wpe", "final_norm": "transformer.ln_f",
+            "head": "lm_head",
+            "blocks_0/attention_norm": "transformer.h.{}.ln_1",
+            "blocks_0/attention/qkv": "transformer.h.{}.attn.c_attn",
+            "blocks_0/attention/out": "transformer.h.{}.attn.c_proj", "blocks_0/mlp_norm": "transformer.h.{}.ln_2",
+            "blocks_0/mlp/up": "transformer.h.{}.mlp.c_fc", "blocks_0/mlp/down": "transformer.h.{}.mlp.c_proj",
+        },
+        keys={
+            "layers": "n_layer", "width": "n_embd", "heads": "n_head", "mlp_dim": "n_inner",
+            "vocab_size": "vocab_size", "context": "n_positions", "norm_epsilon": "layer_norm_epsilon",
+            "tied": "tie_word_embeddings", "activation": "activation_function",
+        },
+        defaults={"tie_word_embeddings": True, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+                  "n_inner": None},
+        required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        bias={"all": {}}, activation="gelu_new", transposed=False,
+    ),
+    Family(
+        "llama", "LlamaForCausalLM", fixed=_LLAMA,
+        bias={name: {"attention_bias": name != "none", "mlp_bias": name == "all"}
+              for name in ("none", "attention", "all")},
+    ),
+    Family(
+        "mistral", "MistralForCausalLM", fixed=_LLAMA, bias={"none": {}}, window="all",
+        defaults={"sliding_window": 4096},
+    ),
+    Family("qwen2", "Qwen2ForCausalLM", fixed=_LLAMA, bias={"qkv": {}}, window="last"),
+    Family(
+        "qwen3", "Qwen3ForCausalLM", fixed={**_LLAMA, "qk_norm": True}, window="last", defaults={"head_dim": 128},
+    ),
+    _gemma(
+        "gemma2", "Gemma2ForCausalLM", fixed=_GEMMA, pattern="LG",
+        keys={"attention_soft_cap": "attn_logit_softcapping"},
+        defaults={"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+    ),
+    _gemma(
+        "gemma3_text", "Gemma3ForCausalLM", fixed={**_GEMMA, "qk_norm": True}, pattern="LLLLLG",
+        defaults={"rope_theta": 1e6, "rope_local_base_freq": 1e4, "final_logit_softcapping": None},
+        required={"attn_logit_softcapping": None},
+    ),
+    Family(
+        "phi3", "Phi3ForCausalLM", fixed=_LLAMA, bias={"none": {}}, window="all",
+        modules=_MODULES | {
+            "blocks_0/attention/qkv": "model.layers.{}.self_attn.qkv_proj",
+            "blocks_0/mlp/up": "model.layers.{}.mlp.gate_up_proj",
+        },
+        defaults={"sliding_window": None, "rms_norm_eps": 1e-5},
+    ),
+    Family(
+        "olmo2", "Olmo2ForCausalLM",
+        fixed={**_LLAMA, "qk_norm": True, "qk_norm_whole": True, "pre_norm": False, "post_norm": True},
+        modules=_MODULES | _POST_NORMS, defaults={"rms_norm_eps": 1e-5},
+    ),
+    Family(
+        "starcoder2", "Starcoder2ForCausalLM",
+        fixed={"norm": "layernorm", "position": "rotary"},
+        modules=_MODULES | {"blocks_0/mlp/up": "model.layers.{}.mlp.c_fc",
+                            "blocks_0/mlp/down": "model.layers.{}.mlp.c_proj"},
+        keys=_SIZES | {"norm_epsilon": "norm_epsilon"}, bias={"all": {"use_bias": True}, "none": {"use_bias": False}},
+        window="all",
+        defaults={"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "use_bias": True,
+                  "norm_epsilon": 1e-5, "sliding_window": None},
+    ),
+)  # fmt: skip
+FAMILIES = {family.model_type: family for family in _ALL}

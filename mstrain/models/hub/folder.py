@@ -1,0 +1,175 @@
+"""A Hugging Face folder: config.json and safetensors files, checked by their headers before a value is read."""
+
+import os
+import shutil
+from pathlib import Path
+
+import ml_dtypes  # noqa: F401  NumPy then knows bfloat16
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from mstrain.json_files import read_json
+from mstrain.models.hub.config import model_of
+from mstrain.models.hub.tensors import Part, parameters_of
+from mstrain.models.parameters import from_layers
+from mstrain.models.transformer import Transformer
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
+SMALL = (CONFIG, "generation_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+         "merges.txt", "chat_template.jinja", "chat_template.json")  # fmt: skip
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # of older folders; no parameters
+_REMEDY = "Download the folder again, or type another init=."
+_SHOWN = 3  # tensors in a message
+
+
+class Folder:
+    """A model in Hugging Face's format.
+
+    Every error is a ValueError that names the file or the tensor.
+
+    Attributes:
+      path: the folder.
+      config: the content of config.json.
+      family, model: what config.json describes.
+    """
+
+    def __init__(self, path: str | Path):
+        """Reads config.json. Raises ValueError for a folder without it or with a model that mstrain does not have."""
+        self.path = Path(path).expanduser()
+        if not self.path.is_dir():
+            raise ValueError(f"init={path} is not a folder. Type the folder of a model with {CONFIG} and safetensors.")
+        if not (self.path / CONFIG).is_file():
+            if (self.path / "checkpoints").is_dir():
+                raise ValueError(f"init={path} is the run_dir of a run of mstrain. Type init_from={path}.")
+            raise ValueError(f"init={path} has no {CONFIG}. Type the folder of a model in Hugging Face's format.")
+        self.config = read_json(self.path / CONFIG, "init:")
+        try:
+            self.family, self.model = model_of(self.config, self.path.resolve().name)
+        except ValueError as error:
+            reason = str(error).rstrip(".")
+            raise ValueError(f"{self.path / CONFIG}: {reason}. Type the folder of another model.") from None
+        self._tensors: dict[str, _Tensor] = {}
+
+    def check(self) -> None:
+        """Compares the headers of the files with the architecture.
+
+        Raises ValueError for a missing, truncated or damaged file, for missing and unknown tensors, and for tensors
+        of another shape or dtype.
+        """
+        self._tensors = {self._full_name(name): tensor for name, tensor in self._headers().items()}
+        parts = [part for p in parameters_of(self.model, self.family) for layer in p.layers for part in layer]
+        wanted = {part.name: part.shape for part in parts}
+        self._report(wanted.keys() - self._tensors.keys(), "is missing")
+        unknown = [name for name in self._tensors.keys() - wanted.keys() if not self._is_redundant(name)]
+        self._report(unknown, f"is not part of a {self.family.model_type} of this {CONFIG}")
+        for name, shape in wanted.items():
+            tensor = self._tensors[name]
+            if tensor.shape != shape:
+                found = f"has shape {list(tensor.shape)}, and {CONFIG} describes {list(shape)}"
+                raise ValueError(f"{tensor.file}: tensor {name} {found}. {_REMEDY}")
+            if tensor.dtype not in DTYPES:
+                raise ValueError(f"{tensor.file}: tensor {name} has dtype {tensor.dtype}, not {' or '.join(DTYPES)}.")
+
+    def dtype_of(self, name: str) -> str:
+        """NumPy's name of the dtype of a tensor; `check` comes first."""
+        return DTYPES[self._tensors[name].dtype]
+
+    def parameters(self, module: Transformer):
+        """The parameters in the layout of `module`, streamed tensor by tensor."""
+        self.check()
+        known = {p.path: p for p in parameters_of(self.model, self.family)}
+
+        def read(path, layer, index):
+            return self._read(known[path].layers[layer], known[path].shape, index)
+
+        return from_layers(module, read)
+
+    def keep_small_files(self, place: Path) -> None:
+        """Copies configuration and tokenizer, so that an export does not need this folder."""
+        place.mkdir(exist_ok=True)
+        for path in sorted(self.path.iterdir()):
+            if path.name in SMALL or path.match("tokenizer*"):
+                shutil.copyfile(path, place / path.name)
+
+    def _read(self, parts: tuple[Part, ...], shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
+        """The part `index` of a canonical parameter of one layer, float32."""
+        ranges = [place.indices(size)[:2] for place, size in zip(index, shape, strict=True)]
+        (first, last), lead = ranges[-1], [slice(*r) for r in ranges[:-1]]
+        out = np.empty([stop - start for start, stop in ranges], np.float32)
+        for part in parts:
+            begin, end = max(first, part.begin), min(last, part.end)
+            if begin < end:
+                columns = slice(begin - part.begin, end - part.begin)
+                order = (columns, *lead) if part.transposed else (*lead, columns)
+                values = self._tensors[part.name].read(order)
+                out[..., begin - first : end - first] = values.T if part.transposed else values
+        return out
+
+    def _headers(self) -> dict[str, "_Tensor"]:
+        if (self.path / WEIGHTS).is_file():
+            return _header(self.path / WEIGHTS)
+        if not (self.path / INDEX).is_file():
+            pickled = any(self.path.glob("*.bin")) or any(self.path.glob("*.pt*"))
+            hint = " Save the model with safetensors: model.save_pretrained(FOLDER)." if pickled else ""
+            raise ValueError(f"{self.path} has neither {WEIGHTS} nor {INDEX}.{hint or ' ' + _REMEDY}")
+        index = read_json(self.path / INDEX, "init:")
+        places = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(places, dict) or not all(type(file) is str and file for file in places.values()):
+            raise ValueError(f"{self.path / INDEX} has no weight_map of files. {_REMEDY}")
+        found: dict[str, _Tensor] = {}
+        for file in sorted(set(places.values())):
+            if os.path.basename(file) != file:
+                raise ValueError(f"{self.path / INDEX}: {file} is not the name of a file in the folder. {_REMEDY}")
+            if not (self.path / file).is_file():
+                raise ValueError(f"{self.path / file} is missing; {INDEX} names it. {_REMEDY}")
+            found |= _header(self.path / file)
+        for name, file in places.items():
+            if name not in found:
+                raise ValueError(f"{self.path / file}: tensor {name} is missing; {INDEX} names it. {_REMEDY}")
+        return found
+
+    def _full_name(self, name: str) -> str:
+        prefix = self.family.prefix
+        return name if name.startswith((prefix, "lm_head.")) else prefix + name
+
+    def _is_redundant(self, name: str) -> bool:
+        """Whether a tensor adds nothing: a buffer, or a copy of the embedding table that the model ties."""
+        if name.endswith(_BUFFERS):
+            return True
+        table = f"{self.family.modules['embedding']}.weight"
+        if name != "lm_head.weight" or not self.model.tied or table not in self._tensors:
+            return False
+        head, embedding = self._tensors[name], self._tensors[table]
+        if head.shape != embedding.shape:
+            return False
+        pieces = [(slice(i, i + 4096), slice(None)) for i in range(0, head.shape[0], 4096)]
+        return all(np.array_equal(head.read(piece), embedding.read(piece)) for piece in pieces)
+
+    def _report(self, names, problem: str) -> None:
+        if names := sorted(names):
+            more = f" (and {len(names) - _SHOWN} more)" if len(names) > _SHOWN else ""
+            raise ValueError(f"{self.path}: tensor {', '.join(names[:_SHOWN])}{more} {problem}. {_REMEDY}")
+
+
+class _Tensor:
+    """One tensor of a safetensors file."""
+
+    def __init__(self, file: Path, name: str, shape: tuple[int, ...], dtype: str):
+        self.file, self.name, self.shape, self.dtype = file, name, shape, dtype
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """The part `index` in the tensor's own dtype."""
+        # Opened for every read: a mapping that stays open counts as memory of this process for all pages it has read.
+        with safe_open(self.file, "np") as file:
+            return file.get_slice(self.name)[index if len(index) > 1 else index[0]]
+
+
+def _header(path: Path) -> dict[str, _Tensor]:
+    try:
+        with safe_open(path, "np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            return {n: _Tensor(path, n, tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is truncated or not a safetensors file ({error}). {_REMEDY}") from None

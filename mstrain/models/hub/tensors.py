@@ -1,0 +1,69 @@
+"""The tensors of a Hugging Face folder that hold each canonical parameter of a model."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+
+from mstrain.models.config import ModelConfig
+from mstrain.models.hub.families import Family
+from mstrain.models.parameters import STACK, canonical_model_shapes
+from mstrain.models.products import ATTENTION, MLP, block_products
+
+_SUFFIX = {"kernel": "weight", "table": "weight", "scale": "weight", "bias": "bias"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One tensor: columns `begin` to `end` of the last dim of a canonical parameter of one layer.
+
+    Attributes:
+      shape: of the tensor in the folder.
+      transposed: whether the folder has the columns in its first dim.
+    """
+
+    name: str
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    transposed: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One canonical parameter: its path and, for each layer (one where it is not stacked), its parts."""
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    layers: tuple[tuple[Part, ...], ...]
+
+
+def parameters_of(model: ModelConfig, family: Family) -> Iterator[Parameter]:
+    """All canonical parameters of `model`, with the tensors of `family` that hold them."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(canonical_model_shapes(model))
+    for keys, leaf in leaves:
+        path = tuple(key.key for key in keys)
+        shape = leaf.shape[1:] if path[0] == STACK else leaf.shape
+        count = leaf.shape[0] if path[0] == STACK else 1
+        yield Parameter(path, shape, tuple(_parts(model, family, path, shape, layer) for layer in range(count)))
+
+
+def _parts(model: ModelConfig, family: Family, path: tuple[str, ...], shape, layer: int) -> tuple[Part, ...]:
+    *module, leaf = path
+    whole = "/".join(path)
+    suffix = "weight" if whole in family.modules else _SUFFIX[leaf]
+    modules = family.modules[whole if whole in family.modules else "/".join(module)].format(layer).split()
+    widths = shape[-1:] if len(modules) == 1 else _segments(model, module[-2])
+    transposed = family.transposed and leaf == "kernel" or path == ("head", "kernel")
+    parts, begin = [], 0
+    for name, width in zip(modules, widths, strict=True):
+        own = (*shape[:-1], width)
+        parts.append(Part(f"{name}.{suffix}", begin, begin + width, own[::-1] if transposed else own, transposed))
+        begin += width
+    return tuple(parts)
+
+
+def _segments(model: ModelConfig, half: str) -> tuple[int, ...]:
+    """Widths of the fused projection into the half of a block that contains the module `half`."""
+    assert half in (ATTENTION, MLP)
+    return next(product.segments for product in block_products(model) if product.half == half)

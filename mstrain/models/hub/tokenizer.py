@@ -1,0 +1,46 @@
+"""The tokenizer of a Hugging Face folder: tokenizer.json and tokenizer_config.json."""
+
+import json
+from pathlib import Path
+
+import tokenizers
+
+from mstrain.data.tokenizers import Tokenizer
+from mstrain.models.hub.folder import TOKENIZER
+
+BYTES_END = "<|endoftext|>"
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, context: int) -> dict[str, int | None]:
+    """Writes `tokenizer`; returns its special tokens as keys of config.json."""
+    if tokenizer.save(folder) is None:
+        byte_tokenizer(tokenizer.eod).save(str(folder / TOKENIZER))
+    inner = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER))
+    end = None if tokenizer.eod is None else inner.id_to_token(tokenizer.eod)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+        **({"eos_token": end} if end else {}),
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return {"bos_token_id": None, "eos_token_id": tokenizer.eod, "pad_token_id": None}
+
+
+def byte_tokenizer(end: int | None) -> tokenizers.Tokenizer:
+    """UTF-8 bytes as a byte-level BPE without merges; token `end` is the end of a document."""
+    vocab = {_character(byte): byte for byte in range(256) if byte != end}
+    if end is not None:
+        vocab[BYTES_END] = end
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    if end is not None:
+        inner.add_special_tokens([BYTES_END])
+    return inner
+
+
+def _character(byte: int) -> str:
+    """The character for `byte` in byte-level BPE (Radford et al., GPT-2, 2019): itself where it is printable."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    return chr(byte) if byte in printable else chr(256 + [b for b in range(256) if b not in printable].index(byte))

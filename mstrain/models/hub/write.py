@@ -1,0 +1,129 @@
+"""Writes parameters as a Hugging Face folder, tensor by tensor, into a temporary folder that is then renamed."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  NumPy then knows bfloat16
+import numpy as np
+from safetensors.numpy import save_file
+
+from mstrain.models.hub.families import Family
+from mstrain.models.hub.folder import CONFIG, INDEX, WEIGHTS
+from mstrain.models.hub.tensors import Part, parameters_of
+from mstrain.models.parameters import layer_of
+from mstrain.models.transformer import Transformer
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What is written.
+
+    Attributes:
+      family: names and orientation of the tensors.
+      config: content of config.json, without a dtype.
+      dtype_of: name of a tensor -> NumPy's name of its dtype in the folder.
+      shard_bytes: largest size of a file of weights that holds more than one tensor.
+    """
+
+    family: Family
+    config: dict[str, Any]
+    dtype_of: Callable[[str], str]
+    shard_bytes: int
+
+
+@contextlib.contextmanager
+def new_folder(out: Path, leads: bool) -> Iterator[Path]:
+    """A temporary folder that becomes `out` when the block ends without an error, and is removed otherwise.
+
+    Only the process that `leads` makes it. Raises ValueError when `out` exists or cannot be written.
+    """
+    check_absent(out)
+    temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
+    try:
+        if leads:
+            temporary.mkdir(parents=True)
+        yield temporary
+        if leads:
+            check_absent(out)
+            temporary.rename(out)
+    except OSError as error:
+        raise ValueError(f"Cannot write out={out} ({error.strerror or error}). Type another out=.") from None
+    finally:
+        if leads:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_absent(out: Path) -> None:
+    """Raises ValueError when there is something at `out`."""
+    if os.path.lexists(out):
+        raise ValueError(f"out={out} exists. Remove it, or type another out=.")
+
+
+def write_model(folder: Path, module: Transformer, params, target: Target, leads: bool) -> int:
+    """Writes config.json and weights of `module` with stored `params`; returns the bytes of the tensors.
+
+    All processes call it together; the one that `leads` writes. Host memory is that of one file of weights.
+    """
+    parts = [p for parameter in parameters_of(module.model, target.family) for p in _parts(parameter)]
+    sizes = [math.prod(part.shape) * np.dtype(target.dtype_of(part.name)).itemsize for part in parts]
+    files = _files(sizes, target.shard_bytes)
+    names = _file_names(files[-1] + 1)
+    places = {part.name: file for part, file in zip(parts, files, strict=True)}
+    waiting: dict[str, np.ndarray] = {}
+    counts = [files.count(file) for file in range(files[-1] + 1)]
+    for name, values in _tensors(module, params, target):
+        if leads:
+            waiting[name] = values
+            if len(waiting) == counts[places[name]]:
+                save_file(waiting, folder / names[places[name]], metadata={"format": "pt"})
+                waiting.clear()
+    if leads:
+        dtypes = {target.dtype_of(part.name) for part in parts}
+        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+        _write_json(folder / CONFIG, target.config | {"torch_dtype": dtype})
+        if len(names) > 1:
+            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": {n: names[f] for n, f in places.items()}}
+            _write_json(folder / INDEX, index)
+    return sum(sizes)
+
+
+def _tensors(module: Transformer, params, target: Target) -> Iterator[tuple[str, np.ndarray]]:
+    for parameter in parameters_of(module.model, target.family):
+        for layer, parts in enumerate(parameter.layers):
+            canonical = layer_of(module, params, parameter.path, layer)
+            for part in parts:
+                values = canonical[..., part.begin : part.end]
+                values = values.T if part.transposed else values
+                yield part.name, np.ascontiguousarray(values, target.dtype_of(part.name))
+
+
+def _parts(parameter) -> list[Part]:
+    return [part for layer in parameter.layers for part in layer]
+
+
+def _files(sizes: list[int], limit: int) -> list[int]:
+    """The number of the file of each tensor, in order."""
+    files, used = [], 0
+    for size in sizes:
+        full = bool(files) and used + size > limit
+        files.append(files[-1] + full if files else 0)
+        used = size if full else used + size
+    return files
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return [WEIGHTS]
+    stem, suffix = WEIGHTS.split(".")
+    return [f"{stem}-{i + 1:05}-of-{count:05}.{suffix}" for i in range(count)]
+
+
+def _write_json(path: Path, document: dict[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,63 @@
+"""Tiny models of every family, made by transformers with random weights, biases and scales, and saved as folders."""
+
+import pathlib
+
+import torch
+import transformers
+
+_SIZES = dict(
+    vocab_size=61, hidden_size=32, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4,
+    intermediate_size=48, max_position_embeddings=64, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+_LLAMA3 = dict(
+    rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)  # fmt: skip
+_GEMMA = _SIZES | dict(head_dim=8, sliding_window=4)
+CONFIGS = {
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=61, n_embd=32, n_layer=3, n_head=8, n_positions=64, bos_token_id=None, eos_token_id=None
+    ),
+    "llama2": lambda: transformers.LlamaConfig(**_SIZES),
+    "llama3": lambda: transformers.LlamaConfig(**_SIZES, rope_parameters=_LLAMA3, attention_bias=True, head_dim=8),
+    "mistral": lambda: transformers.MistralConfig(**_SIZES, sliding_window=5),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **_SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1, tie_word_embeddings=True
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**_SIZES, head_dim=8),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **_GEMMA, query_pre_attn_scalar=5, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **_GEMMA | dict(num_hidden_layers=7), final_logit_softcapping=3.0,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 900.0},
+        },
+    ),
+    "phi3": lambda: transformers.Phi3Config(
+        **_SIZES, sliding_window=6, rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**_SIZES),
+    "starcoder2": lambda: transformers.Starcoder2Config(**_SIZES, sliding_window=None),
+}  # fmt: skip
+
+
+def make(name: str, seed: int = 0):
+    """The model of transformers in float32 with eager attention; every weight is random, norm scales about their
+    usual value."""
+    transformers.logging.set_verbosity_error()
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager")
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            centre = 1.0 if weight.ndim == 1 and bool((weight == 1).all()) else 0.0
+            weight.copy_(centre + 0.2 * torch.randn(weight.shape, generator=draw))
+    return model.eval()
+
+
+def save(name: str, folder: pathlib.Path, **options):
+    """The model of `make`, saved in `folder`."""
+    model = make(name)
+    model.save_pretrained(folder, **options)
+    return model
