@@ -1,5 +1,7 @@
 """mstrain: transformers trained with two-dimensional tensor parallelism (MeshSlice)."""
 
+import importlib
+
 __version__ = "0.1.0"
 
 
@@ -13,6 +15,4 @@ def load(path, *keys: str):
     `model.apply({"params": params}, tokens)` maps int32 tokens, sequences of `model.seq` one after the other, to
     float32 logits [tokens, vocab_size]. Raises ValueError when there is no model, or when a key is not one of train.
     """
-    from mstrain.commands.recorded import load_model
-
-    return load_model(path, list(keys))
+    return importlib.import_module("mstrain.commands.recorded").load_model(path, list(keys))

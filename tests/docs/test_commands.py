@@ -3,6 +3,7 @@
 Commands of other programs (tensorboard, gcloud, sbatch, kubectl, docker, pip) are listed.
 """
 
+import json
 import re
 import shlex
 import subprocess
@@ -47,6 +48,10 @@ def test_a_command_of_a_page_is_accepted(page, line, match, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine" / "model").mkdir(parents=True)
     (tmp_path / "mine" / "model" / "mymodel.yaml").write_text("name: mymodel\nlayers: 3\n")
+    (tmp_path / "Llama-3.2-1B").mkdir()
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
+    (tmp_path / "Llama-3.2-1B" / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    (tmp_path / "Llama-3.2-1B" / "tokenizer.json").touch()
     assert name_of(match) in COMMANDS, f"{page} types a command that does not exist"
     options, pairs = _options(shlex.split(match["rest"]))
     first = [re.sub(r"=(\w+|range\([^)]*\)),.*", r"=\1", pair) for pair in pairs] if options.multirun else pairs

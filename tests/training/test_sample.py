@@ -33,7 +33,9 @@ def test_the_logits_of_a_sample_are_those_of_the_loss():
 
 def test_a_soft_cap_flattens_what_is_sampled():
     module, params, tokens = made()
-    assert float(jnp.ptp(module.apply({"params": params}, tokens, method="raw_logits"))) > 10  # without the cap one token has it all
+    assert (
+        float(jnp.ptp(module.apply({"params": params}, tokens, method="raw_logits"))) > 10
+    )  # without the cap one token has it all
     drawn = jax.jit(_generator(module, 1.0), static_argnums=(2, 3))(
         params, jnp.zeros((1, SEQ), jnp.int32), 1, SEQ, jax.random.key(0)
     )

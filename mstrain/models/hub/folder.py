@@ -144,7 +144,8 @@ class Folder:
         head, embedding = self._tensors[name], self._tensors[table]
         if head.shape != embedding.shape:
             return False
-        pieces = [(slice(i, i + 4096), slice(None)) for i in range(0, head.shape[0], 4096)]
+        rows = head.shape[0]
+        pieces = [(slice(i, min(i + 4096, rows)), slice(None)) for i in range(0, rows, 4096)]
         return all(np.array_equal(head.read(piece), embedding.read(piece)) for piece in pieces)
 
     def _report(self, names, problem: str) -> None:

@@ -78,7 +78,7 @@ def write_model(folder: Path, module: Transformer, params, target: Target, leads
     places = {part.name: file for part, file in zip(parts, files, strict=True)}
     waiting: dict[str, np.ndarray] = {}
     counts = [files.count(file) for file in range(files[-1] + 1)]
-    for name, values in _tensors(module, params, target):
+    for name, values in tensors_of(module, params, target):
         if leads:
             waiting[name] = values
             if len(waiting) == counts[places[name]]:
@@ -94,7 +94,8 @@ def write_model(folder: Path, module: Transformer, params, target: Target, leads
     return sum(sizes)
 
 
-def _tensors(module: Transformer, params, target: Target) -> Iterator[tuple[str, np.ndarray]]:
+def tensors_of(module: Transformer, params, target: Target) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of the folder by name, one after the other; `params` may be gradients."""
     for parameter in parameters_of(module.model, target.family):
         for layer, parts in enumerate(parameter.layers):
             canonical = layer_of(module, params, parameter.path, layer)

@@ -1,0 +1,103 @@
+"""Imported models against transformers: every family on every mesh and algorithm, as a table.
+
+python -m tests.models.hub_parity [FAMILY ...]
+"""
+
+import dataclasses
+import pathlib
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+
+from mstrain.mesh import emulate_devices, make_mesh, parse_mesh
+from mstrain.models.hub.folder import Folder
+from mstrain.models.hub.write import Target, tensors_of, write_model
+from mstrain.models.parallel import ParallelConfig
+from mstrain.models.plan import make_plan
+from mstrain.models.transformer import Transformer
+from tests.models.hub_models import CONFIGS, save
+
+B, T = 4, 12  # longer than every window
+MESHES, ALGORITHMS = ("1x1", "2x4", "4x2"), ("meshslice", "megatron")
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity:
+    """Largest differences from transformers: logits, and gradients relative to the largest of their tensor.
+
+    `tokens`: whether the most likely next tokens are equal. `identical`: whether an export equals the import bit for
+    bit.
+    """
+
+    logits: float
+    gradients: float
+    tokens: bool
+    identical: bool
+
+
+def measure(name: str, mesh: str, algorithm: str) -> Parity:
+    with tempfile.TemporaryDirectory() as place:
+        given, back = pathlib.Path(place, name), pathlib.Path(place, "back")
+        torch_model = save(name, given, max_shard_size="20KB")
+        folder = Folder(given)
+        plan = make_plan(ParallelConfig(algorithm), folder.model, make_mesh(parse_mesh(mesh)), B, T)
+        module = Transformer(folder.model, plan, T)
+        params = folder.parameters(module)
+        target = Target(folder.family, folder.config, folder.dtype_of, 30_000)
+        back.mkdir()
+        write_model(back, module, params, target, leads=True)
+        tokens, targets = np.random.default_rng(0).integers(0, 61, (2, B, T)).astype(np.int32)
+        logits, gradients = _ours(module, params, tokens, targets, target)
+        want, slopes = _theirs(torch_model, tokens, targets)
+        differences = [np.abs(gradients[n] - slopes[n]).max() / np.abs(slopes[n]).max() for n in slopes]
+        assert gradients.keys() == slopes.keys()
+        equal = bool((logits.argmax(-1) == want.argmax(-1)).all())
+        identical = _tensors(given) == _tensors(back)
+        return Parity(float(np.abs(logits - want).max()), float(max(differences)), equal, identical)
+
+
+def _ours(module, params, tokens, targets, target):
+    def loss(params):
+        apply = {"params": params}
+        logits = module.apply(apply, tokens.ravel())
+        return jnp.mean(module.apply(apply, tokens.ravel(), targets.ravel(), method="loss")), logits
+
+    program = jax.jit(jax.grad(loss, has_aux=True), compiler_options=QUICK)
+    with jax.default_matmul_precision("highest"):
+        slopes, logits = program(params)
+    return np.asarray(logits).reshape(B, T, -1), dict(tensors_of(module, slopes, target))
+
+
+def _theirs(model, tokens, targets):
+    tokens, targets = (torch.tensor(x, dtype=torch.long) for x in (tokens, targets))
+    logits = model(tokens).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    return logits.detach().numpy(), {name: weight.grad.numpy() for name, weight in model.named_parameters()}
+
+
+def _tensors(folder: pathlib.Path) -> dict[str, tuple]:
+    """Dtype, shape and bytes of every tensor of a folder."""
+    found = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    return {n: (x.dtype.name, x.shape, x.tobytes()) for tensors in found for n, x in tensors.items()}
+
+
+def main(names) -> None:
+    emulate_devices(8)
+    print(f"{'family':11} {'mesh':5} {'algorithm':10} {'logits':>9} {'gradients':>9}  tokens  export")
+    for name in names or CONFIGS:
+        for mesh in MESHES:
+            for algorithm in ALGORITHMS:
+                found = measure(name, mesh, algorithm)
+                same = ("equal" if found.tokens else "DIFFER", "identical" if found.identical else "DIFFERS")
+                numbers = f"{found.logits:9.1e} {found.gradients:9.1e}"
+                print(f"{name:11} {mesh:5} {algorithm:10} {numbers}  {same[0]:6}  {same[1]}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

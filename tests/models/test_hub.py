@@ -1,0 +1,185 @@
+"""Hugging Face folders: parity of imported models, round trips, and damaged folders."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import transformers
+from safetensors.numpy import load_file, save_file
+
+import mstrain
+from mstrain.commands import evaluate, export, train
+from mstrain.commands.train import load_config
+from mstrain.data.tokenizers import ByteTokenizer
+from mstrain.models.hub.config import config_of, differing_fields, family_for
+from mstrain.models.hub.families import FAMILIES
+from mstrain.models.hub.folder import Folder
+from mstrain.models.hub.tokenizer import byte_tokenizer
+from mstrain.models.zoo import load_preset
+from tests.models.hub_models import CONFIGS, save
+from tests.models.hub_parity import measure
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder of every family, written by transformers."""
+    place = tmp_path_factory.mktemp("hub")
+    for name in CONFIGS:
+        save(name, place / name)
+    return place
+
+
+# The whole table is `python -m tests.models.hub_parity`.
+@pytest.mark.parametrize("name, mesh, algorithm", [("gemma3", "2x4", "meshslice"), ("olmo2", "4x2", "megatron")])
+def test_an_imported_model_computes_what_transformers_computes(name, mesh, algorithm):
+    found = measure(name, mesh, algorithm)
+    assert found.logits < 1e-4 and found.gradients < 1e-3 and found.tokens and found.identical, found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_tables_of_a_family_fit_its_folder_in_both_directions(name, folders):
+    """Every tensor is known with its shape, and config.json survives a round trip through ours and transformers."""
+    folder = Folder(folders / name)
+    folder.check()
+    written = config_of(folder.model, folder.family)
+    assert written is not None
+    loaded = transformers.AutoConfig.for_model(**written).to_dict()
+    for document in (written, json.loads(json.dumps(loaded))):
+        (folders / "again").mkdir(exist_ok=True)
+        (folders / "again" / "config.json").write_text(json.dumps(document))
+        again = Folder(folders / "again")
+        assert again.family == folder.family and not differing_fields(again.model, folder.model)
+
+
+@pytest.mark.parametrize("name", ["small", "gpt2_xl", "gpt3_175b", "llama2_70b", "qwen3_4b", "gemma2_27b"])
+def test_presets_have_an_architecture_of_transformers(name):
+    family, config = family_for(load_preset(name).resized(vocab_size=512))
+    assert family.model_type in FAMILIES and config["vocab_size"] == 512
+    with pytest.raises(ValueError, match="alibi"):
+        family_for(load_preset("seed_160m"))
+
+
+def test_the_byte_tokenizer_is_a_tokenizer_json():
+    text = "naïve 日本 \x00\n\tdef f(): ..."
+    inner = byte_tokenizer(ByteTokenizer.eod)
+    assert inner.encode(text).ids == ByteTokenizer().encode(text).tolist()
+    assert inner.decode(inner.encode(text).ids) == text
+    assert inner.get_vocab_size() == 256 and inner.token_to_id("<|endoftext|>") == 255
+
+
+def test_a_run_starts_from_a_folder_and_becomes_one(folders, tmp_path):
+    """train, resume without the folder, export on another mesh, load with transformers, evaluate the export."""
+    given, out = shutil.copytree(folders / "qwen2", tmp_path / "given"), tmp_path / "out"
+    words = [
+        f"init={given}", "mesh=2x4", "steps=1", "batch=8", "seq=8", "data=synthetic", "data.num_tokens=2048",
+        "vocab_size=61", "sample.tokens=0", "eval.batches=1", "optimizer.warmup=1", "optimizer.learning_rate=1e-3",
+        f"run_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}",
+    ]  # fmt: skip
+    assert train.main(words) == 0
+    given.rename(tmp_path / "gone")
+    assert train.main(words) == 0 and load_config([f"run_dir={tmp_path / 'run'}"]).model == load_config(words).model
+    assert export.main([f"run_dir={tmp_path / 'run'}", f"out={out}", "mesh=4x2", "shard_gb=3e-5"]) == 0
+    assert len(list(out.glob("*.safetensors"))) > 1 and not list(tmp_path.glob(".out*"))
+    model, params = mstrain.load(tmp_path / "run", "seq=8")
+    tokens = np.arange(16, dtype=np.int32)
+    ours = model.apply({"params": params}, tokens)
+    import torch
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)(torch.tensor(tokens.reshape(2, 8)).long()).logits
+    np.testing.assert_allclose(ours, theirs.detach().reshape(16, -1), atol=1e-4)
+    start = load_file(tmp_path / "gone" / "model.safetensors")["model.norm.weight"]
+    assert np.abs(start - Folder(out).parameters(model)["final_norm"]["scale"]).max() > 1e-5  # it has learned
+
+
+def _edit(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _retensor(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _truncate(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-10])
+
+
+def _lose_a_shard(folder):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    weights = {"model.norm.weight": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+
+
+def _point_outside(folder):
+    (folder / "model.safetensors").rename(folder / "w")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../w"}}')
+
+
+DAMAGE = {
+    "truncated": (_truncate, "model.safetensors is truncated"),
+    "shard": (_lose_a_shard, "model-00002-of-00002.safetensors is missing"),
+    "pickled": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "save_pretrained"),
+    "index": (_point_outside, "../w is not the name of a file"),
+    "architecture": (lambda f: _edit(f, model_type="mamba"), "model_type=mamba"),
+    "vocabulary": (lambda f: _edit(f, vocab_size=60), "model.embed_tokens.weight has shape [61, 32]"),
+    "shape": (lambda f: _edit(f, intermediate_size=40), "mlp.down_proj.weight has shape [32, 48]"),
+    "missing": (lambda f: _retensor(f, lambda t: t.pop("model.norm.weight")), "model.norm.weight is missing"),
+    "extra": (lambda f: _retensor(f, lambda t: t.update(odd=np.zeros(3, np.float32))), "odd is not part of a llama"),
+    "dtype": (lambda f: _retensor(f, lambda t: t.update({"model.norm.weight": np.zeros(32, np.int8)})), "dtype I8"),
+    "rope": (lambda f: _edit(f, rope_parameters={"rope_type": "longrope"}), "rope_type=longrope"),
+    "activation": (lambda f: _edit(f, hidden_act="xielu"), "hidden_act=xielu"),
+    "type": (lambda f: _edit(f, num_hidden_layers="3"), "num_hidden_layers='3'"),
+    "quantized": (lambda f: _edit(f, quantization_config={"bits": 4}), "quantization_config"),
+    "json": (lambda f: (f / "config.json").write_text("{"), "config.json: line 1"),
+    "tied": (lambda f: _edit(f, tie_word_embeddings=True), "lm_head.weight is not part"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_folder_is_named(damage, folders, tmp_path):
+    folder = shutil.copytree(folders / "llama2", tmp_path / "copy")
+    spoil, message = DAMAGE[damage]
+    spoil(folder)
+    with pytest.raises(ValueError) as error:
+        Folder(folder).check()
+    assert message in str(error.value) and str(folder) in str(error.value)
+
+
+@pytest.mark.parametrize("words, message", [
+    (["init=/nowhere"], "is not a folder"),
+    (["init=FOLDER", "model=tiny"], "model.width: 64 typed, 32 in the folder"),
+    (["init=FOLDER", "model.heads=4"], "model.heads: 4 typed, 8 in the folder"),
+    (["init=FOLDER"], "has no tokenizer.json"),
+    (["init=FOLDER", "init_from=runs/a", "tokenizer=bytes"], "init_from="),
+])  # fmt: skip
+def test_a_mistake_is_found_before_devices_start(words, message, folders):
+    with pytest.raises(ValueError, match=message):
+        load_config([word.replace("FOLDER", str(folders / "llama2")) for word in words])
+
+
+def test_keys_of_the_model_may_repeat_the_folder(folders):
+    words = [f"init={folders / 'llama2'}", "tokenizer=bytes", "model.layers=3", "model.rotary_base=1e4"]
+    assert load_config(words).model == Folder(folders / "llama2").model
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused_and_nothing_is_written(folders, tmp_path):
+    words = [f"init={folders / 'llama2'}", "tokenizer=bytes", "data=text", f"data.path={__file__}"]
+    with pytest.raises(ValueError, match="has 256 tokens, and the model .* has 61"):
+        train.main([*words, "mesh=1x1", f"run_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"])
+    with pytest.raises(ValueError, match="has 256 tokens"):
+        evaluate.main([*words, "mesh=1x1", f"data.cache_dir={tmp_path / 'cache'}"])
+    with pytest.raises(ValueError, match="exists"):
+        export.main([f"init={folders / 'llama2'}", f"out={tmp_path}"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_exit_code_of_a_mistake_is_2(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "mstrain", "train", "init=/nowhere"], capture_output=True, text=True)
+    assert done.returncode == 2 and "init=/nowhere" in done.stderr and "Traceback" not in done.stderr
