@@ -223,7 +223,7 @@ def _check_source(config: RunConfig, source: PreviousAttempts, now: Record) -> N
         raise ValueError(message)
 
 
-def _check_vocabulary(config: RunConfig, past: Past) -> None:
+def _check_vocabulary(config: RunConfig, past: PreviousAttempts) -> None:
     """Raises ValueError for a tokenizer with more tokens than the model, before the corpus is tokenized."""
     if config.data.source == "synthetic" or config.tokenizer == "bpe":
         return
