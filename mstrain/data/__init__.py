@@ -6,18 +6,21 @@ a pure function of (seed, step); the unigram functions compute a baseline for tr
 
 from mstrain.data.batch import CONCATENATED, Batch
 from mstrain.data.batches import Batches
-from mstrain.data.config import SOURCES, DataConfig
+from mstrain.data.config import PACKS, SOURCES, DataConfig
 from mstrain.data.corpus import Corpus, prepare
 from mstrain.data.token_file import TokenFile
 from mstrain.data.unigram import unigram_bits_per_byte, unigram_nats_per_token
+from mstrain.data.writing import Progress
 
 __all__ = [
     "CONCATENATED",
+    "PACKS",
     "SOURCES",
     "Batch",
     "Batches",
     "Corpus",
     "DataConfig",
+    "Progress",
     "TokenFile",
     "prepare",
     "unigram_bits_per_byte",

@@ -1,43 +1,44 @@
 """Batch k as a pure function of (seed, k): nothing to save, restore or reshard.
 
-The file is cut on a grid into windows of seq+1 tokens with stride seq, so no token is a target twice in an
-epoch, and at most the last seq-1 never are. Row i of step k is sample k * batch + i of an endless sequence;
-epoch e of it visits all windows once, in an order that depends on (seed, e). Hosts ask for their own rows:
-the number of hosts changes who reads a row, never what the row is.
+Row i of step k is sample k * batch + i of an endless sequence; epoch e of it visits all rows of the file
+(`mstrain.data.packing`) once, in an order that depends on (seed, e). Hosts ask for their own rows: the number of hosts
+changes who reads a row, never what the row is.
 """
 
 import functools
 
 import numpy as np
 
-from mstrain.data.batch import CONCATENATED, Batch
+from mstrain.data.batch import Batch
+from mstrain.data.packing import Rows
 from mstrain.data.permutation import permute
 from mstrain.data.token_file import TokenFile
 
-_CHUNK = 1024  # samples whose windows are computed at once: the cost of numpy's calls is shared by many small batches
+_CHUNK = 1024  # samples whose rows are computed at once: the cost of numpy's calls is shared by many small batches
 
 
 class Batches:
     """All batches of one token file.
 
-    `seq` is tokens per sequence, `batch` sequences per step of the whole job. `shuffle=False` keeps file
-    order. A fixed validation set is `batch(0) ... batch(n - 1)` of a fixed seed: these never change.
-    Raises ValueError when a size is not positive, the seed negative or the file shorter than one window.
+    `seq` is tokens per sequence, `batch` sequences per step of the whole job, `pack` how documents share a sequence.
+    `shuffle=False` keeps file order. A fixed validation set is `batch(0) ... batch(n - 1)` of a fixed seed: these never
+    change. Raises ValueError when a size is not positive, the seed negative or the file shorter than one window.
     """
 
-    parts: Batch = CONCATENATED
-
-    def __init__(self, file: TokenFile, seq: int, batch: int, seed: int = 0, shuffle: bool = True):
+    def __init__(
+        self, file: TokenFile, seq: int, batch: int, seed: int = 0, shuffle: bool = True, pack: str = "concat"
+    ):
         for name, value, least in (("seq", seq, 1), ("batch", batch, 1), ("seed", seed, 0)):
             if value < least:
                 raise ValueError(f"{name}={value} is too small: type {name}={least} or more")
-        if file.num_tokens < seq + 1:
+        if file.num_tokens < seq + 1 and pack == "concat":
             raise ValueError(
                 f"{file.path} has {file.num_tokens} tokens, fewer than one window of seq={seq} and its last "
                 f"target: type seq={max(file.num_tokens - 1, 1)} or less, or give more text"
             )
         self.file, self.seq, self.batch_size, self.seed, self.shuffle = file, seq, batch, seed, shuffle
-        self.num_windows = (file.num_tokens - 1) // seq
+        self._rows = Rows(file, seq, pack)
+        self.num_windows, self.parts = self._rows.count, self._rows.parts
         self._chunk = functools.lru_cache(maxsize=64)(self._order)
 
     @property
@@ -46,25 +47,25 @@ class Batches:
         return max(1, self.num_windows // self.batch_size)
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
-        """Tokens [rows, seq+1], int32, of step `step` (from 0); only the bytes of these rows are read.
+        """The batch of step `step` (from 0), tokens [rows, seq+1]; only the bytes of these rows are read.
 
         `rows` selects from range(batch) by slice or index array.
         Raises DamagedTokens when the file holds a token id outside its vocabulary, or has changed since it was opened.
         """
         assert step >= 0
-        return Batch(self.file.rows(self._window_ids(step, rows) * self.seq, self.seq + 1).astype(np.int32))
+        return self.samples(step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)[rows])
 
-    def _window_ids(self, step: int, rows: slice | np.ndarray) -> np.ndarray:
-        samples = step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)[rows]
-        chunks, places = np.divmod(samples, _CHUNK)
-        windows = np.empty_like(samples)
+    def samples(self, numbers: np.ndarray) -> Batch:
+        """The samples of these numbers (int64, from 0)."""
+        chunks, places = np.divmod(numbers, _CHUNK)
+        windows = np.empty_like(numbers)
         for chunk in set(chunks.tolist()):
             here = chunks == chunk
             windows[here] = self._chunk(chunk)[places[here]]
-        return windows
+        return self._rows.read(windows)
 
     def _order(self, chunk: int) -> np.ndarray:
-        """Window ids of samples chunk * 1024 ... chunk * 1024 + 1023."""
+        """Row numbers of samples chunk * 1024 ... chunk * 1024 + 1023."""
         epochs, windows = np.divmod(chunk * _CHUNK + np.arange(_CHUNK, dtype=np.int64), self.num_windows)
         if self.shuffle:
             for epoch in np.unique(epochs):

@@ -2,19 +2,30 @@
 
 import dataclasses
 import difflib
+import math
+import re
 
-from mstrain.checks import mounted
+from mstrain.checks import mounted, one_of
 
-SOURCES = ("stdlib", "text", "jsonl", "hf", "synthetic")
+SOURCES = ("stdlib", "text", "jsonl", "parquet", "hf", "tokens", "chat", "synthetic")
+FILES = ("text", "jsonl", "parquet", "tokens", "chat")
+PACKS = ("auto", "concat", "segments", "none")
+TOKEN_DTYPES = ("uint16", "uint32")
 
 # Which sources read an option; with any other source a changed value would silently do nothing.
 _READ_BY = {
-    "path": ("text", "jsonl", "hf"),
-    "field": ("jsonl", "hf"),
+    "path": (*FILES, "hf"),
+    "mixture": FILES,
+    "validation": (*FILES, "hf"),
+    "field": ("jsonl", "parquet", "hf"),
     "name": ("hf",),
     "split": ("hf",),
     "revision": ("hf",),
-    "max_skipped": ("jsonl",),
+    "max_skipped": ("jsonl", "parquet", "chat"),
+    "template": ("chat",),
+    "bos": ("stdlib", "text", "jsonl", "parquet", "hf", "chat"),
+    "eos": tuple(source for source in SOURCES if source != "synthetic"),
+    "token_dtype": ("tokens",),
     "num_tokens": ("synthetic",),
 }
 
@@ -24,23 +35,40 @@ class DataConfig:
     """The corpus. Raises ValueError at construction when a value is invalid or has no effect."""
 
     source: str = "stdlib"
-    """Source of the text: `stdlib` (source files of the running Python), `text` or `jsonl` (files), `hf` (Hugging Face
-    datasets), or `synthetic` (a seeded Markov chain, no file)."""
+    """Source: `stdlib` (source files of the running Python), `text`, `jsonl` or `parquet` (files), `hf` (Hugging Face
+    datasets), `tokens` (flat files of token ids, as nanoGPT writes them), `chat` (conversations in JSON lines, loss on
+    answers only), or `synthetic` (a seeded Markov chain, no file)."""
     path: str | None = None
-    """File, folder or pattern such as `texts/**/*.md` (text, jsonl; gzip and Zstandard are decompressed), file or
-    folder (hf), or a dataset's name on the Hugging Face Hub (hf)."""
+    """File, folder, pattern such as `texts/**/*.md`, or address that fsspec opens, such as gs://bucket/texts; gzip and
+    Zstandard are decompressed. With data=hf, file or folder, or a dataset's name on the Hugging Face Hub."""
+    mixture: str | None = None
+    """Several paths with weights instead of data.path, such as `web:0.7 code/*.jsonl:0.3`; a word may begin with its
+    own source, `parquet=web:0.7`. A weight is a fraction of the sequences."""
+    validation: str | None = None
+    """Path of the validation data, or with data=hf a split. Null takes the data's own validation split, and holds out
+    `validation_fraction` of the documents if there is none."""
     field: str = "text"
-    """Key (jsonl) or column (hf) that holds the text."""
+    """Key (jsonl) or column (parquet, hf) that holds the text."""
     name: str | None = None
     """Configuration of a Hugging Face dataset, for example wikitext-2-raw-v1."""
     split: str = "train"
-    """Split of a Hugging Face dataset to read. Validation documents are taken from it."""
+    """Split of a Hugging Face dataset to train on."""
     revision: str | None = None
     """Commit, tag or branch of a dataset on the Hugging Face Hub. Null takes the newest commit of its main branch. The
     commit used is recorded."""
     max_skipped: float = 0.01
-    """Largest fraction of lines of data=jsonl, from 0 to 1, that may be skipped because they are not JSON or have no
-    text under `field`. Skipped lines are counted and the first one is reported."""
+    """Largest fraction of lines or rows (jsonl, parquet, chat), from 0 to 1, that may be skipped because they are not
+    JSON or have no text under `field`. They are counted; skipped.txt beside the tokens lists them."""
+    bos: str = "auto"
+    """Token before every document: `none`, a token's text, or `auto` (that of the tokenizer's folder if it asks for
+    one)."""
+    eos: str = "auto"
+    """Token after every document: `none`, a token's text, or `auto` (that of the tokenizer's folder, or else a
+    well-known name). The choice is printed."""
+    template: str | None = None
+    """Jinja file of the chat template (chat). Null takes the tokenizer's, or a default template."""
+    token_dtype: str = "uint16"
+    """Dtype of the files of data=tokens: `uint16` or `uint32`, little-endian."""
     num_tokens: int = 1 << 22
     """Number of tokens of the synthetic source, training and validation together, at least 1024."""
     validation_fraction: float = 0.05
@@ -57,8 +85,9 @@ class DataConfig:
         self._check_types()
         mounted("data.cache_dir", self.cache_dir)
         self._check_used()
-        if "path" in self._options_read() and not self.path:
+        if "path" in self.options_read and not self.path and not self.mixture:
             raise ValueError(f"data={self.source} needs to know what to read: add data.path=FILE_OR_FOLDER")
+        self._check_together()
         if not 0 < self.validation_fraction <= 0.5:
             raise ValueError(
                 f"data.validation_fraction={self.validation_fraction} is not above 0 and up to "
@@ -74,15 +103,18 @@ class DataConfig:
                 f"data.num_tokens={self.num_tokens} is too few to train on: type data.num_tokens=1024 or more"
             )
 
-    def _options_read(self) -> list[str]:
+    @property
+    def options_read(self) -> list[str]:
+        """The options that have an effect with this source only, and do."""
         return [option for option, readers in _READ_BY.items() if self.source in readers]
 
     def _check_types(self) -> None:
-        for option in ("path", "name", "revision"):
+        one_of("data.token_dtype", self.token_dtype, TOKEN_DTYPES)
+        for option in ("path", "name", "revision", "mixture", "validation", "template"):
             value = getattr(self, option)
             if value is not None and not isinstance(value, str):
                 raise ValueError(f"data.{option}={value!r} is not text: quote it, data.{option}='{value}'")
-        for option in ("field", "split", "cache_dir"):
+        for option in ("field", "split", "cache_dir", "bos", "eos"):
             value = getattr(self, option)
             if not isinstance(value, str) or not value:
                 raise ValueError(
@@ -99,6 +131,40 @@ class DataConfig:
                 raise ValueError(
                     f"data.{option}={value!r} is not a number: type for example data.{option}={_default(option)}"
                 )
+
+    def _check_together(self) -> None:
+        if self.mixture:
+            for option in ("path", "validation"):
+                if getattr(self, option) is not None:
+                    raise ValueError(f"data.{option} has no effect with data.mixture: remove one of them")
+            self.parts
+
+    def has_tokenizer(self, tokenizer: str) -> bool:
+        """Whether `tokenizer=` belongs to the tokens: not to synthetic ones, and to flat files only if it is given."""
+        return self.source != "synthetic" and (self.source, tokenizer) != ("tokens", "bytes")
+
+    @property
+    def parts(self) -> list[tuple["DataConfig", float]]:
+        """Each source of `mixture` with its weight; the weights add up to 1."""
+        parts = []
+        for word in (self.mixture or "").split():
+            match = re.fullmatch(rf"(?:({'|'.join(FILES)})=)?(.+):([0-9.eE+-]+)", word)
+            try:
+                weight = float(match[3]) if match else 0.0
+            except ValueError:
+                weight = 0.0
+            if not match or not 0 < weight < math.inf:
+                raise ValueError(
+                    f"data.mixture: {word} is not PATH:WEIGHT with a weight above 0: type for example "
+                    'data.mixture="web:0.7 jsonl=code/*.jsonl:0.3"'
+                )
+            source = match[1] or self.source
+            idle = {o: _default(o) for o, readers in _READ_BY.items() if source not in readers}
+            parts.append(
+                (dataclasses.replace(self, **{**idle, "source": source, "path": match[2], "mixture": None}), weight)
+            )
+        total = sum(weight for _, weight in parts)
+        return [(part, weight / total) for part, weight in parts]
 
     def _check_used(self) -> None:
         for option, readers in _READ_BY.items():

@@ -15,13 +15,15 @@ class Document:
     num_bytes: int
     """UTF-8 bytes of the whole text."""
     chunks: Iterable[str]
+    answers: tuple[tuple[int, int], ...] | None = None
+    """Of a conversation: the ranges of characters of its only chunk that count in the loss."""
 
 
 _MANY = 10_000  # units after which the fraction of skipped ones is meaningful
 
 
 class Skips:
-    """Counts skipped units of one pass over a source by reason, with the first place of each.
+    """Counts skipped units of one pass over a source by reason, with the first place of each; `places` lists all.
 
     `limit` is the largest fraction of units that may be skipped. More raise ValueError, at the end (`check`) or after
     many units.
@@ -30,11 +32,13 @@ class Skips:
     def __init__(self, unit: str, limit: float = 1.0):
         self.unit, self.limit = unit, limit
         self.seen = 0
+        self.places: list[str] = []
         self._reasons: dict[str, tuple[int, str]] = {}
 
     def add(self, reason: str, where: str) -> None:
         count, first = self._reasons.get(reason, (0, where))
         self._reasons[reason] = (count + 1, first)
+        self.places.append(f"{printable(where)} {reason}")
         if self.seen >= _MANY:
             self.check()
 
@@ -58,6 +62,8 @@ class Source(Protocol):
 
     unit: str
     """What is counted when something is skipped: files, lines or rows."""
+    fraction: float | None
+    """The part of the source that `documents` has read so far; None when it is not known."""
     revision: str | None
     """Commit on the Hugging Face Hub; None for what does not come from there."""
 

@@ -1,36 +1,78 @@
-"""Text from local files: a Python standard library, a tree of text files, or JSON lines."""
+"""Text from files: a Python standard library, a tree of text files, JSON lines, or Parquet."""
 
 import codecs
+import contextlib
+import io
 import json
 import os
 import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any, BinaryIO
 
 from mstrain.checks import TransientError
-from mstrain.data.compressed import SUFFIXES, open_text
+from mstrain.data.compressed import SUFFIXES, decompressed
 from mstrain.data.config import nearest
-from mstrain.data.documents import Document, Skips, printable, text_digest
-from mstrain.data.listing import contents_digest, listing, walk
+from mstrain.data.documents import Document, Skips, text_digest
+from mstrain.data.listing import Files, listing, walk
 
 _CHUNK_BYTES = 1 << 20
 # Tests of the library hold deliberately broken files; installed packages differ from host to host.
 _NOT_STDLIB = {"test", "tests", "site-packages", "dist-packages", "__pycache__"}
 
 
-class TextFiles:
-    """One document per UTF-8 file, verbatim. Raises ValueError when no file is found."""
+class FileSource:
+    """What the sources of files have in common. Subclasses set `kind`, `unit` and the `endings` of the files that are
+    read from a folder, and define `documents`."""
 
-    unit: str = "files"
+    kind: str
+    unit: str
+    endings: tuple[str, ...] = ("",)
     revision: str | None = None
 
-    def __init__(self, root: str | Path, names: list[str]):
-        self._root, self._names = Path(root), names
+    def __init__(self, files: Files, *options: str):
+        self.files, self._options = files, options
+        self._total, self._read, self._raw = files.num_bytes, 0, None
 
     @classmethod
-    def of_path(cls, path: str) -> "TextFiles":
-        """The file, or every file below the folder whose path has no part that starts with a dot."""
-        return cls(*listing(path, ("",)))
+    def of_path(cls, path: str, *options: str):
+        """Of a file, folder or pattern. Raises ValueError when there is no such file."""
+        return cls(listing(path, cls.endings), *options)
+
+    def fingerprint(self, cache) -> str:
+        return text_digest(self.kind, *self._options, self.files.digest(cache))
+
+    @property
+    def fraction(self) -> float | None:
+        try:
+            here = self._raw.tell() if self._raw else 0
+        except ValueError:  # closed meanwhile
+            here = 0
+        return min((self._read + here) / self._total, 1.0) if self._total else None
+
+    @contextlib.contextmanager
+    def _open(self, name: str) -> Iterator[BinaryIO]:
+        """The decompressed bytes of a file; `fraction` counts the stored ones."""
+        with self.files.raw(name) as raw, decompressed(raw, self.files.where(name)) as text:
+            self._raw = raw
+            try:
+                yield text
+            finally:
+                self._read, self._raw = self._read + raw.tell(), None
+
+    @contextlib.contextmanager
+    def _readable(self, name: str):
+        try:
+            yield
+        except OSError as error:
+            raise ValueError(
+                f"cannot read {self.files.where(name)} ({error.strerror or error}): make it readable, or remove it"
+            ) from None
+
+
+class TextFiles(FileSource):
+    """One document per UTF-8 file, verbatim. Raises ValueError when no file is found."""
+
+    kind, unit = "text", "files"
 
     @classmethod
     def of_stdlib(cls) -> "TextFiles":
@@ -41,22 +83,19 @@ class TextFiles:
             raise ValueError(
                 f"this Python ships no library sources ({root}): type data=synthetic, or data=text data.path=FOLDER"
             )
-        return cls(root, names)
-
-    def fingerprint(self, cache: Path) -> str:
-        return text_digest("text", contents_digest(self._root, self._names, cache))
+        return cls(Files(root, tuple(names)))
 
     def documents(self, skips: Skips) -> Iterator[Document]:
-        for name in self._names:
+        self._read = 0
+        for name in self.files.names:
             skips.seen += 1
-            path = self._root / name
             try:
-                with open_text(path) as file:
+                with self._open(name) as file:
                     data = file.read(_CHUNK_BYTES + 1)
                 if len(data) <= _CHUNK_BYTES:
                     size, chunks = len(data), [data.decode("utf-8")]
                 else:
-                    size, chunks = sum(size for _, size in _decoded_blocks(path)), _chunks(path)
+                    size, chunks = sum(size for _, size in self._decoded_blocks(name)), self._chunks(name)
             except UnicodeDecodeError:
                 skips.add("that are not UTF-8", name)
                 continue
@@ -66,40 +105,64 @@ class TextFiles:
             if size:
                 yield Document(name, size, chunks)
 
+    def _decoded_blocks(self, name: str) -> Iterator[tuple[str, int]]:
+        """(text, number of its bytes) of a file, block after block."""
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        with self.files.open(name) as file:
+            while block := file.read(_CHUNK_BYTES):
+                yield decoder.decode(block), len(block)
+        decoder.decode(b"", final=True)
 
-class JsonLines:
-    """One document per line of *.jsonl files, .gz and .zst too: text under `field`. Raises ValueError when there is no
-    file, or when a file cannot be read.
+    def _chunks(self, name: str) -> Iterator[str]:
+        """The text of a file already found to be UTF-8, cut after line ends where there are any.
+
+        Each chunk is tokenized separately. Tokens seldom cross a line end.
+        """
+        rest = ""
+        try:
+            for block, _ in self._decoded_blocks(name):
+                rest += block
+                cut = rest.rfind("\n") + 1 or len(rest)
+                yield rest[:cut]
+                rest = rest[cut:]
+        except (OSError, UnicodeDecodeError):
+            raise TransientError(f"{self.files.where(name)} changed while it was read: run again") from None
+        if rest:
+            yield rest
+
+
+class JsonLines(FileSource):
+    """One document per line of *.jsonl files: text under `field`. Raises ValueError when there is no file, or when a
+    file cannot be read.
     """
 
-    unit: str = "lines"
-    revision: str | None = None
+    kind, unit = "jsonl", "lines"
+    endings = tuple(kind + suffix for kind in (".jsonl", ".ndjson") for suffix in SUFFIXES)
 
-    def __init__(self, path: str, field: str):
-        endings = tuple(kind + suffix for kind in (".jsonl", ".ndjson") for suffix in SUFFIXES)
-        self._root, self._names = listing(path, endings)
+    def __init__(self, files: Files, field: str):
+        super().__init__(files, field)
         self._field = field
 
-    def fingerprint(self, cache: Path) -> str:
-        return text_digest("jsonl", self._field, contents_digest(self._root, self._names, cache))
-
     def documents(self, skips: Skips) -> Iterator[Document]:
-        for name in self._names:
+        for where, line in self._lines(skips):
             try:
-                with open_text(self._root / name) as file:
-                    for number, line in enumerate(file, 1):
-                        if line.strip():
-                            yield from self._document(f"{name}:{number}", line, skips)
-            except OSError as error:
-                path = printable(str(self._root / name))
-                raise ValueError(f"cannot read {path} ({error.strerror}): make it readable, or remove it") from None
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                skips.add("that are not JSON", where)
+                continue
+            yield from self._document(where, record, skips)
 
-    def _document(self, where: str, line: bytes, skips: Skips) -> Iterator[Document]:
-        skips.seen += 1
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            return skips.add("that are not JSON", where)
+    def _lines(self, skips: Skips) -> Iterator[tuple[str, bytes]]:
+        """(file:number, line) of every line that is not blank."""
+        self._read = 0
+        for name in self.files.names:
+            with self._readable(name), self._open(name) as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        skips.seen += 1
+                        yield f"{name}:{number}", line
+
+    def _document(self, where: str, record: Any, skips: Skips) -> Iterator[Document]:
         text = record.get(self._field) if isinstance(record, dict) else None
         if not isinstance(text, str):
             return skips.add(f"without text under {self._field!r}", where + self._other_field(record))
@@ -114,31 +177,59 @@ class JsonLines:
         """Suggests the key that was probably meant, among keys that are short enough for a message."""
         items = record.items() if isinstance(record, dict) else ()
         keys = [key for key, value in items if isinstance(value, str) and len(key) < 40]
-        return f" (type data.field={printable(nearest(self._field, keys))}?)" if keys else ""
+        return f" (keys: {', '.join(keys)}; type data.field={nearest(self._field, keys)}?)" if keys else ""
 
 
-def _decoded_blocks(path: Path) -> Iterator[tuple[str, int]]:
-    """(text, number of its bytes) of a file, block after block."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    with open_text(path) as file:
-        while block := file.read(_CHUNK_BYTES):
-            yield decoder.decode(block), len(block)
-    decoder.decode(b"", final=True)
-
-
-def _chunks(path: Path) -> Iterator[str]:
-    """The text of a file already found to be UTF-8, cut after line ends where there are any.
-
-    Each chunk is tokenized separately. Tokens seldom cross a line end.
+class ParquetFiles(FileSource):
+    """One document per row of *.parquet files: text in column `field`. Raises ValueError when a file has no such column
+    or is damaged.
     """
-    rest = ""
-    try:
-        for block, _ in _decoded_blocks(path):
-            rest += block
-            cut = rest.rfind("\n") + 1 or len(rest)
-            yield rest[:cut]
-            rest = rest[cut:]
-    except (OSError, UnicodeDecodeError):
-        raise TransientError(f"{printable(str(path))} changed while it was read: run again") from None
-    if rest:
-        yield rest
+
+    kind, unit, endings = "parquet", "rows", (".parquet", ".pq")
+
+    def __init__(self, files: Files, field: str):
+        super().__init__(files, field)
+        self._field = field
+
+    def documents(self, skips: Skips) -> Iterator[Document]:
+        self._read = 0
+        for name in self.files.names:
+            row = 0
+            for texts in self._columns(name):
+                for text in texts:
+                    row += 1
+                    skips.seen += 1
+                    if not isinstance(text, str):
+                        skips.add(f"without text in column {self._field!r}", f"{name}:{row}")
+                    elif text:
+                        yield Document(f"{name}:{row}", len(text.encode("utf-8")), [text])
+
+    def _columns(self, name: str) -> Iterator[list]:
+        """The column's values, some rows at a time."""
+        import pyarrow
+        import pyarrow.parquet as parquet
+
+        with self._readable(name), self.files.raw(name) as raw:
+            try:
+                file = parquet.ParquetFile(raw)
+                names = file.schema_arrow.names
+                check_column(self._field, names, self.files.where(name))
+                for rows in file.iter_batches(1000, columns=[self._field]):
+                    yield rows.column(0).to_pylist()
+            except pyarrow.ArrowException as error:
+                reason = str(error).split("\n")[0]
+                raise ValueError(
+                    f"{self.files.where(name)} is not a Parquet file, or damaged ({reason}): copy it again"
+                ) from None
+            finally:
+                with contextlib.suppress(ValueError):
+                    self._read += raw.seek(0, io.SEEK_END)
+
+
+def check_column(field: str, names: list[str], place: str) -> None:
+    """Raises ValueError, which lists the columns, when `field` is none of them."""
+    if field not in names:
+        raise ValueError(
+            f"{place} has no column {field!r} (columns: {', '.join(names) or 'none'})"
+            + (f": type data.field={nearest(field, names)}" if names else "")
+        )

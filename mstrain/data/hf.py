@@ -7,38 +7,56 @@ from typing import Any
 
 from mstrain.data.config import DataConfig, nearest
 from mstrain.data.documents import Document, Skips, text_digest
-from mstrain.data.listing import contents_digest, listing
+from mstrain.data.files import check_column
+from mstrain.data.listing import Files, listing
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".txt": "text"}
 
 
+OWN_VALIDATION = ("validation", "valid", "val", "dev")  # names of a dataset's own validation split
+
+
 class HuggingFace:
-    """One document per row. Raises ValueError when the dataset, split or column is not available."""
+    """One document per row of a split. Raises ValueError when it has no column `field`."""
 
     unit: str = "rows"
 
-    def __init__(self, config: DataConfig):
-        self._field = config.field
-        self._local = _local_files(config)
-        self._contents = contents_digest(*self._local, _cache(config)) if self._local else None
-        loaded, self.revision = _load(config, self._contents)
-        dataset = _pick_split(loaded, config)
-        if self._field not in dataset.column_names:
-            raise ValueError(
-                f"{config.path} has no column {self._field!r} (columns: "
-                f"{', '.join(dataset.column_names)}): type "
-                f"data.field={nearest(self._field, dataset.column_names)}"
-            )
+    def __init__(self, config: DataConfig, split: str, dataset: Any, local: Files | None, revision: str | None):
+        check_column(config.field, dataset.column_names, str(config.path))
+        self._field, self._local, self.revision = config.field, local, revision
         self._dataset = dataset.select_columns([self._field])
-        self._choice = (config.name or "", config.split)
+        self._choice = (config.name or "", split)
+        self._read = 0
+
+    @classmethod
+    def of_config(cls, config: DataConfig) -> tuple["HuggingFace", "HuggingFace | None"]:
+        """(training, validation) rows: of data.split, and of data.validation or the dataset's own validation split, or
+        None.
+
+        Raises ValueError when the dataset or a split is not available.
+        """
+        local = _local_files(config)
+        loaded, revision = _load(config, local.digest(_cache(config)) if local else None)
+        train = cls(config, config.split, _pick_split(loaded, config, "split", config.split), local, revision)
+        splits = [] if isinstance(loaded.column_names, list) else list(loaded)
+        own = next((name for name in OWN_VALIDATION if name in splits and name != config.split), None)
+        if not (name := config.validation or own):
+            return train, None
+        return train, cls(config, name, _pick_split(loaded, config, "validation", name), local, revision)
+
+    @property
+    def fraction(self) -> float | None:
+        return self._read / max(len(self._dataset), 1)
 
     def fingerprint(self, cache: Path) -> str:
         # The fingerprint of `datasets` covers the commit of a Hub dataset, but only the times of local files.
-        contents = contents_digest(*self._local, cache) if self._local else self._dataset._fingerprint
+        contents = self._local.digest(cache) if self._local else self._dataset._fingerprint
         return text_digest("hf", self._field, *self._choice, str(self._dataset.num_rows), contents)
 
     def documents(self, skips: Skips) -> Iterator[Document]:
+        self._read = 0
         for rows in self._dataset.iter(batch_size=1000):
+            self._read += len(rows[self._field])
             for text in rows[self._field]:
                 where = f"row {skips.seen}"
                 skips.seen += 1
@@ -52,8 +70,8 @@ def _cache(config: DataConfig) -> Path:
     return Path(config.cache_dir).expanduser()
 
 
-def _local_files(config: DataConfig) -> tuple[Path, list[str]] | None:
-    """(folder, names) of a local dataset; None for a name on the Hub. Scripts are refused."""
+def _local_files(config: DataConfig) -> Files | None:
+    """The files of a local dataset; None for a name on the Hub. Scripts are refused."""
     path = Path(str(config.path)).expanduser()
     if path.suffix == ".py" or (path / f"{path.name}.py").exists():
         raise ValueError(
@@ -110,16 +128,15 @@ def _load(config: DataConfig, contents: str | None) -> tuple[Any, str | None]:
         ) from None
 
 
-def _pick_split(dataset: Any, config: DataConfig) -> Any:
+def _pick_split(dataset: Any, config: DataConfig, key: str, split: str) -> Any:
+    """The split that data.KEY names."""
     if isinstance(dataset.column_names, list):  # one Dataset; a DatasetDict has columns per split
-        if config.split != "train":
-            raise ValueError(
-                f"{config.path} was saved without splits, so data.split={config.split} has no effect: remove it"
-            )
+        if (key, split) != ("split", "train"):
+            raise ValueError(f"{config.path} was saved without splits, so data.{key}={split} has no effect: remove it")
         return dataset
-    if config.split not in dataset:
+    if split not in dataset:
         raise ValueError(
-            f"{config.path} has no split {config.split!r} (splits: {', '.join(dataset)}): type "
-            f"data.split={nearest(config.split, list(dataset))}"
+            f"{config.path} has no split {split!r} (splits: {', '.join(dataset)}): type "
+            f"data.{key}={nearest(split, list(dataset))}"
         )
-    return dataset[config.split]
+    return dataset[split]

@@ -1,23 +1,36 @@
-"""Writes the two token files of each kind of source by streaming, without holding a split in memory."""
+"""How the token files of each kind of source are made: their name in the cache, and the function that writes them."""
 
-import contextlib
 import dataclasses
+import functools
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mstrain.checks import TransientError
+from mstrain.data.chat import DEFAULT_TEMPLATE, Chats, Template
 from mstrain.data.config import DataConfig
-from mstrain.data.documents import Document, Skips, Source, text_digest
-from mstrain.data.files import JsonLines, TextFiles
+from mstrain.data.documents import Skips, Source, text_digest
+from mstrain.data.files import JsonLines, ParquetFiles, TextFiles
 from mstrain.data.hf import HuggingFace
-from mstrain.data.split import TRAIN, VALIDATION, Piece, Split, choose_split
+from mstrain.data.listing import Files, listing
+from mstrain.data.split import TRAIN, VALIDATION, Split, choose_split
 from mstrain.data.synthetic import markov_tokens
 from mstrain.data.token_file import TokenWriter
 from mstrain.data.token_header import VERSION
-from mstrain.data.tokenizers import Tokenizer, check_vocab_size, load_tokenizer, train_bpe
+from mstrain.data.tokenizers import (
+    SPECIAL_TOKENS,
+    TOKENIZER_FILE,
+    Tokenizer,
+    check_vocab_size,
+    load_tokenizer,
+    marked,
+    special_token,
+    train_bpe,
+)
+from mstrain.data.writing import Progress, read_state, write_tokens
 
-_GROUP_BYTES = 4 << 20
+KINDS = {"text": TextFiles, "jsonl": JsonLines, "parquet": ParquetFiles, "chat": Chats}
 _BPE_SAMPLE_BYTES = 256 << 20
 _BPE_VOCAB = 8192
 
@@ -30,9 +43,11 @@ class Recipe:
     tokenizer: Tokenizer | None
     """None when there is none (synthetic) or when it is trained while writing (bpe)."""
     trains_tokenizer: bool
-    write: Callable[[Path, Callable[[int], None]], list[str]]
+    write: Callable[[Path, Callable[[Progress], None]], list[str]]
     revisions: dict[str, str] = dataclasses.field(default_factory=dict)
     """Commits on the Hugging Face Hub that text ("data") and tokenizer ("tokenizer") come from."""
+    marks: tuple[str, str] = ("auto", "auto")
+    """data.bos and data.eos."""
 
 
 def synthetic_recipe(config: DataConfig, tokenizer: str, seed: int, vocab_size: int | None) -> Recipe:
@@ -49,13 +64,15 @@ def synthetic_recipe(config: DataConfig, tokenizer: str, seed: int, vocab_size: 
     held_out = max(2, round(config.num_tokens * config.validation_fraction))
     counts = {TRAIN: config.num_tokens - held_out, VALIDATION: held_out}
 
-    def write(folder: Path, on_progress: Callable[[int], None]) -> list[str]:
-        done = 0
+    def write(folder: Path, on_progress: Callable[[Progress], None]) -> list[str]:
+        done, begun = 0, time.perf_counter()
+        total = sum(counts.values())
         for stream, (side, count) in enumerate(counts.items()):
             with TokenWriter(folder / f"{side}.bin", vocab_size) as writer:
                 for block in markov_tokens(seed, stream, vocab_size, count):
                     writer.append(block)
-                    on_progress(done := done + len(block))
+                    done += len(block)
+                    on_progress(Progress(done, done, time.perf_counter() - begun, done / total))
                 writer.end_document(None)
         return []
 
@@ -67,42 +84,98 @@ def text_recipe(config: DataConfig, spec: str, vocab_size: int | None) -> Recipe
     check_vocab_size(spec, vocab_size)
     vocab_size = vocab_size or _BPE_VOCAB
     tokenizer = None if spec == "bpe" else load_tokenizer(spec)
-    source, cache = _source(config), Path(config.cache_dir).expanduser()
-    contents = source.fingerprint(cache)
-    limit = config.max_skipped if config.source == "jsonl" else 1.0  # a folder of texts may contain images
-    identity = f"bpe {vocab_size}" if tokenizer is None else tokenizer.digest
+    described = marked(tokenizer, config.bos, config.eos) if tokenizer else ""
+    source, held_out, notes = _sources(config, tokenizer)
+    cache = Path(config.cache_dir).expanduser()
 
-    def write(folder: Path, on_progress: Callable[[int], None]) -> list[str]:
-        split = choose_split(source, config.validation_fraction)
-        chosen, warnings = tokenizer, []
+    def contents() -> str:
+        digest = source.fingerprint(cache)
+        return text_digest(digest, held_out.fingerprint(cache)) if held_out else digest
+
+    before = contents()
+    limit = config.max_skipped if "max_skipped" in config.options_read else 1.0  # a folder of texts may contain images
+
+    def write(folder: Path, on_progress: Callable[[Progress], None]) -> list[str]:
+        split = Split(0.0) if held_out else choose_split(source, config.validation_fraction)
+        chosen, warnings = tokenizer, list(notes)
         if chosen is None:
-            chosen = train_bpe(_bpe_sample(source, split), vocab_size)
+            chosen = _trained(source, split, vocab_size, folder)
+            marked(chosen, config.bos, config.eos)
             if chosen.vocab_size < vocab_size:
                 warnings.append(f"the text yields {chosen.vocab_size} of vocab_size={vocab_size} tokens")
-        if chosen.eod is None:
+        if chosen.eod is None and config.eos == "auto":
             warnings.append(f"tokenizer={spec} has no end-of-document token: documents follow without a mark")
         chosen.save(folder)
-        skips = Skips(source.unit, limit)
-        _write_text(source.documents(skips), split, chosen, folder, on_progress)
-        skips.check()
-        if source.fingerprint(cache) != contents:
-            raise TransientError("the text of data.path changed while it was tokenized: run again")
-        return warnings + skips.messages()
+        reading = [(source, split, Skips(source.unit, limit))]
+        if held_out:
+            reading.append((held_out, Split(1.0), Skips(held_out.unit, limit)))
+        pieces = itertools.chain.from_iterable(
+            split.pieces(d) for s, split, skips in reading for d in s.documents(skips)
+        )
 
-    fingerprint = text_digest(f"v{VERSION}", contents, identity, str(config.validation_fraction), str(limit))
+        def report(done: int, made: int, seconds: float) -> None:
+            on_progress(Progress(done, made, seconds, source.fraction))
+
+        write_tokens(pieces, chosen, folder, config.source == "chat", report)
+        for _, _, skips in reading:
+            skips.check()
+            warnings += skips.messages()
+        if places := [place for _, _, skips in reading for place in skips.places]:
+            (folder / "skipped.txt").write_text("\n".join(places) + "\n")
+        if contents() != before:
+            raise TransientError("the text of data.path changed while it was tokenized: run again")
+        return warnings
+
+    identity = f"bpe {vocab_size} {config.bos} {config.eos}" if tokenizer is None else f"{tokenizer.digest} {described}"
+    fingerprint = text_digest(f"v{VERSION}", before, identity, str(config.validation_fraction), str(limit))
     found = {"data": source.revision, "tokenizer": tokenizer and tokenizer.revision}
     revisions = {name: revision for name, revision in found.items() if revision}
-    return Recipe(fingerprint, tokenizer, tokenizer is None, write, revisions)
+    return Recipe(fingerprint, tokenizer, tokenizer is None, write, revisions, (config.bos, config.eos))
 
 
-def _source(config: DataConfig) -> Source:
+def _sources(config: DataConfig, tokenizer: Tokenizer | None) -> tuple[Source, Source | None, list[str]]:
+    """(training, validation or None, remarks); without validation data, documents of the first are held out."""
     if config.source == "stdlib":
-        return TextFiles.of_stdlib()
-    if config.source == "text":
-        return TextFiles.of_path(str(config.path))
-    if config.source == "jsonl":
-        return JsonLines(str(config.path), config.field)
-    return HuggingFace(config)
+        return TextFiles.of_stdlib(), None, []
+    if config.source == "hf":
+        return *HuggingFace.of_config(config), []
+    make = _file_source(config, tokenizer)
+    files = listing(str(config.path), KINDS[config.source].endings)
+    if config.validation:
+        return make(files), make(listing(config.validation, KINDS[config.source].endings, "data.validation")), []
+    train, held_out, rest = files.by_split()
+    notes = [f"{len(rest.names)} files of other splits are not read, first: {rest.names[0]}"] if rest else []
+    return make(train), make(held_out) if held_out else None, notes
+
+
+def _file_source(config: DataConfig, tokenizer: Tokenizer | None) -> Callable[[Files], Source]:
+    kind = KINDS[config.source]
+    if kind is not Chats:
+        return functools.partial(kind, **({"field": config.field} if config.source != "text" else {}))
+    if tokenizer is None:
+        raise ValueError("tokenizer=bpe has no chat template and cannot be trained on data=chat: type tokenizer=FOLDER")
+    return functools.partial(Chats, template=chat_template(config, tokenizer))
+
+
+def chat_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
+    """That of data.template, or the tokenizer's, or the default one."""
+    tokens = {name: text for name in SPECIAL_TOKENS if (text := special_token(tokenizer.settings, name))}
+    own = tokenizer.settings.get("chat_template")
+    if config.template:
+        try:
+            own = Path(config.template).expanduser().read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read data.template={config.template} ({error}): give a Jinja file") from None
+    if isinstance(own, list):  # several by name
+        own = next((entry["template"] for entry in own if entry.get("name") == "default"), None)
+    return Template(own or DEFAULT_TEMPLATE, {"bos_token": "", "eos_token": "", **tokens})
+
+
+def _trained(source: Source, split: Split, vocab_size: int, folder: Path) -> Tokenizer:
+    """A BPE of the training text; that of a killed call in `folder`, whose tokens are continued."""
+    if read_state(folder):
+        return load_tokenizer(str(folder / TOKENIZER_FILE))
+    return train_bpe(_bpe_sample(source, split), vocab_size)
 
 
 def _bpe_sample(source: Source, split: Split) -> Iterator[str]:
@@ -115,37 +188,3 @@ def _bpe_sample(source: Source, split: Split) -> Iterator[str]:
                 done += piece.num_bytes
             if done >= _BPE_SAMPLE_BYTES:
                 return
-
-
-def _write_text(
-    documents: Iterator[Document], split: Split, tokenizer: Tokenizer, folder: Path, on_progress: Callable[[int], None]
-) -> None:
-    """Tokenizes documents into train.bin and validation.bin of `folder`."""
-    pieces = itertools.chain.from_iterable(map(split.pieces, documents))
-    done = 0
-    with contextlib.ExitStack() as stack:
-        writers = {
-            side: stack.enter_context(TokenWriter(folder / f"{side}.bin", tokenizer.vocab_size))
-            for side in (TRAIN, VALIDATION)
-        }
-        for group in _groups(pieces):
-            ids_of_pieces = tokenizer.encode_batch([piece.text for piece in group])
-            for piece, ids in zip(group, ids_of_pieces, strict=True):
-                writers[piece.split].append(ids, piece.num_bytes)
-                if piece.ends_document:
-                    writers[piece.split].end_document(tokenizer.eod)
-                done += piece.num_bytes
-            on_progress(done)
-
-
-def _groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Lists of about 4 MiB of text: enough for a tokenizer to use every core, little enough to hold."""
-    group, size = [], 0
-    for piece in pieces:
-        group.append(piece)
-        size += piece.num_bytes
-        if size >= _GROUP_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group

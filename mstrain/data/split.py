@@ -17,6 +17,9 @@ class Piece:
     text: str
     num_bytes: int
     ends_document: bool = False
+    begins_document: bool = False
+    answers: tuple[tuple[int, int], ...] | None = None
+    """As in Document."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,18 +40,24 @@ class Split:
         """The document's text in order; the last on each side has `ends_document` and may be empty."""
         if document.name != self.tail_of:
             side = self.side(document.name)
+            begins = True
             for text in document.chunks:
-                yield Piece(side, text, len(text.encode("utf-8")))
+                size = len(text.encode("utf-8"))
+                yield Piece(side, text, size, begins_document=begins, answers=document.answers)
+                begins = False
             yield Piece(side, "", 0, ends_document=True)
             return
+        sides = set()
         left = max(1, round(document.num_bytes * (1 - self.fraction)))
         for text in document.chunks:
             data = text.encode("utf-8")
             cut = _character_start(data, min(left, len(data)))
             if left:
-                yield Piece(TRAIN, data[:cut].decode("utf-8"), cut, ends_document=left <= len(data))
+                yield Piece(TRAIN, data[:cut].decode("utf-8"), cut, left <= len(data), TRAIN not in sides)
+                sides.add(TRAIN)
             if cut < len(data):
-                yield Piece(VALIDATION, data[cut:].decode("utf-8"), len(data) - cut)
+                yield Piece(VALIDATION, data[cut:].decode("utf-8"), len(data) - cut, False, VALIDATION not in sides)
+                sides.add(VALIDATION)
             left = max(0, left - len(data))
         yield Piece(VALIDATION, "", 0, ends_document=True)
 
@@ -58,6 +67,7 @@ def choose_split(source: Source, fraction: float) -> Split:
 
     Raises ValueError when the source has no readable document.
     """
+    document = None
     skips, plain, names = Skips(source.unit), Split(fraction), []
     for document in source.documents(skips):
         names.append(document.name)
@@ -67,6 +77,8 @@ def choose_split(source: Source, fraction: float) -> Split:
         reasons = "; ".join(skips.messages()) or f"all {skips.seen} {skips.unit} are empty"
         raise ValueError(f"the corpus has no text ({reasons}): type a data.path= that holds UTF-8 text")
     if len(names) == 1:
+        if document and document.answers is not None:
+            raise ValueError("one conversation cannot be split: give more, or data.validation=FILE")
         return Split(fraction, tail_of=names[0])
     return Split(fraction, moved=min(names, key=_hash))
 

@@ -18,6 +18,8 @@ import numpy as np
 from mstrain.checks import TransientError
 from mstrain.data.token_header import FIX, HEADER_BYTES, MAGIC, VERSION, dtype_of, encode_header, read_header
 
+ANSWER, START = 1, 2  # marks of a token: it counts in the loss, it begins a document
+_COUNTS = ("num_tokens", "num_documents", "text_bytes")
 _DIGEST_BLOCK = 1 << 22  # tokens hashed at a time
 AGAIN = "run again, which makes the file again from its text and resumes from the last checkpoint"
 
@@ -40,6 +42,12 @@ class TokenFile:
     """Hash of the tokens, as the header states it: equal on every host. `Corpus.verification` compares it with the
     tokens."""
     descriptor: int = dataclasses.field(repr=False)
+    eod: int | None = None
+    """The token that ends every document; None when documents end without a mark, or it is not known."""
+    marks: "TokenFile | None" = None
+    """Of a corpus of conversations: ANSWER and START of every token, as a file of as many tokens."""
+    flat: str | None = None
+    """The dtype of a file without a header, which belongs to somebody else."""
     _opened: os.stat_result = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -48,7 +56,11 @@ class TokenFile:
 
     @property
     def dtype(self) -> np.dtype:
-        return dtype_of(self.vocab_size)
+        return np.dtype(self.flat).newbyteorder("<") if self.flat else dtype_of(self.vocab_size)
+
+    @property
+    def _again(self) -> str:
+        return "put the file back as it was" if self.flat else AGAIN
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -57,6 +69,8 @@ class TokenFile:
 
     def bits_per_byte(self, nats_per_token: float) -> float | None:
         """A loss in nats per token in bits per byte of this file's text; None when it has no text."""
+        if self.marks:
+            return None
         return nats_per_token / math.log(2) * self.num_tokens / self.text_bytes if self.text_bytes else None
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
@@ -65,24 +79,24 @@ class TokenFile:
         Raises DamagedTokens when the file cannot be read, was truncated, written to or replaced since it was opened, or
         holds a token id outside its vocabulary.
         """
-        rows = self._unchecked_rows(starts, length)
+        rows = self.unchecked_rows(starts, length)
         if rows.size and (largest := int(rows.max())) >= self.vocab_size:
             raise DamagedTokens(
-                f"{self.path} holds token id {largest}, outside its vocabulary of {self.vocab_size}: {AGAIN}"
+                f"{self.path} holds token id {largest}, outside its vocabulary of {self.vocab_size}: {self._again}"
             )
         return rows
 
-    def _unchecked_rows(self, starts: np.ndarray, length: int) -> np.ndarray:
+    def unchecked_rows(self, starts: np.ndarray, length: int) -> np.ndarray:
         rows = np.empty((len(starts), length), self.dtype)
         try:
-            offsets = HEADER_BYTES + starts * rows.itemsize
+            offsets = (0 if self.flat else HEADER_BYTES) + starts * rows.itemsize
             for row, offset in zip(rows.view(np.uint8), offsets.tolist(), strict=True):
                 got = os.preadv(self.descriptor, [row.data], offset)
                 if got < len(row):
                     self._fill(row[got:], offset + got)
             self._check_unchanged()
         except OSError as error:
-            raise DamagedTokens(f"cannot read token file {self.path} ({error.strerror}): {AGAIN}") from None
+            raise DamagedTokens(f"cannot read token file {self.path} ({error.strerror}): {self._again}") from None
         return rows
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -95,12 +109,14 @@ class TokenFile:
         digest = _new_digest(self.dtype)
         for start in range(0, self.num_tokens, _DIGEST_BLOCK):
             length = min(_DIGEST_BLOCK, self.num_tokens - start)
-            digest.update(self._unchecked_rows(np.array([start]), length)[0].data)
+            digest.update(self.unchecked_rows(np.array([start]), length)[0].data)
         return digest.hexdigest()
 
     @classmethod
-    def open(cls, path: str | Path) -> "TokenFile":
-        """Raises ValueError when `path` is missing, truncated, or not a token file of this version."""
+    def open(cls, path: str | Path, eod: int | None = None) -> "TokenFile":
+        """With its marks, if there are any. Raises ValueError when a file is missing, truncated, or not a token file of
+        this version.
+        """
         path = Path(path)
         try:
             # O_NONBLOCK: opening a named pipe must not wait for a writer.
@@ -108,10 +124,29 @@ class TokenFile:
         except OSError as error:
             raise ValueError(f"cannot read token file {path} ({error.strerror}): {FIX}") from None
         try:
-            return cls(path, descriptor=descriptor, **read_header(path, descriptor))
+            marks = cls.open(marks_path(path)) if marks_path(path).exists() and path.suffix == ".bin" else None
+            return cls(path, descriptor=descriptor, eod=eod, marks=marks, **read_header(path, descriptor))
         except ValueError:
             os.close(descriptor)
             raise
+
+    @classmethod
+    def open_flat(cls, path: str | Path, vocab_size: int, dtype: str, eod: int | None = None) -> "TokenFile":
+        """A file of token ids alone, as nanoGPT writes them; only ever read. Its digest is still to be set.
+
+        Raises ValueError when it cannot be read or its size is not one of such a file.
+        """
+        path, size = Path(path), np.dtype(dtype).itemsize
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise ValueError(f"cannot read {path} ({error.strerror}): make it readable") from None
+        count, rest = divmod(os.fstat(descriptor).st_size, size)
+        if rest or not count:
+            os.close(descriptor)
+            what = f"has {count * size + rest} bytes, not a whole number of {dtype}" if rest else "is empty"
+            raise ValueError(f"{path} {what}: give a file of token ids, or another data.token_dtype=")
+        return cls(path, vocab_size, count, 0, 0, "", descriptor, eod, flat=dtype)
 
     def _fill(self, row: np.ndarray, offset: int) -> None:
         """The rest of a row: one call returns at most 2 GiB, and on some file systems less than asked for."""
@@ -136,18 +171,39 @@ class TokenFile:
                 raise self._changed("replaced")
 
     def _changed(self, how: str) -> DamagedTokens:
-        return DamagedTokens(f"token file {self.path} was {how} while it was read: {AGAIN}")
+        return DamagedTokens(f"token file {self.path} was {how} while it was read: {self._again}")
+
+
+def marks_path(path: Path) -> Path:
+    return path.with_suffix(".marks")
 
 
 class TokenWriter:
-    """Writes one token file piece by piece; a context manager whose clean exit makes the file valid."""
+    """Writes one token file piece by piece; a context manager whose clean exit makes the file valid.
 
-    def __init__(self, path: Path, vocab_size: int):
-        self._file = open(path, "wb")
-        self._file.write(b" " * HEADER_BYTES)
+    `state` is that of an earlier writer of the same path: writing continues there.
+    """
+
+    def __init__(self, path: Path, vocab_size: int, state: dict[str, int] | None = None):
         self._dtype, self._vocab_size = dtype_of(vocab_size), vocab_size
         self._digest = _new_digest(self._dtype)
         self.num_tokens = self.num_documents = self.text_bytes = 0
+        if state is None:
+            self._file = open(path, "wb")
+            self._file.write(b" " * HEADER_BYTES)
+            return
+        self._file = open(path, "r+b")
+        self.num_tokens, self.num_documents, self.text_bytes = (state[key] for key in _COUNTS)
+        self._file.truncate(HEADER_BYTES + self.num_tokens * self._dtype.itemsize)
+        self._file.seek(HEADER_BYTES)
+        while block := self._file.read(_DIGEST_BLOCK):
+            self._digest.update(block)
+
+    def sync(self) -> dict[str, int]:
+        """Makes what was appended durable; returns the state with which a later writer continues."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return {key: getattr(self, key) for key in _COUNTS}
 
     def append(self, ids: np.ndarray, text_bytes: int = 0) -> None:
         """Appends token ids [n] of any integer dtype, made from `text_bytes` bytes of text."""
@@ -183,8 +239,7 @@ class TokenWriter:
         }
         self._file.seek(0)
         self._file.write(encode_header(header))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self.sync()
 
 
 def _new_digest(dtype: np.dtype):

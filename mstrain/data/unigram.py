@@ -1,21 +1,33 @@
 """The loss of the best model without context, a baseline for trained models."""
 
+from typing import Any
+
 import numpy as np
 
-from mstrain.data.token_file import TokenFile
+from mstrain.data.mixture import MixedTokens
 
 _BLOCK = 1 << 22
 
 
-def unigram_nats_per_token(file: TokenFile) -> float:
+def unigram_nats_per_token(file: Any) -> float:
     """Entropy of the file's own token frequencies, nats per token: the minimum loss of unigram models."""
-    counts = np.zeros(file.vocab_size, np.int64)
-    for start in range(0, file.num_tokens, _BLOCK):
-        counts += np.bincount(file.read(start, start + _BLOCK), minlength=file.vocab_size)
-    share = counts[counts > 0] / file.num_tokens
+    if isinstance(file, MixedTokens):
+        parts = zip(file.weights, file.files, strict=True)
+        share = sum(weight * _shares(part, file.vocab_size) for weight, part in parts)
+    else:
+        share = _shares(file, file.vocab_size)
+    share = share[share > 0]
     return float(-(share * np.log(share)).sum())
 
 
-def unigram_bits_per_byte(file: TokenFile) -> float | None:
+def _shares(file: Any, vocab_size: int) -> np.ndarray:
+    """Frequency of every token of a file, float64 [vocab_size]."""
+    counts = np.zeros(vocab_size, np.int64)
+    for start in range(0, file.num_tokens, _BLOCK):
+        counts += np.bincount(file.read(start, start + _BLOCK), minlength=vocab_size)
+    return counts / file.num_tokens
+
+
+def unigram_bits_per_byte(file: Any) -> float | None:
     """The same entropy in bits per byte of text; None when the tokens were not made from text."""
     return file.bits_per_byte(unigram_nats_per_token(file))

@@ -19,10 +19,12 @@ class Verification:
     """Verifies large files in a background thread from construction on, smaller ones when `wait` is called.
 
     `wait` is called before a checkpoint is saved or relied on. It compares again when the times of a file have changed.
+    Files that are not `ours` are never removed.
     """
 
-    def __init__(self, files: Iterable[TokenFile], cache: Path):
-        self._files = tuple(files)
+    def __init__(self, files: Iterable[TokenFile], cache: Path, ours: bool = True):
+        given = tuple(files)
+        self._files, self._ours = (*given, *(file.marks for file in given if file.marks)), ours
         self._directory = self._files[0].path.parent
         self._digests = FileDigests(cache, self._directory)
         self._error: DamagedTokens | None = None
@@ -62,7 +64,8 @@ class Verification:
                 self._compare(file)
         except DamagedTokens as error:
             self._error = error
-            remove_folder(self._directory, self._files)
+            if self._ours:
+                remove_folder(self._directory, self._files)
         self._digests.save()
 
     def _compare(self, file: TokenFile) -> None:
@@ -71,6 +74,8 @@ class Verification:
             raise DamagedTokens(
                 f"the tokens of {file.path} are not those that were written (digest {found}, its "
                 f"header has {file.digest}): run again to tokenize again; its folder was removed"
+                if self._ours
+                else f"the tokens of {file.path} have changed since training began: put the file back as it was"
             )
 
 

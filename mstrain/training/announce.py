@@ -20,7 +20,7 @@ def announce(run: Run) -> None:
         "Mesh": f"{shape_of(mesh)}: {mesh.size} {kind}",
         "Plan": describe_plan(run.module.plan),
         "Data": f"{run.config.data.source}: {train.num_tokens:,} training tokens, "
-        f"{validation.num_tokens:,} validation tokens",
+        f"{validation.num_tokens:,} validation tokens; {run.corpus.described}",
         "MFU": f"({flops_formula(model, run.config.seq)}) x tokens / seconds / peak; peak {peak}",
     }
     for name, text in lines.items():

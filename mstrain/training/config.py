@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from mstrain.checkpoints.config import CheckpointConfig
 from mstrain.checks import at_least, mounted, one_of
-from mstrain.data import DataConfig
+from mstrain.data import PACKS, DataConfig
 from mstrain.gemm import any_sliced
 from mstrain.hardware import parse_target
 from mstrain.job.job import HostsConfig
@@ -63,6 +63,10 @@ class RunConfig:
     """Sequences per step of the whole job."""
     seq: int = 128
     """Tokens per sequence."""
+    pack: str = "auto"
+    """How documents share a sequence: `concat` (one after the other, seeing each other), `segments` (attention and
+    positions stay within a document), `none` (one document per sequence), or `auto` (segments for data=chat, else
+    concat)."""
     steps: int = 300
     """Total number of optimizer updates. The learning rate schedule ends at the last one."""
     seed: int = 0
@@ -114,6 +118,7 @@ class RunConfig:
         at_least("", self, batch=1, seq=1, steps=1, seed=0, accumulate=1, log_every=1)
         one_of("dtype", self.dtype, DTYPES)
         one_of("remat", self.remat, REMAT)
+        one_of("pack", self.pack, PACKS)
         one_of("shard", self.shard, SHARD)
         one_of("tune", self.tune, TUNE)
         if self.mesh != "auto":

@@ -6,6 +6,7 @@ Cheap checks come first. Nothing is compiled, written to run_dir or allocated on
 import dataclasses
 import math
 import os
+import time
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from mstrain import mesh as meshes
-from mstrain.data import Batches, Corpus
+from mstrain.data import Corpus, Progress
 from mstrain.data import prepare as prepare_corpus
 from mstrain.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from mstrain.hardware import Chip, chip_for
@@ -32,6 +33,9 @@ from mstrain.training.resume import check, check_resolved, tokenizer_of
 from mstrain.training.run import Run
 from mstrain.training.tuned import tuned
 
+PROGRESS_SECONDS = 30  # between lines of progress where there is no terminal
+LONGEST_TOKENIZING = 7 * 86400  # seconds that the other processes wait for process 0
+UNITS = ("documents", "tokens")
 VALIDATION_SEED = 0  # the validation batches of every run of one corpus are the same
 
 
@@ -41,8 +45,7 @@ def prepare(config: RunConfig, job: Job = ALONE) -> Run:
     chip = _start_devices(config, job)
     check_calibration(config)
     past = check(config, job)
-    with console.status("Preparing the corpus"):
-        corpus = prepare_corpus(config.data, tokenizer_of(config, past), config.seed, config.vocab_size)
+    corpus = _corpus(config, tokenizer_of(config, past), job, console)
     job.agree("corpus", corpus.digest)
     for warning in corpus.warnings:
         console.print(f"[yellow]Corpus:[/] {warning}")
@@ -52,13 +55,42 @@ def prepare(config: RunConfig, job: Job = ALONE) -> Run:
     mesh = plan.mesh
     module = Transformer(model, plan, config.seq, _dtype(config.dtype), config.remat)
     feed, validation_feed = (
-        Feed(Batches(file, config.seq, config.batch, seed), mesh, config.accumulate)
-        for file, seed in ((corpus.train, config.seed), (corpus.validation, VALIDATION_SEED))
+        Feed(corpus.batches(side, config.seq, config.batch, seed, config.pack), mesh, config.accumulate)
+        for side, seed in (("train", config.seed), ("validation", VALIDATION_SEED))
     )
     optimizer = make_optimizer(config.optimizer, config.steps)
     run = Run(config, corpus, module, optimizer, feed, validation_feed, chip, console, job)
     check_resolved(run, past)
     return run
+
+
+def _corpus(config: RunConfig, tokenizer: str, job: Job, console: Console) -> Corpus:
+    """The corpus, which process 0 makes; the others then find it in a shared cache, or make their own."""
+    vocab_size = config.vocab_size
+    if config.data.source == "tokens" and tokenizer == "bytes":
+        vocab_size = vocab_size or config.model.vocab_size
+    shown, last = time.monotonic(), None
+
+    def show(progress: Progress) -> None:
+        nonlocal shown, last
+        last = progress
+        status.update(f"Tokenizing: {progress}")
+        if not console.is_terminal and time.monotonic() > shown + PROGRESS_SECONDS:
+            shown = time.monotonic()
+            console.print(f"Tokenizing: {progress}")
+
+    with console.status("Preparing the corpus") as status:
+        corpus = None
+        try:
+            if job.leads:
+                corpus = prepare_corpus(config.data, tokenizer, config.seed, vocab_size, show)
+        finally:
+            job.all_gather("corpus is made", "", LONGEST_TOKENIZING)
+        corpus = corpus or prepare_corpus(config.data, tokenizer, config.seed, vocab_size, show)
+    if last:
+        documents, tokens = (sum(getattr(x, f"num_{y}") for x in (corpus.train, corpus.validation)) for y in UNITS)
+        console.print(f"[bold]Corpus[/] {documents:,} documents, {tokens:,} tokens made from {last}")
+    return corpus
 
 
 def build_module(config: RunConfig, job: Job = ALONE) -> tuple[Transformer, Tokenizer | None, Chip | None, Console]:
@@ -68,7 +100,7 @@ def build_module(config: RunConfig, job: Job = ALONE) -> tuple[Transformer, Toke
     past = check(config, job)
     name = tokenizer_of(config, past)
     trained = Path(config.run_dir) / TOKENIZER_FILE  # a bpe is trained on the corpus and kept in run_dir
-    tokenizer = load_tokenizer(str(trained) if name == "bpe" else name) if config.data.source != "synthetic" else None
+    tokenizer = load_tokenizer(str(trained) if name == "bpe" else name) if config.data.has_tokenizer(name) else None
     plan = _choose_plan(config, config.model, chip, console, shard_if_possible=True)
     return Transformer(config.model, plan, config.seq, _dtype(config.dtype), config.remat), tokenizer, chip, console
 

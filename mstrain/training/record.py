@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 
 import mstrain
 from mstrain.data import DataConfig
-from mstrain.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from mstrain.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
 from mstrain.mesh import shape_of
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
@@ -215,14 +215,14 @@ def _with_origin(now: Record, before: Record | None) -> Record:
 
 
 def _copy_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Puts tokenizer.json into `directory`, unless the same tokenizer is there or it needs no file."""
-    path = directory / TOKENIZER_FILE
+    """Puts the tokenizer's files into `directory`, unless the same tokenizer is there or it needs no file."""
     with contextlib.suppress(ValueError):
-        if path.is_file() and load_tokenizer(str(path)).digest == tokenizer.digest:
+        if (path := tokenizer_file(directory)) and load_tokenizer(str(path)).digest == tokenizer.digest:
             return
     with tempfile.TemporaryDirectory(dir=directory, prefix=".tokenizer-") as folder:
-        if made := tokenizer.save(Path(folder)):
-            made.replace(path)
+        tokenizer.save(Path(folder))
+        for made in Path(folder).iterdir():
+            made.replace(directory / made.name)
 
 
 def _attempt(run: Run, done: int, before: Record | None, now: Record) -> dict[str, Any]:

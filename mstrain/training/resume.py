@@ -16,7 +16,7 @@ from mstrain.checkpoints import manifest
 from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.checkpoints.limits import seconds_allowed
 from mstrain.checkpoints.local import LocalCheckpoints
-from mstrain.data.tokenizers import TOKENIZER_FILE, load_tokenizer
+from mstrain.data.tokenizers import load_tokenizer, tokenizer_file
 from mstrain.job.job import Job
 from mstrain.mesh import parse_mesh, shape_of
 from mstrain.models.hub.folder import Folder
@@ -82,11 +82,11 @@ def check_resolved(run: Run, past: PreviousAttempts) -> None:
 
 def tokenizer_of(config: RunConfig, past: PreviousAttempts) -> str:
     """The tokenizer= to load: the copy in run_dir if the run's own file is not on this machine."""
-    copy = Path(config.run_dir) / TOKENIZER_FILE
+    copy = tokenizer_file(Path(config.run_dir))
     same = past.record is not None and past.record.config.get("tokenizer") == config.tokenizer
     built_in = config.tokenizer in ("bytes", "bpe") or config.data.source == "synthetic"
-    present = Path(config.tokenizer).expanduser().is_file()
-    return str(copy) if same and not built_in and not present and copy.is_file() else config.tokenizer
+    present = Path(config.tokenizer).expanduser().exists()
+    return str(copy) if same and not built_in and not present and copy else config.tokenizer
 
 
 def finished_step(run: Run) -> int | None:
@@ -185,7 +185,7 @@ def _planned(config: RunConfig, past: PreviousAttempts) -> Record:
     mesh = config.mesh if config.mesh == "auto" else str(parse_mesh(config.mesh))
     keys = recorded_keys(dataclasses.replace(config, dtype=dtype, mesh=mesh))
     known = {key: value for key, value in keys.items() if value != "auto"}
-    text = config.data.source != "synthetic" and config.tokenizer != "bpe"  # a bpe is trained on the corpus
+    text = config.data.has_tokenizer(config.tokenizer) and config.tokenizer != "bpe"  # a bpe is trained on the corpus
     tokenizer = load_tokenizer(tokenizer_of(config, past)).digest if text else None
     return Record(known, {"tokenizer": tokenizer})
 

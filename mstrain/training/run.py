@@ -38,7 +38,8 @@ class Run:
     @functools.cached_property
     def compiled_step(self):
         """The compiled step for this run's shapes, with the chip's compiler options."""
-        program = step_program(self.module, self.optimizer, self.config.batch, self.config.accumulate)
+        parts = self.feed.batches.parts
+        program = step_program(self.module, self.optimizer, self.config.batch, self.config.accumulate, parts)
         with self.goodput.spend("compile"):
             return program.compile()
 

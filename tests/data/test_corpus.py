@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mstrain.data import DataConfig, TokenFile, prepare, unigram_nats_per_token
+from mstrain.data import DataConfig, prepare, unigram_nats_per_token
 
 
 @pytest.fixture
@@ -87,18 +87,24 @@ def test_the_same_contents_elsewhere_are_not_tokenized_again(config, folder, tmp
     assert second.digest == first.digest and second.directory == first.directory
 
 
-def test_a_kill_halfway_leaves_nothing_that_is_read(config, folder):
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_a_killed_process_is_continued_where_it_was(config, folder, tmp_path, monkeypatch, tokenizer):
+    """The tokens are those of an uninterrupted run, and what was saved is not tokenized again."""
     script = f"""
 import os
-from mstrain.data import DataConfig, prepare
+from mstrain.data import DataConfig, prepare, writing
+writing._GROUP_BYTES, writing._SAVE_SECONDS = 3000, 0.0
 config = DataConfig("text", {str(folder)!r}, cache_dir={config.cache_dir!r})
-prepare(config, on_progress=lambda done: os._exit(9))
+prepare(config, {tokenizer!r}, on_progress=lambda progress: progress.done > 12000 and os._exit(9))
 """
     assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2]).returncode == 9
-    leftovers = folders(config)
-    assert [path.name[:5] for path in leftovers] == [".tmp-"]
-    assert prepare(config).train.num_documents > 30
-    assert folders(config) == sorted([*leftovers, prepare(config).directory])
+    assert [path.name[:5] for path in folders(config)] == [".tmp-"]
+    seen = []
+    corpus = prepare(config, tokenizer, on_progress=seen.append)
+    assert 0 < seen[-1].made < seen[-1].done - 8000
+    assert folders(config) == [corpus.directory]
+    whole = prepare(DataConfig("text", str(folder), cache_dir=str(tmp_path / "other")), tokenizer)
+    assert corpus.digest == whole.digest
 
 
 def test_a_failure_halfway_cleans_up(config, monkeypatch):
@@ -148,15 +154,6 @@ print(prepare(DataConfig("text", {str(folder)!r}, cache_dir={config.cache_dir!r}
     assert folders(config) == [prepare(config).directory]
 
 
-def test_the_loser_of_a_race_uses_the_winners_files(config):
-    """Another process publishes the same corpus while this one is still writing."""
-    inner = []
-    outer = prepare(config, on_progress=lambda done: inner.append(prepare(config)))
-    assert outer.directory == inner[0].directory and outer.digest == inner[0].digest
-    assert inner[0].train.read(0, 1) == outer.train.read(0, 1)
-    assert os.path.samefile(TokenFile.open(outer.train.path).path, inner[0].train.path)
-
-
 def test_a_rename_that_comes_second_gives_way(config, monkeypatch):
     """Another process publishes in the instant between our check and our rename."""
     rename = os.replace
@@ -184,9 +181,9 @@ def test_bpe_learns_nothing_from_held_out_documents(tmp_path):
 
 
 def test_progress_counts_every_byte(config, folder, monkeypatch):
-    monkeypatch.setattr("mstrain.data.recipes._GROUP_BYTES", 5000)
+    monkeypatch.setattr("mstrain.data.writing._GROUP_BYTES", 5000)
     seen = []
-    prepare(config, on_progress=seen.append)
+    prepare(config, on_progress=lambda progress: seen.append(progress.done))
     assert len(seen) > 3 and seen == sorted(seen)
     assert seen[-1] == sum(path.stat().st_size for path in folder.iterdir())
 

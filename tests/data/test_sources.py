@@ -29,7 +29,10 @@ def read(source):
         ({"source": "json"}, "type data=jsonl$"),
         ({"source": "text"}, "add data.path="),
         ({"source": "stdlib", "path": "x"}, "data.path=x has no effect with data=stdlib: remove it"),
-        ({"source": "text", "path": "x", "field": "body"}, "field=body has no effect.*data=jsonl or data=hf"),
+        (
+            {"source": "text", "path": "x", "field": "body"},
+            "field=body has no effect.*data=jsonl or .* or data=hf",
+        ),
         ({"source": "jsonl", "path": "x", "name": "en"}, "data.name=en has no effect"),
         ({"num_tokens": 5000}, "data.num_tokens=5000 has no effect .* data=synthetic"),
         ({"source": "synthetic", "num_tokens": 10}, "type data.num_tokens=1024 or more"),
@@ -109,7 +112,7 @@ def test_broken_json_lines_are_counted_by_file_and_line(tmp_path):
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     (tmp_path / "ignored.txt").write_text("no")
-    texts, skipped = read(JsonLines(str(tmp_path), "body"))
+    texts, skipped = read(JsonLines.of_path(str(tmp_path), "body"))
     assert texts == {"a.jsonl:1": "one", "a.jsonl:11": "zwölf"}
     assert skipped == [
         "skipped 3 of 10 lines that are not JSON, first: a.jsonl:2",
@@ -173,9 +176,9 @@ def test_compressed_files_are_read_as_their_text(tmp_path, monkeypatch, kind, ch
     texts = ["δοκιμή 😀\n" * 40, "one\ntwo"]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / f"a.jsonl.{kind}").write_bytes(compress(kind, lines.encode()))
-    assert list(read(JsonLines(str(tmp_path), "text"))[0].values()) == texts
+    assert list(read(JsonLines.of_path(str(tmp_path), "text"))[0].values()) == texts
     (tmp_path / f"a.jsonl.{kind}").rename(tmp_path / "by mistake.jsonl")
-    assert list(read(JsonLines(str(tmp_path), "text"))[0].values()) == texts
+    assert list(read(JsonLines.of_path(str(tmp_path), "text"))[0].values()) == texts
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / f"a.txt.{kind}").write_bytes(compress(kind, texts[0].encode()))
     (tmp_path / "t" / f"b.{kind}").write_bytes(compress(kind, b"\xff" * 200))
@@ -217,7 +220,7 @@ def test_patterns_choose_files(tmp_path):
 def test_a_file_that_cannot_be_read_is_refused_and_not_half_read(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}\n')
-    source = JsonLines(str(path), "text")
+    source = JsonLines.of_path(str(path), "text")
     path.unlink()
     with pytest.raises(ValueError, match=f"cannot read {path}"):
         read(source)
@@ -244,7 +247,7 @@ def test_a_corpus_without_text_is_refused(tmp_path, content, message):
 
 def test_a_folder_without_such_files_is_refused(folder):
     with pytest.raises(ValueError, match=r"has no \*.jsonl or \*.ndjson files"):
-        JsonLines(str(folder), "text")
+        JsonLines.of_path(str(folder), "text")
 
 
 def put(folder, words, suffix):

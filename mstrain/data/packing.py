@@ -1,0 +1,92 @@
+"""Rows of `seq` + 1 tokens of a token file, and which of their tokens belong together.
+
+`concat` cuts the file on a grid with stride seq: a row may hold parts of several documents, which see each other.
+`segments` cuts it on the same grid and numbers the documents of a row; conversations stay whole where they fit: a row
+holds as many as fit, in file order. `none` gives every document rows of its own. Documents longer than a row continue
+in the next one.
+"""
+
+import numpy as np
+
+from mstrain.data.batch import CONCATENATED, MASKED, PACKED, Batch
+from mstrain.data.token_file import ANSWER, START, TokenFile
+
+_BLOCK = 1 << 22  # tokens scanned at a time
+
+
+class Rows:
+    """The rows of one file. Raises ValueError when it has no documents to tell apart."""
+
+    def __init__(self, file: TokenFile, seq: int, pack: str):
+        self._file, self._seq, self._pack = file, seq, pack
+        if pack != "concat" and not file.marks and file.eod is None:
+            raise ValueError(
+                f"pack={pack} needs to know where documents end, and {file.path} has no token for it: type "
+                "data.eos=TOKEN or pack=concat"
+            )
+        grid = pack == "concat" or (pack == "segments" and not file.marks)
+        self._table = None if grid else _table(document_starts(file), file.num_tokens, seq, pack == "segments")
+        self.count = (file.num_tokens - 1) // seq if self._table is None else len(self._table[0])
+        if not self.count:
+            raise ValueError(f"{file.path} has no document of two tokens: give more text")
+        self.parts = PACKED if pack == "segments" else MASKED if pack == "none" or file.marks else CONCATENATED
+
+    def read(self, numbers: np.ndarray) -> Batch:
+        """Rows of these numbers: tokens [n, seq + 1], int32, with segments and mask as `parts` states."""
+        if self._table is None:
+            starts, lengths = numbers * self._seq, np.full(len(numbers), self._seq + 1)
+        else:
+            starts, lengths = (column[numbers] for column in self._table)
+        tokens = self._cut(self._file, starts, lengths).astype(np.int32)
+        if self.parts is CONCATENATED:
+            return Batch(tokens)
+        marks = self._cut(self._file.marks, starts, lengths) if self._file.marks else None
+        mask = np.arange(1, self._seq + 1) < lengths[:, None]
+        if marks is not None:
+            mask &= (marks[:, 1:] & ANSWER) > 0
+        if self._pack != "segments":
+            return Batch(tokens, None, mask)
+        begins = np.ones(tokens.shape, bool)
+        begins[:, 1:] = tokens[:, :-1] == self._file.eod if marks is None else (marks[:, 1:] & START) > 0
+        segments = np.cumsum(begins, axis=1, dtype=np.int32)
+        segments[np.arange(self._seq + 1) >= lengths[:, None]] = 0
+        return Batch(tokens, segments[:, :-1], mask & (segments[:, 1:] == segments[:, :-1]))
+
+    def _cut(self, file: TokenFile, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Tokens [n, seq + 1] of the rows, zeros after their lengths."""
+        width = min(self._seq + 1, file.num_tokens)
+        begins = np.minimum(starts, file.num_tokens - width)  # a short row at the end of the file
+        rows = file.rows(begins, width)
+        if self._table is None:
+            return rows
+        places = (starts - begins)[:, None] + np.arange(self._seq + 1)
+        rows = np.take_along_axis(rows, np.minimum(places, width - 1), axis=1)
+        return np.where(np.arange(self._seq + 1) < lengths[:, None], rows, 0)
+
+
+def document_starts(file: TokenFile) -> np.ndarray:
+    """The first token of every document, int64, in order."""
+    found = [np.zeros(1, np.int64)]
+    source = file.marks or file
+    for start in range(0, file.num_tokens, _BLOCK):
+        tokens = source.read(start, start + _BLOCK)
+        here = np.flatnonzero(tokens & START) if file.marks else np.flatnonzero(tokens == file.eod) + 1
+        found.append(here + start)
+    starts = np.unique(np.concatenate(found))
+    return starts[starts < file.num_tokens]
+
+
+def _table(starts: np.ndarray, num_tokens: int, seq: int, together: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(first token, tokens) of every row: of one document, or of as many whole ones as fit `together`."""
+    ends = np.append(starts[1:], num_tokens)
+    if together:
+        firsts, place = [], 0
+        while place < len(starts):
+            firsts.append(place)
+            place = max(place + 1, int(np.searchsorted(ends, starts[place] + seq + 1, "right")))
+        starts, ends = starts[firsts], ends[np.append(firsts[1:], len(ends)) - 1]
+    cuts = np.maximum(-(-(ends - starts - 1) // seq), 0)  # rows of each; a token that nothing follows is not one
+    which = np.repeat(np.arange(len(starts)), cuts)
+    number = np.arange(len(which)) - np.repeat(np.cumsum(cuts) - cuts, cuts)
+    begins = starts[which] + number * seq
+    return begins, np.minimum(ends[which] - begins, seq + 1)
