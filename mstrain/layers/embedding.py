@@ -57,7 +57,9 @@ class Embedding(nn.Module):
 
     def head_kernel(self, plan: Plan):
         """The table as the [width, vocab_size] kernel of a tied output projection computed by `plan`."""
-        return jax.lax.with_sharding_constraint(self.table.T, plan.grid.sharding(plan.grid.weight_spec))
+        # The first constraint is that of the gradient: without it, XLA moves both moments of the optimizer instead.
+        table = jax.lax.with_sharding_constraint(self.table, self.grid.sharding(self.grid.weight_spec))
+        return jax.lax.with_sharding_constraint(table.T, plan.grid.sharding(plan.grid.weight_spec))
 
 
 class Positions(nn.Module):
