@@ -83,7 +83,7 @@ class BenchmarkConfig:
     accumulate: int = 1
     """Microbatches per step."""
     shard: str = "none"
-    """What data-parallel copies share: `none` or `optimizer`. Without effect on meshes with
+    """What data-parallel copies share: `none`, `optimizer`, `gradients` or `parameters`. Without effect on meshes with
     one copy."""
     target: str | None = None
     """An absent TPU slice such as v5p-64, for which programs are compiled and their schedules read."""

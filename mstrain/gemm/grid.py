@@ -11,6 +11,8 @@ import dataclasses
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mstrain.gemm.copies import shard_over_data
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -26,11 +28,15 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Mesh axes used as rows and as columns of a product; either may be empty."""
+    """Mesh axes used as rows and as columns of a product; either may be empty.
+
+    `scatter`: whether gradients of weights are summed over data-parallel copies by reduce_scatter where they divide.
+    """
 
     mesh: Mesh | AbstractMesh
     rows: tuple[str, ...]
     cols: tuple[str, ...]
+    scatter: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -43,7 +49,7 @@ class Grid:
     @property
     def swapped(self) -> "Grid":
         """The same grid with the mesh axes of rows and columns exchanged (MeshSlice paper, Table 1)."""
-        return Grid(self.mesh, self.cols, self.rows)
+        return dataclasses.replace(self, rows=self.cols, cols=self.rows)
 
     @property
     def layout(self) -> Layout:
@@ -53,6 +59,10 @@ class Grid:
     @property
     def weight_spec(self) -> P:
         return P(self.rows or None, self.cols or None)
+
+    def gradient_spec(self, shape: tuple[int, ...]) -> P:
+        """The sharding of the gradient of a weight of this shape."""
+        return shard_over_data(self.weight_spec, shape, self.mesh) if self.scatter else self.weight_spec
 
     def size(self, axes: tuple[str, ...]) -> int:
         size = 1

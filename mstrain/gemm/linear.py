@@ -15,31 +15,36 @@ backward pass are the shards of x and w; no gathered matrix is saved.
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm.local import all_reduce
+from mstrain.gemm.copies import COPIES, sum_copies
 from mstrain.gemm.plan import Plan
 
 
-def linear(x_TxI: jax.Array, w: jax.Array, plan: Plan) -> jax.Array:
+def linear(x_TxI: jax.Array, w: jax.Array, plan: Plan, sink: jax.Array | None = None) -> jax.Array:
     """Multiplies activations by a weight in stored order.
 
     Args:
       x_TxI: tokens x features, sharded as `plan.input_layout`; its dtype is the dtype of the product.
       w: [in, out], or [out, in] for dataflow `ls`, sharded as `plan.grid.weight_spec`; any float dtype.
       plan: algorithm, dataflow, grid and slice count.
+      sink: unused zeros [copies, *w.shape] whose gradient is that of w before it is summed over data-parallel copies
+        (`mstrain.models.prefetch`); w then has none. Not for algorithms that JAX differentiates.
 
     Returns:
-      y_TxO in the dtype of x, sharded as `plan.output_layout`. The gradient of w has the dtype of w and is summed
-      over the data axis.
+      y_TxO in the dtype of x, sharded as `plan.output_layout`. The gradient of w has the dtype of w, is summed over
+      data-parallel copies in float32 and sharded as `plan.grid.gradient_spec`.
     """
     if plan.kind.product:
+        assert sink is None
         return plan.kind.product(x_TxI, w, plan.grid)
-    return _linear(x_TxI, w, plan)
+    return _linear(x_TxI, w, sink, plan)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _linear(x, w, plan):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _linear(x, w, sink, plan):
+    del sink
     flows = Flows(plan)
     local = {
         "os": lambda x, w: flows.os(x, w),
@@ -53,13 +58,14 @@ def _linear(x, w, plan):
     )(x, w)
 
 
-def _forward(x, w, plan):
-    return _linear(x, w, plan), (x, w)
+def _forward(x, w, sink, plan):
+    return _linear(x, w, sink, plan), (x, w, None if sink is None else ())
 
 
 def _backward(plan, saved, dy):
-    x, w = saved
-    flows = Flows(plan)
+    x, w, marker = saved  # the third has no leaves, so it is known when the backward pass is traced
+    has_sink = marker is not None
+    flows, summed = Flows(plan), plan.grid.gradient_spec(w.shape)
     gradients = {
         "os": lambda x, w, dy: (flows.ls(dy, w), flows.rs(x, dy)),
         "ls": lambda x, w, dy: (flows.os(dy, w), flows.rs(dy, x)),
@@ -68,10 +74,13 @@ def _backward(plan, saved, dy):
 
     def local(x, w, dy):
         dx, dw = gradients(x, w, dy)
-        return dx, all_reduce(dw.astype(w.dtype), ("data",))
+        return dx, dw[None] if has_sink else sum_copies(dw.astype(jnp.float32), summed).astype(w.dtype)
 
-    specs: tuple[P, ...] = (plan.input_layout.spec, plan.grid.weight_spec)
-    return flows.on_mesh(local, (*specs, plan.output_layout.spec), specs)(x, w, dy)
+    input_spec, weight_spec = plan.input_layout.spec, plan.grid.weight_spec
+    gradient_spec = P(COPIES, *weight_spec) if has_sink else summed
+    in_specs = (input_spec, weight_spec, plan.output_layout.spec)
+    dx, dw = flows.on_mesh(local, in_specs, (input_spec, gradient_spec))(x, w, dy)
+    return (dx, None, dw) if has_sink else (dx, dw, None)
 
 
 _linear.defvjp(_forward, _backward)

@@ -54,7 +54,8 @@ class Dense(nn.Module):
             padding=(0, self.padding) if self.padding else (),
         )
         kernel = parameter(self, "kernel", self.initializer, storage, grid.weight_spec)
-        y_TxO = linear(x_TxI, kernel, self.plan)
+        sink = self.get_variable("sinks", "kernel") if self.has_variable("sinks", "kernel") else None
+        y_TxO = linear(x_TxI, kernel, self.plan, sink)
         if self.bias:
             order = Storage(shape[1:], segments=self.segments, columns=grid.num_cols)
             spec = P(self.plan.output_layout.features or None)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from mstrain.layers.parameter import Stored, is_stored, partition_specs
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import canonical_plan
-from mstrain.models.sharding import AXIS, gather, shard_over_data, to_shard
+from mstrain.models.sharding import AXIS, gather_all, sharded_box, to_shard
 from mstrain.models.transformer import Transformer
 
 Path = tuple[str, ...]  # keys of a parameter in its tree
@@ -33,7 +33,7 @@ def abstract_parameters(module: Transformer):
     boxed = jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]
     if module.plan.shard == "none":
         return boxed
-    return jax.tree.map(lambda box: shard_over_data(box, module.plan.mesh), boxed, is_leaf=is_stored)
+    return jax.tree.map(lambda box: sharded_box(box, module.plan.mesh), boxed, is_leaf=is_stored)
 
 
 def parameter_shardings(module: Transformer):
@@ -114,14 +114,15 @@ def compile_from_canonical(module: Transformer) -> None:
 
 
 def gather_parameters(module: Transformer, stored):
-    """Stored parameters as the model uses them: gathered over data-parallel copies as `plan.shard` says."""
+    """Stored parameters as the model uses them: gathered over data-parallel copies, except those that are gathered
+    layer by layer."""
     if module.plan.shard == "none":
         return stored
-
-    def gathered(path, x, sharding):
-        return gather(x, sharding, module.dtype if path[-1].key == "kernel" else x.dtype)
-
-    return jax.tree_util.tree_map_with_path(gathered, stored, parameter_shardings(module))
+    layers = {name: tree for name, tree in stored.items() if name.startswith("blocks_")}
+    layers = layers if module.plan.shard == "parameters" else {}
+    shardings = parameter_shardings(module)
+    rest = {name: tree for name, tree in stored.items() if name not in layers}
+    return layers | gather_all(rest, {name: shardings[name] for name in rest}, module.dtype)
 
 
 def gradient_shards(module: Transformer, gradients):

@@ -117,7 +117,7 @@ def make_plan(
             f"A microbatch of {microbatch} sequences does not divide over {data} data-parallel copies. "
             f"Type batch={math.ceil(microbatch / data) * data} (times accumulate=)."
         )
-    planner = _Planner(parallel, model, mesh, microbatch // data, seq, chip, constants)
+    planner = _Planner(parallel, model, mesh, microbatch // data, seq, chip, constants, shard)
     algorithms = layer_algorithms(parallel, model.layers)
     check_effect(parallel, set(itertools.chain(*algorithms)))
     blocks = [planner.block(*names) for names in algorithms]
@@ -166,6 +166,7 @@ class _Planner:
     seq: int
     chip: Chip | None
     constants: Constants | None = None
+    shard: str = "none"
 
     @functools.cached_property
     def tuned(self):
@@ -180,7 +181,7 @@ class _Planner:
 
     def head(self, algorithm: str) -> Plan:
         """The plan of the output projection. The logits, its largest matrix, stay in place; tokens keep their order."""
-        grid = grid_of(algorithm, self.mesh)
+        grid = self._grid(algorithm)
         swap = self._flow(algorithm, 1, 1, "attention in") == "rs"
         plan = Plan(algorithm, "rs" if swap else "os", grid)
         vocab_size = self.model.vocab_size or 1
@@ -190,8 +191,11 @@ class _Planner:
             return plan
         return self._sliced(plan, self.model.width, padded, "the output projection")
 
+    def _grid(self, algorithm: str) -> Grid:
+        return dataclasses.replace(grid_of(algorithm, self.mesh), scatter=self.shard in ("gradients", "parameters"))
+
     def _pair(self, algorithm: str, half: str) -> PlanPair:
-        grid, lowering = grid_of(algorithm, self.mesh), chip_lowering(self.chip)
+        grid, lowering = self._grid(algorithm), chip_lowering(self.chip)
         first, last = (product for product in block_products(self.model) if product.half == half)
         into, out = (self._flow(algorithm, p.in_dim, p.out_dim, p.name) for p in (first, last))
         into_plan = Plan(algorithm, into, grid, lowering=lowering)

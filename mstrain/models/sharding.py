@@ -1,7 +1,13 @@
 """Sharding of the training state over data-parallel copies (ZeRO; Rajbhandari et al., 2020), by the names of `shard=`.
 
-`optimizer` (ZeRO 1) shards float32 weights and moments over mesh axis `data`, in addition to rows and columns, on a dim
-of each tensor that divides; a tensor without one is replicated. Weights are gathered once per step.
+Every stage but `none` shards weights and moments over mesh axis `data`, in addition to rows and columns, on a dim of
+each tensor that divides; a tensor without one is replicated. The stages differ in when weights are gathered and how
+gradients are summed:
+
+* `optimizer` (ZeRO 1): weights are gathered once per step; gradients are summed by all_reduce.
+* `gradients` (ZeRO 2): gradients are summed by reduce_scatter as soon as a layer has them.
+* `parameters` (ZeRO 3): in addition, the weights of a layer are gathered while the layer before computes
+  (`mstrain.models.prefetch`).
 
 Gathered kernels have the compute dtype. Weights, moments and accumulated gradients are float32 shards.
 """
@@ -11,13 +17,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
+from mstrain.gemm.copies import AXIS, data_dim, gathered_spec, shard_over_data
 from mstrain.gemm.local import all_gather
 from mstrain.layers.parameter import Stored
 
-SHARD = ("none", "optimizer")
-AXIS = "data"
+SHARD = ("none", "optimizer", "gradients", "parameters")
 
 
 def check_shard(shard: str, mesh) -> None:
@@ -29,26 +34,10 @@ def check_shard(shard: str, mesh) -> None:
         )
 
 
-def shard_over_data(box: Stored, mesh: Mesh) -> Stored:
-    """`box` with axis `data` appended to the first own dim (not that of stacked layers) whose shards divide by it."""
-    shape, spec = box.value.shape, list(box.spec)
-    for dim in range(len(shape) - len(box.storage.shape), len(shape)):
-        axes = _axes(spec[dim])
-        shards = functools.reduce(lambda size, axis: size * mesh.shape[axis], axes, mesh.shape[AXIS])
-        if shape[dim] % shards == 0:
-            spec[dim] = (*axes, AXIS)
-            return box.replace(spec=P(*spec))
-    return box
-
-
-def gathered_spec(spec: P) -> P:
-    """`spec` without axis `data`."""
-    return P(*(tuple(axis for axis in _axes(entry) if axis != AXIS) or None for entry in spec))
-
-
-def data_dim(spec: P) -> int | None:
-    """The dim that `spec` shards over axis `data`; None if there is none."""
-    return next((dim for dim, entry in enumerate(spec) if AXIS in _axes(entry)), None)
+def sharded_box(box: Stored, mesh: Mesh) -> Stored:
+    """`box` sharded over `data` too, on a dim of its own and not that of stacked layers."""
+    shape = box.value.shape
+    return box.replace(spec=shard_over_data(box.spec, shape, mesh, len(shape) - len(box.storage.shape)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -67,6 +56,15 @@ def gather(x, sharding: NamedSharding, dtype):
     return local(x)
 
 
+def gather_all(params, shardings, dtype):
+    """`gather` of a tree: kernels in `dtype`, other parameters in float32."""
+
+    def gathered(path, x, sharding):
+        return gather(x, sharding, dtype if path[-1].key == "kernel" else x.dtype)
+
+    return jax.tree_util.tree_map_with_path(gathered, params, shardings)
+
+
 def to_shard(gradient, sharding: NamedSharding):
     """A summed gradient as a float32 shard; no communication."""
     return jax.lax.with_sharding_constraint(gradient, sharding).astype(jnp.float32)
@@ -76,7 +74,3 @@ gather.defvjp(
     lambda x, sharding, dtype: (gather(x, sharding, dtype), None),
     lambda sharding, dtype, _, gradient: (to_shard(gradient, sharding),),
 )
-
-
-def _axes(entry) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())

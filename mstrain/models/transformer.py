@@ -21,6 +21,7 @@ from mstrain.layers.norm import Norm, NormConfig
 from mstrain.layers.rotary import GLOBAL, Rotary
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import BlockPlan, ModelPlan, canonical_plan
+from mstrain.models.prefetch import scan_layers
 
 REMAT = ("none", "dots", "full")
 INIT_SCALE = 0.02  # standard deviation of initial weights (GPT-2); smaller for projections out of a block
@@ -147,7 +148,7 @@ class Transformer(nn.Module):
         windows, first = self._windows(), 0
         for blocks, (block, count) in zip(self.blocks, self.plan.groups, strict=True):
             x_TxD = move(x_TxD, block.attention.residual, block)
-            x_TxD, _ = blocks(x_TxD, windows[first : first + count], segments_T)
+            x_TxD = self._layers(blocks, block, x_TxD, windows[first : first + count], segments_T)
             first += count
         x_TxD = self.final_norm(move(x_TxD, self.plan.head.input_layout, self.plan))
         if self.model.tied:
@@ -171,14 +172,23 @@ class Transformer(nn.Module):
         model = self.model
         return jnp.array([model.window if local else GLOBAL for local in model.is_local], jnp.int32)
 
+    def _layers(self, blocks, plan: BlockPlan, x_TxD, windows, segments_T):
+        if self.plan.shard != "parameters" or self.is_initializing():
+            return blocks(x_TxD, windows, segments_T)[0]
+        block, params = self._block()(self.model, plan, self.seq, parent=None), self.variables["params"][blocks.name]
+        return scan_layers(block, plan, params, x_TxD, windows, segments_T)
+
+    def _block(self) -> type[nn.Module]:
+        """The module of a layer, with what `remat` saves of it."""
+        if self.remat == "none":
+            return Block
+        saved = [SAVED_PRODUCT, SAVED_ATTENTION] if self.remat == "dots" else []
+        policy = jax.checkpoint_policies.save_only_these_names(*saved)
+        return nn.remat(Block, policy=policy, prevent_cse=False)
+
     def _scan(self, plan: BlockPlan, count: int):
-        block = Block
-        if self.remat != "none":
-            saved = [SAVED_PRODUCT, SAVED_ATTENTION] if self.remat == "dots" else []
-            policy = jax.checkpoint_policies.save_only_these_names(*saved)
-            block = nn.remat(Block, policy=policy, prevent_cse=False)
         scanned = nn.scan(
-            block, variable_axes={"params": 0}, split_rngs={"params": True}, length=count, metadata_params={},
+            self._block(), variable_axes={"params": 0}, split_rngs={"params": True}, length=count, metadata_params={},
             in_axes=(0, nn.broadcast),
         )  # fmt: skip
         return scanned(self.model, plan, self.seq)

@@ -89,8 +89,9 @@ class RunConfig:
     """Activation checkpointing: `none` recomputes nothing, `dots` keeps matmul outputs, `full` recomputes each
     layer."""
     shard: str = "none"
-    """What data-parallel copies share: `none`, or `optimizer` (float32 weights and moments are sharded over mesh axis
-    `data` too, and gathered once per step; ZeRO 1)."""
+    """What data-parallel copies share: `none`; `optimizer` shards float32 weights and moments over mesh axis `data` too
+    and gathers weights once per step (ZeRO 1); `gradients` also sums gradients by reduce_scatter (ZeRO 2); `parameters`
+    also gathers the weights of each layer while the layer before computes (ZeRO 3)."""
     accumulate: int = 1
     """Microbatches per step; their gradients are averaged. Must divide batch."""
     log_every: int = 1

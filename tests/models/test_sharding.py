@@ -1,14 +1,69 @@
-"""Weights and moments sharded over data-parallel copies."""
+"""Weights, gradients and moments sharded over data-parallel copies."""
 
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
 import pytest
 
+from mstrain.data import Batch
 from mstrain.mesh import make_mesh, parse_mesh
 from mstrain.models.config import ModelConfig
+from mstrain.models.parameters import parameter_shapes
 from mstrain.models.plan import ParallelConfig, make_plan
+from mstrain.models.transformer import Transformer
+from mstrain.program.optimizer import OptimizerConfig, make_optimizer
+from mstrain.program.step import abstract_state, gradients
 
-MODEL = ModelConfig(layers=2, width=32, heads=4, mlp_dim=64, vocab_size=61, context=8)
+MODEL = ModelConfig(layers=3, width=64, heads=4, mlp_dim=128, vocab_size=64, context=8)
+OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-3), 10)
+
+
+def module_on(mesh: str, shard: str, model: ModelConfig = MODEL, remat: str = "none") -> Transformer:
+    plan = make_plan(ParallelConfig("collective"), model, make_mesh(parse_mesh(mesh)), 8, 8, shard=shard)
+    return Transformer(model, plan, 8, jnp.bfloat16, remat)
 
 
 def test_sharding_without_copies_is_refused_with_what_fits():
-    with pytest.raises(ValueError, match="shard=optimizer has no effect: .* Type shard=none, or .*data axis"):
-        make_plan(ParallelConfig(), MODEL, make_mesh(parse_mesh("2x4")), 8, 8, shard="optimizer")
+    with pytest.raises(ValueError, match="shard=gradients has no effect: .* Type shard=none, or .*data axis"):
+        module_on("2x4", "gradients")
+
+
+ODD = dataclasses.replace(MODEL, width=66, heads=2, num_kv_heads=2, head_dim=33)
+
+
+@pytest.mark.parametrize("model", [MODEL, ODD], ids=["divides", "odd"])
+def test_every_copy_holds_its_share_of_weights_and_moments(model):
+    """A tensor with a dim that divides over the copies is sharded over them; the others are replicated."""
+    whole, shared = (abstract_state(module_on("4x1x2", shard, model), OPTIMIZER) for shard in ("none", "optimizer"))
+    replicated = 0
+    for before, after in zip(jax.tree.leaves(whole), jax.tree.leaves(shared), strict=True):
+        parts = [x.sharding.shard_shape(x.shape) for x in (before, after)]
+        divides = any(dim % 4 == 0 for dim in parts[0][before.ndim == 3 :])
+        assert math.prod(parts[0]) == math.prod(parts[1]) * (4 if divides else 1)
+        replicated += before.ndim > 0 and not divides
+    assert (replicated > 0) == (model == ODD)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_no_gathered_weight_is_saved_for_the_backward_pass(remat):
+    """Gathered kernels are bfloat16, shards and gradients float32; a scan would return those that it saves."""
+    module = module_on("2x2x2", "parameters", remat=remat)
+    kernels = {leaf.shape for leaf in jax.tree.leaves(parameter_shapes(module)["blocks_0"]) if leaf.ndim == 3}
+    batch = Batch(jax.ShapeDtypeStruct((1, 16, 9), jnp.int32))  # 128 tokens: no activation has the shape of a kernel
+    traced = jax.make_jaxpr(lambda params, batch: gradients(module, params, batch))(parameter_shapes(module), batch)
+    saved = [(out.aval.shape, out.aval.dtype) for scan in scans(traced.jaxpr) for out in scan.outvars]
+    assert len(kernels) == 3 and kernels <= {shape for shape, _ in saved}  # their gradients
+    assert not [shape for shape, dtype in saved if shape in kernels and dtype == jnp.bfloat16]
+
+
+def scans(jaxpr):
+    """All scans in a jaxpr."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(value, "jaxpr", value)  # of a closed jaxpr
+            if hasattr(inner, "eqns"):
+                yield from scans(inner)

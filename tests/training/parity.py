@@ -1,8 +1,8 @@
 """The same curve on every mesh: twenty steps of a small GPT as one compiled program per case.
 
 `python -m tests.training.parity` prints the largest relative difference of loss and gradient norm from the
-run on one device, for every mesh and algorithm. The suite runs a subset that covers each mesh and algorithm
-at least twice (test_parity.py).
+run on one device, for every mesh, algorithm and stage of shard=. The suite runs a subset that covers each mesh
+and algorithm at least twice (test_parity.py).
 """
 
 import dataclasses
@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mstrain.data import Batch
 from mstrain.gemm import ALGORITHMS
 from mstrain.mesh import make_mesh, parse_mesh
 from mstrain.models import parameters
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import ParallelConfig, make_plan
+from mstrain.models.sharding import SHARD
 from mstrain.models.transformer import Transformer
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.step import make_step, map_copies
@@ -83,6 +85,17 @@ def variant_cases() -> list[Case]:
     return cases
 
 
+def sharded_cases() -> list[Case]:
+    """Every stage of `shard=` with every algorithm, on two meshes with data-parallel copies, one accumulating."""
+    return [
+        Case(mesh, parallel, accumulate, remat, shard=shard)
+        for mesh, accumulate, remat in (("2x2x2", 1, "none"), ("4x2x1", 2, "full"))
+        for parallel in (*map(ParallelConfig, ALGORITHMS), MIXED)
+        for shard in SHARD
+        if parallel.algorithm != "cannon" or mesh == "2x2x2"
+    ]
+
+
 @functools.cache
 def module_of(case: Case) -> Transformer:
     mesh = make_mesh(parse_mesh(case.mesh))
@@ -117,7 +130,7 @@ def compiled(case: Case):
 
         def advance(i, carry):
             state, curve = carry
-            state, metrics = step(state, batches[i].reshape(case.accumulate, -1, SEQ + 1))
+            state, metrics = step(state, Batch(batches[i].reshape(case.accumulate, -1, SEQ + 1)))
             return state, curve.at[i].set(jnp.stack([metrics["loss"], metrics["grad_norm"]]))
 
         state, curve = jax.lax.fori_loop(0, steps, advance, (state, jnp.zeros((STEPS, 2))))
@@ -159,7 +172,7 @@ def main() -> None:
         cells = [f"{max(difference(found[name])):.1e}" if name in found else "not square" for name in names]
         print(f"| {mesh} | " + " | ".join(cells) + " |", flush=True)
     print("\n| case | loss | gradient norm |\n| --- | --- | --- |")
-    for case in variant_cases():
+    for case in variant_cases() + sharded_cases():
         loss, grad_norm = difference(case)
         print(f"| {case} | {loss:.1e} | {grad_norm:.1e} |", flush=True)
     loss, grad_norm = np.max(np.abs(results(BF16_REFERENCE)[0] / results(REFERENCE)[0] - 1), axis=0)

@@ -8,6 +8,7 @@ import pytest
 
 from mstrain.gemm import ALGORITHMS
 from mstrain.models.plan import ParallelConfig
+from mstrain.models.sharding import SHARD
 from tests.training.parity import (
     BF16_REFERENCE,
     MESHES,
@@ -38,11 +39,13 @@ SUITE = [
     Case("8x1", ParallelConfig("fsdp")),
     Case("8x1", ParallelConfig("summa")),
     Case("8x1", ParallelConfig("meshslice", slices="2", dataflow="ls")),
-    Case("2x2x2", ParallelConfig("cannon")),
-    Case("2x2x2", ParallelConfig("collective", dataflow="rs")),
-    Case("2x2x2", ParallelConfig("wang")),
+    Case("2x2x2", ParallelConfig("cannon"), shard="optimizer"),
+    Case("2x2x2", ParallelConfig("collective", dataflow="rs"), shard="parameters"),
+    Case("2x2x2", ParallelConfig("wang"), shard="gradients"),
     Case("2x2x2", ParallelConfig("gspmd")),
-    Case("2x2x2", MIXED),
+    Case("2x2x2", MIXED, remat="full", shard="parameters"),
+    Case("2x1x4", ParallelConfig("meshslice", slices="2"), accumulate=2, remat="dots", shard="parameters"),
+    Case("4x2x1", ParallelConfig("fsdp"), accumulate=2, shard="gradients"),
 ]
 TOLERANCE = 1e-5  # float32 rounds at 6e-8; twenty updates amplify it
 # bfloat16 keeps 8 bits: an activation rounded after another order of sums differs by 2 ** -9 = 0.2 %. A loss
@@ -75,6 +78,7 @@ def test_the_subset_covers_every_mesh_and_every_algorithm():
     assert all(meshes[mesh] >= 2 for mesh in MESHES), meshes
     assert all(len(algorithms[name]) >= 2 for name in ALGORITHMS), algorithms
     assert {case.parallel.dataflow for case in SUITE} == {"auto", "os", "ls", "rs"}
+    assert {case.shard for case in SUITE} == set(SHARD)
 
 
 def test_a_weight_off_by_one_percent_would_be_noticed():
