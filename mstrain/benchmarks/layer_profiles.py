@@ -23,6 +23,7 @@ from mstrain.models.transformer import Transformer
 from mstrain.planner.memory import WEIGHT_BYTES, parameter_counts
 from mstrain.program.memory import read_memory
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
+from mstrain.program.program import Program
 
 MEGABYTE = 1e6
 SHALLOW, DEEP = 1, 3  # layers of the two models
@@ -82,11 +83,11 @@ def measure_model(model: ModelConfig, sizes: Sizes) -> Measured:
     def embedded(params, tokens):
         return jnp.sum(apply(params, tokens, method=lambda m, t: m.embedding(t)).astype(jnp.float32))
 
-    gradient = jax.jit(jax.grad(loss)).lower(params, tokens).compile()
-    embedding = jax.jit(jax.grad(embedded)).lower(params, tokens).compile()
+    gradient = Program("gradient", jax.grad(loss), (params, tokens)).compile()
+    embedding = Program("gradient of the embedding", jax.grad(embedded), (params, tokens)).compile()
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), 10)
     moments, grads = jax.jit(optimizer.init)(params), gradient(params, tokens)
-    update = jax.jit(optimizer.update)
+    update = Program("update", optimizer.update, (grads, moments, params)).compile()
     memory = read_memory(gradient, None)
     return Measured(
         fastest_ms(lambda: gradient(params, tokens), sizes.repeats),

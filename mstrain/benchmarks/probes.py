@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from mstrain.benchmarks.collectives import collective_step, split_axis
 from mstrain.hardware.calibration import KINDS
 from mstrain.mesh import AXES
+from mstrain.program.program import Program
 
 UNROLLED = 4  # products and collectives in the body of a probe's loop; kernels, which would fuse, are one
 LOOP_KERNELS = 2  # that count and compare in every iteration
@@ -130,8 +131,8 @@ def _program(
     def repeated(x):
         return lax.fori_loop(0, repeats, body, x) if repeats else step(x)
 
-    compiled = jax.jit(jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    compiled = compiled.lower(x).compile()
+    function = jax.shard_map(repeated, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    compiled = Program("probe", function, (x,)).compile()
     return lambda: compiled(x)
 
 
@@ -146,7 +147,7 @@ def _sum_rows(x):
 def _many_arguments(mesh: Mesh) -> Callable:
     sharding = NamedSharding(mesh, P(mesh.axis_names))
     xs = [jax.device_put(jnp.ones(mesh.size, jnp.float32), sharding) for _ in range(ARGUMENTS)]
-    compiled = jax.jit(lambda xs: xs).lower(xs).compile()
+    compiled = Program("probe", lambda xs: xs, (xs,)).compile()
     return lambda: compiled(xs)
 
 
@@ -164,8 +165,8 @@ def _gemm(mesh: Mesh, shape: tuple[int, int, int], dtype: jnp.dtype, repeats: in
     def repeated(a, b):
         return lax.fori_loop(0, repeats, lambda i, a: body(i, a, b), a)
 
-    compiled = jax.jit(jax.shard_map(repeated, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False))
-    compiled = compiled.lower(a, b).compile()
+    function = jax.shard_map(repeated, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
+    compiled = Program("probe", function, (a, b)).compile()
     return lambda: compiled(a, b)
 
 

@@ -1,1 +1,1 @@
-"""What is compiled: state, step, optimizer, memory."""
+"""What is compiled: state, step, optimizer, inference, memory."""

@@ -25,7 +25,7 @@ class Program:
     Attributes:
       name: for messages and files.
       function: to be compiled; it may be jitted already.
-      arguments: trees of `jax.ShapeDtypeStruct` with `NamedSharding`s on one mesh.
+      arguments: trees of arrays or `jax.ShapeDtypeStruct`s with `NamedSharding`s on one mesh.
       algorithm: of all its products; None where there are several or none.
     """
 

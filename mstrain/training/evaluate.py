@@ -1,15 +1,16 @@
 """Validation loss on a fixed set of batches, in nats per token and bits per byte of text."""
 
 import dataclasses
+import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mstrain.checks import at_least
-from mstrain.data import Batch, TokenFile, unigram_nats_per_token
+from mstrain.data import TokenFile, unigram_nats_per_token
 from mstrain.models.transformer import Transformer
-from mstrain.program.step import State, mean_loss, num_targets
+from mstrain.program.inference import loss_program
+from mstrain.program.step import State
 from mstrain.training.feed import Feed
 from mstrain.training.reporter import Reporter
 
@@ -35,13 +36,7 @@ class Evaluator:
     ):
         self._feed = feed
         self.batches = min(config.batches, feed.batches.batches_per_epoch)
-
-        def loss(params, batch: Batch):
-            share = num_targets(batch) / batch.tokens.shape[0]
-            count = None if batch.mask is None else share
-            return jnp.mean(jax.lax.map(lambda batch: mean_loss(module, params, batch, count), batch)), share
-
-        self._loss = jax.jit(loss)
+        self._module = module
         self._file, self._reporter = file, reporter
         self.unigram_nats = unigram_nats_per_token(self._file)
         self.nats: float | None = None
@@ -54,6 +49,10 @@ class Evaluator:
     def bits_per_byte(self) -> float | None:
         """None before the first evaluation, and for a corpus without text."""
         return None if self.nats is None else self._file.bits_per_byte(self.nats)
+
+    @functools.cached_property
+    def _loss(self):
+        return loss_program(self._module, self._feed.abstract).compile()
 
     def measure(self, params) -> float:
         """Mean nats per token over the batches, also kept in `nats`."""

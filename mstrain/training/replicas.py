@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from mstrain.checks import at_least
 from mstrain.job.job import Job
+from mstrain.program.program import Program
 from mstrain.training.stopped import Stopped
 
 
@@ -41,7 +42,7 @@ class ReplicaCheck:
         names = [jax.tree_util.keystr(path) for path, _ in leaves]
         arrays = [leaf for _, leaf in leaves]
         if self._checksums is None:
-            self._checksums = compile_checksums(arrays)
+            self._checksums = checksum_program(arrays).compile()
         found = self._all_gather(self._checksums(arrays))
         differing = [
             f"{names[i]} on {_device(device)}"
@@ -65,8 +66,8 @@ class ReplicaCheck:
         return {int(device): np.frombuffer(bytes.fromhex(values), np.uint32) for device, values in rows}
 
 
-def compile_checksums(arrays: list[jax.Array]):
-    """A function from `arrays` to uint32 [devices, leaves]: sums of each device's own part of each leaf."""
+def checksum_program(arrays: list[jax.Array]) -> Program:
+    """From `arrays` to uint32 [devices, leaves]: sums of each device's own part of each leaf."""
     shardings = [array.sharding for array in arrays]
     named = [sharding for sharding in shardings if isinstance(sharding, NamedSharding)]
     assert len(named) == len(shardings)
@@ -82,7 +83,7 @@ def compile_checksums(arrays: list[jax.Array]):
         out_specs=P(mesh.axis_names),
         check_vma=False,
     )
-    return jax.jit(lambda arrays: mapped(*arrays))
+    return Program("checksums of replicas", lambda arrays: mapped(*arrays), (arrays,))
 
 
 def differing_devices(indices: dict, checksums: dict[int, np.ndarray], leaf: int) -> list:

@@ -3,13 +3,12 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mstrain.checks import at_least
 from mstrain.data.tokenizers import Tokenizer
 from mstrain.models.transformer import Transformer
-from mstrain.program.step import apply
+from mstrain.program.inference import sampling_program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,25 +39,10 @@ def sample(config: SampleConfig, tokenizer: Tokenizer | None, module: Transforme
     end = min(len(prompt) + config.tokens, module.seq)
     tokens = np.zeros((sequences, module.seq), np.int32)
     tokens[:, : len(prompt)] = prompt
-    generate = jax.jit(_generator(module, config.temperature), static_argnums=(2, 3))
-    tokens = generate(params, tokens, len(prompt), end, jax.random.key(seed))
+    program = sampling_program(module, sequences, len(prompt), end, config.temperature)
+    inputs = (
+        jax.make_array_from_callback(argument.shape, argument.sharding, lambda index, x=x: np.asarray(x)[index])
+        for argument, x in zip(program.arguments[1:], (tokens, np.int32(seed)), strict=True)
+    )
+    tokens = program.compile()(params, *inputs)
     return tokenizer.decode(np.asarray(tokens.addressable_data(0))[0, :end])
-
-
-def _generator(module: Transformer, temperature: float):
-    """Appends tokens one by one. Each step runs the whole sequence, so no cache is needed."""
-
-    def generate(params, tokens_BxT, begin, end, key):
-        def append(place, tokens_BxT):
-            logits = apply(module, params, tokens_BxT.reshape(-1), method="__call__")
-            logits = logits.reshape(*tokens_BxT.shape, -1)[:, place - 1]
-            if temperature:
-                chosen = jax.random.categorical(jax.random.fold_in(key, place), logits / temperature)
-            else:
-                chosen = jnp.argmax(logits, axis=-1)
-            return tokens_BxT.at[:, place].set(chosen.astype(jnp.int32))
-
-        tokens = jax.lax.fori_loop(begin, end, append, tokens_BxT)
-        return jax.lax.with_sharding_constraint(tokens, module.plan.head.grid.sharding(jax.P()))
-
-    return generate

@@ -21,7 +21,7 @@ MODEL = ModelConfig(layers=2, width=1024, heads=8, vocab_size=512)
 
 
 def test_a_run_compiles_its_step_with_the_options_of_its_chip(tmp_path, monkeypatch):
-    monkeypatch.setattr("mstrain.program.program.compiler_options", lambda chip: {"xla_no_such_option": True})
+    monkeypatch.setattr("mstrain.program.program.compiler_options", lambda *of: {"xla_no_such_option": True})
     monkeypatch.setattr("mstrain.mesh.fit_to_devices", lambda shape, devices: shape)
     places = [f"run_dir={tmp_path}", f"data.cache_dir={tmp_path}", "compile_cache=null", "mesh=1x1"]
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
