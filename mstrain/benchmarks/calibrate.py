@@ -37,8 +37,8 @@ from mstrain.mesh import make_mesh
 from mstrain.program.dtype import dtype_on
 
 FILE = "calibration.json"
-RUN_SECONDS = 60.0  # after which no further round is begun
-LEAST = 1e-9  # seconds: what a difference of two noisy times is at least
+RUN_SECONDS = 60.0  # after which no further round starts
+LEAST = 1e-9  # seconds: lower bound of a difference of two noisy times
 
 
 def calibrate(config: BenchmarkConfig, console: Console) -> int:
@@ -78,7 +78,7 @@ def compile_probes(mesh: Mesh, config: BenchmarkConfig, progress) -> list[Probe]
 
 
 def calibration_of(probes: list[Probe], times: Times, mesh: Mesh, config: BenchmarkConfig) -> Calibration:
-    """The calibration that the probes' times mean; raises ValueError where a link's time does not grow."""
+    """The calibration from the times of the probes; raises ValueError where a link's time does not grow."""
     device, elements = mesh.devices.flat[0], sizes_on(mesh).elements
     dispatch = times.counted[DISPATCH,]
     each = {p.key: max(times.counted[p.key] - dispatch, LEAST * p.count) / p.count for p in probes}

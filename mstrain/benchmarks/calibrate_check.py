@@ -91,7 +91,7 @@ def check(config: BenchmarkConfig, console: Console) -> int:
 
 
 def _spread(steps: list[Probe], probes: list[Probe]) -> list[Probe]:
-    """The steps spread evenly between the probes, as neither should meet a busier machine."""
+    """The steps, spread evenly between the probes, so that both run under the same load."""
     size = -(-len(probes) // len(steps))
     parts = [probes[size * number : size * (number + 1)] for number in range(len(steps))]
     return list(itertools.chain.from_iterable((step, *part) for step, part in zip(steps, parts, strict=True)))
@@ -124,7 +124,7 @@ def _words(keys: dict) -> str:
 
 
 def verdict(rows: list[Checked]) -> list[str]:
-    """How many rows are within the tolerance, whether the order of equal configurations is kept, what limits."""
+    """Rows within the tolerance, pairs of algorithms in the predicted order, and the largest term of the worst row."""
     off = [row for row in rows if abs(row.ratio - 1) > TOLERANCE]
     lines = [f"{len(rows) - len(off)} of {len(rows)} predictions are within {TOLERANCE:.0%}."]
     pairs = [(a, b) for a, b in _comparable(rows) if max(a.measured, b.measured) > 1.1 * min(a.measured, b.measured)]

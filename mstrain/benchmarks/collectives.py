@@ -100,7 +100,7 @@ def time_collective(mesh: Mesh, kind: str, shard_bytes: int, warmup: int, repeat
 
     def chain(x):
         for _ in range(CHAIN):
-            x = lax.optimization_barrier(step(x))  # a gather that is cut again would be simplified away
+            x = lax.optimization_barrier(step(x))  # XLA would remove a gather whose result is sliced again
         return x
 
     spec = P(mesh.axis_names)

@@ -66,8 +66,8 @@ class BenchmarkConfig:
     algorithms: str = "all"
     """Algorithms of `parallel=`, separated by spaces, or `all`."""
     meshes: str = "auto"
-    """Meshes separated by spaces; `auto` is one mesh for the devices; `all`, with target=, every mesh its torus can
-    carry."""
+    """Meshes separated by spaces; `auto` is one mesh for the devices; `all`, with target=, every mesh that fits
+    its torus."""
     slices: str = "auto"
     """MeshSlice's slice count, or one for each product of a block (attention in and out, mlp in and out), or `auto`."""
     dataflow: str = "auto"
@@ -195,30 +195,30 @@ class BenchmarkConfig:
         for key in IDLE.get(self.bench, ()):
             if getattr(self, key) != defaults[key]:
                 value = f"{key}={getattr(self, key)}"
-                raise ValueError(f"{value} has no effect with bench={self.bench}. Drop it.")
+                raise ValueError(f"{value} has no effect with bench={self.bench}. Remove it.")
         if self.target:
             idle = [key for key in ("emulate", "repeats", "warmup") if getattr(self, key) != defaults[key]]
             if idle and self.bench != "tune":
-                raise ValueError(f"{idle[0]}= has no effect with target=, which measures nothing. Drop one.")
+                raise ValueError(f"{idle[0]}= has no effect with target=, which measures nothing. Remove one of them.")
         else:
             if self.dump:
                 raise ValueError("dump= needs target=, for which programs are compiled. Type target=v5p-64.")
             if self.meshes == "all":
-                raise ValueError("meshes=all needs target=, whose torus says which. Type target=v5p-64.")
+                raise ValueError("meshes=all needs target=, whose torus determines them. Type target=v5p-64.")
         if self.constants and self.tune == "compile":
-            raise ValueError("constants= has no effect with tune=compile, which reads schedules. Drop it.")
+            raise ValueError("constants= has no effect with tune=compile, which reads schedules. Remove it.")
         if self.check and self.bench != "calibrate":
-            raise ValueError(f"check=true has no effect with bench={self.bench}. Type bench=calibrate or drop it.")
+            raise ValueError(f"check=true has no effect with bench={self.bench}. Type bench=calibrate or remove it.")
         if self.constants and self.calibration:
-            raise ValueError("constants= and calibration= are two sources of the same numbers. Drop one.")
+            raise ValueError("constants= and calibration= are two sources of the same numbers. Remove one of them.")
         if self.calibration and self.tune == "compile":
-            raise ValueError("calibration= has no effect with tune=compile, which reads schedules. Drop it.")
+            raise ValueError("calibration= has no effect with tune=compile, which reads schedules. Remove it.")
         if self.calibration and not (self.bench == "tune" or self.check):
             raise ValueError(
                 f"calibration= has no effect with bench={self.bench}. Type bench=tune, or bench=calibrate check=true."
             )
         if self.constants and self.bench != "tune":
-            raise ValueError(f"constants= has no effect with bench={self.bench}. Type bench=tune or drop it.")
+            raise ValueError(f"constants= has no effect with bench={self.bench}. Type bench=tune or remove it.")
         if self.bench != "tune":
             slices = "auto" if self.slices == "auto" else "1"
             check_effect(ParallelConfig(slices=slices, dataflow=self.dataflow), set(self.algorithm_names))

@@ -14,7 +14,7 @@ from mstrain.hardware import Link, collective_seconds
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Seconds of a collective of `participants` devices; `shard_bytes` as `collective_seconds` counts."""
+    """Seconds of a collective of `participants` devices; `shard_bytes` as in `collective_seconds`."""
 
     axis: str
     collective: str

@@ -1,8 +1,8 @@
-"""Small programs whose times are a calibration: each does one thing on all devices of a mesh at once, many times over.
+"""Programs that measure a calibration: each repeats one operation on all devices of a mesh at once.
 
-They run in turn, round after round, so that whatever else the machine does affects all of them alike; the median of
-the rounds counts. On emulated devices, which share cores, a time is the CPU time of the process over the cores: other
-programs lengthen it little.
+The programs run in turn, in several rounds, so that other load on the machine affects all of them alike. The median of
+the rounds is used. Emulated devices share cores, so their time is the CPU time of the process divided by the number of
+cores, which other programs change little.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ EXPONENTIAL, REDUCTION, TRANSPOSE = "exponential", "reduction", "transpose"
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """One program: `key` says what it measures, `count` how often it does it, `run` starts it."""
+    """One program. `key` names what it measures, `count` is the number of repetitions, and `run` starts it."""
 
     key: tuple
     count: int
@@ -42,9 +42,10 @@ class Probe:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured: edges of products, bytes of kernels and of shards, elements of other kernels.
+    """Sizes that are measured: edges of products, bytes of kernels and of shards, elements of other kernels.
 
-    `expected` decides how often probes repeat: seconds of the smallest kernel, product and collective, FLOP/s, bytes/s.
+    `expected` determines the number of repetitions: seconds of the smallest kernel, product and
+    collective, FLOP/s, bytes/s.
     """
 
     gemm: tuple[int, ...]
@@ -159,7 +160,7 @@ def _gemm(mesh: Mesh, shape: tuple[int, int, int], dtype: jnp.dtype, repeats: in
     def body(_, a, b):
         for _ in range(UNROLLED):
             y = a @ b
-            a, b = lax.optimization_barrier((a.at[:1, :1].set(y[:1, :1]), b))  # else all products were one
+            a, b = lax.optimization_barrier((a.at[:1, :1].set(y[:1, :1]), b))  # otherwise XLA merges equal products
         return a
 
     def repeated(a, b):
@@ -172,7 +173,7 @@ def _gemm(mesh: Mesh, shape: tuple[int, int, int], dtype: jnp.dtype, repeats: in
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Median seconds of one execution of every probe by its key: as they count, and of the wall clock."""
+    """Median seconds of one execution of every probe by its key: those that are used, and the wall clock."""
 
     counted: dict[tuple, float]
     wall: dict[tuple, float]
@@ -181,9 +182,9 @@ class Times:
 def run_rounds(
     probes: Sequence[Probe], rounds: int, seconds: float, progress: Callable[[str], None] = lambda text: None
 ) -> Times:
-    """Runs every probe once a round; the first round warms up and does not count.
+    """Runs every probe once a round; the first round is a warm-up and is not used.
 
-    Stops after `seconds`, though not before two rounds have counted.
+    Stops after `seconds`, but not before two rounds have been used.
     """
     cores = os.cpu_count() if jax.devices()[0].platform == "cpu" else None
     counted, wall = ({probe.key: [] for probe in probes} for _ in range(2))

@@ -85,7 +85,7 @@ def explain_all(config: BenchmarkConfig, console: Console) -> int:
     for model in config.model_configs:
         request, found = tune_model(model, config, config.tpu_slice)
         best, stem = found[0], folder / f"tune_{model.name}"
-        console.print(to_table(request, found), width=max(console.width, 120))  # numbers are cut in less
+        console.print(to_table(request, found), width=max(console.width, 120))  # narrower columns truncate numbers
         chosen = " ".join(f"{p.name} {p.layout.dataflow} S={p.slices};" for p in best.products.block)
         console.print(f"[bold]{model.name}[/]: mesh {best.shape}, {chosen.rstrip(';')}")
         rows = [plan_row(request, rank, costed, best) for rank, costed in enumerate(found, 1)]

@@ -3,9 +3,8 @@
 A checkpoint holds step, parameters and optimizer moments in canonical order (`mstrain.models.parameters`)
 and, beside them, a few facts about the run. Batches are a pure function of (seed, step), so there is no data
 position to save. Saves are asynchronous: the arrays are copied off the device, then written while training
-continues; a checkpoint appears under its step by one rename, with a manifest of its files' checksums, so a
-killed save leaves nothing that a resume would read and damage done later is noticed. Each host writes and
-digests its own part.
+continues; a checkpoint appears under its step by one rename, with a manifest of its files' checksums. So a
+resume never reads an incomplete save and detects later damage. Each host writes and digests its own part.
 """
 
 import contextlib
@@ -107,7 +106,7 @@ class Checkpoints:
         self._manager.reload()
 
     def set_aside(self, step: int) -> Path:
-        """Moves a damaged checkpoint, so that it is neither read again nor in the way; returns its place.
+        """Moves a damaged checkpoint, so that it is not read again; returns its place.
 
         Raises ValueError when `damaged` is not a folder of the run directory.
         """

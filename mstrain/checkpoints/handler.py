@@ -34,7 +34,7 @@ class DigestingHandler(ocp.PyTreeCheckpointHandler):
 
 
 def _gigabytes(size: int | None) -> Any:
-    """Of any type, because Orbax annotates an int but also takes fractions."""
+    """Typed Any, because Orbax annotates an int but also takes fractions."""
     return None if size is None else size / 10**9
 
 

@@ -37,7 +37,7 @@ class Schedule:
         return due
 
     def is_local(self, step: int) -> bool:
-        """Whether to save locally after `step`, of which the schedule has been asked: not what it saved anyway."""
+        """Whether to save locally after `step`: not when the schedule saves it in run_dir. Call the schedule first."""
         return bool(self._config.local_every) and step % self._config.local_every == 0 and step != self._saved_step
 
     def _due_by_time(self, step: int) -> bool:

@@ -40,7 +40,7 @@ def names_of(process: int, leaves: list[jax.ShapeDtypeStruct]) -> set[str]:
 
 
 def to_host(leaves: list[jax.Array]) -> dict[str, np.ndarray]:
-    """A copy in host memory of every shard on this process's devices, once each."""
+    """A copy in host memory of every shard on this process's devices, once per shard."""
     shards = {
         shard_name(i, leaf.shape, shard.index): shard.data
         for i, leaf in enumerate(leaves)

@@ -1,4 +1,4 @@
-"""From a command line to a checked dataclass, and from an error to a message. Knows no field of any config."""
+"""Command lines to checked dataclasses, and errors to messages; independent of the fields of every config."""
 
 from mstrain.cli.command import Command, run_command
 from mstrain.cli.compose import compose, to_yaml

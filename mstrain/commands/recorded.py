@@ -1,4 +1,4 @@
-"""What the commands that read a model have in common: the newest checkpoint of a run, or a Hugging Face folder."""
+"""Models of the commands that read one: the newest checkpoint of a run, or a Hugging Face folder."""
 
 import dataclasses
 from pathlib import Path

@@ -32,7 +32,10 @@ _READ_BY = {
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """The corpus. Raises ValueError at construction when a value is invalid or has no effect."""
+    """The corpus.
+
+    Raises ValueError at construction when a value is invalid or has no effect.
+    """
 
     source: str = "stdlib"
     """Source: `stdlib` (source files of the running Python), `text`, `jsonl` or `parquet` (files), `hf` (Hugging Face

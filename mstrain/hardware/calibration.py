@@ -1,7 +1,7 @@
-"""What `bench=calibrate` measures of the devices present, and the file that carries it to every prediction.
+"""The file that `bench=calibrate` writes and predictions read: measured times of the devices present.
 
-Every number of the file says its unit in its name. Times are those of one device while all devices of the mesh do the
-same, so emulated devices that share cores are charged for sharing them.
+The name of every number has its unit. Times are those of one device while all devices of the mesh do the
+same, so the times of emulated devices include that they share cores.
 """
 
 import dataclasses
@@ -103,7 +103,7 @@ class Calibration:
             )
 
     def constants(self, derived: Constants) -> Constants:
-        """The constants of the planner's cost model; those of `derived` where nothing was measured."""
+        """The constants of the planner's cost model; those of `derived` for what was not measured."""
         axes = {
             axis: AxisLinks(*(self.links[axis][kind] for kind in COLLECTIVES)) if axis in self.links else links
             for axis, links in (("row", derived.row), ("col", derived.col))
@@ -150,7 +150,7 @@ def load_calibration(path: str | Path) -> Calibration:
 
 
 def read_constants(name_or_path: str | Path) -> Constants:
-    """What `constants=` names: a shipped file, a file of bench=collectives, or a calibration.
+    """The constants that `constants=` names: a shipped file, a file of bench=collectives, or a calibration.
 
     Raises ValueError for anything else.
     """
@@ -168,7 +168,7 @@ def read_constants(name_or_path: str | Path) -> Constants:
 
 
 def is_calibration(document: Any) -> bool:
-    """Whether a JSON document says that it is a calibration, of whatever version."""
+    """Whether a JSON document is a calibration, of any version."""
     return isinstance(document, dict) and document.get("format") == FORMAT
 
 

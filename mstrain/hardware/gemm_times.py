@@ -1,4 +1,4 @@
-"""Measured times of local products by shape, and what they say of shapes between."""
+"""Measured times of local products by shape, interpolated for other shapes."""
 
 import functools
 import itertools
@@ -44,6 +44,6 @@ def _interpolator(times: tuple[GemmTime, ...]) -> tuple[list[list[int]], Regular
     grid = []
     for axis, edge in enumerate(edges):
         grid.append(np.log(edge if len(edge) > 1 else [edge[0], 2 * edge[0]]))
-        if len(edge) == 1:  # the interpolator wants two
+        if len(edge) == 1:  # the interpolator needs two
             logs = np.repeat(logs, 2, axis)
     return edges, RegularGridInterpolator(grid, logs)

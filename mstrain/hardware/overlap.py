@@ -1,4 +1,4 @@
-"""What compiled training steps hide of their collectives (overlap.toml), by generation and algorithm."""
+"""Shares of collectives that overlap with compute in compiled steps (overlap.toml), by generation and algorithm."""
 
 import functools
 import tomllib

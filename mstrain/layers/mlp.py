@@ -52,7 +52,7 @@ class Mlp(nn.Module):
             gate, up = jnp.split(h, 2, axis=-1)  # each feature shard holds its [gate | up]
             return activate(gate) * up
 
-        # To recompute an activation costs less than to save its intermediate values.
+        # Recomputing an activation costs less than saving its intermediate values.
         local = jax.checkpoint(local, prevent_cse=False)
         spec = self.plans.inside.spec
         return jax.shard_map(local, mesh=self.plans.grid.mesh, in_specs=spec, out_specs=spec, check_vma=False)(h)

@@ -57,7 +57,7 @@ def check_effect(parallel: ParallelConfig, used: set[str]) -> None:
     if parallel.slices != "auto" and not any_sliced(used):
         raise ValueError(
             f"parallel.slices={parallel.slices} has no effect: no layer uses meshslice. "
-            "Drop it, or type parallel=meshslice."
+            "Remove it, or type parallel=meshslice."
         )
     if parallel.dataflow not in ("auto", *DATAFLOWS):
         raise ValueError(f"parallel.dataflow={parallel.dataflow!r} is unknown. Choose auto, os, ls or rs.")
@@ -65,7 +65,7 @@ def check_effect(parallel: ParallelConfig, used: set[str]) -> None:
     if parallel.dataflow != "auto" and not used & choosing:
         raise ValueError(
             f"parallel.dataflow={parallel.dataflow} has no effect on {', '.join(sorted(used))}. "
-            f"Drop it, or choose one of {', '.join(sorted(choosing))}."
+            f"Remove it, or choose one of {', '.join(sorted(choosing))}."
         )
 
 

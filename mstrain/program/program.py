@@ -46,7 +46,7 @@ class Program:
     def compile(self, options: Mapping[str, bool | int | str] | None = None) -> jax.stages.Compiled:
         """Compiles with the chip's options, or with `options` instead."""
         jitted = self.function if hasattr(self.function, "lower") else jax.jit(self.function)
-        # Of any type, because JAX also takes integers but does not annotate them.
+        # Typed Any, because JAX also takes integers but does not annotate them.
         chosen: Any = self.compiler_options if options is None else dict(options)
         return jitted.lower(*self.arguments).compile(compiler_options=chosen)
 

@@ -95,7 +95,7 @@ class Measured:
 def compare(prediction: Prediction, measured: Measured, emulated: bool) -> list[str]:
     """Lines that put a measured step beside its prediction.
 
-    Where they differ by more than `TOLERANCE`: which term is off, as far as it can be told without a profile.
+    Where they differ by more than `TOLERANCE`: the term that differs, as far as that is known without a profile.
     """
     predicted, seconds = prediction.seconds, measured.seconds
     ratio = predicted / seconds

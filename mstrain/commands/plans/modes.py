@@ -1,4 +1,4 @@
-"""From arguments to one of the modes of plan.py."""
+"""Chooses the mode of plan.py from the arguments."""
 
 import importlib
 
