@@ -1,10 +1,14 @@
 """The option `--golden DIR` of the suite, and what the folder holds.
 
 A plugin and not part of a conftest.py: pytest takes the DIR of an option that it does not know for a path of tests, and
-then does not load tests/conftest.py. pytest.ini loads this file before the command line is read.
+then does not load tests/conftest.py. pytest.ini loads this file before the command line is read. If DIR is outside the
+checkout, pytest does not read pytest.ini either; `golden_option.dist-info` loads this file then, which starts pytest
+again with `--golden=DIR`, a spelling that pytest does not take for a path.
 """
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,11 +18,16 @@ FILES = ("metis.json", "distir.json", "published.json")
 
 
 def pytest_addoption(parser):
+    arguments = sys.argv[1:]
+    if "--golden" in arguments[:-1] and Path(sys.argv[0]).parent.name == "pytest":
+        at = arguments.index("--golden")
+        arguments[at : at + 2] = [f"--golden={arguments[at + 1]}"]
+        os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])
     parser.addoption(
         "--golden",
         metavar="DIR",
-        default=str(FOLDER),
-        help=f"folder with any of {', '.join(FILES)}; every case in it is a test (default: tests/golden)",
+        help=f"folder with any of {', '.join(FILES)}; every case in it is a test, and no other test runs unless its "
+        "path is given (default: tests/golden)",
     )
 
 
@@ -26,10 +35,12 @@ def pytest_configure(config):
     folder = golden_folder(config)
     if not any((folder / name).is_file() for name in FILES):
         raise pytest.UsageError(f"--golden {folder}: the folder holds none of {', '.join(FILES)}")
+    if config.getoption("--golden") and config.args_source is not config.ArgsSource.ARGS:
+        config.args[:] = [str(path) for path in FOLDER.parent.rglob("test_golden.py")]
 
 
 def golden_folder(config) -> Path:
-    return Path(config.getoption("--golden")).expanduser()
+    return Path(config.getoption("--golden") or FOLDER).expanduser()
 
 
 def golden(config, name: str) -> dict:
