@@ -13,13 +13,19 @@ def read_json(path: str | Path, what: str):
     deeply, or with numbers of more than DIGITS digits.
     """
     try:
-        return parse_json(Path(path).read_text(encoding="utf-8"))
+        return parse_json(read_text(path, what))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{what} {path}: line {error.lineno}: not JSON ({error.msg}).") from None
+
+
+def read_text(path: str | Path, what: str) -> str:
+    """The text in `path`; raises ValueError, with `what` it is, for a file that is missing or not UTF-8."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{what} {path}: {error.strerror}. Type the name of a file that can be read.") from None
     except UnicodeDecodeError:
         raise ValueError(f"{what} {path} is not a UTF-8 text.") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{what} {path}: line {error.lineno}: not JSON ({error.msg}).") from None
 
 
 def parse_json(text: str):

@@ -1,7 +1,7 @@
 """Devices and the links between them.
 
-A network says which wires a message uses, how fast it is, and what ring a group of devices forms. Bandwidths are
-bytes/s per direction, latencies seconds.
+A network gives the wires and the time of a message, and the ring of a group of devices. Bandwidths are bytes/s per
+direction, latencies seconds.
 """
 
 from __future__ import annotations
@@ -50,10 +50,7 @@ class Path(NamedTuple):
 
 
 class Network(ABC):
-    """What all networks share.
-
-    `latency` is seconds per hop, `launch` seconds to start a message or a collective.
-    """
+    """The links of a cluster; `launch` is the seconds to start a message or a collective."""
 
     launch = 0.0
 
@@ -63,7 +60,11 @@ class Network(ABC):
 
     @abstractmethod
     def path(self, source: int, destination: int) -> Path:
-        """The way of a message from `source` to `destination`."""
+        """The path of a message from `source` to `destination`."""
+
+    def hops(self, here: int, there: int) -> Sequence[Path]:
+        """The paths over which a ring sends equal parts from one member to the next."""
+        return (self.path(here, there),)
 
     def alike(self, placement: Placement) -> bool:
         """Whether all tensor ranks and data replicas of a placed plan see the same links."""
@@ -74,29 +75,24 @@ class Network(ABC):
 
         A wire that several hops cross is shared by them; `sync` is the latency of the slowest hop.
         """
-        return _ring(self, members)[0]
+        return self._ring(members)[0]
 
     def ring_wires(self, members: Sequence[int]) -> Sequence[int]:
         """The wires that the ring through `members` occupies."""
-        return _ring(self, members)[1]
+        return self._ring(members)[1]
 
-    def hops(self, here: int, there: int) -> Sequence[Path]:
-        """The paths over which a ring sends equal parts from one member to the next."""
-        return (self.path(here, there),)
-
-
-@lru_cache(maxsize=1 << 14)
-def _ring(network: Network, members: Sequence[int]) -> tuple[Link, tuple[int, ...]]:
-    load: dict[int, float] = {}
-    latency = 0.0
-    for here, there in zip(members, [*members[1:], members[0]]):
-        paths = network.hops(here, there)
-        for path in paths:
-            latency = max(latency, path.latency - network.launch)
-            for number in path.wires:
-                load[number] = load.get(number, 0.0) + 1.0 / len(paths)
-    bandwidth = min(network.wire(number).bandwidth / share for number, share in load.items())
-    return Link(network.launch, latency, bandwidth), tuple(load)
+    @lru_cache(maxsize=1 << 14)  # noqa: B019 - networks are few and small
+    def _ring(self, members: Sequence[int]) -> tuple[Link, tuple[int, ...]]:
+        load: dict[int, float] = {}
+        latency = 0.0
+        for here, there in zip(members, [*members[1:], members[0]]):
+            paths = self.hops(here, there)
+            for path in paths:
+                latency = max(latency, path.latency - self.launch)
+                for number in path.wires:
+                    load[number] = load.get(number, 0.0) + 1.0 / len(paths)
+        bandwidth = min(self.wire(number).bandwidth / share for number, share in load.items())
+        return Link(self.launch, latency, bandwidth), tuple(load)
 
 
 @dataclass(frozen=True)
@@ -127,9 +123,9 @@ class Switch(Network):
 class Axes(Network):
     """Devices numbered row-major over the axes of a plan, one full-duplex link per device and axis.
 
-    This is the network that the cost of a product has in mind: axes do not slow each other, and every collective
-    has its own launch. `links` has one entry per axis; messages use the link of the axis along which they go. `ring` is
-    the link of collectives among the devices of the last two axes together.
+    The cost of a product assumes this network: axes do not slow each other, and every collective has its own launch.
+    `links` has one entry per axis; messages use the link of the axis along which they go. `ring` is the link of
+    collectives among the devices of the last two axes together.
     """
 
     names: tuple[str, ...]
@@ -144,20 +140,19 @@ class Axes(Network):
         distance = abs(source - destination)
         return next(i for i in range(len(self.sizes)) if distance >= prod(self.sizes[i + 1 :]))
 
-    def _wires(self, device: int, axis: int) -> tuple[int, int]:
-        out = 2 * (device * len(self.sizes) + axis)
-        return out, out + 1
+    def _wire(self, device: int, axis: int, inward: bool) -> int:
+        return 2 * (device * len(self.sizes) + axis) + inward
 
     def wire(self, number: int) -> Wire:
         rest, inward = divmod(number, 2)
         device, axis = divmod(rest, len(self.sizes))
-        bandwidth = self.links[axis].permute.bandwidth
-        return Wire(device, f"link {self.names[axis]} {'in' if inward else 'out'}", bandwidth)
+        name = f"link {self.names[axis]} {'in' if inward else 'out'}"
+        return Wire(device, name, self.links[axis].permute.bandwidth)
 
     def path(self, source: int, destination: int) -> Path:
         axis = self._axis(source, destination)
         link = self.links[axis].permute
-        wires = self._wires(source, axis)[0], self._wires(destination, axis)[1]
+        wires = self._wire(source, axis, False), self._wire(destination, axis, True)
         return Path(wires, link.bandwidth, link.launch + link.sync)
 
     def link(self, kind: str, members: Sequence[int]) -> Link:
@@ -167,7 +162,7 @@ class Axes(Network):
 
     def ring_wires(self, members: Sequence[int]) -> Sequence[int]:
         axis = self._axis(members[0], members[1])
-        return [number for member in members for number in self._wires(member, axis)]
+        return [self._wire(member, axis, inward) for member in members for inward in (False, True)]
 
 
 @dataclass(frozen=True)
@@ -185,13 +180,8 @@ class Cluster:
     def ranks_alike(self, placement: Placement) -> bool:
         """Whether one rank of one replica represents all: same links, same devices per stage."""
         degrees = placement.degrees
-        replicas, ranks = np.divmod(np.arange(degrees.data * degrees.tensor), degrees.tensor)
-
-        def one_kind(stage: int) -> bool:
-            mine = {
-                id(device): device
-                for device in map(self.devices.__getitem__, placement.worker(replicas, ranks, stage).tolist())
-            }
-            return len(set(mine.values())) == 1
-
-        return self.network.alike(placement) and all(one_kind(stage) for stage in range(degrees.pipeline))
+        every = np.divmod(np.arange(degrees.data * degrees.tensor), degrees.tensor)
+        workers = (placement.worker(*every, stage).tolist() for stage in range(degrees.pipeline))
+        # By identity first: hashing a device takes longer than comparing its id.
+        kinds = ({id(self.devices[device]): self.devices[device] for device in mine} for mine in workers)
+        return self.network.alike(placement) and all(len(set(mine.values())) == 1 for mine in kinds)

@@ -1,4 +1,4 @@
-"""A simulated step beside what a cost model says of it: the one result of every planner's simulation."""
+"""A simulated step beside its cost model: the result of every planner's simulation."""
 
 import json
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""What an operation costs.
+"""The time of an operation.
 
 A kernel takes the longer of its arithmetic and its memory traffic, inputs and outputs included, and its launch.
-Collectives are rings on links that run beside the compute units, so that communication can hide and messages can
-compete; a message does not stop its devices.
+Collectives are rings on links beside the compute units: communication can be hidden and messages can compete. A message
+does not stop its devices.
 """
 
 from __future__ import annotations
@@ -39,40 +39,61 @@ class Rules:
     name: str = "corrected"
     link_lanes: bool = True
     axis_order: tuple[str, str, str] = ("pipeline", "data", "tensor")
-
-    @property
-    def first(self) -> int:
-        return 0
+    first: int = 0
 
     def compute_seconds(self, spec: OpSpec, device: Device) -> float:
         """Seconds of a single-device operation. Raises ValueError for an operation without a rule."""
         kind, shapes, size = spec
         if kind in PROFILED:
             return 1e-9 * shapes[0][0]
+        if kind in ("MatMulGrad", "WeightGrad"):
+            (m, k), (_, p) = shapes
+            weight = self.matmul_seconds((k, m), (m, p), size, device)
+            return weight if kind == "WeightGrad" else self.matmul_seconds((m, p), (p, k), size, device) + weight
         if kind in PRODUCTS:
-            return _products(spec, device)
+            seconds = self.matmul_seconds(shapes[0], shapes[1], size, device)
+            added = (shapes[0][0], shapes[1][1])
+            return seconds + self.elementwise_seconds("Add", added, size, device) if kind == "Gemm" else seconds
         if kind in READS:
-            count, writes = prod(shapes[0]), kind != "Loss"
-            return kernel_seconds(device, size * count * (READS[kind] + writes), count)
-        if kind in MOVES:  # Concat copies the new piece behind the old ones, into memory set aside for all of them
-            return kernel_seconds(device, 2 * size * prod(shapes[0]), 0.0) if kind == "Concat" else 0.0
+            return self.elementwise_seconds(kind, shapes[0], size, device)
+        if kind in MOVES:
+            return self.move_seconds(kind, shapes[0], size, device)
         if kind in TRAFFIC:
-            return kernel_seconds(device, size * prod(shapes[0]), 0.0)
+            return self.kernel_seconds(device, size * prod(shapes[0]), 0.0)
         if kind in ("Attention", "AttentionGrad"):
-            return kernel_seconds(device, 0.0, operation_work(spec))
+            return self.kernel_seconds(device, 0.0, operation_work(spec))
         if kind == "SGD":
             elements = sum(map(prod, shapes))
-            return kernel_seconds(device, 3 * size * elements, 2 * elements)
+            return self.kernel_seconds(device, 3 * size * elements, 2 * elements)
         known = " ".join(sorted([*READS, *MOVES, *TRAFFIC, *PRODUCTS, *PROFILED, "SGD"]))
         raise ValueError(f"no cost rule for operation {kind!r}; known: {known}")
+
+    def kernel_seconds(self, device: Device, nbytes: float, flops: float) -> float:
+        """Seconds of a kernel that moves `nbytes` and does `flops`."""
+        return device.launch_seconds + max(nbytes / device.memory_bandwidth, flops / device.flops)
+
+    def matmul_seconds(self, left: Sequence[int], right: Sequence[int], size: int, device: Device) -> float:
+        """Seconds of a product, batched over the leading dims."""
+        (m, k), p, batch = left[-2:], right[-1], prod(left[:-2])
+        elements = batch * m * k + prod(right[:-2]) * k * p + batch * m * p
+        return self.kernel_seconds(device, size * elements, 2.0 * batch * m * k * p)
+
+    def elementwise_seconds(self, kind: str, shape: Sequence[int], size: int, device: Device) -> float:
+        """Seconds of an operation of one result per element."""
+        count, writes = prod(shape), kind != "Loss"
+        return self.kernel_seconds(device, size * count * (READS[kind] + writes), count)
+
+    def move_seconds(self, kind: str, shape: Sequence[int], size: int, device: Device) -> float:
+        """Concat copies the new piece behind the old ones, into memory set aside for all; others are views."""
+        return self.kernel_seconds(device, 2 * size * prod(shape), 0.0) if kind == "Concat" else 0.0
 
     def communication_seconds(
         self, spec: OpSpec, members: Sequence[int], cluster: Cluster
     ) -> float | tuple[float | None, ...]:
         """Seconds of a communication over `members`: one number, or one per member (None: no event there).
 
-        Send goes from the first member to the second; Gather and Reduce go to the last member; Scatter and
-        Broadcast come from the first.
+        Send is from the first member to the second; Gather and Reduce end on the last member; Scatter and
+        Broadcast start from the first.
         """
         nbytes = prod(spec.shapes[0]) * spec.element_bytes
         if len(members) == 1:
@@ -81,30 +102,6 @@ class Rules:
             path = cluster.network.path(*members)
             return path.latency + nbytes / path.bandwidth
         return ring_seconds(spec.kind, nbytes, len(members), cluster.network.link(spec.kind, members))
-
-
-def kernel_seconds(device: Device, nbytes: float, flops: float) -> float:
-    """Seconds of a kernel that moves `nbytes` and does `flops`."""
-    return device.launch_seconds + max(nbytes / device.memory_bandwidth, flops / device.flops)
-
-
-def _products(spec: OpSpec, device: Device) -> float:
-    kind, shapes, size = spec
-    if kind in ("MatMulGrad", "WeightGrad"):
-        (m, k), (_, p) = shapes
-        weight = _matmul((k, m), (m, p), size, device)
-        return weight if kind == "WeightGrad" else _matmul((m, p), (p, k), size, device) + weight
-    seconds = _matmul(shapes[0], shapes[1], size, device)
-    if kind == "Gemm":
-        count = shapes[0][0] * shapes[1][1]
-        seconds += kernel_seconds(device, 3 * size * count, count)
-    return seconds
-
-
-def _matmul(left: Sequence[int], right: Sequence[int], size: int, device: Device) -> float:
-    (m, k), p, batch = left[-2:], right[-1], prod(left[:-2])
-    elements = batch * m * k + prod(right[:-2]) * k * p + batch * m * p
-    return kernel_seconds(device, size * elements, 2.0 * batch * m * k * p)
 
 
 def operation_work(spec: OpSpec) -> float:

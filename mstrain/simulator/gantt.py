@@ -1,4 +1,4 @@
-"""A simulated step as a picture: what compute and links of every device do over time, and two parts of it enlarged."""
+"""A simulated step as a picture: compute and links of every device over time, and two parts of it enlarged."""
 
 from __future__ import annotations
 
@@ -52,20 +52,24 @@ def rows_of(timeline: Timeline, devices: Sequence[int] | None, most: int | None)
         if device in order
     ]
     rows.sort(key=lambda row: (order.index(row.device), not row.compute, row.name))
-    if most is not None and len(rows) > most:
-        rows = [row for row in rows if row.compute][:most]
-    return rows
+    return [row for row in rows if row.compute][:most] if most is not None and len(rows) > most else rows
 
 
 def event_kinds(timeline: Timeline) -> np.ndarray:
     """Index into KINDS of every event."""
-    names = []
-    for name in timeline.names:
-        kind = "backward" if name.endswith("Grad") else "optimizer" if name in _OPTIMIZERS else "forward"
-        names.append(KINDS.index(kind))
-    links = [KINDS.index(_COLLECTIVES.get(name, KINDS[-1])) for name in timeline.names]
-    by_name = np.where(timeline.communication, np.array(links)[timeline.name], np.array(names)[timeline.name])
-    return by_name.astype(np.int64)
+    compute = [
+        "backward" if name.endswith("Grad") else "optimizer" if name in _OPTIMIZERS else "forward"
+        for name in timeline.names
+    ]
+    links = [_COLLECTIVES.get(name, KINDS[-1]) for name in timeline.names]
+    numbers = np.array([[KINDS.index(kind) for kind in kinds] for kinds in (compute, links)])
+    return numbers[timeline.communication.astype(int), timeline.name]
+
+
+def in_order(timeline: Timeline, chosen: np.ndarray) -> np.ndarray:
+    """The events where `chosen` is true, by their start."""
+    mine = np.flatnonzero(chosen)
+    return mine[np.argsort(timeline.start[mine], kind="stable")]
 
 
 def busy_parts(timeline: Timeline, kinds: np.ndarray, row: Row, edges: np.ndarray) -> np.ndarray:
@@ -73,8 +77,7 @@ def busy_parts(timeline: Timeline, kinds: np.ndarray, row: Row, edges: np.ndarra
     found = np.zeros((len(KINDS), len(edges) - 1))
     for lane in row.lanes:
         for kind in np.unique(kinds[timeline.lane == lane]):
-            mine = np.flatnonzero((timeline.lane == lane) & (kinds == kind))
-            mine = mine[np.argsort(timeline.start[mine], kind="stable")]
+            mine = in_order(timeline, (timeline.lane == lane) & (kinds == kind))
             start, duration = timeline.start[mine], timeline.duration[mine]
             moments = np.column_stack([start, start + duration]).ravel()
             done = np.cumsum(np.column_stack([np.zeros_like(duration), duration]).ravel())
@@ -104,10 +107,9 @@ def label_microbatches(axis: Axes, timeline: Timeline, kinds: np.ndarray, rows: 
         return
     microbatch = np.asarray(timeline.args["microbatch"], float)
     for number, row in enumerate(rows):
-        mine = np.flatnonzero(np.isin(timeline.lane, row.lanes) & np.isfinite(microbatch)) if row.compute else []
+        mine = in_order(timeline, np.isin(timeline.lane, row.lanes) & np.isfinite(microbatch) & row.compute)
         if not len(mine):
             continue
-        mine = mine[np.argsort(timeline.start[mine], kind="stable")]
         begins = np.flatnonzero(np.diff(microbatch[mine], prepend=np.nan) != 0)
         for first, last in zip(begins, [*(begins[1:] - 1), len(mine) - 1]):
             start = timeline.start[mine[first]]
@@ -119,8 +121,7 @@ def label_microbatches(axis: Axes, timeline: Timeline, kinds: np.ndarray, rows: 
 
 def parts_of(timeline: Timeline, row: Row) -> dict[str, tuple[float, float]]:
     """Intervals of a forward and a backward pass to enlarge, in the middle of the passes; none of short programs."""
-    mine = np.flatnonzero(timeline.lane == row.lanes[0])
-    mine = mine[np.argsort(timeline.start[mine], kind="stable")]
+    mine = in_order(timeline, timeline.lane == row.lanes[0])
     if len(mine) < 4 * ENLARGED:
         return {}
     grads = np.array([name.endswith("Grad") for name in timeline.names])[timeline.name[mine]]

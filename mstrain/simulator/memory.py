@@ -1,8 +1,8 @@
 """Live memory of a program over time, from the lifetimes of its values.
 
-A value takes memory from the operation that writes it until its last reader is done; program inputs stay, and
-so do values without a reader (results). An operation holds its inputs and outputs at once. This is DistIR's
-model: no workspace, no fragmentation.
+A value takes memory from the operation that writes it until its last reader is done. Program inputs and values without
+a reader (results) stay. An operation holds its inputs and outputs at once. This is DistIR's model: no workspace, no
+fragmentation.
 """
 
 from __future__ import annotations
@@ -31,20 +31,15 @@ class MemoryUse:
     @cached_property
     def peak_bytes(self) -> dict[int, int]:
         """The largest live total of each device."""
-        begin = np.flatnonzero(np.diff(self.device, prepend=-1))
-        return (
-            dict(zip(self.device[begin].tolist(), np.maximum.reduceat(self.total, begin).tolist()))
-            if len(begin)
-            else {}
-        )
+        return {device: int(totals.max()) for device, (_, totals) in self.timelines().items()}
 
     def timelines(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Per device, times and totals, one entry for all changes that happen together."""
         shown = (np.append(np.diff(self.device), 1) != 0) | (np.append(np.diff(self.moment), 1) != 0)
         device, time, total = self.device[shown], self.time[shown], self.total[shown]
-        begin = np.flatnonzero(np.diff(device, prepend=-1))
-        columns = zip(device[begin].tolist(), np.split(time, begin[1:]), np.split(total, begin[1:]))
-        return {which: (times, totals) for which, times, totals in columns}
+        devices, begin = np.unique(device, return_index=True)
+        parts = zip(devices.tolist(), np.split(time, begin[1:]), np.split(total, begin[1:]))
+        return {which: (times, totals) for which, times, totals in parts}
 
 
 def memory_use(
@@ -54,11 +49,9 @@ def memory_use(
 
     `counted`, a bool array of shape (values,), leaves out the values where it is false.
     """
-    values = np.arange(len(program.value_bytes))
-    reader = np.full(len(values), -1)
+    reader = np.full(len(program.value_bytes), -1)
     reader[program.inputs.items] = program.inputs.owner()
-    resident = values[program.resident]
-    freed = values[(reader >= 0) & ~program.resident]
+    resident, freed = np.flatnonzero(program.resident), np.flatnonzero((reader >= 0) & ~program.resident)
     freed = freed[np.argsort(reader[freed], kind="stable")]
     written, writer = program.outputs.items, program.outputs.owner()
     value = np.concatenate([resident, written, freed])
@@ -66,15 +59,10 @@ def memory_use(
     moment = np.concatenate([np.full(len(resident), -1), 2 * writer, 2 * reader[freed] + 1])
     time = np.concatenate([np.zeros(len(resident)), allocate[writer], free[reader[freed]]])
     sign = np.repeat([1, 1, -1], [len(resident), len(written), len(freed)])
-    if counted is not None:
-        keep = counted[value]
-        value, moment, time, sign = value[keep], moment[keep], time[keep], sign[keep]
-    delta = program.value_bytes[value] * sign
-    device = program.value_device[value]
-    order = np.lexsort((moment, time, device))
-    device, delta = device[order], delta[order]
-    total = np.cumsum(delta)
+    kept = np.flatnonzero(counted[value]) if counted is not None else np.arange(len(value))
+    order = kept[np.lexsort((moment[kept], time[kept], program.value_device[value[kept]]))]
+    device, total = program.value_device[value[order]], np.cumsum((program.value_bytes[value] * sign)[order])
     begin = np.flatnonzero(np.diff(device, prepend=-1))
-    before = total[begin] - delta[begin]
+    before = np.append(0, total)[begin]  # of the devices in front
     total -= np.repeat(before, np.diff(np.append(begin, len(total))))
     return MemoryUse(device, time[order], total, moment[order])

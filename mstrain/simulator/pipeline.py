@@ -1,7 +1,7 @@
 """The one writer of pipelined step programs: passes in the order of a schedule, each followed by its messages.
 
-What a pass consists of is the business of a `PipelineStep`: DistIR's perceptron and GPT-2, the transformer of a plan,
-or the profiled layers of a mixed cluster. It writes a pass once; `Layout` repeats it for every microbatch.
+A subclass of `PipelineStep` states what a pass consists of: DistIR's perceptron, the transformer of a plan, or the
+profiled layers of a mixed cluster. A pass is written once and repeated for every microbatch.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
+
 from mstrain.simulator.placement import SEND, Degrees
 from mstrain.simulator.program import OpSpec
-from mstrain.simulator.replicas import Layout, Step
+from mstrain.simulator.replicas import Step
 from mstrain.simulator.schedules import FORWARD, Schedule
 from mstrain.simulator.slots import RankOp, Slots
 
@@ -21,17 +23,18 @@ class PipelineStep(ABC):
 
     def __init__(self, degrees: Degrees, chunks: int):
         self.degrees, self.chunks, self.slots = degrees, chunks, Slots()
+        self.groups: dict[tuple[int, ...], int] = {}  # devices of operations along GROUP -> number
 
     def stage(self, chunk: int) -> int:
         """The stage of a chunk."""
         return chunk % self.degrees.pipeline
 
     def variant(self, chunk: int, direction: int, microbatch: int) -> tuple:
-        """What tells this pass from those of other microbatches; further arguments of `forward` and `backward`."""
+        """What distinguishes this pass from other microbatches; further arguments of `forward` and `backward`."""
         return ()
 
     def begin(self) -> Sequence[RankOp]:
-        """What comes before all passes."""
+        """The operations before all passes."""
         return ()
 
     @abstractmethod
@@ -39,7 +42,7 @@ class PipelineStep(ABC):
         """The forward pass of a chunk."""
 
     def backward(self, chunk: int, *variant) -> Sequence[RankOp]:
-        """The backward pass of a chunk; a step without one has no such tasks in its schedule."""
+        """The backward pass of a chunk; the schedule of a step without one has no such tasks."""
         raise AssertionError("this step has no backward pass")
 
     def messages(self, chunk: int, other: int, direction: int) -> Sequence[tuple[OpSpec, int, int]]:
@@ -58,19 +61,31 @@ class PipelineStep(ABC):
         ]
 
     def finish(self) -> Sequence[RankOp]:
-        """What comes after all passes."""
+        """The operations after all passes."""
         return ()
 
     def write(self, schedule: Schedule) -> Step:
         """The whole step."""
-        layout, last = Layout(), self.degrees.microbatches - 1
-        layout.add(("begin",), 0, self.begin)
+        ops: list[RankOp] = []
+        written: dict[tuple, np.ndarray] = {}  # rows of `ops` by kind of pass
+        order: list[tuple[np.ndarray, int]] = []  # rows and microbatch of every pass
+
+        def add(microbatch, variant, write, *arguments):
+            key = write, *arguments, variant
+            if key not in written:
+                begin = len(ops)
+                ops.extend(write(*arguments))
+                written[key] = np.arange(begin, len(ops))
+            order.append((written[key], microbatch))
+
+        add(0, (), self.begin)
         for tasks in schedule:
-            written = [(task, self.variant(*task[1:])) for task in tasks]
-            for (_, chunk, direction, microbatch), variant in written:
-                run = self.forward if direction == FORWARD else self.backward
-                layout.add((chunk, direction, variant), microbatch, run, chunk, *variant)
-            for (_, chunk, direction, microbatch), variant in written:
-                layout.add((chunk, direction, variant, "send"), microbatch, self.send, chunk, direction)
-        layout.add(("finish",), last, self.finish)
-        return layout.step(self.degrees, self.slots)
+            passes = [(chunk, way, m, self.variant(chunk, way, m)) for _, chunk, way, m in tasks]
+            for chunk, direction, microbatch, variant in passes:
+                add(microbatch, (), self.forward if direction == FORWARD else self.backward, chunk, *variant)
+            for chunk, direction, microbatch, variant in passes:  # every variant has values of its own
+                add(microbatch, variant, self.send, chunk, direction)
+        add(self.degrees.microbatches - 1, (), self.finish)
+        rows, microbatches = zip(*order)
+        microbatch = np.repeat(microbatches, [len(part) for part in rows])
+        return Step(self.degrees, ops, np.concatenate(rows), microbatch, self.slots, tuple(self.groups))

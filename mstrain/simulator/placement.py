@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-# Which devices an operation involves: its own, its tensor ranks, its data replicas, the next stage, or
-# (where the tensor ranks form a mesh) those of its column, which differ in their row, and those of its row; or a group
-# that the placement lists.
+import numpy as np
+
+# Which devices an operation involves: its own, its tensor ranks, its data replicas, its own and that of the stage
+# `peer`; where the tensor ranks form a mesh those of its column, which differ in their row, and those of its row; or a
+# group that the step lists.
 LOCAL, TENSOR, DATA, SEND, ROW, COL, GROUP = range(7)
 
 
@@ -34,44 +36,26 @@ class Degrees:
     def world(self) -> int:
         return self.data * self.tensor * self.pipeline
 
+    def rank_groups(self) -> list[np.ndarray]:
+        """By axis, (groups, members): the tensor ranks, numbered replica by replica, that an operation involves."""
+        ranks = np.arange(self.data * self.tensor).reshape(self.data, self.rows, self.cols)
+        replicas, own = ranks.reshape(self.data, -1), ranks.reshape(-1, 1)
+        by_column = ranks.swapaxes(1, 2).reshape(-1, self.rows)
+        return [own, replicas, replicas.T, own, by_column, ranks.reshape(-1, self.cols), own[:1]]
+
 
 @dataclass(frozen=True)
 class Placement:
-    """Numbers the workers from `first` up; `order` lists the axes from outermost to innermost, `groups` the members
-    of operations along GROUP, whose `peer` is a number of such a group.
-    """
+    """Numbers the workers from `first` up; `order` lists the axes from outermost to innermost."""
 
     degrees: Degrees
     order: tuple[str, ...] = ("data", "tensor", "pipeline")
     first: int = 0
-    groups: tuple[tuple[int, ...], ...] = ()
-
-    def strides(self) -> tuple[int, int, int]:
-        """Steps in device number along data, tensor and pipeline."""
-        strides, stride = {}, 1
-        for axis in reversed(self.order):
-            strides[axis] = stride
-            stride *= getattr(self.degrees, axis)
-        return strides["data"], strides["tensor"], strides["pipeline"]
 
     def worker(self, replica, rank, stage):
         """Device number of (replica, rank, stage); integers or arrays of them."""
-        data, tensor, pipeline = self.strides()
-        return self.first + replica * data + rank * tensor + stage * pipeline
-
-    def group(self, axis: int, replica: int, rank: int, stage: int, peer: int) -> Sequence[int]:
-        """The devices of one operation along `axis`."""
-        data, tensor, _ = self.strides()
-        here = self.worker(replica, rank, stage)
-        if axis == GROUP:
-            return self.groups[peer]
-        if axis == TENSOR:
-            return range(here, here + tensor * self.degrees.tensor, tensor)
-        if axis == ROW:
-            step = tensor * self.degrees.cols
-            return range(here, here + step * self.degrees.rows, step)
-        if axis == COL:
-            return range(here, here + tensor * self.degrees.cols, tensor)
-        if axis == DATA:
-            return range(here, here + data * self.degrees.data, data)
-        return (here, self.worker(replica, rank, peer)) if axis == SEND else (here,)
+        at: dict[str, Any] = {"data": replica, "tensor": rank, "pipeline": stage}
+        number: Any = 0
+        for axis in self.order:
+            number = number * getattr(self.degrees, axis) + at[axis]
+        return self.first + number

@@ -1,9 +1,8 @@
 """A program of operations over devices, as flat arrays (after the IR of DistIR, microsoft/dist-ir).
 
-The program is global: it holds the operations of all devices in one order. An operation is a pair (what,
-where): what is an `OpSpec` (kind, operand shapes, element size), where is a group of devices. One device
-computes; several devices communicate. Values live on one device each. Distinct specs and groups are stored
-once, so that costs are computed once per distinct pair, however long the program is.
+A program holds the operations of all devices in one order. An operation is an `OpSpec` (kind, operand shapes, element
+size) on a group of devices. One device computes; several devices communicate. A value is stored on one device. Distinct
+specs and groups are stored once, so that the cost of each pair is computed once.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ import numpy as np
 COMMUNICATION = frozenset(
     {"Send", "Scatter", "Broadcast", "Gather", "Reduce", "AllReduce", "AllGather", "ReduceScatter"}
 )
-
 # What a value is for, in the order in which memory is reported.
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "workspace")
 
 
 class OpSpec(NamedTuple):
-    """What an operation does: its kind, the operand shapes that decide its cost, bytes per element."""
+    """An operation's kind, the operand shapes that decide its cost, and bytes per element."""
 
     kind: str
     shapes: tuple[tuple[int, ...], ...]
@@ -43,10 +41,8 @@ class Ragged(NamedTuple):
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]]) -> Ragged:
-        offsets = np.zeros(len(lists) + 1, np.int64)
-        np.cumsum(np.fromiter(map(len, lists), np.int64, len(lists)), out=offsets[1:])
-        items = np.fromiter(chain.from_iterable(lists), np.int64, int(offsets[-1]))
-        return cls(offsets, items)
+        offsets = np.concatenate([[0], np.cumsum([len(items) for items in lists], dtype=np.int64)])
+        return cls(offsets, np.fromiter(chain.from_iterable(lists), np.int64, int(offsets[-1])))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -55,21 +51,19 @@ class Ragged(NamedTuple):
     def take(self, rows: np.ndarray) -> Ragged:
         """The lists at `rows`, in that order."""
         lengths = self.lengths[rows]
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(lengths, out=offsets[1:])
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
         positions = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths)
         return Ragged(offsets, self.items[positions])
 
     def owner(self) -> np.ndarray:
-        """For each item, the index of the list it belongs to."""
+        """For each item, the index of its list."""
         return np.repeat(np.arange(len(self.offsets) - 1), self.lengths)
 
 
-def number_present(codes: np.ndarray, bound: int) -> tuple[np.ndarray, np.ndarray]:
-    """Number the distinct values of `codes`, ints in [0, bound): each one's number, and the sorted values."""
-    present = np.zeros(bound, bool)
-    present[codes] = True
-    return (np.cumsum(present) - 1)[codes], np.flatnonzero(present)
+def distinct(items: Sequence) -> tuple[np.ndarray, tuple]:
+    """The number of each item's value, and the distinct values in order of appearance."""
+    numbers: dict = {}
+    return np.array([numbers.setdefault(item, len(numbers)) for item in items], np.int64), tuple(numbers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,19 +71,16 @@ class Program:
     """Operations in program order.
 
     Attributes:
-      specs, groups: the distinct specs and device groups; `spec` and `group` (int arrays of shape (ops,))
-        index them.
+      specs, groups: distinct specs and device groups; `spec` and `group` (int arrays of shape (ops,)) index them.
       microbatch: int array of shape (ops,), -1 where it does not apply.
-      copies: int array of shape (ops,): how many operations of the whole job each one stands for (1 unless
-        the program is one representative of symmetric ranks).
+      copies: int array of shape (ops,): how many operations of the job each one represents.
       inputs, outputs: values read and written by each operation.
       value_bytes, value_device: int arrays of shape (values,).
-      category: int array of shape (values,), an index into `CATEGORIES`; None if unknown.
-      resident: bool array of shape (values,): an input of the program, in memory from the start and never
-        freed.
-      labels: distinct names of parts of the model; `label` (int array of shape (ops,)) indexes them, None
-        if there are none.
+      resident: bool array of shape (values,): a program input, in memory from the start and never freed.
       devices: the devices whose time is kept. A group may name others: they only decide the cost.
+      category: int array of shape (values,), an index into `CATEGORIES`; None if unknown.
+      labels: distinct names of parts of the model; `label` (int array of shape (ops,)) indexes them, None if there
+        are none.
     """
 
     specs: tuple[OpSpec, ...]
@@ -110,5 +101,5 @@ class Program:
 
     @property
     def num_ops(self) -> int:
-        """Operations of the whole job (each one counted `copies` times)."""
+        """Operations of the whole job."""
         return int(self.copies.sum())

@@ -1,17 +1,17 @@
 """Pipeline schedules: which stage runs which microbatch, in which order.
 
-A schedule is a list of time steps; a step is the tasks that different stages run side by side. The steps only
-fix an order: how long anything takes is the simulator's business. Chunks are consecutive parts of the model;
-with `pipeline` stages, chunk c runs on stage c mod `pipeline` (more chunks than stages: interleaved).
+A schedule is a list of time steps; a step is the tasks that different stages run side by side. The steps fix an order;
+the simulator finds the times. Chunks are consecutive parts of the model; with `pipeline` stages, chunk c runs on stage
+c mod `pipeline` (more chunks than stages: interleaved).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 FORWARD, BACKWARD = 0, 1
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 
 class Task(NamedTuple):
@@ -26,97 +26,19 @@ class Task(NamedTuple):
 Schedule = tuple[tuple[Task, ...], ...]
 
 
-def _needs(chunk: int, direction: int, microbatch: int, num_chunks: int) -> list[tuple[int, int, int]]:
-    """The (chunk, direction, microbatch) passes that must come in an earlier step."""
-    if direction == FORWARD:
-        return [(chunk - 1, FORWARD, microbatch)] if chunk else []
-    needs = [(chunk, FORWARD, microbatch)]
-    return needs + [(chunk + 1, BACKWARD, microbatch)] if chunk + 1 < num_chunks else needs
+def warm_up(name: str, pipeline: int, stage: int, passes: int, per_stage: int) -> int:
+    """Forward passes of a stage before its first backward pass.
 
-
-def _steps_from_orders(orders: Sequence[Sequence[Task]], num_chunks: int) -> Schedule:
-    """Time steps in which every stage works through its own order as soon as what it needs is done."""
-    position = [0] * len(orders)
-    done: set[tuple[int, int, int]] = set()
-    steps = []
-    while any(at < len(order) for at, order in zip(position, orders)):
-        step = [
-            order[at]
-            for at, order in zip(position, orders)
-            if at < len(order) and all(need in done for need in _needs(*order[at][1:], num_chunks))
-        ]
-        assert step, "the stage orders wait for each other"
-        for task in step:
-            position[task.stage] += 1
-            done.add(task[1:])
-        steps.append(tuple(step))
-    return tuple(steps)
-
-
-def gpipe(pipeline: int, microbatches: int, chunks: int) -> Schedule:
-    """All forwards, then all backwards (Huang et al., 2019): every microbatch is in flight on every stage."""
-    orders = [
-        [Task(stage, stage, direction, m) for direction in (FORWARD, BACKWARD) for m in range(microbatches)]
-        for stage in range(pipeline)
-    ]
-    return _steps_from_orders(orders, chunks)
-
-
-def one_f_one_b(pipeline: int, microbatches: int, chunks: int) -> Schedule:
-    """Textbook 1F1B (Narayanan et al., 2021): stage s holds min(microbatches, pipeline - s) in flight."""
-    orders = []
-    for stage in range(pipeline):
-        warm_up = min(pipeline - stage - 1, microbatches)
-        order = [Task(stage, stage, FORWARD, m) for m in range(warm_up)]
-        for m in range(warm_up, microbatches):
-            order += [Task(stage, stage, FORWARD, m), Task(stage, stage, BACKWARD, m - warm_up)]
-        order += [Task(stage, stage, BACKWARD, m) for m in range(microbatches - warm_up, microbatches)]
-        orders.append(order)
-    return _steps_from_orders(orders, chunks)
-
-
-def interleaved(pipeline: int, microbatches: int, chunks: int) -> Schedule:
-    """Interleaved 1F1B (Narayanan et al., 2021, section 2.2): `chunks / pipeline` chunks per stage.
-
-    Raises ValueError unless chunks and microbatches are multiples of the pipeline degree.
+    GPipe runs all (Huang et al., 2019); 1F1B and its interleaved form (Narayanan et al., 2021, section 2.2) as few as
+    keep the later stages busy.
     """
-    if chunks % pipeline or microbatches % pipeline:
-        raise ValueError(
-            f"schedule interleaved needs chunks ({chunks}) and microbatches ({microbatches}) that are "
-            f"multiples of the pipeline degree ({pipeline}); change them or use schedule=1f1b"
-        )
-    per_stage, total = chunks // pipeline, microbatches * (chunks // pipeline)
-
-    def passes(stage: int, direction: int) -> list[Task]:
-        order = []
-        for index in range(total):
-            group, within = divmod(index, pipeline * per_stage)
-            which = within // pipeline
-            which = which if direction == FORWARD else per_stage - 1 - which
-            order.append(Task(stage, which * pipeline + stage, direction, group * pipeline + within % pipeline))
-        return order
-
-    orders = []
-    for stage in range(pipeline):
-        warm_up = min(2 * (pipeline - stage - 1) + (per_stage - 1) * pipeline, total)
-        forwards, backwards = passes(stage, FORWARD), passes(stage, BACKWARD)
-        order = forwards[:warm_up]
-        for forward, backward in zip(forwards[warm_up:], backwards):
-            order += [forward, backward]
-        orders.append(order + backwards[total - warm_up :])
-    return _steps_from_orders(orders, chunks)
-
-
-SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-}
+    later = pipeline - stage - 1
+    return min(passes, {"gpipe": passes, "1f1b": later, "interleaved": 2 * later + (per_stage - 1) * pipeline}[name])
 
 
 @lru_cache(maxsize=256)
 def schedule(name: str, pipeline: int, microbatches: int, chunks: int) -> Schedule:
-    """The schedule called `name`. Raises ValueError for an unknown name or more chunks than it can use."""
+    """The schedule called `name`. Raises ValueError for an unknown name, or chunks or microbatches it cannot use."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r} is unknown; choose one of {' '.join(SCHEDULES)}")
     if chunks != pipeline and name != "interleaved":
@@ -124,4 +46,47 @@ def schedule(name: str, pipeline: int, microbatches: int, chunks: int) -> Schedu
             f"schedule {name} runs one chunk per stage, not {chunks} chunks on {pipeline} stages; "
             "use schedule=interleaved"
         )
-    return SCHEDULES[name](pipeline, microbatches, chunks)
+    if name == "interleaved" and (chunks % pipeline or microbatches % pipeline):
+        raise ValueError(
+            f"schedule interleaved needs chunks ({chunks}) and microbatches ({microbatches}) that are "
+            f"multiples of the pipeline degree ({pipeline}); change them or use schedule=1f1b"
+        )
+    per_stage = chunks // pipeline
+    block = pipeline if name == "interleaved" else microbatches  # microbatches that a chunk runs in a row
+    orders = []
+    for stage in range(pipeline):
+        mine = range(stage, chunks, pipeline)
+        forwards, backwards = (
+            [
+                Task(stage, chunk, direction, first + m)
+                for first in range(0, microbatches, block)
+                for chunk in (mine, mine[::-1])[direction]
+                for m in range(block)
+            ]
+            for direction in (FORWARD, BACKWARD)
+        )
+        warm = warm_up(name, pipeline, stage, len(forwards), per_stage)
+        pairs = zip(forwards[warm:], backwards)
+        order = [*forwards[:warm], *(task for pair in pairs for task in pair), *backwards[len(forwards) - warm :]]
+        orders.append(order[::-1])  # the next task is the last
+    return _time_steps(orders, chunks)
+
+
+def _time_steps(orders: list[list[Task]], chunks: int) -> Schedule:
+    """Steps in which every stage runs its next task as soon as what the task needs is done."""
+    done: set[tuple[int, int, int]] = set()
+
+    def ready(task: Task) -> bool:
+        _, chunk, direction, microbatch = task
+        if direction == FORWARD:
+            return not chunk or (chunk - 1, FORWARD, microbatch) in done
+        last = chunk + 1 == chunks
+        return (chunk, FORWARD, microbatch) in done and (last or (chunk + 1, BACKWARD, microbatch) in done)
+
+    steps = []
+    while any(orders):
+        step = [order.pop() for order in [order for order in orders if order and ready(order[-1])]]
+        assert step, "the stage orders wait for each other"
+        done.update(task[1:] for task in step)
+        steps.append(tuple(step))
+    return tuple(steps)

@@ -18,7 +18,7 @@ from mstrain.simulator.costs import Rules, operation_work
 from mstrain.simulator.kernels import first_come
 from mstrain.simulator.memory import MemoryUse, memory_use
 from mstrain.simulator.placement import Placement
-from mstrain.simulator.program import CATEGORIES, Program, Ragged, number_present
+from mstrain.simulator.program import CATEGORIES, Program, Ragged, distinct
 from mstrain.simulator.replicas import Step
 from mstrain.timeline import Counter, Lane, Timeline
 
@@ -34,53 +34,43 @@ class _Lanes:
         self.compute = {device: number for number, device in enumerate(program.devices)}
         self.links: dict[int, int] = {}
 
-    def of_devices(self, members) -> tuple[int, ...]:
-        return tuple(self.compute[device] for device in members if device in self.compute)
+    def of_devices(self, members) -> list[int]:
+        return [self.compute[device] for device in members if device in self.compute]
 
-    def of_links(self, numbers) -> tuple[int, ...]:
-        found = []
+    def of_links(self, numbers) -> list[int]:
         for number in numbers:
-            lane = self.links.get(number)
-            if lane is None:
+            if number not in self.links:
                 wire = self.cluster.network.wire(number)
-                if wire.device not in self.compute:
-                    continue
-                lane = self.links[number] = len(self.lanes)
-                self.lanes.append(Lane(wire.device, self.lanes[self.compute[wire.device]].process, wire.name))
-            found.append(lane)
-        return tuple(found)
+                if wire.device in self.compute:
+                    self.links[number] = len(self.lanes)
+                    self.lanes.append(Lane(wire.device, self.lanes[self.compute[wire.device]].process, wire.name))
+        return [self.links[number] for number in numbers if number in self.links]
 
 
 def _events(program: Program, cluster: Cluster, rules: Rules, lanes: _Lanes) -> tuple[np.ndarray, Ragged, np.ndarray]:
     """Per operation its action; per action the lanes it holds, and for how long (NaN: no event)."""
-    action, pairs = number_present(
-        program.spec * len(program.groups) + program.group, len(program.specs) * len(program.groups)
-    )
+    pairs, action = np.unique(program.spec * len(program.groups) + program.group, return_inverse=True)
     held, seconds = [], []
     cost: dict[tuple[int, int], float] = {}  # by identity: hashing a device costs more than its cost
-    for pair in pairs.tolist():
-        spec, group = divmod(pair, len(program.groups))
+    for spec, group in zip(*(part.tolist() for part in np.divmod(pairs, len(program.groups)))):
         what, members = program.specs[spec], program.groups[group]
-        if not what.communicates:
-            for device in members:
-                key = (spec, id(cluster.devices[device]))
-                if key not in cost:
-                    cost[key] = rules.compute_seconds(what, cluster.devices[device])
-                seconds.append(cost[key])
-            held.append(lanes.of_devices(members))
-            continue
-        duration = rules.communication_seconds(what, members, cluster)
-        if rules.link_lanes:
+        if what.communicates:
+            duration = rules.communication_seconds(what, members, cluster)
             network = cluster.network
-            held.append(
-                lanes.of_links(network.path(*members).wires if what.kind == "Send" else network.ring_wires(members))
-            )
-        else:
-            held.append(lanes.of_devices(members))
-        if isinstance(duration, tuple):
-            seconds.extend(np.nan if value is None else value for value in duration)
-        else:
-            seconds.extend([duration] * len(held[-1]))
+            if rules.link_lanes:
+                wires = network.path(*members).wires if what.kind == "Send" else network.ring_wires(members)
+                held.append(lanes.of_links(wires))
+            else:
+                held.append(lanes.of_devices(members))
+            each = duration if isinstance(duration, tuple) else [duration] * len(held[-1])
+            seconds.extend(np.nan if value is None else value for value in each)
+            continue
+        for device in members:
+            key = (spec, id(cluster.devices[device]))
+            if key not in cost:
+                cost[key] = rules.compute_seconds(what, cluster.devices[device])
+            seconds.append(cost[key])
+        held.append(lanes.of_devices(members))
     lists = Ragged.of(held)
     assert len(lists.items) == len(seconds), "an operation with a duration per member must keep all members"
     return action, lists, np.array(seconds)
@@ -88,7 +78,7 @@ def _events(program: Program, cluster: Cluster, rules: Rules, lanes: _Lanes) -> 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What a simulated step does, in seconds and bytes; see `Program` for operations and devices.
+    """A simulated step, in seconds and bytes; see `Program` for operations and devices.
 
     Attributes:
       start, end: when each operation holds its lanes, shape (ops,); `lane_end`: when each lane is done.
@@ -111,21 +101,16 @@ class Simulation:
         """Length of the step: when the last lane is done."""
         return float(self.lane_end.max(initial=0.0))
 
-    @property
-    def num_events(self) -> int:
-        """Trace events of the whole job: one per operation and device, those of ranks left out included."""
-        members = np.array([len(group) for group in self.program.groups])[self.program.group]
-        silent = np.bincount(self.action, minlength=len(self.held.lengths)) @ np.bincount(
-            self.held.owner(), weights=np.isnan(self.action_seconds), minlength=len(self.held.lengths)
-        )
-        return int(members @ self.program.copies - silent)
+    @cached_property
+    def _times(self) -> np.ndarray:
+        """How often each action happens."""
+        return np.bincount(self.action, minlength=len(self.held.lengths))
 
-    @property
+    @cached_property
     def compute_seconds(self) -> dict[int, float]:
         """How long each kept device computes."""
-        times = np.bincount(self.action, minlength=len(self.held.lengths))[self.held.owner()]
         seconds = np.zeros(len(self.lanes))
-        np.add.at(seconds, self.held.items, times * np.nan_to_num(self.action_seconds))
+        np.add.at(seconds, self.held.items, self._times[self.held.owner()] * np.nan_to_num(self.action_seconds))
         return {lane.device: total for lane, total in zip(self.lanes, seconds.tolist()) if lane.thread == "compute"}
 
     @cached_property
@@ -150,22 +135,20 @@ class Simulation:
         """The mean part of the step in which a device computes nothing: bubbles and waiting."""
         return 1.0 - self._device_seconds_by_kind[0] / (len(self.program.devices) * self.seconds)
 
+    def _memory(self, counted: np.ndarray | None = None) -> MemoryUse:
+        return memory_use(self.program, self.start if self.rules.link_lanes else self.end, self.end, counted)
+
     @cached_property
     def memory(self) -> MemoryUse:
         """Live memory per device over time."""
-        return memory_use(self.program, self.start if self.rules.link_lanes else self.end, self.end)
+        return self._memory()
 
     @cached_property
     def memory_by_category(self) -> dict[str, MemoryUse]:
         """Live memory per device over time of the categories that the program has."""
-        if self.program.category is None:
-            return {}
-        allocate = self.start if self.rules.link_lanes else self.end
-        return {
-            name: memory_use(self.program, allocate, self.end, self.program.category == index)
-            for index, name in enumerate(CATEGORIES)
-            if (self.program.category == index).any()
-        }
+        category = self.program.category
+        present = [] if category is None else np.unique(category).tolist()
+        return {CATEGORIES[index]: self._memory(category == index) for index in present}
 
     @property
     def peak_bytes(self) -> int:
@@ -174,50 +157,36 @@ class Simulation:
 
     def timeline(self) -> Timeline:
         """Events on lanes, with operator, shape, bytes, flops and microbatch of each, and live memory."""
-        program = self.program
-        taken = self.held.take(self.action)
-        op = taken.owner()
-        seconds = self.held._replace(items=np.arange(len(self.action_seconds))).take(self.action).items
-        duration = self.action_seconds[seconds]
-        kept = ~np.isnan(duration)
-        op, lane, duration = op[kept], taken.items[kept], duration[kept]
+        program, specs = self.program, self.program.specs
+        taken, seconds = self._taken
+        kept = ~np.isnan(seconds)
+        op = taken.owner()[kept]
         spec = program.spec[op]
-        names = tuple(dict.fromkeys(item.kind for item in program.specs))
-        number = {name: index for index, name in enumerate(names)}
-        shapes = np.array(
-            [" ".join("x".join(map(str, shape)) for shape in item.shapes[:2]) for item in program.specs], dtype=object
-        )
+        name, names = distinct([item.kind for item in specs])
+        shapes = [" ".join("x".join(map(str, shape)) for shape in item.shapes[:2]) for item in specs]
         args = {
-            "shape": shapes[spec],
-            "bytes": np.array([sum(map(prod, item.shapes)) * item.element_bytes for item in program.specs])[spec],
-            "flops": np.array([operation_work(item) for item in program.specs])[spec],
+            "shape": np.array(shapes, dtype=object)[spec],
+            "bytes": np.array([sum(map(prod, item.shapes)) * item.element_bytes for item in specs])[spec],
+            "flops": np.array([operation_work(item) for item in specs])[spec],
             "microbatch": np.where(program.microbatch < 0, np.nan, program.microbatch)[op],
-            **_parts(program, op),
-            "flow": np.where([item.kind == "Send" for item in program.specs], 1, -1)[spec] * (op + 1),
         }
-        return Timeline(
-            self.lanes,
-            names,
-            lane,
-            np.array([number[item.kind] for item in program.specs])[spec],
-            self.start[op],
-            duration,
-            np.array([item.communicates for item in program.specs])[spec],
-            args,
-            tuple(
-                Counter(device, name, time, value)
-                for name, use in {"live memory": self.memory, **self.memory_by_category}.items()
-                for device, (time, value) in use.timelines().items()
-            ),
+        if program.label is not None:
+            parts = np.array([" ".join(map(str, label)) for label in program.labels], dtype=object)
+            args["part"] = parts[program.label[op]]
+        args["flow"] = np.where([item.kind == "Send" for item in specs], 1, -1)[spec] * (op + 1)
+        counters = tuple(
+            Counter(device, what, time, value)
+            for what, use in {"live memory": self.memory, **self.memory_by_category}.items()
+            for device, (time, value) in use.timelines().items()
         )
+        communicates = np.array([item.communicates for item in specs])[spec]
+        lane, duration = taken.items[kept], seconds[kept]
+        return Timeline(self.lanes, names, lane, name[spec], self.start[op], duration, communicates, args, counters)
 
-
-def _parts(program: Program, op: np.ndarray) -> dict[str, np.ndarray]:
-    """The part of the model that each of the operations `op` belongs to, where the program says."""
-    if program.label is None:
-        return {}
-    names = np.array([" ".join(map(str, label)) for label in program.labels], dtype=object)
-    return {"part": names[program.label[op]]}
+    @property
+    def _taken(self) -> tuple[Ragged, np.ndarray]:
+        """The lanes that each operation holds, and the seconds of each."""
+        return self.held.take(self.action), self.held._replace(items=self.action_seconds).take(self.action).items
 
 
 def simulate(program: Program, cluster: Cluster, rules: Rules = CORRECTED) -> Simulation:
@@ -232,8 +201,7 @@ def simulate(program: Program, cluster: Cluster, rules: Rules = CORRECTED) -> Si
         )
     lanes = _Lanes(program, cluster)
     action, held, seconds = _events(program, cluster, rules, lanes)
-    taken = held.take(action)
-    durations = held._replace(items=seconds).take(action).items
+    taken, durations = held.take(action), held._replace(items=seconds).take(action).items
     ordered = len(program.devices) if rules.link_lanes else len(lanes.lanes)
     start, end, lane_end = first_come(
         taken.offsets, taken.items, durations, *program.inputs, *program.outputs,
@@ -255,14 +223,10 @@ def place(step: Step, cluster: Cluster, rules: Rules, everything: bool = False) 
             f"{step.degrees} needs devices {workers.start} to {workers.stop - 1}, the cluster has "
             f"{len(cluster.devices)}; lower the degrees" + (" (device 0 is the root)" if rules.first else "")
         )
-    everything = everything or not step.alike or not cluster.ranks_alike(placement)
+    everything = everything or bool(step.groups) or not cluster.ranks_alike(placement)
     return step.expand(placement) if everything else step.representative(placement)
 
 
 def simulate_step(step: Step, cluster: Cluster, rules: Rules = CORRECTED, everything: bool = False) -> Simulation:
-    """Simulate any step (`mlp_step`, `gpt_step`). Raises ValueError when the cluster is too small.
-
-    Where all ranks are alike (a switch; a torus with one dim per parallel axis) one of them represents all,
-    whatever their number, unless `everything`.
-    """
+    """Simulate a step as `place` puts it on the cluster. Raises ValueError when the cluster is too small."""
     return simulate(place(step, cluster, rules, everything), cluster, rules)

@@ -1,4 +1,4 @@
-"""What one tensor rank of one data replica does: its operations, and its values by slot."""
+"""The operations and values of one tensor rank of one data replica."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mstrain.simulator.program import CATEGORIES, OpSpec
 class RankOp(NamedTuple):
     """One operation of one rank: what it does, along which axis, on which stage (a Send: to stage `peer`).
 
-    `label` names the part of the model it belongs to, in words and numbers; nothing where it does not matter.
+    `label` names the part of the model it belongs to, in words and numbers; empty where it does not matter.
     """
 
     spec: OpSpec
@@ -30,17 +30,17 @@ class Slots:
     _PREVIOUS = 1 << 40
 
     def __init__(self):
-        self.single: list[tuple[int, int, bool, int]] = []
+        # Bytes, stage, whether they are inputs, whether they grow with the microbatch, category.
+        self.single: list[tuple[int, int, bool, bool, int]] = []
         self.repeated: list[tuple[int, int, bool, bool, int]] = []
 
     def resident(self, nbytes: int, stage: int, category: str = "parameters") -> int:
         """A program input that exists once, such as a weight."""
-        self.single.append((nbytes, stage, True, CATEGORIES.index(category)))
-        return -len(self.single)
+        return self.once(nbytes, stage, category, resident=True)
 
-    def once(self, nbytes: int, stage: int, category: str) -> int:
+    def once(self, nbytes: int, stage: int, category: str, resident: bool = False) -> int:
         """A value that one operation writes for all microbatches."""
-        self.single.append((nbytes, stage, False, CATEGORIES.index(category)))
+        self.single.append((nbytes, stage, resident, False, CATEGORIES.index(category)))
         return -len(self.single)
 
     def value(
@@ -57,18 +57,14 @@ class Slots:
 
     def numbers(self, slots: np.ndarray, microbatch: np.ndarray) -> np.ndarray:
         """Value numbers of `slots` as seen from `microbatch` (both int arrays of one shape)."""
-        before = slots >= self._PREVIOUS
-        repeated = slots - before * self._PREVIOUS
-        at = len(self.single) + (microbatch - before) * len(self.repeated) + repeated
+        before, slot = np.divmod(slots, self._PREVIOUS)
+        at = len(self.single) + (microbatch - before) * len(self.repeated) + slot
         return np.where(slots < 0, -slots - 1, at)
 
     def table(self, microbatches: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Bytes, stage, residency and category (an index into `CATEGORIES`) of every value number."""
-        single = np.array(self.single, np.int64).reshape(-1, 4)
-        repeated = np.array(self.repeated, np.int64).reshape(-1, 5)
-        times = np.where(repeated[:, 3] > 0, np.arange(1, microbatches + 1)[:, None], 1)
-        nbytes = np.concatenate([single[:, 0], (repeated[:, 0] * times).ravel()])
-        stage = np.concatenate([single[:, 1], np.tile(repeated[:, 1], microbatches)])
-        resident = np.concatenate([single[:, 2] > 0, np.tile(repeated[:, 2] > 0, microbatches)])
-        category = np.concatenate([single[:, 3], np.tile(repeated[:, 4], microbatches)])
-        return nbytes, stage, resident, category
+        single, repeated = (np.array(rows, np.int64).reshape(-1, 5) for rows in (self.single, self.repeated))
+        rows = np.concatenate([single, np.tile(repeated, (microbatches, 1))])
+        microbatch = np.repeat(np.arange(microbatches), len(repeated))
+        rows[len(single) :, 0] *= np.where(rows[len(single) :, 3], microbatch + 1, 1)
+        return rows[:, 0], rows[:, 1], rows[:, 2] > 0, rows[:, 4]

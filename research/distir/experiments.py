@@ -1,31 +1,33 @@
 """The experiments of DistIR's notebook, `euromlsys21_mlp_grid_search_results.ipynb`, under any rule set.
 
-`python plan.py experiment=distir_mlp rules=notebook` repeats them; `rules=corrected` (the default) says what
-they come to with the right units, where the notebook's conclusion does not hold.
+`python plan.py experiment=distir_mlp rules=notebook` repeats them; `rules=corrected` (the default) repeats them with
+the right units, where the notebook's conclusion does not hold.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from mstrain.simulator import plots as timelines
 from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Switch
+from mstrain.simulator.gantt import plot_gantt
 from mstrain.simulator.placement import Degrees
+from mstrain.simulator.plots import plot_memory
 from mstrain.simulator.simulate import place, simulate
-from mstrain.timeline import write_perfetto
+from mstrain.timeline import Timeline, write_perfetto
 from research.distir import plots
 from research.distir.grid import Rejected, Row, grid_search, make_row, simulate_mlp, write_table
 from research.distir.mlp import Mlp, StepOptions
 from research.distir.rules import DISTIR_NAMES, RuleSet, rule_set
-from research.distir.traces import write_chrome_events
 from research.distir.transform_mlp import mlp_step
 
 MODEL = Mlp.square(64, 8192, 8192)
 WORLD = 16
-# Per axis: what tells its lines apart, the values of that, and the degrees.
+# Per axis: what its lines differ in, the values of that, and the degrees.
 ISOLATED = {
     "data": ("batch", (512, 1024, 2048, 4096), (2, 4, 8, 16, 32, 64, 128)),
     "horizontal": ("width", (1024, 2048, 4096, 8192), (2, 4, 8, 16, 32, 64)),
@@ -36,12 +38,12 @@ ISOLATED = {
 def notebook_cluster(num_workers: int, rules: RuleSet) -> Cluster:
     """The notebook's devices: 1e14 flop/s, 1.2e12 bytes/s, 200 Gbit/s; a root if the rules have one."""
     device = Device(flops=1e14, memory_bandwidth=1.2e12)
-    return Cluster.homogeneous(num_workers + rules.root, device, Switch(200 * GIGABIT))
+    return Cluster.homogeneous(num_workers + rules.first, device, Switch(200 * GIGABIT))
 
 
 def options_for(rules: RuleSet) -> StepOptions:
     """The notebook's step has no optimizer and no gathers; only the corrected step updates its weights."""
-    return StepOptions(optimizer=not rules.root, gather_outputs=False)
+    return StepOptions(optimizer=not rules.original, gather_outputs=False)
 
 
 def sequential(rules: str | RuleSet = "corrected") -> Row:
@@ -52,25 +54,21 @@ def sequential(rules: str | RuleSet = "corrected") -> Row:
 def _row(mlp: Mlp, degrees: Degrees, rules: RuleSet) -> Row:
     options = options_for(rules)
     result = simulate_mlp(mlp, degrees, notebook_cluster(degrees.world, rules), rules, options)
-    return make_row(mlp, degrees, result, options, f"{mlp.layers}x{mlp.hidden_dim}")
+    return make_row(mlp, degrees, result, options)
 
 
 def grid(rules: str | RuleSet = "corrected", world: int = WORLD) -> tuple[list[Row], list[Rejected]]:
     """Every (data, tensor, pipeline, microbatches) plan for `world` devices."""
     rules = rule_set(rules)
-    return grid_search(MODEL, world, notebook_cluster(world, rules), rules, options_for(rules), "64x8192")
+    return grid_search(MODEL, world, notebook_cluster(world, rules), rules, options_for(rules))
 
 
 def isolated(axis: str, rules: str | RuleSet = "corrected") -> list[dict]:
-    """Throughput as one degree grows and the others stay 1: rows with the series value, degree and
-    throughput.
+    """Throughput as one degree grows and the others stay 1: rows with the series value, degree and throughput.
 
-    `axis` is data, horizontal (tensor) or pipeline (8 microbatches). Raises ValueError for another one.
+    `axis` is data, horizontal (tensor) or pipeline (8 microbatches).
     """
-    if axis not in ISOLATED:
-        raise ValueError(f"axis {axis!r} is unknown; choose one of {' '.join(ISOLATED)}")
     series, values, degrees = ISOLATED[axis]
-    rules = rule_set(rules)
     rows = []
     for value in values:
         mlp = Mlp.square(128, value, 8192) if axis == "horizontal" else Mlp.square(64, 8192, value)
@@ -80,13 +78,12 @@ def isolated(axis: str, rules: str | RuleSet = "corrected") -> list[dict]:
                 "horizontal": Degrees(tensor=degree),
                 "pipeline": Degrees(pipeline=degree, microbatches=8),
             }[axis]
-            rows.append({series: value, "degree": degree, "throughput": _row(mlp, plan, rules).throughput})
+            rows.append({series: value, "degree": degree, "throughput": _row(mlp, plan, rule_set(rules)).throughput})
     return rows
 
 
 def simulator_scaling(rules: str | RuleSet = "corrected", trials: int = 5) -> list[dict]:
-    """Wall time of simulating 32 to 4096 layers on one device (median of `trials`), and the number of
-    operations.
+    """Milliseconds to simulate 32 to 4096 layers on one device (median of `trials`), by number of operations.
 
     The program is built and compiled code warmed up before the clock starts, as in the notebook.
     """
@@ -100,36 +97,32 @@ def simulator_scaling(rules: str | RuleSet = "corrected", trials: int = 5) -> li
         elapsed = []
         for _ in range(trials):
             begin = time.perf_counter()
-            result = simulate(program, cluster, rules)
+            simulate(program, cluster, rules)
             elapsed.append(time.perf_counter() - begin)
-        assert result.num_events == program.num_ops
         rows.append({"operations": program.num_ops, "milliseconds": 1e3 * statistics.median(elapsed)})
     return rows
 
 
 def _draw(out: Path, rows: list[Row], scaling: list[dict], series: dict[str, list[dict]]) -> None:
-    throughput = "Throughput (samples/second)"
     plots.plot_grid(rows, out / "grid_search.pdf")
-    plots.plot_lines(
-        scaling,
-        "operations",
-        "milliseconds",
-        None,
-        out / "simulator_scaling.pdf",
-        ("Operations", "Simulation time (ms)"),
-    )
+    labels = "Operations", "Simulation time (ms)"
+    plots.plot_lines(scaling, "operations", "milliseconds", None, out / "simulator_scaling.pdf", labels)
     for axis, table in series.items():
         # The notebook simulates 128 replicas but draws 64.
         shown = [row for row in table if row["degree"] <= 64]
-        plots.plot_lines(
-            shown,
-            "degree",
-            "throughput",
-            ISOLATED[axis][0],
-            out / f"{axis}_parallelism.pdf",
-            (f"{axis.capitalize()} parallel degree", throughput),
-        )
+        labels = f"{axis.capitalize()} parallel degree", "Throughput (samples/second)"
+        plots.plot_lines(shown, "degree", "throughput", ISOLATED[axis][0], out / f"{axis}_parallelism.pdf", labels)
     plots.plot_memory_against_throughput(rows, out / "memory_against_throughput.pdf")
+
+
+def chrome_events(timeline: Timeline, rename: Mapping[str, str] = {}, scale: float = 1.0) -> list[dict]:
+    """The bare event array of DistIR's simulator: name, ph, ts, dur (seconds times `scale`), pid 0, tid = device."""
+    names = [rename.get(name, name) for name in timeline.names]
+    columns = zip(timeline.name.tolist(), timeline.start.tolist(), timeline.duration.tolist(), timeline.device.tolist())
+    return [
+        {"name": names[name], "ph": "X", "ts": scale * start, "dur": scale * duration, "pid": 0, "tid": device}
+        for name, start, duration, device in columns
+    ]
 
 
 def run_notebook(out_dir: str | Path, rules: str | RuleSet = "corrected", trials: int = 5) -> dict:
@@ -146,20 +139,19 @@ def run_notebook(out_dir: str | Path, rules: str | RuleSet = "corrected", trials
     rows, rejected = grid(rules)
     scaling = simulator_scaling(rules, trials)
     series = {axis: isolated(axis, rules) for axis in ISOLATED}
-    write_table([asdict(alone)] + [asdict(row) for row in rows], out / "grid_search")
-    write_table(scaling, out / "simulator_scaling")
-    for axis, table in series.items():
-        write_table(table, out / f"{axis}_parallelism")
+    tables = {f"{axis}_parallelism": table for axis, table in series.items()} | {"simulator_scaling": scaling}
+    for name, table in {**tables, "grid_search": [asdict(row) for row in (alone, *rows)]}.items():
+        write_table(table, out / name)
     _draw(out, rows, scaling, series)
     best = max(rows, key=lambda row: row.throughput)
     piped = max((row for row in rows if row.pp_degree > 1), key=lambda row: row.throughput)
     plan = Degrees(piped.dp_degree, piped.hp_degree, piped.pp_degree, piped.num_microbatches)
     timeline = simulate_mlp(MODEL, plan, notebook_cluster(WORLD, rules), rules, options_for(rules)).timeline()
-    timelines.plot_gantt(timeline, out / "best_pipeline.pdf")
-    timelines.plot_memory(timeline, out / "best_pipeline_memory.pdf")
+    plot_gantt(timeline, out / "best_pipeline.pdf")
+    plot_memory(timeline, out / "best_pipeline_memory.pdf")
     write_perfetto(timeline, out / "best_pipeline.json.gz")
-    if rules.root:
-        write_chrome_events(timeline, out / "best_pipeline_distir.json", DISTIR_NAMES)
+    if rules.original:
+        (out / "best_pipeline_distir.json").write_text(json.dumps(chrome_events(timeline, DISTIR_NAMES, 1e6)))
     return {
         "rules": rules.name,
         "sequential": alone.throughput,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 from pathlib import Path
 
+from mstrain.planner.clock import divisors
 from mstrain.planner.tables import write_csv
 from mstrain.simulator.cluster import Cluster
 from mstrain.simulator.placement import Degrees
@@ -21,13 +22,11 @@ from research.distir.transform_mlp import mlp_step, schedule_name
 
 @dataclass(frozen=True)
 class Row:
-    """One simulated plan; the columns up to peak_memory are those of DistIR's grid search (seconds,
-    samples/s, bytes).
+    """One simulated plan; the columns up to peak_memory are those of DistIR's grid search (seconds, samples/s, bytes).
 
-    `exposed_fraction` is the part of the step in which a device waits for a link and computes nothing, on
-    average; `communication_fraction` counts hidden communication too; `idle_fraction` is the part of the step
-    in which a device computes nothing; `bubble_fraction` is what the pipeline schedule alone leaves idle,
-    were all tasks equally long.
+    `exposed_fraction` is the mean part of the step in which a device waits for a link and computes nothing;
+    `communication_fraction` counts hidden communication too; `idle_fraction` is the part in which a device computes
+    nothing; `bubble_fraction` is the idle part of the pipeline schedule if all tasks take equally long.
     """
 
     model_size: str
@@ -69,20 +68,16 @@ def simulate_mlp(
     return simulate_step(mlp_step(mlp, degrees, rules, options), cluster, rules, everything)
 
 
-def notebook_microbatches(batch: int, data: int, pipeline: int) -> list[int]:
-    """DistIR's choice: 1 without a pipeline, else powers of two up to sqrt(batch / data) / 4."""
-    return [1] if pipeline == 1 else [2**e for e in range(1, int(log2(batch / data) / 2))]
+def degrees_grid(world: int, batch: int) -> Iterator[Degrees]:
+    """Every (data, tensor, pipeline) with product `world`, in that order, for all microbatch counts.
 
-
-def degrees_grid(
-    world: int, batch: int, microbatches: Callable[[int, int, int], Sequence[int]] = notebook_microbatches
-) -> Iterator[Degrees]:
-    """Every (data, tensor, pipeline) with product `world`, in that order, for all microbatch counts."""
-    for data in (d for d in range(1, world + 1) if world % d == 0):
-        for tensor in (h for h in range(1, world // data + 1) if world // data % h == 0):
+    Those are DistIR's: 1 without a pipeline, else powers of two up to sqrt(batch / data) / 4.
+    """
+    for data in divisors(world):
+        for tensor in divisors(world // data):
             pipeline = world // data // tensor
-            for count in microbatches(batch, data, pipeline):
-                yield Degrees(data, tensor, pipeline, count)
+            powers = range(1, int(log2(batch / data) / 2)) if pipeline > 1 else range(1)
+            yield from (Degrees(data, tensor, pipeline, 1 << power) for power in powers)
 
 
 def grid_search(
@@ -91,51 +86,40 @@ def grid_search(
     cluster: Cluster,
     rules: str | RuleSet = "corrected",
     options: StepOptions = StepOptions(),
-    model_size: str = "mlp",
 ) -> tuple[list[Row], list[Rejected]]:
-    """Simulate every plan of `degrees_grid` on `world` devices: the plans that run, in grid order, and the
-    others.
+    """Simulate every plan of `degrees_grid` on `world` devices: the plans that run, in grid order, and the others.
 
     A plan that needs more memory than its device has is rejected too.
     """
-    rules = rule_set(rules)
     rows, rejected = [], []
     for degrees in degrees_grid(world, mlp.batch):
         try:
             result = simulate_mlp(mlp, degrees, cluster, rules, options)
+            _check_memory(result, cluster)
+            rows.append(make_row(mlp, degrees, result, options))
         except ValueError as error:
             rejected.append(Rejected(degrees, str(error)))
-            continue
-        problem = _too_big(result, cluster)
-        if problem:
-            rejected.append(Rejected(degrees, problem))
-        else:
-            rows.append(make_row(mlp, degrees, result, options, model_size))
     return rows, rejected
 
 
-def _too_big(result: Simulation, cluster: Cluster) -> str:
-    """Why the plan does not fit the memory of some device, or nothing."""
+def _check_memory(result: Simulation, cluster: Cluster) -> None:
     for device, peak in result.memory.peak_bytes.items():
         limit = cluster.devices[device].memory_bytes
         if peak > limit:
-            return (
+            raise ValueError(
                 f"needs {peak / 1e9:.1f} GB on device {device}, which has {limit / 1e9:.1f} GB; "
                 "raise a degree or lower the batch"
             )
-    return ""
 
 
-def make_row(
-    mlp: Mlp, degrees: Degrees, result: Simulation, options: StepOptions = StepOptions(), model_size: str = "mlp"
-) -> Row:
+def make_row(mlp: Mlp, degrees: Degrees, result: Simulation, options: StepOptions = StepOptions()) -> Row:
     """The table row of one simulated plan."""
     exposed = exposed_communication(result.timeline())
     assert isinstance(result.rules, RuleSet)
     name = schedule_name(degrees, result.rules, options)
     steps = schedule(name, degrees.pipeline, degrees.microbatches, degrees.pipeline * degrees.interleave)
     return Row(
-        model_size=model_size,
+        model_size=f"{mlp.layers}x{mlp.hidden_dim}",
         world_size=degrees.world,
         batch_size=mlp.batch,
         dp_degree=degrees.data,

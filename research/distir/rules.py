@@ -1,20 +1,16 @@
-"""Rule sets: what operations cost and what a training step contains.
+"""Rule sets: the cost of operations and the content of a training step.
 
-`corrected` is for users. `notebook`, `march` and `head` repeat three versions of DistIR (microsoft/dist-ir)
-to the last digit, defects included: the notebook of February 2021 (commit cec2907), the table of
-`euromlsys21_results.ipynb` (commit 83d7fc3, April 2021) and the last commit (7cfa1b0, January 2022). The
-defects
-that `corrected` mends:
+`corrected` is for users. `notebook`, `march` and `head` repeat three versions of DistIR (microsoft/dist-ir) to the last
+digit, defects included: the notebook of February 2021 (commit cec2907), the table of `euromlsys21_results.ipynb`
+(commit 83d7fc3, April 2021) and the last commit (7cfa1b0, January 2022). `corrected` mends these defects:
 
-- units: a gigabit is 1.25e8 bytes (notebook: 8e9); elements are counted once; elementwise work is flops, not
-  bytes;
-- the output of every operation is memory traffic; a batched matmul counts its batch; the loss reads
-  predictions and labels and gives one number; the launch overhead is the device's own;
+- units: a gigabit is 1.25e8 bytes (notebook: 8e9); elements are counted once; elementwise work is flops, not bytes;
+- the output of every operation is memory traffic; a batched matmul counts its batch; the loss reads predictions and
+  labels and gives one number; the launch overhead is the device's own;
 - a kernel takes the longer of its arithmetic and its memory traffic, which overlap, not their sum;
-- collectives are rings with latency over groups of any size, on links that run beside the compute units, so
-  that communication can hide and messages can compete; a message does not stop its devices;
-- gradients are summed over the data replicas (notebook: over the tensor group), as soon as they are complete,
-  and the optimizer updates every weight (head: is charged for the last one only);
+- collectives are rings with latency over groups of any size, on links beside the compute units;
+- gradients are summed over the data replicas (notebook: over the tensor group) as soon as they are complete, and the
+  optimizer updates every weight (head: is charged for the last one only);
 - the gradient of the network's input, which has no reader, is not computed.
 """
 
@@ -28,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Network, Switch
-from mstrain.simulator.costs import MOVES, PRODUCTS, READS, Rules
+from mstrain.simulator.costs import READS, Rules
 from mstrain.simulator.program import OpSpec
 
 DISTIR_NAMES = {
@@ -44,90 +40,70 @@ DISTIR_NAMES = {
 
 @dataclass(frozen=True)
 class RuleSet(Rules):
-    """How operations are charged and what the training step contains.
+    """Costs of operations, and the content of a training step.
 
     Attributes:
-      kernels: compute costs are those of the simulator; otherwise DistIR's.
-      launch_seconds: charged per kernel; None: the device's own.
+      original: DistIR's kernels, which take `launch_seconds` each; its schedule; its step, which keeps the gradient of
+        the network's input and has a loss of the shape of the prediction. Workers count from 1: device 0 is a root that
+        holds the untransformed inputs.
       matmul_element_bytes: bytes per matmul element; None: those of the operands.
       bytes_as_flops: elementwise operations cost (bytes of the first input) / (flop/s).
-      move_seconds: cost of the operations in `MOVES`; those not named cost one launch.
-      gigabit_bytes: bytes that a link of 1 Gbit/s is taken to move per second.
+      moves: seconds of operations that move data; others cost one launch.
+      gigabit_bytes: bytes that a link of 1 Gbit/s moves per second.
       double_counted: communication whose bytes are multiplied by the element size once more.
-      rings: collectives are those of the simulator; otherwise DistIR's mean-bandwidth formulas, and power-of-two
-        groups.
+      rings: collectives are those of the simulator; otherwise DistIR's mean-bandwidth formulas and power-of-two groups.
       gradient_axis: "data", or "tensor" for the notebook's wrong group.
       gradients_early: reduce each gradient when it is complete rather than after the last backward pass.
       optimizer: "all" weights, "last" weight only, or "none".
-      input_gradient: compute and keep the gradient of the network's input.
-      scalar_loss: the loss is one number rather than a tensor like the prediction.
-      gather_outputs: the loss and the input gradient are all-gathered over the data replicas unless a step says
-        otherwise.
+      gather_outputs: all-gather the loss and the input gradient over the replicas unless a step decides otherwise.
       batch_count: the batch size is a further program input (4 bytes on the last stage).
-      root: device 0 only holds the untransformed inputs; workers count from 1.
-      schedule: the pipeline schedule unless a step says otherwise.
       allreduce_fit: {size: (a, b, c)}: all-reduce takes a * gigabits-worth + b * size + c seconds.
     """
 
-    kernels: bool = True
-    launch_seconds: float | None = None
+    original: bool = False
+    launch_seconds: float = 0.0
     matmul_element_bytes: int | None = None
     bytes_as_flops: bool = False
-    move_seconds: Mapping[str, float] = field(default_factory=dict)
+    moves: Mapping[str, float] = field(default_factory=dict)
     gigabit_bytes: float = GIGABIT
     double_counted: frozenset[str] = frozenset()
     rings: bool = True
     gradient_axis: str = "data"
     gradients_early: bool = True
     optimizer: str = "all"
-    input_gradient: bool = False
-    scalar_loss: bool = True
     gather_outputs: bool = False
     batch_count: bool = False
-    root: bool = False
-    schedule: str = "1f1b"
     allreduce_fit: Mapping[int, tuple[float, float, float]] = field(default_factory=dict)
 
-    @property
-    def first(self) -> int:
-        return int(self.root)
-
     def compute_seconds(self, spec: OpSpec, device: Device) -> float:
-        kind, shapes, size = spec
-        if self.kernels or kind not in (*READS, *MOVES, *PRODUCTS, "SGD"):
-            return super().compute_seconds(spec, device)
-        if kind in READS:
-            return self._elementwise(kind, shapes[0], size, device)
-        if kind in MOVES:
-            return self.move_seconds.get(kind, self._kernel(device, 0.0, 0.0))
-        if kind == "SGD":
-            elements = sum(map(prod, shapes))
-            if self.optimizer == "last":
-                return self._elementwise("Add", shapes[-1], size, device)
-            return self._kernel(device, 3 * size * elements, 2 * elements)
-        if kind in ("MatMulGrad", "WeightGrad"):
-            (m, k), (_, p) = shapes
-            weight = self._matmul((k, m), (m, p), size, device)
-            return weight if kind == "WeightGrad" else self._matmul((m, p), (p, k), size, device) + weight
-        added = self._elementwise("Add", (shapes[0][0], shapes[1][1]), size, device) if kind == "Gemm" else 0.0
-        return self._matmul(shapes[0], shapes[1], size, device) + added
+        if spec.kind == "SGD" and self.optimizer == "last":
+            return self.elementwise_seconds("Add", spec.shapes[-1], spec.element_bytes, device)
+        return super().compute_seconds(spec, device)
 
-    def _kernel(self, device: Device, nbytes: float, flops: float) -> float:
-        launch = device.launch_seconds if self.launch_seconds is None else self.launch_seconds
-        return launch + (nbytes / device.memory_bandwidth + flops / device.flops)
+    def kernel_seconds(self, device: Device, nbytes: float, flops: float) -> float:
+        if not self.original:
+            return super().kernel_seconds(device, nbytes, flops)
+        return self.launch_seconds + (nbytes / device.memory_bandwidth + flops / device.flops)
 
-    def _matmul(self, left: Sequence[int], right: Sequence[int], size: int, device: Device) -> float:
+    def matmul_seconds(self, left: Sequence[int], right: Sequence[int], size: int, device: Device) -> float:
+        if not self.original:
+            return super().matmul_seconds(left, right, size, device)
         # DistIR looks at the first two dims of each operand, whatever their rank, and never at the result.
         (m, k), p = left[:2], right[1]
-        elements = m * k + k * p
-        return self._kernel(device, (self.matmul_element_bytes or size) * elements, 2.0 * m * k * p)
+        return self.kernel_seconds(device, (self.matmul_element_bytes or size) * (m * k + k * p), 2.0 * m * k * p)
 
-    def _elementwise(self, kind: str, shape: Sequence[int], size: int, device: Device) -> float:
-        count = prod(shape)
+    def elementwise_seconds(self, kind: str, shape: Sequence[int], size: int, device: Device) -> float:
+        if not self.original:
+            return super().elementwise_seconds(kind, shape, size, device)
         if self.bytes_as_flops:
-            return size * count / device.flops
+            return size * prod(shape) / device.flops
         reads = 1 if kind in ("Loss", "LossGrad") else READS[kind]
-        return self._kernel(device, size * count * reads, count)
+        return self.kernel_seconds(device, size * prod(shape) * reads, prod(shape))
+
+    def move_seconds(self, kind: str, shape: Sequence[int], size: int, device: Device) -> float:
+        if not self.original:
+            return super().move_seconds(kind, shape, size, device)
+        return self.moves.get(kind, self.launch_seconds)
 
     def communication_seconds(
         self, spec: OpSpec, members: Sequence[int], cluster: Cluster
@@ -168,57 +144,32 @@ def mean_bandwidth(network: Network, members: Sequence[int]) -> float:
 
 
 _DISTIR: dict[str, Any] = dict(
-    kernels=False,
-    rings=False,
-    link_lanes=False,
-    gradients_early=False,
-    input_gradient=True,
-    scalar_loss=False,
-    root=True,
+    original=True, rings=False, link_lanes=False, gradients_early=False, first=1,
     axis_order=("data", "tensor", "pipeline"),
-    schedule="distir",
-)
-_FREE = {"Concat": 0.0, "Identity": 0.0, "Shape": 0.0, "Split": 1e-6, "Slice": 1e-6}
+)  # fmt: skip
+_EARLY: dict[str, Any] = dict(
+    **_DISTIR, bytes_as_flops=True, optimizer="none",
+    moves={"Concat": 0.0, "Identity": 0.0, "Shape": 0.0, "Split": 1e-6, "Slice": 1e-6},
+)  # fmt: skip
+_TWICE = frozenset({"Send", "Gather", "Reduce"})
 
 RULES = {
     rules.name: rules
     for rules in (
         RuleSet("corrected"),
         RuleSet(
-            "notebook",
-            **_DISTIR,
-            launch_seconds=0.0,
-            matmul_element_bytes=2,
-            bytes_as_flops=True,
-            move_seconds=_FREE,
-            gigabit_bytes=8e9,
-            double_counted=frozenset({"Send", "Gather", "Reduce"}),
+            "notebook", **_EARLY, matmul_element_bytes=2, gigabit_bytes=8e9, double_counted=_TWICE,
             gradient_axis="tensor",
-            optimizer="none",
         ),
         RuleSet(
-            "march",
-            **_DISTIR,
-            launch_seconds=0.0,
-            matmul_element_bytes=4,
-            bytes_as_flops=True,
-            move_seconds=_FREE,
-            double_counted=frozenset({"Send", "Gather", "Reduce", "AllGather"}),
-            optimizer="none",
-            gather_outputs=True,
+            "march", **_EARLY, matmul_element_bytes=4, double_counted=_TWICE | {"AllGather"}, gather_outputs=True
         ),
         RuleSet(
-            "head",
-            **_DISTIR,
-            launch_seconds=1e-5,
-            move_seconds={"Identity": 0.0},
-            double_counted=frozenset({"Gather", "Reduce"}),
-            optimizer="last",
-            gather_outputs=True,
-            batch_count=True,
+            "head", **_DISTIR, launch_seconds=1e-5, moves={"Identity": 0.0}, optimizer="last", gather_outputs=True,
+            double_counted=_TWICE - {"Send"}, batch_count=True,
         ),
     )
-}
+}  # fmt: skip
 
 
 def rule_set(rules: str | RuleSet) -> RuleSet:

@@ -1,174 +1,151 @@
 """The training step of a multi-layer perceptron under data, tensor and pipeline parallelism.
 
 Layers are MatMul + Relu. Even layers are split over the tensor ranks by columns, odd ones by rows, so that an
-all-reduce is needed after every odd layer forward and every even layer backward (Shoeybi et al., 2019). A
-stage owns consecutive layers. The step is the one that DistIR builds (`mlp_dhp_transform`), so that its rule
-sets can be compared number by number; `RuleSet` says what the corrected step does differently.
+all-reduce is needed after every odd layer forward and every even layer backward (Shoeybi et al., 2019). A stage owns
+consecutive layers. The step is the one that DistIR builds (`mlp_dhp_transform`), so that its rule sets can be compared
+number by number; `RuleSet` states what the corrected step does differently.
 """
 
 from __future__ import annotations
 
+from math import prod
+
 from mstrain.simulator.pipeline import PipelineStep
-from mstrain.simulator.placement import DATA, LOCAL, SEND, TENSOR, Degrees, Placement
+from mstrain.simulator.placement import DATA, GROUP, LOCAL, SEND, TENSOR, Degrees, Placement
 from mstrain.simulator.program import OpSpec
 from mstrain.simulator.replicas import Step
 from mstrain.simulator.schedules import FORWARD
 from mstrain.simulator.slots import RankOp, Slots
-from research.distir.loading import LoadingStep
 from research.distir.mlp import Mlp, StepOptions, check_mlp, chunk_bounds
 from research.distir.rules import RuleSet, rule_set
 from research.distir.schedules import schedule as find_schedule
 
+Shape = tuple[int, ...]
 
-class _MlpStep(PipelineStep):
-    """Writes down the operations of one rank, task by task."""
+
+class MlpStep(PipelineStep):
+    """Writes the operations of one rank, pass by pass."""
 
     def __init__(self, mlp: Mlp, degrees: Degrees, rules: RuleSet, options: StepOptions):
         super().__init__(degrees, degrees.pipeline * degrees.interleave)
         self.mlp, self.rules, self.options = mlp, rules, options
         self.rows = mlp.batch // (degrees.data * degrees.microbatches)
         self.bounds = chunk_bounds(mlp.layers, self.chunks)
+        self.stage_of = [self.stage(chunk) for chunk, (begin, end) in enumerate(self.bounds) for _ in range(begin, end)]
         # Local shapes of the weights: even layers are cut by columns, odd ones by rows.
-        self.shapes = [self._local_weight(j) for j in range(mlp.layers)]
-        self.last_stage = self.stage(self.chunks - 1)
-        self.x = self._tensor(mlp.input_dim, 0, resident=True)
-        self.z = self._tensor(mlp.output_dim, self.last_stage, resident=True)
-        self.count = (self.slots.resident(4, self.last_stage),) if rules.batch_count else ()
-        self.weights, self.y, self.reduced_y, self.a, self.final, self.accumulated = {}, {}, {}, {}, {}, {}
-        for chunk in range(self.chunks):
-            self._declare(chunk)
-        self.received_a = {
-            c: self._tensor(self.out_width(self.bounds[c - 1][1] - 1), self.stage(c)) for c in range(1, self.chunks)
-        }
-        self.received_g = {
-            c: self._tensor(self.out_width(self.bounds[c][1] - 1), self.stage(c)) for c in range(self.chunks - 1)
-        }
-        self.sent_g: dict[int, int] = {}
+        h, dims = degrees.tensor, [mlp.dims(layer) for layer in range(mlp.layers)]
+        self.shapes = [(i // h, o) if layer % 2 else (i, o // h) for layer, (i, o) in enumerate(dims)]
+        self.values: dict[object, int] = {}
+        self.x = self._value("x", (self.rows, mlp.input_dim), 0, resident=True)
+        self.z = self._value("z", (self.rows, mlp.output_dim), self.stage_of[-1], resident=True)
+        self.count = (self.slots.resident(4, self.stage_of[-1]),) if rules.batch_count else ()
+        self.weights = [
+            self.slots.resident(self._bytes(shape), stage) for shape, stage in zip(self.shapes, self.stage_of)
+        ]
+        self.sums: dict[int, int] = {}  # by layer: its product, all-reduced
+        self.gradients: dict[int, int] = {}  # by chunk: the gradient of its input
+        self.totals: dict[object, int] = {}  # of the loss "l", the input gradient "g", weight gradients by layer
 
-    def _declare(self, chunk: int) -> None:
-        for j in range(*self.bounds[chunk]):
-            stage = self.stage(chunk)
-            self.weights[j] = self.slots.resident(self._bytes(self.shapes[j]), stage)
-            self.y[j], self.a[j] = (self._tensor(self.out_width(j), stage) for _ in range(2))
-            if self._reduces(j % 2 == 1):
-                self.reduced_y[j] = self._tensor(self.out_width(j), stage)
+    def _bytes(self, shape: Shape) -> int:
+        return self.mlp.element_bytes * prod(shape)
 
-    def _local_weight(self, j: int) -> tuple[int, int]:
-        fan_in, fan_out = self.mlp.dims(j)
-        h = self.degrees.tensor
-        return (fan_in, fan_out // h) if j % 2 == 0 else (fan_in // h, fan_out)
+    def _value(self, name, shape: Shape, stage: int, **kinds) -> int:
+        """The value called `name`, numbered when it is first used."""
+        if name not in self.values:
+            self.values[name] = self.slots.value(self._bytes(shape), stage, **kinds)
+        return self.values[name]
 
-    def out_width(self, j: int) -> int:
-        return self.shapes[j][1]
+    def _op(self, ops, kind: str, shapes, stage: int, inputs, *outputs, axis: int = LOCAL, peer: int = -1) -> list[int]:
+        """Append an operation; `outputs` are (name, shape) pairs. Returns their values."""
+        made = [self._value(name, shape, stage) for name, shape in outputs]
+        spec = OpSpec(kind, shapes, self.mlp.element_bytes)
+        ops.append(RankOp(spec, axis, stage, tuple(inputs), tuple(made), peer))
+        return made
 
-    def _reduces(self, condition: bool) -> bool:
-        return self.degrees.tensor > 1 and condition
-
-    def _bytes(self, shape: tuple[int, ...]) -> int:
-        size = self.mlp.element_bytes
-        for dim in shape:
-            size *= dim
-        return size
-
-    def _tensor(self, width: int, stage: int, **kwargs) -> int:
-        return self.slots.value(self._bytes((self.rows, width)), stage, **kwargs)
-
-    def _op(self, kind, shapes, stage, inputs, outputs, axis=LOCAL, peer=-1) -> RankOp:
-        return RankOp(OpSpec(kind, shapes, self.mlp.element_bytes), axis, stage, inputs, outputs, peer)
-
-    def _load(self, ops: list[RankOp], shape: tuple[int, ...], stage: int) -> None:
+    def _load(self, ops, shape: Shape, stage: int) -> None:
         # Unloaded steps start with everything on stage 0 and fetch what another stage needs just before use.
         if not self.options.loaded and stage:
-            ops.append(self._op("Send", (shape,), 0, (), (), SEND, stage))
+            self._op(ops, "Send", (shape,), 0, (), axis=SEND, peer=stage)
+
+    def _out(self, layer: int) -> Shape:
+        return self.rows, self.shapes[layer][1]
+
+    def _input(self, layer: int) -> int:
+        """The activation that a layer reads."""
+        begins = [begin for begin, _ in self.bounds]
+        if layer == 0:
+            return self.x
+        if layer in begins:
+            return self._value(("arrived", layer), self._out(layer - 1), self.stage_of[layer])
+        return self.values["a", layer - 1]
 
     def forward(self, chunk: int, first: bool) -> list[RankOp]:
         """The forward pass of `chunk`; `first`: for microbatch 0."""
-        stage, ops = self.stage(chunk), []
-        value = self.received_a[chunk] if chunk else self.x
+        ops: list[RankOp] = []
+        stage = self.stage(chunk)
         for j in range(*self.bounds[chunk]):
-            weight, out = self.shapes[j], (self.rows, self.out_width(j))
+            weight, out, value = self.shapes[j], self._out(j), self._input(j)
             if first:
                 self._load(ops, weight, stage)
-            ops.append(
-                self._op("MatMul", ((self.rows, weight[0]), weight), stage, (value, self.weights[j]), (self.y[j],))
-            )
-            if j in self.reduced_y:
-                ops.append(self._op("AllReduce", (out,), stage, (self.y[j],), (self.reduced_y[j],), TENSOR))
-            ops.append(self._op("Relu", (out,), stage, (self.reduced_y.get(j, self.y[j]),), (self.a[j],)))
-            value = self.a[j]
+            shapes = (self.rows, weight[0]), weight
+            (y,) = self._op(ops, "MatMul", shapes, stage, (value, self.weights[j]), (("y", j), out))
+            if self.degrees.tensor > 1 and j % 2:
+                (y,) = self._op(ops, "AllReduce", (out,), stage, (y,), (("sum", j), out), axis=TENSOR)
+            self.sums[j] = y
+            self._op(ops, "Relu", (out,), stage, (y,), (("a", j), out))
         if chunk == self.chunks - 1:
-            self._loss(ops, value, stage, first)
+            self._loss(ops, stage, first)
         return ops
 
-    def _loss(self, ops: list[RankOp], prediction: int, stage: int, first: bool) -> None:
-        shape = (self.rows, self.mlp.output_dim)
-        scalar = self.rules.scalar_loss
-        inputs = (prediction, self.z, *self.count)
-        self.loss_shape = (1,) if scalar else shape
-        if "l" not in self.final:
-            self.loss = self.slots.value(self._bytes(self.loss_shape), stage)
-            self.loss_gradient = self._tensor(shape[1], stage)
+    def _loss(self, ops: list[RankOp], stage: int, first: bool) -> None:
+        shape, scalar = (self.rows, self.mlp.output_dim), not self.rules.original
+        inputs, loss_shape = (self.values["a", self.mlp.layers - 1], self.z, *self.count), (1,) if scalar else shape
         self._load(ops, shape, stage)
-        ops.append(self._op("Loss", (shape,), stage, inputs, (self.loss,)))
-        self._output(ops, "l", self.loss, self.loss_shape, stage, first, "Add" if scalar else "Concat")
-        ops.append(self._op("LossGrad", (shape,), stage, inputs, (self.loss_gradient,)))
+        (loss,) = self._op(ops, "Loss", (shape,), stage, inputs, ("loss", loss_shape))
+        self._total(ops, "l", loss, loss_shape, stage, first, "Add" if scalar else "Concat")
+        self._op(ops, "LossGrad", (shape,), stage, inputs, ("loss gradient", shape))
 
-    def _output(self, ops, name, slot: int, shape, stage: int, first: bool, combine: str) -> None:
-        """Combine a result over microbatches: the first is passed on, later ones are added or appended."""
+    def _total(self, ops, name, value: int, shape: Shape, stage: int, first: bool, combine: str) -> None:
+        """Combine a result over microbatches: later ones are added or appended to the first."""
         if self.degrees.microbatches == 1:
-            self.final[name] = slot
+            self.totals[name] = value
             return
-        if name not in self.final:
-            self.final[name] = self.slots.value(self._bytes(shape), stage, grows=combine == "Concat")
-        total = self.final[name]
-        if first:
-            ops.append(self._op("Identity", (shape,), stage, (slot,), (total,)))
-        else:
-            ops.append(self._op(combine, (shape,), stage, (Slots.previous(total), slot), (total,)))
+        total = self._value(("total", name), shape, stage, grows=combine == "Concat")
+        self.totals.setdefault(name, total)
+        inputs = (value,) if first else (Slots.previous(total), value)
+        self._op(ops, "Identity" if first else combine, (shape,), stage, inputs, (("total", name), shape))
 
     def backward(self, chunk: int, first: bool, last: bool) -> list[RankOp]:
         """The backward pass of `chunk`; `last`: gradients are complete after it and reduced at once."""
-        stage, ops = self.stage(chunk), []
-        gradient = self.received_g[chunk] if chunk < self.chunks - 1 else self.loss_gradient
-        begin, end = self.bounds[chunk]
+        ops: list[RankOp] = []
+        stage, (begin, end) = self.stage(chunk), self.bounds[chunk]
+        gradient = self.values["loss gradient"]
+        if chunk < self.chunks - 1:
+            gradient = self._value(("returned", chunk), self._out(end - 1), stage)
         for j in reversed(range(begin, end)):
-            weight, out = self.shapes[j], (self.rows, self.out_width(j))
-            value = self.a[j - 1] if j > begin else self.received_a[chunk] if chunk else self.x
-            wanted = bool(j) or self.rules.input_gradient
-            da, dw, g, reduced = self._backward_slots(j, stage)
-            ops.append(self._op("ReluGrad", (out,), stage, (self.reduced_y.get(j, self.y[j]), gradient), (da,)))
-            shapes = ((self.rows, weight[0]), weight)
-            ops.append(
-                self._op("MatMulGrad", shapes, stage, (value, self.weights[j], da), (g, dw))
-                if wanted
-                else self._op("WeightGrad", (shapes[0], out), stage, (value, da), (dw,))
-            )
-            if wanted and reduced != g:
-                ops.append(self._op("AllReduce", ((self.rows, weight[0]),), stage, (g,), (reduced,), TENSOR))
-            gradient = reduced
-            if j == 0 and wanted:
-                self._output(ops, "g", gradient, (self.rows, weight[0]), stage, first, "Concat")
-            self._output(ops, j, dw, weight, stage, first, "Add")
+            weight, out, value = self.shapes[j], self._out(j), self._input(j)
+            into = (self.rows, weight[0])
+            (da,) = self._op(ops, "ReluGrad", (out,), stage, (self.sums[j], gradient), (("da", j), out))
+            if j or self.rules.original:
+                inputs, made = (value, self.weights[j], da), ((("g", j), into), (("dw", j), weight))
+                gradient, dw = self._op(ops, "MatMulGrad", (into, weight), stage, inputs, *made)
+                if self.degrees.tensor > 1 and j % 2 == 0:
+                    made = (("g sum", j), into)
+                    (gradient,) = self._op(ops, "AllReduce", (into,), stage, (gradient,), made, axis=TENSOR)
+                if j == 0:
+                    self._total(ops, "g", gradient, into, stage, first, "Concat")
+            else:
+                (dw,) = self._op(ops, "WeightGrad", (into, out), stage, (value, da), (("dw", j), weight))
+            self._total(ops, j, dw, weight, stage, first, "Add")
             if last and self.degrees.data > 1:
-                ops.append(self._reduce_gradient(j))
-        self.sent_g[chunk] = gradient
+                self._reduce_gradient(ops, j)
+        self.gradients[chunk] = gradient
         return ops
 
-    def _backward_slots(self, j: int, stage: int) -> tuple[int, int, int, int]:
-        """The slots of da, dw, g and the all-reduced g (g itself where there is no all-reduce)."""
-        if j not in self.accumulated:
-            da, dw = (self._tensor(self.out_width(j), stage), self.slots.value(self._bytes(self.shapes[j]), stage))
-            g = self._tensor(self.shapes[j][0], stage)
-            reduced = self._tensor(self.shapes[j][0], stage) if self._reduces(j % 2 == 0) else g
-            self.accumulated[j] = (da, dw, g, reduced)
-        return self.accumulated[j]
-
-    def _reduce_gradient(self, j: int) -> RankOp:
-        stage = self.stage(next(c for c, (_, end) in enumerate(self.bounds) if j < end))
-        total = self.final[j]
-        self.final[j] = self.slots.value(self._bytes(self.shapes[j]), stage)
+    def _reduce_gradient(self, ops: list[RankOp], j: int) -> None:
         axis = TENSOR if self.rules.gradient_axis == "tensor" and self.degrees.tensor > 1 else DATA
-        return self._op("AllReduce", (self.shapes[j],), stage, (total,), (self.final[j],), axis)
+        shape, made = self.shapes[j], (("reduced", j), self.shapes[j])
+        (self.totals[j],) = self._op(ops, "AllReduce", (shape,), self.stage_of[j], (self.totals[j],), made, axis=axis)
 
     def variant(self, chunk: int, direction: int, microbatch: int) -> tuple[bool, ...]:
         first = microbatch == 0
@@ -178,81 +155,65 @@ class _MlpStep(PipelineStep):
 
     def messages(self, chunk: int, other: int, direction: int) -> list[tuple[OpSpec, int, int]]:
         begin, end = self.bounds[chunk]
-        value, arrival, width = (
-            (self.a[end - 1], self.received_a[other], self.out_width(end - 1))
-            if direction == FORWARD
-            else (self.sent_g[chunk], self.received_g[other], self.shapes[begin][0])
-        )
+        if direction == FORWARD:
+            width, value, arrival = self._out(end - 1)[1], self.values["a", end - 1], self._input(end)
+        else:
+            width, value = self.shapes[begin][0], self.gradients[chunk]
+            arrival = self._value(("returned", other), self._out(begin - 1), self.stage(other))
         return [(OpSpec("Send", ((self.rows, width),), self.mlp.element_bytes), value, arrival)]
 
     def finish(self) -> list[RankOp]:
-        """What follows the last backward pass: sums and gathers over the replicas, then the optimizer."""
-        ops = []
+        """Sums and gathers over the replicas, then the optimizer."""
+        ops: list[RankOp] = []
         gathers = self.rules.gather_outputs if self.options.gather_outputs is None else self.options.gather_outputs
         for name in ("l", *range(self.mlp.layers - 1, 0, -1), "g", 0) if self.degrees.data > 1 else ():
-            if name == "l" and self.rules.scalar_loss:
-                ops.append(
-                    self._op(
-                        "AllReduce",
-                        ((1,),),
-                        self.last_stage,
-                        (self.final["l"],),
-                        (self.slots.value(self._bytes((1,)), self.last_stage),),
-                        DATA,
-                    )
-                )
-            elif name in ("l", "g"):
-                ops += [self._gather(name)] if gathers and name in self.final else []
-            elif not self.rules.gradients_early:
-                ops.append(self._reduce_gradient(name))
-        if self.options.optimizer and self.rules.optimizer != "none":
-            ops += [self._optimizer(stage) for stage in range(self.degrees.pipeline)]
+            if isinstance(name, int):
+                if not self.rules.gradients_early:
+                    self._reduce_gradient(ops, name)
+            elif name == "l" and not self.rules.original:
+                made = ("loss sum", (1,))
+                self._op(ops, "AllReduce", ((1,),), self.stage_of[-1], (self.totals["l"],), made, axis=DATA)
+            elif gathers and name in self.totals:
+                width, stage = (self.mlp.output_dim, self.stage_of[-1]) if name == "l" else (self.mlp.input_dim, 0)
+                rows = self.mlp.batch // self.degrees.data
+                made = (("whole", name), (self.mlp.batch, width))
+                self._op(ops, "AllGather", ((rows, width),), stage, (self.totals[name],), made, axis=DATA)
+        updates = self.options.optimizer and self.rules.optimizer != "none"
+        for stage in range(self.degrees.pipeline) if updates else ():
+            layers = [layer for layer, its_stage in enumerate(self.stage_of) if its_stage == stage]
+            inputs = (*(self.weights[layer] for layer in layers), *(self.totals[layer] for layer in layers))
+            self._op(ops, "SGD", tuple(self.shapes[layer] for layer in layers), stage, inputs)
         return ops
 
-    def _gather(self, name: str) -> RankOp:
-        width, stage = (self.mlp.output_dim, self.last_stage) if name == "l" else (self.mlp.input_dim, 0)
-        rows = self.rows * self.degrees.microbatches
-        whole = self.slots.value(self._bytes((rows * self.degrees.data, width)), stage)
-        return self._op("AllGather", ((rows, width),), stage, (self.final[name],), (whole,), DATA)
-
-    def _optimizer(self, stage: int) -> RankOp:
-        layers = [j for c, bounds in enumerate(self.bounds) if self.stage(c) == stage for j in range(*bounds)]
-        return self._op(
-            "SGD",
-            tuple(self.shapes[j] for j in layers),
-            stage,
-            (*(self.weights[j] for j in layers), *(self.final[j] for j in layers)),
-            (),
-        )
-
-    def prologue(self) -> list[tuple[OpSpec, tuple[int, ...]]]:
-        """How the notebook's unloaded step brings its inputs from the root to stage 0 of every rank."""
+    def begin(self) -> list[RankOp]:
+        """Without `loaded`: distributes the inputs from the root to stage 0 of every rank."""
+        if self.options.loaded:
+            return []
         d, h = self.degrees.data, self.degrees.tensor
         worker = Placement(self.degrees, self.rules.axis_order, 1).worker
-        full = [(self.mlp.batch, self.mlp.input_dim), (self.mlp.batch, self.mlp.output_dim)]
-        full += [self.mlp.dims(j) for j in range(self.mlp.layers)]
-        replicas = [worker(i, 0, 0) for i in range(d)]
+        inputs = [(self.mlp.batch, self.mlp.input_dim), (self.mlp.batch, self.mlp.output_dim)]
+        full = inputs + [self.mlp.dims(layer) for layer in range(self.mlp.layers)]
+        ops: list[RankOp] = []
 
-        def spec(kind, shape):
-            return OpSpec(kind, (shape,), self.mlp.element_bytes)
+        def add(kind: str, shape: Shape, *members: int) -> None:
+            group = self.groups.setdefault(members, len(self.groups))
+            self._op(ops, kind, (shape,), 0, (), axis=GROUP, peer=group)
 
-        ops = [
-            (spec("Send" if d == 1 else "Scatter" if n < 2 else "Broadcast", shape), (0, *replicas))
-            for n, shape in enumerate(full)
-        ]
+        first = [worker(i, 0, 0) for i in range(d)]
+        for n, shape in enumerate(full):
+            add("Send" if d == 1 else "Scatter" if n < 2 else "Broadcast", shape, 0, *first)
         for i in range(d if h > 1 else 0):
-            ranks = tuple(worker(i, j, 0) for j in range(h))
-            ops += [(spec("Broadcast" if n < 2 else "Scatter", shape), ranks) for n, shape in enumerate(full)]
-        if self.degrees.pipeline > 1:
-            ops += [
-                (spec("Split", shape), (worker(i, j, 0),)) for i in range(d) for j in range(h) for shape in full[:2]
-            ]
+            for n, shape in enumerate(full):
+                add("Broadcast" if n < 2 else "Scatter", shape, *(worker(i, j, 0) for j in range(h)))
+        for rank in range(d * h if self.degrees.pipeline > 1 else 0):
+            for shape in inputs:
+                add("Split", shape, worker(*divmod(rank, h), 0))
         return ops
 
 
 def schedule_name(degrees: Degrees, rules: RuleSet, options: StepOptions) -> str:
-    """The pipeline schedule of a step: the one asked for, else what interleaving or the rule set implies."""
-    return options.schedule or ("interleaved" if degrees.interleave > 1 else rules.schedule)
+    """The pipeline schedule of a step: the one asked for, else that of interleaving or of the rule set."""
+    return options.schedule or ("interleaved" if degrees.interleave > 1 else "distir" if rules.original else "1f1b")
 
 
 def mlp_step(
@@ -261,7 +222,6 @@ def mlp_step(
     """The training step of `mlp` under `degrees`. Raises ValueError when they do not fit each other."""
     rules = rule_set(rules)
     check_mlp(mlp, degrees, rules)
-    writer = _MlpStep(mlp, degrees, rules, options)
-    steps = find_schedule(schedule_name(degrees, rules, options), degrees.pipeline, degrees.microbatches, writer.chunks)
-    step = writer.write(steps)
-    return step if options.loaded else LoadingStep(**vars(step), prologue=tuple(writer.prologue()))
+    writer = MlpStep(mlp, degrees, rules, options)
+    name = schedule_name(degrees, rules, options)
+    return writer.write(find_schedule(name, degrees.pipeline, degrees.microbatches, writer.chunks))

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from mstrain.commands.plans.mixed import Files
 from mstrain.commands.plans.output import make_folder, progress
 from mstrain.planner.clock import Clock
-from mstrain.planner.mixed.hosts import write_hostfile
+from mstrain.planner.mixed.hosts import CLUSTER_FIELDS
 from research.metis import MetisOptions, SearchStopped, reference_lines, write_json
 from research.metis import run_metis as search_metis
 from research.metis.homogeneous import run_homogeneous as search_homogeneous
-from research.metis.synthetic import SAMPLES, read_samples, write_profiles
+from research.metis.synthetic import SAMPLES, read_samples, write_hostfile, write_profiles
 
 # Type and address of the hosts that `write_hostfile` writes; inter and intra GB/s and GB per device.
 SYNTHETIC_HOSTS = {"0.0.0.1": ("V100", 10, 50, 16), "0.0.0.4": ("A100", 10, 46, 80)}
@@ -30,7 +30,7 @@ def run_metis(config: MetisConfig) -> int:
             result = search_metis(*config.paths, config)
     except SearchStopped as stopped:
         write_json(stopped.partial, folder / "metis.json")
-        raise ValueError(f"{stopped} (what was found until then is in {folder / 'metis.json'})") from None
+        raise ValueError(f"{stopped} (the plans found until then are in {folder / 'metis.json'})") from None
     write_json(result, folder / "metis.json")
     print(*reference_lines(result), sep="\n")
     if result.exhausted:
@@ -87,8 +87,7 @@ def run_metis_inputs(config: InputsConfig) -> int:
     folder = make_folder(config.run_dir)
     samples = read_samples(config.samples or SAMPLES)
     write_hostfile(folder / "hostfile", config.devices_per_type)
-    names = ("instance_type", "inter_bandwidth", "intra_bandwidth", "memory")
-    entries = {address: dict(zip(names, values)) for address, values in SYNTHETIC_HOSTS.items()}
+    entries = {address: dict(zip(CLUSTER_FIELDS, values)) for address, values in SYNTHETIC_HOSTS.items()}
     (folder / "clusterfile.json").write_text(json.dumps(entries, indent=1) + "\n")
     files = write_profiles(folder / "profiles", samples, config.num_layers, config.max_batch, slowdown=config.slowdown)
     print(f"{files} synthetic profiles, host file and cluster file in {folder}; now type")

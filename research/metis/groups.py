@@ -1,4 +1,4 @@
-"""Device groups of Metis: how many devices each pipeline stage gets, in the order of the reference."""
+"""Device groups of Metis: the number of devices of each pipeline stage, in the order of the reference."""
 
 from collections.abc import Iterator
 
@@ -32,10 +32,10 @@ def _ascending_sums(shapes: list[int], total: int, length: int) -> Iterator[Bund
 
 
 def _has_sum(smallest: int, largest: int, total: int, length: int) -> bool:
-    """Whether `length` powers of two from smallest to largest can sum to `total`.
+    """Whether `length` powers of two from smallest to largest can sum to `total`; bounds the enumeration.
 
-    Without this test the enumeration could run for ever between two results. The fewest terms are the largest
-    ones and the binary digits of the rest; any term above the smallest can be halved to get one more.
+    The fewest terms are the largest ones and the binary digits of the rest; any term above the smallest can be halved
+    to get one more.
     """
     units, rest = divmod(total, smallest)
     whole, digits = divmod(units, largest // smallest)
@@ -43,48 +43,32 @@ def _has_sum(smallest: int, largest: int, total: int, length: int) -> bool:
 
 
 def merge_bundles(bundles: list[Bundle], limit: int) -> list[Bundle]:
-    """Join neighbouring bundles of the smallest size until `limit` are left or nothing can be joined."""
+    """Join neighboring bundles of the smallest size until `limit` are left or nothing can be joined."""
     need = len(bundles) - limit
     while need > 0:
-        others = (position for position, bundle in enumerate(bundles, 1) if bundle != bundles[0])
-        run = next(others, len(bundles))
-        need = max(need, run // 2)
-        bundles = _merge_pairs(bundles, need)
-        if need == len(bundles) - limit:
-            break
+        run = next((at for at, bundle in enumerate(bundles, 1) if bundle != bundles[0]), len(bundles))
+        pairs, size = max(need, run // 2), sum(bundles[0])
+        merged = []
+        for start in range(0, min(2 * pairs, len(bundles)), 2):
+            pair = bundles[start : start + 2]
+            merged += [pair[0] + pair[1]] if [sum(bundle) for bundle in pair] == [size, size] else pair
+        bundles = merged + bundles[2 * pairs :]
         need = len(bundles) - limit
+        if need == pairs:  # nothing was joined
+            break
     return bundles
-
-
-def _merge_pairs(bundles: list[Bundle], pairs: int) -> list[Bundle]:
-    size = sum(bundles[0])
-    merged = []
-    for start in range(0, min(2 * pairs, len(bundles)), 2):
-        pair = bundles[start : start + 2]
-        if len(pair) == 2 and sum(pair[0]) == sum(pair[1]) == size:
-            pair = [pair[0] + pair[1]]
-        merged += pair
-    return merged + bundles[2 * pairs :]
 
 
 def multiset_permutations(items: list) -> Iterator[list]:
     """Every distinct arrangement once, in cool-lex order (A. Williams, SODA 2009), the largest first."""
     start = sorted(items, reverse=True)
-    current = list(start)
+    current, length = start, len(items)
     while True:
         yield current
-        current = _next_by_prefix_shift(current)
+        prefix = next((k for k in range(1, length) if current[k] > current[k - 1]), length)
+        moved = min(prefix, length - 1)
+        if prefix + 1 < length and current[prefix - 1] >= current[prefix + 1]:
+            moved = prefix + 1
+        current = [current[moved], *current[:moved], *current[moved + 1 :]]
         if current == start:
             return
-
-
-def _next_by_prefix_shift(items: list) -> list:
-    length = len(items)
-    prefix = next((k for k in range(1, length) if items[k] > items[k - 1]), length)
-    if prefix == length:
-        moved = length - 1
-    elif prefix + 1 < length and items[prefix - 1] >= items[prefix + 1]:
-        moved = prefix + 1
-    else:
-        moved = prefix
-    return [items[moved], *items[:moved], *items[moved + 1 :]]

@@ -1,18 +1,13 @@
 """The reference's planner for one device type: equal stages, one (dp, pp, tp, microbatch) for all."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from mstrain.planner.clock import divisors
 from mstrain.planner.mixed.hosts import read_hosts
-from mstrain.planner.mixed.profiles import (
-    Profile,
-    check_layer_times,
-    profile_name,
-    read_profiles,
-    sequential_sum,
-)
+from mstrain.planner.mixed.profiles import Profile, check_layers, profile_name, read_profiles, sequential_sum
 from research.metis.options import MetisOptions
 from research.metis.search import reference_profile
 
@@ -54,13 +49,11 @@ def run_homogeneous(
             "or use the planner for mixed clusters"
         )
     profiles = read_profiles(profile_dir, cluster.device_types)
-    check_layer_times(profiles, options.num_layers)
+    check_layers(profiles, options.num_layers, ["layer_ms"])
     reference = reference_profile(options, profiles)
     costed, missing, plans = [], [], 0
     for dp, pp, tp in degrees(cluster.num_devices, options):
-        for microbatch in divisors(options.gbs):
-            if microbatch * dp > options.gbs:
-                continue
+        for microbatch in (size for size in divisors(options.gbs) if size * dp <= options.gbs):
             plans += 1
             key = (device_type, tp, microbatch)
             if key not in profiles:
@@ -88,10 +81,7 @@ def split_layers(num_layers: int, pp: int) -> list[int]:
     counts = [even + (1 <= stage <= rest) for stage in range(pp)]
     counts[0] += 1
     counts[-1] += 1
-    bounds = [0]
-    for count in counts:
-        bounds.append(bounds[-1] + count)
-    return bounds
+    return [0, *itertools.accumulate(counts)]
 
 
 def plan_cost(
@@ -104,7 +94,7 @@ def plan_cost(
     speed = bandwidth_gb_s * BYTES_PER_MS
     embedding, middle, output = (reference.parameter_bytes[index] / tp for index in (0, 1, -1))
     stage_ms, stage_parameters, p2p = [], [], 0.0
-    for begin, end in zip(bounds, bounds[1:]):
+    for begin, end in itertools.pairwise(bounds):
         stage_ms.append(sequential_sum(profile.layer_ms[begin:end]))
         first, last = begin == 0, end == options.num_layers
         stage_parameters.append(middle * (end - begin - first - last) + embedding * first + output * last)

@@ -2,7 +2,7 @@
 
 All in one file because numba's cache looks for changes only there. Sums run left to right in float64, as in the
 reference: another order may change which plans tie. A *row* is a profile, a *demand* the memory of a stage's layers,
-*left* its capacity less that (MB); a *share* is of the speed.
+*left* its capacity less that (MB); a *share* is part of the speed.
 """
 
 import numba
@@ -63,9 +63,12 @@ def split_batch(t, types, begin, end, dp, tp, samples, missing, kinds, shares):
 
 
 @numba.njit(cache=True)
-def mixed_ms(t, types, begin, end, dp, layer, next_layer, samples, max_bit, missing, kinds, shares):
-    """Compute ms of a stage of several types; replicas run shares as powers of two. NaN without a profile."""
+def compute_ms(t, types, begin, end, dp, layer, next_layer, samples, max_bit, missing, kinds, shares):
+    """Compute ms of a stage; replicas of several types run shares as powers of two. NaN without a profile."""
     rows, layer_ms, tp = t.row, t.layer_ms, (end - begin) // dp
+    if types[begin] == types[end - 1]:
+        row = profile_row(rows, missing, types[begin], tp, samples // dp)
+        return range_sum(layer_ms, row, layer, next_layer)
     if not split_batch(t, types, begin, end, dp, tp, samples, missing, kinds, shares):
         return np.nan
     slowest = 0.0
@@ -84,14 +87,10 @@ def mixed_ms(t, types, begin, end, dp, layer, next_layer, samples, max_bit, miss
 @numba.njit(cache=True)
 def stage_speeds(t, types, starts, dp, batches, missing, kinds, shares, speed):
     """Normalised speed of every stage if it ran the whole model; False without a profile."""
-    rows, total_ms, layers, samples = t.row, t.total_ms, len(t.weight), t.gbs // batches
-    total = 0.0
+    total, samples = 0.0, t.gbs // batches
     for i in range(len(dp)):
-        begin, end = starts[i], starts[i + 1]
-        if types[begin] == types[end - 1]:
-            ms = total_ms[profile_row(rows, missing, types[begin], (end - begin) // dp[i], samples // dp[i])]
-        else:
-            ms = mixed_ms(t, types, begin, end, dp[i], 0, layers, samples, t.gbs, missing, kinds, shares)
+        ranks, layers = (starts[i], starts[i + 1]), len(t.weight)
+        ms = compute_ms(t, types, *ranks, dp[i], 0, layers, samples, t.gbs, missing, kinds, shares)
         speed[i] = 0.0 if ms == 0.0 else 1.0 / ms
         total += speed[i]
     speed /= total
@@ -99,35 +98,29 @@ def stage_speeds(t, types, starts, dp, batches, missing, kinds, shares, speed):
 
 
 @numba.njit(cache=True)
-def mixed_demand(t, types, dp, tp, layer, next_layer, samples, missing, kinds, shares):
-    """Demand of a stage of several types, the batch split over the whole cluster. NaN without a profile."""
-    rows, layer_mb = t.row, t.layer_mb
-    if not split_batch(t, types, 0, len(types), dp, tp, samples, missing, kinds, shares):
-        return np.nan
-    by_power = np.full(63, -1.0)
-    demand = 0.001
-    for i in range(dp):
-        for power in range(62, -1, -1):
-            if shares[i] & (1 << power):
-                if by_power[power] == -1.0:
-                    row = profile_row(rows, missing, types[0], tp, 1 << power)
-                    by_power[power] = MEMORY_FACTOR * range_sum(layer_mb, row, layer, next_layer)
-                demand += by_power[power]
-    return demand
-
-
-@numba.njit(cache=True)
 def stage_demands(t, types, starts, dp, bounds, batches, missing, kinds, shares, demand):
-    """MB the reference expects: one replica's, by profiles of the first type. False without a profile."""
-    rows, layer_mb, samples = t.row, t.layer_mb, t.gbs // batches
+    """MB the reference expects: one replica's, by profiles of the first type. False without a profile.
+
+    The batch of a stage of several types is split over the whole cluster.
+    """
+    samples, kind = t.gbs // batches, types[0]
     for i in range(len(dp)):
-        tp = (starts[i + 1] - starts[i]) // dp[i]
+        tp, begin, end = (starts[i + 1] - starts[i]) // dp[i], bounds[i], bounds[i + 1]
+        demand[i] = 0.001
         if types[starts[i]] == types[starts[i + 1] - 1]:
-            row = profile_row(rows, missing, types[0], tp, samples // dp[i])
-            demand[i] = 0.001 + MEMORY_FACTOR * range_sum(layer_mb, row, bounds[i], bounds[i + 1])
-        else:
-            layers = bounds[i], bounds[i + 1]
-            demand[i] = mixed_demand(t, types, dp[i], tp, *layers, samples, missing, kinds, shares)
+            row = profile_row(t.row, missing, kind, tp, samples // dp[i])
+            demand[i] += MEMORY_FACTOR * range_sum(t.layer_mb, row, begin, end)
+            continue
+        if not split_batch(t, types, 0, len(types), dp[i], tp, samples, missing, kinds, shares):
+            return False
+        by_power = np.full(63, -1.0)
+        for replica in range(dp[i]):
+            for power in range(62, -1, -1):
+                if shares[replica] & (1 << power):
+                    if by_power[power] == -1.0:
+                        row = profile_row(t.row, missing, kind, tp, 1 << power)
+                        by_power[power] = MEMORY_FACTOR * range_sum(t.layer_mb, row, begin, end)
+                    demand[i] += by_power[power]
     return not np.isnan(demand.sum())
 
 
@@ -159,7 +152,7 @@ def spread_sub_layers(weight, capacity, owner, room):
 
 @numba.njit(cache=True)
 def fill_gaps(weight, owner, room):
-    """A sub-layer left over goes to the roomiest stage from the last ending below it to the first above."""
+    """A sub-layer left over goes to the stage with the most room from the last ending below it to the first above."""
     stages, end = len(room), len(owner)
     smallest, largest = np.full(stages, end), np.full(stages, -1)
     for q in range(end):
@@ -190,27 +183,23 @@ def balance(weight, capacity, owner, room, keeper, bounds):
     """Layer bounds per stage. Layers cut in too many parts are lost; stages may be empty."""
     stages, layers = len(capacity), len(weight)
     spread_sub_layers(weight, capacity, owner, room)
+    held, kept = np.zeros((layers, stages), np.int64), np.zeros(stages, np.int64)
     first, last = np.full(stages, layers), np.full(stages, -1)
-    kept = np.zeros(stages, np.int64)
-    keeper[:] = -1
+    for q in range(len(owner)):
+        held[q // CUTS, owner[q]] += 1
     for layer in range(layers):
-        for cut in range(CUTS * layer, CUTS * (layer + 1)):
-            stage, held = owner[cut], 0
-            for other in range(CUTS * layer, CUTS * (layer + 1)):
-                held += owner[other] == stage
-            if 2 * held > CUTS:
-                keeper[layer] = stage
-                kept[stage] += 1
-                first[stage] = min(first[stage], layer)
-                last[stage] = layer
-                break
+        stage = int(np.argmax(held[layer]))
+        keeper[layer] = stage if 2 * held[layer, stage] > CUTS else -1
+        if keeper[layer] == stage:
+            kept[stage] += 1
+            first[stage] = min(first[stage], layer)
+            last[stage] = layer
     slack, one_row = capacity.copy(), weight.reshape(1, layers)
     for i in range(stages):
         slack[i] -= range_sum(one_row, 0, first[i], last[i] + 1)
     shift_layers(weight, keeper, kept, slack)
     bounds[0] = 0
-    for i in range(stages):
-        bounds[i + 1] = bounds[i] + kept[i]
+    bounds[1:] = np.cumsum(kept)
 
 
 @numba.njit(cache=True)
@@ -297,26 +286,22 @@ def bandwidth(rank_node, node_intra, node_least, begin, end, stride):
 def plan_cost(t, layout, starts, num_stage, batches, dp, bounds, missing, kinds, shares):
     """Milliseconds per iteration of the first `num_stage` stages; NaN without a needed profile."""
     types, nodes, intra, least = layout
-    rows, layer_ms, sync_ms, samples = t.row, t.layer_ms, t.sync_ms, t.gbs // batches
-    layers, embedding, middle, output = len(t.weight), t.parameters[0], t.parameters[1], t.parameters[2]
+    samples, layers = t.gbs // batches, len(t.weight)
+    embedding, middle, output = t.parameters[0], t.parameters[1], t.parameters[2]
     slowest = total = sync = update = p2p = 0.0
     data_parallel = -np.inf
     for i in range(num_stage):
         begin, end = bounds[i], bounds[i + 1]
         tp = (starts[i + 1] - starts[i]) // dp[i]
         micro = samples // dp[i]
-        if types[starts[i]] == types[starts[i + 1] - 1]:
-            ms = range_sum(layer_ms, profile_row(rows, missing, types[starts[i]], tp, micro), begin, end)
-        else:
-            ms = mixed_ms(
-                t, types, starts[i], starts[i + 1], dp[i], begin, end, samples, t.max_batch, missing, kinds, shares
-            )
+        ranks = starts[i], starts[i + 1]
+        ms = compute_ms(t, types, *ranks, dp[i], begin, end, samples, t.max_batch, missing, kinds, shares)
         slowest = max(slowest, ms)
         total += ms
         if i == num_stage - 1:
             sync = -np.inf
             for rank in range(starts[i], starts[i + 1]):
-                sync = np.maximum(sync, sync_ms[profile_row(rows, missing, types[rank], tp, micro)])
+                sync = np.maximum(sync, t.sync_ms[profile_row(t.row, missing, types[rank], tp, micro)])
         else:
             elements = micro * t.sequence * (t.vocab / tp if end == layers - 1 else t.hidden)
             p2p += elements / (bandwidth(nodes, intra, least, starts[i], starts[i + 2], 1) * BYTES_PER_MS)
@@ -354,10 +339,11 @@ def stage_to_split(dp, key):
 
 
 @numba.njit(cache=True)
-def walk(t, layout, groups, num_stage, batches, use_strat, found):
-    """Walk from data to tensor parallelism until a partition fits at the first attempt.
+def walk(t, layout, groups, num_stage, batches, use_strat, number, plans, found):
+    """Walk number `number`, from data to tensor parallelism until a partition fits at the first attempt.
 
-    Returns (plans found, steps counted). A walk that lacks a profile stops; `found.missing` then has its key.
+    Its plans go to `found` from row `plans` on. Returns (rows of `found` used, steps counted). A walk that lacks a
+    profile stops; `found.missing` then has its key.
     """
     types, memory_mb, missing = layout.rank_type, t.memory_mb, found.missing
     layers, stages = len(t.weight), len(groups)
@@ -367,13 +353,13 @@ def walk(t, layout, groups, num_stage, batches, use_strat, found):
         for rank in range(starts[i], starts[i + 1]):
             capacity[i] += memory_mb[types[rank]]
     kinds, shares = np.empty(len(types), np.int64), np.empty(len(types), np.int64)
-    layer_room = np.empty(CUTS * layers, np.int64)
-    scratch = (kinds, shares, layer_room, np.empty(stages), np.empty(layers, np.int64), capacity, np.empty(stages))
+    owner, keeper = np.empty(CUTS * layers, np.int64), np.empty(layers, np.int64)
+    scratch = (kinds, shares, owner, np.empty(stages), keeper, capacity, np.empty(stages))
     bounds, share = np.zeros(stages + 1, np.int64), np.empty(stages)
     left, first_left = np.empty(stages), np.empty(stages)
     key = no_key = np.empty(0)
     dp = groups.copy()
-    plans = steps = pending = 0
+    steps = pending = 0
     while True:
         if is_valid(t.gbs // batches, t.max_batch, t.max_tp, groups, dp):
             if not stage_speeds(t, types, starts, dp, batches, missing, kinds, shares, share):
@@ -385,7 +371,8 @@ def walk(t, layout, groups, num_stage, batches, use_strat, found):
             key = first_left if use_strat else (left if attempt > 0 else no_key)
             if attempt > 0:
                 steps, pending = steps + pending, 0
-                found.attempt[plans], found.dp[plans], found.bounds[plans] = attempt, dp, bounds
+                found.walk[plans], found.attempt[plans] = number, attempt
+                found.dp[plans], found.bounds[plans] = dp, bounds
                 cost = plan_cost(t, layout, starts, num_stage, batches, dp, bounds, missing, kinds, shares)
                 found.cost[plans] = cost
                 missing[0] = -1
@@ -398,3 +385,22 @@ def walk(t, layout, groups, num_stage, batches, use_strat, found):
         dp[stage] //= 2
         pending += 1
     return plans, steps
+
+
+@numba.njit(cache=True)
+def walk_all(t, layout, groups, num_stage, batch_counts, use_strat, first, most_walks, most_plans, found):
+    """Walks of every group with every number of microbatches, from walk `first` on, at most `most_walks`.
+
+    Returns (the walk to continue with, plans found, steps counted). Ends early when `found` lacks room for the
+    `most_plans` of another walk, or after a walk that lacks a profile.
+    """
+    plans = steps = 0
+    number, missing = first, found.missing
+    end = min(first + most_walks, len(groups) * len(batch_counts))
+    while number < end and plans + most_plans <= len(found.cost) and missing[0] < 0:
+        batches = batch_counts[number % len(batch_counts)]
+        group = groups[number // len(batch_counts)]
+        plans, counted = walk(t, layout, group, num_stage, batches, use_strat, number, plans, found)
+        steps += counted
+        number += 1
+    return number, plans, steps

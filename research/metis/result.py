@@ -1,10 +1,12 @@
 """Result of a Metis search: ranking, statistics, the reference's printed lines and JSON."""
 
-import heapq
 import json
 import math
+import operator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import numpy as np
 
 from research.metis.options import MetisOptions
 
@@ -27,31 +29,72 @@ class MetisPlan:
     partition_attempt: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class MetisResult:
-    """What the search found and how much it did; `exhausted` says that a budget ended it early."""
+    """The plans and statistics of a search, which `add` collects; `exhausted`: a budget ended it early."""
 
     options: MetisOptions
     device_order: tuple[str, ...]
     reference_profile: str
-    count: int  # steps as the reference counts them
-    inter_stage_plans: int
-    plans_costed: int
-    plans_dropped: int  # a profile needed for the cost was absent
-    sum_of_costs: float  # ms
-    costed_by_attempt: tuple[int, int, int]
-    with_num_stage_mismatch: int
-    with_missing_layers: int
-    with_empty_stage: int
-    num_complete: int  # all layers placed, no empty stage, all stages costed
-    ranking: tuple[MetisPlan, ...]
-    best_complete: MetisPlan | None
-    exhausted: bool
+    count: int = 0  # steps as the reference counts them
+    inter_stage_plans: int = 0
+    plans_costed: int = 0
+    plans_dropped: int = 0  # a profile needed for the cost was absent
+    sum_of_costs: float = 0.0  # ms
+    costed_by_attempt: tuple[int, ...] = (0, 0, 0)
+    with_num_stage_mismatch: int = 0
+    with_missing_layers: int = 0
+    with_empty_stage: int = 0
+    num_complete: int = 0  # all layers placed, no empty stage, all stages costed
+    ranking: tuple[MetisPlan, ...] = ()
+    best_complete: MetisPlan | None = None
+    exhausted: bool = False
     seconds: float = 0.0  # mean search time of a trial
 
     @property
     def best(self) -> MetisPlan:
         return self.ranking[0]
+
+    def add(self, sequence, num_stage: int, groups: np.ndarray, batches, found, plans: int) -> None:
+        """Enter the first `plans` rows of `found`: plans of walk `found.walk[i]` in the batch (groups, batches)."""
+        kept = np.flatnonzero(~np.isnan(found.cost[:plans]))
+        cost, bounds = found.cost[kept], found.bounds[kept, : groups.shape[1] + 1]
+        lost, empty = bounds[:, -1] < self.options.num_layers, (np.diff(bounds) == 0).any(axis=1)
+        mismatch = np.full(len(kept), num_stage != groups.shape[1])
+        complete = ~(lost | empty | mismatch)
+        self.plans_costed += len(kept)
+        self.plans_dropped += plans - len(kept)
+        self.sum_of_costs = math.fsum((self.sum_of_costs, *cost.tolist()))
+        attempts = np.bincount(found.attempt[kept], minlength=4)[1:].tolist()
+        self.costed_by_attempt = tuple(map(operator.add, self.costed_by_attempt, attempts))
+        self.with_num_stage_mismatch += int(mismatch.sum())
+        self.with_missing_layers += int(lost.sum())
+        self.with_empty_stage += int(empty.sum())
+        self.num_complete += int(complete.sum())
+
+        def plan(index: int) -> MetisPlan:
+            row = kept[index]
+            group, batch = divmod(int(found.walk[row]), len(batches))
+            sizes, dp = groups[group].tolist(), found.dp[row].tolist()
+            return MetisPlan(
+                float(cost[index]),
+                tuple(sequence),
+                tuple(sizes),
+                tuple((replicas, size // replicas) for replicas, size in zip(dp, sizes)),
+                int(batches[batch]),
+                tuple(bounds[index].tolist()),
+                num_stage,
+                int(found.attempt[row]),
+            )
+
+        whole = np.flatnonzero(complete)
+        if len(whole) and (self.best_complete is None or cost[whole].min() < self.best_complete.cost):
+            self.best_complete = plan(int(whole[cost[whole].argmin()]))
+        most = self.options.top_k
+        limit = self.ranking[-1].cost if len(self.ranking) == most else np.inf
+        better = [index for index in np.argsort(cost, kind="stable")[:most] if cost[index] < limit]
+        # Of equal costs the first found comes first.
+        self.ranking = tuple(sorted([*self.ranking, *map(plan, better)], key=lambda plan: plan.cost)[:most])
 
 
 class SearchStopped(ValueError):
@@ -62,101 +105,17 @@ class SearchStopped(ValueError):
         self.partial = partial
 
 
-class Tally:
-    """Collects the plans of the walks; keeps all costs but only the best plans."""
-
-    def __init__(self, options: MetisOptions, order: tuple[str, ...], reference_profile: str):
-        self.options, self.order, self.reference_profile = options, order, reference_profile
-        self.count = self.inter_stage_plans = self.plans_costed = self.plans_dropped = 0
-        self.mismatched = self.incomplete = self.with_empty = self.complete = 0
-        self.attempts = [0, 0, 0]
-        self.costs: list[float] = []
-        self.kept: list[tuple] = []  # heap of (-cost, -number, plan): the worst of the best on top
-        self.best_complete: MetisPlan | None = None
-        self.exhausted = False
-
-    def add(self, sequence, num_stage: int, groups, batches: int, found, plans: int, steps: int) -> None:
-        """Take over the first `plans` rows of `found`."""
-        self.inter_stage_plans += 1
-        self.count += steps
-        mismatch = num_stage != len(groups)
-        for i in range(plans):
-            cost, bounds = float(found.cost[i]), found.bounds[i]
-            if math.isnan(cost):
-                self.plans_dropped += 1
-                continue
-            self.plans_costed += 1
-            self.costs.append(cost)
-            self.attempts[found.attempt[i] - 1] += 1
-            lost, empty = bounds[-1] < self.options.num_layers, bool((bounds[1:] == bounds[:-1]).any())
-            self.mismatched += mismatch
-            self.incomplete += bool(lost)
-            self.with_empty += empty
-            complete = not (mismatch or lost or empty)
-            self.complete += complete
-            better = complete and (self.best_complete is None or cost < self.best_complete.cost)
-            kept = len(self.kept) < self.options.top_k or cost < -self.kept[0][0]
-            if not (better or kept):
-                continue
-            plan = MetisPlan(
-                cost,
-                tuple(sequence),
-                tuple(groups),
-                tuple((int(dp), size // int(dp)) for dp, size in zip(found.dp[i], groups)),
-                batches,
-                tuple(int(bound) for bound in bounds),
-                num_stage,
-                int(found.attempt[i]),
-            )
-            if better:
-                self.best_complete = plan
-            if kept:
-                heapq.heappush(self.kept, (-cost, -self.plans_costed, plan))
-                if len(self.kept) > self.options.top_k:
-                    heapq.heappop(self.kept)
-
-    def result(self) -> MetisResult:
-        first, second, third = self.attempts
-        ranking = tuple(plan for _, _, plan in sorted(self.kept, key=lambda entry: (-entry[0], -entry[1])))
-        return MetisResult(
-            options=self.options,
-            device_order=self.order,
-            reference_profile=self.reference_profile,
-            count=self.count,
-            inter_stage_plans=self.inter_stage_plans,
-            plans_costed=self.plans_costed,
-            plans_dropped=self.plans_dropped,
-            sum_of_costs=math.fsum(self.costs),
-            costed_by_attempt=(first, second, third),
-            with_num_stage_mismatch=self.mismatched,
-            with_missing_layers=self.incomplete,
-            with_empty_stage=self.with_empty,
-            num_complete=self.complete,
-            ranking=ranking,
-            best_complete=self.best_complete,
-            exhausted=self.exhausted,
-        )
-
-
 def reference_lines(result: MetisResult) -> list[str]:
     """The lines the reference prints: time, count, header, best plan."""
     best = result.best
     sequence = ", ".join(f"<DeviceType.{name}: '{name.lower()}'>" for name in best.node_sequence)
     sequence = f"({sequence},)" if len(best.node_sequence) == 1 else f"({sequence})"
-    values = [
-        1,
-        best.cost,
-        sequence,
-        list(best.device_groups),
-        list(best.strategies),
-        best.batches,
-        list(best.layer_partition),
-    ]
+    lists = list(best.device_groups), list(best.strategies), best.batches, list(best.layer_partition)
     return [
         f"Average time: {result.seconds * 1000} ms",
         f"count: {result.count}",
         HEADER,
-        ", ".join(str(value) for value in values),
+        ", ".join(map(str, (1, best.cost, sequence, *lists))),
     ]
 
 

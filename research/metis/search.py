@@ -1,25 +1,26 @@
 """The whole Metis search: every inter-stage plan, walked by the compiled kernel, ranked by cost.
 
 `run_metis` reproduces the reference (SamsungLabs/Metis, with the improved walk of livingshade/Metis), defects
-included: half-costed and incomplete plans are ranked too, and counted in the result. The two things it leaves
-to chance, the order of the types and the profile that supplies the optimizer time, are options here.
+included: half-costed and incomplete plans are ranked too, and counted in the result. The reference leaves the order of
+the types and the profile that supplies the optimizer time to chance; here they are options.
 """
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from mstrain.planner.clock import Clock, divisors
 from mstrain.planner.mixed.hosts import Hosts, read_hosts
-from mstrain.planner.mixed.profiles import Key, Profile, check_layer_counts, profile_name, read_profiles
+from mstrain.planner.mixed.profiles import PER_LAYER, Key, Profile, check_layers, profile_name, read_profiles
 from research.metis.groups import device_groups
-from research.metis.kernel import walk
+from research.metis.kernel import walk_all
 from research.metis.options import MetisOptions
-from research.metis.result import MetisResult, SearchStopped, Tally
-from research.metis.tables import Found, build_layout, build_tables, room_for_plans
+from research.metis.result import MetisResult, SearchStopped
+from research.metis.tables import Tables, build_layout, build_tables, most_plans, room_for_plans
+
+CHUNK = 64  # device groups walked between looks at the clock
 
 
 def run_metis(
@@ -32,17 +33,21 @@ def run_metis(
     """
     cluster = read_hosts(hostfile, clusterfile)
     profiles = read_profiles(profile_dir, cluster.device_types)
-    check_layer_counts(profiles, options.num_layers)
+    check_layers(profiles, options.num_layers, list(PER_LAYER))
     check_slots(hostfile, cluster)
-    order = device_order(options, cluster)
+    order = tuple(options.device_order) or cluster.device_types
+    if sorted(order) != list(cluster.device_types):
+        raise ValueError(
+            f"device_order={','.join(order)}: name each type of the host file once ({', '.join(cluster.device_types)})"
+        )
     reference = reference_profile(options, profiles)
     tables = build_tables(options, cluster, profiles, reference)
-    seconds, name = [], profile_name((reference.device_type, reference.tp, reference.batch))
-    for _ in range(options.trials):
-        tally, clock = Tally(options, order, name), Clock(options.max_seconds)
-        search(options, cluster, order, tables, tally, clock)
-        seconds.append(clock.seconds)
-    return replace(tally.result(), seconds=sum(seconds) / len(seconds))
+    name, seconds = profile_name((reference.device_type, reference.tp, reference.batch)), 0.0
+    for _ in range(options.trials - 1):
+        seconds += search(MetisResult(options, order, name), cluster, tables)
+    result = MetisResult(options, order, name)
+    result.seconds = (seconds + search(result, cluster, tables)) / options.trials
+    return result
 
 
 def check_slots(hostfile, cluster: Hosts) -> None:
@@ -62,98 +67,86 @@ def check_slots(hostfile, cluster: Hosts) -> None:
         )
 
 
-def device_order(options: MetisOptions, cluster: Hosts) -> tuple[str, ...]:
-    if not options.device_order:
-        return cluster.device_types
-    if sorted(options.device_order) != list(cluster.device_types):
-        raise ValueError(
-            f"device_order={','.join(options.device_order)}: name each type of the host file "
-            f"once ({', '.join(cluster.device_types)})"
-        )
-    return tuple(options.device_order)
-
-
 def reference_profile(options: MetisOptions, profiles: dict[Key, Profile]) -> Profile:
     """The profile that supplies what the reference takes from whichever file the directory lists first."""
-    if options.reference_profile:
-        by_name = {profile_name(key): profile for key, profile in profiles.items()}
-        if options.reference_profile not in by_name:
-            raise ValueError(
-                f"reference_profile={options.reference_profile}: no such profile; choose one of "
-                f"the folder, e.g. {next(iter(by_name))}"
-            )
-        return by_name[options.reference_profile]
-    first_type = next(iter(profiles))[0]
-    return max(
-        (profile for profile in profiles.values() if profile.device_type == first_type),
-        key=lambda profile: (profile.tp, profile.batch),
-    )
+    if not options.reference_profile:
+        first_type = next(iter(profiles))[0]
+        return profiles[max(key for key in profiles if key[0] == first_type)]
+    by_name = {profile_name(key): profile for key, profile in profiles.items()}
+    if options.reference_profile not in by_name:
+        raise ValueError(
+            f"reference_profile={options.reference_profile}: no such profile; choose one of "
+            f"the folder, e.g. {next(iter(by_name))}"
+        )
+    return by_name[options.reference_profile]
 
 
-def inter_stage_groups(options: MetisOptions, num_devices: int, first_sequence: bool) -> Iterator[tuple]:
-    """(number of stages costed, device groups) in the order of the reference.
+def group_lists(options: MetisOptions, num_devices: int, first_sequence: bool) -> Iterator[tuple[int, np.ndarray]]:
+    """(number of stages costed, (n, stages) device groups) in the order of the reference.
 
     After the first node sequence, one stage is never tried again; instead the groups of the next number of
     stages come once with only their first stage costed. This slip of the reference is kept for equal counts.
     """
-    most = min(num_devices, options.num_layers)
-    limits = (options.min_group_scale_variance, options.max_permute_len)
-    if not first_sequence:
-        counts = (stages for stages in range(2, most + 1) if any(device_groups(num_devices, stages, *limits)))
-        for stages in itertools.islice(counts, 1):
-            yield from ((1, group) for group in device_groups(num_devices, stages, *limits))
-    for stages in range(1 if first_sequence else 2, most + 1):
-        yield from ((stages, group) for group in device_groups(num_devices, stages, *limits))
+    slip = not first_sequence
+    for stages in range(1 if first_sequence else 2, min(num_devices, options.num_layers) + 1):
+        for costed in (1, stages) if slip else (stages,):
+            groups = device_groups(num_devices, stages, options.min_group_scale_variance, options.max_permute_len)
+            while chunk := list(itertools.islice(groups, CHUNK)):
+                slip = False
+                yield costed, np.array(chunk, np.int64)
 
 
-def search(options: MetisOptions, cluster: Hosts, order: tuple[str, ...], tables, tally: Tally, clock: Clock) -> None:
-    """Walk every inter-stage plan within the budget; fills the tally."""
-    batch_counts = divisors(options.gbs)[::-1]
-    room: dict[int, Found] = {}
-    for index, sequence in enumerate(itertools.permutations(order)):
+def search(result: MetisResult, cluster: Hosts, tables: Tables) -> float:
+    """Walk every inter-stage plan within the budget; fills the result and returns the seconds."""
+    options, devices = result.options, cluster.num_devices
+    clock = Clock(options.max_seconds)
+    batch_counts = np.array(divisors(options.gbs)[::-1])
+    for index, sequence in enumerate(itertools.permutations(result.device_order)):
         layout = build_layout(cluster, sequence)
-        for num_stage, groups in inter_stage_groups(options, cluster.num_devices, index == 0):
-            if len(groups) not in room:
-                room[len(groups)] = room_for_plans(cluster.num_devices, len(groups))
-            found = room[len(groups)]
-            sizes = np.array(groups, np.int64)
-            for batches in batch_counts:
-                if tally.inter_stage_plans >= options.max_plans or clock.over:
-                    tally.exhausted = True
-                    return check_found(tally)
-                plans, steps = walk(tables, layout, sizes, num_stage, batches, options.use_strat, found)
-                tally.add(sequence, num_stage, groups, batches, found, plans, steps)
+        for num_stage, groups in group_lists(options, devices, index == 0):
+            most, at = most_plans(devices, groups.shape[1]), 0
+            found = room_for_plans(max(most, 4096), groups.shape[1])
+            while at < groups.shape[0] * len(batch_counts):
+                left = options.max_plans - result.inter_stage_plans
+                if left <= 0 or clock.over:
+                    result.exhausted = True
+                    check_found(result)
+                    return clock.seconds
+                before = at
+                at, plans, steps = walk_all(
+                    tables, layout, groups, num_stage, batch_counts, options.use_strat, at, left, most, found
+                )
+                result.inter_stage_plans += at - before
+                result.count += steps
+                result.add(sequence, num_stage, groups, batch_counts, found, plans)
                 if found.missing[0] >= 0:
-                    kind, tp, batch = found.missing
-                    raise SearchStopped(
-                        missing_profile_message(options, (cluster.device_types[kind], int(tp), int(batch)), batches),
-                        tally.result(),
-                    )
-    check_found(tally)
+                    kind, tp, batch = found.missing.tolist()
+                    batches = int(batch_counts[(at - 1) % len(batch_counts)])
+                    message = missing_profile_message(options, (cluster.device_types[kind], tp, batch), batches)
+                    raise SearchStopped(message, result)
+    check_found(result)
+    return clock.seconds
 
 
-def check_found(tally: Tally) -> None:
+def check_found(result: MetisResult) -> None:
     """SearchStopped when the search ends without any plan."""
-    if tally.plans_costed:
+    if result.plans_costed:
         return
-    if tally.exhausted:
-        raise SearchStopped(
-            f"no plan among the {tally.inter_stage_plans} tried within the budget; raise max_seconds or max_plans",
-            tally.result(),
-        )
-    raise SearchStopped(
+    reason = (
         "no plan fits this cluster: the layers need more memory than any division of the "
-        "devices has; add devices or memory, or lower the global batch",
-        tally.result(),
+        "devices has; add devices or memory, or lower the global batch"
     )
+    if result.exhausted:
+        tried = result.inter_stage_plans
+        reason = f"no plan among the {tried} tried within the budget; raise max_seconds or max_plans"
+    raise SearchStopped(reason, result)
 
 
 def missing_profile_message(options: MetisOptions, key: Key, batches: int) -> str:
+    fix = "add it, or lower max_profiled_tp_degree and max_profiled_batch_size to what is profiled"
     if key[2] & (key[2] - 1):
         fix = (
             f"gbs={options.gbs} in {batches} microbatches is not divisible into profiled batches; use a "
             "power of two, add the profile, or use the optimal planner, which takes any batch"
         )
-    else:
-        fix = "add it, or lower max_profiled_tp_degree and max_profiled_batch_size to what is profiled"
     return f"{profile_name(key)} is missing: {fix}"

@@ -24,6 +24,14 @@ TOTAL_PARTS = (
 COMPUTE_PARTS = ("layer_compute_total_ms", "forward_backward_time_ms", BETWEEN)
 
 
+def write_hostfile(path: str | Path, devices_per_type: int) -> None:
+    """The synthetic host file of the reference: devices_per_type // 4 hosts of V100, then as many of A100."""
+    hosts = devices_per_type // 4
+    if hosts < 1:
+        raise ValueError(f"devices_per_type={devices_per_type}: hosts have 4 devices; give 4 or more")
+    Path(path).write_text("0.0.0.1 slots=4\n" * hosts + "0.0.0.4 slots=4\n" * hosts)
+
+
 def read_samples(folder: str | Path, device_type: str = "A100") -> dict[tuple[int, int], dict]:
     """The nine sample documents by (tp, batch)."""
     samples = {}
@@ -59,8 +67,7 @@ def write_profiles(
     for old in folder.glob("DeviceType.*.json"):
         old.unlink()
     for (tp, batch), document in grown.items():
-        slow = copy.deepcopy(document)
-        _multiply(slow["execution_time"], slow["execution_time"], slowdown)
+        slow = _rescaled(document, list(document["execution_time"]), slowdown)
         for device_type, written in ((fast_type, document), (slow_type, slow)):
             (folder / profile_name((device_type, tp, batch))).write_text(json.dumps(written, indent=1))
     return 2 * len(grown)
@@ -77,46 +84,35 @@ def scale_layers(sample: dict, num_layers: int) -> dict:
         (memory, "layer_memory_total_mb"),
         (times, "layer_compute_total_ms"),
     ):
-        first, middle, last = table[name][0], table[name][1], table[name][-1]
-        table[name] = [first] + [middle] * (num_layers - 2) + [last]
+        table[name] = [table[name][0]] + [table[name][1]] * (num_layers - 2) + [table[name][-1]]
     parameters["total_parameters_bytes"] = sum(parameters["parameters_per_layer_bytes"])
     memory["total_memory"] = sequential_sum(memory["layer_memory_total_mb"])
     times["forward_backward_time_ms"] = times[BETWEEN] + sequential_sum(times["layer_compute_total_ms"])
     for name in ("layernorm_grads_all_reduce_time_ms", "optimizer_time_ms"):
         times[name] = times[name] / 10 * num_layers
     document["model"].update(num_layers=num_layers, num_MHA_layers=num_layers - 2)
-    return _with_total(document)
+    return _rescaled(document, (), 1.0)
 
 
 def grow(samples: dict[tuple[int, int], dict], max_batch: int) -> dict[tuple[int, int], dict]:
     """All (tp, batch) up to max_batch: doubling the batch doubles the compute time, doubling tp halves it."""
-    grown = dict(samples)
+    grown, last = dict(samples), SAMPLE_DEGREES[-1]
+    larger = [last << power for power in range((max_batch // last).bit_length() - 1)]
     for tp in SAMPLE_DEGREES:
-        batch = SAMPLE_DEGREES[-1]
-        while batch < max_batch:
-            grown[tp, 2 * batch] = _rescaled(grown[tp, batch], 2.0)
-            batch *= 2
+        for batch in larger:
+            grown[tp, 2 * batch] = _rescaled(grown[tp, batch], COMPUTE_PARTS, 2.0)
     for batch in sorted({batch for _, batch in grown}):
-        tp = SAMPLE_DEGREES[-1]
-        while tp < max_batch:
-            grown[2 * tp, batch] = _rescaled(grown[tp, batch], 0.5)
-            tp *= 2
+        for tp in larger:
+            grown[2 * tp, batch] = _rescaled(grown[tp, batch], COMPUTE_PARTS, 0.5)
     return grown
 
 
-def _rescaled(document: dict, factor: float) -> dict:
+def _rescaled(document: dict, names, factor: float) -> dict:
+    """A copy with the times `names` multiplied, and their total."""
     document = copy.deepcopy(document)
-    _multiply(document["execution_time"], COMPUTE_PARTS, factor)
-    return _with_total(document)
-
-
-def _multiply(times: dict, names, factor: float) -> None:
+    times = document["execution_time"]
     for name in names:
         value = times[name]
         times[name] = [factor * part for part in value] if isinstance(value, list) else factor * value
-
-
-def _with_total(document: dict) -> dict:
-    times = document["execution_time"]
     times["total_time_ms"] = sequential_sum([times[name] for name in TOTAL_PARTS])
     return document

@@ -1,4 +1,4 @@
-"""What the compiled search of Metis reads and writes, as arrays filled from profiles and cluster."""
+"""The inputs and outputs of the compiled search of Metis as arrays."""
 
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ class Tables(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """One node sequence: what each rank and each node is."""
+    """One node sequence: the type and node of each rank."""
 
     rank_type: np.ndarray  # (N,) type index
     rank_node: np.ndarray  # (N,)
@@ -43,13 +43,14 @@ class Layout(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Room for the plans of one walk over S stages; a cost of NaN marks a plan without a needed profile."""
+    """The plans of several walks over S stages; a cost of NaN marks a plan without a needed profile."""
 
     cost: np.ndarray  # (n,) ms
     attempt: np.ndarray  # (n,) partition attempt that fitted
+    walk: np.ndarray  # (n,) number of the walk
     dp: np.ndarray  # (n, S)
     bounds: np.ndarray  # (n, S + 1) first layer of each stage, and the end
-    missing: np.ndarray  # (3,) type, tp, batch of a profile that the walk needs
+    missing: np.ndarray  # (3,) type, tp, batch of a profile that the last walk needs
 
 
 def build_tables(options: MetisOptions, cluster: Hosts, profiles: dict[Key, Profile], reference: Profile) -> Tables:
@@ -63,18 +64,21 @@ def build_tables(options: MetisOptions, cluster: Hosts, profiles: dict[Key, Prof
     if smallest not in profiles:
         raise ValueError(f"{profile_name(smallest)} is missing; it supplies the relative times of the layers")
     keys = [key for key in profiles if key[1] <= cluster.num_devices and key[2] <= options.gbs]
-    most_tp, most_batch = max(key[1] for key in keys), max(key[2] for key in keys)
-    row = np.full((len(types), most_tp + 1, most_batch + 1), -1, np.int32)
+    row = np.full((len(types), max(key[1] for key in keys) + 1, max(key[2] for key in keys) + 1), -1, np.int32)
     for index, (device_type, tp, batch) in enumerate(keys):
         row[types.index(device_type), tp, batch] = index
-    weights = np.array(profiles[smallest].layer_ms, np.float64)
-    parameters = reference.parameter_bytes
+
+    def table(value) -> np.ndarray:
+        rows = np.array([value(profiles[key]) for key in keys], np.float64)
+        return np.concatenate([rows, np.full_like(rows[:1], np.nan)])
+
+    weights, parameters = np.array(profiles[smallest].layer_ms, np.float64), reference.parameter_bytes
     return Tables(
         row=row,
-        layer_ms=_with_nan_row([profiles[key].layer_ms for key in keys]),
-        layer_mb=_with_nan_row([profiles[key].layer_mb for key in keys]),
-        total_ms=_with_nan_row([sequential_sum(profiles[key].layer_ms) for key in keys]),
-        sync_ms=_with_nan_row([profiles[key].sync_ms or np.nan for key in keys]),
+        layer_ms=table(lambda profile: profile.layer_ms),
+        layer_mb=table(lambda profile: profile.layer_mb),
+        total_ms=table(lambda profile: sequential_sum(profile.layer_ms)),
+        sync_ms=table(lambda profile: profile.sync_ms or np.nan),
         weight=weights / sequential_sum(weights),
         memory_mb=np.array([cluster.type_memory_gb[device_type] * 1024.0 for device_type in types]),
         parameters=np.array([parameters[0], parameters[1], parameters[-1]], np.float64),
@@ -89,35 +93,27 @@ def build_tables(options: MetisOptions, cluster: Hosts, profiles: dict[Key, Prof
     )
 
 
-def _with_nan_row(rows: list) -> np.ndarray:
-    table = np.array(rows, np.float64)
-    return np.concatenate([table, np.full_like(table[:1], np.nan)])
-
-
 def build_layout(cluster: Hosts, node_sequence: tuple[str, ...]) -> Layout:
     """Ranks and nodes type by type in the order of the node sequence, all nodes as large as the first."""
-    types, slots = cluster.device_types, cluster.nodes[0].slots
-    rank_type, node_intra, node_least = [], [], []
-    for device_type in node_sequence:
-        nodes = cluster.nodes_of(device_type)
-        rank_type += [types.index(device_type)] * sum(node.slots for node in nodes)
-        node_intra += [nodes[0].intra_gb_s] * len(nodes)
-        node_least += [min(node.intra_gb_s for node in nodes)] * len(nodes)
+    by_type = [cluster.nodes_of(device_type) for device_type in node_sequence]
+    nodes = [(node, mine[0].intra_gb_s, min(each.intra_gb_s for each in mine)) for mine in by_type for node in mine]
+    rank_type = [cluster.device_types.index(node.device_type) for node, _, _ in nodes for _ in range(node.slots)]
     return Layout(
         np.array(rank_type, np.int64),
-        np.arange(len(rank_type)) // slots,
-        np.array(node_intra, np.float64),
-        np.array(node_least, np.float64),
+        np.arange(len(rank_type)) // cluster.nodes[0].slots,
+        np.array([intra for _, intra, _ in nodes], np.float64),
+        np.array([least for _, _, least in nodes], np.float64),
     )
 
 
-def room_for_plans(num_devices: int, num_stages: int) -> Found:
-    """As many rows as a walk has steps: every stage halves its replicas at most log2(devices) times."""
-    rows = num_stages * num_devices.bit_length() + 1
-    return Found(
-        np.empty(rows),
-        np.empty(rows, np.int64),
-        np.empty((rows, num_stages), np.int64),
-        np.empty((rows, num_stages + 1), np.int64),
-        np.full(3, -1, np.int64),
-    )
+def most_plans(num_devices: int, num_stages: int) -> int:
+    """Steps of a walk at most: every stage halves its replicas at most log2(devices) times."""
+    return num_stages * num_devices.bit_length() + 1
+
+
+def room_for_plans(num_plans: int, num_stages: int) -> Found:
+    """Empty arrays for so many plans."""
+    number = np.empty(num_plans, np.int64)
+    shape = num_plans, num_stages
+    return Found(np.empty(num_plans), number, number.copy(), np.empty(shape, np.int64),
+                 np.empty((num_plans, num_stages + 1), np.int64), np.full(3, -1, np.int64))  # fmt: skip

@@ -21,3 +21,12 @@ def device_seconds(result: Simulation) -> dict[int, float]:
     for lane, end in zip(result.lanes, result.lane_end.tolist()):
         done[lane.device] = max(done.get(lane.device, 0.0), end)
     return done
+
+
+def num_events(result: Simulation) -> int:
+    """Trace events of the whole job: one per operation and device, those of ranks left out included."""
+    members = np.array([len(group) for group in result.program.groups])[result.program.group]
+    silent = np.bincount(
+        result.held.owner(), weights=np.isnan(result.action_seconds), minlength=len(result.held.lengths)
+    )
+    return int(members @ result.program.copies - silent[result.action].sum())

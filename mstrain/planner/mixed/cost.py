@@ -90,19 +90,17 @@ class Stage:
 
 
 def build_stage(model: Model, choice: Choice, samples: int) -> Stage | None:
-    """Share the samples of a microbatch over the replicas; None when the profiles do not go so far."""
+    """Share the samples of a microbatch over the replicas; None when the profiles have too few samples."""
     options, present = model.options, choice.kinds
-    times = [model.times[kind, choice.tp] for kind in present]
-    replicas = [1 if choice.spans else choice.replicas[kind] for kind in present]
+    kinds, times = [model.kinds[kind] for kind in present], [model.times[kind, choice.tp] for kind in present]
     totals = [time.total_ms for time in times]
     if choice.spans:
         shares = [samples] * len(present) if samples < min(map(len, totals)) else None
     else:
-        shares = share_samples(totals, replicas, samples)
+        shares = share_samples(totals, [choice.replicas[kind] for kind in present], samples)
     if shares is None:
         return None
-    kinds = [model.kinds[kind] for kind in present]
-    message = max(shares) * options.sequence_length * options.hidden_size * options.element_bytes
+    message = max(shares) * options.message_bytes
     one_node = len(model.kinds) == 1 and model.kinds[0].devices <= model.kinds[0].slots
     link = model.kinds[0].intra_gb_s if one_node else min(kind.inter_gb_s for kind in model.kinds)
     exchange_ms, exchange_latency = gradient_exchange(model, choice)
@@ -133,13 +131,12 @@ def tensor_collectives(model: Model, choice: Choice, kind: int, share: int) -> f
     options, spec = model.options, model.kinds[kind]
     if share == 0:
         return 0.0
-    message = share * options.sequence_length * options.hidden_size * options.element_bytes
     nodes = nodes_per_replica(model.kinds, choice, kind)
     inter = min(model.kinds[index].inter_gb_s for index in (choice.kinds if choice.spans else (kind,)))
-    ms = all_reduce_ms(nodes, message, inter, options.latency_ms)
+    ms = all_reduce_ms(nodes, share * options.message_bytes, inter, options.latency_ms)
     if not options.collectives_in_profile:
         members = min(choice.tp, spec.slots, choice.devices[kind])
-        ms += all_reduce_ms(members, message, spec.intra_gb_s, options.latency_ms)
+        ms += all_reduce_ms(members, share * options.message_bytes, spec.intra_gb_s, options.latency_ms)
     return TENSOR_COLLECTIVES * ms
 
 
@@ -147,38 +144,35 @@ def gradient_exchange(model: Model, choice: Choice) -> tuple[float, float]:
     """(ms per parameter byte, fixed ms) of the all-reduce over replicas: inside nodes, then between them."""
     if choice.dp == 1:
         return 0.0, 0.0
-    latency = model.options.latency_ms
-    kinds = [model.kinds[kind] for kind in choice.kinds]
-    slots = min(kind.slots for kind in kinds)
-    inside = max(min(choice.replicas[kind], max(1, model.kinds[kind].slots // choice.tp)) for kind in choice.kinds)
+    present = [(model.kinds[index], index) for index in choice.kinds]
+    inside = max(min(choice.replicas[index], max(1, kind.slots // choice.tp)) for kind, index in present)
     groups = sum(
-        -(-choice.devices[kind] // model.kinds[kind].slots) // nodes_per_replica(model.kinds, choice, kind)
-        for kind in choice.kinds
+        -(-choice.devices[index] // kind.slots) // nodes_per_replica(model.kinds, choice, index)
+        for kind, index in present
     )
-    intra, inter = min(kind.intra_gb_s for kind in kinds), min(kind.inter_gb_s for kind in kinds)
+    slots, intra, inter = (
+        min(getattr(kind, name) for kind, _ in present) for name in ("slots", "intra_gb_s", "inter_gb_s")
+    )
     shards = min(1, slots / choice.tp)  # part of the parameters in one node
     per_byte = all_reduce_ms(inside, 1 / choice.tp, intra, 0.0) + all_reduce_ms(groups, shards, inter, 0.0)
-    return per_byte, 2 * latency * (inside - 1 + groups - 1)
+    return per_byte, 2 * model.options.latency_ms * (inside - 1 + groups - 1)
 
 
 def stage_tables(model: Model, stages: list[Stage], fewest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Stage ms, end-of-iteration ms, microbatches that fit: (begin, end, stage) for layers [begin, end).
 
-    The first is infinite where memory does not hold the `fewest` microbatches that may be in flight.
+    Stage ms are those of the slowest kind, infinite where memory does not hold the `fewest` microbatches that may be in
+    flight. Entries with begin >= end mean nothing.
     """
-    rows = [(index, kind, row) for index, stage in enumerate(stages) for row, kind in enumerate(stage.choice.kinds)]
-    stage_of, kind_of, _ = zip(*rows)
-    shape = (len(model.kinds), len(stages))
+    shape = len(model.kinds), len(stages)
     compute_ms = np.zeros((model.layers + 1, *shape))
-    compute_ms[:, kind_of, stage_of] = np.array([stages[i].compute_ms[row] for i, _, row in rows]).T
     terms = np.zeros((4, *shape))  # ms per transformer layer and on the last stage, samples, usable bytes
     terms[3] = np.inf
-    terms[:, kind_of, stage_of] = np.array(
-        [
-            (s.tensor_ms[row], s.sync_ms[row], s.shares[row] / s.choice.tp, s.memory_bytes[row])
-            for s, row in ((stages[i], row) for i, _, row in rows)
-        ]
-    ).T
+    for number, stage in enumerate(stages):
+        present = list(stage.choice.kinds)
+        compute_ms[:, present, number] = stage.compute_ms.T
+        samples = np.array(stage.shares) / stage.choice.tp
+        terms[:, present, number] = stage.tensor_ms, stage.sync_ms, samples, stage.memory_bytes
     fixed = np.array(
         [(s.boundary_ms, s.exchange_ms + s.update_ms, s.exchange_latency_ms, s.state_bytes) for s in stages]
     )
@@ -188,11 +182,7 @@ def stage_tables(model: Model, stages: list[Stage], fewest: int) -> tuple[np.nda
 
 @numba.njit(cache=True)
 def fill_tables(compute_ms, terms, fixed, prefixes, fewest):
-    """The arrays of `stage_tables`: times are those of a stage's slowest kind, flights of its fullest.
-
-    `compute_ms` is (L + 1, K, stages), a prefix, zero for kinds that a stage has not. Entries with begin >=
-    end are left as they come.
-    """
+    """The arrays of `stage_tables`; `compute_ms` is (L + 1, K, stages), a prefix, zero for kinds that a stage lacks."""
     tensor_ms, sync_ms, samples, memory = terms
     boundary_ms, per_byte_ms, latency_ms, state = fixed
     parameter_bytes, activation_bytes, middle = prefixes

@@ -1,4 +1,4 @@
-"""What the optimal planner is asked: model, batch, how memory and links are counted, and the budgets."""
+"""Options of the optimal planner: model, batch, how memory and links are counted, and the budgets."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,6 +66,11 @@ class PlanOptions:
         if not self.max_seconds > 0:
             raise ValueError("the budget is empty: give max_seconds > 0")
 
+    @property
+    def message_bytes(self) -> int:
+        """Of the activation of one sample between layers."""
+        return self.sequence_length * self.hidden_size * self.element_bytes
+
     def microbatches(self) -> Iterator[tuple[int, int]]:
         """(samples per microbatch, microbatches): every size that a smaller number of microbatches needs.
 
@@ -77,7 +82,6 @@ class PlanOptions:
         size = 1
         while size <= self.batch:
             count = -(-self.batch // size)
-            least = -(-self.batch // count)
-            if least not in sizes:
-                yield least, count
+            if size not in sizes:  # the least of its count
+                yield size, count
             size = (self.batch - 1) // (count - 1) + 1 if count > 1 else self.batch + 1

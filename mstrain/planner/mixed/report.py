@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from mstrain.planner.mixed.result import OptimalResult, Plan
+from mstrain.planner.mixed.result import OptimalResult, Plan, named_counts
 from mstrain.planner.tables import make_table
 
 
@@ -42,14 +42,12 @@ def stages_table(plan: Plan) -> Table:
     rows = []
     for number, stage in enumerate(plan.stages):
         terms = (stage.compute_ms + stage.sync_ms, stage.tensor_ms, stage.boundary_ms, stage.stage_ms)
-        rows.append(
-            (
-                *(str(number), stage.layers, _named(stage.devices), str(stage.tp)),
-                *(_named(stage.replicas), _named(stage.samples)),
-                *(f"{term:.2f}" for term in (*terms, stage.exchange_ms, stage.update_ms)),
-                *(f"{stage.state_gb + stage.activation_gb:.1f}", f"{stage.usable_gb:.1f}"),
-            )
-        )
+        rows.append((
+            *(str(number), stage.layers, named_counts(stage.devices), str(stage.tp)),
+            *(named_counts(stage.replicas), named_counts(stage.samples)),
+            *(f"{term:.2f}" for term in (*terms, stage.exchange_ms, stage.update_ms)),
+            *(f"{stage.state_gb + stage.activation_gb:.1f}", f"{stage.usable_gb:.1f}"),
+        ))  # fmt: skip
     title = "Stages of plan 1 (ms per microbatch; exchange and update per iteration)"
     return make_table(title, columns, rows, left)
 
@@ -65,7 +63,3 @@ def simulated_table(rows: Sequence[dict]) -> Table:
         for row in rows
     )
     return make_table(title, ("stage", "layers", "devices", "compute", "idle", "memory"), cells, ("devices",))
-
-
-def _named(counts: dict[str, int]) -> str:
-    return " ".join(f"{name} {count}" for name, count in counts.items())

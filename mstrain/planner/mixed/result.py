@@ -10,6 +10,7 @@ import numpy as np
 from mstrain.planner.mixed.cost import Model, Stage, generator_ms
 from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.space import kind_labels
+from mstrain.planner.mixed.tables import Tables
 from mstrain.planner.tables import write_csv
 
 
@@ -97,18 +98,17 @@ class OptimalResult:
         return 1 - self.certificate.lower_bound_ms / self.best.cost_ms
 
 
-def report_stage(model: Model, stage: Stage, begin: int, end: int, microbatches: int, stages_left: int) -> StagePlan:
-    """Terms of one stage of a plan; `stages_left` counts it and the ones behind it."""
-    choice = stage.choice
+def report_stage(model: Model, stage: Stage, begin: int, end: int, flight: int) -> StagePlan:
+    """Terms of one stage of a plan, with `flight` microbatches in flight."""
+    choice, last = stage.choice, end == model.layers
     labels = kind_labels(model.kinds)
     names = [labels[kind] for kind in choice.kinds]
     compute = stage.compute_ms[:, end] - stage.compute_ms[:, begin]
     tensor = stage.tensor_ms * (model.middle[end] - model.middle[begin])
-    sync = stage.sync_ms * (end == model.layers)
+    sync = stage.sync_ms * last
     slowest = int(np.argmax(compute + tensor + sync))
     boundary = stage.boundary_ms if begin > 0 else 0.0
     parameters = model.parameter_bytes[end] - model.parameter_bytes[begin]
-    flight = min(microbatches, stages_left) if model.options.schedule == "1f1b" else microbatches
     kept = (model.activation_bytes[end] - model.activation_bytes[begin]) / choice.tp
     activation = [share * kept * flight for share in stage.shares]
     fullest = int(np.argmin(stage.memory_bytes - activation))
@@ -133,40 +133,26 @@ def report_stage(model: Model, stage: Stage, begin: int, end: int, microbatches:
         state_gb=float(stage.state_bytes * parameters / 1e9),
         activation_gb=float(activation[fullest] / 1e9),
         usable_gb=float(stage.memory_bytes[fullest] / 1e9),
-        microbatches_in_flight=int(flight),
+        microbatches_in_flight=flight,
         parameter_bytes=float(parameters),
         sample_bytes=float(kept),
     )
 
 
-def report_plan(
-    model: Model, samples: int, microbatches: int, stages: list[tuple[Stage, int, int]], expected_ms: float
-) -> Plan:
+def report_plan(model: Model, tables: Tables, stages: list[tuple[Stage, int, int]], expected_ms: float) -> Plan:
     """The plan with all its terms, added up anew; asserts that the search computed the same."""
-    generator = generator_ms(model)
-    reports = tuple(
-        report_stage(model, stage, begin, end, microbatches, len(stages) - index)
-        for index, (stage, begin, end) in enumerate(stages)
-    )
+    count, behind = tables.microbatches, range(len(stages), 0, -1)
+    flights = [count if model.options.schedule == "gpipe" else min(count, left) for left in behind]
+    reports = tuple(report_stage(model, *stage, flight) for stage, flight in zip(stages, flights))
     times = [report.stage_ms for report in reports]
-    steady, fill = (microbatches - 1) * max(times), sum(times)
+    steady, fill, generator = (count - 1) * max(times), sum(times), count * generator_ms(model)
     end_ms = max(report.exchange_ms + report.update_ms for report in reports)
-    cost = steady + fill + end_ms + microbatches * generator
+    cost = steady + fill + end_ms + generator
     assert math.isclose(cost, expected_ms, rel_tol=1e-9), (cost, expected_ms)
     assert all(report.state_gb + report.activation_gb <= report.usable_gb * (1 + 1e-9) for report in reports)
-    used = sum(sum(report.devices.values()) for report in reports)
-    return Plan(
-        cost,
-        samples,
-        microbatches,
-        reports,
-        steady,
-        fill,
-        end_ms,
-        microbatches * generator,
-        1 - microbatches * fill / (len(times) * (steady + fill)),
-        sum(kind.devices for kind in model.kinds) - used,
-    )
+    idle = sum(kind.devices for kind in model.kinds) - sum(sum(report.devices.values()) for report in reports)
+    bubble = 1 - count * fill / (len(times) * (steady + fill))
+    return Plan(cost, tables.samples, count, reports, steady, fill, end_ms, generator, bubble, idle)
 
 
 def write_json(result: OptimalResult, path: str | Path) -> None:
@@ -176,17 +162,15 @@ def write_json(result: OptimalResult, path: str | Path) -> None:
 
 def write_stages(result: OptimalResult, path: str | Path) -> None:
     """A CSV file with one line per stage of every plan."""
-    rows = [
-        {
-            **{"rank": rank, "cost_ms": plan.cost_ms, "microbatch": plan.microbatch, "microbatches": plan.microbatches},
-            "stage": number,
-            **{name: _flat(value) for name, value in asdict(stage).items()},
-        }
-        for rank, plan in enumerate(result.plans, 1)
-        for number, stage in enumerate(plan.stages)
-    ]
+    rows = []
+    for rank, plan in enumerate(result.plans, 1):
+        own = {name: getattr(plan, name) for name in ("cost_ms", "microbatch", "microbatches")}
+        for number, stage in enumerate(plan.stages):
+            terms = asdict(stage)
+            flat = {name: named_counts(value, "=") for name, value in terms.items() if isinstance(value, dict)}
+            rows.append({"rank": rank, **own, "stage": number, **terms, **flat})
     write_csv(rows, path)
 
 
-def _flat(value):
-    return " ".join(f"{name}={count}" for name, count in value.items()) if isinstance(value, dict) else value
+def named_counts(counts: dict, between: str = " ") -> str:
+    return " ".join(f"{name}{between}{count}" for name, count in counts.items())

@@ -1,14 +1,14 @@
 """Best-first branch and bound over pipelines, from the last stage to the first.
 
-A label is a pipeline's tail: the stages from some layer on, and the devices they leave. Its bound adds
-the exact relaxations of the head (`bounds`). Labels are expanded by bound, so the first complete plans
-are the best ones, and the search ends with a certificate: no plan of the space is cheaper than the bound.
-Within the same layers and devices left, a label is dropped when `top_k` others are as good in every
-respect, which keeps the top k exact.
+A label is the tail of a pipeline: the stages from some layer on, and the devices they leave. Its bound adds the exact
+relaxation of the head (`bounds`). Labels are expanded by bound, so the first complete plans are the best ones, and the
+search ends with a certificate: no plan of the space is cheaper than the bound. Within the same layers and devices left,
+a label is dropped when `top_k` others are as good in every respect, which keeps the top k exact.
 """
 
 import heapq
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,10 +16,10 @@ import numpy as np
 
 from mstrain.planner.clock import Clock
 from mstrain.planner.mixed.bounds import child_costs
-from mstrain.planner.mixed.cost import Model, build_model, generator_ms
+from mstrain.planner.mixed.cost import Model, Stage, build_model, generator_ms
 from mstrain.planner.mixed.hosts import read_hosts
 from mstrain.planner.mixed.options import PlanOptions
-from mstrain.planner.mixed.profiles import check_layer_times, profile_name, read_profiles
+from mstrain.planner.mixed.profiles import check_layers, profile_name, read_profiles
 from mstrain.planner.mixed.result import Certificate, OptimalResult, report_plan
 from mstrain.planner.mixed.space import choices, choose_unit, kinds_of
 from mstrain.planner.mixed.tables import Box, Space, build_box, build_space, build_tables, quick_bound, usable_stages
@@ -38,13 +38,8 @@ def plan_optimal(
     clock = clock or Clock(options.max_seconds)
     cluster = read_hosts(hostfile, clusterfile)
     profiles = read_profiles(profile_dir, cluster.device_types)
-    check_layer_times(profiles, options.num_layers)
+    check_layers(profiles, options.num_layers, ["layer_ms", "parameter_bytes"])
     for key, profile in profiles.items():
-        if len(profile.parameter_bytes) != options.num_layers:
-            raise ValueError(
-                f"{profile_name(key)}: parameters_per_layer_bytes has {len(profile.parameter_bytes)} "
-                f"layers, the model has {options.num_layers}; profile that model"
-            )
         if not sum(profile.parameter_bytes) > 0:
             raise ValueError(f"{profile_name(key)}: parameters_per_layer_bytes adds up to 0; write every layer's bytes")
     kinds = kinds_of(cluster)
@@ -155,33 +150,25 @@ class Search:
         if max(widths) <= narrow * bound:
             return self.expand(root)
         if any(high - low < SHRINK * (old - low) for high, ((low, old), _) in zip(highs, sides)):
-            return self.enter(
-                build_box(self.space, box.tables, *((low, high) for high, ((low, _), _) in zip(highs, sides)))
-            )
-        side = 0 if widths[0] > widths[1] else 1
-        name = ("slowest", "finish")[side]
-        low, high = sides[side][0]
+            ranges = ((low, high) for high, ((low, _), _) in zip(highs, sides))
+            return self.enter(build_box(self.space, box.tables, *ranges))
+        name = "slowest" if widths[0] > widths[1] else "finish"
+        low, high = getattr(box, name)
         middle = (low + high) / 2
-        upper = replace(box, **{name: (middle, high)})
         limits = {"slowest": box.slowest, "finish": box.finish, name: (low, middle)}
         self.enter(build_box(self.space, box.tables, **limits))
-        self.queue_box(replace(root, box=upper))
+        self.queue_box(replace(root, box=replace(box, **{name: (middle, high)})))
 
     def children(self, label: Label) -> np.ndarray:
         """Bound of the plans in which a choice comes before the tail, by first layer: (begin, C)."""
         box, tables = label.box, label.box.tables
         gpipe = self.model.options.schedule == "gpipe"
+        flight = tables.microbatches if gpipe else min(tables.microbatches, label.stages + 1)
         costs = child_costs(
-            tables.stage_ms,
-            tables.end_ms,
-            tables.flights,
-            tables.offsets,
-            tables.fits,
-            box.total,
-            box.slowest,
-            box.finish,
+            *(tables.stage_ms, tables.end_ms, tables.flights, tables.offsets, tables.fits),
+            *(box.total, box.slowest, box.finish),
             (label.begin, label.state, label.slowest, label.total, label.finish),
-            tables.microbatches if gpipe else min(tables.microbatches, label.stages + 1),
+            flight,
             tables.microbatches - 1.0,
         )
         return costs + tables.microbatches * self.generator_ms
@@ -256,9 +243,8 @@ class Search:
             raise ValueError(f"no plan found within {self.clock.budget:g} s; raise max_seconds or unit")
         if not self.found:
             raise ValueError(self.why_nothing_fits())
-        best = self.found[0][0]
         certificate = Certificate(
-            lower_bound_ms=float(min(best, bound)),
+            lower_bound_ms=float(min(self.found[0][0], bound)),
             proven=finished,
             expanded=self.num_expanded,
             seconds=self.clock.seconds,
@@ -268,8 +254,7 @@ class Search:
             states=int(self.space.real.sum()),
         )
         plans = tuple(
-            report_plan(self.model, label.box.tables.samples, label.box.tables.microbatches, stages_of(label), cost)
-            for cost, _, label in self.found
+            report_plan(self.model, label.box.tables, stages_of(label), cost) for cost, _, label in self.found
         )
         return OptimalResult(options, plans, certificate)
 
@@ -292,19 +277,18 @@ class Search:
         )
 
 
-def stages_of(label: Label) -> list[tuple]:
-    """(stage, begin, end) of a tail, first stage first."""
-    stages = []
+def tails(label: Label) -> Iterator[Label]:
+    """A tail and the shorter ones behind it, without the empty one."""
     while label.next is not None:
-        stages.append((label.box.tables.stages[label.choice], label.begin, label.next.begin))
+        yield label
         label = label.next
-    return stages
+
+
+def stages_of(label: Label) -> list[tuple[Stage, int, int]]:
+    """(stage, begin, end) of a tail, first stage first."""
+    return [(tail.box.tables.stages[tail.choice], tail.begin, tail.next.begin) for tail in tails(label) if tail.next]
 
 
 def signature(label: Label) -> tuple[int, ...]:
-    """What makes plans distinct: the choices of their stages in any order."""
-    choices = []
-    while label.next is not None:
-        choices.append(label.choice)
-        label = label.next
-    return tuple(sorted(choices))
+    """The choices of a tail's stages in any order: plans with equal ones count as one."""
+    return tuple(sorted(tail.choice for tail in tails(label)))

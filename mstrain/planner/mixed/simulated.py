@@ -1,18 +1,19 @@
-"""A plan for a mixed cluster, simulated: every device, every node's one link to the others.
+"""A plan for a mixed cluster, simulated: every device, and one link of every node to the others.
 
-Times of layers are those of the profiles, a third of them forward. What the cost model adds up and the
-simulator finds out: how stages wait for each other, which messages share a node's link, what of the batch
-generator and of the messages hides behind other work. Gradient sums follow the last backward pass of a
-stage, as in the cost model, but stages need not wait for each other with them.
+Times of layers are those of the profiles, a third of them forward. The cost model adds up terms; the simulator finds
+how stages wait for each other, which messages share the link of a node, and what of the batch generator and the
+messages hides behind other work. Gradient sums follow the last backward pass of a stage, as in the cost model, but
+stages do not wait for each other with them.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from mstrain.planner.clock import Clock
 from mstrain.planner.mixed.hosts import Hosts
 from mstrain.planner.mixed.options import PlanOptions
-from mstrain.planner.mixed.result import Plan, StagePlan
-from mstrain.planner.mixed.space import kind_labels, kind_of, kinds_of
+from mstrain.planner.mixed.result import Plan, StagePlan, named_counts
+from mstrain.planner.mixed.space import node_labels
 from mstrain.simulator.cluster import Cluster, Device, Network, Path, Wire
 from mstrain.simulator.compared import Compared
 from mstrain.simulator.pipeline import PipelineStep
@@ -71,14 +72,10 @@ def mixed_cluster(hosts: Hosts, latency_ms: float) -> Cluster:
     """The devices in host file order."""
     nodes = hosts.nodes
     node_of = tuple(number for number, node in enumerate(nodes) for _ in range(node.slots))
-    first = tuple(node_of.index(number) for number in range(len(nodes)))
-    devices = tuple(
-        Device(1.0, 1.0, node.memory_gb * GB, kind=node.device_type) for node in nodes for _ in range(node.slots)
-    )
-    inside, between = (
-        tuple(rate * GB for rate in rates) for rates in zip(*((node.intra_gb_s, node.inter_gb_s) for node in nodes))
-    )
-    return Cluster(devices, Nodes(node_of, first, inside, between, 1e-3 * latency_ms))
+    first = tuple(map(node_of.index, range(len(nodes))))
+    devices = (Device(1.0, 1.0, nodes[number].memory_gb * GB, kind=nodes[number].device_type) for number in node_of)
+    inside, between = tuple(node.intra_gb_s * GB for node in nodes), tuple(node.inter_gb_s * GB for node in nodes)
+    return Cluster(tuple(devices), Nodes(node_of, first, inside, between, 1e-3 * latency_ms))
 
 
 def allocate(hosts: Hosts, stages: tuple[StagePlan, ...]) -> list[dict[str, tuple[int, ...]]]:
@@ -86,15 +83,13 @@ def allocate(hosts: Hosts, stages: tuple[StagePlan, ...]) -> list[dict[str, tupl
 
     Sizes are parts of a node in a chain of divisors or whole nodes, so nothing straddles.
     """
-    kinds = kinds_of(hosts)
-    labels = kind_labels(kinds)
-    free: dict[str, list[list[int]]] = {label: [] for label in labels}
+    free: dict[str, list[list[int]]] = {}
     begin = 0
-    for node in hosts.nodes:
-        free[labels[kinds.index(kind_of(node, kinds))]].append(list(range(begin, begin + node.slots)))
+    for node, label in zip(hosts.nodes, node_labels(hosts)):
+        free.setdefault(label, []).append(list(range(begin, begin + node.slots)))
         begin += node.slots
     found: list[dict[str, tuple[int, ...]]] = [{} for _ in stages]
-    for label, nodes in free.items():
+    for label, nodes in sorted(free.items()):
         wanted = [(stage.devices[label], number) for number, stage in enumerate(stages) if label in stage.devices]
         for count, number in sorted(wanted, key=lambda pair: (-pair[0], pair[1])):
             taken: list[int] = []
@@ -129,21 +124,19 @@ class MixedStep(PipelineStep):
     def __init__(self, plan: Plan, options: PlanOptions, hosts: Hosts, network: Nodes, microbatches: int):
         super().__init__(Degrees(pipeline=len(network.node_of), microbatches=microbatches), len(plan.stages))
         self.plan, self.options, self.network = plan, options, network
-        self.sample_bytes = options.sequence_length * options.hidden_size * options.element_bytes  # messages
         self.devices = allocate(hosts, plan.stages)
         self.replicas = [
             replicas_of(stage, devices, plan.microbatch) for stage, devices in zip(plan.stages, self.devices)
         ]
-        self.groups: dict[tuple[int, ...], int] = {}  # members of an operation -> number
         self.state = {
             device: self._state(stage, len(replicas), device)
             for stage, replicas in zip(plan.stages, self.replicas)
             for replica in replicas
             for device in replica.devices
         }
-        self.kept: dict[tuple[int, int], list[int]] = {}  # by stage and replica
-        self.arrived: dict[tuple[int, int, int], list[int]] = {}  # by direction, stage and replica
-        self.last: dict[tuple[int, int], list[int]] = {}  # by stage and replica: its backward pass
+        # The last values of a pass, and those that messages bring, by direction, stage and replica.
+        self.done: dict[tuple[int, int, int], list[int]] = {}
+        self.arrived: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
 
     def _state(self, stage: StagePlan, replicas: int, device: int) -> tuple[int, ...]:
         mine, options = stage.parameter_bytes / stage.tp, self.options
@@ -151,112 +144,100 @@ class MixedStep(PipelineStep):
         factors = {"parameters": 1.0, "gradients": options.gradient_factor, "optimizer": optimizer}
         return tuple(self.slots.resident(round(factor * mine), device, name) for name, factor in factors.items())
 
-    def _add(self, ops: list[RankOp], spec: OpSpec, members, inputs, nbytes: float, category: str, label) -> list[int]:
+    def _add(self, ops, spec: OpSpec, members, inputs, label, nbytes: float = 0, category="workspace") -> list[int]:
         """An operation on all of `members`, with an output of `nbytes` on each."""
         outputs = [self.slots.value(round(nbytes), device, category=category) for device in members]
         group = self.groups.setdefault(tuple(members), len(self.groups))
         ops.append(RankOp(spec, GROUP, members[0], tuple(inputs), tuple(outputs), group, label))
         return outputs
 
-    def _timed(self, ops, kind: str, ms: float, devices, inputs, nbytes: float, category: str, label) -> list[int]:
-        spec = OpSpec(kind, ((round(1e6 * ms),),), 0)
-        return self._add(ops, spec, devices, inputs, nbytes, category, label)
+    def _timed(self, ops, kind: str, ms: float, devices, inputs, label, *output) -> list[int]:
+        return self._add(ops, OpSpec(kind, ((round(1e6 * ms),),), 0), devices, inputs, label, *output)
 
     def _sum(self, ops, members, nbytes: float, values, label) -> list[int]:
-        spec = OpSpec("AllReduce", ((max(1, round(nbytes)),),), 1)
-        return self._add(ops, spec, members, values, 0, "workspace", label)
+        return self._add(ops, OpSpec("AllReduce", ((max(1, round(nbytes)),),), 1), members, values, label)
 
-    def _by_node(self, members) -> list[tuple[int, ...]]:
-        """The members in groups of one node."""
+    def _by_node(self, members) -> dict[int, tuple[int, ...]]:
+        """The members by node."""
         nodes: dict[int, tuple[int, ...]] = {}
         for device in members:
             nodes[self.network.node_of[device]] = (*nodes.get(self.network.node_of[device], ()), device)
-        return list(nodes.values())
+        return nodes
 
     def _tensor_sums(self, ops, replica: Replica, stage: StagePlan, values: list[int], label) -> list[int]:
         """The all-reduces of one pass that the profiles lack: inside nodes and between them."""
-        if replica.tensor_ms == 0:
-            return values
-        last = self.options.num_layers - 1
+        nodes, last = self._by_node(replica.devices).values(), self.options.num_layers - 1
         middle = sum(0 < layer < last for layer in range(stage.first_layer, stage.end_layer))
-        message, nodes = (replica.end - replica.begin) * self.sample_bytes, self._by_node(replica.devices)
-        inside = [] if self.options.collectives_in_profile else nodes
-        for _ in range(2 * middle if message else 0):
-            for members in (*inside, tuple(node[0] for node in nodes)):
-                if len(members) > 1:
-                    values = [*values, *self._sum(ops, members, message, values, label)]
+        message = (replica.end - replica.begin) * self.options.message_bytes
+        groups = [] if self.options.collectives_in_profile else list(nodes)
+        groups.append(tuple(node[0] for node in nodes))
+        for members in groups * (2 * middle if message and replica.tensor_ms else 0):
+            if len(members) > 1:
+                values = [*values, *self._sum(ops, members, message, values, label)]
         return values
 
     def forward(self, s: int) -> list[RankOp]:
-        stage, ops, label = self.plan.stages[s], [], (*_part(self.plan.stages[s]), "forward")
+        stage, ops, label = self.plan.stages[s], [], ("layers", self.plan.stages[s].layers, "forward")
         for r, replica in enumerate(self.replicas[s]):
-            devices, inputs = replica.devices, self.arrived.get((FORWARD, s, r), [])
+            inputs = self.arrived[FORWARD, s, r]
             if s == 0:
                 ms = self.plan.generator_ms / self.plan.microbatches
-                inputs = self._timed(ops, "Profiled", ms, devices, (), 0, "workspace", ("batch generator",))
+                inputs = self._timed(ops, "Profiled", ms, replica.devices, (), ("batch generator",))
             kept, ms = (replica.end - replica.begin) * stage.sample_bytes, FORWARD_PART * replica.compute_ms
-            done = self._timed(ops, "Profiled", ms, devices, inputs, kept, "activations", label)
-            self.kept[s, r] = self._tensor_sums(ops, replica, stage, done, label)
+            done = self._timed(ops, "Profiled", ms, replica.devices, inputs, label, kept, "activations")
+            self.done[FORWARD, s, r] = self._tensor_sums(ops, replica, stage, done, label)
         return ops
 
     def backward(self, s: int) -> list[RankOp]:
-        stage, ops, label = self.plan.stages[s], [], (*_part(self.plan.stages[s]), "backward")
+        stage, ops, label = self.plan.stages[s], [], ("layers", self.plan.stages[s].layers, "backward")
         for r, replica in enumerate(self.replicas[s]):
-            inputs = [*self.kept[s, r], *self.arrived.get((BACKWARD, s, r), [])]
+            inputs = [*self.done[FORWARD, s, r], *self.arrived[BACKWARD, s, r]]
             ms = (1 - FORWARD_PART) * replica.compute_ms
-            done = self._timed(ops, "ProfiledGrad", ms, replica.devices, inputs, 0, "workspace", label)
-            self.last[s, r] = self._tensor_sums(ops, replica, stage, done, label)
+            done = self._timed(ops, "ProfiledGrad", ms, replica.devices, inputs, label)
+            self.done[BACKWARD, s, r] = self._tensor_sums(ops, replica, stage, done, label)
         return ops
 
     def send(self, chunk: int, direction: int) -> list[RankOp]:
         """The samples of every replica to those replicas of the next stage that continue with them."""
         to, ops = chunk + (1 if direction == FORWARD else -1), []
         for r, mine in enumerate(self.replicas[chunk] if 0 <= to < self.chunks else ()):
-            values = (self.kept if direction == FORWARD else self.last)[chunk, r]
             for q, other in enumerate(self.replicas[to]):
                 samples = min(mine.end, other.end) - max(mine.begin, other.begin)
                 if samples > 0:
-                    here, there, nbytes = mine.devices[0], other.devices[0], samples * self.sample_bytes
+                    here, there, nbytes = mine.devices[0], other.devices[0], samples * self.options.message_bytes
                     arrival = self.slots.value(nbytes, there, category="workspace")
-                    spec, label = OpSpec("Send", ((nbytes,),), 1), ("to stage", to)
-                    ops.append(RankOp(spec, SEND, here, tuple(values), (arrival,), there, label))
-                    self.arrived.setdefault((direction, to, q), []).append(arrival)
+                    spec, values = OpSpec("Send", ((nbytes,),), 1), tuple(self.done[direction, chunk, r])
+                    ops.append(RankOp(spec, SEND, here, values, (arrival,), there, ("to stage", to)))
+                    self.arrived[direction, to, q].append(arrival)
         return ops
 
     def finish(self) -> list[RankOp]:
         """Gradient sums over the replicas of every stage, and its update."""
         ops: list[RankOp] = []
         for s, (stage, replicas) in enumerate(zip(self.plan.stages, self.replicas)):
-            label = _part(stage)
+            label = "layers", stage.layers
             many = len(replicas) > 1
-            sums = [self._gradient_sums(ops, s, rank, label) for rank in range(stage.tp) if many]
+            sums = [self._gradient_sums(ops, s, rank, (*label, "gradients")) for rank in range(stage.tp) if many]
             for r, replica in enumerate(replicas):
-                inputs = [*self.last[s, r], *(value for device in replica.devices for value in self.state[device])]
-                inputs += [by_node[self.network.node_of[replica.devices[rank]]] for rank, by_node in enumerate(sums)]
-                self._timed(
-                    ops, "ProfiledUpdate", stage.update_ms, replica.devices, inputs, 0, "workspace", (*label, "update")
-                )
+                state = [value for device in replica.devices for value in self.state[device]]
+                whole = [by_node[self.network.node_of[device]] for device, by_node in zip(replica.devices, sums)]
+                inputs = (*self.done[BACKWARD, s, r], *state, *whole)
+                self._timed(ops, "ProfiledUpdate", stage.update_ms, replica.devices, inputs, (*label, "update"))
         return ops
 
     def _gradient_sums(self, ops, s: int, rank: int, label) -> dict[int, int]:
         """Sums over the replicas of what one tensor rank has: inside nodes, then between them; by node."""
-        stage, label, sums = self.plan.stages[s], (*label, "gradients"), {}
+        stage, sums = self.plan.stages[s], {}
         owner = {replica.devices[rank]: r for r, replica in enumerate(self.replicas[s])}
         nodes, nbytes = self._by_node(owner), stage.parameter_bytes / stage.tp
-        for members in nodes:
-            node = self.network.node_of[members[0]]
-            done = [self.last[s, owner[device]] for device in members]
+        for node, members in nodes.items():
+            done = [self.done[BACKWARD, s, owner[device]] for device in members]
             values = [value for mine in done for value in (mine[rank], *mine[stage.tp :])]
-            whole = self._sum(ops, members, nbytes, values, label)[0] if len(members) > 1 else values[-1]
-            sums[node] = whole
+            sums[node] = self._sum(ops, members, nbytes, values, label)[0] if len(members) > 1 else values[-1]
         if len(nodes) > 1:
-            leaders = tuple(members[0] for members in nodes)
+            leaders = [members[0] for members in nodes.values()]
             sums = dict(zip(sums, self._sum(ops, leaders, nbytes, list(sums.values()), label)))
         return sums
-
-
-def _part(stage: StagePlan) -> tuple[str, str]:
-    return "layers", stage.layers
 
 
 def simulate_mixed(plan: Plan, options: PlanOptions, hosts: Hosts, clock: Clock | None = None) -> Compared:
@@ -269,30 +250,31 @@ def simulate_mixed(plan: Plan, options: PlanOptions, hosts: Hosts, clock: Clock 
     cluster = mixed_cluster(hosts, options.latency_ms)
     assert isinstance(cluster.network, Nodes)
     writer = MixedStep(plan, options, hosts, cluster.network, count)
-    step = writer.write(schedule(options.schedule, stages, count, stages))
-    program = step.expand(Placement(writer.degrees, groups=tuple(writer.groups)))
+    program = writer.write(schedule(options.schedule, stages, count, stages)).expand(Placement(writer.degrees))
     (clock or Clock()).check(len(program.spec))
     result = simulate(program, cluster)
     slowest = max(stage.stage_ms for stage in plan.stages)
     generator = plan.generator_ms * count / plan.microbatches
     predicted = (count - 1) * slowest + plan.fill_ms + plan.end_ms + generator
     devices = tuple(tuple(sorted(d for part in found.values() for d in part)) for found in writer.devices)
-    rows = [_stage_row(plan, number, count, predicted, result, mine) for number, mine in enumerate(devices)]
+    rows = [
+        _stage_row(number, stage, count, predicted, generator * (number == 0), result, mine)
+        for number, (stage, mine) in enumerate(zip(plan.stages, devices))
+    ]
     memory = GB * max(row["memory_gb"] for row in rows)
     return Compared(result, count, 1e-3 * predicted, memory, devices, rows)
 
 
-def _stage_row(plan: Plan, number: int, microbatches: int, step_ms: float, result: Simulation, devices) -> dict:
+def _stage_row(
+    number: int, stage: StagePlan, microbatches: int, step_ms: float, generator_ms: float, result: Simulation, devices
+) -> dict:
     """Cost model beside simulator: ms of a step a device of the stage computes or waits, GB of its memory."""
-    stage, busy = plan.stages[number], result.compute_seconds
-    longest = 1e3 * max(busy[device] for device in devices)
-    predicted = microbatches * (stage.compute_ms + stage.sync_ms) + stage.update_ms
-    if number == 0:
-        predicted += plan.generator_ms * microbatches / plan.microbatches
+    longest = 1e3 * max(result.compute_seconds[device] for device in devices)
+    predicted = microbatches * (stage.compute_ms + stage.sync_ms) + stage.update_ms + generator_ms
     return {
         "stage": number,
         "layers": stage.layers,
-        "devices": " ".join(f"{name}={count}" for name, count in stage.devices.items()),
+        "devices": named_counts(stage.devices, "="),
         "compute_ms": predicted,
         "simulated_compute_ms": longest,
         "idle_ms": step_ms - predicted,

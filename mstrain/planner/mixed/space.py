@@ -1,12 +1,12 @@
-"""The space of plans: which devices a stage may have and how it may split them.
+"""The space of plans: the devices that a stage may have and how it may split them.
 
-A stage owns whole *units* of devices: parts of a node in a chain of divisors (8, 4, 2, 1), or whole nodes
-in counts 1, 2, 3, 4, 6, 8, 12 ... and all of a kind. So the stages of any plan can be packed into nodes
-without straddling. A stage of several kinds has replicas of one kind each, or one replica that spans them
-all. Devices may stay idle.
+A stage owns whole *units* of devices: parts of a node in a chain of divisors (8, 4, 2, 1), or whole nodes in counts 1,
+2, 3, 4, 6, 8, 12 ... and all of a kind. So no stage straddles nodes. A stage of several kinds has replicas of one kind
+each, or one replica that spans them all. Devices may stay idle.
 """
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,23 +46,20 @@ class Choice:
         return tuple(kind for kind, count in enumerate(self.devices) if count)
 
 
+def _kind(node: Node) -> tuple:
+    return node.device_type, node.slots, node.intra_gb_s, node.inter_gb_s, node.memory_gb
+
+
 def kinds_of(cluster: Hosts) -> tuple[Kind, ...]:
     """Equal nodes together, sorted, so that the order of the host file does not matter."""
-    counts = Counter(
-        (node.device_type, node.slots, node.intra_gb_s, node.inter_gb_s, node.memory_gb) for node in cluster.nodes
-    )
-    return tuple(
-        Kind(name, number * slots, slots, intra, inter, memory)
-        for (name, slots, intra, inter, memory), number in sorted(counts.items())
-    )
+    counts = Counter(map(_kind, cluster.nodes))
+    return tuple(Kind(kind[0], number * kind[1], *kind[1:]) for kind, number in sorted(counts.items()))
 
 
-def kind_of(node: Node, kinds: tuple[Kind, ...]) -> Kind:
-    """The kind that a node belongs to."""
-    mine = (node.device_type, node.slots, node.intra_gb_s, node.inter_gb_s, node.memory_gb)
-    return next(
-        kind for kind in kinds if (kind.name, kind.slots, kind.intra_gb_s, kind.inter_gb_s, kind.memory_gb) == mine
-    )
+def node_labels(cluster: Hosts) -> list[str]:
+    """The label of the kind of every node."""
+    return [kind_labels(kinds_of(cluster))[sorted({*map(_kind, cluster.nodes)}).index(_kind(node))]
+            for node in cluster.nodes]  # fmt: skip
 
 
 def kind_labels(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
@@ -76,34 +73,23 @@ def kind_labels(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
 
 def divisor_chain(slots: int) -> list[int]:
     """slots, then repeatedly divided by its smallest prime factor, down to 1."""
-    chain = [slots]
-    while chain[-1] > 1:
-        value = chain[-1]
-        factor = next(factor for factor in range(2, value + 1) if value % factor == 0)
-        chain.append(value // factor)
-    return chain
+    factor = next((factor for factor in range(2, slots + 1) if slots % factor == 0), 0)
+    return [slots, *divisor_chain(slots // factor)] if factor else [slots]
 
 
 def choose_unit(options: PlanOptions, kinds: tuple[Kind, ...]) -> int:
     """Devices per unit: the given one, or the finest with at most `max_states` combinations of counts."""
-    chains = [divisor_chain(kind.slots) for kind in kinds]
-    common = sorted(set.intersection(*(set(chain) for chain in chains)))
-    if options.unit:
-        if options.unit not in common:
-            raise ValueError(
-                f"unit={options.unit}: choose a part that every node can be divided into: "
-                f"{', '.join(map(str, common))}, or 0"
-            )
-        return options.unit
-    for unit in common:
-        states = 1
-        for kind in kinds:
-            states *= kind.devices // unit + 1
-        if states <= options.max_states:
+    common = sorted(set.intersection(*(set(divisor_chain(kind.slots)) for kind in kinds)))
+    if options.unit and options.unit not in common:
+        parts = ", ".join(map(str, common))
+        raise ValueError(f"unit={options.unit}: choose a part that every node can be divided into: {parts}, or 0")
+    states = {unit: math.prod(kind.devices // unit + 1 for kind in kinds) for unit in common}
+    for unit in [options.unit] if options.unit else common:
+        if options.unit or states[unit] <= options.max_states:
             return unit
     raise ValueError(
         f"the cluster has more than max_states={options.max_states} combinations of stage sizes, "
-        f"even in units of {common[-1]} devices; raise max_states to {states} (the time grows with it) or "
+        f"even in units of {common[-1]} devices; raise max_states to {states[common[-1]]} (the time grows with it) or "
         "plan for fewer kinds of nodes"
     )
 
@@ -121,9 +107,7 @@ def choices(kinds: tuple[Kind, ...], unit: int, degrees: list[set[int]]) -> Iter
     """Every choice; `degrees` are the tensor parallel degrees with profiles, per kind."""
     for devices in itertools.product(*([0] + stage_sizes(kind, unit) for kind in kinds)):
         present = [index for index, count in enumerate(devices) if count]
-        if not present:
-            continue
-        for tp in sorted(set.intersection(*(degrees[index] for index in present))):
+        for tp in sorted(set.intersection(*(degrees[index] for index in present))) if present else ():
             if all(fits(kinds[index], devices[index], tp) for index in present):
                 yield Choice(devices, tp, tuple(count // tp for count in devices))
             if len(present) > 1 and tp == sum(devices):

@@ -19,7 +19,7 @@ class Space:
 
     unit: int
     choices: tuple[Choice, ...]
-    groups: tuple[tuple[int, ...], ...]  # distinct device counts, each after those it contains
+    groups: tuple[tuple[int, ...], ...]  # distinct device counts, each after its subsets
     group_of: np.ndarray  # (C,) of a choice
     offsets: np.ndarray  # (G,)
     fits: np.ndarray  # (G, S)
@@ -84,21 +84,12 @@ def usable_stages(model: Model, space: Space, samples: int) -> dict[int, Stage]:
 
 
 def build_tables(model: Model, space: Space, samples: int, microbatches: int, stages: dict[int, Stage]) -> Tables:
-    numbers = np.array(list(stages))
+    """The tables of a microbatch size, of `stages` by number of the choice."""
     fewest = microbatches if model.options.schedule == "gpipe" else 1
-    stage_ms, end_ms, flights = stage_tables(model, list(stages.values()), fewest)
-    by_group = space.group_of[numbers]
-    return Tables(
-        samples,
-        microbatches,
-        tuple(stages.values()),
-        space.offsets[by_group],
-        space.fits[by_group].T,
-        stage_ms,
-        end_ms,
-        flights,
-        by_group,
-    )
+    groups = space.group_of[list(stages)]
+    arrays = stage_tables(model, list(stages.values()), fewest)
+    offsets, fits = space.offsets[groups], space.fits[groups].T
+    return Tables(samples, microbatches, tuple(stages.values()), offsets, fits, *arrays, groups)
 
 
 def quick_bound(model: Model, stages: dict[int, Stage]) -> tuple[float, float]:

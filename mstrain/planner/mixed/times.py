@@ -1,5 +1,6 @@
 """Layer times for any number of samples, interpolated between profiled microbatches."""
 
+import operator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,8 +13,8 @@ from mstrain.planner.mixed.profiles import Key, Profile
 class Times:
     """Times of one type at one tensor parallel degree, for m = 0 ... M samples; all non-decreasing in m.
 
-    Piecewise linear between the profiled batches; fewer samples than the smallest batch cost as much as
-    it, more than the largest are not possible. No samples take no time.
+    Piecewise linear between the profiled batches. Fewer samples than the smallest batch take as long as it, more than
+    the largest are not possible, no samples take no time.
     """
 
     layer_ms: np.ndarray  # (M + 1, L)
@@ -41,37 +42,27 @@ def interpolate(profiles: dict[Key, Profile], device_type: str, tp: int, largest
     batches = sorted(batch for name, degree, batch in profiles if (name, degree) == (device_type, tp))
     rows = [profiles[device_type, tp, batch] for batch in batches]
     samples = np.arange(1, min(largest, batches[-1]) + 1)
-    layer_rows = np.array([row.layer_ms for row in rows], np.float64)
-    layers = np.stack([np.interp(samples, batches, column) for column in layer_rows.T], axis=1)
-    sync = np.interp(samples, batches, [max(row.sync_ms, 0.0) for row in rows])
-    layers, sync = np.maximum.accumulate(layers), np.maximum.accumulate(sync)
-    return Times(
-        np.concatenate([np.zeros_like(layers[:1]), layers]),
-        np.concatenate([[0.0], sync]),
-        float(rows[0].optimizer_ms),
-        float(rows[0].batch_generator_ms),
-    )
+    columns = np.array([(*row.layer_ms, max(row.sync_ms, 0.0)) for row in rows], np.float64).T
+    found = np.maximum.accumulate(np.stack([np.interp(samples, batches, column) for column in columns], axis=1))
+    found = np.concatenate([np.zeros_like(found[:1]), found])
+    return Times(found[:, :-1], found[:, -1], float(rows[0].optimizer_ms), float(rows[0].batch_generator_ms))
 
 
 def filled_in(profiles: dict[Key, Profile]) -> list[str]:
-    """One line for each type and degree that lacks batches which others have: what the planner takes instead."""
-    every = {batch for _, _, batch in profiles}
-    lines = []
+    """One line for each type and degree that lacks batches which others have, and the times used instead."""
+    every, lines = {batch for _, _, batch in profiles}, []
     for name, tp in sorted({key[:2] for key in profiles}):
         mine = {batch for other, degree, batch in profiles if (other, degree) == (name, tp)}
-        between = sorted(batch for batch in every - mine if min(mine) < batch < max(mine))
-        below = sorted(batch for batch in every - mine if batch < min(mine))
-        above = sorted(batch for batch in every - mine if batch > max(mine))
-        parts = [f"batch {_list(between)} interpolated"] if between else []
-        parts += [f"batch {_list(below)} taken as long as batch {min(mine)}"] if below else []
-        parts += [f"batch {_list(above)} not planned"] if above else []
+        least, most = min(mine), max(mine)
+        gaps = (
+            ([batch for batch in every - mine if least < batch < most], "interpolated"),
+            ([batch for batch in every if batch < least], f"taken as long as batch {least}"),
+            ([batch for batch in every if batch > most], "not planned"),
+        )
+        parts = [f"batch {' '.join(map(str, sorted(batches)))} {instead}" for batches, instead in gaps if batches]
         if parts:
             lines.append(f"profiles missing for {name} tp {tp}: {', '.join(parts)}")
     return lines
-
-
-def _list(batches: list[int]) -> str:
-    return " ".join(map(str, batches))
 
 
 def degrees_of(profiles: dict[Key, Profile], device_type: str, max_tp: int) -> set[int]:
@@ -89,8 +80,8 @@ def share_samples(totals: list[np.ndarray], replicas: list[int], samples: int) -
     enough = np.flatnonzero(np.array(replicas) @ done >= samples)
     if not len(enough):
         return None
-    shares = [int(share) for share in done[:, enough[0]]]
-    for kind in range(len(shares)):
-        others = sum(replicas[k] * shares[k] for k in range(len(shares)) if k != kind)
-        shares[kind] = max(0, min(shares[kind], -(-(samples - others) // replicas[kind])))
+    shares = done[:, enough[0]].tolist()
+    for kind, count in enumerate(replicas):
+        others = sum(map(operator.mul, replicas, shares)) - count * shares[kind]
+        shares[kind] = max(0, min(shares[kind], -(-(samples - others) // count)))
     return shares

@@ -10,10 +10,10 @@ from mstrain.simulator.simulate import Simulation, simulate
 from research.distir.grid import simulate_step
 from research.distir.mlp import Mlp, StepOptions
 from research.distir.rules import DISTIR_NAMES, RULES, RuleSet, rule_set
-from research.distir.transform_gpt import GptStack, gpt_step
 from research.distir.transform_mlp import mlp_step
+from tests.research.distir.gpt import GptStack, gpt_step
 from tests.simulator.builder import ProgramBuilder
-from tests.simulator.measures import device_seconds, op_counts
+from tests.simulator.measures import device_seconds, num_events, op_counts
 
 ELEMENT_BYTES = {"fp16": 2, "fp32": 4}
 ROOT = {"notebook": Device(1e14, 1.2e12), "march": Device(1e14, 1.2e12), "head": Device(1.4e13, 9e11)}
@@ -68,7 +68,7 @@ def simulations(case: dict) -> list[tuple[Simulation, int | None]]:
     if "layers" not in given:
         raise ValueError(f"experiment {kind!r}: known are perceptrons, GPT-like stacks and {', '.join(PROGRAMS)}")
     step, placement, cluster, rules, batch = plan_of_case(case)
-    programs = [step.expand(placement)] + ([step.representative(placement)] if step.alike else [])
+    programs = [step.expand(placement)] + ([step.representative(placement)] if not step.groups else [])
     return [(simulate(program, cluster, rules), batch) for program in programs]
 
 
@@ -89,7 +89,7 @@ def figures(result: Simulation, batch: int | None, wanted: dict) -> dict:
         "latency_s": result.seconds,
         **({"throughput": batch / result.seconds} if batch else {}),
         "num_ops": result.program.num_ops,
-        "trace_events": result.num_events,
+        "trace_events": num_events(result),
         "comm_fraction": result.communication_fraction,
         "op_counts": counts,
         "min_device_clock_s": min(seconds.values()),

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from research.distir.experiments import chrome_events
 from research.distir.rules import DISTIR_NAMES
-from research.distir.traces import chrome_events
 from tests.golden_option import differences, golden, parametrize
 from tests.research.distir.cases import (
     figures,
@@ -13,6 +13,7 @@ from tests.research.distir.cases import (
     tiny_step,
     unfiltered_operations,
 )
+from tests.simulator.measures import num_events
 
 
 def pytest_generate_tests(metafunc):
@@ -39,7 +40,7 @@ def test_case(case, request):
 
 def test_scaling_program(scaling):
     result = scaling_row(scaling)
-    found = {"simulated_latency_s": result.seconds, "num_ops": result.num_events}
+    found = {"simulated_latency_s": result.seconds, "num_ops": num_events(result)}
     assert not differences(found, scaling, 1e-9)
 
 

@@ -132,7 +132,7 @@ PLANS = [
 @pytest.mark.parametrize("rules", ["corrected", "head"])
 @pytest.mark.parametrize("degrees,schedule", PLANS)
 def test_every_replica_gets_the_sequential_gradients(rules, degrees, schedule):
-    rules = dataclasses.replace(RULES[rules], root=False, optimizer="all")
+    rules = dataclasses.replace(RULES[rules], first=0, optimizer="all")
     wanted = sequential()[1]
     for replica in gradients_of(degrees, rules, schedule):
         for found, gradient in zip(replica, wanted):

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mstrain.simulator.schedules import BACKWARD, FORWARD, SCHEDULES
-from research.distir.schedules import bubble_fraction, distir, distir_forward, schedule
+from research.distir.schedules import alternating, bubble_fraction, schedule
 
 
 def in_flight(steps, stage):
@@ -56,10 +56,10 @@ def test_microbatches_in_flight(pipeline, microbatches):
 
 
 def test_distir_takes_two_steps_per_microbatch_and_stage():
-    assert len(distir(4, 8)) == 2 * (8 + 4 - 1)
+    assert len(schedule("distir", 4, 8, 4)) == 2 * (8 + 4 - 1)
     letters = {
         (task.stage, number): f"{'FB'[task.direction]}{task.microbatch}"
-        for number, step in enumerate(distir(4, 8))
+        for number, step in enumerate(schedule("distir", 4, 8, 4))
         for task in step
     }
     row = [letters.get((0, number), "..") for number in range(22)]
@@ -73,7 +73,7 @@ def test_more_microbatches_and_interleaving_shrink_the_bubble():
 
 
 def test_forward_only_schedule_runs_every_block():
-    steps = distir_forward((0, 0, 1, 1), 3)
+    steps = alternating((0, 0, 1, 1), 3, backward=False)
     assert sorted(task[1:] for step in steps for task in step) == sorted(
         (block, FORWARD, microbatch) for block in range(4) for microbatch in range(3)
     )

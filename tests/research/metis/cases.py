@@ -5,11 +5,10 @@ import re
 import shutil
 from pathlib import Path
 
-from mstrain.planner.mixed.hosts import write_hostfile
 from mstrain.planner.mixed.profiles import profile_name
 from research.metis import MetisOptions, SearchStopped, run_metis
 from research.metis.homogeneous import run_homogeneous
-from research.metis.synthetic import write_profiles
+from research.metis.synthetic import write_hostfile, write_profiles
 from tests.golden_option import FOLDER
 
 FIELDS = ("instance_type", "inter_bandwidth", "intra_bandwidth", "memory")

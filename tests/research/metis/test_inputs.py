@@ -68,13 +68,13 @@ def test_cluster_file_entry(tmp_path, entry, says):
 
 def test_missing_and_malformed_files_are_named(files):
     hostfile, clusterfile, profiles = files
-    with pytest.raises(ValueError, match="nowhere: cannot read the host file"):
+    with pytest.raises(ValueError, match="host file nowhere: No such file"):
         run_metis("nowhere", clusterfile, profiles, OPTIONS)
     with pytest.raises(ValueError, match="nowhere: no such folder"):
         run_metis(hostfile, clusterfile, "nowhere", OPTIONS)
     with open(clusterfile, "w") as file:
         file.write('{"0.0.0.1":\n oops')
-    with pytest.raises(ValueError, match="clusterfile.json:2: not JSON"):
+    with pytest.raises(ValueError, match="clusterfile.json: line 2: not JSON"):
         run_metis(hostfile, clusterfile, profiles, OPTIONS)
 
 

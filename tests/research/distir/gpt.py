@@ -16,7 +16,7 @@ from mstrain.simulator.program import OpSpec
 from mstrain.simulator.replicas import Step
 from mstrain.simulator.slots import RankOp, Slots
 from research.distir.mlp import chunk_bounds
-from research.distir.schedules import distir_forward
+from research.distir.schedules import alternating
 
 
 @dataclass(frozen=True)
@@ -145,4 +145,4 @@ def gpt_step(gpt: GptStack, degrees: Degrees = Degrees()) -> Step:
     """One forward pass of `gpt` under `degrees`. Raises ValueError when they do not fit each other."""
     check_gpt(gpt, degrees)
     writer = _GptStep(gpt, degrees)
-    return writer.write(distir_forward(writer.stage_of_block, degrees.microbatches))
+    return writer.write(alternating(tuple(writer.stage_of_block), degrees.microbatches, backward=False))
