@@ -36,12 +36,10 @@ def range_sum(table, row, begin, end):
 @numba.njit(cache=True)
 def split_batch(t, types, begin, end, dp, tp, samples, missing, kinds, shares):
     """Samples per replica of ranks [begin, end), by the speed of the type of the replica's first device."""
-    rows, total_ms, block = t.row, t.total_ms, (end - begin) // dp
-    fraction = np.empty(dp)
-    total = 0.0
+    fraction, total = np.empty(dp), 0.0
     for i in range(dp):
-        kinds[i] = types[begin + i * block]
-        fraction[i] = 1.0 / total_ms[profile_row(rows, missing, kinds[i], tp, 1)]
+        kinds[i] = types[begin + i * ((end - begin) // dp)]
+        fraction[i] = 1.0 / t.total_ms[profile_row(t.row, missing, kinds[i], tp, 1)]
         total += fraction[i]
     if np.isnan(total):
         return False
@@ -65,10 +63,10 @@ def split_batch(t, types, begin, end, dp, tp, samples, missing, kinds, shares):
 @numba.njit(cache=True)
 def compute_ms(t, types, begin, end, dp, layer, next_layer, samples, max_bit, missing, kinds, shares):
     """Compute ms of a stage; replicas of several types run shares as powers of two. NaN without a profile."""
-    rows, layer_ms, tp = t.row, t.layer_ms, (end - begin) // dp
+    tp = (end - begin) // dp
     if types[begin] == types[end - 1]:
-        row = profile_row(rows, missing, types[begin], tp, samples // dp)
-        return range_sum(layer_ms, row, layer, next_layer)
+        row = profile_row(t.row, missing, types[begin], tp, samples // dp)
+        return range_sum(t.layer_ms, row, layer, next_layer)
     if not split_batch(t, types, begin, end, dp, tp, samples, missing, kinds, shares):
         return np.nan
     slowest = 0.0
@@ -78,8 +76,8 @@ def compute_ms(t, types, begin, end, dp, layer, next_layer, samples, max_bit, mi
         replica_ms = 0.0
         for power in range(62, -1, -1):
             if shares[i] & (1 << power):
-                row = profile_row(rows, missing, kinds[i], tp, 1 << power) if 1 << power <= max_bit else -1
-                replica_ms += range_sum(layer_ms, row, layer, next_layer)
+                row = profile_row(t.row, missing, kinds[i], tp, 1 << power) if 1 << power <= max_bit else -1
+                replica_ms += range_sum(t.layer_ms, row, layer, next_layer)
         slowest = np.maximum(slowest, replica_ms)
     return slowest
 
@@ -308,11 +306,10 @@ def plan_cost(t, layout, starts, num_stage, batches, dp, bounds, missing, kinds,
         ring = np.inf
         for j in range(dp[i]):
             ring = min(ring, bandwidth(nodes, intra, least, starts[i] + j, starts[i + 1], dp[i]))
-        held = middle / tp * (end - begin - (begin == 0) - (end == layers))
-        if begin == 0:
-            held += embedding / tp
-        if end == layers:
-            held += output / tp
+        first, last = begin == 0, end == layers
+        held = middle / tp * (end - begin - first - last)
+        held += embedding / tp if first else 0.0
+        held += output / tp if last else 0.0
         data_parallel = max(data_parallel, 2 * (dp[i] - 1) / (dp[i] * (ring * BYTES_PER_MS)) * held)
         update = max(update, t.optimizer_ms / tp * ((end - begin) / layers))
     steps = ((batches - 1) * slowest + total) + batches * sync
@@ -322,10 +319,7 @@ def plan_cost(t, layout, starts, num_stage, batches, dp, bounds, missing, kinds,
 @numba.njit(cache=True)
 def is_valid(samples, max_batch, max_tp, groups, dp):
     """Every replica gets 1 to max_batch samples, rounded down, and tp is within its limit."""
-    for i in range(len(groups)):
-        if dp[i] > samples or dp[i] * (max_batch + 1) <= samples or groups[i] > max_tp * dp[i]:
-            return False
-    return True
+    return ((dp <= samples) & (dp * (max_batch + 1) > samples) & (groups <= max_tp * dp)).all()
 
 
 @numba.njit(cache=True)
@@ -345,13 +339,12 @@ def walk(t, layout, groups, num_stage, batches, use_strat, number, plans, found)
     Its plans go to `found` from row `plans` on. Returns (rows of `found` used, steps counted). A walk that lacks a
     profile stops; `found.missing` then has its key.
     """
-    types, memory_mb, missing = layout.rank_type, t.memory_mb, found.missing
-    layers, stages = len(t.weight), len(groups)
+    types, missing, layers, stages = layout.rank_type, found.missing, len(t.weight), len(groups)
     starts, capacity = np.zeros(stages + 1, np.int64), np.zeros(stages)
     starts[1:] = np.cumsum(groups)
     for i in range(stages):
         for rank in range(starts[i], starts[i + 1]):
-            capacity[i] += memory_mb[types[rank]]
+            capacity[i] += t.memory_mb[types[rank]]
     kinds, shares = np.empty(len(types), np.int64), np.empty(len(types), np.int64)
     owner, keeper = np.empty(CUTS * layers, np.int64), np.empty(layers, np.int64)
     scratch = (kinds, shares, owner, np.empty(stages), keeper, capacity, np.empty(stages))
