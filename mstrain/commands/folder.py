@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from mstrain.cli import compose
+from mstrain.data.tokenizers import tokenizer_file
 from mstrain.models.config import ModelConfig
 from mstrain.models.hub.config import differing_fields
-from mstrain.models.hub.folder import TOKENIZER, Folder
+from mstrain.models.hub.folder import Folder
 from mstrain.training.config import RunConfig
 from mstrain.training.record import argument_of, read, recorded_overrides
 
@@ -34,9 +35,12 @@ def init_overrides(arguments: list[str]) -> list[str]:
     fields = dataclasses.asdict(folder.model)
     found: dict[str, Any] = {MODEL + name: value for name, value in fields.items() if MODEL + name not in given}
     if "tokenizer" not in given and given.get("data") != "synthetic":
-        if not (folder.path / TOKENIZER).is_file():
-            raise ValueError(f"init={given['init']} has no {TOKENIZER}. Type tokenizer= of the model.")
-        found["tokenizer"] = str(folder.path / TOKENIZER)
+        file = tokenizer_file(folder.path)
+        if file is None:
+            raise ValueError(
+                f"init={given['init']} has no tokenizer.json or tokenizer.model. Type tokenizer= of the model."
+            )
+        found["tokenizer"] = str(file)
     return [f"{key}={argument_of(key, value, folder.path)}" for key, value in found.items()]
 
 

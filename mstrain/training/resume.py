@@ -60,7 +60,7 @@ def check(config: RunConfig, job: Job) -> PreviousAttempts:
         _check_source(config, inspect_run_dir(Path(config.init_from), job), now)
     if config.init:
         Folder(config.init).check()
-        _check_vocabulary(config, past)
+        _check_tokenizer(config, past)
     return past
 
 
@@ -223,15 +223,29 @@ def _check_source(config: RunConfig, source: PreviousAttempts, now: Record) -> N
         raise ValueError(message)
 
 
-def _check_vocabulary(config: RunConfig, past: PreviousAttempts) -> None:
-    """Raises ValueError for a tokenizer with more tokens than the model, before the corpus is tokenized."""
-    if config.data.source == "synthetic" or config.tokenizer == "bpe":
+def _check_tokenizer(config: RunConfig, past: PreviousAttempts) -> None:
+    """Raises ValueError, before the corpus is tokenized, for a tokenizer that is not that of the model's folder or has
+    more tokens than the model.
+    """
+    if not config.data.has_tokenizer(config.tokenizer):
         return
-    tokens, size = load_tokenizer(tokenizer_of(config, past)).vocab_size, config.model.known_vocab_size
-    if tokens > size:
+    file = tokenizer_file(Path(config.init or "").expanduser())
+    if config.tokenizer == "bpe":
+        if file:
+            raise ValueError(
+                f"tokenizer=bpe is new, and the model of init={config.init} has {file}. Remove tokenizer=."
+            )
+        return
+    own, size = load_tokenizer(tokenizer_of(config, past)), config.model.known_vocab_size
+    if own.vocab_size > size:
         raise ValueError(
-            f"tokenizer={config.tokenizer} has {tokens} tokens, and the model of init={config.init} has {size}. "
-            "Type the tokenizer= of the model."
+            f"tokenizer={config.tokenizer} has {own.vocab_size} tokens, and the model of init={config.init} has "
+            f"{size}. Type the tokenizer= of the model."
+        )
+    if file and "tokenizer" not in _allowed(config) and load_tokenizer(str(file)).digest != own.digest:
+        raise ValueError(
+            f"tokenizer={config.tokenizer} is not that of init={config.init}, whose tokens the model knows. Remove "
+            "tokenizer=, or type allow=tokenizer to train the model on other tokens."
         )
 
 

@@ -5,26 +5,31 @@ from pathlib import Path
 
 import tokenizers
 
-from mstrain.data.tokenizers import Tokenizer
+from mstrain.data.tokenizers import SPECIAL_TOKENS, Tokenizer
 from mstrain.models.hub.folder import TOKENIZER
 
 BYTES_END = "<|endoftext|>"
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, context: int) -> dict[str, int | None]:
-    """Writes `tokenizer`; returns its special tokens as keys of config.json."""
-    if tokenizer.save(folder) is None:
+    """Writes `tokenizer`, with its chat template; returns its special tokens as keys of config.json."""
+    special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": None}
+    saved = tokenizer.save(folder)
+    if saved is None:
         byte_tokenizer(tokenizer.eod).save(str(folder / TOKENIZER))
+    elif saved.name != TOKENIZER:  # a SentencePiece model states its own tokens
+        return special
     inner = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER))
     end = None if tokenizer.eod is None else inner.id_to_token(tokenizer.eod)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
+        **{key: tokenizer.settings[key] for key in ("chat_template", *SPECIAL_TOKENS) if key in tokenizer.settings},
         **({"eos_token": end} if end else {}),
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return {"bos_token_id": None, "eos_token_id": tokenizer.eod, "pad_token_id": None}
+    return special
 
 
 def byte_tokenizer(end: int | None) -> tokenizers.Tokenizer:

@@ -1,0 +1,97 @@
+"""Tokenizers as folders and SentencePiece models, and chats as `transformers` writes and encodes them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mstrain.data import DataConfig, prepare
+from mstrain.data.recipes import chat_template
+from mstrain.data.tokenizers import load_tokenizer, marked, train_bpe
+
+TEXT = "Why is the sky blue? Because of é 😀.\n" * 30
+CHATML = (
+    "{{ bos_token }}{% for m in messages %}{% generation %}{{ '<|im_start|>' + m['role'] }}\n{{ m['content'] | trim }}"
+    "<|im_end|>\n{% endgeneration %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Why is the <|im_end|> sky blue?"},
+    {"role": "assistant", "content": "Because of é 😀."},
+    {"role": "user", "content": "The sky?"},
+    {"role": "assistant", "content": "Blue."},
+]
+
+
+@pytest.fixture(scope="module")
+def hub_folder(tmp_path_factory):
+    """A tokenizer's folder as the Hub has it."""
+    folder = tmp_path_factory.mktemp("hub")
+    inner = train_bpe([TEXT], 300)._inner
+    inner.add_special_tokens(["<s>", "<|im_start|>", "<|im_end|>"])
+    inner.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "add_bos_token": True,
+        "eos_token": {"__type": "AddedToken", "content": "<|im_end|>"}, "chat_template": CHATML,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_folder_states_how_documents_begin_and_end(hub_folder, tmp_path):
+    tokenizer = load_tokenizer(str(hub_folder))
+    ids = {name: tokenizer.token_id(name) for name in ("<s>", "<|im_end|>", "<|endoftext|>")}
+    assert (tokenizer.bos, tokenizer.eod) == (ids["<s>"], ids["<|im_end|>"])
+    (tmp_path / "texts").mkdir()
+    for n in range(20):
+        (tmp_path / "texts" / f"{n}.txt").write_text(TEXT)
+    options = {"source": "text", "path": str(tmp_path / "texts"), "cache_dir": str(tmp_path / "cache")}
+    corpus = prepare(DataConfig(**options), str(hub_folder))
+    tokens = corpus.train.read()
+    assert (tokens == ids["<s>"]).sum() == (tokens == ids["<|im_end|>"]).sum() == corpus.train.num_documents
+    assert tokens[0] == ids["<s>"]
+    begin, end = ids["<s>"], ids["<|im_end|>"]
+    assert corpus.described == f"documents begin with token {begin} and end with token {end}"
+    other = prepare(DataConfig(**options, bos="none", eos="<|endoftext|>"), str(hub_folder)).train.read()
+    assert ids["<s>"] not in other and other[-1] == ids["<|endoftext|>"]
+    with pytest.raises(ValueError, match="data.eos=</x> is not a token of this tokenizer"):
+        prepare(DataConfig(**options, eos="</x>"), str(hub_folder))
+    saved = tokenizer.save(tmp_path)
+    again = load_tokenizer(str(saved))
+    assert (again.digest, again.bos, again.settings) == (tokenizer.digest, tokenizer.bos, tokenizer.settings)
+
+
+def test_chats_are_encoded_as_transformers_does(hub_folder):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(hub_folder))
+    ours = load_tokenizer(str(hub_folder))
+    template = chat_template(DataConfig("chat", "x"), ours)
+    text, answers = template.render(CHAT)
+    assert text == theirs.apply_chat_template(CHAT, tokenize=False)
+    ids, counted = ours.encode_spans(text, answers)
+    assert ids.tolist() == theirs.apply_chat_template(CHAT, return_dict=True)["input_ids"]
+    decoded = theirs.decode(ids[counted])
+    assert decoded == "Because of é 😀.<|im_end|>\nBlue.<|im_end|>\n"
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_sentencepiece_models(tmp_path, kind):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (tmp_path / "text").write_text(TEXT)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "tokenizer"), vocab_size=60, model_type=kind,
+        hard_vocab_limit=False, byte_fallback=False, minloglevel=2,
+    )  # fmt: skip
+    inner = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    tokenizer = load_tokenizer(str(tmp_path))  # the folder
+    line = TEXT.split("\n")[0]
+    assert tokenizer.encode(line).tolist() == inner.encode(line) and tokenizer.decode(tokenizer.encode(line)) == line
+    assert (tokenizer.eod, tokenizer.vocab_size, tokenizer.bos) == (inner.eos_id(), inner.vocab_size(), None)
+    assert "end with token" in marked(tokenizer, "auto", "auto")
+    (tmp_path / "copy").mkdir()
+    copy = load_tokenizer(str(tokenizer.save(tmp_path / "copy")))
+    assert copy.digest == tokenizer.digest
+    np.testing.assert_array_equal(copy.encode_batch([line])[0], tokenizer.encode(line))
+    (tmp_path / "tokenizer.model").write_bytes(b"broken")
+    with pytest.raises(ValueError, match="cannot load tokenizer=.*SentencePiece"):
+        load_tokenizer(str(tmp_path / "tokenizer.model"))
