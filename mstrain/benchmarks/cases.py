@@ -89,7 +89,7 @@ def plan_case(case: Case, config: BenchmarkConfig, mesh: Mesh, chip: Chip | None
     if config.slice_counts is None or not find_algorithm(case.algorithm).sliced:
         return plan
     counts = dict(zip(PRODUCTS, config.slice_counts, strict=True))
-    sequences = case.microbatch // mesh.shape["data"]
+    sequences = plan.padded_sequences(case.microbatch) // mesh.shape["data"]
     groups = tuple((_sliced(block, counts, case.model, sequences), count) for block, count in plan.groups)
     return dataclasses.replace(plan, groups=groups)
 
@@ -101,7 +101,7 @@ def products(block: BlockPlan) -> dict[str, Plan]:
 
 def _sliced(block: BlockPlan, counts: dict[str, int], model: ModelConfig, sequences: int) -> BlockPlan:
     plans = {name: dataclasses.replace(plan, slices=counts[name]) for name, plan in products(block).items()}
-    for projection in projections(model):
+    for projection in projections(model, sizes=block.sizes):
         plans[projection.name].check(projection.in_dim, projection.out_dim, sequences, projection.name)
     pairs = []
     for into, out in (PRODUCTS[:2], PRODUCTS[2:]):
@@ -111,7 +111,7 @@ def _sliced(block: BlockPlan, counts: dict[str, int], model: ModelConfig, sequen
                 f"slice count. Type {counts[into]} for both."
             )
         pairs.append(PlanPair(plans[into], plans[out]))
-    return BlockPlan(*pairs)
+    return BlockPlan(*pairs, block.sizes)
 
 
 def describe(block: BlockPlan) -> str:

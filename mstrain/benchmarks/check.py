@@ -67,7 +67,7 @@ def check(config: RunConfig) -> int:
     console = Console(highlight=False)
     step = plan_step(config, console)
     console.print(f"[bold]Target[/] {config.target}: mesh {shape_of(step.target.mesh)}")
-    console.print(f"[bold]Plan[/]   {describe_plan(step.module.plan)}")
+    console.print(f"[bold]Plan[/]   {describe_plan(step.module.plan, config.batch // config.accumulate)}")
     try:
         with console.status("Compiling the step"):
             program = step.compile()

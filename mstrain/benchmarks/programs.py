@@ -49,7 +49,7 @@ def step_work(case: Case, config: BenchmarkConfig, plan: ModelPlan, dtype: jnp.d
 
 def layer_work(case: Case, seq: int, plan: ModelPlan, dtype: jnp.dtype) -> Work:
     """One block, forward and backward."""
-    block, count = plan.groups[0][0], case.microbatch * seq
+    block, count = plan.groups[0][0], plan.padded_sequences(case.microbatch) * seq
     program = layer_program(case.model, block, count, seq, dtype)
     one = dataclasses.replace(case.model, layers=1, vocab_size=1, window=None)
     head = 6 * one.width  # FLOPs of the output projection to a vocabulary of one token
@@ -59,9 +59,9 @@ def layer_work(case: Case, seq: int, plan: ModelPlan, dtype: jnp.dtype) -> Work:
 
 def gemm_works(case: Case, seq: int, plan: ModelPlan, dtype: jnp.dtype) -> list[Work]:
     """The products of a block, each forward and backward."""
-    plans, count = products(plan.groups[0][0]), case.microbatch * seq
-    works = []
-    for p in projections(case.model):
+    block, count = plan.groups[0][0], plan.padded_sequences(case.microbatch) * seq
+    plans, works = products(block), []
+    for p in projections(case.model, sizes=block.sizes):
         program = product_program(plans[p.name], count, p.in_dim, p.out_dim, dtype, backward=True)
         flops = 6.0 * count * p.in_dim * p.out_dim
         works.append(Work(p.name, describe_plans(plans[p.name]), program, program.random_arguments, count, flops))

@@ -4,6 +4,7 @@ from mstrain.gemm.algorithm import DATAFLOWS, Algorithm
 from mstrain.gemm.grid import Grid, Layout
 from mstrain.gemm.linear import Flows, linear
 from mstrain.gemm.lowering import LoweringOptions
+from mstrain.gemm.padding import Heads, Span
 from mstrain.gemm.plan import Plan, PlanPair, grid_of, legal_slices
 from mstrain.gemm.registry import ALGORITHMS, any_sliced, find_algorithm
 from mstrain.gemm.storage import Storage
@@ -15,9 +16,11 @@ __all__ = [
     "Flows",
     "LoweringOptions",
     "Grid",
+    "Heads",
     "Layout",
     "Plan",
     "PlanPair",
+    "Span",
     "Storage",
     "any_sliced",
     "find_algorithm",

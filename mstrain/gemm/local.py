@@ -37,6 +37,15 @@ def all_gather(x, axes: Axes, dim: int):
     return lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
+def all_gather_among(x, axes: Axes, dim: int, count: int):
+    """`all_gather` among each `count` consecutive devices along `axes`; they receive the same result."""
+    size = axis_size(axes)
+    if count == size:
+        return all_gather(x, axes, dim)
+    groups = [[*range(first, first + count)] for first in range(0, size, count)]
+    return lax.all_gather(x, axes, axis=dim, tiled=True, axis_index_groups=groups)
+
+
 def reduce_scatter(x, axes: Axes, dim: int):
     """Reduce-scatter of the partial sums `x` along `axes`, split on `dim`."""
     if axis_size(axes) == 1:

@@ -62,11 +62,16 @@ class Plan:
                 f"dataflow {self.dataflow} and {batch} sequences. Type parallel.slices={_or(near)}."
             )
 
-    def _check_divides(self, in_dim, out_dim, what):
+    @property
+    def units(self) -> tuple[int, int]:
+        """What the input features and the output features must be a multiple of."""
         rows, cols = self.grid.num_rows, self.grid.num_cols
         both = math.lcm(rows, cols)
-        shards = {"os": (both, cols), "ls": (cols, both), "rs": (rows, cols)}[self.dataflow]
-        for name, dim, count in zip(("input", "output"), (in_dim, out_dim), shards, strict=True):
+        return {"os": (both, cols), "ls": (cols, both), "rs": (rows, cols)}[self.dataflow]
+
+    def _check_divides(self, in_dim, out_dim, what):
+        rows, cols = self.grid.num_rows, self.grid.num_cols
+        for name, dim, count in zip(("input", "output"), (in_dim, out_dim), self.units, strict=True):
             if dim % count:
                 raise ValueError(
                     f"{what}: {dim} {name} features do not divide over the {rows}x{cols} grid of {self.algorithm} "

@@ -1,9 +1,10 @@
 """The order in which the features of a weight are stored, and the conversion to and from canonical order.
 
 Canonical order is `W[in, out]`, with fused projections as consecutive segments (all queries, then all keys, then all
-values). On a mesh of R x C two features of a plan need another order:
+values). On a mesh of R x C three features of a plan need another order:
 
 * A fused projection is split on each column shard, so column shard j stores its part of every segment contiguously.
+* Features that do not divide are padded with zeros (`mstrain.gemm.padding`).
 * MeshSlice with S slices needs contiguous slices. Activations have their features in canonical order over the C
   columns, so slice s consists of the s-th piece of each of the C column shards. The row-sharded dim of a weight is
   stored such that the s-th pieces of the R row shards hold the same features in the same order. With R = C this is the
@@ -17,6 +18,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from mstrain.gemm.padding import Span
+
 
 def _anywhere(x, dim, stored):
     return x
@@ -28,25 +31,29 @@ class Storage:
 
     Attributes:
       shape: canonical trailing shape: (in, out) of a kernel, (out,) of a bias, (vocab_size, features) of a table.
-      segments: widths of the fused segments of the last canonical dim; one segment means no reordering.
+      segments: fused segments of the last canonical dim with their padding; none for one segment without padding.
       columns: column shards C.
       rows: row shards R.
       slices: slice count S of the row-sharded dim (the first stored dim).
       transposed: stored as [out, in] (X-stationary dataflow).
-      padding: zeros appended to each canonical dim, so that a vocabulary of any size divides into equal shards.
+      first: the first of two canonical dims with its padding; None without padding.
     """
 
     shape: tuple[int, ...]
-    segments: tuple[int, ...] = ()
+    segments: tuple[Span, ...] = ()
     columns: int = 1
     rows: int = 1
     slices: int = 1
     transposed: bool = False
-    padding: tuple[int, ...] = ()
+    first: Span | None = None
 
     @property
     def _is_fused(self) -> bool:
         return len(self.segments) > 1 and self.columns > 1
+
+    @property
+    def _is_padded(self) -> bool:
+        return any(span.steps for span in (*self.segments, *([self.first] if self.first else [])))
 
     @property
     def _is_slice_major(self) -> bool:
@@ -55,7 +62,7 @@ class Storage:
     @property
     def is_canonical(self) -> bool:
         """Whether stored and canonical order are the same, without padding."""
-        return not (self._is_fused or self._is_slice_major or self.transposed or any(self.padding))
+        return not (self._is_fused or self._is_slice_major or self.transposed or self._is_padded)
 
     def from_canonical(self, x, place=_anywhere):
         """Converts canonical [..., *shape] to stored order.
@@ -64,11 +71,11 @@ class Storage:
         sharded on that dim only, so that the other dim is reordered without communication. With dim None, x should be
         sharded as in a training step. `stored` is whether a transposed kernel is in its stored orientation.
         """
-        if self._is_fused or any(self.padding):
+        if self._is_fused or self._is_padded:
             x = place(x, -2, False)
-            if any(self.padding):
-                x = jnp.pad(x, [(0, 0)] * (x.ndim - len(self.shape)) + [(0, n) for n in self.padding])
-            x = place(_per_segment(x, self.segments, self.columns, interleave=True), -2, False)
+            if self.first:
+                x = jnp.swapaxes(self.first.pad(jnp.swapaxes(x, -1, -2)), -1, -2)
+            x = place(_interleave(x, self.segments, self.columns), -2, False)
         if self.transposed:
             x = jnp.swapaxes(x, -1, -2)
         elif self._is_slice_major:
@@ -82,10 +89,10 @@ class Storage:
             x = jnp.swapaxes(x, -1, -2)
         elif self._is_slice_major:
             x = place(x, None, False)
-        if self._is_fused or any(self.padding):
-            x = _per_segment(place(x, -2, False), self.segments, self.columns, interleave=False)
-            if any(self.padding):
-                x = x[(..., *(slice(0, n) for n in self.shape))]
+        if self._is_fused or self._is_padded:
+            x = _separate(place(x, -2, False), self.segments, self.columns)
+            if self.first:
+                x = jnp.swapaxes(self.first.crop(jnp.swapaxes(x, -1, -2)), -1, -2)
             x = place(x, -2, False)
         return x
 
@@ -101,18 +108,26 @@ class Storage:
         return place(jnp.swapaxes(x, -4, -3).reshape(*lead, dim, last), -1, True)
 
 
-def _per_segment(x, segments, columns, interleave):
-    """Converts [segment 1 | segment 2 ...] to, or from, [shard 1 of each segment | shard 2 of each segment ...]."""
-    if len(segments) < 2 or columns == 1:
+def _interleave(x, segments: tuple[Span, ...], columns: int):
+    """Pads [segment 1 | segment 2 ...] and converts to [shard 1 of each segment | shard 2 of each segment ...]."""
+    if not segments:
         return x
+    parts = jnp.split(x, _offsets([span.size for span in segments]), axis=-1)
+    parts = [span.pad(part) for span, part in zip(segments, parts, strict=True)]
+    if len(parts) == 1 or columns == 1:
+        return jnp.concatenate(parts, axis=-1)
     lead = x.shape[:-1]
-    if interleave:
-        parts = jnp.split(x, _offsets(segments), axis=-1)
-        parts = [part.reshape(*lead, columns, -1) for part in parts]
-        return jnp.concatenate(parts, axis=-1).reshape(*lead, -1)
-    x = x.reshape(*lead, columns, -1)
-    parts = jnp.split(x, _offsets([n // columns for n in segments]), axis=-1)
-    return jnp.concatenate([part.reshape(*lead, -1) for part in parts], axis=-1)
+    return jnp.concatenate([part.reshape(*lead, columns, -1) for part in parts], axis=-1).reshape(*lead, -1)
+
+
+def _separate(x, segments: tuple[Span, ...], columns: int):
+    """Undoes `_interleave`."""
+    if not segments:
+        return x
+    lead, count = x.shape[:-1], columns if len(segments) > 1 else 1
+    parts = jnp.split(x.reshape(*lead, count, -1), _offsets([span.stored // count for span in segments]), axis=-1)
+    cropped = [span.crop(part.reshape(*lead, -1)) for span, part in zip(segments, parts, strict=True)]
+    return jnp.concatenate(cropped, axis=-1)
 
 
 def _offsets(widths):

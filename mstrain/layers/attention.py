@@ -1,5 +1,7 @@
 """Causal self-attention. Each device has whole sequences and whole heads, so the scores need no communication.
 
+Keys and values of heads that several columns need are gathered among these columns (`mstrain.gemm.padding.Heads`).
+
 Shapes: B sequences, T tokens per sequence, N query heads, K key-value heads, G = N / K query heads per key-value head,
 H head_dim.
 """
@@ -12,27 +14,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm import PlanPair, Storage
-from mstrain.gemm.local import all_reduce, axis_index, axis_size, constrain_layout
+from mstrain.gemm import Heads, PlanPair, Span, Storage
+from mstrain.gemm.local import all_gather_among, all_reduce, axis_index, constrain_layout
 from mstrain.layers.attention_kernels import AttentionConfig, attend
 from mstrain.layers.dense import Dense, Inits
 from mstrain.layers.norm import normalize
 from mstrain.layers.parameter import parameter
 from mstrain.layers.rotary import Rotary
-
-
-@dataclasses.dataclass(frozen=True)
-class Heads:
-    """Numbers and width of heads: N query heads, K key-value heads, each of H features."""
-
-    queries: int
-    keys: int
-    width: int
-
-    @property
-    def segments(self) -> tuple[int, int, int]:
-        """Widths of the fused projection: queries, keys, values."""
-        return (self.queries * self.width, self.keys * self.width, self.keys * self.width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +43,8 @@ class Attention(nn.Module):
 
     Attributes:
       plans: plans of the two projections.
-      heads: numbers and width of heads.
+      width: features of the residual stream.
+      heads: numbers and width of heads, and the columns that share them.
       config: how scores are computed (scale, soft cap, ALiBi).
       bias: whether (the projection in, the projection out) has a bias.
       inits: initializers of the two kernels.
@@ -64,6 +53,7 @@ class Attention(nn.Module):
     """
 
     plans: PlanPair
+    width: Span
     heads: Heads
     config: AttentionConfig
     bias: tuple[bool, bool]
@@ -78,9 +68,10 @@ class Attention(nn.Module):
 
         With `segments_T`, it attends to tokens of its own segment only, and positions start at 0 in each segment.
         """
-        qkv = Dense(self.plans.into, self.heads.segments, self.inits.into, self.bias[0], name="qkv")(x_TxD)
+        segments = self.heads.segments
+        qkv = Dense(self.plans.into, self.width, segments, self.inits.into, self.bias[0], name="qkv")(x_TxD)
         y_TxNH = self._attend(qkv, seq, window, segments_T)
-        return Dense(self.plans.out, x_TxD.shape[-1:], self.inits.out, self.bias[1], name="out")(y_TxNH)
+        return Dense(self.plans.out, segments[0], (self.width,), self.inits.out, self.bias[1], name="out")(y_TxNH)
 
     def _attend(self, qkv, seq, window, segments_T):
         layout = self.plans.inside
@@ -103,21 +94,16 @@ class Attention(nn.Module):
         if norm is None:
             return [], []
         init = nn.initializers.zeros if norm.unit_offset else nn.initializers.ones
-        widths = self.heads.segments[:2] if norm.whole else (self.heads.width,) * 2
+        spans = self.heads.segments[:2] if norm.whole else (Span(self.heads.width),) * 2
         spec = sharded if norm.whole else P(None)
-        scales = [parameter(self, f"{x}_scale", init, Storage((n,)), spec) for x, n in zip("qk", widths)]
+        scales = [
+            parameter(self, f"{x}_scale", init, Storage((span.size,), (span,)), spec) for x, span in zip("qk", spans)
+        ]
         return [scale + float(norm.unit_offset) for scale in scales], [spec, spec]
 
     def _local(self, seq, qkv, window, segments_T, *scales):
-        axes = self.plans.inside.features
-        shards = axis_size(axes)
-        queries, keys = self.heads.queries // shards, self.heads.keys // shards
-        lowering = self.plans.into.lowering
-        qkv = constrain_layout(qkv, lowering).reshape(-1, seq, queries + 2 * keys, self.heads.width)
-        q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = jnp.split(qkv, [queries, queries + keys], axis=2)
-        if scales:
-            q_BxTxNxH = self._normalize(q_BxTxNxH, scales[0], axes)
-            k_BxTxKxH = self._normalize(k_BxTxKxH, scales[1], axes)
+        heads, lowering = self.heads, self.plans.into.lowering
+        q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = self._split(constrain_layout(qkv, lowering), seq, scales)
         segments_BxT = None if segments_T is None else segments_T.reshape(-1, seq)
         if self.rotary:
             positions = jnp.arange(seq) if segments_BxT is None else segment_positions(segments_BxT)
@@ -125,23 +111,53 @@ class Attention(nn.Module):
             k_BxTxKxH = self.rotary.rotate(k_BxTxKxH, window, positions)
         devices = self.plans.grid.mesh.devices
         assert devices is not None, "an abstract mesh computes nothing"
-        slopes_N, platform = None, devices.flat[0].platform
+        slopes_N, platform, order_N = None, devices.flat[0].platform, self._order()
         if self.config.alibi:
-            first = axis_index(axes) * queries
-            slopes_N = jax.lax.dynamic_slice_in_dim(alibi_slopes(self.heads.queries), first, queries)
+            slopes_N = alibi_slopes(heads.queries)[order_N]
+        if heads.queries_here % heads.keys_here:  # the heads of this column cross the groups of key-value heads
+            k_BxTxKxH, v_BxTxKxH = (x[:, :, order_N // (heads.queries // heads.keys)] for x in (k_BxTxKxH, v_BxTxKxH))
         y_BxTxNxH = attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, self.config, slopes_N, window, platform, segments_BxT)
-        return constrain_layout(y_BxTxNxH.reshape(-1, queries * self.heads.width), lowering)
+        if heads.order.min() < 0:
+            y_BxTxNxH = jnp.where(order_N[:, None] >= 0, y_BxTxNxH, 0)
+        y = y_BxTxNxH.reshape(-1, heads.queries_here * heads.width)
+        y = jnp.pad(y, ((0, 0), (0, heads.segments[0].stored // heads.columns - y.shape[1])))
+        return constrain_layout(y, lowering)
 
-    def _normalize(self, x_BxTxNxH, scale, axes):
-        norm, x = self.qk_norm, x_BxTxNxH.astype(jnp.float32)
-        assert norm is not None
-        if norm.whole:
-            # The mean of the shards' means is that of all heads, because the shards are equal.
-            square = all_reduce(jnp.mean(jnp.square(x), axis=(2, 3), keepdims=True), axes) / axis_size(axes)
-            x = x * jax.lax.rsqrt(square + norm.epsilon) * scale.reshape(x.shape[2:])
-        else:
-            x = normalize(x, "rmsnorm", norm.epsilon) * scale
-        return x.astype(x_BxTxNxH.dtype)
+    def _order(self):
+        """The canonical numbers of this column's query heads; below 0 for padding."""
+        count = self.heads.queries_here
+        first = axis_index(self.plans.inside.features) * count
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(self.heads.order), first, count)
+
+    def _split(self, qkv, seq, scales):
+        """Queries, keys and values of this column's heads, [B, T, heads, H] each, the former two normalized."""
+        heads, axes, norm = self.heads, self.plans.inside.features, self.qk_norm
+        query, key = (span.stored // heads.columns for span in heads.segments[:2])
+        q, k, v = jnp.split(qkv, [query, query + key], axis=-1)
+        if norm and norm.whole:
+            pairs = zip((q, k), scales, heads.segments, strict=False)
+            q, k = (self._normalize_whole(x, scale, span.size) for x, scale, span in pairs)
+        q = q[:, : heads.queries_here * heads.width]
+        if heads.sharing > 1:
+            kv = jnp.stack([k[:, : heads.key_features], v[:, : heads.key_features]], axis=1)
+            k, v = jnp.moveaxis(all_gather_among(kv, axes, 2, heads.sharing), 1, 0)
+        k, v = (x[:, : heads.keys_here * heads.width] for x in (k, v))
+        q, k, v = (x.reshape(-1, seq, x.shape[-1] // heads.width, heads.width) for x in (q, k, v))
+        if norm and not norm.whole:
+            q, k = (self._normalize(x, scale) for x, scale in zip((q, k), scales, strict=True))
+        return q, k, v
+
+    def _normalize(self, x_BxTxNxH, scale_H):
+        assert self.qk_norm
+        y = normalize(x_BxTxNxH.astype(jnp.float32), "rmsnorm", self.qk_norm.epsilon) * scale_H
+        return y.astype(x_BxTxNxH.dtype)
+
+    def _normalize_whole(self, x_TxF, scale_F, features: int):
+        """RMSNorm over the `features` of all columns; padding is zero."""
+        assert self.qk_norm
+        x = x_TxF.astype(jnp.float32)
+        squares = all_reduce(jnp.sum(jnp.square(x), axis=1, keepdims=True), self.plans.inside.features)
+        return (x * jax.lax.rsqrt(squares / features + self.qk_norm.epsilon) * scale_F).astype(x_TxF.dtype)
 
 
 def segment_positions(segments_BxT):

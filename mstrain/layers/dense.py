@@ -7,7 +7,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm import Plan, Storage, linear
+from mstrain.gemm import Plan, Span, Storage, linear
 from mstrain.layers.parameter import parameter
 
 SAVED_PRODUCT = "product"  # checkpoint name of what remat=dots saves
@@ -22,28 +22,28 @@ class Inits:
 
 
 class Dense(nn.Module):
-    """Projects the last dim of x_TxI to the sum of `segments`.
+    """Projects the padded features `inputs` of x_TxI to the padded features of `segments`.
 
     Attributes:
       plan: plan of the product.
-      segments: output widths; several for a fused projection, each sharded over the columns of the grid.
+      inputs: input features; weights of padding are zero and have zero gradients.
+      segments: output features; several for a fused projection, each sharded over the columns of the grid.
       initializer: initializer of the canonical [in, out] kernel.
       bias: whether to add a bias.
-      padding: number of output features appended so that shards are equal; their weights stay zero.
 
     Returns y_TxO in the dtype of x; column shard j holds its part of every segment contiguously.
     """
 
     plan: Plan
-    segments: tuple[int, ...]
+    inputs: Span
+    segments: tuple[Span, ...]
     initializer: Callable
     bias: bool = False
-    padding: int = 0
 
     @nn.compact
     def __call__(self, x_TxI):
         grid, flow = self.plan.grid, self.plan.dataflow
-        shape = (x_TxI.shape[-1], sum(self.segments))
+        shape = (self.inputs.size, sum(segment.size for segment in self.segments))
         storage = Storage(
             shape,
             segments=self.segments,
@@ -51,7 +51,7 @@ class Dense(nn.Module):
             rows=grid.num_rows,
             slices=1 if flow == "rs" else self.plan.slices,
             transposed=flow == "ls",
-            padding=(0, self.padding) if self.padding else (),
+            first=self.inputs,
         )
         kernel = parameter(self, "kernel", self.initializer, storage, grid.weight_spec)
         sink = self.get_variable("sinks", "kernel") if self.has_variable("sinks", "kernel") else None

@@ -13,7 +13,7 @@ from flax import linen as nn
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm import Grid, Layout, Plan, Storage
+from mstrain.gemm import Grid, Layout, Plan, Span, Storage
 from mstrain.gemm.local import all_gather
 from mstrain.layers.parameter import parameter
 
@@ -23,21 +23,20 @@ class Embedding(nn.Module):
 
     Attributes:
       grid: its rows shard the vocabulary, its columns the features.
-      vocab_size, width: canonical table shape.
-      padding: rows appended to the table so that shards are equal.
+      vocabulary, width: rows and columns of the table.
       initializer: initializer of the canonical table.
       dtype: dtype of the result.
     """
 
     grid: Grid
-    vocab_size: int
-    width: int
-    padding: int
+    vocabulary: Span
+    width: Span
     initializer: Callable
     dtype: jnp.dtype
 
     def setup(self):
-        storage = Storage((self.vocab_size, self.width), padding=(self.padding, 0) if self.padding else ())
+        shape = (self.vocabulary.size, self.width.size)
+        storage = Storage(shape, (self.width,), first=self.vocabulary)
         self.table = parameter(self, "table", self.initializer, storage, self.grid.weight_spec)
 
     def __call__(self, tokens_T):
@@ -68,12 +67,13 @@ class Positions(nn.Module):
     layout: Layout
     mesh: Mesh
     context: int
+    width: Span
     initializer: Callable
 
     @nn.compact
     def __call__(self, x_TxD, positions):
         features = self.layout.features or None
-        storage = Storage((self.context, x_TxD.shape[-1]))
+        storage = Storage((self.context, self.width.size), (self.width,))
         table = parameter(self, "table", self.initializer, storage, P(None, features))
         add = jax.shard_map(
             lambda x, places, table: x + table.astype(x.dtype)[places],

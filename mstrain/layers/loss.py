@@ -1,35 +1,60 @@
-"""Vocabulary-parallel cross-entropy: logits stay sharded over the vocabulary (Megatron-LM; Shoeybi et al., 2019).
+"""Output projection and cross-entropy in one: the logits exist in chunks only, in the forward and backward pass.
 
-Communicates one maximum, one sum and one target logit per token, and no logits. The derivative, softmax minus one-hot,
-needs no communication.
+Logits [T, V] of one device are computed, reduced and dropped chunk by chunk, along their larger dim. Of the smaller
+dim's operand, activations or kernel, a whole gathered copy is kept, and its gradient is summed over the chunks in
+float32. The other operand is gathered and its gradient is scattered by chunks, so chunks communicate no more than the
+whole. The logits stay sharded over the vocabulary (Megatron-LM; Shoeybi et al., 2019): a maximum, a sum and a target
+logit per token are reduced, and no logits.
 """
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm import Layout
-from mstrain.gemm.local import all_reduce, axis_index
+from mstrain.gemm import Plan, Span, Storage
+from mstrain.gemm.copies import sum_copies
+from mstrain.gemm.local import NN, NT, TN, all_gather, all_reduce, axis_index, axis_size, dot, reduce_scatter
+from mstrain.layers.parameter import parameter
+
+WHOLE = 4 * 2**20  # bytes of float32 logits of a device that are one chunk
+LARGEST = 64 * 2**20  # bytes of a chunk of larger logits
+FEWEST = 8  # chunks of larger logits
+LANES = 128
+
+
+class HeadKernel(nn.Module):
+    """The [D, V] kernel of an output projection that is not tied to the embedding, in stored order."""
+
+    plan: Plan
+    width: Span
+    vocabulary: Span
+    initializer: nn.initializers.Initializer
+
+    @nn.compact
+    def __call__(self):
+        shape = (self.width.size, self.vocabulary.size)
+        storage = Storage(shape, (self.vocabulary,), first=self.width)
+        return parameter(self, "kernel", self.initializer, storage, self.plan.grid.weight_spec)
 
 
 @dataclasses.dataclass(frozen=True)
 class LogitsHead:
-    """Size, sharding and soft cap of the logits.
+    """The output projection.
 
     Attributes:
       vocab_size: number of tokens; further columns are padding, which the loss ignores.
-      layout, mesh: of the logits.
+      plan: of the product, with dataflow `os` or `rs` and one slice.
       soft_cap: c of c * tanh(logits / c), applied before the loss (Gemma 2); None for none.
     """
 
     vocab_size: int
-    layout: Layout
-    mesh: Mesh
+    plan: Plan
     soft_cap: float | None = None
 
     def capped(self, logits):
@@ -37,54 +62,186 @@ class LogitsHead:
         logits = logits.astype(jnp.float32)
         return self.soft_cap * jnp.tanh(logits / self.soft_cap) if self.soft_cap else logits
 
+    @property
+    def per_token(self) -> P:
+        return P(self.plan.output_layout.tokens)
+
     def on_mesh(self, function, in_specs, out_specs):
-        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        mesh, plan = self.plan.grid.mesh, self.plan
+        in_specs = (plan.input_layout.spec, plan.grid.weight_spec, *in_specs)
+        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def cross_entropy(logits_TxV: jax.Array, targets_T: jax.Array, head: LogitsHead) -> jax.Array:
-    """Negative log-likelihood in nats of each target (int32 [T]) under logits of any float dtype; float32 [T]."""
-    return _forward(logits_TxV, targets_T, head)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def cross_entropy(x_TxD: jax.Array, w_DxV: jax.Array, targets_T: jax.Array, head: LogitsHead) -> jax.Array:
+    """Negative log-likelihood in nats of each target (int32 [T]) under the logits x w; float32 [T].
+
+    x is sharded as `head.plan.input_layout`, w as the plan's weight, targets and result as the tokens of the logits.
+    """
+    return _forward(x_TxD, w_DxV, targets_T, head)[0]
 
 
-def _forward(logits, targets, head: LogitsHead):
-    axes, per_token = head.layout.features, P(head.layout.tokens)
+def _forward(x, w, targets, head: LogitsHead):
+    def local(x, w, targets):
+        chunks = _Chunks(head, x, w, targets)
 
-    def local(logits, targets):
-        logits, token_ids = _prepare(logits, head)
-        peak = jnp.max(logits, axis=1)
-        peak = lax.pmax(peak, axes) if axes else peak
-        total = all_reduce(jnp.sum(jnp.exp(logits - peak[:, None]), axis=1), axes)
-        is_target = token_ids == targets[:, None]
-        target = all_reduce(jnp.sum(jnp.where(is_target, logits, 0), axis=1), axes)
-        log_total = peak + jnp.log(total)
-        return log_total - target, log_total
+        def add(carry, i):
+            return chunks.accumulate(carry, i), None
 
-    run = head.on_mesh(local, (head.layout.spec, per_token), (per_token, per_token))
-    loss, log_total = run(logits, targets)
-    return loss, (logits, targets, log_total)
+        start = (jnp.full(targets.shape, -jnp.inf), jnp.zeros(targets.shape), jnp.zeros(targets.shape))
+        (peak, total, target), _ = lax.scan(add, start, jnp.arange(chunks.count))
+        axes = head.plan.grid.cols
+        highest = lax.pmax(peak, axes) if axes else peak
+        log_total = highest + jnp.log(all_reduce(total * jnp.exp(peak - highest), axes))
+        return log_total - all_reduce(target, axes), log_total
+
+    loss, log_total = head.on_mesh(local, (head.per_token,), (head.per_token, head.per_token))(x, w, targets)
+    return loss, (x, w, targets, log_total)
 
 
 def _backward(head: LogitsHead, saved, g_T):
-    per_token = P(head.layout.tokens)
+    plan = head.plan
 
-    def local(raw, targets, log_total, g):
-        logits, token_ids = _prepare(raw, head)
-        slope = jnp.exp(logits - log_total[:, None]) - (token_ids == targets[:, None])
-        if head.soft_cap:
-            slope = slope * (1 - jnp.square(jnp.tanh(raw.astype(jnp.float32) / head.soft_cap)))
-        return (slope * g[:, None]).astype(raw.dtype)
+    summed = plan.grid.gradient_spec(w.shape)
 
-    specs = (head.layout.spec, per_token, per_token, per_token)
-    return head.on_mesh(local, specs, head.layout.spec)(*saved, g_T), None
+    def local(x, w, targets, log_total, g):
+        chunks = _Chunks(head, x, w, targets)
+
+        def add(carry, i):
+            return chunks.add_gradients(carry, i, log_total, g), None
+
+        (dx, dw), _ = lax.scan(add, chunks.zero_gradients(), jnp.arange(chunks.count))
+        dx, dw = chunks.scattered(dx, dw)
+        return dx.astype(x.dtype), sum_copies(dw.astype(jnp.float32), summed).astype(w.dtype)
+
+    per_token = (head.per_token,) * 3
+    dx, dw = head.on_mesh(local, per_token, (plan.input_layout.spec, summed))(*saved, g_T)
+    return dx, dw, None
 
 
 cross_entropy.defvjp(_forward, _backward)
 
 
-def _prepare(logits, head: LogitsHead):
-    """Float32 logits of this shard with soft cap and masked padding, and the token id of each column."""
-    logits = head.capped(logits)
-    width = logits.shape[1]
-    token_ids = lax.iota(jnp.int32, width)[None, :] + axis_index(head.layout.features) * width
-    return jnp.where(token_ids < head.vocab_size, logits, -1e30), token_ids
+class _Chunks:
+    """The chunks of one device's logits, in `shard_map`, and what each contributes to the loss and to gradients.
+
+    With dataflow `os`, x is gathered over columns and w over rows. With `rs`, x is gathered over the columns, that is
+    over tokens, and partial sums of logits are scattered over rows.
+    """
+
+    def __init__(self, head: LogitsHead, x, w, targets):
+        self._head, self._x, self._w, self._targets = head, x, w, targets
+        grid = head.plan.grid
+        self._rows, self._cols, self._swap = grid.rows, grid.cols, head.plan.dataflow == "rs"
+        self._shards = axis_size(self._cols) if self._swap else 1  # that a gathered chunk of tokens consists of
+        tokens, width = targets.shape[0] // self._shards, w.shape[1]
+        scattered = self._swap and axis_size(self._rows) > 1
+        self._of_tokens, self._size = _cut(tokens, self._shards, width, may_cut_tokens=not scattered)
+        self._here = tokens if self._of_tokens else width
+        self.count = math.ceil(self._here / self._size)
+        if self._of_tokens:
+            self._whole = all_gather(w.astype(x.dtype), self._rows, 0)
+        else:
+            self._whole = all_gather(x, self._cols, self._gathered_dim)
+
+    def accumulate(self, carry, i):
+        """Running (maximum, sum of exponentials, target logit) of every token, with those of chunk i."""
+        logits, is_target, _, _ = self._logits(i)
+        begin = self._begin(i)
+        peak, total, target = (self._tokens(x, begin) for x in carry)
+        highest = jnp.maximum(peak, jnp.max(logits, axis=1))
+        total = total * jnp.exp(peak - highest) + jnp.sum(jnp.exp(logits - highest[:, None]), axis=1)
+        new = (highest, total, target + jnp.sum(jnp.where(is_target, logits, 0), axis=1))
+        if not self._of_tokens:
+            return new
+        return tuple(self._with_tokens(old, x, begin) for old, x in zip(carry, new, strict=True))
+
+    def zero_gradients(self):
+        """Of x and w: scattered for the operand that is cut, whole in float32 for the other."""
+        whole = jnp.zeros(self._whole.shape, jnp.float32)
+        return (jnp.zeros_like(self._x), whole) if self._of_tokens else (whole, jnp.zeros_like(self._w))
+
+    def add_gradients(self, carry, i, log_total, g):
+        """(dx, dw) with those of chunk i."""
+        dx, dw = carry
+        logits, is_target, x, w = self._logits(i)
+        begin = self._begin(i)
+        log_total, g = self._tokens(log_total, begin), self._tokens(g, begin)
+        slope = jnp.exp(logits - log_total[:, None]) - is_target
+        if self._head.soft_cap:
+            slope = slope * (1 - jnp.square(logits / self._head.soft_cap))
+        slope = jnp.where(logits > _MASKED, slope * g[:, None], 0).astype(x.dtype)
+        if self._swap:
+            slope = all_gather(slope, self._rows, 0)
+        if self._of_tokens:
+            part = reduce_scatter(dot(slope, w, NT), self._cols, self._gathered_dim)
+            return lax.dynamic_update_slice(dx, part, (begin, 0)), dw + dot(x, slope, TN, jnp.float32)
+        part = dot(x, slope, TN)
+        part = (part if self._swap else reduce_scatter(part, self._rows, 0)).astype(dw.dtype)
+        part += lax.dynamic_slice_in_dim(dw, begin, self._size, 1)  # the last chunk may begin within the one before
+        return dx + dot(slope, w, NT, jnp.float32), lax.dynamic_update_slice(dw, part, (0, begin))
+
+    def scattered(self, dx, dw):
+        """Shards of the gradients after the last chunk."""
+        dtype = self._x.dtype
+        if self._of_tokens:
+            return dx, reduce_scatter(dw.astype(dtype), self._rows, 0)
+        return reduce_scatter(dx.astype(dtype), self._cols, self._gathered_dim), dw
+
+    def _begin(self, i):
+        return jnp.minimum(i * self._size, self._here - self._size)
+
+    @property
+    def _gathered_dim(self) -> int:
+        """The dim of x that the columns shard."""
+        return 0 if self._swap else 1
+
+    def _tokens(self, x_T, begin):
+        """Those of a chunk: the same part of every shard of tokens."""
+        if not self._of_tokens:
+            return x_T
+        return lax.dynamic_slice_in_dim(x_T.reshape(self._shards, -1), begin, self._size, 1).reshape(-1)
+
+    def _with_tokens(self, x_T, chunk, begin):
+        parts = x_T.reshape(self._shards, -1), chunk.reshape(self._shards, -1)
+        return lax.dynamic_update_slice(*parts, (0, begin)).reshape(-1)
+
+    def _logits(self, i):
+        """Float32 logits of chunk i after soft cap and mask, whether each is the target's, and the two operands."""
+        begin = self._begin(i)
+        if self._of_tokens:
+            x, w, first = lax.dynamic_slice_in_dim(self._x, begin, self._size), self._whole, 0
+            x = all_gather(x, self._cols, self._gathered_dim)
+        else:
+            x, first = self._whole, begin
+            w = lax.dynamic_slice_in_dim(self._w, begin, self._size, 1).astype(x.dtype)
+            w = w if self._swap else all_gather(w, self._rows, 0)
+        if self._swap and axis_size(self._rows) > 1:
+            logits = reduce_scatter(dot(x, w, NN), self._rows, 0)
+        else:
+            logits = dot(x, w, NN, jnp.float32)
+        columns = first + lax.iota(jnp.int32, w.shape[1])
+        token_ids = columns + axis_index(self._cols) * self._w.shape[1]
+        counts = token_ids < self._head.vocab_size
+        if not self._of_tokens:
+            counts &= columns >= i * self._size
+        logits = jnp.where(counts, self._head.capped(logits), _MASKED)
+        is_target = counts & (token_ids == self._tokens(self._targets, begin)[:, None])
+        return logits, is_target, x, w
+
+
+_MASKED = -1e30
+
+
+def _cut(tokens: int, shards: int, width: int, may_cut_tokens: bool) -> tuple[bool, int]:
+    """(whether tokens are cut and not the vocabulary, size of a chunk) of logits [shards x tokens, width]."""
+    size = 4 * shards * tokens * width
+    if size <= WHOLE:
+        return False, width
+    count = max(FEWEST, math.ceil(size / LARGEST))
+    if may_cut_tokens and shards * tokens > width and tokens >= count:
+        divides = max(n for n in range(1, tokens // count + 1) if tokens % n == 0)
+        if divides >= tokens // (4 * count):
+            return True, divides
+    chunk = math.ceil(width / count)
+    return False, min(width, math.ceil(chunk / LANES) * LANES if chunk > LANES else chunk)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from mstrain.gemm import PlanPair
+from mstrain.gemm import PlanPair, Span
 from mstrain.layers.dense import Dense, Inits
 
 ACTIVATIONS = {
@@ -22,7 +22,7 @@ class Mlp(nn.Module):
 
     Attributes:
       plans: plans of the two projections.
-      mlp_dim: hidden features F.
+      width, hidden: features D of the residual stream and F of the MLP.
       activation: a key of `ACTIVATIONS`.
       gated: whether to multiply by a second projection; [gate, up] are the two segments of one product.
       bias: whether both projections have a bias.
@@ -30,7 +30,8 @@ class Mlp(nn.Module):
     """
 
     plans: PlanPair
-    mlp_dim: int
+    width: Span
+    hidden: Span
     activation: str
     gated: bool
     bias: bool
@@ -38,10 +39,10 @@ class Mlp(nn.Module):
 
     @nn.compact
     def __call__(self, x_TxD):
-        segments = (self.mlp_dim,) * (2 if self.gated else 1)
-        h_TxF = Dense(self.plans.into, segments, self.inits.into, self.bias, name="up")(x_TxD)
+        segments = (self.hidden,) * (2 if self.gated else 1)
+        h_TxF = Dense(self.plans.into, self.width, segments, self.inits.into, self.bias, name="up")(x_TxD)
         h_TxF = self._activate(h_TxF)
-        return Dense(self.plans.out, x_TxD.shape[-1:], self.inits.out, self.bias, name="down")(h_TxF)
+        return Dense(self.plans.out, self.hidden, (self.width,), self.inits.out, self.bias, name="down")(h_TxF)
 
     def _activate(self, h):
         activate = ACTIVATIONS[self.activation]

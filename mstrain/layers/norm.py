@@ -9,13 +9,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm import Layout, Storage
-from mstrain.gemm.local import all_reduce, axis_size
+from mstrain.gemm import Layout, Span, Storage
+from mstrain.gemm.local import all_reduce, axis_index, axis_size
 from mstrain.layers.parameter import parameter
 
 
@@ -26,12 +27,14 @@ class NormConfig:
     Attributes:
       kind: `layernorm` or `rmsnorm`.
       layout, mesh: of x; the scale is sharded as the features of x.
+      width: features of x; padding is zero and does not count.
       epsilon: added to the variance.
     """
 
     kind: str
     layout: Layout
     mesh: Mesh
+    width: Span
     epsilon: float = 1e-5
 
     def on_mesh(self, function, in_specs, out_specs):
@@ -54,7 +57,8 @@ class Norm(nn.Module):
 
     @nn.compact
     def __call__(self, x_TxD):
-        storage, spec = Storage(x_TxD.shape[-1:]), P(self.config.layout.features or None)
+        width, spec = self.config.width, P(self.config.layout.features or None)
+        storage = Storage((width.size,), (width,))
         init = nn.initializers.zeros if self.unit_offset else nn.initializers.ones
         scale_D = parameter(self, "scale", init, storage, spec) + float(self.unit_offset)
         bias_D = parameter(self, "bias", nn.initializers.zeros, storage, spec) if self.bias else None
@@ -75,20 +79,18 @@ _norm = jax.custom_vjp(_scaled_norm, nondiff_argnums=(3,))
 
 
 def _forward(x, scale, bias, config):
-    axes = config.layout.features
-
     def local(x, scale, bias):
-        x_f32 = x.astype(jnp.float32)
-        mean, variance = _moments(x_f32, config.kind)
-        if axis_size(axes) > 1:
-            means, variances = jnp.moveaxis(lax.all_gather(jnp.stack([mean, variance]), axes), 1, 0)
-            mean = jnp.mean(means, axis=0)
-            variance = jnp.mean(variances + jnp.square(means - mean), axis=0)
+        x_f32, features = x.astype(jnp.float32), _Features(config)
+        mean, variance = _moments(x_f32, config.kind, features.valid)
+        if features.shards > 1:
+            means, variances = jnp.moveaxis(lax.all_gather(jnp.stack([mean, variance]), features.axes), 1, 0)
+            mean = features.mean(means)
+            variance = features.mean(variances + jnp.square(means - mean))
         rsqrt = lax.rsqrt(variance + config.epsilon)
-        y = (x_f32 - mean) * rsqrt * scale
+        y = features.mask((x_f32 - mean) * rsqrt) * scale
         return (y if bias is None else y + bias).astype(x.dtype), mean, rsqrt
 
-    features, per_token = P(axes or None), P(config.layout.tokens or None)
+    features, per_token = P(config.layout.features or None), P(config.layout.tokens or None)
     bias_spec = None if bias is None else features
     y, mean, rsqrt = config.on_mesh(
         local, (config.layout.spec, features, bias_spec), (config.layout.spec, per_token, per_token)
@@ -101,14 +103,14 @@ def _backward(config, saved, dy):
     axes, tokens = config.layout.features, config.layout.tokens
 
     def local(x, scale, mean, rsqrt, dy):
-        dy_f32 = dy.astype(jnp.float32)
-        normal = (x.astype(jnp.float32) - mean) * rsqrt
+        dy_f32, features = dy.astype(jnp.float32), _Features(config)
+        normal = features.mask((x.astype(jnp.float32) - mean) * rsqrt)
         g = dy_f32 * scale
-        means = jnp.stack([jnp.mean(g, axis=-1, keepdims=True), jnp.mean(g * normal, axis=-1, keepdims=True)])
-        if axis_size(axes) > 1:
-            means = jnp.mean(lax.all_gather(means, axes), axis=0)
+        means = jnp.stack([_mean(g, features.valid), _mean(g * normal, features.valid)])
+        if features.shards > 1:
+            means = features.mean(lax.all_gather(means, axes))
         dx = g - normal * means[1]
-        dx = (dx if config.kind == "rmsnorm" else dx - means[0]) * rsqrt
+        dx = features.mask((dx if config.kind == "rmsnorm" else dx - means[0]) * rsqrt)
         sums = jnp.stack([jnp.sum(dy_f32 * normal, axis=0), jnp.sum(dy_f32, axis=0)])
         return dx.astype(x.dtype), all_reduce(sums, tokens)
 
@@ -124,7 +126,38 @@ def _backward(config, saved, dy):
 _norm.defvjp(_forward, _backward)
 
 
-def _moments(x, kind: str):
+class _Features:
+    """The features of one shard, in `shard_map`: those that are no padding, and means over all shards."""
+
+    def __init__(self, config: NormConfig):
+        self.axes, width = config.layout.features, config.width
+        self.shards = axis_size(self.axes)
+        here = width.stored // self.shards
+        self._counts = np.clip(width.size - here * np.arange(self.shards), 0, here)
+        self._padded = width.stored > width.size
+        self.valid = None
+        if self._padded:
+            self.valid = lax.iota(jnp.int32, here) < jnp.asarray(self._counts)[axis_index(self.axes)]
+
+    def mask(self, x):
+        return x if self.valid is None else jnp.where(self.valid, x, 0)
+
+    def mean(self, means):
+        """Over all features, from the mean of each shard on the first dim."""
+        if not self._padded:
+            return jnp.mean(means, axis=0)
+        weights = jnp.asarray(self._counts / self._counts.sum(), jnp.float32)
+        return jnp.sum(weights.reshape(-1, *[1] * (means.ndim - 1)) * means, axis=0)
+
+
+def _moments(x, kind: str, valid=None):
     """Mean over the last dim (zero for an RMSNorm) and mean squared deviation from it, with that dim kept."""
-    mean = jnp.mean(x, axis=-1, keepdims=True) if kind == "layernorm" else jnp.zeros_like(x[..., :1])
-    return mean, jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)
+    mean = _mean(x, valid) if kind == "layernorm" else jnp.zeros_like(x[..., :1])
+    return mean, _mean(jnp.square(x - mean), valid)
+
+
+def _mean(x, valid):
+    """Mean over those elements of the last dim that are `valid` (all for None), 0 for none; that dim is kept."""
+    if valid is None:
+        return jnp.mean(x, axis=-1, keepdims=True)
+    return jnp.sum(jnp.where(valid, x, 0), axis=-1, keepdims=True) / jnp.maximum(jnp.sum(valid), 1)

@@ -4,7 +4,7 @@ from mstrain.hardware import Chip
 from mstrain.hardware.constants import Constants, constants_for
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, parse_slices
-from mstrain.models.products import projections
+from mstrain.models.products import projections, sizes_on
 from mstrain.parallel.tune import Block, Choice, tune_block
 
 
@@ -24,7 +24,8 @@ def tune_products(
     slices = None if parallel.slices == "auto" else parse_slices(parallel.slices)
     try:
         constants = constants or constants_for(chip)
-        block = Block(projections(model), tokens, constants, parallel.dataflow, chip.most_slices, slices)
+        sizes = sizes_on(model, *shape)
+        block = Block(projections(model, sizes=sizes), tokens, constants, parallel.dataflow, chip.most_slices, slices)
         return {choice.name: choice for choice in tune_block(block, shape)}
     except ValueError:
         return {}

@@ -11,14 +11,25 @@ import math
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from mstrain.gemm import Grid, LoweringOptions, Plan, PlanPair, find_algorithm, grid_of, legal_slices
+from mstrain.gemm import (
+    Grid,
+    Heads,
+    LoweringOptions,
+    Plan,
+    PlanPair,
+    Span,
+    find_algorithm,
+    grid_of,
+    legal_slices,
+)
+from mstrain.gemm.padding import MOST_WASTE, waste
 from mstrain.hardware import Chip
 from mstrain.hardware.constants import Constants
 from mstrain.mesh import AXES, shape_of
 from mstrain.models.auto import tune_products
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
-from mstrain.models.products import ATTENTION, MLP, block_products
+from mstrain.models.products import ATTENTION, HALVES, MLP, Sizes, block_products
 from mstrain.models.sharding import check_shard
 
 LANES = 128  # of a TPU's vector registers; slices of the last dim in multiples of it need no relayout
@@ -27,10 +38,11 @@ SLICES_WITHOUT_TUNING = 4  # without a known chip, auto takes the largest legal 
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlan:
-    """Plans of the two halves of a block."""
+    """Plans of the two halves of a block, and its features with their padding."""
 
     attention: PlanPair
     mlp: PlanPair
+    sizes: Sizes
 
     @property
     def products(self) -> tuple[Plan, ...]:
@@ -52,14 +64,17 @@ class BlockPlan:
 class ModelPlan:
     """Plans of consecutive groups of equal layers with their lengths, and of the output projection.
 
-    `padded`: whether the vocabulary is padded to equal shards; False for canonical parameters.
-    `shard`: one of `mstrain.models.sharding.SHARD`.
+    Attributes:
+      padded: whether the vocabulary is padded to equal shards; False for canonical parameters.
+      shard: one of `mstrain.models.sharding.SHARD`.
+      sequence_unit: the sequences of a microbatch of the whole job are padded to a multiple of it.
     """
 
     groups: tuple[tuple[BlockPlan, int], ...]
     head: Plan
     padded: bool = True
     shard: str = "none"
+    sequence_unit: int = 1
 
     @property
     def mesh(self) -> Mesh:
@@ -74,6 +89,15 @@ class ModelPlan:
     @property
     def embedding_grid(self) -> Grid:
         return self.head.grid.swapped if self.head.dataflow == "rs" else self.head.grid
+
+    @property
+    def width(self) -> Span:
+        """Features of the residual stream."""
+        return self.groups[0][0].sizes.width
+
+    def padded_sequences(self, sequences: int) -> int:
+        """Number of sequences that are computed for a microbatch of `sequences`."""
+        return -(-sequences // self.sequence_unit) * self.sequence_unit
 
     def vocab_padding(self, vocab_size: int) -> int:
         """Number of tokens that pad the vocabulary to equal shards, in multiples of 128 for large vocabularies."""
@@ -111,22 +135,16 @@ def make_plan(
       ValueError: the plan is illegal; the message says what to type instead.
     """
     check_shard(shard, mesh)
-    data = mesh.shape["data"]
-    if microbatch % data:
-        raise ValueError(
-            f"A microbatch of {microbatch} sequences does not divide over {data} data-parallel copies. "
-            f"Type batch={math.ceil(microbatch / data) * data} (times accumulate=)."
-        )
-    planner = _Planner(parallel, model, mesh, microbatch // data, seq, chip, constants, shard)
     algorithms = layer_algorithms(parallel, model.layers)
     check_effect(parallel, set(itertools.chain(*algorithms)))
-    blocks = [planner.block(*names) for names in algorithms]
-    groups = tuple((plan, len(list(equal))) for plan, equal in itertools.groupby(blocks))
-    return ModelPlan(groups, planner.head(parallel.algorithm), shard=shard)
+    return _Planner(parallel, model, mesh, microbatch, seq, chip, constants, shard).plan(algorithms)
 
 
-def describe_plan(plan: ModelPlan) -> str:
-    """One line with the algorithm, dataflows and slice counts of every group of layers."""
+def describe_plan(plan: ModelPlan, microbatch: int = 0) -> str:
+    """One line with algorithm, dataflows and slice counts of every group of layers, and with the padding.
+
+    `microbatch`: sequences of the whole job, whose padding is then described too.
+    """
     parts, first = [], 0
     for block, count in plan.groups:
         halves = []
@@ -137,6 +155,12 @@ def describe_plan(plan: ModelPlan) -> str:
         layers = f"layer {first}" if count == 1 else f"layers {first}-{first + count - 1}"
         parts.append(f"{layers}: {'; '.join(halves)}")
         first += count
+    padding = {name: pair for block, _ in plan.groups for name, pair in block.sizes.padding.items()}
+    if plan.padded_sequences(microbatch) > microbatch:
+        padding["sequences"] = (microbatch, plan.padded_sequences(microbatch))
+    if padding:
+        sizes = (f"{name} {size} to {stored} ({waste(size, stored):.1%})" for name, (size, stored) in padding.items())
+        parts.append(f"padding: {', '.join(sizes)}")
     return " | ".join(parts)
 
 
@@ -162,58 +186,77 @@ class _Planner:
     parallel: ParallelConfig
     model: ModelConfig
     mesh: Mesh | AbstractMesh
-    sequences: int  # of one data-parallel copy
+    microbatch: int  # sequences of the whole job
     seq: int
     chip: Chip | None
     constants: Constants | None = None
     shard: str = "none"
 
+    def plan(self, algorithms: list[tuple[str, str]]) -> ModelPlan:
+        """The plan of a model whose layers have these (attention, mlp) algorithms."""
+        head = self._head(self.parallel.algorithm)
+        chosen = {(a, half) for names in algorithms for a, half in zip(names, HALVES, strict=True)}
+        pairs = {key: self._pair(*key) for key in sorted(chosen)}
+        unit = self._sequence_unit(pairs, head) * self.mesh.shape["data"]
+        self._check_sequences(unit)
+        sequences = -(-self.microbatch // unit) * unit // self.mesh.shape["data"]
+        units = [n for pair in pairs.values() for n in (pair.into.units[0], pair.out.units[1])]
+        width = Span(self.model.width).to_multiple(math.lcm(head.units[0], *units))
+        blocks = {names: self._block(pairs, names, width, sequences) for names in sorted(set(algorithms))}
+        groups = tuple((blocks[names], len(list(equal))) for names, equal in itertools.groupby(algorithms))
+        return ModelPlan(groups, self._sliced_head(head, width, sequences), shard=self.shard, sequence_unit=unit)
+
     @functools.cached_property
     def tuned(self):
         """The tuner's choices for MeshSlice by product; empty without a known chip."""
         shape = (self.mesh.shape["row"], self.mesh.shape["col"])
-        return tune_products(self.model, self.parallel, shape, self.sequences * self.seq, self.chip, self.constants)
+        sequences = -(-self.microbatch // (self.mesh.shape["data"] * shape[0])) * shape[0]
+        return tune_products(self.model, self.parallel, shape, sequences * self.seq, self.chip, self.constants)
 
-    def block(self, attention: str, mlp: str) -> BlockPlan:
-        plan = BlockPlan(self._pair(attention, ATTENTION), self._pair(mlp, MLP))
-        self._check_heads(plan.attention)
-        return plan
-
-    def head(self, algorithm: str) -> Plan:
+    def _head(self, algorithm: str) -> Plan:
         """The plan of the output projection. The logits, its largest matrix, stay in place; tokens keep their order."""
-        grid = self._grid(algorithm)
         swap = self._flow(algorithm, 1, 1, "attention in") == "rs"
-        plan = Plan(algorithm, "rs" if swap else "os", grid)
+        return Plan(algorithm, "rs" if swap else "os", self._grid(algorithm))
+
+    def _sliced_head(self, plan: Plan, width: Span, sequences: int) -> Plan:
         vocab_size = self.model.vocab_size or 1
-        padded = vocab_size + ModelPlan((), plan).vocab_padding(vocab_size)
-        plan.check(self.model.width, padded, self.sequences, "the output projection")
-        if self.model.tied or swap:  # the tied table has one storage order, and slices of rs reorder tokens
-            return plan
-        return self._sliced(plan, self.model.width, padded, "the output projection")
+        sizes = width.stored, vocab_size + ModelPlan((), plan).vocab_padding(vocab_size)
+        plan.check(*sizes, sequences, "the output projection")
+        return plan
 
     def _grid(self, algorithm: str) -> Grid:
         return dataclasses.replace(grid_of(algorithm, self.mesh), scatter=self.shard in ("gradients", "parameters"))
 
     def _pair(self, algorithm: str, half: str) -> PlanPair:
+        """The plans of one half of a block in one slice."""
         grid, lowering = self._grid(algorithm), chip_lowering(self.chip)
-        first, last = (product for product in block_products(self.model) if product.half == half)
-        into, out = (self._flow(algorithm, p.in_dim, p.out_dim, p.name) for p in (first, last))
-        into_plan = Plan(algorithm, into, grid, lowering=lowering)
-        out_plan = Plan(algorithm, out, grid.swapped if out == "rs" else grid, lowering=lowering)
-        for segment in first.segments:
-            if segment % grid.num_cols:
-                raise ValueError(
-                    f"{half}: {segment} features do not divide over the {grid.num_cols} columns of {algorithm} on "
-                    f"mesh {shape_of(self.mesh)}. Choose another mesh= or other model sizes."
-                )
-        into_plan = self._sliced(into_plan, first.in_dim, first.out_dim, first.name)
-        out_plan = self._sliced(out_plan, last.in_dim, last.out_dim, last.name)
-        if into == out == "rs":  # both must use the same order of sequences
-            slices = min(into_plan.slices, out_plan.slices)
-            into_plan, out_plan = (dataclasses.replace(p, slices=slices) for p in (into_plan, out_plan))
-        pair = PlanPair(into_plan, out_plan)
-        self._check_sequences(pair, half)
-        return pair
+        products = (product for product in block_products(self.model) if product.half == half)
+        into, out = (self._flow(algorithm, p.in_dim, p.out_dim, p.name) for p in products)
+        out_grid = grid.swapped if out == "rs" else grid
+        return PlanPair(
+            Plan(algorithm, into, grid, lowering=lowering), Plan(algorithm, out, out_grid, lowering=lowering)
+        )
+
+    def _block(self, pairs: dict, names: tuple[str, str], width: Span, sequences: int) -> BlockPlan:
+        attention, mlp = (pairs[key] for key in zip(names, HALVES, strict=True))
+        m, key_unit = self.model, attention.into.units[1]
+        unit = math.lcm(key_unit, attention.out.units[0])
+        heads = Heads(m.heads, m.num_kv_heads, m.head_dim, attention.grid.num_cols, unit, key_unit)
+        unit = math.lcm(mlp.into.units[1], mlp.out.units[0], mlp.grid.num_cols)
+        sizes = Sizes(width, Span(m.mlp_dim).to_multiple(unit), heads)
+        self._check_waste(sizes, names)
+        products = block_products(m, sizes)
+        plans = [self._sliced_pair(pairs[key], products, key[1], sequences) for key in zip(names, HALVES, strict=True)]
+        return BlockPlan(*plans, sizes)
+
+    def _sliced_pair(self, pair: PlanPair, products, half: str, sequences: int) -> PlanPair:
+        first, last = (product for product in products if product.half == half)
+        into = self._sliced(pair.into, first.in_dim, first.out_dim, sequences, first.name)
+        out = self._sliced(pair.out, last.in_dim, last.out_dim, sequences, last.name)
+        if into.dataflow == out.dataflow == "rs":  # both must use the same order of sequences
+            slices = min(into.slices, out.slices)
+            into, out = (dataclasses.replace(plan, slices=slices) for plan in (into, out))
+        return PlanPair(into, out)
 
     def _flow(self, algorithm: str, in_dim: int, out_dim: int, what: str) -> str:
         kind = find_algorithm(algorithm)
@@ -225,17 +268,15 @@ class _Planner:
             return self.tuned[what].dataflow
         return "os" if out_dim > in_dim else "ls"
 
-    def _sliced(self, plan: Plan, in_dim: int, out_dim: int, what: str) -> Plan:
+    def _sliced(self, plan: Plan, in_dim: int, out_dim: int, sequences: int, what: str) -> Plan:
         if plan.kind.sliced:
             if self.parallel.slices == "auto":
-                legal = legal_slices(
-                    plan.dataflow, in_dim, out_dim, self.sequences, plan.grid.num_rows, plan.grid.num_cols
-                )
+                legal = legal_slices(plan.dataflow, in_dim, out_dim, sequences, plan.grid.num_rows, plan.grid.num_cols)
                 slices = self._automatic_slices(legal, plan, in_dim, out_dim, what)
             else:
                 slices = parse_slices(self.parallel.slices)
             plan = dataclasses.replace(plan, slices=slices)
-        plan.check(in_dim, out_dim, self.sequences, what)
+        plan.check(in_dim, out_dim, sequences, what)
         return plan
 
     def _automatic_slices(self, legal: list[int], plan: Plan, in_dim: int, out_dim: int, what: str) -> int:
@@ -249,26 +290,44 @@ class _Planner:
         aligned = [s for s in fitting if s > 1 and pieces // s % LANES == 0]
         return max(aligned or fitting)
 
-    def _check_heads(self, pair: PlanPair) -> None:
-        columns = pair.grid.num_cols
-        for name, heads in (("heads", self.model.heads), ("num_kv_heads", self.model.num_kv_heads)):
-            if heads % columns:
-                fits = [c for c in range(1, heads + 1) if heads % c == 0]
-                raise ValueError(
-                    f"model.{name}={heads} does not divide over {columns} columns of {pair.into.algorithm}: attention "
-                    f"works on whole heads. Choose a mesh= with a column count out of {fits}."
+    def _check_waste(self, sizes: Sizes, names: tuple[str, str]) -> None:
+        for name, share in sizes.waste.items():
+            if share <= MOST_WASTE:
+                continue
+            algorithm, m = names[HALVES.index(MLP if name == "mlp_dim" else ATTENTION)], self.model
+            where = f"mesh {shape_of(self.mesh)} with {algorithm}"
+            advice = "Choose another mesh= or other model sizes."
+            if name == "heads":
+                where, tensor = (
+                    f"{sizes.heads.columns} columns of {algorithm}",
+                    self.mesh.shape["row"] * self.mesh.shape["col"],
                 )
-
-    def _check_sequences(self, pair: PlanPair, half: str) -> None:
-        inside, residual = (pair.grid.size(x.tokens[1:]) for x in (pair.inside, pair.residual))
-        if half == ATTENTION and self.sequences % inside:
+                fits = [c for c in range(1, tensor + 1) if tensor % c == 0]
+                fits = [c for c in fits if Heads(m.heads, m.num_kv_heads, m.head_dim, c).waste <= MOST_WASTE]
+                advice = f"Choose a mesh= with a column count out of {fits}."
             raise ValueError(
-                f"{self.sequences} sequences per data-parallel copy and microbatch do not divide over {inside} rows of "
-                f"{pair.into.algorithm}: attention works on whole sequences. Type a batch= that is a multiple of "
-                f"{inside * self.mesh.shape['data']} (times accumulate=)."
+                f"model.{name}={getattr(m, name)} does not divide over {where}: {share:.0%} would be padding, more "
+                f"than {MOST_WASTE:.0%}. {advice}"
             )
-        if self.sequences * self.seq % residual or self.sequences * self.seq % inside:
+
+    def _sequence_unit(self, pairs: dict, head: Plan) -> int:
+        """What the sequences of one data-parallel copy are padded to: whole ones on each device in attention."""
+        units = []
+        for (_, half), pair in pairs.items():
+            inside, residual = (pair.grid.size(x.tokens[1:]) for x in (pair.inside, pair.residual))
+            units += [inside if half == ATTENTION else self._per_token(inside), self._per_token(residual)]
+        layouts = (head.input_layout, head.output_layout)
+        return math.lcm(*units, *(self._per_token(head.grid.size(x.tokens[1:])) for x in layouts))
+
+    def _per_token(self, devices: int) -> int:
+        """Number of sequences whose tokens divide over `devices`."""
+        return devices // math.gcd(devices, self.seq)
+
+    def _check_sequences(self, unit: int) -> None:
+        share = waste(self.microbatch, -(-self.microbatch // unit) * unit)
+        if share > MOST_WASTE:
             raise ValueError(
-                f"{self.sequences} x {self.seq} tokens do not divide over {max(residual, inside)} devices. "
-                "Choose another batch= or seq=."
+                f"{self.microbatch} sequences per microbatch do not divide over mesh {shape_of(self.mesh)} with "
+                f"{self.parallel.algorithm}, which computes them in multiples of {unit}: {share:.0%} would be padding, "
+                f"more than {MOST_WASTE:.0%}. Type a batch= that is a multiple of {unit} (times accumulate=)."
             )

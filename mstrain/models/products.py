@@ -1,7 +1,10 @@
 """The matrix products of a block, as used by plans, tuner, planner and benchmarks."""
 
 import dataclasses
+import math
 
+from mstrain.gemm import Heads, Span
+from mstrain.gemm.padding import waste
 from mstrain.models.config import ModelConfig
 from mstrain.parallel.dataflow import Projection
 
@@ -29,18 +32,53 @@ class BlockProduct:
         return sum(self.segments)
 
 
-def block_products(model: ModelConfig) -> tuple[BlockProduct, ...]:
-    """The products of one block of `model` in the order of its forward pass."""
-    heads, kv = model.heads * model.head_dim, model.num_kv_heads * model.head_dim
-    up = (model.mlp_dim,) * (2 if model.gated else 1)
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The features of a block with their padding: of the residual stream, of the hidden layer of its MLP, of heads."""
+
+    width: Span
+    hidden: Span
+    heads: Heads
+
+    @property
+    def padding(self) -> dict[str, tuple[int, int]]:
+        """(size, padded size) of everything that is padded, by the name of its field of `ModelConfig`."""
+        heads = (self.heads.queries, self.heads.queries_here * self.heads.columns)
+        sizes = {"width": (self.width.size, self.width.stored), "mlp_dim": (self.hidden.size, self.hidden.stored)}
+        return {name: pair for name, pair in {**sizes, "heads": heads}.items() if pair[0] < pair[1]}
+
+    @property
+    def waste(self) -> dict[str, float]:
+        """Share of padding, by the name of a field of `ModelConfig`."""
+        features = {"width": self.width, "mlp_dim": self.hidden}
+        return {name: waste(span.size, span.stored) for name, span in features.items()} | {"heads": self.heads.waste}
+
+
+def plain_sizes(model: ModelConfig) -> Sizes:
+    """Without padding, as on one device."""
+    heads = Heads(model.heads, model.num_kv_heads, model.head_dim)
+    return Sizes(Span(model.width), Span(model.mlp_dim), heads)
+
+
+def sizes_on(model: ModelConfig, rows: int, columns: int) -> Sizes:
+    """Padded for any dataflow on a grid of rows x columns."""
+    unit, heads = math.lcm(rows, columns), (model.heads, model.num_kv_heads, model.head_dim)
+    width, hidden = (Span(size).to_multiple(unit) for size in (model.width, model.mlp_dim))
+    return Sizes(width, hidden, Heads(*heads, columns, unit, unit))
+
+
+def block_products(model: ModelConfig, sizes: Sizes | None = None) -> tuple[BlockProduct, ...]:
+    """The products of one block of `model` in the order of its forward pass, with the padding of `sizes`."""
+    sizes = sizes or plain_sizes(model)
+    width, hidden, projected = sizes.width.stored, sizes.hidden.stored, [s.stored for s in sizes.heads.segments]
     return (
-        BlockProduct(ATTENTION, "in", model.width, (heads, kv, kv)),
-        BlockProduct(ATTENTION, "out", heads, (model.width,)),
-        BlockProduct(MLP, "in", model.width, up),
-        BlockProduct(MLP, "out", model.mlp_dim, (model.width,)),
+        BlockProduct(ATTENTION, "in", width, tuple(projected)),
+        BlockProduct(ATTENTION, "out", projected[0], (width,)),
+        BlockProduct(MLP, "in", width, (hidden,) * (2 if model.gated else 1)),
+        BlockProduct(MLP, "out", hidden, (width,)),
     )
 
 
-def projections(model: ModelConfig, repeats: int = 1) -> tuple[Projection, ...]:
-    """The products of one block for the cost model, each `repeats` times."""
-    return tuple(Projection(p.name, p.in_dim, p.out_dim, repeats) for p in block_products(model))
+def projections(model: ModelConfig, repeats: int = 1, sizes: Sizes | None = None) -> tuple[Projection, ...]:
+    """The products of one block for the cost model, each `repeats` times, with the padding of `sizes`."""
+    return tuple(Projection(p.name, p.in_dim, p.out_dim, repeats) for p in block_products(model, sizes))

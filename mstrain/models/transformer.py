@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from mstrain.gemm import Layout, linear
-from mstrain.layers.attention import Attention, Heads, QkNorm, segment_positions
+from mstrain.gemm import Layout, Span, linear
+from mstrain.layers.attention import Attention, QkNorm, segment_positions
 from mstrain.layers.attention_kernels import SAVED_ATTENTION, AttentionConfig
-from mstrain.layers.dense import SAVED_PRODUCT, Dense, Inits
+from mstrain.layers.dense import SAVED_PRODUCT, Inits
 from mstrain.layers.embedding import Embedding, Positions
-from mstrain.layers.loss import LogitsHead, cross_entropy
+from mstrain.layers.loss import HeadKernel, LogitsHead, cross_entropy
 from mstrain.layers.mlp import Mlp
 from mstrain.layers.norm import Norm, NormConfig
 from mstrain.layers.rotary import GLOBAL, Rotary
@@ -60,14 +60,15 @@ class Block(nn.Module):
 
     def _norm(self, name, layout):
         m = self.model
-        config = NormConfig(m.norm, layout, self.plan.mesh, m.norm_epsilon)
+        config = NormConfig(m.norm, layout, self.plan.mesh, self.plan.sizes.width, m.norm_epsilon)
         return Norm(config, m.norm_bias, m.unit_offset_norm, name=name)
 
     def _attention(self):
         m = self.model
         return Attention(
             plans=self.plan.attention,
-            heads=Heads(m.heads, m.num_kv_heads, m.head_dim),
+            width=self.plan.sizes.width,
+            heads=self.plan.sizes.heads,
             config=AttentionConfig(
                 scale=m.attention_scale or m.head_dim**-0.5,
                 alibi=m.position == "alibi",
@@ -88,8 +89,10 @@ class Block(nn.Module):
         return Rotary(m.rotary_base, m.rotary_fraction, m.rotary_scaling, m.local_rotary_base)
 
     def _mlp(self):
-        m = self.model
-        return Mlp(self.plan.mlp, m.mlp_dim, m.activation, m.gated, m.bias == "all", self._inits(), name="mlp")
+        m, sizes = self.model, self.plan.sizes
+        return Mlp(
+            self.plan.mlp, sizes.width, sizes.hidden, m.activation, m.gated, m.bias == "all", self._inits(), name="mlp"
+        )
 
     def _inits(self):
         out_scale = INIT_SCALE / (2 * self.model.layers) ** 0.5
@@ -118,17 +121,16 @@ class Transformer(nn.Module):
 
     def setup(self):
         model, plan, init = self.model, self.plan, nn.initializers.normal(INIT_SCALE)
-        residual = plan.head.input_layout
-        vocab_size = model.known_vocab_size
-        padding = plan.vocab_padding(vocab_size)
-        self.embedding = Embedding(plan.embedding_grid, vocab_size, model.width, padding, init, self.dtype)
+        residual, width, vocab_size = plan.head.input_layout, plan.width, model.known_vocab_size
+        vocabulary = Span(vocab_size).padded(1, 1, vocab_size + plan.vocab_padding(vocab_size))
+        self.embedding = Embedding(plan.embedding_grid, vocabulary, width, init, self.dtype)
         if model.position == "learned":
-            self.positions = Positions(residual, plan.mesh, model.context, init)
+            self.positions = Positions(residual, plan.mesh, model.context, width, init)
         self.blocks = [self._scan(block, count) for block, count in plan.groups]
-        config = NormConfig(model.norm, residual, plan.mesh, model.norm_epsilon)
+        config = NormConfig(model.norm, residual, plan.mesh, width, model.norm_epsilon)
         self.final_norm = Norm(config, model.norm_bias, model.unit_offset_norm)
         if not model.tied:
-            self.head = Dense(plan.head, (vocab_size,), init, padding=padding)
+            self.head = HeadKernel(plan.head, width, vocabulary, init)
 
     def __hash__(self):
         # Flax generates a hash of the fields too, but type checkers do not see it.
@@ -140,7 +142,13 @@ class Transformer(nn.Module):
 
     def raw_logits(self, tokens_T, segments_T=None):
         """The output projection: logits before the soft cap, with columns that pad the vocabulary."""
-        x_TxD = self.embedding(tokens_T)
+        x_TxD = self._features(tokens_T, segments_T)
+        return linear(x_TxD, self._head_kernel(), self.plan.head)[: len(tokens_T)]
+
+    def _features(self, tokens_T, segments_T):
+        """Input of the output projection, x_TxD of padded tokens and features."""
+        x_TxD = self.embedding(self._whole_sequences(tokens_T))
+        segments_T = None if segments_T is None else self._whole_sequences(segments_T)
         if self.model.scaled_embedding:
             x_TxD = x_TxD * jnp.asarray(self.model.width**0.5, self.dtype)
         if self.model.position == "learned":
@@ -150,23 +158,29 @@ class Transformer(nn.Module):
             x_TxD = move(x_TxD, block.attention.residual, block)
             x_TxD = self._layers(blocks, block, x_TxD, windows[first : first + count], segments_T)
             first += count
-        x_TxD = self.final_norm(move(x_TxD, self.plan.head.input_layout, self.plan))
-        if self.model.tied:
-            return linear(x_TxD, self.embedding.head_kernel(self.plan.head), self.plan.head)
-        return self.head(x_TxD)
+        return self.final_norm(move(x_TxD, self.plan.head.input_layout, self.plan))
+
+    def _head_kernel(self):
+        return self.embedding.head_kernel(self.plan.head) if self.model.tied else self.head()
 
     def loss(self, tokens_T, targets_T, segments_T=None):
         """Negative log-likelihood of every target in nats, float32 [T]."""
-        return cross_entropy(self.raw_logits(tokens_T, segments_T), targets_T, self._logits_head())
+        x_TxD, targets = self._features(tokens_T, segments_T), self._whole_sequences(targets_T)
+        return cross_entropy(x_TxD, self._head_kernel(), targets, self._logits_head())[: len(targets_T)]
 
     def _positions(self, segments_T):
         if segments_T is None:
             return jnp.arange(self.seq)
         return segment_positions(segments_T.reshape(-1, self.seq)).reshape(-1)
 
+    def _whole_sequences(self, tokens_T):
+        """Tokens with sequences of zeros appended until all devices have as many; losses and gradients omit them."""
+        sequences = len(tokens_T) // self.seq
+        return jnp.pad(tokens_T, (0, (self.plan.padded_sequences(sequences) - sequences) * self.seq))
+
     def _logits_head(self) -> LogitsHead:
         m = self.model
-        return LogitsHead(m.known_vocab_size, self.plan.head.output_layout, self.plan.mesh, m.logit_soft_cap)
+        return LogitsHead(m.known_vocab_size, self.plan.head, m.logit_soft_cap)
 
     def _windows(self):
         model = self.model

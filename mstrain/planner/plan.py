@@ -185,16 +185,19 @@ def _products(
         made = plan_on(shape, parallel, alike, microbatch, seq, pod.chip, pod.measured)
     except ValueError as error:
         return str(error)
-    tokens = microbatch // shape.data * seq
+    tokens = made.padded_sequences(microbatch) // shape.data * seq
     groups = tuple(
         (
-            tuple(_product(p, part, tokens, size) for p, part in zip(projections(model), block.products, strict=True)),
+            tuple(
+                _product(p, part, tokens, size)
+                for p, part in zip(projections(model, sizes=block.sizes), block.products, strict=True)
+            ),
             count / alike.layers,
         )
         for block, count in made.groups
     )
     vocab_size = model.known_vocab_size
-    head = Projection("output", model.width, vocab_size + made.vocab_padding(vocab_size))
+    head = Projection("output", made.width.stored, vocab_size + made.vocab_padding(vocab_size))
     return Products(groups, _product(head, made.head, tokens, size))
 
 

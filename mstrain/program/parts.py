@@ -16,7 +16,7 @@ def layer_program(model: ModelConfig, plan: BlockPlan, tokens: int, seq: int, dt
     `tokens` of the whole job, in sequences of `seq`. Parameters are float32, as in training; x, y and dy are `dtype`.
     """
     block = Block(model, plan, seq)
-    x_TxD = abstract((tokens, model.width), dtype, plan.mesh, plan.attention.residual.spec)
+    x_TxD = abstract((tokens, plan.sizes.width.stored), dtype, plan.mesh, plan.attention.residual.spec)
     params = abstract_layer_parameters(block, plan.mesh, x_TxD, seq)
 
     def forward(params, x_TxD):

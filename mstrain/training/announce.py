@@ -18,7 +18,7 @@ def announce(run: Run) -> None:
     lines = {
         "Model": f"{model.name}: {count_parameters(model):,} parameters, {model.layers} layers",
         "Mesh": f"{shape_of(mesh)}: {mesh.size} {kind}",
-        "Plan": describe_plan(run.module.plan),
+        "Plan": describe_plan(run.module.plan, run.config.batch // run.config.accumulate),
         "Data": f"{run.config.data.source}: {train.num_tokens:,} training tokens, "
         f"{validation.num_tokens:,} validation tokens; {run.corpus.described}",
         "MFU": f"({flops_formula(model, run.config.seq)}) x tokens / seconds / peak; peak {peak}",

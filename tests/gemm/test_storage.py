@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm import Plan, Storage, grid_of
+from mstrain.gemm import Plan, Span, Storage, grid_of
 from mstrain.gemm.local import all_gather, piece
 from tests.gemm.products import check, dense, error, expected, mesh_of, place, random_operands, run
 
@@ -21,12 +21,12 @@ def storages(draw):
     rows, columns, slices, transposed = draw(counts), draw(counts), draw(counts), draw(st.booleans())
     unit = np.lcm(rows, columns) * slices
     segments = tuple(columns * slices * rows * draw(counts) for _ in range(draw(counts)))
-    pad = draw(st.sampled_from([(), (unit, 0)])) if not transposed else ()
-    shape = (int(unit) * draw(counts), sum(segments))
-    if len(segments) == 1 and draw(st.booleans()):  # a vocabulary: its end is padding
-        pad, shape = (0, columns), (shape[0], shape[1] - columns)
-        transposed = transposed and (shape[1] + columns) % unit == 0
-    return Storage(shape, segments, columns, rows, slices, transposed, tuple(map(int, pad)))
+    # Some groups lack their last feature, and a vocabulary its end.
+    spans = tuple(Span(n) if draw(st.booleans()) else Span(n - columns).padded(1, 1, n) for n in segments)
+    first = int(unit) * draw(counts)
+    first = Span(first) if draw(st.booleans()) else Span(first - 1).to_multiple(first)
+    shape = (first.size, sum(span.size for span in spans))
+    return Storage(shape, spans, columns, rows, slices, transposed and sum(segments) % unit == 0, first)
 
 
 @settings(deadline=None, max_examples=12)
@@ -48,7 +48,7 @@ def test_restore_undoes_store(storage, leading):
 @given(st.integers(1, 4), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 3))
 def test_column_shards_hold_their_part_of_every_segment(columns, widths, padding):
     segments = tuple(columns * width for width in widths)
-    storage = Storage((sum(segments),), segments, columns)
+    storage = Storage((sum(segments),), tuple(map(Span, segments)), columns)
     parts = np.split(np.asarray(storage.from_canonical(jnp.arange(sum(segments)))), columns)
     starts = np.cumsum((0, *segments[:-1]))
     for j, part in enumerate(parts):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from mstrain.gemm import Plan, PlanPair, grid_of
-from mstrain.layers.attention import Attention, Heads, QkNorm, alibi_slopes, segment_positions
+from mstrain.gemm import Heads, Plan, PlanPair, Span, grid_of
+from mstrain.layers.attention import Attention, QkNorm, alibi_slopes, segment_positions
 from mstrain.layers.attention_kernels import AttentionConfig, attend
 from mstrain.layers.dense import Inits
 from mstrain.layers.rotary import GLOBAL, Rotary
@@ -143,7 +143,9 @@ def attention_step(variant, algorithm, mesh, dataflow="os", slices=1):
     out = ("rs", grid.swapped) if dataflow == "rs" else ("ls", grid)
     pair = PlanPair(Plan(algorithm, dataflow, grid, slices), Plan(algorithm, *out, slices))
     inits = Inits(nn.initializers.zeros, nn.initializers.zeros)
-    module = Attention(pair, Heads(8, 4, H), bias=(True, True), inits=inits, **VARIANTS[variant])
+    module = Attention(
+        pair, Span(WIDTH), Heads(8, 4, H, pair.grid.num_cols), bias=(True, True), inits=inits, **VARIANTS[variant]
+    )
     rng = np.random.default_rng(7)
     x, g = (
         jax.device_put(rng.standard_normal((SEQUENCES * T, WIDTH), np.float32), grid.sharding(pair.residual.spec))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from mstrain.gemm import Layout, Plan, grid_of
+from mstrain.gemm import Layout, Plan, Span, grid_of
 from mstrain.layers.embedding import Embedding, Positions
 from mstrain.layers.parameter import partition_specs
 from tests.gemm.products import QUICK, mesh_of
@@ -19,7 +19,7 @@ NORMAL = nn.initializers.normal(1.0)
 def embedding(algorithm="meshslice", mesh="2x4", dtype=jnp.float32):
     grid = grid_of(algorithm, mesh_of(mesh))
     grid = grid.swapped if algorithm == "megatron" else grid
-    return Embedding(grid, VOCABULARY, WIDTH, PADDING, NORMAL, dtype)
+    return Embedding(grid, Span(VOCABULARY).to_multiple(VOCABULARY + PADDING), Span(WIDTH), NORMAL, dtype)
 
 
 def sharded_table(module):
@@ -87,7 +87,7 @@ def test_tied_kernel_is_the_table_transposed(flow):
 
 def test_positions_count_from_the_start_of_every_sequence():
     mesh, layout = mesh_of("2x4"), Layout(("data", "row"), ("col",))
-    module = Positions(layout, mesh, context=12, initializer=NORMAL)
+    module = Positions(layout, mesh, context=12, width=Span(WIDTH), initializer=NORMAL)
     x = jnp.zeros((24, WIDTH))
     boxed = module.init(jax.random.key(0), x, jnp.arange(8))
     table = boxed["params"]["table"].value

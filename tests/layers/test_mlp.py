@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from mstrain.gemm import Plan, PlanPair, grid_of
+from mstrain.gemm import Plan, PlanPair, Span, grid_of
 from mstrain.layers.dense import Inits
 from mstrain.layers.mlp import ACTIVATIONS, Mlp
 from tests.gemm.products import QUICK, mesh_of
@@ -44,7 +44,7 @@ def formula(params, x, activation, gated):
 def test_mlp_equals_its_formula(mesh, algorithm, into, out, activation, gated):
     pair = pair_on(mesh, algorithm, into, out)
     inits = Inits(nn.initializers.zeros, nn.initializers.zeros)
-    module = Mlp(pair, HIDDEN, activation, gated, True, inits)
+    module = Mlp(pair, Span(WIDTH), Span(HIDDEN), activation, gated, True, inits)
     rng = np.random.default_rng(8)
     x, g = (
         jax.device_put(rng.standard_normal((TOKENS, WIDTH), np.float32), pair.grid.sharding(pair.residual.spec))

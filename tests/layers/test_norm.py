@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from mstrain.gemm import Layout
+from mstrain.gemm import Layout, Span
 from mstrain.layers.norm import Norm, NormConfig, normalize
 from tests.gemm.products import QUICK, mesh_of
 
 
-def rule(kind, mesh="1x1", layout=Layout((), ())):
-    return NormConfig(kind, layout, mesh_of(mesh))
+def rule(kind, mesh="1x1", layout=Layout((), ()), width=256):
+    return NormConfig(kind, layout, mesh_of(mesh), Span(width))
 
 
 def reference(x, kind, epsilon=1e-5):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mstrain.gemm.storage import Storage
+from mstrain.gemm import Span, Storage
 from mstrain.mesh import make_mesh, parse_mesh
 from mstrain.models import parameters
 from mstrain.models.config import ModelConfig
@@ -136,7 +136,7 @@ def test_a_gathered_kernel_would_be_seen():
 
 
 def test_padding_is_zero_and_leaves_with_the_way_back():
-    storage = Storage((5, 6), padding=(3, 2))
+    storage = Storage((5, 6), (Span(6).padded(2, 2, 4),), first=Span(5).to_multiple(8))
     x = jnp.arange(30.0).reshape(5, 6)
     stored = storage.from_canonical(x)
     assert stored.shape == (8, 8) and float(stored.sum()) == float(x.sum())
