@@ -1,5 +1,6 @@
 """train.py target=SLICE check=true: memory and predicted time of the training step on an absent TPU slice."""
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -18,6 +19,7 @@ from mstrain.mesh import MeshShape, shape_of
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.plan import describe_plan, make_plan
+from mstrain.models.remat import AUTO, cheapest_that_fits, planned
 from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import BYTES
 from mstrain.planner.meshes import best_meshes
@@ -70,7 +72,7 @@ def check(config: RunConfig) -> int:
     console.print(f"[bold]Plan[/]   {describe_plan(step.module.plan, config.batch // config.accumulate)}")
     try:
         with console.status("Compiling the step"):
-            program = step.compile()
+            step, program = _compiled(step)
     except DoesNotFit as error:
         reason = str(error).partition(" Type ")[0]  # _propose prints what to type
         console.print(f"[bold red]Does not fit:[/] {reason}", soft_wrap=True)
@@ -78,6 +80,25 @@ def check(config: RunConfig) -> int:
     console.print(_memory_table(step, program))
     console.print(*_cost_lines(step, program), sep="\n")
     return 0
+
+
+def _compiled(step: Step) -> tuple[Step, Compiled]:
+    """The compiled step, with the remat that fits for remat=auto; raises DoesNotFit."""
+    if step.config.remat != AUTO:
+        return step, step.compile()
+    found: dict[str, tuple[Step, Compiled]] = {}
+
+    def with_remat(remat: str) -> Step:
+        config, module = (dataclasses.replace(part, remat=remat) for part in (step.config, step.module))
+        return dataclasses.replace(step, config=config, module=module)
+
+    def fits(remat: str) -> bool:
+        with contextlib.suppress(DoesNotFit):
+            found[remat] = with_remat(remat), with_remat(remat).compile()
+        return remat in found
+
+    remat = cheapest_that_fits(fits)
+    return found.get(remat) or (with_remat(remat), with_remat(remat).compile())
 
 
 def _propose(config: RunConfig, error: DoesNotFit, console: Console) -> int:
@@ -108,7 +129,7 @@ def plan_step(config: RunConfig, console: Console = QUIET) -> Step:
     target = make_target(tpu_slice, mesh)
     microbatch = config.batch // config.accumulate
     plan = make_plan(config.parallel, model, target.mesh, microbatch, config.seq, tpu_slice.chip, shard=config.shard)
-    return Step(config, target, Transformer(model, plan, config.seq, dtype, config.remat))
+    return Step(config, target, Transformer(model, plan, config.seq, dtype, config.remat, config.offload))
 
 
 def smallest_change(config: RunConfig, error: DoesNotFit, report=lambda text: None) -> Remedy | None:
@@ -138,7 +159,7 @@ def best_mesh(config: RunConfig, model: ModelConfig, tpu_slice: TpuSlice) -> Mes
     dtype = jnp.dtype(dtype_on("tpu", config.dtype)).name
     return best_meshes(
         config.parallel, model, config.batch, config.seq, tpu_slice.devices, tpu_slice, accumulate=config.accumulate,
-        remat=config.remat, dtype=dtype,
+        remat=planned(config.remat), dtype=dtype,
     )[0].shape  # fmt: skip
 
 

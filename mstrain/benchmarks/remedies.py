@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from mstrain.compiler import DoesNotFit
 from mstrain.hardware import parse_target
+from mstrain.models.remat import AUTO, LADDER
 from mstrain.models.transformer import REMAT
 from mstrain.program.memory import GIB
 from mstrain.training.config import RunConfig
@@ -95,7 +96,7 @@ class Remedies:
 
 def groups(config: RunConfig, larger: Callable[[str], RunConfig | None]) -> Iterator[list[list[Change]]]:
     """Groups of sequences of changes, smallest group first; each sequence starts with its fastest change."""
-    stronger = REMAT[REMAT.index(config.remat) + 1 :]
+    stronger = _stronger(config.remat)
     recomputed = [(f"remat={remat}", dataclasses.replace(config, remat=remat)) for remat in stronger]
     yield [recomputed, _accumulated("", config)]
     yield [_accumulated(f"{keys} ", changed) for keys, changed in recomputed]
@@ -103,8 +104,16 @@ def groups(config: RunConfig, larger: Callable[[str], RunConfig | None]) -> Iter
     for target in larger_targets(config.target):
         if there := larger(target):
             where = f"target={target} mesh={there.mesh}"
-            kinds = REMAT[REMAT.index(config.remat) :]
+            kinds = (config.remat, *stronger)
             yield [[(f"{where} remat={remat}", dataclasses.replace(there, remat=remat)) for remat in kinds]]
+
+
+def _stronger(remat: str) -> tuple[str, ...]:
+    """Values of REMAT that keep less; names keep as little as `full` or more."""
+    if remat == AUTO:
+        return ()
+    below = LADDER[LADDER.index(remat) + 1 :] if remat in LADDER else ("full",)
+    return tuple(kind for kind in REMAT if kind in below)
 
 
 def _accumulated(prefix: str, config: RunConfig) -> list[Change]:

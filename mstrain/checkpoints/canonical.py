@@ -7,6 +7,7 @@ import optax
 
 from mstrain.models import parameters
 from mstrain.models.transformer import Transformer
+from mstrain.program.offload import on_device
 from mstrain.program.step import State, map_copies, shard_copies
 
 
@@ -15,6 +16,7 @@ def to_canonical(module: Transformer, optimizer: optax.GradientTransformation):
     """The compiled conversion of a state to canonical form, kept because every save needs it."""
 
     def convert(state):
+        state = on_device(module, state)
         canonical = map_copies(lambda tree: parameters.to_canonical(module, tree), state, optimizer)
         shardings = shard_copies(parameters.canonical_shardings(module), canonical, optimizer)
         return jax.lax.with_sharding_constraint(canonical, shardings)

@@ -31,7 +31,8 @@ from mstrain.job.job import ALONE, Job
 from mstrain.job.save_barrier import SaveBarrier
 from mstrain.models import parameters
 from mstrain.models.transformer import Transformer
-from mstrain.program.step import State, map_copies
+from mstrain.program.offload import offloads_moments
+from mstrain.program.step import State, map_copies, state_shardings
 
 STATE, FACTS = "state", "facts"
 STRAGGLER_TRIES = 50
@@ -141,7 +142,10 @@ class Checkpoints:
         Raises ValueError with the differing shapes when it belongs to another model.
         """
         canonical = self._read(step, canonical_targets(module, optimizer))
-        return map_copies(lambda tree: parameters.from_canonical_in_turn(module, tree), canonical, optimizer)
+        state = map_copies(lambda tree: parameters.from_canonical_in_turn(module, tree), canonical, optimizer)
+        if offloads_moments(module):
+            state["optimizer"] = jax.device_put(state["optimizer"], state_shardings(module, optimizer)["optimizer"])
+        return state
 
     def restore_parameters(self, step: int, module: Transformer):
         """Only the parameters of the state saved as `step`, in the layout of `module`; moments are not read."""

@@ -69,9 +69,10 @@ class Attention(nn.Module):
         With `segments_T`, it attends to tokens of its own segment only, and positions start at 0 in each segment.
         """
         segments = self.heads.segments
-        qkv = Dense(self.plans.into, self.width, segments, self.inits.into, self.bias[0], name="qkv")(x_TxD)
-        y_TxNH = self._attend(qkv, seq, window, segments_T)
-        return Dense(self.plans.out, segments[0], (self.width,), self.inits.out, self.bias[1], name="out")(y_TxNH)
+        into = (self.plans.into, self.width, segments, self.inits.into, self.bias[0], "attention-in")
+        out = (self.plans.out, segments[0], (self.width,), self.inits.out, self.bias[1], "attention-out")
+        y_TxNH = self._attend(Dense(*into, name="qkv")(x_TxD), seq, window, segments_T)
+        return Dense(*out, name="out")(y_TxNH)
 
     def _attend(self, qkv, seq, window, segments_T):
         layout = self.plans.inside

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-SAVED_ATTENTION = "attention"
 CUDNN_WIDEST_HEAD = 128  # of its backward pass, on all GPU generations
 
 
@@ -43,7 +42,7 @@ def attend(q, k, v, config: AttentionConfig, slopes_N, window, platform: str = "
             kernel = _attend_splash
         elif platform in ("gpu", "cuda") and q.shape[3] <= CUDNN_WIDEST_HEAD and not config.soft_cap:
             kernel = _attend_cudnn if segments_BxT is None else _attend_xla
-    return checkpoint_name(kernel(q, k, v, slopes_N, window, segments_BxT, config=config), SAVED_ATTENTION)
+    return checkpoint_name(kernel(q, k, v, slopes_N, window, segments_BxT, config=config), "attention")
 
 
 def _flash_fits(q, config: AttentionConfig) -> bool:

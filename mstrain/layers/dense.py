@@ -10,8 +10,6 @@ from jax.sharding import PartitionSpec as P
 from mstrain.gemm import Plan, Span, Storage, linear
 from mstrain.layers.parameter import parameter
 
-SAVED_PRODUCT = "product"  # checkpoint name of what remat=dots saves
-
 
 @dataclasses.dataclass(frozen=True)
 class Inits:
@@ -30,6 +28,7 @@ class Dense(nn.Module):
       segments: output features; several for a fused projection, each sharded over the columns of the grid.
       initializer: initializer of the canonical [in, out] kernel.
       bias: whether to add a bias.
+      saved: name of the result for `remat=`.
 
     Returns y_TxO in the dtype of x; column shard j holds its part of every segment contiguously.
     """
@@ -39,6 +38,7 @@ class Dense(nn.Module):
     segments: tuple[Span, ...]
     initializer: Callable
     bias: bool = False
+    saved: str = "product"
 
     @nn.compact
     def __call__(self, x_TxI):
@@ -61,4 +61,4 @@ class Dense(nn.Module):
             spec = P(self.plan.output_layout.features or None)
             bias = parameter(self, "bias", nn.initializers.zeros, order, spec)
             y_TxO = y_TxO + bias.astype(y_TxO.dtype)
-        return checkpoint_name(y_TxO, SAVED_PRODUCT)
+        return checkpoint_name(y_TxO, self.saved)

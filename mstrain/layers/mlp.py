@@ -40,9 +40,9 @@ class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x_TxD):
         segments = (self.hidden,) * (2 if self.gated else 1)
-        h_TxF = Dense(self.plans.into, self.width, segments, self.inits.into, self.bias, name="up")(x_TxD)
-        h_TxF = self._activate(h_TxF)
-        return Dense(self.plans.out, self.hidden, (self.width,), self.inits.out, self.bias, name="down")(h_TxF)
+        into = (self.plans.into, self.width, segments, self.inits.into, self.bias, "mlp-in")
+        out = (self.plans.out, self.hidden, (self.width,), self.inits.out, self.bias, "mlp-out")
+        return Dense(*out, name="down")(self._activate(Dense(*into, name="up")(x_TxD)))
 
     def _activate(self, h):
         activate = ACTIVATIONS[self.activation]

@@ -9,11 +9,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 from mstrain.gemm import Layout, Span, linear
 from mstrain.layers.attention import Attention, QkNorm, segment_positions
-from mstrain.layers.attention_kernels import SAVED_ATTENTION, AttentionConfig
-from mstrain.layers.dense import SAVED_PRODUCT, Inits
+from mstrain.layers.attention_kernels import AttentionConfig
+from mstrain.layers.dense import Inits
 from mstrain.layers.embedding import Embedding, Positions
 from mstrain.layers.loss import HeadKernel, LogitsHead, cross_entropy
 from mstrain.layers.mlp import Mlp
@@ -22,8 +23,9 @@ from mstrain.layers.rotary import GLOBAL, Rotary
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import BlockPlan, ModelPlan, canonical_plan
 from mstrain.models.prefetch import scan_layers
+from mstrain.models.remat import policy_of
 
-REMAT = ("none", "dots", "full")
+REMAT = ("none", "dots", "full")  # what the planner searches; `mstrain.models.remat` has all
 INIT_SCALE = 0.02  # standard deviation of initial weights (GPT-2); smaller for projections out of a block
 
 
@@ -37,8 +39,9 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x_TxD, window, segments_T=None):
         attention, mlp = functools.partial(self._attention(), segments_T=segments_T), self._mlp()
+        x_TxD = checkpoint_name(x_TxD, "layer-input")
         if self.model.parallel_block:
-            h_TxD = self._norm("norm", self.plan.attention.residual)(x_TxD)
+            h_TxD = checkpoint_name(self._norm("norm", self.plan.attention.residual)(x_TxD), "attention-norm")
             y_TxD = self._out("attention", attention(h_TxD, self.seq, window), self.plan.attention.residual)
             z_TxD = self._out("mlp", mlp(self._move(h_TxD, self.plan.mlp.residual)), self.plan.mlp.residual)
             x_TxD = x_TxD + y_TxD + self._move(z_TxD, self.plan.attention.residual)
@@ -50,7 +53,7 @@ class Block(nn.Module):
     def _half(self, name, x_TxD, half, plans):
         x_TxD = self._move(x_TxD, plans.residual)
         h_TxD = self._norm(f"{name}_norm", plans.residual)(x_TxD) if self.model.pre_norm else x_TxD
-        return x_TxD + self._out(name, half(h_TxD), plans.residual)
+        return x_TxD + self._out(name, half(checkpoint_name(h_TxD, f"{name}-norm")), plans.residual)
 
     def _out(self, name, y_TxD, layout):
         return self._norm(f"{name}_post_norm", layout)(y_TxD) if self.model.post_norm else y_TxD
@@ -109,8 +112,7 @@ class Transformer(nn.Module):
       plan: plans of all products.
       seq: tokens per sequence.
       dtype: of activations and products; parameters are float32.
-      remat: activation checkpointing: `none` recomputes nothing, `dots` keeps the outputs of products and attention,
-        `full` keeps the input of each layer.
+      remat, offload: what layers keep for the backward pass, and what of it in host memory (`mstrain.models.remat`).
     """
 
     model: ModelConfig
@@ -118,6 +120,7 @@ class Transformer(nn.Module):
     seq: int
     dtype: jnp.dtype = jnp.float32
     remat: str = "none"
+    offload: str | None = None
 
     def setup(self):
         model, plan, init = self.model, self.plan, nn.initializers.normal(INIT_SCALE)
@@ -134,7 +137,7 @@ class Transformer(nn.Module):
 
     def __hash__(self):
         # Flax generates a hash of the fields too, but type checkers do not see it.
-        return hash((self.model, self.plan, self.seq, self.dtype, self.remat))
+        return hash((self.model, self.plan, self.seq, self.dtype, self.remat, self.offload))
 
     def __call__(self, tokens_T, segments_T=None):
         """Logits after the soft cap, float32 [T, V]: those whose loss is `loss`."""
@@ -194,11 +197,8 @@ class Transformer(nn.Module):
 
     def _block(self) -> type[nn.Module]:
         """The module of a layer, with what `remat` saves of it."""
-        if self.remat == "none":
-            return Block
-        saved = [SAVED_PRODUCT, SAVED_ATTENTION] if self.remat == "dots" else []
-        policy = jax.checkpoint_policies.save_only_these_names(*saved)
-        return nn.remat(Block, policy=policy, prevent_cse=False)
+        policy = policy_of(self.remat, self.offload)
+        return nn.remat(Block, policy=policy, prevent_cse=False) if policy else Block
 
     def _scan(self, plan: BlockPlan, count: int):
         scanned = nn.scan(

@@ -22,6 +22,7 @@ from mstrain.models.parameters import (
     parameter_shardings,
 )
 from mstrain.models.transformer import Transformer
+from mstrain.program.offload import offloads_moments, on_device, on_host
 from mstrain.program.program import Program, abstract
 
 State = dict  # {"step": int32, "params": ..., "optimizer": ...}
@@ -90,6 +91,7 @@ def make_step(module: Transformer, optimizer: optax.GradientTransformation):
     """
 
     def step(state: State, batch: Batch):
+        state = on_device(module, state)
         loss, grads = gradients(module, state["params"], batch)
         updates, moments = optimizer.update(grads, state["optimizer"], state["params"])
         params = optax.apply_updates(state["params"], updates)
@@ -165,7 +167,8 @@ def state_shardings(module: Transformer, optimizer: optax.GradientTransformation
     """Shardings of the training state: moments as the parameters they belong to, everything else replicated."""
     params = parameter_shapes(module)
     state = {"step": jnp.int32(0), "params": params, "optimizer": jax.eval_shape(optimizer.init, params)}
-    return shard_copies(parameter_shardings(module), state, optimizer)
+    shardings = shard_copies(parameter_shardings(module), state, optimizer)
+    return shardings | {"optimizer": on_host(shardings["optimizer"])} if offloads_moments(module) else shardings
 
 
 def shard_copies(shardings, state: State, optimizer: optax.GradientTransformation | None) -> State:

@@ -15,8 +15,8 @@ from mstrain.job.job import HostsConfig
 from mstrain.mesh import parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
+from mstrain.models.remat import check_remat
 from mstrain.models.sharding import SHARD
-from mstrain.models.transformer import REMAT
 from mstrain.program.dtype import DTYPES
 from mstrain.program.optimizer import OptimizerConfig
 from mstrain.training.answers import answer
@@ -86,8 +86,13 @@ class RunConfig:
     """Dtype of activations and matmuls: `bf16`, `f32`, or `auto` (bf16 on accelerators, f32 on CPUs). Weights and
     optimizer state are float32."""
     remat: str = "none"
-    """Activation checkpointing: `none` recomputes nothing, `dots` keeps matmul outputs, `full` recomputes each
-    layer."""
+    """What a layer keeps for its backward pass: `none` recomputes nothing, `dots` keeps the results of products and of
+    attention, `dots-but-mlp-in`, `attention`, `full` keeps none of them; `auto` compiles and takes the first of these
+    that fits. Or names joined by `+`: `layer-input`, `attention-norm`, `attention-in`, `attention`, `attention-out`,
+    `mlp-norm`, `mlp-in`, `mlp-out`."""
+    offload: str | None = None
+    """What is kept in host memory until it is needed: names as in `remat`, joined by `+`, and `moments` of the
+    optimizer. Null for nothing."""
     shard: str = "none"
     """What data-parallel copies share: `none`; `optimizer` shards float32 weights and moments over mesh axis `data` too
     and gathers weights once per step (ZeRO 1); `gradients` also sums gradients by reduce_scatter (ZeRO 2); `parameters`
@@ -118,7 +123,7 @@ class RunConfig:
     def __post_init__(self):
         at_least("", self, batch=1, seq=1, steps=1, seed=0, accumulate=1, log_every=1)
         one_of("dtype", self.dtype, DTYPES)
-        one_of("remat", self.remat, REMAT)
+        check_remat(self.remat, self.offload)
         one_of("pack", self.pack, PACKS)
         one_of("shard", self.shard, SHARD)
         one_of("tune", self.tune, TUNE)

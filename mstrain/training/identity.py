@@ -20,7 +20,7 @@ CLASSES = {
     **dict.fromkeys(("data.bos", "data.eos"), KEPT),
     **dict.fromkeys(("data.validation", "data.template"), CONTENT),
     **dict.fromkeys(("data.path", "data.revision", "data.max_skipped", "tokenizer", "vocab_size"), CONTENT),
-    **dict.fromkeys(("mesh", "parallel", "plan", "tune", "remat", "shard", "accumulate"), FREE),
+    **dict.fromkeys(("mesh", "parallel", "plan", "tune", "remat", "offload", "shard", "accumulate"), FREE),
     **dict.fromkeys(("compile_cache", "calibration"), FREE),
     **dict.fromkeys(("checkpoint", "eval", "profile", "sample", "log_every", "model.name"), FREE),
     **dict.fromkeys(("guard", "watchdog", "check_replicas", "hosts", "data.cache_dir"), FREE),

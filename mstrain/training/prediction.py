@@ -10,6 +10,7 @@ from mstrain.hardware import Chip
 from mstrain.hardware.calibration import load_calibration
 from mstrain.job.job import Job
 from mstrain.mesh import shape_of
+from mstrain.models.remat import planned
 from mstrain.models.transformer import Transformer
 from mstrain.planner.calibrated import calibrated_pod, predict_step
 from mstrain.planner.meshes import tpu_slice_of
@@ -72,7 +73,7 @@ def predict(
         pod = pod_of(tpu_slice_of(jax.devices()) or chip, shape.devices)
         costed = cost_step(
             calibrated_pod(pod, config.calibration, dtype), module.model, config.parallel, shape, config.batch,
-            config.seq, config.accumulate, config.remat, dtype,
+            config.seq, config.accumulate, planned(module.remat) or "none", dtype,
         )  # fmt: skip
     except ValueError:  # a figure of the chip is unknown
         return None

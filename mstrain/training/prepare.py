@@ -21,10 +21,12 @@ from mstrain.hardware import Chip, chip_for
 from mstrain.job.job import ALONE, Job
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import ModelPlan, describe_plan, make_plan
+from mstrain.models.remat import planned
 from mstrain.models.transformer import Transformer
 from mstrain.planner.compiled import on_present
 from mstrain.planner.meshes import best_meshes, tpu_slice_of
 from mstrain.program.dtype import dtype_on
+from mstrain.program.offload import check_offload
 from mstrain.program.optimizer import make_optimizer
 from mstrain.training.config import RunConfig
 from mstrain.training.feed import Feed
@@ -43,6 +45,7 @@ def prepare(config: RunConfig, job: Job = ALONE) -> Run:
     """Checks and builds a run. Raises ValueError, with what to type instead, for a configuration that cannot run."""
     console = Console(highlight=False, soft_wrap=True, quiet=not job.leads)
     chip = _start_devices(config, job)
+    check_offload(config.offload, jax.local_devices()[0])
     check_calibration(config)
     past = check(config, job)
     corpus = _corpus(config, tokenizer_of(config, past), job, console)
@@ -53,7 +56,7 @@ def prepare(config: RunConfig, job: Job = ALONE) -> Run:
     plan = _choose_plan(config, model, chip, console)
     job.agree("plan", f"{meshes.shape_of(plan.mesh)} {describe_plan(plan)}")
     mesh = plan.mesh
-    module = Transformer(model, plan, config.seq, _dtype(config.dtype), config.remat)
+    module = Transformer(model, plan, config.seq, _dtype(config.dtype), config.remat, config.offload)
     feed, validation_feed = (
         Feed(corpus.batches(side, config.seq, config.batch, seed, config.pack), mesh, config.accumulate)
         for side, seed in (("train", config.seed), ("validation", VALIDATION_SEED))
@@ -148,7 +151,7 @@ def _choose_plan(
     machine = tpu_slice_of(jax.devices()) or chip
     found = best_meshes(
         config.parallel, model, config.batch, config.seq, devices, machine, accumulate=config.accumulate,
-        remat=config.remat, dtype=jnp.dtype(_dtype(config.dtype)).name,
+        remat=planned(config.remat), dtype=jnp.dtype(_dtype(config.dtype)).name,
     )  # fmt: skip
     if chip.hbm_bytes and found[0].fullest.memory.state > chip.hbm_bytes:
         raise ValueError(

@@ -30,6 +30,7 @@ from mstrain.training.json_lines import Log
 from mstrain.training.prediction import Measured, compare
 from mstrain.training.profiler import profile_hooks
 from mstrain.training.record import begin_attempt, missing_metrics
+from mstrain.training.remat import with_remat
 from mstrain.training.replicas import ReplicaCheck
 from mstrain.training.reporter import METRICS, Reporter
 from mstrain.training.resume import begin, finished_step
@@ -53,6 +54,7 @@ def train(run: Run, check_lock: Callable[[], None] = lambda: None) -> int:
             "another run_dir=."
         )
         return FINISHED
+    run = with_remat(run)
     announce(run)
     run.memory.check()
     directory = Path(run.config.run_dir)

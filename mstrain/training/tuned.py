@@ -8,6 +8,7 @@ from rich.console import Console
 from mstrain.hardware import TpuSlice
 from mstrain.mesh import fit_to_devices, parse_mesh
 from mstrain.models.config import ModelConfig
+from mstrain.models.remat import planned
 from mstrain.planner.compiled import Place, TuningTask
 from mstrain.planner.tuning_cache import choose_by_compiling
 from mstrain.training.config import RunConfig
@@ -23,7 +24,7 @@ def tuned(
     meshes = () if config.mesh == "auto" else (str(fit_to_devices(parse_mesh(config.mesh), tpu_slice.devices)),)
     task = TuningTask(
         model, config.parallel, tpu_slice, config.batch, config.seq, config.accumulate, jnp.dtype(dtype).name,
-        config.remat, meshes,
+        planned(config.remat) or "full", meshes,
     )  # fmt: skip
     best = choose_by_compiling(task, place, console)
     parallel = dataclasses.replace(config.parallel, slices=best.slices)

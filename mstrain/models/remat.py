@@ -1,0 +1,102 @@
+"""What a layer keeps for its backward pass: `remat=` and `offload=` by names of values.
+
+A layer names its values with `jax.ad_checkpoint.checkpoint_name`; all others are recomputed from those that are kept.
+"""
+
+import difflib
+import re
+from collections.abc import Callable
+
+import jax
+
+from mstrain.models.config import ModelConfig
+
+DOTS = ("attention-in", "attention", "attention-out", "mlp-in", "mlp-out")
+NAMES = ("layer-input", "attention-norm", "mlp-norm", *DOTS)
+"""Input of a layer, results of the norms before its halves, of the products into and out of them, of attention."""
+MOMENTS = "moments"  # of the optimizer, which offload= also takes
+POLICIES = {
+    "dots": DOTS,
+    "dots-but-mlp-in": tuple(name for name in DOTS if name != "mlp-in"),
+    "attention": ("attention",),
+    "full": (),
+}  # from most to least memory
+AUTO = "auto"
+LADDER = ("none", *POLICIES)  # what remat=auto chooses from, fastest first
+
+
+def saved_names(remat: str) -> tuple[str, ...] | None:
+    """Names of the values that `remat` keeps; None for all (`none`, and `auto` until it is resolved).
+
+    Raises ValueError, with the names there are, for others.
+    """
+    if remat in ("none", AUTO):
+        return None
+    return POLICIES[remat] if remat in POLICIES else _names("remat", remat, NAMES, (AUTO, *LADDER))
+
+
+def offloaded_names(offload: str | None) -> tuple[str, ...]:
+    """Names in `offload`; raises ValueError, with the names there are, for others."""
+    return _names("offload", offload, (*NAMES, MOMENTS), ()) if offload else ()
+
+
+def check_remat(remat: str, offload: str | None) -> None:
+    """Raises ValueError if either has an unknown name, or if nothing is recomputed where values are offloaded."""
+    saved, offloaded = () if remat == AUTO else saved_names(remat), offloaded_names(offload)
+    if saved is None and set(offloaded) - {MOMENTS}:
+        raise ValueError(f"offload={offload} has no effect with remat=none, which keeps every value. Type remat=full.")
+
+
+def policy_of(remat: str, offload: str | None):
+    """The policy for `jax.checkpoint`; None without recomputation."""
+    saved = saved_names(remat)
+    if saved is None:
+        return None
+    offloaded = [name for name in offloaded_names(offload) if name != MOMENTS]
+    policies = jax.checkpoint_policies
+    if not offloaded:
+        return policies.save_only_these_names(*saved)
+    return policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[name for name in saved if name not in offloaded],
+        names_which_can_be_offloaded=offloaded, offload_src="device", offload_dst="pinned_host",
+    )  # fmt: skip
+
+
+def planned(remat: str) -> str | None:
+    """The value of the planner's `remat` whose cost is nearest; None, which leaves it to the planner, for `auto`."""
+    saved = () if remat == AUTO else saved_names(remat)
+    if remat == AUTO or saved is None:
+        return None if remat == AUTO else "none"
+    return "dots" if len(set(saved) & set(DOTS)) >= len(DOTS) / 2 else "full"
+
+
+def cheapest_that_fits(fits: Callable[[str], bool]) -> str:
+    """The first of `LADDER` for which `fits(remat)`, by bisection; the last where none does."""
+    low, high = -1, len(LADDER) - 1
+    while high - low > 1:
+        middle = 0 if low < 0 else (low + high) // 2  # most steps fit without recomputation
+        low, high = (low, middle) if fits(LADDER[middle]) else (middle, high)
+    return LADDER[high]
+
+
+def kept_features(model: ModelConfig, remat: str, offload: str | None = None) -> int:
+    """Features per token and layer that a layer keeps on the device with `remat` other than `none`, its input too."""
+    heads, keys = model.heads * model.head_dim, model.num_kv_heads * model.head_dim
+    widths = dict.fromkeys(NAMES, model.width) | {
+        "attention-in": heads + 2 * keys, "attention": heads, "mlp-in": model.mlp_dim * (2 if model.gated else 1),
+    }  # fmt: skip
+    kept = {"layer-input", *(saved_names(remat) or ())} - set(offloaded_names(offload))
+    return sum(widths[name] for name in kept)
+
+
+def _names(key: str, text: str, known: tuple[str, ...], alone: tuple[str, ...]) -> tuple[str, ...]:
+    """The names in `text`; `alone` are the values that are no list."""
+    names = tuple(filter(None, re.split(r"[\s,+]+", text)))
+    for name in (name for name in names if name not in known):
+        near = difflib.get_close_matches(name, (*known, *(alone if name == text else ())), 1)
+        hint = f"Did you mean {key}={text.replace(name, near[0])}? " if near else ""
+        values = f"{', '.join(alone)}, or " if alone else ""
+        raise ValueError(
+            f"{key}={text}: {name!r} is unknown. {hint}Type {values}names joined by + out of {', '.join(known)}."
+        )
+    return names
