@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mstrain.data import Batch
 from mstrain.gemm.padding import Heads
 from mstrain.mesh import make_mesh, parse_mesh
 from mstrain.models import parameters
@@ -16,7 +17,7 @@ from mstrain.models.transformer import Transformer
 from mstrain.program.step import mean_loss
 from tests.gemm.products import QUICK
 
-SEQ, SEQUENCES = 8, 7
+SEQ, SEQUENCES = 8, 11
 LLAMA = ModelConfig(
     layers=1, width=20, heads=8, num_kv_heads=2, head_dim=6, mlp_dim=44, vocab_size=31, norm="rmsnorm", norm_bias=False,
     position="rotary", activation="silu", gated=True, bias="qkv", qk_norm=True, tied=False,
@@ -49,11 +50,11 @@ def initial(model):
 def loss_and_gradients(model, mesh, parallel):
     """Canonical gradients, and the largest number in the padding of the stored ones."""
     module = make(model, mesh, parallel)
-    tokens = np.random.default_rng(1).integers(0, model.vocab_size, (SEQUENCES, SEQ + 1)).astype(np.int32)
+    batch = Batch(np.random.default_rng(1).integers(0, model.vocab_size, (SEQUENCES, SEQ + 1)).astype(np.int32))
 
     def run(canonical):
         stored = parameters.from_canonical(module, canonical)
-        loss, grads = jax.value_and_grad(lambda p: mean_loss(module, p, tokens))(stored)
+        loss, grads = jax.value_and_grad(lambda p: mean_loss(module, p, batch))(stored)
         canonical_grads = parameters.to_canonical(module, grads)
         back = parameters.from_canonical(module, canonical_grads)
         padding = jax.tree.map(lambda a, b: jnp.max(jnp.abs(a - b)), grads, back)
