@@ -101,8 +101,7 @@ def _forward(x, w, targets, head: LogitsHead):
 
 def _backward(head: LogitsHead, saved, g_T):
     plan = head.plan
-
-    summed = plan.grid.gradient_spec(w.shape)
+    summed = plan.grid.gradient_spec(saved[1].shape)
 
     def local(x, w, targets, log_total, g):
         chunks = _Chunks(head, x, w, targets)
