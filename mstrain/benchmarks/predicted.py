@@ -15,6 +15,7 @@ from mstrain.benchmarks.tuned import best_mesh
 from mstrain.benchmarks.work import Work
 from mstrain.compiler import Target, compile_program, make_target, predict, tpu_slice_devices
 from mstrain.hardware import TpuSlice
+from mstrain.hardware.efficiency import efficiency_of
 from mstrain.mesh import MeshShape, shape_of
 from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import GIB
@@ -38,7 +39,8 @@ def predict_all(config: BenchmarkConfig) -> Comparison:
         f"Predicted for {tpu_slice.name} ({tpu_slice.devices} devices), from schedules compiled by libtpu "
         f"{importlib.metadata.version('libtpu')}, not run"
     )
-    head = Report("predicted", source, config.bench, jnp.dtype(dtype).name, peak)
+    beyond = efficiency_of(tpu_slice.chip).schedule
+    head = Report("predicted", source, config.bench, jnp.dtype(dtype).name, peak, beyond=beyond if beyond > 1 else None)
     return Comparison(head, make_cases(config, choose_meshes(config, tpu_slice)), config.parts, rows_of)
 
 

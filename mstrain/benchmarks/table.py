@@ -68,7 +68,7 @@ class Report:
     """The result of a comparison.
 
     `kind` is `measured` or `predicted`. `source` is the devices or the compiled programs, for the title of the table.
-    `unfinished` counts missing rows.
+    `unfinished` counts missing rows. `beyond` is measured over compiled seconds of published steps; None if unknown.
     """
 
     kind: str
@@ -78,12 +78,14 @@ class Report:
     peak: float | None
     rows: list[Row] = dataclasses.field(default_factory=list)
     unfinished: int = 0
+    beyond: float | None = None
 
     @property
     def basis(self) -> str:
-        """The formula and the peak of MFU."""
+        """The formula and the peak of MFU, and how far measured steps are from predicted ones."""
         peak = f"{self.peak / 1e12:g} TFLOP/s ({self.dtype})" if self.peak else "unknown, so MFU is n/a"
-        return f"{FORMULA}; peak of a device: {peak}"
+        basis = f"{FORMULA}; peak of a device: {peak}"
+        return f"{basis}\nMeasured steps took up to {self.beyond:.2f} times their schedules" if self.beyond else basis
 
 
 def to_table(report: Report) -> Table:

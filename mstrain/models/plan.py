@@ -83,8 +83,11 @@ class ModelPlan:
 
     @property
     def algorithm(self) -> str | None:
-        """The algorithm of all products of the layers; None where there are several."""
-        return _sole({block.algorithm for block, _ in self.groups})
+        """The algorithm of all products of the layers, which chooses compiler options; None where there are several.
+
+        `fsdp` where copies gather weights, whatever computes the products.
+        """
+        return "fsdp" if self.shard == "parameters" else _sole({block.algorithm for block, _ in self.groups})
 
     @property
     def embedding_grid(self) -> Grid:
