@@ -278,7 +278,7 @@ BAD_INPUTS = {
     "malformed line": (("hostfile", "0.0.0.1 slots=4\n0.0.0.4 four\n"), ["hostfile:2", "ADDRESS slots=K"]),
     "no devices": (("hostfile", "0.0.0.1 slots=0\n"), ["hostfile:1", "slots=1 or more"]),
     "empty": (("hostfile", "\n# nobody\n"), ["hostfile", "no hosts"]),
-    "not JSON": (("clusterfile.json", "{"), ["clusterfile.json:1", "not JSON"]),
+    "not JSON": (("clusterfile.json", "{"), ["clusterfile.json: line 1", "not JSON"]),
     "zero memory": (
         ("clusterfile.json", ("memory", 0)),
         ["clusterfile.json", "memory is 0", "positive number"],

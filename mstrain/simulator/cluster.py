@@ -42,9 +42,9 @@ class Wire(NamedTuple):
 
 
 class Path(NamedTuple):
-    """The numbers of the wires a message crosses, the slowest one's bandwidth, and its latency."""
+    """The wires a message crosses, the slowest one's bandwidth, and its latency."""
 
-    wires: tuple[int, ...]
+    wires: tuple[Wire, ...]
     bandwidth: float
     latency: float
 
@@ -53,10 +53,6 @@ class Network(ABC):
     """The links of a cluster; `launch` is the seconds to start a message or a collective."""
 
     launch = 0.0
-
-    @abstractmethod
-    def wire(self, number: int) -> Wire:
-        """The wire called `number`."""
 
     @abstractmethod
     def path(self, source: int, destination: int) -> Path:
@@ -77,27 +73,27 @@ class Network(ABC):
         """
         return self._ring(members)[0]
 
-    def ring_wires(self, members: Sequence[int]) -> Sequence[int]:
+    def ring_wires(self, members: Sequence[int]) -> Sequence[Wire]:
         """The wires that the ring through `members` occupies."""
         return self._ring(members)[1]
 
     @lru_cache(maxsize=1 << 14)  # noqa: B019 - networks are few and small
-    def _ring(self, members: Sequence[int]) -> tuple[Link, tuple[int, ...]]:
-        load: dict[int, float] = {}
+    def _ring(self, members: Sequence[int]) -> tuple[Link, tuple[Wire, ...]]:
+        load: dict[Wire, float] = {}
         latency = 0.0
         for here, there in zip(members, [*members[1:], members[0]]):
             paths = self.hops(here, there)
             for path in paths:
                 latency = max(latency, path.latency - self.launch)
-                for number in path.wires:
-                    load[number] = load.get(number, 0.0) + 1.0 / len(paths)
-        bandwidth = min(self.wire(number).bandwidth / share for number, share in load.items())
+                for wire in path.wires:
+                    load[wire] = load.get(wire, 0.0) + 1.0 / len(paths)
+        bandwidth = min(wire.bandwidth / share for wire, share in load.items())
         return Link(self.launch, latency, bandwidth), tuple(load)
 
 
 @dataclass(frozen=True)
 class Switch(Network):
-    """One full-duplex port of `bandwidth` per device; wires 2d (out) and 2d + 1 (in) are device d's."""
+    """One full-duplex port of `bandwidth` per device."""
 
     bandwidth: float
     latency: float = 0.0
@@ -106,17 +102,15 @@ class Switch(Network):
     def alike(self, placement: Placement) -> bool:
         return True
 
-    def wire(self, number: int) -> Wire:
-        return Wire(number // 2, ("link out", "link in")[number % 2], self.bandwidth)
-
     def path(self, source: int, destination: int) -> Path:
-        return Path((2 * source, 2 * destination + 1), self.bandwidth, self.launch + self.latency)
+        wires = Wire(source, "link out", self.bandwidth), Wire(destination, "link in", self.bandwidth)
+        return Path(wires, self.bandwidth, self.launch + self.latency)
 
     def link(self, kind: str, members: Sequence[int]) -> Link:
         return Link(self.launch, self.latency, self.bandwidth)
 
-    def ring_wires(self, members: Sequence[int]) -> Sequence[int]:
-        return [2 * member + side for member in members for side in (0, 1)]
+    def ring_wires(self, members: Sequence[int]) -> Sequence[Wire]:
+        return [Wire(member, name, self.bandwidth) for member in members for name in ("link out", "link in")]
 
 
 @dataclass(frozen=True)
@@ -140,19 +134,13 @@ class Axes(Network):
         distance = abs(source - destination)
         return next(i for i in range(len(self.sizes)) if distance >= prod(self.sizes[i + 1 :]))
 
-    def _wire(self, device: int, axis: int, inward: bool) -> int:
-        return 2 * (device * len(self.sizes) + axis) + inward
-
-    def wire(self, number: int) -> Wire:
-        rest, inward = divmod(number, 2)
-        device, axis = divmod(rest, len(self.sizes))
-        name = f"link {self.names[axis]} {'in' if inward else 'out'}"
-        return Wire(device, name, self.links[axis].permute.bandwidth)
+    def _wire(self, device: int, axis: int, way: str) -> Wire:
+        return Wire(device, f"link {self.names[axis]} {way}", self.links[axis].permute.bandwidth)
 
     def path(self, source: int, destination: int) -> Path:
         axis = self._axis(source, destination)
         link = self.links[axis].permute
-        wires = self._wire(source, axis, False), self._wire(destination, axis, True)
+        wires = self._wire(source, axis, "out"), self._wire(destination, axis, "in")
         return Path(wires, link.bandwidth, link.launch + link.sync)
 
     def link(self, kind: str, members: Sequence[int]) -> Link:
@@ -160,9 +148,9 @@ class Axes(Network):
         links = self.ring if self.ring and len(members) > self.sizes[axis] else self.links[axis]
         return links.reduce_scatter if kind == "ReduceScatter" else links.all_gather
 
-    def ring_wires(self, members: Sequence[int]) -> Sequence[int]:
+    def ring_wires(self, members: Sequence[int]) -> Sequence[Wire]:
         axis = self._axis(members[0], members[1])
-        return [self._wire(member, axis, inward) for member in members for inward in (False, True)]
+        return [self._wire(member, axis, way) for member in members for way in ("out", "in")]
 
 
 @dataclass(frozen=True)

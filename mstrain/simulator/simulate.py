@@ -13,7 +13,7 @@ from math import prod
 
 import numpy as np
 
-from mstrain.simulator.cluster import Cluster
+from mstrain.simulator.cluster import Cluster, Wire
 from mstrain.simulator.costs import Rules, operation_work
 from mstrain.simulator.kernels import first_come
 from mstrain.simulator.memory import MemoryUse, memory_use
@@ -29,22 +29,20 @@ class _Lanes:
     """Numbers the lanes in use: first the compute lane of every device, then links as they appear."""
 
     def __init__(self, program: Program, cluster: Cluster):
-        self.cluster = cluster
         self.lanes = [Lane(device, f"{cluster.devices[device].kind} {device}", "compute") for device in program.devices]
         self.compute = {device: number for number, device in enumerate(program.devices)}
-        self.links: dict[int, int] = {}
+        self.links: dict[Wire, int] = {}
 
     def of_devices(self, members) -> list[int]:
         return [self.compute[device] for device in members if device in self.compute]
 
-    def of_links(self, numbers) -> list[int]:
-        for number in numbers:
-            if number not in self.links:
-                wire = self.cluster.network.wire(number)
-                if wire.device in self.compute:
-                    self.links[number] = len(self.lanes)
-                    self.lanes.append(Lane(wire.device, self.lanes[self.compute[wire.device]].process, wire.name))
-        return [self.links[number] for number in numbers if number in self.links]
+    def of_links(self, wires) -> list[int]:
+        kept = [wire for wire in wires if wire.device in self.compute]
+        for wire in kept:
+            if wire not in self.links:
+                self.links[wire] = len(self.lanes)
+                self.lanes.append(Lane(wire.device, self.lanes[self.compute[wire.device]].process, wire.name))
+        return [self.links[wire] for wire in kept]
 
 
 def _events(program: Program, cluster: Cluster, rules: Rules, lanes: _Lanes) -> tuple[np.ndarray, Ragged, np.ndarray]:

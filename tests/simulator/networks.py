@@ -44,16 +44,6 @@ class Torus(Network):
         at = device // stride % self.shape[dim]
         return device + ((at + (1 if positive else -1)) % self.shape[dim] - at) * stride
 
-    def wire(self, number: int) -> Wire:
-        # Two numbers per link and direction: where it leaves a device, and where it arrives at the neighbour.
-        number, arrives = divmod(number, 2)
-        device, which = divmod(number, 2 * len(self.shape))
-        dim, negative = divmod(which, 2)
-        if arrives:
-            neighbour = self._step(device, dim, not negative)
-            return Wire(neighbour, f"link dim {dim} {'-+'[negative]} in", self.bandwidth)
-        return Wire(device, f"link dim {dim} {'+-'[negative]} out", self.bandwidth)
-
     def path(self, source: int, destination: int) -> Path:
         wires, here, hops = [], source, 0
         for dim in reversed(range(len(self.shape))):
@@ -62,9 +52,10 @@ class Torus(Network):
             forward = (target - at) % size
             positive = forward <= size - forward if self.wrap else target > at
             for _ in range(forward if positive else (at - target) % size):
-                number = 2 * (2 * len(self.shape) * here + 2 * dim + (0 if positive else 1))
-                wires += [number, number + 1]
+                leaving, arriving = "+-" if positive else "-+"
+                wires.append(Wire(here, f"link dim {dim} {leaving} out", self.bandwidth))
                 here, hops = self._step(here, dim, positive), hops + 1
+                wires.append(Wire(here, f"link dim {dim} {arriving} in", self.bandwidth))
         return Path(tuple(wires), self.bandwidth, self.launch + self.latency * hops)
 
 
@@ -88,14 +79,6 @@ class Pairs(Network):
             matrix[source, destination] = matrix[destination, source] = bandwidth
         return cls(matrix, latency)
 
-    def wire(self, number: int) -> Wire:
-        pair, arrives = divmod(number, 2)
-        source, destination = divmod(pair, len(self.bandwidths))
-        bandwidth = float(self.bandwidths[source, destination])
-        if arrives:
-            return Wire(destination, f"link from {source}", bandwidth)
-        return Wire(source, f"link to {destination}", bandwidth)
-
     def path(self, source: int, destination: int) -> Path:
         bandwidth = float(self.bandwidths[source, destination])
         if np.isnan(bandwidth):
@@ -103,5 +86,5 @@ class Pairs(Network):
                 f"devices {source} and {destination} must talk but have no link; "
                 f"add ({source}, {destination}, bytes_per_second) to the topology"
             )
-        number = 2 * (source * len(self.bandwidths) + destination)
-        return Path((number, number + 1), bandwidth, self.launch + self.latency)
+        wires = Wire(source, f"link to {destination}", bandwidth), Wire(destination, f"link from {source}", bandwidth)
+        return Path(wires, bandwidth, self.launch + self.latency)

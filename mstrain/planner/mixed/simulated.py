@@ -29,10 +29,7 @@ GB = 1e9
 
 @dataclass(frozen=True, eq=False)
 class Nodes(Network):
-    """Devices of several nodes: a port per device inside a node, one link per node between them (bytes/s).
-
-    Wires 2d and 2d + 1 are out of and into device d, then come those of the nodes.
-    """
+    """Devices of several nodes: a port per device inside a node, one link per node between them (bytes/s)."""
 
     node_of: tuple[int, ...]
     first: tuple[int, ...]  # device of each node, where its link is drawn
@@ -40,21 +37,16 @@ class Nodes(Network):
     between: tuple[float, ...]
     latency: float
 
-    def wire(self, number: int) -> Wire:
-        at, inward = divmod(number, 2)
-        way = ("out", "in")[inward]
-        if at < len(self.node_of):
-            return Wire(at, f"link {way}", self.inside[self.node_of[at]])
-        node = at - len(self.node_of)
-        return Wire(self.first[node], f"node {node} {way}", self.between[node])
-
     def path(self, source: int, destination: int) -> Path:
         here, there = self.node_of[source], self.node_of[destination]
         if here == there:
-            return Path((2 * source, 2 * destination + 1), self.inside[here], self.latency)
-        devices = len(self.node_of)
-        wires = 2 * (devices + here), 2 * (devices + there) + 1
-        return Path(wires, min(self.between[here], self.between[there]), self.latency)
+            wires = (Wire(source, "link out", self.inside[here]), Wire(destination, "link in", self.inside[here]))
+        else:
+            wires = (
+                Wire(self.first[here], f"node {here} out", self.between[here]),
+                Wire(self.first[there], f"node {there} in", self.between[there]),
+            )
+        return Path(wires, min(wire.bandwidth for wire in wires), self.latency)
 
 
 @dataclass(frozen=True)
