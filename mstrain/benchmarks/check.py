@@ -159,7 +159,7 @@ def best_mesh(config: RunConfig, model: ModelConfig, tpu_slice: TpuSlice) -> Mes
     dtype = jnp.dtype(dtype_on("tpu", config.dtype)).name
     return best_meshes(
         config.parallel, model, config.batch, config.seq, tpu_slice.devices, tpu_slice, accumulate=config.accumulate,
-        remat=planned(config.remat), dtype=dtype,
+        remat=planned(config.remat), dtype=dtype, shard=config.shard,
     )[0].shape  # fmt: skip
 
 

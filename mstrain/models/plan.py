@@ -219,7 +219,7 @@ class _Planner:
     def _head(self, algorithm: str) -> Plan:
         """The plan of the output projection. The logits, its largest matrix, stay in place; tokens keep their order."""
         swap = self._flow(algorithm, 1, 1, "attention in") == "rs"
-        return Plan(algorithm, "rs" if swap else "os", self._grid(algorithm))
+        return Plan(algorithm, "rs" if swap else "os", self._grid(algorithm), lowering=chip_lowering(self.chip))
 
     def _sliced_head(self, plan: Plan, width: Span, sequences: int) -> Plan:
         vocab_size = self.model.vocab_size or 1

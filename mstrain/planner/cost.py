@@ -233,7 +233,8 @@ class Step:
         layer = work.forward.seconds + work.backward.seconds + self.again.seconds + self.host
         head = (work.head_forward.seconds + work.head_backward.seconds) / layer if self.style.native else 0.0
         bounds = split_layers(self.request.model.layers, plan.pipeline * plan.chunks, head)
-        stages, seen = [], {}
+        stages: list[Stage] = []
+        seen: dict[tuple[int, bool], tuple[Pass, Pass, Pass, float, float]] = {}
         for number in range(plan.pipeline):
             mine, last = tuple(bounds[number :: plan.pipeline]), number == plan.pipeline - 1
             count = sum(end - begin for begin, end in mine)

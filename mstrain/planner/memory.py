@@ -37,6 +37,11 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.workspace
 
     @property
+    def state(self) -> float:
+        """What stays however little is computed at once."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
     def largest(self) -> str:
         """The category that takes most."""
         return max((field.name for field in dataclasses.fields(self)), key=lambda name: getattr(self, name))

@@ -14,13 +14,14 @@ from mstrain.planner.target import pod_of
 def best_meshes(
     parallel: ParallelConfig, model: ModelConfig, batch: int, seq: int, devices: int, machine: Chip | TpuSlice,
     *, accumulate: int = 1, remat: str | None = "none", dtype: str = "bf16",
+    shard: str = "none",
 ) -> list[Costed]:  # fmt: skip
     """The meshes on which the model's plan is legal: those that fit in memory fastest first, then the others.
 
     `batch`: sequences per step of the whole job; `remat`: None for any. Raises ValueError, with what to type, when none
     is legal.
     """
-    fixed = Fixed(microbatches=accumulate, remat=remat)
+    fixed = Fixed(microbatches=accumulate, remat=remat, shard=shard)
     return rank_meshes(PlanRequest(model, pod_of(machine, devices), (parallel,), batch, seq, dtype, fixed))
 
 

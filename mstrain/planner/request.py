@@ -50,7 +50,7 @@ class PlanRequest:
       batch: sequences per step of the whole job; seq: tokens per sequence.
       dtype: of activations and products: bf16 or f32, or JAX's names.
       memory_margin: part of a device's memory that must stay free.
-      style: how the system that runs the step executes it; train.py by default.
+      stated_style: of another system than train.py.
     """
 
     model: ModelConfig
@@ -61,7 +61,12 @@ class PlanRequest:
     dtype: str = "bf16"
     fixed: Fixed = field(default_factory=Fixed)
     memory_margin: float = MEMORY_MARGIN
-    style: ExecutionStyle = field(default_factory=lambda: style_named("mstrain"))
+    stated_style: ExecutionStyle | None = None
+
+    @property
+    def style(self) -> ExecutionStyle:
+        """How the system that runs the step executes it; train.py where nothing else is stated."""
+        return self.stated_style or style_named("mstrain-gpu" if self.pod.chip.platform == "gpu" else "mstrain")
 
     @property
     def element_bytes(self) -> int:

@@ -72,9 +72,10 @@ def layouts(request: PlanRequest) -> Iterator[PodPlan]:
         for data in divisors(devices // pipeline):
             if request.batch % data or not fixed.allows("data", data):
                 continue
+            alone = fixed.shard in SHARDS[1:]  # would share with nobody
             for context in _contexts(request, devices // pipeline // data):
                 tensor = devices // pipeline // data // context
-                if not fixed.allows("tensor", tensor):
+                if not fixed.allows("tensor", tensor) or (alone and data * context == 1):
                     continue
                 shapes = request.pod.meshes(data * context, pipeline)
                 if fixed.shape:

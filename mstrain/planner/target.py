@@ -136,7 +136,8 @@ def _links(pod: Pod, sizes: tuple[int, ...]) -> Links:
 
     def links(first: int, size: int, stride: int, last: int | None = None, share: int = 1) -> AxisLinks:
         inner, outer = node_group(pod.per_node, size, stride)
-        local = _local(pod, owned and sum(owned[first : (last or first) + 1], ()), inner, share)
+        mine = owned[first : (last or first) + 1] if owned else ()
+        local = _local(pod, tuple(itertools.chain(*mine)), share)
         return _two_levels(pod, local, inner, outer) if pod.per_node else local
 
     share = 2 if rows > 1 and cols > 1 else 1  # both tensor axes use a GPU's links at once
@@ -162,8 +163,8 @@ def node_group(per_node: int, size: int, stride: int) -> tuple[int, int]:
     return inner, size // inner
 
 
-def _local(pod: Pod, axes: tuple[int, ...] | None, size: int, share: int) -> AxisLinks:
-    """Links of a collective of `size` devices inside a node, or over the torus `axes` of a slice."""
+def _local(pod: Pod, axes: tuple[int, ...], share: int) -> AxisLinks:
+    """Links of a collective inside a node, or over the torus `axes` of a slice."""
     chip = pod.chip
     if chip.platform != "gpu":
         one = constants_for(chip).row

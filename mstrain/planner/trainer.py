@@ -1,5 +1,6 @@
 """Which plans train.py runs, and the keys that run them."""
 
+from mstrain.models.sharding import SHARD
 from mstrain.models.transformer import REMAT
 from mstrain.planner.plan import PodPlan
 
@@ -10,8 +11,8 @@ def why_not_trainable(plan: PodPlan) -> str:
         return f"train.py has no pipeline, this plan has {plan.pipeline} stages"
     if plan.context > 1:
         return f"train.py keeps sequences whole on a row, this plan splits them over {plan.context} devices"
-    if plan.shard != "none":
-        return f"train.py keeps the whole state in every data-parallel copy, this plan has shard={plan.shard}"
+    if plan.shard not in SHARD:
+        return f"train.py has no shard={plan.shard}, only {', '.join(SHARD)}"
     if plan.remat not in REMAT:
         return f"train.py has no remat={plan.remat}, only {', '.join(REMAT)}"
     return ""
@@ -19,4 +20,5 @@ def why_not_trainable(plan: PodPlan) -> str:
 
 def train_keys(plan: PodPlan) -> dict[str, str | int]:
     """The keys of train.py that `plan=FILE` supplies."""
-    return {"mesh": plan.mesh, "parallel": plan.algorithm, "accumulate": plan.microbatches, "remat": plan.remat}
+    keys = {"mesh": plan.mesh, "parallel": plan.algorithm, "accumulate": plan.microbatches, "remat": plan.remat}
+    return {**keys, "shard": plan.shard}

@@ -151,9 +151,9 @@ def _choose_plan(
     machine = tpu_slice_of(jax.devices()) or chip
     found = best_meshes(
         config.parallel, model, config.batch, config.seq, devices, machine, accumulate=config.accumulate,
-        remat=planned(config.remat), dtype=jnp.dtype(_dtype(config.dtype)).name,
+        remat=planned(config.remat), dtype=jnp.dtype(_dtype(config.dtype)).name, shard=config.shard,
     )  # fmt: skip
-    if chip.hbm_bytes and found[0].fullest.memory.state > chip.hbm_bytes:
+    if chip.hbm_bytes and found[0].fullest.state > chip.hbm_bytes:
         raise ValueError(
             f"mesh=auto finds no mesh of {devices} devices that holds {model.name}. Choose a smaller model=, "
             "or more devices."

@@ -10,6 +10,7 @@ from mstrain.hardware import chip_named, parse_target
 from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
+from mstrain.models.plan import chip_lowering
 from mstrain.models.zoo import load_preset
 from mstrain.planner.meshes import best_meshes, tpu_slice_of
 from mstrain.planner.plan import plan_on
@@ -99,6 +100,7 @@ def test_the_same_mesh_is_chosen_for_a_slice_present_and_absent():
 def test_slices_end_where_a_compiler_makes_more_slower_and_are_whole_lanes(chip, most):
     plan = plan_on(MeshShape(1, 4, 8), ParallelConfig(), load_preset("gpt3_175b"), 16, 2048, chip_named(chip))
     assert max(p.slices for p in plan.groups[0][0].products) == most
+    assert {p.lowering for p in (*plan.groups[0][0].products, plan.head)} == {chip_lowering(chip_named(chip))}
 
 
 def test_no_product_is_sliced_where_nothing_overlaps():

@@ -77,7 +77,7 @@ def _row(fields: Fields) -> PublishedRow:
         one_of("dtype", dtype, DTYPES)
         plan, search = _plan(stated, batch)
         style = _style(stated, pod, texts)
-        request = PlanRequest(model, pod, (RING,), batch, seq, dtype, memory_margin=RESERVED, style=style)
+        request = PlanRequest(model, pod, (RING,), batch, seq, dtype, memory_margin=RESERVED, stated_style=style)
         _check(request, plan)
     except ValueError as error:
         text = str(error)
