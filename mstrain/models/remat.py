@@ -63,11 +63,11 @@ def policy_of(remat: str, offload: str | None):
 
 
 def planned(remat: str) -> str | None:
-    """The value of the planner's `remat` whose cost is nearest; None, which leaves it to the planner, for `auto`."""
-    saved = () if remat == AUTO else saved_names(remat)
-    if remat == AUTO or saved is None:
-        return None if remat == AUTO else "none"
-    return "dots" if len(set(saved) & set(DOTS)) >= len(DOTS) / 2 else "full"
+    """The same for the planner, which recomputes norms; None, which leaves it to the planner, for `auto`."""
+    if remat in LADDER:
+        return remat
+    saved = saved_names(remat) or ()
+    return None if remat == AUTO else "+".join(name for name in saved if not name.endswith("-norm")) or "full"
 
 
 def cheapest_that_fits(fits: Callable[[str], bool]) -> str:

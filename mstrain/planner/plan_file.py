@@ -11,7 +11,15 @@ from mstrain.planner.search import PodResult
 from mstrain.planner.trainer import train_keys, why_not_trainable
 
 PLAN_FILE = "plan.json"
-KEYS = ("mesh", "parallel", "parallel.slices", "accumulate", "remat", "shard")  # of train.py, that a file may supply
+KEYS = (
+    "mesh",
+    "parallel",
+    "parallel.slices",
+    "accumulate",
+    "remat",
+    "shard",
+    "offload",
+)  # of train.py, that a file may supply
 
 
 def model_keys(request: PlanRequest) -> dict:

@@ -26,16 +26,21 @@ POLICIES = {
     "minimal_with_context": DOTS,
     "full": frozenset({"input"}),
 }
-WORDS = {
-    "layer inputs": "input", "decoder layer input": "input", "decoder_layer_input": "input", "residual": "input",
-    "query_proj": "qkv", "key_proj": "qkv", "value_proj": "qkv", "qkv_proj": "qkv", "attention output": "context",
-    "attention_out": "context", "out projection": "out", "mlp input": "mlp_in", "mlp inputs": "mlp_in",
-    "mlpwi_0": "mlp_in", "mlpwi_1": "mlp_in", "hidden": "mlp_in", "mlp output": "mlp_out",
-    "input": "input", "layer input": "input", "q": "qkv", "k": "qkv", "v": "qkv", "qkv": "qkv", "query": "qkv",
-    "key": "qkv", "value": "qkv", "context": "context", "attention": "context", "out": "out", "out_proj": "out",
-    "mlp in": "mlp_in", "mlp_in": "mlp_in", "mlpwi": "mlp_in", "gate": "mlp_in", "up": "mlp_in",
-    "mlp out": "mlp_out", "mlp_out": "mlp_out", "mlpwo": "mlp_out",
+NAMES = {
+    "input": "layer-input", "qkv": "attention-in", "context": "attention", "out": "attention-out", "mlp_in": "mlp-in",
+    "mlp_out": "mlp-out",
 }  # fmt: skip
+"""Those that `mstrain.models.remat` names, by its names."""
+WORDS = {  # of published recipes
+    "input": "layer_input layer_inputs decoder_layer_input residual",
+    "qkv": "query_proj key_proj value_proj qkv_proj q k v query key value",
+    "context": "attention attention_output attention_out",
+    "out": "out_projection out_proj",
+    "mlp_in": "mlp_input mlp_inputs mlpwi_0 mlpwi_1 mlpwi hidden gate up",
+    "mlp_out": "mlp_output mlpwo",
+}
+PART_OF = {word: part for part, words in WORDS.items() for word in (part, *words.split())}
+PART_OF |= {name: part for part, name in NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -63,20 +68,20 @@ class Remat:
 
 @functools.cache
 def parse_remat(text: str) -> Remat:
-    """`none`, `selective`, `dots`, `full`, ..., or `offload: PARTS` (those wait in host memory, the rest recomputes).
+    """`none`, `dots`, `full`, ..., names of values joined by `+`, or `offload: NAMES` (those wait in host memory).
 
     Raises ValueError for any other text.
     """
     lowered = text.strip().lower()
-    match = re.fullmatch(r"(offload|save)\s*:\s*(.+)", lowered)
-    if match:
-        words = [word.strip() for word in re.split(r",|\band\b", match[2]) if word.strip()]
-        unknown = [word for word in words if word not in WORDS]
-        if unknown:
-            raise ValueError(f"remat part {unknown[0]!r} is unknown. Choose from {', '.join(WORDS)}.")
-        parts = frozenset(WORDS[word] for word in words) | {"input"}
-        return Remat(text, parts, parts if match[1] == "offload" else frozenset())
-    if lowered not in POLICIES:
+    if lowered in POLICIES:
+        saved = POLICIES[lowered]
+        return Remat(lowered, saved, saved - {"input"} if lowered.endswith("offloaded") else frozenset())
+    prefix, _, names = lowered.rpartition(":")
+    words = ["_".join(word.split()) for word in re.split(r"[,+]|\band\b", names) if word.strip()]
+    unknown = [word for word in words if word not in PART_OF]
+    if prefix.strip() not in ("", "save", "offload") or not words or (unknown and not prefix):
         raise ValueError(f"remat {text!r} is unknown. Choose {', '.join(POLICIES)}, 'offload: PARTS' or 'save: PARTS'.")
-    saved = POLICIES[lowered]
-    return Remat(lowered, saved, saved - {"input"} if lowered.endswith("offloaded") else frozenset())
+    if unknown:
+        raise ValueError(f"remat part {unknown[0]!r} is unknown. Choose from {', '.join(PART_OF)}.")
+    parts = frozenset(PART_OF[word] for word in words) | {"input"}
+    return Remat(text, parts, parts if prefix.strip() == "offload" else frozenset())

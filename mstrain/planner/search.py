@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from mstrain.gemm import find_algorithm
 from mstrain.models.parallel import ParallelConfig, layer_algorithms
-from mstrain.models.transformer import REMAT
+from mstrain.models.remat import LADDER
 from mstrain.planner.clock import Clock, OutOfTime, divisors
 from mstrain.planner.cost import Costed, Step, Terms
 from mstrain.planner.layer import layer_work
@@ -26,7 +26,7 @@ from mstrain.planner.trainer import why_not_trainable
 
 PROGRESS_SECONDS = 5.0
 SHORTEST_PART = 1024  # tokens of a sequence that is split over devices
-REMATS = (*REMAT, "dots-but-mlp-in", "save_qkv_proj", "minimal_offloaded")
+REMATS = (*LADDER, "attention-in", "minimal_offloaded")
 CHUNKS = (2, 4)  # per stage of an interleaved schedule
 
 

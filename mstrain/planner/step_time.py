@@ -12,13 +12,13 @@ from mstrain.planner.target import Pod
 
 def cost_step(
     pod: Pod, model: ModelConfig, parallel: ParallelConfig, shape: MeshShape, batch: int, seq: int, accumulate: int,
-    remat: str, dtype: str,
+    remat: str, dtype: str, shard: str = "none",
 ) -> Costed | None:  # fmt: skip
     """The cost of a step; None with an algorithm or mesh that the cost model does not know."""
     used = {name for pair in layer_algorithms(parallel, model.layers) for name in pair}
     if not all(find_algorithm(name).costed for name in used):
         return None
     request = PlanRequest(model, pod, (parallel,), batch, seq, dtype)
-    plan = PodPlan(shape.data, parallel, shape.row, shape.col, 1, accumulate, remat)
+    plan = PodPlan(shape.data, parallel, shape.row, shape.col, 1, accumulate, remat, shard)
     products = plan_products(request, plan)
     return None if isinstance(products, str) else cost_plan(request, plan, products)

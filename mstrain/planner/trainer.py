@@ -1,8 +1,9 @@
 """Which plans train.py runs, and the keys that run them."""
 
+from mstrain.models.remat import LADDER
 from mstrain.models.sharding import SHARD
-from mstrain.models.transformer import REMAT
 from mstrain.planner.plan import PodPlan
+from mstrain.planner.remat import NAMES, parse_remat
 
 
 def why_not_trainable(plan: PodPlan) -> str:
@@ -13,12 +14,20 @@ def why_not_trainable(plan: PodPlan) -> str:
         return f"train.py keeps sequences whole on a row, this plan splits them over {plan.context} devices"
     if plan.shard not in SHARD:
         return f"train.py has no shard={plan.shard}, only {', '.join(SHARD)}"
-    if plan.remat not in REMAT:
-        return f"train.py has no remat={plan.remat}, only {', '.join(REMAT)}"
+    if plan.remat not in LADDER and not parse_remat(plan.remat).saved <= set(NAMES):
+        return f"train.py has no remat={plan.remat}: it names no element-wise values"
     return ""
 
 
 def train_keys(plan: PodPlan) -> dict[str, str | int]:
     """The keys of train.py that `plan=FILE` supplies."""
-    keys = {"mesh": plan.mesh, "parallel": plan.algorithm, "accumulate": plan.microbatches, "remat": plan.remat}
-    return {**keys, "shard": plan.shard}
+    remat = parse_remat(plan.remat)
+    kept, moved = (
+        "+".join(name for part, name in NAMES.items() if part in parts)
+        for parts in (remat.saved - remat.offloaded - {"input"}, remat.offloaded)
+    )
+    return {
+        "mesh": plan.mesh, "parallel": plan.algorithm, "accumulate": plan.microbatches,
+        "remat": plan.remat if plan.remat in LADDER else kept or "full", "shard": plan.shard,
+        **({"offload": moved} if moved else {}),
+    }  # fmt: skip

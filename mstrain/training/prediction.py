@@ -73,7 +73,7 @@ def predict(
         pod = pod_of(tpu_slice_of(jax.devices()) or chip, shape.devices)
         costed = cost_step(
             calibrated_pod(pod, config.calibration, dtype), module.model, config.parallel, shape, config.batch,
-            config.seq, config.accumulate, planned(module.remat) or "none", dtype,
+            config.seq, config.accumulate, planned(module.remat) or "none", dtype, config.shard,
         )  # fmt: skip
     except ValueError:  # a figure of the chip is unknown
         return None
