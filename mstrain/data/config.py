@@ -25,6 +25,7 @@ _READ_BY = {
     "template": ("chat",),
     "bos": ("stdlib", "text", "jsonl", "parquet", "hf", "chat"),
     "eos": tuple(source for source in SOURCES if source != "synthetic"),
+    "window": ("text", "jsonl", "parquet", "chat"),
     "token_dtype": ("tokens",),
     "num_tokens": ("synthetic",),
 }
@@ -70,6 +71,9 @@ class DataConfig:
     well-known name). The choice is printed."""
     template: str | None = None
     """Jinja file of the chat template (chat). Null takes the tokenizer's, or a default template."""
+    window: int | None = None
+    """Number of files that are tokenized and kept on disk at a time, for a corpus larger than the disk. Null keeps all
+    tokens."""
     token_dtype: str = "uint16"
     """Dtype of the files of data=tokens: `uint16` or `uint32`, little-endian."""
     num_tokens: int = 1 << 22
@@ -126,6 +130,7 @@ class DataConfig:
                 )
         for option, kinds in (
             ("num_tokens", int),
+            *([("window", int)] if self.window is not None else []),
             ("validation_fraction", (int, float)),
             ("max_skipped", (int, float)),
         ):
@@ -137,10 +142,13 @@ class DataConfig:
 
     def _check_together(self) -> None:
         if self.mixture:
-            for option in ("path", "validation"):
+            for option in ("path", "validation", "window"):
                 if getattr(self, option) is not None:
                     raise ValueError(f"data.{option} has no effect with data.mixture: remove one of them")
             self.parts
+
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"data.window={self.window} is too small: type data.window=1 or more")
 
     def has_tokenizer(self, tokenizer: str) -> bool:
         """Whether `tokenizer=` belongs to the tokens: not to synthetic ones, and to flat files only if it is given."""

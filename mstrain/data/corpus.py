@@ -22,8 +22,9 @@ from mstrain.data.config import DataConfig
 from mstrain.data.documents import text_digest
 from mstrain.data.joined import JoinedTokens, open_flat_tokens
 from mstrain.data.mixture import MixedBatches, MixedTokens
-from mstrain.data.recipes import Recipe, synthetic_recipe, text_recipe
+from mstrain.data.recipes import Recipe, split_files, synthetic_recipe, text_recipe
 from mstrain.data.split import TRAIN, VALIDATION
+from mstrain.data.stream import Stream, StreamedBatches
 from mstrain.data.token_file import TokenFile
 from mstrain.data.tokenizers import TOKENIZER_FILE, Tokenizer, describe_marks, load_tokenizer, marked, tokenizer_file
 from mstrain.data.verification import Verification, remove_folder
@@ -50,6 +51,8 @@ class Corpus:
     """Identity of the tokens: compare it on resume and between hosts; it ignores file times and paths."""
     parts: tuple["Corpus", ...] = ()
     """The corpora of a mixture."""
+    stream: Stream | None = None
+    """The windows of a corpus larger than the disk; `train` is then the first one."""
 
     @property
     def described(self) -> str:
@@ -65,6 +68,8 @@ class Corpus:
         if self.parts:
             each = [part.batches(side, seq, batch, seed, pack) for part in self.parts]
             return MixedBatches(each, self.train.weights, seed)
+        if self.stream and side == TRAIN:
+            return StreamedBatches(self.stream, seq, batch, seed, pack)
         file = getattr(self, side)
         if pack == "auto":
             pack = "segments" if file.marks else "concat"
@@ -89,10 +94,15 @@ def prepare(
         return _mixed(config, tokenizer, seed, vocab_size, on_progress)
     if config.source == "tokens":
         return _flat(config, tokenizer, vocab_size)
+    if config.window:
+        return _streamed(config, tokenizer, seed, on_progress)
     if config.source == "synthetic":
-        recipe = synthetic_recipe(config, tokenizer, seed, vocab_size)
-    else:
-        recipe = text_recipe(config, tokenizer, vocab_size)
+        return _made(synthetic_recipe(config, tokenizer, seed, vocab_size), config, on_progress)
+    return _made(text_recipe(config, tokenizer, vocab_size), config, on_progress)
+
+
+def _made(recipe: Recipe, config: DataConfig, on_progress: Callable[[Progress], None]) -> Corpus:
+    """The corpus of a recipe, from the cache or made now."""
     cache = Path(config.cache_dir).expanduser()
     directory, repaired = cache / recipe.fingerprint, []
     try:
@@ -114,6 +124,25 @@ def prepare(
                 "some room, or type data.cache_dir= of another folder"
             ) from None
     return _open(directory, recipe)
+
+
+def _streamed(config: DataConfig, tokenizer: str, seed: int, on_progress: Callable[[Progress], None]) -> Corpus:
+    if tokenizer == "bpe":
+        raise ValueError("tokenizer=bpe is trained on a whole corpus, not on data.window: type tokenizer=FILE of one")
+    files, held_out, _ = split_files(config)
+    if held_out is None:
+        raise ValueError("data.window reads some files at a time, so it holds nothing out: add data.validation=PATH")
+    cache = Path(config.cache_dir).expanduser()
+
+    def make(names: tuple[str, ...]) -> Corpus:
+        return _made(text_recipe(config, tokenizer, None, names), config, on_progress)
+
+    identity = text_digest(files.digest(cache), held_out.digest(cache), load_tokenizer(tokenizer).digest)
+    stream = Stream(files.names, config.window or 1, identity, cache, make)
+    first = stream.corpus(seed, 0)
+    return dataclasses.replace(
+        first, stream=stream, digest=text_digest("stream", identity, f"{config.bos} {config.eos}")
+    )
 
 
 def _mixed(

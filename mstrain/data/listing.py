@@ -28,6 +28,8 @@ class Files:
     root: str
     names: tuple[str, ...]
     remote: Any = None
+    part: str = ""
+    """Names the digests that are remembered of a part of a folder."""
 
     def path(self, name: str) -> str:
         return os.path.join(self.root, name) if self.remote is None else f"{self.root}/{name}"
@@ -61,7 +63,7 @@ class Files:
         if self.remote is not None:
             return text_digest(*self.names, *map(self._remote_digest, self.names))
         root = Path(self.root)
-        digests = FileDigests(cache, root if len(self.names) > 1 else root / self.names[0])
+        digests = FileDigests(cache, (root if len(self.names) > 1 else root / self.names[0]) / self.part)
         found = [self._remembered(digests, name) for name in self.names]
         digests.save()
         return text_digest(*self.names, *found)
@@ -89,10 +91,10 @@ class Files:
         if not train or not held_out or set(train) & set(held_out):
             return self, None, None
         rest = tuple(name for name in self.names if name not in {*train, *held_out})
-        return self._only(train), self._only(held_out), self._only(rest) if rest else None
+        return self.only(train), self.only(held_out), self.only(rest) if rest else None
 
-    def _only(self, names: tuple[str, ...]) -> "Files":
-        return dataclasses.replace(self, names=names)
+    def only(self, names: tuple[str, ...]) -> "Files":
+        return dataclasses.replace(self, names=names, part=text_digest(*names))
 
 
 def _has_word(name: str, words: str) -> bool:

@@ -80,12 +80,13 @@ def synthetic_recipe(config: DataConfig, tokenizer: str, seed: int, vocab_size: 
     return Recipe(key, None, False, write)
 
 
-def text_recipe(config: DataConfig, spec: str, vocab_size: int | None) -> Recipe:
+def text_recipe(config: DataConfig, spec: str, vocab_size: int | None, window: tuple[str, ...] | None = None) -> Recipe:
+    """Of all training files, or those of a `window`."""
     check_vocab_size(spec, vocab_size)
     vocab_size = vocab_size or _BPE_VOCAB
     tokenizer = None if spec == "bpe" else load_tokenizer(spec)
     described = marked(tokenizer, config.bos, config.eos) if tokenizer else ""
-    source, held_out, notes = _sources(config, tokenizer)
+    source, held_out, notes = _sources(config, tokenizer, window)
     cache = Path(config.cache_dir).expanduser()
 
     def contents() -> str:
@@ -133,17 +134,26 @@ def text_recipe(config: DataConfig, spec: str, vocab_size: int | None) -> Recipe
     return Recipe(fingerprint, tokenizer, tokenizer is None, write, revisions, (config.bos, config.eos))
 
 
-def _sources(config: DataConfig, tokenizer: Tokenizer | None) -> tuple[Source, Source | None, list[str]]:
+def split_files(config: DataConfig) -> tuple[Files, Files | None, Files | None]:
+    """(training, validation, other) files of a source of files; validation is None where documents are held out."""
+    endings = KINDS[config.source].endings
+    files = listing(str(config.path), endings)
+    if config.validation:
+        return files, listing(config.validation, endings, "data.validation"), None
+    return files.by_split()
+
+
+def _sources(
+    config: DataConfig, tokenizer: Tokenizer | None, window: tuple[str, ...] | None
+) -> tuple[Source, Source | None, list[str]]:
     """(training, validation or None, remarks); without validation data, documents of the first are held out."""
     if config.source == "stdlib":
         return TextFiles.of_stdlib(), None, []
     if config.source == "hf":
         return *HuggingFace.of_config(config), []
     make = _file_source(config, tokenizer)
-    files = listing(str(config.path), KINDS[config.source].endings)
-    if config.validation:
-        return make(files), make(listing(config.validation, KINDS[config.source].endings, "data.validation")), []
-    train, held_out, rest = files.by_split()
+    train, held_out, rest = split_files(config)
+    train = train.only(window) if window else train
     notes = [f"{len(rest.names)} files of other splits are not read, first: {rest.names[0]}"] if rest else []
     return make(train), make(held_out) if held_out else None, notes
 

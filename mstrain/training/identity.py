@@ -16,7 +16,7 @@ KEPT, CONTENT, FREE, LOCAL = "kept", "content", "free", "local"
 CLASSES = {
     **dict.fromkeys(("model", "optimizer", "steps", "batch", "seq", "seed", "dtype", "init", "init_from"), KEPT),
     **dict.fromkeys(("data.source", "data.field", "data.name", "data.split", "data.num_tokens"), KEPT),
-    **dict.fromkeys(("data.validation_fraction", "data.mixture", "data.token_dtype", "pack"), KEPT),
+    **dict.fromkeys(("data.validation_fraction", "data.mixture", "data.window", "data.token_dtype", "pack"), KEPT),
     **dict.fromkeys(("data.bos", "data.eos"), KEPT),
     **dict.fromkeys(("data.validation", "data.template"), CONTENT),
     **dict.fromkeys(("data.path", "data.revision", "data.max_skipped", "tokenizer", "vocab_size"), CONTENT),
