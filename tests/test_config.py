@@ -178,7 +178,7 @@ def test_any_text_is_read_or_refused_with_a_reason(parse, text):
         assert len(str(error)) > 20
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     key=st.sampled_from(["mesh", "parallel.layers", "parallel.slices", "batch", "dtype"]),
     value=st.text(max_size=12),

@@ -23,7 +23,7 @@ from tests.gemm.products import (
 SLICES = {
     "1x4": (2,),
     "4x1": (3,),
-    "2x4": (1, 3, 5),
+    "2x4": (1, 3),
     "4x2": (6,),
     "3x2": (5,),
     "4x4": (2,),
@@ -81,7 +81,7 @@ def test_opaque_slices_of_a_float32_weight_are_rounded_as_plain_ones(dataflow):
 
 
 def check_layouts(plan: Plan, results):
-    """Outputs live where the layouts say: gradients where their operands live."""
+    """Outputs are sharded as the layouts say, gradients as their operands."""
     specs = (plan.output_layout.spec, plan.input_layout.spec, plan.grid.weight_spec)
     specs = specs[:1] if plan.algorithm == "gspmd" else specs  # the compiler places its gradients
     for result, spec in zip(results, specs):

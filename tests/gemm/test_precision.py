@@ -22,7 +22,7 @@ from tests.gemm.products import (
 from tests.gemm.programs import operations
 
 LONG = (128, 8192, 128)  # a long contraction: partial sums are many and large
-SLICES = (1, 4, 16, 64)
+SLICES = (1, 64)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -38,7 +38,7 @@ def test_one_slice_is_collective_to_the_bit(dtype):
 
 
 def test_master_weights_keep_their_dtype():
-    """bfloat16 activations, float32 weights: they travel in bfloat16, their gradient sums in float32."""
+    """bfloat16 activations, float32 weights: they are communicated in bfloat16, their gradients summed in float32."""
     plan = Plan("meshslice", "os", grid_of("meshslice", mesh_of("2x2x2")), 2)
     x, w, dy = (
         jax.ShapeDtypeStruct(shape, dtype)
@@ -90,7 +90,7 @@ def test_scattered_outputs_do_not_depend_on_slices(flow):
     dims = (64, 256, 64)
     operands = random_operands(dims, "bfloat16")
     exact = np.asarray(operands.x, np.float64) @ np.asarray(operands.w, np.float64)
-    plans = [Plan("meshslice", flow, grid_of("meshslice", mesh_of("2x4")), slices) for slices in (1, 4, 16)]
+    plans = [Plan("meshslice", flow, grid_of("meshslice", mesh_of("2x4")), slices) for slices in (1, 4)]
     results = run(plans, [place(plan, operands) for plan in plans])
     errors = [error(y, output_order(plan, exact)) for plan, (y, _, _) in zip(plans, results, strict=True)]
     assert max(errors) <= 1.05 * min(errors) <= 1e-2

@@ -27,7 +27,7 @@ def make(directory: Path, *arguments: str) -> Run:
     usual = [argument for argument in ARGUMENTS if argument.partition("=")[0] not in keys]
     assert jax.device_count() == 16  # makes them, before a mesh asks for fewer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mstrain.program.program.compiler_options", lambda chip: QUICK)
+        patch.setattr("mstrain.program.program.compiler_options", lambda chip, algorithm: QUICK)
         patch.setattr("mstrain.mesh.fit_to_devices", lambda shape, devices: shape)
         return prepare(load_config([*usual, *places, *arguments]))
 
