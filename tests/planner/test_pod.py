@@ -139,7 +139,7 @@ def test_interleaving_shrinks_the_bubble_and_keeps_more_in_flight():
         assert 0.8 < peak / memory.activations < 1.02  # chunks differ; all are taken for the largest
 
 
-def test_one_rank_stands_for_all():
+def test_one_rank_represents_all():
     """Keeping the time of every device of a 2-D mesh gives the same step, operations and memory."""
     model = dataclasses.replace(load_preset("tiny"), vocab_size=256)
     request = config_for(model, cluster="v4-32", batch=32, seq=64)

@@ -170,14 +170,14 @@ def test_a_box_knows_only_its_own_tails():
 
 def test_memory_changes_the_plan(small_cluster):
     """Otherwise the memory cases above would prove nothing."""
-    roomy, tight = (
+    ample, tight = (
         brute_force(
             small_cluster([("fast", 2), ("slow", 2)], seed=3, memory_gb=memory).files,
             PlanOptions(num_layers=4, batch=6, **SIZES),
         )[0]
         for memory in (1.0, 0.28)
     )
-    assert tight > roomy
+    assert tight > ample
 
 
 def test_time_budget_leaves_a_plan_and_an_honest_bound(small_cluster, monkeypatch):

@@ -20,7 +20,7 @@ def planned(files, **given):
 
 
 def test_one_device_takes_what_the_cost_model_says(small_cluster):
-    """Nothing waits and nothing travels, so both add up the same profile."""
+    """Nothing waits and nothing is communicated, so both add up the same profile."""
     result, options, hosts = planned(small_cluster([("fast", 1)], memory_gb=4.0).files)
     simulated = simulate_mixed(result.best, options, hosts)
     wanted = pytest.approx(1e-3 * result.best.cost_ms, rel=1e-6)

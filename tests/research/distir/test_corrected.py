@@ -86,7 +86,7 @@ def test_gradients_are_summed_over_replicas_and_once_per_weight():
     ],
 )
 @pytest.mark.parametrize("rules", ["corrected", "head"])
-def test_one_rank_stands_for_all(degrees, rules):
+def test_one_rank_represents_all(degrees, rules):
     mlp = Mlp(12, 96, 72, 144, 90 * 4, 2)
     cluster = cluster_of(degrees.world + 1)
     rules = dataclasses.replace(RULES[rules], rings=True, first=0)  # rings know groups of any size
@@ -101,7 +101,7 @@ def test_one_rank_stands_for_all(degrees, rules):
 
 @pytest.mark.parametrize("interleave", [1, 2])
 @pytest.mark.parametrize("shape", [(4, 3, 2), (2, 4, 3), (4, 1, 6), (2, 2, 1)])
-def test_one_rank_stands_for_all_on_a_torus(shape, interleave):
+def test_one_rank_represents_all_on_a_torus(shape, interleave):
     mlp = Mlp(12, 96, 72, 144, 48, 2)
     degrees = Degrees(pipeline=shape[0], data=shape[1], tensor=shape[2], microbatches=4, interleave=interleave)
     cluster = Cluster.homogeneous(degrees.world, CHIP, Torus(shape, 1e9, 1e-6))
