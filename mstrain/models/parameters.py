@@ -137,13 +137,13 @@ def from_layers(module: Transformer, read: Callable[[Path, int, tuple[slice, ...
     parameters outside of the blocks), float32. Beside the result, host memory is that of the parts of one layer's
     parameter that the devices of this process hold.
     """
-    mesh, placements, firsts = module.plan.mesh, canonical_shardings(module), _first_layers(module)
+    mesh, firsts = module.plan.mesh, _first_layers(module)
 
     def load(keys, box, sharding):
         group, *rest = (key.key for key in keys)
         path = (STACK if group in firsts else group, *rest)
-        placement = functools.reduce(lambda tree, key: tree[key], path, placements)
-        ndim = len(box.storage.shape)
+        shape = box.storage.shape if group not in firsts else (1, *box.storage.shape)
+        placement, ndim = _canonical_sharding(box, shape, mesh), len(box.storage.shape)
 
         def canonical(layer):
             parts: dict[str, np.ndarray] = {}  # data-parallel copies read once
@@ -153,7 +153,6 @@ def from_layers(module: Transformer, read: Callable[[Path, int, tuple[slice, ...
                     parts[str(index)] = read(path, layer, index[-ndim:])
                 return parts[str(index)] if group not in firsts else parts[str(index)][None]
 
-            shape = box.storage.shape if group not in firsts else (1, *box.storage.shape)
             return jax.make_array_from_callback(shape, placement, part)
 
         if group not in firsts:
@@ -210,14 +209,18 @@ def canonical_shardings(module: Transformer):
     boxes = {name: box for name, box in boxes.items() if not name.startswith("blocks_") or name == STACK}
 
     def sharding(box, shape):
-        dims, own = [dim for dim in (-2, -1) if len(shape.shape) + dim >= 0], _axes(box, False)
-        for axes in (own, _without_data(own)):
-            for dim in dims:
-                if shape.shape[dim] % _devices(mesh, axes) == 0:
-                    return _sharded_on(dim, axes, len(shape.shape), mesh)
-        return _sharded_on(None, own, len(shape.shape), mesh)
+        return _canonical_sharding(box, shape.shape, mesh)
 
     return jax.tree.map(sharding, boxes, canonical_shapes(module), is_leaf=is_stored)
+
+
+def _canonical_sharding(box: Stored, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    dims, own = [dim for dim in (-2, -1) if len(shape) + dim >= 0], _axes(box, False)
+    for axes in (own, _without_data(own)):
+        for dim in dims:
+            if shape[dim] % _devices(mesh, axes) == 0:
+                return _sharded_on(dim, axes, len(shape), mesh)
+    return _sharded_on(None, own, len(shape), mesh)
 
 
 def _map_leaves(module: Transformer, canonical, convert):

@@ -6,7 +6,7 @@ import torch
 import transformers
 
 _SIZES = dict(
-    vocab_size=61, hidden_size=32, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4,
+    vocab_size=61, hidden_size=32, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
     intermediate_size=48, max_position_embeddings=64, bos_token_id=None, eos_token_id=None, pad_token_id=None,
 )  # fmt: skip
 _LLAMA3 = dict(
@@ -16,7 +16,7 @@ _LLAMA3 = dict(
 _GEMMA = _SIZES | dict(head_dim=8, sliding_window=4)
 CONFIGS = {
     "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=61, n_embd=32, n_layer=3, n_head=8, n_positions=64, bos_token_id=None, eos_token_id=None
+        vocab_size=61, n_embd=32, n_layer=4, n_head=8, n_positions=64, bos_token_id=None, eos_token_id=None
     ),
     "llama2": lambda: transformers.LlamaConfig(**_SIZES),
     "llama3": lambda: transformers.LlamaConfig(**_SIZES, rope_parameters=_LLAMA3, attention_bias=True, head_dim=8),
@@ -29,7 +29,7 @@ CONFIGS = {
         **_GEMMA, query_pre_attn_scalar=5, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
     ),
     "gemma3": lambda: transformers.Gemma3TextConfig(
-        **_GEMMA | dict(num_hidden_layers=7), final_logit_softcapping=3.0,
+        **_GEMMA | dict(num_hidden_layers=8), final_logit_softcapping=3.0,
         rope_parameters={
             "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
             "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 900.0},

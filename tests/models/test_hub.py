@@ -81,7 +81,7 @@ def test_a_run_starts_from_a_folder_and_becomes_one(folders, tmp_path):
     assert train.main(words) == 0
     given.rename(tmp_path / "gone")
     assert train.main(words) == 0 and load_config([f"run_dir={tmp_path / 'run'}"]).model == load_config(words).model
-    assert export.main([f"run_dir={tmp_path / 'run'}", f"out={out}", "mesh=4x2", "shard_gb=3e-5"]) == 0
+    assert export.main([f"run_dir={tmp_path / 'run'}", f"out={out}", "mesh=4x2", "shard_gb=0.00003"]) == 0
     assert len(list(out.glob("*.safetensors"))) > 1 and not list(tmp_path.glob(".out*"))
     model, params = mstrain.load(tmp_path / "run", "seq=8")
     tokens = np.arange(16, dtype=np.int32)
@@ -135,7 +135,7 @@ DAMAGE = {
     "dtype": (lambda f: _retensor(f, lambda t: t.update({"model.norm.weight": np.zeros(32, np.int8)})), "dtype I8"),
     "rope": (lambda f: _edit(f, rope_parameters={"rope_type": "longrope"}), "rope_type=longrope"),
     "activation": (lambda f: _edit(f, hidden_act="xielu"), "hidden_act=xielu"),
-    "type": (lambda f: _edit(f, num_hidden_layers="3"), "num_hidden_layers='3'"),
+    "type": (lambda f: _edit(f, num_hidden_layers="4"), "num_hidden_layers='4'"),
     "quantized": (lambda f: _edit(f, quantization_config={"bits": 4}), "quantization_config"),
     "json": (lambda f: (f / "config.json").write_text("{"), "config.json: line 1"),
     "tied": (lambda f: _edit(f, tie_word_embeddings=True), "lm_head.weight is not part"),
@@ -165,7 +165,7 @@ def test_a_mistake_is_found_before_devices_start(words, message, folders):
 
 
 def test_keys_of_the_model_may_repeat_the_folder(folders):
-    words = [f"init={folders / 'llama2'}", "tokenizer=bytes", "model.layers=3", "model.rotary_base=1e4"]
+    words = [f"init={folders / 'llama2'}", "tokenizer=bytes", "model.layers=4", "model.rotary_base=1e4"]
     assert load_config(words).model == Folder(folders / "llama2").model
 
 

@@ -1,5 +1,6 @@
 """A Hugging Face folder: config.json and safetensors files, checked by their headers before a value is read."""
 
+import math
 import os
 import shutil
 from pathlib import Path
@@ -21,6 +22,7 @@ SMALL = (CONFIG, "generation_config.json", "special_tokens_map.json", "added_tok
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # of older folders; no parameters
 _REMEDY = "Download the folder again, or type another init=."
+CHUNK = 2**24  # bytes that are read at once
 _SHOWN = 3  # tensors in a message
 
 
@@ -103,8 +105,8 @@ class Folder:
             if begin < end:
                 columns = slice(begin - part.begin, end - part.begin)
                 order = (columns, *lead) if part.transposed else (*lead, columns)
-                values = self._tensors[part.name].read(order)
-                out[..., begin - first : end - first] = values.T if part.transposed else values
+                target = out[..., begin - first : end - first]
+                self._tensors[part.name].read_into(target.T if part.transposed else target, order)
         return out
 
     def _headers(self) -> dict[str, "_Tensor"]:
@@ -145,7 +147,7 @@ class Folder:
         if head.shape != embedding.shape:
             return False
         rows = head.shape[0]
-        pieces = [(slice(i, min(i + 4096, rows)), slice(None)) for i in range(0, rows, 4096)]
+        pieces = [(slice(i, min(i + 4096, rows)), slice(0, head.shape[1])) for i in range(0, rows, 4096)]
         return all(np.array_equal(head.read(piece), embedding.read(piece)) for piece in pieces)
 
     def _report(self, names, problem: str) -> None:
@@ -165,6 +167,13 @@ class _Tensor:
         # Opened for every read: a mapping that stays open counts as memory of this process for all pages it has read.
         with safe_open(self.file, "np") as file:
             return file.get_slice(self.name)[index if len(index) > 1 else index[0]]
+
+    def read_into(self, out: np.ndarray, index: tuple[slice, ...]) -> None:
+        """Fills `out` with the part `index`, a few rows at a time."""
+        rows, first = max(1, CHUNK // (4 * math.prod(out.shape[1:]))), index[0].start
+        for start in range(0, out.shape[0], rows):
+            stop = min(start + rows, out.shape[0])
+            out[start:stop] = self.read((slice(first + start, first + stop), *index[1:]))
 
 
 def _header(path: Path) -> dict[str, _Tensor]:
