@@ -63,7 +63,8 @@ def run_config(run_dir: str, given: list[str]) -> RunConfig:
     kept = [r for r in recorded if (key := r.partition("=")[0]) not in keys and not (other_data and _is_data(key))]
     config = compose(RunConfig, "config", [f"run_dir='{run_dir}'", *given, *kept])
     config = dataclasses.replace(config, optimizer=config.optimizer.for_width(config.model.width))
-    return dataclasses.replace(config, allow=f"{config.allow or ''} data".strip()) if other_data else config
+    names = ["data"] * other_data + [key for key in ("seq", "batch") if key in keys]  # may differ when reading
+    return dataclasses.replace(config, allow=" ".join([config.allow or "", *names]).strip() or None)
 
 
 def load_model(path: str | Path, keys: list[str]):

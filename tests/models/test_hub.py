@@ -94,6 +94,22 @@ def test_a_run_starts_from_a_folder_and_becomes_one(folders, tmp_path):
     assert np.abs(start - Folder(out).parameters(model)["final_norm"]["scale"]).max() > 1e-5  # it has learned
 
 
+@pytest.mark.parametrize("wrapper", ["language_model.", "model.language_model."])
+def test_the_language_model_of_a_model_with_a_vision_tower(wrapper, folders, tmp_path):
+    folder = shutil.copytree(folders / "gemma3", tmp_path / "vision")
+    inner = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": inner}))
+
+    def wrap(tensors):
+        for name in list(tensors):
+            tensors[wrapper + name.removeprefix("model." if wrapper.startswith("model.") else "")] = tensors.pop(name)
+        tensors[wrapper.replace("language_model", "vision_tower") + "weight"] = np.zeros(3, np.float32)
+
+    _retensor(folder, wrap)
+    Folder(folder).check()
+    assert Folder(folder).model.resized(name="gemma3") == Folder(folders / "gemma3").model
+
+
 def _edit(folder, **changes):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -17,6 +17,14 @@ _NUMBERS = {"norm_epsilon": float, "logit_soft_cap": float, "attention_soft_cap"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
+def language_model(config: Any) -> Any:
+    """The part of a config.json that describes the language model of a model with a vision tower (Gemma 3)."""
+    inner = config.get("text_config") if isinstance(config, dict) and config.get("model_type") == "gemma3" else None
+    if not isinstance(inner, dict):
+        return config
+    return {"architectures": [FAMILIES["gemma3_text"].architecture], **inner, "model_type": "gemma3_text"}
+
+
 class _Reader:
     """Values of a config.json; a missing key has the default of its family."""
 
@@ -121,8 +129,6 @@ def _family_of(config: Any) -> Family:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError("there is no model_type")
     name = config["model_type"]
-    if name == "gemma3" and "text_config" in config:
-        raise ValueError("model_type=gemma3 has a vision tower. Save its language model as a folder of its own")
     if name not in FAMILIES:
         near = difflib.get_close_matches(name, FAMILIES, 1)
         hint = f" The nearest is {near[0]}." if near else ""

@@ -135,7 +135,9 @@ _ALL = (
     ),
     _gemma(
         "gemma3_text", "Gemma3ForCausalLM", fixed={**_GEMMA, "qk_norm": True}, pattern="LLLLLG",
-        defaults={"rope_theta": 1e6, "rope_local_base_freq": 1e4, "final_logit_softcapping": None},
+        defaults={"rope_theta": 1e6, "rope_local_base_freq": 1e4, "final_logit_softcapping": None,
+                  "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208,
+                  "max_position_embeddings": 131072},
         required={"attn_logit_softcapping": None},
     ),
     Family(

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from mstrain.json_files import read_json
-from mstrain.models.hub.config import model_of
+from mstrain.models.hub.config import language_model, model_of
 from mstrain.models.hub.tensors import Part, parameters_of
 from mstrain.models.parameters import from_layers
 from mstrain.models.transformer import Transformer
@@ -21,6 +21,8 @@ SMALL = (CONFIG, "generation_config.json", "special_tokens_map.json", "added_tok
          "merges.txt", "chat_template.jinja", "chat_template.json")  # fmt: skip
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # of older folders; no parameters
+_WRAPPED = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
+_VISION = ("vision_tower.", "model.vision_tower.", "multi_modal_projector.", "model.multi_modal_projector.")
 _REMEDY = "Download the folder again, or type another init=."
 CHUNK = 2**24  # bytes that are read at once
 _SHOWN = 3  # tensors in a message
@@ -46,7 +48,7 @@ class Folder:
             if (self.path / "checkpoints").is_dir():
                 raise ValueError(f"init={path} is the run_dir of a run of mstrain. Type init_from={path}.")
             raise ValueError(f"init={path} has no {CONFIG}. Type the folder of a model in Hugging Face's format.")
-        self.config = read_json(self.path / CONFIG, "init:")
+        self.config = language_model(read_json(self.path / CONFIG, "init:"))
         try:
             self.family, self.model = model_of(self.config, self.path.resolve().name)
         except ValueError as error:
@@ -60,7 +62,8 @@ class Folder:
         Raises ValueError for a missing, truncated or damaged file, for missing and unknown tensors, and for tensors
         of another shape or dtype.
         """
-        self._tensors = {self._full_name(name): tensor for name, tensor in self._headers().items()}
+        headers = {name: tensor for name, tensor in self._headers().items() if not name.startswith(_VISION)}
+        self._tensors = {self._full_name(name): tensor for name, tensor in headers.items()}
         parts = [part for p in parameters_of(self.model, self.family) for layer in p.layers for part in layer]
         wanted = {part.name: part.shape for part in parts}
         self._report(wanted.keys() - self._tensors.keys(), "is missing")
@@ -133,6 +136,9 @@ class Folder:
         return found
 
     def _full_name(self, name: str) -> str:
+        for wrapped, plain in _WRAPPED.items():
+            if name.startswith(wrapped):
+                return plain + name.removeprefix(wrapped)
         prefix = self.family.prefix
         return name if name.startswith((prefix, "lm_head.")) else prefix + name
 
