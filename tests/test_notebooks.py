@@ -5,7 +5,6 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -18,8 +17,10 @@ FAULTS = {
 
 
 def execute(notebook) -> None:
-    """Runs a notebook in its own folder; a cell that fails or takes a minute raises."""
-    NotebookClient(notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}).execute()
+    """Runs a notebook in its own folder; a cell that fails raises. The limit of seconds is for a cell that hangs."""
+    NotebookClient(
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
+    ).execute()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -32,14 +33,15 @@ def test_notebook_holds_little_besides_its_text(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path):
-    execute(nbformat.read(path, 4))
-
-
-@pytest.mark.parametrize("refused", FAULTS)
-def test_walk_through_refuses_zeros(refused):
-    notebook = nbformat.read(FOLDER / "meshslice_cpu.ipynb", 4)
-    first = next(index for index, cell in enumerate(notebook.cells) if cell.cell_type == "code")
-    notebook.cells.insert(first + 1, nbformat.v4.new_code_cell(FAULTS[refused]))
-    with pytest.raises(CellExecutionError, match=f"{refused}, Collective on the mesh is off by 1 of its"):
-        execute(notebook)
+def test_notebook_runs_and_the_walk_through_refuses_zeros(path):
+    """One kernel for both: after the last cell, the one that compares products runs again with each fault."""
+    notebook, faulty = nbformat.read(path, 4), {}
+    if path.stem == "meshslice_cpu":
+        (comparison,) = [cell for cell in notebook.cells if "def run(plan, x, w, dy)" in cell.source]
+        for name, fault in FAULTS.items():
+            faulty[name] = nbformat.v4.new_code_cell(comparison.source, metadata={"tags": ["raises-exception"]})
+            notebook.cells += [nbformat.v4.new_code_cell(fault), faulty[name]]
+    execute(notebook)
+    for name, cell in faulty.items():
+        errors = [output.evalue for output in cell.outputs if output.output_type == "error"]
+        assert len(errors) == 1 and errors[0].startswith(f"{name}, Collective on the mesh is off by 1 of its"), errors

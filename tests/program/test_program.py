@@ -1,7 +1,10 @@
 """What runs is compiled as what is measured and predicted: with the chip's options and lowering, on the same inputs."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
@@ -13,11 +16,24 @@ from mstrain.mesh import AXES
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import make_plan
+from mstrain.program.memory import memory_of
 from mstrain.program.parts import layer_program
 from mstrain.training.prepare import prepare
 from tests.training.runs import ARGUMENTS
 
 MODEL = ModelConfig(layers=2, width=1024, heads=8, vocab_size=512)
+
+
+@pytest.mark.parametrize("stats, limit", [({"bytes_limit": 5}, 5), ({}, None), (None, None)])
+def test_the_limit_of_an_accelerator_is_what_it_reports(stats, limit):
+    device = SimpleNamespace(platform="gpu", process_index=0, memory_stats=lambda: stats)
+    analysis = SimpleNamespace(
+        argument_size_in_bytes=3, output_size_in_bytes=4, alias_size_in_bytes=2, temp_size_in_bytes=1,
+        generated_code_size_in_bytes=0,
+    )  # fmt: skip
+    compiled = SimpleNamespace(memory_analysis=lambda: analysis)
+    memory = memory_of(compiled, SimpleNamespace(devices=np.array([[device]])))
+    assert (memory.limit, memory.peak, memory.fits) == (limit, 6, limit is None)
 
 
 def test_a_run_compiles_its_step_with_the_options_of_its_chip(tmp_path, monkeypatch):
