@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mstrain.compiler.collectives import KINDS, replica_group
-from mstrain.compiler.hlo import Instruction, Module, parse, shape_bytes
+from mstrain.compiler.hlo import Instruction, Module, parse
+from mstrain.compiler.traffic import hbm_bytes
 from mstrain.hardware import collective_seconds
 from mstrain.hardware.calibration import Calibration, load_calibration
 from mstrain.hardware.gemm_times import gemm_seconds
@@ -21,7 +22,6 @@ FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "parti
         "after-all", "opt-barrier", "reshape"}  # fmt: skip
 EXPONENTIALS = {"exponential", "exponential-minus-one", "log", "log-plus-one", "tanh", "power", "sine", "cosine",
                 "logistic", "erf", "rsqrt", "sqrt"}  # fmt: skip
-SLICES = {"dynamic-slice", "slice", "gather"}
 REDUCTIONS = {"reduce", "reduce-window"}
 
 
@@ -124,7 +124,7 @@ class _Reader:
         )  # fmt: skip
         if products and i.opcode != "fusion":
             return StepTerms(products=products)
-        moved = self.calibration.kernel_seconds(self._traffic(where, i)) + busy
+        moved = self.calibration.kernel_seconds(hbm_bytes(self.module, where, i)) + busy
         if products:  # the launch is in the product's time
             return StepTerms(products, max(0.0, moved - self.calibration.kernel_launch_seconds))
         return StepTerms(kernels=moved)
@@ -157,30 +157,6 @@ class _Reader:
     def _operand_elements(self, where: str, i: Instruction) -> int:
         operand = self.module.find(where, i.operands[0])
         return elements(operand.shape) if operand else 0
-
-    def _traffic(self, where: str, i: Instruction) -> float:
-        """Bytes read and written: of an operand that is only cut, what is cut; of an update in place, the update."""
-        if i.opcode != "fusion":
-            if i.opcode in SLICES:
-                return 2 * i.bytes
-            if i.opcode == "dynamic-update-slice":
-                return 2 * self._operand(where, i, 1).bytes
-            operands = (self.module.find(where, name) for name in i.operands)
-            return i.bytes + sum(operand.bytes for operand in operands if operand)
-        body = self.module.computations[i.called[0]]
-        updates = [x for x in body if x.opcode == "dynamic-update-slice"]
-        updated = {x.operands[0] for x in updates}
-        nbytes = 2 * sum(_bytes(body, x.operands[1]) for x in updates)
-        nbytes += 0 if updates else i.bytes
-        for parameter in (x for x in body if x.opcode == "parameter" and x.name not in updated):
-            users = [x for x in body if parameter.name in x.operands]
-            cut = users and all(x.opcode in SLICES and x.operands[0] == parameter.name for x in users)
-            nbytes += sum(x.bytes for x in users) if cut else parameter.bytes
-        return nbytes
-
-
-def _bytes(body: tuple[Instruction, ...], name: str) -> int:
-    return next(shape_bytes(x.shape) for x in body if x.name == name)
 
 
 def _trips(i: Instruction) -> int:

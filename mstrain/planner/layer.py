@@ -196,15 +196,16 @@ def _attention(
 ) -> tuple[float, float]:  # fmt: skip
     """Forward and backward pass of the attention between the projections."""
     tokens, seq, context, tensor, size = sizes
+    heads = model.heads / tensor if style.native else math.ceil(model.heads / tensor)  # FSDP splits sequences instead
     if fused:
         block = min(FUSED_BLOCK[pod.chip.platform], seq)
-        flops = 4.0 * tokens * seq * (1 + block / seq) / 2 * math.ceil(model.heads / tensor) * model.head_dim
+        flops = 4.0 * tokens * seq * (1 + block / seq) / 2 * heads * model.head_dim
         if not constants.shaped:
             return flops / constants.flops, FUSED_BACKWARD * flops / constants.flops
         forward = flops / pod.efficiency.attention_rate(pod.chip, model.head_dim, dtype)
         return forward, FUSED_BACKWARD * forward
     sequences, queries = tokens * context / seq, seq // context
-    count, dims = sequences * math.ceil(model.heads / tensor), (queries, model.head_dim, seq)
+    count, dims = sequences * heads, (queries, model.head_dim, seq)
     both = 2 * 2.0 * math.prod(dims) * count / constants.flops
     if constants.shaped and not constants.gemm:
         both = sum(

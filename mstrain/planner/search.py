@@ -18,9 +18,9 @@ from mstrain.models.parallel import ParallelConfig, layer_algorithms
 from mstrain.models.remat import LADDER
 from mstrain.planner.clock import Clock, OutOfTime, divisors
 from mstrain.planner.cost import Costed, Step, Terms
-from mstrain.planner.layer import layer_work
+from mstrain.planner.layer import Work, layer_work
 from mstrain.planner.memory import stage_parameters, state_bytes
-from mstrain.planner.plan import PodPlan, plan_products
+from mstrain.planner.plan import PodPlan, Products, plan_products
 from mstrain.planner.request import SCHEDULES, SHARDS, PlanRequest
 from mstrain.planner.trainer import why_not_trainable
 
@@ -142,7 +142,7 @@ class _Search:
     def layout(self, layout: PodPlan) -> None:
         """Costs a layout with every number of microbatches, remat, schedule and shard. Raises OutOfTime."""
         request, fixed, name = self.request, self.request.fixed, layout.name
-        tight, reason = None, ""
+        tight, reason, refusal = None, "", ""
         for microbatches in divisors(request.batch // layout.data):
             self.clock.check()
             if not fixed.allows("microbatches", microbatches):
@@ -150,12 +150,19 @@ class _Search:
             plan = replace(layout, microbatches=microbatches)
             products = plan_products(request, plan)
             if isinstance(products, str):
-                reason = reason or products
+                if products == refusal:
+                    break  # it does not depend on the microbatch
+                reason, refusal = reason or products, products
                 continue
-            work = layer_work(request, plan, products)
-            for choice in self._choices(plan):
+            work, choices = layer_work(request, plan, products), list(self._choices(plan))
+            steps = (Step(request, choice, products, work) for choice in choices)
+            if least := self._too_large(plan, choices, products, work):
+                self.result.costed += len(choices) * len(self._shards(plan))
+                tight = min(tight or least, least, key=lambda c: c.fullest.total)
+                steps = ()
+            for step in steps:
                 self.clock.check()
-                tight = self._shards(Step(request, choice, products, work), name, tight)
+                tight = self._cost(step, name, tight)
             if tight and name not in self.best and self._least_state(layout) > request.usable_bytes:
                 break  # no number of microbatches helps
         if name in self.best:
@@ -171,10 +178,21 @@ class _Search:
                 )
         self.result.rejected.append(Rejected(layout, reason, tight))
 
-    def _shards(self, step: Step, name: str, tight: Costed | None) -> Costed | None:
+    def _shards(self, plan: PodPlan) -> tuple[str, ...]:
+        fixed = self.request.fixed.shard
+        return (fixed,) if fixed else SHARDS if plan.replicas > 1 else SHARDS[:1]
+
+    def _too_large(self, plan: PodPlan, choices: list[PodPlan], products: Products, work: Work) -> Costed | None:
+        """The choice that needs least memory, if it does not fit: one that keeps nothing or recomputes nothing."""
+        shard, ends = self._shards(plan)[-1], {"none", "full", self.request.fixed.remat}
+        least = [choice for choice in choices if choice.schedule == choices[0].schedule and choice.remat in ends]
+        every = [Step(self.request, each, products, work).cost(replace(each, shard=shard)) for each in least]
+        smallest = min(every, key=lambda costed: costed.fullest.total, default=None)
+        return None if smallest is None or smallest.fits else smallest
+
+    def _cost(self, step: Step, name: str, tight: Costed | None) -> Costed | None:
         """Costs a step with every shard; returns what needs least memory so far where nothing fits."""
-        every = SHARDS if step.plan.replicas > 1 else SHARDS[:1]
-        for shard in [self.request.fixed.shard] if self.request.fixed.shard else every:
+        for shard in self._shards(step.plan):
             self.result.costed += 1
             plan = step.plan if shard == step.plan.shard else replace(step.plan, shard=shard)
             mine = [self.best] if why_not_trainable(plan) else [self.best, self.trainable]
