@@ -1,7 +1,8 @@
 """The device mesh: named axes, each with a size, as in `data2-row4-col8`; short forms are `RxC` and `DxRxC`.
 
-`row` and `col` are the two tensor-parallel axes of a MeshSlice product; `data` is the data-parallel axis. A new axis is
-a field of `MeshShape`; the functions here loop over the fields.
+`row` and `col` are the two tensor-parallel axes of a MeshSlice product; `data` is the data-parallel axis. `replica` is
+the data-parallel axis over several TPU slices: sums over it are of shards, after those over `data`. A new axis is a
+field of `MeshShape`; the functions here loop over the fields.
 `parse_mesh` does not initialize devices; `make_mesh` uses the devices present.
 """
 
@@ -14,6 +15,7 @@ import os
 import re
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 ACCELERATORS = {
@@ -29,9 +31,15 @@ ACCELERATORS = {
 class MeshShape:
     """Number of devices along each mesh axis, outermost first."""
 
+    replica: int = dataclasses.field(default=1, kw_only=True)
     data: int = 1
     row: int = 1
     col: int = 1
+
+    @property
+    def copies(self) -> int:
+        """Data-parallel copies."""
+        return self.replica * self.data
 
     @property
     def axes(self) -> dict[str, int]:
@@ -52,7 +60,7 @@ class MeshShape:
 
 
 AXES = tuple(field.name for field in dataclasses.fields(MeshShape))
-PLANNED = ("replica", "stage", "expert", "context")  # reserved names of axes that the trainer does not support
+PLANNED = ("stage", "expert", "context")  # reserved names of axes that the trainer does not support
 EMULATED = MeshShape(row=2, col=4)  # mesh=auto on a CPU
 
 
@@ -145,11 +153,25 @@ def _suggest(devices: int) -> str:
 
 
 def make_mesh(shape: MeshShape, devices=None) -> Mesh:
-    """The `jax.sharding.Mesh` of `shape` over `devices` (default: all), in an order that fits the torus links."""
+    """The `jax.sharding.Mesh` of `shape` over `devices` (default: all), in an order that fits the torus links.
+
+    With several TPU slices, axis `replica` runs over them. Raises ValueError if it does not have as many.
+    """
     devices = jax.devices() if devices is None else devices
     if len(devices) < shape.devices:
         fit_to_devices(shape, len(devices))
     axis_types = (AxisType.Auto,) * len(AXES)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices > 1:
+        if shape.replica != slices or shape.devices != len(devices):
+            per_slice = dataclasses.replace(shape, replica=1)
+            raise ValueError(
+                f"mesh={shape} does not fit {slices} TPU slices of {len(devices) // slices} devices, which are joined "
+                f"by the data center network. Type mesh=replica{slices}-{per_slice}, with sizes of one slice."
+            )
+        within = dataclasses.replace(shape, replica=1).sizes
+        grid = mesh_utils.create_hybrid_device_mesh(within, (slices, *(1 for _ in within[1:])), devices)
+        return Mesh(grid, AXES, axis_types=axis_types)
     return jax.make_mesh(shape.sizes, AXES, axis_types=axis_types, devices=devices[: shape.devices])
 
 

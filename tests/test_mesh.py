@@ -24,14 +24,14 @@ from mstrain.mesh import (
 )  # fmt: skip
 
 axis_sizes = st.integers(1, 999)
-shapes = st.builds(MeshShape, axis_sizes, axis_sizes, axis_sizes)
+shapes = st.builds(MeshShape, axis_sizes, axis_sizes, axis_sizes, replica=axis_sizes)
 
 
 @given(shapes)
 def test_a_mesh_reads_back_what_it_prints(shape):
     assert parse_mesh(str(shape)) == shape
     assert parse_mesh(f"  {shape} ") == shape
-    assert shape.devices == shape.data * shape.row * shape.col
+    assert shape.devices == shape.copies * shape.row * shape.col
 
 
 def test_two_sizes_are_rows_and_columns():
@@ -46,7 +46,7 @@ def test_axes_have_names_in_any_order_and_those_left_out_have_one_device():
 
 
 @pytest.mark.parametrize("text, words", [
-    ("data2-stage4-row4-col8", "does not support axis stage. Type a mesh of data, row and col axes."),
+    ("data2-stage4-row4-col8", "does not support axis stage. Type a mesh of replica, data, row and col axes."),
     ("context1-row4", "does not support axis context"),
     ("rows4-col8", "unknown axis 'rows'. Did you mean row?"),
     ("banana2-col8", "is not a mesh. Write rows x columns (mesh=2x4)"),
@@ -124,7 +124,7 @@ def test_surplus_devices_become_data_parallelism_or_the_message_names_a_mesh_tha
 
 def test_make_mesh_uses_every_device_once_along_named_axes():
     mesh = make_mesh(MeshShape(2, 2, 4))
-    assert mesh.axis_names == AXES and dict(mesh.shape) == {"data": 2, "row": 2, "col": 4}
+    assert mesh.axis_names == AXES and dict(mesh.shape) == {"replica": 1, "data": 2, "row": 2, "col": 4}
     assert {device.id for device in mesh.devices.flat} == {device.id for device in jax.devices()}
 
 
@@ -132,6 +132,24 @@ def test_make_mesh_may_leave_devices_out_but_not_invent_them():
     assert make_mesh(MeshShape(1, 1, 3)).size == 3
     with pytest.raises(ValueError, match="needs 32 devices and 16 are present. Type mesh=row4-col4"):
         make_mesh(MeshShape(1, 4, 8))
+
+
+class SliceDevice:
+    """A device of one of several TPU slices."""
+
+    platform, device_kind, process_index = "cpu", "cpu", 0
+
+    def __init__(self, number: int, slice_index: int):
+        self.id, self.slice_index = number, slice_index
+
+
+def test_replicas_are_the_tpu_slices():
+    devices = [SliceDevice(i, i % 2) for i in range(8)]
+    mesh = make_mesh(parse_mesh("replica2-data2-col2"), devices)
+    assert [{device.slice_index for device in part.flat} for part in mesh.devices] == [{0}, {1}]
+    for text in ("data4-col2", "replica4-col2", "replica2-col2"):
+        with pytest.raises(ValueError, match="does not fit 2 TPU slices of 4 devices.* Type mesh=replica2-"):
+            make_mesh(parse_mesh(text), devices)
 
 
 @pytest.fixture

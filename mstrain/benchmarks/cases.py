@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from mstrain.benchmarks.config import PRODUCTS, BenchmarkConfig
 from mstrain.gemm import Plan, PlanPair, find_algorithm
 from mstrain.hardware import Chip
-from mstrain.mesh import MeshShape, parse_mesh
+from mstrain.mesh import MeshShape, parse_mesh, shape_of
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import BlockPlan, ModelPlan, make_plan
 from mstrain.models.products import projections
@@ -55,7 +55,7 @@ def shrink(model: ModelConfig, batch: int, whole: MeshShape, physical: MeshShape
     """
     if whole == physical:
         return model, batch
-    here, there = physical.row * physical.data, whole.row * whole.data
+    here, there = physical.row * physical.copies, whole.row * whole.copies
 
     def cols(name: str, size: int) -> int:
         return _scaled(name, size, physical.col, whole.col, physical)
@@ -89,7 +89,7 @@ def plan_case(case: Case, config: BenchmarkConfig, mesh: Mesh, chip: Chip | None
     if config.slice_counts is None or not find_algorithm(case.algorithm).sliced:
         return plan
     counts = dict(zip(PRODUCTS, config.slice_counts, strict=True))
-    sequences = plan.padded_sequences(case.microbatch) // mesh.shape["data"]
+    sequences = plan.padded_sequences(case.microbatch) // shape_of(mesh).copies
     groups = tuple((_sliced(block, counts, case.model, sequences), count) for block, count in plan.groups)
     return dataclasses.replace(plan, groups=groups)
 

@@ -18,6 +18,7 @@ from mstrain.hardware import TpuSlice, mfu, parse_target
 from mstrain.mesh import MeshShape, shape_of
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import training_flops_per_token
+from mstrain.models.parameters import describe_sharding
 from mstrain.models.plan import describe_plan, make_plan
 from mstrain.models.remat import AUTO, cheapest_that_fits, planned
 from mstrain.models.transformer import Transformer
@@ -70,6 +71,8 @@ def check(config: RunConfig) -> int:
     step = plan_step(config, console)
     console.print(f"[bold]Target[/] {config.target}: mesh {shape_of(step.target.mesh)}")
     console.print(f"[bold]Plan[/]   {describe_plan(step.module.plan, config.batch // config.accumulate)}")
+    if sharding := describe_sharding(step.module):
+        console.print(f"[bold]Shard[/]  {sharding}")
     try:
         with console.status("Compiling the step"):
             step, program = _compiled(step)

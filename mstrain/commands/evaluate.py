@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     config = own.config(given)
     process, devices = find_process(config.coordinator, config.processes, config.process)
     with joined(process, config.hosts, config.run_dir, devices) as job:
-        run = prepare(config, job)
+        run = prepare(config, job, shard_if_possible=True)
         name, params = own.parameters(job, run.module)
         batches = EvalConfig(batches=own.batches or 2**62)
         evaluator = Evaluator(batches, run.module, run.corpus.validation, run.validation_feed)

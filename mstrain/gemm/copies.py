@@ -5,10 +5,10 @@ import math
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm.local import all_reduce, reduce_scatter
+from mstrain.gemm.local import all_gather, all_reduce, axis_size, reduce_scatter
 
-AXIS = "data"
-COPIES = (AXIS,)  # mesh axes of all copies
+AXIS, REPLICA = "data", "replica"
+COPIES = (REPLICA, AXIS)  # mesh axes of all copies; tensors are sharded over `data` only
 
 
 def axes_of(entry) -> tuple[str, ...]:
@@ -38,6 +38,16 @@ def data_dim(spec: P) -> int | None:
 
 
 def sum_copies(gradient, spec: P):
-    """The sum of the copies' `gradient` in `jax.shard_map`: a reduce_scatter if `spec` shards it over `data`."""
+    """The sum of the copies' `gradient` in `jax.shard_map`, a shard of it if `spec` has axis `data`.
+
+    Over several TPU slices, only shards of the sums over `data` are communicated between slices.
+    """
     dim = data_dim(spec)
-    return all_reduce(gradient, COPIES) if dim is None else reduce_scatter(gradient, (AXIS,), dim)
+    if dim is not None:
+        return all_reduce(reduce_scatter(gradient, (AXIS,), dim), (REPLICA,))
+    if axis_size((REPLICA,)) > 1:
+        divides = [dim for dim, size in enumerate(gradient.shape) if size % axis_size((AXIS,)) == 0]
+        if divides:
+            shard = all_reduce(reduce_scatter(gradient, (AXIS,), divides[0]), (REPLICA,))
+            return all_gather(shard, (AXIS,), divides[0])
+    return all_reduce(gradient, COPIES)

@@ -11,7 +11,7 @@ import dataclasses
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm.copies import shard_over_data
+from mstrain.gemm.copies import COPIES, shard_over_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Grid:
 
     @property
     def layout(self) -> Layout:
-        """Activations with tokens over (data, rows) and features over columns."""
-        return Layout(("data", *self.rows), self.cols)
+        """Activations with tokens over (replica, data, rows) and features over columns."""
+        return Layout((*COPIES, *self.rows), self.cols)
 
     @property
     def weight_spec(self) -> P:

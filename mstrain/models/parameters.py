@@ -8,6 +8,7 @@ count.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 
 import jax
@@ -16,10 +17,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mstrain.gemm.copies import AXIS, data_dim
 from mstrain.layers.parameter import Stored, is_stored, partition_specs
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import canonical_plan
-from mstrain.models.sharding import AXIS, gather_all, sharded_box, to_shard
+from mstrain.models.sharding import gather_all, sharded_box, to_shard
 from mstrain.models.transformer import Transformer
 
 Path = tuple[str, ...]  # keys of a parameter in its tree
@@ -128,6 +130,20 @@ def gather_parameters(module: Transformer, stored):
 def gradient_shards(module: Transformer, gradients):
     """Gradients of gathered parameters as float32 shards of data-parallel copies."""
     return gradients if module.plan.shard == "none" else jax.tree.map(to_shard, gradients, parameter_shardings(module))
+
+
+def describe_sharding(module: Transformer) -> str | None:
+    """What data-parallel copies share, and which parameters they replicate; None if they share nothing."""
+    plan = module.plan
+    if plan.shard == "none":
+        return None
+    shapes, shardings = jax.tree.leaves(parameter_shapes(module)), jax.tree.leaves(parameter_shardings(module))
+    whole = [(x, at) for x, at in zip(shapes, shardings, strict=True) if data_dim(at.spec) is None]
+    size = sum(math.prod(at.shard_shape(x.shape)) * x.dtype.itemsize for x, at in whole)
+    replicated = (
+        f"; {len(whole)} of {len(shapes)} parameters, {size / 2**20:.2f} MiB per device, have no dim that divides"
+    )
+    return f"{plan.shard} over {plan.mesh.shape[AXIS]} copies" + (f"{replicated} and are replicated" if whole else "")
 
 
 def from_layers(module: Transformer, read: Callable[[Path, int, tuple[slice, ...]], np.ndarray]):

@@ -22,6 +22,7 @@ from mstrain.gemm import (
     grid_of,
     legal_slices,
 )
+from mstrain.gemm.copies import COPIES
 from mstrain.gemm.padding import MOST_WASTE, waste
 from mstrain.hardware import Chip
 from mstrain.hardware.constants import Constants
@@ -317,10 +318,10 @@ class _Planner:
         """What the sequences of one data-parallel copy are padded to: whole ones on each device in attention."""
         units = []
         for (_, half), pair in pairs.items():
-            inside, residual = (pair.grid.size(x.tokens[1:]) for x in (pair.inside, pair.residual))
+            inside, residual = (pair.grid.size(x.tokens[len(COPIES) :]) for x in (pair.inside, pair.residual))
             units += [inside if half == ATTENTION else self._per_token(inside), self._per_token(residual)]
         layouts = (head.input_layout, head.output_layout)
-        return math.lcm(*units, *(self._per_token(head.grid.size(x.tokens[1:])) for x in layouts))
+        return math.lcm(*units, *(self._per_token(head.grid.size(x.tokens[len(COPIES) :])) for x in layouts))
 
     def _per_token(self, devices: int) -> int:
         """Number of sequences whose tokens divide over `devices`."""

@@ -185,7 +185,7 @@ def _products(
         made = plan_on(shape, parallel, alike, microbatch, seq, pod.chip, pod.measured)
     except ValueError as error:
         return str(error)
-    tokens = made.padded_sequences(microbatch) // shape.data * seq
+    tokens = made.padded_sequences(microbatch) // shape.copies * seq
     groups = tuple(
         (
             tuple(

@@ -19,6 +19,6 @@ def cost_step(
     if not all(find_algorithm(name).costed for name in used):
         return None
     request = PlanRequest(model, pod, (parallel,), batch, seq, dtype)
-    plan = PodPlan(shape.data, parallel, shape.row, shape.col, 1, accumulate, remat, shard)
+    plan = PodPlan(shape.copies, parallel, shape.row, shape.col, 1, accumulate, remat, shard)
     products = plan_products(request, plan)
     return None if isinstance(products, str) else cost_plan(request, plan, products)

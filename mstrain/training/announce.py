@@ -4,6 +4,7 @@ import jax
 
 from mstrain.mesh import shape_of
 from mstrain.models.flops import flops_formula
+from mstrain.models.parameters import describe_sharding
 from mstrain.models.plan import describe_plan
 from mstrain.models.transformer import count_parameters
 from mstrain.training.run import Run
@@ -19,12 +20,14 @@ def announce(run: Run) -> None:
         "Model": f"{model.name}: {count_parameters(model):,} parameters, {model.layers} layers",
         "Mesh": f"{shape_of(mesh)}: {mesh.size} {kind}",
         "Plan": describe_plan(run.module.plan, run.config.batch // run.config.accumulate),
+        "Shard": describe_sharding(run.module),
         "Data": f"{run.config.data.source}: {train.num_tokens:,} training tokens, "
         f"{validation.num_tokens:,} validation tokens; {run.corpus.described}",
         "MFU": f"({flops_formula(model, run.config.seq)}) x tokens / seconds / peak; peak {peak}",
     }
     for name, text in lines.items():
-        run.console.print(f"[bold]{name:7}[/]{text}")
+        if text:
+            run.console.print(f"[bold]{name:7}[/]{text}")
     with run.console.status("Compiling the step"):
         run.console.print(f"[bold]{'Memory':7}[/]{run.memory}")
     if run.prediction:

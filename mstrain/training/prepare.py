@@ -41,8 +41,11 @@ UNITS = ("documents", "tokens")
 VALIDATION_SEED = 0  # the validation batches of every run of one corpus are the same
 
 
-def prepare(config: RunConfig, job: Job = ALONE) -> Run:
-    """Checks and builds a run. Raises ValueError, with what to type instead, for a configuration that cannot run."""
+def prepare(config: RunConfig, job: Job = ALONE, shard_if_possible: bool = False) -> Run:
+    """Checks and builds a run. Raises ValueError, with what to type instead, for a configuration that cannot run.
+
+    With `shard_if_possible`, a mesh without data-parallel copies ignores `shard=`.
+    """
     console = Console(highlight=False, soft_wrap=True, quiet=not job.leads)
     chip = _start_devices(config, job)
     check_offload(config.offload, jax.local_devices()[0])
@@ -53,7 +56,7 @@ def prepare(config: RunConfig, job: Job = ALONE) -> Run:
     for warning in corpus.warnings:
         console.print(f"[yellow]Corpus:[/] {warning}")
     model = _with_vocab_size(config.model, corpus)
-    plan = _choose_plan(config, model, chip, console)
+    plan = _choose_plan(config, model, chip, console, shard_if_possible)
     job.agree("plan", f"{meshes.shape_of(plan.mesh)} {describe_plan(plan)}")
     mesh = plan.mesh
     module = Transformer(model, plan, config.seq, _dtype(config.dtype), config.remat, config.offload)
@@ -128,12 +131,9 @@ def _keep_compiled(folder: str | None) -> None:
 
 
 def _choose_plan(
-    config: RunConfig, model: ModelConfig, chip: Chip | None, console: Console, shard_if_possible: bool = False
+    config: RunConfig, model: ModelConfig, chip: Chip | None, console: Console, shard_if_possible: bool
 ) -> ModelPlan:
-    """The plan on the mesh asked for, or on the best by the cost model (tune=compile: by schedules).
-
-    With `shard_if_possible`, a mesh without data-parallel copies ignores `shard=`.
-    """
+    """The plan on the mesh asked for, or on the best by the cost model (tune=compile: by schedules)."""
     if config.tune == "compile":
         config = _compile_candidates(config, model, console)
     microbatch, devices = config.batch // config.accumulate, jax.device_count()

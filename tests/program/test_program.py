@@ -47,7 +47,7 @@ def test_a_run_compiles_its_step_with_the_options_of_its_chip(tmp_path, monkeypa
 @pytest.mark.parametrize("chip", ["v5p", "v6e", "tpu7x"])
 def test_every_product_of_a_plan_is_lowered_as_its_chip_wants(chip):
     chip = chip_named(chip)
-    plan = make_plan(ParallelConfig(), MODEL, AbstractMesh((1, 2, 4), AXES), 16, 512, chip)
+    plan = make_plan(ParallelConfig(), MODEL, AbstractMesh((1, 1, 2, 4), AXES), 16, 512, chip)
     wanted = LoweringOptions(**chip.lowering)
     assert wanted != LoweringOptions()
     assert all(product.lowering == wanted for block, _ in plan.groups for product in block.products)

@@ -46,6 +46,8 @@ SUITE = [
     Case("2x2x2", MIXED, remat="full", shard="parameters"),
     Case("2x1x4", ParallelConfig("meshslice", slices="2"), accumulate=2, remat="dots", shard="parameters"),
     Case("4x2x1", ParallelConfig("fsdp"), accumulate=2, shard="gradients"),
+    Case("replica2-data2-col2", ParallelConfig("collective"), shard="parameters"),
+    Case("replica2-data2-row2", ParallelConfig("summa")),
 ]
 TOLERANCE = 1e-5  # float32 rounds at 6e-8; twenty updates amplify it
 # bfloat16 keeps 8 bits: an activation rounded after another order of sums differs by 2 ** -9 = 0.2 %. A loss
