@@ -24,6 +24,7 @@ ELSEWHERE = {
         "mesh=2x2x2",
         'parallel.layers="0:cannon 1:fsdp 1:mlp:wang"',
         "parallel=megatron",
+        "shard=parameters",
     ],
     "one device and microbatches": ["mesh=1x1", "parallel=gspmd", "accumulate=2", "remat=full"],
 }
