@@ -21,7 +21,7 @@ from mstrain.gemm.copies import AXIS, data_dim
 from mstrain.layers.parameter import Stored, is_stored, partition_specs
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import canonical_plan
-from mstrain.models.sharding import gather_all, sharded_box, to_shard
+from mstrain.models.sharding import gather_parameter, is_kernel, sharded_box, to_shard
 from mstrain.models.transformer import Transformer
 
 Path = tuple[str, ...]  # keys of a parameter in its tree
@@ -116,15 +116,16 @@ def compile_from_canonical(module: Transformer) -> None:
 
 
 def gather_parameters(module: Transformer, stored):
-    """Stored parameters as the model uses them: gathered over data-parallel copies, except those that are gathered
+    """Stored parameters as the model uses them: gathered over data-parallel copies, except kernels that are gathered
     layer by layer."""
     if module.plan.shard == "none":
         return stored
-    layers = {name: tree for name, tree in stored.items() if name.startswith("blocks_")}
-    layers = layers if module.plan.shard == "parameters" else {}
-    shardings = parameter_shardings(module)
-    rest = {name: tree for name, tree in stored.items() if name not in layers}
-    return layers | gather_all(rest, {name: shardings[name] for name in rest}, module.dtype)
+
+    def gathered(path, x, sharding):
+        later = module.plan.shard == "parameters" and path[0].key.startswith("blocks_") and is_kernel(path)
+        return x if later else gather_parameter(path, x, sharding, module.dtype)
+
+    return jax.tree_util.tree_map_with_path(gathered, stored, parameter_shardings(module))
 
 
 def gradient_shards(module: Transformer, gradients):

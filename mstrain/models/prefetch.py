@@ -1,4 +1,4 @@
-"""A scan over equal layers whose weights are sharded over data-parallel copies (`shard=parameters`).
+"""A scan over equal layers whose kernels are sharded over data-parallel copies (`shard=parameters`).
 
 Iteration i computes layer i with weights that iteration i - 1 gathered, and gathers those of layer i + 1. The backward
 scan does the same in reverse order and sums the weight gradients of layer i + 1, which iteration i + 1 left in the
@@ -26,11 +26,11 @@ from mstrain.gemm.copies import COPIES, data_dim, gathered_spec, sum_copies
 from mstrain.layers.parameter import is_stored
 from mstrain.models.plan import BlockPlan
 from mstrain.models.products import HALVES
-from mstrain.models.sharding import gather_all, sharded_box, to_shard
+from mstrain.models.sharding import gather_parameter, is_kernel, sharded_box, to_shard
 
 
 def scan_layers(block: nn.Module, plan: BlockPlan, params, x_TxD, windows, segments_T):
-    """x_TxD after the layers of `plan` with stacked, sharded parameters `params`.
+    """x_TxD after the layers of `plan` with stacked parameters `params`, of which only kernels are sharded over `data`.
 
     `block(x_TxD, window, segments_T)` is one layer without parent; `windows` has one element per layer.
     """
@@ -94,7 +94,9 @@ class _Layers:
     def gather(self, params, i, dtype):
         """The gathered parameters of layer `i`."""
         one = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, i, keepdims=False), params)
-        return gather_all(jax.tree.map(lax.with_sharding_constraint, one, self.shardings), self.shardings, dtype)
+        one = jax.tree.map(lax.with_sharding_constraint, one, self.shardings)
+        gathered = functools.partial(gather_parameter, dtype=dtype)
+        return jax.tree_util.tree_map_with_path(gathered, one, self.shardings)
 
     def sinks(self, weights):
         """Zeros for the gradient of every sharded kernel in every copy; none if JAX differentiates its product."""
@@ -144,10 +146,14 @@ class _Layers:
 
 
 def _layer_shardings(block: nn.Module, plan: BlockPlan, x, windows, segments):
-    """The shardings of the parameters of one layer."""
+    """The shardings of the parameters of one layer; those that are not kernels are gathered."""
     shapes = [None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, windows[0], segments)]
     boxes = jax.eval_shape(block.init, jax.random.key(0), *shapes)["params"]
-    return jax.tree.map(lambda b: NamedSharding(plan.mesh, sharded_box(b, plan.mesh).spec), boxes, is_leaf=is_stored)
+
+    def sharding(path, box):
+        return NamedSharding(plan.mesh, sharded_box(box, plan.mesh).spec if is_kernel(path) else box.spec)
+
+    return jax.tree_util.tree_map_with_path(sharding, boxes, is_leaf=is_stored)
 
 
 def _sum(partial, sharding: NamedSharding):

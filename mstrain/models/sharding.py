@@ -6,8 +6,8 @@ gradients are summed:
 
 * `optimizer` (ZeRO 1): weights are gathered once per step; gradients are summed by all_reduce.
 * `gradients` (ZeRO 2): gradients are summed by reduce_scatter as soon as a layer has them.
-* `parameters` (ZeRO 3): in addition, the weights of a layer are gathered while the layer before computes
-  (`mstrain.models.prefetch`).
+* `parameters` (ZeRO 3): in addition, the kernels of a layer are gathered while the layer before computes
+  (`mstrain.models.prefetch`). Norm scales and biases are small: one gather per step costs less than one per layer.
 
 Gathered kernels have the compute dtype. Weights, moments and accumulated gradients are float32 shards.
 """
@@ -56,13 +56,13 @@ def gather(x, sharding: NamedSharding, dtype):
     return local(x)
 
 
-def gather_all(params, shardings, dtype):
-    """`gather` of a tree: kernels in `dtype`, other parameters in float32."""
+def gather_parameter(path, x, sharding: NamedSharding, dtype):
+    """`gather` of the parameter at `path`: kernels in `dtype`, others in float32."""
+    return gather(x, sharding, dtype if is_kernel(path) else x.dtype)
 
-    def gathered(path, x, sharding):
-        return gather(x, sharding, dtype if path[-1].key == "kernel" else x.dtype)
 
-    return jax.tree_util.tree_map_with_path(gathered, params, shardings)
+def is_kernel(path) -> bool:
+    return path[-1].key == "kernel"
 
 
 def to_shard(gradient, sharding: NamedSharding):
