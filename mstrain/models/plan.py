@@ -201,9 +201,9 @@ class _Planner:
         head = self._head(self.parallel.algorithm)
         chosen = {(a, half) for names in algorithms for a, half in zip(names, HALVES, strict=True)}
         pairs = {key: self._pair(*key) for key in sorted(chosen)}
-        unit = self._sequence_unit(pairs, head) * self.mesh.shape["data"]
+        unit = self._sequence_unit(pairs, head) * shape_of(self.mesh).copies
         self._check_sequences(unit)
-        sequences = -(-self.microbatch // unit) * unit // self.mesh.shape["data"]
+        sequences = -(-self.microbatch // unit) * unit // shape_of(self.mesh).copies
         units = [n for pair in pairs.values() for n in (pair.into.units[0], pair.out.units[1])]
         width = Span(self.model.width).to_multiple(math.lcm(head.units[0], *units))
         blocks = {names: self._block(pairs, names, width, sequences) for names in sorted(set(algorithms))}
@@ -214,7 +214,7 @@ class _Planner:
     def tuned(self):
         """The tuner's choices for MeshSlice by product; empty without a known chip."""
         shape = (self.mesh.shape["row"], self.mesh.shape["col"])
-        sequences = -(-self.microbatch // (self.mesh.shape["data"] * shape[0])) * shape[0]
+        sequences = -(-self.microbatch // (shape_of(self.mesh).copies * shape[0])) * shape[0]
         return tune_products(self.model, self.parallel, shape, sequences * self.seq, self.chip, self.constants)
 
     def _head(self, algorithm: str) -> Plan:
