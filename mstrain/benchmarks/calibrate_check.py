@@ -7,6 +7,8 @@ calibration=FILE the steps alone are measured.
 import csv
 import dataclasses
 import itertools
+import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,8 +67,8 @@ def check(config: BenchmarkConfig, console: Console) -> int:
             probe, text = _step_probe(config, algorithm, keys, number)
             steps.append(probe)
             texts[probe.key] = text
-        probes = [] if given else compile_probes(mesh, config, status.update)
-        times = run_rounds(_spread(steps, probes), config.repeats, RUN_SECONDS, status.update)
+        probes = [] if given else compile_probes(mesh, config, math.inf, status.update)
+        times = run_rounds(_spread(steps, probes), config.repeats, time.monotonic() + RUN_SECONDS, status.update)
     calibration = given or calibration_of(probes, times, mesh, config)
     calibration.check_device((jax.devices()[0].device_kind,), config.calibration or FILE)
     folder = Path(config.run_dir)

@@ -27,6 +27,7 @@ from mstrain.program.program import Program
 UNROLLED = 4  # products and collectives in the body of a probe's loop; kernels, which would fuse, are one
 LOOP_KERNELS = 2  # that count and compare in every iteration
 ARGUMENTS = 64
+TOO_BUSY = "The machine is too busy to measure it in the time limit. Type the command again when fewer programs run."
 DISPATCH, ARGUMENT = "dispatch", "argument"
 EXPONENTIAL, REDUCTION, TRANSPOSE = "exponential", "reduction", "transpose"
 
@@ -180,24 +181,24 @@ class Times:
 
 
 def run_rounds(
-    probes: Sequence[Probe], rounds: int, seconds: float, progress: Callable[[str], None] = lambda text: None
+    probes: Sequence[Probe], rounds: int, end: float, progress: Callable[[str], None] = lambda text: None
 ) -> Times:
     """Runs every probe once a round; the first round is a warm-up and is not used.
 
-    Stops after `seconds`, but not before two rounds have been used.
+    Stops when time.monotonic() is `end`. Raises ValueError if not even one round has been used by then.
     """
     cores = os.cpu_count() if jax.devices()[0].platform == "cpu" else None
     counted, wall = ({probe.key: [] for probe in probes} for _ in range(2))
-    begun = time.monotonic()
-    for number in range(rounds + 1):
-        if number > 2 and time.monotonic() - begun > seconds:
+    for number, probe in itertools.product(range(rounds + 1), probes):
+        if time.monotonic() > end:
+            if number < 2:
+                raise ValueError(TOO_BUSY)
             break
         progress(f"Round {number} of {rounds}")
-        for probe in probes:
-            begin, processor = time.perf_counter(), time.process_time()
-            jax.block_until_ready(probe.run())
-            took, used = time.perf_counter() - begin, time.process_time() - processor
-            if number:
-                wall[probe.key].append(took)
-                counted[probe.key].append(used / cores if cores else took)
+        begin, processor = time.perf_counter(), time.process_time()
+        jax.block_until_ready(probe.run())
+        took, used = time.perf_counter() - begin, time.process_time() - processor
+        if number:
+            wall[probe.key].append(took)
+            counted[probe.key].append(used / cores if cores else took)
     return Times(*({key: statistics.median(times) for key, times in each.items()} for each in (counted, wall)))
