@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from mstrain.compiler.compile import DoesNotFit, compile_program
 from mstrain.compiler.schedule import predict
 from mstrain.compiler.topology import Target, make_target
-from mstrain.gemm import ALGORITHMS
+from mstrain.gemm import ALGORITHMS, grid_of
 from mstrain.hardware import compiler_options
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import make_plan
@@ -98,7 +98,7 @@ def trial_program(algorithm: str, target: Target, layers: int = 0) -> Program:
     """A training step of `layers` layers, or one layer for 0; half a sequence per device, for FSDP a whole one."""
     model, devices, dtype = load_preset(MODEL), target.mesh.size, jnp.dtype("bfloat16")
     model = dataclasses.replace(model, layers=layers or 1)
-    batch = devices if algorithm == "fsdp" else devices // 2
+    batch = max(devices // 2, grid_of(algorithm, target.mesh).num_rows)
     plan = make_plan(ParallelConfig(algorithm), model, target.mesh, batch, SEQ, target.tpu_slice.chip)
     if not layers:
         return layer_program(model, plan.groups[0][0], batch * SEQ, SEQ, dtype)

@@ -9,6 +9,7 @@ from pathlib import Path
 from mstrain.checks import one_of
 
 LATEST_UNFUSED = 2022  # FlashAttention is of that year; the large GPU systems adopted it after
+FRAMEWORKS = {"gspmd": "jax", "fsdp": "torch"}  # of runs on GPUs, by the stated algorithm
 WORDS = {  # of a published run's texts -> its style, the first that occurs
     "transformer_shmap": "shmap",
     "maxtext": "maxtext",
@@ -77,8 +78,8 @@ def infer_style(platform: str, algorithm: str, text: str, remat: str) -> Executi
             return style_named(style)
     if platform == "tpu":
         return style_named("maxtext")
-    if algorithm in ("gspmd", "fsdp"):
-        return style_named("jax" if algorithm == "gspmd" else "torch")
+    if algorithm in FRAMEWORKS:
+        return style_named(FRAMEWORKS[algorithm])
     years = [int(year) for year in re.findall(r"(?<!\d)(20[12]\d)(?!\d)", text)]
     if "flash" in text or (min(years, default=LATEST_UNFUSED + 1) > LATEST_UNFUSED and remat != "selective"):
         return style_named("megatron")
