@@ -31,6 +31,10 @@ def run(arguments: list[str]) -> int:
         from mstrain.benchmarks.collectives import measure_links
 
         return measure_links(config, console)
+    if config.bench == "data":
+        from mstrain.benchmarks.data import measure_data
+
+        return measure_data(config, console)
     if config.bench == "calibrate":
         from mstrain.benchmarks.calibrate import calibrate
         from mstrain.benchmarks.calibrate_check import check

@@ -20,7 +20,7 @@ from mstrain.program.dtype import DTYPES
 from mstrain.training.answers import answer
 from mstrain.training.config import TUNE
 
-BENCHES = ("step", "layer", "gemm", "nongemm", "collectives", "calibrate", "tune")
+BENCHES = ("step", "layer", "gemm", "nongemm", "collectives", "calibrate", "data", "tune")
 PRODUCTS = tuple(p.name for p in projections(ModelConfig()))
 # The names that train.py has for the same choices.
 SYNONYMS = {
@@ -37,6 +37,8 @@ IDLE = {
                     "accumulate", "shard", "target", "emulate", "dump"),
     "calibrate": ("models", "layers", "algorithms", "slices", "dataflow", "batch", "seq", "remat", "accumulate",
                   "shard", "target", "emulate", "dump", "warmup"),
+    "data": ("models", "layers", "algorithms", "meshes", "slices", "dataflow", "dtype", "remat", "accumulate", "shard",
+             "target", "emulate", "dump", "warmup"),
     "tune": ("algorithms", "shard", "emulate", "dump", "repeats", "warmup"),
 }  # fmt: skip
 
@@ -58,7 +60,8 @@ class BenchmarkConfig:
     bench: str = "step"
     """What is compared: `step` (forward, backward, update), `layer` or `gemm` (forward, backward), `nongemm` (a
     layer without its products), `collectives` (measure links and fit them), `calibrate` (measure products, memory,
-    launches and links into one file for calibration=) or `tune` (the tuner explains its choice)."""
+    launches and links into one file for calibration=), `data` (reading and making token files) or `tune` (the tuner
+    explains its choice)."""
     models: str = "tiny"
     """Presets of the zoo, separated by spaces."""
     layers: int | None = None

@@ -63,7 +63,7 @@ class Corpus:
     def vocab_size(self) -> int:
         return self.train.vocab_size
 
-    def batches(self, side: str, seq: int, batch: int, seed: int = 0, pack: str = "auto"):
+    def batches(self, side: str, seq: int, batch: int, seed: int = 0, pack: str = "auto") -> Any:
         """Batches of `train` or `validation`. `auto` packs conversations as segments and concatenates the rest."""
         if self.parts:
             each = [part.batches(side, seq, batch, seed, pack) for part in self.parts]

@@ -97,37 +97,37 @@ class HuggingFaceTokenizer:
         inner.no_truncation()  # a tokenizer.json may carry its model's length limit
         inner.no_padding()
         inner.encode_special_tokens = True
-        self._inner, self.revision, self.settings = inner, revision, settings or {}
+        self.library, self.revision, self.settings = inner, revision, settings or {}
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1  # ids may have holes
         self.bos, self.eod = _marks(self)
         self.digest = text_digest("hf", inner.to_str())
 
     def token_id(self, token: str) -> int | None:
-        return self._inner.token_to_id(token)
+        return self.library.token_to_id(token)
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self.library.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def encode_spans(self, text: str, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
-        self._inner.encode_special_tokens = False
+        self.library.encode_special_tokens = False
         try:
-            encoding = self._inner.encode(text, add_special_tokens=False)
+            encoding = self.library.encode(text, add_special_tokens=False)
         finally:
-            self._inner.encode_special_tokens = True
+            self.library.encode_special_tokens = True
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         # A word's token may begin with the space before it, which belongs to the question.
         return np.array(encoding.ids, np.int64), _inside(np.maximum(offsets[:, 1] - 1, offsets[:, 0]), spans)
 
     def decode(self, ids: np.ndarray) -> str:
-        return self._inner.decode([int(token) for token in ids], skip_special_tokens=True)
+        return self.library.decode([int(token) for token in ids], skip_special_tokens=True)
 
     def save(self, folder: Path) -> Path:
         path = folder / TOKENIZER_FILE
-        self._inner.save(str(path))
+        self.library.save(str(path))
         _save_settings(self, folder)
         return path
 
@@ -143,23 +143,23 @@ class SentencePieceTokenizer:
                 "a SentencePiece model needs the package sentencepiece: pip install sentencepiece"
             ) from None
         self._model = path.read_bytes()
-        self._inner = sentencepiece.SentencePieceProcessor(model_proto=self._model)
+        self.library = sentencepiece.SentencePieceProcessor(model_proto=self._model)
         self.revision, self.settings = revision, settings or {}
-        self.vocab_size = self._inner.vocab_size()
+        self.vocab_size = self.library.vocab_size()
         self.bos, self.eod = _marks(self)
-        if self.eod is None and self._inner.eos_id() >= 0:
-            self.eod = self._inner.eos_id()
+        if self.eod is None and self.library.eos_id() >= 0:
+            self.eod = self.library.eos_id()
         self.digest = text_digest("sentencepiece", self._model.hex())
 
     def token_id(self, token: str) -> int | None:
-        found = self._inner.piece_to_id(token)
-        return found if self._inner.id_to_piece(found) == token else None
+        found = self.library.piece_to_id(token)
+        return found if self.library.id_to_piece(found) == token else None
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self._inner.encode(text), np.int64)
+        return np.array(self.library.encode(text), np.int64)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        return [np.array(ids, np.int64) for ids in self._inner.encode(texts)]
+        return [np.array(ids, np.int64) for ids in self.library.encode(texts)]
 
     def encode_spans(self, text: str, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(
@@ -167,7 +167,7 @@ class SentencePieceTokenizer:
         )
 
     def decode(self, ids: np.ndarray) -> str:
-        return self._inner.decode([int(token) for token in ids])
+        return self.library.decode([int(token) for token in ids])
 
     def save(self, folder: Path) -> Path:
         path = folder / SENTENCEPIECE_FILE

@@ -27,7 +27,7 @@ CHAT = [
 def hub_folder(tmp_path_factory):
     """A tokenizer's folder as the Hub has it."""
     folder = tmp_path_factory.mktemp("hub")
-    inner = train_bpe([TEXT], 300)._inner
+    inner = train_bpe([TEXT], 300).library
     inner.add_special_tokens(["<s>", "<|im_start|>", "<|im_end|>"])
     inner.save(str(folder / "tokenizer.json"))
     config = {
