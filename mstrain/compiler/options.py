@@ -56,6 +56,7 @@ GROUPS = {
         "xla_tpu_enable_multi_compute_overlap_in_layer_scheduler": False,
         "xla_tpu_scheduler_percent_shared_memory_limit": 150,
     },
+    "gathers stay gathers": {"xla_tpu_prefer_async_allgather_to_allreduce": True},
     "latency multipliers": {
         "xla_tpu_sparse_core_all_gather_latency_multiplier": 1,
         "xla_tpu_sparse_core_reduce_scatter_latency_multiplier": 3,
