@@ -107,7 +107,7 @@ def build_module(config: RunConfig, job: Job = ALONE) -> tuple[Transformer, Toke
     name = tokenizer_of(config, past)
     trained = Path(config.run_dir) / TOKENIZER_FILE  # a bpe is trained on the corpus and kept in run_dir
     tokenizer = load_tokenizer(str(trained) if name == "bpe" else name) if config.data.has_tokenizer(name) else None
-    plan = _choose_plan(config, config.model, chip, console, shard_if_possible=True)
+    plan = _choose_plan(config, config.model, chip, console, shard_if_possible=True, all_devices=False)
     return Transformer(config.model, plan, config.seq, _dtype(config.dtype), config.remat), tokenizer, chip, console
 
 
@@ -131,9 +131,13 @@ def _keep_compiled(folder: str | None) -> None:
 
 
 def _choose_plan(
-    config: RunConfig, model: ModelConfig, chip: Chip | None, console: Console, shard_if_possible: bool
-) -> ModelPlan:
-    """The plan on the mesh asked for, or on the best by the cost model (tune=compile: by schedules)."""
+    config: RunConfig, model: ModelConfig, chip: Chip | None, console: Console, shard_if_possible: bool,
+    all_devices: bool = True,
+) -> ModelPlan:  # fmt: skip
+    """The plan on the mesh asked for, or on the best by the cost model (tune=compile: by schedules).
+
+    Devices beyond a mesh become data-parallel copies; without `all_devices` those of a single process stay idle.
+    """
     if config.tune == "compile":
         config = _compile_candidates(config, model, console)
     microbatch, devices = config.batch // config.accumulate, jax.device_count()
@@ -143,7 +147,9 @@ def _choose_plan(
         return make_plan(config.parallel, model, meshes.make_mesh(shape), microbatch, config.seq, chip, shard=shard)
 
     if config.mesh != "auto":
-        return plan_on(meshes.fit_to_devices(meshes.parse_mesh(config.mesh), devices))
+        shape = meshes.parse_mesh(config.mesh)
+        exact = not all_devices and jax.process_count() == 1
+        return plan_on(shape if exact else meshes.fit_to_devices(shape, devices))
     if devices == 1 or jax.devices()[0].platform == "cpu":
         return plan_on(meshes.fit_to_devices(meshes.EMULATED if devices > 1 else meshes.MeshShape(), devices))
     if chip is None:

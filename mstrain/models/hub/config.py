@@ -34,9 +34,10 @@ class _Reader:
     def get(self, key: str, kind: type, default: Any = None) -> Any:
         """A value of type `kind` or None. Raises ValueError for another type."""
         value = self.config.get(key, self.family.defaults.get(key, default))
-        is_number = kind is float and type(value) in (int, float)
-        if value is None or type(value) is kind or is_number:
-            return float(value) if is_number else value
+        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if value is None or type(value) is kind:
+            return value
         raise ValueError(f"{key}={value!r} is not of type {kind.__name__}")
 
 

@@ -1,6 +1,5 @@
 """A Hugging Face folder: config.json and safetensors files, checked by their headers before a value is read."""
 
-import math
 import os
 import shutil
 from pathlib import Path
@@ -176,9 +175,9 @@ class _Tensor:
 
     def read_into(self, out: np.ndarray, index: tuple[slice, ...]) -> None:
         """Fills `out` with the part `index`, a few rows at a time."""
-        rows, first = max(1, CHUNK // (4 * math.prod(out.shape[1:]))), index[0].start
-        for start in range(0, out.shape[0], rows):
-            stop = min(start + rows, out.shape[0])
+        rows, first = max(1, CHUNK * len(out) // out.nbytes), index[0].start
+        for start in range(0, len(out), rows):
+            stop = min(start + rows, len(out))
             out[start:stop] = self.read((slice(first + start, first + stop), *index[1:]))
 
 
