@@ -50,8 +50,8 @@ def prepare(config: RunConfig, job: Job = ALONE, shard_if_possible: bool = False
     chip = _start_devices(config, job)
     check_offload(config.offload, jax.local_devices()[0])
     check_calibration(config)
-    past = check(config, job)
-    corpus = _corpus(config, tokenizer_of(config, past), job, console)
+    previous = check(config, job)
+    corpus = _corpus(config, tokenizer_of(config, previous), job, console)
     job.agree("corpus", corpus.digest)
     for warning in corpus.warnings:
         console.print(f"[yellow]Corpus:[/] {warning}")
@@ -66,7 +66,7 @@ def prepare(config: RunConfig, job: Job = ALONE, shard_if_possible: bool = False
     )
     optimizer = make_optimizer(config.optimizer, config.steps)
     run = Run(config, corpus, module, optimizer, feed, validation_feed, chip, console, job)
-    check_resolved(run, past)
+    check_resolved(run, previous)
     return run
 
 
@@ -103,8 +103,8 @@ def build_module(config: RunConfig, job: Job = ALONE) -> tuple[Transformer, Toke
     """(model on its mesh, tokenizer, chip, console) of a recorded run, whose data need not be here."""
     console = Console(highlight=False, soft_wrap=True, quiet=not job.leads)
     chip = _start_devices(config, job)
-    past = check(config, job)
-    name = tokenizer_of(config, past)
+    previous = check(config, job)
+    name = tokenizer_of(config, previous)
     trained = Path(config.run_dir) / TOKENIZER_FILE  # a bpe is trained on the corpus and kept in run_dir
     tokenizer = load_tokenizer(str(trained) if name == "bpe" else name) if config.data.has_tokenizer(name) else None
     plan = _choose_plan(config, config.model, chip, console, shard_if_possible=True, all_devices=False)

@@ -48,31 +48,30 @@ def check(config: RunConfig, job: Job) -> PreviousAttempts:
 
     Raises ValueError when the configuration is that of another run and `allow=` does not name the difference.
     """
-    past, allowed = inspect_run_dir(Path(config.run_dir), job), _allowed(config)
-    now = _planned(config, past)
-    if past.checkpoints or (
-        past.progress_files and config.checkpoint.local_dir
-    ):  # the hosts may have newer local checkpoints
-        _compare(config.run_dir, past.record, now, allowed)
-        return past
-    past.refuse_loss(config.run_dir, allowed)
+    previous, allowed = inspect_run_dir(Path(config.run_dir), job), _allowed(config)
+    now = _planned(config, previous)
+    # The hosts may have newer local checkpoints.
+    if previous.checkpoints or (previous.progress_files and config.checkpoint.local_dir):
+        _compare(config.run_dir, previous.record, now, allowed)
+        return previous
+    previous.refuse_loss(config.run_dir, allowed)
     if config.init_from:
         _check_source(config, inspect_run_dir(Path(config.init_from), job), now)
     if config.init:
         Folder(config.init).check()
-        _check_tokenizer(config, past)
-    return past
+        _check_tokenizer(config, previous)
+    return previous
 
 
-def check_resolved(run: Run, past: PreviousAttempts) -> None:
+def check_resolved(run: Run, previous: PreviousAttempts) -> None:
     """Compares all of the run, its data included, with the record; prints every difference that is allowed."""
     config, now, allowed = run.config, record.record_of(run), _allowed(run.config)
-    if not past.checkpoints:
+    if not previous.checkpoints:
         if config.init_from:
             _check_source(config, inspect_run_dir(Path(config.init_from), run.job), now)
         return
-    _compare(config.run_dir, past.record, now, allowed)
-    found = differences(past.record, now, record.DEFAULTS) if past.record else []
+    _compare(config.run_dir, previous.record, now, allowed)
+    found = differences(previous.record, now, record.DEFAULTS) if previous.record else []
     for difference in found:
         run.console.print(f"[yellow]Resume:[/] {escape(str(difference))}")
     used = {name for difference in found for name in difference.covered_by}
@@ -80,10 +79,10 @@ def check_resolved(run: Run, past: PreviousAttempts) -> None:
         run.console.print(f"[yellow]Resume:[/] allow={name} has no effect: the record of the run has this value.")
 
 
-def tokenizer_of(config: RunConfig, past: PreviousAttempts) -> str:
+def tokenizer_of(config: RunConfig, previous: PreviousAttempts) -> str:
     """The tokenizer= to load: the copy in run_dir if the run's own file is not on this machine."""
     copy = tokenizer_file(Path(config.run_dir))
-    same = past.record is not None and past.record.config.get("tokenizer") == config.tokenizer
+    same = previous.record is not None and previous.record.config.get("tokenizer") == config.tokenizer
     built_in = config.tokenizer in ("bytes", "bpe") or config.data.source == "synthetic"
     present = Path(config.tokenizer).expanduser().exists()
     return str(copy) if same and not built_in and not present and copy else config.tokenizer
@@ -140,16 +139,16 @@ def _announce_local(run: Run, local: LocalCheckpoints, state: State, step: int, 
     return state, step
 
 
-def _give_up_progress(run: Run, past: PreviousAttempts, only: str | None = None) -> None:
+def _give_up_progress(run: Run, previous: PreviousAttempts, only: str | None = None) -> None:
     """Moves the files of earlier attempts away before a start at step 0, if `allow=` permits it.
 
     With `only`, does so only if that file is present: without damaged checkpoints, the run was killed at step 0.
     """
-    if past.progress_files and (only is None or only in past.progress_files):
-        past.refuse_loss(run.config.run_dir, _allowed(run.config))
+    if previous.progress_files and (only is None or only in previous.progress_files):
+        previous.refuse_loss(run.config.run_dir, _allowed(run.config))
         if run.job.leads:
             place = set_aside(Path(run.config.run_dir))
-            run.console.print(f"[yellow]Start:[/] the files of {past.steps} lost steps are now in {place}.")
+            run.console.print(f"[yellow]Start:[/] the files of {previous.steps} lost steps are now in {place}.")
 
 
 def facts(run: Run) -> dict:
@@ -179,14 +178,14 @@ def _allowed(config: RunConfig) -> set[str]:
     return parse_allow(config.allow, record.DEFAULTS)
 
 
-def _planned(config: RunConfig, past: PreviousAttempts) -> Record:
+def _planned(config: RunConfig, previous: PreviousAttempts) -> Record:
     """The part of the record that is known before the corpus is read."""
     dtype = record.dtype_name(dtype_on(jax.devices()[0].platform, config.dtype))
     mesh = config.mesh if config.mesh == "auto" else str(parse_mesh(config.mesh))
     keys = recorded_keys(dataclasses.replace(config, dtype=dtype, mesh=mesh))
     known = {key: value for key, value in keys.items() if value != "auto"}
     text = config.data.has_tokenizer(config.tokenizer) and config.tokenizer != "bpe"  # a bpe is trained on the corpus
-    tokenizer = load_tokenizer(tokenizer_of(config, past)).digest if text else None
+    tokenizer = load_tokenizer(tokenizer_of(config, previous)).digest if text else None
     return Record(known, {"tokenizer": tokenizer})
 
 
@@ -223,7 +222,7 @@ def _check_source(config: RunConfig, source: PreviousAttempts, now: Record) -> N
         raise ValueError(message)
 
 
-def _check_tokenizer(config: RunConfig, past: PreviousAttempts) -> None:
+def _check_tokenizer(config: RunConfig, previous: PreviousAttempts) -> None:
     """Raises ValueError, before the corpus is tokenized, for a tokenizer that is not that of the model's folder or has
     more tokens than the model.
     """
@@ -236,7 +235,7 @@ def _check_tokenizer(config: RunConfig, past: PreviousAttempts) -> None:
                 f"tokenizer=bpe is new, and the model of init={config.init} has {file}. Remove tokenizer=."
             )
         return
-    own, size = load_tokenizer(tokenizer_of(config, past)), config.model.known_vocab_size
+    own, size = load_tokenizer(tokenizer_of(config, previous)), config.model.known_vocab_size
     if own.vocab_size > size:
         raise ValueError(
             f"tokenizer={config.tokenizer} has {own.vocab_size} tokens, and the model of init={config.init} has "

@@ -146,11 +146,11 @@ def test_progress_without_a_checkpoint_is_a_loss_that_must_be_named(sign, tmp_pa
     else:
         text = json.dumps(record.to_json(BEFORE)) if sign == record.RUN else '{"step": 7}\n'
         (tmp_path / sign).write_text(text)
-    past, steps = inspect_run_dir(tmp_path, ALONE), 7 if sign in (*BY_STEP, "damaged") else 0
-    assert past.progress_files == [sign] and past.steps == steps
+    previous, steps = inspect_run_dir(tmp_path, ALONE), 7 if sign in (*BY_STEP, "damaged") else 0
+    assert previous.progress_files == [sign] and previous.steps == steps
     with pytest.raises(ValueError, match=f"{sign}.*allow=lost_steps:{steps} to start"):
-        past.refuse_loss("r", {"lost_steps:6"} if steps else set())
-    past.refuse_loss("r", {f"lost_steps:{steps + 1}"})
+        previous.refuse_loss("r", {"lost_steps:6"} if steps else set())
+    previous.refuse_loss("r", {f"lost_steps:{steps + 1}"})
 
 
 def test_files_that_no_run_wrote_show_no_progress(tmp_path):
