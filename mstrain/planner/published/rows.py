@@ -4,6 +4,7 @@ The file is an object with `rows`. A row has `name`, `source`, `model`, `cluster
 and `measured`, and may have a `note`. Its names of model fields are those of papers; they are mapped here.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass
 
@@ -69,23 +70,34 @@ def read_rows(path: str) -> list[PublishedRow]:
 
 def _row(fields: Fields) -> PublishedRow:
     name, source = fields.text("name"), fields.text("source", "")
-    model, pod, stated = _model(fields.object("model"), name), _pod(fields.object("cluster")), fields.object("plan")
+    with _located(fields.where, "model: "):
+        model = _model(fields.object("model"), name)
+    with _located(fields.where, "cluster: "):
+        pod = _pod(fields.object("cluster"))
+    stated = fields.object("plan")
     texts = " ".join((name, source, fields.text("note", "")))
     batch, seq, dtype = fields.whole("batch"), fields.whole("seq"), fields.text("dtype", "bf16")
     dtype = ALIKE.get(dtype, dtype)
-    try:
+    with _located(fields.where):
         one_of("dtype", dtype, DTYPES)
         plan, search = _plan(stated, batch)
         style = _style(stated, pod, texts)
         request = PlanRequest(model, pod, (RING,), batch, seq, dtype, memory_margin=RESERVED, stated_style=style)
         _check(request, plan)
-    except ValueError as error:
-        text = str(error)
-        raise ValueError(text if text.startswith(fields.where) else f"{fields.where}: {text}") from None
     if pod.chip.peak(dtype) is None:
         raise fields.error("dtype", f"is {dtype}, of which the table of chips has no peak for {pod.chip.name}.")
     tokens, mfu = _measured(fields.object("measured"), batch * seq / pod.devices)
     return PublishedRow(name, source, request, plan, search, "execution" not in stated.values, tokens, mfu)
+
+
+@contextlib.contextmanager
+def _located(where: str, part: str = ""):
+    """Puts the row, and what of it, before messages that do not name it."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(text if text.startswith(where) else f"{where}: {part}{text}") from None
 
 
 def _check(request: PlanRequest, plan: PodPlan) -> None:
@@ -116,44 +128,36 @@ def _measured(fields: Fields, tokens: float) -> tuple[float | None, float | None
 def _model(fields: Fields, name: str) -> ModelConfig:
     heads, width = fields.whole("heads"), fields.whole("width")
     gated = fields.truth("gated", False)
-    try:
-        return ModelConfig(
-            name=name,
-            layers=fields.whole("layers"),
-            width=width,
-            heads=heads,
-            num_kv_heads=fields.whole("kv_heads", heads),
-            head_dim=fields.whole("head_width", max(1, width // heads)),
-            mlp_dim=fields.whole("mlp_width", 4 * width),
-            vocab_size=fields.whole("vocabulary"),
-            gated=gated,
-            tied=fields.truth("tied", True),
-            position=fields.text("position", "learned"),
-            parallel_block=fields.truth("parallel_block", False),
-            bias="none" if gated else "all",
-            norm="rmsnorm" if gated else "layernorm",
-        )
-    except ValueError as error:
-        text = str(error)
-        raise ValueError(text if text.startswith(fields.where) else f"{fields.where}: model: {text}") from None
+    return ModelConfig(
+        name=name,
+        layers=fields.whole("layers"),
+        width=width,
+        heads=heads,
+        num_kv_heads=fields.whole("kv_heads", heads),
+        head_dim=fields.whole("head_width", max(1, width // heads)),
+        mlp_dim=fields.whole("mlp_width", 4 * width),
+        vocab_size=fields.whole("vocabulary"),
+        gated=gated,
+        tied=fields.truth("tied", True),
+        position=fields.text("position", "learned"),
+        parallel_block=fields.truth("parallel_block", False),
+        bias="none" if gated else "all",
+        norm="rmsnorm" if gated else "layernorm",
+    )
 
 
 def _pod(fields: Fields) -> Pod:
     device, devices = fields.text("device"), fields.whole("devices")
     per_node = fields.whole("devices_per_node") if "devices_per_node" in fields.values else None
     network = fields.number("node_gbytes_per_s", None)
-    try:
-        if chip := gpu_named(device):
-            return gpu_pod(chip, devices, per_node, network * 1e9 if network else None)
-        chip = all_chips().get(device.lower())
-        if chip is None or chip.tpu_slices is None:
-            names = [name for name, each in all_chips().items() if each.platform != "cpu"]
-            raise ValueError(f"device {kind(device)} is unknown. Known: {', '.join(names)}.")
-        slices = fields.whole("slices", 1) if "slices" in fields.values else None
-        return _tpu(chip, devices, slices, fields.text("topology", ""))
-    except ValueError as error:
-        text = str(error)
-        raise ValueError(text if text.startswith(fields.where) else f"{fields.where}: cluster: {text}") from None
+    if chip := gpu_named(device):
+        return gpu_pod(chip, devices, per_node, network * 1e9 if network else None)
+    chip = all_chips().get(device.lower())
+    if chip is None or chip.tpu_slices is None:
+        names = [name for name, each in all_chips().items() if each.platform != "cpu"]
+        raise ValueError(f"device {kind(device)} is unknown. Known: {', '.join(names)}.")
+    slices = fields.whole("slices", 1) if "slices" in fields.values else None
+    return _tpu(chip, devices, slices, fields.text("topology", ""))
 
 
 def _tpu(chip: Chip, devices: int, slices: int | None, topology: str) -> Pod:
