@@ -154,8 +154,8 @@ class Heads:
 
     @property
     def waste(self) -> float:
-        """Padded share of the projected features."""
-        return waste(sum(s.size for s in self.segments), sum(s.stored for s in self.segments))
+        """Padded share of the features of queries, or of keys if it is larger there."""
+        return max(waste(span.size, span.stored) for span in self.segments)
 
 
 def waste(used: int, stored: int) -> float:

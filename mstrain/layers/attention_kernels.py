@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+SAVED = "attention"  # name of the result for `remat=`
 CUDNN_WIDEST_HEAD = 128  # of its backward pass, on all GPU generations
 
 
@@ -39,10 +40,10 @@ def attend(q, k, v, config: AttentionConfig, slopes_N, window, platform: str = "
     kernel = _attend_xla
     if _flash_fits(q, config):
         if platform == "tpu":
-            kernel = _attend_splash
+            return _attend_splash(q, k, v, slopes_N, window, segments_BxT, config=config)
         elif platform in ("gpu", "cuda") and q.shape[3] <= CUDNN_WIDEST_HEAD and not config.soft_cap:
             kernel = _attend_cudnn if segments_BxT is None else _attend_xla
-    return checkpoint_name(kernel(q, k, v, slopes_N, window, segments_BxT, config=config), "attention")
+    return checkpoint_name(kernel(q, k, v, slopes_N, window, segments_BxT, config=config), SAVED)
 
 
 def _flash_fits(q, config: AttentionConfig) -> bool:
@@ -90,8 +91,9 @@ def _attend_splash(q, k, v, slopes_N, window, segments_BxT, *, config: Attention
     )  # fmt: skip
     mask = masks.MultiHeadMask([masks.CausalMask((seq, seq))] * queries)
     kernel = splash.make_splash_mha(
-        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, attn_logits_soft_cap=config.soft_cap
-    )
+        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, attn_logits_soft_cap=config.soft_cap,
+        residual_checkpoint_name=SAVED,  # with the sums of its softmax, without which the backward pass runs it again
+    )  # fmt: skip
     q, k, v = (x.swapaxes(1, 2) for x in (q * config.scale, k, v))
     segments = None if segments_BxT is None else splash.SegmentIds(segments_BxT, segments_BxT)
     y = jax.vmap(kernel)(q, k, v, segments)

@@ -36,8 +36,8 @@ def saved_names(remat: str) -> tuple[str, ...] | None:
 
 
 def offloaded_names(offload: str | None) -> tuple[str, ...]:
-    """Names in `offload`; raises ValueError, with the names there are, for others."""
-    return _names("offload", offload, (*NAMES, MOMENTS), ()) if offload else ()
+    """Names in `offload`, none for None; raises ValueError, with the names there are, for others."""
+    return () if offload is None else _names("offload", offload, (*NAMES, MOMENTS), ())
 
 
 def check_remat(remat: str, offload: str | None) -> None:
@@ -86,13 +86,15 @@ def kept_features(model: ModelConfig, remat: str, offload: str | None = None) ->
         "attention-in": heads + 2 * keys, "attention": heads, "mlp-in": model.mlp_dim * (2 if model.gated else 1),
     }  # fmt: skip
     kept = {"layer-input", *(saved_names(remat) or ())} - set(offloaded_names(offload))
+    if not model.post_norm:  # what is only added to the residual stream is not needed again
+        kept -= {"mlp-out", *(["attention-out"] if model.parallel_block else [])}
     return sum(widths[name] for name in kept)
 
 
 def _names(key: str, text: str, known: tuple[str, ...], alone: tuple[str, ...]) -> tuple[str, ...]:
     """The names in `text`; `alone` are the values that are no list."""
     names = tuple(filter(None, re.split(r"[\s,+]+", text)))
-    for name in (name for name in names if name not in known):
+    for name in (name for name in names or (text,) if name not in known):
         near = difflib.get_close_matches(name, (*known, *(alone if name == text else ())), 1)
         hint = f"Did you mean {key}={text.replace(name, near[0])}? " if near else ""
         values = f"{', '.join(alone)}, or " if alone else ""

@@ -17,8 +17,8 @@ def layout(total, left, *words):
         ("mesh=4x1x1 batch=12", 4, 3, "3 hosts, mesh=data3-row1-col1 accumulate=2"),  # 3 sequences a device -> 2
         ("mesh=4x2x2 batch=24", 4, 3, "3 hosts, mesh=data3-row2-col2 accumulate=2"),
         ("mesh=4x2x2 batch=48 accumulate=3", 4, 2, "2 hosts, mesh=data2-row2-col2 accumulate=6"),
-        ("mesh=4x1x1 batch=16", 4, 3, "2 hosts, mesh=data2-row1-col1 accumulate=2"),  # 16 does not divide by 3
-        ("mesh=2x4 batch=16", 4, 3, "2 hosts, mesh=row2-col2 accumulate=2"),  # neither heads nor sequences by 3
+        ("mesh=4x1x1 batch=16", 4, 3, "3 hosts, mesh=data3-row1-col1 accumulate=2"),  # a sequence is padding
+        ("mesh=2x4 batch=16", 4, 3, "3 hosts, mesh=row2-col3 accumulate=2"),  # a head is padding
         ("mesh=2x2x2 batch=16", 4, 2, "2 hosts, mesh=row2-col2 accumulate=2"),
         ("mesh=1x8 batch=16", 2, 1, "1 host, mesh=row1-col4 accumulate=2"),
         ("mesh=4x1x2 batch=24", 4, 4, "4 hosts, mesh=data4-row1-col2 accumulate=1"),
