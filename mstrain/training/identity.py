@@ -171,12 +171,13 @@ def _automatic(key: str, config: dict[str, Any]) -> Any:
 
 
 def _without_effect(key: str, before: Record, now: Record) -> bool:
-    """Whether a change of `steps` does not change the schedule: a constant rate after the same warm-up."""
+    """Whether a change of `steps` does not change the schedule: a rate that does not depend on it after the warm-up."""
     if key != "steps":
         return False
     if not all(isinstance(record.config.get("steps"), int) for record in (before, now)):
         return False
-    warmup, constant = now.config.get("optimizer.warmup"), now.config.get("optimizer.final_fraction") == 1
+    warmup, schedule = now.config.get("optimizer.warmup"), now.config.get("optimizer.schedule", "cosine")
+    constant = schedule in ("constant", "inverse_sqrt") or now.config.get("optimizer.final_fraction") == 1
     return constant and all(warmup < record.config["steps"] for record in (before, now))
 
 

@@ -64,6 +64,7 @@ def saved(tmp_path_factory):
         ("4x2x2", {"shard": "optimizer"}),
         ("1x1", {"algorithm": "gspmd"}),
         ("2x4", {"layers": "1:fsdp"}),
+        ("3x2", {"algorithm": "collective", "dataflow": "ls"}),  # padded in every dim, as 2x4 is not
     ],
 )
 def test_weights_moments_and_counters_arrive_bit_for_bit(mesh, parallel, saved):

@@ -24,6 +24,35 @@ def test_the_schedule_at_its_corners():
     assert float(rate(20)) == pytest.approx(0.002)
 
 
+@pytest.mark.parametrize(
+    "schedule, rates",
+    [
+        ("linear", {4: 0.01, 12: 0.006, 20: 0.002}),
+        ("constant", {4: 0.01, 20: 0.01}),
+        ("inverse_sqrt", {4: 0.01, 12: 0.01 / 2**0.5 / 1.5**0.5, 20: 0.01 / 5**0.5}),
+        ("wsd", {4: 0.01, 16: 0.01, 18: 0.006, 20: 0.002}),
+    ],
+)
+def test_other_schedules_share_the_warmup(schedule, rates):
+    rate = learning_rate(dataclasses.replace(CONFIG, schedule=schedule, decay_share=0.2), 20)
+    assert float(rate(0)) == pytest.approx(0.002) and float(rate(2)) == pytest.approx(0.006)
+    assert {step: float(rate(step)) for step in rates} == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_moments_in_bf16_change_an_update_by_their_rounding_only(name):
+    params = {"kernel": jnp.ones((4, 4))}
+    gradient = {"kernel": jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), jnp.float32)}
+    updates = []
+    for moments in ("f32", "bf16"):
+        optimizer = make_optimizer(dataclasses.replace(CONFIG, name=name, moments=moments), 20)
+        state = optimizer.init(params)
+        assert {x.dtype for x in jax.tree.leaves(state) if x.ndim} <= {jnp.dtype("float32"), jnp.dtype("bfloat16")}
+        assert sum(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(state)) == (moments == "bf16")
+        updates.append(optimizer.update(gradient, state, params)[0]["kernel"])
+    np.testing.assert_allclose(*updates, rtol=2**-7)
+
+
 def test_schedules_of_short_runs_and_without_warmup():
     assert float(learning_rate(dataclasses.replace(CONFIG, warmup=0), 10)(0)) == pytest.approx(0.01)
     for steps in (1, 2, 3):
@@ -92,6 +121,7 @@ def test_both_moments_are_found_as_parameter_trees_and_counters_are_not():
     [
         ({"learning_rate": 0}, "optimizer.learning_rate=0 must be above 0"),
         ({"warmup": -1}, "Type 0 for none"),
+        ({"schedule": "cosin"}, "Did you mean optimizer.schedule=cosine"),
         ({"b2": 1.5}, "optimizer.b2=1.5 must lie between 0 and 1"),
     ],
 )
