@@ -1,9 +1,11 @@
 """Weights, gradients and moments sharded over data-parallel copies."""
 
 import dataclasses
+import functools
 import math
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import pytest
 
@@ -46,16 +48,52 @@ def test_every_copy_holds_its_share_of_weights_and_moments(model):
     assert (replicated > 0) == (model == ODD)
 
 
+@functools.cache
+def traced(remat: str):
+    """The jaxpr of the gradients of a sharded module, and the shapes of its stacked parameters."""
+    module = module_on("2x2x2", "parameters", remat=remat)
+    params = parameter_shapes(module)
+    batch = Batch(jax.ShapeDtypeStruct((1, 16, 9), jnp.int32))  # 128 tokens: no activation has the shape of a kernel
+    jaxpr = jax.make_jaxpr(lambda params, batch: gradients(module, params, batch))(params, batch).jaxpr
+    return jaxpr, [leaf.shape for leaf in jax.tree.leaves(params["blocks_0"])]
+
+
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_no_gathered_weight_is_saved_for_the_backward_pass(remat):
     """Gathered kernels are bfloat16, shards and gradients float32; a scan would return those that it saves."""
-    module = module_on("2x2x2", "parameters", remat=remat)
-    kernels = {leaf.shape for leaf in jax.tree.leaves(parameter_shapes(module)["blocks_0"]) if leaf.ndim == 3}
-    batch = Batch(jax.ShapeDtypeStruct((1, 16, 9), jnp.int32))  # 128 tokens: no activation has the shape of a kernel
-    traced = jax.make_jaxpr(lambda params, batch: gradients(module, params, batch))(parameter_shapes(module), batch)
-    saved = [(out.aval.shape, out.aval.dtype) for scan in scans(traced.jaxpr) for out in scan.outvars]
+    jaxpr, shapes = traced(remat)
+    kernels = {shape for shape in shapes if len(shape) == 3}
+    saved = [(out.aval.shape, out.aval.dtype) for scan in scans(jaxpr) for out in scan.outvars]
     assert len(kernels) == 3 and kernels <= {shape for shape, _ in saved}  # their gradients
     assert not [shape for shape, dtype in saved if shape in kernels and dtype == jnp.bfloat16]
+
+
+def test_gathers_and_sums_do_not_wait_for_the_layer_of_their_iteration():
+    """Weights for the next iteration do not depend on activations, nor sums of gradients on gradients of activations:
+    the first value in the carry of the scans over layers."""
+    jaxpr, shapes = traced("full")
+    kernels = [len(shape) == 3 for shape in shapes]
+    forward, backward = (scan for scan in scans(jaxpr) if scan.params["num_carry"] > len(shapes))
+    for scan in (forward, backward):
+        body, consts = scan.params["jaxpr"].jaxpr, scan.params["num_consts"]
+        after = depending(body, body.invars[consts])
+        carried = [out in after for out in body.outvars[: scan.params["num_carry"]]]
+        activations, weights, rest = carried[0], carried[1 : 1 + len(shapes)], carried[1 + len(shapes) :]
+        assert activations and not any(weights)
+        if scan is backward:
+            partial, sums = rest[: sum(kernels)], rest[sum(kernels) :]
+            assert (
+                all(partial) and [waits for waits, kernel in zip(sums, kernels, strict=True) if kernel] == [False] * 4
+            )
+
+
+def depending(jaxpr, variable) -> set:
+    """The variables of a jaxpr that depend on one of them."""
+    found = {variable}
+    for eqn in jaxpr.eqns:
+        if any(isinstance(x, jax.extend.core.Var) and x in found for x in eqn.invars):
+            found |= set(eqn.outvars)
+    return found
 
 
 def scans(jaxpr):
