@@ -111,7 +111,8 @@ def _sliced(block: BlockPlan, counts: dict[str, int], model: ModelConfig, sequen
                 f"slice count. Type {counts[into]} for both."
             )
         pairs.append(PlanPair(plans[into], plans[out]))
-    return BlockPlan(*pairs, block.sizes)
+    attention, mlp = pairs
+    return BlockPlan(attention, mlp, block.sizes)
 
 
 def describe(block: BlockPlan) -> str:

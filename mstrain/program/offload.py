@@ -8,7 +8,7 @@ from mstrain.models.transformer import Transformer
 HOST = "pinned_host"  # JAX's name of host memory that a device can address
 
 
-def check_offload(offload: str | None, device: jax.Device) -> None:
+def check_offload(offload: str | None, device) -> None:
     """Raises ValueError if something is offloaded and `device` cannot address host memory."""
     kinds = {memory.kind for memory in device.addressable_memories()}
     if offload and HOST not in kinds:
