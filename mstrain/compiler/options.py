@@ -70,7 +70,7 @@ GROUPS = {
 }
 # The compiler partitions the products of gspmd only; others have the same schedule with and without these.
 _PARTITIONED = ("no collective matmul", "windowed einsum, all", "windowed einsum, none")
-ONLY = dict.fromkeys(_PARTITIONED, ("gspmd",))
+ONLY: dict[str, tuple[str, ...]] = dict.fromkeys(_PARTITIONED, ("gspmd",))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,13 +128,13 @@ def search(attempt: Callable[[tuple[str, ...]], Trial], names: tuple[str, ...]) 
     yield best, best.seconds is not None
     for name in names if best.seconds is not None else ():
         trial = attempt((*best.groups, name))
-        kept = trial.seconds is not None and trial.seconds < GAIN * best.seconds
+        kept = trial.seconds is not None and best.seconds is not None and trial.seconds < GAIN * best.seconds
         yield trial, kept
         best = trial if kept else best
 
 
 def groups_of(algorithm: str) -> tuple[str, ...]:
-    return tuple(name for name in GROUPS if algorithm in ONLY.get(name, (algorithm,)))
+    return tuple(name for name in GROUPS if name not in ONLY or algorithm in ONLY[name])
 
 
 def write_rows(search: dict[str, str], trials: list[tuple[Trial, bool]], table: Path = TABLE) -> None:
@@ -182,7 +182,7 @@ def _search_one(target: Target, algorithm: str, chosen: argparse.Namespace) -> N
         name = " ".join((target.tpu_slice.name, algorithm, part, *groups))
         return compile_trial(groups, dataclasses.replace(program, name=name), target, chosen.vmem, chosen.dump)
 
-    columns = dict(zip(SEARCH, (target.tpu_slice.name, algorithm, part, str(chosen.vmem)), strict=True))
+    columns: dict[str, str] = dict(zip(SEARCH, (target.tpu_slice.name, algorithm, part, str(chosen.vmem)), strict=True))
     trials = []
     for trial, kept in search(attempt, groups_of(algorithm)):
         print(f"{target.tpu_slice.name} {algorithm} {' + '.join(trial.groups) or 'chip'}: {trial}", flush=True)

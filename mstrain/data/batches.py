@@ -42,6 +42,11 @@ class Batches:
         self._chunk = functools.lru_cache(maxsize=64)(self._order)
 
     @property
+    def origin(self) -> str:
+        """The token files, for messages."""
+        return str(self.file.path)
+
+    @property
     def batches_per_epoch(self) -> int:
         """Steps that together repeat no window; 1 when even the first batch must repeat some."""
         return max(1, self.num_windows // self.batch_size)

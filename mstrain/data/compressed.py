@@ -38,7 +38,7 @@ def decompressed(raw: BinaryIO, where: str) -> Iterator[BinaryIO]:
         ) from None
 
 
-def _zstandard(file: io.BufferedReader) -> BinaryIO:
+def _zstandard(file: BinaryIO) -> BinaryIO:
     import pyarrow
 
     return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"), buffer_size=1 << 20)

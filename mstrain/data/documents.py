@@ -60,12 +60,20 @@ class Skips:
 class Source(Protocol):
     """A corpus of text that can be read several times in the same order."""
 
-    unit: str
-    """What is counted when something is skipped: files, lines or rows."""
-    fraction: float | None
-    """The part of the source that `documents` has read so far; None when it is not known."""
-    revision: str | None
-    """Commit on the Hugging Face Hub; None for what does not come from there."""
+    @property
+    def unit(self) -> str:
+        """What is counted when something is skipped: files, lines or rows."""
+        ...
+
+    @property
+    def fraction(self) -> float | None:
+        """The part of the source that `documents` has read so far; None when it is not known."""
+        ...
+
+    @property
+    def revision(self) -> str | None:
+        """Commit on the Hugging Face Hub; None for what does not come from there."""
+        ...
 
     def fingerprint(self, cache: Path) -> str:
         """Hash of names and contents; `cache` (data.cache_dir) remembers the digests of files that do not change."""

@@ -38,8 +38,8 @@ class Files:
         """The path of a file as messages show it."""
         return printable(self.path(name) if self.remote is None else self.remote.unstrip_protocol(self.path(name)))
 
-    def raw(self, name: str) -> BinaryIO:
-        """The bytes of a file as they are stored. Raises OSError when it cannot be opened."""
+    def raw(self, name: str) -> Any:
+        """The bytes of a file as they are stored, a binary file. Raises OSError when it cannot be opened."""
         return open(self.path(name), "rb") if self.remote is None else self.remote.open(self.path(name), "rb")
 
     @contextlib.contextmanager
@@ -63,7 +63,8 @@ class Files:
         if self.remote is not None:
             return text_digest(*self.names, *map(self._remote_digest, self.names))
         root = Path(self.root)
-        digests = FileDigests(cache, (root if len(self.names) > 1 else root / self.names[0]) / self.part)
+        first, *more = self.names
+        digests = FileDigests(cache, (root if more else root / first) / self.part)
         found = [self._remembered(digests, name) for name in self.names]
         digests.save()
         return text_digest(*self.names, *found)

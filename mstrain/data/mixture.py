@@ -34,7 +34,7 @@ class MixedBatches:
     def __init__(self, parts: Sequence[Batches], weights: Sequence[float], seed: int):
         first = parts[0]
         self._parts, self.seq, self.batch_size = list(parts), first.seq, first.batch_size
-        self._seed = seed
+        self.seed = seed
         wanted = np.array(weights) * _PERIOD
         counts = np.maximum(np.floor(wanted).astype(int), 1)
         counts[np.argsort(counts - wanted)[: max(_PERIOD - counts.sum(), 0)]] += 1  # the largest remainders
@@ -42,6 +42,11 @@ class MixedBatches:
         self._counts = counts
         self._choice = np.repeat(np.arange(len(counts)), counts)
         self.parts = Batch(*(next((x for x in options if x), None) for options in zip(*(b.parts for b in parts))))
+
+    @property
+    def origin(self) -> str:
+        """The token files, for messages."""
+        return " and ".join(part.origin for part in self._parts)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -56,7 +61,7 @@ class MixedBatches:
         periods, places = np.divmod(numbers, _PERIOD)
         for period in set(periods.tolist()):
             here = periods == period
-            places[here] = permute(places[here], _PERIOD, self._seed, period)
+            places[here] = permute(places[here], _PERIOD, self.seed, period)
         chosen = self._choice[places]
         first = np.cumsum(self._counts) - self._counts
         samples = periods * self._counts[chosen] + places - first[chosen]

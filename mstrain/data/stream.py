@@ -46,13 +46,18 @@ class StreamedBatches:
 
     def __init__(self, stream: Stream, seq: int, batch: int, seed: int, pack: str):
         self.seq, self.batch_size = seq, batch
-        self._stream, self._seed, self._pack = stream, seed, pack
+        self._stream, self.seed, self._pack = stream, seed, pack
         name = text_digest(stream.digest, f"{stream.window} {seq} {seed} {pack}")
         self._place = stream.cache / "streams" / f"{name}.json"
         self._rows: list[int] = _read(self._place)
         self._open: dict[int, tuple[Any, Batches]] = {}
         self._next: dict[int, Future] = {}
         self.parts = self._batches(0).parts
+
+    @property
+    def origin(self) -> str:
+        """The token files, for messages."""
+        return f"windows of {self._stream.window} files in {self._stream.cache}"
 
     @property
     def batches_per_epoch(self) -> int:
@@ -90,9 +95,9 @@ class StreamedBatches:
         return self._open[number][1]
 
     def _make(self, number: int) -> tuple[Any, Batches]:
-        corpus = self._stream.corpus(self._seed, number)
+        corpus = self._stream.corpus(self.seed, number)
         corpus.verification.wait()
-        seed = int(np.random.SeedSequence([self._seed, number]).generate_state(1)[0])
+        seed = int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0])
         return corpus, corpus.batches("train", self.seq, self.batch_size, seed, self._pack)
 
     def _prefetch(self, number: int) -> None:

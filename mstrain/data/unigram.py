@@ -13,7 +13,7 @@ def unigram_nats_per_token(file: Any) -> float:
     """Entropy of the file's own token frequencies, nats per token: the minimum loss of unigram models."""
     if isinstance(file, MixedTokens):
         parts = zip(file.weights, file.files, strict=True)
-        share = sum(weight * _shares(part, file.vocab_size) for weight, part in parts)
+        share = np.sum([weight * _shares(part, file.vocab_size) for weight, part in parts], axis=0)
     else:
         share = _shares(file, file.vocab_size)
     share = share[share > 0]

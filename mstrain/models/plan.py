@@ -250,8 +250,10 @@ class _Planner:
         sizes = Sizes(width, Span(m.mlp_dim).to_multiple(unit), heads)
         self._check_waste(sizes, names)
         products = block_products(m, sizes)
-        plans = [self._sliced_pair(pairs[key], products, key[1], sequences) for key in zip(names, HALVES, strict=True)]
-        return BlockPlan(*plans, sizes)
+        first, second = (
+            self._sliced_pair(pairs[key], products, key[1], sequences) for key in zip(names, HALVES, strict=True)
+        )
+        return BlockPlan(first, second, sizes)
 
     def _sliced_pair(self, pair: PlanPair, products, half: str, sequences: int) -> PlanPair:
         first, last = (product for product in products if product.half == half)

@@ -5,6 +5,7 @@ not depend on algorithms. Consecutive layers with equal plans are one scan, so c
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -169,7 +170,8 @@ class Transformer(nn.Module):
     def loss(self, tokens_T, targets_T, segments_T=None):
         """Negative log-likelihood of every target in nats, float32 [T]."""
         x_TxD, targets = self._features(tokens_T, segments_T), self._whole_sequences(targets_T)
-        return cross_entropy(x_TxD, self._head_kernel(), targets, self._logits_head())[: len(targets_T)]
+        losses: jax.Array = cross_entropy(x_TxD, self._head_kernel(), targets, self._logits_head())
+        return losses[: len(targets_T)]
 
     def _positions(self, segments_T):
         if segments_T is None:
@@ -189,7 +191,7 @@ class Transformer(nn.Module):
         model = self.model
         return jnp.array([model.window if local else GLOBAL for local in model.is_local], jnp.int32)
 
-    def _layers(self, blocks, plan: BlockPlan, x_TxD, windows, segments_T):
+    def _layers(self, blocks: Any, plan: BlockPlan, x_TxD, windows, segments_T):
         if self.plan.shard != "parameters" or self.is_initializing():
             return blocks(x_TxD, windows, segments_T)[0]
         block, params = self._block()(self.model, plan, self.seq, parent=None), self.variables["params"][blocks.name]
@@ -201,9 +203,10 @@ class Transformer(nn.Module):
         return nn.remat(Block, policy=policy, prevent_cse=False) if policy else Block
 
     def _scan(self, plan: BlockPlan, count: int):
+        per_layer: Any = (0, nn.broadcast)  # windows have a dim of layers, segments have none
         scanned = nn.scan(
             self._block(), variable_axes={"params": 0}, split_rngs={"params": True}, length=count, metadata_params={},
-            in_axes=(0, nn.broadcast),
+            in_axes=per_layer,
         )  # fmt: skip
         return scanned(self.model, plan, self.seq)
 

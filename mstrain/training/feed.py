@@ -4,16 +4,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from mstrain.data import Batch, Batches
-from mstrain.data.mixture import MixedBatches
-from mstrain.data.stream import StreamedBatches
+from mstrain.data import AnyBatches, Batch
 from mstrain.program.step import abstract_batch
 
 
 class Feed:
     """Returns the Batch (tokens [A, B, T + 1]: A microbatches of B sequences) of any step from 0 on."""
 
-    def __init__(self, batches: Batches | MixedBatches | StreamedBatches, mesh: Mesh, accumulate: int):
+    def __init__(self, batches: AnyBatches, mesh: Mesh, accumulate: int):
         self.batches = batches
         self.abstract = abstract_batch(mesh, batches.batch_size, batches.seq, accumulate, batches.parts)
         self._numbers = np.arange(batches.batch_size).reshape(accumulate, -1)

@@ -114,10 +114,10 @@ class Guard:
     def _log_bad_step(self, step: int, reason: str) -> None:
         batch, batches = self.order(step - 1), self.order.batches
         self._console.print(
-            f"[yellow]Step {step}:[/] {reason}. It used batch {batch} of seed {batches.seed} in {batches.file.path}."
+            f"[yellow]Step {step}:[/] {reason}. It used batch {batch} of seed {batches.seed} in {batches.origin}."
         )
         if self._log:
-            place = {"batch": batch, "seed": batches.seed, "file": str(batches.file.path)}
+            place = {"batch": batch, "seed": batches.seed, "file": batches.origin}
             self._log.append({"step": step, **place, "reason": reason})
 
     def _check_limits(self, step: int) -> None:

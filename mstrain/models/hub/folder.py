@@ -171,7 +171,7 @@ class _Tensor:
         """The part `index` in the tensor's own dtype."""
         # Opened for every read: a mapping that stays open counts as memory of this process for all pages it has read.
         with safe_open(self.file, "np") as file:
-            return file.get_slice(self.name)[index if len(index) > 1 else index[0]]
+            return file.get_slice(self.name)[index]
 
     def read_into(self, out: np.ndarray, index: tuple[slice, ...]) -> None:
         """Fills `out` with the part `index`, a few rows at a time."""
