@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
+from mstrain.data import DataConfig, prepare
 from mstrain.job.job import ALONE
 from mstrain.program import step as step_module
 from mstrain.program.step import init_state
@@ -119,6 +120,20 @@ def test_spikes_count_only_when_asked_for(feed):
         shown = console.export_text()
         assert shown.count("is a spike over") == expected
         assert ("Step 16: the loss 9.0000 is a spike" in shown) == bool(expected)
+
+
+@pytest.mark.parametrize("sources", [{"mixture": "{0}/a.txt:2 {0}/b.txt:1"}, {"path": "{0}", "window": 1}])
+def test_a_bad_step_names_the_files_of_a_mixture_and_of_a_window(tmp_path, sources):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 500)
+    found = {key: value.format(tmp_path) if isinstance(value, str) else value for key, value in sources.items()}
+    held_out = {"validation": str(tmp_path / "c.txt")} if "window" in sources else {}
+    config = DataConfig("text", cache_dir=str(tmp_path / "cache"), **found, **held_out)
+    watch, console = guard(prepare(config, seed=3).batches("train", 8, 4, seed=3))
+    watch(1, {"loss": np.nan, "grad_norm": 1.0, "skipped": 1.0})
+    shown = " ".join(console.export_text().split())
+    assert f"batch 0 of seed 3 in {watch.order.batches.origin}." in shown
+    assert str(tmp_path / "cache") in watch.order.batches.origin
 
 
 def verdict(batches, bad, restarts=(), **config):
