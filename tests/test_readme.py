@@ -1,5 +1,6 @@
 """The README keeps its word: what it tells people to type is accepted, and what it points at exists."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -17,7 +18,12 @@ TYPED = [code for code in CODE if re.match(r"[a-z_.]+=\S", code) and code != "mo
 
 
 @pytest.mark.parametrize("code", TYPED)
-def test_what_the_tables_say_to_type_is_accepted(code):
+def test_what_the_tables_say_to_type_is_accepted(code, tmp_path, monkeypatch):
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
+    (tmp_path / "FOLDER").mkdir()
+    (tmp_path / "FOLDER" / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    (tmp_path / "FOLDER" / "tokenizer.json").touch()
+    monkeypatch.chdir(tmp_path)
     load_config(shlex.split(code))
 
 
