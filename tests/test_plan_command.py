@@ -340,7 +340,8 @@ def test_the_optimal_search_out_of_time_says_what_it_knows(mixed, tmp_path, caps
 
 def test_the_winner_is_simulated_into_a_trace_and_pictures(tmp_path, capsys):
     keys = [key for key in POD if not key.startswith("simulate")]
-    assert command(*keys, "pipeline=2", f"run_dir={tmp_path}") == 0
+    simulated = ("pipeline=2", "schedule=1f1b", "shard=none", "context=1", "remat=none")
+    assert command(*keys, *simulated, f"run_dir={tmp_path}") == 0
     printed = capsys.readouterr().out
     assert "Simulated" in printed and "train.py has no pipeline" in printed
     trace = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]

@@ -34,11 +34,12 @@ def step_work(case: Case, config: BenchmarkConfig, plan: ModelPlan, dtype: jnp.d
     module = Transformer(case.model, plan, config.seq, dtype, config.remat)
     optimizer = make_optimizer(OptimizerConfig().for_width(case.model.width), steps=1000)
     program = step_program(module, optimizer, case.batch, case.accumulate)
-    _, tokens = program.arguments
+    _, batch = program.arguments
+    tokens = batch.tokens
 
     def start():
         ids = jax.random.randint(jax.random.key(config.seed), tokens.shape, 0, case.model.known_vocab_size, jnp.int32)
-        return init_state(module, optimizer, config.seed), jax.device_put(ids, tokens.sharding)
+        return init_state(module, optimizer, config.seed), batch._replace(tokens=jax.device_put(ids, tokens.sharding))
 
     count = case.batch * config.seq
     return Work(

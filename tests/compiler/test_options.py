@@ -35,7 +35,7 @@ def test_groups_that_only_gspmd_reads_are_tried_for_it_alone():
     assert set(groups_of("gspmd")) == set(GROUPS) > set(ONLY)
 
 
-def test_a_search_replaces_its_own_rows(tmp_path):
+def test_a_search_replaces_its_own_rows(tpu_compiler, tmp_path):
     table = tmp_path / "options.csv"
     layer, step = (dict(zip(SEARCH, ("v6e-32", "fsdp", part, "16384"), strict=True)) for part in ("layer", "step"))
     write_rows(layer, [(Trial((), 2.0, 1.0, 3.0, 0.5, 1), True)], table)

@@ -69,7 +69,7 @@ def test_variance_in_one_pass_would_fail_where_ours_holds():
 )
 def test_sharded_values_and_gradients_equal_flax(kind, ours, theirs):
     mesh, layout = mesh_of("2x4"), Layout(("data", "row"), ("col",))
-    norm = Norm(rule(kind, "2x4", layout), **ours)
+    norm = Norm(rule(kind, "2x4", layout, width=64), **ours)
     rng = np.random.default_rng(2)
     x, g = (jnp.asarray(rng.standard_normal((16, 64)), jnp.float32) for _ in range(2))
     scale, bias = (jnp.asarray(1 + rng.standard_normal(64) / 4, jnp.float32) for _ in range(2))

@@ -16,7 +16,7 @@ MESHES = ("1x1", "2x4", "1x8", "2x2x2", "4x2x2", "16x1x1")
 class File:
     """A token file in memory."""
 
-    path, vocab_size = "memory", 1000
+    path, vocab_size, marks, eod = "memory", 1000, None, None
 
     def __init__(self, num_tokens=700):
         self.tokens = np.arange(num_tokens, dtype=np.uint16)
