@@ -137,7 +137,7 @@ class SentencePieceTokenizer:
 
     def __init__(self, path: Path, revision: str | None = None, settings: dict[str, Any] | None = None):
         try:
-            import sentencepiece
+            import sentencepiece  # pyright: ignore[reportMissingImports]  an extra of its own
         except ImportError:
             raise ValueError(
                 "a SentencePiece model needs the package sentencepiece: pip install sentencepiece"
