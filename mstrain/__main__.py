@@ -9,7 +9,7 @@ from mstrain.commands import COMMANDS, command_named
 
 
 def main() -> None:
-    """Runs the command that the first word names; exits with 2 when there is no such command."""
+    """Runs the command that the first word names; exits with 2 for an unknown command."""
     name, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("--help", [])
     if name in COMMANDS:
         run_command(command_named(name), arguments)
@@ -23,7 +23,7 @@ def main() -> None:
         sys.exit(0)
     near = difflib.get_close_matches(name, COMMANDS, 1)
     hint = f"Did you mean {near[0]}?" if near else f"Commands: {', '.join(COMMANDS)}."
-    print(f"mstrain: There is no command {name!r}. {hint}", file=sys.stderr)
+    print(f"mstrain: Unknown command {name!r}. {hint}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -1,8 +1,9 @@
 """The device mesh: named axes, each with a size, as in `data2-row4-col8`; short forms are `RxC` and `DxRxC`.
 
 `row` and `col` are the two tensor-parallel axes of a MeshSlice product; `data` is the data-parallel axis. `replica` is
-the data-parallel axis over several TPU slices: sums over it are of shards, after those over `data`. A new axis is a
-field of `MeshShape`; the functions here loop over the fields.
+the data-parallel axis over several TPU slices: sums over it are of shards, after those over `data`. `stage` is the axis
+of a pipeline. `context` splits every sequence; its devices hold the same weights. A new axis is a field of `MeshShape`;
+the functions here loop over the fields.
 `parse_mesh` does not initialize devices; `make_mesh` uses the devices present.
 """
 
@@ -32,13 +33,15 @@ class MeshShape:
     """Number of devices along each mesh axis, outermost first."""
 
     replica: int = dataclasses.field(default=1, kw_only=True)
+    stage: int = dataclasses.field(default=1, kw_only=True)
     data: int = 1
+    context: int = dataclasses.field(default=1, kw_only=True)
     row: int = 1
     col: int = 1
 
     @property
     def copies(self) -> int:
-        """Data-parallel copies."""
+        """Data-parallel copies, which have different sequences."""
         return self.replica * self.data
 
     @property
@@ -60,7 +63,7 @@ class MeshShape:
 
 
 AXES = tuple(field.name for field in dataclasses.fields(MeshShape))
-PLANNED = ("stage", "expert", "context")  # reserved names of axes that the trainer does not support
+PLANNED = ("expert",)  # reserved names of axes that the trainer does not support
 EMULATED = MeshShape(row=2, col=4)  # mesh=auto on a CPU
 
 

@@ -2,16 +2,11 @@
 
 import os
 
+from tests.quick import QUICK_FLAGS
+
 os.environ["JAX_PLATFORMS"] = "cpu"  # JAX reads it when its backends are made
-# Compiling is most of a test's time; these save half of it and change nothing that a test is about. Processes that
-# tests start inherit them.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_backend_optimization_level=0",
-        "--xla_llvm_disable_expensive_passes=true",
-    ]
-)
+# Before JAX makes its backends; processes that tests start inherit it.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}"
 
 import jax
 import pytest

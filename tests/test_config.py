@@ -58,8 +58,14 @@ MISTAKES = {
     "mesh too large": (["mesh=8x16"], ["128 devices and 16 are present", "Type mesh=row4-col4"]),
     "mesh leaves devices idle": (["mesh=3x3"], ["9 of 16 devices", "Type mesh=row4-col4"]),
     "mesh of an axis to come": (
-        ["mesh=data2-stage4-row2-col1"], ["does not support axis stage", "data, row and col axes"],
+        ["mesh=data2-expert4-row2-col1"], ["does not support axis expert", "stage, data, context, row and col axes"],
     ),
+    "stages without layers": (["mesh=stage4-row1-col2"], ["model.layers=2", "4 stages", "up to 2 stages"]),
+    "stages without microbatches": (
+        ["mesh=stage2-row1-col2", "pipeline.schedule=interleaved", "model.layers=4", "accumulate=3", "batch=6"],
+        ["accumulate=3", "Type accumulate=2 or accumulate=4"],
+    ),
+    "schedule without stages": (["mesh=2x4", "pipeline.schedule=gpipe"], ["pipeline.schedule=gpipe has no effect"]),
     "layers": (["parallel.layers=0:mlp"], ["Unknown algorithm 'mlp'", "Choose one of meshslice"]),
     "layers unreadable": (["parallel.layers=all"], ["cannot read 'all'", "parallel.layers=\"0-3:megatron"]),
     "layers outside": (["parallel.layers=1-7:fsdp"], ["'1-7:fsdp'", "outside 0-1"]),
@@ -67,8 +73,17 @@ MISTAKES = {
     "heads on columns": (["model.heads=2", "mesh=2x4"], ["model.heads=2", "4 columns", "[1, 2]"]),
     "num_kv_heads in heads": (["model.num_kv_heads=3"], ["model.num_kv_heads=3", "Choose one of [1, 2, 4, 8]"]),
     "features": (["model.mlp_dim=5", "mesh=2x4"], ["model.mlp_dim=5", "38% would be padding", "Choose another mesh="]),
-    "batch on copies": (["batch=5", "mesh=2x2x4"], ["5 sequences", "row2-col4", "multiple of 4"]),
-    "batch on rows": (["batch=4", "mesh=8x2"], ["4 sequences", "row8-col2", "multiple of 8"]),
+    "batch on copies": (
+        ["batch=5", "mesh=2x2x4", "parallel.rows=sequences"], ["5 sequences", "row2-col4", "multiple of 4"],
+    ),
+    "batch on rows": (
+        ["batch=4", "mesh=8x2", "parallel.rows=sequences"], ["4 sequences", "row8-col2", "multiple of 8"],
+    ),
+    "chunks of sequences": (
+        ["mesh=context4-row2-col2", "seq=20"], ["8 chunks", "Type seq=16, or axis context of size 1"],
+    ),
+    "exchange of whole sequences": (["mesh=4x4", "parallel.context=ring"], ["no effect", "parallel.rows=context"]),
+    "rows of megatron": (["mesh=4x4", "parallel=megatron", "parallel.rows=context"], ["one row", "mesh=context2"]),
     "accumulate": (["batch=16", "accumulate=5"], ["accumulate=5", "Type accumulate=4"]),
     "square": (["parallel=cannon", "mesh=2x8"], ["square mesh", "2x8", "parallel=collective"]),
     "slice count": (["parallel.slices=5", "mesh=2x2x4"], ["slice count 5", "Type parallel.slices=2 or 4"]),
@@ -196,7 +211,8 @@ FOREIGN = {
     "block_size=64": "Type seq=64.",
     "max_steps=5": "Type steps=5.",
     "per_device_batch_size=4": "batch=N",
-    "wandb=true": "metrics.jsonl",
+    "wandb=true": "Type wandb=PROJECT",
+    "report_to=wandb": "Type wandb=PROJECT",
     "resume=true": "resumed without a key",
     "steps=1e4": "Type steps=10000.",
     "mesh=2,4": "Type mesh=2x4",
@@ -300,7 +316,7 @@ def test_a_signal_to_a_sweep_stops_its_run_and_the_sweep(tmp_path):
 
 @pytest.mark.parametrize("words, code, shown", [
     (["--version"], 0, "mstrain "), (["train", "--version"], 0, "mstrain "), ([], 0, "benchmark"),
-    (["trian"], 2, "Did you mean train?"), (["train", "--bar"], 2, "no option --bar"),
+    (["trian"], 2, "Did you mean train?"), (["train", "--bar"], 2, "Unknown option --bar"),
 ])  # fmt: skip
 def test_the_module_runs_the_commands(words, code, shown, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["mstrain", *words])

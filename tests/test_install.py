@@ -282,7 +282,7 @@ def test_ci_fails_with_the_reason(tmp_path, old, new, message):
 
 def test_the_package_states_its_extras_its_command_and_its_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {"tpu", "cuda12", "cuda13", "plan", "dev"} <= set(project["optional-dependencies"])
+    assert {"tpu", "cuda12", "cuda13", "plan", "docs", "wandb", "dev"} <= set(project["optional-dependencies"])
     module, _, function = project["scripts"]["mstrain"].partition(":")
     assert callable(getattr(importlib.import_module(module), function))
     assert re.fullmatch(r"\d+\.\d+\.\d+", mstrain.__version__)

@@ -1,5 +1,6 @@
-"""mstrain as a library: products of ordinary arrays on a mesh."""
+"""mstrain as a library: products and layers of ordinary arrays on a mesh, a training loop of one's own."""
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -7,11 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import mstrain
+from mstrain.compiler import missing_compiler
 from mstrain.gemm import ALGORITHMS
+from tests.models import hub_models
 
+ROOT = Path(__file__).parent.parent
 CASES = [
     ("meshslice", "os", "2x4", 2), ("meshslice", "ls", "4x2", 3), ("meshslice", "ls", "2x2x2", None),
     ("collective", "ls", "2x4", None), ("wang", "os", "4x2", None), ("cannon", "os", "2x2", None),
@@ -56,8 +63,109 @@ def test_linear_says_what_is_not_legal(changes, message):
         mstrain.linear(**arguments)
 
 
-def test_the_page_multiplies_as_it_says():
-    page = (Path(__file__).parent.parent / "docs" / "howto" / "library.md").read_text()
+@pytest.mark.parametrize("kind, inside", [(AxisType.Auto, True), (AxisType.Explicit, True), (AxisType.Explicit, False)])
+def test_linear_takes_arrays_of_a_mesh_of_jax(kind, inside):
+    """With automatic or explicit axes, as `jax.make_mesh` makes them, in `jax.set_mesh` or not."""
+    mesh = jax.make_mesh((2, 4), ("row", "col"), axis_types=(kind,) * 2, devices=jax.devices()[:8])
+    x, w = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(2, 4, 8), (8, 12)]))
+    x_placed, w_placed = (jax.device_put(a, NamedSharding(mesh, P("row"))) for a in (x, w))
+    with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
+        y, pull = jax.vjp(lambda x, w: mstrain.linear(x, w, mesh, slices=2), x_placed, w_placed)
+        dx, dw = pull(y)
+    np.testing.assert_allclose(y, x @ w, atol=1e-5)
+    np.testing.assert_allclose(dx, (x @ w) @ w.T, atol=1e-4)
+    np.testing.assert_allclose(dw, jnp.einsum("bti,bto->io", x, x @ w), atol=1e-4)
+
+
+def losses(dense, x):
+    """A function of parameters: a loss of two layers of `dense(features)`."""
+    model = nn.Sequential([dense(24), nn.gelu, dense(10)])
+    return model, lambda params: jnp.sum(jnp.sin(model.apply(params, x)))
+
+
+@pytest.mark.parametrize(
+    "shape, options",
+    [
+        ((3, 5, 16), {"slices": 2}),  # the order in which a weight is stored differs from the canonical one
+        ((2, 3, 5, 7), {"dataflow": "ls"}),
+        ((16,), {"algorithm": "megatron", "use_bias": False}),
+    ],
+)
+def test_mesh_dense_takes_the_weights_of_dense(shape, options):
+    """Same initial weights, same loss and gradients as `flax.linen.Dense`, whatever the leading dims."""
+    x = jax.random.normal(jax.random.key(1), shape)
+    plain, reference = losses(lambda n: nn.Dense(n, use_bias=options.get("use_bias", True)), x)
+    model, loss = losses(lambda n: mstrain.MeshDense(n, "2x4", **options), x)
+    params = plain.init(jax.random.key(0), x)
+    jax.tree.map(np.testing.assert_array_equal, nn.unbox(model.init(jax.random.key(0), x)), params)
+    (value, gradients), (wanted, true) = (jax.jit(jax.value_and_grad(f))(params) for f in (loss, reference))
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradients, true)
+
+
+def test_mesh_dense_states_how_its_parameters_are_sharded():
+    def specs(features, **options):
+        layer = mstrain.MeshDense(features, "2x4", **options)
+        return nn.get_partition_spec(jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((3, 16))))["params"]
+
+    assert specs(24) == {"kernel": P("row", "col"), "bias": P("col")}
+    assert specs(24, dataflow="ls") == {"kernel": P("col", "row"), "bias": P("col")}
+    assert specs(24, algorithm="fsdp") == {"kernel": P(("row", "col"), None), "bias": P(None)}
+    assert specs(10, use_bias=False) == {"kernel": P("row", None)}  # ten do not divide over four
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_parameters_are_made_on_the_mesh_of_the_context(kind):
+    mesh = jax.make_mesh((2, 4), ("row", "col"), axis_types=(kind,) * 2, devices=jax.devices()[:8])
+    layer, x = mstrain.MeshDense(24, mesh, slices=2), jax.random.normal(jax.random.key(1), (3, 16))
+    with jax.set_mesh(mesh):
+        specs = nn.get_partition_spec(jax.eval_shape(layer.init, jax.random.key(0), x))
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        params = jax.jit(lambda key: nn.unbox(layer.init(key, x)), out_shardings=shardings)(jax.random.key(0))
+        assert params["params"]["kernel"].sharding.spec == P("row", "col")
+        np.testing.assert_allclose(layer.apply(params, x), x @ params["params"]["kernel"], atol=1e-5)
+
+
+def test_mesh_dense_in_nnx():
+    x = jax.random.normal(jax.random.key(1), (2, 3, 16))
+    layer = nnx.bridge.ToNNX(mstrain.MeshDense(24, "2x4", slices=2), rngs=nnx.Rngs(0))
+    layer = nnx.bridge.lazy_init(layer, x)
+    value, gradient = nnx.value_and_grad(lambda layer: jnp.sum(layer(x) ** 2))(layer)
+    kernel = layer.kernel[...]
+    assert kernel.sharding.spec == P("row", "col")
+    np.testing.assert_allclose(value, np.sum((x @ kernel) ** 2), rtol=1e-5)
+    true = 2 * jnp.einsum("bti,bto->io", x, np.asarray(x @ kernel))
+    np.testing.assert_allclose(gradient.kernel[...], true, atol=1e-4)
+
+
+SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "howto" / "library.md").read_text(), re.DOTALL)
+
+
+def test_every_example_of_the_page_runs(tmp_path, monkeypatch):
+    """In five lines each, one after the other; a folder of transformers' is the run, and the loop makes three steps."""
+    product, linen, in_nnx, model, loop, prediction = SNIPPETS
+    for snippet in SNIPPETS:
+        assert len([line for line in snippet.splitlines() if line.strip()]) <= 5, snippet
+    monkeypatch.chdir(tmp_path)
+    hub_models.save("llama2", tmp_path / "runs" / "default")
     names = {}
-    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], names)
+    exec(product, names)
     assert names["y"].shape == (4, 128, 384) and (names["y"] == 96).all()
+    exec(linen, names)
+    assert names["axes"]["params"]["layers_0"]["kernel"] == P("row", "col")
+    assert names["model"].apply(names["params"], names["x"]).shape == (4, 128, 96)
+    exec(in_nnx, names)
+    kernel = nnx.state(names["layer"], nnx.Param)["kernel"][...]
+    np.testing.assert_allclose(names["y"], names["x"] @ kernel, atol=1e-4)
+    exec(model, names)
+    logits = names["model"].apply({"params": names["params"]}, jnp.zeros(names["model"].seq, jnp.int32))
+    assert logits.shape == (names["model"].seq, 61)
+    short = f'"data.cache_dir={tmp_path}", "data.num_tokens=4096", "seq=8", "batch=16", "model.layers=1", "steps=20"'
+    exec(loop.replace('"steps=20"', short).replace("range(20)", "range(3)"), names)
+    assert int(names["state"]["step"]) == 3 and 5 < float(names["metrics"]["loss"]) < 6
+    if missing_compiler():
+        return
+    for large, small in (("v5p-64", "v5p-8"), ("4x8", "2x2"), ("32768", "512"), ("12288", "256"), ("49152", "256")):
+        prediction = prediction.replace(large, small)
+    exec(prediction, names)
+    assert 0 < names["schedule"].exposed < names["schedule"].seconds < 1e-3

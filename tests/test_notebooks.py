@@ -32,6 +32,12 @@ def test_notebook_holds_little_besides_its_text(path):
     assert path.stat().st_size < 300_000
 
 
+def test_the_walk_through_shows_what_its_cells_print():
+    notebook = nbformat.read(FOLDER / "meshslice_cpu.ipynb", 4)
+    for cell in (cell for cell in notebook.cells if "print(" in cell.source or "\ncheck(" in cell.source):
+        assert any(output.output_type == "stream" for output in cell.outputs), cell.source
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_and_the_walk_through_refuses_zeros(path):
     """One kernel for both: after the last cell, the one that compares products runs again with each fault."""

@@ -84,7 +84,7 @@ def _scaled(name: str, size: int, part: int, whole: int, physical: MeshShape) ->
 
 def plan_case(case: Case, config: BenchmarkConfig, mesh: Mesh, chip: Chip | None) -> ModelPlan:
     """The plan of a case on a mesh with the configured slice counts; raises ValueError if it is illegal."""
-    shard = config.shard if mesh.shape["data"] > 1 else "none"
+    shard = config.shard if mesh.shape["data"] * mesh.shape["context"] > 1 else "none"
     plan = make_plan(config.parallel(case.algorithm), case.model, mesh, case.microbatch, config.seq, chip, shard=shard)
     if config.slice_counts is None or not find_algorithm(case.algorithm).sliced:
         return plan

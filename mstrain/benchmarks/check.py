@@ -17,19 +17,21 @@ from mstrain.compiler import Compiled, DoesNotFit, Target, compile_program, make
 from mstrain.hardware import TpuSlice, mfu, parse_target
 from mstrain.mesh import MeshShape, shape_of
 from mstrain.models.config import ModelConfig
+from mstrain.models.description import describe_plan
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.parameters import describe_sharding
-from mstrain.models.plan import describe_plan, make_plan
-from mstrain.models.remat import AUTO, cheapest_that_fits, planned
+from mstrain.models.plan import make_plan
+from mstrain.models.remat import AUTO, cheapest_that_fits
 from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import BYTES
-from mstrain.planner.meshes import best_meshes
+from mstrain.planner.search import rank_meshes
+from mstrain.planner.target import pod_of
 from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import GIB
 from mstrain.program.optimizer import make_optimizer
 from mstrain.program.step import abstract_state, step_program
 from mstrain.training.config import RunConfig
-from mstrain.training.tuned import tuned
+from mstrain.training.tuned import plan_request, tuned
 
 QUIET = Console(quiet=True)
 
@@ -131,12 +133,15 @@ def plan_step(config: RunConfig, console: Console = QUIET) -> Step:
     mesh = best_mesh(config, model, tpu_slice) if config.mesh == "auto" else config.mesh
     target = make_target(tpu_slice, mesh)
     microbatch = config.batch // config.accumulate
-    plan = make_plan(config.parallel, model, target.mesh, microbatch, config.seq, tpu_slice.chip, shard=config.shard)
+    plan = make_plan(
+        config.parallel, model, target.mesh, microbatch, config.seq, tpu_slice.chip, shard=config.shard,
+        pipeline=config.pipeline,
+    )  # fmt: skip
     return Step(config, target, Transformer(model, plan, config.seq, dtype, config.remat, config.offload))
 
 
 def smallest_change(config: RunConfig, error: DoesNotFit, report=lambda text: None) -> Remedy | None:
-    """The smallest change with which the step fits (`mstrain.benchmarks.remedies`); None if there is none."""
+    """The smallest change with which the step fits (`mstrain.benchmarks.remedies`); None if nothing helps."""
 
     def attempt(changed: RunConfig) -> float:
         return predict(plan_step(changed).compile()).seconds
@@ -159,11 +164,8 @@ def smallest_change(config: RunConfig, error: DoesNotFit, report=lambda text: No
 
 def best_mesh(config: RunConfig, model: ModelConfig, tpu_slice: TpuSlice) -> MeshShape:
     """The mesh of train.py mesh=auto on the TPU slice."""
-    dtype = jnp.dtype(dtype_on("tpu", config.dtype)).name
-    return best_meshes(
-        config.parallel, model, config.batch, config.seq, tpu_slice.devices, tpu_slice, accumulate=config.accumulate,
-        remat=planned(config.remat), dtype=dtype, shard=config.shard,
-    )[0].shape  # fmt: skip
+    pod = pod_of(tpu_slice, tpu_slice.devices)
+    return rank_meshes(plan_request(config, model, pod, dtype_on("tpu", config.dtype)))[0].shape
 
 
 def _slice_of(config: RunConfig) -> TpuSlice:
@@ -214,7 +216,6 @@ def _cost_lines(step: Step, program: Compiled) -> list:
     flops = tokens * training_flops_per_token(step.module.model, config.seq)
     peak = step.target.tpu_slice.chip.peak(jnp.dtype(step.module.dtype).name)
     share = mfu(flops, schedule.seconds, devices, peak)
-    assert schedule.bounds is not None, "predict computes bounds"
     low, high = schedule.bounds
     table = Table("layer", "compute ms", "exposed ms", "share", box=None)
     for kind, (compute, exposed) in seconds_by_kind(program, schedule).items():

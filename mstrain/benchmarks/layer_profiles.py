@@ -21,7 +21,7 @@ from mstrain.models.parameters import init_parameters
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.planner.memory import WEIGHT_BYTES, parameter_counts
-from mstrain.program.memory import read_memory
+from mstrain.program.memory import memory_of
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.program import Program
 
@@ -88,7 +88,7 @@ def measure_model(model: ModelConfig, sizes: Sizes) -> Measured:
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), 10)
     moments, grads = jax.jit(optimizer.init)(params), gradient(params, tokens)
     update = Program("update", optimizer.update, (grads, moments, params)).compile()
-    memory = read_memory(gradient, None)
+    memory = memory_of(gradient, mesh)
     return Measured(
         fastest_ms(lambda: gradient(params, tokens), sizes.repeats),
         fastest_ms(lambda: embedding(params, tokens), sizes.repeats),

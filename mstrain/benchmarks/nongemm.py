@@ -21,7 +21,7 @@ class Scoring(Attention):
 
     @nn.compact
     def __call__(self, qkv, seq, window):
-        return self._attend(qkv, seq, window, None)
+        return self._attend(qkv, seq, window, None, None)[0]
 
 
 class Activation(Mlp):

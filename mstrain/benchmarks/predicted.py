@@ -53,7 +53,6 @@ def _row(case: Case, work: Work, target: Target, config: BenchmarkConfig, peak: 
     need, have, problem = program.memory.peak, target.tpu_slice.chip.hbm_bytes, ""
     if have and not program.memory.fits:
         problem = f"does not fit, {need / GIB:.2f} of {have / GIB:.2f} GiB"
-    assert schedule.bounds is not None, "predict computes bounds"
     low, high = schedule.bounds
     return make_row(
         case, work, schedule.seconds, peak, low=low, high=high, exposed=schedule.exposed, hidden=schedule.hidden,

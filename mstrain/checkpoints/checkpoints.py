@@ -1,8 +1,8 @@
 """Checkpoints independent of the mesh: canonical arrays written by Orbax, restored onto any plan.
 
 A checkpoint holds step, parameters and optimizer moments in canonical order (`mstrain.models.parameters`)
-and, beside them, a few facts about the run. Batches are a pure function of (seed, step), so there is no data
-position to save. Saves are asynchronous: the arrays are copied off the device, then written while training
+and, beside them, a few facts about the run. Batches are a pure function of (seed, step), so no data
+position is saved. Saves are asynchronous: the arrays are copied off the device, then written while training
 continues; a checkpoint appears under its step by one rename, with a manifest of its files' checksums. So a
 resume never reads an incomplete save and detects later damage. Each host writes and digests its own part.
 """

@@ -75,7 +75,7 @@ class LocalCheckpoints:
     def resume(self, above: int) -> tuple[State, int, list[int]] | None:
         """The newest restorable state, its step, and the processes whose shards came from replicas.
 
-        None when there is none after step `above`.
+        None without one after step `above`.
         """
         own = {str(step): save for step, save in self._saves().items() if step > above and self._complete(step)}
         found = [json.loads(text) for text in self._job.all_gather("local steps", json.dumps(own))]
@@ -175,9 +175,9 @@ class LocalCheckpoints:
 
 
 def _layout(module: Transformer, leaves: list, structure) -> str:
-    """A digest of what a shard's bytes mean: names, shapes and dtypes of the arrays, the order of their features."""
+    """A digest of what a shard's bytes mean: shapes and dtypes of the arrays, the order of layers and features."""
     storages = [box.storage for box in jax.tree.leaves(abstract_parameters(module), is_leaf=is_stored)]
-    meaning = repr([str(structure), [(leaf.shape, str(leaf.dtype)) for leaf in leaves], storages])
+    meaning = repr([str(structure), [(leaf.shape, str(leaf.dtype)) for leaf in leaves], storages, module.plan.rows])
     return hashlib.sha256(meaning.encode()).hexdigest()
 
 

@@ -54,7 +54,7 @@ def write(folder: epath.Path, known: dict | None = None, hosts: list | None = No
 
 
 def read(folder: epath.Path) -> dict:
-    """The content of the manifest, not checked; raises ValueError or OSError when there is none."""
+    """The content of the manifest, not checked; raises ValueError or OSError if it cannot be read."""
     return json.loads((folder / NAME).read_text())
 
 

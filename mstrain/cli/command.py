@@ -81,7 +81,7 @@ def _options(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("-cd", "--config-dir", type=Path)
     options, pairs = parser.parse_known_args(words)
     if unknown := [word for word in pairs if word.startswith("-")]:
-        raise ValueError(f"There is no option {unknown[0]}. Write keys as key=value (--help lists options and keys).")
+        raise ValueError(f"Unknown option {unknown[0]}. Write keys as key=value (--help lists options and keys).")
     return options, pairs
 
 

@@ -132,9 +132,9 @@ def _expand(kind: type, key: str, value: str, groups: list[str]) -> str:
 
 def _unknown(kind: type, key: str, value: str, keys: list[str]) -> str:
     if advice := _explain(kind, key, value):
-        return f"There is no key {key!r}. {advice}"
+        return f"Unknown key {key!r}. {advice}"
     near = difflib.get_close_matches(key, keys, 1)
-    return f"There is no key {key!r}. " + (f"Did you mean {near[0]}?" if near else "--help lists the keys.")
+    return f"Unknown key {key!r}. " + (f"Did you mean {near[0]}?" if near else "--help lists the keys.")
 
 
 def _explain(kind: type, key: str, value: str) -> str | None:

@@ -59,10 +59,21 @@ def own_config(kind: type, arguments: list[str]) -> tuple[Any, list[str]]:
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if equals and key in hints:
-            own[key] = value if hints[key] is str else yaml.safe_load(value)
+            own[key] = _read(hints[key], value)
         else:
             others.append(argument)
     return build(kind, own), others
+
+
+def _read(hint: Any, text: str) -> Any:
+    """The value of a typed `text`; of a key for text, the text as it is, or None for null."""
+    kinds = set(types_of(hint))
+    if kinds <= {str, type(None)}:
+        return None if text == "null" and type(None) in kinds else text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 def _typed(hint: Any, value: Any, path: str, explain: Explain) -> Any:
@@ -97,7 +108,7 @@ def types_of(hint) -> tuple[type, ...]:
 
 
 def default_of(field: dataclasses.Field):
-    """The default of a field: a nested dict for a config, None where there is none and it must be given."""
+    """The default of a field: a nested dict for a config, None where it must be given."""
     if dataclasses.is_dataclass(field.type):
         return {nested.name: default_of(nested) for nested in dataclasses.fields(field.type)}
     return None if field.default is dataclasses.MISSING else field.default

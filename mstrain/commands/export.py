@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
     config = own.config(on_one_device([*given, *(["data=synthetic"] if own.init else [])]))
     process, devices = find_process(config.coordinator, config.processes, config.process)
     with joined(process, config.hosts, config.run_dir, devices) as job:
-        module, tokenizer, _, console = build_module(config, job)
+        module, tokenizer, console = build_module(config, job)
         target, origin = _target(own, module.model, tokenizer)
         name, params = own.parameters(job, module)
         with new_folder(out, job.leads) as folder:

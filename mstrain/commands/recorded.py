@@ -20,8 +20,12 @@ class Source:
     """Folder of the run whose newest checkpoint is read."""
     init: str | None = None
     """Folder of a model in Hugging Face's format, instead of run_dir."""
+    step: int | None = None
+    """Step of the checkpoint; null takes the newest."""
 
     def __post_init__(self):
+        if self.step is not None and self.run_dir is None:
+            raise ValueError("step= names a checkpoint of a run. Type run_dir=RUN_DIR, or remove it.")
         if (self.run_dir is None) == (self.init is None):
             given = "run_dir= is missing" if self.run_dir is None else "run_dir= and init= are both given"
             raise ValueError(f"{given}. Type run_dir=RUN_DIR, or init=FOLDER for a model in Hugging Face's format.")
@@ -32,7 +36,7 @@ class Source:
     def config(self, given: list[str]) -> RunConfig:
         """The configuration of the run, or the defaults for the folder, with the keys of train that are `given`.
 
-        Raises ValueError when there is no record or no model, or when a key is not one of train.
+        Raises ValueError without a record or a model, and for a key that is not one of train.
         """
         if self.run_dir is not None:
             return run_config(self.run_dir, given)
@@ -46,14 +50,24 @@ class Source:
         from mstrain.training.resume import newest_parameters
 
         assert self.run_dir is not None
-        step, params = newest_parameters(job, module, str(self), Path(self.run_dir))
+        step, params = newest_parameters(job, module, str(self), Path(self.run_dir), self.step)
         return f"{self.run_dir}, step {step}", params
+
+
+def check_new_file(key: str, name: str | None) -> None:
+    """Raises ValueError when the file that `key` names exists, or its folder does not."""
+    if name is None:
+        return
+    if Path(name).exists():
+        raise ValueError(f"{key}={name} exists. Remove it, or type another {key}=.")
+    if not Path(name).absolute().parent.is_dir():
+        raise ValueError(f"{key}={name}: the folder does not exist. Make it, or type another {key}=.")
 
 
 def run_config(run_dir: str, given: list[str]) -> RunConfig:
     """The recorded configuration of `run_dir` with the keys of train that are `given` instead.
 
-    Raises ValueError when there is no record, or when a key is not one of train.
+    Raises ValueError without a record, and for a key that is not one of train.
     """
     if read(Path(run_dir)) is None:
         raise ValueError(f"run_dir={run_dir} has no {RUN}: no run has saved there. Type the run_dir of a run.")

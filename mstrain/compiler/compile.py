@@ -63,7 +63,7 @@ def compile_program(
             message = _does_not_fit(name, target, needed, limit_bytes(str(error)))
             raise DoesNotFit(message, needed) from None
         raise
-    memory = read_memory(compiled, target.tpu_slice.chip.hbm_bytes)
+    memory = read_memory(compiled, target.mesh, target.tpu_slice.chip.hbm_bytes)
     result = Compiled(name, target, text, memory, time.perf_counter() - begin)
     if dump is not None:
         Path(dump).mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from mstrain.compiler.compile import compile_program
-from mstrain.compiler.schedule import Schedule, predict
+from mstrain.compiler.schedule import CompiledSchedule, predict
 from mstrain.compiler.topology import Target, make_target, tpu_slice_devices
 from mstrain.hardware import parse_target
 from mstrain.program.program import Program
@@ -21,7 +21,7 @@ def target_mesh(target: str, mesh: str) -> Mesh:
     return make_target(target, mesh).mesh
 
 
-def predict_function(function: Callable, arguments: tuple, target: str) -> Schedule:
+def predict_function(function: Callable, arguments: tuple, target: str) -> CompiledSchedule:
     """Compiles `function(*arguments)`, jitted or not, and reads its schedule. Nothing is allocated or run.
 
     Args:

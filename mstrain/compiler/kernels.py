@@ -11,6 +11,7 @@ from mstrain.compiler.machine import Machine
 # conversion of the matrix unit's operand. Backward: mask, difference, factor, conversion, difference from the row's
 # sum, product, conversion. Each computes one exponential a score.
 VECTOR_OPERATIONS = {"fwd": 8, "bwd": 9}
+POSITIONS = r"s32\[\d+,\d+\]"  # of queries; segments have a dim of sequences in front
 PRODUCTS = {"fwd": 2, "bwd": 5}  # scores and values; scores again and the gradients of scores, values, keys, queries
 
 
@@ -30,7 +31,10 @@ def kernel_cycles(kernel: Instruction, operands: list[Instruction], machine: Mac
 
 
 def _attention_cycles(kernel: Instruction, operands: list[Instruction], machine: Machine) -> list[float]:
-    """Busy cycles of matrix unit, vector ALUs and exponentials in a splash attention kernel over a causal mask.
+    """Busy cycles of matrix unit, vector ALUs and exponentials in a splash attention kernel.
+
+    A kernel with a causal mask takes the positions of its queries; without, it visits all scores (a block of
+    `mstrain.layers.splash_blocks`).
 
     A head narrower than the matrix unit leaves the rest of it idle ("How to Scale Your Model", TPUs: matrices are
     padded), in every product once.
@@ -39,7 +43,8 @@ def _attention_cycles(kernel: Instruction, operands: list[Instruction], machine:
     q, k = [[int(n) for n in match[1].split(",")] for match in shapes if match][:2]
     part = "fwd" if "fwd" in kernel.name else "bwd"
     width, rates = q[-1], machine.kernels
-    scores = math.prod(q[:-1]) * k[-2] * visited(kernel, part, q[-2], k[-2])
+    causal = any(re.match(POSITIONS, operand.shape) for operand in operands)
+    scores = math.prod(q[:-1]) * k[-2] * (visited(kernel, part, q[-2], k[-2]) if causal else 1.0)
     padded = rates.matrix_unit * math.ceil(width / rates.matrix_unit)
     matrix = PRODUCTS[part] * 2 * scores * padded / machine.flops * machine.clock
     return [matrix, VECTOR_OPERATIONS[part] * scores / rates.vector, scores / rates.exponentials]

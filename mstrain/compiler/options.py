@@ -77,7 +77,7 @@ ONLY: dict[str, tuple[str, ...]] = dict.fromkeys(_PARTITIONED, ("gspmd",))
 class Trial:
     """One compilation: the groups beside the chip's options, predicted seconds with their range, and collectives.
 
-    `problem` says why there is no result.
+    `problem` is the reason for a missing result.
     """
 
     groups: tuple[str, ...]
@@ -118,7 +118,6 @@ def compile_trial(
         schedule = predict(compile_program(program, target, options, dump))
     except (DoesNotFit, jax.errors.JaxRuntimeError) as error:
         return Trial(groups, problem=str(error).splitlines()[0][:200])
-    assert schedule.bounds is not None, "predict computes bounds"
     return Trial(groups, schedule.seconds, *schedule.bounds, schedule.exposed, schedule.blocking)
 
 

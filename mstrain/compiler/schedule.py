@@ -27,8 +27,6 @@ class Schedule:
         (other), and those in which operations wait for the HBM (memory).
       transfers: every collective executed.
       timeline: the picture, for `mstrain.timeline.write_perfetto`.
-      memory: bytes on the device, where the program was compiled here.
-      bounds: seconds with the unknown constants at their low and high ends (`mstrain.compiler.machine.Unknowns`).
     """
 
     machine: Machine
@@ -37,8 +35,6 @@ class Schedule:
     cycles: dict[str, float]
     transfers: tuple[Transfer, ...]
     timeline: Timeline
-    memory: Memory | None = None
-    bounds: tuple[float, float] | None = None
 
     @property
     def overlapped(self) -> int:
@@ -67,12 +63,25 @@ class Schedule:
         return self.exposed / self.seconds if self.seconds else 0.0
 
 
-def predict(program: Compiled) -> Schedule:
+@dataclasses.dataclass(frozen=True)
+class CompiledSchedule(Schedule):
+    """The schedule of a program that was compiled here.
+
+    Attributes:
+      memory: bytes on the device.
+      bounds: seconds with the unknown constants at their low and high ends (`mstrain.compiler.machine.Unknowns`).
+    """
+
+    memory: Memory
+    bounds: tuple[float, float]
+
+
+def predict(program: Compiled) -> CompiledSchedule:
     """The schedule of a program compiled for a target, with its bounds."""
     module = parse(program.text)
     schedule = _read(module, machine_for(program.target))
     low, high = (_read(module, machine_for(program.target, unknowns)).seconds for unknowns in (LOW, HIGH))
-    return dataclasses.replace(schedule, memory=program.memory, bounds=(low, high))
+    return CompiledSchedule(**vars(schedule), memory=program.memory, bounds=(low, high))
 
 
 def read_schedule(text: str, machine: Machine) -> Schedule:

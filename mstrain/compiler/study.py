@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mstrain.compiler.compile import Compiled, compile_program
-from mstrain.compiler.schedule import Schedule, predict
+from mstrain.compiler.schedule import CompiledSchedule, predict
 from mstrain.compiler.topology import Target, make_target
 from mstrain.gemm import Plan, grid_of
 from mstrain.models.plan import chip_lowering
@@ -34,12 +34,11 @@ def compile_flow(
 
 
 def row(
-    flow: str, slices: int, target: Target, sizes: tuple[int, ...], collective: Schedule, **keywords
+    flow: str, slices: int, target: Target, sizes: tuple[int, ...], collective: CompiledSchedule, **keywords
 ) -> tuple[str, ...]:
     """One line of the table: MeshSlice in `slices` slices against `collective`, the same product unsliced."""
     program = compile_flow("meshslice", flow, slices, target, sizes, **keywords)
     s = predict(program)
-    assert s.memory is not None and collective.memory is not None  # both are compiled
     return (
         target.tpu_slice.name, flow, str(slices), f"{s.overlapped} of {len(s.transfers)}",
         "n/a" if s.hidden is None else f"{s.hidden:.0%}", str(s.blocking),
@@ -49,9 +48,8 @@ def row(
     )  # fmt: skip
 
 
-def milliseconds(schedule: Schedule) -> str:
+def milliseconds(schedule: CompiledSchedule) -> str:
     """`6.10 (5.97, 6.41)`: predicted, and the range that the unknown constants allow."""
-    assert schedule.bounds is not None  # of compiled programs
     low, high = schedule.bounds
     return f"{1e3 * schedule.seconds:.2f} ({1e3 * low:.2f}, {1e3 * high:.2f})"
 

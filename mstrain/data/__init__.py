@@ -8,14 +8,15 @@ from mstrain.data.batch import CONCATENATED, Batch
 from mstrain.data.batches import Batches
 from mstrain.data.config import PACKS, SOURCES, DataConfig
 from mstrain.data.corpus import Corpus, prepare
+from mstrain.data.in_order import InOrder
 from mstrain.data.mixture import MixedBatches
 from mstrain.data.stream import StreamedBatches
 from mstrain.data.token_file import TokenFile
 from mstrain.data.unigram import unigram_bits_per_byte, unigram_nats_per_token
 from mstrain.data.writing import Progress
 
-AnyBatches = Batches | MixedBatches | StreamedBatches
-"""Batches of one token file, of several with weights, or of a window of a larger corpus."""
+AnyBatches = Batches | MixedBatches | StreamedBatches | InOrder
+"""Batches of one token file, of several with weights, of a window of a larger corpus, or of a whole file in order."""
 
 __all__ = [
     "CONCATENATED",

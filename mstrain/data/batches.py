@@ -14,7 +14,7 @@ from mstrain.data.packing import Rows
 from mstrain.data.permutation import permute
 from mstrain.data.token_file import TokenFile
 
-_CHUNK = 1024  # samples whose rows are computed at once: the cost of numpy's calls is shared by many small batches
+_CHUNK = 4096  # samples whose rows are computed at once: the cost of numpy's calls is shared by many small batches
 
 
 class Batches:
@@ -70,7 +70,7 @@ class Batches:
         return self._rows.read(windows)
 
     def _order(self, chunk: int) -> np.ndarray:
-        """Row numbers of samples chunk * 1024 ... chunk * 1024 + 1023."""
+        """Row numbers of the samples of one chunk."""
         epochs, windows = np.divmod(chunk * _CHUNK + np.arange(_CHUNK, dtype=np.int64), self.num_windows)
         if self.shuffle:
             for epoch in np.unique(epochs):

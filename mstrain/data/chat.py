@@ -97,6 +97,13 @@ class Template:
                 answers.append((begin, self._common(text, messages[: place + 1])))
         return text, tuple(answers)
 
+    def question(self, messages: list[dict]) -> str:
+        """The text of `messages` up to where the next answer begins.
+
+        Raises ValueError when the template refuses them.
+        """
+        return self._render(messages, add_generation_prompt=True)
+
     def _common(self, text: str, messages: list[dict], add_generation_prompt: bool = False) -> int:
         """The length of the rendered `messages`, which begin `text`."""
         part = self._render(messages, add_generation_prompt)

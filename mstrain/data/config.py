@@ -50,7 +50,7 @@ class DataConfig:
     own source, `parquet=web:0.7`. A weight is a fraction of the sequences."""
     validation: str | None = None
     """Path of the validation data, or with data=hf a split. Null takes the data's own validation split, and holds out
-    `validation_fraction` of the documents if there is none."""
+    `validation_fraction` of the documents if it has none."""
     field: str = "text"
     """Key (jsonl) or column (parquet, hf) that holds the text."""
     name: str | None = None

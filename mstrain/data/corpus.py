@@ -70,10 +70,11 @@ class Corpus:
             return MixedBatches(each, self.train.weights, seed)
         if self.stream and side == TRAIN:
             return StreamedBatches(self.stream, seq, batch, seed, pack)
-        file = getattr(self, side)
-        if pack == "auto":
-            pack = "segments" if file.marks else "concat"
-        return Batches(file, seq, batch, seed, pack=pack)
+        return Batches(getattr(self, side), seq, batch, seed, pack=self.pack(pack))
+
+    def pack(self, pack: str) -> str:
+        """How documents share a row: `pack`, where `auto` is segments for conversations and concat for the rest."""
+        return ("segments" if self.train.marks else "concat") if pack == "auto" else pack
 
 
 def prepare(
@@ -281,7 +282,7 @@ def _publish(temporary: Path, directory: Path, recipe: Recipe) -> None:
 
 
 def _open(directory: Path, recipe: Recipe) -> Corpus:
-    """Raises FileNotFoundError when there is no such folder, and ValueError when any file of it is missing or damaged;
+    """Raises FileNotFoundError for a missing folder, and ValueError when any file of it is missing or damaged;
     large ones are verified later.
     """
     if not os.path.lexists(directory):

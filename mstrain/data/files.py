@@ -35,7 +35,7 @@ class FileSource:
 
     @classmethod
     def of_path(cls, path: str, *options: str):
-        """Of a file, folder or pattern. Raises ValueError when there is no such file."""
+        """Of a file, folder or pattern. Raises ValueError if no such file exists."""
         return cls(listing(path, cls.endings), *options)
 
     def fingerprint(self, cache) -> str:
@@ -132,7 +132,7 @@ class TextFiles(FileSource):
 
 
 class JsonLines(FileSource):
-    """One document per line of *.jsonl files: text under `field`. Raises ValueError when there is no file, or when a
+    """One document per line of *.jsonl files: text under `field`. Raises ValueError without a file, or when a
     file cannot be read.
     """
 

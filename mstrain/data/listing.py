@@ -110,7 +110,7 @@ def is_address(path: str) -> bool:
 def listing(path: str, suffixes: tuple[str, ...], key: str = "data.path") -> Files:
     """A file, the files below a folder, or the files that a pattern matches, sorted.
 
-    Raises ValueError, with what to type for `key`, when there is none.
+    Raises ValueError, with what to type for `key`, without one.
     """
     if is_address(path):
         return _remote(path, suffixes, key)

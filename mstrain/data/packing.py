@@ -15,9 +15,12 @@ _BLOCK = 1 << 22  # tokens scanned at a time
 
 
 class Rows:
-    """The rows of one file. Raises ValueError when it has no documents to tell apart."""
+    """The rows of one file; with `whole` also its last tokens, in a row that is not full.
 
-    def __init__(self, file: TokenFile, seq: int, pack: str):
+    Raises ValueError when it has no documents to tell apart.
+    """
+
+    def __init__(self, file: TokenFile, seq: int, pack: str, whole: bool = False):
         self._file, self._seq, self._pack = file, seq, pack
         if pack != "concat" and not file.marks and file.eod is None:
             raise ValueError(
@@ -25,43 +28,62 @@ class Rows:
                 "data.eos=TOKEN or pack=concat"
             )
         grid = pack == "concat" or (pack == "segments" and not file.marks)
-        self._table = None if grid else _table(document_starts(file), file.num_tokens, seq, pack == "segments")
+        starts = np.zeros(1, np.int64) if grid else document_starts(file)
+        together = pack == "segments" and not grid
+        self._table = None if grid and not whole else _table(starts, file.num_tokens, seq, together)
         self.count = (file.num_tokens - 1) // seq if self._table is None else len(self._table[0])
         if not self.count:
             raise ValueError(f"{file.path} has no document of two tokens: give more text")
-        self.parts = PACKED if pack == "segments" else MASKED if pack == "none" or file.marks else CONCATENATED
+        masked = pack == "none" or file.marks or whole
+        self.parts = PACKED if pack == "segments" else MASKED if masked else CONCATENATED
+
+    @property
+    def begins(self) -> np.ndarray:
+        """The first token of every row, int64."""
+        return self._table[0] if self._table else np.arange(self.count) * self._seq
 
     def read(self, numbers: np.ndarray) -> Batch:
         """Rows of these numbers: tokens [n, seq + 1], int32, with segments and mask as `parts` states."""
-        if self._table is None:
-            starts, lengths = numbers * self._seq, np.full(len(numbers), self._seq + 1)
-        else:
-            starts, lengths = (column[numbers] for column in self._table)
-        tokens = self._cut(self._file, starts, lengths).astype(np.int32)
+        starts, lengths = self._places(numbers)
+        stored = self._cut(self._file, starts, lengths)
+        tokens = stored.astype(np.int32)
         if self.parts is CONCATENATED:
             return Batch(tokens)
         marks = self._cut(self._file.marks, starts, lengths) if self._file.marks else None
-        mask = np.arange(1, self._seq + 1) < lengths[:, None]
+        segments, mask = None, np.ones((len(tokens), self._seq), bool)
+        if self._pack == "segments":
+            other = stored[:, :-1] == self._file.eod if marks is None else (marks[:, 1:] & START) > 0
+            mask = ~other  # a target that begins another document
+            segments = np.ones(mask.shape, np.int32)
+            several = np.flatnonzero(other[:, :-1].any(axis=1))  # rows of several documents
+            segments[several, 1:] += np.cumsum(other[several, :-1], axis=1, dtype=np.int32)
         if marks is not None:
             mask &= (marks[:, 1:] & ANSWER) > 0
-        if self._pack != "segments":
-            return Batch(tokens, None, mask)
-        begins = np.ones(tokens.shape, bool)
-        begins[:, 1:] = tokens[:, :-1] == self._file.eod if marks is None else (marks[:, 1:] & START) > 0
-        segments = np.cumsum(begins, axis=1, dtype=np.int32)
-        segments[np.arange(self._seq + 1) >= lengths[:, None]] = 0
-        return Batch(tokens, segments[:, :-1], mask & (segments[:, 1:] == segments[:, :-1]))
+        if lengths is not None:
+            mask &= np.arange(1, self._seq + 1) < lengths[:, None]
+            if segments is not None:
+                segments[np.arange(self._seq) >= lengths[:, None]] = 0
+        return Batch(tokens, segments, mask)
 
-    def _cut(self, file: TokenFile, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def _places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """The first token and the number of tokens of every row; None when all rows are full."""
+        if self._table is None:
+            return numbers * self._seq, None
+        starts, lengths = (column[numbers] for column in self._table)
+        return starts, None if lengths.min(initial=self._seq + 1) > self._seq else lengths
+
+    def _cut(self, file: TokenFile, starts: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
         """Tokens [n, seq + 1] of the rows, zeros after their lengths."""
+        if lengths is None:
+            return file.rows(starts, self._seq + 1)
         width = min(self._seq + 1, file.num_tokens)
         begins = np.minimum(starts, file.num_tokens - width)  # a short row at the end of the file
         rows = file.rows(begins, width)
-        if self._table is None:
-            return rows
-        places = (starts - begins)[:, None] + np.arange(self._seq + 1)
-        rows = np.take_along_axis(rows, np.minimum(places, width - 1), axis=1)
-        return np.where(np.arange(self._seq + 1) < lengths[:, None], rows, 0)
+        if width <= self._seq or (begins != starts).any():
+            places = (starts - begins)[:, None] + np.arange(self._seq + 1)
+            rows = np.take_along_axis(rows, np.minimum(places, width - 1), axis=1)
+        rows[np.arange(self._seq + 1) >= lengths[:, None]] = 0
+        return rows
 
 
 def document_starts(file: TokenFile) -> np.ndarray:

@@ -41,7 +41,7 @@ class Recipe:
 
     fingerprint: str
     tokenizer: Tokenizer | None
-    """None when there is none (synthetic) or when it is trained while writing (bpe)."""
+    """None without one (synthetic) or when it is trained while writing (bpe)."""
     trains_tokenizer: bool
     write: Callable[[Path, Callable[[Progress], None]], list[str]]
     revisions: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -132,6 +132,20 @@ def text_recipe(config: DataConfig, spec: str, vocab_size: int | None, window: t
     found = {"data": source.revision, "tokenizer": tokenizer and tokenizer.revision}
     revisions = {name: revision for name, revision in found.items() if revision}
     return Recipe(fingerprint, tokenizer, tokenizer is None, write, revisions, (config.bos, config.eos))
+
+
+def document_names(config: DataConfig, tokenizer: Tokenizer | None) -> dict[str, list[str]]:
+    """The names of the documents of both splits, in the order of their token files; reads the text again."""
+    source, held_out, _ = _sources(config, tokenizer, None)
+    reading = [(source, Split(0.0) if held_out else choose_split(source, config.validation_fraction))]
+    reading += [(held_out, Split(1.0))] if held_out else []
+    names: dict[str, list[str]] = {TRAIN: [], VALIDATION: []}
+    for each, split in reading:
+        for document in each.documents(Skips(each.unit)):
+            for piece in split.pieces(document):
+                if piece.begins_document:
+                    names[piece.split].append(document.name)
+    return names
 
 
 def split_files(config: DataConfig) -> tuple[Files, Files | None, Files | None]:

@@ -90,10 +90,11 @@ class TokenFile:
         rows = np.empty((len(starts), length), self.dtype)
         try:
             offsets = (0 if self.flat else HEADER_BYTES) + starts * rows.itemsize
-            for row, offset in zip(rows.view(np.uint8), offsets.tolist(), strict=True):
-                got = os.preadv(self.descriptor, [row.data], offset)
-                if got < len(row):
-                    self._fill(row[got:], offset + got)
+            size, data = length * rows.itemsize, rows.reshape(-1).view(np.uint8).data
+            for place, offset in zip(range(0, rows.nbytes, max(size, 1)), offsets.tolist()):
+                got = os.preadv(self.descriptor, (data[place : place + size],), offset)
+                if got < size:
+                    self._fill(data[place + got : place + size], offset + got)
             self._check_unchanged()
         except OSError as error:
             raise DamagedTokens(f"cannot read token file {self.path} ({error.strerror}): {self._again}") from None
@@ -148,10 +149,10 @@ class TokenFile:
             raise ValueError(f"{path} {what}: give a file of token ids, or another data.token_dtype=")
         return cls(path, vocab_size, count, 0, 0, "", descriptor, eod, flat=dtype)
 
-    def _fill(self, row: np.ndarray, offset: int) -> None:
+    def _fill(self, row: memoryview, offset: int) -> None:
         """The rest of a row: one call returns at most 2 GiB, and on some file systems less than asked for."""
         while len(row):
-            got = os.preadv(self.descriptor, [row.data], offset)
+            got = os.preadv(self.descriptor, (row,), offset)
             if not got:
                 raise self._changed("truncated")
             row, offset = row[got:], offset + got

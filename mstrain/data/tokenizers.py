@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
         """Writes the files that `tokenizer=FOLDER` reads and returns the main one; None for bytes, which needs none."""
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its text; None when there is no such token."""
+        """The id of a token by its text; None for an unknown token."""
 
     def encode(self, text: str) -> np.ndarray: ...
 

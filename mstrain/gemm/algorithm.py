@@ -50,7 +50,9 @@ class Algorithm:
         return self.dataflows[0] if len(self.dataflows) == 1 else None
 
     def grid(self, mesh: Mesh | AbstractMesh) -> Grid:
-        return Grid(mesh, self.rows, self.cols)
+        """The grid on `mesh`; axes that the mesh does not have are of size 1."""
+        rows, cols = (tuple(axis for axis in axes if axis in mesh.shape) for axes in (self.rows, self.cols))
+        return Grid(mesh, rows, cols)
 
     def check_grid(self, rows: int, cols: int, what: str) -> None:
         """Raises ValueError if the algorithm does not support a grid of this shape."""

@@ -52,9 +52,21 @@ class Grid:
         return dataclasses.replace(self, rows=self.cols, cols=self.rows)
 
     @property
+    def copies(self) -> tuple[str, ...]:
+        """The mesh axes of data-parallel copies."""
+        return tuple(axis for axis in COPIES if axis in self.mesh.shape)
+
+    @property
+    def platform(self) -> str:
+        """JAX's name of the devices' platform: cpu, gpu or tpu."""
+        devices = self.mesh.devices
+        assert devices is not None, "an abstract mesh has no devices"
+        return devices.flat[0].platform
+
+    @property
     def layout(self) -> Layout:
-        """Activations with tokens over (replica, data, rows) and features over columns."""
-        return Layout((*COPIES, *self.rows), self.cols)
+        """Activations with tokens over (replica, data, context, rows) and features over columns."""
+        return Layout((*self.copies, *self.rows), self.cols)
 
     @property
     def weight_spec(self) -> P:

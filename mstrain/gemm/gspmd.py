@@ -7,14 +7,13 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm.algorithm import Algorithm
-from mstrain.gemm.copies import COPIES
 from mstrain.gemm.grid import Grid
 
 
 def product(x_TxI, w_IxO, grid: Grid):
     """Y = X W with tokens over rows and features over columns; differentiated by JAX."""
     w_IxO = w_IxO.astype(x_TxI.dtype)
-    if all(grid.size(axes) > 1 for axes in (COPIES, *((axis,) for axis in (*grid.rows, *grid.cols)))):
+    if all(grid.size(axes) > 1 for axes in (grid.copies, *((axis,) for axis in (*grid.rows, *grid.cols)))):
         # With data, row and col all in use, XLA partitions this product wrongly (seen with jaxlib 0.10.2: an operand is
         # permuted and the result not permuted back, so gradients are wrong). Gathering the weight's rows avoids it.
         w_IxO = jax.lax.with_sharding_constraint(w_IxO, grid.sharding(P(None, grid.cols)))

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm.copies import COPIES, sum_copies
+from mstrain.gemm.copies import sum_copies
 from mstrain.gemm.plan import Plan
 
 
@@ -74,10 +74,12 @@ def _backward(plan, saved, dy):
 
     def local(x, w, dy):
         dx, dw = gradients(x, w, dy)
-        return dx, dw[None] if has_sink else sum_copies(dw.astype(jnp.float32), summed).astype(w.dtype)
+        if has_sink:
+            return dx, dw[None]
+        return dx, sum_copies(dw.astype(jnp.float32), summed, plan.grid.copies).astype(w.dtype)
 
     input_spec, weight_spec = plan.input_layout.spec, plan.grid.weight_spec
-    gradient_spec = P(COPIES, *weight_spec) if has_sink else summed
+    gradient_spec = P(plan.grid.copies, *weight_spec) if has_sink else summed
     in_specs = (input_spec, weight_spec, plan.output_layout.spec)
     dx, dw = flows.on_mesh(local, in_specs, (input_spec, gradient_spec))(x, w, dy)
     return (dx, None, dw) if has_sink else (dx, dw, None)

@@ -148,6 +148,11 @@ class Heads:
         return key.padded(self.keys, self._groups[0], self.width).to_multiple(self.columns, self._groups[0])
 
     @property
+    def crossing(self) -> bool:
+        """Whether a column's query heads cross the groups of key-value heads, all of which it then has."""
+        return self._groups is None
+
+    @property
     def key_features(self) -> int:
         """Features of keys, or of values, that one column projects, without the padding that `key_unit` adds."""
         return self._key.stored // self.columns

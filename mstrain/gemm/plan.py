@@ -6,9 +6,12 @@ import math
 from jax.sharding import AbstractMesh, Mesh
 
 from mstrain.gemm.algorithm import Algorithm
+from mstrain.gemm.copies import COPIES
 from mstrain.gemm.grid import Grid, Layout
 from mstrain.gemm.lowering import LoweringOptions
+from mstrain.gemm.padding import Span
 from mstrain.gemm.registry import ALGORITHMS, find_algorithm
+from mstrain.gemm.storage import Storage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +50,8 @@ class Plan:
         """Raises ValueError, with the nearest legal choice, if this plan does not support these dims.
 
         Args:
-          in_dim, out_dim: features in and out.
+          in_dim: input features.
+          out_dim: output features.
           batch: sequences in one microbatch of one data-parallel copy.
           what: the projection's name, for the message.
         """
@@ -61,6 +65,18 @@ class Plan:
                 f"{what}: slice count {self.slices} is illegal on {rows}x{cols} for a {in_dim} x {out_dim} weight with "
                 f"dataflow {self.dataflow} and {batch} sequences. Type parallel.slices={_or(near)}."
             )
+
+    def storage(self, inputs: Span, segments: tuple[Span, ...]) -> Storage:
+        """The storage order of a weight from `inputs` to `segments`, which are consecutive output features."""
+        return Storage(
+            (inputs.size, sum(segment.size for segment in segments)),
+            segments=segments,
+            columns=self.grid.num_cols,
+            rows=self.grid.num_rows,
+            slices=1 if self.dataflow == "rs" else self.slices,
+            transposed=self.dataflow == "ls",
+            first=inputs,
+        )
 
     @property
     def units(self) -> tuple[int, int]:
@@ -104,6 +120,18 @@ class PlanPair:
     @property
     def grid(self) -> Grid:
         return self.into.grid
+
+    def inside_order(self, x_T):
+        """Values of all tokens of the job, one each, in the order that the tokens have inside of this half.
+
+        It differs from theirs outside only for `rs` in several slices: a row then has a part of every slice.
+        """
+        plan = self.into
+        if plan.dataflow != "rs" or plan.slices == 1:
+            return x_T
+        copies, rows, cols = plan.grid.size(COPIES), plan.grid.num_rows, plan.grid.num_cols
+        x = x_T.reshape(copies, cols, plan.slices, -1).swapaxes(1, 2)  # slice s has piece s of every column's tokens
+        return x.reshape(copies, plan.slices, rows, -1).swapaxes(1, 2).reshape(x_T.shape)
 
 
 def grid_of(algorithm: str, mesh: Mesh | AbstractMesh) -> Grid:

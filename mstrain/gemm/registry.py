@@ -13,7 +13,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def find_algorithm(name: str) -> Algorithm:
-    """The algorithm called `name`; raises ValueError naming the nearest one if there is none."""
+    """The algorithm called `name`; raises ValueError naming the nearest one for an unknown name."""
     if name not in ALGORITHMS:
         near = difflib.get_close_matches(name, ALGORITHMS, 1)
         hint = f"Did you mean {near[0]}? " if near else ""

@@ -2,7 +2,7 @@
 
 from mstrain.hardware.chips import Chip, CompilerOption, all_chips, chip_for, chip_named, compiler_options
 from mstrain.hardware.link import Link, collective_seconds
-from mstrain.hardware.tpu_slices import TpuSlice, parse_target
+from mstrain.hardware.tpu_slices import TpuSlice, parse_target, tpu_slice_of
 from mstrain.hardware.utilization import mfu
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "compiler_options",
     "mfu",
     "parse_target",
+    "tpu_slice_of",
 ]

@@ -97,7 +97,7 @@ def _axis(entry: dict) -> AxisLinks:
 def load_constants(name_or_path: str | Path) -> Constants:
     """Constants from a shipped file such as "tpu_v4_reference", or from a JSON file with the same keys.
 
-    Raises ValueError if there is no such file or if the file is invalid.
+    Raises ValueError if the file is missing or invalid.
     """
     shipped = {path.stem: path for path in sorted(FOLDER.glob("*.json"))}
     path = shipped.get(str(name_or_path), Path(name_or_path))

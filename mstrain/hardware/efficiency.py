@@ -31,10 +31,10 @@ class Efficiency:
     matmul: float
     memory: float
     attention: float
-    link: float
     network: float
     tiles: tuple[tuple[int, int, float], ...]
     host: float
+    link: float = 1.0
     units: int = 0
     fill: int = 0
     launch: float = 0.0

@@ -3,10 +3,10 @@
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.interpolate import RegularGridInterpolator
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,9 @@ def gemm_seconds(times: tuple[GemmTime, ...], m: int, k: int, n: int) -> float:
 
 
 @functools.lru_cache(maxsize=8)
-def _interpolator(times: tuple[GemmTime, ...]) -> tuple[list[list[int]], RegularGridInterpolator]:
+def _interpolator(times: tuple[GemmTime, ...]) -> tuple[list[list[int]], Callable]:
+    from scipy.interpolate import RegularGridInterpolator  # a sixth of all imports of a run that needs no table
+
     seconds: dict[tuple[int, ...], float] = {(t.m, t.k, t.n): t.seconds for t in times}
     edges = [sorted({shape[axis] for shape in seconds}) for axis in range(3)]
     logs = np.log([seconds[shape] for shape in itertools.product(*edges)]).reshape([len(edge) for edge in edges])

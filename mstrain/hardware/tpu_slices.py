@@ -4,9 +4,10 @@ import functools
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mstrain.hardware.chips import Chip, all_chips
+from mstrain.hardware.chips import Chip, all_chips, chip_for
 
 CUBE = 4  # chips along an edge of the blocks that optical switches connect (TPU v4 paper, section 2)
 
@@ -152,3 +153,20 @@ def parse_target(text: str) -> TpuSlice:
             )
         topology = named[size]
     return TpuSlice(text, chip, topology, f"{chip.name}:{_text(topology)}", dict(chip.slice_rules.topology_options))
+
+
+def tpu_slice_of(devices: Sequence) -> TpuSlice | None:
+    """The TPU slice that JAX's `devices` are, by their kind and places; None for anything else.
+
+    Torus axes are sorted by length, as in the names of slices; their order does not matter to a mesh.
+    """
+    chip = chip_for(devices[0].device_kind)
+    if chip is None or chip.tpu_slices is None:
+        return None
+    extents = [max(axis) - min(axis) + 1 for axis in zip(*(device.coords for device in devices), strict=True)]
+    topology = "x".join(map(str, sorted(sorted(extents)[-chip.torus_rank :])))
+    try:
+        tpu_slice = parse_target(f"{chip.tpu_slices.prefixes[0]}:{topology}")
+    except ValueError:
+        return None
+    return tpu_slice if tpu_slice.devices == len(devices) else None

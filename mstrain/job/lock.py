@@ -115,7 +115,7 @@ class Lock:
         )
 
     def _holds(self, number: int) -> bool:
-        """Whether the record of this process is there; False when there is none of any process.
+        """Whether the record of this process exists; False if no process has one.
 
         Raises TakenOver when there is only another one.
         """

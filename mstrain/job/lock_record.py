@@ -64,7 +64,7 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> "Record | None":
-        """The record at `path`; None when there is none."""
+        """The record at `path`; None if it is missing."""
         try:
             with open(path, "rb") as file:
                 return cls.parse(file.read(LONGEST))

@@ -1,7 +1,7 @@
 """Stops a run on SIGTERM, SIGHUP or SIGINT: finishes the step, saves and exits. Preemption notices arrive as SIGTERM.
 
 The first signal requests the stop. A second one has no effect, because some launchers send two. The third ends the
-process at once, and so does a second SIGINT (Ctrl-C). Before the first step there is nothing to save, and the first
+process at once, and so does a second SIGINT (Ctrl-C). Before the first step nothing has to be saved, and the first
 signal ends the process. SIGHUP is not handled where it is ignored (nohup).
 
 All processes stop after the same step. A process that receives a signal reports it to process 0 over the links of the

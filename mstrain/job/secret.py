@@ -63,7 +63,7 @@ def offered_secret(run_dir: str | Path, coordinator: str, secret: bytes) -> Iter
 
 
 def read_secret(run_dir: str | Path, coordinator: str) -> bytes | None:
-    """The secret, None while there is none. Raises ValueError as `given_secret`."""
+    """The secret, None until it is written. Raises ValueError as `given_secret`."""
     return given_secret() or _read(secret_file(run_dir, coordinator))
 
 

@@ -125,7 +125,7 @@ class Supervisor:
         return codes
 
     def _final(self, codes: dict[str, int]) -> int | None:
-        """The exit code of the job when there is nothing to restart."""
+        """The exit code of the job when nothing has to be restarted."""
         for code in codes.values():
             if code != FINISHED and not restartable(code):
                 return code

@@ -1,4 +1,5 @@
-"""Causal self-attention. Each device has whole sequences and whole heads, so the scores need no communication.
+"""Causal self-attention. Each device has whole heads, and whole sequences unless `AttentionConfig.split` splits them;
+the scores of whole sequences need no communication.
 
 Keys and values of heads that several columns need are gathered among these columns (`mstrain.gemm.padding.Heads`).
 
@@ -17,9 +18,11 @@ from jax.sharding import PartitionSpec as P
 from mstrain.gemm import Heads, PlanPair, Span, Storage
 from mstrain.gemm.local import all_gather_among, all_reduce, axis_index, constrain_layout
 from mstrain.layers.attention_kernels import AttentionConfig, attend
+from mstrain.layers.context_attention import attend_parts
 from mstrain.layers.dense import Dense, Inits
 from mstrain.layers.norm import normalize
 from mstrain.layers.parameter import parameter
+from mstrain.layers.past import KeysValues, Past, attend_past
 from mstrain.layers.rotary import Rotary
 
 
@@ -62,29 +65,33 @@ class Attention(nn.Module):
     qk_norm: QkNorm | None = None
 
     @nn.compact
-    def __call__(self, x_TxD, seq: int, window, segments_T=None):
+    def __call__(self, x_TxD, seq: int, window, segments_T=None, past: Past | None = None):
         """x_TxD holds sequences of `seq` tokens; a token attends to the last `window` tokens (traced int32), `GLOBAL`
         for all.
 
-        With `segments_T`, it attends to tokens of its own segment only, and positions start at 0 in each segment.
+        With `segments_T`, it attends to tokens of its own segment only, and positions start at 0 in each segment. With
+        `past`, it also attends to earlier tokens; the result is then (y, KeysValues of the new tokens).
         """
         segments = self.heads.segments
         into = (self.plans.into, self.width, segments, self.inits.into, self.bias[0], "attention-in")
         out = (self.plans.out, segments[0], (self.width,), self.inits.out, self.bias[1], "attention-out")
-        y_TxNH = self._attend(Dense(*into, name="qkv")(x_TxD), seq, window, segments_T)
-        return Dense(*out, name="out")(y_TxNH)
+        y_TxNH, new = self._attend(Dense(*into, name="qkv")(x_TxD), seq, window, segments_T, past)
+        y_TxD = Dense(*out, name="out")(y_TxNH)
+        return y_TxD if past is None else (y_TxD, new)
 
-    def _attend(self, qkv, seq, window, segments_T):
+    def _attend(self, qkv, seq, window, segments_T, past):
         layout = self.plans.inside
         scales, specs = self._scales(P(layout.features or None))
+        segments_T = None if segments_T is None else self.plans.inside_order(segments_T)
+        kept = None if past is None else KeysValues(*[P(layout.tokens, None, layout.features or None)] * 2)
         local = jax.shard_map(
             functools.partial(self._local, seq),
             mesh=self.plans.grid.mesh,
-            in_specs=(layout.spec, P(), P(layout.tokens), *specs),
-            out_specs=layout.spec,
+            in_specs=(layout.spec, P(), P(layout.tokens), kept and Past(kept, P(), P(layout.tokens)), *specs),
+            out_specs=(layout.spec, kept),
             check_vma=False,
         )
-        return local(qkv, window, segments_T, *scales)
+        return local(qkv, window, segments_T, past, *scales)
 
     def _scales(self, sharded: P):
         """Scales of the norms of queries and keys with their specs: none, one per feature of a head, or of all heads.
@@ -102,27 +109,40 @@ class Attention(nn.Module):
         ]
         return [scale + float(norm.unit_offset) for scale in scales], [spec, spec]
 
-    def _local(self, seq, qkv, window, segments_T, *scales):
-        heads, lowering = self.heads, self.plans.into.lowering
-        q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = self._split(constrain_layout(qkv, lowering), seq, scales)
-        segments_BxT = None if segments_T is None else segments_T.reshape(-1, seq)
+    def _local(self, seq, qkv, window, segments_T, past, *scales):
+        heads, lowering, split = self.heads, self.plans.into.lowering, self.config.split
+        here = seq // split.parts
+        q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = self._split(constrain_layout(qkv, lowering), here, scales)
+        if past is not None:
+            positions = past.positions(seq)
+            segments_BxS = (positions >= 0).astype(jnp.int32)  # 0 before a sequence starts
+        else:
+            segments_BxS = None if segments_T is None else split.gather(segments_T.reshape(-1, here), 1)
+            positions = split.places(seq) if segments_BxS is None else split.own(segment_positions(segments_BxS), 1)
         if self.rotary:
-            positions = jnp.arange(seq) if segments_BxT is None else segment_positions(segments_BxT)
             q_BxTxNxH = self.rotary.rotate(q_BxTxNxH, window, positions)
             k_BxTxKxH = self.rotary.rotate(k_BxTxKxH, window, positions)
-        devices = self.plans.grid.mesh.devices
-        assert devices is not None, "an abstract mesh computes nothing"
-        slopes_N, platform, order_N = None, devices.flat[0].platform, self._order()
-        if self.config.alibi:
-            slopes_N = alibi_slopes(heads.queries)[order_N]
-        if heads.queries_here % heads.keys_here:  # the heads of this column cross the groups of key-value heads
-            k_BxTxKxH, v_BxTxKxH = (x[:, :, order_N // (heads.queries // heads.keys)] for x in (k_BxTxKxH, v_BxTxKxH))
-        y_BxTxNxH = attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, self.config, slopes_N, window, platform, segments_BxT)
-        if heads.order.min() < 0:
-            y_BxTxNxH = jnp.where(order_N[:, None] >= 0, y_BxTxNxH, 0)
+        y_BxTxNxH = self._mix(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, window, segments_BxS, past)
         y = y_BxTxNxH.reshape(-1, heads.queries_here * heads.width)
         y = jnp.pad(y, ((0, 0), (0, heads.segments[0].stored // heads.columns - y.shape[1])))
-        return constrain_layout(y, lowering)
+        return constrain_layout(y, lowering), None if past is None else KeysValues(k_BxTxKxH, v_BxTxKxH)
+
+    def _mix(self, q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, window, segments_BxS, past):
+        """The values that each query head of this column attends to, [B, T, N, H]; zeros for padded heads."""
+        heads, order_N = self.heads, self._order()
+        slopes_N = alibi_slopes(heads.queries)[order_N] if self.config.alibi else None
+
+        def of_queries(x_BxTxKxH):
+            return x_BxTxKxH[:, :, order_N // (heads.queries // heads.keys)] if heads.crossing else x_BxTxKxH
+
+        k_BxTxKxH, v_BxTxKxH = of_queries(k_BxTxKxH), of_queries(v_BxTxKxH)
+        if past is not None and past.kept.keys.shape[1]:
+            past = past._replace(kept=KeysValues(*map(of_queries, past.kept)))
+            y_BxTxNxH = attend_past(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, past, self.config, slopes_N, window)
+        else:
+            platform, compute = self.plans.grid.platform, attend if self.config.split.parts == 1 else attend_parts
+            y_BxTxNxH = compute(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, self.config, slopes_N, window, platform, segments_BxS)
+        return y_BxTxNxH if heads.order.min() >= 0 else jnp.where(order_N[:, None] >= 0, y_BxTxNxH, 0)
 
     def _order(self):
         """The canonical numbers of this column's query heads; below 0 for padding."""

@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from mstrain.layers.sequence_split import SequenceSplit
+
 SAVED = "attention"  # name of the result for `remat=`
+MASKED = -1e30  # a score that the softmax ignores
 CUDNN_WIDEST_HEAD = 128  # of its backward pass, on all GPU generations
 
 
@@ -23,12 +26,14 @@ class AttentionConfig:
       alibi: whether to add slope * (key position - query position).
       soft_cap: c of c * tanh(score / c) (Gemma 2); None for none.
       windowed: whether some layers attend to a window of past tokens only. The window is then a traced operand.
+      split: of sequences over devices.
     """
 
     scale: float
     alibi: bool = False
     soft_cap: float | None = None
     windowed: bool = False
+    split: SequenceSplit = SequenceSplit()
 
 
 def attend(q, k, v, config: AttentionConfig, slopes_N, window, platform: str = "cpu", segments_BxT=None):
@@ -37,61 +42,61 @@ def attend(q, k, v, config: AttentionConfig, slopes_N, window, platform: str = "
     `platform` is JAX's name of the platform that the program is compiled for. Tokens attend to equal `segments_BxT`
     only; cuDNN has no such mask, so plain XLA computes it on GPUs.
     """
-    kernel = _attend_xla
-    if _flash_fits(q, config):
+    if flash_fits(q.dtype, q.shape[1], q.shape[3], config):
         if platform == "tpu":
-            return _attend_splash(q, k, v, slopes_N, window, segments_BxT, config=config)
-        elif platform in ("gpu", "cuda") and q.shape[3] <= CUDNN_WIDEST_HEAD and not config.soft_cap:
-            kernel = _attend_cudnn if segments_BxT is None else _attend_xla
-    return checkpoint_name(kernel(q, k, v, slopes_N, window, segments_BxT, config=config), SAVED)
+            return _attend_splash(q, k, v, segments_BxT, config=config)
+        wide = q.shape[3] > CUDNN_WIDEST_HEAD
+        if platform in ("gpu", "cuda") and not wide and not config.soft_cap and segments_BxT is None:
+            return checkpoint_name(_attend_cudnn(q, k, v, config=config), SAVED)
+    return checkpoint_name(_attend_xla(q, k, v, config, slopes_N, window, segments_BxT), SAVED)
 
 
-def _flash_fits(q, config: AttentionConfig) -> bool:
+def flash_fits(dtype, tokens: int, head_dim: int, config: AttentionConfig) -> bool:
     """Flash kernels need bfloat16, whole blocks of tokens, and scores without a bias or a traced window."""
     extras = config.alibi or config.windowed
-    return not extras and q.dtype == jnp.bfloat16 and q.shape[3] % 8 == 0 and q.shape[1] % 128 == 0
+    return not extras and dtype == jnp.bfloat16 and head_dim % 8 == 0 and tokens % 128 == 0
 
 
-def _attend_xla(q, k, v, slopes_N, window, segments_BxT, *, config: AttentionConfig):
+def _attend_xla(q, k, v, config: AttentionConfig, slopes_N, window, segments_BxT):
     B, T, N, H = q.shape
     K = k.shape[2]
     q = q.reshape(B, T, K, N // K, H)
     s_BxKxGxTxS = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * config.scale
-    if config.soft_cap:
-        s_BxKxGxTxS = config.soft_cap * jnp.tanh(s_BxKxGxTxS / config.soft_cap)
-    past_TxS = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
-    if config.alibi:
-        s_BxKxGxTxS = s_BxKxGxTxS - slopes_N.reshape(K, N // K, 1, 1) * past_TxS
-    seen_TxS = past_TxS >= 0
-    if config.windowed:
-        seen_TxS &= past_TxS < window
-    if segments_BxT is not None:
-        seen_TxS &= (segments_BxT[:, :, None] == segments_BxT[:, None, :])[:, None, None]
-    p_BxKxGxTxS = jax.nn.softmax(jnp.where(seen_TxS, s_BxKxGxTxS, -1e30), axis=-1).astype(v.dtype)
+    places, segments = (x if x is None else (x, x) for x in (jnp.arange(T), segments_BxT))
+    s_BxKxGxTxS = mask_scores(s_BxKxGxTxS, config, slopes_N, window, places, segments)
+    p_BxKxGxTxS = jax.nn.softmax(s_BxKxGxTxS, axis=-1).astype(v.dtype)
     y = jnp.einsum("bkgts,bskh->btkgh", p_BxKxGxTxS, v, preferred_element_type=jnp.float32)
     return y.reshape(B, T, N, H).astype(q.dtype)
 
 
-def _attend_cudnn(q, k, v, slopes_N, window, segments_BxT, *, config: AttentionConfig):
+def mask_scores(s_BxKxGxTxS, config: AttentionConfig, slopes_N, window, places, segments):
+    """Scores with soft cap, ALiBi and mask, from q . k times the scale, float32.
+
+    `places` are those of queries [T] and of keys [S] in their sequence, `segments` theirs [B, T] and [B, S], or None.
+    """
+    K, G = s_BxKxGxTxS.shape[1:3]
+    if config.soft_cap:
+        s_BxKxGxTxS = config.soft_cap * jnp.tanh(s_BxKxGxTxS / config.soft_cap)
+    past_TxS = places[0][:, None] - places[1][None, :]
+    if config.alibi:
+        s_BxKxGxTxS = s_BxKxGxTxS - slopes_N.reshape(K, G, 1, 1) * past_TxS
+    seen_TxS = past_TxS >= 0
+    if config.windowed:
+        seen_TxS &= past_TxS < window
+    if segments is not None:
+        seen_TxS &= (segments[0][:, :, None] == segments[1][:, None, :])[:, None, None]
+    return jnp.where(seen_TxS, s_BxKxGxTxS, MASKED)
+
+
+def _attend_cudnn(q, k, v, *, config: AttentionConfig):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=config.scale, implementation="cudnn")
 
 
-def _attend_splash(q, k, v, slopes_N, window, segments_BxT, *, config: AttentionConfig):
-    """JAX's splash attention kernel, which skips blocks that the causal mask removes."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+def _attend_splash(q, k, v, segments_BxT, *, config: AttentionConfig):
+    from mstrain.layers.splash import splash, splash_kernel  # here, because it imports Pallas
 
-    seq, queries, width = q.shape[1:]
-    widest = 1024 if width <= 128 else 512  # VMEM holds smaller blocks of wider heads
-    block = next(b for b in (1024, 512, 256, 128) if b <= widest and seq % b == 0)
-    sizes = splash.BlockSizes(
-        block_q=block, block_kv=block, block_kv_compute=min(block, 512),
-        block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=min(block, 512),
-        use_fused_bwd_kernel=True,
-    )  # fmt: skip
-    mask = masks.MultiHeadMask([masks.CausalMask((seq, seq))] * queries)
-    kernel = splash.make_splash_mha(
-        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, attn_logits_soft_cap=config.soft_cap,
+    kernel = splash_kernel(
+        *q.shape[1:], causal=True, attn_logits_soft_cap=config.soft_cap,
         residual_checkpoint_name=SAVED,  # with the sums of its softmax, without which the backward pass runs it again
     )  # fmt: skip
     q, k, v = (x.swapaxes(1, 2) for x in (q * config.scale, k, v))

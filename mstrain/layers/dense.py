@@ -1,4 +1,4 @@
-"""A projection: `y = x @ w + b`, computed by a plan."""
+"""A projection: `y = x @ w + b`, computed by a plan, with its parameters in stored order."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,6 +22,9 @@ class Inits:
 class Dense(nn.Module):
     """Projects the padded features `inputs` of x_TxI to the padded features of `segments`.
 
+    Its parameters are in the order of `Plan.storage`, and an ordinary weight may have the same shape: convert one with
+    `Storage.from_canonical`. `mstrain.MeshDense` has ordinary weights.
+
     Attributes:
       plan: plan of the product.
       inputs: input features; weights of padding are zero and have zero gradients.
@@ -42,22 +45,12 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, x_TxI):
-        grid, flow = self.plan.grid, self.plan.dataflow
-        shape = (self.inputs.size, sum(segment.size for segment in self.segments))
-        storage = Storage(
-            shape,
-            segments=self.segments,
-            columns=grid.num_cols,
-            rows=grid.num_rows,
-            slices=1 if flow == "rs" else self.plan.slices,
-            transposed=flow == "ls",
-            first=self.inputs,
-        )
+        grid, storage = self.plan.grid, self.plan.storage(self.inputs, self.segments)
         kernel = parameter(self, "kernel", self.initializer, storage, grid.weight_spec)
         sink = self.get_variable("sinks", "kernel") if self.has_variable("sinks", "kernel") else None
         y_TxO = linear(x_TxI, kernel, self.plan, sink)
         if self.bias:
-            order = Storage(shape[1:], segments=self.segments, columns=grid.num_cols)
+            order = Storage(storage.shape[1:], segments=self.segments, columns=grid.num_cols)
             spec = P(self.plan.output_layout.features or None)
             bias = parameter(self, "bias", nn.initializers.zeros, order, spec)
             y_TxO = y_TxO + bias.astype(y_TxO.dtype)

@@ -135,7 +135,7 @@ class _Chunks:
         self._shards = axis_size(self._cols) if self._swap else 1  # that a gathered chunk of tokens consists of
         tokens, width = targets.shape[0] // self._shards, w.shape[1]
         scattered = self._swap and axis_size(self._rows) > 1
-        self._of_tokens, self._size = _cut(tokens, self._shards, width, may_cut_tokens=not scattered)
+        self._of_tokens, self._size = cut_logits(tokens, self._shards, width, may_cut_tokens=not scattered)
         self._here = tokens if self._of_tokens else width
         self.count = math.ceil(self._here / self._size)
         if self._of_tokens:
@@ -232,7 +232,7 @@ class _Chunks:
 _MASKED = -1e30
 
 
-def _cut(tokens: int, shards: int, width: int, may_cut_tokens: bool) -> tuple[bool, int]:
+def cut_logits(tokens: int, shards: int, width: int, may_cut_tokens: bool) -> tuple[bool, int]:
     """(whether tokens are cut and not the vocabulary, size of a chunk) of logits [shards x tokens, width]."""
     size = 4 * shards * tokens * width
     if size <= WHOLE:

@@ -25,6 +25,12 @@ class ParallelConfig:
     LAYERS is a layer (`3`) or an inclusive range (`0-5`, `6-`). The last match applies."""
     slices: str = "auto"
     """MeshSlice's slice count, or `auto`."""
+    rows: str = "auto"
+    """What the rows of the mesh split: the batch (`sequences`), or every sequence, as axis `context` does (`context`).
+    `auto` takes `context` where a microbatch has too few sequences for the rows."""
+    context: str = "auto"
+    """How devices that split a sequence exchange keys and values: `gather` before attention, `ring` during it, or
+    `auto`, which takes what costs less."""
     dataflow: str = "auto"
     """Dataflow of every product: `os`, `ls`, `rs`, or `auto` (input, weight or output, the largest, stays in place)."""
 

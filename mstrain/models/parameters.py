@@ -1,9 +1,9 @@
 """Conversion of parameters between canonical form (checkpoints) and stored form (training steps).
 
 Canonical parameters have the order of the model, with all layers stacked in `blocks_0`. Stored parameters follow a
-plan: layers are split into its groups, and every parameter is reordered by its `Storage`. Both conversions are
-permutations with zero padding, so a round trip is exact, and initial values do not depend on mesh, algorithm or slice
-count.
+plan: layers are split into its groups, or reordered over the stages of a pipeline (`ModelPlan.rows`), and every
+parameter is reordered by its `Storage`. Both conversions are permutations with zero padding, so a round trip is exact,
+and initial values do not depend on mesh, algorithm or slice count.
 """
 
 import functools
@@ -17,11 +17,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm.copies import AXIS, data_dim
+from mstrain.gemm.copies import SHARED, data_dim
 from mstrain.layers.parameter import Stored, is_stored, partition_specs
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import canonical_plan
 from mstrain.models.sharding import gather_parameter, is_kernel, sharded_box, to_shard
+from mstrain.models.stages import AXIS as STAGE
 from mstrain.models.transformer import Transformer
 
 Path = tuple[str, ...]  # keys of a parameter in its tree
@@ -33,6 +34,11 @@ def abstract_parameters(module: Transformer):
     """Boxed abstract parameters of `module`, without allocation. Cached: callers must not modify the tree."""
     tokens = jax.ShapeDtypeStruct((module.seq * _sequences(module),), jnp.int32)
     boxed = jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]
+    if module.plan.stages:
+        over_stages = jax.tree.map(
+            lambda box: box.replace(spec=P(STAGE, *box.spec[1:])), boxed[STACK], is_leaf=is_stored
+        )
+        boxed[STACK] = over_stages
     if module.plan.shard == "none":
         return boxed
     return jax.tree.map(lambda box: sharded_box(box, module.plan.mesh), boxed, is_leaf=is_stored)
@@ -82,7 +88,7 @@ def init_parameters(module: Transformer, seed: int):
 
 def from_canonical(module: Transformer, canonical):
     """Converts canonical parameters to the stored form of `module`."""
-    return _map_leaves(module, canonical, lambda x, boxes: _stored(x, boxes, module.plan.mesh))
+    return _map_leaves(module, canonical, lambda x, boxes, rows: _stored(x, boxes, rows, module.plan.mesh))
 
 
 def from_canonical_in_turn(module: Transformer, canonical):
@@ -91,8 +97,8 @@ def from_canonical_in_turn(module: Transformer, canonical):
     The peak memory is that of one tree and one array. Arrays of equal shape and storage share a compiled program.
     """
 
-    def convert(x, boxes):
-        stored = jax.block_until_ready(_from_canonical_program(boxes, module.plan.mesh)(x))
+    def convert(x, boxes, rows):
+        stored = jax.block_until_ready(_from_canonical_program(boxes, rows, module.plan.mesh)(x))
         x.delete()
         return stored
 
@@ -103,8 +109,8 @@ def compile_from_canonical(module: Transformer) -> None:
     """Compiles the programs of `from_canonical_in_turn` for the compilation cache."""
     programs = {}  # a dict, because all processes must compile in the same order
 
-    def note(x, boxes):
-        programs[x, boxes] = _from_canonical_program(boxes, module.plan.mesh)
+    def note(x, boxes, rows):
+        programs[x, boxes] = _from_canonical_program(boxes, rows, module.plan.mesh)
         return boxes
 
     def placed(x, sharding):
@@ -144,7 +150,8 @@ def describe_sharding(module: Transformer) -> str | None:
     replicated = (
         f"; {len(whole)} of {len(shapes)} parameters, {size / 2**20:.2f} MiB per device, have no dim that divides"
     )
-    return f"{plan.shard} over {plan.mesh.shape[AXIS]} copies" + (f"{replicated} and are replicated" if whole else "")
+    copies = plan.head.grid.size(SHARED)
+    return f"{plan.shard} over {copies} copies" + (f"{replicated} and are replicated" if whole else "")
 
 
 def from_layers(module: Transformer, read: Callable[[Path, int, tuple[slice, ...]], np.ndarray]):
@@ -154,7 +161,7 @@ def from_layers(module: Transformer, read: Callable[[Path, int, tuple[slice, ...
     parameters outside of the blocks), float32. Beside the result, host memory is that of the parts of one layer's
     parameter that the devices of this process hold.
     """
-    mesh, firsts = module.plan.mesh, _first_layers(module)
+    mesh, firsts, rows = module.plan.mesh, _first_layers(module), module.plan.rows
 
     def load(keys, box, sharding):
         group, *rest = (key.key for key in keys)
@@ -173,10 +180,11 @@ def from_layers(module: Transformer, read: Callable[[Path, int, tuple[slice, ...
             return jax.make_array_from_callback(shape, placement, part)
 
         if group not in firsts:
-            return jax.block_until_ready(_from_canonical_program((box,), mesh)(canonical(0))[0])
+            return jax.block_until_ready(_from_canonical_program((box,), None, mesh)(canonical(0))[0])
         stack = jax.jit(lambda: jnp.zeros(box.value.shape, box.value.dtype), out_shardings=sharding)()
-        for i in range(box.value.shape[0]):
-            stack = jax.block_until_ready(_insert_program(box, mesh, sharding)(stack, canonical(firsts[group] + i), i))
+        for i, layer in enumerate(rows or range(firsts[group], firsts[group] + box.value.shape[0])):
+            if layer >= 0:
+                stack = jax.block_until_ready(_insert_program(box, mesh, sharding)(stack, canonical(layer), i))
         return stack
 
     return jax.tree_util.tree_map_with_path(load, abstract_parameters(module), parameter_shardings(module),
@@ -194,7 +202,8 @@ def layer_of(module: Transformer, stored, path: Path, layer: int) -> np.ndarray:
     if group not in firsts:
         return np.asarray(_to_canonical_program(box, module.plan.mesh)(x).addressable_data(0))
     extract = _to_canonical_program(box, module.plan.mesh, True)
-    return np.asarray(extract(x, layer - firsts[group]).addressable_data(0))[0]
+    row = module.plan.rows.index(layer) if module.plan.rows else layer - firsts[group]
+    return np.asarray(extract(x, row).addressable_data(0))[0]
 
 
 def _first_layers(module: Transformer) -> dict[str, int]:
@@ -210,6 +219,10 @@ def to_canonical(module: Transformer, stored):
     def convert(x, box):
         return x if is_masked(x) else _convert("to_canonical", box, x, module.plan.mesh)
 
+    rows = module.plan.rows
+    if rows:
+        stack = jax.tree.map(lambda x: x if is_masked(x) else _model_order(x, rows), stored[STACK], is_leaf=is_masked)
+        stored = {**stored, STACK: stack}
     parts = jax.tree.map(convert, stored, rules, is_leaf=is_masked)
     groups = [parts.pop(f"blocks_{i}") for i in range(len(module.plan.groups))]
     stack = groups[0] if len(groups) == 1 else jax.tree.map(lambda *xs: jnp.concatenate(xs), *groups)
@@ -232,25 +245,44 @@ def canonical_shardings(module: Transformer):
 
 
 def _canonical_sharding(box: Stored, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    dims, own = [dim for dim in (-2, -1) if len(shape) + dim >= 0], _axes(box, False)
+    own, lead = _axes(box, False), _lead(box, shape, mesh)
+    dims = [dim for dim in (-2, -1) if len(shape) + dim >= (1 if lead else 0)]
     for axes in (own, _without_data(own)):
         for dim in dims:
             if shape[dim] % _devices(mesh, axes) == 0:
-                return _sharded_on(dim, axes, len(shape), mesh)
-    return _sharded_on(None, own, len(shape), mesh)
+                return _sharded_on(dim, axes, len(shape), mesh, lead)
+    return _sharded_on(None, own, len(shape), mesh, lead)
 
 
 def _map_leaves(module: Transformer, canonical, convert):
-    """Stored parameters; `convert(x, boxes)` returns those of one canonical array (several for a stack of layers)."""
+    """Stored parameters; `convert(x, boxes, rows)` returns those of one canonical array (several for a stack of layers,
+    or one with the layers of `rows`)."""
     rules, stored = abstract_parameters(module), {}
     for name, tree in canonical.items():
         targets = [f"blocks_{i}" for i in range(len(module.plan.groups))] if name == STACK else [name]
         leaves, structure = jax.tree.flatten(tree, is_leaf=is_masked)
         boxes = zip(*(structure.flatten_up_to(rules[target]) for target in targets), strict=True)
         pairs = zip(leaves, boxes, strict=True)
-        converted = [(x,) * len(boxes) if is_masked(x) else convert(x, boxes) for x, boxes in pairs]
+        rows_here = module.plan.rows if name == STACK else None
+        converted = [(x,) * len(boxes) if is_masked(x) else convert(x, boxes, rows_here) for x, boxes in pairs]
         stored |= zip(targets, map(structure.unflatten, zip(*converted, strict=True)), strict=True)
     return stored
+
+
+def _row_order(x, rows: tuple[int, ...]):
+    """Layers [L, ...] in the order of `rows`, zeros for padding."""
+    if rows == tuple(range(len(x))):
+        return x
+    real = np.array(rows).reshape(-1, *[1] * (x.ndim - 1)) >= 0
+    return jnp.where(real, x[np.maximum(rows, 0)], 0)
+
+
+def _model_order(x, rows: tuple[int, ...]):
+    """The inverse of `_row_order`."""
+    layers = max(rows) + 1
+    if rows == tuple(range(layers)):
+        return x
+    return x[np.array([rows.index(layer) for layer in range(layers)])]
 
 
 def is_masked(x) -> bool:
@@ -258,18 +290,20 @@ def is_masked(x) -> bool:
     return not jax.tree.leaves(x)
 
 
-def _stored(x, boxes: tuple[Stored, ...], mesh: Mesh) -> tuple:
+def _stored(x, boxes: tuple[Stored, ...], rows: tuple[int, ...] | None, mesh: Mesh) -> tuple:
+    if rows:
+        x = _row_order(x, rows)
     ends = itertools.accumulate(box.value.shape[0] for box in boxes[:-1])
     parts = jnp.split(x, [*ends])
     return tuple(_convert("from_canonical", box, part, mesh) for box, part in zip(boxes, parts, strict=True))
 
 
 @functools.lru_cache(maxsize=256)
-def _from_canonical_program(boxes: tuple[Stored, ...], mesh: Mesh):
+def _from_canonical_program(boxes: tuple[Stored, ...], rows: tuple[int, ...] | None, mesh: Mesh):
     shardings = tuple(NamedSharding(mesh, box.spec) for box in boxes)
 
     def convert_parameter(x):
-        return _stored(x, boxes, mesh)
+        return _stored(x, boxes, rows, mesh)
 
     return jax.jit(convert_parameter, out_shardings=shardings)
 
@@ -295,43 +329,55 @@ def _convert(direction: str, box: Stored, x, mesh: Mesh):
     assert x.ndim == box.value.ndim, f"{x.shape} has no stored form: the parameter is {box.value.shape}"
 
     def place(x, dim, stored):
-        axes = _axes(box, stored)
+        axes, lead = _axes(box, stored), _lead(box, x.shape, mesh)
         if dim is not None:
-            if x.ndim + dim < 0:
+            if x.ndim + dim < (1 if lead else 0):
                 return x
             if x.shape[dim] % _devices(mesh, axes):
                 axes = _without_data(axes)
             if x.shape[dim] % _devices(mesh, axes):
                 return x
-        return jax.lax.with_sharding_constraint(x, _sharded_on(dim, axes, x.ndim, mesh, both=dim is None))
+        return jax.lax.with_sharding_constraint(x, _sharded_on(dim, axes, x.ndim, mesh, lead, both=dim is None))
 
     return x if box.storage.is_canonical else getattr(box.storage, direction)(x, place)
 
 
 def _axes(box: Stored, stored: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Mesh axes of the last two dims of a parameter, in stored or in canonical orientation."""
-    first, last = ((axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in (None, *box.spec)[-2:])
+    spec = (axes if axes != STAGE else None for axes in (None, *box.spec)[-2:])  # of a vector: the dim of layers
+    first, last = ((axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec)
     return (last, first) if box.storage.transposed and not stored else (first, last)
 
 
-def _sharded_on(dim: int | None, axes, ndim: int, mesh: Mesh, both: bool = False) -> NamedSharding:
-    """Shards `dim` (-1 or -2) over all tensor-parallel devices, no dim for None, or `both` last dims as in a step."""
+def _lead(box: Stored, shape: tuple[int, ...], mesh: Mesh) -> str | None:
+    """Axis `stage` if it shards the layers of a stack of this shape."""
+    stacked = len(shape) > len(box.storage.shape) and box.spec[0] == STAGE
+    return STAGE if stacked and shape[0] % mesh.shape[STAGE] == 0 else None
+
+
+def _sharded_on(
+    dim: int | None, axes, ndim: int, mesh: Mesh, lead: str | None = None, both: bool = False
+) -> NamedSharding:
+    """Shards `dim` (-1 or -2) over all tensor-parallel devices, no dim for None, or `both` last dims as in a step; and
+    the first dim over axis `lead`."""
     spec: list = [None] * ndim
     if both:
         spec[-2:] = [axis or None for axis in axes][-ndim:]
     elif dim is not None:
         spec[dim] = (*axes[0], *axes[1]) if dim == -2 else (*axes[1], *axes[0])
+    if lead:
+        spec[0] = lead
     return NamedSharding(mesh, P(*spec))
 
 
 def _without_data(axes) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(axis for axis in of_dim if axis != AXIS) for of_dim in axes)
+    return tuple(tuple(axis for axis in of_dim if axis not in SHARED) for of_dim in axes)
 
 
 def _devices(mesh: Mesh, axes) -> int:
-    """Tensor-parallel devices, times data-parallel copies if one of the two dims' axes is `data`."""
-    data = mesh.shape[AXIS] if any(AXIS in of_dim for of_dim in axes) else 1
-    return mesh.shape["row"] * mesh.shape["col"] * data
+    """Tensor-parallel devices, times data-parallel copies if one of the two dims has their axes."""
+    names = {"row", "col", *(axis for of_dim in axes for axis in of_dim if axis in SHARED)}
+    return math.prod(mesh.shape[axis] for axis in names)
 
 
 def _sequences(module: Transformer) -> int:

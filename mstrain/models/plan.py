@@ -26,12 +26,16 @@ from mstrain.gemm.copies import COPIES
 from mstrain.gemm.padding import MOST_WASTE, waste
 from mstrain.hardware import Chip
 from mstrain.hardware.constants import Constants
+from mstrain.layers.sequence_split import SequenceSplit
 from mstrain.mesh import AXES, shape_of
 from mstrain.models.auto import tune_products
 from mstrain.models.config import ModelConfig
+from mstrain.models.context import CONTEXT, check_one_order, choose_exchange, sequence_split, split_axes
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
 from mstrain.models.products import ATTENTION, HALVES, MLP, Sizes, block_products
 from mstrain.models.sharding import check_shard
+from mstrain.models.stages import AXIS, PipelineConfig, Stages, make_stages
+from mstrain.models.token_order import TokenOrder
 
 LANES = 128  # of a TPU's vector registers; slices of the last dim in multiples of it need no relayout
 SLICES_WITHOUT_TUNING = 4  # without a known chip, auto takes the largest legal slice count up to this
@@ -39,11 +43,12 @@ SLICES_WITHOUT_TUNING = 4  # without a known chip, auto takes the largest legal 
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlan:
-    """Plans of the two halves of a block, and its features with their padding."""
+    """Plans of the two halves of a block, its features with their padding, and how its attention splits sequences."""
 
     attention: PlanPair
     mlp: PlanPair
     sizes: Sizes
+    split: SequenceSplit = SequenceSplit()
 
     @property
     def products(self) -> tuple[Plan, ...]:
@@ -69,6 +74,7 @@ class ModelPlan:
       padded: whether the vocabulary is padded to equal shards; False for canonical parameters.
       shard: one of `mstrain.models.sharding.SHARD`.
       sequence_unit: the sequences of a microbatch of the whole job are padded to a multiple of it.
+      stages: the division of the layers over the stages of a pipeline; None for one stage.
     """
 
     groups: tuple[tuple[BlockPlan, int], ...]
@@ -76,6 +82,7 @@ class ModelPlan:
     padded: bool = True
     shard: str = "none"
     sequence_unit: int = 1
+    stages: Stages | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -98,6 +105,22 @@ class ModelPlan:
     def width(self) -> Span:
         """Features of the residual stream."""
         return self.groups[0][0].sizes.width
+
+    @property
+    def rows(self) -> tuple[int, ...] | None:
+        """The layer in every row of the stack of layers over the stages of a pipeline, -1 for padding; else None."""
+        return self.stages.rows if self.stages else None
+
+    @property
+    def order(self) -> TokenOrder:
+        """The order of the tokens in activations."""
+        block, mesh = self.groups[0][0], self.head.grid.mesh
+        if block.split.parts == 1:
+            return TokenOrder()
+        shape, into = shape_of(mesh), block.attention.into
+        rows = block.split.parts // shape.context
+        slices = into.slices if into.dataflow == "rs" and rows > 1 else 1
+        return TokenOrder(shape.copies, shape.context, rows, slices, into.grid.num_cols)
 
     def padded_sequences(self, sequences: int) -> int:
         """Number of sequences that are computed for a microbatch of `sequences`."""
@@ -124,6 +147,7 @@ def _with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
 def make_plan(
     parallel: ParallelConfig, model: ModelConfig, mesh: Mesh | AbstractMesh, microbatch: int, seq: int,
     chip: Chip | None = None, constants: Constants | None = None, shard: str = "none",
+    pipeline: PipelineConfig = PipelineConfig(),
 ) -> ModelPlan:  # fmt: skip
     """Plans every product of `model` on `mesh`.
 
@@ -134,6 +158,7 @@ def make_plan(
         and few slices.
       constants: measured constants that replace those derived from the chip.
       shard: what data-parallel copies share, one of `mstrain.models.sharding.SHARD`.
+      pipeline: schedule and division of the layers where `mesh` has several stages.
 
     Raises:
       ValueError: the plan is illegal; the message says what to type instead.
@@ -141,31 +166,24 @@ def make_plan(
     check_shard(shard, mesh)
     algorithms = layer_algorithms(parallel, model.layers)
     check_effect(parallel, set(itertools.chain(*algorithms)))
-    return _Planner(parallel, model, mesh, microbatch, seq, chip, constants, shard).plan(algorithms)
+    stages = make_stages(pipeline, mesh.shape[AXIS], model.layers)
+    if stages:
+        _check_stages(algorithms, shard)
+    plan = _Planner(parallel, model, mesh, microbatch, seq, chip, constants, shard).plan(algorithms)
+    return dataclasses.replace(plan, stages=stages)
 
 
-def describe_plan(plan: ModelPlan, microbatch: int = 0) -> str:
-    """One line with algorithm, dataflows and slice counts of every group of layers, and with the padding.
-
-    `microbatch`: sequences of the whole job, whose padding is then described too.
-    """
-    parts, first = [], 0
-    for block, count in plan.groups:
-        halves = []
-        for name, pair in (("attention", block.attention), ("mlp", block.mlp)):
-            into, out = pair.into, pair.out
-            slices = f" S={into.slices},{out.slices}" if into.kind.sliced else ""
-            halves.append(f"{name} {into.algorithm} {into.dataflow},{out.dataflow}{slices}")
-        layers = f"layer {first}" if count == 1 else f"layers {first}-{first + count - 1}"
-        parts.append(f"{layers}: {'; '.join(halves)}")
-        first += count
-    padding = {name: pair for block, _ in plan.groups for name, pair in block.sizes.padding.items()}
-    if plan.padded_sequences(microbatch) > microbatch:
-        padding["sequences"] = (microbatch, plan.padded_sequences(microbatch))
-    if padding:
-        sizes = (f"{name} {size} to {stored} ({waste(size, stored):.1%})" for name, (size, stored) in padding.items())
-        parts.append(f"padding: {', '.join(sizes)}")
-    return " | ".join(parts)
+def _check_stages(algorithms: list[tuple[str, str]], shard: str) -> None:
+    if len(set(algorithms)) > 1:
+        raise ValueError(
+            "parallel.layers gives layers different algorithms, and the stages of a pipeline run one program. Remove "
+            "parallel.layers, or type a mesh= without stage."
+        )
+    if shard == "parameters":
+        raise ValueError(
+            "shard=parameters gathers weights layer by layer, and a pipeline would gather them for every microbatch. "
+            "Type shard=gradients or shard=optimizer, or a mesh= without stage."
+        )
 
 
 def chip_lowering(chip: Chip | None) -> LoweringOptions:
@@ -204,18 +222,34 @@ class _Planner:
         unit = self._sequence_unit(pairs, head) * shape_of(self.mesh).copies
         self._check_sequences(unit)
         sequences = -(-self.microbatch // unit) * unit // shape_of(self.mesh).copies
+        if self._rows_split:  # every slice of tokens has parts of whole sequences
+            sequences *= math.lcm(self.mesh.shape["row"], self.mesh.shape["col"])
         units = [n for pair in pairs.values() for n in (pair.into.units[0], pair.out.units[1])]
         width = Span(self.model.width).to_multiple(math.lcm(head.units[0], *units))
         blocks = {names: self._block(pairs, names, width, sequences) for names in sorted(set(algorithms))}
         groups = tuple((blocks[names], len(list(equal))) for names, equal in itertools.groupby(algorithms))
+        if self._rows_split:
+            check_one_order([block.attention for block in blocks.values()])
         return ModelPlan(groups, self._sliced_head(head, width, sequences), shard=self.shard, sequence_unit=unit)
+
+    @functools.cached_property
+    def _split(self) -> tuple[str, ...]:
+        """Mesh axes that split every sequence."""
+        algorithms = {attention for attention, _ in layer_algorithms(self.parallel, self.model.layers)}
+        rows = {grid_of(algorithm, self.mesh).rows for algorithm in algorithms}
+        return split_axes(self.parallel, self.mesh, rows, self.microbatch, self.seq)
+
+    @property
+    def _rows_split(self) -> bool:
+        return bool(set(self._split) - {CONTEXT})
 
     @functools.cached_property
     def tuned(self):
         """The tuner's choices for MeshSlice by product; empty without a known chip."""
         shape = (self.mesh.shape["row"], self.mesh.shape["col"])
         sequences = -(-self.microbatch // (shape_of(self.mesh).copies * shape[0])) * shape[0]
-        return tune_products(self.model, self.parallel, shape, sequences * self.seq, self.chip, self.constants)
+        tokens = sequences * self.seq // self.mesh.shape[CONTEXT]
+        return tune_products(self.model, self.parallel, shape, tokens, self.chip, self.constants)
 
     def _head(self, algorithm: str) -> Plan:
         """The plan of the output projection. The logits, its largest matrix, stay in place; tokens keep their order."""
@@ -253,7 +287,7 @@ class _Planner:
         first, second = (
             self._sliced_pair(pairs[key], products, key[1], sequences) for key in zip(names, HALVES, strict=True)
         )
-        return BlockPlan(first, second, sizes)
+        return BlockPlan(first, second, sizes, self._sequence_split(heads, attention))
 
     def _sliced_pair(self, pair: PlanPair, products, half: str, sequences: int) -> PlanPair:
         first, last = (product for product in products if product.half == half)
@@ -296,6 +330,15 @@ class _Planner:
         aligned = [s for s in fitting if s > 1 and pieces // s % LANES == 0]
         return max(aligned or fitting)
 
+    def _sequence_split(self, heads: Heads, attention: PlanPair) -> SequenceSplit:
+        split = sequence_split(self._split, self.mesh)
+        if split.parts == 1:
+            return split
+        devices = attention.grid.size(attention.inside.tokens)
+        tokens = -(-self.microbatch * self.seq // devices)
+        exchange = choose_exchange(self.parallel, heads, split, tokens, self.seq, self.chip, self.constants)
+        return dataclasses.replace(split, exchange=exchange)
+
     def _check_waste(self, sizes: Sizes, names: tuple[str, str]) -> None:
         for name, share in sizes.waste.items():
             if share <= MOST_WASTE:
@@ -321,13 +364,14 @@ class _Planner:
         units = []
         for (_, half), pair in pairs.items():
             inside, residual = (pair.grid.size(x.tokens[len(COPIES) :]) for x in (pair.inside, pair.residual))
-            units += [inside if half == ATTENTION else self._per_token(inside), self._per_token(residual)]
+            whole = half == ATTENTION and not self._rows_split
+            units += [inside if whole else self._per_token(inside), self._per_token(residual)]
         layouts = (head.input_layout, head.output_layout)
         return math.lcm(*units, *(self._per_token(head.grid.size(x.tokens[len(COPIES) :])) for x in layouts))
 
     def _per_token(self, devices: int) -> int:
         """Number of sequences whose tokens divide over `devices`."""
-        return devices // math.gcd(devices, self.seq)
+        return devices // math.gcd(devices, self.seq // self.mesh.shape[CONTEXT])
 
     def _check_sequences(self, unit: int) -> None:
         share = waste(self.microbatch, -(-self.microbatch // unit) * unit)

@@ -52,7 +52,7 @@ def scan_layers(block: nn.Module, plan: BlockPlan, params, x_TxD, windows, segme
             following = layers.gather(params, jnp.minimum(i + 1, layers.count - 1), x.dtype)
             function = functools.partial(layers.apply, window=windows[i], segments=segments)
             y, pullback = jax.vjp(function, weights, layers.sinks(weights), x)
-            saved, trees["pullback"] = _split(pullback, (weights, segments))
+            saved, trees["pullback"] = split(pullback, (weights, segments))
             return (y, following), saved
 
         carry, saved = lax.scan(advance, (x, layers.gather(params, 0, x.dtype)), jnp.arange(layers.count))
@@ -65,7 +65,7 @@ def scan_layers(block: nn.Module, plan: BlockPlan, params, x_TxD, windows, segme
             (dy, weights, partial, gradients), (i, saved) = carry, step
             following = layers.gather(params, jnp.maximum(i - 1, 0), dy.dtype)
             gradients = layers.store_sums(gradients, partial, jnp.minimum(i + 1, layers.count - 1))
-            pullback = _join(trees["pullback"], saved, (weights, segments))
+            pullback = join(trees["pullback"], saved, (weights, segments))
             whole, partial, dx = pullback(dy)
             return (dx, following, partial, layers.store_whole(gradients, whole, i)), None
 
@@ -77,6 +77,18 @@ def scan_layers(block: nn.Module, plan: BlockPlan, params, x_TxD, windows, segme
 
     run.defvjp(forward, backward)
     return run(params, x_TxD, windows, segments_T)
+
+
+def extend_layers(block: nn.Module, plan: BlockPlan, params, x_TxD, windows, past):
+    """(x_TxD, KeysValues of every layer) for tokens after `past`, without a backward pass; arguments as in
+    `scan_layers`. Each layer is gathered when it runs."""
+    layers = _Layers(block, _layer_shardings(block, plan, x_TxD, windows, None), plan, len(windows))
+
+    def advance(x, step):
+        i, window, own = step
+        return block.apply({"params": layers.gather(params, i, x.dtype)}, x, window, None, own)
+
+    return lax.scan(advance, x_TxD, (jnp.arange(layers.count), windows, past))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,15 +180,15 @@ def _sum(partial, sharding: NamedSharding):
     return local(partial)
 
 
-def _split(pullback, known):
-    """(the arrays that `pullback` holds without those in `known`, what `_join` needs to put them back)."""
+def split(pullback, known):
+    """(the arrays that `pullback` holds without those in `known`, what `join` needs to put them back)."""
     leaves, tree = jax.tree.flatten(pullback)
     places = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(known))}
     places = [places.get(id(leaf)) for leaf in leaves]
     return [leaf for leaf, place in zip(leaves, places, strict=True) if place is None], (tree, places)
 
 
-def _join(tree_and_places, saved, known):
-    """The pullback from `saved` of `_split` and the same `known` arrays."""
+def join(tree_and_places, saved, known):
+    """The pullback from `saved` of `split` and the same `known` arrays."""
     (tree, places), saved, known = tree_and_places, iter(saved), jax.tree.leaves(known)
     return jax.tree.unflatten(tree, [next(saved) if place is None else known[place] for place in places])

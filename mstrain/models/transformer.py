@@ -20,11 +20,13 @@ from mstrain.layers.embedding import Embedding, Positions
 from mstrain.layers.loss import HeadKernel, LogitsHead, cross_entropy
 from mstrain.layers.mlp import Mlp
 from mstrain.layers.norm import Norm, NormConfig
+from mstrain.layers.past import Past
 from mstrain.layers.rotary import GLOBAL, Rotary
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import BlockPlan, ModelPlan, canonical_plan
-from mstrain.models.prefetch import scan_layers
+from mstrain.models.prefetch import extend_layers, scan_layers
 from mstrain.models.remat import policy_of
+from mstrain.models.staged import StageLayers
 
 REMAT = ("none", "dots", "full")  # what the planner searches; `mstrain.models.remat` has all
 INIT_SCALE = 0.02  # standard deviation of initial weights (GPT-2); smaller for projections out of a block
@@ -38,18 +40,29 @@ class Block(nn.Module):
     seq: int
 
     @nn.compact
-    def __call__(self, x_TxD, window, segments_T=None):
-        attention, mlp = functools.partial(self._attention(), segments_T=segments_T), self._mlp()
-        x_TxD = checkpoint_name(x_TxD, "layer-input")
+    def __call__(self, x_TxD, window, segments_T=None, past=None):
+        """(x_TxD, None), or with `past` (x_TxD, KeysValues of these tokens)."""
+        module, mlp, new = self._attention(), self._mlp(), []
+
+        def attention(h_TxD, seq, window):
+            if past is None:
+                return module(h_TxD, seq, window, segments_T)
+            y_TxD, keys_values = module(h_TxD, seq, window, None, past)
+            new.append(keys_values)
+            return y_TxD
+
+        x_TxD = self._add_halves(checkpoint_name(x_TxD, "layer-input"), window, attention, mlp)
+        return x_TxD, new[0] if new else None
+
+    def _add_halves(self, x_TxD, window, attention, mlp):
         if self.model.parallel_block:
             h_TxD = checkpoint_name(self._norm("norm", self.plan.attention.residual)(x_TxD), "attention-norm")
             y_TxD = self._out("attention", attention(h_TxD, self.seq, window), self.plan.attention.residual)
             z_TxD = self._out("mlp", mlp(self._move(h_TxD, self.plan.mlp.residual)), self.plan.mlp.residual)
-            x_TxD = x_TxD + y_TxD + self._move(z_TxD, self.plan.attention.residual)
-            return x_TxD, None
+            return x_TxD + y_TxD + self._move(z_TxD, self.plan.attention.residual)
         x_TxD = self._half("attention", x_TxD, lambda h: attention(h, self.seq, window), self.plan.attention)
         x_TxD = self._half("mlp", x_TxD, mlp, self.plan.mlp)
-        return self._move(x_TxD, self.plan.attention.residual), None
+        return self._move(x_TxD, self.plan.attention.residual)
 
     def _half(self, name, x_TxD, half, plans):
         x_TxD = self._move(x_TxD, plans.residual)
@@ -78,6 +91,7 @@ class Block(nn.Module):
                 alibi=m.position == "alibi",
                 soft_cap=m.attention_soft_cap,
                 windowed=any(m.is_local) and bool(m.window) and m.window < self.seq,
+                split=self.plan.split,
             ),
             bias=(m.bias != "none", m.bias in ("all", "attention")),
             inits=self._inits(),
@@ -105,6 +119,8 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     """Maps tokens_T (int32, concatenated sequences of `seq`) to logits_TxV, float32, as the architecture defines them.
+
+    Within the model tokens have the order of the plan (`mstrain.models.token_order`).
 
     Attention and positions stay within equal `segments_T` (int32) of a sequence, where they are given.
 
@@ -146,22 +162,58 @@ class Transformer(nn.Module):
 
     def raw_logits(self, tokens_T, segments_T=None):
         """The output projection: logits before the soft cap, with columns that pad the vocabulary."""
-        x_TxD = self._features(tokens_T, segments_T)
-        return linear(x_TxD, self._head_kernel(), self.plan.head)[: len(tokens_T)]
+        x_TxD = self._normalized(self._features(tokens_T, segments_T))
+        logits_TxV = linear(x_TxD, self._head_kernel(), self.plan.head)
+        return self.plan.order.undo(logits_TxV, self.seq)[: len(tokens_T)]
+
+    def extend(self, tokens_BxT, past: Past):
+        """Continues sequences: (logits of the token after the last one, new keys and values).
+
+        Args:
+          tokens_BxT: int32 [B, T] with T = `seq`, in slots from `past.slot` on.
+          past: `kept` has KeysValues [L, B, S, K, H] for every group of L layers. Without slots (S = 0), tokens attend
+            to each other only.
+
+        Returns logits_BxV, float32, and for every group KeysValues [L, B, T, K, H].
+        """
+        x_TxD, new = self._run(tokens_BxT.reshape(-1), None, past)
+        last_BxD = self._normalized(x_TxD.reshape(len(tokens_BxT), self.seq, -1)[:, -1])
+        logits = linear(last_BxD, self._head_kernel(), self.plan.head)
+        return self._logits_head().capped(logits)[:, : self.model.vocab_size], new
 
     def _features(self, tokens_T, segments_T):
-        """Input of the output projection, x_TxD of padded tokens and features."""
-        x_TxD = self.embedding(self._whole_sequences(tokens_T))
-        segments_T = None if segments_T is None else self._whole_sequences(segments_T)
+        """Input of the final norm, x_TxD of padded tokens and features."""
+        if self.plan.stages and not self.is_initializing():
+            stack, x_TxD = self.variables["params"]["blocks_0"], self.embed(tokens_T, segments_T)
+            segments_T = None if segments_T is None else self.in_order(segments_T)
+            return self.stage_layers().one_by_one(stack, x_TxD, segments_T)
+        return self._run(tokens_T, segments_T)[0]
+
+    def _run(self, tokens_T, segments_T, past: Past | None = None):
+        """(output of the last layer, KeysValues of every group); the latter are None without `past`."""
+        x_TxD = self.embed(tokens_T, segments_T, past)
+        segments_T = None if segments_T is None else self.in_order(segments_T)
+        windows, first, new = self._windows(), 0, []
+        for i, (blocks, (block, count)) in enumerate(zip(self.blocks, self.plan.groups, strict=True)):
+            x_TxD = move(x_TxD, block.attention.residual, block)
+            own = None if past is None else past._replace(kept=past.kept[i]).for_layers(count)
+            x_TxD, kept = self._layers(blocks, block, x_TxD, windows[first : first + count], segments_T, own)
+            new.append(kept)
+            first += count
+        return x_TxD, tuple(new)
+
+    def embed(self, tokens_T, segments_T=None, past: Past | None = None):
+        """Input of the first layer, x_TxD of padded tokens and features."""
+        x_TxD = self.embedding(self.in_order(tokens_T))
         if self.model.scaled_embedding:
             x_TxD = x_TxD * jnp.asarray(self.model.width**0.5, self.dtype)
         if self.model.position == "learned":
-            x_TxD = self.positions(x_TxD, self._positions(segments_T))
-        windows, first = self._windows(), 0
-        for blocks, (block, count) in zip(self.blocks, self.plan.groups, strict=True):
-            x_TxD = move(x_TxD, block.attention.residual, block)
-            x_TxD = self._layers(blocks, block, x_TxD, windows[first : first + count], segments_T)
-            first += count
+            x_TxD = self.positions(x_TxD, self._positions(tokens_T, segments_T, past))
+        if not self.plan.stages:
+            return x_TxD
+        return move(x_TxD, self.plan.groups[0][0].attention.residual, self.plan)
+
+    def _normalized(self, x_TxD):
         return self.final_norm(move(x_TxD, self.plan.head.input_layout, self.plan))
 
     def _head_kernel(self):
@@ -169,19 +221,37 @@ class Transformer(nn.Module):
 
     def loss(self, tokens_T, targets_T, segments_T=None):
         """Negative log-likelihood of every target in nats, float32 [T]."""
-        x_TxD, targets = self._features(tokens_T, segments_T), self._whole_sequences(targets_T)
-        losses: jax.Array = cross_entropy(x_TxD, self._head_kernel(), targets, self._logits_head())
-        return losses[: len(targets_T)]
+        return self.head_loss(self._features(tokens_T, segments_T), targets_T)
 
-    def _positions(self, segments_T):
-        if segments_T is None:
+    def head_loss(self, x_TxD, targets_T):
+        """`loss` from the output of the last layer."""
+        targets = self.in_order(targets_T)
+        losses: jax.Array = cross_entropy(self._normalized(x_TxD), self._head_kernel(), targets, self._logits_head())
+        return self.plan.order.undo(losses, self.seq)[: len(targets_T)]
+
+    def stage_layers(self) -> StageLayers:
+        """The layers of a pipeline."""
+        block = self._block()(self.model, self.plan.groups[0][0], self.seq, parent=None)
+        return StageLayers(block, self.model, self.plan)
+
+    def _positions(self, tokens_T, segments_T, past: Past | None):
+        if past is not None:
+            return jnp.maximum(past.positions(self.seq), 0).reshape(-1)
+        if segments_T is None and self.plan.order.parts == 1:
             return jnp.arange(self.seq)
-        return segment_positions(segments_T.reshape(-1, self.seq)).reshape(-1)
+        shape = (-1, self.seq)
+        places_BxT = jnp.broadcast_to(jnp.arange(self.seq, dtype=jnp.int32), tokens_T.reshape(shape).shape)
+        positions = places_BxT if segments_T is None else segment_positions(segments_T.reshape(shape))
+        return self.in_order(positions.reshape(-1))
 
-    def _whole_sequences(self, tokens_T):
-        """Tokens with sequences of zeros appended until all devices have as many; losses and gradients omit them."""
+    def in_order(self, tokens_T):
+        """Tokens in the order of the plan, with sequences of zeros appended until all devices have as many.
+
+        Losses and gradients omit these.
+        """
         sequences = len(tokens_T) // self.seq
-        return jnp.pad(tokens_T, (0, (self.plan.padded_sequences(sequences) - sequences) * self.seq))
+        padded = jnp.pad(tokens_T, (0, (self.plan.padded_sequences(sequences) - sequences) * self.seq))
+        return self.plan.order.apply(padded.reshape(-1, self.seq))
 
     def _logits_head(self) -> LogitsHead:
         m = self.model
@@ -191,11 +261,15 @@ class Transformer(nn.Module):
         model = self.model
         return jnp.array([model.window if local else GLOBAL for local in model.is_local], jnp.int32)
 
-    def _layers(self, blocks: Any, plan: BlockPlan, x_TxD, windows, segments_T):
+    def _layers(self, blocks: Any, plan: BlockPlan, x_TxD, windows, segments_T, past: Past | None):
+        if self.plan.stages:  # initializing: the stack has rows of padding
+            windows = jnp.resize(windows, (len(self.plan.stages.rows),))
         if self.plan.shard != "parameters" or self.is_initializing():
-            return blocks(x_TxD, windows, segments_T)[0]
+            return blocks(x_TxD, windows, segments_T, past)
         block, params = self._block()(self.model, plan, self.seq, parent=None), self.variables["params"][blocks.name]
-        return scan_layers(block, plan, params, x_TxD, windows, segments_T)
+        if past is not None:
+            return extend_layers(block, plan, params, x_TxD, windows, past)
+        return scan_layers(block, plan, params, x_TxD, windows, segments_T), None
 
     def _block(self) -> type[nn.Module]:
         """The module of a layer, with what `remat` saves of it."""
@@ -203,7 +277,8 @@ class Transformer(nn.Module):
         return nn.remat(Block, policy=policy, prevent_cse=False) if policy else Block
 
     def _scan(self, plan: BlockPlan, count: int):
-        per_layer: Any = (0, nn.broadcast)  # windows have a dim of layers, segments have none
+        count = len(self.plan.stages.rows) if self.plan.stages else count
+        per_layer: Any = (0, nn.broadcast, 0)  # windows and the past have a dim of layers, segments have none
         scanned = nn.scan(
             self._block(), variable_axes={"params": 0}, split_rngs={"params": True}, length=count, metadata_params={},
             in_axes=per_layer,

@@ -1,1 +1,1 @@
-"""The one answer to "which plan, and what will it cost": candidates, cost, memory, ranking, cache."""
+"""Searches parallel plans: candidates, cost model, memory model, ranking, tuning cache."""

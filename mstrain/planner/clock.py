@@ -1,4 +1,4 @@
-"""The time budget of a search: one clock that every phase of it watches."""
+"""The time budget of a search: one clock that all of its phases check."""
 
 import math
 import sys
@@ -10,18 +10,18 @@ OPERATIONS_PER_SECOND = 3e5  # simulated at the least, on a busy core
 
 
 class OutOfTime(Exception):
-    """The budget is spent; whoever set it decides what is still worth saying."""
+    """The time budget is spent. The caller decides what to report."""
 
 
 class Clock:
     """Seconds since it was made, without those in which numba compiled or loaded kernels (`compiled`).
 
-    Kernels are compiled once an installation and cached, which no budget of a search should pay for.
+    Kernels are compiled and cached once per installation; that does not count against the budget of a search.
     """
 
     def __init__(self, budget: float = math.inf):
         self.budget, self.began, self.listener = budget, time.monotonic(), None
-        if "numba" in sys.modules:  # whoever has not imported it compiles nothing
+        if "numba" in sys.modules:  # without the import nothing is compiled
             from numba.core import event
 
             self.listener = event.TimingListener()
@@ -45,7 +45,7 @@ class Clock:
             raise OutOfTime
 
     def summary(self, count: int, things: str, finished: bool) -> str:
-        """What a search did, in one sentence, and the time of compiling where it is worth a word."""
+        """What a search did, in one sentence, and the time of compiling from 1 s up."""
         if finished:
             done = f"Search finished in {self.seconds:.1f} s: {count:,} {things}, exhaustive."
         else:

@@ -29,7 +29,7 @@ def gpu_pod(
 ) -> Pod:
     """`devices` GPUs; nodes and network are those of the table of chips where they are None.
 
-    Raises ValueError for incomplete nodes, and for a number that the table lacks.
+    Raises ValueError for incomplete nodes, and for a number that is missing in the table.
     """
     usual = chip.node_devices or 8
     per_node = per_node or min(usual, devices)
@@ -49,7 +49,7 @@ def gpu_pod(
 def find_pod(cluster: str, dtype: str = "bf16") -> Pod:
     """The cluster called `cluster` (see above).
 
-    Raises ValueError with the spellings, or with the number of its chip that the table lacks.
+    Raises ValueError with the spellings, or with the number of its chip that is missing.
     """
     try:
         pod = _named(cluster.strip(), cluster)
@@ -59,7 +59,7 @@ def find_pod(cluster: str, dtype: str = "bf16") -> Pod:
     missing = [name for name in ("hbm_bytes", "hbm_bandwidth") if getattr(pod.chip, name) is None]
     if missing:
         raise ValueError(f"cluster={cluster}: the table of chips has no {' or '.join(missing)} for {pod.chip.name}.")
-    pod.constants((1, pod.devices, 1, 1, 1), dtype)  # says which other number is missing
+    pod.constants((1, pod.devices, 1, 1, 1), dtype)  # raises for any other missing number
     return pod
 
 

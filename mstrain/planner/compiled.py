@@ -21,10 +21,10 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, layer_algorithms
 from mstrain.models.plan import ModelPlan, make_plan
 from mstrain.models.transformer import Transformer
-from mstrain.planner.plan import plan_on
+from mstrain.planner.cost import cost_step
+from mstrain.planner.plan import PodPlan, plan_on
 from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import rank_meshes
-from mstrain.planner.step_time import cost_step
 from mstrain.planner.target import pod_of
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.step import step_program
@@ -66,8 +66,8 @@ class Candidate:
     """One candidate as compiled, on one device and for one step.
 
     `seconds` are `exposed` communication and the compute of products (`gemm`), kernels, copies and layout
-    changes (`move`) and the `rest`, which includes waiting for the HBM. `model_seconds` is what the cost model says
-    of the products alone; `memory` is in bytes. None without a result, and `problem` says why.
+    changes (`move`) and the `rest`, which includes waiting for the HBM. `model_seconds` is the cost model's
+    prediction of the products alone; `memory` is in bytes. Without a result they are None, and `problem` is the reason.
     """
 
     mesh: str
@@ -129,7 +129,7 @@ def ranked(candidates: Sequence[Candidate]) -> TuningResult:
 
 
 def meshes_to_try(task: TuningTask) -> list[MeshShape]:
-    """The meshes asked for, or the cost model's best ones on which the plan is legal."""
+    """The meshes of the task, or the cost model's best ones on which the plan is legal."""
     if task.meshes:
         return [parse_mesh(mesh) for mesh in task.meshes]
     found = rank_meshes(task.request(task.parallel))
@@ -187,7 +187,7 @@ def parts(schedule: Schedule) -> dict[str, float]:
 
 
 def why_slower(candidate: Candidate, best: Candidate) -> str:
-    """What made a candidate lose: why it cannot run, or the part of its time that grew most."""
+    """Why a candidate is slower: why it cannot run, or the part of its time that grew most."""
     if candidate.problem or candidate == best:
         return candidate.problem
     names = {
@@ -207,8 +207,5 @@ def describe_slices(plan: ModelPlan) -> str:
 def model_seconds(task: TuningTask, shape: MeshShape, slices: str) -> float | None:
     """The cost model's seconds for the products of one step; None with an algorithm that it does not know."""
     parallel = dataclasses.replace(task.parallel, slices=slices)
-    pod = pod_of(task.tpu_slice, task.tpu_slice.devices)
-    costed = cost_step(
-        pod, task.model, parallel, shape, task.batch, task.seq, task.accumulate, task.remat, task.dtype
-    )  # fmt: skip
+    costed = cost_step(task.request(parallel), PodPlan.on(shape, parallel, task.accumulate, task.remat, "none"))
     return costed.terms.products + costed.terms.tensor_exposed if costed else None

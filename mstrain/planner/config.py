@@ -1,4 +1,4 @@
-"""What `plan.py planner=pod` is asked."""
+"""The configuration of `plan.py planner=pod`."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What one plan takes: seconds of a step by term with their error, memory of its fullest stage.
+"""The cost model: seconds of a step by term with their error, memory of the fullest stage.
 
     step = (M - 1) * cycle + slowest stage + others * share / V + messages + sums over replicas + update + stragglers
 
@@ -17,11 +17,13 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from mstrain.gemm import find_algorithm
 from mstrain.hardware import collective_seconds
 from mstrain.mesh import MeshShape
+from mstrain.models.parallel import layer_algorithms
 from mstrain.planner.layer import HIDDEN_PART, Pass, Work, fused_attention, layer_work
 from mstrain.planner.memory import WEIGHT_BYTES, Memory, parameter_counts, saved_values, stage_memory, stage_parameters
-from mstrain.planner.plan import PodPlan, Products
+from mstrain.planner.plan import PodPlan, Products, plan_products
 from mstrain.planner.remat import parse_remat
 from mstrain.planner.request import PlanRequest
 
@@ -37,9 +39,9 @@ NONE = Pass()
 
 @dataclass(frozen=True)
 class Terms:
-    """Seconds of a step by what a device of one stage spends them on; they add up to the step.
+    """Seconds of a step of a device of one stage by term; they add up to the step.
 
-    `messages` is what the way through the pipeline adds, `bubble` the rest of what the device waits.
+    `messages` are those between stages, `bubble` is the rest of the time in which the device waits.
     """
 
     products: float
@@ -150,8 +152,9 @@ class Costed:
         """Mean FLOP/s of a device in the products of the first stage."""
         stage, tensor = self.stages[0], self.plan.tensor
         values = sum(share * sum(p.layout.parameters for p in block) for block, share in self.products.groups)
-        values = stage.layers * values + (self.products.head.layout.parameters if self.plan.pipeline == 1 else 0)
-        return 6.0 * self.products.tokens * values / tensor / (stage.useful_forward.gemm + stage.useful_backward.gemm)
+        head = 0 if self.plan.pipeline > 1 else self.products.head.layout.parameters
+        flops = 6.0 * stage.layers * values + (8.0 if self.step.request.style.native else 6.0) * head
+        return self.products.tokens * flops / tensor / (stage.useful_forward.gemm + stage.useful_backward.gemm)
 
     @property
     def shape(self) -> MeshShape:
@@ -204,6 +207,13 @@ def cycle_seconds(stages: list[Stage], message: float, schedule: str) -> float:
 def cost_plan(request: PlanRequest, plan: PodPlan, products: Products) -> Costed:
     """All terms of one plan that `plan_products` accepts."""
     return Step(request, plan, products, layer_work(request, plan, products)).cost(plan)
+
+
+def cost_step(request: PlanRequest, plan: PodPlan) -> Costed | None:
+    """All terms of one given step; None with an algorithm or a mesh that the cost model does not know."""
+    used = {name for pair in layer_algorithms(plan.parallel, request.model.layers) for name in pair}
+    products = plan_products(request, plan) if all(find_algorithm(name).costed for name in used) else "unknown"
+    return None if isinstance(products, str) else cost_plan(request, plan, products)
 
 
 class Step:
@@ -293,10 +303,12 @@ class Step:
         scatter = collective_seconds(links.reduce_scatter, style.gradient_bytes * weights / count, count)
         spread = collective_seconds(links.all_gather, style.gradient_bytes * weights / count, count)
         hides = "data" in style.hides and (self.request.pod.efficiency.overlap or not self.request.pod.derived)
+        hides &= plan.shard == "parameters" or not style.native
         ahead, behind = (HIDDEN_PART * seconds if hides else 0.0 for seconds in (stage.forward, stage.backward))
         layers = max(1, stage.layers)
         if plan.shard == "parameters":  # nothing hides the first gather, nor the last sum
             once = max(0.0, gather - ahead) + max(0.0, gather + scatter - behind)
+            once += style.gathered_bytes * weights / self.request.pod.device(self.constants).memory_bandwidth
             return plan.microbatches * once + (gather + scatter) / layers
         each = style.native and plan.pipeline == 1 and plan.shard == "none"
         sums = plan.microbatches if each or plan.shard == "gradients" else 1
@@ -322,7 +334,7 @@ class Step:
         return Costed(plan, self.terms(plan, slowest, ends), fullest, fullest.total <= self.request.usable_bytes, self)
 
     def terms(self, plan: PodPlan, number: int, ends: dict[int, tuple[float, float]] | None = None) -> Terms:
-        """Terms of a stage; what nothing else takes is the bubble."""
+        """Terms of a stage; the bubble is the remainder."""
         stage, pod, ends = self.stages[number], self.request.pod, ends or self._ends(plan)
         useful, count = stage.useful_forward + stage.useful_backward, self.plan.microbatches
         scheduled = self.scheduled + max(map(sum, ends.values()))

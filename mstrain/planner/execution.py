@@ -35,6 +35,7 @@ class ExecutionStyle:
     gradient_bytes: float
     accumulate_bytes: float
     update_bytes: float
+    gathered_bytes: float = 0.0
     hides: tuple[str, ...] = ()
     native: bool = False
     backward_passes: float = 1.5

@@ -9,7 +9,7 @@ their execution style says. Element-wise work and attention cost what the style 
 import math
 import operator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from mstrain.hardware import collective_seconds
@@ -17,6 +17,7 @@ from mstrain.hardware.constants import Constants
 from mstrain.hardware.gemm_times import gemm_seconds
 from mstrain.hardware.overlap import hidden_shares
 from mstrain.models.config import ModelConfig
+from mstrain.parallel.exchange import Exchange, join_seconds
 from mstrain.parallel.product_cost import communication_terms, pass_costs
 from mstrain.planner.execution import ExecutionStyle
 from mstrain.planner.plan import PodPlan, Product, Products
@@ -98,74 +99,110 @@ def elementwise_values(model: ModelConfig, style: ExecutionStyle) -> tuple[float
     return around, style.head_passes * heads + style.mlp_passes * model.mlp_dim * (1.5 if model.gated else 1.0)
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What decides the time of products and kernels: the key of their cache.
+
+    Attributes:
+      fused: whether one kernel computes attention.
+      sizes: of the (stage, data, context, row, col) axes of the plan.
+    """
+
+    model: ModelConfig
+    style: ExecutionStyle
+    pod: Pod
+    seq: int
+    dtype: str
+    element_bytes: int
+    fused: bool
+    sizes: tuple[int, ...]
+    sequence_parallel: bool
+
+    @property
+    def tensor(self) -> int:
+        return math.prod(self.sizes[3:])
+
+    @cached_property
+    def constants(self) -> Constants:
+        return self.pod.constants(self.sizes, self.dtype)
+
+    @cached_property
+    def memory_bandwidth(self) -> float:
+        return self.pod.device(self.constants).memory_bandwidth
+
+    def product_seconds(self, dims) -> float:
+        """Of a product of (rows, summed, columns) on one device."""
+        if self.constants.gemm:
+            return gemm_seconds(self.constants.gemm, *dims)
+        if self.constants.shaped:
+            return self.pod.efficiency.gemm_seconds(self.pod.chip, dims, self.dtype)
+        return 2.0 * math.prod(dims) / self.constants.flops
+
+
 def layer_work(request: PlanRequest, plan: PodPlan, products: Products) -> Work:
     """Work of a layer and of the output projection under a plan."""
-    return _work(
+    setting = Setting(
         request.model, request.style, request.pod, request.seq, request.dtype, request.element_bytes,
-        fused_attention(request), plan.sizes, plan.sequence_parallel, products,
+        fused_attention(request), plan.sizes, plan.sequence_parallel,
     )  # fmt: skip
+    return _work(setting, products)
 
 
 @lru_cache(maxsize=1 << 14)
-def _work(
-    model: ModelConfig, style: ExecutionStyle, pod: Pod, seq: int, dtype: str, size: int, fused: bool,
-    sizes: tuple[int, ...], sequence_parallel: bool, products: Products,
-) -> Work:  # fmt: skip
-    tensor, constants, links = math.prod(sizes[3:]), pod.constants(sizes, dtype), pod.links(sizes, dtype)
-    bandwidth, launch = pod.device(constants).memory_bandwidth, pod.efficiency.launch if pod.derived else 0.0
+def _work(at: Setting, products: Products) -> Work:
+    model, style, tensor, bandwidth = at.model, at.style, at.tensor, at.memory_bandwidth
+    launch = at.pod.efficiency.launch if at.pod.derived else 0.0
     around, inside = elementwise_values(model, style)
-    nbytes = size * products.tokens * (around / (tensor if sequence_parallel else 1) + inside / tensor)
+    nbytes = at.element_bytes * products.tokens * (around / (tensor if at.sequence_parallel else 1) + inside / tensor)
     moved = nbytes / bandwidth + style.kernels * launch
-    ahead, behind = _attention(
-        model, style, pod, constants, dtype, fused, (products.tokens, seq, sizes[2], tensor, size)
-    )
-    kv = 2 * model.num_kv_heads * model.head_dim / tensor * products.tokens * size
-    ring = collective_seconds(links.context.all_gather, kv, sizes[2])
-    waits = (max(0.0, ring - HIDDEN_PART * ahead), max(0.0, 2 * ring - HIDDEN_PART * behind))
+    ahead, behind = _attention(at, products.tokens)
+    waits = _exchange(at, products, ahead, behind)
     forward = Pass(0.0, 0.0, ahead, moved, waits[0])
     backward = Pass(0.0, 0.0, behind, style.backward_passes * moved, waits[1])
     each, weights = {}, 0.0
     for block, share in products.groups:
-        for product, (first, second, weight) in zip(block, _block_passes(block, model, style, pod, constants, dtype)):
+        for product, (first, second, weight) in zip(block, _block_passes(at, block)):
             each[product.name] = each.get(product.name, Pass()) + first * share
             backward, weights = backward + second * share, weights + weight * share
     forward = sum(each.values(), forward)
-    first, second, weight = _block_passes((products.head,), model, style, pod, constants, dtype)[0]
+    first, second, weight = _block_passes(at, (products.head,))[0]
     columns = products.head.layout.projection.out_dim / tensor
     if style.one_hot:
-        lookup, _, table = _gemm_seconds((products.tokens, columns, model.width), pod, constants, dtype)
+        lookup = at.product_seconds((products.tokens, columns, model.width))
+        table = at.product_seconds((columns, products.tokens, model.width))
         first, second, weight = first + Pass(lookup), second + Pass(table), weight + table
     loss = Pass(elementwise=style.logit_bytes / 2 * products.tokens * columns / bandwidth)
+    if style.native:  # the loss computes its logits again
+        second = second + first
     return Work(forward, backward, tuple(each.items()), first + loss, second + loss, (weights, weight))
 
 
-def _gemm_seconds(dims, pod: Pod, constants: Constants, dtype: str) -> tuple[float, float, float]:
-    """Of a product of (tokens, in, out) on one device: forward, its input's gradient and its weight's."""
-    tokens, fan_in, fan_out = dims
-    shapes = ((tokens, fan_in, fan_out), (tokens, fan_out, fan_in), (fan_in, tokens, fan_out))
-    forward, inputs, weights = (_one(each, pod, constants, dtype) for each in shapes)
-    return forward, inputs, weights
+def _exchange(at: Setting, products: Products, ahead: float, behind: float) -> tuple[float, float]:
+    """Seconds that attention adds to each pass where sequences are split, by axis `context` or also by rows."""
+    if products.parts == 1:
+        return 0.0, 0.0
+    model, links, size = at.model, at.pod.links(at.sizes, at.dtype), at.element_bytes
+    values = products.tokens * model.head_dim / at.tensor
+    kv, axis = 2 * model.num_kv_heads * values, links.context if products.parts == at.sizes[2] else links.row
+    if not at.style.native:
+        ring = collective_seconds(axis.all_gather, kv * size, products.parts)
+        return max(0.0, ring - HIDDEN_PART * ahead), max(0.0, 2 * ring - HIDDEN_PART * behind)
+    waits = Exchange(products.parts, kv, size, ahead).seconds(products.exchange, axis)
+    joins = join_seconds(products.parts, model.heads * values, kv, at.memory_bandwidth)
+    return waits[0] + joins[0], waits[1] + joins[1]
 
 
-def _one(dims: tuple[int, int, int], pod: Pod, constants: Constants, dtype: str) -> float:
-    if constants.gemm:
-        return gemm_seconds(constants.gemm, *dims)
-    if constants.shaped:
-        return pod.efficiency.gemm_seconds(pod.chip, dims, dtype)
-    return 2.0 * math.prod(dims) / constants.flops
-
-
-def _block_passes(block: tuple[Product, ...], model: ModelConfig, style: ExecutionStyle, pod: Pod, constants, dtype):
+def _block_passes(at: Setting, block: tuple[Product, ...]) -> list[tuple[Pass, Pass, float]]:
     """(forward, backward, seconds of the weight's gradient) of every product of a block."""
     found, sums = [], []
     for product in block:
         layout, gemms = product.layout, gemms_of(product)
         dims = [local_dims(gemm, layout.rows, layout.cols, product.slices) for gemm in gemms]
-        times = [product.slices * _one(each, pod, constants, dtype) for each in dims]
-        rate = replace(constants, flops=product.slices * sum(2.0 * math.prod(each) for each in dims) / sum(times))
-        rate = rate.along(layout.rows, layout.cols, product.turned)
-        if style.native:
-            hidden = hidden_shares(pod.chip.name, product.algorithm)
+        times = [product.slices * at.product_seconds(each) for each in dims]
+        flops = product.slices * sum(2.0 * math.prod(each) for each in dims) / sum(times)
+        rate = replace(at.constants, flops=flops).along(layout.rows, layout.cols, product.turned)
+        if at.style.native:
+            hidden = hidden_shares(at.pod.chip.name, product.algorithm)
             ahead, behind = (Pass(c.compute, c.exposed) for c in pass_costs(layout, product.slices, rate, hidden))
         else:
             ahead, behind = Pass(times[0]), Pass(times[1] + times[2])
@@ -173,16 +210,14 @@ def _block_passes(block: tuple[Product, ...], model: ModelConfig, style: Executi
             ways = [t.traffic_col + t.latency_col for t in terms if t.gemm in ("OS", "LS")]
             sums.append(sum(ways) if product.name != "output" and layout.dataflow == "ls" else 0.0)
         found.append((ahead, behind, times[2]))
-    if any(sums):
-        return _with_sums(found, sums, model, style, pod)
-    return found
+    return _with_sums(at, found, sums) if any(sums) else found
 
 
-def _with_sums(found, sums, model: ModelConfig, style: ExecutionStyle, pod: Pod):
+def _with_sums(at: Setting, found: list[tuple[Pass, Pass, float]], sums: list[float]):
     """Adds the sum over the tensor devices behind each half of a block, and the same in the backward pass."""
-    sums = [each / (2 if model.parallel_block else 1) for each in sums]
-    hides = "tensor" in style.hides
-    under = sum(ahead.gemm for ahead, *_ in found) if hides and pod.chip.platform == "tpu" else 0.0
+    sums = [each / (2 if at.model.parallel_block else 1) for each in sums]
+    hides = "tensor" in at.style.hides
+    under = sum(ahead.gemm for ahead, *_ in found) if hides and at.pod.chip.platform == "tpu" else 0.0
     weights = sum(weight for *_, weight in found) if hides else 0.0
     parts = [1 - min(1.0, HIDDEN_PART * seconds / sum(sums)) for seconds in (under, weights)]
     return [
@@ -191,27 +226,26 @@ def _with_sums(found, sums, model: ModelConfig, style: ExecutionStyle, pod: Pod)
     ]
 
 
-def _attention(
-    model: ModelConfig, style: ExecutionStyle, pod: Pod, constants: Constants, dtype: str, fused: bool, sizes
-) -> tuple[float, float]:  # fmt: skip
+def _attention(at: Setting, tokens: int) -> tuple[float, float]:
     """Forward and backward pass of the attention between the projections."""
-    tokens, seq, context, tensor, size = sizes
-    heads = model.heads / tensor if style.native else math.ceil(model.heads / tensor)  # FSDP splits sequences instead
-    if fused:
+    model, pod, constants, seq, context = at.model, at.pod, at.constants, at.seq, at.sizes[2]
+    heads = model.heads / at.tensor  # FSDP splits sequences instead
+    heads = heads if at.style.native else math.ceil(heads)
+    if at.fused:
         block = min(FUSED_BLOCK[pod.chip.platform], seq)
         flops = 4.0 * tokens * seq * (1 + block / seq) / 2 * heads * model.head_dim
         if not constants.shaped:
             return flops / constants.flops, FUSED_BACKWARD * flops / constants.flops
-        forward = flops / pod.efficiency.attention_rate(pod.chip, model.head_dim, dtype)
+        forward = flops / pod.efficiency.attention_rate(pod.chip, model.head_dim, at.dtype)
         return forward, FUSED_BACKWARD * forward
     sequences, queries = tokens * context / seq, seq // context
     count, dims = sequences * heads, (queries, model.head_dim, seq)
     both = 2 * 2.0 * math.prod(dims) * count / constants.flops
     if constants.shaped and not constants.gemm:
         both = sum(
-            pod.efficiency.gemm_seconds(pod.chip, each, dtype, math.ceil(count))
+            pod.efficiency.gemm_seconds(pod.chip, each, at.dtype, math.ceil(count))
             for each in (dims, (queries, seq, model.head_dim))
         )
-    scores = count * queries * seq * size / pod.device(constants).memory_bandwidth
-    ahead, behind = (passes * scores for passes in style.score_passes)
+    scores = count * queries * seq * at.element_bytes / at.memory_bandwidth
+    ahead, behind = (passes * scores for passes in at.style.score_passes)
     return both + ahead, 2 * both + behind

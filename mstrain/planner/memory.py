@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
 
+from mstrain.layers.loss import cut_logits
 from mstrain.models.config import ModelConfig
 from mstrain.models.transformer import count_parameters
 from mstrain.planner.layer import fused_attention
@@ -89,6 +90,18 @@ def gathered_table(head: Product) -> float:
     return entries * count / (layout.rows * layout.cols) if count > 1 else 0.0
 
 
+def loss_bytes(head: Product, size: int) -> tuple[float, float]:
+    """What train.py's loss holds at the most: (a chunk of logits with its gradient, what all chunks share).
+
+    The latter is the operand that is not cut, gathered, with its gradient in float32 (`mstrain.layers.loss`).
+    """
+    layout = head.layout
+    tokens, width = layout.tokens // layout.rows, layout.projection.out_dim // layout.cols
+    of_tokens, length = cut_logits(tokens, 1, width, layout.dataflow == "os" or layout.rows == 1)
+    chunk, whole = (length * width, width) if of_tokens else (tokens * length, tokens)
+    return (4 + size) * chunk, (4 + size) * whole * layout.projection.in_dim
+
+
 def state_bytes(request: PlanRequest, plan: PodPlan, parameters: float) -> tuple[float, float, float]:
     """Bytes of (weights, gradients, optimizer state) of so many parameters of one device before sharding."""
     weights, gradients, optimizer = request.style.state_bytes
@@ -119,12 +132,15 @@ def stage_memory(
         gathered += 2 * size * parameter_counts(model)[0] / tensor
     whole = 0.0 if plan.remat == "none" else layer_bytes(request, plan, tokens, "none")
     moments, waiting = [gathered + whole], 0.0  # a layer's backward pass
-    if last:  # logits with a float32 copy between their passes, and the gradient of one microbatch's
+    if last:
         ends = plan.microbatches if plan.schedule == "gpipe" else 1  # forward passes not yet turned back
         kept += size * model.width * tokens / tensor * ends
-        logits = tokens * products.head.layout.projection.out_dim / tensor
-        waiting = (size + 4) * logits * (ends - 1)
-        moments.append(gathered + (2 * size + 4) * logits)
+        if request.style.native:  # chunks, in both passes
+            moments.append(sum(loss_bytes(products.head, size)))
+        else:  # logits with a float32 copy between their passes, and the gradient of one microbatch's
+            logits = tokens * products.head.layout.projection.out_dim / tensor
+            waiting = (size + 4) * logits * (ends - 1)
+            moments.append(gathered + (2 * size + 4) * logits)
     table = gathered_table(products.head) if first else 0.0  # ready for lookups during the whole step
     if first:  # its gradient comes when a microbatch's activations are gone
         moments.append(WEIGHT_BYTES * table - kept / in_flight)

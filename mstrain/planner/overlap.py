@@ -1,4 +1,4 @@
-"""The table of what compiled training steps hide of their collectives, and the planner beside those steps.
+"""The table of the shares of collectives that compiled training steps hide, and the planner compared with those steps.
 
     python -m mstrain.planner.overlap v5p-64 v6e-32    compiles the steps, writes the table
     python -m mstrain.planner.overlap                  prints the planner beside the steps of the table
@@ -29,8 +29,9 @@ from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import ModelPlan, make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import load_preset
-from mstrain.planner.cost import Costed
-from mstrain.planner.step_time import cost_step
+from mstrain.planner.cost import Costed, cost_step
+from mstrain.planner.plan import PodPlan
+from mstrain.planner.request import PlanRequest
 from mstrain.planner.target import pod_of
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.step import step_program
@@ -97,13 +98,11 @@ def backward_names(text: str) -> set[str]:
 
 
 def plan_entry(algorithm: str, entry: Entry) -> Costed:
-    """What the planner says of the step of an entry."""
+    """The planner's cost of the step of an entry."""
     model = dataclasses.replace(load_preset(entry.model), layers=entry.layers)
-    tpu_slice, shape = parse_target(entry.target), parse_mesh(entry.mesh)
-    pod = pod_of(tpu_slice, tpu_slice.devices)
-    costed = cost_step(
-        pod, model, ParallelConfig(algorithm), shape, entry.batch, entry.seq, 1, entry.remat, "bf16"
-    )  # fmt: skip
+    tpu_slice, parallel = parse_target(entry.target), ParallelConfig(algorithm)
+    request = PlanRequest(model, pod_of(tpu_slice, tpu_slice.devices), (parallel,), entry.batch, entry.seq)
+    costed = cost_step(request, PodPlan.on(parse_mesh(entry.mesh), parallel, 1, entry.remat, "none"))
     assert costed is not None, "a step that was compiled is legal"
     return costed
 

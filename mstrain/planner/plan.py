@@ -15,6 +15,7 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import ModelPlan, make_plan
 from mstrain.models.products import projections
+from mstrain.models.stages import Stages
 from mstrain.parallel.dataflow import Projection
 from mstrain.parallel.product_cost import Layout
 from mstrain.planner.request import PlanRequest
@@ -47,6 +48,17 @@ class PodPlan:
     schedule: str = "1f1b"
     interleave: int = 2
     sequence_parallel: bool = True
+
+    @classmethod
+    def on(
+        cls, shape: MeshShape, parallel: ParallelConfig, microbatches: int, remat: str, shard: str,
+        stages: Stages | None = None,
+    ) -> "PodPlan":  # fmt: skip
+        """The plan of a step of train.py on a mesh, with its `stages` if it has several."""
+        if stages:
+            one = cls.on(shape, parallel, microbatches, remat, shard)
+            return dataclasses.replace(one, pipeline=stages.count, schedule=stages.schedule, interleave=stages.chunks)
+        return cls(shape.copies, parallel, shape.row, shape.col, 1, microbatches, remat, shard, shape.context)
 
     @property
     def algorithm(self) -> str:
@@ -86,7 +98,7 @@ class PodPlan:
     @property
     def shape(self) -> MeshShape:
         """The mesh of one stage."""
-        return MeshShape(self.data, self.rows, self.cols)
+        return MeshShape(self.data, self.rows, self.cols, context=self.context)
 
     @property
     def mesh(self) -> str:
@@ -100,7 +112,7 @@ class PodPlan:
 
 @dataclass(frozen=True)
 class Product:
-    """One projection as laid out: `layout` says what moves where, `slices` in how many pieces.
+    """One projection on the mesh: its layout, in `slices` slices.
 
     `turned`: the rows of the layout lie along the columns of the mesh. `algorithm`: what computes it; MeshSlice in one
     slice is Collective.
@@ -126,10 +138,15 @@ class Product:
 
 @dataclass(frozen=True)
 class Products:
-    """The products of groups of equal layers by name, each group with its share of the layers, and the head's."""
+    """The products of groups of equal layers by name, each group with its share of the layers, and the head's.
+
+    Attention splits every sequence into `parts`, whose keys and values it exchanges by `exchange`.
+    """
 
     groups: tuple[tuple[tuple[Product, ...], float], ...]
     head: Product
+    parts: int = 1
+    exchange: str = "ring"
 
     @property
     def block(self) -> tuple[Product, ...]:
@@ -161,17 +178,18 @@ def plan_on(
 
 
 def plan_products(request: PlanRequest, plan: PodPlan) -> Products | str:
-    """How one replica's part of a microbatch goes through the mesh of a plan; a string says why it cannot.
+    """The products of a replica's part of a microbatch on the mesh of a plan; for an illegal plan a string, the reason.
 
     The checks, dataflows and slice counts of train.py are those of `mstrain.models.plan`. Another system has one ring
     of tensor devices, whose products leave tokens where they are.
     """
     if not request.style.native:
         tokens = request.batch // plan.data // plan.microbatches * request.seq // plan.context
-        return _ring_products(request.model, tokens, plan.tensor, request.element_bytes)
+        made = _ring_products(request.model, tokens, plan.tensor, request.element_bytes)
+        return dataclasses.replace(made, parts=plan.context)
     microbatch = request.batch // plan.microbatches
     return _products(
-        request.model, plan.parallel, plan.shape, microbatch, request.seq // plan.context, request.pod,
+        request.model, plan.parallel, plan.shape, microbatch, request.seq, request.pod,
         request.element_bytes,
     )  # fmt: skip
 
@@ -185,7 +203,7 @@ def _products(
         made = plan_on(shape, parallel, alike, microbatch, seq, pod.chip, pod.measured)
     except ValueError as error:
         return str(error)
-    tokens = made.padded_sequences(microbatch) // shape.copies * seq
+    tokens = made.padded_sequences(microbatch) // shape.copies * seq // shape.context
     groups = tuple(
         (
             tuple(
@@ -198,7 +216,8 @@ def _products(
     )
     vocab_size = model.known_vocab_size
     head = Projection("output", made.width.stored, vocab_size + made.vocab_padding(vocab_size))
-    return Products(groups, _product(head, made.head, tokens, size))
+    split = made.groups[0][0].split
+    return Products(groups, _product(head, made.head, tokens, size), split.parts, split.exchange)
 
 
 @lru_cache(maxsize=1 << 14)

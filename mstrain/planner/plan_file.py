@@ -4,7 +4,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-from mstrain.json_files import parse_json
+from mstrain.fields import Fields
+from mstrain.json_files import read_json
 from mstrain.models.zoo import load_preset
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.search import PodResult
@@ -19,6 +20,8 @@ KEYS = (
     "remat",
     "shard",
     "offload",
+    "pipeline.schedule",
+    "pipeline.interleave",
 )  # of train.py, that a file may supply
 
 
@@ -41,7 +44,7 @@ def _spelled(keys: dict) -> str:
 
 
 def write_plan(request: PlanRequest, result: PodResult, folder: Path) -> Path:
-    """plan.json: the winner, and the best plan that train.py can run with its keys (null where there is none)."""
+    """plan.json: the winner, and the best plan that train.py can run with its keys (null if it can run none)."""
     best, runs = result.best, result.trainable[0] if result.trainable else None
     document = {
         "model": request.model.name,
@@ -67,7 +70,8 @@ def closing_lines(request: PlanRequest, result: PodResult, path: Path) -> list[s
         lines.append(f"The best plan, {best.plan.name}, is not for train.py: {why}.")
     if not result.trainable:
         if (stages := request.fixed.pipeline or 1) > 1:
-            return [*lines, f"train.py has no pipeline. Drop pipeline={stages} for a plan that it can run."]
+            fix = f"type schedule=1f1b shard=optimizer, or drop pipeline={stages}."
+            return [*lines, f"No plan that train.py can run fits: {fix}"]
         fix = "type pipeline=1 context=1 shard=none to see why, then a larger cluster= or batch=."
         return [*lines, f"No plan that train.py can run fits: {fix}"]
     runs = result.trainable[0]
@@ -105,15 +109,10 @@ def plan_overrides(arguments: list[str]) -> list[str]:
 
 def _read(path: str) -> dict:
     try:
-        document = parse_json(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"plan={path}: {error.strerror}. Type the path of a plan.json that plan.py wrote.") from None
+        document = Fields(f"plan={path}", "", read_json(path, "plan"))
+        document.text("model")
+        if document.values.get("train") is not None:
+            document.object("train")
     except ValueError as error:
-        raise ValueError(f"plan={path}: not JSON ({error}). Run plan.py again.") from None
-    if (
-        not isinstance(document, dict)
-        or not isinstance(document.get("train", {}), dict | None)
-        or "model" not in document
-    ):
-        raise ValueError(f"plan={path}: not a plan.json of plan.py. Run plan.py again and type its plan.json.")
-    return document
+        raise ValueError(f"{error} Type the plan.json that plan.py wrote, or run plan.py again.") from None
+    return dict(document.values)

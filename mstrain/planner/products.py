@@ -79,7 +79,7 @@ def axes_of(product: Product, mesh: tuple[int, int]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Emit:
-    """Where operations go: `ops`, values from `value(nbytes, category)`, on `stage` of a rows x cols `mesh`.
+    """Where operations are appended: `ops`, values from `value(nbytes, category)`, on `stage` of a rows x cols `mesh`.
 
     `chunk` is the part of the model they belong to, which the products need not know.
     """

@@ -1,4 +1,4 @@
-"""Plans for people: a table, CSV, JSON and a picture."""
+"""Reports of plans: tables, CSV, JSON and a plot."""
 
 import dataclasses
 import json
@@ -93,7 +93,7 @@ def write_tables(request: PlanRequest, result: PodResult, folder: Path, top: int
 
 
 def plans_table(request: PlanRequest, result: PodResult, top: int) -> Table:
-    """The top plans: degrees, milliseconds of a step, GB of the fullest device, and why each lost."""
+    """The top plans: degrees, milliseconds of a step, GB of the fullest device, and why each is slower."""
     pod = request.pod
     title = f"{request.model.name} on {pod.name} ({pod.devices} devices), predicted by the cost model"
     columns = (

@@ -1,4 +1,4 @@
-"""What the planner is asked: a training step, the devices it may use, and what is already decided."""
+"""The input of a search: a training step, the devices it may use, and the fixed choices."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
 
 @dataclass(frozen=True)
 class Fixed:
-    """What is not searched; None leaves a choice open.
+    """Choices that are fixed; None leaves a choice to the search.
 
     Attributes:
       data, tensor, context, pipeline: parallel degrees.

@@ -5,7 +5,7 @@ cols, by Megatron or FSDP on a ring; every number of microbatches that divides t
 schedule. A plan of one stage takes the meshes that the torus carries (`Pod.meshes`), as train.py lays them out; a
 pipeline may split a torus axis. The search is exhaustive, so that its winner is the best of the space by the cost
 model: a plan is left out only if all its microbatches take longer than a whole step that fits, or if its state alone
-does not fit. Where the budget ends it early the result says so.
+does not fit. `PodResult.finished` is False where the budget ends it early.
 """
 
 import itertools
@@ -32,7 +32,7 @@ CHUNKS = (2, 4)  # per stage of an interleaved schedule
 
 @dataclass(frozen=True)
 class Rejected:
-    """A plan that cannot be, and why; `costed` where it lacks nothing but memory."""
+    """An illegal plan, or one that does not fit, and the reason; `costed` if only memory is missing."""
 
     plan: PodPlan
     reason: str
@@ -72,7 +72,7 @@ def layouts(request: PlanRequest) -> Iterator[PodPlan]:
         for data in divisors(devices // pipeline):
             if request.batch % data or not fixed.allows("data", data):
                 continue
-            alone = fixed.shard in SHARDS[1:]  # would share with nobody
+            alone = fixed.shard in SHARDS[1:]  # sharding over one device has no effect
             for context in _contexts(request, devices // pipeline // data):
                 tensor = devices // pipeline // data // context
                 if not fixed.allows("tensor", tensor) or (alone and data * context == 1):
@@ -239,12 +239,12 @@ def search_pod(
 
 
 def rank_meshes(request: PlanRequest) -> list[Costed]:
-    """The plans that train.py can run: those that fit fastest first, behind them those that lack memory.
+    """The plans that train.py can run: those that fit, fastest first, then those that do not fit.
 
-    Where none fits as asked, the first is the mesh that is best with another remat or number of microbatches: the one
-    that plan.py names. Raises ValueError, as the best one's plan does, when none is legal.
+    If none fits with the fixed choices, the first is the best mesh with another remat or number of microbatches, which
+    plan.py names. Raises ValueError, with the reason of the squarest mesh, if none is legal.
     """
-    one_stage = replace(request.fixed, pipeline=1, context=1, shard=request.fixed.shard or "none")
+    one_stage = replace(request.fixed, pipeline=1, shard=request.fixed.shard or "none")
     request = replace(request, fixed=one_stage)
     result = search(request)
     tight = [item.costed for item in result.rejected if item.costed]

@@ -1,21 +1,21 @@
-"""The winner, simulated: one rank of every stage, with its links, its memory and a trace."""
+"""Simulates the best plan: one rank of every stage, with its links, its memory and a trace."""
 
 from dataclasses import replace
 
+from mstrain.parallel.schedules import SCHEDULES
 from mstrain.planner.clock import Clock
 from mstrain.planner.cost import Costed, cost_with
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.step import transformer_step
 from mstrain.simulator.cluster import Axes, Cluster
 from mstrain.simulator.compared import Compared
-from mstrain.simulator.schedules import SCHEDULES
 from mstrain.simulator.simulate import CORRECTED, place, simulate
 
-REMATS = ("none", "dots", "full")  # that the program writes
+REMATS = ("none", "dots", "full")  # that `transformer_step` writes
 
 
 def why_not_simulated(costed: Costed) -> str:
-    """Why the simulator has no program of a plan; empty where it has."""
+    """Why a plan cannot be simulated; empty if it can."""
     plan = costed.plan
     if plan.context > 1:
         return f"context={plan.context}"

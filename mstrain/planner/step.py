@@ -8,9 +8,10 @@ last. Labels say what every operation is to the model, so that a test can execut
 
 import dataclasses
 
+from mstrain.parallel.schedules import FORWARD, schedule
 from mstrain.planner.cost import Costed
 from mstrain.planner.layer import elementwise_values, fused_attention
-from mstrain.planner.memory import MOMENT_BYTES, SCORE_BYTES, WEIGHT_BYTES, parameter_counts
+from mstrain.planner.memory import MOMENT_BYTES, SCORE_BYTES, WEIGHT_BYTES, loss_bytes, parameter_counts
 from mstrain.planner.products import Emit, emit_gemm, gemms_of
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.sums import emit_loss_sums, emit_norm_sums, emit_table, emit_table_gradient
@@ -18,7 +19,6 @@ from mstrain.simulator.pipeline import PipelineStep
 from mstrain.simulator.placement import DATA, LOCAL, SEND, Degrees
 from mstrain.simulator.program import OpSpec
 from mstrain.simulator.replicas import Step
-from mstrain.simulator.schedules import FORWARD, schedule
 from mstrain.simulator.slots import RankOp
 
 NORM_VALUES, NORM_GRADIENT_VALUES = 2, 3  # moved per feature: read and written; two read and one written
@@ -206,13 +206,19 @@ class TransformerStep(PipelineStep):
         x = self._norm(emit, NORM_VALUES * self.model.width, stream, "workspace", ("head", "norm"))
         vocab_size = head.layout.projection.out_dim
         weight = self.weights[emit.chunk, "embedding" if (emit.chunk, "head") not in self.weights else "head"]
-        nbytes = self._bytes(vocab_size) + 4 * vocab_size * self.tokens / self.plan.tensor
-        logits = emit_gemm(emit, head, gemms_of(head)[0], (x, weight), nbytes, "workspace", ("head",))
+        logits = self._logits(emit, (x, weight))
         moved = self.style.logit_bytes / 2 * vocab_size / self.size
         inputs = (logits, *emit_loss_sums(emit, head, logits))
         loss = self._traffic(emit, "Logits", moved, inputs, 0.0, "workspace", ("head", "loss"))
         self.head = {"stream": stream, "x": x, "logits": logits, "loss": loss, "weight": weight}
         return logits
+
+    def _logits(self, emit: Emit, inputs: tuple[int, int]) -> int:
+        head = self.products.head
+        vocab_size = head.layout.projection.out_dim
+        whole = self._bytes(vocab_size) + 4 * vocab_size * self.tokens / self.plan.tensor
+        nbytes = loss_bytes(head, self.size)[0] if self.style.native else whole
+        return emit_gemm(emit, head, gemms_of(head)[0], inputs, nbytes, "workspace", ("head",))
 
     def backward(self, chunk: int, last_microbatch: bool) -> list[RankOp]:
         """The backward pass of a chunk, its gradients summed and accumulated."""
@@ -241,9 +247,12 @@ class TransformerStep(PipelineStep):
         head, chunk = self.products.head, emit.chunk
         _, into, weight = gemms_of(head)
         vocab_size = head.layout.projection.out_dim
-        sources = (self.head["logits"], self.head["loss"])
+        logits, kept = self.head["logits"], vocab_size
+        if self.style.native:  # computed again, in chunks, whose gradient is in their bytes
+            logits, kept = self._logits(emit, (self.head["x"], self.head["weight"])), 0.0
+        sources = (logits, self.head["loss"])
         moved, part = self.style.logit_bytes / 2 * vocab_size / self.size, ("head",)
-        logits = self._traffic(emit, "LogitsGrad", moved, sources, vocab_size, "workspace", ("head", "loss"))
+        logits = self._traffic(emit, "LogitsGrad", moved, sources, kept, "workspace", ("head", "loss"))
         inputs, nbytes = (logits, self.head["weight"]), self._bytes(self.model.width)
         slope = emit_gemm(emit, head, into, inputs, nbytes, "workspace", part)
         own = (chunk, "head") in self.counts
@@ -302,7 +311,7 @@ class TransformerStep(PipelineStep):
             op = emit.ops[index]
             if kept["x"] in op.inputs:
                 emit.ops[index] = op._replace(inputs=(*op.inputs, gate))
-        if self.plan.remat == "full":  # the whole forward pass runs again, its last product too
+        if self.plan.remat == "full" and not self.style.dead_code:  # the whole forward pass, its last product too
             self._out(emit, layer, found, 0, ("workspace", "workspace"))
         return found
 

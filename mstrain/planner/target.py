@@ -1,4 +1,4 @@
-"""The target of a plan: which chip, how many devices, and what its two levels of links give to the axes of a plan.
+"""The target of a plan: its chip, its devices, and the links of the axes of a plan on two levels.
 
 Inside a TPU slice the links are those of the torus, inside a node of GPUs they are NVLink or PCI Express; the network
 joins slices and nodes.
@@ -141,11 +141,20 @@ def _links(pod: Pod, sizes: tuple[int, ...]) -> Links:
         return _two_levels(pod, local, inner, outer) if pod.per_node else local
 
     share = 2 if rows > 1 and cols > 1 else 1  # both tensor axes use a GPU's links at once
-    ring = links(3, tensor, 1, 4) if owned or pod.chip.platform == "gpu" else None
+    ring = links(3, tensor, 1, 4) if owned or pod.chip.platform == "gpu" else _winding_ring(pod, tensor)
     return Links(
         links(0, stage, tensor * context * data), links(2, context, tensor), links(1, data * context, tensor, 2),
         links(3, rows, cols, share=share), links(4, cols, 1, share=share), ring,
     )  # fmt: skip
+
+
+def _winding_ring(pod: Pod, tensor: int) -> AxisLinks | None:
+    """One ring through all devices of a slice in both directions: XLA takes it where axes are parts of torus axes."""
+    if pod.tpu_slice is None or tensor != pod.tpu_slice.devices or len(pod.tpu_slice.physical_axes) < 2:
+        return None
+    one = constants_for(pod.chip).row
+    each = (one.all_gather, one.reduce_scatter, one.permute)
+    return AxisLinks(*(replace(link, bandwidth=2 * link.bandwidth) for link in each))
 
 
 def _inside(pod: Pod, sizes: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -1,17 +1,20 @@
-"""Which plans train.py runs, and the keys that run them."""
+"""Which plans train.py can run, and the keys for them."""
+
+import dataclasses
 
 from mstrain.models.remat import LADDER
 from mstrain.models.sharding import SHARD
+from mstrain.parallel.schedules import SCHEDULES
 from mstrain.planner.plan import PodPlan
 from mstrain.planner.remat import NAMES, parse_remat
 
 
 def why_not_trainable(plan: PodPlan) -> str:
     """Why train.py cannot run a plan today; empty where it can."""
-    if plan.pipeline > 1:
-        return f"train.py has no pipeline, this plan has {plan.pipeline} stages"
-    if plan.context > 1:
-        return f"train.py keeps sequences whole on a row, this plan splits them over {plan.context} devices"
+    if plan.pipeline > 1 and plan.schedule not in SCHEDULES:
+        return f"train.py has no pipeline.schedule={plan.schedule}, only {', '.join(SCHEDULES)}"
+    if plan.pipeline > 1 and plan.shard == "parameters":
+        return f"train.py has no shard=parameters in a pipeline, this plan has {plan.pipeline} stages"
     if plan.shard not in SHARD:
         return f"train.py has no shard={plan.shard}, only {', '.join(SHARD)}"
     if plan.remat not in LADDER and not parse_remat(plan.remat).saved <= set(NAMES):
@@ -26,8 +29,12 @@ def train_keys(plan: PodPlan) -> dict[str, str | int]:
         "+".join(name for part, name in NAMES.items() if part in parts)
         for parts in (remat.saved - remat.offloaded - {"input"}, remat.offloaded)
     )
+    schedule: dict[str, str | int] = {"pipeline.schedule": plan.schedule} if plan.pipeline > 1 else {}
+    if plan.chunks > 1:
+        schedule["pipeline.interleave"] = plan.chunks
+    mesh = dataclasses.replace(plan.shape, stage=plan.pipeline)
     return {
-        "mesh": plan.mesh, "parallel": plan.algorithm, "accumulate": plan.microbatches,
+        "mesh": str(mesh), "parallel": plan.algorithm, "accumulate": plan.microbatches,
         "remat": plan.remat if plan.remat in LADDER else kept or "full", "shard": plan.shard,
-        **({"offload": moved} if moved else {}),
+        **({"offload": moved} if moved else {}), **schedule,
     }  # fmt: skip

@@ -56,7 +56,7 @@ def find_result(
     result = refine(task, run)
     if result.best is not None:
         _save(path, wanted, result.candidates, complete=True)
-    else:  # to be asked again: a compiler that failed may not fail the next time
+    else:  # not kept: a compiler that failed may succeed the next time
         with contextlib.suppress(OSError):
             path.unlink()
     return result, False
@@ -81,7 +81,7 @@ def choose_by_compiling(task: TuningTask, place: Place, console: Console) -> Can
 
 
 def summarise(candidate: Candidate) -> str:
-    """One line for those who wait."""
+    """One line of progress."""
     what = f"{candidate.mesh} slices={candidate.slices} ({candidate.plan})"
     if candidate.problem:
         return f"{what}: {candidate.problem}"
@@ -142,7 +142,7 @@ def _save(path: Path, task: dict, candidates: Sequence[Candidate], complete: boo
     rows = [dataclasses.asdict(candidate) for candidate in candidates]
     document = {"task": task, "complete": complete, "candidates": rows}
     part = path.with_suffix(".part")
-    with contextlib.suppress(OSError):  # a folder that cannot be written costs the next run its time, no more
+    with contextlib.suppress(OSError):  # without a writable folder the next run repeats the work
         path.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         part.replace(path)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mstrain.data import CONCATENATED, Batch
-from mstrain.gemm.copies import COPIES
+from mstrain.gemm.copies import REPLICA
 from mstrain.models.parameters import (
     gather_parameters,
     gradient_shards,
@@ -24,6 +24,7 @@ from mstrain.models.parameters import (
 )
 from mstrain.models.transformer import Transformer
 from mstrain.program.offload import offloads_moments, on_device, on_host
+from mstrain.program.pipeline import pipelined_gradients
 from mstrain.program.program import Program, abstract
 
 State = dict  # {"step": int32, "params": ..., "optimizer": ...}
@@ -37,9 +38,12 @@ def mean_loss(module: Transformer, params, batch: Batch, count=None, gathered: b
     inputs, targets = batch.tokens[:, :-1].reshape(-1), batch.tokens[:, 1:].reshape(-1)
     segments = None if batch.segments is None else batch.segments.reshape(-1)
     losses = apply(module, params, inputs, targets, segments, method="loss", gathered=gathered)
-    if batch.mask is None:
-        return jnp.mean(losses)
-    return jnp.sum(jnp.where(batch.mask.reshape(-1), losses, 0)) / (num_targets(batch) if count is None else count)
+    return _mean(losses, batch.mask, num_targets(batch) if count is None else count)
+
+
+def _mean(losses, mask, count):
+    """The mean of all losses without a mask, else the sum of those in `mask` over `count`."""
+    return jnp.mean(losses) if mask is None else jnp.sum(jnp.where(mask.reshape(-1), losses, 0)) / count
 
 
 def num_targets(batch: Batch):
@@ -65,6 +69,9 @@ def gradients(module: Transformer, params, batch: Batch):
     microbatches = batch.tokens.shape[0]
     count = None if batch.mask is None else num_targets(batch) / microbatches
     gathered = gather_parameters(module, params)
+    if module.plan.stages:
+        loss, grads = pipelined_gradients(module, gathered, batch, lambda losses, mask: _mean(losses, mask, count))
+        return jax.tree.map(lambda x: x / microbatches, (loss, gradient_shards(module, grads)))
     value_and_grad = jax.value_and_grad(
         lambda gathered, batch: mean_loss(module, gathered, batch, count, gathered=True)
     )
@@ -144,7 +151,7 @@ def abstract_batch(mesh: Mesh, batch: int, seq: int, accumulate: int, parts: Bat
     divide them.
     """
     microbatch, axes = batch // accumulate, []
-    for axis in (*COPIES, "row"):
+    for axis in (REPLICA, "data", "row"):
         if microbatch % math.prod(mesh.shape[a] for a in (*axes, axis)) == 0:
             axes.append(axis)
     dims = Batch(seq + 1, seq, seq)

@@ -34,7 +34,7 @@ class Device:
 
 
 class Wire(NamedTuple):
-    """One end of one direction of a link; `device` is where it is drawn, `name` what it is called there."""
+    """One end of one direction of a link; `device` is where it is drawn, `name` its name there."""
 
     device: int
     name: str

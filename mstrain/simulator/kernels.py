@@ -1,8 +1,8 @@
 """The compiled loop of the simulator: lanes keep to program order, or serve first come, first served.
 
-It takes events in lists per operation (`offsets`, and per event a lane and its seconds, NaN for no event), the values
-read and written in lists per operation, and the numbers of lanes, of values and of the first lanes that keep to program
-order. It returns the start and end of every operation and the end of every lane, in seconds.
+It takes `Ragged` lists per operation: the lanes that it holds, with `seconds` for each (NaN for no event), the values
+that it reads (`inputs`) and writes (`outputs`); and the numbers of lanes, of values and of the first lanes that keep to
+program order. It returns the start and end of every operation and the end of every lane, in seconds.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import numpy as np
 
 
 @numba.njit(cache=True)
-def _dependencies(offsets, lanes, in_offsets, in_items, out_items, num_ordered, num_values):
+def _dependencies(held, inputs, outputs, num_ordered, num_values):
     """How many things every operation waits for, the next operation per event, and the readers per value in lists.
 
     An operation waits for the writers of its inputs, and on the first `num_ordered` lanes for the one before it.
     """
+    (offsets, lanes), (in_offsets, in_items) = held, inputs
     pending = np.zeros(len(offsets) - 1, np.int64)
     after, last = np.full(len(lanes), -1), np.full(num_ordered, -1)
     written = np.zeros(num_values, np.bool_)
-    written[out_items] = True
+    written[outputs.items] = True
     reader_offsets = np.zeros(num_values + 1, np.int64)
     for value in in_items:
         reader_offsets[value + 1] += 1
@@ -52,20 +53,16 @@ def _release(op, time, pending, ready, queue):
 
 
 @numba.njit(cache=True)
-def first_come(
-    offsets, lanes, seconds, in_offsets, in_items, out_offsets, out_items, num_lanes, num_values, num_ordered
-):
+def first_come(held, seconds, inputs, outputs, num_lanes, num_values, num_ordered):
     """Lanes serve operations as they become ready; the first `num_ordered` lanes keep to program order."""
-    pending, after, reader_offsets, readers = _dependencies(
-        offsets, lanes, in_offsets, in_items, out_items, num_ordered, num_values
-    )
+    pending, after, reader_offsets, readers = _dependencies(held, inputs, outputs, num_ordered, num_values)
+    (offsets, lanes), (out_offsets, out_items) = held, outputs
     free, ready = np.zeros(num_lanes), np.zeros(len(pending))
     starts, ends = np.full(len(pending), np.nan), np.full(len(pending), np.nan)
     queue = [(0.0, op) for op in range(len(pending)) if pending[op] == 0]  # sorted, so a heap
     while len(queue):
         start, op = heapq.heappop(queue)
-        held = lanes[offsets[op] : offsets[op + 1]]
-        for lane in held:
+        for lane in lanes[offsets[op] : offsets[op + 1]]:
             start = max(start, free[lane])
         starts[op] = ends[op] = start
         for event in range(offsets[op], offsets[op + 1]):

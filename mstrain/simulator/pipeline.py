@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mstrain.parallel.schedules import FORWARD, Schedule
 from mstrain.simulator.placement import SEND, Degrees
 from mstrain.simulator.program import OpSpec
 from mstrain.simulator.replicas import Step
-from mstrain.simulator.schedules import FORWARD, Schedule
 from mstrain.simulator.slots import RankOp, Slots
 
 

@@ -190,7 +190,7 @@ class Simulation:
 def simulate(program: Program, cluster: Cluster, rules: Rules = CORRECTED) -> Simulation:
     """Run `program` on `cluster` under `rules`.
 
-    Raises ValueError when the program names devices that the cluster lacks, or a rule refuses an operation.
+    Raises ValueError if the program names devices outside the cluster, or for an operation without a cost rule.
     """
     if max(program.devices, default=-1) >= len(cluster.devices):
         raise ValueError(
@@ -201,10 +201,10 @@ def simulate(program: Program, cluster: Cluster, rules: Rules = CORRECTED) -> Si
     action, held, seconds = _events(program, cluster, rules, lanes)
     taken, durations = held.take(action), held._replace(items=seconds).take(action).items
     ordered = len(program.devices) if rules.link_lanes else len(lanes.lanes)
+    values = len(program.value_bytes)
     start, end, lane_end = first_come(
-        taken.offsets, taken.items, durations, *program.inputs, *program.outputs,
-        len(lanes.lanes), len(program.value_bytes), ordered,
-    )  # fmt: skip
+        taken, durations, program.inputs, program.outputs, len(lanes.lanes), values, ordered
+    )
     assert not np.isnan(end).any(), "operations wait for each other: the program is not in topological order"
     return Simulation(program, rules, tuple(lanes.lanes), start, end, lane_end, action, held, seconds)
 

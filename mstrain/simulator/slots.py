@@ -12,7 +12,7 @@ from mstrain.simulator.program import CATEGORIES, OpSpec
 class RankOp(NamedTuple):
     """One operation of one rank: what it does, along which axis, on which stage (a Send: to stage `peer`).
 
-    `label` names the part of the model it belongs to, in words and numbers; empty where it does not matter.
+    `label` names the part of the model it belongs to, in words and numbers; empty if unknown.
     """
 
     spec: OpSpec

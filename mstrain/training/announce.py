@@ -3,9 +3,9 @@
 import jax
 
 from mstrain.mesh import shape_of
+from mstrain.models.description import describe_plan
 from mstrain.models.flops import flops_formula
 from mstrain.models.parameters import describe_sharding
-from mstrain.models.plan import describe_plan
 from mstrain.models.transformer import count_parameters
 from mstrain.training.run import Run
 

@@ -33,8 +33,9 @@ _SENTENCES = {
         "batch= counts the sequences of one step of the whole job: type batch=N, N = devices x sequences a device.",
     "resume resume_from_checkpoint auto_resume load_checkpoint":
         "A run_dir= with a checkpoint is resumed without a key. init_from=RUN_DIR starts a new run from its weights.",
-    "wandb use_wandb wandb_project report_to logger":
-        "Metrics are in RUN_DIR/metrics.jsonl and RUN_DIR/tensorboard: type tensorboard --logdir RUN_DIR/tensorboard.",
+    "use_wandb wandb_project report_to logger":
+        "Type wandb=PROJECT for Weights & Biases. Metrics are also in RUN_DIR/metrics.jsonl and RUN_DIR/tensorboard: "
+        "type tensorboard --logdir RUN_DIR/tensorboard.",
     "epoch epochs num_epochs num_train_epochs max_epochs":
         "Type steps=N, N = epochs x training tokens / (batch x seq).",
     "optimizer optim": "The optimizer is AdamW. Type its keys, such as optimizer.b2=0.99.",
@@ -61,6 +62,8 @@ def answer(key: str, value: str) -> str | None:
     if key == "mesh" and re.fullmatch(r"\[?[1-9]\d*(,[1-9]\d*)+\]?", text):
         shape = text.strip("[]").replace(",", "x")
         return f"mesh={value} lists several values. Type mesh={shape} for one mesh, or add -m to run each value."
+    if key == "wandb" and text in ("true", "false"):
+        return f"wandb={text} is not the name of a project. Type wandb=PROJECT, or nothing."
     if key == "remat" and text in ("true", "false"):
         kept = "remat=full (recompute every layer) or remat=dots (keep matmul outputs)"
         return f"remat={text} is not a choice. Type {kept if text == 'true' else 'remat=none'}."

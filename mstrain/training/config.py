@@ -17,6 +17,7 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
 from mstrain.models.remat import check_remat
 from mstrain.models.sharding import SHARD
+from mstrain.models.stages import PipelineConfig, make_stages
 from mstrain.program.dtype import DTYPES
 from mstrain.program.optimizer import OptimizerConfig
 from mstrain.training.answers import answer
@@ -49,6 +50,7 @@ class RunConfig:
     watchdog: WatchdogConfig = dataclasses.field(default_factory=WatchdogConfig)
     check_replicas: ReplicasConfig = dataclasses.field(default_factory=ReplicasConfig)
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     mesh: str = "auto"
     """Mesh of devices: `ROWxCOL`, `DATAxROWxCOL`, named axes such as `data2-row4-col8`, or `auto` (the cost model
     chooses; 2x4 on a CPU)."""
@@ -98,9 +100,12 @@ class RunConfig:
     and gathers weights once per step (ZeRO 1); `gradients` also sums gradients by reduce_scatter (ZeRO 2); `parameters`
     also gathers the weights of each layer while the layer before computes (ZeRO 3)."""
     accumulate: int = 1
-    """Microbatches per step; their gradients are averaged. Must divide batch."""
+    """Microbatches per step; their gradients are averaged. Must divide batch. A mesh with stages pipelines them."""
     log_every: int = 1
     """Steps between lines of metrics.jsonl."""
+    wandb: str | None = None
+    """Project of Weights & Biases that metrics are sent to as well, by its own client (pip install wandb), which reads
+    its own environment variables, such as WANDB_MODE=offline."""
     compile_cache: str | None = "~/.cache/mstrain/compiled"
     """Folder of JAX's persistent compilation cache; null disables it."""
     tune: str = "model"
@@ -128,7 +133,9 @@ class RunConfig:
         one_of("shard", self.shard, SHARD)
         one_of("tune", self.tune, TUNE)
         if self.mesh != "auto":
-            parse_mesh(self.mesh)
+            count = parse_mesh(self.mesh).stage
+            if stages := count > 1 and make_stages(self.pipeline, count, self.model.layers):
+                stages.check_microbatches(self.accumulate)
         if self.parallel.slices != "auto":
             parse_slices(self.parallel.slices)
         used = set(itertools.chain(*layer_algorithms(self.parallel, self.model.layers)))

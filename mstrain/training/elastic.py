@@ -21,6 +21,7 @@ class Layout:
     mesh: MeshShape
     accumulate: int
     shard: str
+    dropped: tuple[str, ...] = ()  # keys of a pipeline, which a smaller mesh has not
 
     @property
     def keys(self) -> list[str]:
@@ -30,6 +31,7 @@ class Layout:
             f"mesh={self.mesh}",
             f"accumulate={self.accumulate}",
             *([f"shard={shard}"] if self.shard != shard else []),
+            *(f"{key}=null" for key in self.dropped),
         ]
 
     def __str__(self) -> str:
@@ -52,6 +54,7 @@ def largest_layout(config: RunConfig, total: int, left: int) -> Layout:
     if left >= total:
         return Layout(total, full, config.accumulate, config.shard)
     per_host = full.devices // total
+    dropped = tuple(f"pipeline.{name}" for name, value in vars(config.pipeline).items() if value is not None)
     for same_state in (True, False):
         for hosts in range(left, 0, -1):
             for shape in _shapes(hosts * per_host, full):
@@ -59,7 +62,7 @@ def largest_layout(config: RunConfig, total: int, left: int) -> Layout:
                     continue
                 accumulate = _accumulate(config, shape, full)
                 if accumulate:
-                    return Layout(hosts, shape, accumulate, config.shard)
+                    return Layout(hosts, shape, accumulate, config.shard, dropped)
     raise ValueError(f"No mesh on up to {left} of {total} hosts fits {config.model.name} with batch={config.batch}.")
 
 

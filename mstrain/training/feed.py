@@ -16,6 +16,22 @@ class Feed:
         self.abstract = abstract_batch(mesh, batches.batch_size, batches.seq, accumulate, batches.parts)
         self._numbers = np.arange(batches.batch_size).reshape(accumulate, -1)
 
+    def place(self, tokens, vocab_size: int) -> Batch:
+        """A batch of one's own: integers [batch, seq + 1] below `vocab_size`.
+
+        Raises ValueError for other shapes and ids, and where batches are packed.
+        """
+        abstract = self.abstract.tokens
+        tokens = np.asarray(tokens, abstract.dtype)
+        wanted = (self._numbers.size, abstract.shape[-1])
+        if tokens.shape != wanted:
+            raise ValueError(f"tokens {tokens.shape} are not batch x (seq + 1) = {wanted}: type batch= and seq=.")
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            raise ValueError(f"tokens {tokens.min()} to {tokens.max()} are not within a vocabulary of {vocab_size}.")
+        if self.abstract != Batch(abstract):
+            raise ValueError("pack= gives batches segments and masks. Type pack=concat for tokens alone.")
+        return Batch(jax.device_put(tokens.reshape(abstract.shape), abstract.sharding))
+
     def __call__(self, step: int) -> Batch:
         parts = {}  # devices along `col` share rows, and JAX calls `read` for each device and array
 

@@ -81,7 +81,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def read(path: Path) -> bytes:
-    """The content; empty when there is no file."""
+    """The content; empty if the file is missing."""
     try:
         with _opened(path, os.O_RDONLY) as file, open(file, "rb", closefd=False) as reader:
             return reader.read()

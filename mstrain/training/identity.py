@@ -20,8 +20,8 @@ CLASSES = {
     **dict.fromkeys(("data.bos", "data.eos"), KEPT),
     **dict.fromkeys(("data.validation", "data.template"), CONTENT),
     **dict.fromkeys(("data.path", "data.revision", "data.max_skipped", "tokenizer", "vocab_size"), CONTENT),
-    **dict.fromkeys(("mesh", "parallel", "plan", "tune", "remat", "offload", "shard", "accumulate"), FREE),
-    **dict.fromkeys(("compile_cache", "calibration"), FREE),
+    **dict.fromkeys(("mesh", "parallel", "plan", "tune", "remat", "offload", "shard", "accumulate", "pipeline"), FREE),
+    **dict.fromkeys(("compile_cache", "calibration", "wandb"), FREE),
     **dict.fromkeys(("checkpoint", "eval", "profile", "sample", "log_every", "model.name"), FREE),
     **dict.fromkeys(("guard", "watchdog", "check_replicas", "hosts", "data.cache_dir"), FREE),
     **dict.fromkeys(("run_dir", "allow", "target", "check", "coordinator", "processes", "process"), LOCAL),
@@ -139,7 +139,7 @@ def parse_allow(text: str | None, keys) -> set[str]:
             raise ValueError(f"allow={name} has no effect: {name} may change without it. Remove it.")
         near = difflib.get_close_matches(name, sorted(known), 1)
         hint = f"Did you mean {near[0]}?" if near else f"Type a key, {NO_RECORD} or {LOST_STEPS}:N."
-        raise ValueError(f"allow={name}: there is no such key of a run. {hint}")
+        raise ValueError(f"allow={name}: unknown key of a run. {hint}")
     return names
 
 

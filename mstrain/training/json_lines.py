@@ -37,7 +37,7 @@ class Log:
 
 
 def read(path: Path) -> list[dict]:
-    """The complete lines in order; empty when there is no file.
+    """The complete lines in order; empty if the file is missing.
 
     Raises OSError when the file cannot be read, ValueError when the path is not a file.
     """

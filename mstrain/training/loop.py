@@ -6,6 +6,8 @@ Step k is the k-th optimizer update. It uses batch k - 1 and ends with `state["s
 import dataclasses
 from collections.abc import Callable, Iterable
 
+import jax
+
 from mstrain.program.step import State
 from mstrain.training.reporter import Reporter
 
@@ -31,7 +33,8 @@ def train(step_fn, feed, state: State, steps: Iterable[int], hooks: list[Hook], 
     """
     unread = None
     for step in steps:
-        state, metrics = step_fn(state, feed(step - 1))
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):  # the steps of a trace's overview
+            state, metrics = step_fn(state, feed(step - 1))
         if unread:
             reporter.step(*unread)
         unread = (step, metrics)

@@ -6,17 +6,18 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from mstrain.hardware import Chip
+from mstrain.hardware import Chip, tpu_slice_of
 from mstrain.hardware.calibration import load_calibration
 from mstrain.job.job import Job
 from mstrain.mesh import shape_of
 from mstrain.models.remat import planned
 from mstrain.models.transformer import Transformer
 from mstrain.planner.calibrated import calibrated_pod, predict_step
-from mstrain.planner.meshes import tpu_slice_of
-from mstrain.planner.step_time import cost_step
+from mstrain.planner.cost import cost_step
+from mstrain.planner.plan import PodPlan
 from mstrain.planner.target import pod_of
 from mstrain.training.config import RunConfig
+from mstrain.training.tuned import plan_request
 
 TOLERANCE = 0.2  # of a prediction; a larger difference is reported with its terms
 
@@ -68,13 +69,12 @@ def predict(
         return Prediction(dataclasses.asdict(terms), f"{config.calibration} and the compiled program")
     if chip is None:
         return None
-    dtype = jnp.dtype(module.dtype).name
+    remat, stages = planned(module.remat) or "none", module.plan.stages
+    plan = PodPlan.on(shape, config.parallel, config.accumulate, remat, config.shard, stages)
     try:
         pod = pod_of(tpu_slice_of(jax.devices()) or chip, shape.devices)
-        costed = cost_step(
-            calibrated_pod(pod, config.calibration, dtype), module.model, config.parallel, shape, config.batch,
-            config.seq, config.accumulate, planned(module.remat) or "none", dtype, config.shard,
-        )  # fmt: skip
+        pod = calibrated_pod(pod, config.calibration, jnp.dtype(module.dtype).name)
+        costed = cost_step(plan_request(config, module.model, pod, module.dtype), plan)
     except ValueError:  # a figure of the chip is unknown
         return None
     if not costed:

@@ -10,21 +10,22 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from rich.console import Console
 
 from mstrain import mesh as meshes
 from mstrain.data import Corpus, Progress
 from mstrain.data import prepare as prepare_corpus
-from mstrain.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
-from mstrain.hardware import Chip, chip_for
+from mstrain.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer, marked
+from mstrain.hardware import Chip, chip_for, tpu_slice_of
 from mstrain.job.job import ALONE, Job
 from mstrain.models.config import ModelConfig
-from mstrain.models.plan import ModelPlan, describe_plan, make_plan
-from mstrain.models.remat import planned
+from mstrain.models.description import describe_plan
+from mstrain.models.plan import ModelPlan, make_plan
+from mstrain.models.stages import PipelineConfig
 from mstrain.models.transformer import Transformer
 from mstrain.planner.compiled import on_present
-from mstrain.planner.meshes import best_meshes, tpu_slice_of
+from mstrain.planner.search import rank_meshes
+from mstrain.planner.target import pod_of
 from mstrain.program.dtype import dtype_on
 from mstrain.program.offload import check_offload
 from mstrain.program.optimizer import make_optimizer
@@ -33,9 +34,10 @@ from mstrain.training.feed import Feed
 from mstrain.training.prediction import check_calibration
 from mstrain.training.resume import check, check_resolved, tokenizer_of
 from mstrain.training.run import Run
-from mstrain.training.tuned import tuned
+from mstrain.training.tuned import plan_request, tuned
+from mstrain.training.weights_and_biases import check_wandb
 
-PROGRESS_SECONDS = 30  # between lines of progress where there is no terminal
+PROGRESS_SECONDS = 30  # between lines of progress without a terminal
 LONGEST_TOKENIZING = 7 * 86400  # seconds that the other processes wait for process 0
 UNITS = ("documents", "tokens")
 VALIDATION_SEED = 0  # the validation batches of every run of one corpus are the same
@@ -44,12 +46,13 @@ VALIDATION_SEED = 0  # the validation batches of every run of one corpus are the
 def prepare(config: RunConfig, job: Job = ALONE, shard_if_possible: bool = False) -> Run:
     """Checks and builds a run. Raises ValueError, with what to type instead, for a configuration that cannot run.
 
-    With `shard_if_possible`, a mesh without data-parallel copies ignores `shard=`.
+    With `shard_if_possible`, a mesh without data-parallel copies ignores `shard=`, and one without stages `pipeline.`.
     """
     console = Console(highlight=False, soft_wrap=True, quiet=not job.leads)
     chip = _start_devices(config, job)
     check_offload(config.offload, jax.local_devices()[0])
     check_calibration(config)
+    check_wandb(config.wandb)
     previous = check(config, job)
     corpus = _corpus(config, tokenizer_of(config, previous), job, console)
     job.agree("corpus", corpus.digest)
@@ -99,16 +102,25 @@ def _corpus(config: RunConfig, tokenizer: str, job: Job, console: Console) -> Co
     return corpus
 
 
-def build_module(config: RunConfig, job: Job = ALONE) -> tuple[Transformer, Tokenizer | None, Chip | None, Console]:
-    """(model on its mesh, tokenizer, chip, console) of a recorded run, whose data need not be here."""
+def build_module(
+    config: RunConfig, job: Job = ALONE, any_batch: bool = False
+) -> tuple[Transformer, Tokenizer | None, Console]:
+    """(model on its mesh, tokenizer, console) of a recorded run, whose data need not be here.
+
+    With `any_batch`, the plan is that of as many sequences as devices, whatever `batch` is.
+    """
     console = Console(highlight=False, soft_wrap=True, quiet=not job.leads)
     chip = _start_devices(config, job)
     previous = check(config, job)
     name = tokenizer_of(config, previous)
     trained = Path(config.run_dir) / TOKENIZER_FILE  # a bpe is trained on the corpus and kept in run_dir
     tokenizer = load_tokenizer(str(trained) if name == "bpe" else name) if config.data.has_tokenizer(name) else None
+    if tokenizer and not config.data.eos.isdecimal():  # the number of a token of data=tokens
+        marked(tokenizer, config.data.bos, config.data.eos)
+    if any_batch:
+        config = dataclasses.replace(config, batch=jax.device_count(), accumulate=1)
     plan = _choose_plan(config, config.model, chip, console, shard_if_possible=True, all_devices=False)
-    return Transformer(config.model, plan, config.seq, _dtype(config.dtype), config.remat), tokenizer, chip, console
+    return Transformer(config.model, plan, config.seq, _dtype(config.dtype), config.remat), tokenizer, console
 
 
 def _start_devices(config: RunConfig, job: Job) -> Chip | None:
@@ -143,8 +155,10 @@ def _choose_plan(
     microbatch, devices = config.batch // config.accumulate, jax.device_count()
 
     def plan_on(shape: meshes.MeshShape) -> ModelPlan:
-        shard = "none" if shard_if_possible and shape.data == 1 else config.shard
-        return make_plan(config.parallel, model, meshes.make_mesh(shape), microbatch, config.seq, chip, shard=shard)
+        shard = "none" if shard_if_possible and shape.data * shape.context == 1 else config.shard
+        pipeline = PipelineConfig() if shard_if_possible and shape.stage == 1 else config.pipeline
+        mesh = meshes.make_mesh(shape)
+        return make_plan(config.parallel, model, mesh, microbatch, config.seq, chip, shard=shard, pipeline=pipeline)
 
     if config.mesh != "auto":
         shape = meshes.parse_mesh(config.mesh)
@@ -154,11 +168,8 @@ def _choose_plan(
         return plan_on(meshes.fit_to_devices(meshes.EMULATED if devices > 1 else meshes.MeshShape(), devices))
     if chip is None:
         raise ValueError(f"mesh=auto does not know the {jax.devices()[0].device_kind}. Type a mesh, such as mesh=2x4.")
-    machine = tpu_slice_of(jax.devices()) or chip
-    found = best_meshes(
-        config.parallel, model, config.batch, config.seq, devices, machine, accumulate=config.accumulate,
-        remat=planned(config.remat), dtype=jnp.dtype(_dtype(config.dtype)).name, shard=config.shard,
-    )  # fmt: skip
+    pod = pod_of(tpu_slice_of(jax.devices()) or chip, devices)
+    found = rank_meshes(plan_request(config, model, pod, _dtype(config.dtype)))
     if chip.hbm_bytes and found[0].fullest.state > chip.hbm_bytes:
         raise ValueError(
             f"mesh=auto finds no mesh of {devices} devices that holds {model.name}. Choose a smaller model=, "

@@ -28,8 +28,9 @@ from mstrain.data import DataConfig
 from mstrain.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
 from mstrain.mesh import shape_of
 from mstrain.models.config import ModelConfig
+from mstrain.models.description import describe_plan
 from mstrain.models.parallel import ParallelConfig
-from mstrain.models.plan import ModelPlan, describe_plan
+from mstrain.models.plan import ModelPlan
 from mstrain.program.dtype import dtype_on
 from mstrain.training import files, json_lines
 from mstrain.training.best_effort import BestEffort

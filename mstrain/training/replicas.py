@@ -87,7 +87,7 @@ def checksum_program(arrays: list[jax.Array]) -> Program:
 
 
 def differing_devices(indices: dict, checksums: dict[int, np.ndarray], leaf: int) -> list:
-    """Devices whose checksum of `leaf` differs from that of most replicas; all devices when there is no majority."""
+    """Devices whose checksum of `leaf` differs from that of most replicas; all devices without a majority."""
     groups = collections.defaultdict(list)
     for device, index in indices.items():
         groups[str(index)].append(device)

@@ -1,4 +1,4 @@
-"""Reports training: progress lines, metrics.jsonl, TensorBoard.
+"""Reports training: progress lines, metrics.jsonl, TensorBoard, Weights & Biases.
 
 `metrics.jsonl` has one object per logged step, `eval.jsonl` one per evaluation.
 """
@@ -16,9 +16,10 @@ from mstrain.training import console as output
 from mstrain.training import json_lines
 from mstrain.training.best_effort import BestEffort
 from mstrain.training.tensorboard import EventFile
+from mstrain.training.weights_and_biases import WandbRun
 
 METRICS, EVALUATIONS = "metrics.jsonl", "eval.jsonl"
-SECONDS_BETWEEN_LINES = 10  # of plain progress lines, where there is no terminal to redraw
+SECONDS_BETWEEN_LINES = 10  # of plain progress lines, without a terminal to redraw
 
 
 class Reporter:
@@ -52,6 +53,7 @@ class Reporter:
                 json_lines.Log(files, directory / name, first - 1) for name in (METRICS, EVALUATIONS)
             )
             self._tensorboard = EventFile(files, directory, first)
+            self._sinks: list[EventFile | WandbRun] = [self._tensorboard]
         self._progress = Progress(
             TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"),
             TimeRemainingColumn(), console=console, disable=not (self._writes and console.is_terminal),
@@ -94,14 +96,25 @@ class Reporter:
         if not self._writes:
             return
         self._evaluations.append({"step": step, **values})
-        self._tensorboard.scalars(step, {f"eval/{name}": value for name, value in values.items()})
+        self.scalars(step, {f"eval/{name}": value for name, value in values.items()})
         shown = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
         self._progress.console.print(f"step {step}/{self._last}  {shown}")
 
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Writes further values to TensorBoard."""
+    def add(self, sink: WandbRun) -> None:
+        """Sends scalars and text to `sink` too, from here on, and ends it on exit."""
         if self._writes:
-            self._tensorboard.scalars(step, values)
+            self._sinks.append(sink)
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Writes further values to TensorBoard and the other sinks."""
+        if self._writes:
+            for sink in self._sinks:
+                sink.scalars(step, values)
+
+    def text(self, name: str, text: str) -> None:
+        """Writes text to TensorBoard."""
+        if self._writes:
+            self._tensorboard.text(name, text)
 
     def __enter__(self):
         self._progress.start()
@@ -110,7 +123,7 @@ class Reporter:
     def __exit__(self, *_):
         self._progress.stop()
         if self._writes:
-            for file in (self._metrics, self._evaluations, self._tensorboard):
+            for file in (self._metrics, self._evaluations, *self._sinks):
                 file.retry()
 
     def _write(self, step, values, now):
@@ -120,7 +133,7 @@ class Reporter:
                 logged["observer_failures"] = failures.total()
             self._metrics.append({"step": step, **logged})
             shown = {f"train/{name}": value for name, value in values.items() if value is not None}
-            self._tensorboard.scalars(step, shown)
+            self.scalars(step, shown)
         mfu = "" if values["mfu"] is None else f"  MFU {values['mfu']:.1%}"
         predicted = values.get("predicted_step_seconds")
         beside = "" if predicted is None else f" (predicted {predicted * 1e3:,.0f})"

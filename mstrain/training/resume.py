@@ -6,7 +6,9 @@ is moved away and the next older one is used. `check` compares the configuration
 `check_resolved` compares everything before anything is compiled.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -123,11 +125,16 @@ def begin(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = N
     _give_up_progress(run, inspect_run_dir(Path(run.config.run_dir), run.job))
     if run.config.compile_cache:  # so that the first restart compiles nothing
         compile_from_canonical(run.module)
+    return new_state(run), 0
+
+
+def new_state(run: Run) -> State:
+    """Step 0: the parameters of init_from or init, or random ones from the seed."""
     if run.config.init_from:
-        return _from_another(run), 0
+        return _from_another(run)
     if run.config.init:
-        return _from_folder(run, Folder(run.config.init)), 0
-    return init_state(run.module, run.optimizer, run.config.seed), 0
+        return _from_folder(run, Folder(run.config.init))
+    return init_state(run.module, run.optimizer, run.config.seed)
 
 
 def _announce_local(run: Run, local: LocalCheckpoints, state: State, step: int, lost: list[int]) -> tuple[State, int]:
@@ -272,18 +279,40 @@ def _from_folder(run: Run, folder: Folder) -> State:
     return first_state(run.module, run.optimizer, params)
 
 
-def newest_parameters(job: Job, module: Transformer, given: str, directory: Path):
-    """(step, parameters laid out for `module`) of the newest checkpoint in `directory` that can be read.
+def newest_parameters(job: Job, module: Transformer, given: str, directory: Path, only: int | None = None):
+    """(step, parameters laid out for `module`) of the newest checkpoint in `directory` that can be read, or of step
+    `only`.
 
-    Raises ValueError, which names the key `given`, when there is none.
+    Raises ValueError, which names the key `given`, if it is missing.
     """
+    with _newest(job, given, directory, only) as (checkpoints, step):
+        return step, checkpoints.restore_parameters(step, module)
+
+
+def newest_state(run: Run) -> State:
+    """The state of the newest checkpoint in run_dir that can be read; nothing is moved or written.
+
+    Raises ValueError without one.
+    """
+    directory = run.config.run_dir
+    with _newest(run.job, f"run_dir={directory}", Path(directory)) as (checkpoints, step):
+        return checkpoints.restore(step, run.module, run.optimizer)
+
+
+@contextlib.contextmanager
+def _newest(job: Job, given: str, directory: Path, only: int | None = None) -> Iterator[tuple[Checkpoints, int]]:
+    """The checkpoints in `directory`, to be read only, and the newest that is not damaged, or step `only`."""
     others = Checkpoints(directory / "checkpoints", keep=None)
     try:
-        step = next((step for step in others.steps if not _damage(job, others.directory, step)), None)
+        if only is not None and only not in others.steps:
+            there = ", ".join(map(str, sorted(others.steps))) or "none"
+            raise ValueError(f"{given} has no checkpoint of step={only}. Type one of: {there}.")
+        steps = others.steps if only is None else [only]
+        step = next((step for step in steps if not _damage(job, others.directory, step)), None)
         if step is None:
             raise ValueError(f"{given} has no checkpoint that can be read. Type another run.")
         _check_format(others.facts(step), str(directory))
-        return step, others.restore_parameters(step, module)
+        yield others, step
     finally:
         others.close()
 

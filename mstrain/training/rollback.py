@@ -53,7 +53,7 @@ def roll_back(
     """Removes the checkpoints since the first step of `spike` and then records its batches. A run that is killed in
     between repeats the same steps and rolls back again.
 
-    Raises Stopped when there is no older checkpoint, when there were too many rollbacks, and when a file cannot be
+    Raises Stopped without an older checkpoint, after too many rollbacks, and when a file cannot be
     written or removed.
     """
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # of a save that is about to be removed
@@ -62,7 +62,7 @@ def roll_back(
     restored = max((step for step in saved if step < spike.first), default=None)
     if restored is None:
         raise Stopped(
-            f"Stopped: {spike.reason}, and there is no checkpoint from before step {spike.first} to roll back to. "
+            f"Stopped: {spike.reason}, and no checkpoint from before step {spike.first} exists to roll back to. "
             "Type a smaller checkpoint.every= or a larger checkpoint.keep=."
         )
     if order.rollbacks >= run.config.guard.max_rollbacks:

@@ -1,14 +1,14 @@
-"""Continues a prompt with the trained model, using the forward pass of training."""
+"""Continues a prompt after training."""
 
 import dataclasses
 
-import jax
 import numpy as np
 
 from mstrain.checks import at_least
 from mstrain.data.tokenizers import Tokenizer
 from mstrain.models.transformer import Transformer
-from mstrain.program.inference import sampling_program
+from mstrain.program.inference import Draw
+from mstrain.training.generate import Generator, Request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,23 +26,28 @@ class SampleConfig:
         at_least("sample", self, tokens=0, temperature=0)
 
 
-def sample(config: SampleConfig, tokenizer: Tokenizer | None, module: Transformer, sequences: int, params, seed: int):
-    """The continuation of the prompt as text, or None when no sample is requested or the corpus has no tokenizer.
+def sample(config: SampleConfig, tokenizer: Tokenizer | None, module: Transformer, params, seed: int) -> str | None:
+    """The prompt and its continuation as text, or None when no sample is requested or the corpus has no tokenizer.
 
-    `module` runs `sequences` identical sequences at once, the fewest that its mesh allows.
+    A model with learned positions ends where it has no more of them. A mesh with stages samples nothing.
     """
-    if not config.tokens or tokenizer is None:
+    if not config.tokens or tokenizer is None or module.plan.stages:
         return None
-    prompt = np.asarray(tokenizer.encode(config.prompt), np.int32)[: module.seq - 1]
-    if not len(prompt):
-        prompt = np.array([tokenizer.eod or 0], np.int32)
-    end = min(len(prompt) + config.tokens, module.seq)
-    tokens = np.zeros((sequences, module.seq), np.int32)
-    tokens[:, : len(prompt)] = prompt
-    program = sampling_program(module, sequences, len(prompt), end, config.temperature)
-    inputs = (
-        jax.make_array_from_callback(argument.shape, argument.sharding, lambda index, x=x: np.asarray(x)[index])
-        for argument, x in zip(program.arguments[1:], (tokens, np.int32(seed)), strict=True)
-    )
-    tokens = program.compile()(params, *inputs)
-    return tokenizer.decode(np.asarray(tokens.addressable_data(0))[0, :end])
+    prompt, tokens = encode_prompt(tokenizer, config.prompt), config.tokens
+    if module.model.position == "learned":
+        prompt = prompt[: module.model.context]
+        tokens = min(tokens, module.model.context - len(prompt) + 1)
+    request = Request(tokens, Draw(config.temperature), seed)
+    (stream,) = Generator(module, params, tokenizer)([prompt], request)
+    return tokenizer.decode(prompt) + stream.text
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str, special: bool = False) -> np.ndarray:
+    """The tokens of a prompt, int32, at least one, after the token that begins documents.
+
+    With `special`, special tokens in the text are themselves, as in a chat.
+    """
+    ids = tokenizer.encode_spans(text, ())[0] if special else tokenizer.encode(text)
+    begin = [tokenizer.bos] if tokenizer.bos is not None and tokenizer.bos not in ids[:1] else []
+    ids = np.concatenate([begin, ids]).astype(np.int32)
+    return ids if len(ids) else np.array([tokenizer.eod or 0], np.int32)

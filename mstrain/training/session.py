@@ -1,5 +1,6 @@
 """One attempt of a run: create or restore its state, train to the last step or until a signal, and summarize."""
 
+import dataclasses
 import functools
 import os
 import tempfile
@@ -18,6 +19,7 @@ from mstrain.checkpoints.schedule import Schedule
 from mstrain.data.token_file import DamagedTokens
 from mstrain.job.exit_codes import FINISHED, STOPPED
 from mstrain.job.preemption import Preemption
+from mstrain.program.memory import peak_bytes
 from mstrain.program.optimizer import learning_rate
 from mstrain.program.step import State
 from mstrain.training import loop
@@ -29,7 +31,7 @@ from mstrain.training.guard import Guard, RollBack
 from mstrain.training.json_lines import Log
 from mstrain.training.prediction import Measured, compare
 from mstrain.training.profiler import profile_hooks
-from mstrain.training.record import begin_attempt, missing_metrics
+from mstrain.training.record import begin_attempt, config_yaml, missing_metrics, resolved_config
 from mstrain.training.remat import with_remat
 from mstrain.training.replicas import ReplicaCheck
 from mstrain.training.reporter import METRICS, Reporter
@@ -40,6 +42,7 @@ from mstrain.training.saver import Saver
 from mstrain.training.stopped import Stopped
 from mstrain.training.summary import summarize
 from mstrain.training.watchdog import Watchdog
+from mstrain.training.weights_and_biases import WandbRun
 
 
 def train(run: Run, check_lock: Callable[[], None] = lambda: None) -> int:
@@ -50,8 +53,8 @@ def train(run: Run, check_lock: Callable[[], None] = lambda: None) -> int:
     """
     if (last := finished_step(run)) is not None:
         run.console.print(
-            f"{run.config.run_dir} has all {last} steps. Type steps=N allow=steps with N above {last}, or "
-            "another run_dir=."
+            f"{run.config.run_dir} has all {last} steps. Type steps=N allow=steps with N above {last}, "
+            f"another run_dir=, or mstrain sample run_dir={run.config.run_dir} prompt=TEXT."
         )
         return FINISHED
     run = with_remat(run)
@@ -119,6 +122,7 @@ def _train_from(run: Run, state: State, done: int, guard: Guard, saver: Saver, o
     watchdog, preemption = Watchdog(config.watchdog, directory, job, observers), Preemption(job)
     per_step = (watchdog, goodput.step, guard)
     reporter = Reporter(observers, directory, steps, config.log_every, _fields(run), run.console, per_step)
+    _describe(run, reporter, steps)
     evaluator = _evaluator(run, reporter)
     hooks = _hooks(run, steps, evaluator, saver, observers)
     feed = goodput.timed("input", lambda index: run.feed(guard.order(index)))
@@ -140,6 +144,15 @@ def _train_from(run: Run, state: State, done: int, guard: Guard, saver: Saver, o
     results = {"training_seconds": time.perf_counter() - begun, "bad_steps": guard.bad_steps}
     summarize(run, state, evaluator, reporter, observers, results)
     return FINISHED
+
+
+def _describe(run: Run, reporter: Reporter, steps: range) -> None:
+    """Configuration and compiled memory for TensorBoard; both and all scalars for Weights & Biases with wandb=."""
+    if run.config.wandb and run.job.leads:
+        values = dataclasses.asdict(resolved_config(run))
+        reporter.add(WandbRun(BestEffort(run.job.log), run.config.wandb, Path(run.config.run_dir), values))
+    reporter.text("configuration", config_yaml(run))
+    reporter.scalars(steps[0] - 1, {"memory/compiled_bytes": run.memory.peak})
 
 
 def _compare_prediction(run: Run, reporter: Reporter, made: int) -> None:
@@ -214,13 +227,15 @@ def _fields(run: Run):
     # Computed before training: evaluated step by step, the schedule would queue behind the next step on the device.
     rates = np.asarray(jax.jit(jax.vmap(learning_rate(run.config.optimizer, steps)))(jnp.arange(steps)))
     tokens = run.config.batch * run.config.seq
-    predicted = run.prediction.seconds if run.prediction else None
+    predicted, device = run.prediction.seconds if run.prediction else None, jax.local_devices()[0]
 
     def fields(step: int, seconds: float) -> dict:
         return {
             "learning_rate": float(rates[step - 1]),
             "tokens_per_second": tokens / seconds,
+            "tokens_seen": step * tokens,
             "mfu": run.mfu(seconds),
+            "memory_bytes": peak_bytes(device),
             "predicted_step_seconds": predicted,
         }
 

@@ -1,6 +1,5 @@
 """Summarizes a finished run: a table, the loss curve, a text sample, summary.json."""
 
-import dataclasses
 import io
 import json
 from pathlib import Path
@@ -9,13 +8,9 @@ import jax
 from rich.markup import escape
 from rich.table import Table
 
-from mstrain.hardware import Chip
-from mstrain.models.plan import make_plan
-from mstrain.models.transformer import Transformer
 from mstrain.program.step import State
 from mstrain.training import files, json_lines
 from mstrain.training.best_effort import BestEffort
-from mstrain.training.config import RunConfig
 from mstrain.training.evaluate import Evaluator
 from mstrain.training.guard import FILE as BAD_STEPS
 from mstrain.training.reporter import EVALUATIONS, METRICS, Reporter
@@ -28,8 +23,7 @@ def summarize(
 ) -> None:
     """Prints and saves the results of a finished run, including `measured` (JSON values)."""
     config, tokenizer = run.config, run.corpus.tokenizer
-    model = smallest(config, run.module, run.chip)
-    continuation = sample(config.sample, tokenizer, *model, state["params"], config.seed)
+    continuation = sample(config.sample, tokenizer, run.module, state["params"], config.seed)
     if jax.process_index() != 0:
         return
     directory = Path(config.run_dir)
@@ -70,21 +64,6 @@ def summarize(
     run.console.print(table)
     if continuation is not None:
         run.console.print(f"[bold]Sample[/]\n{escape(continuation)}")
-
-
-def smallest(config: RunConfig, module: Transformer, chip: Chip | None) -> tuple[Transformer, int]:
-    """The model planned for the fewest sequences that its mesh supports with the same parameter layout."""
-    microbatch = config.batch // config.accumulate
-    for sequences in range(1, microbatch):
-        try:
-            mesh = module.plan.mesh
-            shard = module.plan.shard
-            plan = make_plan(config.parallel, module.model, mesh, sequences, module.seq, chip, shard=shard)
-        except ValueError:  # the sequences do not divide over the mesh
-            continue
-        if plan == module.plan:
-            return dataclasses.replace(module, plan=plan), sequences
-    return module, microbatch
 
 
 def plot_loss(directory: Path, unigram: float) -> None:

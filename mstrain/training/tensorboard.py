@@ -1,6 +1,6 @@
-"""Scalars for TensorBoard: one event file per attempt, framed as TFRecords.
+"""Scalars and text for TensorBoard: one event file per attempt, framed as TFRecords.
 
-tensorboardX's own writer is not used: its thread ends at the first error, and the next scalar then blocks forever.
+TensorBoard's own writer is not used: its thread ends at the first error, and the next scalar then blocks forever.
 """
 
 import os
@@ -10,9 +10,12 @@ import time
 from pathlib import Path
 
 # Protocol Buffers create these classes at import, which no type checker sees.
-from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboardX.record_writer import masked_crc32c
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.tensor_pb2 import TensorProto  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.types_pb2 import DT_STRING  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+from tensorboard.plugins.text.metadata import create_summary_metadata
 
 from mstrain.training import files
 from mstrain.training.best_effort import BestEffort
@@ -35,6 +38,16 @@ class EventFile:
         """Returns at once."""
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
         self._file.append(_framed(Event(wall_time=time.time(), step=step, summary=summary)))
+
+    def text(self, name: str, text: str) -> None:
+        """Shows `text` as it is in the Text tab; returns at once."""
+        block = "\n".join(f"    {line}" for line in text.splitlines())  # a code block of Markdown
+        value = Summary.Value(
+            tag=name,
+            metadata=create_summary_metadata(name, ""),
+            tensor=TensorProto(dtype=DT_STRING, string_val=[block.encode()]),
+        )
+        self._file.append(_framed(Event(wall_time=time.time(), step=0, summary=Summary(value=[value]))))
 
     def retry(self) -> None:
         """Tries again to write the events that wait."""

@@ -1,4 +1,4 @@
-"""Applies tune=compile to a run: calls the planner and replaces mesh and slice count by its result."""
+"""What a run asks the planner, and tune=compile: its result replaces mesh and slice count."""
 
 import dataclasses
 
@@ -10,8 +10,16 @@ from mstrain.mesh import fit_to_devices, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.remat import planned
 from mstrain.planner.compiled import Place, TuningTask
+from mstrain.planner.request import Fixed, PlanRequest
+from mstrain.planner.target import Pod
 from mstrain.planner.tuning_cache import choose_by_compiling
 from mstrain.training.config import RunConfig
+
+
+def plan_request(config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dtype) -> PlanRequest:
+    """The request of mesh=auto: the step of `config` on `pod`; `remat=auto` leaves remat open."""
+    fixed = Fixed(microbatches=config.accumulate, remat=planned(config.remat), shard=config.shard)
+    return PlanRequest(model, pod, (config.parallel,), config.batch, config.seq, jnp.dtype(dtype).name, fixed)
 
 
 def tuned(

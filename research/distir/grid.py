@@ -139,8 +139,8 @@ def make_row(mlp: Mlp, degrees: Degrees, result: Simulation, options: StepOption
 
 
 def write_table(table: Sequence[Mapping], path: str | Path) -> None:
-    """Write rows with equal keys as `path`.csv and `path`.json. Raises ValueError when there are none."""
+    """Write rows with equal keys as `path`.csv and `path`.json. Raises ValueError without rows."""
     if not table:
-        raise ValueError("there are no rows to write: no plan fits; see the rejected plans for the reasons")
+        raise ValueError("no plan fits, so no table is written. See the rejected plans for the reasons.")
     write_csv(table, f"{path}.csv")
     Path(f"{path}.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A multi-layer perceptron, its training step's options, and whether it can be cut as asked."""
+"""A multi-layer perceptron, the options of its training step, and the check of its parallel degrees."""
 
 from __future__ import annotations
 

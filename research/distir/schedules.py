@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from mstrain.simulator import schedules
-from mstrain.simulator.schedules import BACKWARD, FORWARD, SCHEDULES, Schedule, Task
+from mstrain.parallel import schedules
+from mstrain.parallel.schedules import BACKWARD, FORWARD, SCHEDULES, Schedule, Task
 
 
 def schedule(name: str, pipeline: int, microbatches: int, chunks: int) -> Schedule:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from math import prod
 
+from mstrain.parallel.schedules import FORWARD
 from mstrain.simulator.pipeline import PipelineStep
 from mstrain.simulator.placement import DATA, GROUP, LOCAL, SEND, TENSOR, Degrees, Placement
 from mstrain.simulator.program import OpSpec
 from mstrain.simulator.replicas import Step
-from mstrain.simulator.schedules import FORWARD
 from mstrain.simulator.slots import RankOp, Slots
 from research.distir.mlp import Mlp, StepOptions, check_mlp, chunk_bounds
 from research.distir.rules import RuleSet, rule_set
@@ -212,7 +212,7 @@ class MlpStep(PipelineStep):
 
 
 def schedule_name(degrees: Degrees, rules: RuleSet, options: StepOptions) -> str:
-    """The pipeline schedule of a step: the one asked for, else that of interleaving or of the rule set."""
+    """The pipeline schedule of a step: the one of the options, else that of interleaving or of the rule set."""
     return options.schedule or ("interleaved" if degrees.interleave > 1 else "distir" if rules.original else "1f1b")
 
 

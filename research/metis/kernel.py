@@ -2,7 +2,7 @@
 
 All in one file because numba's cache looks for changes only there. Sums run left to right in float64, as in the
 reference: another order may change which plans tie. A *row* is a profile, a *demand* the memory of a stage's layers,
-*left* its capacity less that (MB); a *share* is part of the speed.
+*left* its capacity less that (MB); a *share* is part of the speed. `work`: missing profile, replicas' types, samples.
 """
 
 import numba
@@ -18,7 +18,7 @@ BYTES_PER_MS = 1024.0 * 1024.0  # of one GB/s, as the reference counts
 
 @numba.njit(cache=True)
 def profile_row(rows, missing, kind, tp, batch):
-    """Index of a profile; when there is none, its key goes to `missing` and -1, a row of NaN, is returned."""
+    """Index of a profile. Without it -1, the index of a row of NaN; its key is then written to `missing`."""
     row = rows[kind, tp, batch] if tp < rows.shape[1] and batch < rows.shape[2] else -1
     if row < 0:
         missing[0], missing[1], missing[2] = kind, tp, batch
@@ -34,8 +34,9 @@ def range_sum(table, row, begin, end):
 
 
 @numba.njit(cache=True)
-def split_batch(t, types, begin, end, dp, tp, samples, missing, kinds, shares):
-    """Samples per replica of ranks [begin, end), by the speed of the type of the replica's first device."""
+def split_batch(t, types, ranks, dp, tp, samples, work):
+    """Samples per replica of the `ranks` [begin, end), by the speed of the type of the replica's first device."""
+    (begin, end), (missing, kinds, shares) = ranks, work
     fraction, total = np.empty(dp), 0.0
     for i in range(dp):
         kinds[i] = types[begin + i * ((end - begin) // dp)]
@@ -61,13 +62,14 @@ def split_batch(t, types, begin, end, dp, tp, samples, missing, kinds, shares):
 
 
 @numba.njit(cache=True)
-def compute_ms(t, types, begin, end, dp, layer, next_layer, samples, max_bit, missing, kinds, shares):
-    """Compute ms of a stage; replicas of several types run shares as powers of two. NaN without a profile."""
+def compute_ms(t, types, ranks, dp, layers, samples, max_bit, work):
+    """Ms of `layers` on `ranks`; replicas of several types run shares as powers of two. NaN without a profile."""
+    (begin, end), (layer, next_layer), (missing, kinds, shares) = ranks, layers, work
     tp = (end - begin) // dp
     if types[begin] == types[end - 1]:
         row = profile_row(t.row, missing, types[begin], tp, samples // dp)
         return range_sum(t.layer_ms, row, layer, next_layer)
-    if not split_batch(t, types, begin, end, dp, tp, samples, missing, kinds, shares):
+    if not split_batch(t, types, ranks, dp, tp, samples, work):
         return np.nan
     slowest = 0.0
     for i in range(dp):
@@ -83,12 +85,11 @@ def compute_ms(t, types, begin, end, dp, layer, next_layer, samples, max_bit, mi
 
 
 @numba.njit(cache=True)
-def stage_speeds(t, types, starts, dp, batches, missing, kinds, shares, speed):
+def stage_speeds(t, types, starts, dp, batches, work, speed):
     """Normalised speed of every stage if it ran the whole model; False without a profile."""
     total, samples = 0.0, t.gbs // batches
     for i in range(len(dp)):
-        ranks, layers = (starts[i], starts[i + 1]), len(t.weight)
-        ms = compute_ms(t, types, *ranks, dp[i], 0, layers, samples, t.gbs, missing, kinds, shares)
+        ms = compute_ms(t, types, (starts[i], starts[i + 1]), dp[i], (0, len(t.weight)), samples, t.gbs, work)
         speed[i] = 0.0 if ms == 0.0 else 1.0 / ms
         total += speed[i]
     speed /= total
@@ -96,12 +97,12 @@ def stage_speeds(t, types, starts, dp, batches, missing, kinds, shares, speed):
 
 
 @numba.njit(cache=True)
-def stage_demands(t, types, starts, dp, bounds, batches, missing, kinds, shares, demand):
+def stage_demands(t, types, starts, dp, bounds, batches, work, demand):
     """MB the reference expects: one replica's, by profiles of the first type. False without a profile.
 
     The batch of a stage of several types is split over the whole cluster.
     """
-    samples, kind = t.gbs // batches, types[0]
+    samples, kind, (missing, _, shares) = t.gbs // batches, types[0], work
     for i in range(len(dp)):
         tp, begin, end = (starts[i + 1] - starts[i]) // dp[i], bounds[i], bounds[i + 1]
         demand[i] = 0.001
@@ -109,7 +110,7 @@ def stage_demands(t, types, starts, dp, bounds, batches, missing, kinds, shares,
             row = profile_row(t.row, missing, kind, tp, samples // dp[i])
             demand[i] += MEMORY_FACTOR * range_sum(t.layer_mb, row, begin, end)
             continue
-        if not split_batch(t, types, 0, len(types), dp[i], tp, samples, missing, kinds, shares):
+        if not split_batch(t, types, (0, len(types)), dp[i], tp, samples, work):
             return False
         by_power = np.full(63, -1.0)
         for replica in range(dp[i]):
@@ -248,12 +249,12 @@ def adjust_capacities(share, capacity, demand):
 
 
 @numba.njit(cache=True)
-def fit(t, types, starts, dp, batches, share, missing, scratch, bounds, left, first_left):
+def fit(t, types, starts, dp, batches, share, work, scratch, found):
     """Partition until memory suffices: the attempt that fitted, minus the failures, or 0 without profile."""
-    kinds, shares, owner, room, keeper, capacity, demand = scratch
+    (owner, room, keeper, capacity, demand), (bounds, left, first_left) = scratch, found
     for attempt in range(1, MAX_ATTEMPTS + 1):
         balance(t.weight, share, owner, room, keeper, bounds)
-        if not stage_demands(t, types, starts, dp, bounds, batches, missing, kinds, shares, demand):
+        if not stage_demands(t, types, starts, dp, bounds, batches, work, demand):
             return 0
         fits = True
         for i in range(len(dp)):
@@ -281,7 +282,7 @@ def bandwidth(rank_node, node_intra, node_least, begin, end, stride):
 
 
 @numba.njit(cache=True)
-def plan_cost(t, layout, starts, num_stage, batches, dp, bounds, missing, kinds, shares):
+def plan_cost(t, layout, starts, num_stage, batches, dp, bounds, work):
     """Milliseconds per iteration of the first `num_stage` stages; NaN without a needed profile."""
     types, nodes, intra, least = layout
     samples, layers = t.gbs // batches, len(t.weight)
@@ -292,14 +293,13 @@ def plan_cost(t, layout, starts, num_stage, batches, dp, bounds, missing, kinds,
         begin, end = bounds[i], bounds[i + 1]
         tp = (starts[i + 1] - starts[i]) // dp[i]
         micro = samples // dp[i]
-        ranks = starts[i], starts[i + 1]
-        ms = compute_ms(t, types, *ranks, dp[i], begin, end, samples, t.max_batch, missing, kinds, shares)
+        ms = compute_ms(t, types, (starts[i], starts[i + 1]), dp[i], (begin, end), samples, t.max_batch, work)
         slowest = max(slowest, ms)
         total += ms
         if i == num_stage - 1:
             sync = -np.inf
             for rank in range(starts[i], starts[i + 1]):
-                sync = np.maximum(sync, t.sync_ms[profile_row(t.row, missing, types[rank], tp, micro)])
+                sync = np.maximum(sync, t.sync_ms[profile_row(t.row, work[0], types[rank], tp, micro)])
         else:
             elements = micro * t.sequence * (t.vocab / tp if end == layers - 1 else t.hidden)
             p2p += elements / (bandwidth(nodes, intra, least, starts[i], starts[i + 2], 1) * BYTES_PER_MS)
@@ -336,8 +336,8 @@ def stage_to_split(dp, key):
 def walk(t, layout, groups, num_stage, batches, use_strat, number, plans, found):
     """Walk number `number`, from data to tensor parallelism until a partition fits at the first attempt.
 
-    Its plans go to `found` from row `plans` on. Returns (rows of `found` used, steps counted). A walk that lacks a
-    profile stops; `found.missing` then has its key.
+    Its plans go to `found` from row `plans` on. Returns (rows of `found` used, steps counted). A walk without a
+    needed profile stops; `found.missing` then has its key.
     """
     types, missing, layers, stages = layout.rank_type, found.missing, len(t.weight), len(groups)
     starts, capacity = np.zeros(stages + 1, np.int64), np.zeros(stages)
@@ -345,9 +345,9 @@ def walk(t, layout, groups, num_stage, batches, use_strat, number, plans, found)
     for i in range(stages):
         for rank in range(starts[i], starts[i + 1]):
             capacity[i] += t.memory_mb[types[rank]]
-    kinds, shares = np.empty(len(types), np.int64), np.empty(len(types), np.int64)
+    work = missing, np.empty(len(types), np.int64), np.empty(len(types), np.int64)
     owner, keeper = np.empty(CUTS * layers, np.int64), np.empty(layers, np.int64)
-    scratch = (kinds, shares, owner, np.empty(stages), keeper, capacity, np.empty(stages))
+    scratch = (owner, np.empty(stages), keeper, capacity, np.empty(stages))
     bounds, share = np.zeros(stages + 1, np.int64), np.empty(stages)
     left, first_left = np.empty(stages), np.empty(stages)
     key = no_key = np.empty(0)
@@ -355,9 +355,9 @@ def walk(t, layout, groups, num_stage, batches, use_strat, number, plans, found)
     steps = pending = 0
     while True:
         if is_valid(t.gbs // batches, t.max_batch, t.max_tp, groups, dp):
-            if not stage_speeds(t, types, starts, dp, batches, missing, kinds, shares, share):
+            if not stage_speeds(t, types, starts, dp, batches, work, share):
                 break
-            attempt = fit(t, types, starts, dp, batches, share, missing, scratch, bounds, left, first_left)
+            attempt = fit(t, types, starts, dp, batches, share, work, scratch, (bounds, left, first_left))
             if attempt == 0:
                 break
             pending += attempt - 1 if attempt > 0 else -attempt
@@ -366,7 +366,7 @@ def walk(t, layout, groups, num_stage, batches, use_strat, number, plans, found)
                 steps, pending = steps + pending, 0
                 found.walk[plans], found.attempt[plans] = number, attempt
                 found.dp[plans], found.bounds[plans] = dp, bounds
-                cost = plan_cost(t, layout, starts, num_stage, batches, dp, bounds, missing, kinds, shares)
+                cost = plan_cost(t, layout, starts, num_stage, batches, dp, bounds, work)
                 found.cost[plans] = cost
                 missing[0] = -1
                 plans += 1
@@ -381,16 +381,16 @@ def walk(t, layout, groups, num_stage, batches, use_strat, number, plans, found)
 
 
 @numba.njit(cache=True)
-def walk_all(t, layout, groups, num_stage, batch_counts, use_strat, first, most_walks, most_plans, found):
-    """Walks of every group with every number of microbatches, from walk `first` on, at most `most_walks`.
+def walk_all(t, layout, groups, num_stage, batch_counts, use_strat, limits, found):
+    """Walks of every group with every number of microbatches; `limits`: first walk, most walks, most plans of a walk.
 
-    Returns (the walk to continue with, plans found, steps counted). Ends early when `found` lacks room for the
-    `most_plans` of another walk, or after a walk that lacks a profile.
+    Returns (the walk to continue with, plans found, steps counted). Ends early when the `most_plans` of another walk
+    do not fit into `found`, or after a walk without a needed profile.
     """
-    plans = steps = 0
-    number, missing = first, found.missing
-    end = min(first + most_walks, len(groups) * len(batch_counts))
-    while number < end and plans + most_plans <= len(found.cost) and missing[0] < 0:
+    number, most_walks, most_plans = limits
+    plans = steps = np.int64(0)  # a literal 0 would compile `walk` twice
+    end = min(number + most_walks, len(groups) * len(batch_counts))
+    while number < end and plans + most_plans <= len(found.cost) and found.missing[0] < 0:
         batches = batch_counts[number % len(batch_counts)]
         group = groups[number // len(batch_counts)]
         plans, counted = walk(t, layout, group, num_stage, batches, use_strat, number, plans, found)

@@ -1,4 +1,4 @@
-"""What a Metis search is asked: model sizes, profile limits, the inputs the reference leaves to chance."""
+"""Options of a Metis search: model sizes, profile limits, and the inputs that the reference leaves to chance."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,8 @@ class MetisOptions:
     max_profiled_batch_size: int = 128
     """Largest profiled batch in samples."""
     min_group_scale_variance: int = 1
-    """Fewest devices of a stage, as a multiple of the even share; 0 for no limit."""
+    """Fewest devices of a stage, as a multiple of the even share; 0 for no limit, which takes minutes from 32
+    devices on and ends with max_plans or max_seconds on large clusters."""
     max_permute_len: int = 128
     """Stages beyond which device groups are permuted in bundles."""
     use_strat: bool = False
@@ -48,4 +49,4 @@ class MetisOptions:
     def __post_init__(self):
         at_least("", self, num_layers=2, min_group_scale_variance=0, **dict.fromkeys(POSITIVE, 1))
         if not self.max_seconds > 0:
-            raise ValueError("the budget is empty: give max_seconds > 0")
+            raise ValueError(f"max_seconds={self.max_seconds} leaves no time. Type max_seconds=60.")

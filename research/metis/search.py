@@ -114,7 +114,7 @@ def search(result: MetisResult, cluster: Hosts, tables: Tables) -> float:
                     return clock.seconds
                 before = at
                 at, plans, steps = walk_all(
-                    tables, layout, groups, num_stage, batch_counts, options.use_strat, at, left, most, found
+                    tables, layout, groups, num_stage, batch_counts, options.use_strat, (at, left, most), found
                 )
                 result.inter_stage_plans += at - before
                 result.count += steps

@@ -7,7 +7,7 @@ from mstrain.benchmarks.collectives import KINDS, split_axis, time_collective, t
 from mstrain.benchmarks.links import Fit, Sample, fit_link
 from mstrain.hardware import Link, collective_seconds
 from mstrain.hardware.constants import load_constants
-from mstrain.mesh import AXES
+from mstrain.mesh import AXES, MeshShape
 
 SIZES = [4**i << 10 for i in range(1, 8)]
 
@@ -65,7 +65,7 @@ def test_an_axis_of_one_device_takes_the_links_of_the_other():
 
 @pytest.mark.parametrize(("axis", "group"), [("row", 2), ("col", 2), ("col", 4)])
 def test_groups_are_neighbours_along_their_axis(axis, group):
-    devices = np.arange(8).reshape(1, 1, 2, 4)
+    devices = np.arange(8).reshape(MeshShape(row=2, col=4).sizes)
     mesh_devices = split_axis(devices, axis, group).devices
     along = np.moveaxis(mesh_devices, AXES.index(axis) + 1, -1).reshape(-1, group)
     assert (np.diff(along, axis=1) == {"row": 4, "col": 1}[axis]).all()
@@ -75,5 +75,5 @@ def test_groups_are_neighbours_along_their_axis(axis, group):
 def test_a_collective_is_timed_on_emulated_devices(kind):
     import jax
 
-    mesh = split_axis(np.array(jax.devices()[:4]).reshape(1, 1, 2, 2), "col", 2)
+    mesh = split_axis(np.array(jax.devices()[:4]).reshape(MeshShape(row=2, col=2).sizes), "col", 2)
     assert 0 < time_collective(mesh, kind, 4096, warmup=1, repeats=1) < 10

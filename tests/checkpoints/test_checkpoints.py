@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from mstrain.checkpoints import buffer
+from mstrain.checkpoints import buffer, manifest
 from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.mesh import make_mesh, parse_mesh
 from mstrain.models import parameters
@@ -75,6 +75,12 @@ def test_weights_moments_and_counters_arrive_bit_for_bit(mesh, parallel, saved):
     checkpoints.close()
     back = map_copies(lambda tree: parameters.to_canonical(module, tree), state, OPTIMIZER)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), canonical)
+
+
+def test_every_file_of_a_saved_checkpoint_is_in_its_manifest(saved):
+    folder = saved[0] / str(STEP)
+    assert not manifest.problems(folder)
+    assert {name.partition("/")[0] for name in manifest.read(folder)["files"]} >= {"state", "facts"}
 
 
 def test_another_model_is_refused_with_what_differs(saved):

@@ -92,6 +92,12 @@ def test_a_full_disk_stops_nothing_and_a_finished_run_leaves_nothing(tmp_path, m
     assert not [*(tmp_path / "local").iterdir()]
 
 
+def test_a_host_copy_is_not_the_memory_of_the_device():
+    array = jax.device_put(np.zeros(1024, np.float32))
+    (copied,) = shards.to_host([array]).values()
+    assert copied.ctypes.data != array.unsafe_buffer_pointer()
+
+
 def test_copies_give_the_bits_of_their_source(tmp_path, module, state):
     """As if one device of every group of copies had its shards and all others had lost theirs."""
     leaves = jax.tree.leaves(abstract_state(module, OPTIMIZER))

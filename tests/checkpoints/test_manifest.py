@@ -33,6 +33,16 @@ def test_process_0_joins_digests_that_others_made(tmp_path):
     assert len(manifest.read(folder)["files"]) == 4
 
 
+@pytest.mark.parametrize("content, problem", [("dbta", "checksum differs"), ("dat", "has 3 bytes, 4 were written")])
+def test_a_changed_or_shortened_file_is_a_problem(tmp_path, content, problem):
+    write_files(tmp_path, ["data", "other"])
+    manifest.write(epath.Path(tmp_path))
+    assert not manifest.problems(tmp_path)
+    (tmp_path / "data").write_text(content)
+    (found,) = manifest.problems(tmp_path)
+    assert problem in found
+
+
 @pytest.mark.parametrize("size, speed, at_least", [(0, None, 120), (760e9, 2e9, 3800), (760e9, None, 152_000)])
 def test_the_limit_grows_with_size_and_slowness(size, speed, at_least):
     assert at_least <= seconds_allowed(size, speed) <= at_least + 120

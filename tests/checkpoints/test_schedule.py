@@ -14,6 +14,14 @@ def test_intervals_milestones_and_the_last_step():
     assert [step for step in range(3, 15) if schedule(step)] == [4, 6, 8, 12, 14]
 
 
+def test_a_step_that_is_saved_in_run_dir_is_not_saved_locally_too():
+    schedule, local = Schedule(CheckpointConfig(every=4, local_every=2, local_dir="/x"), range(1, 10), ALONE), []
+    for step in range(1, 10):
+        schedule(step)
+        local += [step] if schedule.is_local(step) else []
+    assert local == [2, 6]
+
+
 class Together:
     """`Job.all_gather` for threads."""
 

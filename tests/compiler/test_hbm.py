@@ -115,6 +115,12 @@ def test_hidden_is_the_share_of_the_collective_under_compute_and_overlapped_only
     assert read(f"{X}ROOT {gemm('y', 'x')}").hidden is None
 
 
+def test_an_update_in_place_reads_and_writes_its_part():
+    update = "ROOT %u = bf16[64,64]{1,0} dynamic-update-slice(%x, %p, %p, %p)"
+    parsed = parse(module(f"{X}%p = bf16[8,64]{{1,0}} parameter(1)\n{update}"))
+    assert hbm_bytes(parsed, parsed.entry, parsed.find(parsed.entry, "u")) == 2 * 8 * 64 * 2
+
+
 def test_memory_on_the_chip_is_not_the_hbm():
     assert hbm_bytes_of_shape("(bf16[8,8]{1,0:T(8,128)(2,1)S(1)}, bf16[8,8]{1,0:T(8,128)(2,1)}, u32[]{:S(2)})") == 128
 

@@ -12,12 +12,13 @@ SCORES = HEADS * SEQ * SEQ
 PRODUCT = 2 * SCORES * WIDTH
 
 
-def cycles_of(kernel, block=1024, width=WIDTH, on=MACHINE):
+def cycles_of(kernel, block=1024, width=WIDTH, on=MACHINE, causal=True):
     names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_kv_compute")
     note = ", ".join(f'\\"{name}\\": {block if name != "block_kv_compute" else 512}' for name in names)
     attributes = f', frontend_attributes={{kernel_metadata={{\n"xprof_metadata":"{{{note}}}"\n}}}}' if block else ""
     shape = f"bf16[{HEADS},{SEQ},{width}]{{2,1,0}}"
-    operands = "%m = s8[1,2,2]{2,1,0} parameter(1)\n" + "\n".join(
+    positions = f"s32[{SEQ},128]" if causal else f"s32[1,{SEQ},128]"
+    operands = f"%m = {positions} parameter(1)\n" + "\n".join(
         f"%{name} = {shape} parameter({i})" for i, name in enumerate("qkv", 2)
     )
     call = f'custom-call(%m, %q, %k, %v), custom_call_target="tpu_custom_call"{attributes}'
@@ -31,22 +32,26 @@ def test_splash_attention_visits_whole_blocks(block, share):
     assert cycles_of("splash_mha_dkv_no_residuals.1", block) == pytest.approx(share * 5 * PRODUCT / 1e12 * 1e9)
 
 
+def test_splash_attention_without_a_causal_mask_visits_every_score():
+    assert cycles_of("splash_mha_fwd_residuals.1", causal=False) == pytest.approx(2 * PRODUCT / 1e12 * 1e9)
+
+
 def test_a_head_narrower_than_the_matrix_unit_leaves_the_rest_idle():
     assert cycles_of("splash_mha_fwd.1", width=64) == pytest.approx(cycles_of("splash_mha_fwd.1"))
     wide = dataclasses.replace(MACHINE, kernels=dataclasses.replace(MACHINE.kernels, matrix_unit=256))
     assert cycles_of("splash_mha_fwd.1", on=wide) == pytest.approx(2 * cycles_of("splash_mha_fwd.1"))
 
 
+@pytest.mark.parametrize(("kernel", "products", "operations"), [("fwd", 2, 8), ("dkv", 5, 9)])
 @pytest.mark.parametrize(("overlap", "beside"), [(1.0, 0.0), (0.5, 0.5), (0.0, 1.0)])
-def test_softmax_and_exponentials_count_on_the_vector_unit(overlap, beside):
-    """Here 8 operations a score take longest; the matrix unit and one exponential a score run beside them in part."""
+def test_softmax_and_exponentials_count_on_the_vector_unit(overlap, beside, kernel, products, operations):
+    """The busiest unit takes its whole time, the others run beside it in part; one exponential a score."""
     rates = KernelRates(vector=10, exponentials=10, matrix_unit=128, overlap=overlap)
     visited = 3 / 4 * SCORES
-    matrix, vector, exponentials = 3 / 4 * 2 * PRODUCT / 1e3, 8 * visited / 10, visited / 10
-    assert vector > matrix
-    found = cycles_of("splash_mha_fwd.1", on=dataclasses.replace(MACHINE, kernels=rates))
-    assert found == pytest.approx(vector + beside * (matrix + exponentials))
+    units = [3 / 4 * products * PRODUCT / 1e3, operations * visited / 10, visited / 10]
+    found = cycles_of(f"splash_mha_{kernel}.1", on=dataclasses.replace(MACHINE, kernels=rates))
+    assert found == pytest.approx(max(units) + beside * (sum(units) - max(units)))
 
 
 def test_a_kernel_that_states_nothing_takes_as_long_as_its_bytes():
-    assert cycles_of("my_kernel") == pytest.approx((4 * HEADS * SEQ * WIDTH * 2 + 4) / 1e12 * 1e9)
+    assert cycles_of("my_kernel") == pytest.approx((4 * HEADS * SEQ * WIDTH * 2 + 4 * SEQ * 128) / 1e12 * 1e9)

@@ -240,6 +240,19 @@ def test_an_unfused_all_reduce_scatters_and_gathers():
     assert read(X + entry).seconds == pytest.approx(2 * 3 * HOP / 4)
 
 
+@pytest.mark.parametrize(
+    ("call", "sent", "passes"),
+    [("all-reduce(%x), to_apply=%add", 1 / 4, 2), ("all-to-all(%x)", 1 / 4, 1), ("all-gather(%x)", 1, 1)],
+)
+def test_the_bytes_of_a_collective_on_links_and_hbm(call, sent, passes):
+    """Of 8192 bytes in a group of 4. Received bytes are written and read to be sent on; a sum also reads its own."""
+    (transfer,) = read(f"{X} ROOT %f = bf16[64,64]{{1,0}} {call}, replica_groups={COL}").transfers
+    collective, bytes = transfer.collective, 8192 * sent
+    assert collective.bytes == bytes
+    assert collective.seconds == pytest.approx(passes * 3 * HOP * sent)
+    assert collective.hbm_bytes == pytest.approx((2 + 3 * (passes - 1)) * 3 * bytes)
+
+
 def test_a_custom_kernel_takes_the_longer_of_its_flops_and_bytes():
     def seconds(flops, moved):
         cost = f'"cost_estimate":{{"flops":"{flops}","transcendentals":"0","bytes_accessed":"{moved}"}}'

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mstrain.compiler import machine_for, make_target, topology
+from mstrain.compiler import machine_for, make_target, predict, topology
 from mstrain.compiler.machine import HIGH, LOW, clock, torus_for
 from mstrain.compiler.topology import Target, missing_compiler, quiet
 from mstrain.hardware import all_chips, parse_target
+from tests.compiler.programs import module
 
 
 def target(name, order, sizes):
@@ -72,6 +73,15 @@ def test_the_bounds_move_only_what_is_unknown():
     assert low.hbm_bandwidth >= expected.hbm_bandwidth > high.hbm_bandwidth
     assert low.kernels.overlap > expected.kernels.overlap > high.kernels.overlap
     assert (low.clock, low.flops) == (high.clock, high.flops)
+
+
+def test_a_prediction_lies_between_its_bounds():
+    gather = "ROOT %f = bf16[512,64]{1,0} all-gather(%x), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}"
+    text = module(f"%x = bf16[64,64]{{1,0}} parameter(0)\n{gather}")
+    program = SimpleNamespace(text=text, target=target("v6e:4x8", (0, 1), (1, 4, 8)), memory=None)
+    schedule = predict(program)
+    low, high = schedule.bounds
+    assert 0 < low < schedule.seconds < high
 
 
 @pytest.mark.parametrize(

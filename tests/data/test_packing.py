@@ -9,6 +9,7 @@ import pytest
 from mstrain.data import DataConfig, prepare
 from mstrain.data.batches import Batches
 from mstrain.data.chat import Template, messages_of
+from mstrain.data.in_order import InOrder
 from mstrain.data.token_file import ANSWER, START, TokenFile, TokenWriter, marks_path
 
 EOD, SEQ = 99, 7
@@ -53,6 +54,22 @@ def test_every_target_inside_a_document_counts_once(tmp_path, documents, pack):
     else:
         assert found == inside
     assert (batch.segments is None) == (pack == "none")
+
+
+@pytest.mark.parametrize("pack", ["concat", "segments", "none"])
+def test_an_evaluation_counts_every_target_once(tmp_path, documents, pack):
+    rows = InOrder(write(tmp_path / "a.bin", documents), SEQ, 4, pack)
+    batches = [rows.batch(number) for number in range(rows.batches_per_epoch)]
+    tokens = list(itertools.chain(*documents))
+    whole = documents if pack != "concat" else [tokens]
+    inside = sorted(pair for document in whole for pair in zip(document, document[1:], strict=False))
+    assert sorted(itertools.chain(*map(pairs, batches))) == inside
+    assert all(batch.tokens.shape == (4, SEQ + 1) for batch in batches)
+    if pack == "none":
+        counts = np.concatenate([batch.mask.sum(1) for batch in batches])[: rows.num_rows]
+        bounds, owners = rows.documents()
+        assert np.diff(bounds).tolist() == list(LENGTHS)
+        assert np.bincount(owners, counts, len(LENGTHS)).tolist() == [length - 1 for length in LENGTHS]
 
 
 def test_segments_number_the_documents_of_a_row(tmp_path, documents):

@@ -15,6 +15,7 @@ import pytest
 from mstrain.cli.command import _options
 from mstrain.cli.compose import config_dir
 from mstrain.commands import COMMANDS, command_named
+from tests.docs import steps
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -48,10 +49,11 @@ def test_a_command_of_a_page_is_accepted(page, line, match, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine" / "model").mkdir(parents=True)
     (tmp_path / "mine" / "model" / "mymodel.yaml").write_text("name: mymodel\nlayers: 3\n")
-    (tmp_path / "Llama-3.2-1B").mkdir()
     sizes = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
-    (tmp_path / "Llama-3.2-1B" / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
-    (tmp_path / "Llama-3.2-1B" / "tokenizer.json").touch()
+    for folder in (tmp_path / "Llama-3.2-1B", tmp_path / "base"):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+        (folder / "tokenizer.json").touch()
     assert name_of(match) in COMMANDS, f"{page} types a command that does not exist"
     options, pairs = _options(shlex.split(match["rest"]))
     first = [re.sub(r"=(\w+|range\([^)]*\)),.*", r"=\1", pair) for pair in pairs] if options.multirun else pairs
@@ -70,6 +72,11 @@ def test_pages_link_to_what_exists():
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_page_s_table_of_compiled_steps_is_that_of_the_file():
+    """Type: python -m tests.docs.steps."""
+    assert steps.table() in (ROOT / "docs" / "benchmarks.md").read_text()
 
 
 def test_a_page_s_command_runs(tmp_path):

@@ -14,7 +14,8 @@ from mstrain.data import TokenFile
 from mstrain.data.token_file import DamagedTokens
 from mstrain.data.token_header import MAGIC, VERSION, encode_header
 from mstrain.training import json_lines, resume
-from tests.job.processes import QUICK, ROOT, arguments
+from tests.job.processes import ROOT, arguments
+from tests.quick import QUICK_FLAGS
 
 PACKAGE = Path(resume.__file__).parents[1]
 EXECUTES = {"eval", "exec", "compile", "__import__"}
@@ -136,7 +137,7 @@ def test_a_run_writes_nowhere_but_where_it_may(tmp_path):
     words = arguments(run, cache, "steps=2", "mesh=1x1", "checkpoint.every=1", "eval.every=2", *profile)
     environment = os.environ | {
         "AUDIT": str(tmp_path / "audit"), "HOME": str(home), "TMPDIR": str(temporary), "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": QUICK, "PYTHONDONTWRITEBYTECODE": "1",
+        "XLA_FLAGS": QUICK_FLAGS, "PYTHONDONTWRITEBYTECODE": "1",
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", AUDITED, *words], cwd=ROOT, env=environment,

@@ -27,7 +27,8 @@ from mstrain.training.stopped import Stopped
 from mstrain.training.summary import plot_loss
 from mstrain.training.watchdog import Watchdog, WatchdogConfig
 from tests.faults.test_storage import again
-from tests.job.processes import QUICK, ROOT, arguments
+from tests.job.processes import ROOT, arguments
+from tests.quick import QUICK_FLAGS
 from tests.training.runs import lines, make, saved_steps
 from tests.training.test_files import scalars
 
@@ -261,7 +262,7 @@ def test_wrong_kinds_of_files_and_broken_outputs_cost_no_step(tmp_path):
     terminal, errors = os.openpty()
     more = ("mesh=1x1", "steps=3", "checkpoint.every=2", "profile.start=2", "profile.steps=1")
     words = arguments(run, tmp_path / "cache", *more)
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_FLAGS}
     process = subprocess.Popen(
         [sys.executable, "train.py", *words], cwd=ROOT, env=environment, stdout=output, stderr=errors,
         start_new_session=True,

@@ -12,10 +12,9 @@ from jax.sharding import Mesh
 
 from mstrain.gemm import Plan, Storage, find_algorithm, grid_of, linear
 from mstrain.mesh import make_mesh, parse_mesh
+from tests.quick import QUICK
 
 DIMS = (240, 120, 360)
-# Compile time dominates these tests, and the numbers do not depend on how hard LLVM tries.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @functools.cache

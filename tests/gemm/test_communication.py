@@ -9,7 +9,7 @@ import pytest
 
 from mstrain.gemm import LoweringOptions, Plan, grid_of, linear, meshslice
 from mstrain.gemm.local import NN, NT, TN, all_gather, dot, piece, reduce_scatter
-from tests.gemm.products import DIMS, QUICK, mesh_of, place, random_operands, step
+from tests.gemm.products import DIMS, mesh_of, place, random_operands, step
 from tests.gemm.programs import (
     collectives,
     dependencies,
@@ -20,6 +20,7 @@ from tests.gemm.programs import (
     operations,
     shard_bytes,
 )
+from tests.quick import QUICK
 
 FLOWS = ("os", "ls", "rs")
 # (kind, matrix, direction) of the two movements of a flow; MeshSlice paper, section 2.3.

@@ -1,14 +1,17 @@
 """Illegal plans are refused with the nearest legal choice; what is called legal is legal."""
 
+import dataclasses
 import functools
 import itertools
 import math
 import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from mstrain.gemm import ALGORITHMS, DATAFLOWS, Plan, find_algorithm, grid_of, legal_slices
+from mstrain.gemm import ALGORITHMS, DATAFLOWS, Plan, PlanPair, find_algorithm, grid_of, legal_slices, linear
 from tests.gemm.products import mesh_of, plans_of, step
 
 
@@ -115,3 +118,12 @@ def test_legal_slices_are_those_that_divide_the_sliced_dim_on_both_directions(da
         dims = {"os": (sliced, 7, 7), "ls": (7, sliced, 7), "rs": (7, 7, sliced)}[dataflow]
         divides = [s for s in range(2, sliced + 1) if sliced % (rows * s) == 0 and sliced % (cols * s) == 0]
         assert legal_slices(dataflow, *dims, rows, cols) == [1, *(s for s in divides if s <= 128)]
+
+
+def test_tokens_inside_a_half_are_in_the_order_that_its_plan_states():
+    plan = plan_on("2x4", dataflow="rs", slices=2)
+    pair = PlanPair(plan, dataclasses.replace(plan, grid=plan.grid.swapped))
+    numbers = jnp.arange(16)
+    y_TxO = jax.jit(lambda x, w: linear(x, w, plan))(jnp.tile(numbers[:, None], 8).astype(jnp.float32), jnp.eye(8))
+    np.testing.assert_array_equal(y_TxO[:, 0], pair.inside_order(numbers))
+    assert pair.inside_order(numbers).tolist() != numbers.tolist()

@@ -9,7 +9,6 @@ import pytest
 
 from mstrain.gemm import Plan, grid_of, linear
 from tests.gemm.products import (
-    QUICK,
     error,
     mesh_of,
     output_order,
@@ -20,6 +19,7 @@ from tests.gemm.products import (
     step,
 )
 from tests.gemm.programs import operations
+from tests.quick import QUICK
 
 LONG = (128, 8192, 128)  # a long contraction: partial sums are many and large
 SLICES = (1, 64)

@@ -8,15 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+from tests.quick import QUICK_FLAGS
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     "model=tiny", "model.layers=1", "model.width=32", "model.mlp_dim=64", "data=synthetic",
     "data.num_tokens=8192", "vocab_size=61", "seq=16", "batch=16", "dtype=f32", "parallel.slices=2",
     "optimizer.warmup=2", "eval.batches=1", "sample.tokens=0",
 ]  # fmt: skip
-
-# Compiling costs more than these few steps.
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 class Job:
@@ -28,7 +27,7 @@ class Job:
     ):  # fmt: skip
         environment = {
             **{name: value for name, value in os.environ.items() if name != "NPROC"},
-            "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "XLA_FLAGS": QUICK,
+            "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "XLA_FLAGS": QUICK_FLAGS,
         }  # fmt: skip
         command = list(command) or [sys.executable, str(ROOT / "train.py")]
         self.outputs, self.processes = [], []

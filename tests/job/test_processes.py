@@ -1,9 +1,8 @@
 """Real processes on this machine, gloo between them: one story of a run that is stopped and moved, and jobs
 that lose a process.
 
-A start costs seconds, so each story shows several properties: 2 and 4 processes, and changes between 4, 2 and
-1, give the curve of one process; signals stop all processes after the same step; each process reads its own
-rows.
+A start costs seconds, so each story shows several properties: two processes, and a change to one, give the curve
+of one process; signals stop all processes after the same step; each process reads its own rows.
 """
 
 import collections
@@ -59,14 +58,14 @@ def stop_after(job, run, step, number, index=0):
     return job.wait()
 
 
-def test_a_run_moves_from_four_processes_to_one(tmp_path, cache, undisturbed, monkeypatch):
+def test_a_run_moves_from_two_processes_to_one(tmp_path, cache, undisturbed, monkeypatch):
     run = tmp_path / "run"
     words = arguments(run, cache, *USUAL)
     monkeypatch.setenv("ROWS", str(tmp_path / "rows"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    job = Job(tmp_path, words, 4, 0, command=[sys.executable, "-m", "tests.job.spy"])
-    assert stop_after(job, run, 4, signal.SIGTERM, index=2) == [STOPPED] * 4, job.output[-4000:]
-    first = check_stop(job, run, 4)
+    job = Job(tmp_path, words, 2, 0, command=[sys.executable, "-m", "tests.job.spy"])
+    assert stop_after(job, run, 4, signal.SIGTERM, index=1) == [STOPPED] * 2, job.output[-4000:]
+    first = check_stop(job, run, 2)
     check_reading(tmp_path)
 
     job = Job(tmp_path, words, 1, 1)
@@ -91,8 +90,7 @@ def check_stop(job, run, processes):
 
 
 def check_reading(folder):
-    """On mesh 2x2x2 with four processes, each needs a quarter of every training batch, and no two the
-    same."""
+    """On mesh 2x2x2 with two processes, each needs half of every training batch, and no two the same."""
     read = collections.defaultdict(lambda: collections.defaultdict(set))
     for path in folder.glob("rows.process=*"):
         for line in path.read_text().splitlines():
@@ -103,7 +101,7 @@ def check_reading(folder):
     for step, of_processes in read.items():
         parts = list(of_processes.values())
         assert sorted(row for part in parts for row in part) == [*range(16)], (step, parts)
-        assert [len(part) for part in parts] == [4] * 4
+        assert [len(part) for part in parts] == [8] * 2
 
 
 BUSY = """

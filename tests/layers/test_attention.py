@@ -14,8 +14,9 @@ from mstrain.layers.attention import Attention, QkNorm, alibi_slopes, segment_po
 from mstrain.layers.attention_kernels import AttentionConfig, attend
 from mstrain.layers.dense import Inits
 from mstrain.layers.rotary import GLOBAL, Rotary
-from tests.gemm.products import QUICK, mesh_of
+from tests.gemm.products import mesh_of
 from tests.layers.random_parameters import random_parameters
+from tests.quick import QUICK
 
 B, T, N, K, H = 2, 8, 6, 2, 4
 

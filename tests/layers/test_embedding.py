@@ -9,8 +9,9 @@ from flax import linen as nn
 from mstrain.gemm import Layout, Plan, Span, grid_of
 from mstrain.layers.embedding import Embedding, Positions
 from mstrain.layers.parameter import partition_specs
-from tests.gemm.products import QUICK, mesh_of
+from tests.gemm.products import mesh_of
 from tests.layers.random_parameters import storages
+from tests.quick import QUICK
 
 VOCABULARY, WIDTH, PADDING = 30, 16, 2
 NORMAL = nn.initializers.normal(1.0)

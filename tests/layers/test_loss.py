@@ -9,7 +9,8 @@ import pytest
 from mstrain.gemm import Plan, grid_of
 from mstrain.layers import loss as chunked
 from mstrain.layers.loss import LogitsHead, cross_entropy
-from tests.gemm.products import QUICK, mesh_of
+from tests.gemm.products import mesh_of
+from tests.quick import QUICK
 
 TOKENS, WIDTH, VOCABULARY, PADDED = 96, 16, 57, 64
 PLANS = {

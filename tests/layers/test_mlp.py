@@ -8,8 +8,9 @@ from flax import linen as nn
 from mstrain.gemm import Plan, PlanPair, Span, grid_of
 from mstrain.layers.dense import Inits
 from mstrain.layers.mlp import ACTIVATIONS, Mlp
-from tests.gemm.products import QUICK, mesh_of
+from tests.gemm.products import mesh_of
 from tests.layers.random_parameters import random_parameters
+from tests.quick import QUICK
 
 TOKENS, WIDTH, HIDDEN = 24, 24, 48
 

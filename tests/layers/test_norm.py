@@ -8,7 +8,8 @@ from flax import linen as nn
 
 from mstrain.gemm import Layout, Span
 from mstrain.layers.norm import Norm, NormConfig, normalize
-from tests.gemm.products import QUICK, mesh_of
+from tests.gemm.products import mesh_of
+from tests.quick import QUICK
 
 
 def rule(kind, mesh="1x1", layout=Layout((), ()), width=256):

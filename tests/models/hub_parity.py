@@ -21,10 +21,10 @@ from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
 from tests.models.hub_models import CONFIGS, save
+from tests.quick import QUICK
 
 B, T = 4, 12  # longer than every window
 MESHES, ALGORITHMS = ("1x1", "2x4", "4x2"), ("meshslice", "megatron")
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Any model on any mesh: loss and gradients of one device where heads, features and sequences are shared or padded."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,11 @@ from mstrain.gemm.padding import Heads
 from mstrain.mesh import make_mesh, parse_mesh
 from mstrain.models import parameters
 from mstrain.models.config import ModelConfig
-from mstrain.models.plan import ParallelConfig, describe_plan, make_plan
+from mstrain.models.description import describe_plan
+from mstrain.models.plan import ParallelConfig, make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.program.step import mean_loss
-from tests.gemm.products import QUICK
+from tests.quick import QUICK
 
 SEQ, SEQUENCES = 8, 11
 LLAMA = ModelConfig(
@@ -88,6 +90,20 @@ def test_eight_key_value_heads_on_more_columns(queries, keys, columns):
     assert (used == used[:, :1]).all()
     assert sorted(heads.order[heads.order >= 0]) == list(range(queries))
     assert [span.size for span in heads.segments] == [queries * 128, keys * 128, keys * 128]
+
+
+def test_query_heads_have_their_own_keys_wherever_a_column_counts_them_in_groups():
+    """Attention takes query head i of a column to key-value head i // (queries / keys there), unless they cross."""
+    crossing = set()
+    for queries, per_key, columns in itertools.product(range(1, 25), range(1, 13), range(1, 13)):
+        if queries % per_key == 0:
+            heads = Heads(queries, queries // per_key, 4, columns)
+            if heads.crossing:
+                crossing.add((queries, queries // per_key, columns))
+                continue
+            groups = heads.order.reshape(columns * heads.keys_here, -1)
+            assert all(len({head // per_key for head in group if head >= 0}) <= 1 for group in groups)
+    assert {(12, 3, 2), (12, 3, 4), (8, 2, 3)} <= crossing
 
 
 def test_padding_is_described_and_refused_above_a_quarter():

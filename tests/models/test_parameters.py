@@ -15,7 +15,7 @@ from mstrain.models import parameters
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import ParallelConfig, make_plan
 from mstrain.models.transformer import Transformer
-from tests.gemm.products import QUICK
+from tests.quick import FUSED, QUICK
 
 GPT = ModelConfig(layers=4, width=64, heads=8, mlp_dim=128, vocab_size=257, context=16)
 LLAMA = ModelConfig(
@@ -32,6 +32,7 @@ CASES = {
     "one column": (LLAMA, "8x1", ParallelConfig("fsdp")),
     "mixed groups": (GPT, "2x4", MIXED),
     "square and copies": (LLAMA, "2x2x2", ParallelConfig("cannon")),
+    "stages": (GPT, "stage2-row2-col2", ParallelConfig(slices="2")),
     "sharded copies, slices": (LLAMA, "2x2x4", ParallelConfig(slices="2"), "optimizer"),
 }
 
@@ -47,7 +48,7 @@ def module_of(case: str) -> Transformer:
 def canonical(model: ModelConfig):
     """Initial parameters as one device draws them."""
     module = Transformer(model, make_plan(ParallelConfig("gspmd"), model, make_mesh(parse_mesh("1x1")), 16, 16), 16)
-    return jax.device_get(jax.jit(lambda: parameters.init_canonical(module, 0))())
+    return jax.device_get(jax.jit(lambda: parameters.init_canonical(module, 0), compiler_options=FUSED)())
 
 
 @functools.cache
@@ -84,7 +85,8 @@ def test_the_stored_form_has_the_planned_shapes_and_spreads_over_the_mesh(case):
     for path, leaf in jax.tree_util.tree_leaves_with_path(stored):
         if path[-1].key == "kernel":
             mesh = module.plan.mesh.shape
-            devices = mesh["row"] * mesh["col"] * (1 if module.plan.shard == "none" else mesh["data"])
+            stages = mesh["stage"] if path[0].key == "blocks_0" else 1
+            devices = stages * mesh["row"] * mesh["col"] * (1 if module.plan.shard == "none" else mesh["data"])
             assert leaf.addressable_shards[0].data.size * devices == leaf.size, jax.tree_util.keystr(path)
 
 
@@ -92,7 +94,8 @@ def test_the_stored_form_has_the_planned_shapes_and_spreads_over_the_mesh(case):
 def test_initial_parameters_do_not_depend_on_the_plan(case):
     """Made where they live, by the program that training uses; bit for bit."""
     _, restore, _ = converters(case)
-    assert_equal(restore(parameters.init_parameters(module_of(case), 0)), canonical(CASES[case][0]))
+    init = jax.jit(lambda: parameters.init_parameters(module_of(case), 0), compiler_options=FUSED)
+    assert_equal(restore(init()), canonical(CASES[case][0]))
 
 
 def test_converted_in_turn_they_are_the_same_and_what_was_read_is_freed():

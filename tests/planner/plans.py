@@ -5,7 +5,9 @@ from mstrain.planner.clusters import find_pod
 from mstrain.planner.config import PodConfig
 from mstrain.planner.cost import Costed, cost_plan
 from mstrain.planner.plan import PodPlan, plan_products
-from mstrain.planner.request import PlanRequest
+from mstrain.planner.request import Fixed, PlanRequest
+from mstrain.planner.search import rank_meshes
+from mstrain.planner.target import pod_of
 
 
 def pod_plan(data, algorithm, rows, cols, pipeline=1, microbatches=1, remat="none", slices="auto", **choices):
@@ -18,6 +20,12 @@ def ask(model, **keys) -> PlanRequest:
     """The request of plan.py's keys."""
     config = PodConfig(model, **keys)
     return config.request(find_pod(config.cluster))
+
+
+def ranked(model, batch, seq, machine, devices=0, parallel=ParallelConfig(), remat="none") -> list[Costed]:
+    """The plans of mesh=auto on a TPU slice or so many `devices` of a chip."""
+    pod, fixed = pod_of(machine, devices), Fixed(microbatches=1, remat=remat, shard="none")
+    return rank_meshes(PlanRequest(model, pod, (parallel,), batch, seq, fixed=fixed))
 
 
 def cost(request: PlanRequest, plan: PodPlan) -> Costed:

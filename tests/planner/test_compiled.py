@@ -27,10 +27,10 @@ from mstrain.planner.compiled import (
     refine,
     why_slower,
 )
-from mstrain.planner.meshes import best_meshes
 from mstrain.planner.plan import plan_on
 from mstrain.planner.tuning_cache import find_result, result_file
 from mstrain.training.tuned import tuned
+from tests.planner.plans import ranked
 
 MODEL = ModelConfig(name="small", layers=2, width=1024, heads=8, vocab_size=1024, position="alibi")
 TASK = TuningTask(MODEL, ParallelConfig(), parse_target("v5p-8"), 16, 64)
@@ -64,7 +64,7 @@ def test_the_best_legal_meshes_come_first_then_slice_counts_on_the_fastest():
     fast = next(shape for shape in reversed(meshes_to_try(TASK)) if "2" in counts_to_try(TASK, shape))
     attempt, heard = counted(timed({(str(fast), "auto"): 2.0, (str(fast), "2"): 1.5}))
     result = refine(TASK, attempt)
-    legal = [c.shape for c in best_meshes(ParallelConfig(), MODEL, 16, 64, 4, TASK.tpu_slice)]
+    legal = [c.shape for c in ranked(MODEL, 16, 64, TASK.tpu_slice)]
     assert [t.mesh for t in heard[:3]] == [str(shape) for shape in legal[:3]]
     assert {t.slices for t in heard[:3]} == {"auto"}
     assert {t.mesh for t in heard[3:]} == {str(fast)}

@@ -6,16 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from mstrain.hardware import chip_named, parse_target
+from mstrain.hardware import chip_named, parse_target, tpu_slice_of
 from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import chip_lowering
 from mstrain.models.zoo import load_preset
-from mstrain.planner.meshes import best_meshes, tpu_slice_of
 from mstrain.planner.plan import plan_on
+from tests.planner.plans import ranked
 
 SLICE = parse_target("v5p-64")
+WHOLE = ParallelConfig(rows="sequences")
 SMALL = ModelConfig(name="small", layers=2, width=1024, heads=4, vocab_size=1024)
 
 
@@ -25,7 +26,7 @@ def shapes(candidates):
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(layers="0:megatron 1:mlp:wang")])
 def test_only_meshes_with_a_legal_plan_remain(parallel):
-    legal = shapes(best_meshes(parallel, SMALL, 16, 256, 32, SLICE))
+    legal = shapes(ranked(SMALL, 16, 256, SLICE, parallel=parallel))
     assert max(shape.col for shape in legal) == SMALL.heads
     for data in (1, 2, 4, 8, 16, 32):
         for row, col in SLICE.mesh_shapes(data) if data in (1, 2, 4, 8, 16) else ():
@@ -39,26 +40,28 @@ def test_only_meshes_with_a_legal_plan_remain(parallel):
 
 def test_few_sequences_leave_few_rows():
     many = dataclasses.replace(SMALL, heads=32, num_kv_heads=32, head_dim=32)
-    few = shapes(best_meshes(ParallelConfig(), many, 2, 256, 32, SLICE))
+    few = shapes(ranked(many, 2, 256, SLICE, parallel=WHOLE))
     assert few and all(shape.data * shape.row <= 2 for shape in few)
+    split = shapes(ranked(many, 2, 256, SLICE))
+    assert set(few) < set(split) and max(shape.row for shape in split) > 2
 
 
 def test_the_refusal_says_what_to_type_when_nothing_is_legal():
     with pytest.raises(ValueError, match="Type|Choose"):
-        best_meshes(ParallelConfig(), SMALL, 1, 256, 32, SLICE)
+        ranked(SMALL, 1, 256, SLICE, parallel=WHOLE)
 
 
 def test_a_torus_carries_what_its_axes_can_form():
-    found = shapes(best_meshes(ParallelConfig(), SMALL, 16, 256, 32, SLICE))
+    found = shapes(ranked(SMALL, 16, 256, SLICE))
     assert all((s.row, s.col) in SLICE.mesh_shapes(s.data) for s in found)
-    assert set(found) <= set(shapes(best_meshes(ParallelConfig(), SMALL, 16, 256, 32, SLICE.chip)))
+    assert set(found) <= set(shapes(ranked(SMALL, 16, 256, SLICE.chip, 32)))
 
 
 def test_what_fits_comes_before_what_is_faster():
     model = load_preset("gpt3_175b")
-    small = best_meshes(ParallelConfig(), model, 32, 2048, 32, SLICE)
+    small = ranked(model, 32, 2048, SLICE)
     assert not any(costed.fits for costed in small)  # its state alone is larger than the memory
-    large = best_meshes(ParallelConfig(), model, 256, 2048, 512, parse_target("v5p-1024"), remat="full")
+    large = ranked(model, 256, 2048, parse_target("v5p-1024"), remat="full")
     order = [(not costed.fits, costed.seconds) for costed in large]
     assert large[0].fits and order == sorted(order)
 
@@ -91,8 +94,8 @@ def test_other_devices_are_no_slice():
 
 def test_the_same_mesh_is_chosen_for_a_slice_present_and_absent():
     tpu_slice, present = devices("v5p-64", chip_named("v5p").device_kinds[0])
-    absent = best_meshes(ParallelConfig(), SMALL, 16, 256, 32, tpu_slice)
-    assert shapes(best_meshes(ParallelConfig(), SMALL, 16, 256, len(present), tpu_slice_of(present))) == shapes(absent)
+    absent = ranked(SMALL, 16, 256, tpu_slice)
+    assert shapes(ranked(SMALL, 16, 256, tpu_slice_of(present))) == shapes(absent)
     assert absent[0].shape != MeshShape(1, 1, 32)
 
 

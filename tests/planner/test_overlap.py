@@ -10,6 +10,7 @@ from mstrain.parallel.dataflow import Projection
 from mstrain.parallel.product_cost import Layout, communication_terms, pass_costs
 from mstrain.planner.overlap import comparison, hidden_of
 from tests.compiler.programs import MACHINE, ROW, gather_done, gather_start, gemm, module
+from tests.planner.steps import CHOICES, compared
 
 NAMES = ('metadata={op_name="jit(step)/jvp(loss)/all_gather"}', 'metadata={op_name="jit(step)/transpose(jvp(loss))/x"}')
 
@@ -52,6 +53,13 @@ def test_the_planner_is_within_a_tenth_of_every_compiled_step_of_the_table():
     }
     assert len(ratios) == len(overlap_table()) > 0
     assert {key: ratio for key, ratio in ratios.items() if not 0.9 <= round(ratio, 2) <= 1.1} == {}
+
+
+def test_the_planner_is_within_a_tenth_of_every_compiled_step_of_the_pages():
+    """Of other slices, models, meshes, remat and shard than those that made the table of overlap, too."""
+    ratios = {tuple(row[name] for name in CHOICES): round(ratio, 2) for row, ratio in compared()}
+    assert len(ratios) >= 12 and {key[6] for key in ratios} >= {"meshslice", "collective", "fsdp", "megatron"}
+    assert {key: ratio for key, ratio in ratios.items() if not 0.9 <= ratio <= 1.1} == {}
 
 
 def test_nothing_is_hidden_where_no_schedule_was_read():

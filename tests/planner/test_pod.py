@@ -11,6 +11,7 @@ import pytest
 
 from mstrain.hardware import chip_named, parse_target
 from mstrain.hardware.constants import constants_for
+from mstrain.layers.loss import LARGEST
 from mstrain.mesh import MeshShape, make_mesh
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.parallel import ParallelConfig
@@ -22,14 +23,14 @@ from mstrain.planner.clock import divisors
 from mstrain.planner.clusters import find_pod
 from mstrain.planner.cost import Stage, cost_plan, cycle_seconds, split_layers
 from mstrain.planner.layer import Pass
-from mstrain.planner.memory import parameter_counts
+from mstrain.planner.memory import loss_bytes, parameter_counts
 from mstrain.planner.plan import plan_products
 from mstrain.planner.request import SHARDS, PlanRequest
 from mstrain.planner.search import REMATS, search_pod
 from mstrain.planner.simulated import plan_cluster, simulate_plan
 from mstrain.planner.step import transformer_step
 from mstrain.planner.target import torus_axes
-from mstrain.planner.trainer import why_not_trainable
+from mstrain.planner.trainer import train_keys, why_not_trainable
 from mstrain.simulator.costs import PRODUCTS, operation_work
 from mstrain.simulator.simulate import simulate_step
 from tests.planner.plans import ask, cost, pod_plan
@@ -73,7 +74,8 @@ def test_the_simulator_agrees_with_the_cost_model(name):
         wanted = max(getattr(memory, category) for memory in plan.memory)
         assert peaks[category] == pytest.approx(wanted, rel=0.02), category
     assert simulated.result.peak_bytes == pytest.approx(plan.fullest.total, rel=0.25)
-    assert simulated.result.peak_bytes < 1.03 * plan.fullest.total
+    # It gathers both operands of the output projection whole, where the loss cuts one of them.
+    assert simulated.result.peak_bytes < 1.08 * plan.fullest.total
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -88,8 +90,8 @@ def test_activations_in_flight_follow_the_schedule(schedule):
 
 @pytest.mark.parametrize("name", ["meshslice", "meshslice pipelined", "megatron pipelined", "fsdp"])
 def test_simulated_products_are_those_of_the_model(name):
-    """Matrix FLOPs of the whole job are 6 per parameter and token, whatever the plan; recomputation comes on
-    top.
+    """Matrix FLOPs of the whole job are 6 per parameter and token, whatever the plan, and 2 more for the logits,
+    which the loss computes again; recomputation comes on top.
     """
     plan = dataclasses.replace(PLANS[name], remat="none")
     request, plan = costed(plan)
@@ -101,8 +103,9 @@ def test_simulated_products_are_those_of_the_model(name):
     )
     tokens = request.tokens
     scores = 12 * MODEL.layers * MODEL.width * request.seq
-    padding = 6 * MODEL.width * (plan.products.head.layout.projection.out_dim - MODEL.vocab_size)
-    wanted = tokens * (training_flops_per_token(MODEL, request.seq) - scores + padding)
+    columns = plan.products.head.layout.projection.out_dim
+    padding = 6 * MODEL.width * (columns - MODEL.vocab_size)
+    wanted = tokens * (training_flops_per_token(MODEL, request.seq) - scores + padding + 2 * MODEL.width * columns)
     assert work == pytest.approx(wanted, rel=1e-9)
 
 
@@ -133,7 +136,8 @@ def test_interleaving_shrinks_the_bubble_and_keeps_more_in_flight():
     assert [stage.in_flight for stage in whole.stages] == [5.5, 4.5, 3.5, 2.5]
     simulated = simulate_plan(request, whole)
     assert simulated.result.seconds < simulate_plan(*plain).result.seconds
-    assert 0.83 * whole.scheduled_seconds < simulated.result.seconds < 1.1 * whole.scheduled_seconds
+    seconds = whole.scheduled_seconds
+    assert 0.83 * (seconds - whole.terms.gradient_sum) < simulated.result.seconds < 1.1 * seconds
     use = simulated.result.memory_by_category["activations"].peak_bytes
     for memory, peak in zip(whole.memory, (use[device] for device in sorted(use))):
         assert 0.8 < peak / memory.activations < 1.02  # chunks differ; all are taken for the largest
@@ -174,6 +178,18 @@ def test_state_is_what_the_trainer_keeps():
     )  # two moments; two sets, as microbatches add up
 
 
+def test_the_loss_holds_chunks_of_logits():
+    """Four times the sequences have four times the logits, of which chunks of the same size exist at once."""
+    model = dataclasses.replace(MODEL, vocab_size=256 * 1024)
+    for batch in (512, 2048):
+        request = config_for(model, batch=batch)
+        head = plan_products(request, pod_plan(1, "meshslice", 8, 4, 1, 1, "full")).head
+        logits = 4 * head.layout.tokens * head.layout.projection.out_dim / 32
+        chunk, shared = loss_bytes(head, 2)
+        assert chunk == pytest.approx(6 / 4 * LARGEST, rel=0.2) and chunk < logits / 8
+        assert shared == 6 * model.width * min(head.layout.tokens // 8, head.layout.projection.out_dim // 4)
+
+
 @pytest.mark.parametrize("name", ["gpt3_1_3b", "llama3_8b", "gemma2_2b"])
 def test_parameter_counts_add_up(name):
     model = load_preset(name)
@@ -206,15 +222,21 @@ def test_search_finds_the_best_of_all_plans():
     assert len(names) == len(set(names))
 
 
-def test_what_is_ranked_fits_and_the_trainer_gets_no_pipeline():
+def test_what_is_ranked_fits_and_the_trainer_gets_what_it_can_run():
     request = config_for(load_preset("gpt3_6_7b"), cluster="v4-16", batch=32, shard="none", remat="dots")
     found = search_pod(request)
     assert all(c.fullest.total <= request.usable_bytes for c in found.ranked) and found.rejected
     assert found.trainable and not any(why_not_trainable(c.plan) for c in found.trainable)
     piped = next(c for c in found.ranked if c.plan.pipeline > 1)
-    assert "no pipeline" in why_not_trainable(piped.plan)
-    assert "context" not in why_not_trainable(pod_plan(2, "meshslice", 2, 2))
-    assert "sequences whole" in why_not_trainable(pod_plan(2, "meshslice", 2, 2, context=2))
+    keys = train_keys(dataclasses.replace(piped.plan, schedule="interleaved", interleave=2))
+    assert keys["pipeline.interleave"] == 2 and f"stage{piped.plan.pipeline}-" in str(keys["mesh"])
+    assert not why_not_trainable(dataclasses.replace(piped.plan, schedule="1f1b"))
+    assert "no pipeline.schedule=zero-bubble" in why_not_trainable(
+        dataclasses.replace(piped.plan, schedule="zero-bubble")
+    )
+    assert "in a pipeline" in why_not_trainable(dataclasses.replace(piped.plan, schedule="1f1b", shard="parameters"))
+    split = pod_plan(2, "meshslice", 2, 2, context=2)
+    assert not why_not_trainable(split) and train_keys(split)["mesh"] == "data2-context2-row2-col2"
 
 
 def stage(seconds: float) -> Stage:

@@ -14,6 +14,7 @@ from mstrain.models.parallel import ParallelConfig
 from mstrain.models.parameters import init_parameters
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
+from mstrain.program.inference import loss_program
 from mstrain.program.step import gradients
 
 SEQ, ROWS = 16, 4
@@ -34,9 +35,8 @@ def row_of(docs):
     return [np.pad(x, (0, short)) for x in (inputs, targets, segments)]
 
 
-@functools.cache
-def loss_and_gradients(position: str, mesh: str, accumulate: int):
-    """Of all documents packed in four rows, with the mask of the first of each row's tokens."""
+def packed(position: str, mesh: str, accumulate: int):
+    """(module, parameters, batch, mask): all documents packed in four rows."""
     model = ModelConfig(layers=2, width=32, heads=4, vocab_size=64, context=SEQ, position=position)
     plan = make_plan(ParallelConfig(), model, make_mesh(parse_mesh(mesh)), ROWS // accumulate, SEQ)
     module = Transformer(model, plan, SEQ)
@@ -46,7 +46,13 @@ def loss_and_gradients(position: str, mesh: str, accumulate: int):
     mask = (segments > 0) & (tokens[:, 1:] == targets)
     batch = Batch(tokens, segments, mask)
     batch = jax.tree.map(lambda x: jnp.asarray(x).reshape(accumulate, -1, x.shape[1]), batch)
-    params = init_parameters(module, 0)
+    return module, init_parameters(module, 0), batch, mask
+
+
+@functools.cache
+def loss_and_gradients(position: str, mesh: str, accumulate: int):
+    """Of all documents, with the mask of the first of each row's tokens."""
+    module, params, batch, mask = packed(position, mesh, accumulate)
     loss, grads = jax.jit(functools.partial(gradients, module))(params, batch)
     return float(loss), float(jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))), mask
 
@@ -73,3 +79,11 @@ def test_packed_documents_train_as_if_alone(position):
 def test_masked_means_do_not_depend_on_mesh_or_microbatches(mesh, accumulate):
     want, got = loss_and_gradients("learned", "1x1", 1), loss_and_gradients("learned", mesh, accumulate)
     np.testing.assert_allclose(got[:2], want[:2], rtol=1e-5)
+
+
+def test_the_validation_loss_weighs_every_target_alike():
+    """Two microbatches with unequal numbers of targets."""
+    module, params, batch, _ = packed("learned", "1x1", 2)
+    loss, targets = jax.jit(loss_program(module, batch).function)(params, batch)
+    np.testing.assert_allclose(loss, loss_and_gradients("learned", "1x1", 1)[0], rtol=1e-5)
+    assert targets == batch.mask.sum() / 2

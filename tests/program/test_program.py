@@ -10,30 +10,47 @@ from jax.sharding import AbstractMesh
 
 from mstrain.commands.train import load_config
 from mstrain.compiler import make_target
+from mstrain.data import Batch
 from mstrain.gemm import LoweringOptions
 from mstrain.hardware import chip_named, compiler_options
-from mstrain.mesh import AXES
+from mstrain.mesh import AXES, make_mesh, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import make_plan
+from mstrain.models.transformer import Transformer
 from mstrain.program.memory import memory_of
+from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.parts import layer_program
+from mstrain.program.step import init_state, step_program
 from mstrain.training.prepare import prepare
 from tests.training.runs import ARGUMENTS
 
 MODEL = ModelConfig(layers=2, width=1024, heads=8, vocab_size=512)
 
 
-@pytest.mark.parametrize("stats, limit", [({"bytes_limit": 5}, 5), ({"bytes_limit": 6}, 6), ({}, None), (None, None)])
-def test_the_limit_of_an_accelerator_is_what_it_reports(stats, limit):
-    device = SimpleNamespace(platform="gpu", process_index=0, memory_stats=lambda: stats)
+def memory_on(platform: str, stats: dict | None = None, temporary: int = 1, peak: int = 0):
+    device = SimpleNamespace(platform=platform, process_index=0, memory_stats=lambda: stats)
     analysis = SimpleNamespace(
-        argument_size_in_bytes=3, output_size_in_bytes=4, alias_size_in_bytes=2, temp_size_in_bytes=1,
-        generated_code_size_in_bytes=0,
+        argument_size_in_bytes=3, output_size_in_bytes=4, alias_size_in_bytes=2, temp_size_in_bytes=temporary,
+        generated_code_size_in_bytes=10, peak_memory_in_bytes=peak,
     )  # fmt: skip
     compiled = SimpleNamespace(memory_analysis=lambda: analysis)
-    memory = memory_of(compiled, SimpleNamespace(devices=np.array([[device]])))
-    assert (memory.limit, memory.peak, memory.fits) == (limit, 6, limit != 5)
+    return memory_of(compiled, SimpleNamespace(devices=np.array([[device]])))
+
+
+@pytest.mark.parametrize(
+    "stats, limit", [({"bytes_limit": 15}, 15), ({"bytes_limit": 16}, 16), ({}, None), (None, None)]
+)
+def test_the_limit_of_an_accelerator_is_what_it_reports(stats, limit):
+    memory = memory_on("gpu", stats)
+    assert (memory.limit, memory.peak, memory.fits) == (limit, 16, limit != 15)
+
+
+def test_the_peak_is_what_is_alive_at_once_and_its_parts_add_up():
+    """Temporary buffers of 9 bytes of which 2 exist beside arguments and results at the peak."""
+    memory = memory_on("tpu", temporary=9, peak=7)
+    assert (memory.peak, memory.arguments, memory.outputs, memory.temporaries, memory.code) == (17, 3, 2, 2, 10)
+    assert memory_on("cpu", temporary=9, peak=7).temporaries == 9  # XLA:CPU leaves most out of its peak
 
 
 def test_a_run_compiles_its_step_with_the_options_of_its_chip(tmp_path, monkeypatch):
@@ -44,10 +61,44 @@ def test_a_run_compiles_its_step_with_the_options_of_its_chip(tmp_path, monkeypa
         assert prepare(load_config([*ARGUMENTS, *places])).compiled_step
 
 
+OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-6, clip=1e-6), 9)
+
+
+def small_module(algorithm="collective"):
+    model = ModelConfig(layers=1, width=32, heads=4, vocab_size=64, context=16)
+    return Transformer(model, make_plan(ParallelConfig(algorithm), model, make_mesh(parse_mesh("1x1")), 4, 16), 16)
+
+
+def small_step(algorithm="collective"):
+    """The training step of a small model on one CPU device; nothing is compiled."""
+    return step_program(small_module(algorithm), OPTIMIZER, 4)
+
+
+def test_a_program_of_one_algorithm_takes_its_options_too(monkeypatch):
+    monkeypatch.setattr("mstrain.program.program.chip_for", lambda kind: chip_named("v5p"))
+    options = {name: small_step(name).compiler_options for name in ("fsdp", "collective")}
+    assert options == {name: compiler_options(chip_named("v5p"), name) for name in options}
+    assert options["fsdp"] != options["collective"]
+
+
+def test_a_step_donates_its_state_and_nothing_else():
+    program = small_step()
+    (state, batch), _ = program.function.trace(*program.arguments).lower().args_info
+    assert all(leaf.donated for leaf in jax.tree.leaves(state))
+    assert not any(leaf.donated for leaf in jax.tree.leaves(batch))
+
+
+def test_the_norm_is_that_of_the_gradients_before_they_are_clipped():
+    tokens = np.arange(4 * 17, dtype=np.int32).reshape(1, 4, 17) % 64
+    state = init_state(small_module(), OPTIMIZER, 0)
+    _, metrics = small_step().function(state, Batch(tokens))
+    assert 1e-2 < metrics["grad_norm"] < 1e2
+
+
 @pytest.mark.parametrize("chip", ["v5p", "v6e", "tpu7x"])
 def test_every_product_of_a_plan_is_lowered_as_its_chip_wants(chip):
     chip = chip_named(chip)
-    plan = make_plan(ParallelConfig(), MODEL, AbstractMesh((1, 1, 2, 4), AXES), 16, 512, chip)
+    plan = make_plan(ParallelConfig(), MODEL, AbstractMesh(parse_mesh("2x4").sizes, AXES), 16, 512, chip)
     wanted = LoweringOptions(**chip.lowering)
     assert wanted != LoweringOptions()
     assert all(product.lowering == wanted for block, _ in plan.groups for product in block.products)

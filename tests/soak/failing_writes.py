@@ -103,6 +103,60 @@ def load(folder: Path) -> ctypes.CDLL:
     return library
 
 
+class Trial:
+    """Trains one small run in folders of its own; the n-th of its writes fails."""
+
+    def __init__(self, folder: Path, library: ctypes.CDLL):
+        from tests.training.runs import make
+
+        small = ("model.layers=1", "model.width=32", "model.mlp_dim=64", "parallel=collective", "mesh=1x2", "steps=5")
+        often = ("checkpoint.every=2", "eval.every=3", "profile.start=2", "profile.steps=1")
+        self.library, self.made = library, make(folder / "made", *small, *often)
+
+    def train(self, directory: Path, nth: int) -> str:
+        """How the run in `directory` ended."""
+        from rich.console import Console
+
+        from mstrain.training.session import train
+        from mstrain.training.stopped import Stopped
+
+        with open(directory / "output.txt", "a") as output:
+            config = dataclasses.replace(self.made.config, run_dir=str(directory / "run"))
+            run = dataclasses.replace(self.made, console=Console(file=output), config=config)
+            run.__dict__["compiled_step"] = self.made.compiled_step
+            self.library.watch(str(directory / "run").encode(), nth)
+            try:
+                return f"code {train(run)}"
+            except Stopped as stopped:
+                return f"code {stopped.code}: {stopped.reason}"
+            except ValueError as error:
+                return f"code 2: {error}"
+            finally:
+                self.library.ignore()
+
+    def failed(self, directory: Path) -> str:
+        """The write that failed."""
+        return self.library.what().decode().replace(str(directory / "run"), "")
+
+
+def judge(directory: Path) -> list[float]:
+    """The losses of a finished run with a whole checkpoint."""
+    from mstrain.checkpoints import manifest
+    from mstrain.checkpoints.checkpoints import Checkpoints
+    from tests.training.runs import losses
+
+    checkpoints = Checkpoints(directory / "run" / "checkpoints", 3)
+    assert checkpoints.latest == 5 and not manifest.problems(checkpoints.directory / "5"), directory
+    checkpoints.close()
+    return losses(directory / "run")
+
+
+def empty(directory: Path) -> Path:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    return directory
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
@@ -111,62 +165,21 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.folder.absolute()
     library = load(folder)
-
-    from rich.console import Console
-
     import tests.conftest  # noqa: F401  (emulates the devices)
-    from mstrain.checkpoints import manifest
-    from mstrain.checkpoints.checkpoints import Checkpoints
-    from mstrain.training.session import train
-    from mstrain.training.stopped import Stopped
-    from tests.training.runs import losses, make
 
-    small = ("model.layers=1", "model.width=32", "model.mlp_dim=64", "parallel=collective", "mesh=1x2", "steps=5")
-    often = ("checkpoint.every=2", "eval.every=3", "profile.start=2", "profile.steps=1")
-    made = make(folder / "made", *small, *often)
-
-    def again(directory: Path, nth: int) -> str:
-        """Trains in `directory`, its n-th write failing; how it ended."""
-        with open(directory / "output.txt", "a") as output:
-            console = Console(file=output)
-            run = dataclasses.replace(made, console=console, config=dataclasses.replace(
-                made.config, run_dir=str(directory / "run")))  # fmt: skip
-            run.__dict__["compiled_step"] = made.compiled_step
-            library.watch(str(directory / "run").encode(), nth)
-            try:
-                return f"code {train(run)}"
-            except Stopped as stopped:
-                return f"code {stopped.code}: {stopped.reason}"
-            except ValueError as error:
-                return f"code 2: {error}"
-            finally:
-                library.ignore()
-
-    def judge(directory: Path) -> list[float]:
-        checkpoints = Checkpoints(directory / "run" / "checkpoints", 3)
-        assert checkpoints.latest == 5 and not manifest.problems(checkpoints.directory / "5"), directory
-        checkpoints.close()
-        return losses(directory / "run")
-
-    reference = folder / "reference"
-    for name in ("reference", "failing"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-    reference.mkdir()
+    trial, reference = Trial(folder, library), empty(folder / "reference")
     sys.stdout, out = io.StringIO(), sys.stdout
-    assert again(reference, 0) == "code 0"
+    assert trial.train(reference, 0) == "code 0"
     expected, points, ends = judge(reference), library.counted(), collections.Counter()
     print(f"{points} operations write in an undisturbed run", file=out, flush=True)
     for nth in range(options.first, points + 1, options.stride):
-        directory = folder / "failing"
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir()
+        directory = empty(folder / "failing")
         faulthandler.dump_traceback_later(SECONDS, exit=True)
-        end = again(directory, nth)
-        place = library.what().decode().replace(str(directory / "run"), "")
+        end = trial.train(directory, nth)
         ends[end.partition(":")[0]] += 1
-        print(f"{nth}: {place}: {end[:150]}", file=out, flush=True)
+        print(f"{nth}: {trial.failed(directory)}: {end[:150]}", file=out, flush=True)
         if end != "code 0":
-            assert again(directory, 0) == "code 0", directory
+            assert trial.train(directory, 0) == "code 0", directory
         assert judge(directory) == expected, directory
         faulthandler.cancel_dump_traceback_later()
     print(f"{sum(ends.values())} of {points} points: {dict(ends)}; every run finished, at once or when started again,"

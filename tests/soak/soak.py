@@ -86,10 +86,6 @@ class Soak:
         self._folder, self._kills, self._random = folder, kills, random.Random(seed)
         self.tally = Tally()
 
-    def allow(self, kills: int) -> None:
-        """So many more."""
-        self._kills += kills
-
     def reference(self, kind: Kind) -> Path:
         """The run that was left alone, on the same processes and mesh when the kind has one mesh."""
         processes, mesh = (kind.processes, kind.meshes[0]) if len(kind.meshes) == 1 else (1, "2x4")

@@ -1,12 +1,9 @@
-"""The soak, short: three kills over a run of one process and one of two. `python -m tests.soak.soak` is the
-long form."""
+"""The soak, short: one kill of a run of one process. `python -m tests.soak.soak` is the long form, of two as well."""
 
-from tests.soak.soak import MESHES, Kind, Soak
+from tests.soak.soak import Kind, Soak
 
 
 def test_killed_runs_end_as_undisturbed_ones(tmp_path):
-    soak = Soak(tmp_path, kills=2, seed=3)
-    soak.run(Kind(1, ("2x4",)))
-    soak.allow(1)
-    soak.run(Kind(2, MESHES))
-    assert soak.tally.killed == 3 and soak.tally.attempts == 5 and soak.tally.identical >= 1, soak.tally
+    soak = Soak(tmp_path, kills=1, seed=3)
+    soak.run(Kind(1, ("1x1",)))
+    assert soak.tally.killed == 1 and soak.tally.attempts == 2 and soak.tally.identical == 1, soak.tally

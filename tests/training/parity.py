@@ -23,17 +23,20 @@ from mstrain.models import parameters
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import ParallelConfig, make_plan
 from mstrain.models.sharding import SHARD
+from mstrain.models.stages import PipelineConfig
 from mstrain.models.transformer import Transformer
+from mstrain.parallel.schedules import SCHEDULES
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.step import make_step, map_copies
+from tests.quick import QUICK
 
 MESHES = ("1x1", "2x4", "4x2", "1x8", "8x1", "2x2x2")
 STEPS, SEQUENCES, SEQ, VOCABULARY = 20, 16, 16, 61  # the vocabulary divides over no mesh
 MODEL = ModelConfig(layers=2, width=64, heads=8, mlp_dim=128, vocab_size=VOCABULARY, context=SEQ)
 OPTIMIZER = OptimizerConfig(learning_rate=3e-3, warmup=5)
+CONTEXT_MESHES = ("context4-row1-col2", "data2-context2-row1-col2", "context2-row2-col2")
+MIXED_HALVES = ParallelConfig("wang", mlp="megatron")
 MIXED = ParallelConfig("gspmd", attention="megatron", mlp="wang", layers="1:fsdp 1:mlp:summa")
-# Compile time dominates, and the numbers do not depend on how hard LLVM tries.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,18 +49,41 @@ class Case:
     remat: str = "none"
     dtype: str = "float32"
     shard: str = "none"
+    pipeline: PipelineConfig = PipelineConfig()
+    model: ModelConfig = MODEL
+
+    @property
+    def reference(self) -> "Case":
+        """The same steps on one device."""
+        return Case("1x1", ParallelConfig("gspmd"), dtype=self.dtype, model=self.model)
 
     def __str__(self) -> str:
         p = self.parallel
         name = "mixed" if p == MIXED else p.algorithm
         name += f"-{p.dataflow}" * (p.dataflow != "auto") + f"-S{p.slices}" * (p.slices != "auto")
+        name += f"-rows-{p.rows}" * (p.rows != "auto") + f"-{p.context}" * (p.context != "auto")
         name += f"-accumulate{self.accumulate}" * (self.accumulate > 1) + f"-{self.remat}" * (self.remat != "none")
         name += f"-{self.shard}" * (self.shard != "none")
+        name += "".join(f"-{value}" for value in dataclasses.astuple(self.pipeline) if value)
+        name += f"-{self.model.name}" * (self.model is not MODEL)
         return f"{self.mesh}-{name}" + "-bf16" * (self.dtype == "bfloat16")
 
 
 REFERENCE = Case("1x1", ParallelConfig("gspmd"))
 BF16_REFERENCE = dataclasses.replace(REFERENCE, dtype="bfloat16")
+# Families whose layers do not divide evenly over two or three stages.
+FAMILIES = {
+    "gpt2": ModelConfig("gpt2", layers=5, width=32, heads=4, mlp_dim=64, vocab_size=VOCABULARY, context=SEQ),
+    "llama": ModelConfig(
+        "llama", layers=4, width=32, heads=4, num_kv_heads=2, mlp_dim=64, vocab_size=VOCABULARY, norm="rmsnorm",
+        position="rotary", activation="silu", gated=True, bias="none", tied=False,
+    ),
+    "gemma": ModelConfig(
+        "gemma", layers=3, width=32, heads=4, num_kv_heads=2, mlp_dim=64, vocab_size=VOCABULARY, norm="rmsnorm",
+        position="rotary", activation="gelu_tanh", gated=True, bias="none", post_norm=True, unit_offset_norm=True,
+        scaled_embedding=True, attention_soft_cap=50.0, logit_soft_cap=30.0, window=6, window_pattern="LG",
+    ),
+}  # fmt: skip
 
 
 def grid_cases() -> list[Case]:
@@ -96,17 +122,62 @@ def sharded_cases() -> list[Case]:
     ]
 
 
+def context_cases() -> list[Case]:
+    """Sequences split over axis `context`, over rows, and over both; both exchanges of keys and values."""
+    cases = []
+    for exchange in ("gather", "ring"):
+        cases += [
+            Case(mesh, ParallelConfig(algorithm, context=exchange))
+            for mesh in CONTEXT_MESHES
+            for algorithm in ALGORITHMS
+            if algorithm != "cannon" or mesh == "context2-row2-col2"
+        ]
+        for mesh in ("4x2", "2x2x2", "context2-row2-col2"):
+            rows = ParallelConfig(slices="2", rows="context", context=exchange)
+            cases += [Case(mesh, dataclasses.replace(rows, dataflow=flow)) for flow in ("os", "ls", "rs")]
+            cases += [Case(mesh, dataclasses.replace(rows, algorithm="fsdp", slices="auto"))]
+        cases += [
+            Case("data2-context2-row1-col2", ParallelConfig(context=exchange), 2, remat, shard=shard)
+            for remat, shard in zip(("none", "dots", "full", "attention"), SHARD, strict=True)
+        ]
+        cases.append(Case("stage2-context2-row1-col2", ParallelConfig(context=exchange), 2))
+    return cases
+
+
+def pipelined_cases() -> list[Case]:
+    """Every schedule on two to four stages: uneven ones, tied tables, all algorithms, microbatches, remat, shard."""
+    gpipe, one, interleaved = map(PipelineConfig, SCHEDULES)
+    gpt2, llama, gemma = FAMILIES.values()
+    return [
+        Case("stage2", ParallelConfig("collective"), 2, pipeline=gpipe, model=gpt2),
+        Case("stage2-col2", ParallelConfig("megatron"), 4, pipeline=one, model=llama),
+        Case("stage2-row2-col2", ParallelConfig("meshslice"), 2, "dots", pipeline=interleaved, model=gpt2),
+        Case("stage3-row2", ParallelConfig("summa"), 4, pipeline=one, model=gemma),
+        Case("stage3", ParallelConfig("collective"), 1, pipeline=gpipe, model=gemma),
+        Case("stage2-row2", ParallelConfig("fsdp"), 4, pipeline=interleaved, model=llama),
+        Case("stage4", ParallelConfig("gspmd"), 8, "full", pipeline=one, model=gpt2),
+        Case("data2-stage2-col2", ParallelConfig("wang"), 2, "full", shard="optimizer", pipeline=one, model=gpt2),
+        Case("data2-stage2-row2", ParallelConfig("meshslice"), 4, shard="gradients", pipeline=gpipe, model=llama),
+        Case("replica2-stage2-col2", ParallelConfig("collective"), 2, pipeline=one, model=gemma),
+        Case("stage2-row2-col2", ParallelConfig("cannon"), 2, pipeline=gpipe, model=llama),
+        Case("stage2-row2-col2", MIXED_HALVES, 2, pipeline=one, model=gpt2),
+        Case("stage2", ParallelConfig("collective"), 2, pipeline=PipelineConfig("1f1b", layers="1 4"), model=gpt2),
+    ]
+
+
 @functools.cache
 def module_of(case: Case) -> Transformer:
     mesh = make_mesh(parse_mesh(case.mesh))
-    plan = make_plan(case.parallel, MODEL, mesh, SEQUENCES // case.accumulate, SEQ, shard=case.shard)
-    return Transformer(MODEL, plan, SEQ, jnp.dtype(case.dtype), case.remat)
+    microbatch = SEQUENCES // case.accumulate
+    plan = make_plan(case.parallel, case.model, mesh, microbatch, SEQ, shard=case.shard, pipeline=case.pipeline)
+    return Transformer(case.model, plan, SEQ, jnp.dtype(case.dtype), case.remat)
 
 
 @functools.cache
-def initial():
+def initial(model: ModelConfig = MODEL):
     """Canonical initial parameters on the host."""
-    return jax.device_get(jax.jit(lambda: parameters.init_canonical(module_of(REFERENCE), 0))())
+    reference = module_of(Case("1x1", ParallelConfig("gspmd"), model=model))
+    return jax.device_get(jax.jit(lambda: parameters.init_canonical(reference, 0))())
 
 
 @functools.cache
@@ -138,7 +209,7 @@ def compiled(case: Case):
 
     replicated = jax.NamedSharding(module.plan.mesh, jax.P())
     program = jax.jit(run, in_shardings=replicated, out_shardings=replicated)
-    return program.lower(initial(), batches(), jnp.int32(0)).compile(QUICK)
+    return program.lower(initial(case.model), batches(), jnp.int32(0)).compile(QUICK)
 
 
 @functools.cache
@@ -149,17 +220,17 @@ def results(case: Case):
     the memory maps of a process.
     """
     program = compiled(case)
-    curve, _ = program(initial(), batches(), np.int32(STEPS))
-    _, state = program(initial(), batches(), np.int32(1))
+    curve, _ = program(initial(case.model), batches(), np.int32(STEPS))
+    _, state = program(initial(case.model), batches(), np.int32(1))
     moments = jax.device_get(state["optimizer"][1][0].mu)
-    if case != REFERENCE:
+    if case != case.reference:
         compiled.cache_clear()
     return np.asarray(curve, np.float64), moments
 
 
 def difference(case: Case) -> np.ndarray:
     """Largest relative difference of loss and of gradient norm to one device in the same dtype."""
-    expected, _ = results(BF16_REFERENCE if case.dtype == "bfloat16" else REFERENCE)
+    expected, _ = results(case.reference)
     return np.max(np.abs(results(case)[0] / expected - 1), axis=0)
 
 
@@ -172,7 +243,7 @@ def main() -> None:
         cells = [f"{max(difference(found[name])):.1e}" if name in found else "not square" for name in names]
         print(f"| {mesh} | " + " | ".join(cells) + " |", flush=True)
     print("\n| case | loss | gradient norm |\n| --- | --- | --- |")
-    for case in variant_cases() + sharded_cases():
+    for case in variant_cases() + sharded_cases() + context_cases() + pipelined_cases():
         loss, grad_norm = difference(case)
         print(f"| {case} | {loss:.1e} | {grad_norm:.1e} |", flush=True)
     loss, grad_norm = np.max(np.abs(results(BF16_REFERENCE)[0] / results(REFERENCE)[0] - 1), axis=0)

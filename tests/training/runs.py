@@ -9,7 +9,7 @@ import pytest
 from mstrain.commands.train import load_config
 from mstrain.training.prepare import prepare
 from mstrain.training.run import Run
-from tests.training.parity import QUICK
+from tests.quick import QUICK
 
 ARGUMENTS = [
     "model=tiny", "data=synthetic", "data.num_tokens=4096", "vocab_size=61", "seq=16", "batch=16", "dtype=f32",

@@ -80,3 +80,9 @@ def test_abstract_batches_are_those_that_come():
     batch = feed(0).tokens
     assert (batch.shape, batch.dtype, batch.sharding) == (abstract.shape, abstract.dtype, abstract.sharding)
     assert isinstance(batch, jax.Array)
+
+
+@pytest.mark.parametrize("batch, accumulate, shard", [(8, 2, (2, 1, SEQ + 1)), (6, 1, (1, 3, SEQ + 1))])
+def test_sequences_are_sharded_over_copies_and_then_rows_that_divide_them(batch, accumulate, shard):
+    tokens = abstract_batch(make_mesh(parse_mesh("2x2x2")), batch, SEQ, accumulate).tokens
+    assert tokens.sharding.shard_shape(tokens.shape) == shard

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 from omegaconf import OmegaConf
-from tensorboardX.proto import event_pb2
+from tensorboard.compat.proto import event_pb2
 from xprof.convert import raw_to_tool_data
 
 from mstrain.cli import build
@@ -25,6 +25,7 @@ from tests.training.runs import lines, losses
 
 FIELDS = {
     "step", "loss", "grad_norm", "learning_rate", "step_seconds", "predicted_step_seconds", "tokens_per_second", "mfu",
+    "tokens_seen", "memory_bytes",
 }  # fmt: skip
 
 
@@ -54,6 +55,8 @@ def test_every_step_is_logged_with_its_fields(finished, directory):
         assert row.keys() == FIELDS
         assert row["predicted_step_seconds"] == pytest.approx(finished.prediction.seconds)
         assert row["mfu"] is None  # the peak of an emulated device is unknown
+        assert row["memory_bytes"] is None  # and so is what it has in use
+        assert row["tokens_seen"] == 16 * 16 * row["step"]
         assert row["tokens_per_second"] == pytest.approx(16 * 16 / row["step_seconds"])
         assert row["learning_rate"] == pytest.approx(float(schedule(row["step"] - 1)))
         assert math.isfinite(row["grad_norm"]) and row["grad_norm"] > 0
@@ -76,11 +79,13 @@ def test_the_configuration_reads_back_equal(finished, directory):
     assert resolved["digests"] == {"data": finished.corpus.digest, "tokenizer": None}
 
 
-def test_tensorboard_holds_the_same_numbers(directory):
+def test_tensorboard_holds_the_same_numbers(finished, directory):
     found = scalars(directory)
     for row in lines(directory):
-        for name in FIELDS - {"step", "mfu"}:
+        for name in FIELDS - {"step", "mfu", "memory_bytes"}:
             assert found["train/" + name, row["step"]] == pytest.approx(row[name], rel=1e-6)
+    assert found["memory/compiled_bytes", 0] == pytest.approx(finished.memory.peak, rel=1e-6)
+    assert ("configuration", 0) in found
     for row in lines(directory, "eval.jsonl"):
         assert found["eval/validation_loss", row["step"]] == pytest.approx(row["validation_loss"], rel=1e-6)
     spent = json.loads((directory / "summary.json").read_text())["seconds"]
@@ -101,6 +106,13 @@ def test_the_trace_opens_in_the_profile_plugin_and_holds_the_steps(directory):
     slices, products, layers, devices, steps = 2, 4, 2, 8, 2
     assert names["all_gather"] >= slices * products * layers * devices * steps
     assert not {"$evaluate", "$saver"} & names.keys()  # writing what was saved before may go on beside the steps
+
+
+def test_the_profile_s_overview_has_the_steps(directory):
+    paths = [str(path) for path in directory.glob("tensorboard/plugins/profile/*/*.xplane.pb")]
+    tables = json.loads(raw_to_tool_data.xspace_to_tool_data(paths, "overview_page", {})[0])
+    (steps,) = [table for table in tables if any(column["id"] == "stepnum" for column in table.get("cols", ()))]
+    assert [row["c"][0]["v"] for row in steps["rows"]] == ["train 3", "train 4"]
 
 
 def test_the_summary_repeats_what_was_logged(finished, directory):

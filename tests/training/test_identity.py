@@ -108,7 +108,7 @@ def test_allow_names_what_it_can_permit():
     assert keys == {"model.heads", "data", "lost_steps:12", "no_record"} and parse_allow(None, DEFAULTS) == set()
     for text, words in {
         "mesh": "may change without it", "optimizer.learning": "Did you mean optimizer.learning_rate",
-        "lost_steps": "no such key", "run_dir": "may change without it",
+        "lost_steps": "unknown key of a run", "run_dir": "may change without it",
     }.items():  # fmt: skip
         with pytest.raises(ValueError, match=words):
             parse_allow(text, DEFAULTS)

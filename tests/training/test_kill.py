@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.quick import QUICK_FLAGS
 from tests.training.runs import ARGUMENTS, lines, losses, saved_steps
 
 ROOT = Path(__file__).parent.parent.parent
@@ -44,7 +45,7 @@ class Command:
         arguments = [*ARGUMENTS, *RUN, mesh, *places, f"compile_cache={cache / 'programs'}"]
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+            "XLA_FLAGS": QUICK_FLAGS,
         }
         self._process = subprocess.Popen(
             [sys.executable, "-c", COUNTING, *arguments],

@@ -1,5 +1,7 @@
 """Commands that read a run: a copy of run_dir is enough to evaluate it and to sample from it, on another mesh."""
 
+import json
+import math
 import re
 import shutil
 
@@ -32,26 +34,59 @@ def test_another_mesh_finds_the_loss_of_the_run(copied, capsys):
     assert float(shown[1]) == pytest.approx(recorded["validation_loss"], abs=1e-4)
 
 
+def test_every_token_and_every_document_is_evaluated_once(copied, capsys):
+    out, documents = copied / "loss.json", copied / "documents.jsonl"
+    words = [f"run_dir={copied / 'copy'}", "mesh=1x1", f"out={out}", f"documents={documents}", "split=all", "batch=32"]
+    assert evaluate.main(words) == 0
+    found, (train, validation) = json.loads(out.read_text()), json_lines.read(documents)
+    size = (copied / "text.txt").stat().st_size
+    assert [train["split"], validation["split"]] == ["train", "validation"]
+    assert train["name"] == validation["name"] and str(train["name"]).endswith("text.txt")
+    assert found["tokens"] == train["tokens"] + validation["tokens"]
+    assert found["nats"] == pytest.approx(train["nats"] + validation["nats"], rel=1e-6)
+    text_bytes = sum(one["nats"] / math.log(2) / one["bits_per_byte"] for one in (train, validation))
+    assert text_bytes == pytest.approx(size) and found["loss"] == pytest.approx(found["nats"] / found["tokens"])
+    assert "lowest loss" in capsys.readouterr().out
+
+
 def test_a_sample_needs_neither_the_text_nor_the_corpus(copied, capsys):
     hidden = [(copied / name, copied / f"{name}.hidden") for name in ("text.txt", "cache")]
     for path, place in hidden:
         path.rename(place)
     try:
-        shown = []
-        for mesh in ("2x4", "2x2"):
-            words = [f"run_dir={copied / 'copy'}", "prompt=All work", "tokens=8", "temperature=0", f"mesh={mesh}"]
-            assert sample.main(words) == 0
-            shown.append(capsys.readouterr().out)
-        assert "All work" in shown[0] and shown[0] == shown[1]
+        words = [f"run_dir={copied / 'copy'}", "tokens=8", "temperature=0", "step=3"]
+        assert sample.main([*words, "prompt=All work", "mesh=1x1"]) == 0
+        alone = capsys.readouterr()
+        (copied / "prompts.txt").write_text("All work and no play\nAll work\n")
+        more = [f"prompts={copied / 'prompts.txt'}", f"out={copied / 'samples.jsonl'}", "mesh=2x4"]
+        assert sample.main([*words, *more]) == 0
+        both, lines = capsys.readouterr().out, json_lines.read(copied / "samples.jsonl")
+        assert alone.out.startswith("All work") and re.search(r"prefill .* tokens/s; decode 7 tokens, ", alone.err)
+        assert both.splitlines()[-1] == f"[2] {alone.out.strip()}"
+        assert lines[1] == {"prompt": "All work", "text": lines[1]["text"], "tokens": 8, "end": "length"}
+        assert "All work" + lines[1]["text"] == alone.out.rstrip("\n")
     finally:
         for path, place in hidden:
             place.rename(path)
 
 
+@pytest.mark.parametrize("words, message", [
+    (["prompts=/nowhere"], "Cannot read prompts=/nowhere"), (["prompt=a", "prompts=b"], "both given"),
+    (["stop=[1"], "is not a list of texts"), (["prompt=a: b", "prompts=b"], "both given"),
+    (["top_p=2"], "top_p=2.0 is not above 0"),
+    (["prompts=BAD"], "line 2 has no"),
+])  # fmt: skip
+def test_wrong_prompts_name_the_fix(words, message, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n{"text": "x"}\n')
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sample.main(["run_dir=/nowhere", *[word.replace("BAD", str(tmp_path / "bad.jsonl")) for word in words]])
+
+
 @pytest.mark.parametrize("command", [evaluate, sample])
 @pytest.mark.parametrize("words, message", [
     (["run_dir=/nowhere"], "no run has saved there"), ([], "run_dir= is missing"),
-    (["run_dir=COPY", "model.heads=2"], "model.heads"), (["run_dir=COPY", "foo=1"], "There is no key 'foo'"),
+    (["run_dir=COPY", "model.heads=2"], "model.heads"), (["run_dir=COPY", "foo=1"], "Unknown key 'foo'"),
+    (["run_dir=COPY", "step=2"], "has no checkpoint of step=2. Type one of: 3"), (["init=/tmp", "step=2"], "step="),
 ])  # fmt: skip
 def test_mistakes_name_the_fix(command, words, message, copied):
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+import mstrain
 from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.cli import Command, run_command
 from mstrain.program.step import init_state
 from mstrain.training import session
 from mstrain.training.session import train
-from tests.training.runs import lines, losses, make, saved_steps
+from tests.quick import QUICK
+from tests.training.runs import ARGUMENTS, lines, losses, make, saved_steps
 
 CUT = 4  # the step after which the copies below go on
 ELSEWHERE = {
@@ -109,3 +111,35 @@ def test_the_step_owns_its_state(finished):
     after, _ = finished.compiled_step(state, finished.feed(0))
     assert all(leaf.is_deleted() for leaf in before if leaf.ndim)
     assert jax.tree.map(lambda x: x.sharding, after) == jax.tree.map(lambda x: x.sharding, state)
+
+
+@pytest.fixture
+def as_the_run(monkeypatch):
+    """On the devices of the mesh, compiled with the options of the finished run."""
+    monkeypatch.setattr("mstrain.program.program.compiler_options", lambda chip, algorithm: QUICK)
+    monkeypatch.setattr("mstrain.mesh.fit_to_devices", lambda shape, devices: shape)
+
+
+def test_a_loop_of_ones_own_has_the_losses_of_the_run(finished, as_the_run):
+    cache = f"data.cache_dir={finished.config.data.cache_dir}"
+    state, step, feed = mstrain.trainer(*ARGUMENTS, cache, "mesh=2x4", "parallel.slices=2", "steps=6")
+    seen = []
+    for k in range(4):
+        state, metrics = step(state, np.asarray(feed(k).tokens)[0] if k == 2 else feed(k))
+        seen.append(float(metrics["loss"]))
+    assert seen == losses(Path(finished.config.run_dir))[:4] and int(state["step"]) == 4
+    for tokens, message in ((np.zeros((8, 16)), "batch x"), (np.full((16, 17), 61), "vocabulary of 61")):
+        with pytest.raises(ValueError, match=message):
+            step(state, tokens)
+
+
+def test_a_loop_continues_from_the_newest_checkpoint_of_a_run(finished, as_the_run):
+    directory = Path(finished.config.run_dir)
+    before = sorted(directory.rglob("*"))
+    state, _, _ = mstrain.trainer(f"run_dir={directory}", "mesh=2x4")
+    assert sorted(directory.rglob("*")) == before
+    _, params = mstrain.load(directory, "mesh=2x4")
+    jax.tree.map(np.testing.assert_array_equal, params, state["params"])
+    assert int(state["step"]) == 6
+    with pytest.raises(ValueError, match="no run has saved"):
+        mstrain.trainer(f"run_dir={directory / 'nowhere'}")

@@ -1,28 +1,44 @@
-"""A sample is drawn from the distribution that the loss trains."""
+"""Samples: from the distribution that the loss trains, the same in any batch, and ended where they should."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from mstrain.data.text_stream import TextStream
+from mstrain.data.tokenizers import ByteTokenizer
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import canonical_plan
 from mstrain.models.transformer import Transformer
-from mstrain.program.inference import sampling_program
+from mstrain.program.inference import Draw
+from mstrain.training.generate import Generator, Request
 
 SEQ = 32
 CAPPED = ModelConfig(layers=1, width=16, heads=2, vocab_size=64, context=SEQ, logit_soft_cap=1e-3)
 
 
-def made(model=CAPPED):
-    """A module with large weights, so that its raw logits are far apart."""
-    module = Transformer(model, canonical_plan(model), SEQ)
+@pytest.fixture(scope="module")
+def made():
+    """A module with large weights, so that its raw logits are far apart, and its parameters."""
+    module = Transformer(CAPPED, canonical_plan(CAPPED), SEQ)
+    params = module.init(jax.random.key(0), jnp.arange(SEQ, dtype=jnp.int32))["params"]
+    params = jax.tree.map(lambda x: 50 * x.value, params, is_leaf=lambda x: hasattr(x, "value"))
+    return module, params
+
+
+@pytest.fixture(scope="module")
+def generator(made):
+    module, params = made
+    return Generator(module, params, ByteTokenizer())
+
+
+def prompts(*lengths):
+    return [np.arange(1, length + 1, dtype=np.int32) for length in lengths]
+
+
+def test_the_logits_of_a_sample_are_those_of_the_loss(made):
+    module, params = made
     tokens = jnp.arange(SEQ, dtype=jnp.int32)
-    params = module.init(jax.random.key(0), tokens)["params"]
-    return module, jax.tree.map(lambda x: 50 * x, params), tokens
-
-
-def test_the_logits_of_a_sample_are_those_of_the_loss():
-    module, params, tokens = made()
     targets = jnp.roll(tokens, 1)
     logits = module.apply({"params": params}, tokens)
     loss = module.apply({"params": params}, tokens, targets, method="loss")
@@ -31,10 +47,49 @@ def test_the_logits_of_a_sample_are_those_of_the_loss():
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 
-def test_a_soft_cap_flattens_what_is_sampled():
-    module, params, tokens = made()
-    uncapped = module.apply({"params": params}, tokens, method="raw_logits")
+def test_a_soft_cap_flattens_what_is_sampled_and_a_batch_changes_no_sample(made, generator):
+    module, params = made
+    uncapped = module.apply({"params": params}, jnp.arange(SEQ, dtype=jnp.int32), method="raw_logits")
     assert float(jnp.ptp(uncapped)) > 10  # without the cap one token has it all
-    generate = sampling_program(module, 1, 1, SEQ, temperature=1.0).function
-    drawn = jax.jit(generate)(params, jnp.zeros((1, SEQ), jnp.int32), 0)
-    assert len(np.unique(drawn)) > SEQ / 2
+    request = Request(28, Draw(1.0), seed=3)
+    both = [stream.ids for stream in generator(prompts(1, 4), request)]
+    assert all(len(set(ids)) > 14 for ids in both) and both[0] != both[1]
+    assert [generator([prompt], request, first=i)[0].ids for i, prompt in enumerate(prompts(1, 4))] == both
+
+
+def test_learned_positions_end(generator):
+    assert len(generator(prompts(4), Request(29, Draw(1.0)))[0].ids) == 29  # positions 0 to 31
+    with pytest.raises(ValueError, match=r"4 tokens and tokens=30 .* has learned 32. Type tokens=29 or less"):
+        generator(prompts(4), Request(30))
+
+
+@pytest.mark.parametrize("draw, possible", [
+    (Draw(0), {3}), (Draw(0.01), {3}), (Draw(1, top_k=1), {3}), (Draw(1, top_k=2), {2, 3}),
+    (Draw(1, top_p=0.6), {3}), (Draw(1, top_p=0.7), {2, 3}), (Draw(1, 3, 0.99), {1, 2, 3}), (Draw(1), {0, 1, 2, 3}),
+])  # fmt: skip
+def test_which_tokens_may_be_drawn(draw, possible):
+    logits = jnp.log(jnp.array([[0.04, 0.08, 0.24, 0.64]]))
+    keys = jax.random.split(jax.random.key(0), 400)
+    drawn = draw(jnp.tile(logits, (400, 1)), keys)
+    assert set(np.asarray(drawn).tolist()) == possible
+    if draw == Draw(1):
+        np.testing.assert_allclose(np.bincount(drawn) / 400, jnp.exp(logits[0]), atol=0.08)
+
+
+@pytest.mark.parametrize("stop, text, end", [
+    ((), "né 日本!", "eos"), (("日",), "né ", "stop"), (("!!", "本"), "né 日", "stop"), (("!x",), "né 日本!", "eos"),
+])  # fmt: skip
+def test_text_appears_in_whole_characters_and_without_what_stops_it(stop, text, end):
+    stream, pieces = TextStream(ByteTokenizer(), np.array([104, 105]), stop), []
+    for token in [*"né 日本!".encode(), 255]:
+        if stream.end is None:
+            pieces.append(stream.add(token))
+    assert "".join(pieces) == stream.text == text and stream.end == end
+    assert "\ufffd" not in text and ("!" not in pieces[:-1] if stop == ("!x",) else True)
+
+
+def test_wrong_requests_name_the_fix():
+    with pytest.raises(ValueError, match="Type top_p=1"):
+        Draw(1, top_p=0)
+    with pytest.raises(ValueError, match="Type tokens=1"):
+        Request(0)

@@ -93,7 +93,7 @@ def config_of(model: ModelConfig, family: Family) -> dict[str, Any] | None:
 
 
 def family_for(model: ModelConfig) -> tuple[Family, dict[str, Any]]:
-    """The first family that has `model`, and its config.json. Raises ValueError if there is none."""
+    """The first family that has `model`, and its config.json. Raises ValueError if no family has."""
     for family in FAMILIES.values():
         if config := config_of(model, family):
             return family, config
@@ -128,7 +128,7 @@ def _same(name: str, a: Any, b: Any, model: ModelConfig) -> bool:
 
 def _family_of(config: Any) -> Family:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ValueError("there is no model_type")
+        raise ValueError("model_type is missing")
     name = config["model_type"]
     if name not in FAMILIES:
         near = difflib.get_close_matches(name, FAMILIES, 1)

@@ -71,14 +71,15 @@ def lower(least, before, ms):
 
 
 @numba.njit(cache=True)
-def child_costs(stage_ms, end_ms, flights, offsets, fits, total, slowest, finish, tail, flight, steady):
+def child_costs(tables, box, tail, flight, steady):
     """Least ms, without batch generation, of the plans in which a choice runs the layers [begin, tail's).
 
-    (begin, C), infinite where the stage is not allowed. Tables as in `least_totals`, but `flights` (L + 1,
-    L + 1, C) are the microbatches that fit in memory, `offsets` (C,) and `fits` (S, C) of choices; `total`,
-    `slowest` and `finish` are of the box. `tail` is its first layer, the devices it leaves, and its slowest
-    stage, sum and end; `flight` the microbatches in flight, `steady` the weight of the slowest stage.
+    (begin, C), infinite where the stage is not allowed. `tables` are `stage_ms` and `end_ms` as in `least_totals`,
+    `flights` (L + 1, L + 1, C), the microbatches that fit in memory, `offsets` (C,) and `fits` (S, C) of choices; `box`
+    is its total, and the ranges of its slowest stage and finish. `tail` is its first layer, the devices it leaves, and
+    its slowest stage, sum and end; `flight` the microbatches in flight, `steady` the weight of the slowest stage.
     """
+    (stage_ms, end_ms, flights, offsets, fits), (total, slowest, finish) = tables, box
     end, state, tail_slowest, tail_total, tail_finish = tail
     costs = np.full((end, len(offsets)), np.inf)
     for begin in range(end):

@@ -6,7 +6,7 @@ One iteration of B microbatches takes
     generator
 
 milliseconds, the time of a synchronous pipeline (1F1B or GPipe) whose stages all run every microbatch.
-The time of a stage is that of its slowest type: layers, tensor collectives that the profiles lack, on the
+The time of a stage is that of its slowest type: layers, tensor collectives that are not in the profiles, on the
 last stage the profiled time of no layer; and, but for the first stage, receiving the activation and
 returning its gradient. Rings move 2 (n - 1) / n of their bytes, within a node at the intra-node and
 between nodes at the inter-node bandwidth (one link per node). Stage boundaries use the slowest inter-node
@@ -182,7 +182,7 @@ def stage_tables(model: Model, stages: list[Stage], fewest: int) -> tuple[np.nda
 
 @numba.njit(cache=True)
 def fill_tables(compute_ms, terms, fixed, prefixes, fewest):
-    """The arrays of `stage_tables`; `compute_ms` is (L + 1, K, stages), a prefix, zero for kinds that a stage lacks."""
+    """The arrays of `stage_tables`; `compute_ms` is (L + 1, K, stages), a prefix, zero for absent kinds."""
     tensor_ms, sync_ms, samples, memory = terms
     boundary_ms, per_byte_ms, latency_ms, state = fixed
     parameter_bytes, activation_bytes, middle = prefixes

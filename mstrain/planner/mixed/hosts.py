@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from mstrain.fields import Fields
 from mstrain.json_files import read_json, read_text
 
 CLUSTER_FIELDS = ("instance_type", "inter_bandwidth", "intra_bandwidth", "memory")
@@ -73,25 +74,15 @@ def read_hosts(hostfile: str | Path, clusterfile: str | Path) -> Hosts:
 
 def read_clusterfile(path: str | Path) -> dict[str, tuple]:
     """The values of CLUSTER_FIELDS by address, checked."""
-    entries = read_json(path, "cluster file")
-    if not isinstance(entries, dict) or not entries:
+    document = read_json(path, "cluster file")
+    if not isinstance(document, dict) or not document:
         raise ValueError(f"{path}: expected an object from address to {', '.join(CLUSTER_FIELDS)}")
-    for address, entry in entries.items():
-        where = f"{path}: entry {address}"
-        missing = [field for field in CLUSTER_FIELDS if not isinstance(entry, dict) or field not in entry]
-        if missing:
-            raise ValueError(f"{where} lacks {', '.join(missing)}; add it")
-        if not isinstance(entry["instance_type"], str) or not entry["instance_type"]:
-            raise ValueError(f'{where}: instance_type must be a name such as "A100"')
-        for field in CLUSTER_FIELDS[1:]:
-            value, unit = entry[field], "GB per device" if field == "memory" else "GB/s"
-            if not is_number(value) or value == 0:
-                raise ValueError(f"{where}: {field} is {value!r}; write a positive number of {unit}")
-            if field != "memory" and value > 1e6:
-                raise ValueError(f"{where}: {field} {value:g} looks like bytes/s; write GB/s")
-    return {address: tuple(entry[field] for field in CLUSTER_FIELDS) for address, entry in entries.items()}
+    return {address: _entry(Fields(f"{path}: entry {address}", "", entry)) for address, entry in document.items()}
 
 
-def is_number(value) -> bool:
-    """Whether it is a finite number of 0 or more."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+def _entry(fields: Fields) -> tuple:
+    name, (inter, intra, memory) = CLUSTER_FIELDS[0], CLUSTER_FIELDS[1:]
+    speeds = [fields.number(field, unit="GB/s") or 0.0 for field in (inter, intra)]
+    if max(speeds) > 1e6:
+        raise fields.error("bandwidth", f"{max(speeds):g} looks like bytes/s; write GB/s.")
+    return fields.text(name), *speeds, fields.number(memory, unit="GB per device")

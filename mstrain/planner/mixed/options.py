@@ -62,9 +62,9 @@ class PlanOptions:
         at_least("", self, num_layers=2, **dict.fromkeys(NOT_NEGATIVE, 0))
         one_of("schedule", self.schedule, SCHEDULES)
         if not 0 <= self.memory_margin < 1:
-            raise ValueError(f"memory_margin={self.memory_margin}: give a part from 0 to below 1, e.g. 0.1")
+            raise ValueError(f"memory_margin={self.memory_margin} is not a part of a memory. Type memory_margin=0.1.")
         if not self.max_seconds > 0:
-            raise ValueError("the budget is empty: give max_seconds > 0")
+            raise ValueError(f"max_seconds={self.max_seconds} leaves no time. Type max_seconds=60.")
 
     @property
     def message_bytes(self) -> int:

@@ -4,6 +4,7 @@ A profile is a file `DeviceType.<TYPE>_tp<T>_bs<S>.json`. Times are milliseconds
 one microbatch of S samples; memory is in MB, parameters in bytes, all per layer.
 """
 
+import functools
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from mstrain.fields import Fields
 from mstrain.json_files import read_json
-from mstrain.planner.mixed.hosts import is_number
 
 FILE_NAME = re.compile(r"DeviceType\.([^_]+)_tp(\d+)_bs(\d+)\.json")
 Key = tuple[str, int, int]  # device type, tensor parallel degree, samples per microbatch
@@ -88,24 +89,14 @@ def read_profiles(folder: str | Path, device_types: Collection[str] | None = Non
 
 
 def _read_profile(path: Path, key: Key) -> Profile:
-    document = read_json(path, "profile")
-    lists = {name: _field(path, document, where, many=True) for name, where in PER_LAYER.items()}
-    if min(lists["layer_ms"]) <= 0:
+    document = Fields(str(path), "", read_json(path, "profile"))
+    values: dict[str, Any] = {}
+    for name, (*objects, last) in (PER_LAYER | SINGLE).items():
+        fields = functools.reduce(Fields.object, objects, document)
+        values[name] = fields.numbers(last) if name in PER_LAYER else fields.amount(last)
+    if min(values["layer_ms"]) <= 0:
         raise ValueError(f"{path}: {'.'.join(PER_LAYER['layer_ms'])} has a time <= 0; profile it again")
-    return Profile(*key, **lists, **{name: _field(path, document, where) for name, where in SINGLE.items()})
-
-
-def _field(path: Path, document, where: Sequence[str], many: bool = False) -> Any:
-    value = document
-    for name in where:
-        if not isinstance(value, dict) or name not in value:
-            raise ValueError(f"{path}: field {'.'.join(where)} is missing; add it or profile again")
-        value = value[name]
-    numbers = value if many else [value]
-    if not isinstance(numbers, list) or not numbers or not all(map(is_number, numbers)):
-        wanted = "a list of numbers >= 0, one per layer" if many else "a number >= 0"
-        raise ValueError(f"{path}: field {'.'.join(where)} must be {wanted}")
-    return tuple(numbers) if many else value
+    return Profile(*key, **values)
 
 
 def check_layers(profiles: dict[Key, Profile], num_layers: int, names: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from mstrain.planner.tables import make_table
 
 
 def plans_table(result: OptimalResult) -> Table:
-    """The distinct plans, cheapest first, with the terms of their cost."""
+    """The distinct plans, fastest first, with the terms of their cost."""
     columns = ("", "ms", "steady", "fill", "end", "data", "stages", "batches", "bubble", "why")
     rows = (
         (
@@ -18,14 +18,14 @@ def plans_table(result: OptimalResult) -> Table:
             str(len(plan.stages)),
             f"{plan.microbatches}x{plan.microbatch}",
             f"{100 * plan.bubble:.0f} %",
-            why_dearer(plan, result.best),
+            why_slower(plan, result.best),
         )
         for rank, plan in enumerate(result.plans, 1)
     )
     return make_table("Plans, predicted from the profiles (ms per iteration)", columns, rows, ("why",))
 
 
-def why_dearer(plan: Plan, best: Plan) -> str:
+def why_slower(plan: Plan, best: Plan) -> str:
     """The term that grew most over the best plan's."""
     if plan is best:
         return "best"

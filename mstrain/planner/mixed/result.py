@@ -29,7 +29,7 @@ class StagePlan:
     samples: dict[str, int]  # per replica of the type and microbatch
     slowest_type: str
     type_ms: dict[str, float]  # per type: its layers, on the last stage the profiled time of no layer too
-    type_tensor_ms: dict[str, float]  # per type: tensor collectives that the profiles lack
+    type_tensor_ms: dict[str, float]  # per type: tensor collectives that are not in the profiles
     compute_ms: float  # this and what follows: of the slowest type
     tensor_ms: float
     sync_ms: float

@@ -140,7 +140,7 @@ class Search:
         self.push(bound, root.begin, self.divide, (root, bound))
 
     def divide(self, root: Label, bound: float) -> None:
-        """Cut off what is too dear, or halve the side that loosens the bound most, or search a narrow box."""
+        """Cuts off what is too expensive, or halves the side that loosens the bound most, or searches a narrow box."""
         box, steady = root.box, max(root.box.tables.microbatches - 1, 1e-12)
         spare = self.limit - bound
         sides = [(box.slowest, steady), (box.finish, 1.0)]
@@ -165,8 +165,8 @@ class Search:
         gpipe = self.model.options.schedule == "gpipe"
         flight = tables.microbatches if gpipe else min(tables.microbatches, label.stages + 1)
         costs = child_costs(
-            *(tables.stage_ms, tables.end_ms, tables.flights, tables.offsets, tables.fits),
-            *(box.total, box.slowest, box.finish),
+            (tables.stage_ms, tables.end_ms, tables.flights, tables.offsets, tables.fits),
+            (box.total, box.slowest, box.finish),
             (label.begin, label.state, label.slowest, label.total, label.finish),
             flight,
             tables.microbatches - 1.0,
@@ -259,7 +259,7 @@ class Search:
         return OptimalResult(options, plans, certificate)
 
     def why_nothing_fits(self) -> str:
-        """The plainest reason: no profile for one sample, or a layer that no choice of devices can hold."""
+        """The simplest reason: no profile for one sample, or a layer that no choice of devices can hold."""
         stages = usable_stages(self.model, self.space, 1)
         if not stages:
             return "no stage can be formed: no profiled tensor parallel degree divides the nodes; add tp=1"

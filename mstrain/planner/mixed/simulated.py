@@ -9,6 +9,7 @@ stages do not wait for each other with them.
 from collections import defaultdict
 from dataclasses import dataclass
 
+from mstrain.parallel.schedules import BACKWARD, FORWARD, schedule
 from mstrain.planner.clock import Clock
 from mstrain.planner.mixed.hosts import Hosts
 from mstrain.planner.mixed.options import PlanOptions
@@ -19,7 +20,6 @@ from mstrain.simulator.compared import Compared
 from mstrain.simulator.pipeline import PipelineStep
 from mstrain.simulator.placement import GROUP, SEND, Degrees, Placement
 from mstrain.simulator.program import OpSpec
-from mstrain.simulator.schedules import BACKWARD, FORWARD, schedule
 from mstrain.simulator.simulate import Simulation, simulate
 from mstrain.simulator.slots import RankOp
 
@@ -157,7 +157,7 @@ class MixedStep(PipelineStep):
         return nodes
 
     def _tensor_sums(self, ops, replica: Replica, stage: StagePlan, values: list[int], label) -> list[int]:
-        """The all-reduces of one pass that the profiles lack: inside nodes and between them."""
+        """The all-reduces of one pass that are not in the profiles: inside nodes and between them."""
         nodes, last = self._by_node(replica.devices).values(), self.options.num_layers - 1
         middle = sum(0 < layer < last for layer in range(stage.first_layer, stage.end_layer))
         message = (replica.end - replica.begin) * self.options.message_bytes
@@ -190,7 +190,7 @@ class MixedStep(PipelineStep):
         return ops
 
     def send(self, chunk: int, direction: int) -> list[RankOp]:
-        """The samples of every replica to those replicas of the next stage that continue with them."""
+        """Sends the samples of every replica to the replicas of the next stage that process them."""
         to, ops = chunk + (1 if direction == FORWARD else -1), []
         for r, mine in enumerate(self.replicas[chunk] if 0 <= to < self.chunks else ()):
             for q, other in enumerate(self.replicas[to]):

@@ -49,7 +49,7 @@ def interpolate(profiles: dict[Key, Profile], device_type: str, tp: int, largest
 
 
 def filled_in(profiles: dict[Key, Profile]) -> list[str]:
-    """One line for each type and degree that lacks batches which others have, and the times used instead."""
+    """One line for each type and degree without all profiled batches, and the times used instead."""
     every, lines = {batch for _, _, batch in profiles}, []
     for name, tp in sorted({key[:2] for key in profiles}):
         mine = {batch for other, degree, batch in profiles if (other, degree) == (name, tp)}

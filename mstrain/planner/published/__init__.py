@@ -1,1 +1,1 @@
-"""Published training runs: their files, what the cost model says of them, and both side by side."""
+"""Published training runs: reads their files, predicts them and compares."""

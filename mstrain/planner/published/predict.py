@@ -1,4 +1,4 @@
-"""What the cost model says of a published run, beside what was measured."""
+"""Predicts published runs with the cost model and compares with the measurements."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from mstrain.hardware import mfu
 from mstrain.models.flops import training_flops_per_token
 from mstrain.planner.clock import divisors
-from mstrain.planner.cost import Costed, cost_plan
-from mstrain.planner.plan import PodPlan, plan_products
+from mstrain.planner.cost import Costed, cost_step
+from mstrain.planner.plan import PodPlan
 from mstrain.planner.published.rows import PublishedRow
 
 MOST_CHUNKS = 256  # of a stage
-MOST_MICROBATCH = 64  # sequences; larger ones change nothing that the model knows
+MOST_MICROBATCH = 64  # sequences; larger ones do not change the prediction
 NEARLY = 1.02  # of the least memory
 
 
@@ -66,11 +66,7 @@ def predict(row: PublishedRow) -> Prediction:
 
     Where none fits by the model's own count of memory, those that need least are taken: the run did fit.
     """
-    costs = []
-    for plan in _choices(row):
-        products = plan_products(row.request, plan)
-        assert not isinstance(products, str), "a stated plan is checked when it is read"
-        costs.append(cost_plan(row.request, plan, products))
+    costs = [costed for plan in _choices(row) if (costed := cost_step(row.request, plan))]
     least = min(costed.fullest.total for costed in costs)
     held = [costed for costed in costs if costed.fits] or [c for c in costs if c.fullest.total <= NEARLY * least]
     return Prediction(row, min(held, key=lambda costed: costed.seconds))

@@ -62,7 +62,7 @@ def published_table(predictions: list[Prediction]) -> Table:
 
 
 def closing_line(predictions: list[Prediction]) -> str:
-    """The median and the largest error, and what the marks mean."""
+    """The median and the largest error, and a legend of the marks."""
     errors = {prediction.row.name: abs(prediction.ratio - 1) for prediction in predictions}
     worst = max(errors, key=lambda name: errors[name])
     outside = sum(error > AIM for error in errors.values())

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from mstrain.checks import one_of
+from mstrain.fields import Fields, kind
 from mstrain.hardware import Chip, all_chips, parse_target
 from mstrain.json_files import read_json
 from mstrain.models.config import ModelConfig
@@ -16,7 +17,6 @@ from mstrain.models.parallel import ParallelConfig
 from mstrain.planner.clusters import gpu_named, gpu_pod
 from mstrain.planner.execution import ExecutionStyle, infer_style, style_named
 from mstrain.planner.plan import PodPlan
-from mstrain.planner.published.fields import Fields, kind
 from mstrain.planner.remat import parse_remat
 from mstrain.planner.request import SCHEDULES, SHARDS, PlanRequest
 from mstrain.planner.target import Pod, slices_of
@@ -25,7 +25,7 @@ ALGORITHMS = (
     "megatron", "megatron-1d-allreduce", "megatron-1d", "fsdp", "gspmd", "ddp", "zero", "tensor", "meshslice",
     "collective",
 )  # fmt: skip
-RING = ParallelConfig("megatron")  # whatever a row calls its tensor parallelism, it is one ring
+RING = ParallelConfig("megatron")  # tensor parallelism of other systems runs on one ring
 ZERO = {"zero1": "optimizer", "zero2": "gradients", "zero3": "parameters"}
 DTYPES = ("bf16", "f32")
 ALIKE = {"fp16": "bf16", "float16": "bf16", "bfloat16": "bf16", "fp32": "f32", "float32": "f32"}  # of one peak

@@ -33,7 +33,7 @@ def random_events(draw, one_ordered_lane: bool):
         lanes,
         inputs,
         np.array(seconds, float),
-        (*held, durations, *Ragged.of(inputs), *outputs, LANES, count),
+        (held, durations, Ragged.of(inputs), outputs, LANES, count),
     )
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstrain.simulator.schedules import BACKWARD, FORWARD, SCHEDULES
+from mstrain.parallel.schedules import BACKWARD, FORWARD, SCHEDULES
 from research.distir.schedules import alternating, bubble_fraction, schedule
 
 

@@ -55,8 +55,8 @@ def test_host_file_takes_both_spellings_blank_lines_and_any_count(tmp_path):
         (("V100", -1, 50, 16), "inter_bandwidth is -1; write a positive number of GB/s"),
         (("V100", 10, "50", 16), "intra_bandwidth is '50'"),
         (("V100", 10, 5e10, 16), "looks like bytes/s; write GB/s"),
-        ((7, 10, 50, 16), "instance_type must be a name"),
-        (("V100", 10, 50), "entry 0.0.0.1 lacks memory"),
+        ((7, 10, 50, 16), "instance_type is 7; write a text"),
+        (("V100", 10, 50), "entry 0.0.0.1: memory is missing"),
     ],
 )
 def test_cluster_file_entry(tmp_path, entry, says):
@@ -97,11 +97,11 @@ def spoil(profiles, change):
     "change, says",
     [
         (lambda d: d["execution_time"].pop("optimizer_time_ms"), "execution_time.optimizer_time_ms is missing"),
-        (lambda d: d.pop("model"), "parameters_per_layer_bytes is missing"),
-        (lambda d: d["execution_time"].update(layer_compute_total_ms=[]), "must be a list of numbers"),
+        (lambda d: d.pop("model"), "model is missing"),
+        (lambda d: d["execution_time"].update(layer_compute_total_ms=[]), "is a list; write a list of numbers"),
         (lambda d: d["execution_time"].update(layer_compute_total_ms=[0.0] * 10), "has a time <= 0"),
         (lambda d: d["execution_time"].update(layer_compute_total_ms=[1.0] * 9), "has 9 layers, the model"),
-        (lambda d: d["execution_time"].update(optimizer_time_ms="fast"), "must be a number >= 0"),
+        (lambda d: d["execution_time"].update(optimizer_time_ms="fast"), "is 'fast'; write a number of 0 or more"),
     ],
 )
 def test_profile_fields(files, change, says):
@@ -157,7 +157,7 @@ def test_slots_the_reference_misreads_are_refused(files, lines, says):
     [
         ({"gbs": 0}, "gbs=0 is too small"),
         ({"num_layers": 1}, "num_layers=1 is too small"),
-        ({"max_seconds": 0.0}, "the budget is empty"),
+        ({"max_seconds": 0.0}, "max_seconds=0.0 leaves no time"),
         ({"device_order": ("A100",)}, "name each type of the host file once"),
         ({"reference_profile": "DeviceType.A100_tp3_bs1.json"}, "no such profile; choose one of the folder"),
     ],

@@ -110,6 +110,14 @@ def test_groups_are_all_sums_of_large_enough_powers_of_two(num_devices):
         assert len(groups) == len(expected) and set(groups) == expected
 
 
+def test_without_a_least_share_every_sum_is_tried_until_the_budget_ends(inputs):
+    groups = list(device_groups(8, 3, variance=0, max_permute_len=99))
+    expected = {sizes for sizes in product([1, 2, 4, 8], repeat=3) if sum(sizes) == 8}
+    assert len(groups) == len(expected) and set(groups) == expected
+    result = run_metis(*inputs(10, 16), replace(OPTIONS, min_group_scale_variance=0, max_plans=1000))
+    assert result.exhausted and result.inter_stage_plans == 1000 and result.ranking
+
+
 def test_groups_of_a_large_odd_cluster_come_without_delay():
     assert len(list(islice(device_groups(4097, 90, 1, 8), 100))) == 0  # every size allowed is even
     assert len(list(islice(device_groups(1024, 120, 1, 200), 100))) == 100

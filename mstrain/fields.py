@@ -1,19 +1,22 @@
-"""Typed fields of a row; every message names the row and the key."""
+"""Typed fields of the JSON objects that people hand in; every message names the object and the key."""
 
-import math
 from collections.abc import Mapping
+from typing import TypeGuard
 
 MISSING = object()
 LARGEST = 10**12
 
 
 class Fields:
-    """One object of a row. `where` names it in messages, such as `row 3 (megatron 1.7B)` and `plan`."""
+    """One object. `where` and `path` name it in messages, such as `row 3 (megatron 1.7B)` and `plan`.
+
+    Methods raise ValueError for a value of another kind, and for a missing one without a default.
+    """
 
     def __init__(self, where: str, path: str, values):
         self.where, self.path = where, path
         if not isinstance(values, Mapping):
-            raise ValueError(f"{where}: {path or 'the row'} is {kind(values)}; write an object.")
+            raise ValueError(f"{where}: {path or 'it'} is {kind(values)}; write an object.")
         self.values = values
 
     def error(self, key: str, problem: str) -> ValueError:
@@ -50,15 +53,33 @@ class Fields:
             raise self.error(key, f"is {kind(value)}; write a whole number of 1 or more.")
         return value
 
-    def number(self, key: str, default=MISSING) -> float | None:
+    def number(self, key: str, default=MISSING, unit: str = "") -> float | None:
+        """A positive number; None where the default is None."""
         value = self._get(key, default)
-        if value is None:
+        if value is None and default is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, f"is {kind(value)}; write a positive number.")
-        if not (0 < value <= 1e300 and math.isfinite(value)):
-            raise self.error(key, f"is {kind(value)}; write a positive number.")
+        if not is_number(value) or value == 0:
+            raise self.error(key, f"is {kind(value)}; write a positive number{unit and f' of {unit}'}.")
         return float(value)
+
+    def amount(self, key: str) -> float:
+        """A number of 0 or more."""
+        value = self._get(key, MISSING)
+        if not is_number(value):
+            raise self.error(key, f"is {kind(value)}; write a number of 0 or more.")
+        return float(value)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of numbers of 0 or more."""
+        values = self._get(key, MISSING)
+        if not isinstance(values, list) or not values or not all(map(is_number, values)):
+            raise self.error(key, f"is {kind(values)}; write a list of numbers of 0 or more.")
+        return tuple(values)
+
+
+def is_number(value) -> TypeGuard[float]:
+    """Whether it is a finite number of 0 or more."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e300
 
 
 def kind(value) -> str:

@@ -1,0 +1,48 @@
+"""What a training loop of one's own needs: state, compiled step and batches (`mstrain.trainer`)."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from mstrain.commands.recorded import run_config
+from mstrain.commands.train import load_config
+from mstrain.data import Batch
+from mstrain.training.feed import Feed
+from mstrain.training.prepare import prepare
+from mstrain.training.resume import new_state, newest_state
+
+
+class Trainer(NamedTuple):
+    """The three parts of a training loop.
+
+    Attributes:
+      state: {"step", "params", "optimizer"}, on the mesh.
+      step: `step(state, batch) -> (state, metrics)`.
+      feed: `feed(k)`, the batch of step k + 1.
+    """
+
+    state: dict[str, Any]
+    step: Callable[[dict[str, Any], Any], tuple[dict[str, Any], dict[str, jax.Array]]]
+    feed: Feed
+
+
+def make_trainer(keys: list[str]) -> Trainer:
+    """The trainer of `mstrain.trainer`, whose documentation has the arguments."""
+    given = {key: value for key, _, value in (argument.partition("=") for argument in keys)}
+    with tempfile.TemporaryDirectory() as folder:
+        recorded = given.get("run_dir")
+        if recorded is None:
+            config = load_config([*keys, f"run_dir={Path(folder) / 'run'}"])
+        else:
+            config = run_config(recorded, [key for key in keys if not key.startswith("run_dir=")])
+        run = prepare(config)
+        state = new_state(run) if recorded is None else newest_state(run)
+    compiled, feed, vocab_size = run.compiled_step, run.feed, run.module.model.known_vocab_size
+
+    def step(state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        return compiled(state, batch if isinstance(batch, Batch) else feed.place(batch, vocab_size))
+
+    return Trainer(state, step, feed)

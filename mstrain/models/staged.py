@@ -1,0 +1,139 @@
+"""The layers of all stages of a pipeline, computed side by side: one `vmap` over the stages.
+
+Activations are x_PxTxD: the microbatches that the P stages compute at one time, sharded over mesh axis `stage`. Every
+stage runs the same program on its own rows of parameters, so any algorithm of tensor parallelism works within a stage.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mstrain.gemm.local import axis_index, ppermute
+from mstrain.layers.rotary import GLOBAL
+from mstrain.models.config import ModelConfig
+from mstrain.models.plan import BlockPlan, ModelPlan
+from mstrain.models.prefetch import join, split
+from mstrain.models.stages import AXIS, Stages
+
+
+@dataclasses.dataclass(frozen=True)
+class StageLayers:
+    """The layers of a pipeline: `block(x_TxD, window, segments_T)` is one layer without parent.
+
+    Parameters are stacks of rows [P x V x L, ...] as `Stages.rows`: P stages of V chunks of L rows.
+    """
+
+    block: nn.Module
+    model: ModelConfig
+    plan: ModelPlan
+    trees: dict[str, Any] = dataclasses.field(default_factory=dict)  # of what a layer saves; `forward` is traced first
+
+    @property
+    def stages(self) -> Stages:
+        stages = self.plan.stages
+        assert stages
+        return stages
+
+    @property
+    def spec(self) -> P:
+        """Of x_PxTxD."""
+        block: BlockPlan = self.plan.groups[0][0]
+        return P(AXIS, *block.attention.residual.spec)
+
+    def constrain(self, x_PxTxD):
+        return lax.with_sharding_constraint(x_PxTxD, NamedSharding(self.plan.mesh, self.spec))
+
+    def split_rows(self, stack):
+        """[P x V x L, ...] as [P, V, L, ...]."""
+        stages = self.stages
+        return jax.tree.map(lambda x: x.reshape(stages.count, stages.chunks, stages.deepest, *x.shape[1:]), stack)
+
+    def forward(self, rows, x_PxTxD, segments_PxT, chunk_P):
+        """(y_PxTxD, what `backward` needs) of chunk `chunk_P` of every stage; `rows` are from `split_rows`."""
+
+        def advance(segments, x, row):
+            weights, known = row[0], (row, segments)
+            y, pullback = jax.vjp(lambda weights, x: self._apply((weights, *row[1:]), x, segments), weights, x)
+            saved, self.trees["pullback"] = split(pullback, known)
+            return y, saved
+
+        return self._scan(advance, rows, x_PxTxD, segments_PxT, chunk_P)
+
+    def backward(self, rows, saved, dy_PxTxD, segments_PxT, chunk_P):
+        """(dx_PxTxD, gradients of the rows of chunk `chunk_P` [P, L, ...]) from what `forward` saved."""
+
+        def advance(segments, dy, row):
+            *row, saved = row
+            dw, dx = join(self.trees["pullback"], saved, (tuple(row), segments))(dy)
+            return dx, dw
+
+        return self._scan(advance, rows, dy_PxTxD, segments_PxT, chunk_P, saved)
+
+    def one_by_one(self, stack, x_TxD, segments_T):
+        """x_TxD after all layers, chunk by chunk: every stage computes every time, and one of the results counts."""
+        stages, rows = self.stages, self.split_rows(stack)
+        segments = None if segments_T is None else jnp.broadcast_to(segments_T, (stages.count, *segments_T.shape))
+
+        def advance(x_PxTxD, chunk):
+            y_PxTxD, _ = self._scan(
+                lambda segments, x, row: (self._apply(row, x, segments), None),
+                rows, x_PxTxD, segments, jnp.full(stages.count, chunk),
+            )  # fmt: skip
+            return self.shift(y_PxTxD, 1), None
+
+        x_PxTxD = self.constrain(jnp.broadcast_to(x_TxD, (stages.count, *x_TxD.shape)))
+        chunks = np.arange(len(stages.layers)) // stages.count
+        return self.of_stage(lax.scan(advance, x_PxTxD, chunks)[0], 0)
+
+    def shift(self, x_PxTxD, by: int):
+        """Sends the activations of every stage to the stage `by` later, in a ring."""
+        return self._local(lambda x: ppermute(x, (AXIS,), by), self.spec)(x_PxTxD)
+
+    def of_stage(self, x_PxTxD, stage: int):
+        """x_TxD of one stage, on all of them."""
+
+        def pick(x):
+            return lax.psum(jnp.where(axis_index((AXIS,)) == stage, x[0], 0), AXIS)
+
+        return self._local(pick, P(*self.spec[1:]))(x_PxTxD)
+
+    def _local(self, function: Callable, out_spec: P):
+        return jax.shard_map(function, mesh=self.plan.mesh, in_specs=self.spec, out_specs=out_spec, check_vma=False)
+
+    def _scan(self, advance, rows, x_PxTxD, segments_PxT, chunk_P, saved=None):
+        """Scans `advance(segments, x, row)` over the rows of one chunk of each stage, backward if they `saved`."""
+
+        def of_stage(rows, x, segments, chunk, saved):
+            rows = jax.tree.map(
+                lambda x: lax.dynamic_index_in_dim(x, chunk, keepdims=False) if x.shape[0] > 1 else x[0], rows
+            )
+            reverse = saved is not None
+            return lax.scan(
+                functools.partial(advance, segments), x, (*rows, saved) if reverse else rows, reverse=reverse
+            )
+
+        windows, real = self._windows()
+        mapped = jax.vmap(of_stage, spmd_axis_name=AXIS)
+        x_PxTxD, ys = mapped((rows, windows, real), self.constrain(x_PxTxD), segments_PxT, chunk_P, saved)
+        return self.constrain(x_PxTxD), ys
+
+    def _windows(self):
+        """The window of every row, int32 [P, V, L], and whether it is a layer and no padding."""
+        model, order = self.model, np.array(self.stages.rows)
+        of_layer = [model.window if local else GLOBAL for local in model.is_local]
+        windows = np.array([of_layer[max(layer, 0)] for layer in order], np.int32)
+        return self.split_rows((jnp.asarray(windows), jnp.asarray(order >= 0)))
+
+    def _apply(self, row, x_TxD, segments_T):
+        weights, window, real = row
+        y_TxD = self.block.apply({"params": weights}, x_TxD, window, segments_T)[0]
+        return y_TxD if min(self.stages.rows) >= 0 else jnp.where(real, y_TxD, x_TxD)

@@ -1,0 +1,221 @@
+"""The gradients of a pipelined step: one scan over the ticks of a schedule (`mstrain.parallel.schedules.ticks`).
+
+In a tick, all stages run a forward pass and then a backward pass of one of their chunks, each for the microbatch that
+the schedule gives it; what a stage without one computes is not used. What a forward pass saves for its backward pass is
+in one of as many slots as the schedule has microbatches in flight, or one more for what is not used. Activations are
+sent to the next stage beside the backward passes, gradients to the stage before beside the forward passes.
+
+The embedding and the output projection are outside of the stages: the tick in which the last stage has finished a
+microbatch also computes its loss and the gradient of its logits, on the devices of all stages.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mstrain.data import Batch
+from mstrain.gemm.copies import gathered_spec
+from mstrain.models.parameters import STACK, parameter_shardings
+from mstrain.models.transformer import Transformer
+from mstrain.parallel.schedules import BACKWARD, FORWARD, ticks
+
+
+@dataclasses.dataclass(frozen=True)
+class Ticks:
+    """What every stage does in every tick of a schedule.
+
+    Attributes:
+      active: whether a stage has a pass, bool [ticks, 2, P]; of the forward and the backward direction.
+      microbatch, chunk, slot: of this pass, int32 [ticks, 2, P]; chunk counts those of a stage, slot is the place of
+        what it saves.
+      slots: number of slots of every stage.
+    """
+
+    active: np.ndarray
+    microbatch: np.ndarray
+    chunk: np.ndarray
+    slot: np.ndarray
+    slots: int
+
+
+def table_of(name: str, stages: int, microbatches: int, chunks: int) -> Ticks:
+    """The ticks of the schedule called `name` with `chunks` in all, as arrays."""
+    schedule = ticks(name, stages, microbatches, chunks)
+    active, microbatch, chunk, slot = (np.zeros((len(schedule), 2, stages), np.int32) for _ in range(4))
+    held: list[dict[tuple, int]] = [{} for _ in range(stages)]  # slot by (chunk, microbatch)
+    arrived: dict[tuple, int] = {}  # tick by task
+    slots = 1
+    for t, tasks in enumerate(schedule):
+        for task in tasks:
+            at, key = (t, task.direction, task.stage), (task.chunk, task.microbatch)
+            before = (task.chunk + (1 if task.direction else -1), task.direction, task.microbatch)
+            assert arrived.get(before, t - 1) == t - 1, f"{task} does not follow its neighbor at once"
+            arrived[task[1:]] = t
+            if task.direction == FORWARD:
+                taken = held[task.stage].values()
+                held[task.stage][key] = next(n for n in range(len(taken) + 1) if n not in taken)
+                slots = max(slots, len(taken))
+            active[at], microbatch[at], chunk[at] = 1, task.microbatch, task.chunk // stages
+            slot[at] = held[task.stage][key]
+        for task in tasks:
+            if task.direction == BACKWARD:
+                del held[task.stage][task.chunk, task.microbatch]
+        for stage in range(stages):  # a forward pass that does not count saves where nothing is held
+            if not active[t, FORWARD, stage]:
+                taken = {*held[stage].values(), *slot[t, BACKWARD, stage : stage + 1]}
+                slot[t, FORWARD, stage] = next(n for n in range(len(taken) + 1) if n not in taken)
+    return Ticks(active.astype(bool), microbatch, chunk, slot, max(slots, slot.max() + 1))
+
+
+def pipelined_gradients(module: Transformer, params, batch: Batch, mean_loss):
+    """Sums over microbatches of the loss and of the gradients of `params`; batch [A, B, T + 1].
+
+    `mean_loss(losses_T, mask_BxT)` is the loss of a microbatch, from its losses per token.
+    """
+    return _Pipeline(module, params, batch, mean_loss).run()
+
+
+class _Pipeline:
+    """The ticks of one step, while it is traced."""
+
+    def __init__(self, module: Transformer, params, batch: Batch, mean_loss):
+        stages = module.plan.stages
+        assert stages
+        self.module, self.batch, self.mean_loss = module, batch, mean_loss
+        self.layers, self.last = module.stage_layers(), stages.count - 1
+        self.rows = self.layers.split_rows(params[STACK])
+        self.outer = {name: tree for name, tree in params.items() if name != STACK}
+        self.inputs = batch.tokens[:, :, :-1].reshape(len(batch.tokens), -1)
+        self.targets = batch.tokens[:, :, 1:].reshape(len(batch.tokens), -1)
+        segments = batch.segments
+        self.segments = None if segments is None else segments.reshape(len(segments), -1)
+        self.table = table_of(stages.schedule, stages.count, len(batch.tokens), len(stages.layers))
+        self.deepest_chunk = stages.chunks - 1
+
+    def run(self):
+        """The carry goes through runs of ticks with the same directions, each a scan."""
+        carry, begin = self._start(), 0
+        for kind, same in itertools.groupby(tuple(map(bool, both)) for both in np.any(self.table.active, axis=2)):
+            end = begin + len(list(same))
+            carry = self._run_of_ticks(carry, begin, end, *kind)
+            begin = end
+        rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), carry["rows"])
+        return carry["loss"], {**carry["outer"], STACK: rows}
+
+    def _start(self) -> dict[str, Any]:
+        x = jax.eval_shape(self._embed, self.outer, jnp.int32(0))
+        stages = self.last + 1
+        x_PxTxD = jnp.zeros((stages, *x.shape), x.dtype)
+        chunk = jnp.zeros(stages, jnp.int32)
+        _, saved = jax.eval_shape(self.layers.forward, self.rows, x_PxTxD, self._segments_of(chunk), chunk)
+        slots = self.table.slots
+        return {
+            "x": self.layers.constrain(x_PxTxD), "dx": self.layers.constrain(x_PxTxD),
+            "saved": jax.tree.map(lambda x: jnp.zeros((x.shape[0], slots, *x.shape[1:]), x.dtype), saved),
+            "dy": jnp.zeros((slots, *x.shape), x.dtype), "loss": jnp.zeros(()),
+            "rows": self._zero_gradients(), "outer": jax.tree.map(jnp.zeros_like, self.outer),
+        }  # fmt: skip
+
+    def _zero_gradients(self):
+        """Of the rows [P, V, L, ...]: sharded over data-parallel copies with shard=gradients only."""
+        scattered, mesh = self.module.plan.shard == "gradients", self.module.plan.mesh
+
+        def zeros(x, stored):
+            spec = stored.spec if scattered else gathered_spec(stored.spec)
+            return lax.with_sharding_constraint(
+                jnp.zeros_like(x), NamedSharding(mesh, P(spec[0], None, None, *spec[1:]))
+            )
+
+        return jax.tree.map(zeros, self.rows, parameter_shardings(self.module)[STACK])
+
+    def _run_of_ticks(self, carry, begin: int, end: int, forward: bool, backward: bool):
+        names = ("active", "microbatch", "chunk", "slot")
+        part = {name: getattr(self.table, name)[begin:end] for name in names}
+        ends = self._at_ends(part)
+        ever = {name: bool(flags.any()) for name, flags in ends.items()}
+
+        def tick(carry, step):
+            both, ends = step
+            of = [{name: x[direction] for name, x in both.items()} for direction in (FORWARD, BACKWARD)]
+            dy = self.layers.shift(carry["dx"], -1) if backward else None
+            if forward:
+                carry = self._forward(carry, of[FORWARD], ends, ever)
+            if backward:
+                carry = self._backward(carry, of[BACKWARD], ends, ever, dy)
+            return carry, None
+
+        return lax.scan(tick, carry, jax.tree.map(jnp.asarray, (part, ends)))[0]
+
+    def _at_ends(self, part) -> dict[str, np.ndarray]:
+        """By tick: whether a microbatch enters, reaches the loss, returns from it, leaves; bool [ticks]."""
+        first, last = (part["active"] & (part["chunk"] == chunk) for chunk in (0, self.deepest_chunk))
+        return {
+            "embeds": first[:, FORWARD, 0], "loses": last[:, FORWARD, self.last],
+            "returns": last[:, BACKWARD, self.last], "leaves": first[:, BACKWARD, 0],
+        }  # fmt: skip
+
+    def _embed(self, outer, microbatch):
+        segments = None if self.segments is None else self.segments[microbatch]
+        return self.module.apply({"params": outer}, self.inputs[microbatch], segments, method="embed")
+
+    def _loss(self, outer, x_TxD, microbatch):
+        losses = self.module.apply({"params": outer}, x_TxD, self.targets[microbatch], method="head_loss")
+        return self.mean_loss(losses, None if self.batch.mask is None else self.batch.mask[microbatch])
+
+    def _segments_of(self, microbatch_P):
+        """Segments of one microbatch for every stage."""
+        return None if self.segments is None else jax.vmap(self.module.in_order)(self.segments[microbatch_P])
+
+    def _forward(self, carry, of, ends, ever):
+        x = carry["x"]
+        if ever["embeds"]:
+            entering = lax.cond(
+                ends["embeds"], lambda: self._embed(self.outer, of["microbatch"][0]), lambda: jnp.zeros_like(x[0])
+            )
+            x = x.at[0].set(jnp.where(ends["embeds"], entering, x[0]))
+        y, saved = self.layers.forward(self.rows, x, self._segments_of(of["microbatch"]), of["chunk"])
+        store = jax.vmap(lambda ring, x, slot: lax.dynamic_update_index_in_dim(ring, x, slot, 0))
+        ring = jax.tree.map(lambda ring, x: store(ring, x, of["slot"]), carry["saved"], saved)
+        carry = {**carry, "x": self.layers.shift(y, 1), "saved": ring}
+        if not ever["loses"]:
+            return carry
+
+        def lose(loss, outer, dy):
+            x_TxD, microbatch = self.layers.of_stage(y, self.last), of["microbatch"][self.last]
+            value, (d_outer, dx) = jax.value_and_grad(self._loss, argnums=(0, 1))(self.outer, x_TxD, microbatch)
+            slot = of["slot"][self.last]
+            return loss + value, jax.tree.map(jnp.add, outer, d_outer), lax.dynamic_update_index_in_dim(dy, dx, slot, 0)
+
+        before = carry["loss"], carry["outer"], carry["dy"]
+        loss, outer, dy = lax.cond(ends["loses"], lose, lambda *same: same, *before)
+        return {**carry, "loss": loss, "outer": outer, "dy": dy}
+
+    def _backward(self, carry, of, ends, ever, dy):
+        if ever["returns"]:
+            returning = lax.dynamic_index_in_dim(carry["dy"], of["slot"][self.last], keepdims=False)
+            dy = dy.at[self.last].set(jnp.where(ends["returns"], returning, dy[self.last]))
+        load = jax.vmap(lambda ring, slot: lax.dynamic_index_in_dim(ring, slot, keepdims=False))
+        saved = jax.tree.map(lambda ring: load(ring, of["slot"]), carry["saved"])
+        dx, gradients = self.layers.backward(self.rows, saved, dy, self._segments_of(of["microbatch"]), of["chunk"])
+
+        def add(total, gradient, chunk, active):
+            own = lax.dynamic_index_in_dim(total, chunk, keepdims=False) if len(total) > 1 else total[0]
+            return lax.dynamic_update_index_in_dim(total, own + jnp.where(active, gradient, 0), chunk, 0)
+
+        rows = jax.tree.map(lambda x, g: jax.vmap(add)(x, g, of["chunk"], of["active"]), carry["rows"], gradients)
+        carry = {**carry, "dx": dx, "rows": rows}
+        if not ever["leaves"]:
+            return carry
+
+        def leave(outer):
+            _, pullback = jax.vjp(lambda outer: self._embed(outer, of["microbatch"][0]), self.outer)
+            return jax.tree.map(jnp.add, outer, pullback(self.layers.of_stage(dx, 0))[0])
+
+        return {**carry, "outer": lax.cond(ends["leaves"], leave, lambda outer: outer, carry["outer"])}

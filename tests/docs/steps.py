@@ -1,0 +1,66 @@
+"""The table of compiled steps of docs/benchmarks.md, from docs/data/steps.csv.
+
+python -m tests.docs.steps    prints it
+"""
+
+import csv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = ROOT / "docs" / "data" / "steps.csv"
+STEP = ("target", "model", "layers", "batch", "seq", "remat")  # columns that the rows of one step share
+NAMES = {"meshslice": "MeshSlice", "collective": "Collective", "wang": "Wang", "fsdp": "FSDP", "megatron": "Megatron",
+         "cannon": "Cannon", "summa": "SUMMA", "gspmd": "GSPMD"}  # fmt: skip
+WHOLE = {"gpt3_175b": "96", "megatron_nlg_530b": "105", "llama2_70b": "80", "llama3_70b": "80"}  # layers
+HEAD = "| step | algorithm, mesh | ms (low, high) | MFU | exposed ms | GiB | time over MeshSlice's (low, high) |"
+
+
+def read_steps() -> list[dict[str, str]]:
+    with STEPS.open() as file:
+        return list(csv.DictReader(file))
+
+
+def groups(rows: list[dict[str, str]]) -> dict[tuple, list[dict[str, str]]]:
+    """Rows by step, the fastest first, in the order of the file."""
+    found: dict[tuple, list] = {}
+    for row in rows:
+        found.setdefault(tuple(row[name] for name in STEP), []).append(row)
+    return {step: sorted(group, key=lambda row: float(row["ms"])) for step, group in found.items()}
+
+
+def name_of(row: dict[str, str]) -> str:
+    """`FSDP x TP, prefetched 64x1x4`, or `MeshSlice 4x8`."""
+    prefetched = row["algorithm"] == "megatron" and row["shard"] == "parameters"
+    return f"{'FSDP x TP, prefetched' if prefetched else NAMES[row['algorithm']]} {row['mesh']}"
+
+
+def step_name(step: tuple) -> str:
+    target, model, layers, batch, seq, remat = step
+    words = [model, *([f"layers={layers}"] if layers != WHOLE[model] else []), f"batch={batch}", f"seq={seq}"]
+    return f"`{target}`, `{' '.join([*words, *([f'remat={remat}'] if remat != 'none' else [])])}`"
+
+
+def line(row: dict[str, str], ours: dict[str, str], first: bool, step: tuple) -> str:
+    name, ms = name_of(row), f"{float(row['ms']):.0f}"
+    if first and row["algorithm"] == "meshslice":
+        name, ms = f"**MeshSlice** {row['mesh']}", f"**{ms}**"
+    low, high = (f"{float(row[key]):.0f}" for key in ("low_ms", "high_ms"))
+    more = [f"{100 * (float(row[key]) / float(ours[key]) - 1):+.1f}" for key in ("ms", "low_ms", "high_ms")]
+    over = "" if row is ours else f"{more[0]} % ({more[1]}, {more[2]})"
+    cells = (f"{ms} ({low}, {high})", f"{float(row['mfu_percent']):.1f} %", f"{float(row['exposed_ms']):.0f}",
+             row["memory_gib"], over)  # fmt: skip
+    return f"| {step_name(step) if first else ''} | {name} | {' | '.join(cells)} |"
+
+
+def table() -> str:
+    """Every step of the file with a row of MeshSlice; the others are published runs, which have their own table."""
+    lines = [HEAD, "|---|---|---|---|---|---|---|"]
+    for step, group in groups(read_steps()).items():
+        ours = next((row for row in group if row["algorithm"] == "meshslice"), None)
+        if ours:
+            lines += [line(row, ours, row is group[0], step) for row in group]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
