@@ -9,7 +9,7 @@ import jax
 
 from mstrain.commands.recorded import run_config
 from mstrain.commands.train import load_config
-from mstrain.data import Batch
+from mstrain.data import Batch, TrainBatches
 from mstrain.training.feed import Feed
 from mstrain.training.prepare import prepare
 from mstrain.training.resume import new_state, newest_state
@@ -26,7 +26,7 @@ class Trainer(NamedTuple):
 
     state: dict[str, Any]
     step: Callable[[dict[str, Any], Any], tuple[dict[str, Any], dict[str, jax.Array]]]
-    feed: Feed
+    feed: Feed[TrainBatches]
 
 
 def make_trainer(keys: list[str]) -> Trainer:

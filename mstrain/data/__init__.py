@@ -15,8 +15,10 @@ from mstrain.data.token_file import TokenFile
 from mstrain.data.unigram import unigram_bits_per_byte, unigram_nats_per_token
 from mstrain.data.writing import Progress
 
-AnyBatches = Batches | MixedBatches | StreamedBatches | InOrder
-"""Batches of one token file, of several with weights, of a window of a larger corpus, or of a whole file in order."""
+TrainBatches = Batches | MixedBatches | StreamedBatches
+"""Shuffled batches of one token file, of several with weights, or of a window of a larger corpus."""
+AnyBatches = TrainBatches | InOrder
+"""Batches to train on, or all rows of a file in order."""
 
 __all__ = [
     "CONCATENATED",
@@ -29,6 +31,7 @@ __all__ = [
     "DataConfig",
     "Progress",
     "TokenFile",
+    "TrainBatches",
     "prepare",
     "unigram_bits_per_byte",
     "unigram_nats_per_token",

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from mstrain.checks import at_least
-from mstrain.data import TokenFile, unigram_nats_per_token
+from mstrain.data import TokenFile, TrainBatches, unigram_nats_per_token
 from mstrain.models.transformer import Transformer
 from mstrain.program.inference import loss_program
 from mstrain.program.step import State
@@ -32,7 +32,12 @@ class Evaluator:
     """A hook that evaluates the model. The last result is in `nats` and `bits_per_byte`."""
 
     def __init__(
-        self, config: EvalConfig, module: Transformer, file: TokenFile, feed: Feed, reporter: Reporter | None = None
+        self,
+        config: EvalConfig,
+        module: Transformer,
+        file: TokenFile,
+        feed: Feed[TrainBatches],
+        reporter: Reporter | None = None,
     ):
         self._feed = feed
         self.batches = min(config.batches, feed.batches.batches_per_epoch)

@@ -1,5 +1,7 @@
 """Loads batches onto devices. Each process reads only the rows that its own devices need."""
 
+from typing import Generic, TypeVar
+
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -7,11 +9,13 @@ from jax.sharding import Mesh
 from mstrain.data import AnyBatches, Batch
 from mstrain.program.step import abstract_batch
 
+Batches = TypeVar("Batches", bound=AnyBatches)
 
-class Feed:
+
+class Feed(Generic[Batches]):
     """Returns the Batch (tokens [A, B, T + 1]: A microbatches of B sequences) of any step from 0 on."""
 
-    def __init__(self, batches: AnyBatches, mesh: Mesh, accumulate: int):
+    def __init__(self, batches: Batches, mesh: Mesh, accumulate: int):
         self.batches = batches
         self.abstract = abstract_batch(mesh, batches.batch_size, batches.seq, accumulate, batches.parts)
         self._numbers = np.arange(batches.batch_size).reshape(accumulate, -1)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from rich.console import Console
 
-from mstrain.data import Corpus
+from mstrain.data import Corpus, TrainBatches
 from mstrain.hardware import Chip, mfu
 from mstrain.job.job import ALONE, Job
 from mstrain.models.flops import training_flops_per_token
@@ -28,8 +28,8 @@ class Run:
     corpus: Corpus
     module: Transformer
     optimizer: optax.GradientTransformation
-    feed: Feed
-    validation_feed: Feed
+    feed: Feed[TrainBatches]
+    validation_feed: Feed[TrainBatches]
     chip: Chip | None
     console: Console
     job: Job = ALONE

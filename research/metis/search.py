@@ -117,8 +117,8 @@ def search(result: MetisResult, cluster: Hosts, tables: Tables) -> float:
                     tables, layout, groups, num_stage, batch_counts, options.use_strat, (at, left, most), found
                 )
                 result.inter_stage_plans += at - before
-                result.count += steps
-                result.add(sequence, num_stage, groups, batch_counts, found, plans)
+                result.count += int(steps)
+                result.add(sequence, num_stage, groups, batch_counts, found, int(plans))
                 if found.missing[0] >= 0:
                     kind, tp, batch = found.missing.tolist()
                     batches = int(batch_counts[(at - 1) % len(batch_counts)])
