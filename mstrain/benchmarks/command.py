@@ -6,6 +6,7 @@ from rich.console import Console
 
 from mstrain.benchmarks.comparison import Comparison, run_comparison
 from mstrain.benchmarks.config import BenchmarkConfig, load
+from mstrain.benchmarks.pod import pod_table
 from mstrain.benchmarks.presets import PRESETS, PUBLISHED
 from mstrain.benchmarks.table import Row, to_table, write
 from mstrain.hardware import parse_target
@@ -44,6 +45,8 @@ def run(arguments: list[str]) -> int:
     if config.preset:
         report.rows.append(published(config))
     console.print(to_table(report))
+    if report.kind == "measured" and report.peak is None and (config.bench, config.algorithms) == ("step", "all"):
+        console.print(pod_table())
     console.print("Written:", *write(report, Path(config.run_dir)), soft_wrap=True)
     return 0 if any(row.seconds for row in report.rows) else 1
 

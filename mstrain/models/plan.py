@@ -38,7 +38,7 @@ from mstrain.models.stages import AXIS, PipelineConfig, Stages, make_stages
 from mstrain.models.token_order import TokenOrder
 
 LANES = 128  # of a TPU's vector registers; slices of the last dim in multiples of it need no relayout
-SLICES_WITHOUT_TUNING = 4  # without a known chip, auto takes the largest legal slice count up to this
+SLICES_WITHOUT_TUNING = 4  # on unknown accelerators, auto takes the largest legal slice count up to this
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,8 +154,8 @@ def make_plan(
     Args:
       microbatch: sequences per microbatch of the whole job.
       seq: tokens per sequence.
-      chip: the chip for which MeshSlice's automatic dataflows and slice counts are tuned; None takes the paper's rule
-        and few slices.
+      chip: the chip for which MeshSlice's automatic dataflows and slice counts are tuned; None takes the paper's rule,
+        and one slice on CPUs, few on other devices.
       constants: measured constants that replace those derived from the chip.
       shard: what data-parallel copies share, one of `mstrain.models.sharding.SHARD`.
       pipeline: schedule and division of the layers where `mesh` has several stages.
@@ -184,6 +184,11 @@ def _check_stages(algorithms: list[tuple[str, str]], shard: str) -> None:
             "shard=parameters gathers weights layer by layer, and a pipeline would gather them for every microbatch. "
             "Type shard=gradients or shard=optimizer, or a mesh= without stage."
         )
+
+
+def _overlaps_nothing(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether the devices are CPUs, whose collectives never run beside a product."""
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
 def chip_lowering(chip: Chip | None) -> LoweringOptions:
@@ -322,7 +327,8 @@ class _Planner:
     def _automatic_slices(self, legal: list[int], plan: Plan, in_dim: int, out_dim: int, what: str) -> int:
         """The tuner's slice count, or the largest smaller one whose slices are multiples of `LANES`."""
         if what not in self.tuned:
-            most = min([SLICES_WITHOUT_TUNING, *(choice.slices for choice in self.tuned.values())])
+            untuned = 1 if _overlaps_nothing(self.mesh) else SLICES_WITHOUT_TUNING
+            most = min([untuned, *(choice.slices for choice in self.tuned.values())])
             return max(s for s in legal if s <= most)
         fitting = [s for s in legal if s <= self.tuned[what].slices]
         sliced = {"os": in_dim, "ls": out_dim, "rs": 0}[plan.dataflow]  # tokens are cut between sequences

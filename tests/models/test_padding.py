@@ -110,3 +110,15 @@ def test_padding_is_described_and_refused_above_a_quarter():
     assert "heads 12 to 16 (25.0%)" in describe_plan(make(GPT, "1x8", ParallelConfig("megatron")).plan)
     with pytest.raises(ValueError, match=r"model.heads=5 .* 8 columns .* 38% .*\[1, 2\]"):
         make(ModelConfig(layers=1, width=20, heads=5, vocab_size=31), "1x8", ParallelConfig("megatron"))
+
+
+def test_automatic_slices_are_one_where_nothing_overlaps_and_more_where_something_may():
+    """CPU devices wait for every collective; a mesh without devices may stand for any accelerator."""
+    mesh, model = make_mesh(parse_mesh("2x4")), ModelConfig(layers=1, width=64, heads=8, vocab_size=64)
+    slices = {
+        at: {
+            plan.slices for block, _ in make_plan(ParallelConfig(), model, at, 8, SEQ).groups for plan in block.products
+        }
+        for at in (mesh, mesh.abstract_mesh)
+    }
+    assert slices[mesh] == {1} and max(slices[mesh.abstract_mesh]) > 1
