@@ -11,10 +11,8 @@ import numpy as np
 
 from mstrain.data.batch import Batch
 from mstrain.data.packing import Rows
-from mstrain.data.permutation import permute
+from mstrain.data.permutation import CHUNK, in_chunks, permute
 from mstrain.data.token_file import TokenFile
-
-_CHUNK = 4096  # samples whose rows are computed at once: the cost of numpy's calls is shared by many small batches
 
 
 class Batches:
@@ -62,16 +60,11 @@ class Batches:
 
     def samples(self, numbers: np.ndarray) -> Batch:
         """The samples of these numbers (int64, from 0)."""
-        chunks, places = np.divmod(numbers, _CHUNK)
-        windows = np.empty_like(numbers)
-        for chunk in set(chunks.tolist()):
-            here = chunks == chunk
-            windows[here] = self._chunk(chunk)[places[here]]
-        return self._rows.read(windows)
+        return self._rows.read(in_chunks(numbers, self._chunk))
 
     def _order(self, chunk: int) -> np.ndarray:
         """Row numbers of the samples of one chunk."""
-        epochs, windows = np.divmod(chunk * _CHUNK + np.arange(_CHUNK, dtype=np.int64), self.num_windows)
+        epochs, windows = np.divmod(chunk * CHUNK + np.arange(CHUNK, dtype=np.int64), self.num_windows)
         if self.shuffle:
             for epoch in np.unique(epochs):
                 here = epochs == epoch

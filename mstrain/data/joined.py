@@ -29,20 +29,36 @@ class JoinedTokens:
         self.path, self.vocab_size, self.eod = first.path, first.vocab_size, first.eod
         self._ends = np.cumsum([end - begin for _, begin, end in self.ranges])
         self.num_tokens = int(self._ends[-1])
+        begins = np.array([begin for _, begin, _ in self.ranges])
+        self._shifts = begins - np.concatenate([[0], self._ends[:-1]])  # from tokens of all to tokens of a file
+        self._dtype = np.result_type(*(file.dtype for file, _, _ in self.ranges))
         self.digest = text_digest(*(f"{file.digest} {begin} {end}" for file, begin, end in self.ranges))
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """As TokenFile.rows; a row may continue in the next file."""
-        rows = np.empty((len(starts), length), np.result_type(*(file.dtype for file, _, _ in self.ranges)))
-        for row, start in zip(rows, starts.tolist(), strict=True):
-            place, done = int(np.searchsorted(self._ends, start, "right")), 0
-            while done < length:
-                file, begin, end = self.ranges[place]
-                inside = begin + start + done - (int(self._ends[place - 1]) if place else 0)
-                part = min(length - done, end - inside)
-                row[done : done + part] = file.rows(np.array([inside]), part)[0]
-                done, place = done + part, place + 1
+        places = np.searchsorted(self._ends, starts, "right")
+        inside = starts + self._shifts[places]
+        if len(self.ranges) == 1:
+            return self.ranges[0][0].rows(inside, length)
+        rows = np.empty((len(starts), length), self._dtype)
+        whole = starts + length <= self._ends[places]
+        for place in set(places[whole].tolist()):
+            here = whole & (places == place)
+            rows[here] = self.ranges[place][0].rows(inside[here], length)
+        for row in np.flatnonzero(~whole).tolist():
+            rows[row] = self._across(int(places[row]), int(inside[row]), length)
         return rows
+
+    def _across(self, place: int, inside: int, length: int) -> np.ndarray:
+        """Tokens [length] from token `inside` of the file number `place` on, which continue in the next files."""
+        parts = []
+        while length:
+            file, _, end = self.ranges[place]
+            parts.append(file.rows(np.array([inside]), min(length, end - inside))[0])
+            length -= len(parts[-1])
+            place += 1
+            inside = self.ranges[place][1] if length else 0
+        return np.concatenate(parts)
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         stop = self.num_tokens if stop is None else min(stop, self.num_tokens)

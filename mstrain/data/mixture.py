@@ -1,14 +1,14 @@
-"""Several corpora with weights as one: 4096 samples hold each in proportion, in an order that the seed chooses."""
+"""Several corpora with weights as one: 4096 samples hold each in proportion (weights are rounded to 1/4096), in an
+order that the seed chooses."""
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
 from mstrain.data.batch import Batch, join
 from mstrain.data.batches import Batches
-from mstrain.data.permutation import permute
-
-_PERIOD = 4096  # samples after which the proportions repeat: weights are rounded to 1/4096
+from mstrain.data.permutation import CHUNK, in_chunks, permute
 
 
 class MixedTokens:
@@ -35,12 +35,14 @@ class MixedBatches:
         first = parts[0]
         self._parts, self.seq, self.batch_size = list(parts), first.seq, first.batch_size
         self.seed = seed
-        wanted = np.array(weights) * _PERIOD
+        wanted = np.array(weights) * CHUNK
         counts = np.maximum(np.floor(wanted).astype(int), 1)
-        counts[np.argsort(counts - wanted)[: max(_PERIOD - counts.sum(), 0)]] += 1  # the largest remainders
-        counts[np.argmax(counts)] -= counts.sum() - _PERIOD
+        counts[np.argsort(counts - wanted)[: max(CHUNK - counts.sum(), 0)]] += 1  # the largest remainders
+        counts[np.argmax(counts)] -= counts.sum() - CHUNK
         self._counts = counts
+        self._first = np.cumsum(counts) - counts
         self._choice = np.repeat(np.arange(len(counts)), counts)
+        self._period = functools.lru_cache(maxsize=64)(self._order)
         self.parts = Batch(*(next((x for x in options if x), None) for options in zip(*(b.parts for b in parts))))
 
     @property
@@ -51,23 +53,22 @@ class MixedBatches:
     @property
     def batches_per_epoch(self) -> int:
         """Steps that together repeat no window of any part; at least 1."""
-        per_sample = self._counts / _PERIOD
+        per_sample = self._counts / CHUNK
         samples = min(part.num_windows / share for part, share in zip(self._parts, per_sample, strict=True))
         return max(1, int(samples) // self.batch_size)
 
     def batch(self, step: int, rows: slice | np.ndarray = slice(None)) -> Batch:
         """As `Batches.batch`."""
         numbers = step * self.batch_size + np.arange(self.batch_size, dtype=np.int64)[rows]
-        periods, places = np.divmod(numbers, _PERIOD)
-        for period in set(periods.tolist()):
-            here = periods == period
-            places[here] = permute(places[here], _PERIOD, self.seed, period)
+        places = in_chunks(numbers, self._period)
         chosen = self._choice[places]
-        first = np.cumsum(self._counts) - self._counts
-        samples = periods * self._counts[chosen] + places - first[chosen]
-        found = [
-            (chosen == i, part.samples(samples[chosen == i]))
-            for i, part in enumerate(self._parts)
-            if (chosen == i).any()
-        ]
+        samples = numbers // CHUNK * self._counts[chosen] + places - self._first[chosen]
+        found = []
+        for i in set(chosen.tolist()):
+            here = chosen == i
+            found.append((here, self._parts[i].samples(samples[here])))
         return join(found, len(numbers), self.parts)
+
+    def _order(self, period: int) -> np.ndarray:
+        """The places of the samples of one period among those of its parts, one part after the other."""
+        return permute(np.arange(CHUNK, dtype=np.int64), CHUNK, self.seed, period)

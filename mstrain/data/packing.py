@@ -45,24 +45,23 @@ class Rows:
     def read(self, numbers: np.ndarray) -> Batch:
         """Rows of these numbers: tokens [n, seq + 1], int32, with segments and mask as `parts` states."""
         starts, lengths = self._places(numbers)
-        stored = self._cut(self._file, starts, lengths)
+        inside = None if lengths is None else np.arange(self._seq + 1) < lengths[:, None]
+        stored = self._cut(self._file, starts, inside)
         tokens = stored.astype(np.int32)
         if self.parts is CONCATENATED:
             return Batch(tokens)
-        marks = self._cut(self._file.marks, starts, lengths) if self._file.marks else None
+        marks = self._cut(self._file.marks, starts, inside) if self._file.marks else None
         segments, mask = None, np.ones((len(tokens), self._seq), bool)
         if self._pack == "segments":
-            other = stored[:, :-1] == self._file.eod if marks is None else (marks[:, 1:] & START) > 0
-            mask = ~other  # a target that begins another document
-            segments = np.ones(mask.shape, np.int32)
-            several = np.flatnonzero(other[:, :-1].any(axis=1))  # rows of several documents
-            segments[several, 1:] += np.cumsum(other[several, :-1], axis=1, dtype=np.int32)
+            last = stored == self._file.eod if marks is None else np.roll((marks & START) > 0, -1)
+            mask = ~last[:, :-1]  # not a target that begins another document
+            segments = _numbered(last[:, :-1])
         if marks is not None:
             mask &= (marks[:, 1:] & ANSWER) > 0
-        if lengths is not None:
-            mask &= np.arange(1, self._seq + 1) < lengths[:, None]
+        if inside is not None:
+            mask &= inside[:, 1:]
             if segments is not None:
-                segments[np.arange(self._seq) >= lengths[:, None]] = 0
+                segments *= inside[:, :-1]
         return Batch(tokens, segments, mask)
 
     def _places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
@@ -72,9 +71,9 @@ class Rows:
         starts, lengths = (column[numbers] for column in self._table)
         return starts, None if lengths.min(initial=self._seq + 1) > self._seq else lengths
 
-    def _cut(self, file: TokenFile, starts: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
-        """Tokens [n, seq + 1] of the rows, zeros after their lengths."""
-        if lengths is None:
+    def _cut(self, file: TokenFile, starts: np.ndarray, inside: np.ndarray | None) -> np.ndarray:
+        """Tokens [n, seq + 1] of the rows, zeros where they are not `inside` (bool; None: all are)."""
+        if inside is None:
             return file.rows(starts, self._seq + 1)
         width = min(self._seq + 1, file.num_tokens)
         begins = np.minimum(starts, file.num_tokens - width)  # a short row at the end of the file
@@ -82,8 +81,16 @@ class Rows:
         if width <= self._seq or (begins != starts).any():
             places = (starts - begins)[:, None] + np.arange(self._seq + 1)
             rows = np.take_along_axis(rows, np.minimum(places, width - 1), axis=1)
-        rows[np.arange(self._seq + 1) >= lengths[:, None]] = 0
-        return rows
+        return rows * inside
+
+
+def _numbered(last: np.ndarray) -> np.ndarray:
+    """The number of the document of each token in its row, from 1, int32; `last` (bool [n, seq]) ends documents."""
+    if not last.any():
+        return np.ones(last.shape, np.int32)
+    numbers = np.empty(last.shape, np.int32)
+    numbers[:, 0], numbers[:, 1:] = 1, last[:, :-1]
+    return np.add.accumulate(numbers, axis=1, out=numbers)
 
 
 def document_starts(file: TokenFile) -> np.ndarray:

@@ -5,8 +5,11 @@ cycle until they return (Black and Rogaway, "Ciphers with Arbitrary Finite Domai
 of the values are outside, so the expected number of evaluations per index is below two.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
+CHUNK = 4096  # indices that are permuted at once: the cost of numpy's calls is shared by many small batches
 _ROUNDS = 8
 
 
@@ -19,6 +22,17 @@ def permute(indices: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     while (outside := images >= n).any():
         images[outside] = _feistel(images[outside], bits, keys)
     return images.astype(np.int64)
+
+
+def in_chunks(numbers: np.ndarray, chunk: Callable[[int], np.ndarray]) -> np.ndarray:
+    """`chunk(c)[i]` for each of the numbers c * CHUNK + i (int64); int64."""
+    found, chunks = np.empty_like(numbers), numbers // CHUNK
+    for c in set(chunks.tolist()):
+        here = chunks == c
+        if here.all():
+            return chunk(c)[numbers - c * CHUNK]
+        found[here] = chunk(c)[numbers[here] - c * CHUNK]
+    return found
 
 
 def _feistel(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:

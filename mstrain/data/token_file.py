@@ -7,6 +7,7 @@ error, but a memory map would end the process with SIGBUS.
 """
 
 import dataclasses
+import functools
 import hashlib
 import math
 import os
@@ -54,7 +55,7 @@ class TokenFile:
         weakref.finalize(self, os.close, self.descriptor)
         object.__setattr__(self, "_opened", os.fstat(self.descriptor))
 
-    @property
+    @functools.cached_property
     def dtype(self) -> np.dtype:
         return np.dtype(self.flat).newbyteorder("<") if self.flat else dtype_of(self.vocab_size)
 
@@ -87,18 +88,16 @@ class TokenFile:
         return rows
 
     def unchecked_rows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        rows = np.empty((len(starts), length), self.dtype)
+        size = length * self.dtype.itemsize
         try:
-            offsets = (0 if self.flat else HEADER_BYTES) + starts * rows.itemsize
-            size, data = length * rows.itemsize, rows.reshape(-1).view(np.uint8).data
-            for place, offset in zip(range(0, rows.nbytes, max(size, 1)), offsets.tolist()):
-                got = os.preadv(self.descriptor, (data[place : place + size],), offset)
-                if got < size:
-                    self._fill(data[place + got : place + size], offset + got)
+            offsets = ((0 if self.flat else HEADER_BYTES) + starts * self.dtype.itemsize).tolist()
+            data = bytearray().join([os.pread(self.descriptor, size, offset) for offset in offsets])
+            if len(data) < size * len(offsets):
+                data = bytearray().join([self._complete(size, offset) for offset in offsets])
             self._check_unchanged()
         except OSError as error:
             raise DamagedTokens(f"cannot read token file {self.path} ({error.strerror}): {self._again}") from None
-        return rows
+        return np.frombuffer(data, self.dtype).reshape(len(offsets), length)
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Tokens [stop - start] from `start` on, up to the end by default. Raises as `rows` does."""
@@ -149,13 +148,15 @@ class TokenFile:
             raise ValueError(f"{path} {what}: give a file of token ids, or another data.token_dtype=")
         return cls(path, vocab_size, count, 0, 0, "", descriptor, eod, flat=dtype)
 
-    def _fill(self, row: memoryview, offset: int) -> None:
-        """The rest of a row: one call returns at most 2 GiB, and on some file systems less than asked for."""
-        while len(row):
-            got = os.preadv(self.descriptor, (row,), offset)
-            if not got:
+    def _complete(self, size: int, offset: int) -> bytes:
+        """`size` bytes: one call returns at most 2 GiB, and on some file systems less than asked for."""
+        parts, missing = [], size
+        while missing:
+            parts.append(os.pread(self.descriptor, missing, offset + size - missing))
+            if not parts[-1]:
                 raise self._changed("truncated")
-            row, offset = row[got:], offset + got
+            missing -= len(parts[-1])
+        return b"".join(parts)
 
     def _check_unchanged(self) -> None:
         now, opened = os.fstat(self.descriptor), self._opened

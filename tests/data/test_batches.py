@@ -39,12 +39,12 @@ def test_rows_read_only_their_own_windows(make_file, monkeypatch):
     file = make_file(np.arange(3000))
     touched = []
 
-    def preadv(descriptor, buffers, offset):
-        touched.extend(buffer.nbytes for buffer in buffers)
-        return os_preadv(descriptor, buffers, offset)
+    def pread(descriptor, size, offset):
+        touched.append(size)
+        return os_pread(descriptor, size, offset)
 
-    os_preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", preadv)
+    os_pread = os.pread
+    monkeypatch.setattr(os, "pread", pread)
     Batches(file, 10, 8).batch(2, slice(3, 5))
     assert touched == [22, 22]
 
