@@ -22,7 +22,7 @@ from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.planner.memory import WEIGHT_BYTES, parameter_counts
 from mstrain.program.memory import memory_of
-from mstrain.program.optimizer import OptimizerConfig, make_optimizer
+from mstrain.program.optimizer import OptimizerConfig, make_optimizer, schedule_of
 from mstrain.program.program import Program
 
 MEGABYTE = 1e6
@@ -85,9 +85,14 @@ def measure_model(model: ModelConfig, sizes: Sizes) -> Measured:
 
     gradient = Program("gradient", jax.grad(loss), (params, tokens)).compile()
     embedding = Program("gradient of the embedding", jax.grad(embedded), (params, tokens)).compile()
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3), 10)
+    options = OptimizerConfig(learning_rate=1e-3)
+    optimizer = make_optimizer(options)
+
+    def updated(grads, moments, params):
+        return optimizer.update(grads, moments, params, schedule=schedule_of(options, steps=10))
+
     moments, grads = jax.jit(optimizer.init)(params), gradient(params, tokens)
-    update = Program("update", optimizer.update, (grads, moments, params)).compile()
+    update = Program("update", updated, (grads, moments, params)).compile()
     memory = memory_of(gradient, mesh)
     return Measured(
         fastest_ms(lambda: gradient(params, tokens), sizes.repeats),

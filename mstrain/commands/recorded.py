@@ -11,6 +11,8 @@ from mstrain.models.transformer import Transformer
 from mstrain.training.config import RunConfig
 from mstrain.training.record import RUN, argument_of, read, recorded_overrides
 
+_OF_PATH = [f"data.{key}" for key in ("path", "mixture", "validation", "name", "split", "revision")]
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -67,18 +69,20 @@ def check_new_file(key: str, name: str | None) -> None:
 def run_config(run_dir: str, given: list[str]) -> RunConfig:
     """The recorded configuration of `run_dir` with the keys of train that are `given` instead.
 
+    `data=` replaces all recorded keys of data; `data.path=` and `data.mixture=` replace those of the recorded path.
+
     Raises ValueError without a record, and for a key that is not one of train.
     """
     if read(Path(run_dir)) is None:
         raise ValueError(f"run_dir={run_dir} has no {RUN}: no run has saved there. Type the run_dir of a run.")
     keys = {argument.partition("=")[0] for argument in given}
-    other_data = "data" in keys or any(key.startswith("data.") for key in keys)
-    recorded = recorded_overrides([f"run_dir={run_dir}"])
-    kept = [r for r in recorded if (key := r.partition("=")[0]) not in keys and not (other_data and _is_data(key))]
+    replaced = {*keys, *(_OF_PATH if keys & {"data.path", "data.mixture"} else ())}
+    recorded = [(r.partition("=")[0], r) for r in recorded_overrides([f"run_dir={run_dir}"])]
+    kept = [r for key, r in recorded if key not in replaced and not ("data" in keys and _is_data(key))]
     config = compose(RunConfig, "config", [f"run_dir='{run_dir}'", *given, *kept])
     config = dataclasses.replace(config, optimizer=config.optimizer.for_width(config.model.width))
-    names = ["data"] * other_data + [key for key in ("seq", "batch") if key in keys]  # may differ when reading
-    return dataclasses.replace(config, allow=" ".join([config.allow or "", *names]).strip() or None)
+    names = {key.partition(".")[0] for key in keys} & {"data", "seq", "batch"}  # may differ when reading
+    return dataclasses.replace(config, allow=" ".join([config.allow or "", *sorted(names)]).strip() or None)
 
 
 def load_model(path: str | Path, keys: list[str]):

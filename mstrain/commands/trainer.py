@@ -40,9 +40,10 @@ def make_trainer(keys: list[str]) -> Trainer:
             config = run_config(recorded, [key for key in keys if not key.startswith("run_dir=")])
         run = prepare(config)
         state = new_state(run) if recorded is None else newest_state(run)
-    compiled, feed, vocab_size = run.compiled_step, run.feed, run.module.model.known_vocab_size
+    feed, vocab_size = run.feed, run.module.model.known_vocab_size
+    assert run.compiled_step  # here, before the first step
 
     def step(state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-        return compiled(state, batch if isinstance(batch, Batch) else feed.place(batch, vocab_size))
+        return run.step(state, batch if isinstance(batch, Batch) else feed.place(batch, vocab_size))
 
     return Trainer(state, step, feed)

@@ -103,7 +103,7 @@ def trial_program(algorithm: str, target: Target, layers: int = 0) -> Program:
     plan = make_plan(ParallelConfig(algorithm), model, target.mesh, batch, SEQ, target.tpu_slice.chip)
     if not layers:
         return layer_program(model, plan.groups[0][0], batch * SEQ, SEQ, dtype)
-    optimizer = make_optimizer(OptimizerConfig().for_width(model.width), steps=1000)
+    optimizer = make_optimizer(OptimizerConfig().for_width(model.width))
     return step_program(Transformer(model, plan, SEQ, dtype), optimizer, batch)
 
 

@@ -31,7 +31,6 @@ from mstrain.program.step import step_program
 
 MESHES = 3  # of the cost model's ranking that are compiled
 COUNTS = (1, 2, 4, 8)  # slice counts for all products that are compiled beside the cost model's
-STEPS = 1000  # of the learning rate's schedule, which no time depends on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +165,7 @@ def compile_candidate(task: TuningTask, shape: MeshShape, slices: str, place: Pl
     plan = make_plan(parallel, task.model, target.mesh, task.microbatch, task.seq, task.tpu_slice.chip)
     candidate = Candidate(str(shape), slices, describe_slices(plan), model_seconds(task, shape, slices))
     module = Transformer(task.model, plan, task.seq, jnp.dtype(task.dtype), task.remat)
-    optimizer = make_optimizer(OptimizerConfig().for_width(task.model.width), STEPS)
+    optimizer = make_optimizer(OptimizerConfig().for_width(task.model.width))
     try:
         program = compile_program(step_program(module, optimizer, task.batch, task.accumulate), target)
     except DoesNotFit as error:

@@ -38,7 +38,6 @@ from mstrain.program.step import step_program
 
 # Algorithm -> sequences of a step: those of FSDP divide over all devices.
 BATCHES = {"fsdp": 32, "megatron": 16, "collective": 16, "meshslice": 16}
-STEPS = 1000  # of the learning rate's schedule, which no time depends on
 SCHEDULED = {"all-gather": "all_gather", "reduce-scatter": "reduce_scatter", "all-reduce": "reduce_scatter"}
 
 
@@ -50,7 +49,7 @@ def compile_entry(target: str, algorithm: str, question: argparse.Namespace) -> 
     chip = place.tpu_slice.chip
     plan = make_plan(ParallelConfig(algorithm), model, place.mesh, batch, seq, chip)
     module = Transformer(model, plan, seq, jnp.dtype("bfloat16"), question.remat)
-    optimizer = make_optimizer(OptimizerConfig().for_width(model.width), STEPS)
+    optimizer = make_optimizer(OptimizerConfig().for_width(model.width))
     program = compile_program(step_program(module, optimizer, batch, 1), place)
     schedule = predict(program)
     forward, backward = hidden_of(schedule, program.text, mean_slices(plan))

@@ -7,6 +7,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from mstrain.checks import one_of
@@ -65,43 +66,70 @@ class OptimizerConfig:
         return self if self.learning_rate else dataclasses.replace(self, learning_rate=0.46 / width)
 
 
-def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Linear warm-up, then `config.schedule`, which ends at step `steps`.
+def schedule_of(config: OptimizerConfig, steps: int) -> np.ndarray:
+    """The numbers of the schedule that ends at step `steps`, float32 [5]: an argument of the compiled step.
 
-    The first update has `1 / (warmup + 1)` of the peak rate, because a rate of 0 would waste a batch.
+    They are the peak rate, the updates of warm-up, the updates at the peak rate before the decay, those of the decay,
+    and the final fraction. As constants, another `steps=` would compile another program.
     """
-    peak = config.learning_rate
-    assert peak is not None, "set by for_width"
+    assert config.learning_rate is not None, "set by for_width"
     warmup = min(config.warmup, max(steps - 1, 0))
-    decay = _after_warmup(config, peak, warmup, max(steps - warmup, 1))
-    if not warmup:
-        return decay
-    return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), decay], [warmup])
+    decay = max(steps - warmup, 1)
+    hold = max(decay - max(round(config.decay_share * (warmup + decay)), 1), 0) if config.schedule == "wsd" else 0
+    return np.array([config.learning_rate, warmup, hold, decay - hold, config.final_fraction], np.float32)
 
 
-def _after_warmup(config: OptimizerConfig, peak: float, warmup: int, steps: int) -> optax.Schedule:
-    last, cooldown = peak * config.final_fraction, max(round(config.decay_share * (warmup + steps)), 1)
-    if config.schedule == "cosine":
-        return optax.cosine_decay_schedule(peak, steps, config.final_fraction)
-    if config.schedule == "linear":
-        return optax.linear_schedule(peak, last, steps)
-    if config.schedule == "wsd":
-        cooldown = min(cooldown, steps)
-        return optax.linear_schedule(peak, last, cooldown, transition_begin=steps - cooldown)
-    if config.schedule == "constant":
-        return optax.constant_schedule(peak)
-    begin = max(warmup, 1)
-    return lambda step: peak * jnp.sqrt(begin / (begin + jnp.maximum(step, 0)))
+def rate_of(kind: str, schedule, count):
+    """The learning rate of update `count` (from 0) by the numbers of `schedule_of` and the SCHEDULES name `kind`.
+
+    Linear warm-up to the peak comes first; the first update has `1 / (warmup + 1)` of it, because a rate of 0 would
+    waste a batch. `count` is an integer or an array of them; float32 of its shape.
+    """
+    xp = jnp if isinstance(count, jax.Array) else np
+    peak, warmup, hold, decay, last = schedule
+    after = xp.maximum(count - warmup, 0)
+    share = xp.clip((after - hold) / decay, 0, 1)
+    begin = xp.maximum(warmup, 1)
+    fraction = {
+        "cosine": last + (1 - last) * (1 + xp.cos(np.float32(np.pi) * share)) / 2,
+        "linear": 1 - (1 - last) * share,
+        "wsd": 1 - (1 - last) * share,
+        "constant": xp.ones_like(share),
+        "inverse_sqrt": xp.sqrt(begin / (begin + after)),
+    }[kind]
+    return peak * xp.where(count < warmup, (count + 1) / (warmup + 1), fraction)
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Clipping and the whole update; moments are float32 like the parameters, or as `config.moments` says."""
-    shared = {
-        "learning_rate": learning_rate(config, steps), "b1": config.b1, "b2": config.b2,
-        "mu_dtype": MOMENTS[config.moments], "weight_decay": config.weight_decay, "mask": decay_mask,
-    }  # fmt: skip
-    update = optax.lion(**shared) if config.name == "lion" else optax.adamw(eps=config.epsilon, **shared)
-    return optax.chain(optax.clip_by_global_norm(config.clip), update)
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+    """Clipping and the whole update; moments are float32 like the parameters, or as `config.moments` says.
+
+    `update(gradients, moments, params, schedule=schedule_of(config, steps))`: the learning rate is that of the update's
+    number, which the moments count.
+    """
+    shared = {"b1": config.b1, "b2": config.b2, "mu_dtype": MOMENTS[config.moments]}
+    lion = config.name == "lion"
+    scale = optax.scale_by_lion(**shared) if lion else optax.scale_by_adam(eps=config.epsilon, **shared)
+    decay = optax.add_decayed_weights(config.weight_decay, decay_mask)
+    # Nested as in optax.adamw: the state of a checkpoint has this structure.
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip), optax.chain(scale, decay, _scale_by_schedule(config.schedule))
+    )
+
+
+def _scale_by_schedule(kind: str) -> optax.GradientTransformationExtraArgs:
+    """`optax.scale_by_learning_rate` with the numbers of its schedule as an argument of `update`."""
+
+    def init(params):
+        del params
+        return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
+
+    def update(updates, state, params=None, *, schedule, **_):
+        del params
+        rate = -rate_of(kind, schedule, state.count)
+        scaled = jax.tree.map(lambda x: rate.astype(x.dtype) * x, updates)
+        return scaled, optax.ScaleByScheduleState(optax.safe_increment(state.count))
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def decay_mask(params):

@@ -92,16 +92,19 @@ def gradients(module: Transformer, params, batch: Batch):
 
 
 def make_step(module: Transformer, optimizer: optax.GradientTransformation):
-    """The compiled `step(state, batch) -> (state, metrics)`; it donates its argument `state`.
+    """The compiled `step(state, batch, schedule) -> (state, metrics)`; it donates its argument `state`.
 
-    Metrics, float32 scalars: `loss` before the update, `grad_norm` before clipping, and `skipped`, 1 when one
-    of the two is not finite. Parameters and moments are then unchanged; step counters still increase.
+    `schedule` is from `mstrain.program.optimizer.schedule_of`; an optimizer of Optax ignores it. Metrics, float32
+    scalars: `loss` before the update, `grad_norm` before clipping, and `skipped`, 1 when one of the two is not finite.
+    Parameters and moments are then unchanged; step counters still increase.
     """
 
-    def step(state: State, batch: Batch):
+    update = optax.with_extra_args_support(optimizer).update
+
+    def step(state: State, batch: Batch, schedule):
         state = on_device(module, state)
         loss, grads = gradients(module, state["params"], batch)
-        updates, moments = optimizer.update(grads, state["optimizer"], state["params"])
+        updates, moments = update(grads, state["optimizer"], state["params"], schedule=schedule)
         params = optax.apply_updates(state["params"], updates)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -167,7 +170,8 @@ def step_program(
 ) -> Program:  # fmt: skip
     """The training step: `batch` sequences of the whole job in `accumulate` microbatches, with the `parts` of Batch."""
     abstract = abstract_batch(module.plan.mesh, batch, module.seq, accumulate, parts)
-    arguments = (abstract_state(module, optimizer), abstract)
+    schedule = jax.ShapeDtypeStruct((5,), jnp.float32, sharding=NamedSharding(module.plan.mesh, P()))
+    arguments = (abstract_state(module, optimizer), abstract, schedule)
     step = make_step(module, optimizer)
     return Program(f"step of {module.model.name}", step, arguments, module.plan.algorithm)
 

@@ -3,17 +3,21 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from mstrain.data import Corpus, TrainBatches
+from mstrain.data import Batch, Corpus, TrainBatches
 from mstrain.hardware import Chip, mfu
 from mstrain.job.job import ALONE, Job
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.transformer import Transformer
 from mstrain.program.memory import Memory, memory_of
-from mstrain.program.step import step_program
+from mstrain.program.optimizer import schedule_of
+from mstrain.program.step import State, step_program
 from mstrain.training.config import RunConfig
 from mstrain.training.feed import Feed
 from mstrain.training.goodput import Goodput
@@ -42,6 +46,17 @@ class Run:
         program = step_program(self.module, self.optimizer, self.config.batch, self.config.accumulate, parts)
         with self.goodput.spend("compile"):
             return program.compile()
+
+    @functools.cached_property
+    def schedule(self) -> jax.Array:
+        """The numbers of the learning rate's schedule, replicated on the mesh."""
+        numbers = schedule_of(self.config.optimizer, self.config.steps)
+        replicated = NamedSharding(self.module.plan.mesh, P())
+        return jax.make_array_from_callback(numbers.shape, replicated, lambda index: numbers[index])
+
+    def step(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        """One update by the compiled step: (state, metrics). It donates `state`."""
+        return self.compiled_step(state, batch, self.schedule)
 
     @functools.cached_property
     def memory(self) -> Memory:

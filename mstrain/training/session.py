@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.markup import escape
 
@@ -20,7 +19,7 @@ from mstrain.data.token_file import DamagedTokens
 from mstrain.job.exit_codes import FINISHED, STOPPED
 from mstrain.job.preemption import Preemption
 from mstrain.program.memory import peak_bytes
-from mstrain.program.optimizer import learning_rate
+from mstrain.program.optimizer import rate_of, schedule_of
 from mstrain.program.step import State
 from mstrain.training import loop
 from mstrain.training.announce import announce
@@ -128,7 +127,7 @@ def _train_from(run: Run, state: State, done: int, guard: Guard, saver: Saver, o
     feed = goodput.timed("input", lambda index: run.feed(guard.order(index)))
     begun = time.perf_counter()
     with reporter, watchdog.watching(), preemption.listening():
-        state = loop.train(run.compiled_step, feed, state, preemption.until_stopped(steps), hooks, reporter)
+        state = loop.train(run.step, feed, state, preemption.until_stopped(steps), hooks, reporter)
         finished = int(jax.device_get(state["step"]))
         with goodput.spend("save"):
             if finished > done:
@@ -224,8 +223,8 @@ def _make_folder(run: Run, directory: Path) -> None:
 def _fields(run: Run):
     """Fields of a logged step that follow from its number and duration."""
     steps = run.config.steps
-    # Computed before training: evaluated step by step, the schedule would queue behind the next step on the device.
-    rates = np.asarray(jax.jit(jax.vmap(learning_rate(run.config.optimizer, steps)))(jnp.arange(steps)))
+    # By NumPy: read from the device, a rate would wait for the next step.
+    rates = rate_of(run.config.optimizer.schedule, schedule_of(run.config.optimizer, steps), np.arange(steps))
     tokens = run.config.batch * run.config.seq
     predicted, device = run.prediction.seconds if run.prediction else None, jax.local_devices()[0]
 

@@ -17,7 +17,7 @@ from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.step import map_copies, state_shardings
 
 MODEL = ModelConfig(layers=2, width=32, heads=4, mlp_dim=64, vocab_size=61, context=8)
-OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-3), 10)
+OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-3))
 STEP = 7
 
 

@@ -70,9 +70,9 @@ def test_a_bad_step_changes_nothing(kind, feed, tmp_path, monkeypatch):
     run = make(tmp_path / "run", *WORDS)
     state = init_state(run.module, run.optimizer, 0)
     for number in range(3):
-        state, metrics = run.compiled_step(state, run.feed(number))
+        state, metrics = run.step(state, run.feed(number))
     before = jax.device_get(state)
-    after, metrics = run.compiled_step(state, run.feed(3))
+    after, metrics = run.step(state, run.feed(3))
     after = jax.device_get(after)
     assert metrics["skipped"] == 1 and after["step"] == 4
     for path, value in jax.tree_util.tree_leaves_with_path(after):

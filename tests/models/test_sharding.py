@@ -19,7 +19,7 @@ from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.step import abstract_state, gradients
 
 MODEL = ModelConfig(layers=3, width=64, heads=4, mlp_dim=128, vocab_size=64, context=8)
-OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-3), 10)
+OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-3))
 
 
 def module_on(mesh: str, shard: str, model: ModelConfig = MODEL, remat: str = "none") -> Transformer:

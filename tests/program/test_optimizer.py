@@ -1,6 +1,7 @@
 """AdamW against a plain NumPy one; what decays, what clips, and the schedule's corners."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,15 @@ import numpy as np
 import optax
 import pytest
 
-from mstrain.program.optimizer import OptimizerConfig, decay_mask, learning_rate, make_optimizer
+from mstrain.program.optimizer import OptimizerConfig, decay_mask, make_optimizer, rate_of, schedule_of
 from mstrain.program.step import map_copies
 from tests.training.parity import REFERENCE, initial, module_of
 
 CONFIG = OptimizerConfig(learning_rate=0.01, warmup=4, final_fraction=0.2, weight_decay=0.3, clip=0.5)
+
+
+def learning_rate(config, steps):
+    return functools.partial(rate_of, config.schedule, schedule_of(config, steps))
 
 
 def test_the_schedule_at_its_corners():
@@ -24,19 +29,24 @@ def test_the_schedule_at_its_corners():
     assert float(rate(20)) == pytest.approx(0.002)
 
 
-@pytest.mark.parametrize(
-    "schedule, rates",
-    [
-        ("linear", {4: 0.01, 12: 0.006, 20: 0.002}),
-        ("constant", {4: 0.01, 20: 0.01}),
-        ("inverse_sqrt", {4: 0.01, 12: 0.01 / 2**0.5 / 1.5**0.5, 20: 0.01 / 5**0.5}),
-        ("wsd", {4: 0.01, 16: 0.01, 18: 0.006, 20: 0.002}),
-    ],
-)
-def test_other_schedules_share_the_warmup(schedule, rates):
-    rate = learning_rate(dataclasses.replace(CONFIG, schedule=schedule, decay_share=0.2), 20)
-    assert float(rate(0)) == pytest.approx(0.002) and float(rate(2)) == pytest.approx(0.006)
-    assert {step: float(rate(step)) for step in rates} == pytest.approx(rates)
+AFTER = {
+    "cosine": optax.cosine_decay_schedule(0.01, 16, 0.2),
+    "linear": optax.linear_schedule(0.01, 0.002, 16),
+    "constant": optax.constant_schedule(0.01),
+    "inverse_sqrt": lambda step: 0.01 * (4 / (4 + max(step, 0))) ** 0.5,
+    "wsd": optax.linear_schedule(0.01, 0.002, 4, transition_begin=12),
+}
+
+
+@pytest.mark.parametrize("kind", AFTER)
+def test_schedules_are_those_of_optax_after_the_same_warmup(kind):
+    expected = optax.join_schedules([optax.linear_schedule(0.002, 0.01, 4), AFTER[kind]], [4])
+    config = dataclasses.replace(CONFIG, schedule=kind, decay_share=0.2)
+    np.testing.assert_allclose(learning_rate(config, 20)(np.arange(25)), [expected(i) for i in range(25)], rtol=1e-6)
+    program = jax.jit(functools.partial(rate_of, kind))
+    rates = {steps: float(program(schedule_of(config, steps), jnp.int32(18))) for steps in (20, 40)}
+    assert rates[20] == pytest.approx(float(expected(18)))
+    assert (rates[40] > rates[20] or kind in ("constant", "inverse_sqrt")) and program._cache_size() == 1
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])
@@ -45,11 +55,11 @@ def test_moments_in_bf16_change_an_update_by_their_rounding_only(name):
     gradient = {"kernel": jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), jnp.float32)}
     updates = []
     for moments in ("f32", "bf16"):
-        optimizer = make_optimizer(dataclasses.replace(CONFIG, name=name, moments=moments), 20)
+        optimizer = make_optimizer(dataclasses.replace(CONFIG, name=name, moments=moments))
         state = optimizer.init(params)
         assert {x.dtype for x in jax.tree.leaves(state) if x.ndim} <= {jnp.dtype("float32"), jnp.dtype("bfloat16")}
         assert sum(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(state)) == (moments == "bf16")
-        updates.append(optimizer.update(gradient, state, params)[0]["kernel"])
+        updates.append(optimizer.update(gradient, state, params, schedule=schedule_of(CONFIG, 20))[0]["kernel"])
     np.testing.assert_allclose(*updates, rtol=2**-7)
 
 
@@ -96,11 +106,12 @@ def test_updates_are_those_of_adamw(size):
     draw = np.random.default_rng(1)
     params = {name: draw.normal(size=(3, 4)) for name in ("kernel", "table", "bias", "scale")}
     gradients = [{name: size * draw.normal(size=(3, 4)) for name in params} for _ in range(6)]
-    optimizer = make_optimizer(CONFIG, 20)
+    optimizer = make_optimizer(CONFIG)
     found = jax.tree.map(jnp.float32, params)
     state = optimizer.init(found)
     for gradient in gradients:
-        updates, state = optimizer.update(jax.tree.map(jnp.float32, gradient), state, found)
+        gradient = jax.tree.map(jnp.float32, gradient)
+        updates, state = optimizer.update(gradient, state, found, schedule=schedule_of(CONFIG, 20))
         found = optax.apply_updates(found, updates)
     for name, expected in adamw(params, gradients, CONFIG, 20).items():
         np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-6)
@@ -108,7 +119,7 @@ def test_updates_are_those_of_adamw(size):
 
 def test_both_moments_are_found_as_parameter_trees_and_counters_are_not():
     shapes = jax.tree.map(jnp.zeros_like, initial())
-    optimizer, found = make_optimizer(CONFIG, 20), []
+    optimizer, found = make_optimizer(CONFIG), []
     state = {"params": shapes, "optimizer": optimizer.init(shapes)}
     map_copies(lambda tree: found.append(tree), state, optimizer, lambda leaf: found.append(leaf.shape))
     assert [x for x in found if isinstance(x, tuple)] == [(), ()]

@@ -30,7 +30,7 @@ from mstrain.mesh import emulate_devices, make_mesh, parse_mesh
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.program import step as steps
-from mstrain.program.optimizer import make_optimizer
+from mstrain.program.optimizer import OptimizerConfig, make_optimizer, schedule_of
 from mstrain.program.step import step_program
 from mstrain.training.best_effort import BestEffort
 from mstrain.training.watchdog import Watchdog, WatchdogConfig
@@ -39,9 +39,9 @@ from mstrain.training.watchdog import Watchdog, WatchdogConfig
 def without_guard(module, optimizer):
     """`make_step` as it would be if bad numbers were let through."""
 
-    def step(state, batch):
+    def step(state, batch, schedule):
         loss, grads = steps.gradients(module, state["params"], batch)
-        updates, moments = optimizer.update(grads, state["optimizer"], state["params"])
+        updates, moments = optimizer.update(grads, state["optimizer"], state["params"], schedule=schedule)
         params = optax.apply_updates(state["params"], updates)
         new = {"step": state["step"] + 1, "params": params, "optimizer": moments}
         return new, {"loss": loss, "grad_norm": optax.tree.norm(grads)}
@@ -56,7 +56,7 @@ def build(words: list[str], mesh, dtype, options):
     model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or 512)
     plan = make_plan(config.parallel, model, mesh, config.batch, config.seq, None)
     module = Transformer(model, plan, config.seq, dtype, config.remat)
-    optimizer = make_optimizer(config.optimizer, config.steps)
+    optimizer = make_optimizer(config.optimizer)
 
     given = step_program(module, optimizer, config.batch, config.accumulate).arguments
     makers = {"with": steps.make_step, "without": without_guard}
@@ -81,11 +81,12 @@ def time_pairs(module, optimizer, tokens, programs, pairs: int) -> None:
     states = {name: steps.init_state(module, optimizer, 0) for name in programs}
     numbers = np.random.default_rng(0).integers(0, module.model.vocab_size, tokens.shape).astype(np.int32)
     batch = jax.device_put(numbers, tokens.sharding)
+    rates = schedule_of(OptimizerConfig(learning_rate=1e-3), 100)
     seconds = {name: [] for name in programs}
     for pair in range(pairs + 1):
         for name in sorted(programs, reverse=pair % 2 == 0):
             begun = time.process_time()
-            states[name], metrics = programs[name](states[name], batch)
+            states[name], metrics = programs[name](states[name], batch, rates)
             jax.block_until_ready((states[name], metrics))
             if pair:
                 seconds[name].append(time.process_time() - begun)

@@ -83,7 +83,7 @@ def _run(mesh: str):
     model = Run.config.model
     plan = make_plan(Run.config.parallel, model, meshes.make_mesh(meshes.parse_mesh(mesh[5:])), 8, 64, None)
     Run.module = Transformer(model, plan, 64, jnp.float32, "none")
-    Run.optimizer = make_optimizer(Run.config.optimizer, 10)
+    Run.optimizer = make_optimizer(Run.config.optimizer)
     return Run
 
 

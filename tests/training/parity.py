@@ -26,7 +26,7 @@ from mstrain.models.sharding import SHARD
 from mstrain.models.stages import PipelineConfig
 from mstrain.models.transformer import Transformer
 from mstrain.parallel.schedules import SCHEDULES
-from mstrain.program.optimizer import OptimizerConfig, make_optimizer
+from mstrain.program.optimizer import OptimizerConfig, make_optimizer, schedule_of
 from mstrain.program.step import make_step, map_copies
 from tests.quick import QUICK
 
@@ -192,8 +192,8 @@ def batches() -> np.ndarray:
 @functools.cache
 def compiled(case: Case):
     """`run(canonical, batches, steps)`: losses and gradient norms [STEPS, 2], and the canonical state."""
-    module, optimizer = module_of(case), make_optimizer(OPTIMIZER, STEPS)
-    step = make_step(module, optimizer)
+    module, optimizer = module_of(case), make_optimizer(OPTIMIZER)
+    step, schedule = make_step(module, optimizer), schedule_of(OPTIMIZER, STEPS)
 
     def run(canonical, batches, steps):
         params = parameters.from_canonical(module, canonical)
@@ -201,7 +201,7 @@ def compiled(case: Case):
 
         def advance(i, carry):
             state, curve = carry
-            state, metrics = step(state, Batch(batches[i].reshape(case.accumulate, -1, SEQ + 1)))
+            state, metrics = step(state, Batch(batches[i].reshape(case.accumulate, -1, SEQ + 1)), schedule)
             return state, curve.at[i].set(jnp.stack([metrics["loss"], metrics["grad_norm"]]))
 
         state, curve = jax.lax.fori_loop(0, steps, advance, (state, jnp.zeros((STEPS, 2))))

@@ -17,7 +17,7 @@ from xprof.convert import raw_to_tool_data
 
 from mstrain.cli import build
 from mstrain.data import unigram_nats_per_token
-from mstrain.program.optimizer import learning_rate
+from mstrain.program.optimizer import rate_of, schedule_of
 from mstrain.training import record
 from mstrain.training.config import RunConfig
 from mstrain.training.json_lines import drop_after
@@ -50,7 +50,7 @@ def scalars(directory) -> dict:
 def test_every_step_is_logged_with_its_fields(finished, directory):
     rows = lines(directory)
     assert len(losses(directory)) == 6
-    schedule = learning_rate(finished.config.optimizer.for_width(64), 6)
+    options = finished.config.optimizer.for_width(64)
     for row in rows:
         assert row.keys() == FIELDS
         assert row["predicted_step_seconds"] == pytest.approx(finished.prediction.seconds)
@@ -58,7 +58,7 @@ def test_every_step_is_logged_with_its_fields(finished, directory):
         assert row["memory_bytes"] is None  # and so is what it has in use
         assert row["tokens_seen"] == 16 * 16 * row["step"]
         assert row["tokens_per_second"] == pytest.approx(16 * 16 / row["step_seconds"])
-        assert row["learning_rate"] == pytest.approx(float(schedule(row["step"] - 1)))
+        assert row["learning_rate"] == pytest.approx(float(rate_of("cosine", schedule_of(options, 6), row["step"] - 1)))
         assert math.isfinite(row["grad_norm"]) and row["grad_norm"] > 0
     assert losses(directory)[0] == pytest.approx(np.log(61), rel=0.05)  # it knows nothing yet
 

@@ -75,7 +75,7 @@ def test_resume_elsewhere_agrees(elsewhere, finished, tmp_path):
     found = []
     for step in range(CUT + 1, 7):
         assert int(state["step"]) == step - 1
-        state, metrics = run.compiled_step(state, run.feed(step - 1))
+        state, metrics = run.step(state, run.feed(step - 1))
         found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
     expected = [[row["loss"], row["grad_norm"]] for row in lines(Path(finished.config.run_dir))[CUT:]]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
@@ -108,7 +108,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_its_shapes(finished, tmp_
 def test_the_step_owns_its_state(finished):
     state = init_state(finished.module, finished.optimizer, 0)
     before = jax.tree.leaves(state)
-    after, _ = finished.compiled_step(state, finished.feed(0))
+    after, _ = finished.step(state, finished.feed(0))
     assert all(leaf.is_deleted() for leaf in before if leaf.ndim)
     assert jax.tree.map(lambda x: x.sharding, after) == jax.tree.map(lambda x: x.sharding, state)
 

@@ -128,9 +128,13 @@ class Folder:
                 raise ValueError(f"{self.path / INDEX}: {file} is not the name of a file in the folder. {_REMEDY}")
             if not (self.path / file).is_file():
                 raise ValueError(f"{self.path / file} is missing; {INDEX} names it. {_REMEDY}")
-            found |= _header(self.path / file)
+            header = _header(self.path / file)
+            if twice := sorted(header.keys() & found.keys()):
+                other = found[twice[0]].file.name
+                raise ValueError(f"{self.path / file}: tensor {twice[0]} is in {other}, too. {_REMEDY}")
+            found |= header
         for name, file in places.items():
-            if name not in found:
+            if name not in found or found[name].file.name != file:
                 raise ValueError(f"{self.path / file}: tensor {name} is missing; {INDEX} names it. {_REMEDY}")
         return found
 
