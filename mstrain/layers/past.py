@@ -54,7 +54,7 @@ def attend_past(q, k, v, past: Past, config: AttentionConfig, slopes_N, window):
     A token attends to the last `window` tokens of its sequence. Returns [B, T, N, H] in the dtype of q.
     """
     (B, T, N, H), K, S = q.shape, k.shape[2], past.kept.keys.shape[1]
-    config = dataclasses.replace(config, windowed=True)  # `window` is GLOBAL where there is none
+    config = dataclasses.replace(config, windowed=True)  # without windows, `window` is GLOBAL
     grouped, slots, before = q.reshape(B, T, K, N // K, H), past.slot + jnp.arange(T), jnp.arange(S)
     filled_BxS = (before >= past.starts_B[:, None]) & (before < past.slot)
 

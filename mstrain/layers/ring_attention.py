@@ -27,7 +27,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mstrain.gemm.local import all_gather, axis_index, ppermute, reduce_scatter
-from mstrain.layers.attention_blocks import Blocks
+from mstrain.layers.attention_blocks import Blocks, Positions
 from mstrain.layers.attention_kernels import SAVED
 from mstrain.layers.sequence_split import SequenceSplit
 
@@ -183,7 +183,7 @@ class _Steps:
 
         def one(arrays):
             *chunks, places, segments = arrays
-            return self.block(*chunks, slopes_N, window, places, segments, pairs.diagonal)
+            return self.block(*chunks, Positions(slopes_N, window, places, segments), pairs.diagonal)
 
         return jax.vmap(one)(arrays)
 

@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from mstrain.layers.attention_blocks import Blocks
+from mstrain.layers.attention_blocks import Blocks, Positions
 from mstrain.layers.splash import splash, splash_kernel
 
 
@@ -20,12 +20,12 @@ class SplashBlocks(Blocks):
 
     interpret: bool = False
 
-    def forward(self, q, k, v, slopes_N, window, places, segments, diagonal: bool):
+    def forward(self, q, k, v, at: Positions, diagonal: bool):
         kernel = self._kernel(q, diagonal, save_residuals=True)
-        y, (total,) = jax.vmap(kernel)(q * self.config.scale, k, v, _ids(segments))
+        y, (total,) = jax.vmap(kernel)(q * self.config.scale, k, v, _ids(at.segments))
         return y.astype(jnp.float32), total
 
-    def backward(self, q, y, total, dy, k, v, slopes_N, window, places, segments, diagonal: bool):
+    def backward(self, q, y, total, dy, k, v, at: Positions, diagonal: bool):
         kernel = self._kernel(q, diagonal)
         # The kernel's own backward pass takes the result and the sums of one call. Those over all keys make its
         # gradients the block's part of the whole.
@@ -35,7 +35,7 @@ class SplashBlocks(Blocks):
             saved = (q, k, v, ids, None, y, total, kernel.dq_mask_info, kernel.dkv_mask_info)
             return backward(res=saved, do=dy)[3:6]
 
-        dq, dk, dv = jax.vmap(one)(q * self.config.scale, k, v, _ids(segments), y, total, dy)
+        dq, dk, dv = jax.vmap(one)(q * self.config.scale, k, v, _ids(at.segments), y, total, dy)
         return dq.astype(jnp.float32) * self.config.scale, dk.astype(jnp.float32), dv.astype(jnp.float32)
 
     def _kernel(self, q, diagonal: bool, save_residuals: bool = False):

@@ -69,17 +69,22 @@ class Work:
     head_backward: Pass
     weights: tuple[float, float]
 
-    def recomputed(self, remat: Remat, style: ExecutionStyle, fused: bool) -> Pass:
-        """What the backward pass of a layer computes again."""
-        again = [name for name, _ in self.products if remat.recomputes(PARTS[name])]
+    def repeated(self, remat: Remat, style: ExecutionStyle, fused: bool) -> frozenset[str]:
+        """What the backward pass of a layer computes again: names of products, "attention", "elementwise"."""
+        again = {name for name, _ in self.products if remat.recomputes(PARTS[name])}
         if style.dead_code:  # only the sum behind it needs the last product
-            again = [name for name in again if name != "mlp out"]
+            again.discard("mlp out")
+        scores = remat.recomputes("context" if fused else "scores")
+        again |= {name for name, runs in (("attention", scores), ("elementwise", remat.elementwise)) if runs}
+        return frozenset(again)
+
+    def recomputed(self, again: frozenset[str]) -> Pass:
+        """The time of what is `repeated`."""
         repeated = sum((work for name, work in self.products if name in again), Pass())
-        scores = remat.recomputes("context") if fused else remat.recomputes("scores")
         return repeated + Pass(
-            attention=self.forward.attention if scores else 0.0,
-            elementwise=self.forward.elementwise if remat.elementwise else 0.0,
-            context=self.forward.context if scores else 0.0,
+            attention=self.forward.attention if "attention" in again else 0.0,
+            elementwise=self.forward.elementwise if "elementwise" in again else 0.0,
+            context=self.forward.context if "attention" in again else 0.0,
         )
 
 

@@ -102,50 +102,35 @@ class Emit:
 def emit_gemm(
     emit: Emit, product: Product, gemm: Gemm, inputs: Sequence[int], nbytes: float, category: str, part: tuple
 ) -> int:
-    """One sliced GEMM of `part` of the model; returns its result of `nbytes` on this device.
+    """One sliced GEMM of `part` of the model, which reads `inputs`; returns its result of `nbytes` on this device.
 
-    The first two of `inputs` are its operands. Labels are (*part, product, gemm, what, slice); `what` is
-    "multiply", or the mesh direction along which a matrix is communicated: "columns" or "rows".
+    Labels are (*part, product, gemm, what, slice); `what` is "multiply", or the mesh direction along which a matrix is
+    communicated: "columns" or "rows".
     """
-    layout, slices = product.layout, product.slices
-    devices, size = layout.rows * layout.cols, layout.dtype_bytes
-    axes = axes_of(product, emit.mesh)
-    moves = []  # (operation, axis, participants, elements of a shard, between what)
-    for kind, axis, count, moved, between in zip(
-        GEMMS[gemm.dataflow], axes, (layout.cols, layout.rows), layout.moving_bytes(), ("columns", "rows")
-    ):
-        if count > 1:
-            shard = max(1, round(moved / devices / slices / size))
-            moves.append((KINDS[kind], axis, count, shard, between))
-    gathers = [move for move in moves if move[0] == "AllGather"]
+    layout, slices, size = product.layout, product.slices, product.layout.dtype_bytes
+    counts, directions = (layout.cols, layout.rows), ("columns", "rows")
+    whole = [max(1, round(moved / layout.rows / layout.cols / slices / size)) for moved in layout.moving_bytes()]
+    moves = [  # (operation, axis, elements of a shard, of all shards, between what)
+        (KINDS[kind], axis, shard, shard * count, between)
+        for kind, axis, shard, count, between in zip(
+            GEMMS[gemm.dataflow], axes_of(product, emit.mesh), whole, counts, directions
+        )
+        if count > 1
+    ]
     scatters = [move for move in moves if move[0] == "ReduceScatter"]
-    multiply = multiplication(product, gemm)
-    results: list[int] = []
-    done: list[int] = []
+    multiply, results, done = multiplication(product, gemm), [], []
     for index in range(slices):
-
-        def label(what, at=index):
-            return (*part, product.name, gemm.kind, what, at)
-
-        waits = done[index - PREFETCH : index - PREFETCH + 1] if index >= PREFETCH else []
+        label, last = (*part, product.name, gemm.kind), index == slices - 1
+        waits = (*inputs, *done[index - PREFETCH : index - PREFETCH + 1]) if index >= PREFETCH else inputs
         pieces = [
-            emit.add(
-                OpSpec(kind, ((shard,),), size),
-                (*inputs, *waits),
-                shard * count * size,
-                "workspace",
-                axis,
-                label(between),
-            )
-            for kind, axis, count, shard, between in gathers
+            emit.add(OpSpec(kind, ((shard,),), size), waits, every * size, "workspace", axis, (*label, between, index))
+            for kind, axis, shard, every, between in moves
+            if kind == "AllGather"
         ]
-        last = index == slices - 1
-        partial = scatters[0][2] * scatters[0][3] * size if scatters else nbytes if last else 0.0
-        kept = "workspace" if scatters else category
-        inputs_here = (*inputs, *pieces, *done[-1:])
-        done.append(emit.add(multiply, inputs_here, partial, kept, label=label("multiply")))
-        for kind, axis, count, shard, between in scatters:
-            spec, before = OpSpec(kind, ((shard * count,),), size), results[-1:]
-            kept_bytes = nbytes if last else 0.0
-            results.append(emit.add(spec, (done[-1], *before), kept_bytes, category, axis, label(between)))
+        partial = scatters[0][3] * size if scatters else nbytes if last else 0.0
+        kept, reads = "workspace" if scatters else category, (*inputs, *pieces, *done[-1:])
+        done.append(emit.add(multiply, reads, partial, kept, label=(*label, "multiply", index)))
+        for kind, axis, _, every, between in scatters:
+            spec, reads, what = OpSpec(kind, ((every,),), size), (done[-1], *results[-1:]), (*label, between, index)
+            results.append(emit.add(spec, reads, nbytes if last else 0.0, category, axis, what))
     return (results or done)[-1]

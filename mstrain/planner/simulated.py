@@ -11,19 +11,10 @@ from mstrain.simulator.cluster import Axes, Cluster
 from mstrain.simulator.compared import Compared
 from mstrain.simulator.simulate import CORRECTED, place, simulate
 
-REMATS = ("none", "dots", "full")  # that `transformer_step` writes
-
 
 def why_not_simulated(costed: Costed) -> str:
     """Why a plan cannot be simulated; empty if it can."""
-    plan = costed.plan
-    if plan.context > 1:
-        return f"context={plan.context}"
-    if plan.shard in ("gradients", "parameters"):
-        return f"shard={plan.shard}"
-    if plan.remat not in REMATS:
-        return f"remat={plan.remat}"
-    return "" if plan.schedule in SCHEDULES else f"schedule={plan.schedule}"
+    return "" if costed.plan.schedule in SCHEDULES else f"schedule={costed.plan.schedule}"
 
 
 def plan_cluster(request: PlanRequest, costed: Costed) -> Cluster:
@@ -31,7 +22,7 @@ def plan_cluster(request: PlanRequest, costed: Costed) -> Cluster:
     plan, pod = costed.plan, request.pod
     constants, links = pod.constants(plan.sizes, request.dtype), pod.links(plan.sizes, request.dtype)
     axes = Axes(
-        ("pipeline", "data", "row", "col"), (plan.pipeline, plan.data, plan.rows, plan.cols),
+        ("pipeline", "data", "row", "col"), (plan.pipeline, plan.replicas, plan.rows, plan.cols),
         (links.stage, links.replica, links.row, links.col), constants.ring,
     )  # fmt: skip
     device = replace(pod.device(constants), flops=costed.product_rate)
@@ -47,9 +38,8 @@ def simulate_plan(request: PlanRequest, costed: Costed, microbatches: int = 8, c
     count = min(plan.microbatches, max(microbatches, 2 * plan.pipeline))
     if plan.chunks > 1:
         count -= count % plan.pipeline
-    cluster = plan_cluster(request, costed)
-    program = place(transformer_step(request, costed, count), cluster, CORRECTED, False)
+    cluster, same = plan_cluster(request, costed), cost_with(request, costed, microbatches=count)
+    program = place(transformer_step(request, same), cluster, CORRECTED)
     (clock or Clock()).check(len(program.spec))
     result = simulate(program, cluster)
-    same = cost_with(request, costed, microbatches=count)
     return Compared(result, count, same.scheduled_seconds, same.fullest.total)

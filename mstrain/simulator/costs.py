@@ -19,12 +19,12 @@ from mstrain.simulator.program import OpSpec
 READS: dict[str, int] = dict.fromkeys(("Relu", "Softmax", "Tanh", "Sqrt", "Transpose", "ReduceMean", "Cast"), 1)
 READS |= dict.fromkeys(("ReluGrad", "Add", "Sub", "Mul", "Div", "Pow", "Loss", "LossGrad"), 2)
 MOVES = frozenset({"Concat", "Split", "Slice", "Reshape", "Shape", "Squeeze", "Unsqueeze", "Lookup", "Identity"})
-# Kernels that are bound by memory: the first shape is what they move, in elements.
-TRAFFIC = frozenset({"Norm", "NormGrad", "Residual", "Activation", "ActivationGrad", "Logits", "LogitsGrad", "Adam"})
-# Measured elsewhere: the first shape is nanoseconds.
-PROFILED = frozenset({"Profiled", "ProfiledGrad", "ProfiledUpdate"})
+# Measured or predicted elsewhere (`mstrain.simulator.program.timed`).
+TIMED = frozenset({
+    "Profiled", "ProfiledGrad", "ProfiledUpdate", "Attention", "AttentionGrad", "Elementwise", "ElementwiseGrad",
+    "Logits", "LogitsGrad", "Adam",
+})  # fmt: skip
 PRODUCTS = frozenset({"MatMul", "Gemm", "InputGrad", "MatMulGrad", "WeightGrad"})
-ATTENTION_BACKWARD = 2.5  # of the forward pass: five products instead of two (FlashAttention-2, section 3.1)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Rules:
     def compute_seconds(self, spec: OpSpec, device: Device) -> float:
         """Seconds of a single-device operation. Raises ValueError for an operation without a rule."""
         kind, shapes, size = spec
-        if kind in PROFILED:
+        if kind in TIMED:
             return 1e-9 * shapes[0][0]
         if kind in ("MatMulGrad", "WeightGrad"):
             (m, k), (_, p) = shapes
@@ -58,14 +58,10 @@ class Rules:
             return self.elementwise_seconds(kind, shapes[0], size, device)
         if kind in MOVES:
             return self.move_seconds(kind, shapes[0], size, device)
-        if kind in TRAFFIC:
-            return self.kernel_seconds(device, size * prod(shapes[0]), 0.0)
-        if kind in ("Attention", "AttentionGrad"):
-            return self.kernel_seconds(device, 0.0, operation_work(spec))
         if kind == "SGD":
             elements = sum(map(prod, shapes))
             return self.kernel_seconds(device, 3 * size * elements, 2 * elements)
-        known = " ".join(sorted([*READS, *MOVES, *TRAFFIC, *PRODUCTS, *PROFILED, "SGD"]))
+        known = " ".join(sorted([*READS, *MOVES, *TIMED, *PRODUCTS, "SGD"]))
         raise ValueError(f"no cost rule for operation {kind!r}; known: {known}")
 
     def kernel_seconds(self, device: Device, nbytes: float, flops: float) -> float:
@@ -107,9 +103,6 @@ class Rules:
 def operation_work(spec: OpSpec) -> float:
     """Floating-point operations of one operation on one device (0 for communication and data movement)."""
     kind, shapes, _ = spec
-    if kind in ("Attention", "AttentionGrad"):  # (tokens x heads, head dim), (tokens seen,)
-        forward = 4.0 * prod(shapes[0]) * shapes[1][0]
-        return forward * (ATTENTION_BACKWARD if kind == "AttentionGrad" else 1.0)
     if kind in PRODUCTS:
         once = 2.0 * prod(shapes[0]) * shapes[1][-1]
         return 2 * once if kind == "MatMulGrad" else once

@@ -33,6 +33,11 @@ class OpSpec(NamedTuple):
         return self.kind in COMMUNICATION
 
 
+def timed(kind: str, seconds: float) -> OpSpec:
+    """An operation of a kind in `mstrain.simulator.costs.TIMED`, whose time is known: its shape is nanoseconds."""
+    return OpSpec(kind, ((round(1e9 * seconds),),), 0)
+
+
 class Ragged(NamedTuple):
     """Lists of integers of varying length: list i is `items[offsets[i]:offsets[i + 1]]`."""
 

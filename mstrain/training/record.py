@@ -21,6 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.sharding import Mesh
 from omegaconf import OmegaConf
 
 import mstrain
@@ -185,13 +186,17 @@ def config_yaml(run: Run) -> str:
     plan = run.module.plan
     resolved = {
         "plan": describe_plan(plan).split(" | "),
-        "devices": f"{plan.mesh.size} x {plan.mesh.devices.flat[0].device_kind}",
+        "devices": _devices(plan.mesh),
         "processes": run.job.processes,
         "digests": record_of(run).digests,
         "revisions": run.corpus.revisions,
     }
     values = dataclasses.asdict(resolved_config(run))
     return OmegaConf.to_yaml(OmegaConf.create({**values, "resolved": resolved}))
+
+
+def _devices(mesh: Mesh) -> str:
+    return f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
 
 
 def _parse(path: Path) -> Any:
@@ -236,7 +241,7 @@ def _attempt(run: Run, done: int, before: Record | None, now: Record) -> dict[st
         "changed": {difference.name: [difference.before, difference.now] for difference in changed},
         "mesh": str(shape_of(plan.mesh)),
         "plan": describe_plan(plan),
-        "devices": f"{plan.mesh.size} x {plan.mesh.devices.flat[0].device_kind}",
+        "devices": _devices(plan.mesh),
         "hosts": [run.job.names.get(process) for process in range(run.job.processes)],
         "revisions": run.corpus.revisions,
         "commit": _commit(),

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from mstrain.layers.attention import alibi_slopes
-from mstrain.layers.attention_blocks import Blocks
+from mstrain.layers.attention_blocks import Blocks, Positions
 from mstrain.layers.attention_kernels import AttentionConfig, attend
 from mstrain.layers.context_attention import attend_parts
 from mstrain.layers.sequence_split import SequenceSplit
@@ -79,7 +79,7 @@ def test_a_block_of_splash_attention_is_that_of_plain_xla():
     q, dy, y = (jnp.asarray(rng.standard_normal((1, 2, 128, 128)), jnp.float32) for _ in range(3))
     k, v = (jnp.asarray(rng.standard_normal((1, 1, 128, 128)), jnp.float32) for _ in range(2))
     places, ids = jnp.arange(128), jnp.repeat(jnp.arange(2), 64)[None]
-    config, extras = AttentionConfig(0.1, soft_cap=5.0), (None, None, (places, places), (ids, ids), True)
+    config, extras = AttentionConfig(0.1, soft_cap=5.0), (Positions(None, None, (places, places), (ids, ids)), True)
 
     @jax.jit
     def both_passes(q, k, v, y, dy):

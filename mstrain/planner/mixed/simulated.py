@@ -19,7 +19,7 @@ from mstrain.simulator.cluster import Cluster, Device, Network, Path, Wire
 from mstrain.simulator.compared import Compared
 from mstrain.simulator.pipeline import PipelineStep
 from mstrain.simulator.placement import GROUP, SEND, Degrees, Placement
-from mstrain.simulator.program import OpSpec
+from mstrain.simulator.program import OpSpec, timed
 from mstrain.simulator.simulate import Simulation, simulate
 from mstrain.simulator.slots import RankOp
 
@@ -144,7 +144,7 @@ class MixedStep(PipelineStep):
         return outputs
 
     def _timed(self, ops, kind: str, ms: float, devices, inputs, label, *output) -> list[int]:
-        return self._add(ops, OpSpec(kind, ((round(1e6 * ms),),), 0), devices, inputs, label, *output)
+        return self._add(ops, timed(kind, 1e-3 * ms), devices, inputs, label, *output)
 
     def _sum(self, ops, members, nbytes: float, values, label) -> list[int]:
         return self._add(ops, OpSpec("AllReduce", ((max(1, round(nbytes)),),), 1), members, values, label)

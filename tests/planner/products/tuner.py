@@ -6,10 +6,7 @@ from dataclasses import replace
 
 from mstrain.hardware import TpuSlice
 from mstrain.hardware.constants import Constants
-from mstrain.parallel.dataflow import (
-    Projection,
-    check_dataflow,
-)
+from mstrain.parallel.dataflow import Projection, check_dataflow
 from mstrain.parallel.product_cost import Layout, communication_terms
 from mstrain.parallel.tune import Block, factorizations, families, family_choices
 from tests.planner.products.tuning_result import AxisPair, Candidate, Tuning, why_slower
@@ -96,29 +93,27 @@ def tune(
     constants: Constants,
     *,
     meshes: TpuSlice | Iterable[tuple[int, int]] | None = None,
-    max_slices: int = 32,
-    slices: int | None = None,
-    dataflow: str = "auto",
     algorithm: str = MESHSLICE,
-    dtype_bytes: int = 2,
+    **choices,
 ) -> Tuning:
     """The fastest mesh, dataflows and slice counts for one block's projections, by the cost model.
 
     `tokens` and `devices` are those of one data-parallel replica. `meshes` restricts the shapes: a `TpuSlice` to
     whole torus axes (the rest of its devices are replicas), a list to its entries, None to nothing.
-    `slices` fixes one count for all. `dataflow` is "auto", "rule" (the paper's), "os", "ls" or "rs".
-    `algorithm` is "meshslice" or "collective", which is S = 1.
+    `choices` are those of `Block`. `algorithm` is "meshslice" or "collective", which is S = 1.
     Raises ValueError naming the nearest legal value when a mesh or slice count cannot be had.
     """
     if algorithm not in (MESHSLICE, COLLECTIVE):
         raise ValueError(f"the cost model knows {MESHSLICE} and {COLLECTIVE}, not {algorithm!r}")
-    if algorithm == COLLECTIVE and slices not in (None, 1):
-        raise ValueError(f"collective has one slice; drop slices={slices} or use {MESHSLICE}")
-    if dataflow not in ("auto", "rule"):
-        check_dataflow(dataflow)
-    limit = 1 if algorithm == COLLECTIVE else max_slices
-    problem = Block(tuple(projections), tokens, constants, dataflow, limit, slices, dtype_bytes)
-    if not problem.projections or min(tokens, max_slices, 1 if slices is None else slices) < 1:
+    problem = Block(tuple(projections), tokens, constants, **choices)
+    if algorithm == COLLECTIVE:
+        if problem.slices not in (None, 1):
+            raise ValueError(f"collective has one slice; drop slices={problem.slices} or use {MESHSLICE}")
+        problem = replace(problem, max_slices=1)
+    if problem.dataflow not in ("auto", "rule"):
+        check_dataflow(problem.dataflow)
+    fewest = min(tokens, problem.max_slices, 1 if problem.slices is None else problem.slices)
+    if not problem.projections or fewest < 1:
         raise ValueError("tune needs a projection or more, and tokens, slices and max_slices of 1 or more")
     found, rejected = _search(problem, _meshes(devices, meshes))
     if not found:
