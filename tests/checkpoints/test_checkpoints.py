@@ -103,6 +103,16 @@ def test_milestones_are_kept_beside_the_newest(saved, tmp_path):
     assert sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()) == [3, 6, 7, 8]
 
 
+def test_only_the_run_itself_removes_what_is_half_saved(tmp_path):
+    """A reader's folder is another run's, which may be saving at this moment."""
+    half = tmp_path / "5.orbax-checkpoint-tmp-1"
+    half.mkdir()
+    for keep in (None, 2):
+        checkpoints = Checkpoints(tmp_path, keep)
+        assert checkpoints.latest is None and half.exists() == (keep is None)
+        checkpoints.close()
+
+
 def test_a_shard_larger_than_any_buffer_is_read(saved, monkeypatch):
     """Orbax raises when a shard needs more than the buffer; a 175B model on 256 devices has shards of 0.9 GB."""
     monkeypatch.setattr(buffer, "MOST", 1)

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from mstrain.mesh import make_mesh, parse_mesh
 from mstrain.models.config import ModelConfig
@@ -10,6 +12,7 @@ from mstrain.models.parameters import parameter_shapes
 from mstrain.models.plan import ParallelConfig, make_plan
 from mstrain.models.remat import LADDER, NAMES, POLICIES, cheapest_that_fits, check_remat, kept_features, planned
 from mstrain.models.transformer import Transformer
+from mstrain.program.offload import HOST, on_host
 
 LAYERS, SEQ, SEQUENCES = 3, 8, 8
 MODEL = ModelConfig(
@@ -72,3 +75,9 @@ def test_unknown_names_are_answered_with_the_list(remat, offload, words):
 def test_the_planner_prices_the_nearest_of_its_own():
     assert [planned(remat) for remat in LADDER] == list(LADDER)
     assert [planned(remat) for remat in ("auto", "mlp-in")] == [None, "mlp-in"]
+
+
+def test_moments_wait_in_host_memory_and_counters_stay():
+    mesh = make_mesh(parse_mesh("2x4"))
+    found = on_host({"moment": NamedSharding(mesh, P("row", "col")), "count": NamedSharding(mesh, P())})
+    assert found["moment"].memory_kind == HOST and found["count"].memory_kind != HOST

@@ -1,12 +1,13 @@
-"""The planner beside every compiled step of docs/data/steps.csv that it can price.
+"""The planner beside compiled steps: those of the table of overlap, and those of docs/data/steps.csv that it can price.
 
-python -m tests.planner.steps    prints the table of docs/planning.md
+python -m tests.planner.steps    prints the two tables of docs/planning.md
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from mstrain.hardware.overlap import Entry, overlap_table
 from mstrain.mesh import parse_mesh
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.zoo import load_preset
@@ -20,6 +21,23 @@ CHOICES = (*STEP, "algorithm", "mesh", "shard")
 HEAD = "| step | algorithm, mesh | planner ms | compiled ms | ratio |\n|---|---|---|---|---|"
 
 
+def planned(row: Mapping) -> float | None:
+    """The planner's milliseconds of a step, without stragglers; None if it cannot price it."""
+    model = dataclasses.replace(load_preset(row["model"]), layers=int(row["layers"]))
+    parallel = ParallelConfig(row["algorithm"])
+    request = PlanRequest(model, find_pod(row["target"]), (parallel,), int(row["batch"]), int(row["seq"]))
+    costed = cost_step(request, PodPlan.on(parse_mesh(row["mesh"]), parallel, 1, row["remat"], row["shard"]))
+    return 1e3 * costed.scheduled_seconds if costed else None
+
+
+def entries() -> Iterator[tuple[str, Entry, float]]:
+    """(algorithm, entry, the planner's milliseconds) of every step of the table of overlap."""
+    for (_, algorithm), entry in overlap_table().items():
+        found = planned({**dataclasses.asdict(entry), "algorithm": algorithm, "shard": "none"})
+        assert found is not None, "a step that was compiled is legal"
+        yield algorithm, entry, found
+
+
 def compared() -> Iterator[tuple[dict[str, str], float]]:
     """(row, the planner's milliseconds over the compiled ones).
 
@@ -31,17 +49,22 @@ def compared() -> Iterator[tuple[dict[str, str], float]]:
         if float(row["ms"]) < float(best[key]["ms"] if key in best else math.inf):
             best[key] = row
     for row in best.values():
-        model = dataclasses.replace(load_preset(row["model"]), layers=int(row["layers"]))
-        parallel = ParallelConfig(row["algorithm"])
-        request = PlanRequest(model, find_pod(row["target"]), (parallel,), int(row["batch"]), int(row["seq"]))
-        costed = cost_step(request, PodPlan.on(parse_mesh(row["mesh"]), parallel, 1, row["remat"], row["shard"]))
-        if costed is not None:
-            yield row, 1e3 * costed.scheduled_seconds / float(row["ms"])
+        if found := planned(row):
+            yield row, found / float(row["ms"])
 
 
 def main() -> None:
+    hidden = "hidden all_gather, reduce_scatter: forward; backward"
+    print(f"| target, step | algorithm | planner ms | compiled ms | ratio | {hidden} |")
+    for algorithm, entry, ms in entries():
+        hidden = (
+            f"{100 * s.all_gather:.0f} %, {100 * s.reduce_scatter:.0f} %" for s in (entry.forward, entry.backward)
+        )
+        step = f"{entry.target}, {entry.mesh}, {entry.layers} layers, batch {entry.batch}"
+        compiled = entry.milliseconds
+        print(f"| {step} | {algorithm} | {ms:.0f} | {compiled:.0f} | {ms / compiled:.2f} | {'; '.join(hidden)} |")
     before = None
-    print(HEAD)
+    print("", HEAD, sep="\n")
     for row, ratio in compared():
         step = tuple(row[name] for name in STEP)
         compiled = float(row["ms"])
