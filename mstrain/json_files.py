@@ -1,4 +1,4 @@
-"""JSON files that people hand in."""
+"""JSON files that people hand in, and those written for them."""
 
 import json
 from pathlib import Path
@@ -40,3 +40,8 @@ def _integer(digits: str) -> int:
     if len(digits.lstrip("-")) > DIGITS:
         raise json.JSONDecodeError(f"a whole number of {len(digits)} digits", "", 0)
     return int(digits)
+
+
+def write_json(document, path: str | Path) -> None:
+    """Writes a document for people and other programs, UTF-8."""
+    Path(path).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -13,6 +13,12 @@ class OutOfTime(Exception):
     """The time budget is spent. The caller decides what to report."""
 
 
+def check_budget(max_seconds: float) -> None:
+    """Raises ValueError for a time budget in which nothing can be done."""
+    if not max_seconds > 0:
+        raise ValueError(f"max_seconds={max_seconds} leaves no time. Type max_seconds=60.")
+
+
 class Clock:
     """Seconds since it was made, without those in which numba compiled or loaded kernels (`compiled`).
 

@@ -25,6 +25,7 @@ from mstrain.planner.cost import cost_step
 from mstrain.planner.plan import PodPlan, plan_on
 from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import rank_meshes
+from mstrain.planner.tables import most_grown
 from mstrain.planner.target import pod_of
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.step import step_program
@@ -193,9 +194,8 @@ def why_slower(candidate: Candidate, best: Candidate) -> str:
         "exposed": "exposed communication", "gemm": "products", "kernel": "kernels", "move": "copies",
         "rest": "norms, sums, updates",
     }  # fmt: skip
-    growth = {name: getattr(candidate, name) - getattr(best, name) for name in names}
-    part = max(growth, key=lambda name: growth[name])
-    return f"{names[part]} +{1e3 * growth[part]:,.1f} ms"
+    part, seconds = most_grown(names, candidate, best)
+    return f"{names[part]} +{1e3 * seconds:,.1f} ms"
 
 
 def describe_slices(plan: ModelPlan) -> str:

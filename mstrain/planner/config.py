@@ -6,6 +6,7 @@ from mstrain.checks import at_least, mounted, one_of
 from mstrain.gemm import ALGORITHMS
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
+from mstrain.planner.clock import check_budget
 from mstrain.planner.remat import parse_remat
 from mstrain.planner.request import MEMORY_MARGIN, SCHEDULES, SHARDS, Fixed, PlanRequest
 from mstrain.planner.target import Pod
@@ -84,8 +85,7 @@ class PodConfig:
                 )
         if not 0 <= self.memory_margin < 1:
             raise ValueError(f"memory_margin={self.memory_margin} is not a part of a memory. Type memory_margin=0.1.")
-        if not self.max_seconds > 0:
-            raise ValueError(f"max_seconds={self.max_seconds} leaves no time. Type max_seconds=60.")
+        check_budget(self.max_seconds)
         if self.model.position == "learned" and self.seq > self.model.context:
             raise ValueError(
                 f"seq={self.seq} is longer than the {self.model.context} positions model {self.model.name} "

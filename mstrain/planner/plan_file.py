@@ -1,11 +1,10 @@
 """plan.json, which carries a plan from plan.py to train.py: its keys of train.py, or why train.py cannot run it."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 from mstrain.fields import Fields
-from mstrain.json_files import read_json
+from mstrain.json_files import read_json, write_json
 from mstrain.models.zoo import load_preset
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.search import PodResult
@@ -59,7 +58,7 @@ def write_plan(request: PlanRequest, result: PodResult, folder: Path) -> Path:
         "train_step_seconds": runs.seconds if runs else None,
     }
     path = folder / PLAN_FILE
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_json(document, path)
     return path
 
 

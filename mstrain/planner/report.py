@@ -1,7 +1,6 @@
 """Reports of plans: tables, CSV, JSON and a plot."""
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from mstrain.hardware import mfu
+from mstrain.json_files import write_json
 from mstrain.models.flops import training_flops_per_token
 from mstrain.planner.cost import Costed, Terms
 from mstrain.planner.request import PlanRequest
@@ -89,7 +89,7 @@ def write_tables(request: PlanRequest, result: PodResult, folder: Path, top: int
         "plans": plans,
         "rejected": refused,
     }
-    (folder / "plans.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_json(document, folder / "plans.json")
 
 
 def plans_table(request: PlanRequest, result: PodResult, top: int) -> Table:
@@ -125,27 +125,28 @@ def terms_table(result: PodResult, count: int) -> Table:
     return make_table("Where the step goes (ms)", ("", *map(str, range(1, len(top) + 1))), rows, ("",))
 
 
-def stages_table(costed: Costed) -> Table:
-    """Milliseconds of a step of every stage of one plan by term; each row adds up to the step."""
-    names = list(Terms.__dataclass_fields__)
-    rows = (
-        (str(number), *(f"{1e3 * getattr(terms, name):.1f}" for name in names))
-        for number, terms in enumerate(costed.stage_terms)
-    )
-    return make_table("Stages of plan 1 (ms)", ("stage", *(name.replace("_", " ") for name in names)), rows)
+def stages_table(result: PodResult) -> Table:
+    """Milliseconds of a step of every stage of the best plan by term; each row adds up to the step."""
+    return _stages("Stages of plan 1 (ms)", result, "seconds", 1e3, 1, {"stage": "stage"})
 
 
-def memory_table(costed: Costed) -> Table:
-    """GB per device of every stage by category."""
-    names = ("parameters", "gradients", "optimizer", "activations", "workspace", "total")
-    rows = (
-        (
-            *(str(number), str(stage.layers), f"{stage.in_flight:g}"),
-            *(f"{getattr(memory, name) / GB:.2f}" for name in names),
-        )
-        for number, (stage, memory) in enumerate(zip(costed.stages, costed.memory))
-    )
-    return make_table("Memory per device (GB)", ("stage", "layers", "in flight", *names), rows)
+def memory_table(result: PodResult) -> Table:
+    """GB per device of every stage of the best plan by category."""
+    names = {"stage": "stage", "layers": "layers", "microbatches_in_flight": "in flight"}
+    return _stages("Memory per device (GB)", result, "bytes", 1 / GB, 2, names)
+
+
+def _stages(title: str, result: PodResult, unit: str, scale: float, digits: int, names: dict[str, str]) -> Table:
+    """The columns `names` of the stages of the best plan and those in `unit`."""
+    rows = stage_rows(result, 1)
+    columns = [name for name in rows[0] if name.endswith(f"_{unit}")]
+    cells = (
+        (*(f"{row[name]:g}" if name != "layers" else row[name] for name in names),
+         *(f"{scale * row[name]:.{digits}f}" for name in columns))
+        for row in rows
+    )  # fmt: skip
+    headings = (name.removesuffix(f"_{unit}").replace("_", " ") for name in columns)
+    return make_table(title, (*names.values(), *headings), cells)
 
 
 def stage_rows(result: PodResult, top: int) -> list[dict]:
@@ -158,6 +159,7 @@ def stage_rows(result: PodResult, top: int) -> list[dict]:
             "microbatches_in_flight": stage.in_flight,
             **{f"{name}_seconds": value for name, value in dataclasses.asdict(terms).items()},
             **{f"{name}_bytes": round(value) for name, value in dataclasses.asdict(memory).items()},
+            "total_bytes": round(memory.total),
         }
         for rank, costed in enumerate(result.ranked[:top], 1)
         for number, (stage, memory, terms) in enumerate(zip(costed.stages, costed.memory, costed.stage_terms))

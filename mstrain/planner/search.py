@@ -22,6 +22,7 @@ from mstrain.planner.layer import Work, layer_work
 from mstrain.planner.memory import stage_parameters, state_bytes
 from mstrain.planner.plan import PodPlan, Products, plan_products
 from mstrain.planner.request import SCHEDULES, SHARDS, PlanRequest
+from mstrain.planner.tables import most_grown
 from mstrain.planner.trainer import why_not_trainable
 
 PROGRESS_SECONDS = 5.0
@@ -267,9 +268,8 @@ def why_slower(loser: Costed, best: Costed) -> str:
     """The term that grew most over the best plan's."""
     if loser is best:
         return "best"
-    growth = {name: getattr(loser.terms, name) - getattr(best.terms, name) for name in Terms.__dataclass_fields__}
-    term = max(growth, key=lambda name: growth[name])
-    return f"{term.replace('_', ' ')} +{1e3 * growth[term]:.1f} ms"
+    term, seconds = most_grown(Terms.__dataclass_fields__, loser.terms, best.terms)
+    return f"{term.replace('_', ' ')} +{1e3 * seconds:.1f} ms"
 
 
 def _nothing_fits(request: PlanRequest, result: PodResult, max_seconds: float) -> str:

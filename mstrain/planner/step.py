@@ -10,7 +10,6 @@ import dataclasses
 
 from mstrain.parallel.schedules import FORWARD, schedule
 from mstrain.planner.cost import Costed
-from mstrain.planner.layer import PARTS
 from mstrain.planner.memory import WEIGHT_BYTES, gathered_table, loss_bytes, parameter_counts, saved_values, state_bytes
 from mstrain.planner.products import Emit, emit_gemm, gemms_of
 from mstrain.planner.remat import parse_remat
@@ -22,12 +21,15 @@ from mstrain.simulator.replicas import Step
 from mstrain.simulator.slots import RankOp
 
 PIECES = (
-    "elementwise", "attention in", "attention", "attention out", "elementwise", "mlp in", "elementwise", "mlp out",
-    "elementwise",
+    ("elementwise", "elementwise"), ("attention in", "qkv"), ("attention", "context"), ("attention out", "out"),
+    ("elementwise", "elementwise"), ("mlp in", "mlp_in"), ("elementwise", "elementwise"), ("mlp out", "mlp_out"),
+    ("elementwise", "input"),
 )  # fmt: skip
-"""Of a layer, in order: norm, queries and so on, up to the residual sum that makes the next layer's input."""
+"""Of a layer, in order, each with what it makes, in the words of `mstrain.planner.remat`."""
 LAST, INPUT = len(PIECES) - 1, -1  # places of the layer's result and of its input
+ELEMENTWISE = 4  # pieces, which share its time evenly
 KINDS = {"attention": "Attention", "elementwise": "Elementwise"}
+Part, Values = tuple[int, object], tuple[int, ...]  # (chunk, number of a layer, "embedding" or "head"); of the step
 GATHERED_BYTES = 2  # of a weight that is sharded over the replicas
 
 
@@ -39,29 +41,30 @@ class TransformerStep(PipelineStep):
         degrees = Degrees(plan.replicas, plan.tensor, plan.pipeline, plan.microbatches, plan.chunks, plan.cols)
         super().__init__(degrees, plan.pipeline * plan.chunks)
         self.request, self.costed, self.plan, self.products = request, costed, plan, costed.products
-        self.work, self.blocks, self.remat = costed.step.work, self.products.by_name, parse_remat(plan.remat)
+        self.work, self.blocks = costed.step.work, self.products.by_name
         self.bounds = sorted(bounds for stage in costed.stages for bounds in stage.chunks)
-        self.size, tokens, sizes = request.element_bytes, self.products.tokens, saved_values(request, plan)
-        self.wide, self.saved = sizes["input"], self.remat.saved - self.remat.offloaded
-        results = [sizes[PARTS.get(piece, "context" if piece == "attention" else "input")] for piece in PIECES]
+        self.size, sizes, remat = request.element_bytes, saved_values(request, plan), parse_remat(plan.remat)
+        wide, self.saved = sizes["input"], remat.saved - remat.offloaded
+        results = [sizes[made] for _, made in PIECES]
+        results[0], results[4] = wide, 2 * wide  # a norm; a residual sum and its norm
+        results[6] = sizes["elementwise"] - 3 * wide
         results[2] += sizes["scores"] if "scores" in self.saved else 0.0
-        results[4], results[6] = 2 * self.wide, sizes["elementwise"] - 3 * self.wide  # a sum with its norm; the MLP's
-        self.bytes = [self.size * tokens * values for values in results]
+        self.bytes = [self.size * self.products.tokens * values for values in results]
         self.kept: dict[int, dict[int, int]] = {}  # by layer: values for its backward pass, by place
-        self.gradients: dict[tuple[int, object], tuple[int, ...]] = {}  # by chunk and part
+        self.gradients: dict[Part, Values] = {}
         self.stream: dict[int, int] = {}  # by chunk: what its last layer makes
         self.slope: dict[int, int] = {}  # by chunk: the gradient of its input
         self.counts = self._counts()
-        self.totals: dict[tuple[int, object], int] = {}  # of gradients, over the microbatches
+        self.totals: dict[Part, int] = {}  # of gradients, over the microbatches
         self.weights = {key: self._state(key, count / plan.tensor) for key, count in self.counts.items()}
-        self.ready = {key: (slot,) for key, slot in self.weights.items()}  # what products read: weights, gathered
+        self.ready: dict[Part, Values] = {key: (slot,) for key, slot in self.weights.items()}  # what products read
         self.received = [self._new(self.bytes[LAST], s, "activations") for s in range(self.chunks)]
         self.returned = [self._new(self.bytes[LAST], s, "workspace") for s in range(self.chunks)]
 
-    def _counts(self) -> dict[tuple[int, object], int]:
-        """Parameters by chunk and part: the number of a layer, "embedding" or "head"."""
+    def _counts(self) -> dict[Part, int]:
+        """Parameters of every part."""
         layer, embedding, head = parameter_counts(self.request.model)
-        counts: dict[tuple[int, object], int] = {(0, "embedding"): embedding}
+        counts: dict[Part, int] = {(0, "embedding"): embedding}
         counts |= {(chunk, number): layer for chunk, bounds in enumerate(self.bounds) for number in range(*bounds)}
         if not (self.request.model.tied and self.chunks == 1):
             counts[self.chunks - 1, "head"] = head
@@ -99,7 +102,7 @@ class TransformerStep(PipelineStep):
             self.ready[key] += self._gather(emit, key, ())
         return ops
 
-    def _gather(self, emit: Emit, key, gate: tuple[int, ...]) -> tuple[int, ...]:
+    def _gather(self, emit: Emit, key, gate: Values) -> Values:
         """The weights of a part from all replicas; nothing where each has all."""
         if self.plan.replicas == 1:
             return ()
@@ -128,23 +131,16 @@ class TransformerStep(PipelineStep):
             made = {INPUT: x}
             for place in range(len(PIECES)):
                 made[place] = self._piece(emit, layer, place, made, self.saved)
-            kept = [place for place in range(LAST) if self._part(place) in self.saved]
+            kept = [place for place in range(LAST) if PIECES[place][1] in self.saved]
             self.kept[layer] = {place: made[place] for place in (INPUT, *kept)}
             x = made[LAST]
         self.stream[chunk] = self._head(emit, x) if chunk == self.chunks - 1 else x
         return ops
 
-    def _part(self, place: int) -> str:
-        """What a piece makes, in the words of `mstrain.planner.remat`."""
-        piece = PIECES[place]
-        return "input" if place == LAST else PARTS.get(piece, "context" if piece == "attention" else piece)
-
-    def _piece(
-        self, emit: Emit, layer: int, place: int, made: dict[int, int], saved, gate: tuple[int, ...] = ()
-    ) -> int:
+    def _piece(self, emit: Emit, layer: int, place: int, made: dict[int, int], saved, gate: Values = ()) -> int:
         """One piece of a layer's forward pass, from the results before it; its result is kept if it is `saved`."""
-        piece, inputs = PIECES[place], (made.get(place - 1, made[INPUT]), *gate)
-        category, nbytes = "activations" if self._part(place) in saved else "workspace", self.bytes[place]
+        (piece, part), inputs = PIECES[place], (made.get(place - 1, made[INPUT]), *gate)
+        category, nbytes = "activations" if part in saved else "workspace", self.bytes[place]
         if piece in self.blocks:
             product, inputs = self.blocks[piece], (*inputs, *self.ready[emit.chunk, layer])
             return emit_gemm(emit, product, gemms_of(product)[0], inputs, nbytes, category, (layer,))
@@ -154,7 +150,7 @@ class TransformerStep(PipelineStep):
     def _seconds(self, piece: str, work) -> float:
         if piece == "attention":  # beside it runs the traffic to and from host memory
             return work.attention + work.context + self.costed.step.host / 2
-        return work.elementwise / PIECES.count(piece)
+        return work.elementwise / ELEMENTWISE
 
     def _head(self, emit: Emit, x: int) -> int:
         """The output projection and the loss."""
@@ -220,7 +216,7 @@ class TransformerStep(PipelineStep):
         """Recomputation, then every gradient in reverse; returns that of the layer's input."""
         made, gradients = self._again(emit, layer, slope), []
         for place in reversed(range(len(PIECES))):
-            piece, source = PIECES[place], made.get(place - 1, made[INPUT])
+            (piece, _), source = PIECES[place], made.get(place - 1, made[INPUT])
             if piece in self.blocks:
                 weights, product = self.ready[emit.chunk, layer], self.blocks[piece]
                 slope, gradient = self._product_backward(emit, product, (layer,), slope, source, weights)
@@ -236,7 +232,7 @@ class TransformerStep(PipelineStep):
         """What the backward pass needs, recomputed where remat kept less, once the gradient has come."""
         made = dict(self.kept[layer])
         for place in range(LAST):
-            if PIECES[place] in self.costed.step.repeated:
+            if PIECES[place][0] in self.costed.step.repeated:
                 made[place] = self._piece(emit, layer, place, made, (), (slope,))
         return made
 

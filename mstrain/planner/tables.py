@@ -23,3 +23,9 @@ def write_csv(rows: Sequence[Mapping], path: str | Path) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+
+
+def most_grown(names: Iterable[str], loser, best) -> tuple[str, float]:
+    """The attribute of `loser` among `names` that grew most over that of `best`, and by how much."""
+    growth = {name: getattr(loser, name) - getattr(best, name) for name in names}
+    return max(growth.items(), key=lambda pair: pair[1])

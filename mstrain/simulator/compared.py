@@ -1,11 +1,11 @@
 """A simulated step beside its cost model: the result of every planner's simulation."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from mstrain.json_files import write_json
 from mstrain.simulator.plots import write_pictures
 from mstrain.simulator.simulate import Simulation
 from mstrain.timeline import exposed_communication
@@ -50,7 +50,7 @@ class Compared:
             },
             "stages": list(self.stages),
         }
-        (folder / "simulation.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_json(document, folder / "simulation.json")
         shown = [devices[0] for devices in self.devices] or None
         return [*write_pictures(result, folder, shown), "simulation.json"]
 

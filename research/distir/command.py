@@ -1,9 +1,9 @@
 """plan.py experiment=distir_mlp: the experiments of DistIR's notebook."""
 
-import json
 from dataclasses import dataclass
 
 from mstrain.commands.plans.output import make_folder
+from mstrain.json_files import write_json
 from research.distir.experiments import run_notebook
 from research.distir.rules import rule_set
 
@@ -29,7 +29,7 @@ def run_distir_mlp(config: DistirConfig) -> int:
     """Runs them all; prints throughputs, writes CSV, JSON, plots and a trace."""
     folder = make_folder(config.run_dir)
     summary = run_notebook(folder, config.rules, config.trials)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    write_json(summary, folder / "summary.json")
     print(f"sequential {summary['sequential']:10.1f} samples/s   rules {summary['rules']}")
     for title in ("best", "best_pipeline"):
         row = summary[title]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 from pathlib import Path
 
+from mstrain.json_files import write_json
 from mstrain.planner.clock import divisors
 from mstrain.planner.tables import write_csv
 from mstrain.simulator.cluster import Cluster
@@ -143,4 +143,4 @@ def write_table(table: Sequence[Mapping], path: str | Path) -> None:
     if not table:
         raise ValueError("no plan fits, so no table is written. See the rejected plans for the reasons.")
     write_csv(table, f"{path}.csv")
-    Path(f"{path}.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    write_json(table, f"{path}.json")

@@ -1,14 +1,14 @@
 """plan.py planner=metis, planner=homogeneous and experiment=metis_inputs: the reference's planners and their inputs."""
 
 import dataclasses
-import json
 from dataclasses import dataclass
 
 from mstrain.commands.plans.mixed import Files
 from mstrain.commands.plans.output import make_folder, progress
+from mstrain.json_files import write_json
 from mstrain.planner.clock import Clock
 from mstrain.planner.mixed.hosts import CLUSTER_FIELDS
-from research.metis import MetisOptions, SearchStopped, reference_lines, write_json
+from research.metis import MetisOptions, SearchStopped, reference_lines
 from research.metis import run_metis as search_metis
 from research.metis.homogeneous import run_homogeneous as search_homogeneous
 from research.metis.synthetic import SAMPLES, read_samples, write_hostfile, write_profiles
@@ -29,9 +29,9 @@ def run_metis(config: MetisConfig) -> int:
         with progress("planner=metis", Clock(config.max_seconds * config.trials)):
             result = search_metis(*config.paths, config)
     except SearchStopped as stopped:
-        write_json(stopped.partial, folder / "metis.json")
+        write_json(dataclasses.asdict(stopped.partial), folder / "metis.json")
         raise ValueError(f"{stopped} (the plans found until then are in {folder / 'metis.json'})") from None
-    write_json(result, folder / "metis.json")
+    write_json(dataclasses.asdict(result), folder / "metis.json")
     print(*reference_lines(result), sep="\n")
     if result.exhausted:
         print(
@@ -52,7 +52,7 @@ def run_homogeneous(config: MetisConfig) -> int:
     folder = make_folder(config.run_dir)
     result = search_homogeneous(*config.paths, config)
     path = folder / "homogeneous.json"
-    path.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
+    write_json(dataclasses.asdict(result), path)
     print(f"{result.num_plans} plans, {len(result.ranking)} costed, {len(result.missing)} without a profile")
     for plan in result.ranking[: config.top_k]:
         print(f"{plan.cost:12.3f} ms  dp {plan.dp} pp {plan.pp} tp {plan.tp} microbatch {plan.microbatch}")
@@ -88,7 +88,7 @@ def run_metis_inputs(config: InputsConfig) -> int:
     samples = read_samples(config.samples or SAMPLES)
     write_hostfile(folder / "hostfile", config.devices_per_type)
     entries = {address: dict(zip(CLUSTER_FIELDS, values)) for address, values in SYNTHETIC_HOSTS.items()}
-    (folder / "clusterfile.json").write_text(json.dumps(entries, indent=1) + "\n")
+    write_json(entries, folder / "clusterfile.json")
     files = write_profiles(folder / "profiles", samples, config.num_layers, config.max_batch, slowdown=config.slowdown)
     print(f"{files} synthetic profiles, host file and cluster file in {folder}; now type")
     print(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from mstrain.checks import at_least
+from mstrain.planner.clock import check_budget
 
 POSITIVE = ("gbs", "hidden_size", "sequence_length", "vocab_size", "max_profiled_tp_degree", "max_profiled_batch_size",
             "max_permute_len", "trials", "top_k", "max_plans")  # fmt: skip
@@ -48,5 +49,4 @@ class MetisOptions:
 
     def __post_init__(self):
         at_least("", self, num_layers=2, min_group_scale_variance=0, **dict.fromkeys(POSITIVE, 1))
-        if not self.max_seconds > 0:
-            raise ValueError(f"max_seconds={self.max_seconds} leaves no time. Type max_seconds=60.")
+        check_budget(self.max_seconds)

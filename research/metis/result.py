@@ -1,10 +1,8 @@
 """Result of a Metis search: ranking, statistics, the reference's printed lines and JSON."""
 
-import json
 import math
 import operator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -117,8 +115,3 @@ def reference_lines(result: MetisResult) -> list[str]:
         HEADER,
         ", ".join(map(str, (1, best.cost, sequence, *lists))),
     ]
-
-
-def write_json(result: MetisResult, path: str | Path) -> None:
-    """The whole result, ranking included."""
-    Path(path).write_text(json.dumps(asdict(result), indent=1) + "\n")

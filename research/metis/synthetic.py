@@ -5,10 +5,9 @@ the compute time, larger tp degrees halve it, and a second, slower device type g
 """
 
 import copy
-import json
 from pathlib import Path
 
-from mstrain.json_files import read_json
+from mstrain.json_files import read_json, write_json
 from mstrain.planner.mixed.profiles import profile_name, sequential_sum
 
 SAMPLES = Path(__file__).with_name("samples")  # ten layers of GPT-3 on A100, from the profiles that Metis publishes
@@ -69,7 +68,7 @@ def write_profiles(
     for (tp, batch), document in grown.items():
         slow = _rescaled(document, list(document["execution_time"]), slowdown)
         for device_type, written in ((fast_type, document), (slow_type, slow)):
-            (folder / profile_name((device_type, tp, batch))).write_text(json.dumps(written, indent=1))
+            write_json(written, folder / profile_name((device_type, tp, batch)))
     return 2 * len(grown)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from mstrain.commands.plans.output import console, make_folder, no_time_to_simulate, progress
 from mstrain.planner.clock import SEARCH_PART, Clock, OutOfTime
-from mstrain.planner.mixed import PlanOptions, plan_optimal, write_json, write_stages
+from mstrain.planner.mixed import PlanOptions, plan_optimal, write_result, write_stages
 from mstrain.planner.mixed.hosts import read_hosts
 from mstrain.planner.mixed.profiles import read_profiles
 from mstrain.planner.mixed.report import plans_table, simulated_table, stages_table
@@ -46,7 +46,7 @@ def run_optimal(config: OptimalConfig) -> int:
     clock = Clock((SEARCH_PART if config.simulate else 1) * config.max_seconds)
     with progress("planner=optimal", clock):
         result = plan_optimal(*config.paths, config, clock)
-    write_json(result, folder / "optimal.json")
+    write_result(result, folder / "optimal.json")
     write_stages(result, folder / "optimal.csv")
     for line in filled_in(read_profiles(config.profiles)):
         say.print(line)

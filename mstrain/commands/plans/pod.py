@@ -29,8 +29,8 @@ def run_pod(config: PodConfig) -> int:
     say.print(f"{result.summary} {len(result.rejected)} layouts do not fit; links: {result.best.step.constants.source}")
     say.print(terms_table(result, config.top_k))
     if result.best.plan.pipeline > 1:
-        say.print(stages_table(result.best))
-    say.print(memory_table(result.best))
+        say.print(stages_table(result))
+    say.print(memory_table(result))
     written = ["plans.csv", "stages.csv", "plans.json", "throughput_against_memory.png"]
     if config.simulate and (why := why_not_simulated(result.best)):
         say.print(f"Plan 1 is not simulated: the simulator has no {why}.")

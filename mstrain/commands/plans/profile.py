@@ -1,7 +1,6 @@
 """Profiles of a model on the devices present, one file per tensor degree and batch."""
 
 import dataclasses
-import json
 import time
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import jax
 from mstrain.benchmarks.layer_profiles import Sizes, profile_document
 from mstrain.checks import at_least, one_of
 from mstrain.commands.plans.output import make_folder
+from mstrain.json_files import write_json
 from mstrain.mesh import emulate_devices
 from mstrain.models.config import ModelConfig
 from mstrain.planner.mixed.profiles import profile_name
@@ -79,7 +79,7 @@ def run_model(config: ProfileConfig) -> int:
         sizes = Sizes(config.seq, batch, tensor, config.algorithm, config.dtype, config.repeats)
         document = profile_document(model, sizes)
         path = folder / profile_name((name, tensor, batch))
-        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_json(document, path)
         times = document["execution_time"]
         print(
             f"{path.name}: {times['forward_backward_time_ms']:.2f} ms, a layer "

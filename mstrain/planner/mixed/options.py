@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mstrain.checks import at_least, one_of
+from mstrain.planner.clock import check_budget
 
 SCHEDULES = ("1f1b", "gpipe")
 POSITIVE = ("num_layers", "batch", "hidden_size", "sequence_length", "vocab_size", "element_bytes", "top_k")
@@ -63,8 +64,7 @@ class PlanOptions:
         one_of("schedule", self.schedule, SCHEDULES)
         if not 0 <= self.memory_margin < 1:
             raise ValueError(f"memory_margin={self.memory_margin} is not a part of a memory. Type memory_margin=0.1.")
-        if not self.max_seconds > 0:
-            raise ValueError(f"max_seconds={self.max_seconds} leaves no time. Type max_seconds=60.")
+        check_budget(self.max_seconds)
 
     @property
     def message_bytes(self) -> int:

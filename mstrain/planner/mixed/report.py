@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from mstrain.planner.mixed.result import OptimalResult, Plan, named_counts
-from mstrain.planner.tables import make_table
+from mstrain.planner.tables import make_table, most_grown
 
 
 def plans_table(result: OptimalResult) -> Table:
@@ -29,9 +29,8 @@ def why_slower(plan: Plan, best: Plan) -> str:
     """The term that grew most over the best plan's."""
     if plan is best:
         return "best"
-    terms = ("steady_ms", "fill_ms", "end_ms", "generator_ms")
-    term = max(terms, key=lambda name: getattr(plan, name) - getattr(best, name))
-    return f"{term.removesuffix('_ms')} +{getattr(plan, term) - getattr(best, term):.1f} ms"
+    term, ms = most_grown(("steady_ms", "fill_ms", "end_ms", "generator_ms"), plan, best)
+    return f"{term.removesuffix('_ms')} +{ms:.1f} ms"
 
 
 def stages_table(plan: Plan) -> Table:

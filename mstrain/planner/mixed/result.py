@@ -1,12 +1,12 @@
 """Plans of the optimal planner with every term of their cost, and how they are written."""
 
-import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+from mstrain.json_files import write_json
 from mstrain.planner.mixed.cost import Model, Stage, generator_ms
 from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.space import kind_labels
@@ -155,9 +155,9 @@ def report_plan(model: Model, tables: Tables, stages: list[tuple[Stage, int, int
     return Plan(cost, tables.samples, count, reports, steady, fill, end_ms, generator, bubble, idle)
 
 
-def write_json(result: OptimalResult, path: str | Path) -> None:
+def write_result(result: OptimalResult, path: str | Path) -> None:
     """Everything: options, plans with all terms, certificate and gap."""
-    Path(path).write_text(json.dumps({**asdict(result), "gap": result.gap}, indent=1) + "\n")
+    write_json({**asdict(result), "gap": result.gap}, path)
 
 
 def write_stages(result: OptimalResult, path: str | Path) -> None:

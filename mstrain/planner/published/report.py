@@ -1,6 +1,5 @@
 """Predicted beside measured: a table, CSV, JSON and one plot."""
 
-import json
 import statistics
 from dataclasses import asdict
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from mstrain.json_files import write_json
 from mstrain.planner.published.predict import Prediction
 from mstrain.planner.tables import make_table, write_csv
 
@@ -42,8 +42,7 @@ def write_published(predictions: list[Prediction], folder: Path) -> None:
     """published.csv and published.json."""
     rows = [published_row(prediction) for prediction in predictions]
     write_csv(rows, folder / "published.csv")
-    text = json.dumps({"rows": rows}, indent=1, ensure_ascii=False)
-    (folder / "published.json").write_text(text + "\n", encoding="utf-8")
+    write_json({"rows": rows}, folder / "published.json")
 
 
 def published_table(predictions: list[Prediction]) -> Table:

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from mstrain.planner.mixed import PlanOptions, plan_optimal, write_json, write_stages
+from mstrain.planner.mixed import PlanOptions, plan_optimal, write_result, write_stages
 from mstrain.planner.mixed.cost import all_reduce_ms, build_model, build_stage
 from mstrain.planner.mixed.hosts import read_hosts
 from mstrain.planner.mixed.profiles import read_profiles
@@ -81,7 +81,7 @@ def test_json_and_csv_hold_every_term(small_cluster, tmp_path):
     result = plan_optimal(
         *small_cluster([("fast", 2), ("slow", 2)]).files, PlanOptions(num_layers=4, batch=6, top_k=2, **SIZES)
     )
-    write_json(result, tmp_path / "plan.json")
+    write_result(result, tmp_path / "plan.json")
     document = json.loads((tmp_path / "plan.json").read_text())
     best = document["plans"][0]
     terms = (best["steady_ms"], best["fill_ms"], best["end_ms"], best["generator_ms"])

@@ -7,12 +7,13 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice, permutations, product
 
 import pytest
 
-from research.metis import MetisOptions, SearchStopped, reference_lines, run_metis, write_json
+from mstrain.json_files import write_json
+from research.metis import MetisOptions, SearchStopped, reference_lines, run_metis
 from research.metis.groups import device_groups, merge_bundles, multiset_permutations
 
 OPTIONS = MetisOptions(num_layers=10, gbs=128, device_order=("V100", "A100"))
@@ -85,7 +86,7 @@ def test_printed_lines_are_those_of_the_reference(inputs):
 
 def test_json_holds_the_ranking_and_the_options(inputs, tmp_path):
     result = run_metis(*inputs(10, 16), OPTIONS)
-    write_json(result, tmp_path / "metis.json")
+    write_json(asdict(result), tmp_path / "metis.json")
     document = json.loads((tmp_path / "metis.json").read_text())
     assert document["count"] == 612 and document["options"]["gbs"] == 128
     assert [plan["cost"] for plan in document["ranking"]] == [plan.cost for plan in result.ranking]
