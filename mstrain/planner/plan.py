@@ -100,10 +100,6 @@ class PodPlan:
         """The mesh of one stage."""
         return MeshShape(self.data, self.rows, self.cols, context=self.context)
 
-    @property
-    def mesh(self) -> str:
-        return str(self.shape)
-
     def flat(self) -> dict:
         """Plain columns."""
         names = ("data", "algorithm", "rows", "cols", "context", "pipeline", "schedule", "microbatches", "remat")
