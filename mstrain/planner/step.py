@@ -29,7 +29,8 @@ PIECES = (
 LAST, INPUT = len(PIECES) - 1, -1  # places of the layer's result and of its input
 ELEMENTWISE = 4  # pieces, which share its time evenly
 KINDS = {"attention": "Attention", "elementwise": "Elementwise"}
-Part, Values = tuple[int, object], tuple[int, ...]  # (chunk, number of a layer, "embedding" or "head"); of the step
+Part = tuple[int, object]  # a chunk, and the number of a layer, "embedding" or "head"
+Values = tuple[int, ...]  # of the step
 GATHERED_BYTES = 2  # of a weight that is sharded over the replicas
 
 
