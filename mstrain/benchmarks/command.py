@@ -55,6 +55,8 @@ def compare(config: BenchmarkConfig) -> Comparison:
     """The comparison, predicted for a target or measured on the devices present."""
     if config.target:
         from mstrain.benchmarks.predicted import predict_all as compare_all
+    elif config.bench == "peers":
+        from mstrain.benchmarks.peers.compare import compare_peers as compare_all
     else:
         from mstrain.benchmarks.measured import measure as compare_all
     return compare_all(config)

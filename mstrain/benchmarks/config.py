@@ -4,13 +4,14 @@ import dataclasses
 import re
 from typing import ClassVar
 
+from mstrain.benchmarks.peers.task import MODELS, PEERS
 from mstrain.benchmarks.presets import preset_arguments
 from mstrain.checks import at_least, mounted, one_of
 from mstrain.cli import compose
 from mstrain.gemm import ALGORITHMS, find_algorithm
 from mstrain.hardware import TpuSlice, parse_target
 from mstrain.mesh import MeshShape, parse_mesh
-from mstrain.models.config import ModelConfig
+from mstrain.models.config import Automatic, ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect
 from mstrain.models.products import projections
 from mstrain.models.sharding import SHARD
@@ -20,7 +21,7 @@ from mstrain.program.dtype import DTYPES
 from mstrain.training.answers import answer
 from mstrain.training.config import TUNE
 
-BENCHES = ("step", "layer", "gemm", "nongemm", "collectives", "calibrate", "data", "tune")
+BENCHES = ("step", "layer", "gemm", "nongemm", "collectives", "calibrate", "data", "tune", "peers")
 PRODUCTS = tuple(p.name for p in projections(ModelConfig()))
 # The names that train.py has for the same choices.
 SYNONYMS = {
@@ -40,6 +41,8 @@ IDLE = {
     "data": ("models", "layers", "algorithms", "meshes", "slices", "dataflow", "dtype", "remat", "accumulate", "shard",
              "target", "emulate", "dump", "warmup"),
     "tune": ("algorithms", "shard", "emulate", "dump", "repeats", "warmup"),
+    "peers": ("algorithms", "meshes", "slices", "dataflow", "remat", "accumulate", "shard", "target", "emulate",
+              "dump"),
 }  # fmt: skip
 
 
@@ -60,10 +63,12 @@ class BenchmarkConfig:
     bench: str = "step"
     """What is compared: `step` (forward, backward, update), `layer` or `gemm` (forward, backward), `nongemm` (a
     layer without its products), `collectives` (measure links and fit them), `calibrate` (measure products, memory,
-    launches and links into one file for calibration=), `data` (reading and making token files) or `tune` (the tuner
-    explains its choice)."""
+    launches and links into one file for calibration=), `data` (reading and making token files), `tune` (the tuner
+    explains its choice) or `peers` (our step on one device beside PyTorch's and Flax's own)."""
     models: str = "tiny"
     """Presets of the zoo, separated by spaces."""
+    peers: str = "all"
+    """With bench=peers: `mstrain`, `flax`, `torch` and `transformers`, separated by spaces, or `all`."""
     layers: int | None = None
     """Number of layers instead of the preset's."""
     algorithms: str = "all"
@@ -76,9 +81,10 @@ class BenchmarkConfig:
     dataflow: str = "auto"
     """`os`, `ls`, `rs` or `auto`."""
     batch: int | None = None
-    """Sequences per step of the whole job; null is one per device and microbatch."""
-    seq: int = 128
-    """Tokens per sequence."""
+    """Sequences per step of the whole job; null is one per device and microbatch, and with bench=peers
+    32,768 tokens."""
+    seq: Automatic = None  # type: ignore
+    """Tokens per sequence; null is 128, and the model's context with bench=peers."""
     dtype: str = "auto"
     """`bf16`, `f32`, or `auto` (bf16 on accelerators)."""
     remat: str = "none"
@@ -118,8 +124,10 @@ class BenchmarkConfig:
         mounted("run_dir", self.run_dir)
         for key, allowed in (("bench", BENCHES), ("dtype", DTYPES), ("remat", REMAT), ("shard", SHARD), ("tune", TUNE)):
             one_of(key, getattr(self, key), allowed)
-        given = [key for key in ("layers", "batch") if getattr(self, key) is not None]
-        at_least("", self, **dict.fromkeys([*given, "seq", "accumulate", "repeats", "warmup"], 1), seed=0)
+        if self.seq is None and self.bench != "peers":
+            object.__setattr__(self, "seq", 128)
+        given = [key for key in ("layers", "batch", "seq") if getattr(self, key) is not None]
+        at_least("", self, **dict.fromkeys([*given, "accumulate", "repeats", "warmup"], 1), seed=0)
         self._check_effect()
         if self.emulate:
             parse_mesh(self.emulate)
@@ -129,6 +137,7 @@ class BenchmarkConfig:
             self.tpu_slice
         self.slice_counts
         self.algorithm_names
+        self.peer_names
 
     @property
     def algorithm_names(self) -> list[str]:
@@ -136,6 +145,13 @@ class BenchmarkConfig:
         if not names:
             raise ValueError('algorithms= is empty. Type algorithms=all, or algorithms="meshslice wang".')
         return [find_algorithm(name).name for name in names]
+
+    @property
+    def peer_names(self) -> list[str]:
+        names = list(PEERS) if self.peers == "all" else self.peers.split()
+        for name in names:
+            one_of("peers", name, PEERS)
+        return names
 
     @property
     def parts(self) -> int:
@@ -199,6 +215,8 @@ class BenchmarkConfig:
             if getattr(self, key) != defaults[key]:
                 value = f"{key}={getattr(self, key)}"
                 raise ValueError(f"{value} has no effect with bench={self.bench}. Remove it.")
+        if self.peers != "all" and self.bench != "peers":
+            raise ValueError(f"peers= has no effect with bench={self.bench}. Type bench=peers or remove it.")
         if self.target:
             idle = [key for key in ("emulate", "repeats", "warmup") if getattr(self, key) != defaults[key]]
             if idle and self.bench != "tune":
@@ -232,8 +250,14 @@ def load(arguments: list[str]) -> BenchmarkConfig:
     arguments = [_plain(argument) for argument in arguments]
     given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
     if preset := given.get("preset"):
-        arguments += [f"{key}={value}" for key, value in preset_arguments(preset).items() if key not in given]
+        arguments += _absent(preset_arguments(preset), given)
+    if given.get("bench") == "peers":
+        arguments += _absent({"models": MODELS, "repeats": "20"}, given)
     return compose(BenchmarkConfig, "benchmark", arguments)
+
+
+def _absent(values: dict[str, str], given: dict[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in values.items() if key not in given]
 
 
 def _plain(argument: str) -> str:

@@ -26,7 +26,8 @@ class Row:
 
     Per device: `flops_per_second`, `memory` (bytes), `exposed` (seconds of communication without compute), `hidden`
     (share of the collectives' time with compute), `low` and `high` (seconds with unmeasured constants at the ends of
-    their ranges). `problem` is the reason for a missing result, or for a program that does not fit.
+    their ranges). `compile_seconds` is the first step of a peer. `problem` is the reason for a missing result, or for
+    a program that does not fit.
     """
 
     model: str
@@ -44,6 +45,7 @@ class Row:
     hidden: float | None = None
     low: float | None = None
     high: float | None = None
+    compile_seconds: float | None = None
     problem: str = ""
 
 
@@ -105,7 +107,8 @@ def to_table(report: Report) -> Table:
     )  # fmt: skip
     exposed = ["exposed", "hidden"] if report.kind == "predicted" else []
     bounds = ["low", "high"] if report.kind == "predicted" else []
-    numbers = ("ms", *bounds, "tokens/s", "TFLOP/s", "MFU", *exposed, "memory")
+    compiling = ["compile s"] if any(row.compile_seconds for row in report.rows) else []
+    numbers = ("ms", *bounds, "tokens/s", "TFLOP/s", "MFU", *exposed, "memory", *compiling)
     for name in (*names, "algorithm", "plan"):
         table.add_column(name, no_wrap=name != "plan")
     for name in numbers:
@@ -133,6 +136,7 @@ def _cells(row: Row) -> dict[str, str]:
         "MFU": cell(row.mfu, ".1%"),
         "exposed": cell(share, ".1%"),
         "hidden": cell(row.hidden, ".0%"),
+        "compile s": cell(row.compile_seconds, ".0f"),
         "memory": cell(row.memory, ".2f" if large else ".1f", 1 / GIB if large else 2**-20)
         + ("" if row.memory is None else " GiB" if large else " MiB"),
     }
