@@ -161,6 +161,16 @@ def chip_named(name: str) -> Chip:
     return chips[name]
 
 
+def once_options(platform: str) -> dict[str, bool | int | str]:
+    """XLA options for a program that runs once, such as initial values, on JAX's `platform`.
+
+    On CPUs they halve the time to compile it, which is longer than its run.
+    """
+    if platform != "cpu":
+        return {}
+    return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
 def compiler_options(chip: Chip | None, algorithm: str | None = None) -> dict[str, bool | int | str]:
     """XLA options for `jax.jit(...).lower(...).compile(compiler_options=...)` that enable overlap of collectives.
 

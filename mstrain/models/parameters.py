@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm.copies import SHARED, data_dim
+from mstrain.hardware import once_options
 from mstrain.layers.parameter import Stored, is_stored, partition_specs
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import canonical_plan
@@ -83,7 +85,8 @@ def init_parameters(module: Transformer, seed: int):
     def create():
         return from_canonical(module, init_canonical(module, seed))
 
-    return jax.jit(create, out_shardings=parameter_shardings(module))()
+    options: Any = once_options(module.plan.mesh.devices.flat[0].platform)
+    return jax.jit(create, out_shardings=parameter_shardings(module), compiler_options=options)()
 
 
 def from_canonical(module: Transformer, canonical):
@@ -305,7 +308,8 @@ def _from_canonical_program(boxes: tuple[Stored, ...], rows: tuple[int, ...] | N
     def convert_parameter(x):
         return _stored(x, boxes, rows, mesh)
 
-    return jax.jit(convert_parameter, out_shardings=shardings)
+    options: Any = once_options(mesh.devices.flat[0].platform)
+    return jax.jit(convert_parameter, out_shardings=shardings, compiler_options=options)
 
 
 @functools.lru_cache(maxsize=256)

@@ -123,9 +123,9 @@ def _scale_by_schedule(kind: str) -> optax.GradientTransformationExtraArgs:
         del params
         return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
 
-    def update(updates, state, params=None, *, schedule, **_):
+    def update(updates, state, params=None, **extra):
         del params
-        rate = -rate_of(kind, schedule, state.count)
+        rate = -rate_of(kind, extra["schedule"], state.count)
         scaled = jax.tree.map(lambda x: rate.astype(x.dtype) * x, updates)
         return scaled, optax.ScaleByScheduleState(optax.safe_increment(state.count))
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from mstrain.data import CONCATENATED, Batch
 from mstrain.gemm.copies import REPLICA
+from mstrain.hardware import once_options
 from mstrain.models.parameters import (
     gather_parameters,
     gradient_shards,
@@ -130,7 +131,8 @@ def init_state(module: Transformer, optimizer: optax.GradientTransformation, see
 def first_state(module: Transformer, optimizer: optax.GradientTransformation, params) -> State:
     """Step 0 with the stored parameters `params` and zero moments."""
     shardings = state_shardings(module, optimizer)
-    moments = jax.jit(optimizer.init, out_shardings=shardings["optimizer"])(params)
+    options: Any = once_options(module.plan.mesh.devices.flat[0].platform)
+    moments = jax.jit(optimizer.init, out_shardings=shardings["optimizer"], compiler_options=options)(params)
     step = jax.device_put(jnp.zeros((), jnp.int32), shardings["step"])
     return {"step": step, "params": params, "optimizer": moments}
 
