@@ -53,7 +53,7 @@ class Step:
 
     @property
     def _optimizer(self):
-        return make_optimizer(self.config.optimizer)
+        return make_optimizer(self.config.optimizer, self.config.seed)
 
     def compile(self) -> Compiled:
         """Compiles the step; raises DoesNotFit if a device has too little memory."""

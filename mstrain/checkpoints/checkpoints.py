@@ -31,6 +31,7 @@ from mstrain.job.job import ALONE, Job
 from mstrain.job.save_barrier import SaveBarrier
 from mstrain.models import parameters
 from mstrain.models.transformer import Transformer
+from mstrain.program.canonical_update import OnCanonical
 from mstrain.program.offload import offloads_moments
 from mstrain.program.step import State, map_copies, state_shardings
 
@@ -143,7 +144,7 @@ class Checkpoints:
         """
         canonical = self._read(step, canonical_targets(module, optimizer))
         state = map_copies(lambda tree: parameters.from_canonical_in_turn(module, tree), canonical, optimizer)
-        if offloads_moments(module):
+        if offloads_moments(module) or isinstance(optimizer, OnCanonical):
             state["optimizer"] = jax.device_put(state["optimizer"], state_shardings(module, optimizer)["optimizer"])
         return state
 

@@ -16,6 +16,7 @@ gather it. Leading dims (layers stacked by a scan) are unchanged.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
 from mstrain.gemm.padding import Span
@@ -95,6 +96,15 @@ class Storage:
                 x = jnp.swapaxes(self.first.crop(jnp.swapaxes(x, -1, -2)), -1, -2)
             x = place(x, -2, False)
         return x
+
+    def places(self) -> list[jax.Array]:
+        """The canonical index of every stored element, int32, along each dim in canonical order; -1 for padding."""
+        mine = {"slices": self.slices if self.transposed else 1}
+        found = [dataclasses.replace(self, shape=(*[1] * len(self.shape[:-1]), self.shape[-1]), first=None, **mine)]
+        if len(self.shape) == 2:
+            mine = {"slices": 1 if self.transposed else self.slices}
+            found.insert(0, dataclasses.replace(self, shape=(self.shape[0], 1), segments=(), **mine))
+        return [x.from_canonical(jnp.arange(1, max(x.shape) + 1).reshape(x.shape)).reshape(-1) - 1 for x in found]
 
     def _slice_major(self, x, shards_from: int, shards_to: int, place):
         """Reorders the first stored dim from `shards_from` x slices pieces to `shards_to` x slices pieces."""

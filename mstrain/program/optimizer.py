@@ -1,9 +1,12 @@
 """Optimizers and learning-rate schedules of Optax, with clipping by global norm and linear warm-up.
 
-Updates are elementwise, so padding and the storage order of weights do not matter; moments are saved as weights are.
+Updates of AdamW and Lion are elementwise, and those of Muon (`mstrain.program.muon`) follow permutations, so padding
+and the storage order of weights do not matter; moments are saved as weights are. Adafactor runs on canonical parameters
+(`mstrain.program.canonical_update`).
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +14,14 @@ import numpy as np
 import optax
 
 from mstrain.checks import one_of
+from mstrain.program.canonical_update import OnCanonical, per_layer
+from mstrain.program.muon import orthogonalize
+from mstrain.program.rounding import ROUNDINGS, moments_in_bf16
 
-OPTIMIZERS = ("adamw", "lion")
+OPTIMIZERS = ("adamw", "lion", "adafactor", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "inverse_sqrt", "wsd")
-MOMENTS = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+MOMENTS = ("f32", "bf16")
+SMALLEST_FACTORED = 32  # both dims of a matrix whose second moment Adafactor factors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,14 +29,19 @@ class OptimizerConfig:
     """Optimizer and schedule of the learning rate, with clipping by global norm and linear warm-up."""
 
     name: str = "adamw"
-    """`adamw`, or `lion`, which has one moment and a smaller learning rate."""
+    """`adamw`; `lion`, which has one moment and a smaller learning rate; `adafactor`, which has no first moment and
+    keeps means over rows and columns of the second; or `muon`, whose update of a layer's kernel is its momentum with
+    equal singular values, and AdamW for all other parameters."""
     schedule: str = "cosine"
     """Learning rate after the warm-up: `cosine`, `linear`, `constant`, `inverse_sqrt` of the step, or `wsd` (constant,
     then linear over the last `decay_share` of the steps)."""
     decay_share: float = 0.1
     """Share of the steps over which `wsd` decays, from 0 to 1."""
     moments: str = "f32"
-    """Dtype in which the first moment is stored: `f32` or `bf16`. The second moment of AdamW is float32."""
+    """Dtype in which moments are stored: `f32` or `bf16`. They are computed in float32."""
+    rounding: str = "nearest"
+    """Rounding of moments=bf16: `nearest`, or `stochastic`, which also keeps changes of less than the last bit, on
+    average."""
     learning_rate: float | None = None
     """Peak learning rate, reached after `warmup` steps. Null takes 0.46 / model.width, which follows the GPT-3 paper's
     Table 2.1 from 125M to 175B within a factor of 1.7."""
@@ -42,15 +54,26 @@ class OptimizerConfig:
     b2: float = 0.95
     """Decay rate of the second moment, from 0 to 1."""
     epsilon: float = 1e-8
-    """Constant added to the square root of the second moment."""
+    """Constant added to the square root of the second moment; Adafactor adds its square to squared gradients."""
     weight_decay: float = 0.1
     """Decoupled weight decay of kernels and embedding tables. Norm scales and biases have none."""
     clip: float = 1.0
     """Largest global gradient norm. Larger gradients are scaled down to it."""
 
     def __post_init__(self):
-        for field, allowed in (("name", OPTIMIZERS), ("schedule", SCHEDULES), ("moments", tuple(MOMENTS))):
+        fields = {"name": OPTIMIZERS, "schedule": SCHEDULES, "moments": MOMENTS, "rounding": ROUNDINGS}
+        for field, allowed in fields.items():
             one_of(f"optimizer.{field}", getattr(self, field), allowed)
+        if self.name == "adafactor" and self.moments != "f32":
+            raise ValueError(
+                f"optimizer.moments={self.moments} has no effect with optimizer.name=adafactor, whose moments are "
+                "small. Remove it, or type optimizer.name=adamw."
+            )
+        if self.rounding != "nearest" and self.moments == "f32":
+            raise ValueError(
+                f"optimizer.rounding={self.rounding} has no effect with optimizer.moments=f32. Remove it, or type "
+                "optimizer.moments=bf16."
+            )
         for field in ("learning_rate", "clip", "epsilon"):
             if getattr(self, field) is not None and not getattr(self, field) > 0:
                 raise ValueError(f"optimizer.{field}={getattr(self, field)} must be above 0.")
@@ -100,20 +123,55 @@ def rate_of(kind: str, schedule, count):
     return peak * xp.where(count < warmup, (count + 1) / (warmup + 1), fraction)
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(config: OptimizerConfig, seed: int = 0) -> optax.GradientTransformationExtraArgs:
     """Clipping and the whole update; moments are float32 like the parameters, or as `config.moments` says.
 
     `update(gradients, moments, params, schedule=schedule_of(config, steps))`: the learning rate is that of the update's
-    number, which the moments count.
+    number, which the moments count. Muon's takes the `module` of the parameters too, and stochastic rounding, of which
+    `seed` is, `module` and `step`: `mstrain.program.canonical_update.update` passes them.
     """
-    shared = {"b1": config.b1, "b2": config.b2, "mu_dtype": MOMENTS[config.moments]}
+    clip = optax.clip_by_global_norm(config.clip)
+    if config.name == "adafactor":
+        return OnCanonical(*optax.chain(clip, per_layer(_adafactor(config))))
+    update = _muon(config) if config.name == "muon" else _elementwise(config)
+    if config.moments == "bf16":
+        update = moments_in_bf16(update, config.rounding, seed)
+    return optax.chain(clip, update)  # nested as in optax.adamw: the state of a checkpoint has this structure
+
+
+def _elementwise(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     lion = config.name == "lion"
-    scale = optax.scale_by_lion(**shared) if lion else optax.scale_by_adam(eps=config.epsilon, **shared)
-    decay = optax.add_decayed_weights(config.weight_decay, decay_mask)
-    # Nested as in optax.adamw: the state of a checkpoint has this structure.
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip), optax.chain(scale, decay, _scale_by_schedule(config.schedule))
+    scale = (
+        optax.scale_by_lion(config.b1, config.b2) if lion else optax.scale_by_adam(config.b1, config.b2, config.epsilon)
     )
+    return optax.chain(scale, *_decay_and_rate(config))
+
+
+def _adafactor(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+    """Shazeer and Stern (2018) without the scale of parameters: with learning rates and decay as of AdamW."""
+    return optax.chain(
+        optax.scale_by_factored_rms(min_dim_size_to_factor=SMALLEST_FACTORED, epsilon=config.epsilon**2),
+        optax.clip_by_block_rms(1.0), *_decay_and_rate(config),
+    )  # fmt: skip
+
+
+def _muon(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+    of_kernels = optax.chain(optax.trace(config.b1, nesterov=True), orthogonalize(), *_decay_and_rate(config))
+    others = _elementwise(dataclasses.replace(config, name="adamw"))
+    return optax.partition({"muon": of_kernels, "adamw": others}, _labels)
+
+
+def _labels(params):
+    """Kernels of layers are updated by Muon, all other parameters by AdamW."""
+
+    def label(path, _):
+        return "muon" if path[0].key.startswith("blocks_") and path[-1].key == "kernel" else "adamw"
+
+    return jax.tree_util.tree_map_with_path(label, params)
+
+
+def _decay_and_rate(config: OptimizerConfig):
+    return optax.add_decayed_weights(config.weight_decay, decay_mask), _scale_by_schedule(config.schedule)
 
 
 def _scale_by_schedule(kind: str) -> optax.GradientTransformationExtraArgs:
@@ -123,9 +181,9 @@ def _scale_by_schedule(kind: str) -> optax.GradientTransformationExtraArgs:
         del params
         return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
 
-    def update(updates, state, params=None, **extra):
+    def update(updates, state: Any, params=None, **place):
         del params
-        rate = -rate_of(kind, extra["schedule"], state.count)
+        rate = -rate_of(kind, place["schedule"], state.count)
         scaled = jax.tree.map(lambda x: rate.astype(x.dtype) * x, updates)
         return scaled, optax.ScaleByScheduleState(optax.safe_increment(state.count))
 

@@ -24,6 +24,7 @@ from mstrain.models.parameters import (
     parameter_shardings,
 )
 from mstrain.models.transformer import Transformer
+from mstrain.program.canonical_update import OnCanonical, init_moments, spread, update
 from mstrain.program.offload import offloads_moments, on_device, on_host
 from mstrain.program.pipeline import pipelined_gradients
 from mstrain.program.program import Program, abstract
@@ -100,12 +101,10 @@ def make_step(module: Transformer, optimizer: optax.GradientTransformation):
     Parameters and moments are then unchanged; step counters still increase.
     """
 
-    update = optax.with_extra_args_support(optimizer).update
-
     def step(state: State, batch: Batch, schedule):
         state = on_device(module, state)
         loss, grads = gradients(module, state["params"], batch)
-        updates, moments = update(grads, state["optimizer"], state["params"], schedule=schedule)
+        updates, moments = update(module, optimizer, grads, state, schedule)
         params = optax.apply_updates(state["params"], updates)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -132,7 +131,11 @@ def first_state(module: Transformer, optimizer: optax.GradientTransformation, pa
     """Step 0 with the stored parameters `params` and zero moments."""
     shardings = state_shardings(module, optimizer)
     options: Any = once_options(module.plan.mesh.devices.flat[0].platform)
-    moments = jax.jit(optimizer.init, out_shardings=shardings["optimizer"], compiler_options=options)(params)
+    create = jax.jit(
+        lambda params: init_moments(module, optimizer, params), out_shardings=shardings["optimizer"],
+        compiler_options=options,
+    )  # fmt: skip
+    moments = create(params)
     step = jax.device_put(jnp.zeros((), jnp.int32), shardings["step"])
     return {"step": step, "params": params, "optimizer": moments}
 
@@ -141,7 +144,7 @@ def abstract_state(module: Transformer, optimizer: optax.GradientTransformation)
     """Shapes, dtypes and shardings of the training state; nothing is allocated."""
     params = parameter_shapes(module)
     step = jax.ShapeDtypeStruct((), jnp.int32)
-    state = {"step": step, "params": params, "optimizer": jax.eval_shape(optimizer.init, params)}
+    state = {"step": step, "params": params, "optimizer": _moment_shapes(module, optimizer)}
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         state,
@@ -180,20 +183,28 @@ def step_program(
 
 def state_shardings(module: Transformer, optimizer: optax.GradientTransformation) -> State:
     """Shardings of the training state: moments as the parameters they belong to, everything else replicated."""
-    params = parameter_shapes(module)
-    state = {"step": jnp.int32(0), "params": params, "optimizer": jax.eval_shape(optimizer.init, params)}
+    moments = _moment_shapes(module, optimizer)
+    state = {"step": jnp.int32(0), "params": parameter_shapes(module), "optimizer": moments}
     shardings = shard_copies(parameter_shardings(module), state, optimizer)
     return shardings | {"optimizer": on_host(shardings["optimizer"])} if offloads_moments(module) else shardings
 
 
+def _moment_shapes(module: Transformer, optimizer: optax.GradientTransformation):
+    return jax.eval_shape(lambda params: init_moments(module, optimizer, params), parameter_shapes(module))
+
+
 def shard_copies(shardings, state: State, optimizer: optax.GradientTransformation | None) -> State:
-    """`shardings` of the parameters for every copy of them in `state`, replication on the same mesh for the rest."""
+    """`shardings` of the parameters for every copy of them in `state`, replication on the same mesh for the rest, and
+    `spread` for canonical moments."""
+    if isinstance(optimizer, OnCanonical) and "optimizer" in state:
+        rest = {key: part for key, part in state.items() if key != "optimizer"}
+        return {**shard_copies(shardings, rest, None), "optimizer": spread(state["optimizer"], shardings)}
     replicated = NamedSharding(jax.tree.leaves(shardings)[0].mesh, P())
 
     def sharding(x, own, parameter):
         if is_masked(x):
             return x
-        return own if x.shape == parameter.shape else replicated  # factored moments
+        return own if x.shape == parameter.shape else replicated
 
     def of_copy(copy):
         return jax.tree.map(sharding, copy, shardings, state["params"], is_leaf=is_masked)
@@ -204,6 +215,8 @@ def shard_copies(shardings, state: State, optimizer: optax.GradientTransformatio
 def map_copies(function, state: State, optimizer: optax.GradientTransformation | None, otherwise=lambda leaf: leaf):
     """Applies `function` to the parameters in `state` and to every tree of moments that Optax derives from them.
 
+    Canonical moments (`OnCanonical`) are no such trees.
+
     Args:
       function: takes a tree like the parameters, in which `optax.MaskedNode` replaces the leaves that a masked or
         partitioned optimizer keeps no moment of.
@@ -213,7 +226,9 @@ def map_copies(function, state: State, optimizer: optax.GradientTransformation |
     """
     mapped = {key: jax.tree.map(otherwise, part) for key, part in state.items() if key not in ("params", "optimizer")}
     mapped["params"] = function(state["params"])
-    if "optimizer" in state:
+    if isinstance(optimizer, OnCanonical) and "optimizer" in state:
+        mapped["optimizer"] = jax.tree.map(otherwise, state["optimizer"])
+    elif "optimizer" in state:
         assert optimizer is not None
         mapped["optimizer"] = optax.tree_map_params(
             lambda params: jax.eval_shape(optimizer.init, params), function, state["optimizer"],

@@ -67,7 +67,7 @@ def prepare(config: RunConfig, job: Job = ALONE, shard_if_possible: bool = False
         Feed(corpus.batches(side, config.seq, config.batch, seed, config.pack), mesh, config.accumulate)
         for side, seed in (("train", config.seed), ("validation", VALIDATION_SEED))
     )
-    optimizer = make_optimizer(config.optimizer)
+    optimizer = make_optimizer(config.optimizer, config.seed)
     run = Run(config, corpus, module, optimizer, feed, validation_feed, chip, console, job)
     check_resolved(run, previous)
     return run

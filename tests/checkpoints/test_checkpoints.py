@@ -32,7 +32,7 @@ def random_state(module: Transformer, optimizer=OPTIMIZER):
     shapes = parameters.canonical_shapes(module)
 
     def random(x):
-        return np.int32(STEP) if x.dtype == np.int32 else draw.normal(size=x.shape).astype(np.float32)
+        return np.full(x.shape, STEP, np.int32) if x.dtype == np.int32 else draw.normal(size=x.shape).astype(x.dtype)
 
     abstract = {"step": np.int32(STEP), "params": shapes, "optimizer": jax.eval_shape(optimizer.init, shapes)}
     canonical = jax.tree.map(random, abstract)

@@ -57,8 +57,8 @@ def test_moments_in_bf16_change_an_update_by_their_rounding_only(name):
     for moments in ("f32", "bf16"):
         optimizer = make_optimizer(dataclasses.replace(CONFIG, name=name, moments=moments))
         state = optimizer.init(params)
-        assert {x.dtype for x in jax.tree.leaves(state) if x.ndim} <= {jnp.dtype("float32"), jnp.dtype("bfloat16")}
-        assert sum(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(state)) == (moments == "bf16")
+        wanted = {"f32": jnp.float32, "bf16": jnp.bfloat16}[moments]
+        assert {x.dtype for x in jax.tree.leaves(state) if x.ndim} == {jnp.dtype(wanted)}
         updates.append(optimizer.update(gradient, state, params, schedule=schedule_of(CONFIG, 20))[0]["kernel"])
     np.testing.assert_allclose(*updates, rtol=2**-7)
 
@@ -134,6 +134,8 @@ def test_both_moments_are_found_as_parameter_trees_and_counters_are_not():
         ({"warmup": -1}, "Type 0 for none"),
         ({"schedule": "cosin"}, "Did you mean optimizer.schedule=cosine"),
         ({"b2": 1.5}, "optimizer.b2=1.5 must lie between 0 and 1"),
+        ({"name": "adafactor", "moments": "bf16"}, "type optimizer.name=adamw"),
+        ({"rounding": "stochastic"}, "no effect with optimizer.moments=f32. Remove it, or type optimizer.moments=bf16"),
     ],
 )
 def test_impossible_values_are_refused(values, words):

@@ -1,13 +1,15 @@
 """The same curve on every mesh: twenty steps of a small GPT as one compiled program per case.
 
 `python -m tests.training.parity` prints the largest relative difference of loss and gradient norm from the
-run on one device, for every mesh, algorithm and stage of shard=. The suite runs a subset that covers each mesh
+run on one device, for every mesh, algorithm, stage of shard=, pipeline and optimizer; `... parity optimizers` one table
+of them (grid, variants, sharded, context, pipelined, optimizers). The suite runs a subset that covers each mesh
 and algorithm at least twice (test_parity.py).
 """
 
 import dataclasses
 import functools
 import os
+import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "128")  # threads for emulated devices, see mstrain.mesh.emulate_devices
@@ -26,6 +28,7 @@ from mstrain.models.sharding import SHARD
 from mstrain.models.stages import PipelineConfig
 from mstrain.models.transformer import Transformer
 from mstrain.parallel.schedules import SCHEDULES
+from mstrain.program.canonical_update import init_moments
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer, schedule_of
 from mstrain.program.step import make_step, map_copies
 from tests.quick import QUICK
@@ -51,11 +54,12 @@ class Case:
     shard: str = "none"
     pipeline: PipelineConfig = PipelineConfig()
     model: ModelConfig = MODEL
+    optimizer: OptimizerConfig = OPTIMIZER
 
     @property
     def reference(self) -> "Case":
         """The same steps on one device."""
-        return Case("1x1", ParallelConfig("gspmd"), dtype=self.dtype, model=self.model)
+        return Case("1x1", ParallelConfig("gspmd"), dtype=self.dtype, model=self.model, optimizer=self.optimizer)
 
     def __str__(self) -> str:
         p = self.parallel
@@ -66,6 +70,8 @@ class Case:
         name += f"-{self.shard}" * (self.shard != "none")
         name += "".join(f"-{value}" for value in dataclasses.astuple(self.pipeline) if value)
         name += f"-{self.model.name}" * (self.model is not MODEL)
+        name += f"-{self.optimizer.name}" * (self.optimizer is not OPTIMIZER)
+        name += f"-{self.optimizer.rounding}" * (self.optimizer.moments == "bf16")
         return f"{self.mesh}-{name}" + "-bf16" * (self.dtype == "bfloat16")
 
 
@@ -165,6 +171,29 @@ def pipelined_cases() -> list[Case]:
     ]
 
 
+def optimizer_cases() -> list[Case]:
+    """Every other optimizer, and moments in bf16, on meshes of every kind."""
+    muon, adafactor, lion = (dataclasses.replace(OPTIMIZER, name=name) for name in ("muon", "adafactor", "lion"))
+    stochastic = dataclasses.replace(OPTIMIZER, moments="bf16", rounding="stochastic")
+    gpt2, _, gemma = FAMILIES.values()
+    return [
+        case
+        for optimizer in (muon, adafactor, lion, stochastic, dataclasses.replace(stochastic, name="muon"))
+        for case in (
+            Case("2x4", ParallelConfig(slices="2"), optimizer=optimizer),
+            Case("4x2", MIXED, accumulate=2, optimizer=optimizer),
+            Case("1x8", ParallelConfig("megatron"), optimizer=optimizer),
+            Case("8x1", ParallelConfig("fsdp"), remat="full", optimizer=optimizer),
+            Case(
+                "stage3-row2", ParallelConfig("summa"), 4, pipeline=PipelineConfig(), model=gemma, optimizer=optimizer
+            ),
+            Case("2x2x2", ParallelConfig("meshslice"), shard="parameters", optimizer=optimizer),
+            Case("context2-row2-col2", ParallelConfig("fsdp", rows="context", context="ring"), optimizer=optimizer),
+            Case("stage2-row2-col2", ParallelConfig(), 2, pipeline=PipelineConfig(), model=gpt2, optimizer=optimizer),
+        )
+    ]
+
+
 @functools.cache
 def module_of(case: Case) -> Transformer:
     mesh = make_mesh(parse_mesh(case.mesh))
@@ -192,12 +221,13 @@ def batches() -> np.ndarray:
 @functools.cache
 def compiled(case: Case):
     """`run(canonical, batches, steps)`: losses and gradient norms [STEPS, 2], and the canonical state."""
-    module, optimizer = module_of(case), make_optimizer(OPTIMIZER)
-    step, schedule = make_step(module, optimizer), schedule_of(OPTIMIZER, STEPS)
+    module, optimizer = module_of(case), make_optimizer(case.optimizer)
+    step, schedule = make_step(module, optimizer), schedule_of(case.optimizer, STEPS)
 
     def run(canonical, batches, steps):
         params = parameters.from_canonical(module, canonical)
-        state = {"step": jnp.int32(0), "params": params, "optimizer": optimizer.init(params)}
+        moments = init_moments(module, optimizer, params)
+        state = {"step": jnp.int32(0), "params": params, "optimizer": moments}
 
         def advance(i, carry):
             state, curve = carry
@@ -214,15 +244,17 @@ def compiled(case: Case):
 
 @functools.cache
 def results(case: Case):
-    """Loss and gradient norm of each step [STEPS, 2], and canonical first moments after one step.
+    """Loss and gradient norm of each step [STEPS, 2], and canonical first moments of AdamW after one step.
 
-    First moments are the clipped gradients times 1 - b1. Programs are dropped once run: dozens would exhaust
-    the memory maps of a process.
+    First moments are the clipped gradients times 1 - b1; None for other optimizers. Programs are dropped once run:
+    dozens would exhaust the memory maps of a process.
     """
     program = compiled(case)
     curve, _ = program(initial(case.model), batches(), np.int32(STEPS))
-    _, state = program(initial(case.model), batches(), np.int32(1))
-    moments = jax.device_get(state["optimizer"][1][0].mu)
+    moments = None
+    if case.optimizer is OPTIMIZER:
+        _, state = program(initial(case.model), batches(), np.int32(1))
+        moments = jax.device_get(state["optimizer"][1][0].mu)
     if case != case.reference:
         compiled.cache_clear()
     return np.asarray(curve, np.float64), moments
@@ -234,16 +266,23 @@ def difference(case: Case) -> np.ndarray:
     return np.max(np.abs(results(case)[0] / expected - 1), axis=0)
 
 
-def main() -> None:
-    """Prints both tables, each row as soon as it is known."""
-    names = [*ALGORITHMS, "mixed"]
-    print("| mesh | " + " | ".join(names) + " |\n|" + " --- |" * (len(names) + 1))
-    for mesh in MESHES:
-        found = {str(case).partition("-")[2]: case for case in grid_cases() if case.mesh == mesh}
-        cells = [f"{max(difference(found[name])):.1e}" if name in found else "not square" for name in names]
-        print(f"| {mesh} | " + " | ".join(cells) + " |", flush=True)
+TABLES = {
+    "variants": variant_cases, "sharded": sharded_cases, "context": context_cases, "pipelined": pipelined_cases,
+    "optimizers": optimizer_cases,
+}  # fmt: skip
+
+
+def main(tables: list[str]) -> None:
+    """Prints the tables called so, all without a name, each row as soon as it is known."""
+    if not tables or "grid" in tables:
+        names = [*ALGORITHMS, "mixed"]
+        print("| mesh | " + " | ".join(names) + " |\n|" + " --- |" * (len(names) + 1))
+        for mesh in MESHES:
+            found = {str(case).partition("-")[2]: case for case in grid_cases() if case.mesh == mesh}
+            cells = [f"{max(difference(found[name])):.1e}" if name in found else "not square" for name in names]
+            print(f"| {mesh} | " + " | ".join(cells) + " |", flush=True)
     print("\n| case | loss | gradient norm |\n| --- | --- | --- |")
-    for case in variant_cases() + sharded_cases() + context_cases() + pipelined_cases():
+    for case in (case for name, cases in TABLES.items() if not tables or name in tables for case in cases()):
         loss, grad_norm = difference(case)
         print(f"| {case} | {loss:.1e} | {grad_norm:.1e} |", flush=True)
     loss, grad_norm = np.max(np.abs(results(BF16_REFERENCE)[0] / results(REFERENCE)[0] - 1), axis=0)
@@ -253,4 +292,4 @@ def main() -> None:
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_default_matmul_precision", "highest")
-    main()
+    main(sys.argv[1:])

@@ -1,0 +1,94 @@
+"""Moments of an optimizer stored in bfloat16: rounded to nearest, or stochastically.
+
+A moment whose change is less than half of its last bit never changes when rounded to nearest; stochastic rounding keeps
+its mean. The random bits of an element are a hash of the seed, the step, the parameter, the layer and the canonical
+row and column, so they do not depend on mesh, algorithm or storage order.
+"""
+
+import itertools
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from mstrain.models.parameters import STACK, abstract_parameters, is_masked
+from mstrain.models.transformer import Transformer
+
+ROUNDINGS = ("nearest", "stochastic")
+
+
+def moments_in_bf16(optimizer: optax.GradientTransformation, rounding: str, seed: int):
+    """`optimizer`, which computes in float32, with every tree of moments stored in bfloat16.
+
+    The `update` of stochastic rounding takes the `module` of the parameters and the `step`.
+    """
+    inner = optax.with_extra_args_support(optimizer)
+
+    def of_moments(function, state):
+        return optax.tree_map_params(
+            lambda params: jax.eval_shape(inner.init, params), function, state, is_leaf=lambda _: True
+        )
+
+    def cast(state, dtype):
+        return of_moments(lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree), state)
+
+    def init(params):
+        return cast(inner.init(params), jnp.bfloat16)
+
+    def update(updates, state, params=None, **place):
+        updates, new = inner.update(updates, cast(state, jnp.float32), params, **place)
+        if rounding == "nearest":
+            return updates, cast(new, jnp.bfloat16)
+        key, copies = jax.random.fold_in(jax.random.key(seed), place["step"]), itertools.count()
+        return updates, of_moments(
+            lambda tree: _rounded(tree, place["module"], jax.random.fold_in(key, next(copies))), new
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def round_stochastically(x, bits):
+    """float32 `x` in bfloat16: up with the probability that keeps the mean; `bits` uint32 random, 16 of them used."""
+    sum_ = jax.lax.bitcast_convert_type(x, jnp.uint32) + (bits >> 16)
+    cut = jax.lax.bitcast_convert_type(sum_ & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), cut, x).astype(jnp.bfloat16)
+
+
+def _rounded(tree, module: Transformer, key):
+    """One copy of the parameters."""
+    layers = _layers(module)
+
+    def of_parameter(path, x, box):
+        if is_masked(x):
+            return x
+        names = [part.key for part in path]
+        places = box.storage.places()
+        if names[0] in layers:  # number rows across layers
+            rows = places[0] if len(places) == 2 else jnp.zeros(1, jnp.int32)
+            across = jnp.asarray(layers[names[0]])[:, None] * (rows.max() + 1) + rows
+            places, names[0] = [across.reshape(-1), places[-1]], STACK
+        words = _words(jax.random.fold_in(key, zlib.crc32(".".join(names).encode())), places)
+        if box.storage.transposed:
+            words = words.reshape(*x.shape[:-2], x.shape[-1], x.shape[-2]).swapaxes(-1, -2)
+        return round_stochastically(x, words.reshape(x.shape))
+
+    return jax.tree_util.tree_map_with_path(of_parameter, tree, abstract_parameters(module), is_leaf=is_masked)
+
+
+def _layers(module: Transformer) -> dict[str, np.ndarray]:
+    """The layer in every row of each stack of stored parameters."""
+    if module.plan.rows:
+        return {STACK: np.array(module.plan.rows)}
+    counts = [count for _, count in module.plan.groups]
+    return {f"blocks_{i}": sum(counts[:i]) + np.arange(count) for i, count in enumerate(counts)}
+
+
+def _words(key, places):
+    """A random uint32 for every place: [len(places[0]), ...] for one or two dims."""
+    fold_in = jax.vmap(jax.random.fold_in, (None, 0))
+    keys = fold_in(key, places[0].astype(jnp.uint32))
+    if len(places) == 2:
+        keys = jax.vmap(fold_in, (0, None))(keys, places[1].astype(jnp.uint32))
+    return jax.random.key_data(keys)[..., 0]
