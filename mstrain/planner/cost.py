@@ -21,6 +21,7 @@ from mstrain.gemm import find_algorithm
 from mstrain.hardware import collective_seconds
 from mstrain.mesh import MeshShape
 from mstrain.models.parallel import layer_algorithms
+from mstrain.parallel.schedules import warm_up
 from mstrain.planner.layer import HIDDEN_PART, Pass, Work, fused_attention, layer_work
 from mstrain.planner.memory import WEIGHT_BYTES, Memory, parameter_counts, saved_values, stage_memory, stage_parameters
 from mstrain.planner.plan import PodPlan, Products, plan_products
@@ -182,13 +183,10 @@ def split_layers(layers: int, pipeline: int, head: float) -> list[tuple[int, int
 
 
 def microbatches_in_flight(plan: PodPlan, stage: int) -> float:
-    """Microbatches that `stage` holds between their passes, at most (Narayanan et al., 2021)."""
-    if plan.schedule == "gpipe":
-        return plan.microbatches
-    if plan.chunks == 1:
-        return min(plan.microbatches, plan.pipeline - stage)
-    passes = 2 * (plan.pipeline - stage - 1) + (plan.chunks - 1) * plan.pipeline + 1
-    return min(passes, plan.microbatches * plan.chunks) / plan.chunks
+    """Microbatches that `stage` holds between their passes, at most; zero-bubble schedules hold those of 1F1B."""
+    passes, name = plan.microbatches * plan.chunks, plan.schedule
+    name = name if name == "gpipe" or plan.chunks > 1 else "1f1b"
+    return min(passes, warm_up(name, plan.pipeline, stage, passes, plan.chunks) + 1) / plan.chunks
 
 
 def cycle_seconds(stages: list[Stage], message: float, schedule: str) -> float:

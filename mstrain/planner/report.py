@@ -9,9 +9,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from mstrain.hardware import mfu
 from mstrain.json_files import write_json
-from mstrain.models.flops import training_flops_per_token
 from mstrain.planner.cost import Costed, Terms
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.search import PodResult, why_slower
@@ -20,15 +18,6 @@ from mstrain.planner.trainer import why_not_trainable
 from mstrain.simulator.plots import MARKERS
 
 GB = 1e9
-
-
-def utilization(request: PlanRequest, costed: Costed, attention: str = "full") -> float | None:
-    """Model FLOP/s over peak, None for a chip without a peak.
-
-    `attention`: `full` counts the whole square of scores (PaLM, appendix B), or `causal`.
-    """
-    flops = request.tokens * training_flops_per_token(request.model, request.seq, attention)
-    return mfu(flops, costed.seconds, request.pod.devices, request.pod.chip.peak(request.dtype))
 
 
 def _percent(share: float | None) -> str:
@@ -49,8 +38,8 @@ def plan_row(request: PlanRequest, rank: int, costed: Costed, best: Costed) -> d
         "step_seconds": costed.seconds,
         "uncertainty": costed.uncertainty,
         "tokens_per_second": request.tokens / costed.seconds,
-        "mfu": utilization(request, costed),
-        "mfu_causal_attention": utilization(request, costed, "causal"),
+        "mfu": request.utilization(costed.seconds),
+        "mfu_causal_attention": request.utilization(costed.seconds, "causal"),
         **{f"{name}_seconds": value for name, value in dataclasses.asdict(costed.terms).items()},
         "fullest_stage": costed.memory.index(fullest),
         **memory,
@@ -108,7 +97,7 @@ def plans_table(request: PlanRequest, result: PodResult, top: int) -> Table:
             str(rank), str(plan.data), plan.shard, plan.tensor_name, str(plan.context), f"{plan.pipeline}{schedule}",
             f"{plan.microbatches}x{request.batch // plan.data // plan.microbatches}", plan.remat,
             f"{1e3 * costed.seconds:.1f}", _percent(costed.uncertainty),
-            *(_percent(utilization(request, costed, attention)) for attention in ("full", "causal")),
+            *(_percent(request.utilization(costed.seconds, attention)) for attention in ("full", "causal")),
             f"{costed.fullest.total / GB:.1f}", "no" if why_not_trainable(plan) else "yes",
             why_slower(costed, result.best),
         ))  # fmt: skip

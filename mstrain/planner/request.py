@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from mstrain.hardware import mfu
 from mstrain.models.config import ModelConfig
+from mstrain.models.flops import training_flops_per_token
 from mstrain.models.parallel import ParallelConfig
 from mstrain.planner.execution import ExecutionStyle, style_named
 from mstrain.planner.target import Pod
@@ -82,3 +84,12 @@ class PlanRequest:
     def tokens(self) -> int:
         """Tokens per step."""
         return self.batch * self.seq
+
+    def utilization(self, seconds: float, attention: str = "full", extra: float = 0.0) -> float | None:
+        """Model FLOP/s over peak of a step of `seconds`; None for a chip without a peak.
+
+        `attention`: `full` counts the whole square of scores (PaLM, appendix B), or `causal`. `extra`: FLOPs per token
+        besides those of the model.
+        """
+        flops = training_flops_per_token(self.model, self.seq, attention) + extra
+        return mfu(self.tokens * flops, seconds, self.pod.devices, self.pod.chip.peak(self.dtype))

@@ -57,7 +57,7 @@ def test_a_soft_cap_flattens_what_is_sampled_and_a_batch_changes_no_sample(made,
     assert [generator([prompt], request, first=i)[0].ids for i, prompt in enumerate(prompts(1, 4))] == both
     # Nearly equal logits: what is drawn follows from seed, row and position, whatever was drawn before.
     (longer,) = generator(prompts(4), request)
-    assert np.mean(np.array(longer.ids[:25]) == both[0][3:]) > 0.9
+    assert longer.ids[:25] == both[0][3:]
 
 
 def test_learned_positions_end(generator):

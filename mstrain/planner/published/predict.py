@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mstrain.hardware import mfu
-from mstrain.models.flops import training_flops_per_token
 from mstrain.planner.clock import divisors
 from mstrain.planner.cost import Costed, cost_step
 from mstrain.planner.plan import PodPlan
@@ -37,12 +35,10 @@ class Prediction:
 
         With `one_hot`, a one-hot embedding counts where the style multiplies it.
         """
-        request = self.row.request
-        flops = training_flops_per_token(request.model, request.seq, attention)
+        request, extra = self.row.request, 0.0
         if one_hot and request.style.one_hot:
-            flops += 6 * request.model.width * request.model.known_vocab_size
-        peak = request.pod.chip.peak(request.dtype)
-        share = mfu(flops * request.tokens, self.costed.seconds, request.pod.devices, peak)
+            extra = 6.0 * request.model.width * request.model.known_vocab_size
+        share = request.utilization(self.costed.seconds, attention, extra)
         assert share is not None, "reading a row checks that its chip has a peak"
         return share
 
