@@ -27,7 +27,7 @@ def pytest_addoption(parser):
         "--golden",
         metavar="DIR",
         help=f"folder with any of {', '.join(FILES)}; every case in it is a test, and no other test runs unless its "
-        "path is given (default: tests/golden)",
+        "file is given (default: tests/golden)",
     )
 
 
@@ -35,8 +35,14 @@ def pytest_configure(config):
     folder = golden_folder(config)
     if not any((folder / name).is_file() for name in FILES):
         raise pytest.UsageError(f"--golden {folder}: the folder holds none of {', '.join(FILES)}")
-    if config.getoption("--golden") and config.args_source is not config.ArgsSource.ARGS:
-        config.args[:] = [str(path) for path in FOLDER.parent.rglob("test_golden.py")]
+    if config.getoption("--golden"):
+        given = config.args if config.args_source is config.ArgsSource.ARGS else [str(FOLDER.parent)]
+        config.args[:] = [test for path in given for test in golden_tests(path)]
+
+
+def golden_tests(path: str) -> list[str]:
+    """The files below a folder whose tests are golden cases; the path itself if it is a file, or has none."""
+    return sorted(map(str, Path(path).rglob("test_golden.py"))) or [path]
 
 
 def golden_folder(config) -> Path:

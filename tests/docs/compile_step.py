@@ -1,0 +1,103 @@
+"""Compiles training steps for absent TPU slices and writes their rows of docs/data/steps.csv.
+
+    python -m tests.docs.compile_step target=v5p-64 models=gpt3_175b layers=24 batch=16 seq=2048 meshes="4x8 8x4" \
+        algorithms="meshslice collective"
+
+The keys are those of benchmark.py. A row replaces that of the same step, algorithm, mesh, shard and options.
+"""
+
+import csv
+import dataclasses
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from mstrain.benchmarks.cases import make_cases, plan_case
+from mstrain.benchmarks.config import BenchmarkConfig, load
+from mstrain.benchmarks.programs import step_work
+from mstrain.benchmarks.work import Work
+from mstrain.compiler import Compiled, compile_program, make_target, predict, tpu_slice_devices
+from mstrain.compiler.schedule import CompiledSchedule
+from mstrain.hardware import Chip, compiler_options, mfu
+from mstrain.models.plan import ModelPlan
+from mstrain.planner.compiled import parts
+from mstrain.program.memory import GIB
+from tests.docs.steps import STEP, STEPS, read_steps
+
+KEY = (*STEP, "algorithm", "mesh", "shard", "options")  # columns of what is compiled
+PARTS = {"exposed": "exposed_ms", "gemm": "products_ms", "kernel": "kernels_ms", "move": "copies_ms", "rest": "other_ms"}
+
+
+class Step(NamedTuple):
+    """One compiled step, and its row of the table."""
+
+    row: dict[str, str]
+    plan: ModelPlan
+    program: Compiled
+    schedule: CompiledSchedule
+
+
+def compile_steps(config: BenchmarkConfig) -> Iterator[Step]:
+    """Every mesh and algorithm of a configuration with one model and a target."""
+    tpu_slice = config.tpu_slice
+    assert tpu_slice is not None and config.bench == "step", "the table has steps that were compiled"
+    tpu_slice_devices(tpu_slice)  # before JAX initializes its backends, because it silences the compiler's log
+    for mesh in config.meshes.split():
+        one = dataclasses.replace(config, meshes=mesh)
+        for case in make_cases(one, one.mesh_shapes):
+            target = make_target(tpu_slice, case.mesh)
+            plan = plan_case(case, config, target.mesh, tpu_slice.chip)
+            work = step_work(case, config, plan, jnp.dtype("bfloat16"))
+            program = compile_program(work.program, target, dump=config.dump)
+            row = {
+                "target": tpu_slice.name, "model": case.model.name, "layers": case.model.layers, "batch": case.batch,
+                "seq": config.seq, "remat": config.remat, "algorithm": case.algorithm, "mesh": mesh,
+                "shard": config.shard, "plan": work.plan, "options": own_options(tpu_slice.chip, case.algorithm),
+            }  # fmt: skip
+            schedule = predict(program)
+            row |= _numbers(schedule, work, case.mesh.devices, tpu_slice.chip)
+            yield Step({name: str(value) for name, value in row.items()}, plan, program, schedule)
+
+
+def own_options(chip: Chip, algorithm: str) -> str:
+    """The compiler options that the chip takes for this algorithm only."""
+    common = compiler_options(chip)
+    found = {name: value for name, value in compiler_options(chip, algorithm).items() if name not in common}
+    return " ".join(f"{name}={str(value).lower()}" for name, value in found.items())
+
+
+def _numbers(schedule: CompiledSchedule, work: Work, devices: int, chip: Chip) -> dict[str, object]:
+    times, (low, high) = parts(schedule), schedule.bounds
+    share = mfu(work.flops, schedule.seconds, devices, chip.peak("bfloat16"))
+    assert share is not None, "TPUs have a published peak"
+    return {
+        "ms": f"{1e3 * schedule.seconds:.1f}", "low_ms": f"{1e3 * low:.1f}", "high_ms": f"{1e3 * high:.1f}",
+        "mfu_percent": f"{100 * share:.1f}", "hidden_percent": f"{100 * (schedule.hidden or 0):.0f}",
+        "blocking": schedule.blocking, "collectives": len(schedule.transfers),
+        **{column: f"{1e3 * times[name]:.1f}" for name, column in PARTS.items()},
+        "memory_gib": f"{schedule.memory.peak / GIB:.1f}", "fits": str(schedule.memory.fits).lower(),
+        "libtpu": importlib.metadata.version("libtpu"),
+    }  # fmt: skip
+
+
+def write_row(row: dict[str, str]) -> None:
+    """Replaces the row of the same program, or adds it behind the rows of its step."""
+    rows = read_steps()
+    fields = list(rows[0])
+    same = [i for i, old in enumerate(rows) if all(old[name] == row[name] for name in KEY)]
+    step = [i for i, old in enumerate(rows) if all(old[name] == row[name] for name in STEP)]
+    where = same[0] if same else step[-1] + 1 if step else len(rows)
+    rows[where : where + len(same)] = [row]
+    with STEPS.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    for step in compile_steps(load(sys.argv[1:])):
+        write_row(step.row)
+        print(step.row, flush=True)
