@@ -118,7 +118,7 @@ def _rings_of_colors(colors: list[list[dict]], group: list[int], torus: Torus) -
         whole = torus.one_ring(group)
         both = sum(2 if ring.get("ring_type") == "ICI_RING_TYPE_BIDIR" else 1 for ring, *_ in colors)
         return Rings(whole.links * min(both, 2) / 2, whole.steps, whole.lanes)
-    links = min(share for color in found for _, _, share in color) * len(found)
+    links = min(share for color in found for _, _, share in color) * len(found) / torus.sharing(group)
     steps = max(sum(steps for steps, _, _ in color) for color in found)
     used = dict.fromkeys(lane for color in found for _, lanes, _ in color for lane in lanes)
     return Rings(links, steps, tuple(lane for lane in used if lane in torus.lanes))

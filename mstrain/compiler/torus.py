@@ -91,6 +91,10 @@ class Torus:
         closed = len(block.chips) > 1 or block.closed[block.chips[0]]
         return Rings((2 if closed else 1) / block.sharing, len(group) - 1, block.lanes)
 
+    def sharing(self, group: list[int]) -> int:
+        """Groups like `group` on its links: those of other cores of its chips, and of the chips in between."""
+        return self._block(group).sharing
+
     def _block(self, group: list[int]) -> "_Block":
         along = [np.unique(column) for column in self.places[group].T]
         sizes = {dim: len(values) for dim, values in enumerate(along) if len(values) > 1}

@@ -36,7 +36,10 @@ class CompilerOption:
 
 @dataclass(frozen=True)
 class TpuSliceRules:
-    """Names and shapes of the slices of a generation; shapes count chips along the torus axes."""
+    """Names and shapes of the slices of a generation; shapes count chips along the torus axes.
+
+    `one_ring`: the compiler runs a collective over several open torus axes in one ring through all its devices.
+    """
 
     prefixes: tuple[str, ...]
     name_counts_per_chip: int
@@ -45,6 +48,7 @@ class TpuSliceRules:
     max_axis: int
     wrap_axis: int
     max_chips: int | None = None
+    one_ring: bool = False
     topology_options: Mapping[str, str] = field(default_factory=dict)
 
 

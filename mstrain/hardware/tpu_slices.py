@@ -43,10 +43,14 @@ class TpuSlice:
     def ring(self, axes: tuple[int, ...]) -> tuple[int, int]:
         """(links one way, steps) of a collective over some of `physical_axes`, numbered, with all the links they have.
 
-        Both directions of a closed axis carry data; cores of a chip share its links ("How to Scale Your Model").
+        Both directions of a closed axis carry data; cores of a chip share its links ("How to Scale Your Model"). Over
+        several open axes some generations take one ring in both directions through all devices instead (`one_ring`).
         """
         chips = [n for n in self.topology if n > 1]
         along = [chips[axis] for axis in axes if axis < len(chips)]
+        if self.chip.slice_rules.one_ring and not self.wraps and len(along) > 1:
+            devices = math.prod(self.physical_axes[axis] for axis in axes)
+            return 2 * (self.chip.slice_rules.devices_per_chip if len(along) < len(axes) else 1), devices - 1
         links = sum(2 if self.wraps and n > 2 else 1 for n in along) or 1
         cores = self.chip.slice_rules.devices_per_chip if len(along) < len(axes) else 1
         return links * cores, sum(self.physical_axes[axis] - 1 for axis in axes)

@@ -214,13 +214,15 @@ def _two_levels(pod: Pod, local: AxisLinks, inner: int, outer: int) -> AxisLinks
 def torus_axes(physical: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
     """The numbers of the physical axes that each axis of a plan is the product of; None where that takes a part of one.
 
-    Together they are all physical axes.
+    Together they are all physical axes. As in `jax.experimental.mesh_utils`, the last axis takes the most physical axes
+    that it can, the first of several such choices, then the axis before it.
     """
+    found = []
     for owners in itertools.product(range(len(sizes)), repeat=len(physical)):
         made = tuple(tuple(n for n, owner in enumerate(owners) if owner == axis) for axis in range(len(sizes)))
         if all(math.prod(physical[n] for n in axes) == size for axes, size in zip(made, sizes)):
-            return made
-    return None
+            found.append(made)
+    return min(found, key=lambda made: [(-len(axes), axes) for axes in reversed(made)], default=None)
 
 
 def pod_of(machine: Chip | TpuSlice, devices: int) -> Pod:

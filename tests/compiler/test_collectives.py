@@ -157,6 +157,9 @@ def test_groups_that_alternate_on_a_dim_and_devices_of_one_chip_share_its_links(
     on = machine({"data": 1, "row": 8, "col": 2}, torus=torus)
     assert gather("[2,8]<=[8,2]T(1,0)", on=on).seconds == pytest.approx(7 * BYTES / (2e9 / 2))
     assert gather("[4,4]<=[4,2,2]T(2,1,0)", on=on).seconds == pytest.approx(3 * BYTES / (2e9 / 2 / 2))
+    printed = ",".join(color((way, 8, "X_TORUS")) for way in ("CW", "CCW"))  # of one core of every chip
+    strategy = f', backend_config={{"ici_strategy_config":{{"color_strategies":[{printed}]}}}}'
+    assert gather("[2,8]<=[8,2]T(1,0)", strategy, on).seconds == pytest.approx(7 * BYTES / (2e9 / 2))
 
 
 def color(*rings):

@@ -28,7 +28,9 @@ from mstrain.program.memory import GIB
 from tests.docs.steps import STEP, STEPS, read_steps
 
 KEY = (*STEP, "algorithm", "mesh", "shard", "options")  # columns of what is compiled
-PARTS = {"exposed": "exposed_ms", "gemm": "products_ms", "kernel": "kernels_ms", "move": "copies_ms", "rest": "other_ms"}
+PARTS = {
+    "exposed": "exposed_ms", "gemm": "products_ms", "kernel": "kernels_ms", "move": "copies_ms", "rest": "other_ms",
+}  # fmt: skip
 
 
 class Step(NamedTuple):
