@@ -141,6 +141,18 @@ def test_mesh_dense_in_nnx():
 SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "howto" / "library.md").read_text(), re.DOTALL)
 
 
+def test_the_lines_of_the_readme_are_those_of_the_page():
+    section = (ROOT / "README.md").read_text().split("## In your own code\n")[1]
+    typed = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1].splitlines()
+    page = {line for snippet in SNIPPETS for line in bare(snippet.splitlines())}
+    assert len(typed) > 10 and set(bare(typed)) <= page
+
+
+def bare(lines):
+    """Lines without comments and the empty ones."""
+    return [code for line in lines if (code := line.split("  #")[0].rstrip())]
+
+
 def test_every_example_of_the_page_runs(tmp_path, monkeypatch):
     """In five lines each, one after the other; a folder of transformers' is the run, and the loop makes three steps."""
     product, linen, in_nnx, model, loop, prediction = SNIPPETS
