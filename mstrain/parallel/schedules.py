@@ -42,6 +42,13 @@ def warm_up(name: str, pipeline: int, stage: int, passes: int, per_stage: int, l
     return min(passes, {"gpipe": passes, "1f1b": one, "interleaved": 2 * later + (per_stage - 1) * pipeline}[name])
 
 
+def lockstep_slots(name: str, pipeline: int, microbatches: int, per_stage: int) -> int:
+    """Passes whose saved values every stage has memory for in lockstep: stages run one program, and the first holds
+    most. A slot that the schedule leaves free is for passes that do not count.
+    """
+    return warm_up(name, pipeline, 0, microbatches * per_stage, per_stage, lockstep=True) + 1
+
+
 @lru_cache(maxsize=256)
 def schedule(name: str, pipeline: int, microbatches: int, chunks: int) -> Schedule:
     """The schedule called `name`. Raises ValueError for an unknown name, or chunks or microbatches it cannot use."""

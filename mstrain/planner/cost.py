@@ -21,7 +21,7 @@ from mstrain.gemm import find_algorithm
 from mstrain.hardware import collective_seconds
 from mstrain.mesh import MeshShape
 from mstrain.models.parallel import layer_algorithms
-from mstrain.parallel.schedules import warm_up
+from mstrain.parallel.schedules import SCHEDULES, lockstep_slots, warm_up
 from mstrain.planner.layer import HIDDEN_PART, Pass, Work, fused_attention, layer_work
 from mstrain.planner.memory import WEIGHT_BYTES, Memory, parameter_counts, saved_values, stage_memory, stage_parameters
 from mstrain.planner.plan import PodPlan, Products, plan_products
@@ -182,9 +182,12 @@ def split_layers(layers: int, pipeline: int, head: float) -> list[tuple[int, int
     return list(zip(bounds, [*bounds[1:], layers]))
 
 
-def microbatches_in_flight(plan: PodPlan, stage: int) -> float:
-    """Microbatches that `stage` holds between their passes, at most; zero-bubble schedules hold those of 1F1B."""
+def microbatches_in_flight(plan: PodPlan, stage: int, lockstep: bool) -> float:
+    """Microbatches that `stage` holds between their passes, at most, by itself or in `lockstep` with the others;
+    zero-bubble schedules hold those of 1F1B."""
     passes, name = plan.microbatches * plan.chunks, plan.schedule
+    if lockstep and plan.pipeline > 1 and name in SCHEDULES:
+        return lockstep_slots(name, plan.pipeline, plan.microbatches, plan.chunks) / plan.chunks
     name = name if name == "gpipe" or plan.chunks > 1 else "1f1b"
     return min(passes, warm_up(name, plan.pipeline, stage, passes, plan.chunks) + 1) / plan.chunks
 
@@ -252,7 +255,7 @@ class Step:
                 backward = work.backward * count + (work.head_backward if last else NONE)
                 weights = work.weights[0] * count + last * work.weights[1]
                 seen[count, last] = (forward, backward, self.again * count, count * self.host, weights)
-            stages.append(Stage(mine, *seen[count, last], microbatches_in_flight(plan, number)))
+            stages.append(Stage(mine, *seen[count, last], microbatches_in_flight(plan, number, self.style.lockstep)))
         return stages
 
     def _message(self) -> float:

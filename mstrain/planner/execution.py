@@ -38,6 +38,7 @@ class ExecutionStyle:
     gathered_bytes: float = 0.0
     hides: tuple[str, ...] = ()
     native: bool = False
+    lockstep: bool = False
     backward_passes: float = 1.5
     score_passes: tuple[float, float] = (6.0, 9.0)
     state_bytes: tuple[float, float, float] = (2, 4, 12)  # 16-bit weights, float32 gradients and master copies

@@ -132,9 +132,11 @@ def stage_memory(
         gathered += 2 * size * parameter_counts(model)[0] / tensor
     whole = 0.0 if plan.remat == "none" else layer_bytes(request, plan, tokens, "none")
     moments, waiting = [gathered + whole], 0.0  # a layer's backward pass
+    ends = plan.microbatches if plan.schedule == "gpipe" else 1  # forward passes not yet turned back
+    lockstep = request.style.lockstep and plan.pipeline > 1
+    if last or lockstep:  # in lockstep every stage has a slot for each gradient of the last activations
+        kept += size * model.width * tokens / tensor * (in_flight * len(sizes) if lockstep else ends)
     if last:
-        ends = plan.microbatches if plan.schedule == "gpipe" else 1  # forward passes not yet turned back
-        kept += size * model.width * tokens / tensor * ends
         if request.style.native:  # chunks, in both passes
             moments.append(sum(loss_bytes(products.head, size)))
         else:  # logits with a float32 copy between their passes, and the gradient of one microbatch's

@@ -32,6 +32,7 @@ from mstrain.planner.simulated import plan_cluster, simulate_plan
 from mstrain.planner.step import transformer_step
 from mstrain.planner.target import torus_axes
 from mstrain.planner.trainer import train_keys, why_not_trainable
+from mstrain.program.pipeline import table_of
 from mstrain.simulator.costs import PRODUCTS, operation_work
 from mstrain.simulator.simulate import simulate_step
 from tests.planner.plans import ask, cost, pod_plan
@@ -46,6 +47,13 @@ def config_for(model=MODEL, **keys) -> PlanRequest:
 
 def costed(plan, **keys):
     request = config_for(**keys)
+    return request, cost(request, plan)
+
+
+def without_lockstep(plan, **keys):
+    """As the simulator runs a pipeline: each stage holds what its own place in the schedule needs."""
+    request = config_for(**keys)
+    request = dataclasses.replace(request, stated_style=dataclasses.replace(request.style, lockstep=False))
     return request, cost(request, plan)
 
 
@@ -71,7 +79,7 @@ def test_the_simulator_agrees_with_the_cost_model(name):
     """Time within 17 % below and 5 above; the simulator may also hide the gradient sums, which the model
     never does.
     """
-    request, plan = costed(PLANS[name])
+    request, plan = without_lockstep(PLANS[name])
     simulated = simulate_plan(request, plan)
     assert simulated.microbatches == plan.plan.microbatches
     seconds = plan.scheduled_seconds
@@ -116,8 +124,11 @@ def test_replicas_gather_weights_and_sum_gradients_as_often_as_they_shard_them(n
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_activations_in_flight_follow_the_schedule(schedule):
-    request, plan = costed(pod_plan(2, "meshslice", 2, 2, 4, 8, "dots", schedule=schedule))
+    stated = pod_plan(2, "meshslice", 2, 2, 4, 8, "dots", schedule=schedule)
+    request, plan = without_lockstep(stated)
     assert [stage.in_flight for stage in plan.stages] == ([4, 3, 2, 1] if schedule == "1f1b" else [8] * 4)
+    held = [stage.in_flight for stage in costed(stated)[1].stages]
+    assert held == [table_of(schedule, 4, 8, 4).slots] * 4
     use = simulate_plan(request, plan).result.memory_by_category["activations"].peak_bytes
     boundary = 2 * 4 * 1024 * MODEL.width / 4  # one activation that enters or leaves a stage
     for memory, peak in zip(plan.memory, (use[device] for device in sorted(use))):
@@ -165,7 +176,7 @@ def test_terms_of_every_stage_add_up_to_the_step(name):
 def test_interleaving_shrinks_the_bubble_and_keeps_more_in_flight():
     plan, model = pod_plan(2, "meshslice", 2, 2, 4, 8, "dots"), load_preset("gpt3_1_3b")
     plain = costed(plan, model=model)
-    request, whole = costed(dataclasses.replace(plan, schedule="interleaved"), model=model)
+    request, whole = without_lockstep(dataclasses.replace(plan, schedule="interleaved"), model=model)
     assert whole.stages[0].chunks[1][0] == whole.stages[3].chunks[0][1]  # after every stage's first chunk
     assert sum(stage.layers for stage in whole.stages) == model.layers
     assert whole.terms.bubble < 0.75 * plain[1].terms.bubble
