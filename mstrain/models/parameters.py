@@ -85,7 +85,8 @@ def init_parameters(module: Transformer, seed: int):
     def create():
         return from_canonical(module, init_canonical(module, seed))
 
-    options: Any = once_options(module.plan.mesh.devices.flat[0].platform)
+    values = sum(x.size for x in jax.tree.leaves(canonical_shapes(module)))
+    options: Any = once_options(module.plan.mesh.devices.flat[0].platform, values)
     return jax.jit(create, out_shardings=parameter_shardings(module), compiler_options=options)()
 
 
@@ -308,7 +309,7 @@ def _from_canonical_program(boxes: tuple[Stored, ...], rows: tuple[int, ...] | N
     def convert_parameter(x):
         return _stored(x, boxes, rows, mesh)
 
-    options: Any = once_options(mesh.devices.flat[0].platform)
+    options: Any = once_options(mesh.devices.flat[0].platform, sum(math.prod(box.value.shape) for box in boxes))
     return jax.jit(convert_parameter, out_shardings=shardings, compiler_options=options)
 
 

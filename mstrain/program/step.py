@@ -130,7 +130,8 @@ def init_state(module: Transformer, optimizer: optax.GradientTransformation, see
 def first_state(module: Transformer, optimizer: optax.GradientTransformation, params) -> State:
     """Step 0 with the stored parameters `params` and zero moments."""
     shardings = state_shardings(module, optimizer)
-    options: Any = once_options(module.plan.mesh.devices.flat[0].platform)
+    values = sum(x.size for x in jax.tree.leaves(params))
+    options: Any = once_options(module.plan.mesh.devices.flat[0].platform, values)
     create = jax.jit(
         lambda params: init_moments(module, optimizer, params), out_shardings=shardings["optimizer"],
         compiler_options=options,

@@ -95,7 +95,7 @@ def test_the_stored_form_has_the_planned_shapes_and_spreads_over_the_mesh(case):
 def test_initial_parameters_do_not_depend_on_the_plan(case, monkeypatch):
     """Made where they live, by the program that training uses; bit for bit."""
     _, restore, _ = converters(case)
-    monkeypatch.setattr(parameters, "once_options", lambda platform: once_options(platform) | FUSED)
+    monkeypatch.setattr(parameters, "once_options", lambda *of: once_options(*of) | FUSED)
     assert_equal(restore(parameters.init_parameters(module_of(case), 0)), canonical(CASES[case][0]))
 
 
