@@ -36,6 +36,8 @@ class EvaluateConfig(Source):
                 raise ValueError("batches= are validation batches. Remove batches=, or split= and documents=.")
         check_new_file("documents", self.documents)
         check_new_file("out", self.out)
+        if self.out is not None and self.out == self.documents:
+            raise ValueError(f"out= and documents= both name {self.out}. Type two files.")
 
 
 def load_config(arguments: list[str]) -> EvaluateConfig:

@@ -39,17 +39,18 @@ def main(arguments: list[str]) -> int:
     from mstrain.job.job import joined
     from mstrain.job.process_info import find_process
     from mstrain.models.hub.tokenizer import write_tokenizer
-    from mstrain.models.hub.write import check_absent, new_folder, write_model
+    from mstrain.models.hub.write import check_writable, new_folder, size_of, write_model
     from mstrain.training.prepare import build_module
 
     own, given = own_config(ExportConfig, arguments)
     out = Path(own.out).expanduser()
-    check_absent(out)
+    check_writable(out)
     config = own.config(on_one_device([*given, *(["data=synthetic"] if own.init else [])]))
     process, devices = find_process(config.coordinator, config.processes, config.process)
     with joined(process, config.hosts, config.run_dir, devices) as job:
         module, tokenizer, console = build_module(config, job)
         target, origin = _target(own, module.model, tokenizer)
+        check_writable(out, size_of(module.model, target))
         name, params = own.parameters(job, module)
         with new_folder(out, job.leads) as folder:
             if job.leads and origin:

@@ -192,6 +192,8 @@ def chat_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
             raise ValueError(f"cannot read data.template={config.template} ({error}): give a Jinja file") from None
     if isinstance(own, list):  # several by name
         own = next((entry["template"] for entry in own if entry.get("name") == "default"), None)
+    if own is not None and not isinstance(own, str):
+        raise ValueError(f"the tokenizer's chat_template is {own!r}, not a text: give another, data.template=FILE")
     return Template(own or DEFAULT_TEMPLATE, {"bos_token": "", "eos_token": "", **tokens})
 
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mstrain.data.documents import text_digest
+from mstrain.json_files import read_json
 
 TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 SENTENCEPIECE_FILE = "tokenizer.model"
@@ -334,7 +335,7 @@ def _load(spec: str, find: Callable[[], Path], fix: str) -> Tokenizer:
 def _settings(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json of a folder, with the chat template of its own file; empty without them."""
     path, template = folder / CONFIG_FILE, folder / TEMPLATE_FILE
-    settings = json.loads(path.read_text()) if path.is_file() else {}
+    settings = read_json(path, "the settings in") if path.is_file() else {}
     if not isinstance(settings, dict):
         raise ValueError(f"{path} is not a JSON object")
     return settings | ({"chat_template": template.read_text()} if template.is_file() else {})

@@ -4,10 +4,12 @@ import json
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import transformers
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from mstrain.commands import evaluate, export, train
@@ -118,6 +120,17 @@ def _lose_a_shard(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
 
 
+def _repeat_in_another_shard(folder):
+    tensors, places = load_file(folder / "model.safetensors"), {}
+    for number in (1, 2):
+        save_file(tensors, folder / f"{number}.safetensors")
+        places |= dict.fromkeys(tensors, f"{number}.safetensors")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {**places, "lm_head.weight": "1.safetensors"}})
+    )
+
+
 def _point_outside(folder):
     (folder / "model.safetensors").rename(folder / "w")
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../w"}}')
@@ -128,6 +141,10 @@ DAMAGE = {
     "shard": (_lose_a_shard, "model-00002-of-00002.safetensors is missing"),
     "pickled": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "save_pretrained"),
     "index": (_point_outside, "../w is not the name of a file"),
+    "twice": (_repeat_in_another_shard, "2.safetensors: tensor lm_head.weight is in 1.safetensors, too"),
+    "null": (lambda f: _edit(f, rms_norm_eps=None), "rms_norm_eps is missing"),
+    "not a number": (lambda f: _edit(f, rms_norm_eps=float("nan")), "rms_norm_eps=nan is not a number"),
+    "depth": (lambda f: _edit(f, num_hidden_layers=10**9), "describes 1000000000 layers"),
     "architecture": (lambda f: _edit(f, model_type="mamba"), "model_type=mamba"),
     "vocabulary": (lambda f: _edit(f, vocab_size=60), "model.embed_tokens.weight has shape [61, 32]"),
     "shape": (lambda f: _edit(f, intermediate_size=40), "mlp.down_proj.weight has shape [32, 48]"),
@@ -179,6 +196,23 @@ def test_a_tokenizer_that_does_not_fit_is_refused_and_nothing_is_written(folders
     with pytest.raises(ValueError, match="exists"):
         export.main([f"init={folders / 'llama2'}", f"out={tmp_path}"])
     assert not list(tmp_path.iterdir())
+
+
+def test_an_export_that_cannot_be_written_leaves_nothing(folders, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise SafetensorError("no space left on device")
+
+    monkeypatch.setattr("mstrain.models.hub.write.save_file", full)
+    words = [f"init={folders / 'llama2'}", f"out={tmp_path / 'a' / 'out'}"]
+    with pytest.raises(ValueError, match="no space left"):
+        export.main(words)
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=1000))
+    with pytest.raises(ValueError, match="and its disk has 1,000 left"):
+        export.main(words)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is not a folder"):
+        export.main([words[0], f"out={tmp_path / 'file' / 'out'}"])
 
 
 def test_the_exit_code_of_a_mistake_is_2(tmp_path):

@@ -34,11 +34,11 @@ class _Reader:
     def get(self, key: str, kind: type, default: Any = None) -> Any:
         """A value of type `kind` or None. Raises ValueError for another type."""
         value = self.config.get(key, self.family.defaults.get(key, default))
-        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if value is None or type(value) is kind:
+        if kind is float and type(value) is int:
+            value = float(value)
+        if value is None or (type(value) is kind and (kind is not float or math.isfinite(value))):
             return value
-        raise ValueError(f"{key}={value!r} is not of type {kind.__name__}")
+        raise ValueError(f"{key}={value!r} is not {'a number' if kind is float else f'of type {kind.__name__}'}")
 
 
 def model_of(config: Any, name: str) -> tuple[Family, ModelConfig]:
@@ -54,7 +54,7 @@ def model_of(config: Any, name: str) -> tuple[Family, ModelConfig]:
         if (config.get(key, value) or None) != (value or None):
             raise ValueError(f"{key}={config[key]!r} is not supported")
     fields = {field: _value(reader, field, key) for field, key in family.keys.items()}
-    for field in ("layers", "width", "heads", "vocab_size"):
+    for field in ("layers", "width", "heads", "vocab_size", "norm_epsilon"):
         if fields[field] is None:
             raise ValueError(f"{family.keys[field]} is missing")
     if fields.get("context") is None:

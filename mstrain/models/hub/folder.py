@@ -63,6 +63,9 @@ class Folder:
         """
         headers = {name: tensor for name, tensor in self._headers().items() if not name.startswith(_VISION)}
         self._tensors = {self._full_name(name): tensor for name, tensor in headers.items()}
+        if self.model.layers > len(self._tensors):
+            found = f"{CONFIG} describes {self.model.layers} layers, and the files have {len(self._tensors)} tensors"
+            raise ValueError(f"{self.path}: {found}. {_REMEDY}")
         parts = [part for p in parameters_of(self.model, self.family) for layer in p.layers for part in layer]
         wanted = {part.name: part.shape for part in parts}
         self._report(wanted.keys() - self._tensors.keys(), "is missing")

@@ -12,8 +12,10 @@ from typing import Any
 
 import ml_dtypes  # noqa: F401  NumPy then knows bfloat16
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from mstrain.models.config import ModelConfig
 from mstrain.models.hub.families import Family
 from mstrain.models.hub.folder import CONFIG, INDEX, WEIGHTS
 from mstrain.models.hub.tensors import Part, parameters_of
@@ -44,26 +46,41 @@ def new_folder(out: Path, leads: bool) -> Iterator[Path]:
 
     Only the process that `leads` makes it. Raises ValueError when `out` exists or cannot be written.
     """
-    check_absent(out)
+    check_writable(out)
     temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
+    absent = [folder for folder in out.absolute().parents if not folder.exists()]
     try:
         if leads:
             temporary.mkdir(parents=True)
         yield temporary
         if leads:
-            check_absent(out)
+            check_writable(out)
             temporary.rename(out)
-    except OSError as error:
-        raise ValueError(f"Cannot write out={out} ({error.strerror or error}). Type another out=.") from None
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"Cannot write out={out} ({reason}). Make room, or type another out=.") from None
     finally:
         if leads:
             shutil.rmtree(temporary, ignore_errors=True)
+            with contextlib.suppress(OSError):  # the first one that holds `out`, or something else
+                for folder in absent:
+                    folder.rmdir()
 
 
-def check_absent(out: Path) -> None:
-    """Raises ValueError when there is something at `out`."""
+def check_writable(out: Path, size: int = 0) -> None:
+    """Raises ValueError when there is something at `out`, or a new folder there cannot hold `size` bytes."""
     if os.path.lexists(out):
         raise ValueError(f"out={out} exists. Remove it, or type another out=.")
+    place = next(folder for folder in out.absolute().parents if os.path.lexists(folder))
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise ValueError(f"Cannot write out={out} ({place} is not a folder to write into). Type another out=.")
+    if (free := shutil.disk_usage(place).free) < size:
+        raise ValueError(f"out={out} takes {size:,} bytes, and its disk has {free:,} left. Type another out=.")
+
+
+def size_of(model: ModelConfig, target: Target) -> int:
+    """Bytes of the tensors of `model`."""
+    return sum(_sizes(_all_parts(model, target), target))
 
 
 def write_model(folder: Path, module: Transformer, params, target: Target, leads: bool) -> int:
@@ -71,8 +88,8 @@ def write_model(folder: Path, module: Transformer, params, target: Target, leads
 
     All processes call it together; the one that `leads` writes. Host memory is that of one file of weights.
     """
-    parts = [p for parameter in parameters_of(module.model, target.family) for p in _parts(parameter)]
-    sizes = [math.prod(part.shape) * np.dtype(target.dtype_of(part.name)).itemsize for part in parts]
+    parts = _all_parts(module.model, target)
+    sizes = _sizes(parts, target)
     files = _files(sizes, target.shard_bytes)
     names = _file_names(files[-1] + 1)
     places = {part.name: file for part, file in zip(parts, files, strict=True)}
@@ -105,8 +122,12 @@ def tensors_of(module: Transformer, params, target: Target) -> Iterator[tuple[st
                 yield part.name, np.ascontiguousarray(values, target.dtype_of(part.name))
 
 
-def _parts(parameter) -> list[Part]:
-    return [part for layer in parameter.layers for part in layer]
+def _all_parts(model: ModelConfig, target: Target) -> list[Part]:
+    return [part for p in parameters_of(model, target.family) for layer in p.layers for part in layer]
+
+
+def _sizes(parts: list[Part], target: Target) -> list[int]:
+    return [math.prod(part.shape) * np.dtype(target.dtype_of(part.name)).itemsize for part in parts]
 
 
 def _files(sizes: list[int], limit: int) -> list[int]:
