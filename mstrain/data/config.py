@@ -141,7 +141,7 @@ class DataConfig:
                 )
 
     def _check_together(self) -> None:
-        if self.mixture:
+        if self.mixture is not None:
             for option in ("path", "validation", "window"):
                 if getattr(self, option) is not None:
                     raise ValueError(f"data.{option} has no effect with data.mixture: remove one of them")
@@ -174,6 +174,10 @@ class DataConfig:
             parts.append(
                 (dataclasses.replace(self, **{**idle, "source": source, "path": match[2], "mixture": None}), weight)
             )
+        named = [f"{part.source}={part.path}" for part, _ in parts]
+        if not parts or (twice := next((name for name in named if named.count(name) > 1), None)):
+            what = f"names {twice} twice: add up its weights" if parts else "is empty: type PATH:WEIGHT words"
+            raise ValueError(f"data.mixture {what}")
         total = sum(weight for _, weight in parts)
         return [(part, weight / total) for part, weight in parts]
 

@@ -21,6 +21,7 @@ from mstrain.data.batches import Batches
 from mstrain.data.config import DataConfig
 from mstrain.data.documents import text_digest
 from mstrain.data.joined import JoinedTokens, open_flat_tokens
+from mstrain.data.listing import listing
 from mstrain.data.mixture import MixedBatches, MixedTokens
 from mstrain.data.recipes import Recipe, split_files, synthetic_recipe, text_recipe
 from mstrain.data.split import TRAIN, VALIDATION
@@ -117,7 +118,7 @@ def _made(recipe: Recipe, config: DataConfig, on_progress: Callable[[Progress], 
                 return _open(directory, recipe)
         try:
             warnings = recipe.write(temporary, on_progress)
-            _finish(temporary, warnings + repaired, recipe)
+            _finish(temporary, warnings + repaired, recipe, config)
             _publish(temporary, directory, recipe)
         except OSError as error:
             raise ValueError(
@@ -151,6 +152,8 @@ def _mixed(
 ) -> Corpus:
     if tokenizer == "bpe":
         raise ValueError("tokenizer=bpe is trained on one corpus, not on data.mixture: type tokenizer=FILE of one")
+    for part, _ in config.parts:  # before the first one is tokenized
+        listing(str(part.path), ("",), "data.mixture")
     parts = [prepare(part, tokenizer, seed, vocab_size, on_progress) for part, _ in config.parts]
     weights = [weight for _, weight in config.parts]
     train, validation = (MixedTokens([getattr(part, side) for part in parts], weights) for side in (TRAIN, VALIDATION))
@@ -246,15 +249,13 @@ def _claimed(name: str, cache: Path, fingerprint: str) -> Iterator[Path]:
             os.close(descriptor)
 
 
-def _finish(folder: Path, warnings: list[str], recipe: Recipe) -> None:
+def _finish(folder: Path, warnings: list[str], recipe: Recipe, config: DataConfig) -> None:
     """Writes corpus.json of complete token files; raises ValueError when a split is too small to use."""
     files = [TokenFile.open(folder / f"{side}.bin") for side in (TRAIN, VALIDATION)]
     for side, file in zip((TRAIN, VALIDATION), files, strict=True):
         if file.num_tokens < 2:
-            raise ValueError(
-                f"the {side} split holds {file.num_tokens} tokens: give more text, or a larger "
-                "data.validation_fraction="
-            )
+            fix = "data.validation= of a longer one" if config.validation else "a larger data.validation_fraction="
+            raise ValueError(f"the {side} split holds {file.num_tokens} tokens: give more text, or type {fix}")
     tokenizer = _tokenizer(folder, recipe)
     facts = {
         "corpus": recipe.fingerprint,

@@ -166,9 +166,7 @@ class JsonLines(FileSource):
         text = record.get(self._field) if isinstance(record, dict) else None
         if not isinstance(text, str):
             return skips.add(f"without text under {self._field!r}", where + self._other_field(record))
-        try:
-            size = len(text.encode("utf-8"))
-        except UnicodeEncodeError:
+        if (size := utf8_bytes(text)) is None:
             return skips.add("whose text is not valid Unicode", where)
         if size:
             yield Document(where, size, [text])
@@ -201,8 +199,10 @@ class ParquetFiles(FileSource):
                     skips.seen += 1
                     if not isinstance(text, str):
                         skips.add(f"without text in column {self._field!r}", f"{name}:{row}")
-                    elif text:
-                        yield Document(f"{name}:{row}", len(text.encode("utf-8")), [text])
+                    elif (size := utf8_bytes(text)) is None:
+                        skips.add("whose text is not valid Unicode", f"{name}:{row}")
+                    elif size:
+                        yield Document(f"{name}:{row}", size, [text])
 
     def _columns(self, name: str) -> Iterator[list]:
         """The column's values, some rows at a time."""
@@ -215,7 +215,7 @@ class ParquetFiles(FileSource):
                 names = file.schema_arrow.names
                 check_column(self._field, names, self.files.where(name))
                 for rows in file.iter_batches(1000, columns=[self._field]):
-                    yield rows.column(0).to_pylist()
+                    yield _texts(rows.column(0))
             except pyarrow.ArrowException as error:
                 reason = str(error).split("\n")[0]
                 raise ValueError(
@@ -224,6 +224,22 @@ class ParquetFiles(FileSource):
             finally:
                 with contextlib.suppress(ValueError):
                     self._read += raw.seek(0, io.SEEK_END)
+
+
+def _texts(column: Any) -> list:
+    """The values of a column of Arrow; bytes that are not UTF-8 become lone surrogates."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return [value and value.decode("utf-8", "surrogateescape") for value in column.cast("binary").to_pylist()]
+
+
+def utf8_bytes(text: str) -> int | None:
+    """The size of a text in UTF-8; None when it is not valid Unicode."""
+    try:
+        return len(text.encode("utf-8"))
+    except UnicodeEncodeError:
+        return None
 
 
 def check_column(field: str, names: list[str], place: str) -> None:

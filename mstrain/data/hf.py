@@ -7,7 +7,7 @@ from typing import Any
 
 from mstrain.data.config import DataConfig, nearest
 from mstrain.data.documents import Document, Skips, text_digest
-from mstrain.data.files import check_column
+from mstrain.data.files import check_column, utf8_bytes
 from mstrain.data.listing import Files, listing
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".txt": "text"}
@@ -62,8 +62,10 @@ class HuggingFace:
                 skips.seen += 1
                 if not isinstance(text, str):
                     skips.add(f"without text in column {self._field!r}", where)
-                elif text:
-                    yield Document(where, len(text.encode("utf-8")), [text])
+                elif (size := utf8_bytes(text)) is None:
+                    skips.add("whose text is not valid Unicode", where)
+                elif size:
+                    yield Document(where, size, [text])
 
 
 def _cache(config: DataConfig) -> Path:

@@ -1,6 +1,8 @@
 """Accounts for the time of a run: steps, compilation, saving, restoring, input, evaluation, and steps lost to restarts.
 
-`goodput.jsonl` in the run directory gets a line at every save and at the end. The last line of each attempt is used.
+Input is the time in which the devices wait for data. A batch is made while the step before it runs, and counts only
+where that step has ended. `goodput.jsonl` in the run directory gets a line at every save and at the end. The last line
+of each attempt is used.
 """
 
 import collections
@@ -25,6 +27,7 @@ class Goodput:
         self._earlier: list[dict] = []
         self._files: BestEffort | None = None
         self.seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
+        self._waited = 0.0  # for data, within the step that is not reported yet
 
     @contextlib.contextmanager
     def spend(self, kind: str):
@@ -44,9 +47,34 @@ class Goodput:
 
         return call
 
+    def fed(self, step_fn, feed):
+        """(`step_fn`, `feed`), the time in which the devices have no step to run while `feed` runs counted as input.
+
+        The end of a step is not observed: a step that ends while `feed` runs counts as if it had ended before.
+        """
+        running = None
+
+        def fed(index):
+            start = time.perf_counter()
+            batch = feed(index)
+            if running is None or running.is_ready():
+                waited = time.perf_counter() - start
+                self._waited += waited
+                self.seconds["input"] += waited
+            return batch
+
+        def stepped(state, batch):
+            nonlocal running
+            state, metrics = step_fn(state, batch)
+            running = metrics["loss"]
+            return state, metrics
+
+        return stepped, fed
+
     def step(self, step: int, values: dict) -> None:
-        """Counts the time of a step from its metrics."""
-        self.seconds["steps"] += values["step_seconds"]
+        """Counts the time of a step from its metrics, without its wait for data."""
+        self.seconds["steps"] += max(values["step_seconds"] - self._waited, 0.0)
+        self._waited = 0.0
 
     def open(self, files: BestEffort, directory: Path, done: int) -> None:
         """Reads the lines of earlier attempts and writes the first one of this attempt. `files` writes all lines."""

@@ -124,10 +124,10 @@ def _train_from(run: Run, state: State, done: int, guard: Guard, saver: Saver, o
     _describe(run, reporter, steps)
     evaluator = _evaluator(run, reporter)
     hooks = _hooks(run, steps, evaluator, saver, observers)
-    feed = goodput.timed("input", lambda index: run.feed(guard.order(index)))
+    step_fn, feed = goodput.fed(run.step, lambda index: run.feed(guard.order(index)))
     begun = time.perf_counter()
     with reporter, watchdog.watching(), preemption.listening():
-        state = loop.train(run.step, feed, state, preemption.until_stopped(steps), hooks, reporter)
+        state = loop.train(step_fn, feed, state, preemption.until_stopped(steps), hooks, reporter)
         finished = int(jax.device_get(state["step"]))
         with goodput.spend("save"):
             if finished > done:

@@ -79,6 +79,7 @@ def test_parquet_files_with_their_own_validation_split(tmp_path):
         (["a", "b"], {"field": "body"}, r"a.parquet has no column 'body' \(columns: text, id\): type data.field="),
         ([None, None], {}, "skipped 2 of 2 rows without text in column 'text', first: a.parquet:1"),
         (["", ""], {}, "all 2 rows are empty"),
+        ([b"ab", b"\xff"], {}, "skipped 1 of 2 rows whose text is not valid Unicode, first: a.parquet:2"),
         (None, {}, "a.parquet is not a Parquet file, or damaged"),
     ],
 )
@@ -87,7 +88,8 @@ def test_a_parquet_file_without_text_is_refused(tmp_path, texts, options, messag
     if texts is None:
         path.write_bytes(gzip.compress(b"x" * 99))
     else:
-        parquet(path, pyarrow.array(texts, pyarrow.string()))
+        kind = pyarrow.binary() if isinstance(texts[0], bytes) else pyarrow.string()
+        parquet(path, pyarrow.array(texts, kind).view(pyarrow.string()))
     with pytest.raises(ValueError, match=message):
         prepare(DataConfig("parquet", str(path), cache_dir=str(tmp_path / "cache"), **options))
     assert not list(tmp_path.glob("cache/**/*.bin"))
@@ -129,3 +131,11 @@ def test_a_mixture_has_its_proportions_in_every_period_and_is_a_pure_function(tm
     for bad in ("a.jsonl", "a.jsonl:0", "a.jsonl:x", "a.jsonl:-1"):
         with pytest.raises(ValueError, match="not PATH:WEIGHT"):
             DataConfig("jsonl", mixture=bad)
+    for bad, message in (
+        (" ", "is empty"),
+        ("a:1 a:2", "names jsonl=a twice"),
+        (f"{tmp_path}/a.jsonl:1 b:1", "=b is not"),
+    ):
+        with pytest.raises(ValueError, match=f"data.mixture.*{message}"):
+            prepare(DataConfig("jsonl", mixture=bad, cache_dir=str(tmp_path / "y")))
+    assert not (tmp_path / "y").exists()  # found before the first source is tokenized

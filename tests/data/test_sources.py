@@ -245,6 +245,13 @@ def test_a_corpus_without_text_is_refused(tmp_path, content, message):
     assert not list((tmp_path).glob("cache/*/*.bin"))
 
 
+def test_empty_validation_data_are_named(folder, tmp_path):
+    (tmp_path / "empty").write_text("")
+    config = DataConfig("text", str(folder), validation=str(tmp_path / "empty"), cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="the validation split holds 0 tokens.*data.validation="):
+        prepare(config)
+
+
 def test_a_folder_without_such_files_is_refused(folder):
     with pytest.raises(ValueError, match=r"has no \*.jsonl or \*.ndjson files"):
         JsonLines.of_path(str(folder), "text")

@@ -1,8 +1,12 @@
 """The loop reads metrics late, and lets hooks look at the state at their steps."""
 
 import contextlib
+import time
+
+import pytest
 
 from mstrain.training.best_effort import BestEffort
+from mstrain.training.goodput import Goodput
 from mstrain.training.loop import every, train
 from mstrain.training.profiler import ProfileConfig, profile_hooks
 
@@ -82,3 +86,25 @@ def test_a_trace_covers_the_steps_asked_for(monkeypatch, tmp_path):
     assert of(5, 2, range(5, 10)) == [("begin", 4), ("end", 6)]  # resumed right there
     assert of(3, 2, range(5, 10)) == []  # behind us
     assert traced(ProfileConfig(), range(1, 10), monkeypatch, tmp_path) == []
+
+
+class Loss:
+    """The loss of a step that has ended, or still runs."""
+
+    def __init__(self, ended):
+        self.is_ready = lambda: ended
+
+
+def test_only_time_in_which_no_step_runs_counts_as_waiting_for_data():
+    goodput, ended = Goodput(), iter([False, True])
+    step, feed = goodput.fed(lambda state, batch: (state, {"loss": Loss(next(ended))}), lambda index: time.sleep(0.01))
+    waited = []
+    for index in range(3):
+        batch = feed(index)
+        waited.append(goodput.seconds["input"])
+        if index < 2:
+            step(None, batch)
+    assert 0.01 <= waited[0] == waited[1] < waited[2] - 0.01 + 1e-9
+    goodput.step(1, {"step_seconds": 1.0})
+    goodput.step(2, {"step_seconds": 1.0})
+    assert goodput.seconds["steps"] + goodput.seconds["input"] == pytest.approx(2.0)
