@@ -64,8 +64,8 @@ class DataConfig:
     """Largest fraction of lines or rows (jsonl, parquet, chat), from 0 to 1, that may be skipped because they are not
     JSON or have no text under `field`. They are counted; skipped.txt beside the tokens lists them."""
     bos: str = "auto"
-    """Token before every document: `none`, a token's text, or `auto` (that of the tokenizer's folder if it asks for
-    one)."""
+    """Token before every document: `none`, a token's text, or `auto` (the one that the tokenizer puts before a text).
+    The choice is printed."""
     eos: str = "auto"
     """Token after every document: `none`, a token's text, or `auto` (that of the tokenizer's folder, or else a
     well-known name). The choice is printed."""

@@ -100,8 +100,17 @@ class HuggingFaceTokenizer:
         inner.encode_special_tokens = True
         self.library, self.revision, self.settings = inner, revision, settings or {}
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1  # ids may have holes
-        self.bos, self.eod = _marks(self)
+        self.bos, self.eod = _marks(self, self._before_texts)
         self.digest = text_digest("hf", inner.to_str())
+
+    def _before_texts(self) -> int | None:
+        """The token that the post-processor of the tokenizer.json puts before every text."""
+        encoding = self.library.encode("x")
+        count = next((place for place, added in enumerate(encoding.special_tokens_mask) if not added), 0)
+        if count > 1:
+            tokens = " ".join(encoding.tokens[:count])
+            raise ValueError(f"it begins texts with {count} tokens, {tokens}, and mstrain documents with one at most")
+        return encoding.ids[0] if count else None
 
     def token_id(self, token: str) -> int | None:
         return self.library.token_to_id(token)
@@ -147,7 +156,7 @@ class SentencePieceTokenizer:
         self.library = sentencepiece.SentencePieceProcessor(model_proto=self._model)
         self.revision, self.settings = revision, settings or {}
         self.vocab_size = self.library.vocab_size()
-        self.bos, self.eod = _marks(self)
+        self.bos, self.eod = _marks(self, lambda: None)
         if self.eod is None and self.library.eos_id() >= 0:
             self.eod = self.library.eos_id()
         self.digest = text_digest("sentencepiece", self._model.hex())
@@ -196,10 +205,12 @@ def special_token(settings: dict[str, Any], name: str) -> str | None:
     return value.get("content") if isinstance(value, dict) else value if isinstance(value, str) else None
 
 
-def _marks(tokenizer: Tokenizer) -> tuple[int | None, int | None]:
-    """(bos, eod): those of its settings; bos only if they ask for it; a well-known end where nothing is stated."""
+def _marks(tokenizer: Tokenizer, before_texts: Callable[[], int | None]) -> tuple[int | None, int | None]:
+    """(bos, eod): bos of the settings if they ask for it, or else the token that is put `before_texts`; eod of the
+    settings, or a well-known one where nothing is stated."""
     bos, eos = (special_token(tokenizer.settings, name) for name in ("bos_token", "eos_token"))
-    begins = tokenizer.token_id(bos) if bos and tokenizer.settings.get("add_bos_token") is True else None
+    asked = bos if tokenizer.settings.get("add_bos_token") is True else None
+    begins = tokenizer.token_id(asked) if asked else before_texts()
     if eos and (found := tokenizer.token_id(eos)) is not None:
         return begins, found
     known = [tokenizer.token_id(name) for name in _EOD_NAMES]

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from mstrain.data import DataConfig, prepare
 from mstrain.data.recipes import chat_template
@@ -59,6 +60,20 @@ def test_a_folder_states_how_documents_begin_and_end(hub_folder, tmp_path):
     saved = tokenizer.save(tmp_path)
     again = load_tokenizer(str(saved))
     assert (again.digest, again.bos, again.settings) == (tokenizer.digest, tokenizer.bos, tokenizer.settings)
+
+
+@pytest.mark.parametrize("single, bos", [("<s> $A", "<s>"), ("$A <s>", None), ("$A", None)])
+def test_a_token_that_the_post_processor_puts_before_texts_begins_documents(tmp_path, single, bos):
+    """Llama 3: tokenizer_config.json has no add_bos_token."""
+    inner = train_bpe([TEXT], 300).library
+    inner.add_special_tokens(["<s>"])
+    inner.post_processor = TemplateProcessing(single=single, special_tokens=[("<s>", inner.token_to_id("<s>"))])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path)).bos == (bos and inner.token_to_id(bos))
+    inner.post_processor = TemplateProcessing(single="<s> <s> $A", special_tokens=[("<s>", inner.token_to_id("<s>"))])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="begins texts with 2 tokens, <s> <s>"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_chats_are_encoded_as_transformers_does(hub_folder):

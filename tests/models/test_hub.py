@@ -1,5 +1,6 @@
 """Hugging Face folders: parity of imported models, round trips, and damaged folders."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -15,8 +16,8 @@ from safetensors.numpy import load_file, save_file
 from mstrain.commands import evaluate, export, train
 from mstrain.commands.train import load_config
 from mstrain.data.tokenizers import ByteTokenizer
-from mstrain.models.hub.config import config_of, differing_fields, family_for
-from mstrain.models.hub.families import FAMILIES
+from mstrain.models.hub.config import config_of, differing_fields, family_for, model_of
+from mstrain.models.hub.families import FAMILIES, NEUTRAL
 from mstrain.models.hub.folder import Folder
 from mstrain.models.hub.tokenizer import byte_tokenizer
 from mstrain.models.zoo import load_preset
@@ -136,6 +137,9 @@ def _point_outside(folder):
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../w"}}')
 
 
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+)
 DAMAGE = {
     "truncated": (_truncate, "model.safetensors is truncated"),
     "shard": (_lose_a_shard, "model-00002-of-00002.safetensors is missing"),
@@ -157,6 +161,15 @@ DAMAGE = {
     "quantized": (lambda f: _edit(f, quantization_config={"bits": 4}), "quantization_config"),
     "json": (lambda f: (f / "config.json").write_text("{"), "config.json: line 1"),
     "tied": (lambda f: _edit(f, tie_word_embeddings=True), "lm_head.weight is not part"),
+    "layers": (lambda f: _edit(f, per_layer_config={"1": {"hidden_act": "relu"}}), "per_layer_config="),
+    "mask": (lambda f: _edit(f, is_causal=False), "is_causal=False"),
+    "soft cap": (lambda f: _edit(f, final_logit_softcapping=30.0), "final_logit_softcapping=30.0"),
+    "multiplier": (lambda f: _edit(f, logits_scaling=8.0), "logits_scaling=8.0"),
+    "windows": (lambda f: _edit(f, layer_types=["sliding_attention"] * 4), "layer_types is not supported for llama"),
+    "epsilon": (lambda f: _edit(f, rms_norm_eps=None), "rms_norm_eps is missing"),
+    "rotated": (lambda f: _edit(f, partial_rotary_factor=0.0), "partial_rotary_factor=0"),
+    "ropes": (lambda f: _edit(f, rope_parameters={"full_attention": {}}), "of each layer type are not supported"),
+    "lengths": (lambda f: _edit(f, rope_parameters=LLAMA3, original_max_position_embeddings=8), "two values, 32 and 8"),
 }  # fmt: skip
 
 
@@ -185,6 +198,36 @@ def test_a_mistake_is_found_before_devices_start(words, message, folders):
 def test_keys_of_the_model_may_repeat_the_folder(folders):
     words = [f"init={folders / 'llama2'}", "tokenizer=bytes", "model.layers=4", "model.rotary_base=1e4"]
     assert load_config(words).model == Folder(folders / "llama2").model
+
+
+# Fields of transformers' configurations that do not change what a model computes, or that _windows and _rotary read.
+OTHERS = set(
+    "attention_dropout attn_pdrop bos_token_id embd_pdrop embedding_dropout eos_token_id initializer_range layer_types "
+    "max_window_layers original_max_position_embeddings pad_token_id pretraining_tp reorder_and_upcast_attn "
+    "resid_pdrop residual_dropout rope_parameters sliding_window summary_activation summary_first_dropout "
+    "summary_proj_to_labels summary_type summary_use_proj use_cache use_sliding_window".split()
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
+def test_every_key_of_a_family_is_read_or_refused(family):
+    own = transformers.AutoConfig.for_model(family.model_type)
+    fields = {field.name for field in dataclasses.fields(own)}
+    fields -= {field.name for field in dataclasses.fields(transformers.PretrainedConfig)}
+    assert not fields - family.read - NEUTRAL.keys() - family.required.keys() - OTHERS
+
+
+def test_a_window_on_every_nth_layer_and_scaling_in_either_spelling():
+    """Of Gemma 3; another family's keys of the same names have no effect in transformers."""
+    sizes = dict(hidden_size=32, num_hidden_layers=4, vocab_size=61, sliding_window=4)
+    for every, windows in ((3, "LLGL"), (1, "GGGG")):
+        _, model = model_of(sizes | {"model_type": "gemma3_text", "sliding_window_pattern": every}, "x")
+        assert "".join("L" if local else "G" for local in model.is_local) == windows
+    assert model_of(sizes | {"model_type": "gemma2", "sliding_window_pattern": 3}, "x")[1].window_pattern == "LG"
+    old = {"rope_scaling": {"type": "linear", "factor": 8.0}, "rope_theta": 500.0}
+    new = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0}}}
+    one, other = (model_of(sizes | {"model_type": "gemma3_text"} | keys, "x")[1] for keys in (old, new))
+    assert one == other and (one.rotary_scaling, one.rotary_base, one.local_rotary_base) == ("linear:8", 500.0, 1e4)
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused_and_nothing_is_written(folders, tmp_path):

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from mstrain.models.config import ModelConfig
-from mstrain.models.hub.families import FAMILIES, Family
+from mstrain.models.hub.families import FAMILIES, NEUTRAL, Family
 
 LOCAL, ALL = "sliding_attention", "full_attention"
 ACTIVATIONS = {
@@ -22,7 +22,8 @@ def language_model(config: Any) -> Any:
     inner = config.get("text_config") if isinstance(config, dict) and config.get("model_type") == "gemma3" else None
     if not isinstance(inner, dict):
         return config
-    return {"architectures": [FAMILIES["gemma3_text"].architecture], **inner, "model_type": "gemma3_text"}
+    outer = {key: config[key] for key in ("quantization_config",) if key in config}
+    return {"architectures": [FAMILIES["gemma3_text"].architecture], **inner, **outer, "model_type": "gemma3_text"}
 
 
 class _Reader:
@@ -50,9 +51,9 @@ def model_of(config: Any, name: str) -> tuple[Family, ModelConfig]:
     reader = _Reader(config, family)
     if config.get("quantization_config"):
         raise ValueError("quantization_config: the weights are quantized. Use the folder of the original weights")
-    for key, value in family.required.items():
-        if (config.get(key, value) or None) != (value or None):
-            raise ValueError(f"{key}={config[key]!r} is not supported")
+    for key, value in (NEUTRAL | family.required).items():
+        if key not in family.read and (config.get(key, value) or None) != (value or None):
+            raise ValueError(f"{key}={config[key]!r} is not supported for {family.model_type}")
     fields = {field: _value(reader, field, key) for field, key in family.keys.items()}
     for field in ("layers", "width", "heads", "vocab_size", "norm_epsilon"):
         if fields[field] is None:
@@ -156,23 +157,38 @@ def _bias(reader: _Reader) -> str:
 
 
 def _windows(reader: _Reader, layers: int) -> dict[str, Any]:
-    kind = reader.family.window
+    kind, types = reader.family.window, _layer_types(reader, layers)
     used = kind in ("all", "types") or (kind == "last" and reader.get("use_sliding_window", bool, False))
     window = reader.get("sliding_window", int) if used else None
+    if kind in ("none", "all") and types and set(types) != {"G" if window is None else "L"}:
+        raise ValueError(f"layer_types is not supported for {reader.family.model_type}")
     if window is None:
         return {}
-    types = reader.config.get("layer_types") if kind != "all" else None
-    if types is not None:
-        if not isinstance(types, list) or not set(types) <= {LOCAL, ALL} or len(types) != layers:
-            raise ValueError(f"layer_types must have {layers} entries, each {LOCAL} or {ALL}")
-        pattern = "".join("L" if name == LOCAL else "G" for name in types)
+    if window < 1:
+        raise ValueError(f"sliding_window={window} must be at least 1")
+    if types:
+        pattern = types
     elif kind == "last":
-        first = reader.get("max_window_layers", int, 28)
+        first = reader.get("max_window_layers", int, 28) or 0
         pattern = "G" * min(first, layers) + "L" * (layers - first)
+    elif "sliding_window_pattern" in reader.family.defaults:
+        every = reader.get("sliding_window_pattern", int) or 0
+        if every < 1:
+            raise ValueError(f"sliding_window_pattern={every} must be at least 1")
+        pattern = "L" * (every - 1) + "G"
     else:
-        every = reader.get("sliding_window_pattern", int) or len(reader.family.pattern)
-        pattern = "L" * (every - 1) + "G" if every > 1 else reader.family.pattern
+        pattern = reader.family.pattern
     return {"window": window, "window_pattern": _shortest(pattern)} if "L" in pattern[:layers] else {}
+
+
+def _layer_types(reader: _Reader, layers: int) -> str | None:
+    """`layer_types` as a letter of each layer; None where config.json has none."""
+    types = reader.config.get("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list) or not all(name in (LOCAL, ALL) for name in types) or len(types) != layers:
+        raise ValueError(f"layer_types must have {layers} entries, each {LOCAL} or {ALL}")
+    return "".join("L" if name == LOCAL else "G" for name in types)
 
 
 def _shortest(pattern: str) -> str:
@@ -196,35 +212,57 @@ def _write_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _rotary(reader: _Reader, local: bool) -> dict[str, Any]:
-    """Reads `rope_parameters` of transformers 5, for all layers or for each layer type, or the keys before it."""
-    parameters = reader.get("rope_parameters", dict)
-    old = reader.get("rope_scaling", dict) or {}
-    everywhere = parameters if parameters is not None else old
-    everywhere = everywhere.get(ALL) or everywhere if ALL in everywhere or LOCAL in everywhere else everywhere
-    inner = _Reader(everywhere, reader.family)
-    base = inner.get("rope_theta", float) if "rope_theta" in everywhere else reader.get("rope_theta", float)
-    fraction = inner.get("partial_rotary_factor", float) or reader.get("partial_rotary_factor", float) or 1.0
-    if fraction != 1 and reader.family.model_type != "phi3":
-        raise ValueError(f"partial_rotary_factor={fraction:g} is not supported for {reader.family.model_type}")
-    found = {"rotary_base": base or 1e4, "rotary_fraction": fraction, "rotary_scaling": _scaling(inner)}
+    """Reads `rope_parameters` of transformers 5, for Gemma 3 of each layer type, or the keys before it."""
+    parameters, old = reader.get("rope_parameters", dict) or {}, reader.get("rope_scaling", dict) or {}
+    per_type = {name: parameters.get(name) or {} for name in (ALL, LOCAL)}
+    if "rope_local_base_freq" in reader.family.defaults:
+        if parameters and not parameters.keys() & per_type.keys():
+            raise ValueError(f"rope_parameters must have {ALL} and {LOCAL}")
+        parameters = per_type[ALL] | old
+    elif parameters.keys() & per_type.keys():
+        raise ValueError(f"rope_parameters of each layer type are not supported for {reader.family.model_type}")
+    else:
+        parameters = old or parameters
+    inner = _Reader(parameters, reader.family)
+    base = inner.get("rope_theta", float) if "rope_theta" in parameters else reader.get("rope_theta", float, 1e4)
+    fraction = _fraction(reader, inner)
+    if base is None:
+        raise ValueError("rope_theta is missing")
+    found = {"rotary_base": base, "rotary_fraction": fraction, "rotary_scaling": _scaling(inner, reader)}
     if local and "rope_local_base_freq" in reader.family.defaults:
-        per_type = (parameters or {}).get(LOCAL) or {}
-        if per_type.get("rope_type", "default") != "default":
-            raise ValueError(f"rope_type={per_type['rope_type']} of {LOCAL} is not supported")
-        found["local_rotary_base"] = per_type.get("rope_theta") or reader.get("rope_local_base_freq", float)
+        inner = _Reader(per_type[LOCAL], reader.family)
+        if _scaling(inner, reader) or _fraction(reader, inner) != fraction:
+            raise ValueError(f"rope_parameters: scaling of {LOCAL} is not supported")
+        found["local_rotary_base"] = inner.config.get("rope_theta") or reader.get("rope_local_base_freq", float)
     return found
 
 
-def _scaling(reader: _Reader) -> str | None:
+def _fraction(reader: _Reader, inner: _Reader) -> float:
+    """The fraction of a head that is rotated, of rope_parameters or config.json."""
+    where = inner if inner.config.get("partial_rotary_factor") is not None else reader
+    fraction = where.get("partial_rotary_factor", float, 1.0)
+    if fraction is not None and fraction != 1 and reader.family.model_type != "phi3":
+        raise ValueError(f"partial_rotary_factor={fraction:g} is not supported for {reader.family.model_type}")
+    return 1.0 if fraction is None else fraction
+
+
+def _scaling(reader: _Reader, outer: _Reader) -> str | None:
+    """The scaling of the frequencies that rope_parameters or rope_scaling describe, inside the config `outer`."""
     kind = reader.config.get("rope_type", reader.config.get("type", "default"))
     if kind == "default":
         return None
     if kind not in ("linear", "llama3"):
         raise ValueError(f"rope_type={kind} is not supported. Supported: default, linear, llama3")
-    numbers = [reader.get(key, float) for key in (_LLAMA3 if kind == "llama3" else _LLAMA3[:1])]
-    if None in numbers:
-        raise ValueError(f"rope_scaling of type {kind} needs {', '.join(_LLAMA3[: len(numbers)])}")
-    return ":".join([kind, *(str(int(x)) if x == int(x) else repr(x) for x in numbers)])
+    names = _LLAMA3 if kind == "llama3" else _LLAMA3[:1]
+    numbers = {name: reader.get(name, float) for name in names}
+    if kind == "llama3":  # transformers prefers the key outside, and takes the context where both are missing
+        trained, given = _LLAMA3[3], numbers[_LLAMA3[3]]
+        numbers[trained] = outer.get(trained, float) or given or outer.get("max_position_embeddings", float)
+        if given not in (None, numbers[trained]):
+            raise ValueError(f"{trained} has two values, {given:g} and {numbers[trained]:g}")
+    if None in numbers.values():
+        raise ValueError(f"rope_scaling of type {kind} needs {', '.join(names)}")
+    return ":".join([kind, *(str(int(x)) if x == int(x) else repr(x) for x in numbers.values() if x is not None)])
 
 
 def _write_rotary(model: ModelConfig, family: Family) -> dict[str, Any]:
@@ -247,4 +285,6 @@ def _attention_scale(reader: _Reader, fields: dict[str, Any]) -> dict[str, Any]:
     if "query_pre_attn_scalar" not in reader.family.defaults:
         return {}
     scalar = reader.get("query_pre_attn_scalar", float)
+    if not scalar or scalar < 0:
+        raise ValueError(f"query_pre_attn_scalar={scalar} must be above 0")
     return {} if scalar == fields["head_dim"] else {"attention_scale": scalar**-0.5}

@@ -35,6 +35,17 @@ _POST_NORMS = {
 }
 _LLAMA = {"norm": "rmsnorm", "norm_bias": False, "position": "rotary", "gated": True}
 _GEMMA = {**_LLAMA, "post_norm": True, "unit_offset_norm": True, "scaled_embedding": True}
+NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(
+        "add_cross_attention alibi attention_chunk_size attention_multiplier attn_logit_softcapping clip_qkv "
+        "final_logit_softcapping kv_lora_rank logit_scale multi_query n_routed_experts no_rope_layers num_experts "
+        "num_kv_shared_layers num_local_experts parallel_attn per_layer_config qk_layernorm query_pre_attn_scalar "
+        "rope_interleave use_bidirectional_attention use_parallel_residual use_qk_norm".split()
+    ),
+    "embedding_multiplier": 1, "is_causal": True, "logits_scaling": 1, "residual_multiplier": 1,
+}  # fmt: skip
+"""Keys of config.json that change the arithmetic of some model of transformers, each with the value that changes
+nothing; a family that does not read one takes no other value."""
 _ATTENTION_BIAS = {"none": {"attention_bias": False}, "attention": {"attention_bias": True}}
 
 
@@ -71,6 +82,11 @@ class Family:
     transposed: bool = True
 
     @property
+    def read(self) -> set[str]:
+        """The keys of config.json that describe the architecture of this family."""
+        return {*self.keys.values(), *self.defaults, *(key for choice in self.bias.values() for key in choice)}
+
+    @property
     def prefix(self) -> str:
         """Prefix of the tensors of the base model, which a folder of the base model omits."""
         return self.modules["embedding"].split(".")[0] + "."
@@ -87,7 +103,6 @@ def _gemma(model_type: str, architecture: str, **changes) -> Family:
         | changes.pop("keys", {}),
         modules=_MODULES | _POST_NORMS,
         defaults=defaults | changes.pop("defaults", {}),
-        required={"use_bidirectional_attention": False} | changes.pop("required", {}),
         window="types",
         **changes,
     )  # fmt: skip
@@ -112,7 +127,7 @@ _ALL = (
         },
         defaults={"tie_word_embeddings": True, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
                   "n_inner": None},
-        required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
         bias={"all": {}}, activation="gelu_new", transposed=False,
     ),
     Family(
@@ -122,23 +137,27 @@ _ALL = (
     ),
     Family(
         "mistral", "MistralForCausalLM", fixed=_LLAMA, bias={"none": {}}, window="all",
-        defaults={"sliding_window": 4096},
+        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
     ),
-    Family("qwen2", "Qwen2ForCausalLM", fixed=_LLAMA, bias={"qkv": {}}, window="last"),
     Family(
-        "qwen3", "Qwen3ForCausalLM", fixed={**_LLAMA, "qk_norm": True}, window="last", defaults={"head_dim": 128},
+        "qwen2", "Qwen2ForCausalLM", fixed=_LLAMA, bias={"qkv": {}}, window="last",
+        defaults={"num_key_value_heads": 32},
+    ),
+    Family(
+        "qwen3", "Qwen3ForCausalLM", fixed={**_LLAMA, "qk_norm": True}, window="last",
+        defaults={"head_dim": 128, "num_key_value_heads": 32},
     ),
     _gemma(
         "gemma2", "Gemma2ForCausalLM", fixed=_GEMMA, pattern="LG",
         keys={"attention_soft_cap": "attn_logit_softcapping"},
-        defaults={"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        defaults={"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "num_attention_heads": 8,
+                  "num_key_value_heads": 4},
     ),
     _gemma(
-        "gemma3_text", "Gemma3ForCausalLM", fixed={**_GEMMA, "qk_norm": True}, pattern="LLLLLG",
+        "gemma3_text", "Gemma3ForCausalLM", fixed={**_GEMMA, "qk_norm": True},
         defaults={"rope_theta": 1e6, "rope_local_base_freq": 1e4, "final_logit_softcapping": None,
                   "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208,
-                  "max_position_embeddings": 131072},
-        required={"attn_logit_softcapping": None},
+                  "max_position_embeddings": 131072, "sliding_window_pattern": 6},
     ),
     Family(
         "phi3", "Phi3ForCausalLM", fixed=_LLAMA, bias={"none": {}}, window="all",
@@ -161,7 +180,7 @@ _ALL = (
         keys=_SIZES | {"norm_epsilon": "norm_epsilon"}, bias={"all": {"use_bias": True}, "none": {"use_bias": False}},
         window="all",
         defaults={"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "use_bias": True,
-                  "norm_epsilon": 1e-5, "sliding_window": None},
+                  "norm_epsilon": 1e-5, "sliding_window": None, "num_key_value_heads": 2},
     ),
 )  # fmt: skip
 FAMILIES = {family.model_type: family for family in _ALL}
