@@ -6,6 +6,7 @@ different parts of the same sequences.
 
 import math
 
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -51,7 +52,9 @@ def sum_copies(gradient, spec: P, copies: tuple[str, ...] = COPIES):
     """
     dim = data_dim(spec)
     if dim is not None:
-        return all_reduce(reduce_scatter(gradient, SHARED, dim), (REPLICA,))
+        shard = all_reduce(reduce_scatter(gradient, SHARED, dim), (REPLICA,))
+        # libtpu 0.0.42 fuses a cast of the sum into the SparseCore's reduce_scatter, and then does not compile it.
+        return lax.optimization_barrier(shard)
     if copies == COPIES and axis_size((REPLICA,)) > 1:
         divides = [dim for dim, size in enumerate(gradient.shape) if size % axis_size(SHARED) == 0]
         if divides:
