@@ -224,9 +224,11 @@ def test_a_window_on_every_nth_layer_and_scaling_in_either_spelling():
         _, model = model_of(sizes | {"model_type": "gemma3_text", "sliding_window_pattern": every}, "x")
         assert "".join("L" if local else "G" for local in model.is_local) == windows
     assert model_of(sizes | {"model_type": "gemma2", "sliding_window_pattern": 3}, "x")[1].window_pattern == "LG"
-    old = {"rope_scaling": {"type": "linear", "factor": 8.0}, "rope_theta": 500.0}
+    old = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 500.0}
     new = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0}}}
     one, other = (model_of(sizes | {"model_type": "gemma3_text"} | keys, "x")[1] for keys in (old, new))
+    with pytest.raises(ValueError, match="type=linear is ambiguous"):
+        model_of(sizes | {"model_type": "gemma3_text", "rope_scaling": {"type": "linear", "factor": 8.0}}, "x")
     assert one == other and (one.rotary_scaling, one.rotary_base, one.local_rotary_base) == ("linear:8", 500.0, 1e4)
 
 

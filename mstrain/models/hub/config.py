@@ -218,6 +218,8 @@ def _rotary(reader: _Reader, local: bool) -> dict[str, Any]:
     if "rope_local_base_freq" in reader.family.defaults:
         if parameters and not parameters.keys() & per_type.keys():
             raise ValueError(f"rope_parameters must have {ALL} and {LOCAL}")
+        if "type" in old and "rope_type" not in old:  # transformers 4 reads it, transformers 5 does not
+            raise ValueError(f"rope_scaling: type={old['type']} is ambiguous. Write rope_type")
         parameters = per_type[ALL] | old
     elif parameters.keys() & per_type.keys():
         raise ValueError(f"rope_parameters of each layer type are not supported for {reader.family.model_type}")
