@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from mstrain.benchmarks.config import load
-from mstrain.benchmarks.peers import compare, flax_model, task
+from mstrain.benchmarks.peers import compare, flax_model, own, task
 from mstrain.models.config import ModelConfig
 from mstrain.models.transformer import count_parameters
 
@@ -33,6 +33,13 @@ def test_peers_have_as_many_parameters_and_predict_nothing_at_first(model):
     assert sum(parameter.numel() for parameter in peer.parameters()) == own
     ids = torch.arange(17)[None]
     assert abs(peer(ids[:, :-1], ids[:, 1:]).item() - math.log(64)) < 0.2
+
+
+@pytest.mark.parametrize("peer", ["mstrain", "flax"])
+def test_our_step_and_flax_learn_the_batch(peer):
+    asked = task.Task(peer, dataclasses.replace(GPT, layers=1), 2, 8, warmup=0, repeats=4)
+    outcome = task.run({"mstrain": own, "flax": flax_model}[peer].make(asked), asked)
+    assert len(outcome.seconds) == 4 and outcome.losses[-1] < outcome.losses[0] < 1.5 * math.log(64)
 
 
 def test_other_architectures_are_refused():

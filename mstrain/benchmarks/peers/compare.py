@@ -1,5 +1,6 @@
 """The table of bench=peers."""
 
+import dataclasses
 import json
 import statistics
 import subprocess
@@ -43,8 +44,9 @@ def compare_peers(config: BenchmarkConfig) -> Comparison:
 def row_of(case: Case, config: BenchmarkConfig, peak: float | None) -> Row:
     """The row of one peer; raises RuntimeError with the last line of a process that failed."""
     seq = config.seq or case.model.context
+    model = dataclasses.replace(case.model, context=max(case.model.context, seq))  # learned positions, as asked
     outcome = measure(Task(
-        case.algorithm, case.model, case.batch, seq, config.dtype, config.warmup, config.repeats, config.seed
+        case.algorithm, model, case.batch, seq, config.dtype, config.warmup, config.repeats, config.seed
     ))  # fmt: skip
     seconds, tokens = statistics.median(outcome.seconds), case.batch * seq
     flops = tokens * training_flops_per_token(case.model, seq)

@@ -80,7 +80,7 @@ def make(task: Task) -> Peer:
     params = jax.jit(lambda key: module.init(key, ids[:1, :-1])["params"])(jax.random.key(task.seed))
     state = (params, jax.jit(optimizer.init)(params))
     how = f"{dtype.name}, attention {module.kernel}"
-    return carried(lambda: step.lower(state, ids).compile(), state, ids, how, device)
+    return carried(lambda: step.lower(state, ids).compile(), state, [ids], how, device)
 
 
 def check(model: ModelConfig) -> None:

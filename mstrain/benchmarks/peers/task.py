@@ -15,7 +15,7 @@ PEERS = {  # name -> module with `make(task) -> Peer`
     "transformers": "mstrain.benchmarks.peers.torch_step",
 }
 MODELS = "gpt3_1_3b gpt2 llama_1_1b"
-LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.1, 1.0  # of every peer
+LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.1, 1.0  # of the peers of mstrain, which has its defaults
 
 
 @dataclasses.dataclass(frozen=True)
