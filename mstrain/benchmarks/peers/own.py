@@ -35,7 +35,7 @@ def random_tokens(task: Task):
     return jax.random.randint(jax.random.key(task.seed), shape, 0, task.model.known_vocab_size, jnp.int32)
 
 
-def carried(compile: Callable[[], Callable], state: Any, rest: list, how: str, device: jax.Device) -> Peer:
+def carried(compile: Callable[[], Callable], state: Any, rest: list, how: str, device) -> Peer:
     """The peer of a JAX step `step(state, *rest) -> (state, metrics)`; `compile()` makes it at the first call."""
     made = []
 
