@@ -64,6 +64,7 @@ def saved(tmp_path_factory):
         ("4x2x2", {"shard": "optimizer"}),
         ("1x1", {"algorithm": "gspmd"}),
         ("2x4", {"layers": "1:fsdp"}),
+        ("stage2-context2-row1-col2", {"context": "ring"}),
         ("3x2", {"algorithm": "collective", "dataflow": "ls"}),  # padded in every dim, as 2x4 is not
     ],
 )
