@@ -227,6 +227,8 @@ def test_a_window_on_every_nth_layer_and_scaling_in_either_spelling():
     old = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 500.0}
     new = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0}}}
     one, other = (model_of(sizes | {"model_type": "gemma3_text"} | keys, "x")[1] for keys in (old, new))
+    with pytest.raises(ValueError, match="rope_type=linear is not supported for phi3"):
+        model_of(sizes | {"model_type": "phi3", "num_attention_heads": 8} | old, "x")
     with pytest.raises(ValueError, match="type=linear is ambiguous"):
         model_of(sizes | {"model_type": "gemma3_text", "rope_scaling": {"type": "linear", "factor": 8.0}}, "x")
     assert one == other and (one.rotary_scaling, one.rotary_base, one.local_rotary_base) == ("linear:8", 500.0, 1e4)

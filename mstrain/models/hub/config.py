@@ -228,9 +228,12 @@ def _rotary(reader: _Reader, local: bool) -> dict[str, Any]:
     inner = _Reader(parameters, reader.family)
     base = inner.get("rope_theta", float) if "rope_theta" in parameters else reader.get("rope_theta", float, 1e4)
     fraction = _fraction(reader, inner)
+    scaling = _scaling(inner, reader)
     if base is None:
         raise ValueError("rope_theta is missing")
-    found = {"rotary_base": base, "rotary_fraction": fraction, "rotary_scaling": _scaling(inner, reader)}
+    if scaling and reader.family.model_type == "phi3":
+        raise ValueError(f"rope_type={scaling.split(':')[0]} is not supported for phi3")
+    found = {"rotary_base": base, "rotary_fraction": fraction, "rotary_scaling": scaling}
     if local and "rope_local_base_freq" in reader.family.defaults:
         inner = _Reader(per_type[LOCAL], reader.family)
         if _scaling(inner, reader) or _fraction(reader, inner) != fraction:
