@@ -11,7 +11,7 @@ Prompt = str | list[dict[str, Any]]  # text, or messages
 
 def read_prompts(name: str, chat: bool) -> list[Prompt]:
     """The prompts of a file: lines of text, or of a `.jsonl` file objects with `prompt` (text), or with `chat` also
-    `messages`.
+    `messages`, whose last answer is left out.
 
     Raises ValueError, with the line, for a file without prompts.
     """
@@ -45,8 +45,8 @@ def _parsed(line: str, where: str, chat: bool) -> Prompt:
     prompt, messages = record.get("prompt"), record.get("messages")
     if isinstance(prompt, str):
         return prompt
-    if chat and isinstance(messages, list) and all(_is_message(message) for message in messages):
-        return messages
+    if chat and messages and isinstance(messages, list) and all(_is_message(message) for message in messages):
+        return messages[:-1] if messages[-1]["role"] == "assistant" else messages
     names = 'neither a text "prompt" nor "messages" with role and content' if chat else 'no text "prompt"'
     raise ValueError(f'{where} has {names}. Write {{"prompt": "TEXT"}}.')
 

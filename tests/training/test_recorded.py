@@ -8,6 +8,8 @@ import shutil
 import pytest
 
 from mstrain.commands import evaluate, sample, train
+from mstrain.commands.prompts import read_prompts
+from mstrain.commands.recorded import run_config
 from mstrain.training import json_lines
 
 
@@ -91,3 +93,18 @@ def test_wrong_prompts_name_the_fix(words, message, tmp_path):
 def test_mistakes_name_the_fix(command, words, message, copied):
     with pytest.raises(ValueError, match=re.escape(message)):
         command.main([word.replace("COPY", str(copied / "copy")) for word in words])
+
+
+def test_another_path_keeps_the_recorded_source_and_another_source_does_not_keep_the_path(copied):
+    found = run_config(str(copied / "copy"), ["data.path=other.txt"])
+    assert (found.data.source, found.data.path, found.allow) == ("text", "other.txt", "data")
+    assert found.data.cache_dir == run_config(str(copied / "copy"), []).data.cache_dir
+    with pytest.raises(ValueError, match=re.escape("data.path=FILE_OR_FOLDER")):
+        run_config(str(copied / "copy"), ["data=jsonl"])
+
+
+def test_the_last_answer_of_a_conversation_is_not_part_of_its_prompt(tmp_path):
+    question = {"role": "user", "content": "x"}
+    lines = [json.dumps({"messages": [question, *rest]}) for rest in ([], [{"role": "assistant", "content": "y"}])]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    assert read_prompts(str(tmp_path / "chats.jsonl"), chat=True) == [[question]] * 2
