@@ -8,8 +8,10 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from mstrain.data import Batch
+from mstrain.gemm.copies import SHARED, sum_copies
 from mstrain.mesh import make_mesh, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parameters import parameter_shapes
@@ -30,6 +32,14 @@ def module_on(mesh: str, shard: str, model: ModelConfig = MODEL, remat: str = "n
 def test_sharding_without_copies_is_refused_with_what_fits():
     with pytest.raises(ValueError, match="shard=gradients has no effect: .* Type shard=none, or .*data axis"):
         module_on("2x4", "gradients")
+
+
+def test_nothing_is_fused_into_a_sum_of_shards():
+    """libtpu does not compile a reduce_scatter with a cast behind it."""
+    mesh, spec = make_mesh(parse_mesh("4x1x2")), P(SHARED)
+    total = jax.shard_map(lambda x: sum_copies(x, spec), mesh=mesh, in_specs=P(), out_specs=spec, check_vma=False)
+    text = str(jax.make_jaxpr(total)(jnp.zeros((8, 8))))
+    assert text.index("reduce_scatter") < text.index("optimization_barrier")
 
 
 ODD = dataclasses.replace(MODEL, width=66, heads=2, num_kv_heads=2, head_dim=33)
