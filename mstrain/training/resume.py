@@ -205,7 +205,11 @@ def _compare(run_dir: str, before: Record | None, now: Record, allowed: set[str]
             )
         return
     found = differences(before, now, record.DEFAULTS)
-    instead = "Type the recorded values, type another run_dir= to start a new run"
+    instead = (
+        f"Keys that are not typed have their defaults here. Type run_dir={run_dir} alone to continue the recorded run, "
+        f"or with the keys to change and allow= (such as run_dir={run_dir} steps=480 allow=steps): the others are then "
+        "as recorded. Type the recorded values, type another run_dir= to start a new run"
+    )
     if message := refusal(f"{run_dir}/{record.RUN}", found, allowed, instead):
         raise ValueError(message)
 
