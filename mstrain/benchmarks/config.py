@@ -4,8 +4,7 @@ import dataclasses
 import re
 from typing import ClassVar
 
-from mstrain.benchmarks.peers.task import MODELS, PEERS
-from mstrain.benchmarks.presets import preset_arguments
+from mstrain.benchmarks.presets import PEER_MODELS, PEERS, preset_arguments
 from mstrain.checks import at_least, mounted, one_of
 from mstrain.cli import compose
 from mstrain.gemm import ALGORITHMS, find_algorithm
@@ -124,11 +123,11 @@ class BenchmarkConfig:
         mounted("run_dir", self.run_dir)
         for key, allowed in (("bench", BENCHES), ("dtype", DTYPES), ("remat", REMAT), ("shard", SHARD), ("tune", TUNE)):
             one_of(key, getattr(self, key), allowed)
-        if self.seq is None and self.bench != "peers":
-            object.__setattr__(self, "seq", 128)
         given = [key for key in ("layers", "batch", "seq") if getattr(self, key) is not None]
         at_least("", self, **dict.fromkeys([*given, "accumulate", "repeats", "warmup"], 1), seed=0)
         self._check_effect()
+        if self.seq is None and self.bench != "peers":
+            object.__setattr__(self, "seq", 128)
         if self.emulate:
             parse_mesh(self.emulate)
         if self.meshes not in ("auto", "all"):
@@ -252,7 +251,7 @@ def load(arguments: list[str]) -> BenchmarkConfig:
     if preset := given.get("preset"):
         arguments += _absent(preset_arguments(preset), given)
     if given.get("bench") == "peers":
-        arguments += _absent({"models": MODELS, "repeats": "20"}, given)
+        arguments += _absent({"models": PEER_MODELS, "repeats": "20"}, given)
     return compose(BenchmarkConfig, "benchmark", arguments)
 
 

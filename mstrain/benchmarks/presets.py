@@ -20,6 +20,9 @@ PRESETS = {
     "v2": {"models": "seed_2_8b", "target": "v2-32", **_COMMON},
     "v3": {"models": "seed_6_9b", "target": "v3-32", **_COMMON},
 }
+# bench=peers: whom it times, and the models that others have timed.
+PEERS: tuple[str, ...] = ("mstrain", "flax", "torch", "transformers")
+PEER_MODELS = "gpt3_1_3b gpt2 llama_1_1b"
 # Model, FLOP/s of the whole TPU slice and MFU, as published.
 PUBLISHED = {"v2": ("seed_2_8b", 454e12, 0.63), "v3": ("seed_6_9b", 867e12, 0.44)}
 

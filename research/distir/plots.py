@@ -43,9 +43,13 @@ def plot_grid(rows: Sequence[Row], path: str | Path) -> Path:
 
 
 def plot_lines(
-    table: Sequence[Mapping], x: str, y: str, series: str | None, path: str | Path, labels: tuple[str, str]
-) -> Path:
-    """Column `y` against column `x` of `table`, one line per value of column `series`; log x with base 2."""
+    table: Sequence[Mapping], x: str, y: str, series: str | None, path: str | Path, labels: tuple[str, str],
+    scale: str = "linear",
+) -> Path:  # fmt: skip
+    """Column `y` against column `x` of `table`, one line per value of column `series`; log x with base 2.
+
+    `scale` is that of the y axis: linear or log.
+    """
     figure = Figure(figsize=(5, 3.5))
     axis = figure.subplots()
     names = sorted({row[series] for row in table}) if series else [None]
@@ -53,6 +57,7 @@ def plot_lines(
         points = sorted((row[x], row[y]) for row in table if series is None or row[series] == name)
         axis.plot(*zip(*points), marker=marker, color=color, label=f"{series} {name}")
     _degrees_axis(axis, sorted({row[x] for row in table}), labels)
+    axis.set_yscale(scale)
     if series:
         axis.legend()
     return save_figure(figure, path)

@@ -9,6 +9,7 @@ import pytest
 
 from mstrain.benchmarks.config import load
 from mstrain.benchmarks.peers import compare, flax_model, own, task
+from mstrain.benchmarks.presets import PEER_MODELS
 from mstrain.models.config import ModelConfig
 from mstrain.models.transformer import count_parameters
 
@@ -63,7 +64,7 @@ def test_a_peer_that_ends_without_a_result_says_why():
 
 def test_shapes_and_steps_are_those_that_others_timed():
     config = load(["bench=peers"])
-    assert (config.models.split(), config.repeats) == (task.MODELS.split(), 20)
+    assert (config.models.split(), config.repeats) == (PEER_MODELS.split(), 20)
     sizes = [(m.name, compare.TOKENS // m.context, m.context) for m in config.model_configs]
     assert sizes == [("gpt3_1_3b", 16, 2048), ("gpt2", 32, 1024), ("llama_1_1b", 16, 2048)]
     with pytest.raises(ValueError, match="Did you mean peers=torch"):

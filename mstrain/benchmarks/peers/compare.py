@@ -68,7 +68,8 @@ def measure(task: Task) -> Outcome:
     try:
         return Outcome.from_json(_answer(WORKER, task.to_json()))
     except RuntimeError as error:
-        raise RuntimeError(f"{task.peer}: {error}") from None
+        missing = "No module named" in str(error)
+        raise RuntimeError(f"{task.peer}: {error}{'. Type pip install torch transformers.' * missing}") from None
 
 
 def _answer(module: str, argument: str) -> str:

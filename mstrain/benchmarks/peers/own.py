@@ -35,14 +35,14 @@ def random_tokens(task: Task):
     return jax.random.randint(jax.random.key(task.seed), shape, 0, task.model.known_vocab_size, jnp.int32)
 
 
-def carried(compile: Callable[[], Callable], state: Any, rest: list, how: str, device) -> Peer:
-    """The peer of a JAX step `step(state, *rest) -> (state, metrics)`; `compile()` makes it at the first call."""
+def carried(build: Callable[[], Callable], state: Any, rest: list, how: str, device) -> Peer:
+    """The peer of a JAX step `step(state, *rest) -> (state, metrics)`; `build()` compiles it at the first call."""
     made = []
 
     def step():
         nonlocal state
         if not made:
-            made.append(compile())
+            made.append(build())
         state, metrics = made[0](state, *rest)
         return metrics["loss"]
 

@@ -8,13 +8,6 @@ from typing import Any
 
 from mstrain.models.config import ModelConfig
 
-PEERS = {  # name -> module with `make(task) -> Peer`
-    "mstrain": "mstrain.benchmarks.peers.own",
-    "flax": "mstrain.benchmarks.peers.flax_model",
-    "torch": "mstrain.benchmarks.peers.torch_step",
-    "transformers": "mstrain.benchmarks.peers.torch_step",
-}
-MODELS = "gpt3_1_3b gpt2 llama_1_1b"
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.1, 1.0  # of the peers of mstrain, which has its defaults
 
 

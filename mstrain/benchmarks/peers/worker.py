@@ -10,7 +10,14 @@ import sys
 
 import jax
 
-from mstrain.benchmarks.peers.task import PEERS, Task, run
+from mstrain.benchmarks.peers.task import Task, run
+
+MODULES = {  # with `make(task) -> Peer`
+    "mstrain": "mstrain.benchmarks.peers.own",
+    "flax": "mstrain.benchmarks.peers.flax_model",
+    "torch": "mstrain.benchmarks.peers.torch_step",
+    "transformers": "mstrain.benchmarks.peers.torch_step",
+}
 
 
 def main(text: str) -> None:
@@ -19,7 +26,7 @@ def main(text: str) -> None:
         print(json.dumps((first.device_kind, first.platform)))
         return
     task = Task.from_json(text)
-    outcome = run(importlib.import_module(PEERS[task.peer]).make(task), task)
+    outcome = run(importlib.import_module(MODULES[task.peer]).make(task), task)
     print(outcome.to_json())
 
 
