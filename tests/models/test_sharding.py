@@ -83,11 +83,11 @@ def test_gathers_and_sums_do_not_wait_for_the_layer_of_their_iteration():
     the first value in the carry of the scans over layers."""
     jaxpr, shapes = traced("full")
     kernels = [len(shape) == 3 for shape in shapes]
-    forward, backward = (scan for scan in scans(jaxpr) if scan.params["num_carry"] > len(shapes))
+    forward, backward = (scan for scan in scans(jaxpr) if scan_sizes(scan)[1] > len(shapes))
     for scan in (forward, backward):
-        body, consts = scan.params["jaxpr"].jaxpr, scan.params["num_consts"]
+        body, (consts, carry) = scan.params["jaxpr"].jaxpr, scan_sizes(scan)
         after = depending(body, body.invars[consts])
-        carried = [out in after for out in body.outvars[: scan.params["num_carry"]]]
+        carried = [out in after for out in body.outvars[:carry]]
         activations, weights, rest = carried[0], carried[1 : 1 + len(shapes)], carried[1 + len(shapes) :]
         assert activations and not any(weights)
         if scan is backward:
@@ -95,6 +95,16 @@ def test_gathers_and_sums_do_not_wait_for_the_layer_of_their_iteration():
             assert (
                 all(partial) and [waits for waits, kernel in zip(sums, kernels, strict=True) if kernel] == [False] * 4
             )
+
+
+def scan_sizes(scan) -> tuple[int, int]:
+    """(constants, carried values): what a scan slices or stacks has one dim more than in its body. The parameters that
+    number them differ between releases of JAX."""
+    body = scan.params["jaxpr"].jaxpr
+    stacked = sum(x.aval.shape != y.aval.shape for x, y in zip(scan.outvars, body.outvars, strict=True))
+    sliced = sum(x.aval.shape != y.aval.shape for x, y in zip(scan.invars, body.invars, strict=True))
+    carry = len(body.outvars) - stacked
+    return len(body.invars) - sliced - carry, carry
 
 
 def depending(jaxpr, variable) -> set:
