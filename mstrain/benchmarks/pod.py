@@ -1,15 +1,18 @@
 """Predicted steps of a pod, below the table that a laptop measures: emulated devices say nothing about a TPU."""
 
 import csv
+import itertools
 from importlib.resources import files
 
-from rich.table import Table
+from rich.console import Group
 
+from mstrain.benchmarks.table import Report, Row, to_table
 from mstrain.hardware import parse_target
+from mstrain.program.memory import GIB
 
 NOTE = (
-    "CPU devices overlap no communication with products, so the times above do not rank algorithms for TPUs. The "
-    "rows here are a stored result. With libtpu (pip install libtpu), this command compiles a step again:\n"
+    "CPU devices overlap no communication with products, so the measured times do not rank algorithms for TPUs. The "
+    "predicted rows are a stored result. With libtpu (pip install libtpu), this command compiles a step again:\n"
     "python benchmark.py target={target} models={model} batch={batch} seq={seq} remat={remat} meshes={mesh} "
     'algorithms="{algorithms}"'
 )
@@ -21,28 +24,32 @@ def read_pod() -> list[dict[str, str]]:
         return sorted(csv.DictReader(file), key=lambda row: (int(row["batch"]), float(row["ms"])))
 
 
-def pod_table() -> Table:
-    """The table for a terminal, with the command that compiles the first rows."""
-    rows = read_pod()
-    first = rows[0]
-    devices = parse_target(first["target"]).devices
-    title = (
-        f"Predicted from schedules of libtpu {first['libtpu']}, not measured: {first['model']} on {first['target']} "
-        f"({devices} devices), seq {first['seq']}"
+def pod_table() -> Group:
+    """The tables for a terminal, one for each batch size, with the command that compiles the first rows."""
+    steps = [[*rows] for _, rows in itertools.groupby(read_pod(), lambda row: (row["batch"], row["remat"]))]
+    first = steps[0][0]
+    same = [row["algorithm"] for row in steps[0] if row["mesh"] == first["mesh"]]
+    tables = [to_table(_report(rows)) for rows in steps]
+    return Group(*tables, NOTE.format(**first | {"algorithms": " ".join(same)}))
+
+
+def _report(rows: list[dict[str, str]]) -> Report:
+    """The rows of one step."""
+    step = rows[0]
+    source = (
+        f"Predicted from schedules of libtpu {step['libtpu']}, not measured: {step['target']}, batch {step['batch']}, "
+        f"seq {step['seq']}, remat {step['remat']}"
     )
-    same = [row["algorithm"] for row in rows if (row["mesh"], row["batch"]) == (first["mesh"], first["batch"])]
-    table = Table(
-        title=title, caption=NOTE.format(**first | {"algorithms": " ".join(same)}), title_justify="left",
-        caption_justify="left", box=None, padding=(0, 1, 0, 0),
+    peak = parse_target(step["target"]).chip.peak("bfloat16")
+    return Report("predicted", source, "step", "bfloat16", peak, [_row(row, peak) for row in rows])
+
+
+def _row(row: dict[str, str], peak: float | None) -> Row:
+    seconds, low, high, exposed = (float(row[name]) / 1e3 for name in ("ms", "low_ms", "high_ms", "exposed_ms"))
+    share, batch = float(row["mfu_percent"]) / 100, int(row["batch"])
+    plan = row["plan"] if row["shard"] == "none" else f"{row['plan']} shard={row['shard']}"
+    return Row(
+        row["model"], row["mesh"], row["algorithm"], "step", plan, batch, seconds, batch * int(row["seq"]) / seconds,
+        share * peak if peak else None, share, exposed, round(float(row["memory_gib"]) * GIB),
+        float(row["hidden_percent"]) / 100, low, high,
     )  # fmt: skip
-    names = ("batch", "remat", "algorithm", "mesh", "shard")
-    for name in names:
-        table.add_column(name, no_wrap=True)
-    for name in ("ms", "low", "high", "MFU", "exposed", "memory"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        exposed = float(row["exposed_ms"]) / float(row["ms"])
-        times = (f"{float(row[name]):,.0f}" for name in ("ms", "low_ms", "high_ms"))
-        shares = (f"{row['mfu_percent']}%", f"{exposed:.1%}", f"{row['memory_gib']} GiB")
-        table.add_row(*(row[name] for name in names), *times, *shares)
-    return table
