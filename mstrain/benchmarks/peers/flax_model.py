@@ -12,7 +12,6 @@ from mstrain.benchmarks.peers.own import carried, random_tokens
 from mstrain.benchmarks.peers.task import CLIP, LEARNING_RATE, WEIGHT_DECAY, Peer, Task
 from mstrain.models.config import ModelConfig
 from mstrain.program.dtype import dtype_on
-from mstrain.program.optimizer import decay_mask
 
 
 class Block(nn.Module):
@@ -62,7 +61,7 @@ def make(task: Task) -> Peer:
     device = jax.devices()[0]
     dtype = jnp.dtype(dtype_on(device.platform, task.dtype))
     module = Model(task.model, dtype, "cudnn" if device.platform == "gpu" and dtype != jnp.float32 else "xla")
-    adam = optax.adamw(LEARNING_RATE, b2=0.95, weight_decay=WEIGHT_DECAY, mask=decay_mask)
+    adam = optax.adamw(LEARNING_RATE, b2=0.95, weight_decay=WEIGHT_DECAY, mask=_is_decayed)
     optimizer = optax.chain(optax.clip_by_global_norm(CLIP), adam)
 
     def loss(params, ids):
@@ -94,6 +93,11 @@ def check(model: ModelConfig) -> None:
     )  # fmt: skip
     if kind not in known or extra:
         raise ValueError(f"{model.name} is neither a GPT nor a Llama, which are the peers. Type models=gpt2.")
+
+
+def _is_decayed(params):
+    """True for matrices by Flax's names, `mstrain.program.optimizer.decay_mask` is by those of mstrain."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding"), params)
 
 
 def _norm(model: ModelConfig, dtype):
