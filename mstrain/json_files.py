@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-DIGITS = 18  # of an integer: larger ones are no measure of anything, and overflow where they become floats
+DIGITS = 18  # of an integer: larger ones are not measurements, and overflow where they become floats
 
 
 def read_json(path: str | Path, what: str):

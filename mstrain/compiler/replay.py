@@ -68,7 +68,7 @@ class Replay:
                 self._loop(step)
 
     def finish(self) -> tuple[Transfer, ...]:
-        """Waits for what nothing waited for; the transfers in the order in which they were waited for."""
+        """Waits for the transfers that are still running; returns all transfers in the order of their waits."""
         for handle in list(self._pending):
             self._receive(self._pending.pop(handle))
         core = [(begin, begin + duration) for lane, _, begin, duration, *_ in self._events if lane == CORE]

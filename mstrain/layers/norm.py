@@ -127,7 +127,7 @@ _norm.defvjp(_forward, _backward)
 
 
 class _Features:
-    """The features of one shard, in `shard_map`: those that are no padding, and means over all shards."""
+    """The features of one shard, in `shard_map`: those that are not padding, and means over all shards."""
 
     def __init__(self, config: NormConfig):
         self.axes, width = config.layout.features, config.width

@@ -92,7 +92,7 @@ def kept_features(model: ModelConfig, remat: str, offload: str | None = None) ->
 
 
 def _names(key: str, text: str, known: tuple[str, ...], alone: tuple[str, ...]) -> tuple[str, ...]:
-    """The names in `text`; `alone` are the values that are no list."""
+    """The names in `text`; `alone` are the values that are not a list."""
     names = tuple(filter(None, re.split(r"[\s,+]+", text)))
     for name in (name for name in names or (text,) if name not in known):
         near = difflib.get_close_matches(name, (*known, *(alone if name == text else ())), 1)

@@ -54,7 +54,7 @@ def memory_of(compiled, mesh: Mesh) -> Memory:
 def read_memory(compiled, mesh: Mesh, limit: float | None) -> Memory:
     """XLA's memory analysis of a program for devices of `limit` bytes.
 
-    The size of all temporary buffers is no measure of the peak where buffers of different times share memory, so the
+    Buffers of different times share memory, so the size of all temporary buffers can exceed the peak, and the
     peak of XLA's assignment of buffers counts. XLA:CPU reports a peak without most of them.
     """
     analysis = compiled.memory_analysis()

@@ -216,7 +216,7 @@ def shard_copies(shardings, state: State, optimizer: optax.GradientTransformatio
 def map_copies(function, state: State, optimizer: optax.GradientTransformation | None, otherwise=lambda leaf: leaf):
     """Applies `function` to the parameters in `state` and to every tree of moments that Optax derives from them.
 
-    Canonical moments (`OnCanonical`) are no such trees.
+    Canonical moments (`OnCanonical`) are not such trees.
 
     Args:
       function: takes a tree like the parameters, in which `optax.MaskedNode` replaces the leaves that a masked or

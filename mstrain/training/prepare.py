@@ -184,7 +184,7 @@ def _compile_candidates(config: RunConfig, model: ModelConfig, console: Console)
     tpu_slice = tpu_slice_of(jax.devices())
     if tpu_slice is None:
         raise ValueError(
-            f"tune=compile compares schedules of the TPU compiler, and the devices here are no TPU slice but "
+            f"tune=compile compares schedules of the TPU compiler, and the devices here are not a TPU slice but "
             f"{jax.device_count()} x {jax.devices()[0].device_kind}. Type tune=model."
         )
     return tuned(config, model, tpu_slice, _dtype(config.dtype), on_present, console)
