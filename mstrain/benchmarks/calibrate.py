@@ -1,5 +1,6 @@
 """bench=calibrate: measures the devices present and writes calibration.json, which predictions take as calibration=."""
 
+import dataclasses
 import datetime
 import os
 import time
@@ -32,10 +33,12 @@ from mstrain.benchmarks.probes import (
     run_rounds,
     sizes_on,
 )
+from mstrain.benchmarks.step_probe import REFERENCE, reference_step
 from mstrain.hardware import Link
 from mstrain.hardware.calibration import AXES, KINDS, Calibration, KernelTime
 from mstrain.hardware.gemm_times import GemmTime
-from mstrain.mesh import make_mesh
+from mstrain.mesh import make_mesh, shape_of
+from mstrain.planner.calibrated import predict_step
 from mstrain.program.dtype import dtype_on
 
 FILE = "calibration.json"
@@ -49,9 +52,9 @@ def calibrate(config: BenchmarkConfig, console: Console) -> int:
     begun = time.monotonic()
     with console.status("Compiling") as status:
         end = begun + LIMIT_SECONDS
-        probes = compile_probes(mesh, config, end, status.update)
+        probes, reference = compile_probes(mesh, config, end, status.update)
         times = run_rounds(probes, config.repeats, end, status.update)
-    calibration = calibration_of(probes, times, mesh, config)
+    calibration = calibration_of(probes, reference, times, mesh, config)
     path = Path(config.run_dir) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     calibration.save(path)
@@ -71,19 +74,41 @@ def start_mesh(config: BenchmarkConfig) -> Mesh:
     return make_mesh(shapes[0], jax.devices()[: shapes[0].devices])
 
 
-def compile_probes(mesh: Mesh, config: BenchmarkConfig, end: float, progress: Callable[[str], None]) -> list[Probe]:
-    """All probes of this kind of device. Raises ValueError if time.monotonic() is `end` before all are compiled."""
-    probes = []
+def compile_probes(
+    mesh: Mesh, config: BenchmarkConfig, end: float, progress: Callable[[str], None]
+) -> tuple[list[Probe], str | None]:
+    """All probes of this kind of device and, on emulated ones, the text of the reference step that is the last probe.
+
+    Raises ValueError if time.monotonic() is `end` before all are compiled.
+    """
+    probes, text = [], None
     for probe in make_probes(mesh, dtype_on(mesh.devices.flat[0].platform, config.dtype)):
         probes.append(probe)
         if time.monotonic() > end:
             raise ValueError(TOO_BUSY)
         progress("Compiled " + " ".join(map(str, probe.key)))
-    return probes
+    if mesh.devices.flat[0].platform == "cpu":
+        progress("Compiling the reference step")
+        probe, text = reference_step(config, str(shape_of(mesh)))
+        probes.append(probe)
+    return probes, text
 
 
-def calibration_of(probes: list[Probe], times: Times, mesh: Mesh, config: BenchmarkConfig) -> Calibration:
-    """The calibration from the times of the probes; raises ValueError where a link's time does not grow."""
+def calibration_of(
+    probes: list[Probe], reference: str | None, times: Times, mesh: Mesh, config: BenchmarkConfig
+) -> Calibration:
+    """The calibration from the times of the probes; raises ValueError where a link's time does not grow.
+
+    `reference` is the text of the reference step, or None where none was measured.
+    """
+    parts = _parts(probes, times, mesh, config)
+    if reference is None:
+        return parts
+    predicted = predict_step(reference, shape_of(mesh).axes, parts).seconds
+    return dataclasses.replace(parts, step_ratio=times.counted[REFERENCE] / predicted)
+
+
+def _parts(probes: list[Probe], times: Times, mesh: Mesh, config: BenchmarkConfig) -> Calibration:
     device, elements = mesh.devices.flat[0], sizes_on(mesh).elements
     dispatch = times.counted[DISPATCH,]
     each = {p.key: max(times.counted[p.key] - dispatch, LEAST * p.count) / p.count for p in probes}
@@ -112,6 +137,7 @@ def calibration_of(probes: list[Probe], times: Times, mesh: Mesh, config: Benchm
         transpose_seconds=max(0.0, each[TRANSPOSE,] - moved) / elements,
         kernels=kernels,
         gemm=gemm,
+        step_ratio=1.0,
         links=_links(_samples(each), device.platform),
     )
 
@@ -155,6 +181,7 @@ def _table(calibration: Calibration) -> Table:
     }
     for name, seconds in nanos.items():
         table.add_row(name, f"{1e9 * seconds:,.2f} ns")
+    table.add_row("a training step over its instructions", f"{calibration.step_ratio:,.2f} times")
     table.add_row("memory", f"{calibration.memory_bandwidth / 1e9:,.2f} GB/s")
     table.add_row(f"product {best.m}x{best.k}x{best.n}", f"{best.rate / 1e9:,.1f} GFLOP/s")
     for time_ in sorted(calibration.gemm, key=lambda time: time.rate)[:: max(1, len(calibration.gemm) // 5)]:

@@ -17,15 +17,12 @@ from rich.console import Console
 from rich.table import Table
 
 from mstrain.benchmarks.calibrate import FILE, calibration_of, compile_probes, start_mesh
-from mstrain.benchmarks.cases import make_cases, plan_case
 from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.benchmarks.probes import Probe, run_rounds
-from mstrain.benchmarks.programs import step_work
+from mstrain.benchmarks.step_probe import step_probe
 from mstrain.hardware.calibration import Calibration, load_calibration
-from mstrain.mesh import make_mesh, parse_mesh
+from mstrain.mesh import parse_mesh
 from mstrain.planner.calibrated import StepTerms, predict_step
-from mstrain.program.dtype import dtype_on
-from mstrain.program.program import text_of
 
 TOLERANCE = 0.2
 RUN_SECONDS = 400.0
@@ -64,12 +61,12 @@ def check(config: BenchmarkConfig, console: Console) -> int:
         texts, steps = {}, []
         for number, (algorithm, keys) in enumerate(CHECKED):
             status.update(f"Compiling {algorithm} {_words(keys)}")
-            probe, text = _step_probe(config, algorithm, keys, number)
+            probe, text = step_probe(config, algorithm, keys, ("step", number))
             steps.append(probe)
             texts[probe.key] = text
-        probes = [] if given else compile_probes(mesh, config, math.inf, status.update)
+        probes, reference = ([], None) if given else compile_probes(mesh, config, math.inf, status.update)
         times = run_rounds(_spread(steps, probes), config.repeats, time.monotonic() + RUN_SECONDS, status.update)
-    calibration = given or calibration_of(probes, times, mesh, config)
+    calibration = given or calibration_of(probes, reference, times, mesh, config)
     calibration.check_device((jax.devices()[0].device_kind,), config.calibration or FILE)
     folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,24 +94,6 @@ def _spread(steps: list[Probe], probes: list[Probe]) -> list[Probe]:
     size = -(-len(probes) // len(steps))
     parts = [probes[size * number : size * (number + 1)] for number in range(len(steps))]
     return list(itertools.chain.from_iterable((step, *part) for step, part in zip(steps, parts, strict=True)))
-
-
-def _step_probe(config: BenchmarkConfig, algorithm: str, keys: dict, number: int) -> tuple[Probe, str]:
-    """A training step that continues from its own result, and its compiled text."""
-    chosen = {key: value for key, value in keys.items() if key != "meshes"}
-    one = dataclasses.replace(config, bench="step", check=False, calibration=None, algorithms=algorithm, **chosen)
-    (case,) = make_cases(one, [parse_mesh(keys["meshes"])])
-    mesh = make_mesh(case.mesh, jax.devices()[: case.mesh.devices])
-    work = step_work(case, one, plan_case(case, one, mesh, None), dtype_on("cpu", one.dtype))
-    compiled = work.program.compile()
-    state, *rest = work.start()
-
-    def run():
-        nonlocal state
-        state, metrics = compiled(state, *rest)
-        return state, metrics
-
-    return Probe(("step", number), 1, run), text_of(compiled)
 
 
 def _axes(keys: dict) -> dict[str, int]:

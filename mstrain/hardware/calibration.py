@@ -19,7 +19,7 @@ from mstrain.hardware.constants import COLLECTIVES, AxisLinks, Constants, consta
 from mstrain.hardware.gemm_times import GemmTime
 from mstrain.hardware.link import Link
 
-FORMAT, VERSION = "mstrain-calibration", 1
+FORMAT, VERSION = "mstrain-calibration", 2
 LARGEST = 2**20  # bytes of a file that is read
 KINDS = (*COLLECTIVES, "all_reduce")
 AXES = ("row", "col")
@@ -44,6 +44,8 @@ class Calibration:
       dispatch_seconds: to start a program on all devices. argument_seconds: for each argument or result more.
       exponential_seconds, reduction_seconds, transpose_seconds: per element, beside the memory traffic.
       kernels: element-wise kernels by size, the smallest one first. It is bound by its launch.
+      step_ratio: measured time of a small training step over the sum of its instructions' times, each measured in a
+        loop of its own: cold caches, new pages of memory and waiting threads add to it. 1 if not measured.
       gemm: a full grid of shapes.
       links: a `Link` for each of `KINDS`, by mesh axis; empty where one device was measured.
     """
@@ -60,6 +62,7 @@ class Calibration:
     exponential_seconds: float
     reduction_seconds: float
     transpose_seconds: float
+    step_ratio: float
     kernels: tuple[KernelTime, ...]
     gemm: tuple[GemmTime, ...]
     links: dict[str, dict[str, Link]] = dataclasses.field(hash=False)
@@ -204,7 +207,8 @@ def parse_calibration(document: Any) -> Calibration:
     return Calibration(
         device_kind=device_kind, platform=platform, devices=devices, dtype=dtype, jax=jax, date=date, source=source,
         dispatch_seconds=dispatch, argument_seconds=argument, exponential_seconds=exponential,
-        reduction_seconds=reduction, transpose_seconds=transpose, kernels=kernels, gemm=gemm, links=links,
+        reduction_seconds=reduction, transpose_seconds=transpose,
+        step_ratio=_positive(document, "step_ratio"), kernels=kernels, gemm=gemm, links=links,
     )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 Emulated devices share cores and execute what they are given one after the other, so a step takes the sum of what its
 instructions take: products by measured shapes, kernels by the bytes that they read and write, collectives by the fits
-of their kind, and what it takes to start the program. Nothing is compiled or run for it.
+of their kind, and what it takes to start the program. A calibration measured every one of them in a loop of its own;
+`step_ratio`, of one training step that it measured whole, scales the sum. Nothing is compiled or run for it.
 """
 
 import math
@@ -70,7 +71,8 @@ def predict_step(text: str, axes: dict[str, int], calibration: Calibration) -> S
     arguments = sum(i.opcode == "parameter" for i in entry) + len(entry[-1].operands)
     dispatch = calibration.dispatch_seconds + arguments * calibration.argument_seconds
     # All devices of a mesh share the cores: fewer than were calibrated leave each a larger part.
-    return (terms + StepTerms(dispatch=dispatch)) * (math.prod(axes.values()) / calibration.devices)
+    share = math.prod(axes.values()) / calibration.devices
+    return (terms + StepTerms(dispatch=dispatch)) * (share * calibration.step_ratio)
 
 
 class _Reader:
@@ -96,13 +98,15 @@ class _Reader:
         return self._kernel(where, i)
 
     def _collective(self, where: str, i: Instruction) -> float:
+        size = 2 if i.opcode == "collective-permute" else len(replica_group(i.attributes, self.devices))
+        if size == 1:
+            return self.calibration.kernel_launch_seconds
         if not self.calibration.links:
             raise ValueError("the calibration was measured on one device and has no collectives")
         links = self.calibration.links["row"]  # emulated devices have no axes: both are the same fit
         nbytes = sum(self._operand(where, i, index).bytes for index in range(len(i.operands)))
         if i.opcode == "collective-permute":
-            return collective_seconds(links["permute"], nbytes, 2)
-        size = len(replica_group(i.attributes, self.devices))
+            return collective_seconds(links["permute"], nbytes, size)
         kind = "all_gather" if i.opcode == "all-to-all" else i.opcode.replace("-", "_")
         return collective_seconds(links[kind], nbytes if i.opcode == "all-gather" else nbytes / size, size)
 

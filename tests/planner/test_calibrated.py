@@ -25,7 +25,7 @@ LINK = Link(1e-5, 2e-6, 1e9)
 CALIBRATION = Calibration(
     device_kind="cpu", platform="cpu", devices=8, dtype="float32", jax="0.10.2", date="2026-11-21T00:00:00+00:00",
     source="a test", dispatch_seconds=1e-3, argument_seconds=1e-6, exponential_seconds=1e-9, reduction_seconds=2e-9,
-    transpose_seconds=3e-9,
+    transpose_seconds=3e-9, step_ratio=1.0,
     kernels=(KernelTime(8, 1e-6), KernelTime(1008, 2e-6)),
     gemm=tuple(GemmTime(m, k, n, m * k * n * 1e-9) for m, k, n in itertools.product((8, 64), repeat=3)),
     links={axis: dict.fromkeys(KINDS, LINK) for axis in ("row", "col")},
@@ -76,6 +76,8 @@ def test_a_step_is_predicted_as_by_hand():
     assert terms.dispatch == pytest.approx(1e-3 + (2 + 2) * 1e-6)
     assert terms.seconds == pytest.approx(sum(dataclasses.astuple(terms)))
     assert predict_step(PROGRAM, {"data": 2, "row": 2, "col": 4}, CALIBRATION).products == 2 * terms.products
+    slower = predict_step(PROGRAM, {"data": 1, "row": 2, "col": 4}, dataclasses.replace(CALIBRATION, step_ratio=1.5))
+    assert slower.seconds == pytest.approx(1.5 * terms.seconds)
 
 
 def test_products_are_interpolated_and_extrapolated_at_the_rate_of_the_largest():
@@ -89,6 +91,8 @@ def test_terms_of_one_device_need_no_links():
     alone = dataclasses.replace(CALIBRATION, links={}, devices=1)
     with pytest.raises(ValueError, match="one device"):
         predict_step(PROGRAM, {"data": 1, "row": 2, "col": 4}, alone)
+    one_each = PROGRAM.replace("{{0,1,2,3},{4,5,6,7}}", "{{0},{1},{2},{3},{4},{5},{6},{7}}")
+    assert predict_step(one_each, {"data": 1, "row": 1, "col": 1}, alone).communication == pytest.approx(1e-6)
     assert StepTerms(1, 2, 3, 4).seconds == 10
 
 
@@ -102,12 +106,13 @@ def wrong(**changes):
 BAD = {
     "nothing": (lambda d: None, 'not a calibration of mstrain'),
     "constants of another format": (lambda d: {"flops": 1}, 'not a calibration of mstrain'),
-    "version": (wrong(version=2), "version is 2"),
+    "version": (wrong(version=1), "version is 1"),
     "text as number": (wrong(dispatch_seconds="1"), "dispatch_seconds is of the wrong type"),
     "true as number": (wrong(dispatch_seconds=True), "dispatch_seconds=True"),
     "not a number": (wrong(dispatch_seconds=float("nan")), "dispatch_seconds=nan"),
     "negative": (wrong(exponential_seconds=-1), "exponential_seconds=-1"),
     "huge": (wrong(dispatch_seconds=10**400), "dispatch_seconds"),
+    "no ratio": (wrong(step_ratio=0), "step_ratio=0"),
     "no kernels": (wrong(kernels=[]), "kernels is empty"),
     "kernels": (wrong(kernels={}), "kernels is of the wrong type"),
     "a row of products": (wrong(gemm=[7]), "it has no m"),
