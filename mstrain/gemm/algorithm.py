@@ -24,6 +24,7 @@ class Algorithm:
       sliced: whether it splits collectives into slices; its plans then have slice counts, its flows take `lowering`.
       square: whether its grid must have as many rows as columns.
       costed: whether the planner's cost model supports it.
+      grouped: the dataflows that its products of experts may have.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Algorithm:
     sliced: bool = False
     square: bool = False
     costed: bool = False
+    grouped: tuple[str, ...] = ("os", "ls")
 
     @property
     def one_dimensional(self) -> bool:

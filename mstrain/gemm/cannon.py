@@ -12,7 +12,7 @@ from mstrain.gemm.local import NN, NT, TN, axis_size, dot, ppermute
 from mstrain.mesh import AXES
 
 
-def os(a, b, rows, cols, slices=1):
+def os(a, b, rows, cols, slices=1, dot=dot):
     """Y = A B: A shifts along the columns, B along the rows."""
     n = _side(rows, cols)
     a = _move(a, rows, cols, lambda i, j: (i, j - i))
@@ -24,7 +24,7 @@ def os(a, b, rows, cols, slices=1):
     return y.astype(a.dtype)
 
 
-def ls(a, b, rows, cols, slices=1):
+def ls(a, b, rows, cols, slices=1, dot=dot):
     """Y = A B^T: B shifts along the rows, Y along the columns; device (i, k) holds Y_i,i+k+t in step t."""
     n = _side(rows, cols)
     b = _move(b.astype(a.dtype), rows, cols, lambda i, j: (i - j, j))
@@ -35,7 +35,7 @@ def ls(a, b, rows, cols, slices=1):
     return _move(y, rows, cols, lambda i, j: (i, i + j - 1))
 
 
-def rs(a, b, rows, cols, slices=1):
+def rs(a, b, rows, cols, slices=1, dot=dot):
     """Y = A^T B: A shifts along the columns, Y along the rows; device (k, j) holds Y_k+j+t,j in step t."""
     n = _side(rows, cols)
     a = _move(a, rows, cols, lambda i, j: (i, j - i))

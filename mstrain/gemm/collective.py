@@ -1,22 +1,22 @@
 """Collective: all_gather whole shards, multiply once, reduce_scatter whole shards (MeshSlice paper, section 2.3.1)."""
 
-from mstrain.gemm.algorithm import Algorithm
+from mstrain.gemm.algorithm import DATAFLOWS, Algorithm
 from mstrain.gemm.local import NN, NT, TN, all_gather, dot, reduce_scatter
 
 
-def os(a, b, rows, cols, slices=1):
+def os(a, b, rows, cols, slices=1, dot=dot):
     """Y = A B. Output-stationary: all-gathers A_MxK along the columns and B_KxN along the rows."""
-    return dot(all_gather(a, cols, 1), all_gather(b.astype(a.dtype), rows, 0), NN)
+    return dot(all_gather(a, cols, 1), all_gather(b.astype(a.dtype), rows, -2), NN)
 
 
-def ls(a, b, rows, cols, slices=1):
+def ls(a, b, rows, cols, slices=1, dot=dot):
     """Y = A B^T. Left-stationary: all-gathers B_NxK along the rows, reduce-scatters Y_MxN along the columns."""
-    return reduce_scatter(dot(a, all_gather(b.astype(a.dtype), rows, 0), NT), cols, 1)
+    return reduce_scatter(dot(a, all_gather(b.astype(a.dtype), rows, -2), NT), cols, 1)
 
 
-def rs(a, b, rows, cols, slices=1):
+def rs(a, b, rows, cols, slices=1, dot=dot):
     """Y = A^T B. Right-stationary: all-gathers A_KxM along the columns, reduce-scatters Y_MxN along the rows."""
-    return reduce_scatter(dot(all_gather(a, cols, 1), b, TN), rows, 0)
+    return reduce_scatter(dot(all_gather(a, cols, 1), b, TN), rows, -2)
 
 
-ALGORITHM = Algorithm("collective", os, ls, rs, costed=True)
+ALGORITHM = Algorithm("collective", os, ls, rs, costed=True, grouped=DATAFLOWS)

@@ -7,4 +7,4 @@ before use, and its gradient is reduce-scattered.
 from mstrain.gemm.algorithm import Algorithm
 from mstrain.gemm.collective import ls, os, rs
 
-ALGORITHM = Algorithm("fsdp", os, ls, rs, dataflows=("os",), rows=("row", "col"), cols=(), costed=True)
+ALGORITHM = Algorithm("fsdp", os, ls, rs, dataflows=("os",), rows=("row", "col"), cols=(), costed=True, grouped=("os",))

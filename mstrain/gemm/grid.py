@@ -72,9 +72,14 @@ class Grid:
     def weight_spec(self) -> P:
         return P(self.rows or None, self.cols or None)
 
+    def spec_of(self, shape: tuple[int, ...]) -> P:
+        """The sharding of a weight [in, out], or of those of several experts [E, in, out]."""
+        return P(*[None] * (len(shape) - 2), *self.weight_spec)
+
     def gradient_spec(self, shape: tuple[int, ...]) -> P:
         """The sharding of the gradient of a weight of this shape."""
-        return shard_over_data(self.weight_spec, shape, self.mesh) if self.scatter else self.weight_spec
+        spec = self.spec_of(shape)
+        return shard_over_data(spec, shape, self.mesh, len(shape) - 2) if self.scatter else spec
 
     def size(self, axes: tuple[str, ...]) -> int:
         size = 1

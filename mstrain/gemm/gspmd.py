@@ -8,10 +8,14 @@ from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm.algorithm import Algorithm
 from mstrain.gemm.grid import Grid
+from mstrain.gemm.grouped import GroupedDot, Groups, Rows
+from mstrain.gemm.local import NN
 
 
-def product(x_TxI, w_IxO, grid: Grid):
-    """Y = X W with tokens over rows and features over columns; differentiated by JAX."""
+def product(x_TxI, w_IxO, grid: Grid, groups: Groups | None = None, rows: Rows | None = None):
+    """Y = X W with tokens over rows and features over columns, or of several experts; differentiated by JAX."""
+    if groups is not None and rows is not None:
+        return _grouped(x_TxI, w_IxO, grid, groups, rows)
     w_IxO = w_IxO.astype(x_TxI.dtype)
     if all(grid.size(axes) > 1 for axes in (grid.copies, *((axis,) for axis in (*grid.rows, *grid.cols)))):
         # With data, row and col all in use, XLA partitions this product wrongly (seen with jaxlib 0.10.2: an operand is
@@ -21,4 +25,17 @@ def product(x_TxI, w_IxO, grid: Grid):
     return jax.lax.with_sharding_constraint(y_TxO, grid.sharding(grid.layout.spec))
 
 
-ALGORITHM = Algorithm("gspmd", product=product, dataflows=("os",))
+def _grouped(x, w, grid: Grid, groups: Groups, rows: Rows):
+    """The products of experts, with operands gathered by constraints."""
+    tokens = P(grid.layout.tokens)
+    x = jax.lax.with_sharding_constraint(x, grid.sharding(tokens))
+    w = jax.lax.with_sharding_constraint(w.astype(x.dtype), grid.sharding(P(None, None, grid.cols)))
+    local = jax.shard_map(
+        lambda x, w, groups: GroupedDot(groups, rows)(x, w, NN),
+        mesh=grid.mesh, in_specs=(tokens, P(None, None, grid.cols), tokens), out_specs=grid.layout.spec,
+        check_vma=False,
+    )  # fmt: skip
+    return local(x, w, groups)
+
+
+ALGORITHM = Algorithm("gspmd", product=product, dataflows=("os",), grouped=("os",))

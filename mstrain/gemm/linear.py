@@ -19,11 +19,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm.copies import sum_copies
+from mstrain.gemm.grouped import Groups, Rows, dot_of
+from mstrain.gemm.grouping import groups_spec
 from mstrain.gemm.plan import Plan
 
 
-def linear(x_TxI: jax.Array, w: jax.Array, plan: Plan, sink: jax.Array | None = None) -> jax.Array:
-    """Multiplies activations by a weight in stored order.
+def linear(
+    x_TxI: jax.Array, w: jax.Array, plan: Plan, sink: jax.Array | None = None,
+    groups: Groups | None = None, rows: Rows | None = None,
+) -> jax.Array:  # fmt: skip
+    """Multiplies activations by a weight in stored order, or by those of the experts that tokens chose.
 
     Args:
       x_TxI: tokens x features, sharded as `plan.input_layout`; its dtype is the dtype of the product.
@@ -31,6 +36,8 @@ def linear(x_TxI: jax.Array, w: jax.Array, plan: Plan, sink: jax.Array | None = 
       plan: algorithm, dataflow, grid and slice count.
       sink: unused zeros [copies, *w.shape] whose gradient is that of w before it is summed over data-parallel copies
         (`mstrain.models.prefetch`); w then has none. Not for algorithms that JAX differentiates.
+      groups, rows: for weights of several experts [E, *w.shape], the experts of the tokens (`group_choices`), and the
+        order of the rows of x and y, where rows replace tokens.
 
     Returns:
       y_TxO in the dtype of x, sharded as `plan.output_layout`. The gradient of w has the dtype of w, is summed over
@@ -38,51 +45,54 @@ def linear(x_TxI: jax.Array, w: jax.Array, plan: Plan, sink: jax.Array | None = 
     """
     if plan.kind.product:
         assert sink is None
+        if groups is not None:
+            return plan.kind.product(x_TxI, w, plan.grid, groups, rows)
         return plan.kind.product(x_TxI, w, plan.grid)
-    return _linear(x_TxI, w, sink, plan)
+    return _linear(x_TxI, w, sink, groups, plan, rows)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _linear(x, w, sink, plan):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _linear(x, w, sink, groups, plan, rows):
     del sink
     flows = Flows(plan)
-    local = {
-        "os": lambda x, w: flows.os(x, w),
-        "ls": lambda x, w: flows.ls(x, w),
-        "rs": lambda x, w: flows.rs(x.T, w.astype(x.dtype)),
-    }[plan.dataflow]
-    return flows.on_mesh(
-        local,
-        (plan.input_layout.spec, plan.grid.weight_spec),
-        plan.output_layout.spec,
-    )(x, w)
+
+    def local(x, w, groups):
+        ahead = dot_of(groups, rows)
+        if plan.dataflow == "rs":
+            return flows.rs(x.T, w.astype(x.dtype), dot=ahead)
+        return (flows.os if plan.dataflow == "os" else flows.ls)(x, w, dot=ahead)
+
+    in_specs = (plan.input_layout.spec, plan.grid.spec_of(w.shape), groups and groups_spec(plan))
+    return flows.on_mesh(local, in_specs, plan.output_layout.spec)(x, w, groups)
 
 
-def _forward(x, w, sink, plan):
-    return _linear(x, w, sink, plan), (x, w, None if sink is None else ())
+def _forward(x, w, sink, groups, plan, rows):
+    return _linear(x, w, sink, groups, plan, rows), (x, w, None if sink is None else (), groups)
 
 
-def _backward(plan, saved, dy):
-    x, w, marker = saved  # the third has no leaves, so it is known when the backward pass is traced
+def _backward(plan, rows, saved, dy):
+    x, w, marker, groups = saved  # the third has no leaves, so it is known when the backward pass is traced
     has_sink = marker is not None
     flows, summed = Flows(plan), plan.grid.gradient_spec(w.shape)
-    gradients = {
-        "os": lambda x, w, dy: (flows.ls(dy, w), flows.rs(x, dy)),
-        "ls": lambda x, w, dy: (flows.os(dy, w), flows.rs(dy, x)),
-        "rs": lambda x, w, dy: (flows.ls_transposed(w.astype(dy.dtype), dy), flows.os(x.T, dy)),
-    }[plan.dataflow]
 
-    def local(x, w, dy):
-        dx, dw = gradients(x, w, dy)
+    def gradients(x, w, dy, ahead, back):
+        if plan.dataflow == "os":
+            return flows.ls(dy, w, dot=back), flows.rs(x, dy, dot=ahead)
+        if plan.dataflow == "ls":
+            return flows.os(dy, w, dot=back), flows.rs(dy, x, dot=back)
+        return flows.ls_transposed(w.astype(dy.dtype), dy, dot=back), flows.os(x.T, dy, dot=ahead)
+
+    def local(x, w, dy, groups):
+        dx, dw = gradients(x, w, dy, dot_of(groups, rows), dot_of(groups, rows and rows.reversed))
         if has_sink:
             return dx, dw[None]
         return dx, sum_copies(dw.astype(jnp.float32), summed, plan.grid.copies).astype(w.dtype)
 
-    input_spec, weight_spec = plan.input_layout.spec, plan.grid.weight_spec
+    input_spec, weight_spec = plan.input_layout.spec, plan.grid.spec_of(w.shape)
     gradient_spec = P(plan.grid.copies, *weight_spec) if has_sink else summed
-    in_specs = (input_spec, weight_spec, plan.output_layout.spec)
-    dx, dw = flows.on_mesh(local, in_specs, (input_spec, gradient_spec))(x, w, dy)
-    return (dx, None, dw) if has_sink else (dx, dw, None)
+    in_specs = (input_spec, weight_spec, plan.output_layout.spec, groups and groups_spec(plan))
+    dx, dw = flows.on_mesh(local, in_specs, (input_spec, gradient_spec))(x, w, dy, groups)
+    return (dx, None, dw, None) if has_sink else (dx, dw, None, None)
 
 
 _linear.defvjp(_forward, _backward)

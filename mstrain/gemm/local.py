@@ -34,7 +34,7 @@ def all_gather(x, axes: Axes, dim: int):
     """All-gather of the shards of `x` along `axes`, joined on `dim`."""
     if axis_size(axes) == 1:
         return x
-    return lax.all_gather(x, axes, axis=dim, tiled=True)
+    return lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True)
 
 
 def all_gather_among(x, axes: Axes, dim: int, count: int):
@@ -50,7 +50,7 @@ def reduce_scatter(x, axes: Axes, dim: int):
     """Reduce-scatter of the partial sums `x` along `axes`, split on `dim`."""
     if axis_size(axes) == 1:
         return x
-    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    return lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)
 
 
 def reduce_scatter_in_ring(partial, size: int, axes: Axes, dim: int):

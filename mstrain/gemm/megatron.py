@@ -8,4 +8,6 @@ over tokens.
 from mstrain.gemm.algorithm import Algorithm
 from mstrain.gemm.collective import ls, os, rs
 
-ALGORITHM = Algorithm("megatron", os, ls, rs, dataflows=("rs",), rows=(), cols=("row", "col"), costed=True)
+ALGORITHM = Algorithm(
+    "megatron", os, ls, rs, dataflows=("rs",), rows=(), cols=("row", "col"), costed=True, grouped=("rs",)
+)

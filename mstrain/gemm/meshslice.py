@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mstrain.gemm import collective
-from mstrain.gemm.algorithm import Algorithm
+from mstrain.gemm.algorithm import DATAFLOWS, Algorithm
 from mstrain.gemm.local import (
     NN,
     NT,
@@ -44,15 +44,15 @@ from mstrain.gemm.lowering import LoweringOptions
 PLAIN = LoweringOptions()
 
 
-def os(a, b, rows, cols, slices, lowering=PLAIN):
+def os(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
     """Y = A B: accumulates the products of slices of the contracted dim in float32."""
     if slices == 1:
-        return collective.os(a, b, rows, cols)
+        return collective.os(a, b, rows, cols, dot=dot)
     pieces = [(piece(a, 1, s, slices), _rounded_piece(b, s, slices, a.dtype, lowering)) for s in range(slices)]
 
     def fetch(s):
         a_s, b_s = pieces[s]
-        return all_gather(a_s, cols, 1), all_gather(b_s, rows, 0)
+        return all_gather(a_s, cols, 1), all_gather(b_s, rows, -2)
 
     def add_product(y, operands):
         a_s, b_s = operands
@@ -69,54 +69,59 @@ def os(a, b, rows, cols, slices, lowering=PLAIN):
     return add_product(y, ready).astype(a.dtype)
 
 
-def ls(a, b, rows, cols, slices, lowering=PLAIN):
+def ls(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
     """Y = A B^T: all_gather slice s + 1 of B, multiply slice s and reduce_scatter slice s - 1 of Y overlap."""
     if slices == 1:
-        return collective.ls(a, b, rows, cols)
-    columns, width = axis_size(cols), b.shape[0] // slices * axis_size(rows)
-    if width // columns % lowering.matrix_unit:
+        return collective.ls(a, b, rows, cols, dot=dot)
+    columns, width = axis_size(cols), b.shape[-2] // slices * axis_size(rows)
+    if b.ndim == 2 and width // columns % lowering.matrix_unit:
         return constrain_layout(ls_transposed(a, b, rows, cols, slices, lowering).T, lowering)
     a = constrain_layout(a, lowering)
 
     def multiply(b_s):
-        return _columns_below_each_other(columns, a, b_s, lowering)
+        return _columns_below_each_other(columns, a, b_s, lowering, dot)
 
     return constrain_layout(_ls_pipeline(a, b, rows, cols, slices, lowering, multiply, 1), lowering)
 
 
-def ls_transposed(a, b, rows, cols, slices, lowering=PLAIN):
+def ls_transposed(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
     """Y^T = B A^T: `ls` with a transposed result."""
     if slices == 1:
-        return collective.ls(a, b, rows, cols).T
+        return collective.ls(a, b, rows, cols, dot=dot).T
     return _ls_pipeline(a, b, rows, cols, slices, lowering, lambda b_s: dot(b_s, a, NT), 0)
 
 
 def _ls_pipeline(a, b, rows, cols, slices, lowering, multiply, joined):
     slices_of_y = _pipeline(
         slices,
-        fetch=lambda s: all_gather(_rounded_piece(b, s, slices, a.dtype, lowering), rows, 0),
+        fetch=lambda s: all_gather(_rounded_piece(b, s, slices, a.dtype, lowering), rows, -2),
         multiply=multiply,
         send=lambda y_s: constrain_layout(reduce_scatter(y_s, cols, 0), lowering),
     )
     return _join(slices_of_y, joined)
 
 
-def _columns_below_each_other(columns, a, b_s, lowering):
+def _columns_below_each_other(columns, a, b_s, lowering, dot):
     """a b_s^T as [columns x tokens, features of a column]: block j is the part of column j."""
-    y_s = dot(a, b_s.reshape(columns, -1, b_s.shape[1]), ((1,), (2,)))  # [tokens, columns, features]
-    return constrain_layout(y_s.swapaxes(0, 1), lowering).reshape(columns * a.shape[0], -1)
+    if b_s.ndim == 2:
+        y_s = dot(a, b_s.reshape(columns, -1, b_s.shape[1]), ((1,), (2,)))  # [tokens, columns, features]
+    else:
+        y_s = dot(a, b_s, NT)
+        y_s = y_s.reshape(len(y_s), columns, -1)
+    return constrain_layout(y_s.swapaxes(0, 1), lowering).reshape(columns * len(y_s), -1)
 
 
-def rs(a, b, rows, cols, slices, lowering=PLAIN):
+def rs(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
     """Y = A^T B: all_gather slice s + 1 of A, multiply slice s and reduce_scatter slice s - 1 of Y overlap."""
     if slices == 1:
-        return collective.rs(a, b, rows, cols)
+        return collective.rs(a, b, rows, cols, dot=dot)
 
     def send(y_s):
         if not lowering.rs_in_rings:
-            return reduce_scatter(y_s, rows, 0)
+            return reduce_scatter(y_s, rows, -2)
+        dim = y_s.ndim - 2
         return reduce_scatter_in_ring(
-            lambda start, width: lax.dynamic_slice_in_dim(y_s, start, width), y_s.shape[0], rows, 0
+            lambda start, width: lax.dynamic_slice_in_dim(y_s, start, width, dim), y_s.shape[dim], rows, dim
         )
 
     b = constrain_layout(b, lowering)
@@ -126,16 +131,16 @@ def rs(a, b, rows, cols, slices, lowering=PLAIN):
         multiply=lambda a_s: dot(a_s, b, TN),
         send=send,
     )
-    return _join(slices_of_y, 0)
+    return _join(slices_of_y, -2)
 
 
 def _rounded_piece(b, s, slices, dtype, lowering):
     """Slice s of B, which may be a float32 weight, cast to `dtype` before it is communicated."""
     if not lowering.opaque_slices or b.dtype == dtype:
-        return piece(b, 0, s, slices).astype(dtype)
-    height = b.shape[0] // slices
+        return piece(b, b.ndim - 2, s, slices).astype(dtype)
+    height = b.shape[-2] // slices
     begin = lax.optimization_barrier(jnp.int32(s * height))
-    return lax.dynamic_slice_in_dim(b, begin, height, axis=0).astype(dtype)
+    return lax.dynamic_slice_in_dim(b, begin, height, axis=b.ndim - 2).astype(dtype)
 
 
 def _pipeline(slices, fetch, multiply, send):
@@ -155,6 +160,7 @@ def _pipeline(slices, fetch, multiply, send):
 def _join(pieces, dim):
     """Concatenates the pieces along `dim` by one dynamic_update_slice per piece."""
     shape = list(pieces[0].shape)
+    dim %= len(shape)
     width = shape[dim]
     shape[dim] *= len(pieces)
     y = lax.empty(tuple(shape), pieces[0].dtype)
@@ -163,4 +169,4 @@ def _join(pieces, dim):
     return y
 
 
-ALGORITHM = Algorithm("meshslice", os, ls, rs, ls_transposed=ls_transposed, sliced=True, costed=True)
+ALGORITHM = Algorithm("meshslice", os, ls, rs, ls_transposed=ls_transposed, sliced=True, costed=True, grouped=DATAFLOWS)

@@ -66,10 +66,14 @@ class Plan:
                 f"dataflow {self.dataflow} and {batch} sequences. Type parallel.slices={_or(near)}."
             )
 
-    def storage(self, inputs: Span, segments: tuple[Span, ...]) -> Storage:
-        """The storage order of a weight from `inputs` to `segments`, which are consecutive output features."""
+    def storage(self, inputs: Span, segments: tuple[Span, ...], experts: int = 0) -> Storage:
+        """The storage order of a weight from `inputs` to `segments`, which are consecutive output features.
+
+        With `experts`, of the weights of so many.
+        """
+        shape = inputs.size, sum(segment.size for segment in segments)
         return Storage(
-            (inputs.size, sum(segment.size for segment in segments)),
+            (experts, *shape) if experts else shape,
             segments=segments,
             columns=self.grid.num_cols,
             rows=self.grid.num_rows,

@@ -31,7 +31,8 @@ class Storage:
     """The storage order of a parameter whose canonical shape ends in `shape`.
 
     Attributes:
-      shape: canonical trailing shape: (in, out) of a kernel, (out,) of a bias, (vocab_size, features) of a table.
+      shape: canonical trailing shape: (in, out) of a kernel, (experts, in, out) of those of experts, (out,) of a bias,
+        (vocab_size, features) of a table.
       segments: fused segments of the last canonical dim with their padding; none for one segment without padding.
       columns: column shards C.
       rows: row shards R.
@@ -98,13 +99,20 @@ class Storage:
         return x
 
     def places(self) -> list[jax.Array]:
-        """The canonical index of every stored element, int32, along each dim in canonical order; -1 for padding."""
-        mine = {"slices": self.slices if self.transposed else 1}
-        found = [dataclasses.replace(self, shape=(*[1] * len(self.shape[:-1]), self.shape[-1]), first=None, **mine)]
-        if len(self.shape) == 2:
+        """The canonical index of every stored element, int32, along each dim in canonical order; -1 for padding.
+
+        Inputs of all experts count as one dim.
+        """
+        mine, last = {"slices": self.slices if self.transposed else 1}, self.shape[-1]
+        ahead = (1,) if len(self.shape) > 1 else ()
+        found = [dataclasses.replace(self, shape=(*ahead, last), first=None, **mine)]
+        if ahead:
             mine = {"slices": 1 if self.transposed else self.slices}
-            found.insert(0, dataclasses.replace(self, shape=(self.shape[0], 1), segments=(), **mine))
-        return [x.from_canonical(jnp.arange(1, max(x.shape) + 1).reshape(x.shape)).reshape(-1) - 1 for x in found]
+            found.insert(0, dataclasses.replace(self, shape=(self.shape[-2], 1), segments=(), **mine))
+        each = [x.from_canonical(jnp.arange(1, max(x.shape) + 1).reshape(x.shape)).reshape(-1) - 1 for x in found]
+        if len(self.shape) == 3:
+            each[0] = (jnp.arange(self.shape[0])[:, None] * (self.shape[1] + 1) + each[0]).reshape(-1)
+        return each
 
     def _slice_major(self, x, shards_from: int, shards_to: int, place):
         """Reorders the first stored dim from `shards_from` x slices pieces to `shards_to` x slices pieces."""

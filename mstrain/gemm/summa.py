@@ -16,28 +16,28 @@ from mstrain.gemm.algorithm import Algorithm
 from mstrain.gemm.local import NN, NT, TN, all_reduce, axis_index, axis_size, dot, piece
 
 
-def os(a, b, rows, cols, slices=1):
+def os(a, b, rows, cols, slices=1, dot=dot):
     """Y = A B: broadcast a panel of A along the columns and of B along the rows, multiply, accumulate."""
     panels, b = _panels(rows, cols), b.astype(a.dtype)
     products = (
-        dot(_broadcast(a, 1, p, panels, cols), _broadcast(b, 0, p, panels, rows), NN, jnp.float32)
+        dot(_broadcast(a, 1, p, panels, cols), _broadcast(b, -2, p, panels, rows), NN, jnp.float32)
         for p in range(panels)
     )
     return functools.reduce(operator.add, products).astype(a.dtype)
 
 
-def ls(a, b, rows, cols, slices=1):
+def ls(a, b, rows, cols, slices=1, dot=dot):
     """Y = A B^T: broadcast a panel of B along the rows, multiply, reduce to the owning column."""
     panels, b = _panels(rows, cols), b.astype(a.dtype)
-    ys = [dot(a, _broadcast(b, 0, p, panels, rows), NT) for p in range(panels)]
+    ys = [dot(a, _broadcast(b, -2, p, panels, rows), NT) for p in range(panels)]
     return _collect(ys, 1, cols)
 
 
-def rs(a, b, rows, cols, slices=1):
+def rs(a, b, rows, cols, slices=1, dot=dot):
     """Y = A^T B: broadcast a panel of A along the columns, multiply, reduce to the owning row."""
     panels = _panels(rows, cols)
     ys = [dot(_broadcast(a, 1, p, panels, cols), b, TN) for p in range(panels)]
-    return _collect(ys, 0, rows)
+    return _collect(ys, -2, rows)
 
 
 def _panels(rows, cols):

@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm import Plan, Span, Storage, linear
+from mstrain.gemm.grouped import Groups, Rows
 from mstrain.layers.parameter import parameter
 
 
@@ -32,6 +33,7 @@ class Dense(nn.Module):
       initializer: initializer of the canonical [in, out] kernel.
       bias: whether to add a bias.
       saved: name of the result for `remat=`.
+      experts: number of experts, each with a kernel [in, out]; 0 for a dense projection.
 
     Returns y_TxO in the dtype of x; column shard j holds its part of every segment contiguously.
     """
@@ -42,13 +44,15 @@ class Dense(nn.Module):
     initializer: Callable
     bias: bool = False
     saved: str = "product"
+    experts: int = 0
 
     @nn.compact
-    def __call__(self, x_TxI):
-        grid, storage = self.plan.grid, self.plan.storage(self.inputs, self.segments)
-        kernel = parameter(self, "kernel", self.initializer, storage, grid.weight_spec)
+    def __call__(self, x_TxI, groups: Groups | None = None, rows: Rows | None = None):
+        """`groups` and `rows`, of experts, are those of `mstrain.gemm.linear`."""
+        grid, storage = self.plan.grid, self.plan.storage(self.inputs, self.segments, self.experts)
+        kernel = parameter(self, "kernel", self.initializer, storage, grid.spec_of(storage.shape))
         sink = self.get_variable("sinks", "kernel") if self.has_variable("sinks", "kernel") else None
-        y_TxO = linear(x_TxI, kernel, self.plan, sink)
+        y_TxO = linear(x_TxI, kernel, self.plan, sink, groups, rows)
         if self.bias:
             order = Storage(storage.shape[1:], segments=self.segments, columns=grid.num_cols)
             spec = P(self.plan.output_layout.features or None)

@@ -42,18 +42,22 @@ class Mlp(nn.Module):
         segments = (self.hidden,) * (2 if self.gated else 1)
         into = (self.plans.into, self.width, segments, self.inits.into, self.bias, "mlp-in")
         out = (self.plans.out, self.hidden, (self.width,), self.inits.out, self.bias, "mlp-out")
-        return Dense(*out, name="down")(self._activate(Dense(*into, name="up")(x_TxD)))
+        return Dense(*out, name="down")(
+            activate(Dense(*into, name="up")(x_TxD), self.plans, self.activation, self.gated)
+        )
 
-    def _activate(self, h):
-        activate = ACTIVATIONS[self.activation]
 
-        def local(h):
-            if not self.gated:
-                return activate(h)
-            gate, up = jnp.split(h, 2, axis=-1)  # each feature shard holds its [gate | up]
-            return activate(gate) * up
+def activate(h, plans: PlanPair, activation: str, gated: bool):
+    """The activation between the products of `plans`; with `gated`, of [gate, up] on each feature shard of h."""
+    function = ACTIVATIONS[activation]
 
-        # Recomputing an activation costs less than saving its intermediate values.
-        local = jax.checkpoint(local, prevent_cse=False)
-        spec = self.plans.inside.spec
-        return jax.shard_map(local, mesh=self.plans.grid.mesh, in_specs=spec, out_specs=spec, check_vma=False)(h)
+    def local(h):
+        if not gated:
+            return function(h)
+        gate, up = jnp.split(h, 2, axis=-1)
+        return function(gate) * up
+
+    # Recomputing an activation costs less than saving its intermediate values.
+    local = jax.checkpoint(local, prevent_cse=False)
+    spec = plans.inside.spec
+    return jax.shard_map(local, mesh=plans.grid.mesh, in_specs=spec, out_specs=spec, check_vma=False)(h)

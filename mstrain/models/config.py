@@ -6,6 +6,7 @@ from typing import Any
 
 from mstrain.layers.mlp import ACTIVATIONS
 from mstrain.layers.rotary import check_scaling, rotated_width
+from mstrain.layers.router import SCORES, RouterConfig
 
 # Construction replaces null by a number, so type checkers see an int.
 if typing.TYPE_CHECKING:
@@ -18,7 +19,13 @@ CHOICES = {
     "position": ("learned", "rotary", "alibi", "none"),
     "bias": ("none", "qkv", "attention", "all"),
     "activation": tuple(ACTIVATIONS),
+    "router": SCORES,
 }
+SIZES = ("layers", "width", "heads", "num_kv_heads", "head_dim", "mlp_dim", "vocab_size", "context", "experts")
+TRAINING_FIELDS = ("balance_loss", "router_z_loss", "balance_rate")  # they do not change what a model computes
+EXPERT_FIELDS = (
+    "experts_per_token", "router", "router_normalized", "router_scale", *TRAINING_FIELDS, "expert_capacity",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +99,27 @@ class ModelConfig:
     window_pattern: str = "LG"
     """Layers with the window (`L`, local) and without (`G`, global), repeated over the depth: `LG` starts with a local
     layer (Gemma 2), `LLLLLG` (Gemma 3), `L` for all layers (Mistral)."""
+    experts: int | None = None
+    """Experts of every MLP (E), each with `mlp_dim` hidden features; null for a dense MLP."""
+    experts_per_token: int = 2
+    """Experts that compute a token (K)."""
+    router: str = "softmax"
+    """Scores by which a token chooses experts, of all of them: `softmax` or `sigmoid`."""
+    router_normalized: bool = True
+    """Whether the scores of the chosen experts are divided by their sum; with softmax, a softmax over the chosen."""
+    router_scale: float = 1.0
+    """Factor on the weights of the chosen experts."""
+    balance_loss: float = 0.0
+    """Factor of the loss E x sum over experts of (share of the choices) x (mean share of the scores), a mean over the
+    layers and tokens of a microbatch; 1 if the load is even. The reported loss is without it. 0 for none."""
+    router_z_loss: float = 0.0
+    """Factor of the mean of logsumexp(router logits) squared, which keeps these small; 0 for none."""
+    balance_rate: float = 0.0
+    """Change per step of a bias that is added to the scores for the choice only: up for experts with less than the mean
+    load, down for others (balance without a loss). 0 for none."""
+    expert_capacity: float | None = None
+    """Tokens that an expert computes at most, over the mean per expert of a microbatch; later tokens are not computed
+    by it. Null computes all."""
 
     def __post_init__(self):
         for field, choices in CHOICES.items():
@@ -99,7 +127,7 @@ class ModelConfig:
                 raise ValueError(
                     f"model.{field}={getattr(self, field)!r} is unknown. Choose one of {', '.join(choices)}."
                 )
-        for field in ("layers", "width", "heads", "num_kv_heads", "head_dim", "mlp_dim", "vocab_size", "context"):
+        for field in SIZES:
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise ValueError(f"model.{field}={value} must be at least 1.")
@@ -117,6 +145,7 @@ class ModelConfig:
                 f"Choose one of {[k for k in range(1, self.heads + 1) if self.heads % k == 0]}."
             )
         self._check_rotary()
+        self._check_experts()
         if not set(self.window_pattern) <= set("LG") or not self.window_pattern:
             raise ValueError(
                 f"model.window_pattern={self.window_pattern!r} is unknown. Type letters L and G, such as LG."
@@ -134,6 +163,39 @@ class ModelConfig:
                 f"Rotary positions need an even number of features, not {width}: {part}head_dim={self.head_dim}. "
                 "Set model.head_dim."
             )
+
+    def _check_experts(self) -> None:
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        if self.experts is None:
+            for field in EXPERT_FIELDS:
+                if getattr(self, field) != defaults[field]:
+                    raise ValueError(
+                        f"model.{field}={getattr(self, field)} has no effect: the MLP is dense. Remove it, or type "
+                        "model.experts=8."
+                    )
+            return
+        if not 1 <= self.experts_per_token <= self.experts:
+            raise ValueError(
+                f"model.experts_per_token={self.experts_per_token} is not from 1 to the {self.experts} experts. Type "
+                f"model.experts_per_token={min(2, max(self.experts, 1))}."
+            )
+        for field in ("balance_loss", "router_z_loss", "balance_rate"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"model.{field}={getattr(self, field)} is negative. Type 0 for none.")
+        if self.expert_capacity is not None and self.expert_capacity <= 0:
+            raise ValueError(f"model.expert_capacity={self.expert_capacity} must be above 0. Type null for no limit.")
+        if self.bias == "all":
+            raise ValueError("model.bias=all has no biases for experts. Type model.bias=attention, or none.")
+
+    @property
+    def routing(self) -> RouterConfig | None:
+        """How tokens choose experts; None for a dense MLP. Losses are means over layers."""
+        if self.experts is None:
+            return None
+        return RouterConfig(
+            self.experts, self.experts_per_token, self.router, self.router_normalized, self.router_scale,
+            self.balance_loss / self.layers, self.router_z_loss / self.layers, self.expert_capacity,
+        )  # fmt: skip
 
     def _automatic_sizes(self) -> dict[str, int]:
         """Values of the sizes that are null."""

@@ -4,7 +4,9 @@ Counts matrix products only, with two FLOPs per multiply-add. Recomputation (rem
 embedding lookup are not counted. L layers, D width, N query and K key-value heads of
 width H, F MLP width, V vocabulary, T tokens per sequence. Forward, per token:
 
-    products   2 * (L * (D * (N + 2 K) * H + N * H * D + m * D * F) + D * V)   m = 3 for a gated MLP, else 2
+    products   2 * (L * (D * (N + 2 K) * H + N * H * D + m * D * F) + D * V)   m = 3 for a gated MLP, else 2;
+                                                                               of experts, those of a token
+                                                                               and the router, D * experts
     attention  4 * L * N * H * T   convention `full`: all T x T scores (PaLM paper, appendix B)
                2 * L * N * H * T   convention `causal`: the half that the mask keeps
 
@@ -19,13 +21,16 @@ ATTENTION_CONVENTIONS = {"full": 1.0, "causal": 0.5}  # share of the T x T score
 
 
 def matmul_parameters(model: ModelConfig) -> int:
-    """Number of parameters of the matrix products: all kernels and the output projection, tied or not.
+    """Number of parameters of a token's matrix products: all kernels and the output projection, tied or not. Of
+    experts, those that compute the token count.
 
     Raises ValueError if the vocabulary is left to the tokenizer.
     """
     heads, kv = model.heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = model.width * (heads + 2 * kv) + heads * model.width
     mlp = (3 if model.gated else 2) * model.width * model.mlp_dim
+    if model.experts:
+        mlp = model.experts_per_token * mlp + model.width * model.experts
     return model.layers * (attention + mlp) + model.width * model.known_vocab_size
 
 

@@ -34,7 +34,7 @@ from mstrain.models.context import CONTEXT, check_one_order, choose_exchange, se
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
 from mstrain.models.products import ATTENTION, HALVES, MLP, Sizes, block_products
 from mstrain.models.sharding import check_shard
-from mstrain.models.stages import AXIS, PipelineConfig, Stages, make_stages
+from mstrain.models.stages import AXIS, PipelineConfig, Stages, check_division, make_stages
 from mstrain.models.token_order import TokenOrder
 
 LANES = 128  # of a TPU's vector registers; slices of the last dim in multiples of it need no relayout
@@ -135,6 +135,10 @@ class ModelPlan:
         return -vocab_size % unit
 
 
+def _or(values) -> str:
+    return " or ".join(values)
+
+
 def _sole(names: set[str | None]) -> str | None:
     return names.pop() if len(names) == 1 else None
 
@@ -168,22 +172,9 @@ def make_plan(
     check_effect(parallel, set(itertools.chain(*algorithms)))
     stages = make_stages(pipeline, mesh.shape[AXIS], model.layers)
     if stages:
-        _check_stages(algorithms, shard)
+        check_division(stages, algorithms, shard, model)
     plan = _Planner(parallel, model, mesh, microbatch, seq, chip, constants, shard).plan(algorithms)
     return dataclasses.replace(plan, stages=stages)
-
-
-def _check_stages(algorithms: list[tuple[str, str]], shard: str) -> None:
-    if len(set(algorithms)) > 1:
-        raise ValueError(
-            "parallel.layers gives layers different algorithms, and the stages of a pipeline run one program. Remove "
-            "parallel.layers, or type a mesh= without stage."
-        )
-    if shard == "parameters":
-        raise ValueError(
-            "shard=parameters gathers weights layer by layer, and a pipeline would gather them for every microbatch. "
-            "Type shard=gradients or shard=optimizer, or a mesh= without stage."
-        )
 
 
 def _overlaps_nothing(mesh: Mesh | AbstractMesh) -> bool:
@@ -304,17 +295,30 @@ class _Planner:
         return PlanPair(into, out)
 
     def _flow(self, algorithm: str, in_dim: int, out_dim: int, what: str) -> str:
-        kind = find_algorithm(algorithm)
+        kind, grouped = find_algorithm(algorithm), self._is_grouped(what)
         if kind.only_dataflow:
             return kind.only_dataflow
         if self.parallel.dataflow != "auto":
+            if grouped and self.parallel.dataflow not in kind.grouped:
+                raise ValueError(
+                    f"parallel.dataflow={self.parallel.dataflow}: {algorithm} has no such products of experts. Type "
+                    f"parallel.dataflow={_or(kind.grouped)}, or parallel.mlp=collective."
+                )
             return self.parallel.dataflow
-        if kind.sliced and what in self.tuned:
+        if kind.sliced and what in self.tuned and not (grouped and self.tuned[what].dataflow == "rs"):
             return self.tuned[what].dataflow
+        if grouped:  # the hidden side has a row for every choice
+            rows = (1, self.model.experts_per_token)
+            before, after = rows if what == "mlp in" else rows[::-1]
+            return "os" if after * out_dim > before * in_dim else "ls"
         return "os" if out_dim > in_dim else "ls"
 
+    def _is_grouped(self, what: str) -> bool:
+        """Whether a product is one of experts."""
+        return self.model.experts is not None and what.startswith(MLP)
+
     def _sliced(self, plan: Plan, in_dim: int, out_dim: int, sequences: int, what: str) -> Plan:
-        if plan.kind.sliced:
+        if plan.kind.sliced and not (plan.dataflow == "rs" and self._is_grouped(what)):
             if self.parallel.slices == "auto":
                 legal = legal_slices(plan.dataflow, in_dim, out_dim, sequences, plan.grid.num_rows, plan.grid.num_cols)
                 slices = self._automatic_slices(legal, plan, in_dim, out_dim, what)

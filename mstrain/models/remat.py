@@ -14,6 +14,7 @@ from mstrain.models.config import ModelConfig
 DOTS = ("attention-in", "attention", "attention-out", "mlp-in", "mlp-out")
 NAMES = ("layer-input", "attention-norm", "mlp-norm", *DOTS)
 """Input of a layer, results of the norms before its halves, of the products into and out of them, of attention."""
+CHOICES = "router"  # the experts of every token, always kept: computed again, they might differ
 MOMENTS = "moments"  # of the optimizer, which offload= also takes
 POLICIES = {
     "dots": DOTS,
@@ -53,7 +54,7 @@ def policy_of(remat: str, offload: str | None):
     if saved is None:
         return None
     offloaded = [name for name in offloaded_names(offload) if name != MOMENTS]
-    policies = jax.checkpoint_policies
+    saved, policies = (*saved, CHOICES), jax.checkpoint_policies
     if not offloaded:
         return policies.save_only_these_names(*saved)
     return policies.save_and_offload_only_these_names(
@@ -82,8 +83,9 @@ def cheapest_that_fits(fits: Callable[[str], bool]) -> str:
 def kept_features(model: ModelConfig, remat: str, offload: str | None = None) -> int:
     """Features per token and layer that a layer keeps on the device with `remat` other than `none`, its input too."""
     heads, keys = model.heads * model.head_dim, model.num_kv_heads * model.head_dim
+    hidden = model.mlp_dim * (model.experts_per_token if model.experts else 1)
     widths = dict.fromkeys(NAMES, model.width) | {
-        "attention-in": heads + 2 * keys, "attention": heads, "mlp-in": model.mlp_dim * (2 if model.gated else 1),
+        "attention-in": heads + 2 * keys, "attention": heads, "mlp-in": hidden * (2 if model.gated else 1),
     }  # fmt: skip
     kept = {"layer-input", *(saved_names(remat) or ())} - set(offloaded_names(offload))
     if not model.post_norm:  # what is only added to the residual stream is not needed again

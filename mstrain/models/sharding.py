@@ -35,9 +35,9 @@ def check_shard(shard: str, mesh) -> None:
 
 
 def sharded_box(box: Stored, mesh: Mesh) -> Stored:
-    """`box` sharded over the axes `SHARED` too, on a dim of its own and not that of stacked layers."""
+    """`box` sharded over the axes `SHARED` too, on a dim of its own and not that of stacked layers or experts."""
     shape = box.value.shape
-    return box.replace(spec=shard_over_data(box.spec, shape, mesh, len(shape) - len(box.storage.shape)))
+    return box.replace(spec=shard_over_data(box.spec, shape, mesh, len(shape) - min(2, len(box.storage.shape))))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -9,6 +9,7 @@ import dataclasses
 import re
 
 from mstrain.checks import one_of
+from mstrain.models.config import ModelConfig
 from mstrain.parallel.schedules import SCHEDULES
 
 AXIS = "stage"
@@ -121,3 +122,22 @@ def make_stages(config: PipelineConfig, count: int, layers: int) -> Stages | Non
             f'{chunks} chunks with {layers} layers. Type pipeline.layers="{" ".join(map(str, even.layers))}".'
         )
     return Stages(count, schedule, stated)
+
+
+def check_division(stages: Stages, algorithms: list[tuple[str, str]], shard: str, model: ModelConfig) -> None:
+    """Raises ValueError for layers that the stages of a pipeline do not support."""
+    if min(stages.rows) < 0 and (model.balance_loss or model.router_z_loss):
+        raise ValueError(
+            f"model.balance_loss and model.router_z_loss need as many layers in every stage, not {stages}. Type a "
+            "mesh= with a number of stages that divides the layers, or model.balance_rate=0.001 instead."
+        )
+    if len(set(algorithms)) > 1:
+        raise ValueError(
+            "parallel.layers gives layers different algorithms, and the stages of a pipeline run one program. Remove "
+            "parallel.layers, or type a mesh= without stage."
+        )
+    if shard == "parameters":
+        raise ValueError(
+            "shard=parameters gathers weights layer by layer, and a pipeline would gather them for every microbatch. "
+            "Type shard=gradients or shard=optimizer, or a mesh= without stage."
+        )

@@ -17,6 +17,7 @@ from mstrain.layers.attention import Attention, QkNorm, segment_positions
 from mstrain.layers.attention_kernels import AttentionConfig
 from mstrain.layers.dense import Inits
 from mstrain.layers.embedding import Embedding, Positions
+from mstrain.layers.experts import BALANCE, Experts
 from mstrain.layers.loss import HeadKernel, LogitsHead, cross_entropy
 from mstrain.layers.mlp import Mlp
 from mstrain.layers.norm import Norm, NormConfig
@@ -42,7 +43,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x_TxD, window, segments_T=None, past=None):
         """(x_TxD, None), or with `past` (x_TxD, KeysValues of these tokens)."""
-        module, mlp, new = self._attention(), self._mlp(), []
+        module, mlp, new = self._attention(), self._mlp(segments_T), []
 
         def attention(h_TxD, seq, window):
             if past is None:
@@ -106,8 +107,13 @@ class Block(nn.Module):
             return None
         return Rotary(m.rotary_base, m.rotary_fraction, m.rotary_scaling, m.local_rotary_base)
 
-    def _mlp(self):
-        m, sizes = self.model, self.plan.sizes
+    def _mlp(self, segments_T):
+        m, sizes, routing = self.model, self.plan.sizes, self.model.routing
+        if routing:
+            experts = Experts(
+                self.plan.mlp, sizes.width, sizes.hidden, m.activation, m.gated, self._inits(), routing, name="mlp"
+            )
+            return lambda x_TxD: experts(x_TxD, None if segments_T is None else segments_T >= 0)
         return Mlp(
             self.plan.mlp, sizes.width, sizes.hidden, m.activation, m.gated, m.bias == "all", self._inits(), name="mlp"
         )
@@ -185,14 +191,14 @@ class Transformer(nn.Module):
         """Input of the final norm, x_TxD of padded tokens and features."""
         if self.plan.stages and not self.is_initializing():
             stack, x_TxD = self.variables["params"]["blocks_0"], self.embed(tokens_T, segments_T)
-            segments_T = None if segments_T is None else self.in_order(segments_T)
+            segments_T = self.ordered_segments(segments_T, len(tokens_T))
             return self.stage_layers().one_by_one(stack, x_TxD, segments_T)
         return self._run(tokens_T, segments_T)[0]
 
     def _run(self, tokens_T, segments_T, past: Past | None = None):
         """(output of the last layer, KeysValues of every group); the latter are None without `past`."""
         x_TxD = self.embed(tokens_T, segments_T, past)
-        segments_T = None if segments_T is None else self.in_order(segments_T)
+        segments_T = self.ordered_segments(segments_T, len(tokens_T))
         windows, first, new = self._windows(), 0, []
         for i, (blocks, (block, count)) in enumerate(zip(self.blocks, self.plan.groups, strict=True)):
             x_TxD = move(x_TxD, block.attention.residual, block)
@@ -244,14 +250,26 @@ class Transformer(nn.Module):
         positions = places_BxT if segments_T is None else segment_positions(segments_T.reshape(shape))
         return self.in_order(positions.reshape(-1))
 
-    def in_order(self, tokens_T):
-        """Tokens in the order of the plan, with sequences of zeros appended until all devices have as many.
+    def in_order(self, tokens_T, fill: int = 0):
+        """Tokens in the order of the plan, with sequences of `fill` appended until all devices have as many.
 
         Losses and gradients omit these.
         """
-        sequences = len(tokens_T) // self.seq
-        padded = jnp.pad(tokens_T, (0, (self.plan.padded_sequences(sequences) - sequences) * self.seq))
+        padded = jnp.pad(tokens_T, (0, self._padding(len(tokens_T))), constant_values=fill)
         return self.plan.order.apply(padded.reshape(-1, self.seq))
+
+    def ordered_segments(self, segments_T, tokens: int):
+        """Segments of so many tokens `in_order`, below 0 in padding. Without segments None, but not where experts count
+        tokens and some are padding."""
+        if segments_T is None:
+            if not (self.model.experts and self._padding(tokens)):
+                return None
+            segments_T = jnp.zeros(tokens, jnp.int32)
+        return self.in_order(segments_T, -1)
+
+    def _padding(self, tokens: int) -> int:
+        sequences = tokens // self.seq
+        return (self.plan.padded_sequences(sequences) - sequences) * self.seq
 
     def _logits_head(self) -> LogitsHead:
         m = self.model
@@ -293,10 +311,12 @@ def move(x_TxD, layout: Layout, plan: BlockPlan | ModelPlan):
 
 @functools.cache
 def count_parameters(model: ModelConfig) -> int:
-    """Exact number of parameters, from shapes, without allocation.
+    """Exact number of parameters, from shapes, without allocation; biases of routers, which no gradient trains, do not
+    count.
 
     Raises ValueError if the vocabulary is left to the tokenizer.
     """
     module = Transformer(model, canonical_plan(model), seq=1)
     shapes = jax.eval_shape(module.init, jax.random.key(0), jax.ShapeDtypeStruct((1,), jnp.int32))
-    return sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    return sum(leaf.size for path, leaf in leaves if BALANCE not in [getattr(key, "key", None) for key in path])

@@ -23,6 +23,8 @@ FAMILIES = {
     "llama3": "Llama 3",
     "qwen3": "Qwen 3",
     "gemma2": "Gemma 2",
+    "mixtral": "Mixtral",
+    "olmoe": "OLMoE",
 }
 
 

@@ -44,17 +44,15 @@ def orthogonalize() -> optax.GradientTransformationExtraArgs:
 
 def _orthogonal(x, box: Stored, mesh: Mesh, dtype):
     """Of the matrices in `x`, a layer at a time; stages of a pipeline work side by side."""
-    grid, scale = _grid(box, mesh), RMS * math.sqrt(max(box.storage.shape))
+    grid, scale = _grid(box, mesh), RMS * math.sqrt(max(box.storage.shape[-2:]))
 
-    def of_matrix(x):
-        return scale * _newton_schulz(x, grid, dtype)
+    def of_matrices(x):
+        return scale * _newton_schulz(x, grid, dtype) if x.ndim == 2 else lax.map(of_matrices, x)
 
-    if x.ndim == 2:
-        return of_matrix(x)
-    if box.spec[0] != STAGE:
-        return lax.map(of_matrix, x)
+    if x.ndim == 2 or box.spec[0] != STAGE:
+        return of_matrices(x)
     by_stage = x.reshape(mesh.shape[STAGE], -1, *x.shape[1:])
-    return jax.vmap(lambda x: lax.map(of_matrix, x), spmd_axis_name=STAGE)(by_stage).reshape(x.shape)
+    return jax.vmap(of_matrices, spmd_axis_name=STAGE)(by_stage).reshape(x.shape)
 
 
 def _grid(box: Stored, mesh: Mesh) -> Grid:

@@ -191,5 +191,5 @@ def _scale_by_schedule(kind: str) -> optax.GradientTransformationExtraArgs:
 
 
 def decay_mask(params):
-    """True for kernels and embedding tables, false for norm scales and biases."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "table"), params)
+    """True for kernels, routers and embedding tables, false for norm scales and biases."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("kernel", "table", "router"), params)

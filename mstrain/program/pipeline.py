@@ -171,7 +171,11 @@ class _Pipeline:
 
     def _segments_of(self, microbatch_P):
         """Segments of one microbatch for every stage."""
-        return None if self.segments is None else jax.vmap(self.module.in_order)(self.segments[microbatch_P])
+        segments, tokens = None if self.segments is None else self.segments[microbatch_P], self.inputs.shape[1]
+        if segments is not None:
+            return jax.vmap(lambda segments: self.module.ordered_segments(segments, tokens))(segments)
+        same = self.module.ordered_segments(None, tokens)
+        return None if same is None else jnp.broadcast_to(same, (len(microbatch_P), len(same)))
 
     def _forward(self, carry, of, ends, ever):
         x = carry["x"]

@@ -24,6 +24,7 @@ from mstrain.models.parameters import (
     parameter_shardings,
 )
 from mstrain.models.transformer import Transformer
+from mstrain.program.balance import load_metrics, shift_biases, take_loads
 from mstrain.program.canonical_update import OnCanonical, init_moments, spread, update
 from mstrain.program.offload import offloads_moments, on_device, on_host
 from mstrain.program.pipeline import pipelined_gradients
@@ -97,19 +98,21 @@ def make_step(module: Transformer, optimizer: optax.GradientTransformation):
     """The compiled `step(state, batch, schedule) -> (state, metrics)`; it donates its argument `state`.
 
     `schedule` is from `mstrain.program.optimizer.schedule_of`; an optimizer of Optax ignores it. Metrics, float32
-    scalars: `loss` before the update, `grad_norm` before clipping, and `skipped`, 1 when one of the two is not finite.
+    scalars: `loss` before the update, `grad_norm` before clipping, and `skipped`, 1 when one of the two is not finite;
+    of experts those of `mstrain.program.balance.load_metrics`.
     Parameters and moments are then unchanged; step counters still increase.
     """
 
     def step(state: State, batch: Batch, schedule):
         state = on_device(module, state)
-        loss, grads = gradients(module, state["params"], batch)
+        loss, slopes = gradients(module, state["params"], batch)
+        grads, loads = take_loads(module, slopes)
         updates, moments = update(module, optimizer, grads, state, schedule)
-        params = optax.apply_updates(state["params"], updates)
+        params = shift_biases(module, optax.apply_updates(state["params"], updates), slopes)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         new = {"step": state["step"] + 1, "params": params, "optimizer": moments}
-        metrics = {"loss": loss, "grad_norm": norm, "skipped": 1.0 - finite}
+        metrics = {"loss": loss, "grad_norm": norm, "skipped": 1.0 - finite, **load_metrics(loads)}
         return jax.tree.map(lambda new, old: _unless_bad(finite, new, old), new, state), metrics
 
     shardings = state_shardings(module, optimizer)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -66,7 +67,7 @@ class Reporter:
 
     def step(self, step: int, metrics: dict) -> None:
         """Waits for the metrics of `step` and reports them."""
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        values = {name: np.asarray(value).tolist() for name, value in jax.device_get(metrics).items()}
         now = time.perf_counter()
         seconds = max(now - self._since - self._paused, 1e-9)
         processor = time.process_time()
@@ -132,7 +133,7 @@ class Reporter:
             if failures := self._files.failures + output.failures():
                 logged["observer_failures"] = failures.total()
             self._metrics.append({"step": step, **logged})
-            shown = {f"train/{name}": value for name, value in values.items() if value is not None}
+            shown = {f"train/{name}": value for name, value in _scalars(values).items() if value is not None}
             self.scalars(step, shown)
         mfu = "" if values["mfu"] is None else f"  MFU {values['mfu']:.1%}"
         predicted = values.get("predicted_step_seconds")
@@ -152,4 +153,17 @@ class Reporter:
 def _plain(values: dict) -> dict:
     """Values for JSON: null instead of NaN and infinity, and `skipped` only for skipped steps."""
     kept = {name: value for name, value in values.items() if name != "skipped" or value}
-    return {name: value if value is None or math.isfinite(value) else None for name, value in kept.items()}
+
+    def plain(value):
+        if isinstance(value, list):
+            return [plain(each) for each in value]
+        return value if value is None or math.isfinite(value) else None
+
+    return {name: plain(value) for name, value in kept.items()}
+
+
+def _scalars(values: dict) -> dict:
+    """Values with one key for every entry of a list."""
+    single = {name: value for name, value in values.items() if not isinstance(value, list)}
+    lists = {name: value for name, value in values.items() if isinstance(value, list)}
+    return single | {f"{name}/{i}": each for name, value in lists.items() for i, each in enumerate(value)}

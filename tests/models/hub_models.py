@@ -13,6 +13,7 @@ _LLAMA3 = dict(
     rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )  # fmt: skip
+_ROPE = dict(rope_type="default", rope_theta=500.0)
 _GEMMA = _SIZES | dict(head_dim=8, sliding_window=4)
 CONFIGS = {
     "gpt2": lambda: transformers.GPT2Config(
@@ -39,6 +40,13 @@ CONFIGS = {
         **_SIZES, sliding_window=6, rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
     ),
     "olmo2": lambda: transformers.Olmo2Config(**_SIZES),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **_SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None, rope_parameters=_ROPE
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **_SIZES, head_dim=8, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True
+    ),
+    "olmoe": lambda: transformers.OlmoeConfig(**_SIZES, num_experts=4, num_experts_per_tok=2, norm_topk_prob=False),
     "starcoder2": lambda: transformers.Starcoder2Config(**_SIZES, sliding_window=None),
 }  # fmt: skip
 

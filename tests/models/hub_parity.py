@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from safetensors.numpy import load_file
+from transformers.core_model_loading import revert_weight_conversion
 
 from mstrain.mesh import emulate_devices, make_mesh, parse_mesh
 from mstrain.models.hub.folder import Folder
@@ -78,7 +79,8 @@ def _theirs(model, tokens, targets):
     tokens, targets = (torch.tensor(x, dtype=torch.long) for x in (tokens, targets))
     logits = model(tokens).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
-    return logits.detach().numpy(), {name: weight.grad.numpy() for name, weight in model.named_parameters()}
+    slopes = {name: weight.grad for name, weight in model.named_parameters()}
+    return logits.detach().numpy(), {n: x.numpy() for n, x in revert_weight_conversion(model, slopes).items()}
 
 
 def _tensors(folder: pathlib.Path) -> dict[str, tuple]:

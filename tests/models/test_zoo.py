@@ -37,6 +37,11 @@ EXACT = {  # totals of the published weights
     "gemma2_2b": 2_614_341_888,
     "gemma2_9b": 9_241_705_984,
     "gemma2_27b": 27_227_128_320,
+    "mixtral_8x7b": 46_702_792_704,
+    "mixtral_8x22b": 140_620_634_112,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
+    "olmoe_7b": 6_919_161_856,
 }
 PRINTED = {  # totals as papers print them, and how far the print may be from the truth
     "gpt3_125m": (125e6, 0.5e6),
@@ -62,6 +67,8 @@ HEADS = {  # heads and their width, as published
     "qwen3_0_6b": (16, 128), "qwen3_1_7b": (16, 128), "qwen3_4b": (32, 128),
     "qwen3_8b": (32, 128), "qwen3_14b": (40, 128), "qwen3_32b": (64, 128),
     "gemma2_2b": (8, 256), "gemma2_9b": (16, 256), "gemma2_27b": (32, 128),
+    "mixtral_8x7b": (32, 128), "mixtral_8x22b": (48, 128), "qwen3_30b_a3b": (32, 128), "qwen3_235b_a22b": (64, 128),
+    "olmoe_7b": (16, 128),
 }  # fmt: skip
 # norm, position, activation; epsilon, context, rotary base, window; qk norm, post norm, parallel block
 CHOICES = {
@@ -73,6 +80,8 @@ CHOICES = {
     "llama3": ("rmsnorm", "rotary", "silu", 1e-5, 8192, 5e5, None, False, False, False),
     "qwen3": ("rmsnorm", "rotary", "silu", 1e-6, 32768, 1e6, None, True, False, False),
     "gemma2": ("rmsnorm", "rotary", "gelu_tanh", 1e-6, 8192, 1e4, 4096, False, True, False),
+    "mixtral": ("rmsnorm", "rotary", "silu", 1e-5, 32768, 1e6, None, False, False, False),
+    "olmoe": ("rmsnorm", "rotary", "silu", 1e-5, 4096, 1e4, None, True, False, False),
 }
 WITHOUT_VOCABULARY = {"small", "tiny"}
 

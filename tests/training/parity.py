@@ -2,8 +2,8 @@
 
 `python -m tests.training.parity` prints the largest relative difference of loss and gradient norm from the
 run on one device, for every mesh, algorithm, stage of shard=, pipeline and optimizer; `... parity optimizers` one table
-of them (grid, variants, sharded, context, pipelined, optimizers). The suite runs a subset that covers each mesh
-and algorithm at least twice (test_parity.py).
+of them (grid, variants, sharded, context, pipelined, optimizers, experts). The suite runs a subset that covers each
+mesh and algorithm at least twice (test_parity.py).
 """
 
 import dataclasses
@@ -89,6 +89,11 @@ FAMILIES = {
         position="rotary", activation="gelu_tanh", gated=True, bias="none", post_norm=True, unit_offset_norm=True,
         scaled_embedding=True, attention_soft_cap=50.0, logit_soft_cap=30.0, window=6, window_pattern="LG",
     ),
+    "mixtral": ModelConfig(
+        "mixtral", layers=2, width=32, heads=8, num_kv_heads=4, mlp_dim=48, vocab_size=VOCABULARY, norm="rmsnorm",
+        position="rotary", activation="silu", gated=True, bias="none", tied=False, experts=4, balance_loss=0.02,
+        router_z_loss=1e-3, balance_rate=1e-3,
+    ),
 }  # fmt: skip
 
 
@@ -153,7 +158,7 @@ def context_cases() -> list[Case]:
 def pipelined_cases() -> list[Case]:
     """Every schedule on two to four stages: uneven ones, tied tables, all algorithms, microbatches, remat, shard."""
     gpipe, one, interleaved = map(PipelineConfig, SCHEDULES)
-    gpt2, llama, gemma = FAMILIES.values()
+    gpt2, llama, gemma, _ = FAMILIES.values()
     return [
         Case("stage2", ParallelConfig("collective"), 2, pipeline=gpipe, model=gpt2),
         Case("stage2-col2", ParallelConfig("megatron"), 4, pipeline=one, model=llama),
@@ -171,11 +176,30 @@ def pipelined_cases() -> list[Case]:
     ]
 
 
+def expert_cases() -> list[Case]:
+    """Layers of experts with losses and biases that keep their load even: every algorithm, ZeRO, stages, context."""
+    model = FAMILIES["mixtral"]
+    return [
+        Case("2x4", ParallelConfig(slices="2"), model=model),
+        Case("2x2x2", ParallelConfig("collective", dataflow="rs"), shard="parameters", model=model),
+        Case("stage2-row2-col2", ParallelConfig(), 1, pipeline=PipelineConfig("gpipe"), model=model),
+        Case("1x1", ParallelConfig("meshslice", slices="2", dataflow="os"), model=model),
+        Case("4x2", ParallelConfig("wang"), remat="full", model=model),
+        Case("4x2", ParallelConfig("summa"), remat="dots", model=model),
+        Case("1x8", ParallelConfig("megatron"), model=model),
+        Case("8x1", ParallelConfig("fsdp"), model=model),
+        Case("2x2x2", ParallelConfig("cannon"), shard="optimizer", model=model),
+        Case("2x2x2", ParallelConfig("gspmd"), model=model),
+        Case("2x2x2", ParallelConfig("collective", mlp="megatron"), shard="gradients", model=model),
+        Case("context2-row2-col2", ParallelConfig("collective", rows="context", context="ring"), model=model),
+    ]
+
+
 def optimizer_cases() -> list[Case]:
     """Every other optimizer, and moments in bf16, on meshes of every kind."""
     muon, adafactor, lion = (dataclasses.replace(OPTIMIZER, name=name) for name in ("muon", "adafactor", "lion"))
     stochastic = dataclasses.replace(OPTIMIZER, moments="bf16", rounding="stochastic")
-    gpt2, _, gemma = FAMILIES.values()
+    gpt2, _, gemma, _ = FAMILIES.values()
     return [
         case
         for optimizer in (muon, adafactor, lion, stochastic, dataclasses.replace(stochastic, name="muon"))
@@ -268,7 +292,7 @@ def difference(case: Case) -> np.ndarray:
 
 TABLES = {
     "variants": variant_cases, "sharded": sharded_cases, "context": context_cases, "pipelined": pipelined_cases,
-    "optimizers": optimizer_cases,
+    "optimizers": optimizer_cases, "experts": expert_cases,
 }  # fmt: skip
 
 

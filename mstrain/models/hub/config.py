@@ -5,7 +5,7 @@ import difflib
 import math
 from typing import Any
 
-from mstrain.models.config import ModelConfig
+from mstrain.models.config import EXPERT_FIELDS, TRAINING_FIELDS, ModelConfig
 from mstrain.models.hub.families import FAMILIES, NEUTRAL, Family
 
 LOCAL, ALL = "sliding_attention", "full_attention"
@@ -13,7 +13,10 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu", "swish": "silu",
     "relu": "relu",
 }  # fmt: skip
-_NUMBERS = {"norm_epsilon": float, "logit_soft_cap": float, "attention_soft_cap": float, "tied": bool}
+_NUMBERS = {
+    "norm_epsilon": float, "logit_soft_cap": float, "attention_soft_cap": float, "tied": bool,
+    "router_normalized": bool,
+}  # fmt: skip
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -48,6 +51,11 @@ def model_of(config: Any, name: str) -> tuple[Family, ModelConfig]:
     Raises ValueError for a model that mstrain does not have, with the key and value that it lacks.
     """
     family = _family_of(config)
+    for alias, key in family.aliases.items():
+        if alias in config:
+            if config.get(key, config[alias]) != config[alias]:
+                raise ValueError(f"{key}={config[key]!r} and {alias}={config[alias]!r} differ")
+            config = {key: config[alias], **{name: config[name] for name in config if name != alias}}
     reader = _Reader(config, family)
     if config.get("quantization_config"):
         raise ValueError("quantization_config: the weights are quantized. Use the folder of the original weights")
@@ -108,13 +116,15 @@ def family_for(model: ModelConfig) -> tuple[Family, dict[str, Any]]:
 def differing_fields(one: ModelConfig, other: ModelConfig) -> dict[str, tuple[Any, Any]]:
     """{field: (value in one, value in other)} of all fields that change the function that the models compute."""
     pairs = {field.name: (getattr(one, field.name), getattr(other, field.name)) for field in dataclasses.fields(one)}
-    unused = {"name"}
+    unused = {"name", *TRAINING_FIELDS}
     if one.position == other.position != "learned":
         unused.add("context")
     if one.position == other.position != "rotary":
         unused |= {"rotary_base", "rotary_fraction", "rotary_scaling"}
     if not (one.window or other.window):
         unused |= {"window_pattern", "local_rotary_base"}
+    if not (one.experts or other.experts):
+        unused |= set(EXPERT_FIELDS)
     if one.is_local == other.is_local:
         unused.add("window_pattern")
     return {name: pair for name, pair in pairs.items() if name not in unused and not _same(name, *pair, one)}

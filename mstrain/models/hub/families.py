@@ -33,6 +33,12 @@ _POST_NORMS = {
     "blocks_0/mlp_norm": "model.layers.{}.pre_feedforward_layernorm",
     "blocks_0/mlp_post_norm": "model.layers.{}.post_feedforward_layernorm",
 }
+_EXPERTS = {
+    "blocks_0/mlp/router": "model.layers.{}.mlp.gate",
+    "blocks_0/mlp/up": "model.layers.{0}.mlp.experts.{1}.gate_proj model.layers.{0}.mlp.experts.{1}.up_proj",
+    "blocks_0/mlp/down": "model.layers.{0}.mlp.experts.{1}.down_proj",
+}
+_CHOICE = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok", "router_normalized": "norm_topk_prob"}
 _LLAMA = {"norm": "rmsnorm", "norm_bias": False, "position": "rotary", "gated": True}
 _GEMMA = {**_LLAMA, "post_norm": True, "unit_offset_norm": True, "scaled_embedding": True}
 NEUTRAL: dict[str, Any] = {
@@ -59,6 +65,7 @@ class Family:
       modules: module of the canonical parameters -> modules of transformers, {} for the layer.
       keys: field of ModelConfig -> key of config.json with the same value.
       defaults: values of keys that config.json may omit.
+      aliases: other names of keys -> key.
       required: values that keys of config.json must have where they are given; other values are not supported.
       bias: `bias` of ModelConfig -> the keys of config.json that say so.
       window: how layers with a window are given: `none`, `all` (sliding_window), `types` (layer_types) or `last`
@@ -74,6 +81,7 @@ class Family:
     modules: dict[str, str] = dataclasses.field(default_factory=lambda: _MODULES)
     keys: dict[str, str] = dataclasses.field(default_factory=lambda: _SIZES)
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+    aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     required: dict[str, Any] = dataclasses.field(default_factory=dict)
     bias: dict[str, dict[str, bool]] = dataclasses.field(default_factory=lambda: _ATTENTION_BIAS)
     window: str = "none"
@@ -171,6 +179,32 @@ _ALL = (
         "olmo2", "Olmo2ForCausalLM",
         fixed={**_LLAMA, "qk_norm": True, "qk_norm_whole": True, "pre_norm": False, "post_norm": True},
         modules=_MODULES | _POST_NORMS, defaults={"rms_norm_eps": 1e-5},
+    ),
+    Family(
+        "mixtral", "MixtralForCausalLM", fixed=_LLAMA, bias={"none": {}}, window="all",
+        modules=_MODULES | {
+            "blocks_0/mlp/router": "model.layers.{}.block_sparse_moe.gate",
+            "blocks_0/mlp/up": "model.layers.{0}.block_sparse_moe.experts.{1}.w1 "
+            "model.layers.{0}.block_sparse_moe.experts.{1}.w3",
+            "blocks_0/mlp/down": "model.layers.{0}.block_sparse_moe.experts.{1}.w2",
+        },
+        keys=_SIZES | {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+        defaults={"sliding_window": None, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+                  "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        required={"router_jitter_noise": 0.0},
+    ),
+    Family(
+        "qwen3_moe", "Qwen3MoeForCausalLM", fixed={**_LLAMA, "qk_norm": True}, window="last",
+        modules=_MODULES | _EXPERTS, keys=_SIZES | _CHOICE | {"mlp_dim": "moe_intermediate_size"},
+        defaults={"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+                  "norm_topk_prob": False},
+        aliases={"num_local_experts": "num_experts"}, required={"decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
+    Family(
+        "olmoe", "OlmoeForCausalLM", fixed={**_LLAMA, "qk_norm": True, "qk_norm_whole": True},
+        modules=_MODULES | _EXPERTS, keys=_SIZES | _CHOICE,
+        defaults={"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "rms_norm_eps": 1e-5},
+        aliases={"num_local_experts": "num_experts"},
     ),
     Family(
         "starcoder2", "Starcoder2ForCausalLM",

@@ -103,14 +103,16 @@ class Folder:
     def _read(self, parts: tuple[Part, ...], shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
         """The part `index` of a canonical parameter of one layer, float32."""
         ranges = [place.indices(size)[:2] for place, size in zip(index, shape, strict=True)]
-        (first, last), lead = ranges[-1], [slice(*r) for r in ranges[:-1]]
-        out = np.empty([stop - start for start, stop in ranges], np.float32)
+        (first, last), lead = ranges[-1], [slice(*r) for r in ranges[-2:-1]]
+        out = np.zeros([stop - start for start, stop in ranges], np.float32)
         for part in parts:
             begin, end = max(first, part.begin), min(last, part.end)
-            if begin < end:
+            if begin < end and (part.expert is None or part.expert in range(*ranges[0])):
                 columns = slice(begin - part.begin, end - part.begin)
                 order = (columns, *lead) if part.transposed else (*lead, columns)
-                target = out[..., begin - first : end - first]
+                target = (out if part.expert is None else out[part.expert - ranges[0][0]])[
+                    ..., begin - first : end - first
+                ]
                 self._tensors[part.name].read_into(target.T if part.transposed else target, order)
         return out
 

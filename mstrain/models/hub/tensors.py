@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import jax
 
+from mstrain.layers.experts import BALANCE
 from mstrain.models.config import ModelConfig
 from mstrain.models.hub.families import Family
 from mstrain.models.parameters import STACK, canonical_model_shapes
@@ -20,6 +21,7 @@ class Part:
     Attributes:
       shape: of the tensor in the folder.
       transposed: whether the folder has the columns in its first dim.
+      expert: the expert whose kernel it is; None for what is not of one expert.
     """
 
     name: str
@@ -27,11 +29,15 @@ class Part:
     end: int
     shape: tuple[int, ...]
     transposed: bool
+    expert: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One canonical parameter: its path and, for each layer (one where it is not stacked), its parts."""
+    """One canonical parameter: its path and, for each layer (one where it is not stacked), its parts.
+
+    Without parts it is zero: the biases of routers that no gradient trains, of families without them.
+    """
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
@@ -51,15 +57,19 @@ def parameters_of(model: ModelConfig, family: Family) -> Iterator[Parameter]:
 def _parts(model: ModelConfig, family: Family, path: tuple[str, ...], shape, layer: int) -> tuple[Part, ...]:
     *module, leaf = path
     whole = "/".join(path)
+    if leaf == BALANCE and whole not in family.modules:
+        return ()
     suffix = "weight" if whole in family.modules else _SUFFIX[leaf]
-    modules = family.modules[whole if whole in family.modules else "/".join(module)].format(layer).split()
-    widths = shape[-1:] if len(modules) == 1 else _segments(model, module[-2])
-    transposed = family.transposed and leaf == "kernel" or path == ("head", "kernel")
-    parts, begin = [], 0
-    for name, width in zip(modules, widths, strict=True):
-        own = (*shape[:-1], width)
-        parts.append(Part(f"{name}.{suffix}", begin, begin + width, own[::-1] if transposed else own, transposed))
-        begin += width
+    template = family.modules[whole if whole in family.modules else "/".join(module)]
+    transposed = family.transposed and leaf in ("kernel", "router") or path == ("head", "kernel")
+    parts = []
+    for expert in range(shape[0]) if len(shape) == 3 else (None,):
+        modules, begin = template.format(layer, expert).split(), 0
+        widths = shape[-1:] if len(modules) == 1 else _segments(model, module[-2])
+        for name, width in zip(modules, widths, strict=True):
+            own, end = (*shape[-2:-1], width), begin + width
+            parts.append(Part(f"{name}.{suffix}", begin, end, own[::-1] if transposed else own, transposed, expert))
+            begin = end
     return tuple(parts)
 
 

@@ -15,11 +15,12 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from mstrain.layers.experts import BALANCE
 from mstrain.models.config import ModelConfig
 from mstrain.models.hub.families import Family
 from mstrain.models.hub.folder import CONFIG, INDEX, WEIGHTS
 from mstrain.models.hub.tensors import Part, parameters_of
-from mstrain.models.parameters import layer_of
+from mstrain.models.parameters import STACK, layer_of
 from mstrain.models.transformer import Transformer
 
 
@@ -88,6 +89,11 @@ def write_model(folder: Path, module: Transformer, params, target: Target, leads
 
     All processes call it together; the one that `leads` writes. Host memory is that of one file of weights.
     """
+    if (rate := module.model.balance_rate) and f"{STACK}/mlp/{BALANCE}" not in target.family.modules:
+        raise ValueError(
+            f"The routers have biases of model.balance_rate={rate:g}, and {target.family.model_type} has no tensor for "
+            "them. Train with model.balance_loss=0.01 in its place."
+        )
     parts = _all_parts(module.model, target)
     sizes = _sizes(parts, target)
     files = _files(sizes, target.shard_bytes)
@@ -117,7 +123,8 @@ def tensors_of(module: Transformer, params, target: Target) -> Iterator[tuple[st
         for layer, parts in enumerate(parameter.layers):
             canonical = layer_of(module, params, parameter.path, layer)
             for part in parts:
-                values = canonical[..., part.begin : part.end]
+                whole = canonical if part.expert is None else canonical[part.expert]
+                values = whole[..., part.begin : part.end]
                 values = values.T if part.transposed else values
                 yield part.name, np.ascontiguousarray(values, target.dtype_of(part.name))
 

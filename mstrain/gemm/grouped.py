@@ -1,0 +1,109 @@
+"""Products of tokens with the weights of the experts that they chose.
+
+A weight is [E, in, out] for E experts; its last two dims are sharded as those of a dense weight. All devices of a row
+of the grid have the same tokens and sort them by expert in the same way, so an algorithm keeps the collectives of its
+dense product and takes another local product (`GroupedDot` in place of `mstrain.gemm.local.dot`). A token chooses K
+experts. Rows of activations have one of three orders:
+
+* `TOKENS`: a row per token.
+* `CHOICES`: a row per token and expert that it chose, token by token.
+* `SORTED`: the rows of `CHOICES` sorted by expert.
+
+The local product repeats and sorts tokens after they are gathered, and adds the results of a token's experts before
+they are reduce-scattered, so collectives communicate tokens and not choices. Between the two products of an MLP rows
+are `SORTED`. With dataflow `rs`, which reduce-scatters them over rows of the grid, they are `CHOICES`.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mstrain.gemm.local import NN, NT, TN, dot
+
+TOKENS, CHOICES, SORTED = "tokens", "choices", "sorted"
+
+
+class Groups(NamedTuple):
+    """The choices of the tokens that a device multiplies, T tokens with K choices each, int32.
+
+    Attributes:
+      choices: [T * K], the choice in every sorted row; T * K in a row without one.
+      rows: [T * K], the sorted row of every choice; T * K for a choice that is dropped.
+      sizes: [E], number of sorted rows of each expert; rows after them are empty.
+    """
+
+    choices: jax.Array
+    rows: jax.Array
+    sizes: jax.Array
+
+    def sort(self, x, order: str):
+        """Sorted rows of x, which is in `order`; zeros in empty rows."""
+        if order == SORTED:
+            return x
+        chosen = len(self.rows) // len(x)  # K for tokens, 1 for choices
+        return x.at[self.choices // chosen].get(mode="fill", fill_value=0)
+
+    def unsort(self, y, order: str, chosen: int):
+        """Sorted rows y in `order`; for tokens the sum of the `chosen` rows of each."""
+        if order == SORTED:
+            return y
+        y = y.at[self.rows].get(mode="fill", fill_value=0)
+        return y if order == CHOICES else y.reshape(-1, chosen, y.shape[1]).sum(1, dtype=jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Order of the rows of the input and of the output of a product, and number of experts that a token chooses."""
+
+    before: str
+    after: str
+    chosen: int
+
+    @property
+    def reversed(self) -> "Rows":
+        return Rows(self.after, self.before, self.chosen)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedDot:
+    """`mstrain.gemm.local.dot` with one operand or the result [E, ., .]; float32 accumulation, rounded once.
+
+    Attributes:
+      groups: of the tokens in the operands.
+      rows: order of the rows of the first operand with tokens, and of the result or the second one.
+    """
+
+    groups: Groups
+    rows: Rows
+
+    def __call__(self, a, b, contract, dtype=None):
+        dtype = dtype or a.dtype
+        if a.ndim == 3:  # W A^T of dataflow rs
+            return self._tokens(b, a, contract, dtype).T
+        if b.ndim == 3:
+            return self._tokens(a.T, b, NN, dtype) if contract == TN else self._tokens(a, b, contract, dtype)
+        return self._weights(a.T if contract == NN else a, b, dtype)
+
+    def _tokens(self, a, w, contract, dtype):
+        """a W or, for NT, a W^T."""
+        dims = lax.RaggedDotDimensionNumbers((((1,), (2 if contract == NT else 1,)), ((), ())), [0], [0])
+        y = _ragged_dot(self.groups.sort(a, self.rows.before), w, self.groups.sizes, dims).astype(dtype)
+        return self.groups.unsort(y, self.rows.after, self.rows.chosen).astype(dtype)
+
+    def _weights(self, a, b, dtype):
+        """a^T b of the tokens of every expert."""
+        dims = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+        a, b = self.groups.sort(a, self.rows.before), self.groups.sort(b, self.rows.after)
+        return _ragged_dot(a, b, self.groups.sizes, dims).astype(dtype)
+
+
+def dot_of(groups: Groups | None, rows: Rows | None):
+    """The local product of dense weights, or of those of experts."""
+    return dot if groups is None or rows is None else GroupedDot(groups, rows)
+
+
+def _ragged_dot(a, b, sizes, dims):
+    return lax.ragged_dot_general(a, b, sizes, dims, preferred_element_type=jnp.float32)

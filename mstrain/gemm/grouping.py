@@ -1,0 +1,70 @@
+"""Sorts the tokens of every device by the experts that they chose, for the grouped products of a plan."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from mstrain.gemm.grouped import CHOICES, SORTED, TOKENS, Groups, Rows
+from mstrain.gemm.local import all_gather, axis_index
+from mstrain.gemm.plan import Plan
+
+
+def groups_spec(plan: Plan) -> Groups:
+    """The specs of `Groups` for products of `plan`: with dataflow `rs` those of all tokens of a copy."""
+    axes = plan.grid.copies if plan.dataflow == "rs" else plan.grid.layout.tokens
+    return Groups(*[P(axes or None)] * 3)
+
+
+def group_choices(choices_TxK: jax.Array, experts: int, plan: Plan, capacity: int | None = None) -> Groups:
+    """Groups for products of `plan` from the experts that all tokens chose, int32 [T, K], sharded as its inputs.
+
+    `capacity`: choices of an expert that count, those of the first tokens of the job; None for all.
+    """
+    copies, tokens = plan.grid.copies, plan.input_layout.tokens
+    within = tuple(axis for axis in tokens if axis not in copies)
+    gathered = within if plan.dataflow == "rs" else ()
+    counted = copies if gathered else tokens
+
+    def local(choices_TxK):
+        chosen = all_gather(choices_TxK, gathered, 0).reshape(-1)
+        order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
+        rows = jnp.zeros_like(order).at[order].set(lax.iota(jnp.int32, len(order)), unique_indices=True)
+        sizes = jnp.sum(chosen[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
+        groups = Groups(order, rows, sizes)
+        return groups if capacity is None else _cut(groups, chosen, capacity, counted)
+
+    spec = groups_spec(plan)
+    return jax.shard_map(local, mesh=plan.grid.mesh, in_specs=P(tokens or None), out_specs=spec, check_vma=False)(
+        choices_TxK
+    )
+
+
+def _cut(groups: Groups, chosen, capacity: int, axes: tuple[str, ...]) -> Groups:
+    """Without the choices behind the first `capacity` of each expert; devices along `axes` have other tokens."""
+    none = len(chosen)
+    every = all_gather(groups.sizes[None], axes, 0)
+    before = jnp.sum(jnp.where(jnp.arange(len(every))[:, None] < axis_index(axes), every, 0), axis=0)
+    kept = jnp.clip(capacity - before, 0, groups.sizes)
+    rank = groups.rows - (jnp.cumsum(groups.sizes) - groups.sizes)[chosen]
+    rows = jnp.where(rank < kept[chosen], (jnp.cumsum(kept) - kept)[chosen] + rank, none)
+    choices = jnp.full_like(groups.choices, none).at[rows].set(lax.iota(jnp.int32, none), mode="drop")
+    return Groups(choices, rows, kept)
+
+
+def rows_into(plan: Plan, chosen: int) -> Rows:
+    """The rows of the first product of an MLP, of `plan`; those of the second are `reversed`."""
+    return Rows(TOKENS, CHOICES if plan.dataflow == "rs" else SORTED, chosen)
+
+
+def sort_values(values_TxK: jax.Array, groups: Groups, plan: Plan) -> jax.Array:
+    """Values of the choices of all tokens, one for every row between the products of `plan` and its counterpart."""
+    values = values_TxK.reshape(-1)
+    if plan.dataflow == "rs":
+        return values
+    spec = P(plan.grid.layout.tokens or None)
+    local = jax.shard_map(
+        lambda values, choices: values.at[choices].get(mode="fill", fill_value=0),
+        mesh=plan.grid.mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False,
+    )  # fmt: skip
+    return local(values, groups.choices)
