@@ -80,7 +80,8 @@ CHOICES = {
     "llama3": ("rmsnorm", "rotary", "silu", 1e-5, 8192, 5e5, None, False, False, False),
     "qwen3": ("rmsnorm", "rotary", "silu", 1e-6, 32768, 1e6, None, True, False, False),
     "gemma2": ("rmsnorm", "rotary", "gelu_tanh", 1e-6, 8192, 1e4, 4096, False, True, False),
-    "mixtral": ("rmsnorm", "rotary", "silu", 1e-5, 32768, 1e6, None, False, False, False),
+    "mixtral_8x7b": ("rmsnorm", "rotary", "silu", 1e-5, 32768, 1e6, None, False, False, False),
+    "mixtral_8x22b": ("rmsnorm", "rotary", "silu", 1e-5, 65536, 1e6, None, False, False, False),
     "olmoe": ("rmsnorm", "rotary", "silu", 1e-5, 4096, 1e4, None, True, False, False),
 }
 WITHOUT_VOCABULARY = {"small", "tiny"}
