@@ -15,9 +15,8 @@ are `SORTED`. With dataflow `rs`, which reduce-scatters them over rows of the gr
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -35,9 +34,9 @@ class Groups(NamedTuple):
       sizes: [E], number of sorted rows of each expert; rows after them are empty.
     """
 
-    choices: jax.Array
-    rows: jax.Array
-    sizes: jax.Array
+    choices: Any
+    rows: Any
+    sizes: Any
 
     def sort(self, x, order: str):
         """Sorted rows of x, which is in `order`; zeros in empty rows."""

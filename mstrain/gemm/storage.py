@@ -108,7 +108,7 @@ class Storage:
         found = [dataclasses.replace(self, shape=(*ahead, last), first=None, **mine)]
         if ahead:
             mine = {"slices": 1 if self.transposed else self.slices}
-            found.insert(0, dataclasses.replace(self, shape=(self.shape[-2], 1), segments=(), **mine))
+            found.insert(0, dataclasses.replace(self, shape=(*self.shape[-2:-1], 1), segments=(), **mine))
         each = [x.from_canonical(jnp.arange(1, max(x.shape) + 1).reshape(x.shape)).reshape(-1) - 1 for x in found]
         if len(self.shape) == 3:
             each[0] = (jnp.arange(self.shape[0])[:, None] * (self.shape[1] + 1) + each[0]).reshape(-1)

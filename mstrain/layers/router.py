@@ -11,7 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm import Layout
@@ -45,7 +45,7 @@ class RouterConfig:
     capacity: float | None = None
 
 
-def router_logits(x_TxD, kernel_DxE, layout: Layout, mesh: Mesh):
+def router_logits(x_TxD, kernel_DxE, layout: Layout, mesh: Mesh | AbstractMesh):
     """float32 logits [T, E], sharded as the tokens of x, whose sharding is `layout`; those of features sum up."""
     tokens, features = layout.tokens or None, layout.features or None
 
