@@ -126,7 +126,10 @@ def _of_corpus(own: EvaluateConfig, corpus, run, params) -> dict[str, Any]:
             ]
     sizes = [part.text_bytes for part in parts]
     text_bytes = float(np.sum(sizes)) if all(sizes) else None
-    found = Measured(sum(part.nats for part in parts), sum(part.targets for part in parts), text_bytes).to_json()
+    targets = sum(part.targets for part in parts)
+    if not targets:
+        raise ValueError(f"{getattr(corpus, sides[-1]).path} has no token to predict. Type data.path= of other data.")
+    found = Measured(sum(part.nats for part in parts), targets, text_bytes).to_json()
     if len(sides) == 1:
         found["unigram_loss"] = unigram_nats_per_token(getattr(corpus, sides[0]))
     return found | ({"documents": documents} if own.documents else {})

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import sysconfig
+import threading
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -32,6 +33,7 @@ class FileSource:
     def __init__(self, files: Files, *options: str):
         self.files, self._options = files, options
         self._total, self._read, self._raw = files.num_bytes, 0, None
+        self._open_or_closed = threading.Lock()
 
     @classmethod
     def of_path(cls, path: str, *options: str):
@@ -43,10 +45,8 @@ class FileSource:
 
     @property
     def fraction(self) -> float | None:
-        try:
+        with self._open_or_closed:  # another thread reads, and must not close the file here
             here = self._raw.tell() if self._raw else 0
-        except ValueError:  # closed meanwhile
-            here = 0
         return min((self._read + here) / self._total, 1.0) if self._total else None
 
     @contextlib.contextmanager
@@ -57,7 +57,8 @@ class FileSource:
             try:
                 yield text
             finally:
-                self._read, self._raw = self._read + raw.tell(), None
+                with self._open_or_closed:
+                    self._read, self._raw = self._read + raw.tell(), None
 
     @contextlib.contextmanager
     def _readable(self, name: str):

@@ -336,11 +336,26 @@ def _load(spec: str, find: Callable[[], Path], fix: str) -> Tokenizer:
             return SentencePieceTokenizer(path, revision, settings)
         import tokenizers
 
-        return HuggingFaceTokenizer(tokenizers.Tokenizer.from_file(str(path)), revision, settings)
+        inner = tokenizers.Tokenizer.from_file(str(path))
+        _add_stated(inner, settings.get("added_tokens_decoder") or {})
+        return HuggingFaceTokenizer(inner, revision, settings)
     # The library raises bare Exception for a bad file and its HTTP client's own types for the network.
     except Exception as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"cannot load tokenizer={spec} ({type(error).__name__}, {reason}): {fix}") from None
+
+
+def _add_stated(inner: Any, stated: dict[str, dict[str, Any]]) -> None:
+    """Adds the tokens that tokenizer_config.json has and tokenizer.json has not, in the order of their numbers.
+
+    `transformers` does the same but ignores the numbers. Raises ValueError where a token would get another one.
+    """
+    import tokenizers
+
+    for number, fields in sorted(stated.items(), key=lambda item: int(item[0])):
+        inner.add_tokens([tokenizers.AddedToken(**fields)])
+        if (found := inner.token_to_id(fields["content"])) != int(number):
+            raise ValueError(f"{CONFIG_FILE} gives {fields['content']} the number {number}, {TOKENIZER_FILE} {found}")
 
 
 def _settings(folder: Path) -> dict[str, Any]:

@@ -1,8 +1,12 @@
 """Configs and files as people (and accidents) make them: each is read, counted or refused with the fix."""
 
 import gzip
+import io
 import json
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ import pytest
 from mstrain.data import DataConfig, prepare
 from mstrain.data.documents import Skips
 from mstrain.data.files import JsonLines, TextFiles
+from mstrain.data.listing import Files
 
 
 def read(source):
@@ -87,6 +92,27 @@ def test_a_file_that_vanishes_is_counted(folder):
     (folder / "03.txt").unlink()
     texts, skipped = read(source)
     assert len(texts) == 39 and skipped == ["skipped 1 of 40 files that cannot be read, first: 03.txt"]
+
+
+def test_a_file_is_not_closed_while_progress_asks_for_its_position(folder, monkeypatch):
+    """A file's `tell` takes its descriptor, lets other threads run, and seeks."""
+    asked = threading.Event()
+
+    class Slow(io.FileIO):
+        def tell(self):
+            descriptor = self.fileno()
+            if threading.current_thread() is not threading.main_thread():
+                asked.set()
+                time.sleep(0.05)
+            return os.lseek(descriptor, 0, os.SEEK_CUR)
+
+    monkeypatch.setattr(Files, "raw", lambda files, name: Slow(files.path(name)))
+    source = TextFiles.of_path(str(folder))
+    with ThreadPoolExecutor(1) as pool:
+        with source._open("00.txt"):
+            found = pool.submit(lambda: source.fraction)
+            assert asked.wait(5)
+        assert found.result() is not None
 
 
 def test_the_standard_library_needs_no_network_and_has_no_tests():

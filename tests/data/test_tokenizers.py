@@ -1,5 +1,7 @@
 """Every tokenizer gives the text back, and a tokenizer that cannot be had is a sentence, not a traceback."""
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -71,6 +73,33 @@ def test_a_length_limit_in_the_file_does_not_cut_documents(tmp_path):
     assert tokenizer.encode("a b " * 50).tolist() == [0, 7] * 50
     assert tokenizer.encode("b").tolist() == [7]  # nor does its padding lengthen them
     assert tokenizer.vocab_size == 8 and tokenizer.eod is None  # ids have holes; there is no such token
+
+
+def stated(folder, tokens):
+    """A folder of a trained tokenizer whose tokenizer_config.json has `tokens`, {number: content}, besides."""
+    train_bpe(["abcabc"], 260).save(folder)
+    fields = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    decoder = {number: {"content": content, **fields} for number, content in tokens.items()}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "added_tokens_decoder": decoder}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_tokens_of_the_settings_alone_are_those_of_transformers(tmp_path):
+    folder = stated(tmp_path, {"261": "<end>", "260": "<call>", "0": "<|endoftext|>"})
+    found, text = load_tokenizer(folder), "ab<call>c<end>"
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    ids, _ = found.encode_spans(text, ())
+    assert ids.tolist() == theirs.encode(text) and {260, 261} < set(ids.tolist())
+    assert (found.vocab_size, found.eod) == (262, 261) == (len(theirs), theirs.eos_token_id)
+    (tmp_path / "again").mkdir()
+    found.save(tmp_path / "again")
+    assert load_tokenizer(str(tmp_path / "again")).digest == found.digest
+
+
+def test_a_token_with_two_numbers_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="gives <end> the number 300, tokenizer.json 260"):
+        load_tokenizer(stated(tmp_path, {"300": "<end>"}))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 from safetensors.numpy import load_file
 from transformers.core_model_loading import revert_weight_conversion
 
+from mstrain.gemm import find_algorithm
 from mstrain.mesh import emulate_devices, make_mesh, parse_mesh
 from mstrain.models.hub.folder import Folder
 from mstrain.models.hub.write import Target, tensors_of, write_model
@@ -47,7 +48,8 @@ def measure(name: str, mesh: str, algorithm: str) -> Parity:
         given, back = pathlib.Path(place, name), pathlib.Path(place, "back")
         torch_model = save(name, given, max_shard_size="20KB")
         folder = Folder(given)
-        plan = make_plan(ParallelConfig(algorithm), folder.model, make_mesh(parse_mesh(mesh)), B, T)
+        slices = "2" if find_algorithm(algorithm).sliced else "auto"  # auto is one on CPUs
+        plan = make_plan(ParallelConfig(algorithm, slices=slices), folder.model, make_mesh(parse_mesh(mesh)), B, T)
         module = Transformer(folder.model, plan, T)
         params = folder.parameters(module)
         target = Target(folder.family, folder.config, folder.dtype_of, 30_000)
