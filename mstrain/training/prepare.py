@@ -107,7 +107,7 @@ def build_module(
 ) -> tuple[Transformer, Tokenizer | None, Console]:
     """(model on its mesh, tokenizer, console) of a recorded run, whose data need not be here.
 
-    With `any_batch`, the plan is that of as many sequences as devices, whatever `batch` is.
+    With `any_batch`, the plan is that of a number of sequences that divides over any mesh, whatever `batch` is.
     """
     console = Console(highlight=False, soft_wrap=True, quiet=not job.leads)
     chip = _start_devices(config, job)
@@ -118,7 +118,8 @@ def build_module(
     if tokenizer and not config.data.eos.isdecimal():  # the number of a token of data=tokens
         marked(tokenizer, config.data.bos, config.data.eos)
     if any_batch:
-        config = dataclasses.replace(config, batch=jax.device_count(), accumulate=1)
+        used = 1 if config.mesh == "auto" else meshes.parse_mesh(config.mesh).devices  # others may stay idle
+        config = dataclasses.replace(config, batch=math.lcm(used, jax.device_count()), accumulate=1)
     plan = _choose_plan(config, config.model, chip, console, shard_if_possible=True, all_devices=False)
     return Transformer(config.model, plan, config.seq, _dtype(config.dtype), config.remat), tokenizer, console
 
