@@ -20,8 +20,10 @@ from jax.sharding import PartitionSpec as P
 from mstrain.gemm.local import axis_index, ppermute
 from mstrain.layers.rotary import GLOBAL
 from mstrain.models.config import ModelConfig
+from mstrain.models.halves import halve
 from mstrain.models.plan import BlockPlan, ModelPlan
 from mstrain.models.prefetch import join, split
+from mstrain.models.sharding import is_kernel
 from mstrain.models.stages import AXIS, Stages
 
 
@@ -78,6 +80,37 @@ class StageLayers:
 
         return self._scan(advance, rows, dy_PxTxD, segments_PxT, chunk_P, saved)
 
+    def backward_of_inputs(self, rows, saved, dy_PxTxD, segments_PxT, chunk_P):
+        """(dx_PxTxD, gradients of the rows but None for kernels, what `backward_of_kernels` needs besides `saved`)."""
+
+        def advance(segments, dy, row):
+            *row, saved = row
+            known = saved, (tuple(row), segments)
+            halves = self.trees["halves"] = halve(self._gradients, known, dy)
+            (dx, gradients), rest = halves.early(known, dy)
+            return dx, (gradients, rest)
+
+        dx_PxTxD, (gradients, rest) = self._scan(advance, rows, dy_PxTxD, segments_PxT, chunk_P, saved)
+        return dx_PxTxD, gradients, rest
+
+    def backward_of_kernels(self, rows, saved, rest, segments_PxT, chunk_P):
+        """Gradients of the kernels of the rows [P, L, ...], None for all others."""
+
+        def advance(segments, nothing, row):
+            *row, (saved, rest) = row
+            return nothing, self.trees["halves"].late((saved, (tuple(row), segments)), rest)
+
+        return self._scan(advance, rows, None, segments_PxT, chunk_P, (saved, rest))[1]
+
+    def _gradients(self, known, dy):
+        """((dx, gradients of all weights but kernels), those of kernels); None in the place of the others."""
+        dw, dx = join(self.trees["pullback"], *known)(dy)
+
+        def only(kernels: bool):
+            return jax.tree_util.tree_map_with_path(lambda path, x: x if is_kernel(path) == kernels else None, dw)
+
+        return (dx, only(False)), only(True)
+
     def one_by_one(self, stack, x_TxD, segments_T):
         """x_TxD after all layers, chunk by chunk: every stage computes every time, and one of the results counts."""
         stages, rows = self.stages, self.split_rows(stack)
@@ -123,8 +156,9 @@ class StageLayers:
 
         windows, real = self._windows()
         mapped = jax.vmap(of_stage, spmd_axis_name=AXIS)
-        x_PxTxD, ys = mapped((rows, windows, real), self.constrain(x_PxTxD), segments_PxT, chunk_P, saved)
-        return self.constrain(x_PxTxD), ys
+        x_PxTxD = jax.tree.map(self.constrain, x_PxTxD)  # None for a scan without activations
+        x_PxTxD, ys = mapped((rows, windows, real), x_PxTxD, segments_PxT, chunk_P, saved)
+        return jax.tree.map(self.constrain, x_PxTxD), ys
 
     def _windows(self):
         """The window of every row, int32 [P, V, L], and whether it is a layer and no padding."""

@@ -20,8 +20,9 @@ class PipelineConfig:
     """The pipeline over mesh axis `stage`."""
 
     schedule: str | None = None
-    """Order of forward and backward passes: `gpipe`, `1f1b` or `interleaved`; null takes 1f1b. All stages run in
-    lockstep, so 1f1b holds up to 2 x stages - 1 microbatches. `accumulate` is the number of microbatches."""
+    """Order of passes: `gpipe`, `1f1b`, `interleaved`, or `zero-bubble`, which makes the gradients of weights where
+    stages of 1f1b wait, for more memory; null takes 1f1b. All stages run in lockstep, so 1f1b and zero-bubble hold up
+    to 2 x stages - 1 microbatches. `accumulate` is the number of microbatches."""
     interleave: int | None = None
     """Chunks of layers per stage of schedule=interleaved; null takes 2."""
     layers: str | None = None

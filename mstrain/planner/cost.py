@@ -4,8 +4,9 @@
 
 for M microbatches and V chunks a stage; a stage takes the forward and the backward pass of one microbatch. The cycle
 of 1F1B is the slowest stage, or a round trip through the stages behind stage s shared by the P - s microbatches in
-flight there; that of GPipe the slowest forward plus the slowest backward. `share` is 1, and for zero-bubble schedules
-what the gradients of weights do not fill. Gradient sums, gathers of sharded weights and messages run under compute
+flight there; that of GPipe the slowest forward plus the slowest backward. `share` is 1; the other stages of a
+zero-bubble schedule wait for a pass without the gradients of weights, and make as many while they wait, which stages in
+lockstep cannot. Gradient sums, gathers of sharded weights and messages run under compute
 where the execution style says so; then what is longer than the compute is charged. train.py sums gradients over the
 replicas once per microbatch; pipelines, which it does not have, are charged for one sum.
 
@@ -21,7 +22,7 @@ from mstrain.gemm import find_algorithm
 from mstrain.hardware import collective_seconds
 from mstrain.mesh import MeshShape
 from mstrain.models.parallel import layer_algorithms
-from mstrain.parallel.schedules import SCHEDULES, lockstep_slots, warm_up
+from mstrain.parallel.schedules import WHOLE, deferred_slots, lockstep_slots, warm_up
 from mstrain.planner.layer import HIDDEN_PART, Pass, Work, fused_attention, layer_work
 from mstrain.planner.memory import WEIGHT_BYTES, Memory, parameter_counts, saved_values, stage_memory, stage_parameters
 from mstrain.planner.plan import PodPlan, Products, plan_products
@@ -183,13 +184,22 @@ def split_layers(layers: int, pipeline: int, head: float) -> list[tuple[int, int
 
 
 def microbatches_in_flight(plan: PodPlan, stage: int, lockstep: bool) -> float:
-    """Microbatches that `stage` holds between their passes, at most, by itself or in `lockstep` with the others;
-    zero-bubble schedules hold those of 1F1B."""
+    """Microbatches that `stage` holds between their passes, at most, by itself or in `lockstep` with the others."""
     passes, name = plan.microbatches * plan.chunks, plan.schedule
-    if lockstep and plan.pipeline > 1 and name in SCHEDULES:
+    if lockstep and plan.pipeline > 1:
         return lockstep_slots(name, plan.pipeline, plan.microbatches, plan.chunks) / plan.chunks
+    deferred = microbatches_deferred(plan, stage, lockstep) - 1 if name == "zero-bubble" else 0
     name = name if name == "gpipe" or plan.chunks > 1 else "1f1b"
-    return min(passes, warm_up(name, plan.pipeline, stage, passes, plan.chunks) + 1) / plan.chunks
+    return min(passes, warm_up(name, plan.pipeline, stage, passes, plan.chunks) + 1 + deferred) / plan.chunks
+
+
+def microbatches_deferred(plan: PodPlan, stage: int, lockstep: bool) -> int:
+    """Microbatches of which `stage` holds what the gradients of weights need, at most, when they are made later."""
+    if plan.schedule in WHOLE or plan.pipeline == 1:
+        return 0
+    if lockstep:
+        return deferred_slots(plan.schedule, plan.pipeline, plan.microbatches)
+    return min(plan.microbatches, stage + 1)
 
 
 def cycle_seconds(stages: list[Stage], message: float, schedule: str) -> float:
@@ -272,9 +282,9 @@ class Step:
         plan, stages = self.plan, self.stages
         longest = max(range(len(stages)), key=lambda number: stages[number].seconds)
         fill = 0.0
-        for stage in stages[:longest] + stages[longest + 1 :]:  # weight gradients fill what they can (ZB-H1)
-            waits = stage.forward + stage.useful_backward.seconds - 2 * stage.weights
-            fill += max(0.0, waits) if plan.schedule == "zero-bubble" else stage.seconds
+        moved = 0 if plan.schedule in WHOLE else 1 if self.style.lockstep else 2  # weight gradients (ZB-H1)
+        for stage in stages[:longest] + stages[longest + 1 :]:
+            fill += max(0.0, stage.seconds - moved * stage.weights)
         crossings = 2 * (plan.pipeline - 1)
         if plan.pipeline > 1 and not self.style.native and "pipeline" not in self.style.hides:
             crossings += 2 * (plan.microbatches * plan.chunks - 1)
@@ -322,7 +332,8 @@ class Step:
     def memory(self, plan: PodPlan, number: int) -> Memory:
         """Of a stage."""
         stage = self.stages[number]
-        return stage_memory(self.request, self.products, plan, number, stage.chunks, stage.in_flight)
+        deferred = microbatches_deferred(plan, number, self.style.lockstep)
+        return stage_memory(self.request, self.products, plan, number, stage.chunks, (stage.in_flight, deferred))
 
     def _ends(self, plan: PodPlan) -> dict[int, tuple[float, float]]:
         """(sums, update) of the first and the last stage; no other has more weights, layers or activations."""

@@ -82,6 +82,20 @@ def layer_bytes(request: PlanRequest, plan: PodPlan, tokens: int, remat: str) ->
     return request.element_bytes * tokens * sum(sizes[part] for part in policy.saved - policy.offloaded)
 
 
+def deferred_bytes(request: PlanRequest, plan: PodPlan, tokens: int) -> float:
+    """What the gradients of a layer's weights need of one microbatch besides `layer_bytes`, when they are made later.
+
+    The gradients of its products' results, and those inputs of products that only products recompute
+    (`mstrain.models.halves`).
+    """
+    sizes, policy = saved_values(request, plan), parse_remat(plan.remat)
+    values = sizes["qkv"] + sizes["out"] + sizes["mlp_in"] + sizes["mlp_out"]
+    values += 0.0 if policy.name == "none" else sizes["context"]
+    values += sizes["out"] if policy.recomputes("out") else 0.0
+    values += request.model.mlp_dim / plan.tensor if policy.recomputes("mlp_in") else 0.0
+    return request.element_bytes * tokens * values
+
+
 def gathered_table(head: Product) -> float:
     """Entries of the embedding's table that one device gathers along the vocabulary; none if it has all."""
     layout = head.layout
@@ -116,17 +130,20 @@ def state_bytes(request: PlanRequest, plan: PodPlan, parameters: float) -> tuple
 
 
 def stage_memory(
-    request: PlanRequest, products: Products, plan: PodPlan, stage: int, chunks, in_flight: float
+    request: PlanRequest, products: Products, plan: PodPlan, stage: int, chunks, held: tuple[float, int]
 ) -> Memory:
-    """Memory of a device of `stage`, whose layers are in `chunks`, with `in_flight` microbatches held.
+    """Memory of a device of `stage`, whose layers are in `chunks`, with so many microbatches `held` between their
+    passes, and for the gradients of weights that are made later.
 
     Where chunks differ, all that is held is taken to be of the largest.
     """
+    in_flight, deferred = held
     sizes = [end - begin for begin, end in chunks]
     model, size, tokens, tensor = request.model, request.element_bytes, products.tokens, plan.tensor
     first, last = stage == 0, stage == plan.pipeline - 1
     state = state_bytes(request, plan, stage_parameters(model, sum(sizes), first, last) / tensor)
-    kept = max(sizes) * len(sizes) * layer_bytes(request, plan, tokens, plan.remat) * in_flight
+    each = layer_bytes(request, plan, tokens, plan.remat) * in_flight + deferred_bytes(request, plan, tokens) * deferred
+    kept = max(sizes) * len(sizes) * each
     gathered = products.gathered_bytes
     if plan.shard == "parameters":  # the weights of this layer and of the next
         gathered += 2 * size * parameter_counts(model)[0] / tensor

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from mstrain.parallel.schedules import SCHEDULES
 from mstrain.planner.clock import Clock
 from mstrain.planner.cost import Costed, cost_with
 from mstrain.planner.request import PlanRequest
@@ -10,11 +9,6 @@ from mstrain.planner.step import transformer_step
 from mstrain.simulator.cluster import Axes, Cluster
 from mstrain.simulator.compared import Compared
 from mstrain.simulator.simulate import CORRECTED, place, simulate
-
-
-def why_not_simulated(costed: Costed) -> str:
-    """Why a plan cannot be simulated; empty if it can."""
-    return "" if costed.plan.schedule in SCHEDULES else f"schedule={costed.plan.schedule}"
 
 
 def plan_cluster(request: PlanRequest, costed: Costed) -> Cluster:

@@ -8,7 +8,7 @@ the cost model says so; a layer's gather starts with the layer before it, its su
 
 import dataclasses
 
-from mstrain.parallel.schedules import FORWARD, schedule
+from mstrain.parallel.schedules import FORWARD, WHOLE, schedule, ticks, with_waits
 from mstrain.planner.cost import Costed
 from mstrain.planner.memory import WEIGHT_BYTES, gathered_table, loss_bytes, parameter_counts, saved_values, state_bytes
 from mstrain.planner.products import Emit, emit_gemm, gemms_of
@@ -53,6 +53,8 @@ class TransformerStep(PipelineStep):
         self.bytes = [self.size * self.products.tokens * values for values in results]
         self.kept: dict[int, dict[int, int]] = {}  # by layer: values for its backward pass, by place
         self.gradients: dict[Part, Values] = {}
+        self.divided = plan.pipeline > 1 and plan.schedule not in WHOLE  # whether weights have passes of their own
+        self.deferred: dict[tuple, list[tuple]] = {}  # by layer and variant: arguments of `_weight_gradient`
         self.stream: dict[int, int] = {}  # by chunk: what its last layer makes
         self.slope: dict[int, int] = {}  # by chunk: the gradient of its input
         self.counts = self._counts()
@@ -177,16 +179,32 @@ class TransformerStep(PipelineStep):
         self._gathered(emit, layers, 0, slope)
         for number, layer in enumerate(layers):
             self._gathered(emit, layers, number + 1, slope)
-            slope = self._layer_backward(emit, layer, slope)
+            slope = self._layer_backward(emit, layer, slope, last_microbatch)
         if chunk == 0:
             key, spec = (0, "embedding"), OpSpec("Identity", ((1,),), self.size)
             before = self.gradients[key] if self.head_key == key else ()  # of the output projection
             inputs, nbytes = (slope, *before), WEIGHT_BYTES * self.counts[key] / self.plan.tensor
             self.gradients[key] = (emit.add(spec, inputs, nbytes, self._gradient, label=("embedding", "lookup")),)
         self.slope[chunk] = slope
-        for key in [key for key in self.counts if key[0] == chunk]:
+        for key in [key for key in self.counts if key[0] == chunk and not (self.divided and isinstance(key[1], int))]:
             self._complete(emit, key, last_microbatch)
         return ops
+
+    def weight_gradients(self, chunk: int, last_microbatch: bool) -> list[RankOp]:
+        """The weight gradients of a chunk's layers, summed and accumulated."""
+        ops: list[RankOp] = []
+        emit = self._emit(ops, chunk)
+        for layer in reversed(range(*self.bounds[chunk])):
+            operands = self.deferred[layer, last_microbatch]
+            self.gradients[chunk, layer] = tuple(self._weight_gradient(emit, *each) for each in operands)
+            self._complete(emit, (chunk, layer), last_microbatch)
+        return ops
+
+    def wait(self, chunk: int, direction: int) -> list[RankOp]:
+        """As long as the pass of that direction."""
+        stage = self.costed.stages[self.stage(chunk)]
+        seconds = (stage.forward, stage.backward - stage.weights, stage.weights)[direction]
+        return [RankOp(timed(KINDS["elementwise"], seconds), LOCAL, self.stage(chunk), label=("lockstep", "wait"))]
 
     @property
     def _gradient(self) -> str:
@@ -204,29 +222,35 @@ class TransformerStep(PipelineStep):
 
     def _product_backward(self, emit: Emit, product, part, slope: int, source: int, weights) -> tuple[int, int]:
         """(gradient of the input, of the weight) of a product with the input `source`."""
-        _, into, of_weight = gemms_of(product)
-        projection, tokens = product.layout.projection, self.products.tokens
-        nbytes = self.size * tokens * projection.in_dim / self.plan.tensor
-        back = emit_gemm(emit, product, into, (slope, *weights), nbytes, "workspace", part)
+        back = self._input_gradient(emit, product, part, slope, weights)
+        return back, self._weight_gradient(emit, product, part, source, slope)
+
+    def _input_gradient(self, emit: Emit, product, part, slope: int, weights) -> int:
+        nbytes = self.size * self.products.tokens * product.layout.projection.in_dim / self.plan.tensor
+        return emit_gemm(emit, product, gemms_of(product)[1], (slope, *weights), nbytes, "workspace", part)
+
+    def _weight_gradient(self, emit: Emit, product, part, source: int, slope: int) -> int:
+        projection = product.layout.projection
         nbytes = WEIGHT_BYTES * projection.in_dim * projection.out_dim / self.plan.tensor
         tied = product is self.products.head and self.head_key[1] == "embedding"  # the table's gradient comes later
         category = "workspace" if tied else self._gradient
-        return back, emit_gemm(emit, product, of_weight, (source, slope), nbytes, category, part)
+        return emit_gemm(emit, product, gemms_of(product)[2], (source, slope), nbytes, category, part)
 
-    def _layer_backward(self, emit: Emit, layer: int, slope: int) -> int:
+    def _layer_backward(self, emit: Emit, layer: int, slope: int, last_microbatch: bool) -> int:
         """Recomputation, then every gradient in reverse; returns that of the layer's input."""
-        made, gradients = self._again(emit, layer, slope), []
+        made, gradients, deferred = self._again(emit, layer, slope), [], []
         for place in reversed(range(len(PIECES))):
             (piece, _), source = PIECES[place], made.get(place - 1, made[INPUT])
             if piece in self.blocks:
                 weights, product = self.ready[emit.chunk, layer], self.blocks[piece]
-                slope, gradient = self._product_backward(emit, product, (layer,), slope, source, weights)
-                gradients.append(gradient)
+                operands = product, (layer,), source, slope
+                slope = self._input_gradient(emit, product, (layer,), slope, weights)
+                deferred.append(operands) if self.divided else gradients.append(self._weight_gradient(emit, *operands))
                 continue
             seconds, inputs = self._seconds(piece, self.work.backward), (slope, source)
             spec, nbytes = timed(f"{KINDS[piece]}Grad", seconds), self.bytes[place - 1] if place else self.bytes[LAST]
             slope = emit.add(spec, inputs, nbytes, "workspace", label=(layer, piece))
-        self.gradients[emit.chunk, layer] = tuple(gradients)
+        self.gradients[emit.chunk, layer], self.deferred[layer, last_microbatch] = tuple(gradients), deferred
         return slope
 
     def _again(self, emit: Emit, layer: int, slope: int) -> dict[int, int]:
@@ -283,4 +307,7 @@ class TransformerStep(PipelineStep):
 def transformer_step(request: PlanRequest, costed: Costed) -> Step:
     """The step of a costed plan."""
     writer, plan = TransformerStep(request, costed), costed.plan
-    return writer.write(schedule(plan.schedule, plan.pipeline, plan.microbatches, writer.chunks))
+    degrees = plan.schedule, plan.pipeline, plan.microbatches, writer.chunks
+    if writer.divided and request.style.lockstep:  # which makes other schedules no longer
+        return writer.write(with_waits(ticks(*degrees), plan.pipeline))
+    return writer.write(schedule(*degrees))

@@ -5,6 +5,9 @@ the schedule gives it; what a stage without one computes is not used. What a for
 in one of as many slots as the schedule has microbatches in flight, or one more for what is not used. Activations are
 sent to the next stage beside the backward passes, gradients to the stage before beside the forward passes.
 
+With schedule zero-bubble, a backward pass leaves the products that make the gradients of kernels to a third pass, in
+ticks in which all stages have one. What it leaves to them (`mstrain.models.halves`) has slots of its own.
+
 The embedding and the output projection are outside of the stages: the tick in which the last stage has finished a
 microbatch also computes its loss and the gradient of its logits, on the devices of all stages.
 """
@@ -24,7 +27,7 @@ from mstrain.data import Batch
 from mstrain.gemm.copies import gathered_spec
 from mstrain.models.parameters import STACK, parameter_shardings
 from mstrain.models.transformer import Transformer
-from mstrain.parallel.schedules import BACKWARD, FORWARD, ticks
+from mstrain.parallel.schedules import BACKWARD, DIRECTIONS, FORWARD, WEIGHTS, ticks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,46 +35,58 @@ class Ticks:
     """What every stage does in every tick of a schedule.
 
     Attributes:
-      active: whether a stage has a pass, bool [ticks, 2, P]; of the forward and the backward direction.
-      microbatch, chunk, slot: of this pass, int32 [ticks, 2, P]; chunk counts those of a stage, slot is the place of
-        what it saves.
-      slots: number of slots of every stage.
+      active: whether a stage has a pass, bool [ticks, 3, P]; of every direction.
+      microbatch, chunk, slot, deferred: of this pass, int32 [ticks, 3, P]; chunk counts those of a stage, slot is the
+        place of what a forward pass saves, and deferred that of what a backward pass leaves to the weights.
+      slots, deferred_slots: number of both of every stage; the second is 0 if no pass is left to the weights.
     """
 
     active: np.ndarray
     microbatch: np.ndarray
     chunk: np.ndarray
     slot: np.ndarray
+    deferred: np.ndarray
     slots: int
+    deferred_slots: int
 
 
 def table_of(name: str, stages: int, microbatches: int, chunks: int) -> Ticks:
     """The ticks of the schedule called `name` with `chunks` in all, as arrays."""
     schedule = ticks(name, stages, microbatches, chunks)
-    active, microbatch, chunk, slot = (np.zeros((len(schedule), 2, stages), np.int32) for _ in range(4))
-    held: list[dict[tuple, int]] = [{} for _ in range(stages)]  # slot by (chunk, microbatch)
+    active, microbatch, chunk = (np.zeros((len(schedule), len(DIRECTIONS), stages), np.int32) for _ in range(3))
     arrived: dict[tuple, int] = {}  # tick by task
-    slots = 1
     for t, tasks in enumerate(schedule):
         for task in tasks:
-            at, key = (t, task.direction, task.stage), (task.chunk, task.microbatch)
+            at = t, task.direction, task.stage
             before = (task.chunk + (1 if task.direction else -1), task.direction, task.microbatch)
-            assert arrived.get(before, t - 1) == t - 1, f"{task} does not follow its neighbor at once"
+            neighbor = t - 1 if task.direction != WEIGHTS else t
+            assert arrived.get(before, neighbor) == neighbor, f"{task} does not follow its neighbor at once"
             arrived[task[1:]] = t
-            if task.direction == FORWARD:
-                taken = held[task.stage].values()
-                held[task.stage][key] = next(n for n in range(len(taken) + 1) if n not in taken)
-                slots = max(slots, len(taken))
             active[at], microbatch[at], chunk[at] = 1, task.microbatch, task.chunk // stages
-            slot[at] = held[task.stage][key]
-        for task in tasks:
-            if task.direction == BACKWARD:
-                del held[task.stage][task.chunk, task.microbatch]
-        for stage in range(stages):  # a forward pass that does not count saves where nothing is held
-            if not active[t, FORWARD, stage]:
-                taken = {*held[stage].values(), *slot[t, BACKWARD, stage : stage + 1]}
-                slot[t, FORWARD, stage] = next(n for n in range(len(taken) + 1) if n not in taken)
-    return Ticks(active.astype(bool), microbatch, chunk, slot, max(slots, slot.max() + 1))
+    divided = active[:, WEIGHTS].any()
+    slot = _slots(active, microbatch, chunk, FORWARD, WEIGHTS if divided else BACKWARD)
+    deferred = _slots(active, microbatch, chunk, BACKWARD, WEIGHTS) if divided else np.zeros_like(slot)
+    counts = slot.max() + 1, deferred.max() + 1 if divided else 0
+    return Ticks(active.astype(bool), microbatch, chunk, slot, deferred, *counts)
+
+
+def _slots(active, microbatch, chunk, written: int, read: int) -> np.ndarray:
+    """The place of what passes of direction `written` store until those of direction `read` have it, by pass.
+
+    A pass that does not count stores, too, where nothing is held.
+    """
+    slot = np.zeros_like(active)
+    for stage in range(active.shape[2]):
+        held: dict[tuple, int] = {}  # slot by (chunk, microbatch)
+        for t in range(len(active)):
+            slot[t, written, stage] = next(n for n in range(len(held) + 1) if n not in held.values())
+            for direction in range(written, read + 1):
+                at = t, direction, stage
+                if active[at]:
+                    slot[at] = held.setdefault((chunk[at], microbatch[at]), slot[t, written, stage])
+            if active[t, read, stage]:
+                del held[chunk[t, read, stage], microbatch[t, read, stage]]
+    return slot
 
 
 def pipelined_gradients(module: Transformer, params, batch: Batch, mean_loss):
@@ -102,7 +117,7 @@ class _Pipeline:
     def run(self):
         """The carry goes through runs of ticks with the same directions, each a scan."""
         carry, begin = self._start(), 0
-        for kind, same in itertools.groupby(tuple(map(bool, both)) for both in np.any(self.table.active, axis=2)):
+        for kind, same in itertools.groupby(tuple(map(bool, each)) for each in np.any(self.table.active, axis=2)):
             end = begin + len(list(same))
             carry = self._run_of_ticks(carry, begin, end, *kind)
             begin = end
@@ -114,11 +129,15 @@ class _Pipeline:
         stages = self.last + 1
         x_PxTxD = jnp.zeros((stages, *x.shape), x.dtype)
         chunk = jnp.zeros(stages, jnp.int32)
-        _, saved = jax.eval_shape(self.layers.forward, self.rows, x_PxTxD, self._segments_of(chunk), chunk)
-        slots = self.table.slots
+        segments, slots = self._segments_of(chunk), self.table.slots
+        _, saved = jax.eval_shape(self.layers.forward, self.rows, x_PxTxD, segments, chunk)
+        deferred = None
+        if self.table.deferred_slots:
+            passed = jax.eval_shape(self.layers.backward_of_inputs, self.rows, saved, x_PxTxD, segments, chunk)
+            deferred = _rings(passed[2], self.table.deferred_slots)
         return {
             "x": self.layers.constrain(x_PxTxD), "dx": self.layers.constrain(x_PxTxD),
-            "saved": jax.tree.map(lambda x: jnp.zeros((x.shape[0], slots, *x.shape[1:]), x.dtype), saved),
+            "saved": _rings(saved, slots), "deferred": deferred,
             "dy": jnp.zeros((slots, *x.shape), x.dtype), "loss": jnp.zeros(()),
             "rows": self._zero_gradients(), "outer": jax.tree.map(jnp.zeros_like, self.outer),
         }  # fmt: skip
@@ -135,20 +154,22 @@ class _Pipeline:
 
         return jax.tree.map(zeros, self.rows, parameter_shardings(self.module)[STACK])
 
-    def _run_of_ticks(self, carry, begin: int, end: int, forward: bool, backward: bool):
-        names = ("active", "microbatch", "chunk", "slot")
+    def _run_of_ticks(self, carry, begin: int, end: int, forward: bool, backward: bool, weights: bool):
+        names = ("active", "microbatch", "chunk", "slot", "deferred")
         part = {name: getattr(self.table, name)[begin:end] for name in names}
         ends = self._at_ends(part)
         ever = {name: bool(flags.any()) for name, flags in ends.items()}
 
         def tick(carry, step):
-            both, ends = step
-            of = [{name: x[direction] for name, x in both.items()} for direction in (FORWARD, BACKWARD)]
+            each, ends = step
+            of = [{name: x[direction] for name, x in each.items()} for direction in DIRECTIONS]
             dy = self.layers.shift(carry["dx"], -1) if backward else None
             if forward:
                 carry = self._forward(carry, of[FORWARD], ends, ever)
             if backward:
                 carry = self._backward(carry, of[BACKWARD], ends, ever, dy)
+            if weights:
+                carry = self._weights(carry, of[WEIGHTS])
             return carry, None
 
         return lax.scan(tick, carry, jax.tree.map(jnp.asarray, (part, ends)))[0]
@@ -185,9 +206,7 @@ class _Pipeline:
             )
             x = x.at[0].set(jnp.where(ends["embeds"], entering, x[0]))
         y, saved = self.layers.forward(self.rows, x, self._segments_of(of["microbatch"]), of["chunk"])
-        store = jax.vmap(lambda ring, x, slot: lax.dynamic_update_index_in_dim(ring, x, slot, 0))
-        ring = jax.tree.map(lambda ring, x: store(ring, x, of["slot"]), carry["saved"], saved)
-        carry = {**carry, "x": self.layers.shift(y, 1), "saved": ring}
+        carry = {**carry, "x": self.layers.shift(y, 1), "saved": _store(carry["saved"], saved, of["slot"])}
         if not ever["loses"]:
             return carry
 
@@ -205,16 +224,13 @@ class _Pipeline:
         if ever["returns"]:
             returning = lax.dynamic_index_in_dim(carry["dy"], of["slot"][self.last], keepdims=False)
             dy = dy.at[self.last].set(jnp.where(ends["returns"], returning, dy[self.last]))
-        load = jax.vmap(lambda ring, slot: lax.dynamic_index_in_dim(ring, slot, keepdims=False))
-        saved = jax.tree.map(lambda ring: load(ring, of["slot"]), carry["saved"])
-        dx, gradients = self.layers.backward(self.rows, saved, dy, self._segments_of(of["microbatch"]), of["chunk"])
-
-        def add(total, gradient, chunk, active):
-            own = lax.dynamic_index_in_dim(total, chunk, keepdims=False) if len(total) > 1 else total[0]
-            return lax.dynamic_update_index_in_dim(total, own + jnp.where(active, gradient, 0), chunk, 0)
-
-        rows = jax.tree.map(lambda x, g: jax.vmap(add)(x, g, of["chunk"], of["active"]), carry["rows"], gradients)
-        carry = {**carry, "dx": dx, "rows": rows}
+        arguments = (self.rows, _load(carry["saved"], of["slot"]), dy, self._segments_of(of["microbatch"]), of["chunk"])
+        if self.table.deferred_slots:
+            dx, gradients, rest = self.layers.backward_of_inputs(*arguments)
+            carry = {**carry, "deferred": _store(carry["deferred"], rest, of["deferred"])}
+        else:
+            dx, gradients = self.layers.backward(*arguments)
+        carry = {**carry, "dx": dx, "rows": _accumulate(carry["rows"], gradients, of)}
         if not ever["leaves"]:
             return carry
 
@@ -223,3 +239,37 @@ class _Pipeline:
             return jax.tree.map(jnp.add, outer, pullback(self.layers.of_stage(dx, 0))[0])
 
         return {**carry, "outer": lax.cond(ends["leaves"], leave, lambda outer: outer, carry["outer"])}
+
+    def _weights(self, carry, of):
+        saved, rest = _load(carry["saved"], of["slot"]), _load(carry["deferred"], of["deferred"])
+        segments = self._segments_of(of["microbatch"])
+        gradients = self.layers.backward_of_kernels(self.rows, saved, rest, segments, of["chunk"])
+        return {**carry, "rows": _accumulate(carry["rows"], gradients, of)}
+
+
+def _rings(tree, slots: int):
+    """Zeros [P, slots, ...] for every [P, ...]."""
+    return jax.tree.map(lambda x: jnp.zeros((x.shape[0], slots, *x.shape[1:]), x.dtype), tree)
+
+
+def _store(rings, tree, slot_P):
+    store = jax.vmap(lambda ring, x, slot: lax.dynamic_update_index_in_dim(ring, x, slot, 0))
+    return jax.tree.map(lambda ring, x: store(ring, x, slot_P), rings, tree)
+
+
+def _load(rings, slot_P):
+    load = jax.vmap(lambda ring, slot: lax.dynamic_index_in_dim(ring, slot, keepdims=False))
+    return jax.tree.map(lambda ring: load(ring, slot_P), rings)
+
+
+def _accumulate(totals, gradients, of):
+    """Adds gradients [P, L, ...] to the active chunks of `totals` [P, V, L, ...]; None are those of another pass."""
+
+    def add(total, gradient, chunk, active):
+        own = lax.dynamic_index_in_dim(total, chunk, keepdims=False) if len(total) > 1 else total[0]
+        return lax.dynamic_update_index_in_dim(total, own + jnp.where(active, gradient, 0), chunk, 0)
+
+    def add_all(total, gradient):
+        return total if gradient is None else jax.vmap(add)(total, gradient, of["chunk"], of["active"])
+
+    return jax.tree.map(add_all, totals, gradients)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mstrain.parallel.schedules import FORWARD, Schedule
+from mstrain.parallel.schedules import FORWARD, WAIT, WEIGHTS, Schedule
 from mstrain.simulator.placement import SEND, Degrees
 from mstrain.simulator.program import OpSpec
 from mstrain.simulator.replicas import Step
@@ -45,6 +45,14 @@ class PipelineStep(ABC):
         """The backward pass of a chunk; the schedule of a step without one has no such tasks."""
         raise AssertionError("this step has no backward pass")
 
+    def weight_gradients(self, chunk: int, *variant) -> Sequence[RankOp]:
+        """The gradients of a chunk's weights, where the schedule makes them after the backward pass."""
+        raise AssertionError("this step makes all gradients in its backward passes")
+
+    def wait(self, chunk: int, direction: int) -> Sequence[RankOp]:
+        """A pass of a chunk whose results do not count, where the stages run in lockstep."""
+        raise AssertionError("this step has no lockstep")
+
     def messages(self, chunk: int, other: int, direction: int) -> Sequence[tuple[OpSpec, int, int]]:
         """(operation, value, its copy on arrival) of every message from `chunk` to the chunk `other`."""
         return ()
@@ -52,7 +60,7 @@ class PipelineStep(ABC):
     def send(self, chunk: int, direction: int) -> Sequence[RankOp]:
         """The messages that follow a pass."""
         other = chunk + 1 if direction == FORWARD else chunk - 1
-        if not 0 <= other < self.chunks or self.stage(other) == self.stage(chunk):
+        if direction == WEIGHTS or not 0 <= other < self.chunks or self.stage(other) == self.stage(chunk):
             return ()
         here, there, label = self.stage(chunk), self.stage(other), ("to chunk", other)
         return [
@@ -79,10 +87,16 @@ class PipelineStep(ABC):
             order.append((written[key], microbatch))
 
         add(0, (), self.begin)
+        kinds = self.forward, self.backward, self.weight_gradients
         for tasks in schedule:
-            passes = [(chunk, way, m, self.variant(chunk, way, m)) for _, chunk, way, m in tasks]
-            for chunk, direction, microbatch, variant in passes:
-                add(microbatch, (), self.forward if direction == FORWARD else self.backward, chunk, *variant)
+            passes = []
+            for _, chunk, direction, microbatch in tasks:
+                if microbatch == WAIT:
+                    add(0, (), self.wait, chunk, direction)
+                    continue
+                variant = self.variant(chunk, direction, microbatch)
+                passes.append((chunk, direction, microbatch, variant))
+                add(microbatch, (), kinds[direction], chunk, *variant)
             for chunk, direction, microbatch, variant in passes:  # every variant has values of its own
                 add(microbatch, variant, self.send, chunk, direction)
         add(self.degrees.microbatches - 1, (), self.finish)

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from mstrain.parallel import schedules
-from mstrain.parallel.schedules import BACKWARD, FORWARD, SCHEDULES, Schedule, Task
+from mstrain.parallel.schedules import BACKWARD, FORWARD, WHOLE, Schedule, Task
 
 
 def schedule(name: str, pipeline: int, microbatches: int, chunks: int) -> Schedule:
     """The schedule called `name`. Raises ValueError for an unknown name or more chunks than it can use."""
     if name == "distir" and chunks == pipeline:
         return alternating(tuple(range(pipeline)), microbatches)
-    if name not in ("distir", *SCHEDULES):
-        raise ValueError(f"schedule {name!r} is unknown; choose one of {' '.join(('distir', *SCHEDULES))}")
+    if name not in ("distir", *WHOLE):
+        raise ValueError(f"schedule {name!r} is unknown; choose one of {' '.join(('distir', *WHOLE))}")
     return schedules.schedule("1f1b" if name == "distir" else name, pipeline, microbatches, chunks)
 
 

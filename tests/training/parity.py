@@ -157,7 +157,7 @@ def context_cases() -> list[Case]:
 
 def pipelined_cases() -> list[Case]:
     """Every schedule on two to four stages: uneven ones, tied tables, all algorithms, microbatches, remat, shard."""
-    gpipe, one, interleaved = map(PipelineConfig, SCHEDULES)
+    gpipe, one, interleaved, zero_bubble = map(PipelineConfig, SCHEDULES)
     gpt2, llama, gemma, _ = FAMILIES.values()
     return [
         Case("stage2", ParallelConfig("collective"), 2, pipeline=gpipe, model=gpt2),
@@ -173,6 +173,10 @@ def pipelined_cases() -> list[Case]:
         Case("stage2-row2-col2", ParallelConfig("cannon"), 2, pipeline=gpipe, model=llama),
         Case("stage2-row2-col2", MIXED_HALVES, 2, pipeline=one, model=gpt2),
         Case("stage2", ParallelConfig("collective"), 2, pipeline=PipelineConfig("1f1b", layers="1 4"), model=gpt2),
+        Case("stage3-col2", ParallelConfig("meshslice"), 4, pipeline=zero_bubble, model=gpt2),
+        Case("stage2-row2", ParallelConfig("gspmd"), 4, "full", pipeline=zero_bubble, model=llama),
+        Case("stage4", ParallelConfig("megatron"), 2, "dots", pipeline=zero_bubble, model=gpt2),
+        Case("data2-stage2-row2", ParallelConfig("fsdp"), 4, shard="gradients", pipeline=zero_bubble, model=gemma),
     ]
 
 

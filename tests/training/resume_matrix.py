@@ -1,10 +1,10 @@
-"""Kill and resume between any two of eight plans.
+"""Kill and resume between any two of nine plans.
 
-`python -m tests.training.resume_matrix [OPTIMIZER]` trains each plan without interruption and saves a checkpoint on the
-way. Then every plan resumes from every checkpoint, and the losses and gradient norms of its next steps are compared
-with those of the run that saved: the same bits on the same plan, a relative difference of at most 1e-5 on another.
-Prints the worst resume from each checkpoint and exits with 1 if one is worse than that. OPTIMIZER is adamw (default),
-muon or adafactor.
+`python -m tests.training.resume_matrix [OPTIMIZER [PLAN ...]]` trains each plan, or those named, without interruption
+and saves a checkpoint on the way. Then every plan resumes from every checkpoint, and the losses and gradient norms of
+its next steps are compared with those of the run that saved: the same bits on the same plan, a relative difference of
+at most 1e-5 on another. Prints the worst resume from each checkpoint and exits with 1 if one is worse than that.
+OPTIMIZER is adamw (default), muon or adafactor.
 """
 
 import dataclasses
@@ -34,6 +34,9 @@ PLANS = {
     "1f1b": Case("stage2-row2-col2", ParallelConfig(), 4, pipeline=PipelineConfig("1f1b"), model=MODEL),
     "interleaved": Case(
         "data2-stage2-col2", ParallelConfig("megatron"), 2, pipeline=PipelineConfig("interleaved"), model=MODEL
+    ),
+    "zero-bubble": Case(
+        "stage2-row2-col2", ParallelConfig(slices="2"), 4, "dots", pipeline=PipelineConfig("zero-bubble"), model=MODEL
     ),
     "context, ring": Case("context2-row2-col2", ParallelConfig("fsdp", context="ring"), model=MODEL),
     "replica": Case("replica2-data2-col2", ParallelConfig("collective"), shard="optimizer", model=MODEL),
@@ -83,8 +86,8 @@ def resumed(plan: Plan, directory: Path) -> np.ndarray:
 def main() -> int:
     config = OptimizerConfig(*sys.argv[1:2], learning_rate=3e-3, warmup=5)
     root, plans, curves = Path(tempfile.mkdtemp()), {}, {}
-    for name, case in PLANS.items():
-        plans[name] = Plan(dataclasses.replace(case, optimizer=config), config)
+    for name in sys.argv[2:] or PLANS:
+        plans[name] = Plan(dataclasses.replace(PLANS[name], optimizer=config), config)
         curves[name] = whole_run(plans[name], root / name)
         print(f"compiled and saved: {name}", file=sys.stderr, flush=True)
     print("| saved by | same plan | worst of the others | loss | gradient norm |\n|" + " --- |" * 5)

@@ -10,7 +10,7 @@ from mstrain.planner.config import PodConfig
 from mstrain.planner.plan_file import closing_lines, write_plan
 from mstrain.planner.report import memory_table, plans_table, plot_plans, stages_table, terms_table, write_tables
 from mstrain.planner.search import search_pod
-from mstrain.planner.simulated import simulate_plan, why_not_simulated
+from mstrain.planner.simulated import simulate_plan
 
 __all__ = ["PodConfig", "run_pod"]
 
@@ -32,9 +32,7 @@ def run_pod(config: PodConfig) -> int:
         say.print(stages_table(result))
     say.print(memory_table(result))
     written = ["plans.csv", "stages.csv", "plans.json", "throughput_against_memory.png"]
-    if config.simulate and (why := why_not_simulated(result.best)):
-        say.print(f"Plan 1 is not simulated: the simulator has no {why}.")
-    elif config.simulate:
+    if config.simulate:
         clock.budget = config.max_seconds
         try:
             simulated = simulate_plan(request, result.best, config.simulated_microbatches, clock)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mstrain.parallel.schedules import BACKWARD, FORWARD, SCHEDULES
+from mstrain.parallel.schedules import BACKWARD, FORWARD, WHOLE
 from research.distir.schedules import alternating, bubble_fraction, schedule
 
 
@@ -19,7 +19,7 @@ def in_flight(steps, stage):
     return peak
 
 
-NAMES = st.sampled_from(sorted(("distir", *SCHEDULES)))
+NAMES = st.sampled_from(sorted(("distir", *WHOLE)))
 PLANS = st.tuples(NAMES, st.integers(1, 6), st.integers(1, 5), st.integers(1, 3))
 
 
