@@ -16,7 +16,7 @@ import jax
 from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-PRODUCTS = ("dot_general", "pallas_call")
+PRODUCTS = ("dot_general", "ragged_dot_general", "pallas_call")
 CALLS = ("checkpoint", "remat2", "jit", "pjit")  # primitives whose equations are divided, too
 
 
