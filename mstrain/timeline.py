@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -108,39 +109,34 @@ def first_events(timeline: Timeline, limit: int) -> Timeline:
     )
 
 
-def communication_fraction(timeline: Timeline) -> float:
-    """Device-seconds spent in communication events over all device-seconds (0.0 for an empty timeline)."""
-    total = float(timeline.duration.sum())
-    return float(timeline.duration[timeline.communication].sum()) / total if total else 0.0
+class Use(NamedTuple):
+    """Seconds in which a device computes, uses at least one of its links, and does the latter only."""
+
+    compute: float
+    links: float
+    exposed: float
 
 
-def _seconds_where(timeline: Timeline, wanted) -> dict[int, float]:
-    """Seconds per device in which `wanted(compute, communication)` holds for the active counts."""
+def device_use(timeline: Timeline) -> dict[int, Use]:
+    """How each device spends its time."""
     device = np.tile(timeline.device, 2)
     time = np.concatenate([timeline.start, timeline.start + timeline.duration])
     delta = np.repeat([1, -1], timeline.num_events)
     communication = np.tile(timeline.communication, 2)
     order = np.lexsort((time, device))
     device, time, delta, communication = device[order], time[order], delta[order], communication[order]
-    # Every event ends on its own device, so one cumulative sum over all devices is zero at each
-    # boundary.
-    compute_active = np.cumsum(np.where(communication, 0, delta))
-    communication_active = np.cumsum(np.where(communication, delta, 0))
+    # Every event ends on its own device, so one cumulative sum over all devices is zero at each boundary.
+    compute, links = (np.cumsum(np.where(communication == kind, delta, 0)) > 0 for kind in (False, True))
     gap = np.append(np.diff(time), 0.0)
     gap[np.append(np.diff(device), 1) != 0] = 0.0
-    gap[~wanted(compute_active, communication_active)] = 0.0
     devices, index = np.unique(device, return_inverse=True)
-    return dict(zip(devices.tolist(), np.bincount(index, weights=gap, minlength=len(devices)).tolist()))
+    seconds = [np.bincount(index, gap * where, len(devices)) for where in (compute, links, links & ~compute)]
+    return {number: Use(*row) for number, row in zip(devices.tolist(), np.transpose(seconds).tolist())}
 
 
 def exposed_communication(timeline: Timeline) -> dict[int, float]:
     """Seconds per device in which at least one of its links is in use and it does not compute."""
-    return _seconds_where(timeline, lambda compute, link: (compute == 0) & (link > 0))
-
-
-def busy_compute(timeline: Timeline) -> dict[int, float]:
-    """Seconds per device in which it computes."""
-    return _seconds_where(timeline, lambda compute, link: compute > 0)
+    return {device: use.exposed for device, use in device_use(timeline).items()}
 
 
 def _arguments(timeline: Timeline) -> list[dict]:

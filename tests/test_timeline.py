@@ -12,8 +12,7 @@ from mstrain.timeline import (
     Counter,
     Lane,
     Timeline,
-    busy_compute,
-    communication_fraction,
+    device_use,
     exposed_communication,
     perfetto,
     write_perfetto,
@@ -41,8 +40,7 @@ def make(events, counters=(), **args) -> Timeline:
 def test_only_link_time_without_computation_is_exposed():
     timeline = make([(0, 0, 4), (1, 3, 4), (1, 8, 1), (2, 0, 2), (3, 0, 2)])
     assert exposed_communication(timeline) == {0: 4.0, 1: 0.0}
-    assert busy_compute(timeline) == {0: 4.0, 1: 2.0}
-    assert communication_fraction(timeline) == pytest.approx(7 / 13)
+    assert device_use(timeline) == {0: (4.0, 5.0, 4.0), 1: (2.0, 2.0, 0.0)}
     assert timeline.seconds == 9.0
 
 

@@ -86,65 +86,48 @@ def busy_parts(timeline: Timeline, kinds: np.ndarray, row: Row, edges: np.ndarra
     return found / np.maximum(found.sum(axis=0), 1.0)
 
 
-def draw_step(axis: Axes, timeline: Timeline, kinds: np.ndarray, rows: list[Row]) -> None:
-    """The whole step: the height of a color is the part of the time that the row is busy with it."""
-    edges = np.linspace(0, timeline.seconds, BINS + 1)
+def draw(axis: Axes, timeline: Timeline, kinds: np.ndarray, rows: list[Row], begin: float, end: float) -> None:
+    """An interval: the height of a color is the part of the time that the row is busy; few events are set apart."""
+    edges = np.linspace(begin, end, BINS + 1)
+    seen = np.isin(timeline.lane, [lane for row in rows for lane in row.lanes])
+    seen &= (timeline.start < end) & (timeline.start + timeline.duration > begin)
     for number, row in enumerate(rows):
-        bottom = np.full(BINS, number + 0.45)
-        for kind, part in enumerate(busy_parts(timeline, kinds, row, edges)):
-            top = bottom - 0.9 * part
-            low, high = (np.append(level, level[-1]) for level in (bottom, top))
-            axis.fill_between(1e3 * edges, low, high, step="post", color=COLORS[KINDS[kind]], linewidth=0)
-            bottom = top
-    label_microbatches(axis, timeline, kinds, rows)
-    axis.set_xlim(0, 1e3 * timeline.seconds)
-    axis.set_title("the whole step; full height: busy all the time", fontsize=8, loc="left")
+        parts = 0.9 * busy_parts(timeline, kinds, row, edges)
+        levels = np.pad(np.vstack([np.full(BINS, number + 0.45), -parts]), ((0, 0), (0, 1)), mode="edge")
+        axis.stackplot(1e3 * edges, levels, colors=["none", *COLORS.values()], step="post", linewidth=0)
+        if seen.sum() < 10 * ENLARGED:
+            starts = timeline.start[seen & np.isin(timeline.lane, row.lanes)]
+            axis.vlines(1e3 * starts, number - 0.45, number + 0.45, color="white", linewidth=0.4)
+    axis.set_xlim(1e3 * begin, 1e3 * end)
+    axis.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=7)
+    axis.set_ylim(len(rows) - 0.5, -0.5)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
-def label_microbatches(axis: Axes, timeline: Timeline, kinds: np.ndarray, rows: list[Row]) -> None:
+def label_microbatches(axis: Axes, timeline: Timeline, rows: list[Row]) -> None:
     """The number of the microbatch on every pass that is long enough."""
-    if "microbatch" not in timeline.args:
-        return
-    microbatch = np.asarray(timeline.args["microbatch"], float)
+    microbatch = np.asarray(timeline.args.get("microbatch", np.full(timeline.num_events, np.nan)), float)
     for number, row in enumerate(rows):
         mine = in_order(timeline, np.isin(timeline.lane, row.lanes) & np.isfinite(microbatch) & row.compute)
-        if not len(mine):
-            continue
-        begins = np.flatnonzero(np.diff(microbatch[mine], prepend=np.nan) != 0)
-        for first, last in zip(begins, [*(begins[1:] - 1), len(mine) - 1]):
-            start = timeline.start[mine[first]]
-            end = timeline.start[mine[last]] + timeline.duration[mine[last]]
+        for events in np.split(mine, np.flatnonzero(np.diff(microbatch[mine])) + 1) if len(mine) else ():
+            start, end = timeline.start[events[0]], timeline.start[events[-1]] + timeline.duration[events[-1]]
             if end - start > timeline.seconds / 60:
-                text = f"{microbatch[mine[first]]:.0f}"
-                axis.text(float(500 * (start + end)), number, text, ha="center", va="center", fontsize=6)
+                text, middle = f"{microbatch[events[0]]:.0f}", float(500 * (start + end))
+                axis.text(middle, number, text, ha="center", va="center", fontsize=6)
 
 
 def parts_of(timeline: Timeline, row: Row) -> dict[str, tuple[float, float]]:
     """Intervals of a forward and a backward pass to enlarge, in the middle of the passes; none of short programs."""
     mine = in_order(timeline, timeline.lane == row.lanes[0])
-    if len(mine) < 4 * ENLARGED:
-        return {}
     grads = np.array([name.endswith("Grad") for name in timeline.names])[timeline.name[mine]]
-    found, before = {}, int(grads.argmax()) if grads.any() else len(mine)  # later ones may be recomputed
+    before = int(grads.argmax()) if grads.any() else len(mine)  # later ones may be recomputed
+    found = {}
     for name, places in (("a forward pass", np.arange(before)), ("a backward pass", np.flatnonzero(grads))):
-        if len(places) > ENLARGED:
+        if len(mine) >= 4 * ENLARGED and len(places) > ENLARGED:
             first = places[len(places) // 4]
             last = mine[min(first + ENLARGED, len(mine) - 1)]
             found[name] = (timeline.start[mine[first]], timeline.start[last] + timeline.duration[last])
     return found
-
-
-def draw_part(axis: Axes, timeline: Timeline, kinds: np.ndarray, rows: list[Row], begin: float, end: float) -> None:
-    """Every event between two moments."""
-    seen = (timeline.start < end) & (timeline.start + timeline.duration > begin)
-    for number, row in enumerate(rows):
-        mine = seen & np.isin(timeline.lane, row.lanes)
-        for kind in np.unique(kinds[mine]):
-            events = mine & (kinds == kind)
-            spans = 1e3 * np.column_stack([timeline.start[events], timeline.duration[events]])
-            color = COLORS[KINDS[kind]]
-            axis.broken_barh(spans.tolist(), (number - 0.45, 0.9), color=color, edgecolor="white", linewidth=0.4)
-    axis.set_xlim(1e3 * begin, 1e3 * end)
 
 
 def plot_gantt(
@@ -159,16 +142,14 @@ def plot_gantt(
     parts = parts_of(timeline, own[0])
     heights = [len(rows), *[len(own)] * len(parts)]
     figure = Figure(figsize=(12, 1.2 + 0.5 * len(heights) + 0.3 * sum(heights)), layout="constrained")
-    panels = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
-    draw_step(panels[0], timeline, kinds, rows)
-    for axis, (name, (begin, end)) in zip(panels[1:], parts.items()):
-        draw_part(axis, timeline, kinds, own, begin, end)
+    whole, *panels = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
+    draw(whole, timeline, kinds, rows, 0.0, timeline.seconds)
+    label_microbatches(whole, timeline, rows)
+    whole.set_title("the whole step; full height: busy all the time", fontsize=8, loc="left")
+    for axis, (name, interval) in zip(panels, parts.items()):
+        draw(axis, timeline, kinds, own, *interval)
         axis.set_title(f"part of {name} on {timeline.lanes[own[0].lanes[0]].process}", fontsize=8, loc="left")
-    for axis, shown in zip(panels, [rows, *[own] * len(parts)]):
-        axis.set_yticks(range(len(shown)), [row.name for row in shown], fontsize=7)
-        axis.set_ylim(len(shown) - 0.5, -0.5)
-        axis.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("milliseconds")
+    [whole, *panels][-1].set_xlabel("milliseconds")
     present = [KINDS[kind] for kind in np.unique(kinds)]
     handles = [Patch(color=COLORS[kind], label=kind) for kind in present]
     figure.legend(handles=handles, ncols=len(present), loc="outside upper center", frameon=False)

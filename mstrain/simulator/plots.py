@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mstrain.simulator.gantt import plot_gantt
-from mstrain.simulator.simulate import Simulation
+from mstrain.simulator.simulate import TOTAL, Simulation
 from mstrain.timeline import Timeline, first_events, write_perfetto
 
 TRACE_EVENTS = 150_000  # written; a longer simulation is cut there, so that the trace can be opened
@@ -25,38 +24,25 @@ def save_figure(figure: Figure, path: str | Path) -> Path:
     return Path(path)
 
 
-def _memory_axis(what: str) -> tuple[Figure, Axes]:
+def plot_memory(
+    timeline: Timeline, path: str | Path, devices: Sequence[int] | None = None, by_category: bool = False
+) -> Path:
+    """Live memory (GB) over time of every device, or of `devices`; `by_category`: stacked, of one device."""
     figure = Figure(figsize=(8, 3.5))
     axis = figure.subplots()
-    axis.set(xlabel="Seconds", ylabel=f"{what} (GB)")
+    shown = [each for each in timeline.counters if devices is None or each.device in devices]
+    shown = [each for each in shown if (each.name != TOTAL) == by_category]
+    axis.set(xlabel="Seconds", ylabel=f"Live memory{f' of device {shown[0].device}' if by_category else ''} (GB)")
+    if by_category:
+        moments = np.unique(np.concatenate([*(each.time for each in shown), [timeline.seconds]]))
+        levels = [np.append(0, each.value)[np.searchsorted(each.time, moments, side="right")] / 1e9 for each in shown]
+        axis.stackplot(moments, levels, labels=[each.name for each in shown], step="post")
+    for color, each in zip(colormaps["viridis"](np.linspace(0, 0.9, len(shown))), () if by_category else shown):
+        times, values = np.append(each.time, timeline.seconds), np.append(each.value, each.value[-1])
+        axis.step(times, values / 1e9, where="post", color=color, label=f"device {each.device}", linewidth=1)
     axis.grid(alpha=0.3)
-    return figure, axis
-
-
-def plot_categories(result: Simulation, device: int, path: str | Path) -> Path:
-    """Live memory (GB) of one device over time, its categories on top of each other."""
-    figure, axis = _memory_axis(f"Live memory of device {device}")
-    uses = {name: use.timelines().get(device) for name, use in result.memory_by_category.items()}
-    series = {name: use for name, use in uses.items() if use}
-    moments = np.unique(np.concatenate([*(time for time, _ in series.values()), [result.seconds]]))
-    levels = [
-        np.append(0, total)[np.searchsorted(time, moments, side="right")] / 1e9 for time, total in series.values()
-    ]
-    axis.stackplot(moments, levels, labels=list(series), step="post")
-    axis.legend(fontsize=7, loc="lower right")
-    return save_figure(figure, path)
-
-
-def plot_memory(timeline: Timeline, path: str | Path, devices: Sequence[int] | None = None) -> Path:
-    """Live memory (GB) of every device (of `devices` only) over time, from the counters of the timeline."""
-    figure, axis = _memory_axis("Live memory")
-    shown = [each for each in timeline.counters if each.name == "live memory"]
-    shown = [each for each in shown if devices is None or each.device in devices]
-    for color, counter in zip(colormaps["viridis"](np.linspace(0, 0.9, max(1, len(shown)))), shown):
-        times, values = np.append(counter.time, timeline.seconds), np.append(counter.value, counter.value[-1])
-        axis.step(times, values / 1e9, where="post", color=color, label=f"device {counter.device}", linewidth=1)
     if len(shown) <= 16:
-        axis.legend(fontsize=7, ncols=2)
+        axis.legend(fontsize=7, ncols=1 if by_category else 2, loc="lower right" if by_category else "best")
     return save_figure(figure, path)
 
 
@@ -71,5 +57,5 @@ def write_pictures(result: Simulation, folder: Path, devices: Sequence[int] | No
     plot_gantt(shown, folder / "gantt.png", GANTT_LANES, devices)
     plot_memory(timeline, folder / "memory.png", devices)
     peaks = result.memory.peak_bytes
-    plot_categories(result, max(peaks, key=peaks.__getitem__), folder / "memory_by_category.png")
+    plot_memory(timeline, folder / "memory_by_category.png", [max(peaks, key=peaks.__getitem__)], by_category=True)
     return ["trace.json.gz (ui.perfetto.dev)", "gantt.png", "memory.png", "memory_by_category.png"]

@@ -23,6 +23,7 @@ from mstrain.simulator.replicas import Step
 from mstrain.timeline import Counter, Lane, Timeline
 
 CORRECTED = Rules()
+TOTAL = "live memory"  # the counter beside those of the categories
 
 
 class _Lanes:
@@ -99,40 +100,6 @@ class Simulation:
         """Length of the step: when the last lane is done."""
         return float(self.lane_end.max(initial=0.0))
 
-    @cached_property
-    def _times(self) -> np.ndarray:
-        """How often each action happens."""
-        return np.bincount(self.action, minlength=len(self.held.lengths))
-
-    @cached_property
-    def compute_seconds(self) -> dict[int, float]:
-        """How long each kept device computes."""
-        seconds = np.zeros(len(self.lanes))
-        np.add.at(seconds, self.held.items, self._times[self.held.owner()] * np.nan_to_num(self.action_seconds))
-        return {lane.device: total for lane, total in zip(self.lanes, seconds.tolist()) if lane.thread == "compute"}
-
-    @cached_property
-    def _device_seconds_by_kind(self) -> tuple[float, float]:
-        """Device-seconds of computation and of communication; using several links counts once."""
-        owner, device = self.held.owner(), np.array([lane.device for lane in self.lanes])[self.held.items]
-        once = np.unique(owner * (device.max(initial=0) + 1) + device, return_index=True)[1]
-        per_action = np.bincount(
-            owner[once], weights=np.nan_to_num(self.action_seconds[once]), minlength=len(self.held.lengths)
-        )[self.action]
-        communicates = np.array([spec.communicates for spec in self.program.specs])[self.program.spec]
-        return float(per_action[~communicates].sum()), float(per_action[communicates].sum())
-
-    @property
-    def communication_fraction(self) -> float:
-        """Device-seconds of communication over those of everything, as DistIR's notebook counts them."""
-        compute, communication = self._device_seconds_by_kind
-        return communication / (compute + communication) if compute + communication else 0.0
-
-    @property
-    def idle_fraction(self) -> float:
-        """The mean part of the step in which a device computes nothing: bubbles and waiting."""
-        return 1.0 - self._device_seconds_by_kind[0] / (len(self.program.devices) * self.seconds)
-
     def _memory(self, counted: np.ndarray | None = None) -> MemoryUse:
         return memory_use(self.program, self.start if self.rules.link_lanes else self.end, self.end, counted)
 
@@ -174,7 +141,7 @@ class Simulation:
         args["flow"] = np.where([item.kind == "Send" for item in specs], 1, -1)[spec] * (op + 1)
         counters = tuple(
             Counter(device, what, time, value)
-            for what, use in {"live memory": self.memory, **self.memory_by_category}.items()
+            for what, use in {TOTAL: self.memory, **self.memory_by_category}.items()
             for device, (time, value) in use.timelines().items()
         )
         communicates = np.array([item.communicates for item in specs])[spec]

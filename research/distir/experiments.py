@@ -10,7 +10,6 @@ import json
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Switch
@@ -19,19 +18,19 @@ from mstrain.simulator.placement import Degrees
 from mstrain.simulator.plots import plot_memory
 from mstrain.simulator.simulate import place, simulate
 from mstrain.timeline import Timeline, write_perfetto
-from research.distir import plots
-from research.distir.grid import Rejected, Row, grid_search, make_row, simulate_mlp, write_table
+from research.distir.grid import grid_search, plan_row, simulate_mlp, write_table
 from research.distir.mlp import Mlp, StepOptions
+from research.distir.plots import plot_columns
 from research.distir.rules import DISTIR_NAMES, RuleSet, rule_set
 from research.distir.transform_mlp import mlp_step
 
 MODEL = Mlp.square(64, 8192, 8192)
 WORLD = 16
-# Per axis: what its lines differ in, the values of that, and the degrees.
+# Per axis: what its lines differ in, the values of that, the degree that grows, its values, and the microbatches.
 ISOLATED = {
-    "data": ("batch", (512, 1024, 2048, 4096), (2, 4, 8, 16, 32, 64, 128)),
-    "horizontal": ("width", (1024, 2048, 4096, 8192), (2, 4, 8, 16, 32, 64)),
-    "pipeline": ("batch", (512, 1024, 2048, 4096), (2, 4, 8, 16, 32, 64)),
+    "data": ("batch", (512, 1024, 2048, 4096), "data", (2, 4, 8, 16, 32, 64, 128), 1),
+    "horizontal": ("width", (1024, 2048, 4096, 8192), "tensor", (2, 4, 8, 16, 32, 64), 1),
+    "pipeline": ("batch", (512, 1024, 2048, 4096), "pipeline", (2, 4, 8, 16, 32, 64), 8),
 }
 
 
@@ -46,73 +45,49 @@ def options_for(rules: RuleSet) -> StepOptions:
     return StepOptions(optimizer=not rules.original, gather_outputs=False)
 
 
-def sequential(rules: str | RuleSet = "corrected") -> Row:
-    """One device, the whole batch."""
-    return _row(MODEL, Degrees(), rule_set(rules))
+def one_plan(degrees: Degrees = Degrees(), rules: str = "corrected", mlp: Mlp = MODEL) -> dict:
+    """The row of one plan, by default that of one device with the whole batch."""
+    chosen = rule_set(rules)
+    return plan_row(mlp, degrees, notebook_cluster(degrees.world, chosen), chosen, options_for(chosen))
 
 
-def _row(mlp: Mlp, degrees: Degrees, rules: RuleSet) -> Row:
-    options = options_for(rules)
-    result = simulate_mlp(mlp, degrees, notebook_cluster(degrees.world, rules), rules, options)
-    return make_row(mlp, degrees, result, options)
+def grid(rules: str = "corrected", world: int = WORLD) -> tuple[list[dict], list[tuple[Degrees, str]]]:
+    """Every (data, tensor, pipeline, microbatches) plan for `world` devices, and those that cannot run with reasons."""
+    chosen = rule_set(rules)
+    return grid_search(MODEL, world, notebook_cluster(world, chosen), chosen, options_for(chosen))
 
 
-def grid(rules: str | RuleSet = "corrected", world: int = WORLD) -> tuple[list[Row], list[Rejected]]:
-    """Every (data, tensor, pipeline, microbatches) plan for `world` devices."""
-    rules = rule_set(rules)
-    return grid_search(MODEL, world, notebook_cluster(world, rules), rules, options_for(rules))
-
-
-def isolated(axis: str, rules: str | RuleSet = "corrected") -> list[dict]:
+def isolated(axis: str, rules: str = "corrected") -> list[dict]:
     """Throughput as one degree grows and the others stay 1: rows with the series value, degree and throughput.
 
     `axis` is data, horizontal (tensor) or pipeline (8 microbatches).
     """
-    series, values, degrees = ISOLATED[axis]
+    series, values, name, degrees, microbatches = ISOLATED[axis]
     rows = []
     for value in values:
         mlp = Mlp.square(128, value, 8192) if axis == "horizontal" else Mlp.square(64, 8192, value)
         for degree in degrees:
-            plan = {
-                "data": Degrees(data=degree),
-                "horizontal": Degrees(tensor=degree),
-                "pipeline": Degrees(pipeline=degree, microbatches=8),
-            }[axis]
-            rows.append({series: value, "degree": degree, "throughput": _row(mlp, plan, rule_set(rules)).throughput})
+            row = one_plan(Degrees(**{name: degree}, microbatches=microbatches), rules, mlp)
+            rows.append({series: value, "degree": degree, "throughput": row["throughput"]})
     return rows
 
 
-def simulator_scaling(rules: str | RuleSet = "corrected", trials: int = 5) -> list[dict]:
+def simulator_scaling(rules: str = "corrected", trials: int = 5) -> list[dict]:
     """Milliseconds to simulate 32 to 4096 layers on one device (median of `trials`), by number of operations.
 
     The program is built and compiled code warmed up before the clock starts, as in the notebook.
     """
-    rules = rule_set(rules)
-    cluster = notebook_cluster(1, rules)
-    rows = []
+    chosen, rows = rule_set(rules), []
+    cluster = notebook_cluster(1, chosen)
     for layers in (32 << power for power in range(8)):
-        step = mlp_step(Mlp.square(layers, 64, 64), Degrees(), rules, options_for(rules))
-        program = place(step, cluster, rules)
-        simulate(program, cluster, rules)
-        elapsed = []
-        for _ in range(trials):
-            begin = time.perf_counter()
-            simulate(program, cluster, rules)
-            elapsed.append(time.perf_counter() - begin)
+        step = mlp_step(Mlp.square(layers, 64, 64), Degrees(), chosen, options_for(chosen))
+        program, ends = place(step, cluster, chosen), []
+        for _ in range(trials + 2):
+            simulate(program, cluster, chosen)
+            ends.append(time.perf_counter())
+        elapsed = [end - begin for begin, end in zip(ends[1:], ends[2:])]
         rows.append({"operations": program.num_ops, "milliseconds": 1e3 * statistics.median(elapsed)})
     return rows
-
-
-def _draw(out: Path, rows: list[Row], scaling: list[dict], series: dict[str, list[dict]]) -> None:
-    plots.plot_grid(rows, out / "grid_search.pdf")
-    labels = "Operations", "Simulation time (ms)"
-    plots.plot_lines(scaling, "operations", "milliseconds", None, out / "simulator_scaling.pdf", labels)
-    for axis, table in series.items():
-        # The notebook simulates 128 replicas but draws 64.
-        shown = [row for row in table if row["degree"] <= 64]
-        labels = f"{axis.capitalize()} parallel degree", "Throughput (samples/second)"
-        plots.plot_lines(shown, "degree", "throughput", ISOLATED[axis][0], out / f"{axis}_parallelism.pdf", labels)
-    plots.plot_memory_against_throughput(rows, out / "memory_against_throughput.pdf")
 
 
 def chrome_events(timeline: Timeline, rename: Mapping[str, str] = {}, scale: float = 1.0) -> list[dict]:
@@ -125,39 +100,37 @@ def chrome_events(timeline: Timeline, rename: Mapping[str, str] = {}, scale: flo
     ]
 
 
-def run_notebook(out_dir: str | Path, rules: str | RuleSet = "corrected", trials: int = 5) -> dict:
-    """All experiments: CSV and JSON tables, the five plots, pictures and a trace of the best pipelined plan.
+def run_notebook(out: Path, rules: str = "corrected", trials: int = 5) -> dict:
+    """All experiments: CSV and JSON tables, the five plots, pictures and a trace of the best pipelined plan in `out`.
 
     DistIR's rule sets also write the trace as DistIR does (`best_pipeline_distir.json`).
 
     Returns a summary with throughputs in samples/s: `sequential`, `best` (the best row of the grid),
     `best_pipeline`, `plans`, `rejected` and the directory `out_dir`.
     """
-    rules, out = rule_set(rules), Path(out_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    alone = sequential(rules)
+    chosen, alone = rule_set(rules), one_plan(rules=rules)
     rows, rejected = grid(rules)
     scaling = simulator_scaling(rules, trials)
-    series = {axis: isolated(axis, rules) for axis in ISOLATED}
-    tables = {f"{axis}_parallelism": table for axis, table in series.items()} | {"simulator_scaling": scaling}
-    for name, table in {**tables, "grid_search": [asdict(row) for row in (alone, *rows)]}.items():
+    tables = {f"{axis}_parallelism": isolated(axis, rules) for axis in ISOLATED}
+    for axis, (name, table) in zip(ISOLATED, tables.items()):
+        shown = [row for row in table if row["degree"] <= 64]  # the notebook simulates 128 replicas but draws 64
+        plot_columns(shown, "degree", "throughput", out / f"{name}.pdf", ISOLATED[axis][0])
+    for name, table in {**tables, "simulator_scaling": scaling, "grid_search": [alone, *rows]}.items():
         write_table(table, out / name)
-    _draw(out, rows, scaling, series)
-    best = max(rows, key=lambda row: row.throughput)
-    piped = max((row for row in rows if row.pp_degree > 1), key=lambda row: row.throughput)
-    plan = Degrees(piped.dp_degree, piped.hp_degree, piped.pp_degree, piped.num_microbatches)
-    timeline = simulate_mlp(MODEL, plan, notebook_cluster(WORLD, rules), rules, options_for(rules)).timeline()
+    plot_columns(scaling, "operations", "milliseconds", out / "simulator_scaling.pdf")
+    plot_columns(rows, "hp_degree", "throughput", out / "grid_search.pdf", "num_microbatches", "dp_degree")
+    memory = out / "memory_against_throughput.pdf"
+    plot_columns(rows, "throughput", "peak_memory", memory, "pp_degree", log="", line="")
+    piped = max((row for row in rows if row["pp_degree"] > 1), key=lambda row: row["throughput"])
+    plan = Degrees(*(piped[name] for name in ("dp_degree", "hp_degree", "pp_degree", "num_microbatches")))
+    timeline = simulate_mlp(MODEL, plan, notebook_cluster(WORLD, chosen), chosen, options_for(chosen)).timeline()
     plot_gantt(timeline, out / "best_pipeline.pdf")
     plot_memory(timeline, out / "best_pipeline_memory.pdf")
     write_perfetto(timeline, out / "best_pipeline.json.gz")
-    if rules.original:
+    if chosen.original:
         (out / "best_pipeline_distir.json").write_text(json.dumps(chrome_events(timeline, DISTIR_NAMES, 1e6)))
+    best = max(rows, key=lambda row: row["throughput"])
     return {
-        "rules": rules.name,
-        "sequential": alone.throughput,
-        "best": asdict(best),
-        "best_pipeline": asdict(piped),
-        "plans": len(rows),
-        "rejected": len(rejected),
-        "out_dir": str(out),
-    }
+        "rules": rules, "sequential": alone["throughput"], "best": best, "best_pipeline": piped, "plans": len(rows),
+        "rejected": len(rejected), "out_dir": str(out),
+    }  # fmt: skip

@@ -1,9 +1,8 @@
-"""Grid search over data, tensor and pipeline degrees of a perceptron, and the table it gives."""
+"""Simulated plans of a perceptron as rows of a table, and the search over data, tensor and pipeline degrees."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import log2
 from pathlib import Path
 
@@ -13,56 +12,17 @@ from mstrain.planner.tables import write_csv
 from mstrain.simulator.cluster import Cluster
 from mstrain.simulator.placement import Degrees
 from mstrain.simulator.simulate import Simulation, simulate_step
-from mstrain.timeline import exposed_communication
+from mstrain.timeline import device_use
 from research.distir.mlp import Mlp, StepOptions
 from research.distir.rules import RuleSet, rule_set
 from research.distir.schedules import bubble_fraction, schedule
 from research.distir.transform_mlp import mlp_step, schedule_name
 
 
-@dataclass(frozen=True)
-class Row:
-    """One simulated plan; the columns up to peak_memory are those of DistIR's grid search (seconds, samples/s, bytes).
-
-    `exposed_fraction` is the mean part of the step in which a device waits for a link and computes nothing;
-    `communication_fraction` counts hidden communication too; `idle_fraction` is the part in which a device computes
-    nothing; `bubble_fraction` is the idle part of the pipeline schedule if all tasks take equally long.
-    """
-
-    model_size: str
-    world_size: int
-    batch_size: int
-    dp_degree: int
-    hp_degree: int
-    pp_degree: int
-    num_microbatches: int
-    latency: float
-    throughput: float
-    peak_memory: int
-    communication_fraction: float
-    exposed_fraction: float
-    idle_fraction: float
-    bubble_fraction: float
-    schedule: str
-    rules: str
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A plan that cannot be run, and why."""
-
-    degrees: Degrees
-    reason: str
-
-
 def simulate_mlp(
-    mlp: Mlp,
-    degrees: Degrees,
-    cluster: Cluster,
-    rules: str | RuleSet = "corrected",
-    options: StepOptions = StepOptions(),
-    everything: bool = False,
-) -> Simulation:
+    mlp: Mlp, degrees: Degrees, cluster: Cluster, rules: str | RuleSet = "corrected",
+    options: StepOptions = StepOptions(), everything: bool = False,
+) -> Simulation:  # fmt: skip
     """Simulate a training step of `mlp`. Raises ValueError, with the fix, for a plan that does not fit."""
     rules = rule_set(rules)
     return simulate_step(mlp_step(mlp, degrees, rules, options), cluster, rules, everything)
@@ -81,61 +41,46 @@ def degrees_grid(world: int, batch: int) -> Iterator[Degrees]:
 
 
 def grid_search(
-    mlp: Mlp,
-    world: int,
-    cluster: Cluster,
-    rules: str | RuleSet = "corrected",
-    options: StepOptions = StepOptions(),
-) -> tuple[list[Row], list[Rejected]]:
-    """Simulate every plan of `degrees_grid` on `world` devices: the plans that run, in grid order, and the others.
-
-    A plan that needs more memory than its device has is rejected too.
-    """
+    mlp: Mlp, world: int, cluster: Cluster, rules: str | RuleSet = "corrected", options: StepOptions = StepOptions()
+) -> tuple[list[dict], list[tuple[Degrees, str]]]:
+    """The rows of every plan of `degrees_grid` that runs on `world` devices, in that order; the others with reasons."""
     rows, rejected = [], []
     for degrees in degrees_grid(world, mlp.batch):
         try:
-            result = simulate_mlp(mlp, degrees, cluster, rules, options)
-            _check_memory(result, cluster)
-            rows.append(make_row(mlp, degrees, result, options))
+            rows.append(plan_row(mlp, degrees, cluster, rule_set(rules), options))
         except ValueError as error:
-            rejected.append(Rejected(degrees, str(error)))
+            rejected.append((degrees, str(error)))
     return rows, rejected
 
 
-def _check_memory(result: Simulation, cluster: Cluster) -> None:
+def plan_row(mlp: Mlp, degrees: Degrees, cluster: Cluster, rules: RuleSet, options: StepOptions) -> dict:
+    """One simulated plan; the columns up to peak_memory are those of DistIR's grid search (seconds, samples/s, bytes).
+
+    Mean parts of the devices: `communication_fraction`, of the time in which they compute or use a link, that of
+    links; `exposed_fraction`, of the step, waiting for a link and computing nothing; `idle_fraction`, of the step,
+    computing nothing; `bubble_fraction`, idle in the pipeline schedule if all tasks take equally long.
+    Raises ValueError for a plan that cannot run, or needs more memory than a device has.
+    """
+    result = simulate_mlp(mlp, degrees, cluster, rules, options)
     for device, peak in result.memory.peak_bytes.items():
-        limit = cluster.devices[device].memory_bytes
-        if peak > limit:
+        if peak > (limit := cluster.devices[device].memory_bytes):
             raise ValueError(
                 f"needs {peak / 1e9:.1f} GB on device {device}, which has {limit / 1e9:.1f} GB; "
                 "raise a degree or lower the batch"
             )
-
-
-def make_row(mlp: Mlp, degrees: Degrees, result: Simulation, options: StepOptions = StepOptions()) -> Row:
-    """The table row of one simulated plan."""
-    exposed = exposed_communication(result.timeline())
-    assert isinstance(result.rules, RuleSet)
-    name = schedule_name(degrees, result.rules, options)
+    name = schedule_name(degrees, rules, options)
     steps = schedule(name, degrees.pipeline, degrees.microbatches, degrees.pipeline * degrees.interleave)
-    return Row(
-        model_size=f"{mlp.layers}x{mlp.hidden_dim}",
-        world_size=degrees.world,
-        batch_size=mlp.batch,
-        dp_degree=degrees.data,
-        hp_degree=degrees.tensor,
-        pp_degree=degrees.pipeline,
-        num_microbatches=degrees.microbatches,
-        latency=result.seconds,
-        throughput=mlp.batch / result.seconds,
-        peak_memory=result.peak_bytes,
-        communication_fraction=result.communication_fraction,
-        exposed_fraction=sum(exposed.values()) / (len(exposed) * result.seconds),
-        idle_fraction=result.idle_fraction,
-        bubble_fraction=bubble_fraction(steps, degrees.pipeline),
-        schedule=name,
-        rules=result.rules.name,
-    )
+    compute, links, exposed = map(sum, zip(*device_use(result.timeline()).values()))
+    whole = len(result.program.devices) * result.seconds
+    return {
+        "model_size": f"{mlp.layers}x{mlp.hidden_dim}", "world_size": degrees.world, "batch_size": mlp.batch,
+        "dp_degree": degrees.data, "hp_degree": degrees.tensor, "pp_degree": degrees.pipeline,
+        "num_microbatches": degrees.microbatches, "latency": result.seconds,
+        "throughput": mlp.batch / result.seconds, "peak_memory": result.peak_bytes,
+        "communication_fraction": links / (compute + links), "exposed_fraction": exposed / whole,
+        "idle_fraction": 1.0 - compute / whole, "bubble_fraction": bubble_fraction(steps, degrees.pipeline),
+        "schedule": name, "rules": rules.name,
+    }  # fmt: skip
 
 
 def write_table(table: Sequence[Mapping], path: str | Path) -> None:

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -43,9 +44,7 @@ class RuleSet(Rules):
     """Costs of operations, and the content of a training step.
 
     Attributes:
-      original: DistIR's kernels, which take `launch_seconds` each; its schedule; its step, which keeps the gradient of
-        the network's input and has a loss of the shape of the prediction. Workers count from 1: device 0 is a root that
-        holds the untransformed inputs.
+      original: whether it is one of DistIR's (`Original`).
       matmul_element_bytes: bytes per matmul element; None: those of the operands.
       bytes_as_flops: elementwise operations cost (bytes of the first input) / (flop/s).
       moves: seconds of operations that move data; others cost one launch.
@@ -60,7 +59,7 @@ class RuleSet(Rules):
       allreduce_fit: {size: (a, b, c)}: all-reduce takes a * gigabits-worth + b * size + c seconds.
     """
 
-    original: bool = False
+    original: ClassVar[bool] = False
     launch_seconds: float = 0.0
     matmul_element_bytes: int | None = None
     bytes_as_flops: bool = False
@@ -80,29 +79,30 @@ class RuleSet(Rules):
             return self.elementwise_seconds("Add", spec.shapes[-1], spec.element_bytes, device)
         return super().compute_seconds(spec, device)
 
+
+class Original(RuleSet):
+    """DistIR's kernels, which take `launch_seconds` each; its schedule; its step, which keeps the gradient of the
+    network's input and has a loss of the shape of the prediction. Workers count from 1: device 0 is a root that holds
+    the untransformed inputs.
+    """
+
+    original = True
+
     def kernel_seconds(self, device: Device, nbytes: float, flops: float) -> float:
-        if not self.original:
-            return super().kernel_seconds(device, nbytes, flops)
         return self.launch_seconds + (nbytes / device.memory_bandwidth + flops / device.flops)
 
     def matmul_seconds(self, left: Sequence[int], right: Sequence[int], size: int, device: Device) -> float:
-        if not self.original:
-            return super().matmul_seconds(left, right, size, device)
         # DistIR looks at the first two dims of each operand, whatever their rank, and never at the result.
         (m, k), p = left[:2], right[1]
         return self.kernel_seconds(device, (self.matmul_element_bytes or size) * (m * k + k * p), 2.0 * m * k * p)
 
     def elementwise_seconds(self, kind: str, shape: Sequence[int], size: int, device: Device) -> float:
-        if not self.original:
-            return super().elementwise_seconds(kind, shape, size, device)
         if self.bytes_as_flops:
             return size * prod(shape) / device.flops
         reads = 1 if kind in ("Loss", "LossGrad") else READS[kind]
         return self.kernel_seconds(device, size * prod(shape) * reads, prod(shape))
 
     def move_seconds(self, kind: str, shape: Sequence[int], size: int, device: Device) -> float:
-        if not self.original:
-            return super().move_seconds(kind, shape, size, device)
         return self.moves.get(kind, self.launch_seconds)
 
     def communication_seconds(
@@ -139,14 +139,12 @@ def mean_bandwidth(network: Network, members: Sequence[int]) -> float:
     """Mean over the unordered pairs of `members`, as DistIR's collectives see a group."""
     if isinstance(network, Switch):
         return network.bandwidth
-    pairs = [network.path(a, b).bandwidth for i, a in enumerate(members) for b in members[i + 1 :]]
-    return float(np.mean(pairs))
+    return float(np.mean([network.path(a, b).bandwidth for a, b in combinations(members, 2)]))
 
 
 _DISTIR: dict[str, Any] = dict(
-    original=True, rings=False, link_lanes=False, gradients_early=False, first=1,
-    axis_order=("data", "tensor", "pipeline"),
-)  # fmt: skip
+    rings=False, link_lanes=False, gradients_early=False, first=1, axis_order=("data", "tensor", "pipeline")
+)
 _EARLY: dict[str, Any] = dict(
     **_DISTIR, bytes_as_flops=True, optimizer="none",
     moves={"Concat": 0.0, "Identity": 0.0, "Shape": 0.0, "Split": 1e-6, "Slice": 1e-6},
@@ -157,14 +155,14 @@ RULES = {
     rules.name: rules
     for rules in (
         RuleSet("corrected"),
-        RuleSet(
+        Original(
             "notebook", **_EARLY, matmul_element_bytes=2, gigabit_bytes=8e9, double_counted=_TWICE,
             gradient_axis="tensor",
         ),
-        RuleSet(
+        Original(
             "march", **_EARLY, matmul_element_bytes=4, double_counted=_TWICE | {"AllGather"}, gather_outputs=True
         ),
-        RuleSet(
+        Original(
             "head", **_DISTIR, launch_seconds=1e-5, moves={"Identity": 0.0}, optimizer="last", gather_outputs=True,
             double_counted=_TWICE - {"Send"}, batch_count=True,
         ),

@@ -36,6 +36,7 @@ from mstrain.planner.trainer import train_keys, why_not_trainable
 from mstrain.program.pipeline import table_of
 from mstrain.simulator.costs import PRODUCTS, operation_work
 from mstrain.simulator.simulate import simulate_step
+from mstrain.timeline import device_use
 from tests.planner.plans import ask, cost, pod_plan
 from tests.simulator.measures import num_events, op_counts
 
@@ -99,7 +100,8 @@ def test_simulated_devices_compute_what_the_cost_model_says(name):
     """In every stage, up to the part of the element-wise work that is computed again."""
     request, plan = costed(PASSES[name])
     simulated, count = simulate_plan(request, plan), plan.plan.microbatches
-    for seconds, stage, terms in zip(simulated.result.compute_seconds.values(), plan.stages, plan.stage_terms):
+    use = device_use(simulated.result.timeline()).values()
+    for (seconds, *_), stage, terms in zip(use, plan.stages, plan.stage_terms):
         passes = stage.useful_forward + stage.useful_backward + stage.repeated
         wanted = count * (passes.seconds - passes.exposed + stage.host) + terms.update
         assert 0.98 * wanted < seconds < 1.0001 * wanted

@@ -4,6 +4,7 @@ import numpy as np
 
 from mstrain.simulator.program import Program
 from mstrain.simulator.simulate import Simulation
+from mstrain.timeline import device_use
 
 
 def op_counts(program: Program) -> dict[str, int]:
@@ -21,6 +22,12 @@ def device_seconds(result: Simulation) -> dict[int, float]:
     for lane, end in zip(result.lanes, result.lane_end.tolist()):
         done[lane.device] = max(done.get(lane.device, 0.0), end)
     return done
+
+
+def communication_fraction(result: Simulation) -> float:
+    """Time in which devices use a link, over that and the time in which they compute."""
+    compute, links, _ = map(sum, zip(*device_use(result.timeline()).values()))
+    return links / (compute + links)
 
 
 def num_events(result: Simulation) -> int:

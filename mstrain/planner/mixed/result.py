@@ -100,43 +100,33 @@ class OptimalResult:
 
 def report_stage(model: Model, stage: Stage, begin: int, end: int, flight: int) -> StagePlan:
     """Terms of one stage of a plan, with `flight` microbatches in flight."""
-    choice, last = stage.choice, end == model.layers
-    labels = kind_labels(model.kinds)
-    names = [labels[kind] for kind in choice.kinds]
-    compute = stage.compute_ms[:, end] - stage.compute_ms[:, begin]
-    tensor = stage.tensor_ms * (model.middle[end] - model.middle[begin])
-    sync = stage.sync_ms * last
+    choice, labels = stage.choice, kind_labels(model.kinds)
+
+    def of(prefix: np.ndarray):
+        return prefix[..., end] - prefix[..., begin]
+
+    def by_kind(values) -> dict:
+        return dict(zip((labels[kind] for kind in choice.kinds), values))
+
+    compute, tensor = of(stage.compute_ms), stage.tensor_ms * of(model.middle)
+    sync = stage.sync_ms * (end == model.layers)
     slowest = int(np.argmax(compute + tensor + sync))
     boundary = stage.boundary_ms if begin > 0 else 0.0
-    parameters = model.parameter_bytes[end] - model.parameter_bytes[begin]
-    kept = (model.activation_bytes[end] - model.activation_bytes[begin]) / choice.tp
+    parameters, kept = float(of(model.parameter_bytes)), float(of(model.activation_bytes)) / choice.tp
     activation = [share * kept * flight for share in stage.shares]
     fullest = int(np.argmin(stage.memory_bytes - activation))
-    replicas = [1 if choice.spans else choice.replicas[kind] for kind in choice.kinds]
     return StagePlan(
-        devices=dict(zip(names, (choice.devices[kind] for kind in choice.kinds))),
-        first_layer=begin,
-        end_layer=end,
-        tp=choice.tp,
-        replicas=dict(zip(names, replicas)),
-        samples=dict(zip(names, stage.shares)),
-        slowest_type=names[slowest],
-        type_ms=dict(zip(names, (compute + sync).tolist())),
-        type_tensor_ms=dict(zip(names, tensor.tolist())),
-        compute_ms=float(compute[slowest]),
-        tensor_ms=float(tensor[slowest]),
-        sync_ms=float(sync[slowest]),
-        boundary_ms=boundary,
-        stage_ms=float(compute[slowest] + tensor[slowest] + sync[slowest]) + boundary,
+        by_kind(choice.devices[kind] for kind in choice.kinds), begin, end, choice.tp,
+        replicas=by_kind(1 if choice.spans else choice.replicas[kind] for kind in choice.kinds),
+        samples=by_kind(stage.shares), slowest_type=labels[choice.kinds[slowest]],
+        type_ms=by_kind((compute + sync).tolist()), type_tensor_ms=by_kind(tensor.tolist()),
+        compute_ms=float(compute[slowest]), tensor_ms=float(tensor[slowest]), sync_ms=float(sync[slowest]),
+        boundary_ms=boundary, stage_ms=float(compute[slowest] + tensor[slowest] + sync[slowest]) + boundary,
         exchange_ms=float(stage.exchange_ms * parameters + stage.exchange_latency_ms),
-        update_ms=float(stage.update_ms * parameters),
-        state_gb=float(stage.state_bytes * parameters / 1e9),
-        activation_gb=float(activation[fullest] / 1e9),
-        usable_gb=float(stage.memory_bytes[fullest] / 1e9),
-        microbatches_in_flight=flight,
-        parameter_bytes=float(parameters),
-        sample_bytes=float(kept),
-    )
+        update_ms=stage.update_ms * parameters, state_gb=stage.state_bytes * parameters / 1e9,
+        activation_gb=activation[fullest] / 1e9, usable_gb=float(stage.memory_bytes[fullest] / 1e9),
+        microbatches_in_flight=flight, parameter_bytes=parameters, sample_bytes=kept,
+    )  # fmt: skip
 
 
 def report_plan(model: Model, tables: Tables, stages: list[tuple[Stage, int, int]], expected_ms: float) -> Plan:
@@ -165,10 +155,9 @@ def write_stages(result: OptimalResult, path: str | Path) -> None:
     rows = []
     for rank, plan in enumerate(result.plans, 1):
         own = {name: getattr(plan, name) for name in ("cost_ms", "microbatch", "microbatches")}
-        for number, stage in enumerate(plan.stages):
-            terms = asdict(stage)
-            flat = {name: named_counts(value, "=") for name, value in terms.items() if isinstance(value, dict)}
-            rows.append({"rank": rank, **own, "stage": number, **terms, **flat})
+        for number, stage in enumerate(map(asdict, plan.stages)):
+            texts = {name: named_counts(value, "=") for name, value in stage.items() if isinstance(value, dict)}
+            rows.append({"rank": rank, **own, "stage": number, **stage, **texts})
     write_csv(rows, path)
 
 

@@ -20,8 +20,9 @@ from mstrain.simulator.compared import Compared
 from mstrain.simulator.pipeline import PipelineStep
 from mstrain.simulator.placement import GROUP, SEND, Degrees, Placement
 from mstrain.simulator.program import OpSpec, timed
-from mstrain.simulator.simulate import Simulation, simulate
+from mstrain.simulator.simulate import simulate
 from mstrain.simulator.slots import RankOp
+from mstrain.timeline import device_use
 
 FORWARD_PART = 1 / 3  # of a profiled forward and backward pass
 GB = 1e9
@@ -235,6 +236,7 @@ class MixedStep(PipelineStep):
 def simulate_mixed(plan: Plan, options: PlanOptions, hosts: Hosts, clock: Clock | None = None) -> Compared:
     """Simulate the plan with at most `simulated_microbatches` of its microbatches, two per stage at least.
 
+    The rows of stages: ms of a step in which a device computes or waits, GB of its memory, by both.
     Raises OutOfTime when the clock leaves too little time for it.
     """
     stages = len(plan.stages)
@@ -249,28 +251,17 @@ def simulate_mixed(plan: Plan, options: PlanOptions, hosts: Hosts, clock: Clock 
     generator = plan.generator_ms * count / plan.microbatches
     predicted = (count - 1) * slowest + plan.fill_ms + plan.end_ms + generator
     devices = tuple(tuple(sorted(d for part in found.values() for d in part)) for found in writer.devices)
-    rows = [
-        _stage_row(number, stage, count, predicted, generator * (number == 0), result, mine)
-        for number, (stage, mine) in enumerate(zip(plan.stages, devices))
-    ]
+    use = device_use(result.timeline())
+    rows = []
+    for number, (stage, mine) in enumerate(zip(plan.stages, devices)):
+        longest = 1e3 * max(use[device].compute for device in mine)
+        computed = count * (stage.compute_ms + stage.sync_ms) + stage.update_ms + generator * (number == 0)
+        rows.append({
+            "stage": number, "layers": stage.layers, "devices": named_counts(stage.devices, "="),
+            "compute_ms": computed, "simulated_compute_ms": longest,
+            "idle_ms": predicted - computed, "simulated_idle_ms": 1e3 * result.seconds - longest,
+            "memory_gb": stage.state_gb + stage.activation_gb,
+            "simulated_memory_gb": max(result.memory.peak_bytes[device] for device in mine) / GB,
+        })  # fmt: skip
     memory = GB * max(row["memory_gb"] for row in rows)
     return Compared(result, count, 1e-3 * predicted, memory, devices, rows)
-
-
-def _stage_row(
-    number: int, stage: StagePlan, microbatches: int, step_ms: float, generator_ms: float, result: Simulation, devices
-) -> dict:
-    """Cost model beside simulator: ms of a step a device of the stage computes or waits, GB of its memory."""
-    longest = 1e3 * max(result.compute_seconds[device] for device in devices)
-    predicted = microbatches * (stage.compute_ms + stage.sync_ms) + stage.update_ms + generator_ms
-    return {
-        "stage": number,
-        "layers": stage.layers,
-        "devices": named_counts(stage.devices, "="),
-        "compute_ms": predicted,
-        "simulated_compute_ms": longest,
-        "idle_ms": step_ms - predicted,
-        "simulated_idle_ms": 1e3 * result.seconds - longest,
-        "memory_gb": stage.state_gb + stage.activation_gb,
-        "simulated_memory_gb": max(result.memory.peak_bytes[device] for device in devices) / GB,
-    }

@@ -6,14 +6,13 @@ import numpy as np
 
 from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees, Placement
-from mstrain.simulator.simulate import Simulation, simulate
-from research.distir.grid import simulate_step
+from mstrain.simulator.simulate import Simulation, simulate, simulate_step
 from research.distir.mlp import Mlp, StepOptions
 from research.distir.rules import DISTIR_NAMES, RULES, RuleSet, rule_set
 from research.distir.transform_mlp import mlp_step
 from tests.research.distir.gpt import GptStack, gpt_step
 from tests.simulator.builder import ProgramBuilder
-from tests.simulator.measures import device_seconds, num_events, op_counts
+from tests.simulator.measures import communication_fraction, device_seconds, num_events, op_counts
 
 ELEMENT_BYTES = {"fp16": 2, "fp32": 4}
 ROOT = {"notebook": Device(1e14, 1.2e12), "march": Device(1e14, 1.2e12), "head": Device(1.4e13, 9e11)}
@@ -90,7 +89,7 @@ def figures(result: Simulation, batch: int | None, wanted: dict) -> dict:
         **({"throughput": batch / result.seconds} if batch else {}),
         "num_ops": result.program.num_ops,
         "trace_events": num_events(result),
-        "comm_fraction": result.communication_fraction,
+        "comm_fraction": communication_fraction(result),
         "op_counts": counts,
         "min_device_clock_s": min(seconds.values()),
         **({"device_clock_s": {str(device): clock for device, clock in seconds.items()}} if whole else {}),

@@ -11,13 +11,13 @@ from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees
 from mstrain.simulator.program import OpSpec
 from mstrain.simulator.simulate import simulate
-from mstrain.timeline import busy_compute, exposed_communication
+from mstrain.timeline import device_use, exposed_communication
 from research.distir.grid import simulate_mlp
 from research.distir.mlp import Mlp, StepOptions
 from research.distir.rules import RULES, rule_set
 from research.distir.transform_mlp import mlp_step
 from tests.simulator.builder import ProgramBuilder
-from tests.simulator.measures import num_events, op_counts
+from tests.simulator.measures import communication_fraction, num_events, op_counts
 from tests.simulator.networks import Pairs, Torus
 
 CHIP = Device(1e14, 1e12, memory_bytes=8e10, launch_seconds=2e-6)
@@ -95,7 +95,7 @@ def test_one_rank_represents_all(degrees, rules):
     assert one.seconds == pytest.approx(all_.seconds, rel=1e-12)
     assert (num_events(one), one.program.num_ops) == (num_events(all_), all_.program.num_ops)
     assert op_counts(one.program) == op_counts(all_.program)
-    assert one.communication_fraction == pytest.approx(all_.communication_fraction, rel=1e-9)
+    assert communication_fraction(one) == pytest.approx(communication_fraction(all_), rel=1e-9)
     assert one.peak_bytes == all_.peak_bytes
 
 
@@ -121,8 +121,9 @@ def test_gradient_sums_hide_behind_the_backward_pass():
     exposed = []
     for result in (beside, between):
         timeline = result.timeline()
-        exposed.append(exposed_communication(timeline)[0])
-        assert busy_compute(timeline)[0] + exposed[-1] == pytest.approx(result.seconds)
+        use = device_use(timeline)[0]
+        exposed.append(use.exposed)
+        assert use.compute + use.exposed == pytest.approx(result.seconds)
     assert exposed[0] < 0.8 * exposed[1]
 
 
@@ -214,8 +215,9 @@ def test_communication_counts_devices_not_links():
         result = simulate(build.build(), Cluster.homogeneous(4, CHIP, network))
         ring, work = result.end[0], result.end[1]
         assert ring == pytest.approx(1.5 * 4 * 2048**2 / 25e9)
-        assert result.communication_fraction == pytest.approx(4 * ring / (4 * ring + work))
-        assert result.idle_fraction == pytest.approx(1 - work / (4 * result.seconds))
+        assert communication_fraction(result) == pytest.approx(4 * ring / (4 * ring + work))
+        use = device_use(result.timeline())
+        assert [each.compute for each in use.values()] == pytest.approx([work, 0, 0, 0])
 
 
 def test_a_message_shows_at_both_ends_on_every_network():

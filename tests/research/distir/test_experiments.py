@@ -79,12 +79,12 @@ def test_trace_as_distir_writes_it(notebook):
 def test_head_and_corrected_rules_overturn_the_conclusion():
     def order(rules):
         rows, _ = experiments.grid(rules)
-        rows.sort(key=lambda row: -row.throughput)
-        return [(row.dp_degree, row.hp_degree, row.pp_degree, row.num_microbatches) for row in rows], rows
+        rows.sort(key=lambda row: -row["throughput"])
+        return [(row["dp_degree"], row["hp_degree"], row["pp_degree"], row["num_microbatches"]) for row in rows], rows
 
     plans, rows = order("head")
-    by_plan = dict(zip(plans, (row.throughput for row in rows)))
-    assert plans[0] == (1, 1, 16, 32) and experiments.sequential("head").throughput == pytest.approx(3651, abs=1)
+    by_plan = dict(zip(plans, (row["throughput"] for row in rows)))
+    assert plans[0] == (1, 1, 16, 32) and experiments.one_plan(rules="head")["throughput"] == pytest.approx(3651, abs=1)
     expected = {(1, 1, 16, 32): 18633, (4, 4, 1, 1): 12163, (16, 1, 1, 1): 5616, (1, 16, 1, 1): 5538}
     assert {plan: round(by_plan[plan]) for plan in expected} == expected
     plans, _ = order("corrected")
@@ -108,7 +108,7 @@ def test_grid_covers_every_factorisation_of_any_world_size():
 def test_rejected_plans_come_with_reasons():
     mlp = Mlp.square(8, 2048, 4096)
     rows, rejected = grid_search(mlp, 12, Cluster.homogeneous(12, CHIP, Switch(25e9)))
-    reasons = " ".join(plan.reason for plan in rejected)
+    reasons = " ".join(reason for _, reason in rejected)
     assert rows and len(rows) + len(rejected) == len(list(degrees_grid(12, 4096)))
     for text in (
         "which 3 tensor ranks do not divide",
@@ -116,7 +116,7 @@ def test_rejected_plans_come_with_reasons():
         "raise a degree or lower",
     ):
         assert text in reasons
-    assert all(row.peak_memory <= CHIP.memory_bytes for row in rows)
+    assert all(row["peak_memory"] <= CHIP.memory_bytes for row in rows)
     with pytest.raises(ValueError, match="no plan fits"):
         write_table([], "nowhere")
 

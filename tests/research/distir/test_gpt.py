@@ -4,7 +4,7 @@ import pytest
 
 from mstrain.simulator.cluster import Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees
-from research.distir.grid import simulate_step
+from mstrain.simulator.simulate import simulate_step
 from tests.research.distir.gpt import GptStack, gpt_step
 
 

@@ -22,15 +22,14 @@ def test_a_slice_is_a_torus_of_its_chips():
 
 def test_a_grid_on_a_slice_gives_plans_that_fit_and_account_for_the_step():
     rows, rejected = grid_search(Mlp.square(16, 4096, 4096, 2), 16, slice_cluster("v5e-16"))
-    assert rows and not [plan for plan in rejected if "lower the pipeline degree" not in plan.reason]
+    assert rows and not [reason for _, reason in rejected if "lower the pipeline degree" not in reason]
     for row in rows:
-        assert 0 <= row.exposed_fraction <= row.idle_fraction + 1e-9 < 1
-        if (row.pp_degree, row.hp_degree) == (1, 1):
-            assert row.exposed_fraction == pytest.approx(row.idle_fraction)
-    best = max(rows, key=lambda row: row.throughput)
-    assert (
-        best.throughput > 4096 / simulate_mlp(Mlp.square(16, 4096, 4096, 2), Degrees(), slice_cluster("v5e-16")).seconds
-    )
+        assert 0 <= row["exposed_fraction"] <= row["idle_fraction"] + 1e-9 < 1
+        if (row["pp_degree"], row["hp_degree"]) == (1, 1):
+            assert row["exposed_fraction"] == pytest.approx(row["idle_fraction"])
+    best = max(rows, key=lambda row: row["throughput"])
+    alone = simulate_mlp(Mlp.square(16, 4096, 4096, 2), Degrees(), slice_cluster("v5e-16"))
+    assert best["throughput"] > 4096 / alone.seconds
 
 
 def test_what_the_table_does_not_know_is_refused():
