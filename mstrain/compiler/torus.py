@@ -7,7 +7,6 @@ dim; dims are numbered as in the topology, and the cores of a chip are one more 
 import collections
 import dataclasses
 import functools
-import math
 
 import numpy as np
 
@@ -127,9 +126,3 @@ class Rings:
     links: float
     steps: int
     lanes: tuple[Lane, ...]
-
-
-def torus_of_axes(sizes: tuple[int, ...], closed: tuple[bool, ...]) -> Torus:
-    """Every mesh axis on a dim of its own, one device a chip."""
-    places = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), -1)
-    return Torus((*sizes, 1), (*closed, False), np.pad(places, ((0, 0), (0, 1))))

@@ -14,7 +14,7 @@ from mstrain.checks import TransientError
 from mstrain.data.compressed import SUFFIXES, decompressed
 from mstrain.data.config import nearest
 from mstrain.data.documents import Document, Skips, text_digest
-from mstrain.data.listing import Files, listing, walk
+from mstrain.data.listing import Files, walk
 
 _CHUNK_BYTES = 1 << 20
 # Tests of the library hold deliberately broken files; installed packages differ from host to host.
@@ -34,11 +34,6 @@ class FileSource:
         self.files, self._options = files, options
         self._total, self._read, self._raw = files.num_bytes, 0, None
         self._open_or_closed = threading.Lock()
-
-    @classmethod
-    def of_path(cls, path: str, *options: str):
-        """Of a file, folder or pattern. Raises ValueError if no such file exists."""
-        return cls(listing(path, cls.endings), *options)
 
     def fingerprint(self, cache) -> str:
         return text_digest(self.kind, *self._options, self.files.digest(cache))

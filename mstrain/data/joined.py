@@ -21,7 +21,7 @@ Range = tuple[TokenFile, int, int]
 class JoinedTokens:
     """Ranges (file, first token, end) of token files, one after the other; read as a TokenFile."""
 
-    marks, num_documents, text_bytes, bytes_per_token = None, 0, 0, None
+    marks, num_documents, text_bytes = None, 0, 0
 
     def __init__(self, ranges: Sequence[Range]):
         self.ranges = list(ranges)

@@ -63,11 +63,6 @@ class TokenFile:
     def _again(self) -> str:
         return "put the file back as it was" if self.flat else AGAIN
 
-    @property
-    def bytes_per_token(self) -> float | None:
-        """Bytes of text per token, end-of-document tokens counted; None when the tokens are not text."""
-        return self.text_bytes / self.num_tokens if self.text_bytes else None
-
     def bits_per_byte(self, nats_per_token: float) -> float | None:
         """A loss in nats per token in bits per byte of this file's text; None when it has no text."""
         if self.marks:

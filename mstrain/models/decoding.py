@@ -37,12 +37,6 @@ def past_shapes(module: Transformer, sequences: int, slots: int) -> tuple[KeysVa
     return tuple(_shapes(module, block, count, sequences, slots) for block, count in module.plan.groups)
 
 
-def past_bytes(module: Transformer, sequences: int, slots: int) -> int:
-    """Bytes of these keys and values on one device."""
-    arrays = jax.tree.leaves(past_shapes(module, sequences, slots))
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
-
-
 def _shapes(module: Transformer, block: BlockPlan, layers: int, sequences: int, slots: int) -> KeysValues:
     heads, inside = block.sizes.heads, block.attention.inside
     shape = (layers, sequences, slots, heads.keys_here * heads.columns, heads.width)

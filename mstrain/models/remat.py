@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 import jax
 
-from mstrain.models.config import ModelConfig
-
 DOTS = ("attention-in", "attention", "attention-out", "mlp-in", "mlp-out")
 NAMES = ("layer-input", "attention-norm", "mlp-norm", *DOTS)
 """Input of a layer, results of the norms before its halves, of the products into and out of them, of attention."""
@@ -78,19 +76,6 @@ def cheapest_that_fits(fits: Callable[[str], bool]) -> str:
         middle = 0 if low < 0 else (low + high) // 2  # most steps fit without recomputation
         low, high = (low, middle) if fits(LADDER[middle]) else (middle, high)
     return LADDER[high]
-
-
-def kept_features(model: ModelConfig, remat: str, offload: str | None = None) -> int:
-    """Features per token and layer that a layer keeps on the device with `remat` other than `none`, its input too."""
-    heads, keys = model.heads * model.head_dim, model.num_kv_heads * model.head_dim
-    hidden = model.mlp_dim * (model.experts_per_token if model.experts else 1)
-    widths = dict.fromkeys(NAMES, model.width) | {
-        "attention-in": heads + 2 * keys, "attention": heads, "mlp-in": hidden * (2 if model.gated else 1),
-    }  # fmt: skip
-    kept = {"layer-input", *(saved_names(remat) or ())} - set(offloaded_names(offload))
-    if not model.post_norm:  # what is only added to the residual stream is not needed again
-        kept -= {"mlp-out", *(["attention-out"] if model.parallel_block else [])}
-    return sum(widths[name] for name in kept)
 
 
 def _names(key: str, text: str, known: tuple[str, ...], alone: tuple[str, ...]) -> tuple[str, ...]:

@@ -43,12 +43,6 @@ class Layout:
         """Number of elements of the weight."""
         return self._values()["w"]
 
-    def traffic_bytes(self) -> tuple[float, float]:
-        """Bytes that one device receives in the three GeMMs along (col, row)."""
-        devices = self.rows * self.cols
-        col, row = self.moving_bytes()
-        return 3 * (self.cols - 1) * col / devices, 3 * (self.rows - 1) * row / devices
-
     def accumulating_seconds(self, constants: Constants) -> tuple[float, float]:
         """HBM seconds of the OS GeMM: (both gathered operands, the float32 accumulator per slice).
 
@@ -95,12 +89,6 @@ class Terms:
     traffic_row: float
     latency_col: float
     latency_row: float
-
-    @property
-    def first_slice(self) -> float:
-        """Traffic that cannot overlap: both all_gathers at once in OS; all_gather, then reduce_scatter in LS and RS."""
-        pair = self.traffic_col, self.traffic_row
-        return max(pair) if self.gemm == "OS" else sum(pair)
 
 
 def _split(links: AxisLinks, collective: str, shard_bytes: float, participants: int) -> tuple[float, float]:
@@ -171,9 +159,3 @@ def pass_costs(
     forward = costs.pop(ahead)
     first, second = costs.values()
     return forward, first + second
-
-
-def layout_cost(layout: Layout, slices: int, constants: Constants) -> Cost:
-    """Cost of forward and both gradients of one projection in `slices` slices, without `repeats`."""
-    forward, backward = pass_costs(layout, slices, constants)
-    return forward + backward

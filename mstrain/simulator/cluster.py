@@ -106,12 +106,6 @@ class Switch(Network):
         wires = Wire(source, "link out", self.bandwidth), Wire(destination, "link in", self.bandwidth)
         return Path(wires, self.bandwidth, self.launch + self.latency)
 
-    def link(self, kind: str, members: Sequence[int]) -> Link:
-        return Link(self.launch, self.latency, self.bandwidth)
-
-    def ring_wires(self, members: Sequence[int]) -> Sequence[Wire]:
-        return [Wire(member, name, self.bandwidth) for member in members for name in ("link out", "link in")]
-
 
 @dataclass(frozen=True)
 class Axes(Network):

@@ -25,9 +25,7 @@ def _dependencies(held, inputs, outputs, num_ordered, num_values):
     written = np.zeros(num_values, np.bool_)
     written[outputs.items] = True
     reader_offsets = np.zeros(num_values + 1, np.int64)
-    for value in in_items:
-        reader_offsets[value + 1] += 1
-    reader_offsets = np.cumsum(reader_offsets)
+    reader_offsets[1:] = np.cumsum(np.bincount(in_items, minlength=num_values))
     readers, filled = np.empty(len(in_items), np.int64), reader_offsets.copy()
     for op in range(len(pending)):
         for value in in_items[in_offsets[op] : in_offsets[op + 1]]:
@@ -45,9 +43,7 @@ def _dependencies(held, inputs, outputs, num_ordered, num_values):
 
 @numba.njit(cache=True)
 def _release(op, time, pending, ready, queue):
-    """One thing that `op` waits for is there at `time`; `op` is queued if it was the last."""
-    ready[op] = max(ready[op], time)
-    pending[op] -= 1
+    ready[op], pending[op] = max(ready[op], time), pending[op] - 1
     if pending[op] == 0:
         heapq.heappush(queue, (ready[op], op))
 

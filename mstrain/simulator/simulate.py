@@ -13,7 +13,7 @@ from math import prod
 
 import numpy as np
 
-from mstrain.simulator.cluster import Cluster, Wire
+from mstrain.simulator.cluster import Cluster
 from mstrain.simulator.costs import Rules, operation_work
 from mstrain.simulator.kernels import first_come
 from mstrain.simulator.memory import MemoryUse, memory_use
@@ -26,41 +26,23 @@ CORRECTED = Rules()
 TOTAL = "live memory"  # the counter beside those of the categories
 
 
-class _Lanes:
-    """Numbers the lanes in use: first the compute lane of every device, then links as they appear."""
-
-    def __init__(self, program: Program, cluster: Cluster):
-        self.lanes = [Lane(device, f"{cluster.devices[device].kind} {device}", "compute") for device in program.devices]
-        self.compute = {device: number for number, device in enumerate(program.devices)}
-        self.links: dict[Wire, int] = {}
-
-    def of_devices(self, members) -> list[int]:
-        return [self.compute[device] for device in members if device in self.compute]
-
-    def of_links(self, wires) -> list[int]:
-        kept = [wire for wire in wires if wire.device in self.compute]
-        for wire in kept:
-            if wire not in self.links:
-                self.links[wire] = len(self.lanes)
-                self.lanes.append(Lane(wire.device, self.lanes[self.compute[wire.device]].process, wire.name))
-        return [self.links[wire] for wire in kept]
-
-
-def _events(program: Program, cluster: Cluster, rules: Rules, lanes: _Lanes) -> tuple[np.ndarray, Ragged, np.ndarray]:
-    """Per operation its action; per action the lanes it holds, and for how long (NaN: no event)."""
+def _actions(program: Program, cluster: Cluster, rules: Rules) -> tuple[list[Lane], np.ndarray, Ragged, np.ndarray]:
+    """The lanes: compute of every device, then links; per operation its action; per action its lanes and seconds."""
     pairs, action = np.unique(program.spec * len(program.groups) + program.group, return_inverse=True)
+    compute, links = {device: number for number, device in enumerate(program.devices)}, {}
     held, seconds = [], []
     cost: dict[tuple[int, int], float] = {}  # by identity: hashing a device costs more than its cost
     for spec, group in zip(*(part.tolist() for part in np.divmod(pairs, len(program.groups)))):
         what, members = program.specs[spec], program.groups[group]
+        if what.communicates and rules.link_lanes:
+            network = cluster.network
+            wires = network.path(*members).wires if what.kind == "Send" else network.ring_wires(members)
+            kept = [wire for wire in wires if wire.device in compute]
+            held.append([links.setdefault(wire, len(compute) + len(links)) for wire in kept])
+        else:
+            held.append([compute[device] for device in members if device in compute])
         if what.communicates:
             duration = rules.communication_seconds(what, members, cluster)
-            network = cluster.network
-            if rules.link_lanes:
-                wires = network.path(*members).wires if what.kind == "Send" else network.ring_wires(members)
-                held.append(lanes.of_links(wires))
-            else:
-                held.append(lanes.of_devices(members))
             each = duration if isinstance(duration, tuple) else [duration] * len(held[-1])
             seconds.extend(np.nan if value is None else value for value in each)
             continue
@@ -69,10 +51,17 @@ def _events(program: Program, cluster: Cluster, rules: Rules, lanes: _Lanes) -> 
             if key not in cost:
                 cost[key] = rules.compute_seconds(what, cluster.devices[device])
             seconds.append(cost[key])
-        held.append(lanes.of_devices(members))
     lists = Ragged.of(held)
     assert len(lists.items) == len(seconds), "an operation with a duration per member must keep all members"
-    return action, lists, np.array(seconds)
+    names = {device: f"{cluster.devices[device].kind} {device}" for device in compute}
+    lanes = [Lane(device, name, "compute") for device, name in names.items()]
+    lanes += [Lane(wire.device, names[wire.device], wire.name) for wire in links]
+    return lanes, action, lists, np.array(seconds)
+
+
+def _per_operation(action: np.ndarray, held: Ragged, seconds: np.ndarray) -> tuple[Ragged, np.ndarray]:
+    """The lanes that each operation holds, and the seconds of each."""
+    return held.take(action), held._replace(items=seconds).take(action).items
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +112,7 @@ class Simulation:
     def timeline(self) -> Timeline:
         """Events on lanes, with operator, shape, bytes, flops and microbatch of each, and live memory."""
         program, specs = self.program, self.program.specs
-        taken, seconds = self._taken
+        taken, seconds = _per_operation(self.action, self.held, self.action_seconds)
         kept = ~np.isnan(seconds)
         op = taken.owner()[kept]
         spec = program.spec[op]
@@ -148,11 +137,6 @@ class Simulation:
         lane, duration = taken.items[kept], seconds[kept]
         return Timeline(self.lanes, names, lane, name[spec], self.start[op], duration, communicates, args, counters)
 
-    @property
-    def _taken(self) -> tuple[Ragged, np.ndarray]:
-        """The lanes that each operation holds, and the seconds of each."""
-        return self.held.take(self.action), self.held._replace(items=self.action_seconds).take(self.action).items
-
 
 def simulate(program: Program, cluster: Cluster, rules: Rules = CORRECTED) -> Simulation:
     """Run `program` on `cluster` under `rules`.
@@ -164,16 +148,13 @@ def simulate(program: Program, cluster: Cluster, rules: Rules = CORRECTED) -> Si
             f"the program uses device {max(program.devices)}, the cluster has {len(cluster.devices)} "
             f"devices numbered from 0; give it at least {max(program.devices) + 1}"
         )
-    lanes = _Lanes(program, cluster)
-    action, held, seconds = _events(program, cluster, rules, lanes)
-    taken, durations = held.take(action), held._replace(items=seconds).take(action).items
-    ordered = len(program.devices) if rules.link_lanes else len(lanes.lanes)
-    values = len(program.value_bytes)
-    start, end, lane_end = first_come(
-        taken, durations, program.inputs, program.outputs, len(lanes.lanes), values, ordered
-    )
+    lanes, action, held, seconds = _actions(program, cluster, rules)
+    taken, durations = _per_operation(action, held, seconds)
+    ordered = len(program.devices) if rules.link_lanes else len(lanes)
+    counts = len(lanes), len(program.value_bytes), ordered
+    start, end, lane_end = first_come(taken, durations, program.inputs, program.outputs, *counts)
     assert not np.isnan(end).any(), "operations wait for each other: the program is not in topological order"
-    return Simulation(program, rules, tuple(lanes.lanes), start, end, lane_end, action, held, seconds)
+    return Simulation(program, rules, tuple(lanes), start, end, lane_end, action, held, seconds)
 
 
 def place(step: Step, cluster: Cluster, rules: Rules, everything: bool = False) -> Program:

@@ -1,9 +1,12 @@
 """Hand-written schedules for a machine on which everything takes a round number of microseconds."""
 
 import dataclasses
+import math
+
+import numpy as np
 
 from mstrain.compiler import KernelRates, Machine
-from mstrain.compiler.torus import torus_of_axes
+from mstrain.compiler.torus import Torus
 from mstrain.hardware import Link
 from mstrain.hardware.constants import AxisLinks
 
@@ -15,7 +18,9 @@ AXES = {"data": 1, "row": 2, "col": 4}
 
 def machine(axes=AXES, closed=(False, False, False), **changes) -> Machine:
     """Every mesh axis on a torus dim of its own: x, y, z; open lines unless `closed`."""
-    torus = torus_of_axes(tuple(axes.values()), closed)
+    sizes = tuple(axes.values())
+    places = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), -1)
+    torus = Torus((*sizes, 1), (*closed, False), np.pad(places, ((0, 0), (0, 1))))
     built = Machine("toy", 1e9, 1e12, 1e12, axes, torus, LINKS, KERNELS)
     return dataclasses.replace(built, **changes)
 

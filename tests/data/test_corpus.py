@@ -39,7 +39,6 @@ def test_both_splits_together_are_the_corpus(config, folder, tokenizer):
     assert (len(train), len(validation)) == (corpus.train.num_documents, corpus.validation.num_documents)
     assert train and validation
     assert corpus.train.text_bytes == sum(len(text.encode()) for text in train)
-    assert corpus.train.bytes_per_token == corpus.train.text_bytes / corpus.train.num_tokens
     assert corpus.vocab_size == (300 if tokenizer == "bpe" else 256)
 
 
@@ -194,7 +193,7 @@ def test_synthetic_tokens_depend_on_seed_and_vocabulary_only(tmp_path):
 
     corpus = make("a", seed=1, vocab_size=1000)
     assert (corpus.train.num_tokens, corpus.validation.num_tokens) == (19000, 1000)
-    assert corpus.vocab_size == 1000 and corpus.tokenizer is None and corpus.train.bytes_per_token is None
+    assert corpus.vocab_size == 1000 and corpus.tokenizer is None and not corpus.train.text_bytes
     assert make("b", seed=1, vocab_size=1000).digest == corpus.digest
     assert len({corpus.digest, make("a", seed=2, vocab_size=1000).digest, make("a", seed=1).digest}) == 3
     assert unigram_nats_per_token(corpus.train) == pytest.approx(np.log(1000), abs=0.1)

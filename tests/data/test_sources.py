@@ -14,7 +14,12 @@ import pytest
 from mstrain.data import DataConfig, prepare
 from mstrain.data.documents import Skips
 from mstrain.data.files import JsonLines, TextFiles
-from mstrain.data.listing import Files
+from mstrain.data.listing import Files, listing
+
+
+def of_path(kind, path, *options):
+    """A source of a file, folder or pattern."""
+    return kind(listing(path, kind.endings), *options)
 
 
 def read(source):
@@ -62,7 +67,7 @@ def test_text_folder_is_recursive_sorted_and_verbatim(tmp_path):
     for name, content in {"b/a.md": "é\r\n\n", "c": "\0x", "a.txt": "1", "empty": "", ".git/x": "no"}.items():
         (tmp_path / name).write_bytes(content.encode())
     os.mkfifo(tmp_path / "pipe")  # opening it would wait for ever
-    texts, skipped = read(TextFiles.of_path(str(tmp_path)))
+    texts, skipped = read(of_path(TextFiles, str(tmp_path)))
     assert list(texts.items()) == [("a.txt", "1"), ("b/a.md", "é\r\n\n"), ("c", "\0x")]
     assert skipped == []
 
@@ -73,7 +78,7 @@ def test_large_files_are_read_in_chunks_that_lose_nothing(tmp_path, monkeypatch,
     content = "ab\nδοκιμή 😀😀😀😀\n\n" * 9 + "no end"
     (tmp_path / "long.txt").write_text(content, newline="")
     (tmp_path / "late.txt").write_bytes(b"fine so far, " * 9 + b"\xf0\x9f")
-    texts, skipped = read(TextFiles.of_path(str(tmp_path)))
+    texts, skipped = read(of_path(TextFiles, str(tmp_path)))
     assert texts == {"long.txt": content}
     assert skipped == ["skipped 1 of 2 files that are not UTF-8, first: late.txt"]
 
@@ -82,13 +87,13 @@ def test_files_that_are_not_utf8_are_counted(folder):
     (folder / "05.bin").write_bytes(b"\xff\xfe\0")
     with open(os.fsencode(folder) + b"/\xff.txt", "wb") as file:  # a name no terminal can print
         file.write(b"\xff")
-    texts, skipped = read(TextFiles.of_path(str(folder)))
+    texts, skipped = read(of_path(TextFiles, str(folder)))
     assert len(texts) == 40
     assert skipped == ["skipped 2 of 42 files that are not UTF-8, first: 05.bin"]
 
 
 def test_a_file_that_vanishes_is_counted(folder):
-    source = TextFiles.of_path(str(folder))
+    source = of_path(TextFiles, str(folder))
     (folder / "03.txt").unlink()
     texts, skipped = read(source)
     assert len(texts) == 39 and skipped == ["skipped 1 of 40 files that cannot be read, first: 03.txt"]
@@ -107,7 +112,7 @@ def test_a_file_is_not_closed_while_progress_asks_for_its_position(folder, monke
             return os.lseek(descriptor, 0, os.SEEK_CUR)
 
     monkeypatch.setattr(Files, "raw", lambda files, name: Slow(files.path(name)))
-    source = TextFiles.of_path(str(folder))
+    source = of_path(TextFiles, str(folder))
     with ThreadPoolExecutor(1) as pool:
         with source._open("00.txt"):
             found = pool.submit(lambda: source.fraction)
@@ -138,7 +143,7 @@ def test_broken_json_lines_are_counted_by_file_and_line(tmp_path):
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     (tmp_path / "ignored.txt").write_text("no")
-    texts, skipped = read(JsonLines.of_path(str(tmp_path), "body"))
+    texts, skipped = read(of_path(JsonLines, str(tmp_path), "body"))
     assert texts == {"a.jsonl:1": "one", "a.jsonl:11": "zwölf"}
     assert skipped == [
         "skipped 3 of 10 lines that are not JSON, first: a.jsonl:2",
@@ -202,13 +207,13 @@ def test_compressed_files_are_read_as_their_text(tmp_path, monkeypatch, kind, ch
     texts = ["δοκιμή 😀\n" * 40, "one\ntwo"]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / f"a.jsonl.{kind}").write_bytes(compress(kind, lines.encode()))
-    assert list(read(JsonLines.of_path(str(tmp_path), "text"))[0].values()) == texts
+    assert list(read(of_path(JsonLines, str(tmp_path), "text"))[0].values()) == texts
     (tmp_path / f"a.jsonl.{kind}").rename(tmp_path / "by mistake.jsonl")
-    assert list(read(JsonLines.of_path(str(tmp_path), "text"))[0].values()) == texts
+    assert list(read(of_path(JsonLines, str(tmp_path), "text"))[0].values()) == texts
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / f"a.txt.{kind}").write_bytes(compress(kind, texts[0].encode()))
     (tmp_path / "t" / f"b.{kind}").write_bytes(compress(kind, b"\xff" * 200))
-    assert read(TextFiles.of_path(str(tmp_path / "t"))) == (
+    assert read(of_path(TextFiles, str(tmp_path / "t"))) == (
         {f"a.txt.{kind}": texts[0]},
         [f"skipped 1 of 2 files that are not UTF-8, first: b.{kind}"],
     )
@@ -238,15 +243,15 @@ def test_patterns_choose_files(tmp_path):
         "[z].md": ["[z].md"],
         "*": ["[z].md", "a.md", "b.txt"],
     }.items():
-        assert list(read(TextFiles.of_path(str(tmp_path / pattern)))[0]) == names, pattern
+        assert list(read(of_path(TextFiles, str(tmp_path / pattern)))[0]) == names, pattern
     with pytest.raises(ValueError, match="matches no file"):
-        TextFiles.of_path(str(tmp_path / "*.rst"))
+        of_path(TextFiles, str(tmp_path / "*.rst"))
 
 
 def test_a_file_that_cannot_be_read_is_refused_and_not_half_read(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}\n')
-    source = JsonLines.of_path(str(path), "text")
+    source = of_path(JsonLines, str(path), "text")
     path.unlink()
     with pytest.raises(ValueError, match=f"cannot read {path}"):
         read(source)
@@ -280,7 +285,7 @@ def test_empty_validation_data_are_named(folder, tmp_path):
 
 def test_a_folder_without_such_files_is_refused(folder):
     with pytest.raises(ValueError, match=r"has no \*.jsonl or \*.ndjson files"):
-        JsonLines.of_path(str(folder), "text")
+        of_path(JsonLines, str(folder), "text")
 
 
 def put(folder, words, suffix):
@@ -321,7 +326,7 @@ def test_text_that_changes_while_it_is_tokenized_is_refused(folder, tmp_path):
 
 def test_unchanged_text_is_not_read_again(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("mstrain.data.file_digests.SETTLED_SECONDS", 0.0)
-    source, cache = TextFiles.of_path(str(folder)), tmp_path / "cache"
+    source, cache = of_path(TextFiles, str(folder)), tmp_path / "cache"
     before = source.fingerprint(cache)
     monkeypatch.setattr("hashlib.file_digest", None)
     assert source.fingerprint(cache) == before

@@ -32,10 +32,9 @@ def test_digest_is_of_the_tokens(make_file):
 
 def test_bits_per_byte_of_a_uniform_guess_over_bytes(make_file):
     file = make_file(np.zeros(1000), 256, text_bytes=4000)
-    assert file.bytes_per_token == 4.0
     assert file.bits_per_byte(np.log(256)) == pytest.approx(2.0)
     textless = make_file(np.zeros(10))
-    assert textless.bits_per_byte(1.0) is None and textless.bytes_per_token is None
+    assert textless.bits_per_byte(1.0) is None
 
 
 def with_header(data, **changes):

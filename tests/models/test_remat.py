@@ -10,7 +10,16 @@ from mstrain.mesh import make_mesh, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parameters import parameter_shapes
 from mstrain.models.plan import ParallelConfig, make_plan
-from mstrain.models.remat import LADDER, NAMES, POLICIES, cheapest_that_fits, check_remat, kept_features, planned
+from mstrain.models.remat import (
+    LADDER,
+    NAMES,
+    POLICIES,
+    cheapest_that_fits,
+    check_remat,
+    offloaded_names,
+    planned,
+    saved_names,
+)
 from mstrain.models.transformer import Transformer
 from mstrain.program.offload import HOST, on_host
 
@@ -35,6 +44,19 @@ def kept(remat, offload=None):
     leaves = jax.tree.leaves(jax.eval_shape(residuals, parameter_shapes(module), tokens))
     stacked = [leaf.size for leaf in leaves if leaf.ndim > 2 and leaf.shape[0] == LAYERS and leaf.shape not in weights]
     return sum(stacked) / (LAYERS * tokens.size)
+
+
+def kept_features(model, remat, offload=None):
+    """Features per token and layer that a layer keeps on the device with `remat` other than `none`, its input too."""
+    heads, keys = model.heads * model.head_dim, model.num_kv_heads * model.head_dim
+    hidden = model.mlp_dim * (model.experts_per_token if model.experts else 1)
+    widths = dict.fromkeys(NAMES, model.width) | {
+        "attention-in": heads + 2 * keys, "attention": heads, "mlp-in": hidden * (2 if model.gated else 1),
+    }  # fmt: skip
+    kept = {"layer-input", *(saved_names(remat) or ())} - set(offloaded_names(offload))
+    if not model.post_norm:  # what is only added to the residual stream is not needed again
+        kept -= {"mlp-out", *(["attention-out"] if model.parallel_block else [])}
+    return sum(widths[name] for name in kept)
 
 
 @pytest.mark.parametrize("remat", [*POLICIES, *NAMES[1:], "attention-norm+mlp-out", "attention, mlp-in"])

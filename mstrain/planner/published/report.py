@@ -19,23 +19,15 @@ def published_row(prediction: Prediction) -> dict:
     row, costed = prediction.row, prediction.costed
     unit, predicted, measured = prediction.compared
     return {
-        "name": row.name,
-        "source": row.source,
+        "name": row.name, "source": row.source,
         "unit": "tokens/s a device" if unit == "tokens/s" else "MFU, full attention",
-        "predicted": predicted,
-        "measured": measured,
-        "ratio": prediction.ratio,
-        "uncertainty": costed.uncertainty,
-        "step_seconds": costed.seconds,
-        "mfu_full_attention": prediction.utilization("full"),
-        "mfu_causal_attention": prediction.utilization("causal"),
-        "execution": row.request.style.name,
-        "execution_inferred": row.inferred,
-        "microbatch": prediction.microbatch,
-        "interleave": costed.plan.interleave,
+        "predicted": predicted, "measured": measured, "ratio": prediction.ratio, "uncertainty": costed.uncertainty,
+        "step_seconds": costed.seconds, "mfu_full_attention": prediction.utilization("full"),
+        "mfu_causal_attention": prediction.utilization("causal"), "execution": row.request.style.name,
+        "execution_inferred": row.inferred, "microbatch": prediction.microbatch, "interleave": costed.plan.interleave,
         "chosen_by_model": " ".join(sorted(row.search)),
         **{f"{name}_seconds": value for name, value in asdict(costed.terms).items()},
-    }
+    }  # fmt: skip
 
 
 def write_published(predictions: list[Prediction], folder: Path) -> None:
@@ -49,13 +41,13 @@ def published_table(predictions: list[Prediction]) -> Table:
     """Predicted and measured tokens/s a device, or MFU where nothing else was published."""
     columns = ("run", "execution", "unit", "predicted", "measured", "ratio", "+-", "MFU full", "causal")
     rows = []
-    for prediction in predictions:
-        unit, *values = prediction.compared
+    for each in predictions:
+        unit, *values = each.compared
         numbers = [f"{value:.1f}" if unit == "tokens/s" else f"{100 * value:.1f} %" for value in values]
-        style = prediction.row.request.style.name + ("*" if prediction.row.inferred else "")
-        shares = [f"{100 * prediction.utilization(name):.1f} %" for name in ("full", "causal")]
-        error = f"{100 * prediction.costed.uncertainty:.0f} %"
-        rows.append((prediction.row.name, style, unit, *numbers, f"{prediction.ratio:.3f}", error, *shares))
+        style = each.row.request.style.name + ("*" if each.row.inferred else "")
+        shares = [f"{100 * each.utilization(name):.1f} %" for name in ("full", "causal")]
+        error = f"{100 * each.costed.uncertainty:.0f} %"
+        rows.append((each.row.name, style, unit, *numbers, f"{each.ratio:.3f}", error, *shares))
     title = "Published runs as stated: tokens/s a device (MFU where nothing else was published)"
     return make_table(title, columns, rows, ("run", "execution", "unit"))
 

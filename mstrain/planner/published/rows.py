@@ -15,7 +15,7 @@ from mstrain.json_files import read_json
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.planner.clusters import gpu_named, gpu_pod
-from mstrain.planner.execution import ExecutionStyle, infer_style, style_named
+from mstrain.planner.execution import infer_style, style_named
 from mstrain.planner.plan import PodPlan
 from mstrain.planner.remat import parse_remat
 from mstrain.planner.request import SCHEDULES, SHARDS, PlanRequest
@@ -60,12 +60,9 @@ def read_rows(path: str) -> list[PublishedRow]:
     rows = document.get("rows") if isinstance(document, dict) else None
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"published file {path} has no rows: write an object with a list of them under 'rows'.")
-    found = []
-    for number, values in enumerate(rows, 1):
-        name = values.get("name") if isinstance(values, dict) else None
-        where = f"{path}: row {number}" + (f" ({name})" if isinstance(name, str) else "")
-        found.append(_row(Fields(where, "", values)))
-    return found
+    names = [values.get("name") if isinstance(values, dict) else None for values in rows]
+    parts = [f" ({name})" if isinstance(name, str) else "" for name in names]
+    return [_row(Fields(f"{path}: row {n}{part}", "", values)) for n, (part, values) in enumerate(zip(parts, rows), 1)]
 
 
 def _row(fields: Fields) -> PublishedRow:
@@ -74,14 +71,15 @@ def _row(fields: Fields) -> PublishedRow:
         model = _model(fields.object("model"), name)
     with _located(fields.where, "cluster: "):
         pod = _pod(fields.object("cluster"))
-    stated = fields.object("plan")
-    texts = " ".join((name, source, fields.text("note", "")))
+    stated, texts = fields.object("plan"), " ".join((name, source, fields.text("note", "")))
     batch, seq, dtype = fields.whole("batch"), fields.whole("seq"), fields.text("dtype", "bf16")
     dtype = ALIKE.get(dtype, dtype)
     with _located(fields.where):
         one_of("dtype", dtype, DTYPES)
         plan, search = _plan(stated, batch)
-        style = _style(stated, pod, texts)
+        execution = stated.text("execution", "")
+        inferred = infer_style(pod.chip.platform, stated.text("algorithm"), texts, stated.text("remat"))
+        style = style_named(execution) if execution else inferred
         request = PlanRequest(model, pod, (RING,), batch, seq, dtype, memory_margin=RESERVED, stated_style=style)
         _check(request, plan)
     if pod.chip.peak(dtype) is None:
@@ -129,21 +127,13 @@ def _model(fields: Fields, name: str) -> ModelConfig:
     heads, width = fields.whole("heads"), fields.whole("width")
     gated = fields.truth("gated", False)
     return ModelConfig(
-        name=name,
-        layers=fields.whole("layers"),
-        width=width,
-        heads=heads,
-        num_kv_heads=fields.whole("kv_heads", heads),
-        head_dim=fields.whole("head_width", max(1, width // heads)),
-        mlp_dim=fields.whole("mlp_width", 4 * width),
-        vocab_size=fields.whole("vocabulary"),
-        gated=gated,
-        tied=fields.truth("tied", True),
-        position=fields.text("position", "learned"),
+        name=name, layers=fields.whole("layers"), width=width, heads=heads,
+        num_kv_heads=fields.whole("kv_heads", heads), head_dim=fields.whole("head_width", max(1, width // heads)),
+        mlp_dim=fields.whole("mlp_width", 4 * width), vocab_size=fields.whole("vocabulary"), gated=gated,
+        tied=fields.truth("tied", True), position=fields.text("position", "learned"),
         parallel_block=fields.truth("parallel_block", False),
-        bias="none" if gated else "all",
-        norm="rmsnorm" if gated else "layernorm",
-    )
+        bias="none" if gated else "all", norm="rmsnorm" if gated else "layernorm",
+    )  # fmt: skip
 
 
 def _pod(fields: Fields) -> Pod:
@@ -203,9 +193,3 @@ def _plan(fields: Fields, batch: int) -> tuple[PodPlan, frozenset[str]]:
         data, RING, 1, tensor, pipeline, batch // data // microbatch, remat, shard, context, schedule, interleave,
         fields.truth("sequence_parallel", False),
     ), frozenset(search)  # fmt: skip
-
-
-def _style(fields: Fields, pod: Pod, texts: str) -> ExecutionStyle:
-    if execution := fields.text("execution", ""):
-        return style_named(execution)
-    return infer_style(pod.chip.platform, fields.text("algorithm"), texts, fields.text("remat"))

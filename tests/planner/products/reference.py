@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from mstrain.hardware.constants import Constants
 from mstrain.parallel.dataflow import DIMS, Projection, choose_dataflow
 from mstrain.parallel.product_cost import Layout, communication_terms, sliced_cost
+from tests.planner.products.tuner import first_slice
 
 BLOCK = 8
 # (divisor of the blocks per shard, slice counts tried); the first that divides counts
@@ -59,7 +60,7 @@ def analytic(projections: Iterable[Projection], tokens: int, rows: int, cols: in
     for layout, counts in _layouts(projections, tokens, rows, cols):
         terms = communication_terms(layout, constants)
         launches = sum(max(t.latency_col, t.latency_row) for t in terms)
-        first = sum(t.first_slice for t in terms)
+        first = sum(first_slice(t) for t in terms)
         best = min(counts, key=lambda s: s * launches + 2 * first / s)
         traffic += sum(max(t.traffic_col, t.traffic_row) for t in terms)
         latency += best * launches

@@ -10,8 +10,8 @@ import pytest
 from mstrain.hardware import all_chips, chip_named, parse_target
 from mstrain.hardware.constants import constants_for, load_constants
 from mstrain.parallel.dataflow import Projection
-from mstrain.parallel.product_cost import Layout, layout_cost
-from tests.planner.products.tuner import tune
+from mstrain.parallel.product_cost import Layout
+from tests.planner.products.tuner import layout_cost, tune
 
 
 def test_shipped_files_hold_the_published_numbers(reference):

@@ -7,11 +7,30 @@ from dataclasses import replace
 from mstrain.hardware import TpuSlice
 from mstrain.hardware.constants import Constants
 from mstrain.parallel.dataflow import Projection, check_dataflow
-from mstrain.parallel.product_cost import Layout, communication_terms
+from mstrain.parallel.product_cost import Cost, Layout, Terms, communication_terms, pass_costs
 from mstrain.parallel.tune import Block, factorizations, families, family_choices
 from tests.planner.products.tuning_result import AxisPair, Candidate, Tuning, why_slower
 
 MESHSLICE, COLLECTIVE = "meshslice", "collective"
+
+
+def layout_cost(layout: Layout, slices: int, constants: Constants) -> Cost:
+    """Cost of forward and both gradients of one projection in `slices` slices, without `repeats`."""
+    forward, backward = pass_costs(layout, slices, constants)
+    return forward + backward
+
+
+def traffic_bytes(layout: Layout) -> tuple[float, float]:
+    """Bytes that one device receives in the three GeMMs along (col, row)."""
+    devices = layout.rows * layout.cols
+    col, row = layout.moving_bytes()
+    return 3 * (layout.cols - 1) * col / devices, 3 * (layout.rows - 1) * row / devices
+
+
+def first_slice(terms: Terms) -> float:
+    """Traffic that cannot overlap: both all_gathers at once in OS; all_gather, then reduce_scatter in LS and RS."""
+    pair = terms.traffic_col, terms.traffic_row
+    return max(pair) if terms.gemm == "OS" else sum(pair)
 
 
 def _meshes(devices: int, meshes) -> tuple[tuple[int, int], ...]:
@@ -38,7 +57,7 @@ def _candidate(problem: Block, mesh, family: str, allowed: list[list[str]]) -> C
         Layout(p, problem.tokens, *mesh, c.dataflow, c.transposed, problem.dtype_bytes)
         for p, c in zip(problem.projections, choices)
     ]
-    volumes = [(p.repeats, layout.traffic_bytes()) for p, layout in zip(problem.projections, layouts)]
+    volumes = [(p.repeats, traffic_bytes(layout)) for p, layout in zip(problem.projections, layouts)]
     terms = [
         (p.repeats, c.slices, term)
         for p, c, layout in zip(problem.projections, choices, layouts)
@@ -53,7 +72,7 @@ def _candidate(problem: Block, mesh, family: str, allowed: list[list[str]]) -> C
         latency=AxisPair(
             sum(n * s * t.latency_row for n, s, t in terms), sum(n * s * t.latency_col for n, s, t in terms)
         ),
-        pipeline=sum(n * t.first_slice / s for n, s, t in terms),
+        pipeline=sum(n * first_slice(t) / s for n, s, t in terms),
     )
 
 
