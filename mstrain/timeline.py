@@ -64,13 +64,8 @@ class Timeline:
     counters: tuple[Counter, ...] = ()
 
     def __post_init__(self):
-        columns = {
-            "lane": self.lane,
-            "name": self.name,
-            "duration": self.duration,
-            "communication": self.communication,
-            **self.args,
-        }
+        names = ("lane", "name", "duration", "communication")
+        columns = {**{name: getattr(self, name) for name in names}, **self.args}
         for key, column in columns.items():
             if len(column) != len(self.start):
                 raise ValueError(f"timeline column {key!r} has {len(column)} entries for {len(self.start)} events")
@@ -176,55 +171,32 @@ def perfetto(timeline: Timeline) -> dict:
     One process per device, one thread per lane, event arguments, flow arrows between the ends of a message
     and one counter track per `Counter`.
     """
-    events = []
     processes = {lane.device: lane.process for lane in timeline.lanes}
-    for device, process in processes.items():
-        events.append({"name": "process_name", "ph": "M", "pid": device, "args": {"name": process}})
-        events.append({"name": "process_sort_index", "ph": "M", "pid": device, "args": {"sort_index": device}})
-    for index, lane in enumerate(timeline.lanes):
-        events.append(
-            {
-                "name": "thread_name",
-                "ph": "M",
-                "pid": lane.device,
-                "tid": index,
-                "args": {"name": lane.thread},
-            }
+    events = [
+        {"name": name, "ph": "M", "pid": device, "args": args}
+        for device, process in processes.items()
+        for name, args in (("process_name", {"name": process}), ("process_sort_index", {"sort_index": device}))
+    ]
+    events += [
+        {"name": "thread_name", "ph": "M", "pid": lane.device, "tid": index, "args": {"name": lane.thread}}
+        for index, lane in enumerate(timeline.lanes)
+    ]
+    columns = timeline.name, timeline.lane, timeline.start, timeline.duration, timeline.communication
+    events += [
+        {
+            "name": timeline.names[name], "cat": "communication" if communication else "compute", "ph": "X",
+            "ts": 1e6 * start, "dur": 1e6 * duration, "pid": timeline.lanes[lane].device, "tid": lane, "args": args,
+        }
+        for name, lane, start, duration, communication, args in zip(
+            *(column.tolist() for column in columns), _arguments(timeline)
         )
-    arguments = _arguments(timeline)
-    columns = zip(
-        timeline.name.tolist(),
-        timeline.lane.tolist(),
-        timeline.start.tolist(),
-        timeline.duration.tolist(),
-        timeline.communication.tolist(),
-        arguments,
-    )
-    for name, lane, start, duration, communication, args in columns:
-        events.append(
-            {
-                "name": timeline.names[name],
-                "cat": "communication" if communication else "compute",
-                "ph": "X",
-                "ts": 1e6 * start,
-                "dur": 1e6 * duration,
-                "pid": timeline.lanes[lane].device,
-                "tid": lane,
-                "args": args,
-            }
-        )
-    events.extend(_flows(timeline))
-    for counter in timeline.counters:
-        for time, value in zip(counter.time.tolist(), counter.value.tolist()):
-            events.append(
-                {
-                    "name": counter.name,
-                    "ph": "C",
-                    "pid": counter.device,
-                    "ts": 1e6 * time,
-                    "args": {counter.name: value},
-                }
-            )
+    ]  # fmt: skip
+    events += _flows(timeline)
+    events += [
+        {"name": counter.name, "ph": "C", "pid": counter.device, "ts": 1e6 * time, "args": {counter.name: value}}
+        for counter in timeline.counters
+        for time, value in zip(counter.time.tolist(), counter.value.tolist())
+    ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

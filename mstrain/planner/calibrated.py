@@ -153,7 +153,6 @@ class _Reader:
         return after != before
 
     def _operand(self, where: str, i: Instruction, index: int) -> Instruction:
-        """The instruction in `where` that makes an operand."""
         operand = self.module.find(where, i.operands[index])
         assert operand is not None, f"{where} has no {i.operands[index]}"
         return operand

@@ -109,7 +109,6 @@ Place = Callable[[TpuSlice, MeshShape], Target]
 
 
 def on_present(tpu_slice: TpuSlice, shape: MeshShape) -> Target:
-    """A target over the devices that are here."""
     return Target(tpu_slice, make_mesh(shape))
 
 

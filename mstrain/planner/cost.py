@@ -160,7 +160,6 @@ class Costed:
 
     @property
     def shape(self) -> MeshShape:
-        """The mesh of one stage."""
         return self.plan.shape
 
 
@@ -216,7 +215,6 @@ def cycle_seconds(stages: list[Stage], message: float, schedule: str) -> float:
 
 
 def cost_plan(request: PlanRequest, plan: PodPlan, products: Products) -> Costed:
-    """All terms of one plan that `plan_products` accepts."""
     return Step(request, plan, products, layer_work(request, plan, products)).cost(plan)
 
 
@@ -330,7 +328,6 @@ class Step:
         return exposed + max(gather / layers, gather - ahead)
 
     def memory(self, plan: PodPlan, number: int) -> Memory:
-        """Of a stage."""
         stage = self.stages[number]
         deferred = microbatches_deferred(plan, number, self.style.lockstep)
         return stage_memory(self.request, self.products, plan, number, stage.chunks, (stage.in_flight, deferred))
@@ -340,7 +337,6 @@ class Step:
         return {number: self._end(plan, number) for number in {0, plan.pipeline - 1}}
 
     def cost(self, plan: PodPlan) -> Costed:
-        """The cost of the step with what `plan` shards."""
         ends = self._ends(plan)
         slowest = max(ends, key=lambda number: (self.stages[number].seconds, sum(ends[number])))
         fullest = max((self.memory(plan, number) for number in ends), key=lambda memory: memory.total)

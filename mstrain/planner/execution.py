@@ -49,7 +49,6 @@ class ExecutionStyle:
 
 @functools.cache
 def execution_styles() -> dict[str, ExecutionStyle]:
-    """Every style by its name."""
     table = tomllib.loads(Path(__file__).with_name("execution.toml").read_text())
     entries: dict[str, dict] = {}
     for name, entry in table.items():

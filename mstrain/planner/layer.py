@@ -79,7 +79,6 @@ class Work:
         return frozenset(again)
 
     def recomputed(self, again: frozenset[str]) -> Pass:
-        """The time of what is `repeated`."""
         repeated = sum((work for name, work in self.products if name in again), Pass())
         return repeated + Pass(
             attention=self.forward.attention if "attention" in again else 0.0,
@@ -145,7 +144,6 @@ class Setting:
 
 
 def layer_work(request: PlanRequest, plan: PodPlan, products: Products) -> Work:
-    """Work of a layer and of the output projection under a plan."""
     setting = Setting(
         request.model, request.style, request.pod, request.seq, request.dtype, request.element_bytes,
         fused_attention(request), plan.sizes, plan.sequence_parallel,

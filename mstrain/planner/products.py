@@ -57,7 +57,6 @@ def local_dims(gemm: Gemm, rows: int, cols: int, slices: int) -> tuple[int, int,
 
 
 def multiplication(product: Product, gemm: Gemm) -> OpSpec:
-    """One slice's multiplication on one device."""
     layout = product.layout
     m, k, n = local_dims(gemm, layout.rows, layout.cols, product.slices)
     shapes = ((k, m), (k, n)) if gemm.kind == "WeightGrad" else ((m, k), (k, n))

@@ -126,7 +126,6 @@ def memory_table(result: PodResult) -> Table:
 
 
 def _stages(title: str, result: PodResult, unit: str, scale: float, digits: int, names: dict[str, str]) -> Table:
-    """The columns `names` of the stages of the best plan and those in `unit`."""
     rows = stage_rows(result, 1)
     columns = [name for name in rows[0] if name.endswith(f"_{unit}")]
     cells = (

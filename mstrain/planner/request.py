@@ -39,7 +39,6 @@ class Fixed:
     interleave: int | None = None
 
     def allows(self, name: str, degree) -> bool:
-        """Whether the choice `name` may be `degree`."""
         return getattr(self, name) in (None, degree)
 
 
@@ -82,7 +81,6 @@ class PlanRequest:
 
     @property
     def tokens(self) -> int:
-        """Tokens per step."""
         return self.batch * self.seq
 
     def utilization(self, seconds: float, attention: str = "full", extra: float = 0.0) -> float | None:

@@ -65,7 +65,6 @@ class TransformerStep(PipelineStep):
         self.returned = [self._new(self.bytes[LAST], s, "workspace") for s in range(self.chunks)]
 
     def _counts(self) -> dict[Part, int]:
-        """Parameters of every part."""
         layer, embedding, head = parameter_counts(self.request.model)
         counts: dict[Part, int] = {(0, "embedding"): embedding}
         counts |= {(chunk, number): layer for chunk, bounds in enumerate(self.bounds) for number in range(*bounds)}
@@ -121,7 +120,6 @@ class TransformerStep(PipelineStep):
             self.ready[key] = (self.weights[key], *self._gather(emit, key, (gate,)))
 
     def forward(self, chunk: int) -> list[RankOp]:
-        """The forward pass of a chunk."""
         ops: list[RankOp] = []
         emit, x, layers = self._emit(ops, chunk), self.received[chunk], list(range(*self.bounds[chunk]))
         if chunk == 0:
@@ -156,7 +154,6 @@ class TransformerStep(PipelineStep):
         return work.elementwise / ELEMENTWISE
 
     def _head(self, emit: Emit, x: int) -> int:
-        """The output projection and the loss."""
         key = self.chunks - 1, "head"
         self.head_key = key if key in self.counts else (0, "embedding")
         self.head_ready = self.ready[self.head_key]
@@ -208,7 +205,6 @@ class TransformerStep(PipelineStep):
 
     @property
     def _gradient(self) -> str:
-        """The category of a microbatch's gradients."""
         return "workspace" if self._shards_gradients else "gradients"
 
     def _head_backward(self, emit: Emit) -> int:
@@ -305,7 +301,6 @@ class TransformerStep(PipelineStep):
 
 
 def transformer_step(request: PlanRequest, costed: Costed) -> Step:
-    """The step of a costed plan."""
     writer, plan = TransformerStep(request, costed), costed.plan
     degrees = plan.schedule, plan.pipeline, plan.microbatches, writer.chunks
     if writer.divided and request.style.lockstep:  # which makes other schedules no longer

@@ -81,7 +81,6 @@ def choose_by_compiling(task: TuningTask, place: Place, console: Console) -> Can
 
 
 def summarise(candidate: Candidate) -> str:
-    """One line of progress."""
     what = f"{candidate.mesh} slices={candidate.slices} ({candidate.plan})"
     if candidate.problem:
         return f"{what}: {candidate.problem}"
@@ -91,7 +90,6 @@ def summarise(candidate: Candidate) -> str:
 
 
 def result_file(task: TuningTask, folder: Path = FOLDER) -> Path:
-    """Where the result of a task is kept."""
     text = json.dumps(identity(task), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     tpu_slice = task.tpu_slice.topology_name.replace(":", "_")

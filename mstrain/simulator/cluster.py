@@ -156,7 +156,6 @@ class Cluster:
 
     @classmethod
     def homogeneous(cls, num_devices: int, device: Device, network: Network) -> Cluster:
-        """`num_devices` devices of one kind."""
         return cls((device,) * num_devices, network)
 
     def ranks_alike(self, placement: Placement) -> bool:

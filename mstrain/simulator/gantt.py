@@ -67,7 +67,6 @@ def event_kinds(timeline: Timeline) -> np.ndarray:
 
 
 def in_order(timeline: Timeline, chosen: np.ndarray) -> np.ndarray:
-    """The events where `chosen` is true, by their start."""
     mine = np.flatnonzero(chosen)
     return mine[np.argsort(timeline.start[mine], kind="stable")]
 

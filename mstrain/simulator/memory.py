@@ -30,7 +30,6 @@ class MemoryUse:
 
     @cached_property
     def peak_bytes(self) -> dict[int, int]:
-        """The largest live total of each device."""
         return {device: int(totals.max()) for device, (_, totals) in self.timelines().items()}
 
     def timelines(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:

@@ -61,7 +61,6 @@ class Ragged(NamedTuple):
         return Ragged(offsets, self.items[positions])
 
     def owner(self) -> np.ndarray:
-        """For each item, the index of its list."""
         return np.repeat(np.arange(len(self.offsets) - 1), self.lengths)
 
 

@@ -34,7 +34,6 @@ class Step:
         return self._program(placement, replace(self.degrees, data=1, tensor=1, cols=1))
 
     def expand(self, placement: Placement) -> Program:
-        """The program of all devices."""
         return self._program(placement, self.degrees)
 
     def _program(self, placement: Placement, degrees: Degrees) -> Program:

@@ -94,7 +94,6 @@ class Simulation:
 
     @cached_property
     def memory(self) -> MemoryUse:
-        """Live memory per device over time."""
         return self._memory()
 
     @cached_property

@@ -22,7 +22,6 @@ class Mlp:
 
     @classmethod
     def square(cls, layers: int, width: int, batch: int, element_bytes: int = 4) -> Mlp:
-        """All widths alike."""
         return cls(layers, width, width, width, batch, element_bytes)
 
     def dims(self, layer: int) -> tuple[int, int]:

@@ -50,7 +50,6 @@ class MlpStep(PipelineStep):
         return self.mlp.element_bytes * prod(shape)
 
     def _value(self, name, shape: Shape, stage: int, **kinds) -> int:
-        """The value called `name`, numbered when it is first used."""
         if name not in self.values:
             self.values[name] = self.slots.value(self._bytes(shape), stage, **kinds)
         return self.values[name]
@@ -71,7 +70,6 @@ class MlpStep(PipelineStep):
         return self.rows, self.shapes[layer][1]
 
     def _input(self, layer: int) -> int:
-        """The activation that a layer reads."""
         begins = [begin for begin, _ in self.bounds]
         if layer == 0:
             return self.x

@@ -129,7 +129,6 @@ def search(result: MetisResult, cluster: Hosts, tables: Tables) -> float:
 
 
 def check_found(result: MetisResult) -> None:
-    """SearchStopped when the search ends without any plan."""
     if result.plans_costed:
         return
     reason = (

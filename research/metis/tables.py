@@ -112,7 +112,6 @@ def most_plans(num_devices: int, num_stages: int) -> int:
 
 
 def room_for_plans(num_plans: int, num_stages: int) -> Found:
-    """Empty arrays for so many plans."""
     number = np.empty(num_plans, np.int64)
     shape = num_plans, num_stages
     return Found(np.empty(num_plans), number, number.copy(), np.empty(shape, np.int64),

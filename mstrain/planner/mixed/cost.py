@@ -122,7 +122,6 @@ def build_stage(model: Model, choice: Choice, samples: int) -> Stage | None:
 
 
 def all_reduce_ms(members: int, num_bytes: float, gb_s: float, latency_ms: float) -> float:
-    """All-reduce of `num_bytes` over a ring."""
     return 1e3 * ring_seconds("AllReduce", num_bytes, members, Link(0.0, 1e-3 * latency_ms, 1e9 * gb_s))
 
 

@@ -39,7 +39,6 @@ class Hosts:
 
     @property
     def device_types(self) -> tuple[str, ...]:
-        """The types present, in alphabetical order."""
         return tuple(sorted({node.device_type for node in self.nodes}))
 
     def nodes_of(self, device_type: str) -> tuple[Node, ...]:

@@ -26,7 +26,6 @@ def plans_table(result: OptimalResult) -> Table:
 
 
 def why_slower(plan: Plan, best: Plan) -> str:
-    """The term that grew most over the best plan's."""
     if plan is best:
         return "best"
     term, ms = most_grown(("steady_ms", "fill_ms", "end_ms", "generator_ms"), plan, best)

@@ -1,6 +1,7 @@
 """Plans of the optimal planner with every term of their cost, and how they are written."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -129,11 +130,14 @@ def report_stage(model: Model, stage: Stage, begin: int, end: int, flight: int) 
     )  # fmt: skip
 
 
-def report_plan(model: Model, tables: Tables, stages: list[tuple[Stage, int, int]], expected_ms: float) -> Plan:
-    """The plan with all its terms, added up anew; asserts that the search computed the same."""
+def report_plan(model: Model, tables: Tables, stages: Sequence[tuple[int, int, int]], expected_ms: float) -> Plan:
+    """The plan of stages (choice, begin, end) with all its terms; asserts that the search computed the same."""
     count, behind = tables.microbatches, range(len(stages), 0, -1)
     flights = [count if model.options.schedule == "gpipe" else min(count, left) for left in behind]
-    reports = tuple(report_stage(model, *stage, flight) for stage, flight in zip(stages, flights))
+    reports = tuple(
+        report_stage(model, tables.stages[choice], begin, end, flight)
+        for (choice, begin, end), flight in zip(stages, flights)
+    )
     times = [report.stage_ms for report in reports]
     steady, fill, generator = (count - 1) * max(times), sum(times), count * generator_ms(model)
     end_ms = max(report.exchange_ms + report.update_ms for report in reports)

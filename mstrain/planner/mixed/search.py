@@ -8,7 +8,6 @@ a label is dropped when `top_k` others are as good in every respect, which keeps
 
 import heapq
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from mstrain.planner.clock import Clock
 from mstrain.planner.mixed.bounds import child_costs
-from mstrain.planner.mixed.cost import Model, Stage, build_model, generator_ms
+from mstrain.planner.mixed.cost import Model, build_model, generator_ms
 from mstrain.planner.mixed.hosts import read_hosts
 from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.profiles import check_layers, profile_name, read_profiles
@@ -64,9 +63,12 @@ class Label:
     slowest: float = 0.0
     total: float = 0.0
     finish: float = 0.0
-    stages: int = 0
-    choice: int = -1  # of its first stage, an index into the stages of the tables
-    next: "Label | None" = None  # the tail behind that stage
+    stages: tuple[tuple[int, int, int], ...] = ()  # (choice, an index into the stages of the tables, begin, end)
+
+    @property
+    def signature(self) -> tuple[int, ...]:
+        """The choices in any order: plans with equal ones count as one."""
+        return tuple(sorted(choice for choice, _, _ in self.stages))
 
 
 class Search:
@@ -163,7 +165,7 @@ class Search:
         """Bound of the plans in which a choice comes before the tail, by first layer: (begin, C)."""
         box, tables = label.box, label.box.tables
         gpipe = self.model.options.schedule == "gpipe"
-        flight = tables.microbatches if gpipe else min(tables.microbatches, label.stages + 1)
+        flight = tables.microbatches if gpipe else min(tables.microbatches, len(label.stages) + 1)
         costs = child_costs(
             (tables.stage_ms, tables.end_ms, tables.flights, tables.offsets, tables.fits),
             (box.total, box.slowest, box.finish),
@@ -183,9 +185,7 @@ class Search:
             max(label.slowest, stage_ms),
             label.total + stage_ms,
             max(label.finish, float(tables.end_ms[begin, end, choice])),
-            label.stages + 1,
-            choice,
-            label,
+            ((choice, begin, end), *label.stages),
         )
 
     def dive(self, label: Label) -> None:
@@ -201,7 +201,7 @@ class Search:
     def keep(self, cost: float, label: Label) -> None:
         """Enter a complete plan; of plans with the same stages in any order the cheapest stays."""
         if cost < self.limit:
-            name = (label.box.tables.samples, signature(label))
+            name = (label.box.tables.samples, label.signature)
             others = [entry for entry in self.found if entry[1] != name]
             same = [entry for entry in self.found if entry[1] == name and entry[0] <= cost]
             entries = others + (same or [(cost, name, label)])
@@ -229,8 +229,7 @@ class Search:
         have the same layers and devices left and are as good in every respect.
         """
         peers = label.box.expanded.setdefault((label.begin, label.state), [])
-        values = (label.slowest, label.total, label.finish, label.stages)
-        name = signature(label)
+        values, name = (label.slowest, label.total, label.finish, len(label.stages)), label.signature
         better = {peer for peer, other in peers if all(a <= b for a, b in zip(other, values))}
         if name in better or len(better) >= self.model.options.top_k:
             return True
@@ -253,9 +252,7 @@ class Search:
             choices=len(self.space.choices),
             states=int(self.space.real.sum()),
         )
-        plans = tuple(
-            report_plan(self.model, label.box.tables, stages_of(label), cost) for cost, _, label in self.found
-        )
+        plans = tuple(report_plan(self.model, label.box.tables, label.stages, cost) for cost, _, label in self.found)
         return OptimalResult(options, plans, certificate)
 
     def why_nothing_fits(self) -> str:
@@ -275,20 +272,3 @@ class Search:
             "no division of the devices holds the model in memory; add devices, set shard_optimizer=True, "
             "or lower activation_bytes by recomputation"
         )
-
-
-def tails(label: Label) -> Iterator[Label]:
-    """A tail and the shorter ones behind it, without the empty one."""
-    while label.next is not None:
-        yield label
-        label = label.next
-
-
-def stages_of(label: Label) -> list[tuple[Stage, int, int]]:
-    """(stage, begin, end) of a tail, first stage first."""
-    return [(tail.box.tables.stages[tail.choice], tail.begin, tail.next.begin) for tail in tails(label) if tail.next]
-
-
-def signature(label: Label) -> tuple[int, ...]:
-    """The choices of a tail's stages in any order: plans with equal ones count as one."""
-    return tuple(sorted(tail.choice for tail in tails(label)))

@@ -151,7 +151,6 @@ class MixedStep(PipelineStep):
         return self._add(ops, OpSpec("AllReduce", ((max(1, round(nbytes)),),), 1), members, values, label)
 
     def _by_node(self, members) -> dict[int, tuple[int, ...]]:
-        """The members by node."""
         nodes: dict[int, tuple[int, ...]] = {}
         for device in members:
             nodes[self.network.node_of[device]] = (*nodes.get(self.network.node_of[device], ()), device)

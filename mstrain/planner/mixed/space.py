@@ -57,7 +57,6 @@ def kinds_of(cluster: Hosts) -> tuple[Kind, ...]:
 
 
 def node_labels(cluster: Hosts) -> list[str]:
-    """The label of the kind of every node."""
     return [kind_labels(kinds_of(cluster))[sorted({*map(_kind, cluster.nodes)}).index(_kind(node))]
             for node in cluster.nodes]  # fmt: skip
 

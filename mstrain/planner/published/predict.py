@@ -52,7 +52,6 @@ class Prediction:
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured."""
         _, predicted, measured = self.compared
         return predicted / measured
 
@@ -69,7 +68,6 @@ def predict(row: PublishedRow) -> Prediction:
 
 
 def _choices(row: PublishedRow) -> Iterator[PodPlan]:
-    """The plans that the row allows."""
     plan, layers = row.plan, row.request.model.layers
     share, stages = row.request.batch // plan.data, plan.pipeline
     counts = [plan.microbatches]

@@ -31,7 +31,6 @@ def published_row(prediction: Prediction) -> dict:
 
 
 def write_published(predictions: list[Prediction], folder: Path) -> None:
-    """published.csv and published.json."""
     rows = [published_row(prediction) for prediction in predictions]
     write_csv(rows, folder / "published.csv")
     write_json({"rows": rows}, folder / "published.json")
