@@ -308,9 +308,8 @@ class _Planner:
         if kind.sliced and what in self.tuned and not (grouped and self.tuned[what].dataflow == "rs"):
             return self.tuned[what].dataflow
         if grouped:  # the hidden side has a row for every choice
-            rows = (1, self.model.experts_per_token)
-            before, after = rows if what == "mlp in" else rows[::-1]
-            return "os" if after * out_dim > before * in_dim else "ls"
+            chosen = self.model.experts_per_token
+            in_dim, out_dim = (in_dim, chosen * out_dim) if what == "mlp in" else (chosen * in_dim, out_dim)
         return "os" if out_dim > in_dim else "ls"
 
     def _is_grouped(self, what: str) -> bool:

@@ -1,6 +1,7 @@
 """The matrix products of a block, as used by plans, tuner, planner and benchmarks."""
 
 import dataclasses
+import functools
 import math
 
 from mstrain.gemm import Heads, Span
@@ -81,4 +82,9 @@ def block_products(model: ModelConfig, sizes: Sizes | None = None) -> tuple[Bloc
 
 def projections(model: ModelConfig, repeats: int = 1, sizes: Sizes | None = None) -> tuple[Projection, ...]:
     """The products of one block for the cost model, each `repeats` times, with the padding of `sizes`."""
-    return tuple(Projection(p.name, p.in_dim, p.out_dim, repeats) for p in block_products(model, sizes))
+    made = tuple(Projection(p.name, p.in_dim, p.out_dim, repeats) for p in block_products(model, sizes))
+    if not model.experts:
+        return made
+    *attention, into, out = made
+    each = functools.partial(dataclasses.replace, experts=model.experts)
+    return (*attention, each(into, rows_out=model.experts_per_token), each(out, rows_in=model.experts_per_token))

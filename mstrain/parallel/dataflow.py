@@ -19,7 +19,8 @@ DIMS = {"os": ("in", "tokens", "out"), "ls": ("out", "tokens", "in"), "rs": ("to
 class Projection:
     """A fully connected layer (in_dim -> out_dim), with `repeats` copies in the model.
 
-    `parallel` is whether it reads the same input as the previous projection (k and v after q, up after gate).
+    `parallel` is whether it reads the same input as the previous projection (k and v after q, up after gate). Of
+    `experts`, inputs have `rows_in` and outputs `rows_out` rows for every token.
     """
 
     name: str
@@ -27,6 +28,14 @@ class Projection:
     out_dim: int
     repeats: int = 1
     parallel: bool = False
+    experts: int = 1
+    rows_in: int = 1
+    rows_out: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows that are multiplied for every token."""
+        return max(self.rows_in, self.rows_out)
 
     def __post_init__(self):
         if min(self.in_dim, self.out_dim, self.repeats) < 1:

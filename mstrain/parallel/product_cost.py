@@ -30,7 +30,8 @@ class Layout:
     def _values(self) -> dict[str, int]:
         """Number of elements of each whole matrix."""
         p, t = self.projection, self.tokens
-        return {"x": t * p.in_dim, "w": p.in_dim * p.out_dim, "y": t * p.out_dim}
+        w = p.experts * p.in_dim * p.out_dim
+        return {"x": t * p.rows_in * p.in_dim, "w": w, "y": t * p.rows_out * p.out_dim}
 
     def moving_bytes(self) -> tuple[int, int]:
         """Bytes of the whole matrices communicated between (columns, rows)."""
@@ -39,9 +40,9 @@ class Layout:
         return (row, col) if swapped(self.dataflow, self.transposed) else (col, row)
 
     @property
-    def parameters(self) -> int:
-        """Number of elements of the weight."""
-        return self._values()["w"]
+    def multiplications(self) -> int:
+        """Per token."""
+        return self.projection.rows * self.projection.in_dim * self.projection.out_dim
 
     def accumulating_seconds(self, constants: Constants) -> tuple[float, float]:
         """HBM seconds of the OS GeMM: (both gathered operands, the float32 accumulator per slice).
@@ -58,7 +59,7 @@ class Layout:
     def gemm_seconds(self, constants: Constants) -> float:
         """Seconds of one of the three local GeMMs, unsliced."""
         p = self.projection
-        return 2 * self.tokens * p.in_dim * p.out_dim / (self.rows * self.cols) / constants.flops
+        return 2 * self.tokens * p.rows * p.in_dim * p.out_dim / (self.rows * self.cols) / constants.flops
 
 
 @dataclass(frozen=True)

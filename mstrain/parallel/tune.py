@@ -83,7 +83,7 @@ def families(block: Block) -> dict[str, list[list[str]]]:
         found: dict[str, list[list[str]]] = {
             "os/ls": [["os", "ls"] if _larger(p) == "os" else ["ls", "os"] for p in block.projections]
         }
-        if not orientations(block.projections, ["rs"] * count)[-1]:
+        if all(p.experts == 1 for p in block.projections) and not orientations(block.projections, ["rs"] * count)[-1]:
             found["rs"] = [["rs"]] * count
         return found
     if block.dataflow != "rule":
@@ -142,4 +142,5 @@ def _fastest(block: Block, projection: Projection, mesh: tuple[int, int], datafl
 
 def _larger(projection: Projection) -> str:
     """The dataflow that keeps the larger of X and Y in place."""
-    return "os" if projection.out_dim > projection.in_dim else "ls"
+    p = projection
+    return "os" if p.rows_out * p.out_dim > p.rows_in * p.in_dim else "ls"

@@ -153,8 +153,8 @@ class Costed:
     def product_rate(self) -> float:
         """Mean FLOP/s of a device in the products of the first stage."""
         stage, tensor = self.stages[0], self.plan.tensor
-        values = sum(share * sum(p.layout.parameters for p in block) for block, share in self.products.groups)
-        head = 0 if self.plan.pipeline > 1 else self.products.head.layout.parameters
+        values = sum(share * sum(p.layout.multiplications for p in block) for block, share in self.products.groups)
+        head = 0 if self.plan.pipeline > 1 else self.products.head.layout.multiplications
         flops = 6.0 * stage.layers * values + (8.0 if self.step.request.style.native else 6.0) * head
         return self.products.tokens * flops / tensor / (stage.useful_forward.gemm + stage.useful_backward.gemm)
 

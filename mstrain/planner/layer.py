@@ -21,7 +21,7 @@ from mstrain.parallel.exchange import Exchange, join_seconds
 from mstrain.parallel.product_cost import communication_terms, pass_costs
 from mstrain.planner.execution import ExecutionStyle
 from mstrain.planner.plan import PodPlan, Product, Products
-from mstrain.planner.products import gemms_of, local_dims
+from mstrain.planner.products import gemms_of, local_dims, of_one_expert
 from mstrain.planner.remat import Remat
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.target import Pod
@@ -100,7 +100,8 @@ def elementwise_values(model: ModelConfig, style: ExecutionStyle) -> tuple[float
     """Values per token that a layer reads or writes beside products, forward: (norms and residuals, the rest)."""
     around = style.width_passes * model.width * (0.6 if model.parallel_block else 1.0)
     heads = (2 * model.heads + 2 * model.num_kv_heads) * model.head_dim
-    return around, style.head_passes * heads + style.mlp_passes * model.mlp_dim * (1.5 if model.gated else 1.0)
+    hidden = model.mlp_dim * (model.experts_per_token if model.experts else 1)
+    return around, style.head_passes * heads + style.mlp_passes * hidden * (1.5 if model.gated else 1.0)
 
 
 @dataclass(frozen=True)
@@ -199,10 +200,11 @@ def _block_passes(at: Setting, block: tuple[Product, ...]) -> list[tuple[Pass, P
     """(forward, backward, seconds of the weight's gradient) of every product of a block."""
     found, sums = [], []
     for product in block:
-        layout, gemms = product.layout, gemms_of(product)
+        layout, gemms = product.layout, [of_one_expert(product, gemm) for gemm in gemms_of(product)]
         dims = [local_dims(gemm, layout.rows, layout.cols, product.slices) for gemm in gemms]
-        times = [product.slices * at.product_seconds(each) for each in dims]
-        flops = product.slices * sum(2.0 * math.prod(each) for each in dims) / sum(times)
+        count = product.slices * layout.projection.experts
+        times = [count * at.product_seconds(each) for each in dims]
+        flops = count * sum(2.0 * math.prod(each) for each in dims) / sum(times)
         rate = replace(at.constants, flops=flops).along(layout.rows, layout.cols, product.turned)
         if at.style.native:
             hidden = hidden_shares(at.pod.chip.name, product.algorithm)
@@ -212,8 +214,19 @@ def _block_passes(at: Setting, block: tuple[Product, ...]) -> list[tuple[Pass, P
             terms = communication_terms(layout, rate)
             ways = [t.traffic_col + t.latency_col for t in terms if t.gemm in ("OS", "LS")]
             sums.append(sum(ways) if product.name != "output" and layout.dataflow == "ls" else 0.0)
-        found.append((ahead, behind, times[2]))
+        sorting = _sorting(at, product)
+        found.append((ahead + Pass(elementwise=sorting), behind + Pass(elementwise=2 * sorting), times[2]))
     return _with_sums(at, found, sums) if any(sums) else found
+
+
+def _sorting(at: Setting, product: Product) -> float:
+    """Seconds in which a device repeats and sorts gathered tokens by expert, or adds them up; 0 for a dense weight."""
+    layout, projection = product.layout, product.layout.projection
+    if projection.experts == 1:
+        return 0.0
+    width = projection.in_dim if projection.rows_in == 1 else projection.out_dim
+    read_and_written = (1 + projection.rows) * layout.tokens / layout.rows * width
+    return read_and_written * at.element_bytes / at.memory_bandwidth
 
 
 def _with_sums(at: Setting, found: list[tuple[Pass, Pass, float]], sums: list[float]):

@@ -68,11 +68,12 @@ def saved_values(request: PlanRequest, plan: PodPlan) -> dict[str, float]:
     model, tensor = request.model, plan.tensor
     wide = model.width / (tensor if plan.sequence_parallel else 1)
     heads, kv = model.heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
+    hidden = model.mlp_dim * (model.experts_per_token if model.experts else 1)
     scores = 0.0 if fused_attention(request) else SCORE_BYTES / request.element_bytes * model.heads * request.seq
     return {
         "input": wide, "qkv": (heads + kv) / tensor, "scores": scores / tensor, "context": heads / tensor,
-        "out": wide, "mlp_in": model.mlp_dim * (2 if model.gated else 1) / tensor, "mlp_out": wide,
-        "elementwise": 3 * wide + model.mlp_dim / tensor,
+        "out": wide, "mlp_in": hidden * (2 if model.gated else 1) / tensor, "mlp_out": wide,
+        "elementwise": 3 * wide + hidden / tensor,
     }  # fmt: skip
 
 

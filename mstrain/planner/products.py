@@ -6,7 +6,7 @@ of the one that multiplies. Values of 0 bytes order operations that share no dat
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mstrain.parallel.product_cost import GEMMS
 from mstrain.planner.plan import Product
@@ -36,7 +36,8 @@ class Gemm:
 def gemms_of(product: Product) -> tuple[Gemm, Gemm, Gemm]:
     """The forward GEMM, that of the input's gradient and that of the weight's."""
     layout = product.layout
-    tokens, fan_in, fan_out = layout.tokens, layout.projection.in_dim, layout.projection.out_dim
+    tokens = layout.tokens * layout.projection.rows
+    fan_in, fan_out = layout.projection.in_dim, layout.projection.out_dim
     forward = layout.dataflow.upper()
     weight = "OS" if forward == "RS" else "RS"  # the gradient stays or is communicated as its weight is
     (other,) = set(GEMMS) - {forward, weight}
@@ -45,6 +46,14 @@ def gemms_of(product: Product) -> tuple[Gemm, Gemm, Gemm]:
         Gemm("InputGrad", other, (tokens, fan_out, fan_in)),
         Gemm("WeightGrad", weight, (fan_in, tokens, fan_out)),
     )
+
+
+def of_one_expert(product: Product, gemm: Gemm) -> Gemm:
+    """The part of a GEMM that one of the product's experts has; all of it for a dense weight."""
+    a, b, c = gemm.dims
+    experts = product.layout.projection.experts
+    dims = (a, max(1, b // experts), c) if gemm.kind == "WeightGrad" else (max(1, a // experts), b, c)
+    return replace(gemm, dims=dims)
 
 
 def local_dims(gemm: Gemm, rows: int, cols: int, slices: int) -> tuple[int, int, int]:
