@@ -16,6 +16,7 @@ import os
 import re
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
@@ -172,10 +173,25 @@ def make_mesh(shape: MeshShape, devices=None) -> Mesh:
                 f"mesh={shape} does not fit {slices} TPU slices of {len(devices) // slices} devices, which are joined "
                 f"by the data center network. Type mesh=replica{slices}-{per_slice}, with sizes of one slice."
             )
-        within = dataclasses.replace(shape, replica=1).sizes
-        grid = mesh_utils.create_hybrid_device_mesh(within, (slices, *(1 for _ in within[1:])), devices)
-        return Mesh(grid, AXES, axis_types=axis_types)
-    return jax.make_mesh(shape.sizes, AXES, axis_types=axis_types, devices=devices[: shape.devices])
+    return Mesh(arrange(shape, devices[: shape.devices], slices), AXES, axis_types=axis_types)
+
+
+def arrange(shape: MeshShape, devices, slices: int = 1) -> np.ndarray:
+    """`devices` as an array of `shape.sizes`, whose axis `replica` runs over the TPU slices.
+
+    A mesh axis takes whole torus axes of a slice where JAX finds such an order, and parts of them otherwise.
+    """
+    within = dataclasses.replace(shape, replica=shape.replica // slices).sizes
+    for split in (False, True):
+        try:
+            if slices == 1:
+                return mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=split)
+            across = (slices, *(1 for _ in within[1:]))
+            return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=split)
+        except NotImplementedError:  # only JAX knows which meshes whole axes carry where a chip has two cores
+            if split:
+                raise
+    raise AssertionError
 
 
 def shape_of(mesh: Mesh | AbstractMesh) -> MeshShape:

@@ -216,6 +216,7 @@ FOREIGN = {
     "resume=true": "resumed without a key",
     "steps=1e4": "Type steps=10000.",
     "mesh=2,4": "Type mesh=2x4",
+    "pipeline.layers=1,1": 'Type pipeline.layers="1 1"',
     "remat=true": "Type remat=full",
     "seed=1,2": "Type -m",
 }

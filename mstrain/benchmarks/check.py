@@ -24,14 +24,13 @@ from mstrain.models.plan import make_plan
 from mstrain.models.remat import AUTO, cheapest_that_fits
 from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import BYTES
-from mstrain.planner.search import rank_meshes
 from mstrain.planner.target import pod_of
 from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import GIB
 from mstrain.program.optimizer import make_optimizer
 from mstrain.program.step import abstract_state, step_program
+from mstrain.training import tuned
 from mstrain.training.config import RunConfig
-from mstrain.training.tuned import plan_request, tuned
 
 QUIET = Console(quiet=True)
 
@@ -128,8 +127,9 @@ def plan_step(config: RunConfig, console: Console = QUIET) -> Step:
     tpu_slice, model = _slice_of(config), _with_vocab_size(config)
     tpu_slice_devices(tpu_slice)  # before JAX initializes its backends, because it silences the compiler's log
     dtype = dtype_on("tpu", config.dtype)
+    config = tuned.with_plan(config, model, pod_of(tpu_slice, tpu_slice.devices), dtype, console)
     if config.tune == "compile":
-        config = tuned(config, model, tpu_slice, dtype, make_target, console)
+        config = tuned.tuned(config, model, tpu_slice, dtype, make_target, console)
     mesh = best_mesh(config, model, tpu_slice) if config.mesh == "auto" else config.mesh
     target = make_target(tpu_slice, mesh)
     microbatch = config.batch // config.accumulate
@@ -165,7 +165,7 @@ def smallest_change(config: RunConfig, error: DoesNotFit, report=lambda text: No
 def best_mesh(config: RunConfig, model: ModelConfig, tpu_slice: TpuSlice) -> MeshShape:
     """The mesh of train.py mesh=auto on the TPU slice."""
     pod = pod_of(tpu_slice, tpu_slice.devices)
-    return rank_meshes(plan_request(config, model, pod, dtype_on("tpu", config.dtype)))[0].shape
+    return tuned.best_mesh(config, model, pod, dtype_on("tpu", config.dtype)).shape
 
 
 def _slice_of(config: RunConfig) -> TpuSlice:

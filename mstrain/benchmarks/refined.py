@@ -72,7 +72,7 @@ def _meshes(config: BenchmarkConfig, task: TuningTask) -> tuple[str, ...]:
     if config.meshes != "all":
         return tuple(str(fit_to_devices(shape, task.tpu_slice.devices)) for shape in config.mesh_shapes)
     request = task.request(task.parallel)
-    alone = dataclasses.replace(request, fixed=dataclasses.replace(request.fixed, data=1))
+    alone = dataclasses.replace(request, fixed=dataclasses.replace(request.fixed, data=1, pipeline=1))
     return tuple(str(costed.shape) for costed in rank_meshes(alone))
 
 

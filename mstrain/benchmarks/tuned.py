@@ -29,7 +29,8 @@ DEFAULT_DEVICES = 8  # of the emulated mesh
 def best_mesh(model: ModelConfig, config: BenchmarkConfig, tpu_slice: TpuSlice) -> MeshShape:
     """The planner's best mesh of a TPU slice for MeshSlice, or for the first algorithm without MeshSlice."""
     names = config.algorithm_names
-    return rank_meshes(_question(model, config, tpu_slice, next(filter(_sliced, names), names[0])))[0].shape
+    question = _question(model, config, tpu_slice, next(filter(_sliced, names), names[0]))
+    return rank_meshes(question, best_only=True)[0].shape
 
 
 def _sliced(algorithm: str) -> bool:
@@ -50,7 +51,12 @@ def tune_model(
     if not shapes:
         return request, rank_meshes(request)
     asked = [
-        dataclasses.replace(request, fixed=dataclasses.replace(request.fixed, data=s.data, shape=(s.row, s.col)))
+        dataclasses.replace(
+            request,
+            fixed=dataclasses.replace(
+                request.fixed, data=s.copies, context=s.context, pipeline=s.stage, shape=(s.row, s.col)
+            ),
+        )
         for s in dict.fromkeys(shapes)
     ]
     found = [costed for each in asked for costed in rank_meshes(each)]

@@ -13,11 +13,11 @@ import re
 import tempfile
 
 import jax
-from jax.experimental import mesh_utils, topologies
+from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from mstrain.hardware import TpuSlice, parse_target
-from mstrain.mesh import AXES, MeshShape, parse_mesh
+from mstrain.mesh import AXES, MeshShape, arrange, parse_mesh
 
 # No metadata server to ask, and two compilations at once are harmless where no TPU is attached.
 _ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -97,10 +97,5 @@ def make_target(tpu_slice: str | TpuSlice, mesh: str | MeshShape) -> Target:
             f"mesh={shape} does not divide the {tpu_slice.devices} devices of {tpu_slice.name}. Choose one of "
             f"{', '.join(f'mesh={MeshShape(row=rows, col=cols)}' for rows, cols in tpu_slice.mesh_shapes())}."
         )
-    sizes = dataclasses.replace(shape, data=shape.data * copies).sizes
-    devices = tpu_slice_devices(tpu_slice)
-    try:
-        grid = mesh_utils.create_device_mesh(sizes, devices)
-    except NotImplementedError:  # only JAX knows which meshes whole axes carry where a chip has two cores
-        grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    grid = arrange(dataclasses.replace(shape, data=shape.data * copies), tpu_slice_devices(tpu_slice))
     return Target(tpu_slice, Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)))

@@ -61,12 +61,16 @@ def policy_of(remat: str, offload: str | None):
     )  # fmt: skip
 
 
-def planned(remat: str) -> str | None:
-    """The same for the planner, which recomputes norms; None, which leaves it to the planner, for `auto`."""
-    if remat in LADDER:
-        return remat
-    saved = saved_names(remat) or ()
-    return None if remat == AUTO else "+".join(name for name in saved if not name.endswith("-norm")) or "full"
+def planned(remat: str, offload: str | None = None) -> str | None:
+    """Both for the planner, which recomputes norms; None, which leaves remat to the planner, for `auto`."""
+    if remat == AUTO:
+        return None
+    kept, moved = (
+        "+".join(name for name in names or () if name != MOMENTS and not name.endswith("-norm"))
+        for names in (saved_names(remat), offloaded_names(offload))
+    )
+    kept = remat if remat in LADDER else kept or "full"
+    return f"{kept} offload: {moved}" if moved else kept
 
 
 def cheapest_that_fits(fits: Callable[[str], bool]) -> str:

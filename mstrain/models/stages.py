@@ -88,6 +88,12 @@ class Stages:
         return f"{self.count} stages of {'+'.join(map(str, self.layers))} layers{chunks}, {self.schedule}"
 
 
+def even_layers(layers: int, chunks: int) -> tuple[int, ...]:
+    """Layers of every chunk, the first ones with one more."""
+    small, extra = divmod(layers, chunks)
+    return tuple(small + (chunk < extra) for chunk in range(chunks))
+
+
 def make_stages(config: PipelineConfig, count: int, layers: int) -> Stages | None:
     """The division of `layers` over `count` stages; None for one stage.
 
@@ -112,8 +118,7 @@ def make_stages(config: PipelineConfig, count: int, layers: int) -> Stages | Non
             f"pipeline.schedule={schedule}: every chunk needs a layer. {advice}, or a model with more layers."
         )
     if config.layers is None:
-        small, extra = divmod(layers, chunks)
-        return Stages(count, schedule, tuple(small + (chunk < extra) for chunk in range(chunks)))
+        return Stages(count, schedule, even_layers(layers, chunks))
     stated = tuple(map(int, config.layers.split()))
     if len(stated) != chunks or sum(stated) != layers:
         even = make_stages(dataclasses.replace(config, layers=None), count, layers)

@@ -20,6 +20,7 @@ from mstrain.mesh import MeshShape, make_mesh, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, layer_algorithms
 from mstrain.models.plan import ModelPlan, make_plan
+from mstrain.models.stages import PipelineConfig, make_stages
 from mstrain.models.transformer import Transformer
 from mstrain.planner.cost import cost_step
 from mstrain.planner.plan import PodPlan, plan_on
@@ -205,5 +206,7 @@ def describe_slices(plan: ModelPlan) -> str:
 def model_seconds(task: TuningTask, shape: MeshShape, slices: str) -> float | None:
     """The cost model's seconds for the products of one step; None with an algorithm that it does not know."""
     parallel = dataclasses.replace(task.parallel, slices=slices)
-    costed = cost_step(task.request(parallel), PodPlan.on(shape, parallel, task.accumulate, task.remat, "none"))
+    stages = make_stages(PipelineConfig(), shape.stage, task.model.layers)
+    plan = PodPlan.on(shape, parallel, task.accumulate, task.remat, "none", stages)
+    costed = cost_step(task.request(parallel), plan)
     return costed.terms.products + costed.terms.tensor_exposed if costed else None

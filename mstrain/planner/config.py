@@ -10,6 +10,7 @@ from mstrain.planner.clock import check_budget
 from mstrain.planner.remat import parse_remat
 from mstrain.planner.request import MEMORY_MARGIN, SCHEDULES, SHARDS, Fixed, PlanRequest
 from mstrain.planner.target import Pod
+from mstrain.program.optimizer import MOMENTS, OPTIMIZERS, OptimizerConfig
 
 TENSOR = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.costed)
 
@@ -47,7 +48,11 @@ class PodConfig:
     """Activation checkpointing: auto, none, dots, full, dots-but-mlp-in, save_qkv_proj, minimal_offloaded, or
     `save: PARTS` and `offload: PARTS` (to host memory) of input, qkv, context, out, mlp_in, mlp_out."""
     dtype: str = "bf16"
-    """Type of activations and products: bf16 or f32. Weights, gradients and moments are float32."""
+    """Type of activations and products: bf16 or f32. Weights and gradients are float32."""
+    optimizer: str = "adamw"
+    """Optimizer of train.py, whose state is in memory: adamw, lion, adafactor or muon."""
+    moments: str = "f32"
+    """Dtype in which its moments are stored: f32 or bf16."""
     memory_margin: float = MEMORY_MARGIN
     """Part of a device's memory that stays free, from 0 to below 1."""
     top_k: int = 5
@@ -77,6 +82,8 @@ class PodConfig:
         if self.remat != "auto":
             parse_remat(self.remat)
         one_of("dtype", self.dtype, ("bf16", "f32"))
+        one_of("optimizer", self.optimizer, OPTIMIZERS)
+        one_of("moments", self.moments, MOMENTS)
         for name in ("replicas", "tensor", "context", "pipeline", "accumulate"):
             value = getattr(self, name)
             if value != "auto" and not (value.isdecimal() and len(value) < 10 and int(value) > 0):
@@ -102,4 +109,7 @@ class PodConfig:
         remat, shard, schedule = (None if text == "auto" else text for text in (self.remat, self.shard, self.schedule))
         fixed = Fixed(data, tensor, context, pipeline, None, microbatches, remat, shard, schedule, self.interleave)
         parallel = tuple(map(ParallelConfig, names))
-        return PlanRequest(self.model, pod, parallel, self.batch, self.seq, self.dtype, fixed, self.memory_margin)
+        optimizer = OptimizerConfig(self.optimizer, moments=self.moments)
+        return PlanRequest(
+            self.model, pod, parallel, self.batch, self.seq, self.dtype, fixed, self.memory_margin, optimizer=optimizer
+        )

@@ -6,14 +6,15 @@ for M microbatches and V chunks a stage; a stage takes the forward and the backw
 of 1F1B is the slowest stage, or a round trip through the stages behind stage s shared by the P - s microbatches in
 flight there; that of GPipe the slowest forward plus the slowest backward. `share` is 1; the other stages of a
 zero-bubble schedule wait for a pass without the gradients of weights, and make as many while they wait, which stages in
-lockstep cannot. Gradient sums, gathers of sharded weights and messages run under compute
-where the execution style says so; then what is longer than the compute is charged. train.py sums gradients over the
-replicas once per microbatch; pipelines, which it does not have, are charged for one sum.
+lockstep cannot. Stages of train.py run in lockstep: each computes as many layers as the deepest. Gradient sums, gathers
+of sharded weights and messages run under compute where the execution style says so; then what is longer than the
+compute is charged. train.py sums gradients over the replicas once per microbatch, and in a pipeline once per step.
 
 `stragglers` is what measured steps take beyond compiled or simulated ones: a synchronous step takes as long as the
 slowest of N devices, sqrt(2 ln N) standard deviations longer than the mean, and TPUs take longer than their schedules.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,12 +23,22 @@ from mstrain.gemm import find_algorithm
 from mstrain.hardware import collective_seconds
 from mstrain.mesh import MeshShape
 from mstrain.models.parallel import layer_algorithms
+from mstrain.models.stages import even_layers
 from mstrain.parallel.schedules import WHOLE, deferred_slots, lockstep_slots, warm_up
 from mstrain.planner.layer import HIDDEN_PART, Pass, Work, fused_attention, layer_work
-from mstrain.planner.memory import WEIGHT_BYTES, Memory, parameter_counts, saved_values, stage_memory, stage_parameters
+from mstrain.planner.memory import (
+    WEIGHT_BYTES,
+    Memory,
+    moment_bytes,
+    parameter_counts,
+    saved_values,
+    stage_memory,
+    stage_parameters,
+)
 from mstrain.planner.plan import PodPlan, Products, plan_products
 from mstrain.planner.remat import parse_remat
 from mstrain.planner.request import PlanRequest
+from mstrain.planner.trainer import why_not_trainable
 
 # Relative standard errors of the terms besides that of products, which the table of efficiencies gives.
 ERRORS = {
@@ -160,7 +171,13 @@ class Costed:
 
     @property
     def shape(self) -> MeshShape:
-        return self.plan.shape
+        """The mesh of train.py."""
+        return self.plan.mesh(self.step.request.pod.slices)
+
+    @property
+    def why_not_trainable(self) -> str:
+        """Why train.py cannot run the plan; empty where it can."""
+        return why_not_trainable(self.plan, self.step.request.pod.slices)
 
 
 def split_layers(layers: int, pipeline: int, head: float) -> list[tuple[int, int]]:
@@ -250,14 +267,18 @@ class Step:
 
     def _stages(self) -> list[Stage]:
         plan, work = self.plan, self.work
-        layer = work.forward.seconds + work.backward.seconds + self.again.seconds + self.host
-        head = (work.head_forward.seconds + work.head_backward.seconds) / layer if self.style.native else 0.0
-        bounds = split_layers(self.request.model.layers, plan.pipeline * plan.chunks, head)
+        layers, chunks = self.request.model.layers, plan.pipeline * plan.chunks
+        if self.lockstep:  # every stage computes as many rows of layers as the first
+            bounds = list(itertools.pairwise(itertools.accumulate(even_layers(layers, chunks), initial=0)))
+        else:
+            layer = work.forward.seconds + work.backward.seconds + self.again.seconds + self.host
+            head = (work.head_forward.seconds + work.head_backward.seconds) / layer if self.style.native else 0.0
+            bounds = split_layers(layers, chunks, head)
         stages: list[Stage] = []
         seen: dict[tuple[int, bool], tuple[Pass, Pass, Pass, float, float]] = {}
         for number in range(plan.pipeline):
             mine, last = tuple(bounds[number :: plan.pipeline]), number == plan.pipeline - 1
-            count = sum(end - begin for begin, end in mine)
+            count = plan.chunks * bounds[0][1] if self.lockstep else sum(end - begin for begin, end in mine)
             if (count, last) not in seen:
                 forward = work.forward * count + (work.head_forward if last else NONE)
                 backward = work.backward * count + (work.head_backward if last else NONE)
@@ -265,6 +286,15 @@ class Step:
                 seen[count, last] = (forward, backward, self.again * count, count * self.host, weights)
             stages.append(Stage(mine, *seen[count, last], microbatches_in_flight(plan, number, self.style.lockstep)))
         return stages
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all stages run one program, in which each computes what the deepest does."""
+        return self.style.lockstep and self.plan.pipeline > 1
+
+    def _holds(self, number: int) -> tuple[bool, bool]:
+        """Whether a stage has the embedding, and the output projection."""
+        return self.lockstep or number == 0, self.lockstep or number == self.plan.pipeline - 1
 
     def _message(self) -> float:
         """An activation to the next stage: each device sends its part, and parts of a whole one are gathered."""
@@ -292,17 +322,21 @@ class Step:
     def _end(self, plan: PodPlan, number: int) -> tuple[float, float]:
         """(sums and gathers over the replicas, update) of one stage, in seconds per step."""
         stage, style, model = self.stages[number], self.style, self.request.model
-        first, last = number == 0, number == plan.pipeline - 1
-        weights = stage_parameters(model, stage.layers, first, last) / plan.tensor
+        ends = self._holds(number)
+        parameters = stage_parameters(model, stage.layers, *ends).over(plan.tensor)
+        weights = sum(parameters)
         summed = self._replicas(plan, weights, stage)
-        if model.tied and plan.pipeline > 1 and (first or last):  # both have a copy of the table
+        if model.tied and plan.pipeline > 1 and any(ends) and not self.lockstep:  # both have a copy of the table
             link, table = self.links.stage.permute, WEIGHT_BYTES * parameter_counts(model)[2] / plan.tensor
             summed += link.launch + link.sync + table / link.bandwidth
-        moved = style.update_bytes / (plan.replicas if plan.shard != "none" else 1)
+        moved = style.update_bytes * weights
+        if style.native:  # its bytes are AdamW's, which reads and writes two moments
+            moved += 2 * (moment_bytes(self.request, parameters) - style.state_bytes[2] * weights)
+        moved /= plan.replicas if plan.shard != "none" else 1
         if plan.microbatches > 1:
             kept = plan.replicas if plan.shard in ("gradients", "parameters") else 1
-            moved += style.accumulate_bytes * plan.microbatches / kept
-        return summed, moved * weights / self.request.pod.device(self.constants).memory_bandwidth
+            moved += style.accumulate_bytes * plan.microbatches / kept * weights
+        return summed, moved / self.request.pod.device(self.constants).memory_bandwidth
 
     def _replicas(self, plan: PodPlan, weights: float, stage: Stage) -> float:
         """Exposed gathers of weights and sums of gradients over the replicas, per step."""
@@ -329,8 +363,8 @@ class Step:
 
     def memory(self, plan: PodPlan, number: int) -> Memory:
         stage = self.stages[number]
-        deferred = microbatches_deferred(plan, number, self.style.lockstep)
-        return stage_memory(self.request, self.products, plan, number, stage.chunks, (stage.in_flight, deferred))
+        deferred, ends = microbatches_deferred(plan, number, self.style.lockstep), self._holds(number)
+        return stage_memory(self.request, self.products, plan, ends, stage.chunks, (stage.in_flight, deferred))
 
     def _ends(self, plan: PodPlan) -> dict[int, tuple[float, float]]:
         """(sums, update) of the first and the last stage; no other has more weights, layers or activations."""

@@ -1,25 +1,31 @@
 """Bytes per device by category, stage by stage.
 
 Weights, gradients and optimizer state have the bytes of the execution style, sharded over the tensor devices; train.py
-keeps float32, and two sets of gradients while microbatches accumulate. What a plan shards over its replicas is divided
-by them. Activations are what the backward pass needs: the parts that remat saves, those in host memory not counted. No
-fragmentation, no compiler workspace beyond what is named.
+keeps float32 weights and the state of its optimizer, and two sets of gradients while microbatches accumulate. What a
+plan shards over its replicas is divided by them; train.py shards float32 weights with the optimizer, and then holds
+them once more, gathered, in the compute dtype. Where stages run in lockstep, all of them have the embedding, the output
+projection and as many rows of layers as the deepest. Activations are what the backward pass needs: the parts that remat
+saves, those in host memory not counted. No fragmentation, no compiler workspace beyond what is named.
 """
 
 import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
+
+import jax
 
 from mstrain.layers.loss import cut_logits
 from mstrain.models.config import ModelConfig
+from mstrain.models.parameters import canonical_model_shapes
 from mstrain.models.transformer import count_parameters
 from mstrain.planner.layer import fused_attention
 from mstrain.planner.plan import PodPlan, Product, Products
 from mstrain.planner.remat import parse_remat
 from mstrain.planner.request import SHARDS, PlanRequest
+from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 
 WEIGHT_BYTES = 4
-MOMENT_BYTES = 8
 SCORE_BYTES = 6  # of one score where attention keeps them: float32, and the 16-bit probability
 
 
@@ -57,10 +63,44 @@ def parameter_counts(model: ModelConfig) -> tuple[int, int, int]:
     return two - one, outside if model.tied else outside - head, head
 
 
-def stage_parameters(model: ModelConfig, layers: int, first: bool, last: bool) -> int:
+class Count(NamedTuple):
+    """Parameters of a stage or device: of layers, and of the embedding, positions, final norm and projection."""
+
+    layers: float
+    outside: float
+
+    def over(self, devices: int) -> "Count":
+        """Of one of so many devices."""
+        return Count(self.layers / devices, self.outside / devices)
+
+
+def stage_parameters(model: ModelConfig, layers: int, first: bool, last: bool) -> Count:
     """Of a stage with so many layers; a table that is tied is on both ends of a pipeline."""
     layer, embedding, head = parameter_counts(model)
-    return layers * layer + first * embedding + (last and not (first and model.tied)) * head
+    return Count(layers * layer, first * embedding + (last and not (first and model.tied)) * head)
+
+
+@lru_cache(maxsize=64)
+def moment_rates(model: ModelConfig, optimizer: OptimizerConfig) -> tuple[float, float]:
+    """Bytes of the optimizer's state per parameter (of layers, of all others), from the state itself."""
+
+    def size(layers: int) -> int:
+        shapes = canonical_model_shapes(dataclasses.replace(model, layers=layers))
+        state = jax.eval_shape(make_optimizer(optimizer).init, shapes)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state) if x.ndim)  # counters are scalars
+
+    one, two = size(1), size(2)
+    layer, embedding, head = parameter_counts(model)
+    outside = embedding + (0 if model.tied else head)
+    return (two - one) / layer, (2 * one - two) / outside
+
+
+def moment_bytes(request: PlanRequest, parameters: Count) -> float:
+    """The state of the optimizer of so many parameters."""
+    if not request.style.native:
+        return request.style.state_bytes[2] * sum(parameters)
+    layers, outside = moment_rates(request.model, request.optimizer)
+    return layers * parameters.layers + outside * parameters.outside
 
 
 def saved_values(request: PlanRequest, plan: PodPlan) -> dict[str, float]:
@@ -117,49 +157,54 @@ def loss_bytes(head: Product, size: int) -> tuple[float, float]:
     return (4 + size) * chunk, (4 + size) * whole * layout.projection.in_dim
 
 
-def state_bytes(request: PlanRequest, plan: PodPlan, parameters: float) -> tuple[float, float, float]:
+def state_bytes(request: PlanRequest, plan: PodPlan, parameters: Count) -> tuple[float, float, float]:
     """Bytes of (weights, gradients, optimizer state) of so many parameters of one device before sharding."""
-    weights, gradients, optimizer = request.style.state_bytes
+    weights, gradients = (size * sum(parameters) for size in request.style.state_bytes[:2])
     if request.style.native and plan.microbatches > 1:
         gradients *= 2
     sharded = SHARDS.index(plan.shard)
-    sizes = (weights, gradients, optimizer)
+    sizes = (weights, gradients, moment_bytes(request, parameters))
+    levels = (1 if request.style.native else 3, 2, 1)
     weights, gradients, optimizer = (
-        size * parameters / (plan.replicas if sharded >= level else 1) for size, level in zip(sizes, (3, 2, 1))
+        size / (plan.replicas if sharded >= level else 1) for size, level in zip(sizes, levels)
     )
+    if request.style.native and 0 < sharded < len(SHARDS) - 1:
+        weights += request.element_bytes * sum(parameters)
     return weights, gradients, optimizer
 
 
 def stage_memory(
-    request: PlanRequest, products: Products, plan: PodPlan, stage: int, chunks, held: tuple[float, int]
+    request: PlanRequest, products: Products, plan: PodPlan, ends: tuple[bool, bool], chunks, held: tuple[float, int]
 ) -> Memory:
-    """Memory of a device of `stage`, whose layers are in `chunks`, with so many microbatches `held` between their
+    """Memory of a device of a stage, whose layers are in `chunks`, with so many microbatches `held` between their
     passes, and for the gradients of weights that are made later.
 
-    Where chunks differ, all that is held is taken to be of the largest.
+    `ends`: whether the stage has the embedding, and the output projection. Where chunks differ, all that is held is
+    taken to be of the largest; in lockstep so are the weights.
     """
     in_flight, deferred = held
     sizes = [end - begin for begin, end in chunks]
     model, size, tokens, tensor = request.model, request.element_bytes, products.tokens, plan.tensor
-    first, last = stage == 0, stage == plan.pipeline - 1
-    state = state_bytes(request, plan, stage_parameters(model, sum(sizes), first, last) / tensor)
+    (first, last), lockstep = ends, request.style.lockstep and plan.pipeline > 1
+    deepest = max(sizes) * len(sizes)
+    parameters = stage_parameters(model, deepest if lockstep else sum(sizes), first, last)
+    state = state_bytes(request, plan, parameters.over(tensor))
     each = layer_bytes(request, plan, tokens, plan.remat) * in_flight + deferred_bytes(request, plan, tokens) * deferred
-    kept = max(sizes) * len(sizes) * each
+    kept = deepest * each
     gathered = products.gathered_bytes
     if plan.shard == "parameters":  # the weights of this layer and of the next
         gathered += 2 * size * parameter_counts(model)[0] / tensor
     whole = 0.0 if plan.remat == "none" else layer_bytes(request, plan, tokens, "none")
     moments, waiting = [gathered + whole], 0.0  # a layer's backward pass
-    ends = plan.microbatches if plan.schedule == "gpipe" else 1  # forward passes not yet turned back
-    lockstep = request.style.lockstep and plan.pipeline > 1
-    if last or lockstep:  # in lockstep every stage has a slot for each gradient of the last activations
-        kept += size * model.width * tokens / tensor * (in_flight * len(sizes) if lockstep else ends)
+    ahead = plan.microbatches if plan.schedule == "gpipe" else 1  # forward passes not yet turned back
+    if last:  # in lockstep every stage has a slot for each gradient of the last activations
+        kept += size * model.width * tokens / tensor * (in_flight * len(sizes) if lockstep else ahead)
     if last:
         if request.style.native:  # chunks, in both passes
             moments.append(sum(loss_bytes(products.head, size)))
         else:  # logits with a float32 copy between their passes, and the gradient of one microbatch's
             logits = tokens * products.head.layout.projection.out_dim / tensor
-            waiting = (size + 4) * logits * (ends - 1)
+            waiting = (size + 4) * logits * (ahead - 1)
             moments.append(gathered + (2 * size + 4) * logits)
     table = gathered_table(products.head) if first else 0.0  # ready for lookups during the whole step
     if first:  # its gradient comes when a microbatch's activations are gone

@@ -100,6 +100,10 @@ class PodPlan:
         """The mesh of one stage."""
         return MeshShape(self.data, self.rows, self.cols, context=self.context)
 
+    def mesh(self, slices: int = 1) -> MeshShape:
+        """The mesh of train.py over so many TPU slices, which axis `replica` crosses; `slices` divides `data`."""
+        return dataclasses.replace(self.shape, stage=self.pipeline, replica=slices, data=self.data // slices)
+
     def flat(self) -> dict:
         """Plain columns."""
         names = ("data", "algorithm", "rows", "cols", "context", "pipeline", "schedule", "microbatches", "remat")

@@ -8,9 +8,11 @@ from mstrain.json_files import read_json, write_json
 from mstrain.models.zoo import load_preset
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.search import PodResult
-from mstrain.planner.trainer import train_keys, why_not_trainable
+from mstrain.planner.trainer import train_keys
 
 PLAN_FILE = "plan.json"
+AUTO_PLAN = "auto"  # instead of a file: the best plan for the devices present
+DEFAULTS = {"accumulate": "1", "remat": "none", "shard": "none"}  # of train.py, beside which plan=auto chooses
 KEYS = (
     "mesh",
     "parallel",
@@ -34,8 +36,9 @@ def model_keys(request: PlanRequest) -> dict:
 
 def train_line(request: PlanRequest, plan) -> str:
     """The command that runs `plan`, every key spelled out."""
-    step = {"batch": request.batch, "seq": request.seq, "dtype": request.dtype}
-    return f"python train.py {_spelled({**model_keys(request), **train_keys(plan), **step})}"
+    step = {"batch": request.batch, "seq": request.seq, "dtype": request.dtype, **request.optimizer_keys}
+    keys = {**model_keys(request), **train_keys(plan, request.pod.slices), **step}
+    return f"python train.py {_spelled(keys)}"
 
 
 def _spelled(keys: dict) -> str:
@@ -53,8 +56,8 @@ def write_plan(request: PlanRequest, result: PodResult, folder: Path) -> Path:
         "plan": best.plan.flat(),
         "step_seconds": best.seconds,
         "uncertainty": best.uncertainty,
-        "why_not_trainable": why_not_trainable(best.plan),
-        "train": train_keys(runs.plan) if runs else None,
+        "why_not_trainable": best.why_not_trainable,
+        "train": train_keys(runs.plan, request.pod.slices) if runs else None,
         "train_step_seconds": runs.seconds if runs else None,
     }
     path = folder / PLAN_FILE
@@ -65,7 +68,7 @@ def write_plan(request: PlanRequest, result: PodResult, folder: Path) -> Path:
 def closing_lines(request: PlanRequest, result: PodResult, path: Path) -> list[str]:
     """What train.py can run, and what it cannot and why."""
     best, lines = result.best, []
-    if why := why_not_trainable(best.plan):
+    if why := best.why_not_trainable:
         lines.append(f"The best plan, {best.plan.name}, is not for train.py: {why}.")
     if not result.trainable:
         if (stages := request.fixed.pipeline or 1) > 1:
@@ -77,7 +80,8 @@ def closing_lines(request: PlanRequest, result: PodResult, path: Path) -> list[s
     if why:
         more = 100 * (runs.seconds / best.seconds - 1)
         lines.append(f"The best that train.py runs takes {1e3 * runs.seconds:.1f} ms a step, {more:.1f} % more.")
-    keys = f"{_spelled(model_keys(request))} batch={request.batch} seq={request.seq}"
+    step = {"batch": request.batch, "seq": request.seq, **request.optimizer_keys}
+    keys = _spelled({**model_keys(request), **step})
     return [*lines, f"This file: python train.py {keys} plan={path}", train_line(request, runs.plan)]
 
 
@@ -85,10 +89,17 @@ def plan_overrides(arguments: list[str]) -> list[str]:
     """Arguments that `plan=FILE` among `arguments` stands for, without those given on the command line.
 
     Raises ValueError for a file that is not a plan, one that train.py cannot run, and one made for another
-    model.
+    model, and beside plan=auto for a key that it chooses.
     """
     given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
     if given.get("plan") in (None, "null"):
+        return []
+    if given["plan"] == AUTO_PLAN:
+        if same := next((f"{key}={value}" for key, value in DEFAULTS.items() if given.get(key) == value), None):
+            raise ValueError(
+                f"plan=auto chooses what has its default, such as {same}. Remove it, or type it to plan.py and "
+                "plan=FILE with the file that it writes."
+            )
         return []
     path = given["plan"]
     document = _read(path)

@@ -68,7 +68,8 @@ class Remat:
 
 @functools.cache
 def parse_remat(text: str) -> Remat:
-    """`none`, `dots`, `full`, ..., names of values joined by `+`, or `offload: NAMES` (those wait in host memory).
+    """`none`, `dots`, `full`, ..., or names of values joined by `+`, or one of these and `offload: NAMES`, those that
+    wait in host memory.
 
     Raises ValueError for any other text.
     """
@@ -76,12 +77,20 @@ def parse_remat(text: str) -> Remat:
     if lowered in POLICIES:
         saved = POLICIES[lowered]
         return Remat(lowered, saved, saved - {"input"} if lowered.endswith("offloaded") else frozenset())
-    prefix, _, names = lowered.rpartition(":")
+    kept, offload, moved = (part.strip() for part in lowered.partition("offload:"))
+    saved = POLICIES.get(kept) if offload else None
+    if saved is None:
+        saved = _parts(text, kept.removeprefix("save:"), kept.startswith("save:")) if kept or not offload else set()
+    offloaded = frozenset(_parts(text, moved, True)) if offload else frozenset()
+    return Remat(text, frozenset(saved) | offloaded | {"input"}, offloaded)
+
+
+def _parts(text: str, names: str, stated: bool) -> set[str]:
+    """The parts called `names`; `stated` where the text says that these are names. Raises ValueError for others."""
     words = ["_".join(word.split()) for word in re.split(r"[,+]|\band\b", names) if word.strip()]
     unknown = [word for word in words if word not in PART_OF]
-    if prefix.strip() not in ("", "save", "offload") or not words or (unknown and not prefix):
+    if not words or (unknown and not stated):
         raise ValueError(f"remat {text!r} is unknown. Choose {', '.join(POLICIES)}, 'offload: PARTS' or 'save: PARTS'.")
     if unknown:
         raise ValueError(f"remat part {unknown[0]!r} is unknown. Choose from {', '.join(PART_OF)}.")
-    parts = frozenset(PART_OF[word] for word in words) | {"input"}
-    return Remat(text, parts, parts if prefix.strip() == "offload" else frozenset())
+    return {PART_OF[word] for word in words}

@@ -14,7 +14,6 @@ from mstrain.planner.cost import Costed, Terms
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.search import PodResult, why_slower
 from mstrain.planner.tables import make_table, write_csv
-from mstrain.planner.trainer import why_not_trainable
 from mstrain.simulator.plots import MARKERS
 
 GB = 1e9
@@ -44,8 +43,8 @@ def plan_row(request: PlanRequest, rank: int, costed: Costed, best: Costed) -> d
         "fullest_stage": costed.memory.index(fullest),
         **memory,
         "memory_bytes": round(fullest.total),
-        "trainable": not why_not_trainable(plan),
-        "why_not_trainable": why_not_trainable(plan),
+        "trainable": not costed.why_not_trainable,
+        "why_not_trainable": costed.why_not_trainable,
         "why": why_slower(costed, best),
     }
 
@@ -98,7 +97,7 @@ def plans_table(request: PlanRequest, result: PodResult, top: int) -> Table:
             f"{plan.microbatches}x{request.batch // plan.data // plan.microbatches}", plan.remat,
             f"{1e3 * costed.seconds:.1f}", _percent(costed.uncertainty),
             *(_percent(request.utilization(costed.seconds, attention)) for attention in ("full", "causal")),
-            f"{costed.fullest.total / GB:.1f}", "no" if why_not_trainable(plan) else "yes",
+            f"{costed.fullest.total / GB:.1f}", "no" if costed.why_not_trainable else "yes",
             why_slower(costed, result.best),
         ))  # fmt: skip
     return make_table(title, columns, rows, ("shard", "tensor", "pipeline", "remat", "why"))

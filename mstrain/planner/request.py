@@ -8,6 +8,7 @@ from mstrain.models.flops import training_flops_per_token
 from mstrain.models.parallel import ParallelConfig
 from mstrain.planner.execution import ExecutionStyle, style_named
 from mstrain.planner.target import Pod
+from mstrain.program.optimizer import OptimizerConfig
 
 MEMORY_MARGIN = 0.1  # of a device's memory, for fragmentation and the compiler's workspace
 SHARDS = ("none", "optimizer", "gradients", "parameters")
@@ -50,6 +51,7 @@ class PlanRequest:
       parallel: the algorithms to choose from.
       batch: sequences per step of the whole job; seq: tokens per sequence.
       dtype: of activations and products: bf16 or f32, or JAX's names.
+      optimizer: of train.py, whose state is in memory.
       memory_margin: part of a device's memory that must stay free.
       stated_style: of another system than train.py.
     """
@@ -63,6 +65,14 @@ class PlanRequest:
     fixed: Fixed = field(default_factory=Fixed)
     memory_margin: float = MEMORY_MARGIN
     stated_style: ExecutionStyle | None = None
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+    @property
+    def optimizer_keys(self) -> dict[str, str]:
+        """The keys of train.py for an optimizer with other state than the default."""
+        given = {"optimizer.name": self.optimizer.name, "optimizer.moments": self.optimizer.moments}
+        default = OptimizerConfig()
+        return {key: value for key, value in given.items() if value != getattr(default, key.partition(".")[2])}
 
     @property
     def style(self) -> ExecutionStyle:

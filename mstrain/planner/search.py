@@ -103,15 +103,19 @@ def _distinct(parallel: ParallelConfig, layers: int, shapes) -> list[tuple[int, 
 
 
 def search(
-    request: PlanRequest, clock: Clock | None = None, say: Callable[[str], None] = lambda line: None
-) -> PodResult:
-    """Costs every plan until the clock is over; calls `say` with progress. Raises ValueError without a vocabulary."""
+    request: PlanRequest, clock: Clock | None = None, say: Callable[[str], None] = lambda line: None,
+    best_only: bool = False,
+) -> PodResult:  # fmt: skip
+    """Costs every plan until the clock is over; calls `say` with progress. Raises ValueError without a vocabulary.
+
+    With `best_only`, plans that cannot be faster than one of train.py that fits are left out, whatever their name.
+    """
     if request.model.vocab_size is None:
         raise ValueError(
             f"model {request.model.name} takes its vocabulary from the tokenizer. Type model.vocab_size=256."
         )
     clock = clock or Clock()
-    every = _Search(request, clock)
+    every = _Search(request, clock, best_only)
     result, reported, todo = every.result, 0.0, []
     try:
         for layout in layouts(request):
@@ -135,8 +139,8 @@ def search(
 class _Search:
     """The best plan of every layout so far: of all plans, and of those that train.py can run."""
 
-    def __init__(self, request: PlanRequest, clock: Clock):
-        self.request, self.clock, self.result = request, clock, PodResult()
+    def __init__(self, request: PlanRequest, clock: Clock, best_only: bool):
+        self.request, self.clock, self.best_only, self.result = request, clock, best_only, PodResult()
         self.best: dict[str, Costed] = {}
         self.trainable: dict[str, Costed] = {}
 
@@ -156,6 +160,8 @@ class _Search:
                 reason, refusal = reason or products, products
                 continue
             work, choices = layer_work(request, plan, products), list(self._choices(plan))
+            if self.best_only and self._least(plan, work) >= self._slowest(self.trainable, name):
+                continue
             steps = (Step(request, choice, products, work) for choice in choices)
             if least := self._too_large(plan, choices, products, work):
                 self.result.costed += len(choices) * len(self._shards(plan))
@@ -166,7 +172,7 @@ class _Search:
                 tight = self._cost(step, name, tight)
             if tight and name not in self.best and self._least_state(layout) > request.usable_bytes:
                 break  # no number of microbatches helps
-        if name in self.best:
+        if name in self.best or self.best_only and self.best:
             return
         if tight:
             memory, usable = tight.fullest, request.usable_bytes
@@ -178,6 +184,17 @@ class _Search:
                     f"schedule=interleaved needs microbatches in multiples of {layout.pipeline}, and as many layers"
                 )
         self.result.rejected.append(Rejected(layout, reason, tight))
+
+    def _least(self, plan: PodPlan, work: Work) -> float:
+        """Seconds of a step at the least: its layers, and with a schedule that nothing fills the bubble."""
+        passes = plan.microbatches + (plan.pipeline - 1 if self.request.fixed.schedule in ("1f1b", "gpipe") else 0)
+        return passes * self.request.model.layers / plan.pipeline * (work.forward + work.backward).seconds
+
+    def _slowest(self, found: dict[str, Costed], name: str) -> float:
+        """Seconds of a step that is not worth costing."""
+        if self.best_only:
+            return min((costed.seconds for costed in found.values()), default=math.inf)
+        return found[name].seconds if name in found else math.inf
 
     def _shards(self, plan: PodPlan) -> tuple[str, ...]:
         fixed = self.request.fixed.shard
@@ -196,8 +213,8 @@ class _Search:
         for shard in self._shards(step.plan):
             self.result.costed += 1
             plan = step.plan if shard == step.plan.shard else replace(step.plan, shard=shard)
-            mine = [self.best] if why_not_trainable(plan) else [self.best, self.trainable]
-            if all(name in found and found[name].seconds <= step.scheduled for found in mine):
+            mine = [self.best] if why_not_trainable(plan, self.request.pod.slices) else [self.best, self.trainable]
+            if all(self._slowest(found, name) <= step.scheduled for found in mine):
                 continue
             costed = step.cost(plan)
             if not costed.fits:
@@ -224,34 +241,38 @@ class _Search:
         """Bytes of state that some device of the layout holds at the least."""
         shard = self.request.fixed.shard or (SHARDS[-1] if layout.replicas > 1 else SHARDS[0])
         layers = -(-self.request.model.layers // layout.pipeline) - 1
-        parameters = stage_parameters(self.request.model, layers, False, False) / layout.tensor
+        parameters = stage_parameters(self.request.model, layers, False, False).over(layout.tensor)
         return sum(state_bytes(self.request, replace(layout, shard=shard), parameters))
 
 
 def search_pod(
-    request: PlanRequest, clock: Clock | None = None, say: Callable[[str], None] = lambda line: None
-) -> PodResult:
+    request: PlanRequest, clock: Clock | None = None, say: Callable[[str], None] = lambda line: None,
+    best_only: bool = False,
+) -> PodResult:  # fmt: skip
     """As `search`; raises ValueError, with the nearest miss and the fix, when no plan fits."""
     clock = clock or Clock()
-    result = search(request, clock, say)
+    result = search(request, clock, say, best_only)
     if not result.ranked:
         raise ValueError(_nothing_fits(request, result, clock.budget))
     return result
 
 
-def rank_meshes(request: PlanRequest) -> list[Costed]:
+def rank_meshes(request: PlanRequest, best_only: bool = False) -> list[Costed]:
     """The plans that train.py can run: those that fit, fastest first, then those that do not fit.
 
-    If none fits with the fixed choices, the first is the best mesh with another remat or number of microbatches, which
-    plan.py names. Raises ValueError, with the reason of the squarest mesh, if none is legal.
+    They differ in their meshes: a schedule or shard that is not fixed is the default of train.py. If none fits with the
+    fixed choices, the first is the best mesh with another remat or number of microbatches, which plan.py names. With
+    `best_only` only the first one counts. Raises ValueError, with the reason of the squarest mesh, if none is legal.
     """
-    one_stage = replace(request.fixed, pipeline=1, shard=request.fixed.shard or "none")
-    request = replace(request, fixed=one_stage)
-    result = search(request)
-    tight = [item.costed for item in result.rejected if item.costed]
+    shard, schedule = request.fixed.shard or "none", request.fixed.schedule or SCHEDULES[0]
+    fixed = replace(request.fixed, shard=shard, schedule=schedule)
+    request = replace(request, fixed=fixed)
+    result = search(request, best_only=best_only)
+    tight = [item.costed for item in result.rejected if item.costed and not item.costed.why_not_trainable]
     found = result.trainable
     if tight and not found:
-        open_choices = search(replace(request, fixed=replace(one_stage, remat=None, microbatches=None)))
+        fixed = replace(fixed, remat=None, microbatches=None)
+        open_choices = search(replace(request, fixed=fixed), best_only=best_only)
         order = {costed.shape: rank for rank, costed in enumerate(open_choices.trainable)}
         tight.sort(key=lambda costed: (order.get(costed.shape, len(order)), costed.seconds))
     else:
@@ -259,7 +280,8 @@ def rank_meshes(request: PlanRequest) -> list[Costed]:
     if not found + tight:
         if not result.rejected:
             raise ValueError(_nothing_fits(request, result, math.inf))
-        square = min(result.rejected, key=lambda r: (r.plan.data, abs(math.log(r.plan.rows / r.plan.cols))))
+        plans = [(r.plan.pipeline, r.plan.data, abs(math.log(r.plan.rows / r.plan.cols))) for r in result.rejected]
+        square = result.rejected[plans.index(min(plans))]
         raise ValueError(square.reason)
     return found + tight
 

@@ -10,7 +10,15 @@ import dataclasses
 
 from mstrain.parallel.schedules import FORWARD, WHOLE, schedule, ticks, with_waits
 from mstrain.planner.cost import Costed
-from mstrain.planner.memory import WEIGHT_BYTES, gathered_table, loss_bytes, parameter_counts, saved_values, state_bytes
+from mstrain.planner.memory import (
+    WEIGHT_BYTES,
+    Count,
+    gathered_table,
+    loss_bytes,
+    parameter_counts,
+    saved_values,
+    state_bytes,
+)
 from mstrain.planner.products import Emit, emit_gemm, gemms_of
 from mstrain.planner.remat import parse_remat
 from mstrain.planner.request import PlanRequest
@@ -75,7 +83,8 @@ class TransformerStep(PipelineStep):
     def _state(self, key, count: float) -> int:
         """Weights and moments; with several microbatches also the sum of gradients so far."""
         stage = self.stage(key[0])
-        weights, gradients, optimizer = state_bytes(self.request, self.plan, count)
+        parameters = Count(count, 0.0) if isinstance(key[1], int) else Count(0.0, count)
+        weights, gradients, optimizer = state_bytes(self.request, self.plan, parameters)
         self.slots.resident(round(optimizer), stage, "optimizer")
         if self.plan.microbatches > 1:
             one = 0.0 if self._shards_gradients else WEIGHT_BYTES * count  # of a microbatch: values of their own

@@ -57,6 +57,11 @@ class Pod:
         return efficiency_of(self.chip)
 
     @property
+    def slices(self) -> int:
+        """TPU slices; 1 for other devices."""
+        return self.devices // self.tpu_slice.devices if self.tpu_slice else 1
+
+    @property
     def derived(self) -> bool:
         """Whether rates follow from the tables of chips and efficiencies, none of them measured here."""
         return not (self.measured or self.calibration or self.chip.platform == "cpu")
@@ -111,9 +116,8 @@ class Pod:
         tensor = self.devices // outside // stages
         if self.tpu_slice is None or stages > 1:
             return () if self.tpu_slice and self.tpu_slice.devices % tensor else factorizations(tensor)
-        slices = self.devices // self.tpu_slice.devices
         try:
-            return self.tpu_slice.mesh_shapes(outside // slices) if outside % slices == 0 else ()
+            return self.tpu_slice.mesh_shapes(outside // self.slices) if outside % self.slices == 0 else ()
         except ValueError:
             return ()
 
@@ -159,11 +163,10 @@ def _winding_ring(pod: Pod, tensor: int) -> AxisLinks | None:
 
 def _inside(pod: Pod, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
     """The part of `sizes` inside one slice: slices are crossed by data, then by stages. None if they do not divide."""
-    slices = pod.devices // (pod.tpu_slice.devices if pod.tpu_slice else pod.devices)
-    across = math.gcd(sizes[1], slices)
-    if sizes[0] % (slices // across):
+    across = math.gcd(sizes[1], pod.slices)
+    if sizes[0] % (pod.slices // across):
         return None
-    return (sizes[0] * across // slices, sizes[1] // across, *sizes[2:])
+    return (sizes[0] * across // pod.slices, sizes[1] // across, *sizes[2:])
 
 
 def node_group(per_node: int, size: int, stride: int) -> tuple[int, int]:
@@ -217,8 +220,8 @@ def torus_axes(physical: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple
     Together they are all physical axes. As in `jax.experimental.mesh_utils`, the last axis takes the most physical axes
     that it can, the first of several such choices, then the axis before it.
     """
-    found = []
-    for owners in itertools.product(range(len(sizes)), repeat=len(physical)):
+    found, several = [], [axis for axis, size in enumerate(sizes) if size > 1]
+    for owners in itertools.product(several, repeat=len(physical)):
         made = tuple(tuple(n for n, owner in enumerate(owners) if owner == axis) for axis in range(len(sizes)))
         if all(math.prod(physical[n] for n in axes) == size for axes, size in zip(made, sizes)):
             found.append(made)

@@ -1,15 +1,15 @@
 """Which plans train.py can run, and the keys for them."""
 
-import dataclasses
-
 from mstrain.models.remat import LADDER
 from mstrain.models.sharding import SHARD
 from mstrain.planner.plan import PodPlan
 from mstrain.planner.remat import NAMES, parse_remat
 
 
-def why_not_trainable(plan: PodPlan) -> str:
-    """Why train.py cannot run a plan today; empty where it can."""
+def why_not_trainable(plan: PodPlan, slices: int = 1) -> str:
+    """Why train.py cannot run a plan over so many TPU slices; empty where it can."""
+    if plan.data % slices:
+        return f"train.py has copies of the model on each of the {slices} TPU slices, this plan has stages across them"
     if plan.pipeline > 1 and plan.shard == "parameters":
         return f"train.py has no shard=parameters in a pipeline, this plan has {plan.pipeline} stages"
     if plan.shard not in SHARD:
@@ -19,8 +19,8 @@ def why_not_trainable(plan: PodPlan) -> str:
     return ""
 
 
-def train_keys(plan: PodPlan) -> dict[str, str | int]:
-    """The keys of train.py that `plan=FILE` supplies."""
+def train_keys(plan: PodPlan, slices: int = 1) -> dict[str, str | int]:
+    """The keys of train.py that `plan=FILE` supplies, for a plan over so many TPU slices."""
     remat = parse_remat(plan.remat)
     kept, moved = (
         "+".join(name for part, name in NAMES.items() if part in parts)
@@ -29,9 +29,8 @@ def train_keys(plan: PodPlan) -> dict[str, str | int]:
     schedule: dict[str, str | int] = {"pipeline.schedule": plan.schedule} if plan.pipeline > 1 else {}
     if plan.chunks > 1:
         schedule["pipeline.interleave"] = plan.chunks
-    mesh = dataclasses.replace(plan.shape, stage=plan.pipeline)
     return {
-        "mesh": str(mesh), "parallel": plan.algorithm, "accumulate": plan.microbatches,
+        "mesh": str(plan.mesh(slices)), "parallel": plan.algorithm, "accumulate": plan.microbatches,
         "remat": plan.remat if plan.remat in LADDER else kept or "full", "shard": plan.shard,
         **({"offload": moved} if moved else {}), **schedule,
     }  # fmt: skip

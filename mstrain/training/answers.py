@@ -62,6 +62,8 @@ def answer(key: str, value: str) -> str | None:
     if key == "mesh" and re.fullmatch(r"\[?[1-9]\d*(,[1-9]\d*)+\]?", text):
         shape = text.strip("[]").replace(",", "x")
         return f"mesh={value} lists several values. Type mesh={shape} for one mesh, or add -m to run each value."
+    if key == "pipeline.layers" and re.fullmatch(r"[1-9]\d*(,[1-9]\d*)+", text):
+        return f'pipeline.layers={value} lists several values. Type pipeline.layers="{text.replace(",", " ")}".'
     if key == "wandb" and text in ("true", "false"):
         return f"wandb={text} is not the name of a project. Type wandb=PROJECT, or nothing."
     if key == "remat" and text in ("true", "false"):

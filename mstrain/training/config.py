@@ -53,10 +53,11 @@ class RunConfig:
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     mesh: str = "auto"
     """Mesh of devices: `ROWxCOL`, `DATAxROWxCOL`, named axes such as `data2-row4-col8`, or `auto` (the cost model
-    chooses; 2x4 on a CPU)."""
+    chooses, stages and split sequences too; 2x4 on a CPU)."""
     plan: str | None = None
-    """A plan.json file written by `mstrain plan`. It sets mesh, parallel, accumulate and remat, except those that are
-    also given."""
+    """A plan.json file written by `mstrain plan`. It sets mesh, parallel, accumulate, remat, offload, shard and
+    pipeline, except those that are also given. `auto` searches the best plan for the devices present (with check=true,
+    of target=), and sets those of these keys that have their defaults."""
     tokenizer: str = "bytes"
     """Tokenizer: `bytes`, `bpe` (trained on the corpus), a tokenizer.json file, or a Hugging Face name."""
     vocab_size: int | None = None

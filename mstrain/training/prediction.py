@@ -69,7 +69,7 @@ def predict(
         return Prediction(dataclasses.asdict(terms), f"{config.calibration} and the compiled program")
     if chip is None:
         return None
-    remat, stages = planned(module.remat) or "none", module.plan.stages
+    remat, stages = planned(module.remat, module.offload) or "none", module.plan.stages
     plan = PodPlan.on(shape, config.parallel, config.accumulate, remat, config.shard, stages)
     try:
         pod = pod_of(tpu_slice_of(jax.devices()) or chip, shape.devices)

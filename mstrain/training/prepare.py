@@ -24,8 +24,8 @@ from mstrain.models.plan import ModelPlan, make_plan
 from mstrain.models.stages import PipelineConfig
 from mstrain.models.transformer import Transformer
 from mstrain.planner.compiled import on_present
-from mstrain.planner.search import rank_meshes
-from mstrain.planner.target import pod_of
+from mstrain.planner.plan_file import AUTO_PLAN
+from mstrain.planner.target import Pod, pod_of
 from mstrain.program.dtype import dtype_on
 from mstrain.program.offload import check_offload
 from mstrain.program.optimizer import make_optimizer
@@ -34,7 +34,7 @@ from mstrain.training.feed import Feed
 from mstrain.training.prediction import check_calibration
 from mstrain.training.resume import check, check_resolved, tokenizer_of
 from mstrain.training.run import Run
-from mstrain.training.tuned import plan_request, tuned
+from mstrain.training.tuned import best_mesh, tuned, with_plan
 from mstrain.training.weights_and_biases import check_wandb
 
 PROGRESS_SECONDS = 30  # between lines of progress without a terminal
@@ -59,6 +59,9 @@ def prepare(config: RunConfig, job: Job = ALONE, shard_if_possible: bool = False
     for warning in corpus.warnings:
         console.print(f"[yellow]Corpus:[/] {warning}")
     model = _with_vocab_size(config.model, corpus)
+    if config.plan == AUTO_PLAN:
+        config = with_plan(config, model, _pod(chip, "plan=auto"), _dtype(config.dtype), console)
+        check_offload(config.offload, jax.local_devices()[0])
     plan = _choose_plan(config, model, chip, console, shard_if_possible)
     job.agree("plan", f"{meshes.shape_of(plan.mesh)} {describe_plan(plan)}")
     mesh = plan.mesh
@@ -167,17 +170,22 @@ def _choose_plan(
         return plan_on(shape if exact else meshes.fit_to_devices(shape, devices))
     if devices == 1 or jax.devices()[0].platform == "cpu":
         return plan_on(meshes.fit_to_devices(meshes.EMULATED if devices > 1 else meshes.MeshShape(), devices))
-    if chip is None:
-        raise ValueError(f"mesh=auto does not know the {jax.devices()[0].device_kind}. Type a mesh, such as mesh=2x4.")
-    pod = pod_of(tpu_slice_of(jax.devices()) or chip, devices)
-    found = rank_meshes(plan_request(config, model, pod, _dtype(config.dtype)))
-    if chip.hbm_bytes and found[0].fullest.state > chip.hbm_bytes:
+    pod = _pod(chip, "mesh=auto")
+    best = best_mesh(config, model, pod, _dtype(config.dtype))
+    if best.fullest.state > pod.memory_bytes:
         raise ValueError(
             f"mesh=auto finds no mesh of {devices} devices that holds {model.name}. Choose a smaller model=, "
             "or more devices."
         )
-    console.print(f"[bold]Auto[/]   mesh {found[0].shape}, by the planner's cost model")
-    return plan_on(found[0].shape)
+    console.print(f"[bold]Auto[/]   mesh {best.shape}, by the planner's cost model")
+    return plan_on(best.shape)
+
+
+def _pod(chip: Chip | None, key: str) -> Pod:
+    """The devices present for the planner; raises ValueError about `key` if they are unknown."""
+    if chip is None:
+        raise ValueError(f"{key} does not know the {jax.devices()[0].device_kind}. Type a mesh, such as mesh=2x4.")
+    return pod_of(tpu_slice_of(jax.devices()) or chip, jax.device_count())
 
 
 def _compile_candidates(config: RunConfig, model: ModelConfig, console: Console) -> RunConfig:

@@ -1,4 +1,4 @@
-"""What a run asks the planner, and tune=compile: its result replaces mesh and slice count."""
+"""What a run asks the planner: the mesh of mesh=auto, all keys of plan=auto, mesh and slice count of tune=compile."""
 
 import dataclasses
 
@@ -8,18 +8,91 @@ from rich.console import Console
 from mstrain.hardware import TpuSlice
 from mstrain.mesh import fit_to_devices, parse_mesh
 from mstrain.models.config import ModelConfig
+from mstrain.models.parallel import ParallelConfig
 from mstrain.models.remat import planned
+from mstrain.models.stages import PipelineConfig
 from mstrain.planner.compiled import Place, TuningTask
+from mstrain.planner.config import TENSOR
+from mstrain.planner.cost import Costed
+from mstrain.planner.plan_file import AUTO_PLAN
 from mstrain.planner.request import Fixed, PlanRequest
+from mstrain.planner.search import rank_meshes, search_pod
 from mstrain.planner.target import Pod
+from mstrain.planner.trainer import train_keys
 from mstrain.planner.tuning_cache import choose_by_compiling
 from mstrain.training.config import RunConfig
 
 
 def plan_request(config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dtype) -> PlanRequest:
     """The request of mesh=auto: the step of `config` on `pod`; `remat=auto` leaves remat open."""
-    fixed = Fixed(microbatches=config.accumulate, remat=planned(config.remat), shard=config.shard)
-    return PlanRequest(model, pod, (config.parallel,), config.batch, config.seq, jnp.dtype(dtype).name, fixed)
+    remat, pipeline = planned(config.remat, config.offload), config.pipeline
+    per_stage = pipeline.interleave or (2 if pipeline.schedule == "interleaved" else 1)
+    stages = len(pipeline.layers.split()) // per_stage if pipeline.layers else None
+    fixed = Fixed(
+        pipeline=stages, microbatches=config.accumulate, remat=remat, shard=config.shard, schedule=pipeline.schedule,
+        interleave=per_stage if per_stage > 1 else None,
+    )  # fmt: skip
+    return _request(config, model, pod, dtype, (config.parallel,), fixed)
+
+
+def _request(
+    config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dtype, parallel: tuple[ParallelConfig, ...],
+    fixed: Fixed,
+) -> PlanRequest:  # fmt: skip
+    name = jnp.dtype(dtype).name
+    return PlanRequest(model, pod, parallel, config.batch, config.seq, name, fixed, optimizer=config.optimizer)
+
+
+def best_mesh(config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dtype) -> Costed:
+    """The plan with the mesh of mesh=auto; one with stages where `config` has keys of a pipeline.
+
+    Raises ValueError if none is legal.
+    """
+    found = rank_meshes(plan_request(config, model, pod, dtype), best_only=config.pipeline == PipelineConfig())
+    given = [f"pipeline.{name}={value}" for name, value in vars(config.pipeline).items() if value is not None]
+    staged = [costed for costed in found if costed.plan.pipeline > 1] if given else found
+    if not staged:
+        raise ValueError(f"mesh=auto finds no mesh with stages for {' '.join(given)}. Remove it, or type a mesh=.")
+    return staged[0]
+
+
+def with_plan(config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dtype, console: Console) -> RunConfig:
+    """For plan=auto, `config` with the keys of the best plan on `pod`; those that differ from their defaults stay.
+
+    Raises ValueError if no plan fits.
+    """
+    if config.plan != AUTO_PLAN:
+        return config
+    open_remat = config.remat == "none" and not config.offload
+    fixed = Fixed(
+        microbatches=config.accumulate if config.accumulate > 1 else None,
+        remat=None if open_remat else planned(config.remat, config.offload),
+        shard=config.shard if config.shard != "none" else None,
+        schedule=config.pipeline.schedule,
+        interleave=config.pipeline.interleave,
+    )
+    if config.mesh != "auto":
+        mesh = fit_to_devices(parse_mesh(config.mesh), pod.devices)
+        sizes = {"data": mesh.copies, "context": mesh.context, "pipeline": mesh.stage, "shape": (mesh.row, mesh.col)}
+        fixed = dataclasses.replace(fixed, **sizes)
+    chosen = config.parallel != ParallelConfig()
+    parallel = (config.parallel,) if chosen else tuple(map(ParallelConfig, TENSOR))
+    request = _request(config, model, pod, dtype, parallel, fixed)
+    with console.status("Searching plans for plan=auto"):
+        result = search_pod(request, best_only=True)
+    if not result.trainable:
+        raise ValueError(f"plan=auto: {result.best.why_not_trainable}, and no other plan fits. Type plan=null.")
+    plan, seconds = result.trainable[0].plan, result.trainable[0].seconds
+    keys = {name: str(value) for name, value in train_keys(plan, pod.slices).items()}
+    listed = " ".join(f"{name}={value}" for name, value in keys.items())
+    console.print(f"[bold]Plan[/]   {listed}, {1e3 * seconds:,.1f} ms a step by the planner", soft_wrap=True)
+    interleave = plan.interleave if plan.chunks > 1 else None
+    stages = PipelineConfig(plan.schedule, interleave, config.pipeline.layers)
+    return dataclasses.replace(
+        config, plan=None, mesh=keys["mesh"], parallel=plan.parallel, accumulate=plan.microbatches,
+        remat=keys["remat"], offload=keys.get("offload"), shard=plan.shard,
+        pipeline=stages if plan.pipeline > 1 else PipelineConfig(),
+    )  # fmt: skip
 
 
 def tuned(

@@ -3,7 +3,9 @@
 import dataclasses
 import math
 
+import jax.numpy as jnp
 import pytest
+from rich.console import Console
 
 from mstrain.benchmarks.check import best_mesh as check_mesh
 from mstrain.benchmarks.config import load as load_benchmark
@@ -16,18 +18,17 @@ from mstrain.hardware import parse_target
 from mstrain.planner.clusters import find_pod
 from mstrain.planner.compiled import meshes_to_try
 from mstrain.planner.search import search_pod
+from mstrain.planner.trainer import train_keys
+from mstrain.training.tuned import with_plan
 
 # (model, target, batch, accumulate, remat), sequences of 2048 tokens
 CASES = [
     ("gpt3_13b", "v5p-64", 64, 1, "none"),
     ("gpt3_175b", "v5p-512", 256, 1, "none"),
-    ("gpt3_175b", "v5p-512", 512, 2, "full"),
     ("megatron_nlg_530b", "v5p-1024", 512, 2, "full"),
     ("llama3_8b", "v6e-256", 256, 1, "none"),
     ("llama2_70b", "v6e-256", 256, 1, "full"),
-    ("llama3_70b", "v4-512", 256, 2, "dots"),
     ("gpt3_1_3b", "v4-64", 256, 4, "none"),
-    ("qwen3_14b", "v5e-64", 64, 2, "full"),
     ("llama3_405b", "tpu7x-256", 128, 1, "full"),
 ]
 
@@ -41,7 +42,7 @@ def test_every_entry_point_names_the_same_mesh(model, target, batch, accumulate,
     assert wanted.devices == tpu_slice.devices
 
     _, plan = load_plan(
-        [f"model={model}", f"cluster={target}", "pipeline=1", "shard=none", "algorithm=meshslice", *shared]
+        [f"model={model}", f"cluster={target}", "schedule=1f1b", "shard=none", "algorithm=meshslice", *shared]
     )
     request = plan.request(find_pod(target))
     best = search_pod(request).trainable[0]
@@ -60,7 +61,7 @@ def test_every_entry_point_names_the_same_mesh(model, target, batch, accumulate,
 
 def test_what_is_left_open_is_searched_by_the_same_ranking():
     """The best plan over remat and microbatches is the best mesh at its own remat and microbatches."""
-    _, plan = load_plan(["model=gpt3_13b", "cluster=v5p-64", "batch=64", "pipeline=1", "shard=none"])
+    _, plan = load_plan(["model=gpt3_13b", "cluster=v5p-64", "batch=64", "schedule=1f1b", "shard=none"])
     best = search_pod(plan.request(find_pod("v5p-64"))).trainable[0]
     given = [f"accumulate={best.plan.microbatches}", f"remat={best.plan.remat}", f"parallel={best.plan.algorithm}"]
     train = load_config(["model=gpt3_13b", "target=v5p-64", "check=true", "mesh=auto", "batch=64", "seq=2048", *given])
@@ -68,10 +69,36 @@ def test_what_is_left_open_is_searched_by_the_same_ranking():
     assert math.isfinite(best.seconds)
 
 
-@pytest.mark.parametrize(("model", "target"), [("llama3_8b", "v4-128"), ("llama2_70b", "tpu7x-128")])
+@pytest.mark.parametrize("given", [[], ["shard=optimizer", "parallel=collective"]])
+def test_plan_auto_is_the_best_plan_that_train_runs(given):
+    shared = ["model=tiny", "model.vocab_size=256", "batch=8", "seq=128", "optimizer.name=lion"]
+    train = load_config([*shared, *given, "target=v4-8", "check=true", "plan=auto"])
+    pod, keys = find_pod("v4-8"), [key.replace("parallel=", "algorithm=") for key in given]
+    _, plan = load_plan(["cluster=v4-8", "optimizer=lion", *shared[:-1], *keys])
+    best = search_pod(plan.request(pod)).trainable[0]
+    found = with_plan(train, train.model, pod, jnp.bfloat16, Console(quiet=True))
+    chosen = {"mesh": found.mesh, "parallel": found.parallel.algorithm, "accumulate": found.accumulate}
+    chosen |= {"remat": found.remat, "shard": found.shard}
+    assert chosen == {key: value for key, value in train_keys(best.plan).items() if key in chosen}
+    assert found.plan is None and (not given or (found.shard, found.parallel.algorithm) == ("optimizer", "collective"))
+
+
+def test_keys_of_a_pipeline_choose_a_mesh_with_stages():
+    train = load_config(["model=gpt3_1_3b", "target=v4-16", "check=true", "batch=64", "accumulate=8", "seq=1024",
+                         "pipeline.schedule=gpipe", "remat=full"])  # fmt: skip
+    shape = check_mesh(train, train.model, parse_target("v4-16"))
+    assert shape.stage > 1 and shape.devices == parse_target("v4-16").devices
+
+
+def test_plan_auto_names_a_default_that_it_would_replace():
+    with pytest.raises(ValueError, match="such as remat=none. Remove it"):
+        load_config(["model=tiny", "plan=auto", "remat=none"])
+
+
+@pytest.mark.parametrize(("model", "target"), [("llama3_8b", "v4-128")])
 def test_where_nothing_fits_the_mesh_is_the_one_that_fits_with_another_remat(model, target):
     _, plan = load_plan(
-        [f"model={model}", f"cluster={target}", "batch=256", "pipeline=1", "shard=none", "algorithm=meshslice"]
+        [f"model={model}", f"cluster={target}", "batch=256", "schedule=1f1b", "shard=none", "algorithm=meshslice"]
     )
     best = search_pod(plan.request(find_pod(target))).trainable[0]
     train = load_config([f"model={model}", f"target={target}", "check=true", "mesh=auto", "batch=256", "seq=2048"])

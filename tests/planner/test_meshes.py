@@ -53,7 +53,7 @@ def test_the_refusal_says_what_to_type_when_nothing_is_legal():
 
 def test_a_torus_carries_what_its_axes_can_form():
     found = shapes(ranked(SMALL, 16, 256, SLICE))
-    assert all((s.row, s.col) in SLICE.mesh_shapes(s.data) for s in found)
+    assert all((s.row, s.col) in SLICE.mesh_shapes(s.data) for s in found if s.stage == 1)
     assert set(found) <= set(shapes(ranked(SMALL, 16, 256, SLICE.chip, 32)))
 
 

@@ -16,7 +16,7 @@ from mstrain.layers.loss import LARGEST
 from mstrain.mesh import MeshShape, make_mesh, parse_mesh
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.parallel import ParallelConfig
-from mstrain.models.parameters import STACK, abstract_parameters, parameter_shapes
+from mstrain.models.parameters import STACK, parameter_shapes
 from mstrain.models.plan import make_plan
 from mstrain.models.stages import PipelineConfig
 from mstrain.models.transformer import Transformer, count_parameters
@@ -26,14 +26,16 @@ from mstrain.planner.clusters import find_pod
 from mstrain.planner.cost import Stage, cost_plan, cycle_seconds, split_layers
 from mstrain.planner.layer import Pass
 from mstrain.planner.memory import deferred_bytes, loss_bytes, parameter_counts
-from mstrain.planner.plan import plan_products
+from mstrain.planner.plan import PodPlan, plan_products
 from mstrain.planner.request import SHARDS, PlanRequest
 from mstrain.planner.search import REMATS, search_pod
 from mstrain.planner.simulated import plan_cluster, simulate_plan
 from mstrain.planner.step import transformer_step
 from mstrain.planner.target import torus_axes
 from mstrain.planner.trainer import train_keys, why_not_trainable
+from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.pipeline import table_of
+from mstrain.program.step import abstract_state
 from mstrain.simulator.costs import PRODUCTS, operation_work
 from mstrain.simulator.simulate import simulate_step
 from mstrain.timeline import device_use
@@ -244,23 +246,39 @@ def test_one_rank_represents_all():
     assert {(0, 1), (2, 3), (0, 2), (1, 3)} <= groups  # columns, and rows, of the first 2 x 2 mesh
 
 
-def test_state_is_what_the_trainer_keeps():
-    """Bytes of weights on one device: shards of the stored parameters, but for norms and biases, which are
-    whole.
+STATES = [  # optimizer, mesh, shard
+    (OptimizerConfig(), MeshShape(2, 2, 4), "none"),
+    (OptimizerConfig("lion"), MeshShape(2, 2, 4), "optimizer"),
+    (OptimizerConfig("muon"), MeshShape(2, 2, 4), "none"),
+    (OptimizerConfig("muon", moments="bf16"), MeshShape(2, 2, 2, stage=2), "gradients"),
+    (OptimizerConfig("adafactor"), MeshShape(2, 2, 4), "none"),
+    (OptimizerConfig(moments="bf16", rounding="stochastic"), MeshShape(2, 2, 2, stage=2), "none"),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "shape", "shard"), STATES, ids=lambda part: getattr(part, "name", str(part)))
+def test_state_is_what_the_trainer_keeps(optimizer, shape, shard):
+    """Bytes of one device: shards of the stored state, but for norms, whose vectors are whole; six layers on two stages
+    of which each has the table.
     """
-    model = load_preset("tiny")
-    model = dataclasses.replace(model, vocab_size=256, bias="none", norm="rmsnorm", position="rotary")
-    mesh = make_mesh(MeshShape(2, 2, 4))
-    module = Transformer(model, make_plan(ParallelConfig("meshslice"), model, mesh, 8, 64), 64)
-    boxes = jax.tree.leaves(abstract_parameters(module), is_leaf=lambda x: hasattr(x, "spec"))
-    stored = sum(4 * math.prod(jax.sharding.NamedSharding(mesh, b.spec).shard_shape(b.value.shape)) for b in boxes)
+    model = dataclasses.replace(
+        load_preset("tiny"), layers=6, vocab_size=256, bias="none", norm="rmsnorm", position="rotary"
+    )
+    plan = make_plan(ParallelConfig("meshslice"), model, make_mesh(shape), 8, 64, shard=shard)
+    state = abstract_state(Transformer(model, plan, 64), make_optimizer(optimizer))
+    weights, moments = (
+        sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state[name]))
+        for name in ("params", "optimizer")
+    )
     request = config_for(model, cluster="v4-32", batch=16, seq=64)
-    memory = cost(request, pod_plan(2, "meshslice", 2, 4, 1, 2, "none")).fullest
+    request = dataclasses.replace(request, optimizer=optimizer)
+    memory = cost(request, PodPlan.on(shape, ParallelConfig("meshslice"), 2, "none", shard, plan.stages)).fullest
     norms = 4 * model.width * (2 * model.layers + 1)
-    assert memory.parameters == pytest.approx(stored, abs=norms)
-    assert (
-        memory.optimizer == 2 * memory.parameters == memory.gradients
-    )  # two moments; two sets, as microbatches add up
+    entries = count_parameters(model) / shape.stage / shape.row / shape.col
+    gathered = 0.0 if shard == "none" else 2 * entries  # in bf16
+    assert memory.parameters == pytest.approx(weights + gathered, rel=0.06, abs=norms)
+    assert memory.optimizer == pytest.approx(moments, rel=0.06, abs=2 * norms)
+    assert memory.gradients == pytest.approx(8 * entries / (2 if shard == "gradients" else 1), rel=0.06)
 
 
 def test_the_loss_holds_chunks_of_logits():
@@ -316,6 +334,9 @@ def test_what_is_ranked_fits_and_the_trainer_gets_what_it_can_run():
     keys = train_keys(dataclasses.replace(piped.plan, schedule="interleaved", interleave=2))
     assert keys["pipeline.interleave"] == 2 and f"stage{piped.plan.pipeline}-" in str(keys["mesh"])
     assert not why_not_trainable(dataclasses.replace(piped.plan, schedule="zero-bubble"))
+    split_stages = pod_plan(1, "meshslice", 2, 2, 2, 4)
+    assert "stages across them" in why_not_trainable(split_stages, 2)
+    assert train_keys(dataclasses.replace(split_stages, data=4), 2)["mesh"] == "replica2-stage2-data2-row2-col2"
     assert "in a pipeline" in why_not_trainable(dataclasses.replace(piped.plan, schedule="1f1b", shard="parameters"))
     split = pod_plan(2, "meshslice", 2, 2, context=2)
     assert not why_not_trainable(split) and train_keys(split)["mesh"] == "data2-context2-row2-col2"
