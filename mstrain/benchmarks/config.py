@@ -198,6 +198,12 @@ class BenchmarkConfig:
         if not self.models.split():
             raise ValueError("models= is empty. Type models=tiny (python train.py model=list shows all).")
         models = [load_preset(name) for name in self.models.split()]
+        experts = [model.name for model in models if model.experts]
+        if experts and self.bench in ("gemm", "nongemm", "calibrate"):
+            raise ValueError(
+                f"bench={self.bench} measures dense layers, and {experts[0]} has experts. Type bench=layer, or another "
+                "models=."
+            )
         return [
             dataclasses.replace(m, vocab_size=m.vocab_size or BYTES, layers=self.layers or m.layers) for m in models
         ]

@@ -22,6 +22,7 @@ from mstrain.models.hub.write import Target, tensors_of, write_model
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
+from mstrain.program.balance import take_loads
 from tests.models.hub_models import CONFIGS, save
 from tests.quick import QUICK
 
@@ -33,8 +34,8 @@ MESHES, ALGORITHMS = ("1x1", "2x4", "4x2"), ("meshslice", "megatron")
 class Parity:
     """Largest differences from transformers: logits, and gradients relative to the largest of their tensor.
 
-    `tokens`: whether the most likely next tokens are equal. `identical`: whether an export equals the import bit for
-    bit.
+    `tokens`: whether the most likely next tokens are equal, and in every layer the numbers of tokens of all experts.
+    `identical`: whether an export equals the import bit for bit.
     """
 
     logits: float
@@ -56,11 +57,11 @@ def measure(name: str, mesh: str, algorithm: str) -> Parity:
         back.mkdir()
         write_model(back, module, params, target, leads=True)
         tokens, targets = np.random.default_rng(0).integers(0, 61, (2, B, T)).astype(np.int32)
-        logits, gradients = _ours(module, params, tokens, targets, target)
-        want, slopes = _theirs(torch_model, tokens, targets)
+        logits, gradients, counts = _ours(module, params, tokens, targets, target)
+        want, slopes, chosen = _theirs(torch_model, tokens, targets)
         differences = [np.abs(gradients[n] - slopes[n]).max() / np.abs(slopes[n]).max() for n in slopes]
         assert gradients.keys() == slopes.keys()
-        equal = bool((logits.argmax(-1) == want.argmax(-1)).all())
+        equal = bool((logits.argmax(-1) == want.argmax(-1)).all()) and counts == chosen
         identical = _tensors(given) == _tensors(back)
         return Parity(float(np.abs(logits - want).max()), float(max(differences)), equal, identical)
 
@@ -74,15 +75,21 @@ def _ours(module, params, tokens, targets, target):
     program = jax.jit(jax.grad(loss, has_aux=True), compiler_options=QUICK)
     with jax.default_matmul_precision("highest"):
         slopes, logits = program(params)
-    return np.asarray(logits).reshape(B, T, -1), dict(tensors_of(module, slopes, target))
+    _, loads = take_loads(module, slopes)
+    counts = [] if loads is None else (loads * B * T * module.model.experts_per_token / module.model.experts).round()
+    return np.asarray(logits).reshape(B, T, -1), dict(tensors_of(module, slopes, target)), np.asarray(counts).tolist()
 
 
 def _theirs(model, tokens, targets):
     tokens, targets = (torch.tensor(x, dtype=torch.long) for x in (tokens, targets))
-    logits = model(tokens).logits
+    experts = getattr(model.config, "num_experts", None)
+    found = model(tokens, output_router_logits=True) if experts else model(tokens)
+    logits, routers = found.logits, found.router_logits if experts else []
+    chosen = [torch.topk(x, model.config.num_experts_per_tok).indices.flatten() for x in routers]
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     slopes = {name: weight.grad for name, weight in model.named_parameters()}
-    return logits.detach().numpy(), {n: x.numpy() for n, x in revert_weight_conversion(model, slopes).items()}
+    slopes = {name: slope.numpy() for name, slope in revert_weight_conversion(model, slopes).items()}
+    return logits.detach().numpy(), slopes, [torch.bincount(x, minlength=experts).tolist() for x in chosen]
 
 
 def _tensors(folder: pathlib.Path) -> dict[str, tuple]:

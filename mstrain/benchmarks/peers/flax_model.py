@@ -89,7 +89,8 @@ def check(model: ModelConfig) -> None:
     extra = (
         model.qk_norm or model.qk_norm_whole or model.parallel_block or model.post_norm or model.window
         or model.scaled_embedding or model.attention_soft_cap or model.logit_soft_cap or model.rotary_scaling
-        or model.unit_offset_norm or model.attention_scale or model.position not in ("learned", "rotary")
+        or model.unit_offset_norm or model.attention_scale or model.experts
+        or model.position not in ("learned", "rotary")
     )  # fmt: skip
     if kind not in known or extra:
         raise ValueError(f"{model.name} is neither a GPT nor a Llama, which are the peers. Type models=gpt2.")

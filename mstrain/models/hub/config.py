@@ -63,8 +63,8 @@ def model_of(config: Any, name: str) -> tuple[Family, ModelConfig]:
         if key not in family.read and (config.get(key, value) or None) != (value or None):
             raise ValueError(f"{key}={config[key]!r} is not supported for {family.model_type}")
     fields = {field: _value(reader, field, key) for field, key in family.keys.items()}
-    for field in ("layers", "width", "heads", "vocab_size", "norm_epsilon"):
-        if fields[field] is None:
+    for field in ("layers", "width", "heads", "vocab_size", "norm_epsilon", "experts", "experts_per_token"):
+        if field in fields and fields[field] is None:
             raise ValueError(f"{family.keys[field]} is missing")
     if fields.get("context") is None:
         fields.pop("context")
@@ -79,6 +79,8 @@ def model_of(config: Any, name: str) -> tuple[Family, ModelConfig]:
 
 def config_of(model: ModelConfig, family: Family) -> dict[str, Any] | None:
     """The config.json of `model` as a model of `family`; None if the family has no such model."""
+    if bool(model.experts) != ("experts" in family.keys):
+        return None
     inverse = {}
     for field, key in family.keys.items():
         inverse[key] = getattr(model, field)

@@ -1,0 +1,67 @@
+"""Grouped products on CPUs, where `jax.lax.ragged_dot_general` multiplies every row with the weights of all groups.
+
+Sorted rows are cut into blocks of one group each, and one block after the other is multiplied. The last block of a
+group also has rows of the next group: their results are overwritten by its own, or masked where they would be summed.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LARGEST_BLOCK, SMALLEST_BLOCK = 256, 8  # rows
+
+
+def multiply(a_MxK, w, sizes_E, transposed: bool) -> jax.Array:
+    """The rows of each group times its weight [K, N], or with `transposed` times [N, K] transposed; float32 [M, N].
+
+    Rows after those of all groups are undefined.
+    """
+    M, size = len(a_MxK), _block_size(len(a_MxK), len(sizes_E))
+    contract = ((1,), (1 if transposed else 0,)), ((), ())
+    padded = jnp.pad(a_MxK, ((0, size), (0, 0)))
+
+    def step(y, block):
+        group, start, _ = block
+        part = lax.dynamic_slice_in_dim(padded, start, size)
+        weight = lax.dynamic_index_in_dim(w, group, keepdims=False)
+        product = lax.dot_general(part, weight, contract, preferred_element_type=jnp.float32)
+        return lax.dynamic_update_slice_in_dim(y, product, start, 0), None
+
+    y = jnp.zeros((M + size, w.shape[1 if transposed else 2]), jnp.float32)
+    return lax.scan(step, y, _blocks(sizes_E, M, size))[0][:M]
+
+
+def sum_products(a_MxK, b_MxN, sizes_E) -> jax.Array:
+    """a^T b of the rows of each group, float32 [E, K, N]."""
+    M, size = len(a_MxK), _block_size(len(a_MxK), len(sizes_E))
+    a, b = (jnp.pad(x, ((0, size), (0, 0))) for x in (a_MxK, b_MxN))
+
+    def step(total, block):
+        group, start, count = block
+        rows = lax.dynamic_slice_in_dim(a, start, size)
+        rows = jnp.where(jnp.arange(size)[:, None] < count, rows, 0)
+        others = lax.dynamic_slice_in_dim(b, start, size)
+        product = lax.dot_general(rows, others, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        own = lax.dynamic_index_in_dim(total, group, keepdims=False) + product
+        return lax.dynamic_update_index_in_dim(total, own, group, 0), None
+
+    zeros = jnp.zeros((len(sizes_E), a.shape[1], b.shape[1]), jnp.float32)
+    return lax.scan(step, zeros, _blocks(sizes_E, M, size))[0]
+
+
+def _block_size(rows: int, groups: int) -> int:
+    """About half of the mean rows of a group: a group wastes half a block."""
+    return min(max(rows // (2 * groups), SMALLEST_BLOCK), LARGEST_BLOCK)
+
+
+def _blocks(sizes_E, rows: int, size: int):
+    """(group, first row, rows of the group in it) of as many blocks as any sizes need, int32; those of no group have
+    no rows and begin behind all."""
+    counts = -(-sizes_E // size)
+    ends, starts = jnp.cumsum(counts), jnp.cumsum(sizes_E) - sizes_E
+    number = jnp.arange(rows // size + len(sizes_E), dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(ends, number, side="right"), len(sizes_E) - 1).astype(jnp.int32)
+    within = (number - (ends - counts)[group]) * size
+    used = number < ends[-1]
+    first = jnp.where(used, starts[group] + within, rows).astype(jnp.int32)
+    return group, first, jnp.where(used, jnp.clip(sizes_E[group] - within, 0, size), 0)
