@@ -60,7 +60,8 @@ class Step:
         if hbm and state > hbm:
             raise DoesNotFit(f"weights and moments alone are {_of(state, hbm)} of a device", state)
         config = self.config
-        step = step_program(self.module, self._optimizer, config.batch, config.accumulate)
+        sums = config.optimizer.sums(config.seed)
+        step = step_program(self.module, self._optimizer, config.batch, config.accumulate, sums=sums)
         program = compile_program(step, self.target)
         program.check_fits()
         return program

@@ -16,7 +16,7 @@ import optax
 from mstrain.checks import one_of
 from mstrain.program.canonical_update import OnCanonical, per_layer
 from mstrain.program.muon import orthogonalize
-from mstrain.program.rounding import ROUNDINGS, moments_in_bf16
+from mstrain.program.rounding import ROUNDINGS, GradientSums, moments_in_bf16
 
 OPTIMIZERS = ("adamw", "lion", "adafactor", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "inverse_sqrt", "wsd")
@@ -39,9 +39,11 @@ class OptimizerConfig:
     """Share of the steps over which `wsd` decays, from 0 to 1."""
     moments: str = "f32"
     """Dtype in which moments are stored: `f32` or `bf16`. They are computed in float32."""
+    gradients: str = "f32"
+    """Dtype in which the gradients of kernels and tables are summed over `accumulate` microbatches: `f32` or `bf16`."""
     rounding: str = "nearest"
-    """Rounding of moments=bf16: `nearest`, or `stochastic`, which also keeps changes of less than the last bit, on
-    average."""
+    """Rounding of moments=bf16 and gradients=bf16: `nearest`, or `stochastic`, which also keeps changes of less than
+    the last bit, on average."""
     learning_rate: float | None = None
     """Peak learning rate, reached after `warmup` steps. Null takes 0.46 / model.width, which follows the GPT-3 paper's
     Table 2.1 from 125M to 175B within a factor of 1.7."""
@@ -61,7 +63,13 @@ class OptimizerConfig:
     """Largest global gradient norm. Larger gradients are scaled down to it."""
 
     def __post_init__(self):
-        fields = {"name": OPTIMIZERS, "schedule": SCHEDULES, "moments": MOMENTS, "rounding": ROUNDINGS}
+        fields = {
+            "name": OPTIMIZERS,
+            "schedule": SCHEDULES,
+            "moments": MOMENTS,
+            "gradients": MOMENTS,
+            "rounding": ROUNDINGS,
+        }
         for field, allowed in fields.items():
             one_of(f"optimizer.{field}", getattr(self, field), allowed)
         if self.name == "adafactor" and self.moments != "f32":
@@ -69,10 +77,10 @@ class OptimizerConfig:
                 f"optimizer.moments={self.moments} has no effect with optimizer.name=adafactor, whose moments are "
                 "small. Remove it, or type optimizer.name=adamw."
             )
-        if self.rounding != "nearest" and self.moments == "f32":
+        if self.rounding != "nearest" and self.moments == self.gradients == "f32":
             raise ValueError(
-                f"optimizer.rounding={self.rounding} has no effect with optimizer.moments=f32. Remove it, or type "
-                "optimizer.moments=bf16."
+                f"optimizer.rounding={self.rounding} has no effect with optimizer.moments=f32 and "
+                "optimizer.gradients=f32. Remove it, or type optimizer.moments=bf16."
             )
         for field in ("learning_rate", "clip", "epsilon"):
             if getattr(self, field) is not None and not getattr(self, field) > 0:
@@ -83,6 +91,17 @@ class OptimizerConfig:
         for field in ("b1", "b2", "final_fraction", "decay_share"):
             if not 0 <= getattr(self, field) <= 1:
                 raise ValueError(f"optimizer.{field}={getattr(self, field)} must lie between 0 and 1.")
+
+    def check_gradients(self, accumulate: int, stages: int) -> None:
+        """Raises ValueError if `gradients` has no effect on a step of so many microbatches and stages."""
+        if self.gradients != "f32" and (accumulate == 1 or stages > 1):
+            why = "accumulate=1 sums no gradients" if accumulate == 1 else "a pipeline sums gradients in float32"
+            fix = " or type accumulate=2" if stages == 1 else " or type a mesh= without stage"
+            raise ValueError(f"optimizer.gradients={self.gradients} has no effect: {why}. Remove it,{fix}.")
+
+    def sums(self, seed: int) -> GradientSums:
+        """How a step sums gradients."""
+        return GradientSums(None if self.gradients == "f32" else self.rounding, seed)
 
     def for_width(self, width: int) -> "OptimizerConfig":
         """With a learning rate, for a model of this width."""

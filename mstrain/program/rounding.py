@@ -1,10 +1,11 @@
-"""Moments of an optimizer stored in bfloat16: rounded to nearest, or stochastically.
+"""Moments of an optimizer, and sums of gradients, stored in bfloat16: rounded to nearest, or stochastically.
 
 A moment whose change is less than half of its last bit never changes when rounded to nearest; stochastic rounding keeps
 its mean. The random bits of an element are a hash of the seed, the step, the parameter, the layer and the canonical
 row and column, so they do not depend on mesh, algorithm or storage order.
 """
 
+import dataclasses
 import itertools
 import zlib
 
@@ -47,6 +48,41 @@ def moments_in_bf16(optimizer: optax.GradientTransformation, rounding: str, seed
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientSums:
+    """Sums of gradients over the microbatches of a step: float32, or those of kernels and tables in bfloat16.
+
+    Attributes:
+      rounding: of bfloat16 after every addition, one of ROUNDINGS; None for float32.
+      seed: of stochastic rounding.
+    """
+
+    rounding: str | None = None
+    seed: int = 0
+
+    def zeros(self, gradients):
+        """Of the shape and sharding of `gradients`."""
+        return self._stored(jax.tree.map(jnp.zeros_like, gradients), lambda x: x.astype(jnp.bfloat16))
+
+    def add(self, module: Transformer, totals, gradients, step, microbatch):
+        """`totals` with the float32 `gradients` of a microbatch, both as parameters of `module` are stored."""
+        exact = jax.tree.map(lambda total, x: total.astype(x.dtype) + x, totals, gradients)
+        if self.rounding != "stochastic":
+            return self._stored(exact, lambda x: x.astype(jnp.bfloat16))
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), step), zlib.crc32(b"gradients"))
+        rounded = _rounded(exact, module, jax.random.fold_in(key, microbatch))
+        return jax.tree_util.tree_map_with_path(lambda path, x, y: y if _is_matrix(path) else x, exact, rounded)
+
+    def _stored(self, tree, cast):
+        if self.rounding is None:
+            return tree
+        return jax.tree_util.tree_map_with_path(lambda path, x: cast(x) if _is_matrix(path) else x, tree)
+
+
+def _is_matrix(path) -> bool:
+    return path[-1].key in ("kernel", "table")
 
 
 def round_stochastically(x, bits):

@@ -29,6 +29,7 @@ from mstrain.program.canonical_update import OnCanonical, init_moments, spread, 
 from mstrain.program.offload import offloads_moments, on_device, on_host
 from mstrain.program.pipeline import pipelined_gradients
 from mstrain.program.program import Program, abstract
+from mstrain.program.rounding import GradientSums
 
 State = dict  # {"step": int32, "params": ..., "optimizer": ...}
 
@@ -63,11 +64,11 @@ def apply(module: Transformer, params, *inputs, method: str, gathered: bool = Fa
     return module.apply({"params": params}, *inputs, method=method)
 
 
-def gradients(module: Transformer, params, batch: Batch):
+def gradients(module: Transformer, params, batch: Batch, sums: GradientSums = GradientSums(), step=0):
     """Mean loss and float32 mean gradients over A microbatches of B sequences: tokens [A, B, T + 1].
 
     Gradients are sharded as `params`. A target weighs the same in every microbatch, however many the masks of the
-    others select.
+    others select. `sums` adds them over the microbatches of `step`, but for a pipeline, which adds in float32.
     """
     microbatches = batch.tokens.shape[0]
     count = None if batch.mask is None else num_targets(batch) / microbatches
@@ -86,15 +87,17 @@ def gradients(module: Transformer, params, batch: Batch):
     if microbatches == 1:
         return shards(jax.tree.map(lambda x: x[0], batch))
 
-    def add(total, batch):
-        return jax.tree.map(jnp.add, total, shards(batch)), None
+    def add(total, part):
+        number, batch = part
+        loss, grads = shards(batch)
+        return (total[0] + loss, sums.add(module, total[1], grads, step, number)), None
 
-    zeros = (jnp.zeros(()), gradient_shards(module, jax.tree.map(jnp.zeros_like, params)))
-    total, _ = jax.lax.scan(add, zeros, batch)
-    return jax.tree.map(lambda x: x / microbatches, total)
+    zeros = (jnp.zeros(()), sums.zeros(gradient_shards(module, jax.tree.map(jnp.zeros_like, params))))
+    total, _ = jax.lax.scan(add, zeros, (jnp.arange(microbatches), batch))
+    return jax.tree.map(lambda x: x.astype(jnp.float32) / microbatches, total)
 
 
-def make_step(module: Transformer, optimizer: optax.GradientTransformation):
+def make_step(module: Transformer, optimizer: optax.GradientTransformation, sums: GradientSums = GradientSums()):
     """The compiled `step(state, batch, schedule) -> (state, metrics)`; it donates its argument `state`.
 
     `schedule` is from `mstrain.program.optimizer.schedule_of`; an optimizer of Optax ignores it. Metrics, float32
@@ -105,7 +108,7 @@ def make_step(module: Transformer, optimizer: optax.GradientTransformation):
 
     def step(state: State, batch: Batch, schedule):
         state = on_device(module, state)
-        loss, slopes = gradients(module, state["params"], batch)
+        loss, slopes = gradients(module, state["params"], batch, sums, state["step"])
         grads, loads = take_loads(module, slopes)
         updates, moments = update(module, optimizer, grads, state, schedule)
         params = shift_biases(module, optax.apply_updates(state["params"], updates), slopes)
@@ -175,13 +178,13 @@ def abstract_batch(mesh: Mesh, batch: int, seq: int, accumulate: int, parts: Bat
 
 def step_program(
     module: Transformer, optimizer: optax.GradientTransformation, batch: int, accumulate: int = 1,
-    parts: Batch = CONCATENATED,
+    parts: Batch = CONCATENATED, sums: GradientSums = GradientSums(),
 ) -> Program:  # fmt: skip
     """The training step: `batch` sequences of the whole job in `accumulate` microbatches, with the `parts` of Batch."""
     abstract = abstract_batch(module.plan.mesh, batch, module.seq, accumulate, parts)
     schedule = jax.ShapeDtypeStruct((5,), jnp.float32, sharding=NamedSharding(module.plan.mesh, P()))
     arguments = (abstract_state(module, optimizer), abstract, schedule)
-    step = make_step(module, optimizer)
+    step = make_step(module, optimizer, sums)
     return Program(f"step of {module.model.name}", step, arguments, module.plan.algorithm)
 
 

@@ -43,7 +43,8 @@ class Run:
     def compiled_step(self):
         """The compiled step for this run's shapes, with the chip's compiler options."""
         parts = self.feed.batches.parts
-        program = step_program(self.module, self.optimizer, self.config.batch, self.config.accumulate, parts)
+        sums = self.config.optimizer.sums(self.config.seed)
+        program = step_program(self.module, self.optimizer, self.config.batch, self.config.accumulate, parts, sums)
         with self.goodput.spend("compile"):
             return program.compile()
 

@@ -16,7 +16,7 @@ from mstrain.models.transformer import Transformer
 from mstrain.program.canonical_update import init_moments, update
 from mstrain.program.muon import _orthogonal
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer, schedule_of
-from mstrain.program.rounding import _rounded, round_stochastically
+from mstrain.program.rounding import GradientSums, _rounded, round_stochastically
 from tests.quick import QUICK
 
 MODEL = ModelConfig(
@@ -113,3 +113,34 @@ def test_stochastic_rounding_keeps_the_mean_and_what_bf16_has():
     assert float(rounded.mean()) == pytest.approx(1 + 2**-10, abs=3 * 2**-7 * (0.109 / 4096) ** 0.5)
     exact = jnp.array([0, -2.5, jnp.inf, 1.5], jnp.float32)
     np.testing.assert_array_equal(round_stochastically(exact, jnp.full(4, 2**32 - 1, jnp.uint32)), exact)
+
+
+def test_stochastic_sums_of_gradients_keep_what_nearest_loses():
+    module = module_of("one")
+    like = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parameters.parameter_shapes(module))
+
+    @jax.jit
+    def run():
+        found = []
+        for rounding in ("nearest", "stochastic"):
+            sums = GradientSums(rounding)
+            first, half = (jax.tree.map(lambda x, value=value: x + value, like) for value in (256, 0.5))
+            begin = sums.add(module, sums.zeros(like), first, 3, 0)
+            found.append(jax.lax.fori_loop(1, 17, lambda i, x, s=sums, h=half: s.add(module, x, h, 3, i), begin))
+        return found
+
+    nearest, stochastic = run()
+    for tree in (nearest, stochastic):
+        assert tree["embedding"]["table"].dtype == jnp.bfloat16  # of which 256 and 258 are neighbors
+        assert set(np.unique(tree["final_norm"]["scale"])) == {264} and tree["final_norm"]["scale"].dtype == jnp.float32
+    assert set(np.unique(nearest["embedding"]["table"].astype(np.float32))) == {256}
+    assert float(jnp.mean(stochastic["embedding"]["table"].astype(jnp.float32))) == pytest.approx(264, abs=0.5)
+
+
+def test_gradients_in_bf16_without_effect_say_so():
+    config = OptimizerConfig(gradients="bf16")
+    config.check_gradients(accumulate=2, stages=1)
+    with pytest.raises(ValueError, match="accumulate=1 sums no gradients. Remove it, or type accumulate=2"):
+        config.check_gradients(accumulate=1, stages=1)
+    with pytest.raises(ValueError, match="a pipeline sums gradients in float32. Remove it, or type a mesh= without"):
+        config.check_gradients(accumulate=4, stages=2)

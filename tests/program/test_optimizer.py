@@ -135,7 +135,10 @@ def test_both_moments_are_found_as_parameter_trees_and_counters_are_not():
         ({"schedule": "cosin"}, "Did you mean optimizer.schedule=cosine"),
         ({"b2": 1.5}, "optimizer.b2=1.5 must lie between 0 and 1"),
         ({"name": "adafactor", "moments": "bf16"}, "type optimizer.name=adamw"),
-        ({"rounding": "stochastic"}, "no effect with optimizer.moments=f32. Remove it, or type optimizer.moments=bf16"),
+        (
+            {"rounding": "stochastic"},
+            "with optimizer.moments=f32 and optimizer.gradients=f32. Remove it, or type optimizer.moments=bf16",
+        ),
     ],
 )
 def test_impossible_values_are_refused(values, words):

@@ -2,8 +2,8 @@
 
 `python -m tests.training.parity` prints the largest relative difference of loss and gradient norm from the
 run on one device, for every mesh, algorithm, stage of shard=, pipeline and optimizer; `... parity optimizers` one table
-of them (grid, variants, sharded, context, pipelined, optimizers, experts). The suite runs a subset that covers each
-mesh and algorithm at least twice (test_parity.py).
+of them (grid, variants, sharded, context, pipelined, optimizers, sums, experts). The suite runs a subset that covers
+each mesh and algorithm at least twice (test_parity.py).
 """
 
 import dataclasses
@@ -72,6 +72,7 @@ class Case:
         name += f"-{self.model.name}" * (self.model is not MODEL)
         name += f"-{self.optimizer.name}" * (self.optimizer is not OPTIMIZER)
         name += f"-{self.optimizer.rounding}" * (self.optimizer.moments == "bf16")
+        name += f"-sums-{self.optimizer.rounding}" * (self.optimizer.gradients == "bf16")
         return f"{self.mesh}-{name}" + "-bf16" * (self.dtype == "bfloat16")
 
 
@@ -180,6 +181,16 @@ def pipelined_cases() -> list[Case]:
     ]
 
 
+def sum_cases() -> list[Case]:
+    """Gradients summed in bf16 over microbatches; one device sums those of one microbatch in float32."""
+    nearest = dataclasses.replace(OPTIMIZER, gradients="bf16")
+    return [
+        Case("4x2", ParallelConfig(slices="2"), accumulate, optimizer=optimizer)
+        for optimizer in (nearest, dataclasses.replace(nearest, rounding="stochastic"))
+        for accumulate in (2, 16)
+    ]
+
+
 def expert_cases() -> list[Case]:
     """Layers of experts with losses and biases that keep their load even: every algorithm, ZeRO, stages, context."""
     model = FAMILIES["mixtral"]
@@ -250,7 +261,7 @@ def batches() -> np.ndarray:
 def compiled(case: Case):
     """`run(canonical, batches, steps)`: losses and gradient norms [STEPS, 2], and the canonical state."""
     module, optimizer = module_of(case), make_optimizer(case.optimizer)
-    step, schedule = make_step(module, optimizer), schedule_of(case.optimizer, STEPS)
+    step, schedule = make_step(module, optimizer, case.optimizer.sums(0)), schedule_of(case.optimizer, STEPS)
 
     def run(canonical, batches, steps):
         params = parameters.from_canonical(module, canonical)
@@ -296,7 +307,7 @@ def difference(case: Case) -> np.ndarray:
 
 TABLES = {
     "variants": variant_cases, "sharded": sharded_cases, "context": context_cases, "pipelined": pipelined_cases,
-    "optimizers": optimizer_cases, "experts": expert_cases,
+    "optimizers": optimizer_cases, "sums": sum_cases, "experts": expert_cases,
 }  # fmt: skip
 
 
