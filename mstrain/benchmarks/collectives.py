@@ -4,7 +4,6 @@ All groups of an axis run at once, as in training. A program chains CHAIN collec
 share of its start time. The largest group of an axis is the axis; smaller groups separate launch from sync.
 """
 
-import csv
 import dataclasses
 import functools
 import statistics
@@ -27,6 +26,7 @@ from mstrain.benchmarks.measured import describe_devices, start_devices
 from mstrain.hardware import chip_for, collective_seconds
 from mstrain.hardware.constants import AxisLinks, Constants
 from mstrain.mesh import AXES, MeshShape, make_mesh
+from mstrain.planner.tables import make_table, write_csv
 
 KINDS = ("all_gather", "reduce_scatter", "permute")
 CHAIN = 4
@@ -58,7 +58,7 @@ def measure_links(config: BenchmarkConfig, console: Console) -> int:
     folder = Path(config.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     constants.save(folder / "constants.json")
-    _write_csv(samples, folder / "collectives.csv")
+    write_csv([dataclasses.asdict(sample) for sample in samples], folder / "collectives.csv")
     _plot(groups, fits, source, folder / "collectives.png")
     console.print(_table(fits, rate, source))
     console.print(
@@ -165,23 +165,15 @@ def to_constants(
 
 
 def _table(fits: dict[tuple[str, str], Fit], rate: float, source: str) -> Table:
-    table = Table("axis", "collective", title=f"Fits, {source}; {rate / 1e9:,.1f} GFLOP/s per device",
-                  title_justify="left", caption_justify="left", box=None, padding=(0, 1, 0, 0),
-                  caption="launch - : one group size only, its launch is counted as sync")  # fmt: skip
-    for heading in ("launch us", "sync us", "GB/s", "median error"):
-        table.add_column(heading, justify="right")
-    for (axis, kind), fit in fits.items():
-        launch = f"{1e6 * fit.link.launch:.1f}" if fit.separable else "-"
-        numbers = f"{1e6 * fit.link.sync:.1f}", f"{fit.link.bandwidth / 1e9:.2f}", f"{fit.error:.0%}"
-        table.add_row(axis, kind, launch, *numbers)
+    columns = ("axis", "collective", "launch us", "sync us", "GB/s", "median error")
+    rows = (
+        (axis, kind, f"{1e6 * fit.link.launch:.1f}" if fit.separable else "-", f"{1e6 * fit.link.sync:.1f}",
+         f"{fit.link.bandwidth / 1e9:.2f}", f"{fit.error:.0%}")
+        for (axis, kind), fit in fits.items()
+    )  # fmt: skip
+    table = make_table(f"Fits, {source}; {rate / 1e9:,.1f} GFLOP/s per device", columns, rows, columns[:2])
+    table.caption, table.caption_justify = "launch - : one group size only, its launch is counted as sync", "left"
     return table
-
-
-def _write_csv(samples: list[Sample], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Sample)])
-        writer.writeheader()
-        writer.writerows(dataclasses.asdict(sample) for sample in samples)
 
 
 def _plot(groups: dict, fits: dict[tuple[str, str], Fit], source: str, path: Path) -> None:
