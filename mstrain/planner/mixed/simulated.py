@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mstrain.parallel.schedules import BACKWARD, FORWARD, schedule
 from mstrain.planner.clock import Clock
-from mstrain.planner.mixed.hosts import Hosts
+from mstrain.planner.mixed.hosts import Hosts, Node
 from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.result import Plan, StagePlan, named_counts
 from mstrain.planner.mixed.space import node_labels
@@ -32,22 +32,18 @@ GB = 1e9
 class Nodes(Network):
     """Devices of several nodes: a port per device inside a node, one link per node between them (bytes/s)."""
 
-    node_of: tuple[int, ...]
-    first: tuple[int, ...]  # device of each node, where its link is drawn
-    inside: tuple[float, ...]  # by node
-    between: tuple[float, ...]
+    nodes: tuple[Node, ...]
+    node_of: tuple[int, ...]  # by device
     latency: float
 
     def path(self, source: int, destination: int) -> Path:
-        here, there = self.node_of[source], self.node_of[destination]
-        if here == there:
-            wires = (Wire(source, "link out", self.inside[here]), Wire(destination, "link in", self.inside[here]))
-        else:
-            wires = (
-                Wire(self.first[here], f"node {here} out", self.between[here]),
-                Wire(self.first[there], f"node {there} in", self.between[there]),
-            )
-        return Path(wires, min(wire.bandwidth for wire in wires), self.latency)
+        wires, inside = [], self.node_of[source] == self.node_of[destination]
+        for device, way in ((source, "out"), (destination, "in")):
+            number = self.node_of[device]
+            node, first = self.nodes[number], self.node_of.index(number)  # where the link of a node is drawn
+            own, shared = Wire(device, f"link {way}", node.intra_gb_s * GB), f"node {number} {way}"
+            wires.append(own if inside else Wire(first, shared, node.inter_gb_s * GB))
+        return Path(tuple(wires), min(wire.bandwidth for wire in wires), self.latency)
 
 
 @dataclass(frozen=True)
@@ -63,12 +59,9 @@ class Replica:
 
 def mixed_cluster(hosts: Hosts, latency_ms: float) -> Cluster:
     """The devices in host file order."""
-    nodes = hosts.nodes
-    node_of = tuple(number for number, node in enumerate(nodes) for _ in range(node.slots))
-    first = tuple(map(node_of.index, range(len(nodes))))
-    devices = (Device(1.0, 1.0, nodes[number].memory_gb * GB, kind=nodes[number].device_type) for number in node_of)
-    inside, between = tuple(node.intra_gb_s * GB for node in nodes), tuple(node.inter_gb_s * GB for node in nodes)
-    return Cluster(tuple(devices), Nodes(node_of, first, inside, between, 1e-3 * latency_ms))
+    numbered = [(number, node) for number, node in enumerate(hosts.nodes) for _ in range(node.slots)]
+    devices = tuple(Device(1.0, 1.0, node.memory_gb * GB, kind=node.device_type) for _, node in numbered)
+    return Cluster(devices, Nodes(hosts.nodes, tuple(number for number, _ in numbered), 1e-3 * latency_ms))
 
 
 def allocate(hosts: Hosts, stages: tuple[StagePlan, ...]) -> list[dict[str, tuple[int, ...]]]:
@@ -151,10 +144,10 @@ class MixedStep(PipelineStep):
         return self._add(ops, OpSpec("AllReduce", ((max(1, round(nbytes)),),), 1), members, values, label)
 
     def _by_node(self, members) -> dict[int, tuple[int, ...]]:
-        nodes: dict[int, tuple[int, ...]] = {}
-        for device in members:
-            nodes[self.network.node_of[device]] = (*nodes.get(self.network.node_of[device], ()), device)
-        return nodes
+        node_of = self.network.node_of
+        return {
+            node: tuple(d for d in members if node_of[d] == node) for node in dict.fromkeys(node_of[d] for d in members)
+        }
 
     def _tensor_sums(self, ops, replica: Replica, stage: StagePlan, values: list[int], label) -> list[int]:
         """The all-reduces of one pass that are not in the profiles: inside nodes and between them."""

@@ -57,8 +57,8 @@ def kinds_of(cluster: Hosts) -> tuple[Kind, ...]:
 
 
 def node_labels(cluster: Hosts) -> list[str]:
-    return [kind_labels(kinds_of(cluster))[sorted({*map(_kind, cluster.nodes)}).index(_kind(node))]
-            for node in cluster.nodes]  # fmt: skip
+    labels = dict(zip(sorted({*map(_kind, cluster.nodes)}), kind_labels(kinds_of(cluster))))
+    return [labels[_kind(node)] for node in cluster.nodes]
 
 
 def kind_labels(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
