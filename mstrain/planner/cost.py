@@ -16,7 +16,7 @@ slowest of N devices, sqrt(2 ln N) standard deviations longer than the mean, and
 
 import itertools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from mstrain.gemm import find_algorithm
@@ -401,8 +401,3 @@ class Step:
             update=end[1],
             stragglers=beyond,
         )
-
-
-def cost_with(request: PlanRequest, costed: Costed, **changed) -> Costed:
-    """The cost of the same plan with other choices that leave its products as they are."""
-    return cost_plan(request, replace(costed.plan, **changed), costed.products)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from mstrain.planner.clock import Clock
-from mstrain.planner.cost import Costed, cost_with
+from mstrain.planner.cost import Costed, cost_plan
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.step import transformer_step
 from mstrain.simulator.cluster import Axes, Cluster
@@ -32,7 +32,10 @@ def simulate_plan(request: PlanRequest, costed: Costed, microbatches: int = 8, c
     count = min(plan.microbatches, max(microbatches, 2 * plan.pipeline))
     if plan.chunks > 1:
         count -= count % plan.pipeline
-    cluster, same = plan_cluster(request, costed), cost_with(request, costed, microbatches=count)
+    cluster, same = (
+        plan_cluster(request, costed),
+        cost_plan(request, replace(plan, microbatches=count), costed.products),
+    )
     program = place(transformer_step(request, same), cluster, CORRECTED)
     (clock or Clock()).check(len(program.spec))
     result = simulate(program, cluster)
