@@ -94,7 +94,12 @@ class Template:
         for place, message in enumerate(messages):
             if message["role"] == "assistant":
                 begin = self._common(text, messages[:place], add_generation_prompt=True)
-                answers.append((begin, self._common(text, messages[: place + 1])))
+                end = self._common(text, messages[: place + 1])
+                if end <= begin:
+                    raise ValueError(
+                        "the chat template leaves out an answer: give one that does not, data.template=FILE"
+                    )
+                answers.append((begin, end))
         return text, tuple(answers)
 
     def question(self, messages: list[dict]) -> str:

@@ -142,7 +142,7 @@ class JsonLines(FileSource):
     def documents(self, skips: Skips) -> Iterator[Document]:
         for where, line in self._lines(skips):
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode("utf-8-sig"))  # of bytes, it takes UTF-16 too, cut at the wrong places
             except (ValueError, RecursionError):
                 skips.add("that are not JSON", where)
                 continue

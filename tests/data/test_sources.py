@@ -152,6 +152,15 @@ def test_broken_json_lines_are_counted_by_file_and_line(tmp_path):
     ]
 
 
+def test_json_lines_are_utf8_and_may_begin_with_a_byte_order_mark(tmp_path):
+    lines = '{"text": "one"}\n{"text": "zwölf"}\n'
+    (tmp_path / "a.jsonl").write_bytes(lines.encode("utf-8-sig"))
+    assert read(JsonLines.of_path(str(tmp_path / "a.jsonl"), "text"))[0] == {"a.jsonl:1": "one", "a.jsonl:2": "zwölf"}
+    (tmp_path / "b.jsonl").write_bytes((lines * 5).encode("utf-16"))
+    texts, skipped = read(JsonLines.of_path(str(tmp_path / "b.jsonl"), "text"))
+    assert not texts and skipped == ["skipped 11 of 11 lines that are not JSON, first: b.jsonl:1"]
+
+
 def test_a_wrong_field_names_the_right_one(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"content": "x", "id": 1}\n' * 3)
     with pytest.raises(ValueError, match="3 of 3 lines without text under 'text'.*data.field=content"):

@@ -169,6 +169,9 @@ DAMAGE = {
     "epsilon": (lambda f: _edit(f, rms_norm_eps=None), "rms_norm_eps is missing"),
     "rotated": (lambda f: _edit(f, partial_rotary_factor=0.0), "partial_rotary_factor=0"),
     "ropes": (lambda f: _edit(f, rope_parameters={"full_attention": {}}), "of each layer type are not supported"),
+    "padding": (lambda f: _edit(f, pad_token_id=61), "pad_token_id=61 is not one of the 61 tokens"),
+    "negative": (lambda f: _edit(f, rms_norm_eps=-1e-6), "rms_norm_eps=-1e-06 is negative"),
+    "base": (lambda f: _edit(f, rope_parameters={"rope_theta": 0.0}), "rope_theta=0 must be above 0"),
     "lengths": (lambda f: _edit(f, rope_parameters=LLAMA3, original_max_position_embeddings=8), "two values, 32 and 8"),
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 
+import numpy as np
 import pytest
 
 from mstrain.commands import evaluate, sample, train
@@ -49,6 +50,16 @@ def test_every_token_and_every_document_is_evaluated_once(copied, capsys):
     text_bytes = sum(one["nats"] / math.log(2) / one["bits_per_byte"] for one in (train, validation))
     assert text_bytes == pytest.approx(size) and found["loss"] == pytest.approx(found["nats"] / found["tokens"])
     assert "lowest loss" in capsys.readouterr().out
+
+
+def test_documents_without_a_token_to_predict_are_refused(copied, monkeypatch):
+    monkeypatch.setattr(
+        "mstrain.training.measure.measure", lambda module, params, rows, _: np.zeros((2, rows.num_rows))
+    )
+    words = [f"run_dir={copied / 'copy'}", "mesh=1x1", "batch=32", f"documents={copied / 'none.jsonl'}"]
+    with pytest.raises(ValueError, match="has no token to predict. Type data.path="):
+        evaluate.main(words)
+    assert not (copied / "none.jsonl").exists()
 
 
 def test_a_sample_needs_neither_the_text_nor_the_corpus(copied, capsys):

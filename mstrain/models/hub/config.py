@@ -73,6 +73,9 @@ def model_of(config: Any, name: str) -> tuple[Family, ModelConfig]:
     fields |= _windows(reader, fields["layers"])
     if family.fixed["position"] == "rotary":
         fields |= _rotary(reader, local=fields.get("window") is not None)
+        _check_padding(reader, fields["vocab_size"])
+    if fields["norm_epsilon"] < 0:
+        raise ValueError(f"{family.keys['norm_epsilon']}={fields['norm_epsilon']} is negative")
     fields |= _attention_scale(reader, fields)
     return family, ModelConfig(name=name, **{**fields, **family.fixed})
 
@@ -168,6 +171,13 @@ def _bias(reader: _Reader) -> str:
     raise ValueError(f"{', '.join(f'{key}={value}' for key, value in sorted(given.items()))} is not supported")
 
 
+def _check_padding(reader: _Reader, vocab_size: int) -> None:
+    """Raises ValueError for a padding token that the table does not have: transformers could not load an export."""
+    padding = reader.get("pad_token_id", int)
+    if padding is not None and not -vocab_size <= padding < vocab_size:
+        raise ValueError(f"pad_token_id={padding} is not one of the {vocab_size} tokens of vocab_size")
+
+
 def _windows(reader: _Reader, layers: int) -> dict[str, Any]:
     kind, types = reader.family.window, _layer_types(reader, layers)
     used = kind in ("all", "types") or (kind == "last" and reader.get("use_sliding_window", bool, False))
@@ -241,8 +251,8 @@ def _rotary(reader: _Reader, local: bool) -> dict[str, Any]:
     base = inner.get("rope_theta", float) if "rope_theta" in parameters else reader.get("rope_theta", float, 1e4)
     fraction = _fraction(reader, inner)
     scaling = _scaling(inner, reader)
-    if base is None:
-        raise ValueError("rope_theta is missing")
+    if base is None or base <= 0:
+        raise ValueError("rope_theta is missing" if base is None else f"rope_theta={base:g} must be above 0")
     if scaling and reader.family.model_type == "phi3":
         raise ValueError(f"rope_type={scaling.split(':')[0]} is not supported for phi3")
     found = {"rotary_base": base, "rotary_fraction": fraction, "rotary_scaling": scaling}
