@@ -77,17 +77,17 @@ def load_config(arguments: list[str]) -> ContinueConfig:
 def main(arguments: list[str]) -> int:
     from mstrain.job.job import joined
     from mstrain.job.process_info import find_process
-    from mstrain.mesh import attached
+    from mstrain.mesh import attached, parse_mesh
     from mstrain.training.prepare import build_module
 
     own, given = own_config(ContinueConfig, arguments)
     prompts = None if own.prompts is None else read_prompts(own.prompts, own.chat)
     config = own.config(given if attached() else on_one_device(given))
+    if config.mesh != "auto" and parse_mesh(config.mesh).stage > 1:
+        raise ValueError(f"mesh={config.mesh}: sample does not use stages. Type a mesh= without axis stage.")
     process, devices = find_process(config.coordinator, config.processes, config.process)
     with joined(process, config.hosts, config.run_dir, devices) as job:
         module, tokenizer, _ = build_module(with_weights_in_place(config), job, any_batch=True)
-        if module.plan.stages:
-            raise ValueError(f"mesh={config.mesh}: sample does not use stages. Type a mesh= without axis stage.")
         if tokenizer is None:
             raise ValueError(f"{own} has no tokenizer, so it continues no text. Type tokenizer= of the model.")
         _sample(own, config, prompts or [own.prompt or config.sample.prompt], job, module, tokenizer)

@@ -1,5 +1,7 @@
 """Text that is continued with kept keys and values: the tokens of transformers, and of our own forward pass."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -30,19 +32,24 @@ def test_greedy_continuations_are_those_of_transformers(name, tmp_path):
     assert generation.equal(generation.continued(model, *CASES[name]), model) == [model.most] * 3
 
 
+# Sharded weights that each layer gathers; split sequences, and rows over which the prompts do not divide.
+PLANS = [("2x1x4", "collective", "parameters"), ("context2-row3-col2", "meshslice", "none")]
+
+
 def test_every_token_is_the_most_likely_one_of_the_forward_pass():
-    """Sharded weights that each layer gathers, heads that cross their groups, ALiBi, a window."""
-    mesh = make_mesh(parse_mesh("2x1x4"))
-    plan = make_plan(ParallelConfig("collective"), OURS, mesh, mesh.size, 16, shard="parameters")
-    module = Transformer(OURS, plan, 16)
-    canonical = jax.device_get(jax.tree.map(lambda x: 8 * x, jax.jit(lambda: init_canonical(module, 0))()))
-    prompts = [np.arange(length, dtype=np.int32) + 5 for length in (3, 9)]
-    stored = jax.jit(lambda x: from_canonical(module, x), out_shardings=parameter_shardings(module))
-    generator = Generator(module, stored(canonical), ByteTokenizer())
-    found = [stream.ids for stream in generator(prompts, Request(12, Draw(0)))]
-    whole = Transformer(OURS, make_plan(ParallelConfig("gspmd"), OURS, make_mesh(parse_mesh("1x1")), 1, 15), 15)
+    """Heads that cross their groups, ALiBi, a window."""
+    one = make_mesh(parse_mesh("1x1"))
+    whole = Transformer(OURS, make_plan(ParallelConfig("gspmd"), OURS, one, 1, 15), 15)
+    canonical = jax.device_get(jax.tree.map(lambda x: 8 * x, jax.jit(lambda: init_canonical(whole, 0))()))
     forward = jax.jit(lambda tokens: whole.apply({"params": canonical}, tokens).argmax(-1))
-    for prompt, ids in zip(prompts, found, strict=True):
-        tokens = np.concatenate([prompt, ids])[:15].astype(np.int32)
-        count = 15 - len(prompt)
-        assert forward(tokens)[len(prompt) - 1 : -1].tolist() == ids[:count] and len(set(ids)) > 3
+    prompts = [np.arange(length, dtype=np.int32) + 5 for length in (3, 9)]
+    for shape, algorithm, shard in PLANS:
+        mesh = make_mesh(parse_mesh(shape))
+        module = Transformer(OURS, make_plan(ParallelConfig(algorithm), OURS, mesh, mesh.size, 16, shard=shard), 16)
+        stored = jax.jit(functools.partial(from_canonical, module), out_shardings=parameter_shardings(module))
+        generator = Generator(module, stored(canonical), ByteTokenizer())
+        for prompt, stream in zip(prompts, generator(prompts, Request(12, Draw(0))), strict=True):
+            tokens = np.concatenate([prompt, stream.ids])[:15].astype(np.int32)
+            count = 15 - len(prompt)
+            assert forward(tokens)[len(prompt) - 1 : -1].tolist() == stream.ids[:count], shape
+            assert len(set(stream.ids)) > 3
