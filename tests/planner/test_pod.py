@@ -198,6 +198,12 @@ def test_interleaving_shrinks_the_bubble_and_keeps_more_in_flight():
         assert 0.8 < peak / memory.activations < 1.02  # chunks differ; all are taken for the largest
 
 
+def test_sums_of_gradients_in_bf16_take_half_of_float32_ones():
+    request, plan = costed(PLANS["meshslice"])
+    request = dataclasses.replace(request, optimizer=OptimizerConfig(gradients="bf16"))
+    assert cost(request, plan.plan).fullest.gradients == plan.fullest.gradients * (4 + 2) / (4 + 4)
+
+
 @pytest.mark.parametrize("lockstep", [True, False])
 def test_zero_bubble_makes_weight_gradients_where_stages_wait(lockstep):
     stated = pod_plan(2, "meshslice", 2, 2, 4, 8, "dots", schedule="zero-bubble")
