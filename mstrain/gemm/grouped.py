@@ -15,14 +15,13 @@ are `SORTED`. With dataflow `rs`, which reduce-scatters them over rows of the gr
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 
-from mstrain.gemm import blocked
+from mstrain.gemm.grid import Grid
 from mstrain.gemm.local import NN, NT, TN, dot
+from mstrain.gemm.ragged import multiply, sum_products
 
 TOKENS, CHOICES, SORTED = "tokens", "choices", "sorted"
 
@@ -75,10 +74,12 @@ class GroupedDot:
     Attributes:
       groups: of the tokens in the operands.
       rows: order of the rows of the first operand with tokens, and of the result or the second one.
+      platform: of the devices.
     """
 
     groups: Groups
     rows: Rows
+    platform: str
 
     def __call__(self, a, b, contract, dtype=None):
         dtype = dtype or a.dtype
@@ -90,26 +91,16 @@ class GroupedDot:
 
     def _tokens(self, a, w, contract, dtype):
         """a W or, for NT, a W^T."""
-        dims = lax.RaggedDotDimensionNumbers((((1,), (2 if contract == NT else 1,)), ((), ())), [0], [0])
-        in_blocks = functools.partial(blocked.multiply, transposed=contract == NT)
-        y = _ragged_dot(self.groups.sort(a, self.rows.before), w, self.groups.sizes, dims, in_blocks).astype(dtype)
+        a = self.groups.sort(a, self.rows.before)
+        y = multiply(a, w, self.groups.sizes, contract == NT, self.platform).astype(dtype)
         return self.groups.unsort(y, self.rows.after, self.rows.chosen).astype(dtype)
 
     def _weights(self, a, b, dtype):
         """a^T b of the tokens of every expert."""
-        dims = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
         a, b = self.groups.sort(a, self.rows.before), self.groups.sort(b, self.rows.after)
-        return _ragged_dot(a, b, self.groups.sizes, dims, blocked.sum_products).astype(dtype)
+        return sum_products(a, b, self.groups.sizes, self.platform).astype(dtype)
 
 
-def dot_of(groups: Groups | None, rows: Rows | None):
-    """The local product of dense weights, or of those of experts."""
-    return dot if groups is None or rows is None else GroupedDot(groups, rows)
-
-
-def _ragged_dot(a, b, sizes, dims, in_blocks):
-    """`lax.ragged_dot_general` with float32 results; on CPUs `in_blocks(a, b, sizes)`."""
-    ragged = functools.partial(
-        lax.ragged_dot_general, ragged_dot_dimension_numbers=dims, preferred_element_type=jnp.float32
-    )
-    return lax.platform_dependent(a, b, sizes, cpu=in_blocks, default=ragged)
+def dot_of(groups: Groups | None, rows: Rows | None, grid: Grid):
+    """The local product on `grid` of dense weights, or of those of experts."""
+    return dot if groups is None or rows is None else GroupedDot(groups, rows, grid.platform)

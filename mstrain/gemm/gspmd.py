@@ -31,7 +31,7 @@ def _grouped(x, w, grid: Grid, groups: Groups, rows: Rows):
     x = jax.lax.with_sharding_constraint(x, grid.sharding(tokens))
     w = jax.lax.with_sharding_constraint(w.astype(x.dtype), grid.sharding(P(None, None, grid.cols)))
     local = jax.shard_map(
-        lambda x, w, groups: GroupedDot(groups, rows)(x, w, NN),
+        lambda x, w, groups: GroupedDot(groups, rows, grid.platform)(x, w, NN),
         mesh=grid.mesh, in_specs=(tokens, P(None, None, grid.cols), tokens), out_specs=grid.layout.spec,
         check_vma=False,
     )  # fmt: skip

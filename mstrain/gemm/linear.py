@@ -57,7 +57,7 @@ def _linear(x, w, sink, groups, plan, rows):
     flows = Flows(plan)
 
     def local(x, w, groups):
-        ahead = dot_of(groups, rows)
+        ahead = dot_of(groups, rows, plan.grid)
         if plan.dataflow == "rs":
             return flows.rs(x.T, w.astype(x.dtype), dot=ahead)
         return (flows.os if plan.dataflow == "os" else flows.ls)(x, w, dot=ahead)
@@ -83,7 +83,7 @@ def _backward(plan, rows, saved, dy):
         return flows.ls_transposed(w.astype(dy.dtype), dy, dot=back), flows.os(x.T, dy, dot=ahead)
 
     def local(x, w, dy, groups):
-        dx, dw = gradients(x, w, dy, dot_of(groups, rows), dot_of(groups, rows and rows.reversed))
+        dx, dw = gradients(x, w, dy, dot_of(groups, rows, plan.grid), dot_of(groups, rows and rows.reversed, plan.grid))
         if has_sink:
             return dx, dw[None]
         return dx, sum_copies(dw.astype(jnp.float32), summed, plan.grid.copies).astype(w.dtype)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm import ALGORITHMS, Plan, blocked, linear
+from mstrain.gemm import ALGORITHMS, Plan, linear, ragged
 from mstrain.gemm.grouping import group_choices, rows_into
 from tests.gemm.products import check, mesh_of, storage_of
 from tests.quick import QUICK
@@ -109,15 +109,14 @@ def test_value_and_gradients_equal_a_loop_over_experts(mesh, algorithm, slices):
 
 
 @pytest.mark.parametrize("sizes", [(20, 0, 25, 3), (0, 0, 48, 0), (1, 1, 1, 1), (0, 0, 0, 0)])
-def test_blocks_of_rows_multiply_as_ragged_dot_does(sizes):
-    """On CPUs the former replace the latter; `sizes` may leave rows to no group."""
+def test_what_replaces_ragged_dot_computes_the_same(sizes):
+    """On CPUs and TPUs; `sizes` may leave rows to no group."""
     x, up, down, dy, _ = operands("random")
     sizes, used = jnp.array(sizes, jnp.int32), sum(sizes)
     for transposed, w in ((False, up), (True, down)):
-        dims = jax.lax.RaggedDotDimensionNumbers((((1,), (2 if transposed else 1,)), ((), ())), [0], [0])
-        expected = jax.lax.ragged_dot_general(x, w, sizes, dims)
-        found = blocked.multiply(x, w, sizes, transposed)
+        expected = ragged.multiply(x, w, sizes, transposed, "gpu")
+        found = ragged.multiply_in_blocks(x, w, sizes, transposed)
         np.testing.assert_allclose(found[:used], expected[:used], rtol=1e-5, atol=1e-5)
-    dims = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-    expected = jax.lax.ragged_dot_general(x, dy, sizes, dims)
-    np.testing.assert_allclose(blocked.sum_products(x, dy, sizes), expected, rtol=1e-5, atol=1e-5)
+    expected = ragged.sum_products(x, dy, sizes, "gpu")
+    for found in (ragged.sum_in_blocks(x, dy, sizes), ragged.sum_by_kernel(x, dy, sizes, interpret=True)):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
