@@ -13,7 +13,7 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from mstrain.commands import evaluate, export, train
+from mstrain.commands import evaluate, export, sample, train
 from mstrain.commands.train import load_config
 from mstrain.data.tokenizers import ByteTokenizer
 from mstrain.models.hub.config import config_of, differing_fields, family_for, model_of
@@ -248,6 +248,12 @@ def test_a_tokenizer_that_does_not_fit_is_refused_and_nothing_is_written(folders
     with pytest.raises(ValueError, match="exists"):
         export.main([f"init={folders / 'llama2'}", f"out={tmp_path}"])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_sample_on_stages_is_refused_before_devices_start(folders):
+    words = [f"init={folders / 'llama2'}", "tokenizer=bytes", "mesh=stage2-row1-col2"]
+    with pytest.raises(ValueError, match="mesh=stage2-row1-col2: sample does not use stages. Type a mesh= without"):
+        sample.main(words)
 
 
 def test_an_export_that_cannot_be_written_leaves_nothing(folders, tmp_path, monkeypatch):

@@ -83,11 +83,6 @@ def test_a_sample_needs_neither_the_text_nor_the_corpus(copied, capsys):
             place.rename(path)
 
 
-def test_a_sample_on_stages_is_refused_before_devices_start(copied):
-    with pytest.raises(ValueError, match="mesh=stage2-row1-col2: sample does not use stages. Type a mesh= without"):
-        sample.main([f"run_dir={copied / 'copy'}", "mesh=stage2-row1-col2"])
-
-
 @pytest.mark.parametrize("words, message", [
     (["prompts=/nowhere"], "Cannot read prompts=/nowhere"), (["prompt=a", "prompts=b"], "both given"),
     (["stop=[1"], "is not a list of texts"), (["prompt=a: b", "prompts=b"], "both given"),
