@@ -5,10 +5,9 @@ one to skew each moving matrix, n - 1 shifts, and one more to return an output t
 """
 
 import jax.numpy as jnp
-from jax import lax
 
 from mstrain.gemm.algorithm import Algorithm
-from mstrain.gemm.local import NN, NT, TN, axis_size, dot, ppermute
+from mstrain.gemm.local import NN, NT, TN, axis_size, dot, exchange, ppermute
 from mstrain.mesh import AXES
 
 
@@ -66,7 +65,7 @@ def _move(x, rows, cols, destination):
         return i * n + j if row_first else j * n + i
 
     pairs = [(number(i, j), number(*destination(i, j))) for i in range(n) for j in range(n)]
-    return lax.ppermute(x, axes, pairs)
+    return exchange(x, axes, pairs)
 
 
 ALGORITHM = Algorithm("cannon", os, ls, rs, square=True)

@@ -13,6 +13,7 @@ backward pass are the shards of x and w; no gathered matrix is saved.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,9 @@ from jax.sharding import PartitionSpec as P
 from mstrain.gemm.copies import sum_copies
 from mstrain.gemm.grouped import Groups, Rows, dot_of
 from mstrain.gemm.grouping import groups_spec
+from mstrain.gemm.local import axis_size
 from mstrain.gemm.plan import Plan
+from mstrain.gemm.precision import Operand, quantize
 
 
 def linear(
@@ -77,10 +80,11 @@ def _backward(plan, rows, saved, dy):
 
     def gradients(x, w, dy, ahead, back):
         if plan.dataflow == "os":
-            return flows.ls(dy, w, dot=back), flows.rs(x, dy, dot=ahead)
+            return flows.ls(dy, w, gradient=0, dot=back), flows.rs(x, dy, gradient=1, dot=ahead)
         if plan.dataflow == "ls":
-            return flows.os(dy, w, dot=back), flows.rs(dy, x, dot=back)
-        return flows.ls_transposed(w.astype(dy.dtype), dy, dot=back), flows.os(x.T, dy, dot=ahead)
+            return flows.os(dy, w, gradient=0, dot=back), flows.rs(dy, x, gradient=0, dot=back)
+        dx = flows.ls_transposed(w.astype(dy.dtype), dy, gradient=1, dot=back)
+        return dx, flows.os(x.T, dy, gradient=1, dot=ahead)
 
     def local(x, w, dy, groups):
         dx, dw = gradients(x, w, dy, dot_of(groups, rows, plan.grid), dot_of(groups, rows and rows.reversed, plan.grid))
@@ -98,8 +102,18 @@ def _backward(plan, rows, saved, dy):
 _linear.defvjp(_forward, _backward)
 
 
+# Of the operands (A, B) of a dataflow: the contracted dims, and whether the matrix is gathered. Dim 0 of every matrix is
+# sharded over rows and dim 1 over columns.
+_CONTRACTED = {"os": (1, 0), "ls": (1, 1), "rs": (0, 0)}
+_GATHERED = {"os": (True, True), "ls": (False, True), "rs": (True, False)}
+
+
 class Flows:
-    """The three dataflows of a plan's algorithm, bound to its grid, slice count and lowering; called in `shard_map`."""
+    """The three dataflows of a plan's algorithm, bound to its grid, slice count, lowering and precision.
+
+    `flow(a, b, gradient, dot)` is called in `shard_map`; operand number `gradient`, if any, is the gradient of a result,
+    and `dot` replaces the local product.
+    """
 
     def __init__(self, plan: Plan):
         kind = plan.kind
@@ -108,14 +122,30 @@ class Flows:
         how = {"rows": plan.grid.rows, "cols": plan.grid.cols, "slices": plan.slices}
         if kind.sliced:
             how["lowering"] = plan.lowering
-        self.os = functools.partial(kind.os, **how)
-        self.ls = functools.partial(ls, **how)
-        self.rs = functools.partial(kind.rs, **how)
+        self._plan = plan
+        self.os = self._flow("os", functools.partial(kind.os, **how))
+        self.ls = self._flow("ls", functools.partial(ls, **how))
+        self.rs = self._flow("rs", functools.partial(kind.rs, **how))
         transposed = kind.ls_transposed or (lambda *a, **how: ls(*a, **how).T)
-        self.ls_transposed = functools.partial(transposed, **how)
-        self._mesh = plan.grid.mesh
+        self.ls_transposed = self._flow("ls", functools.partial(transposed, **how))
+
+    def _flow(self, name: str, function: Callable) -> Callable:
+        precision, shards = self._plan.precision, (self._plan.grid.rows, self._plan.grid.cols)
+        if precision.is_full:
+            return lambda a, b, gradient=None, **how: function(a, b, **how)
+
+        def flow(a, b, gradient: int | None = None, **how):
+            operands = []
+            for i, x in enumerate((a, b)):
+                gathered = _GATHERED[name][i] and axis_size(shards[1 - i]) > 1
+                operand = Operand(_CONTRACTED[name][i], shards, gradient == i)
+                operands.append(quantize(x, operand, precision) if gathered or precision.products != "bf16" else x)
+            return function(*operands, **how)
+
+        return flow
 
     def on_mesh(self, function, in_specs, out_specs):
         """Maps `function`, which takes and returns shards, over the mesh with `jax.shard_map`."""
         # check_vma=False: every output is sharded over all axes or summed over `data` explicitly.
-        return jax.shard_map(function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        mesh = self._plan.grid.mesh
+        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

@@ -1,13 +1,18 @@
 """Per-device operations of a product: dot, all_gather, reduce_scatter, all_reduce, ppermute.
 
-Every function is called inside `jax.shard_map`. A collective over one device returns its input.
+Every function is called inside `jax.shard_map`. A collective over one device returns its input. Matrices are arrays, or
+`Scaled` with 8-bit values, whose scales are moved and cut with them.
 """
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from mstrain.gemm.lowering import LoweringOptions
+from mstrain.gemm.scaled import Scaled, check_sum
 
 Axes = tuple[str, ...]
 
@@ -17,8 +22,17 @@ TN = ((0,), (0,))  # a.T @ b
 
 
 def dot(a, b, contract, dtype=None):
-    """Matrix product with float32 accumulation, rounded once to `dtype` (the inputs' by default)."""
-    y = lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
+    """Matrix product with float32 accumulation (int32 of int8), rounded once to `dtype` (the inputs' by default)."""
+    in_8_bits = all(isinstance(x, Scaled) and not x.widened for x in (a, b))
+    left, right = (x.values if in_8_bits else x.widened_values if isinstance(x, Scaled) else x for x in (a, b))
+    sums = jnp.int32 if left.dtype == jnp.int8 else jnp.float32
+    if sums == jnp.int32:
+        check_sum(left.shape[contract[0][0]])
+    y = lax.dot_general(left, right, (contract, ((), ())), preferred_element_type=sums)
+    if isinstance(a, Scaled):
+        y = y * a.scale.reshape(a.scale.shape + (1,) * (y.ndim - a.scale.ndim))
+    if isinstance(b, Scaled):
+        y = y * b.scale
     return y.astype(dtype or a.dtype)
 
 
@@ -34,7 +48,7 @@ def all_gather(x, axes: Axes, dim: int):
     """All-gather of the shards of `x` along `axes`, joined on `dim`."""
     if axis_size(axes) == 1:
         return x
-    return lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True)
+    return _along(x, dim, lambda x, dim: lax.all_gather(x, axes, axis=dim, tiled=True))
 
 
 def all_gather_among(x, axes: Axes, dim: int, count: int):
@@ -84,6 +98,8 @@ def constrain_layout(x, lowering: LoweringOptions):
 
     Without the constraint the compiler chooses the layout.
     """
+    if isinstance(x, Scaled):
+        return dataclasses.replace(x, values=constrain_layout(x.values, lowering))
     if not lowering.row_major:
         return x
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
@@ -94,10 +110,38 @@ def ppermute(x, axes: Axes, by: int):
     n = axis_size(axes)
     if n == 1:
         return x
-    return lax.ppermute(x, axes, [(i, (i + by) % n) for i in range(n)])
+    return exchange(x, axes, [(i, (i + by) % n) for i in range(n)])
+
+
+def exchange(x, axes: Axes, pairs: list[tuple[int, int]]):
+    """Sends `x` from the first to the second device of every pair along `axes`."""
+    return jax.tree.map(lambda part: lax.ppermute(part, axes, pairs), x)
 
 
 def piece(x, dim: int, index: int, count: int):
     """The `index`-th of `count` contiguous pieces of `x` along `dim`."""
     width = x.shape[dim] // count
-    return lax.slice_in_dim(x, index * width, (index + 1) * width, axis=dim)
+    return part(x, dim, index * width, width)
+
+
+def part(x, dim: int, start, width: int):
+    """The elements [start, start + width) of `x` along `dim`; `start` may be an array."""
+    if isinstance(start, int):
+        return _along(x, dim, lambda x, dim: lax.slice_in_dim(x, start, start + width, axis=dim))
+    return _along(x, dim, lambda x, dim: lax.dynamic_slice_in_dim(x, start, width, axis=dim))
+
+
+def join(parts, dim: int):
+    """Concatenates parts of one matrix along `dim`."""
+    first = parts[0]
+    if not isinstance(first, Scaled):
+        return jnp.concatenate(parts, axis=dim)
+    values = jnp.concatenate([x.values for x in parts], axis=dim)
+    scale = jnp.concatenate([x.scale for x in parts]) if dim % first.ndim == first.free else first.scale
+    return dataclasses.replace(first, values=values, scale=scale)
+
+
+def _along(x, dim: int, function):
+    """`function(array, dim)` of an array, or of both parts of a `Scaled`."""
+    dim %= x.ndim
+    return x.along(dim, function) if isinstance(x, Scaled) else function(x, dim)

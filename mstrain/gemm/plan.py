@@ -10,6 +10,7 @@ from mstrain.gemm.copies import COPIES
 from mstrain.gemm.grid import Grid, Layout
 from mstrain.gemm.lowering import LoweringOptions
 from mstrain.gemm.padding import Span
+from mstrain.gemm.precision import Precision
 from mstrain.gemm.registry import ALGORITHMS, find_algorithm
 from mstrain.gemm.storage import Storage
 
@@ -25,6 +26,7 @@ class Plan:
       grid: the mesh axes of rows and columns.
       slices: slice count S; 1 for every algorithm but MeshSlice.
       lowering: options for the compiler of the target.
+      precision: which operands have 8 bits.
     """
 
     algorithm: str
@@ -32,6 +34,7 @@ class Plan:
     grid: Grid
     slices: int = 1
     lowering: LoweringOptions = LoweringOptions()
+    precision: Precision = Precision()
 
     @property
     def kind(self) -> Algorithm:

@@ -10,6 +10,7 @@ import functools
 import math
 import operator
 
+import jax
 import jax.numpy as jnp
 
 from mstrain.gemm.algorithm import Algorithm
@@ -46,8 +47,8 @@ def _panels(rows, cols):
 
 def _broadcast(x, dim, panel, panels, axes):
     per_device = panels // axis_size(axes)
-    mine = piece(x, dim, panel % per_device, per_device)
-    return all_reduce(jnp.where(axis_index(axes) == panel // per_device, mine, 0), axes)
+    mine, owns = piece(x, dim, panel % per_device, per_device), axis_index(axes) == panel // per_device
+    return jax.tree.map(lambda x: all_reduce(jnp.where(owns, x, 0), axes), mine)
 
 
 def _collect(partials, dim, axes):

@@ -21,6 +21,8 @@ from mstrain.gemm.local import (
     axis_index,
     axis_size,
     dot,
+    join,
+    part,
     ppermute,
     reduce_scatter,
     reduce_scatter_in_ring,
@@ -41,10 +43,10 @@ def os(a, b, rows, cols, slices=1, dot=dot):
     parts = [[block] for block in blocks[:2]]
     parts += [blocks[i : i + together] for i in range(2, len(blocks), together)]
 
-    def product(part):
-        a_part = jnp.concatenate([block for block, _ in part], axis=1)
-        b_part = [lax.dynamic_slice_in_dim(b, start, block.shape[1], axis=b.ndim - 2) for block, start in part]
-        return dot(a_part, jnp.concatenate(b_part, axis=-2), NN, jnp.float32)
+    def product(blocks):
+        a_part = join([block for block, _ in blocks], 1)
+        b_part = join([part(b, -2, start, block.shape[1]) for block, start in blocks], -2)
+        return dot(a_part, b_part, NN, jnp.float32)
 
     return functools.reduce(operator.add, map(product, parts)).astype(a.dtype)
 
@@ -54,7 +56,7 @@ def ls(a, b, rows, cols, slices=1, dot=dot):
     b = all_gather(b.astype(a.dtype), rows, -2)
 
     def partial(start, width):
-        return dot(a, lax.dynamic_slice_in_dim(b, start, width, axis=b.ndim - 2), NT)
+        return dot(a, part(b, -2, start, width), NT)
 
     return reduce_scatter_in_ring(partial, b.shape[-2], cols, 1)
 
@@ -63,9 +65,9 @@ def rs(a, b, rows, cols, slices=1, dot=dot):
     """Y = A^T B: half blocks of A move around the ring, each gives rows of the partial product; then reduce_scatter."""
     y = None
     for block, start in _circulate(a, 1, cols):
-        part = dot(block, b, TN)
-        y = jnp.zeros((*part.shape[:-2], a.shape[1] * axis_size(cols), b.shape[1]), a.dtype) if y is None else y
-        y = lax.dynamic_update_slice_in_dim(y, part, start, axis=y.ndim - 2)
+        rows_of_y = dot(block, b, TN)
+        y = jnp.zeros((*rows_of_y.shape[:-2], a.shape[1] * axis_size(cols), b.shape[1]), a.dtype) if y is None else y
+        y = lax.dynamic_update_slice_in_dim(y, rows_of_y, start, axis=y.ndim - 2)
     return reduce_scatter(y, rows, -2)
 
 
@@ -74,8 +76,7 @@ def _circulate(x, dim, axes):
     n, me = axis_size(axes), axis_index(axes)
     width = x.shape[dim]
     low = width // 2
-    right = lax.slice_in_dim(x, 0, low, axis=dim)
-    left = lax.slice_in_dim(x, low, width, axis=dim)
+    right, left = part(x, dim, 0, low), part(x, dim, low, width - low)
     for step in range(n):
         coming = (ppermute(right, axes, 1), ppermute(left, axes, -1)) if step + 1 < n else None
         yield right, ((me - step) % n) * width

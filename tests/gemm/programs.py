@@ -25,7 +25,7 @@ _SAME_VALUES = re.compile(r"(%\w+)(?::\d+)? = stablehlo\.(?:reshape|transpose|op
 _TYPES = re.compile(r": \((tensor<[^)]*>)\) -> (tensor<\S+>)$")
 _MESH = re.compile(r"sdy\.mesh (@\w+) = <\[(.*?)\]>")
 _MESH_AXES = re.compile(r"#stablehlo\.replica_group_mesh_axes<mesh = (@\w+), axes = \[(.*?)\]>")
-_WIDTHS = {"f32": 4, "bf16": 2, "i32": 4}
+_WIDTHS = {"f32": 4, "bf16": 2, "i32": 4, "i8": 1, "f8E4M3FN": 1, "f8E5M2": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Operation:
     out_bytes: int
     groups: frozenset[tuple[int, ...]]  # of a permute: its (source, target) pairs
     out_shape: tuple[int, ...]
+    out_dtype: str
 
     @property
     def sent(self) -> int:
@@ -102,6 +103,7 @@ def _operation(result, kind, rest, named) -> Operation:
         out_bytes=_bytes(out),
         groups=frozenset(tuple(map(int, row.split(","))) for row in rows),
         out_shape=_shape(out)[0],
+        out_dtype=_shape(out)[1],
     )
 
 
