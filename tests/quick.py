@@ -3,11 +3,9 @@
 They change nothing that a test is about: neither the partitioned program nor the precision of its products.
 """
 
-from importlib.metadata import version
+from mstrain.hardware.chips import quick_options
 
-QUICK: dict[str, int | bool] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-if tuple(map(int, version("jaxlib").split(".")[:3])) <= (0, 11, 0):  # later ones end at flags that they do not know
-    QUICK["xla_cpu_use_fusion_emitters"] = False
+QUICK = quick_options()
 
 FUSED = {"xla_cpu_use_fusion_emitters": True} if "xla_cpu_use_fusion_emitters" in QUICK else {}
 """For programs whose bits are compared on several shapes: with fusion emitters, no bit depends on the shape."""

@@ -15,7 +15,7 @@ from mstrain.cli import run_command
 from mstrain.commands import plan
 from mstrain.commands.plans.modes import choose
 from mstrain.commands.train import load_config
-from mstrain.models.transformer import count_parameters
+from mstrain.models.size import count_parameters
 from mstrain.models.zoo import load_preset
 from mstrain.planner.mixed.profiles import read_profiles
 

@@ -10,6 +10,7 @@ from mstrain.hardware import Chip
 from mstrain.mesh import MeshShape, parse_mesh, shape_of
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import BlockPlan, ModelPlan, make_plan
+from mstrain.models.precision import in_precision
 from mstrain.models.products import projections
 
 
@@ -86,6 +87,7 @@ def plan_case(case: Case, config: BenchmarkConfig, mesh: Mesh, chip: Chip | None
     """The plan of a case on a mesh with the configured slice counts; raises ValueError if it is illegal."""
     shard = config.shard if mesh.shape["data"] * mesh.shape["context"] > 1 else "none"
     plan = make_plan(config.parallel(case.algorithm), case.model, mesh, case.microbatch, config.seq, chip, shard=shard)
+    plan = in_precision(plan, config.products)
     if config.slice_counts is None or not find_algorithm(case.algorithm).sliced:
         return plan
     counts = dict(zip(PRODUCTS, config.slice_counts, strict=True))

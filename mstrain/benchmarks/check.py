@@ -21,6 +21,7 @@ from mstrain.models.description import describe_plan
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.parameters import describe_sharding
 from mstrain.models.plan import make_plan
+from mstrain.models.precision import in_precision
 from mstrain.models.remat import AUTO, cheapest_that_fits
 from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import BYTES
@@ -138,6 +139,7 @@ def plan_step(config: RunConfig, console: Console = QUIET) -> Step:
         config.parallel, model, target.mesh, microbatch, config.seq, tpu_slice.chip, shard=config.shard,
         pipeline=config.pipeline,
     )  # fmt: skip
+    plan = in_precision(plan, config.products)
     return Step(config, target, Transformer(model, plan, config.seq, dtype, config.remat, config.offload))
 
 

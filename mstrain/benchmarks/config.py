@@ -8,10 +8,12 @@ from mstrain.benchmarks.presets import PEER_MODELS, PEERS, preset_arguments
 from mstrain.checks import at_least, mounted, one_of
 from mstrain.cli import compose
 from mstrain.gemm import ALGORITHMS, find_algorithm
+from mstrain.gemm.precision import Precision
 from mstrain.hardware import TpuSlice, parse_target
 from mstrain.mesh import MeshShape, parse_mesh
 from mstrain.models.config import Automatic, ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect
+from mstrain.models.precision import check_precision
 from mstrain.models.products import projections
 from mstrain.models.sharding import SHARD
 from mstrain.models.transformer import REMAT
@@ -28,20 +30,22 @@ SYNONYMS = {
     "parallel.dataflow": "dataflow",
 }  # fmt: skip
 WORDS = ("models", "algorithms", "meshes", "slices")
+EIGHT_BITS = ("precision", "travel")
+PRECISE = ("step", "layer", "gemm")  # benches of products
 # Keys without effect for a bench; typing one is an error.
 IDLE = {
     "layer": ("remat", "accumulate", "shard"),
     "gemm": ("remat", "accumulate", "shard"),
-    "nongemm": ("remat", "accumulate", "shard", "slices", "dataflow"),
+    "nongemm": ("remat", "accumulate", "shard", "slices", "dataflow", *EIGHT_BITS),
     "collectives": ("models", "layers", "algorithms", "slices", "dataflow", "batch", "seq", "remat",
-                    "accumulate", "shard", "target", "emulate", "dump"),
+                    "accumulate", "shard", "target", "emulate", "dump", *EIGHT_BITS),
     "calibrate": ("models", "layers", "algorithms", "slices", "dataflow", "batch", "seq", "remat", "accumulate",
-                  "shard", "target", "emulate", "dump", "warmup"),
+                  "shard", "target", "emulate", "dump", "warmup", *EIGHT_BITS),
     "data": ("models", "layers", "algorithms", "meshes", "slices", "dataflow", "dtype", "remat", "accumulate", "shard",
-             "target", "emulate", "dump", "warmup"),
-    "tune": ("algorithms", "shard", "emulate", "dump", "repeats", "warmup"),
+             "target", "emulate", "dump", "warmup", *EIGHT_BITS),
+    "tune": ("algorithms", "shard", "emulate", "dump", "repeats", "warmup", *EIGHT_BITS),
     "peers": ("algorithms", "meshes", "slices", "dataflow", "remat", "accumulate", "shard", "target", "emulate",
-              "dump"),
+              "dump", *EIGHT_BITS),
 }  # fmt: skip
 
 
@@ -86,6 +90,10 @@ class BenchmarkConfig:
     """Tokens per sequence; null is 128, and the model's context with bench=peers."""
     dtype: str = "auto"
     """`bf16`, `f32`, or `auto` (bf16 on accelerators)."""
+    precision: str = "bf16"
+    """Operands of products, as in train.py: `bf16`, `int8` or `fp8`."""
+    travel: str = "bf16"
+    """Operands that are all-gathered, as in train.py: `bf16` or `int8`."""
     remat: str = "none"
     """Activation checkpointing: `none`, `dots` or `full`."""
     accumulate: int = 1
@@ -153,6 +161,11 @@ class BenchmarkConfig:
         return names
 
     @property
+    def products(self) -> Precision:
+        """The precision of the layers' products."""
+        return Precision(self.precision, self.travel)
+
+    @property
     def parts(self) -> int:
         """Rows of one model on one mesh with one algorithm."""
         return len(PRODUCTS) if self.bench == "gemm" else 1
@@ -214,6 +227,9 @@ class BenchmarkConfig:
 
     def _check_effect(self) -> None:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        if self.bench in PRECISE:
+            for model in self.model_configs:
+                check_precision(self.products, model, self.algorithm_names)
         if self.tune == "compile" and (self.bench != "tune" or not self.target):
             raise ValueError("tune=compile needs bench=tune and a slice. Type bench=tune target=v5p-64.")
         for key in IDLE.get(self.bench, ()):

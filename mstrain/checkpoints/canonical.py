@@ -1,10 +1,12 @@
 """The canonical form of a state, independent of mesh and plan, which checkpoints store."""
 
 import functools
+from typing import Any
 
 import jax
 import optax
 
+from mstrain.hardware import once_options
 from mstrain.models import parameters
 from mstrain.models.transformer import Transformer
 from mstrain.program.offload import on_device
@@ -21,7 +23,9 @@ def to_canonical(module: Transformer, optimizer: optax.GradientTransformation):
         shardings = shard_copies(parameters.canonical_shardings(module), canonical, optimizer)
         return jax.lax.with_sharding_constraint(canonical, shardings)
 
-    return jax.jit(convert)
+    values = sum(x.size for x in jax.tree.leaves(parameters.canonical_shapes(module)))
+    options: Any = once_options(module.plan.mesh.devices.flat[0].platform, values, moves=True)
+    return jax.jit(convert, compiler_options=options)
 
 
 def canonical_targets(module: Transformer, optimizer: optax.GradientTransformation | None = None):

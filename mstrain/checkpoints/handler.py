@@ -13,6 +13,10 @@ from etils import epath
 
 from mstrain.checkpoints import manifest
 
+# Orbax divides an array among the devices that have copies of it by a program for each device. Smaller parts than these
+# bytes take longer to compile than to write.
+LEAST_PART = 2**20
+
 
 class DigestingHandler(ocp.PyTreeCheckpointHandler):
     """Reads with `buffer` bytes per host beside the arrays.
@@ -22,7 +26,11 @@ class DigestingHandler(ocp.PyTreeCheckpointHandler):
 
     def __init__(self, buffer: int | None = None):
         # Compression saves 8 % of float32 arrays and doubles the time to read them.
-        super().__init__(use_compression=False, restore_concurrent_gb=_gigabytes(buffer))
+        arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=LEAST_PART)
+        super().__init__(
+            use_compression=False, restore_concurrent_gb=_gigabytes(buffer),
+            type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
+        )  # fmt: skip
         self.limit = 0.0
         self.speed: float | None = None
 

@@ -102,8 +102,8 @@ def _backward(plan, rows, saved, dy):
 _linear.defvjp(_forward, _backward)
 
 
-# Of the operands (A, B) of a dataflow: the contracted dims, and whether the matrix is gathered. Dim 0 of every matrix is
-# sharded over rows and dim 1 over columns.
+# Of the operands (A, B) of a dataflow: the contracted dims, and whether the matrix is gathered. Rows shard dim 0 of
+# every matrix, columns dim 1.
 _CONTRACTED = {"os": (1, 0), "ls": (1, 1), "rs": (0, 0)}
 _GATHERED = {"os": (True, True), "ls": (False, True), "rs": (True, False)}
 
@@ -111,8 +111,8 @@ _GATHERED = {"os": (True, True), "ls": (False, True), "rs": (True, False)}
 class Flows:
     """The three dataflows of a plan's algorithm, bound to its grid, slice count, lowering and precision.
 
-    `flow(a, b, gradient, dot)` is called in `shard_map`; operand number `gradient`, if any, is the gradient of a result,
-    and `dot` replaces the local product.
+    `flow(a, b, gradient, dot)` is called in `shard_map`. Operand number `gradient`, if any, is the gradient of a
+    result, and `dot` replaces the local product.
     """
 
     def __init__(self, plan: Plan):
@@ -139,7 +139,8 @@ class Flows:
             for i, x in enumerate((a, b)):
                 gathered = _GATHERED[name][i] and axis_size(shards[1 - i]) > 1
                 operand = Operand(_CONTRACTED[name][i], shards, gradient == i)
-                operands.append(quantize(x, operand, precision) if gathered or precision.products != "bf16" else x)
+                rounds = gathered or precision.products != "bf16"
+                operands.append(quantize(x, operand, precision, a.dtype) if rounds else x)
             return function(*operands, **how)
 
         return flow

@@ -15,6 +15,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
+from mstrain.checks import one_of
 from mstrain.gemm.local import Axes, axis_index, axis_size
 from mstrain.gemm.scaled import Scaled
 
@@ -34,6 +35,18 @@ class Precision:
 
     products: str = "bf16"
     travel: str = "bf16"
+
+    def __post_init__(self):
+        one_of("precision", self.products, PRODUCTS)
+        one_of("travel", self.travel, TRAVEL)
+        if "bf16" not in (self.products, self.travel):
+            raise ValueError(
+                f"travel={self.travel} has no effect with precision={self.products}, whose operands are gathered in 8 "
+                "bits. Type one of them."
+            )
+
+    def __str__(self) -> str:
+        return f"precision={self.products}" if self.products != "bf16" else f"travel={self.travel}"
 
     @property
     def is_full(self) -> bool:
@@ -62,8 +75,8 @@ class Operand:
     gradient: bool = False
 
 
-def quantize(x, operand: Operand, precision: Precision) -> Scaled:
-    """The shard `x` of a matrix in 8 bits; called in `jax.shard_map`."""
+def quantize(x, operand: Operand, precision: Precision, result) -> Scaled:
+    """The shard `x` of a matrix in 8 bits, for products of dtype `result`; called in `jax.shard_map`."""
     dtype = jnp.dtype(precision.dtype(operand.gradient))
     peak = jnp.max(jnp.abs(x), axis=operand.contracted).astype(jnp.float32)
     if axis_size(axes := operand.shards[operand.contracted]) > 1:
@@ -72,7 +85,7 @@ def quantize(x, operand: Operand, precision: Precision) -> Scaled:
     x_8 = x.astype(jnp.float32) / jnp.expand_dims(scale, operand.contracted)
     if dtype == jnp.int8:
         x_8 = jnp.floor(x_8 + _dither(x_8, peak, operand)) if operand.gradient else jnp.round(x_8)
-    return Scaled(x_8.astype(dtype), scale, 1 - operand.contracted, x.dtype, precision.products == "bf16")
+    return Scaled(x_8.astype(dtype), scale, 1 - operand.contracted, result, precision.products == "bf16")
 
 
 def _dither(x, peak, operand: Operand):

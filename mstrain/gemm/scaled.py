@@ -21,7 +21,7 @@ class Scaled:
       scale: float32, of the shape of the dims of `values` that a product keeps.
       free: the (first) dim that a product keeps: 0 for a scale per row, 1 for one per column.
       dtype: of the results of products.
-      widened: whether products convert the values to `dtype`, which loses nothing; otherwise they multiply 8-bit values.
+      widened: whether products convert the values to `dtype`; otherwise they multiply 8-bit values.
     """
 
     values: Any

@@ -1,6 +1,15 @@
 """Chips, TPU slices, the cost of links, and the utilization (MFU) of a step."""
 
-from mstrain.hardware.chips import Chip, CompilerOption, all_chips, chip_for, chip_named, compiler_options, once_options
+from mstrain.hardware.chips import (
+    Chip,
+    CompilerOption,
+    all_chips,
+    chip_for,
+    chip_named,
+    compiler_options,
+    once_options,
+    step_options,
+)
 from mstrain.hardware.link import Link, collective_seconds
 from mstrain.hardware.tpu_slices import TpuSlice, parse_target, tpu_slice_of
 from mstrain.hardware.utilization import mfu
@@ -17,6 +26,7 @@ __all__ = [
     "compiler_options",
     "mfu",
     "once_options",
+    "step_options",
     "parse_target",
     "tpu_slice_of",
 ]

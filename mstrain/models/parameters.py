@@ -309,7 +309,8 @@ def _from_canonical_program(boxes: tuple[Stored, ...], rows: tuple[int, ...] | N
     def convert_parameter(x):
         return _stored(x, boxes, rows, mesh)
 
-    options: Any = once_options(mesh.devices.flat[0].platform, sum(math.prod(box.value.shape) for box in boxes))
+    values = sum(math.prod(box.value.shape) for box in boxes)
+    options: Any = once_options(mesh.devices.flat[0].platform, values, moves=True)
     return jax.jit(convert_parameter, out_shardings=shardings, compiler_options=options)
 
 

@@ -4,7 +4,6 @@ Activations are x_TxD: the tokens of all sequences, concatenated, by features. T
 not depend on algorithms. Consecutive layers with equal plans are one scan, so compile time does not depend on depth.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -17,14 +16,14 @@ from mstrain.layers.attention import Attention, QkNorm, segment_positions
 from mstrain.layers.attention_kernels import AttentionConfig
 from mstrain.layers.dense import Inits
 from mstrain.layers.embedding import Embedding, Positions
-from mstrain.layers.experts import BALANCE, Experts
+from mstrain.layers.experts import Experts
 from mstrain.layers.loss import HeadKernel, LogitsHead, cross_entropy
 from mstrain.layers.mlp import Mlp
 from mstrain.layers.norm import Norm, NormConfig
 from mstrain.layers.past import Past
 from mstrain.layers.rotary import GLOBAL, Rotary
 from mstrain.models.config import ModelConfig
-from mstrain.models.plan import BlockPlan, ModelPlan, canonical_plan
+from mstrain.models.plan import BlockPlan, ModelPlan
 from mstrain.models.prefetch import extend_layers, scan_layers
 from mstrain.models.remat import policy_of
 from mstrain.models.staged import StageLayers
@@ -307,16 +306,3 @@ class Transformer(nn.Module):
 def move(x_TxD, layout: Layout, plan: BlockPlan | ModelPlan):
     """Constrains activations to `layout`; no communication if they have it."""
     return jax.lax.with_sharding_constraint(x_TxD, jax.sharding.NamedSharding(plan.mesh, layout.spec))
-
-
-@functools.cache
-def count_parameters(model: ModelConfig) -> int:
-    """Exact number of parameters, from shapes, without allocation; biases of routers, which no gradient trains, do not
-    count.
-
-    Raises ValueError if the vocabulary is left to the tokenizer.
-    """
-    module = Transformer(model, canonical_plan(model), seq=1)
-    shapes = jax.eval_shape(module.init, jax.random.key(0), jax.ShapeDtypeStruct((1,), jnp.int32))
-    leaves = jax.tree_util.tree_leaves_with_path(shapes)
-    return sum(leaf.size for path, leaf in leaves if BALANCE not in [getattr(key, "key", None) for key in path])

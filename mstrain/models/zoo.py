@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.table import Table
 
 from mstrain.models.config import ModelConfig
-from mstrain.models.transformer import count_parameters
+from mstrain.models.size import count_parameters
 
 PRESETS = Path(__file__).resolve().parents[2] / "conf" / "model"
 BYTES = 256  # tokens of the default tokenizer

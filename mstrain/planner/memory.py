@@ -18,7 +18,7 @@ import jax
 from mstrain.layers.loss import cut_logits
 from mstrain.models.config import ModelConfig
 from mstrain.models.parameters import canonical_model_shapes
-from mstrain.models.transformer import count_parameters
+from mstrain.models.size import count_parameters
 from mstrain.planner.layer import fused_attention
 from mstrain.planner.plan import PodPlan, Product, Products
 from mstrain.planner.remat import parse_remat

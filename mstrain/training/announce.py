@@ -6,7 +6,7 @@ from mstrain.mesh import shape_of
 from mstrain.models.description import describe_plan
 from mstrain.models.flops import flops_formula
 from mstrain.models.parameters import describe_sharding
-from mstrain.models.transformer import count_parameters
+from mstrain.models.size import count_parameters
 from mstrain.training.run import Run
 
 

@@ -10,11 +10,13 @@ from mstrain.checkpoints.config import CheckpointConfig
 from mstrain.checks import at_least, mounted, one_of
 from mstrain.data import PACKS, DataConfig
 from mstrain.gemm import any_sliced
+from mstrain.gemm.precision import Precision
 from mstrain.hardware import parse_target
 from mstrain.job.job import HostsConfig
 from mstrain.mesh import parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
+from mstrain.models.precision import check_precision
 from mstrain.models.remat import check_remat
 from mstrain.models.sharding import SHARD
 from mstrain.models.stages import PipelineConfig, make_stages
@@ -88,6 +90,12 @@ class RunConfig:
     dtype: str = "auto"
     """Dtype of activations and matmuls: `bf16`, `f32`, or `auto` (bf16 on accelerators, f32 on CPUs). Weights and
     optimizer state are float32."""
+    precision: str = "bf16"
+    """Operands of the layers' products: `int8` or `fp8` (float8) with a scale for each row and column and sums in int32
+    or float32; `bf16` leaves them in `dtype`."""
+    travel: str = "bf16"
+    """Operands that the layers' products all-gather: `int8` sends them in 8 bits and multiplies them in `dtype`; `bf16`
+    sends them in `dtype`."""
     remat: str = "none"
     """What a layer keeps for its backward pass: `none` recomputes nothing, `dots` keeps the results of products and of
     attention, `dots-but-mlp-in`, `attention`, `full` keeps none of them; `auto` compiles and takes the first of these
@@ -126,6 +134,11 @@ class RunConfig:
     process: int | None = None
     """Index of this process, from 0. Requires coordinator= and processes=."""
 
+    @property
+    def products(self) -> Precision:
+        """The precision of the layers' products."""
+        return Precision(self.precision, self.travel)
+
     def __post_init__(self):
         at_least("", self, batch=1, seq=1, steps=1, seed=0, accumulate=1, log_every=1)
         one_of("dtype", self.dtype, DTYPES)
@@ -142,6 +155,7 @@ class RunConfig:
             parse_slices(self.parallel.slices)
         used = set(itertools.chain(*layer_algorithms(self.parallel, self.model.layers)))
         check_effect(self.parallel, used)
+        check_precision(self.products, self.model, used)
         open_slices = self.parallel.slices == "auto" and any_sliced(used)
         if self.tune == "compile" and self.mesh != "auto" and not open_slices:
             raise ValueError("tune=compile has nothing to choose. Type mesh=auto, parallel.slices=auto or tune=model.")

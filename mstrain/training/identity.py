@@ -15,6 +15,7 @@ KEPT, CONTENT, FREE, LOCAL = "kept", "content", "free", "local"
 # A key has the class of its own entry, or else of its group. Other keys are KEPT.
 CLASSES = {
     **dict.fromkeys(("model", "optimizer", "steps", "batch", "seq", "seed", "dtype", "init", "init_from"), KEPT),
+    **dict.fromkeys(("precision", "travel"), KEPT),
     **dict.fromkeys(("data.source", "data.field", "data.name", "data.split", "data.num_tokens"), KEPT),
     **dict.fromkeys(("data.validation_fraction", "data.mixture", "data.window", "data.token_dtype", "pack"), KEPT),
     **dict.fromkeys(("data.bos", "data.eos"), KEPT),

@@ -21,6 +21,7 @@ from mstrain.job.job import ALONE, Job
 from mstrain.models.config import ModelConfig
 from mstrain.models.description import describe_plan
 from mstrain.models.plan import ModelPlan, make_plan
+from mstrain.models.precision import in_precision
 from mstrain.models.stages import PipelineConfig
 from mstrain.models.transformer import Transformer
 from mstrain.planner.compiled import on_present
@@ -162,7 +163,8 @@ def _choose_plan(
         shard = "none" if shard_if_possible and shape.data * shape.context == 1 else config.shard
         pipeline = PipelineConfig() if shard_if_possible and shape.stage == 1 else config.pipeline
         mesh = meshes.make_mesh(shape)
-        return make_plan(config.parallel, model, mesh, microbatch, config.seq, chip, shard=shard, pipeline=pipeline)
+        plan = make_plan(config.parallel, model, mesh, microbatch, config.seq, chip, shard=shard, pipeline=pipeline)
+        return in_precision(plan, config.products)
 
     if config.mesh != "auto":
         shape = meshes.parse_mesh(config.mesh)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from mstrain.data import Batch, Corpus, TrainBatches
-from mstrain.hardware import Chip, mfu
+from mstrain.hardware import Chip, mfu, step_options
 from mstrain.job.job import ALONE, Job
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.transformer import Transformer
@@ -45,8 +45,10 @@ class Run:
         parts = self.feed.batches.parts
         sums = self.config.optimizer.sums(self.config.seed)
         program = step_program(self.module, self.optimizer, self.config.batch, self.config.accumulate, parts, sums)
+        platform = self.module.plan.mesh.devices.flat[0].platform
+        options = program.compiler_options | step_options(platform, self.flops * self.config.steps)
         with self.goodput.spend("compile"):
-            return program.compile()
+            return program.compile(options)
 
     @functools.cached_property
     def schedule(self) -> jax.Array:

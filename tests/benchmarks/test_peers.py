@@ -11,7 +11,7 @@ from mstrain.benchmarks.config import load
 from mstrain.benchmarks.peers import compare, flax_model, own, task
 from mstrain.benchmarks.presets import PEER_MODELS
 from mstrain.models.config import ModelConfig
-from mstrain.models.transformer import count_parameters
+from mstrain.models.size import count_parameters
 
 GPT = ModelConfig(layers=2, width=32, heads=4, vocab_size=64, context=16)
 LLAMA = ModelConfig(

@@ -17,7 +17,8 @@ from mstrain.compiler.study import compile_flow
 from mstrain.gemm import Grid, Plan
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import ParallelConfig, make_plan
-from mstrain.models.transformer import Transformer, count_parameters
+from mstrain.models.size import count_parameters
+from mstrain.models.transformer import Transformer
 from mstrain.program.parts import layer_program, product_program
 from mstrain.program.step import step_program
 

@@ -1,4 +1,4 @@
-"""Products in 8 bits: errors within the bound of their rounding, the same result on every mesh, 8 bits in the gathers."""
+"""Products in 8 bits: errors within the bound of rounding, the same result on every mesh, 8 bits in the gathers."""
 
 import dataclasses
 import functools
@@ -109,7 +109,7 @@ def test_stochastic_rounding_keeps_the_mean_of_small_gradients():
     operand = Operand(1, ((), ()), gradient=True)
     means = [
         float(jnp.mean(q.values[:, 1:].astype(jnp.float32)) / 127)
-        for q in (quantize(x, o, INT8) for o in (operand, dataclasses.replace(operand, gradient=False)))
+        for q in (quantize(x, o, INT8, jnp.float32) for o in (operand, dataclasses.replace(operand, gradient=False)))
     ]
     deviation = np.sqrt(0.127 * 0.873 / x[:, 1:].size) / 127
     assert abs(means[0] - 1e-3) <= 4 * deviation

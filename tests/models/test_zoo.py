@@ -13,7 +13,7 @@ from rich.console import Console
 
 from mstrain.models import zoo
 from mstrain.models.config import ModelConfig
-from mstrain.models.transformer import count_parameters
+from mstrain.models.size import count_parameters
 from mstrain.models.zoo import load_preset, preset_names, zoo_table
 
 EXACT = {  # totals of the published weights

@@ -18,8 +18,9 @@ from mstrain.models.flops import training_flops_per_token
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.parameters import STACK, parameter_shapes
 from mstrain.models.plan import make_plan
+from mstrain.models.size import count_parameters
 from mstrain.models.stages import PipelineConfig
-from mstrain.models.transformer import Transformer, count_parameters
+from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import load_preset
 from mstrain.planner.clock import divisors
 from mstrain.planner.clusters import find_pod
