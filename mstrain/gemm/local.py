@@ -5,6 +5,7 @@ Every function is called inside `jax.shard_map`. A collective over one device re
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ TN = ((0,), (0,))  # a.T @ b
 def dot(a, b, contract, dtype=None):
     """Matrix product with float32 accumulation (int32 of int8), rounded once to `dtype` (the inputs' by default)."""
     in_8_bits = all(isinstance(x, Scaled) and not x.widened for x in (a, b))
-    left, right = (x.values if in_8_bits else x.widened_values if isinstance(x, Scaled) else x for x in (a, b))
+    left, right = (_values(x, in_8_bits) for x in (a, b))
     sums = jnp.int32 if left.dtype == jnp.int8 else jnp.float32
     if sums == jnp.int32:
         check_sum(left.shape[contract[0][0]])
@@ -34,6 +35,13 @@ def dot(a, b, contract, dtype=None):
     if isinstance(b, Scaled):
         y = y * b.scale
     return y.astype(dtype or a.dtype)
+
+
+def _values(x, in_8_bits: bool) -> jax.Array:
+    """What a product multiplies."""
+    if not isinstance(x, Scaled):
+        return x
+    return x.values if in_8_bits else x.values.astype(x.dtype)
 
 
 def axis_size(axes: Axes) -> int:
@@ -141,7 +149,7 @@ def join(parts, dim: int):
     return dataclasses.replace(first, values=values, scale=scale)
 
 
-def _along(x, dim: int, function):
+def _along(x, dim: int, function) -> Any:
     """`function(array, dim)` of an array, or of both parts of a `Scaled`."""
     dim %= x.ndim
     return x.along(dim, function) if isinstance(x, Scaled) else function(x, dim)

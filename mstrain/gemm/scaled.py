@@ -38,10 +38,6 @@ class Scaled:
     def ndim(self) -> int:
         return self.values.ndim
 
-    @property
-    def widened_values(self):
-        return self.values.astype(self.dtype)
-
     def astype(self, dtype) -> "Scaled":
         """The same values, for products with results of `dtype`."""
         return dataclasses.replace(self, dtype=dtype)

@@ -42,9 +42,9 @@ def main(arguments: list[str]) -> None:
         programs.append((cpu_seconds() - begin, str(module.operation.attributes["sym_name"]).strip('"')))
         return result
 
-    def first_loss(self, number: int, metrics) -> None:
-        report(self, number, metrics)
-        if number == 1:
+    def first_loss(self, step: int, metrics: dict) -> None:
+        report(self, step, metrics)
+        if step == 1:
             mark("first step")
             show(marks, programs)
 
