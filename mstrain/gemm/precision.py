@@ -79,6 +79,7 @@ def quantize(x, operand: Operand, precision: Precision, result) -> Scaled:
     """The shard `x` of a matrix in 8 bits, for products of dtype `result`; called in `jax.shard_map`."""
     dtype = jnp.dtype(precision.dtype(operand.gradient))
     peak = jnp.max(jnp.abs(x), axis=operand.contracted).astype(jnp.float32)
+    peak = jnp.where(jnp.isnan(peak), jnp.inf, peak)  # a maximum over devices may drop NaN; infinity reaches the result
     if axis_size(axes := operand.shards[operand.contracted]) > 1:
         peak = lax.pmax(peak, axes)
     scale = jnp.where(peak > 0, peak / _LARGEST[dtype.name], 1)

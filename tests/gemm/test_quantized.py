@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mstrain.commands.train import load_config
 from mstrain.gemm import ALGORITHMS, Plan, grid_of
 from mstrain.gemm.precision import Operand, Precision, quantize
 from tests.gemm.products import error, expected, mesh_of, place, plans_of, random_operands, run, step
@@ -62,6 +63,7 @@ def bounds(plan):
 @pytest.mark.parametrize("precision", [INT8, FP8, TRAVEL], ids=["int8", "fp8", "travel"])
 def test_errors_stay_within_the_bound_of_rounding(precision):
     plans = planned(plans_of("meshslice", mesh_of("2x4"), (3,)), precision)
+    plans = plans if precision == TRAVEL else plans[:1]  # without it, all dataflows give the same, see below
     results = run(plans, [place(plan, operands()) for plan in plans])
     for plan, found in zip(plans, results, strict=True):
         exact, errors = bounds(plan)
@@ -71,19 +73,26 @@ def test_errors_stay_within_the_bound_of_rounding(precision):
             assert 0.05 < share.max() <= 1, f"{plan.dataflow} {name}: {share.max():.3f} of the bound"
 
 
-def results_on(mesh, precision, algorithms, slices=(1,)):
-    plans = [plan for name in algorithms for plan in planned(plans_of(name, mesh_of(mesh), slices), precision)]
+def results_on(precision, plans):
+    plans = planned(plans, precision)
     inputs = [place(plan, operands()) for plan in plans]
     return list(zip(plans, run(plans, inputs), strict=True))
 
 
-@pytest.mark.parametrize("precision", [INT8, FP8], ids=["int8", "fp8"])
-def test_every_mesh_algorithm_and_dataflow_gives_the_same(precision):
-    """Scales are agreed, so all round alike; sums of integers are exact, those of float8 rounded in float32."""
-    ((_, reference),) = results_on("1x1", precision, ["fsdp"])
-    others = [name for name, algorithm in ALGORITHMS.items() if algorithm.product is None]
-    found = results_on("2x2", precision, others, (3,)) + results_on("1x4", precision, ["meshslice"], (2,))
-    assert {plan.algorithm for plan, _ in found} == set(others)
+@pytest.mark.parametrize(
+    "precision, algorithms",
+    [(INT8, [name for name, algorithm in ALGORITHMS.items() if algorithm.product is None]), (FP8, ["wang"])],
+    ids=["int8", "fp8"],
+)
+def test_every_mesh_algorithm_and_dataflow_gives_the_same(precision, algorithms):
+    """Scales are agreed, so all round alike; sums of integers are exact, those of float8 rounded in float32.
+
+    One dataflow of an algorithm has products of all three.
+    """
+    one, several = mesh_of("1x1"), mesh_of("2x2")
+    ((_, reference),) = results_on(precision, [Plan("fsdp", "os", grid_of("fsdp", one))])
+    plans = [plan for name in algorithms for plan in plans_of(name, several, (3,))[: 3 if name == "meshslice" else 1]]
+    found = results_on(precision, plans)
     for plan, results in found:
         for name, result, right in zip(("y", "dx", "dw"), results, expected(plan, reference), strict=True):
             if plan.slices == 1 or plan.dataflow != "rs":  # another order of tokens has other random bits
@@ -114,3 +123,23 @@ def test_stochastic_rounding_keeps_the_mean_of_small_gradients():
     deviation = np.sqrt(0.127 * 0.873 / x[:, 1:].size) / 127
     assert abs(means[0] - 1e-3) <= 4 * deviation
     assert means[1] == 0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_value_that_is_not_finite_makes_its_row_not_finite(bad):
+    """8 bits hold no NaN, so the scale has to tell the guard of bad steps."""
+    x = np.ones((4, 8), np.float32)
+    x[2, 3] = bad
+    row = quantize(x, Operand(1, ((), ())), INT8, jnp.float32)
+    products = np.asarray(row.values.astype(jnp.float32) @ np.ones(8, np.float32) * row.scale)
+    assert np.isfinite(products).tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "keys, advice",
+    [("precision=int8 parallel=gspmd", "parallel=meshslice"), ("precision=int8 travel=int8", "Type one of them"),
+     ("precision=int4", "int8"), ("travel=fp8", "bf16")],
+)  # fmt: skip
+def test_a_precision_without_effect_is_refused(keys, advice):
+    with pytest.raises(ValueError, match=advice):
+        load_config(keys.split())
