@@ -9,13 +9,13 @@ import pytest
 
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import (
-    count_parameters,
     flops_formula,
     forward_flops_per_token,
     matmul_parameters,
     training_flops_per_token,
 )
 from mstrain.models.plan import canonical_plan
+from mstrain.models.size import count_parameters
 from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import load_preset
 
