@@ -27,11 +27,11 @@ def at_least(path: str, config, **bounds) -> None:
             raise ValueError(f"{key}={getattr(config, name)} is too small. Type {key}={bound} or more.")
 
 
-def mounted(key: str, path: str | None, instead: str = "") -> None:
+def mounted(key: str, path: str | None) -> None:
     """Raises ValueError if `path` is an address such as gs://bucket/run instead of a folder."""
     if path is not None and (match := re.match(r"([A-Za-z][\w+.-]*):/", path)):
         tool = {"gs": " (gcsfuse mounts gs://)", "s3": " (mount-s3 mounts s3://)"}.get(match[1].lower(), "")
         raise ValueError(
             f"{key}={path} is an address, not a folder: logs, metrics and configurations need a file system. Mount it"
-            f"{tool} and type {key}=/mnt/FOLDER.{instead}"
+            f"{tool} and type {key}=/mnt/FOLDER."
         )

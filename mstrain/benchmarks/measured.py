@@ -58,12 +58,12 @@ def start_devices(config: BenchmarkConfig) -> list[MeshShape]:
     return wanted
 
 
-def time_program(work: Work, warmup: int, repeats: int, options: dict | None = None):
+def time_program(work: Work, warmup: int, repeats: int):
     """Compiles and runs a program; returns the compiled program and the seconds of each timed execution.
 
     An execution ends when every result is on its device.
     """
-    compiled = work.program.compile(options)
+    compiled = work.program.compile()
     arguments, seconds = work.start(), []
     for _ in range(warmup + repeats):
         begin = time.perf_counter()

@@ -112,8 +112,8 @@ def explain_all(config: BenchmarkConfig, console: Console) -> int:
     return 0
 
 
-def to_table(request: PlanRequest, found: list[Costed], limit: int = 10) -> Table:
-    """The table of the best `limit` candidates."""
+def to_table(request: PlanRequest, found: list[Costed]) -> Table:
+    """The table of the ten best candidates."""
     name = request.pod.constants((1, request.pod.devices, 1, 1, 1), request.dtype).name
     title = f"Predicted for {request.pod.name} with {name}, batch {request.batch} x {request.seq}"
     table = Table(title=title, caption=found[0].step.constants.source)
@@ -121,7 +121,7 @@ def to_table(request: PlanRequest, found: list[Costed], limit: int = 10) -> Tabl
         table.add_column(heading)
     for heading in ("ms", "products ms", "exposed ms", "GB"):
         table.add_column(heading, justify="right")
-    for costed in found[:limit]:
+    for costed in found[:10]:
         terms, block = costed.terms, costed.products.block
         why = why_slower(costed, found[0]) if costed.fits else "does not fit"
         table.add_row(

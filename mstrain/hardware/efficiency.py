@@ -50,7 +50,7 @@ class Efficiency:
         size = {"bf16": 2, "bfloat16": 2, "f32": 4, "float32": 4}[dtype]
         moved = size * batch * (m * k + k * n + m * n)
         arithmetic = min(self._arithmetic(tile, dims, batch) for tile in self.tiles) / rate
-        return max(arithmetic, self.stream_seconds(chip, moved)) + self.launch
+        return max(arithmetic, moved / (chip.number("hbm_bandwidth") * self.memory)) + self.launch
 
     def _arithmetic(self, tile: tuple[int, int, float], dims: tuple[int, int, int], batch: int) -> float:
         """FLOPs with this tile, including padding and idle SMs in the last wave."""
@@ -67,10 +67,6 @@ class Efficiency:
         """FLOP/s of a fused attention kernel; heads narrower than a TPU's systolic array use a part of it."""
         filled = 1.0 if self.units else min(1.0, head_dim / self.tiles[0][0])
         return chip.known_peak(dtype) * self.attention * filled
-
-    def stream_seconds(self, chip: Chip, nbytes: float, kernels: float = 0.0) -> float:
-        """Seconds in which `kernels` element-wise kernels read and write `nbytes`."""
-        return nbytes / (chip.number("hbm_bandwidth") * self.memory) + kernels * self.launch
 
 
 def _efficiency(entry: dict) -> Efficiency:

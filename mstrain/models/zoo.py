@@ -62,10 +62,11 @@ def family(model: ModelConfig) -> str:
     return FAMILIES.get(model.name.split("_")[0], "mstrain")
 
 
-def zoo_table(names: tuple[str, ...] | None = None) -> Table:
-    """A row per preset (default: all, sorted by family and size) with the exact parameter count."""
-    models = [load_preset(name) for name in names or preset_names()]
-    models.sort(key=lambda m: (family(m), count_parameters(_with_vocab_size(m, 1))))
+def zoo_table() -> Table:
+    """A row per preset, sorted by family and size, with the exact parameter count."""
+    models = sorted(
+        map(load_preset, preset_names()), key=lambda m: (family(m), count_parameters(_with_vocab_size(m, 1)))
+    )
     table = Table(
         title="Models: type model=NAME", title_justify="left", box=None, padding=(0, 1, 0, 0),
         caption="* set by the tokenizer; parameters are counted for bytes", caption_justify="left",

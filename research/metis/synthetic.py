@@ -31,12 +31,12 @@ def write_hostfile(path: str | Path, devices_per_type: int) -> None:
     Path(path).write_text("0.0.0.1 slots=4\n" * hosts + "0.0.0.4 slots=4\n" * hosts)
 
 
-def read_samples(folder: str | Path, device_type: str = "A100") -> dict[tuple[int, int], dict]:
+def read_samples(folder: str | Path) -> dict[tuple[int, int], dict]:
     """The nine sample documents by (tp, batch)."""
     samples = {}
     for tp in SAMPLE_DEGREES:
         for batch in SAMPLE_DEGREES:
-            path = Path(folder) / profile_name((device_type, tp, batch))
+            path = Path(folder) / profile_name(("A100", tp, batch))
             if not path.is_file():
                 raise ValueError(f"{path}: no such sample; the generator needs tp and bs in {SAMPLE_DEGREES}")
             samples[tp, batch] = read_json(path, "sample")
@@ -44,15 +44,9 @@ def read_samples(folder: str | Path, device_type: str = "A100") -> dict[tuple[in
 
 
 def write_profiles(
-    folder: str | Path,
-    samples: dict[tuple[int, int], dict],
-    num_layers: int,
-    max_batch: int,
-    fast_type: str = "A100",
-    slow_type: str = "V100",
-    slowdown: float = 3.5,
+    folder: str | Path, samples: dict[tuple[int, int], dict], num_layers: int, max_batch: int, slowdown: float = 3.5
 ) -> int:
-    """Write the profiles of both types for tp and batch 1, 2, 4 ... max_batch; returns the number of files.
+    """Write the profiles of A100 and V100 for tp and batch 1, 2, 4 ... max_batch; returns the number of files.
 
     Existing profiles in the folder are removed, other files stay.
     """
@@ -67,7 +61,7 @@ def write_profiles(
         old.unlink()
     for (tp, batch), document in grown.items():
         slow = _rescaled(document, list(document["execution_time"]), slowdown)
-        for device_type, written in ((fast_type, document), (slow_type, slow)):
+        for device_type, written in (("A100", document), ("V100", slow)):
             write_json(written, folder / profile_name((device_type, tp, batch)))
     return 2 * len(grown)
 

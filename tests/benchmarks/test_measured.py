@@ -85,7 +85,7 @@ def test_the_parts_of_a_layer_are_its_flops():
 def test_what_has_no_gemm_has_no_weights_of_products():
     """What it gathers are the statistics of norms: two float32 numbers per token at most."""
     (work,) = works("bench=nongemm", "algorithms=collective")
-    compiled, seconds = time_program(work, warmup=1, repeats=2, options={})
+    compiled, seconds = time_program(work, warmup=1, repeats=2)
     assert len(seconds) == 2
     leaves = jax.tree.leaves(work.program.arguments[0])
     assert leaves and all(leaf.ndim == 1 for leaf in leaves)  # scales and biases of norms
