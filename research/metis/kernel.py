@@ -1,9 +1,8 @@
 """The compiled inner search of Metis for one inter-stage plan: walk, layer balancer, memory check and cost.
 
 All in one file because numba's cache looks for changes only there. Sums run left to right in float64, as in the
-reference and as numba sums an array: another order may change which plans tie. A *row* is a profile, a *demand* the
-memory of a stage's layers, *left* its capacity less that (MB); a *share* is part of the speed. `work`: missing profile,
-replicas' types, samples.
+reference: another order may change which plans tie. A *row* is a profile, a *demand* the memory of a stage's layers,
+*left* its capacity less that (MB); a *share* is part of the speed. `work`: missing profile, replicas' types, samples.
 """
 
 import numba
@@ -24,6 +23,14 @@ def profile_row(rows, missing, kind, tp, batch):
     if row < 0:
         missing[0], missing[1], missing[2] = kind, tp, batch
     return row
+
+
+@numba.njit(cache=True)
+def range_sum(table, row, begin, end):
+    total = 0.0
+    for layer in range(begin, end):
+        total += table[row, layer]
+    return total
 
 
 @numba.njit(cache=True)
@@ -61,7 +68,7 @@ def compute_ms(t, types, ranks, dp, layers, samples, max_bit, work):
     tp = (end - begin) // dp
     if types[begin] == types[end - 1]:
         row = profile_row(t.row, missing, types[begin], tp, samples // dp)
-        return t.layer_ms[row, layer:next_layer].sum()
+        return range_sum(t.layer_ms, row, layer, next_layer)
     if not split_batch(t, types, ranks, dp, tp, samples, work):
         return np.nan
     slowest = 0.0
@@ -72,7 +79,7 @@ def compute_ms(t, types, ranks, dp, layers, samples, max_bit, work):
         for power in range(62, -1, -1):
             if shares[i] & (1 << power):
                 row = profile_row(t.row, missing, kinds[i], tp, 1 << power) if 1 << power <= max_bit else -1
-                replica_ms += t.layer_ms[row, layer:next_layer].sum()
+                replica_ms += range_sum(t.layer_ms, row, layer, next_layer)
         slowest = np.maximum(slowest, replica_ms)
     return slowest
 
@@ -101,7 +108,7 @@ def stage_demands(t, types, starts, dp, bounds, batches, work, demand):
         demand[i] = 0.001
         if types[starts[i]] == types[starts[i + 1] - 1]:
             row = profile_row(t.row, missing, kind, tp, samples // dp[i])
-            demand[i] += MEMORY_FACTOR * t.layer_mb[row, begin:end].sum()
+            demand[i] += MEMORY_FACTOR * range_sum(t.layer_mb, row, begin, end)
             continue
         if not split_batch(t, types, (0, len(types)), dp[i], tp, samples, work):
             return False
@@ -111,7 +118,7 @@ def stage_demands(t, types, starts, dp, bounds, batches, work, demand):
                 if shares[replica] & (1 << power):
                     if by_power[power] == -1.0:
                         row = profile_row(t.row, missing, kind, tp, 1 << power)
-                        by_power[power] = MEMORY_FACTOR * t.layer_mb[row, begin:end].sum()
+                        by_power[power] = MEMORY_FACTOR * range_sum(t.layer_mb, row, begin, end)
                     demand[i] += by_power[power]
     return not np.isnan(demand.sum())
 
@@ -186,9 +193,9 @@ def balance(weight, capacity, owner, room, keeper, bounds):
             kept[stage] += 1
             first[stage] = min(first[stage], layer)
             last[stage] = layer
-    slack = capacity.copy()
+    slack, one_row = capacity.copy(), weight.reshape(1, layers)
     for i in range(stages):
-        slack[i] -= weight[first[i] : last[i] + 1].sum()
+        slack[i] -= range_sum(one_row, 0, first[i], last[i] + 1)
     shift_layers(weight, keeper, kept, slack)
     bounds[0] = 0
     bounds[1:] = np.cumsum(kept)
@@ -249,10 +256,13 @@ def fit(t, types, starts, dp, batches, share, work, scratch, found):
         balance(t.weight, share, owner, room, keeper, bounds)
         if not stage_demands(t, types, starts, dp, bounds, batches, work, demand):
             return 0
-        left[:] = capacity - demand
-        if attempt == 1:
-            first_left[:] = left
-        if (left >= 0.0).all():
+        fits = True
+        for i in range(len(dp)):
+            left[i] = capacity[i] - demand[i]
+            fits = fits and left[i] >= 0.0
+            if attempt == 1:
+                first_left[i] = left[i]
+        if fits:
             return attempt
         if not adjust_capacities(share, capacity, demand):
             return -attempt
@@ -262,8 +272,13 @@ def fit(t, types, starts, dp, batches, share, work, scratch, found):
 @numba.njit(cache=True)
 def bandwidth(rank_node, node_intra, node_least, begin, end, stride):
     """GB/s the reference assumes between the nodes of every stride-th rank of a range."""
-    nodes = rank_node[begin:end:stride]
-    return node_intra[nodes[0]] if (nodes == nodes[0]).all() else node_least[nodes].min()
+    node = rank_node[begin]
+    one_node, least = True, node_least[node]
+    for rank in range(begin, end, stride):
+        other = rank_node[rank]
+        one_node = one_node and other == node
+        least = min(least, node_least[other])
+    return node_intra[node] if one_node else least
 
 
 @numba.njit(cache=True)
@@ -310,8 +325,11 @@ def is_valid(samples, max_batch, max_tp, groups, dp):
 @numba.njit(cache=True)
 def stage_to_split(dp, key):
     """The stage with the least key (without keys: most replicas) that has replicas to halve; -1 if none."""
-    best = np.argmin(np.where(dp == 1, np.inf, key if len(key) else -1.0 * dp))
-    return best if dp[best] != 1 else -1
+    best = -1
+    for i in range(len(dp)):
+        if dp[i] != 1 and (best < 0 or (key[i] < key[best] if len(key) else dp[i] > dp[best])):
+            best = i
+    return best
 
 
 @numba.njit(cache=True)
@@ -325,7 +343,8 @@ def walk(t, layout, groups, num_stage, batches, use_strat, number, plans, found)
     starts, capacity = np.zeros(stages + 1, np.int64), np.zeros(stages)
     starts[1:] = np.cumsum(groups)
     for i in range(stages):
-        capacity[i] = t.memory_mb[types[starts[i] : starts[i + 1]]].sum()
+        for rank in range(starts[i], starts[i + 1]):
+            capacity[i] += t.memory_mb[types[rank]]
     work = missing, np.empty(len(types), np.int64), np.empty(len(types), np.int64)
     owner, keeper = np.empty(CUTS * layers, np.int64), np.empty(layers, np.int64)
     scratch = (owner, np.empty(stages), keeper, capacity, np.empty(stages))
