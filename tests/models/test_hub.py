@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from mstrain.models.hub.config import config_of, differing_fields, family_for, m
 from mstrain.models.hub.families import FAMILIES, NEUTRAL
 from mstrain.models.hub.folder import Folder
 from mstrain.models.hub.tokenizer import byte_tokenizer
+from mstrain.models.hub.write import new_folder
 from mstrain.models.zoo import load_preset
 from tests.models.hub_models import CONFIGS, save
 from tests.models.hub_parity import measure
@@ -80,6 +83,17 @@ def test_an_exported_folder_loads_in_transformers_without_options(folders, tmp_p
         transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (folders / "qwen2", out)
     )
     assert given.keys() == back.keys() and all(given[name].equal(back[name]) for name in given)
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next_one(tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left, running = (tmp_path / f".out.tmp-{socket.gethostname()}-{pid}" for pid in (ended.pid, os.getppid()))
+    for folder in (left, running):
+        folder.mkdir()
+        (folder / "model.safetensors").touch()
+    with new_folder(tmp_path / "out", leads=True):
+        assert running.is_dir() and not left.exists()
 
 
 @pytest.mark.parametrize("wrapper", ["language_model.", "model.language_model."])

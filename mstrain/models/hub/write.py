@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import glob
 import json
 import math
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,10 +50,12 @@ def new_folder(out: Path, leads: bool) -> Iterator[Path]:
     Only the process that `leads` makes it. Raises ValueError when `out` exists or cannot be written.
     """
     check_writable(out)
-    temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
+    prefix = f".{out.name}.tmp-{socket.gethostname()}-"
+    temporary = out.with_name(f"{prefix}{os.getpid()}")
     absent = [folder for folder in out.absolute().parents if not folder.exists()]
     try:
         if leads:
+            _remove_left(out.parent, prefix)
             temporary.mkdir(parents=True)
         yield temporary
         if leads:
@@ -66,6 +70,17 @@ def new_folder(out: Path, leads: bool) -> Iterator[Path]:
             with contextlib.suppress(OSError):  # the first one that holds `out`, or something else
                 for folder in absent:
                     folder.rmdir()
+
+
+def _remove_left(place: Path, prefix: str) -> None:
+    """Removes the folders that killed exports have left: those whose name ends with the number of no process."""
+    for path in place.glob(f"{glob.escape(prefix)}*"):
+        try:
+            os.kill(int(path.name.removeprefix(prefix)), 0)
+        except ProcessLookupError:
+            shutil.rmtree(path, ignore_errors=True)
+        except (ValueError, OSError):  # not one of ours, or a process of somebody else
+            continue
 
 
 def check_writable(out: Path, size: int = 0) -> None:
