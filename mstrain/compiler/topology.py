@@ -64,15 +64,17 @@ def quiet():
 
 
 @functools.cache
-def tpu_slice_devices(tpu_slice: TpuSlice) -> tuple:
-    """The absent devices of a slice; ValueError with the remedy when the compiler is not installed."""
+def tpu_slice_devices(tpu_slice: TpuSlice, slices: int = 1) -> tuple:
+    """The absent devices of so many equal slices; ValueError with the remedy when the compiler is not installed."""
     if problem := missing_compiler():
         raise ValueError(problem)
     for key, value in _ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]  JAX's stub lacks its flags
         jax.config.update("jax_platforms", "cpu")  # the host of the compilation needs no accelerator
-    options: dict[str, str | tuple[bool, ...]] = dict(tpu_slice.topology_options)
+    options: dict[str, str | int | tuple[bool, ...]] = dict(tpu_slice.topology_options)
+    if slices > 1:
+        options["num_slices"] = slices
     if tpu_slice.wraps:
         options["wrap"] = tuple(axis < len(tpu_slice.topology) for axis in range(3))
     with quiet():

@@ -148,6 +148,8 @@ class _Search:
         """Costs a layout with every number of microbatches, remat, schedule and shard. Raises OutOfTime."""
         request, fixed, name = self.request, self.request.fixed, layout.name
         tight, reason, refusal = None, "", ""
+        if self.best_only and self.trainable and self._least_state(layout) > request.usable_bytes:
+            return
         for microbatches in divisors(request.batch // layout.data):
             self.clock.check()
             if not fixed.allows("microbatches", microbatches):
@@ -186,9 +188,11 @@ class _Search:
         self.result.rejected.append(Rejected(layout, reason, tight))
 
     def _least(self, plan: PodPlan, work: Work) -> float:
-        """Seconds of a step at the least: its layers, and with a schedule that nothing fills the bubble."""
-        passes = plan.microbatches + (plan.pipeline - 1 if self.request.fixed.schedule in ("1f1b", "gpipe") else 0)
-        return passes * self.request.model.layers / plan.pipeline * (work.forward + work.backward).seconds
+        """Seconds of a step at the least: its layers, and the smallest bubble of the schedules that are searched."""
+        whole = self.request.fixed.schedule in ("1f1b", "gpipe")
+        bubble = (plan.pipeline - 1) / (1 if whole else self.request.fixed.interleave or max(CHUNKS))
+        passes = (plan.microbatches + bubble) * self.request.model.layers / plan.pipeline
+        return passes * (work.forward + work.backward).seconds
 
     def _slowest(self, found: dict[str, Costed], name: str) -> float:
         """Seconds of a step that is not worth costing."""

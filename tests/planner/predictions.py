@@ -1,0 +1,117 @@
+"""The best plan of large models before and after sharded copies, stages and split sequences, by the cost model.
+
+    python -m tests.planner.predictions            writes docs/data/predictions.csv, and prints the table of the page
+    python -m tests.planner.predictions print      prints the table
+
+`before` is the best MeshSlice plan with data-parallel copies of everything, `after` the best of all plans that train.py
+runs. Rows that the file has are not searched again.
+"""
+
+import csv
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from mstrain.models.zoo import load_preset
+from mstrain.planner.cost import Costed
+from mstrain.planner.search import search
+from mstrain.planner.trainer import train_keys
+from tests.docs.steps import ROOT
+from tests.planner.plans import ask
+
+FILE = ROOT / "docs" / "data" / "predictions.csv"
+COLUMNS: tuple[str, ...] = (
+    "model", "target", "seq", "batch", "space", "keys", "seconds", "mfu_percent", "uncertainty_percent", "memory_gb",
+    "searched",
+)  # fmt: skip
+SPACES = {
+    "before": {"algorithm": "meshslice", "shard": "none", "pipeline": "1", "context": "1", "optimizer": "adamw"},
+    "after": {},
+}
+EACH = (1, 0.5, 2, 4)  # sequences per device
+
+
+class Step(NamedTuple):
+    """A training step: its columns."""
+
+    model: str
+    target: str
+    seq: int
+    batch: int
+
+
+def steps() -> Iterator[Step]:
+    cases = [
+        (model, target, 256, 2048)
+        for model in ("gpt3_175b", "megatron_nlg_530b")
+        for target in ("v5p-512", "v6e-256", "tpu7x-256")
+    ]
+    cases += [(model, "v6e-256", 256, 8192) for model in ("llama3_8b", "llama3_70b")]
+    cases += [("llama3_405b", "v5p-1024", 512, seq) for seq in (8192, 131072)]
+    return (Step(model, target, seq, int(devices * n)) for n in EACH for model, target, devices, seq in cases)
+
+
+def predict(step: Step, space: str) -> dict[str, str]:
+    """A row of the file; without keys where no plan fits."""
+    request = ask(load_preset(step.model), cluster=step.target, batch=step.batch, seq=step.seq, **SPACES[space])
+    result = search(request, best_only=True)
+    row = {**{name: str(value) for name, value in step._asdict().items()}, "space": space}
+    row |= dict.fromkeys(COLUMNS[len(row) :], "") | {"searched": str(result.costed)}
+    if result.trainable:
+        best: Costed = result.trainable[0]
+        row |= {
+            "keys": " ".join(f"{name}={value}" for name, value in train_keys(best.plan).items()),
+            "seconds": f"{best.seconds:.3f}",
+            "mfu_percent": f"{100 * (request.utilization(best.seconds) or 0):.1f}",
+            "uncertainty_percent": f"{100 * best.uncertainty:.0f}",
+            "memory_gb": f"{best.fullest.total / 1e9:.1f}",
+        }
+    return row
+
+
+def read() -> list[dict[str, str]]:
+    if not FILE.exists():
+        return []
+    with FILE.open() as file:
+        return list(csv.DictReader(file))
+
+
+def fill() -> None:
+    """Searches what the file lacks; each row is written as soon as it is known."""
+    rows = read()
+    known = {tuple(row[name] for name in COLUMNS[:5]) for row in rows}
+    for step in steps():
+        for space in SPACES:
+            if (*map(str, step), space) not in known:
+                rows.append(predict(step, space))
+                with FILE.open("w", newline="") as file:
+                    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+                    writer.writeheader()
+                    writer.writerows(rows)
+
+
+def table() -> str:
+    """A line per step: both plans, and how much less time the better one takes."""
+    lines = ["| step | before | after | time saved |", "|---|---|---|---|"]
+    found = {tuple(row[name] for name in COLUMNS[:5]): row for row in read()}
+    for step in steps():
+        pair = [found.get((*map(str, step), space)) for space in SPACES]
+        if None in pair:
+            continue
+        seconds = [float(row["seconds"]) if row and row["seconds"] else None for row in pair]
+        saved = f"{100 * (1 - seconds[1] / seconds[0]):.1f} %" if seconds[0] and seconds[1] else ""
+        lines.append(f"| `{step.model} {step.target} seq={step.seq} batch={step.batch}` | "
+                     + " | ".join(_cell(row) for row in pair if row) + f" | {saved} |")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _cell(row: dict[str, str]) -> str:
+    if not row["seconds"]:
+        return "does not fit"
+    return f"{float(row['seconds']):.2f} s, {row['mfu_percent']} %, `{row['keys']}`"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["print"]:
+        fill()
+    print(table())
