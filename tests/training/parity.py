@@ -195,6 +195,7 @@ def expert_cases() -> list[Case]:
     """Layers of experts with losses and biases that keep their load even: every algorithm, ZeRO, stages, context."""
     model = FAMILIES["mixtral"]
     return [
+        Case("2x2x2", ParallelConfig(slices="2"), shard="parameters", model=model),
         Case("2x4", ParallelConfig(slices="2"), model=model),
         Case("2x2x2", ParallelConfig("collective", dataflow="rs"), shard="parameters", model=model),
         Case("stage2-row2-col2", ParallelConfig(), 1, pipeline=PipelineConfig("gpipe"), model=model),
