@@ -9,7 +9,7 @@ from flax import linen as nn
 from mstrain.benchmarks.cases import Case
 from mstrain.benchmarks.work import Work
 from mstrain.layers.attention import Attention
-from mstrain.layers.mlp import Mlp
+from mstrain.layers.mlp import Mlp, activate
 from mstrain.models.flops import forward_flops_per_token
 from mstrain.models.plan import ModelPlan
 from mstrain.models.transformer import Block, move
@@ -28,7 +28,7 @@ class Activation(Mlp):
     """The activation between the projections of an MLP."""
 
     def __call__(self, h):
-        return self._activate(h)
+        return activate(h, self.plans, self.activation, self.gated)
 
 
 class NonGemm(Block):
@@ -38,7 +38,9 @@ class NonGemm(Block):
     def __call__(self, x_TxD, qkv, h_TxF, seq):
         m, plan = self.model, self.plan
         scores = Scoring(**_fields(self._attention()), name="scoring")(qkv, seq, seq)
-        hidden = Activation(**_fields(self._mlp()), name="activation")(h_TxF)
+        mlp = self._mlp(None)
+        assert isinstance(mlp, Mlp), "experts are refused before"
+        hidden = Activation(**_fields(mlp), name="activation")(h_TxF)
         residual = plan.attention.residual
         normed = self._norm("attention_norm", residual)(x_TxD)
         x_TxD = x_TxD + normed

@@ -54,7 +54,7 @@ NONE = Pass()
 class Terms:
     """Seconds of a step of a device of one stage by term; they add up to the step.
 
-    `messages` are those between stages, `bubble` is the rest of the time in which the device waits.
+    `messages` are those between stages and to all of them, `bubble` is the rest of the time in which the device waits.
     """
 
     products: float
@@ -305,6 +305,16 @@ class Step:
         gather = collective_seconds((self.links.ring or self.links.row).all_gather, nbytes, tensor)
         return link.launch + link.sync + nbytes / link.bandwidth + (0.0 if self.plan.sequence_parallel else gather)
 
+    def _broadcasts(self) -> float:
+        """Of a microbatch, over stages in lockstep: the last one's activations, for the loss, and the first one's
+        gradient, for the embedding, go to all of them; each is an all_reduce in which the others are zero."""
+        if not self.lockstep:
+            return 0.0
+        links, count = self.links.stage, self.plan.pipeline
+        nbytes = self.products.tokens * self.request.model.width * self.request.element_bytes / self.plan.tensor / count
+        halves = (collective_seconds(link, nbytes, count) for link in (links.reduce_scatter, links.all_gather))
+        return 2 * sum(halves)
+
     def _pipeline(self, message: float) -> tuple[float, float]:
         """Seconds of (all microbatches through all stages, of those for messages)."""
         plan, stages = self.plan, self.stages
@@ -317,7 +327,8 @@ class Step:
         if plan.pipeline > 1 and not self.style.native and "pipeline" not in self.style.hides:
             crossings += 2 * (plan.microbatches * plan.chunks - 1)
         cycles = (plan.microbatches - 1) * cycle_seconds(stages, message, plan.schedule)
-        return cycles + stages[longest].seconds + fill / plan.chunks + crossings * message, crossings * message
+        messages = crossings * message + plan.microbatches * self._broadcasts()
+        return cycles + stages[longest].seconds + fill / plan.chunks + messages, messages
 
     def _end(self, plan: PodPlan, number: int) -> tuple[float, float]:
         """(sums and gathers over the replicas, update) of one stage, in seconds per step."""

@@ -291,10 +291,12 @@ class TransformerStep(PipelineStep):
         return [(OpSpec("Send", ((max(1, round(self.bytes[LAST] / self.size)),),), self.size), value, arrival)]
 
     def finish(self) -> list[RankOp]:
-        """The two copies of a tied table exchange their gradients; then one optimizer operation per stage."""
+        """The two copies of a tied table exchange their gradients, unless every stage makes them; then one optimizer
+        operation per stage."""
         ops: list[RankOp] = []
         copies = (0, "embedding"), (self.chunks - 1, "head")
-        if self.request.model.tied and copies[1] in self.counts and self.plan.pipeline > 1:
+        exchange = self.plan.pipeline > 1 and not self.costed.step.lockstep
+        if self.request.model.tied and copies[1] in self.counts and exchange:
             elements = max(1, round(self.counts[copies[1]] / self.plan.tensor))
             spec, sent = OpSpec("Send", ((elements,),), WEIGHT_BYTES), [self.gradients[key][0] for key in copies]
             for (here, _), key, value in zip(copies, reversed(copies), sent):

@@ -12,7 +12,8 @@ from mstrain.hardware import compiler_options, parse_target
 from mstrain.mesh import make_mesh, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import ParallelConfig, make_plan
-from mstrain.models.transformer import Transformer, count_parameters
+from mstrain.models.size import count_parameters
+from mstrain.models.transformer import Transformer
 from mstrain.program.step import step_program
 
 MODEL = ModelConfig(layers=1, width=256, heads=4, position="alibi", vocab_size=256)

@@ -155,9 +155,9 @@ def test_broken_json_lines_are_counted_by_file_and_line(tmp_path):
 def test_json_lines_are_utf8_and_may_begin_with_a_byte_order_mark(tmp_path):
     lines = '{"text": "one"}\n{"text": "zwölf"}\n'
     (tmp_path / "a.jsonl").write_bytes(lines.encode("utf-8-sig"))
-    assert read(JsonLines.of_path(str(tmp_path / "a.jsonl"), "text"))[0] == {"a.jsonl:1": "one", "a.jsonl:2": "zwölf"}
+    assert read(of_path(JsonLines, str(tmp_path / "a.jsonl"), "text"))[0] == {"a.jsonl:1": "one", "a.jsonl:2": "zwölf"}
     (tmp_path / "b.jsonl").write_bytes((lines * 5).encode("utf-16"))
-    texts, skipped = read(JsonLines.of_path(str(tmp_path / "b.jsonl"), "text"))
+    texts, skipped = read(of_path(JsonLines, str(tmp_path / "b.jsonl"), "text"))
     assert not texts and skipped == ["skipped 11 of 11 lines that are not JSON, first: b.jsonl:1"]
 
 

@@ -50,8 +50,8 @@ def poison(monkeypatch, feed, batches, loss_factor, gradient_factor):
     markers = jnp.stack([jnp.asarray(feed(batch).tokens)[0, 0] for batch in batches])
     original = step_module.gradients
 
-    def gradients(module, params, batch):
-        loss, grads = original(module, params, batch)
+    def gradients(module, params, batch, *rest):
+        loss, grads = original(module, params, batch, *rest)
         bad = jnp.any(jnp.all(batch.tokens[0, 0] == markers, axis=-1))
         grads = jax.tree.map(lambda x: x * jnp.where(bad, gradient_factor, 1.0), grads)
         return loss * jnp.where(bad, loss_factor, 1.0), grads

@@ -188,7 +188,9 @@ run_command(COMMAND)
 def test_a_job_survives_saves_that_fail_on_one_host_and_ends_when_one_dies(tmp_path, cache):
     """Of process 1's files, those of step 2 are refused while they are written and those of step 4 before."""
     run = tmp_path / "run"
-    words = arguments(run, cache, "steps=100000", "mesh=2x2x2", "eval.every=100", "checkpoint.every=2")
+    words = arguments(
+        run, cache, "steps=100000", "mesh=2x2x2", "shard=optimizer", "eval.every=100", "checkpoint.every=2"
+    )
     job = Job(tmp_path, words, 2, command=[sys.executable, "-c", UNLUCKY])
     assert job.wait_for(lambda: any(saved(run))), job.output[-4000:]
     assert [step for step in saved(run) if step][0] == 6 and not manifest.problems(run / "checkpoints" / "6")
