@@ -24,13 +24,14 @@ from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import load_preset
 from mstrain.planner.clock import divisors
 from mstrain.planner.clusters import find_pod
-from mstrain.planner.cost import Stage, cost_plan, cycle_seconds, split_layers
+from mstrain.planner.cost import Stage, cost_plan, cycle_seconds
 from mstrain.planner.layer import Pass
 from mstrain.planner.memory import deferred_bytes, loss_bytes, parameter_counts
 from mstrain.planner.plan import PodPlan, plan_products
 from mstrain.planner.request import SHARDS, PlanRequest
 from mstrain.planner.search import REMATS, search_pod
 from mstrain.planner.simulated import plan_cluster, simulate_plan
+from mstrain.planner.stages import split_layers
 from mstrain.planner.step import transformer_step
 from mstrain.planner.target import torus_axes
 from mstrain.planner.trainer import train_keys, why_not_trainable
