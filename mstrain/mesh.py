@@ -182,16 +182,17 @@ def arrange(shape: MeshShape, devices, slices: int = 1) -> np.ndarray:
     A mesh axis takes whole torus axes of a slice where JAX finds such an order, and parts of them otherwise.
     """
     within = dataclasses.replace(shape, replica=shape.replica // slices).sizes
-    for split in (False, True):
-        try:
-            if slices == 1:
-                return mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=split)
-            across = (slices, *(1 for _ in within[1:]))
-            return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=split)
-        except NotImplementedError:  # only JAX knows which meshes whole axes carry where a chip has two cores
-            if split:
-                raise
-    raise AssertionError
+
+    def order(split: bool):
+        if slices == 1:
+            return mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=split)
+        across = (slices, *(1 for _ in within[1:]))
+        return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=split)
+
+    try:
+        return order(split=False)
+    except NotImplementedError:  # only JAX knows which meshes whole axes carry where a chip has two cores
+        return order(split=True)
 
 
 def shape_of(mesh: Mesh | AbstractMesh) -> MeshShape:

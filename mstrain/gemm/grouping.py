@@ -64,7 +64,7 @@ def sort_values(values_TxK: jax.Array, groups: Groups, plan: Plan) -> jax.Array:
         return values
     spec = P(plan.grid.layout.tokens or None)
     local = jax.shard_map(
-        lambda values, choices: values.at[choices].get(mode="fill", fill_value=0),
-        mesh=plan.grid.mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False,
+        lambda values, groups: groups.sort(values, CHOICES),
+        mesh=plan.grid.mesh, in_specs=(spec, groups_spec(plan)), out_specs=spec, check_vma=False,
     )  # fmt: skip
-    return local(values, groups.choices)
+    return local(values, groups)

@@ -6,6 +6,7 @@ from mstrain.hardware import mfu
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.parallel import ParallelConfig
+from mstrain.parallel import schedules
 from mstrain.planner.execution import ExecutionStyle, style_named
 from mstrain.planner.target import Pod
 from mstrain.program.optimizer import OptimizerConfig
@@ -13,7 +14,8 @@ from mstrain.program.optimizer import OptimizerConfig
 MEMORY_MARGIN = 0.1  # of a device's memory, for fragmentation and the compiler's workspace
 SHARDS = ("none", "optimizer", "gradients", "parameters")
 """What is sharded over the data-parallel devices: nothing, or ZeRO 1, 2 and 3."""
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero-bubble")
+SCHEDULES = tuple(sorted(schedules.SCHEDULES))
+"""1f1b first: of plans that take the same time, the first one counts."""
 
 
 @dataclass(frozen=True)
