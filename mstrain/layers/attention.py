@@ -81,17 +81,32 @@ class Attention(nn.Module):
 
     def _attend(self, qkv, seq, window, segments_T, past):
         layout = self.plans.inside
-        scales, specs = self._scales(P(layout.features or None))
+        (scales, specs), sinks = self._scales(P(layout.features or None)), self._sinks(P(layout.features or None))
         segments_T = None if segments_T is None else self.plans.inside_order(segments_T)
         kept = None if past is None else KeysValues(*[P(layout.tokens, None, layout.features or None)] * 2)
         local = jax.shard_map(
             functools.partial(self._local, seq),
             mesh=self.plans.grid.mesh,
-            in_specs=(layout.spec, P(), P(layout.tokens), kept and Past(kept, P(), P(layout.tokens)), *specs),
+            in_specs=(
+                layout.spec,
+                P(),
+                P(layout.tokens),
+                kept and Past(kept, P(), P(layout.tokens)),
+                P(layout.features or None),
+                *specs,
+            ),
             out_specs=(layout.spec, kept),
             check_vma=False,
         )
-        return local(qkv, window, segments_T, past, *scales)
+        return local(qkv, window, segments_T, past, sinks, *scales)
+
+    def _sinks(self, sharded: P):
+        """The sinks of all query heads, in the order of these; None without."""
+        if not self.config.sinks:
+            return None
+        one_each = dataclasses.replace(self.heads, width=1, unit=1, key_unit=1)
+        span = one_each.segments[0]
+        return parameter(self, "sinks", self.inits.into, Storage((span.size,), (span,)), sharded)
 
     def _scales(self, sharded: P):
         """Scales of the norms of queries and keys with their specs: none, one per feature of a head, or of all heads.
@@ -109,7 +124,7 @@ class Attention(nn.Module):
         ]
         return [scale + float(norm.unit_offset) for scale in scales], [spec, spec]
 
-    def _local(self, seq, qkv, window, segments_T, past, *scales):
+    def _local(self, seq, qkv, window, segments_T, past, sinks_N, *scales):
         heads, lowering, split = self.heads, self.plans.into.lowering, self.config.split
         here = seq // split.parts
         q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = self._split(constrain_layout(qkv, lowering), here, scales)
@@ -122,12 +137,12 @@ class Attention(nn.Module):
         if self.rotary:
             q_BxTxNxH = self.rotary.rotate(q_BxTxNxH, window, positions)
             k_BxTxKxH = self.rotary.rotate(k_BxTxKxH, window, positions)
-        y_BxTxNxH = self._mix(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, window, segments_BxS, past)
+        y_BxTxNxH = self._mix(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, window, segments_BxS, past, sinks_N)
         y = y_BxTxNxH.reshape(-1, heads.queries_here * heads.width)
         y = jnp.pad(y, ((0, 0), (0, heads.segments[0].stored // heads.columns - y.shape[1])))
         return constrain_layout(y, lowering), None if past is None else KeysValues(k_BxTxKxH, v_BxTxKxH)
 
-    def _mix(self, q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, window, segments_BxS, past):
+    def _mix(self, q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, window, segments_BxS, past, sinks_N):
         """The values that each query head of this column attends to, [B, T, N, H]; zeros for padded heads."""
         heads, order_N = self.heads, self._order()
         slopes_N = alibi_slopes(heads.queries)[order_N] if self.config.alibi else None
@@ -138,10 +153,12 @@ class Attention(nn.Module):
         k_BxTxKxH, v_BxTxKxH = of_queries(k_BxTxKxH), of_queries(v_BxTxKxH)
         if past is not None and past.kept.keys.shape[1]:
             past = past._replace(kept=KeysValues(*map(of_queries, past.kept)))
-            y_BxTxNxH = attend_past(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, past, self.config, slopes_N, window)
+            y_BxTxNxH = attend_past(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, past, self.config, slopes_N, window, sinks_N)
         else:
             platform, compute = self.plans.grid.platform, attend if self.config.split.parts == 1 else attend_parts
-            y_BxTxNxH = compute(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, self.config, slopes_N, window, platform, segments_BxS)
+            y_BxTxNxH = compute(
+                q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, self.config, slopes_N, window, platform, segments_BxS, sinks_N
+            )
         return y_BxTxNxH if heads.order.min() >= 0 else jnp.where(order_N[:, None] >= 0, y_BxTxNxH, 0)
 
     def _order(self):

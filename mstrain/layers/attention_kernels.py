@@ -27,6 +27,7 @@ class AttentionConfig:
       soft_cap: c of c * tanh(score / c) (Gemma 2); None for none.
       windowed: whether some layers attend to a window of past tokens only. The window is then a traced operand.
       split: of sequences over devices.
+      sinks: whether every query head has a learned score of no key, a sink, in its softmax (gpt-oss).
     """
 
     scale: float
@@ -34,9 +35,10 @@ class AttentionConfig:
     soft_cap: float | None = None
     windowed: bool = False
     split: SequenceSplit = SequenceSplit()
+    sinks: bool = False
 
 
-def attend(q, k, v, config: AttentionConfig, slopes_N, window, platform: str = "cpu", segments_BxT=None):
+def attend(q, k, v, config: AttentionConfig, slopes_N, window, platform: str = "cpu", segments_BxT=None, sinks_N=None):
     """Causal attention of q_BxTxNxH over k, v_BxTxKxH; returns [B, T, N, H] in the dtype of q.
 
     `platform` is JAX's name of the platform that the program is compiled for. Tokens attend to equal `segments_BxT`
@@ -48,25 +50,34 @@ def attend(q, k, v, config: AttentionConfig, slopes_N, window, platform: str = "
         wide = q.shape[3] > CUDNN_WIDEST_HEAD
         if platform in ("gpu", "cuda") and not wide and not config.soft_cap and segments_BxT is None:
             return checkpoint_name(_attend_cudnn(q, k, v, config=config), SAVED)
-    return checkpoint_name(_attend_xla(q, k, v, config, slopes_N, window, segments_BxT), SAVED)
+    return checkpoint_name(_attend_xla(q, k, v, config, slopes_N, window, segments_BxT, sinks_N), SAVED)
 
 
 def flash_fits(dtype, tokens: int, head_dim: int, config: AttentionConfig) -> bool:
-    """Flash kernels need bfloat16, whole blocks of tokens, and scores without a bias or a traced window."""
-    extras = config.alibi or config.windowed
+    """Flash kernels need bfloat16, whole blocks of tokens, and scores without a bias, a sink or a traced window."""
+    extras = config.alibi or config.windowed or config.sinks
     return not extras and dtype == jnp.bfloat16 and head_dim % 8 == 0 and tokens % 128 == 0
 
 
-def _attend_xla(q, k, v, config: AttentionConfig, slopes_N, window, segments_BxT):
+def _attend_xla(q, k, v, config: AttentionConfig, slopes_N, window, segments_BxT, sinks_N):
     B, T, N, H = q.shape
     K = k.shape[2]
     q = q.reshape(B, T, K, N // K, H)
     s_BxKxGxTxS = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * config.scale
     places, segments = (x if x is None else (x, x) for x in (jnp.arange(T), segments_BxT))
     s_BxKxGxTxS = mask_scores(s_BxKxGxTxS, config, slopes_N, window, places, segments)
-    p_BxKxGxTxS = jax.nn.softmax(s_BxKxGxTxS, axis=-1).astype(v.dtype)
+    p_BxKxGxTxS = softmax(s_BxKxGxTxS, sinks_N).astype(v.dtype)
     y = jnp.einsum("bkgts,bskh->btkgh", p_BxKxGxTxS, v, preferred_element_type=jnp.float32)
     return y.reshape(B, T, N, H).astype(q.dtype)
+
+
+def softmax(s_BxKxGxTxS, sinks_N=None):
+    """Probabilities of the keys, float32; a sink takes the rest of them."""
+    if sinks_N is None:
+        return jax.nn.softmax(s_BxKxGxTxS, axis=-1)
+    sinks = sinks_N.astype(jnp.float32).reshape(1, *s_BxKxGxTxS.shape[1:3], 1)
+    total = jnp.logaddexp(jax.nn.logsumexp(s_BxKxGxTxS, axis=-1), sinks)
+    return jnp.exp(s_BxKxGxTxS - total[..., None])
 
 
 def mask_scores(s_BxKxGxTxS, config: AttentionConfig, slopes_N, window, places, segments):

@@ -15,7 +15,7 @@ from mstrain.layers.attention_kernels import AttentionConfig, flash_fits
 from mstrain.layers.ring_attention import attend_in_steps
 
 
-def attend_parts(q, k, v, config: AttentionConfig, slopes_N, window, platform: str, segments_BxS=None):
+def attend_parts(q, k, v, config: AttentionConfig, slopes_N, window, platform: str, segments_BxS=None, sinks_N=None):
     """Attention of q_BxTxNxH, a part, over all parts of k, v_BxTxKxH; segments are those of whole sequences.
 
     Called in `jax.shard_map`; other arguments and the result as of `mstrain.layers.attention_kernels.attend`.
@@ -27,7 +27,7 @@ def attend_parts(q, k, v, config: AttentionConfig, slopes_N, window, platform: s
 
         blocks = SplashBlocks(config)
     kv = jnp.stack([_chunks(k), _chunks(v)])
-    y: jax.Array = attend_in_steps(chunks, kv, slopes_N, window, segments_BxS, blocks, config.split)
+    y: jax.Array = attend_in_steps(chunks, kv, sinks_N, slopes_N, window, segments_BxS, blocks, config.split)
     return y.transpose(1, 0, 3, 2, 4).reshape(q.shape)
 
 

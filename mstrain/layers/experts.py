@@ -3,11 +3,12 @@
 import math
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm import PlanPair, Span, Storage
+from mstrain.gemm import Plan, PlanPair, Span, Storage
 from mstrain.gemm.grouping import group_choices, rows_into, sort_values
 from mstrain.layers.dense import Dense, Inits
 from mstrain.layers.mlp import activate
@@ -21,7 +22,7 @@ class Experts(nn.Module):
     """Maps x_TxD to the weighted sum of the chosen experts' `mstrain.layers.mlp.Mlp`.
 
     Attributes:
-      plans, width, hidden, activation, gated, inits: as in `Mlp`, of every expert.
+      plans, width, hidden, activation, gated, bias, inits: as in `Mlp`, of every expert; the router has a `bias`, too.
       router: number and choice of experts.
     """
 
@@ -30,6 +31,7 @@ class Experts(nn.Module):
     hidden: Span
     activation: str
     gated: bool
+    bias: bool
     inits: Inits
     router: RouterConfig
 
@@ -42,12 +44,38 @@ class Experts(nn.Module):
         segments = (self.hidden,) * (2 if self.gated else 1)
         into = (self.plans.into, self.width, segments, self.inits.into, False, "mlp-in", self.router.experts)
         out = (self.plans.out, self.hidden, (self.width,), self.inits.out, False, "mlp-out", self.router.experts)
-        h = activate(Dense(*into, name="up")(x_TxD, groups, rows), self.plans, self.activation, self.gated)
+        h = Dense(*into, name="up")(x_TxD, groups, rows)
+        if self.bias:
+            of_rows = sort_values(choices_TxK, groups, self.plans.into)[:, None]
+            h = self._add_biases(h, "up_bias", segments, self.plans.into, of_rows, jnp.ones(of_rows.shape))
+        h = activate(h, self.plans, self.activation, self.gated)
         scales = sort_values(weights_TxK, groups, self.plans.into)
         h = jax.lax.with_sharding_constraint(
             h * scales[:, None].astype(h.dtype), self.plans.grid.sharding(self.plans.inside.spec)
         )
-        return Dense(*out, name="down")(h, groups, rows.reversed)
+        y_TxD = Dense(*out, name="down")(h, groups, rows.reversed)
+        if not self.bias:
+            return y_TxD
+        return self._add_biases(y_TxD, "down_bias", (self.width,), self.plans.out, choices_TxK, weights_TxK)
+
+    def _add_biases(self, y_RxF, name: str, segments: tuple[Span, ...], plan: Plan, experts_RxK, weights_RxK):
+        """Adds to every row of the output of `plan` the biases of its experts, times their weights."""
+        experts, layout = self.router.experts, plan.output_layout
+        storage = Storage(
+            (experts, sum(span.size for span in segments)), segments=segments, columns=plan.grid.num_cols
+        )  # fmt: skip
+        bias_ExF = parameter(self, name, nn.initializers.zeros, storage, P(None, layout.features or None))
+
+        def local(y, bias, experts_RxK, weights_RxK):
+            chosen = experts_RxK[:, :, None] == jnp.arange(experts)
+            shares_RxE = jnp.sum(jnp.where(chosen, weights_RxK[:, :, None], 0), axis=1)
+            return y + jnp.matmul(shares_RxE, bias, precision=jax.lax.Precision.HIGHEST).astype(y.dtype)
+
+        rows = P(layout.tokens or None)
+        return jax.shard_map(
+            local, mesh=plan.grid.mesh, in_specs=(layout.spec, P(None, layout.features or None), rows, rows),
+            out_specs=layout.spec, check_vma=False,
+        )(y_RxF, bias_ExF, experts_RxK, weights_RxK)  # fmt: skip
 
     def _route(self, x_TxD, counted_T):
         layout, experts = self.plans.residual, self.router.experts
@@ -55,6 +83,8 @@ class Experts(nn.Module):
         kernel = parameter(self, "router", self.inits.into, storage, P(layout.features or None, None))
         balance = parameter(self, BALANCE, nn.initializers.zeros, Storage((experts,)), P(None))
         logits = router_logits(x_TxD, kernel, layout, self.plans.grid.mesh)
+        if self.bias:
+            logits += parameter(self, "router_bias", nn.initializers.zeros, Storage((experts,)), P(None))
         weights, choices = choose(logits, balance, self.router, counted_T)
         return weights, checkpoint_name(choices, "router")
 

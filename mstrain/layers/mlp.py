@@ -15,6 +15,16 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,
 }
+SWIGLU_SLOPE, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss
+
+
+def clamped_swiglu(gate, up):
+    """(up + 1) * gate * sigmoid(1.702 gate) with gate up to 7 and up from -7 to 7 (gpt-oss)."""
+    gate, up = jnp.minimum(gate, SWIGLU_LIMIT), jnp.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * gate * jax.nn.sigmoid(SWIGLU_SLOPE * gate)
+
+
+GATES = {"clamped_swiglu": clamped_swiglu}  # activations of two projections
 
 
 class Mlp(nn.Module):
@@ -23,7 +33,7 @@ class Mlp(nn.Module):
     Attributes:
       plans: plans of the two projections.
       width, hidden: features D of the residual stream and F of the MLP.
-      activation: a key of `ACTIVATIONS`.
+      activation: a key of `ACTIVATIONS` or, with `gated`, of `GATES`.
       gated: whether to multiply by a second projection; [gate, up] are the two segments of one product.
       bias: whether both projections have a bias.
       inits: initializers of the two kernels.
@@ -49,13 +59,12 @@ class Mlp(nn.Module):
 
 def activate(h, plans: PlanPair, activation: str, gated: bool):
     """The activation between the products of `plans`; with `gated`, of [gate, up] on each feature shard of h."""
-    function = ACTIVATIONS[activation]
 
     def local(h):
         if not gated:
-            return function(h)
+            return ACTIVATIONS[activation](h)
         gate, up = jnp.split(h, 2, axis=-1)
-        return function(gate) * up
+        return GATES[activation](gate, up) if activation in GATES else ACTIVATIONS[activation](gate) * up
 
     # Recomputing an activation costs less than saving its intermediate values.
     local = jax.checkpoint(local, prevent_cse=False)

@@ -7,10 +7,9 @@ slot; its tokens have positions from 0 on.
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from mstrain.layers.attention_kernels import AttentionConfig, mask_scores
+from mstrain.layers.attention_kernels import AttentionConfig, mask_scores, softmax
 
 
 class KeysValues(NamedTuple):
@@ -48,7 +47,7 @@ class Past(NamedTuple):
         return Past(self.kept, *stacked)
 
 
-def attend_past(q, k, v, past: Past, config: AttentionConfig, slopes_N, window):
+def attend_past(q, k, v, past: Past, config: AttentionConfig, slopes_N, window, sinks_N=None):
     """Causal attention of new tokens, q_BxTxNxH with k, v_BxTxKxH, over those of `past` and over themselves.
 
     A token attends to the last `window` tokens of its sequence. Returns [B, T, N, H] in the dtype of q.
@@ -63,7 +62,8 @@ def attend_past(q, k, v, past: Past, config: AttentionConfig, slopes_N, window):
         return mask_scores(s_BxKxGxTxS, config, slopes_N, window, (slots, places), segments)
 
     earlier = scores(past.kept.keys, before, (jnp.ones((B, T), bool), filled_BxS))
-    p_BxKxGxTxS = jax.nn.softmax(jnp.concatenate([earlier, scores(k, slots, None)], axis=-1), axis=-1).astype(v.dtype)
+    every = jnp.concatenate([earlier, scores(k, slots, None)], axis=-1)
+    p_BxKxGxTxS = softmax(every, sinks_N).astype(v.dtype)
     y_earlier, y_new = (
         jnp.einsum("bkgts,bskh->btkgh", p, values, preferred_element_type=jnp.float32)
         for p, values in zip(jnp.split(p_BxKxGxTxS, [S], axis=-1), (past.kept.values, v), strict=True)

@@ -32,16 +32,16 @@ from mstrain.layers.attention_kernels import SAVED
 from mstrain.layers.sequence_split import SequenceSplit
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def attend_in_steps(q, kv, slopes_N, window, segments_BxS, blocks: Blocks, split: SequenceSplit):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def attend_in_steps(q, kv, sinks_N, slopes_N, window, segments_BxS, blocks: Blocks, split: SequenceSplit):
     """Attention of q over the keys and values of all parts; called in `jax.shard_map`, result like q.
 
-    `segments_BxS` are those of whole sequences, or None.
+    `segments_BxS` are those of whole sequences, or None; `sinks_N` are scores of no key, or None.
     """
-    return _forward(q, kv, slopes_N, window, segments_BxS, blocks, split)[0]
+    return _forward(q, kv, sinks_N, slopes_N, window, segments_BxS, blocks, split)[0]
 
 
-def _forward(q, kv, slopes_N, window, segments_BxS, blocks, split):
+def _forward(q, kv, sinks_N, slopes_N, window, segments_BxS, blocks, split):
     steps = _Steps(split, q.shape[3], (slopes_N, window, segments_BxS), blocks.forward)
 
     def join(carry, kv, pairs):
@@ -68,12 +68,16 @@ def _forward(q, kv, slopes_N, window, segments_BxS, blocks, split):
         carry, _ = lax.scan(from_whole, join(start, kv, steps.beside), later)
     else:
         (carry, _), _ = lax.scan(advance, (join(start, kv, steps.beside), steps.send(kv)), later)
-    y, total = (checkpoint_name(x, SAVED) for x in (carry[0].astype(q.dtype), carry[1]))
-    return y, (q, kv, slopes_N, window, segments_BxS, y, total)
+    y, total = carry
+    if sinks_N is not None:
+        total = jnp.logaddexp(total, sinks_N[:, None])
+        y = y * jnp.exp(carry[1] - total)[..., None]
+    y, total = (checkpoint_name(x, SAVED) for x in (y.astype(q.dtype), total))
+    return y, (q, kv, sinks_N, slopes_N, window, segments_BxS, y, total)
 
 
 def _backward(blocks, split, saved, dy):
-    q, kv, slopes_N, window, segments_BxS, y, total = saved
+    q, kv, sinks_N, slopes_N, window, segments_BxS, y, total = saved
     steps = _Steps(split, q.shape[3], (slopes_N, window, segments_BxS), blocks.backward)
 
     def add(gradients, kv, pairs):
@@ -106,7 +110,14 @@ def _backward(blocks, split, saved, dy):
     else:
         (dq, _, dkv), _ = lax.scan(advance, (dq, steps.send(kv), dkv), later)
         dkv = steps.send(dkv)
-    return dq.astype(q.dtype), dkv.astype(kv.dtype), None, None, None
+    return dq.astype(q.dtype), dkv.astype(kv.dtype), _sink_gradients(sinks_N, y, total, dy), None, None, None
+
+
+def _sink_gradients(sinks_N, y, total, dy):
+    if sinks_N is None:
+        return None
+    mean = jnp.sum(dy.astype(jnp.float32) * y.astype(jnp.float32), axis=-1)
+    return -jnp.sum(jnp.exp(sinks_N[:, None] - total) * mean, axis=(0, 1, 3))
 
 
 attend_in_steps.defvjp(_forward, _backward)

@@ -1,10 +1,13 @@
 """Rotary position embedding on halves of the head (Su et al., 2021; halves as in Llama)."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 import numpy as np
 
+YARN = ("yarn", "yarn-unrounded")
+SCALINGS = {"linear": 1, "llama3": 4, **dict.fromkeys(YARN, 5)}  # kinds and their counts of numbers
 GLOBAL = 2**30  # window of a layer that attends to all tokens, larger than any sequence
 
 
@@ -15,7 +18,8 @@ class Rotary:
     Attributes:
       base: base of the frequencies.
       fraction: fraction of a head, from its first feature on, that is rotated.
-      scaling: changes the frequencies, `linear:8` or `llama3:8:1:4:8192`; see `check_scaling`.
+      scaling: changes the frequencies, `linear:8`, `llama3:8:1:4:8192` or `yarn:32:32:1:4096:1.35`; see
+        `check_scaling`.
       local_base: base in layers with a window, where frequencies are not scaled (Gemma 3); None for `base`.
     """
 
@@ -28,11 +32,12 @@ class Rotary:
         """Rotates the heads of every token by its position, int [T] or [B, T]; `window` (int32) is GLOBAL or the
         layer's."""
         width = rotated_width(x_BxTxNxH.shape[3], self.fraction)
-        frequencies = jnp.asarray(_scaled(_frequencies(self.base, width), self.scaling))
+        own, gain = _scaled(_frequencies(self.base, width), self.scaling, self.base)
+        frequencies = jnp.asarray(own)
         if self.local_base:
             frequencies = jnp.where(window < GLOBAL, _frequencies(self.local_base, width), frequencies)
         angles = positions.astype(jnp.float32)[..., None, None] * frequencies
-        sin, cos = jnp.sin(angles), jnp.cos(angles)
+        sin, cos = gain * jnp.sin(angles), gain * jnp.cos(angles)
         low, high, rest = jnp.split(x_BxTxNxH.astype(jnp.float32), [width // 2, width], axis=-1)
         rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=-1)
         return rotated.astype(x_BxTxNxH.dtype)
@@ -44,10 +49,13 @@ def rotated_width(head_dim: int, fraction: float) -> int:
 
 
 def check_scaling(scaling: str | None) -> tuple[str, list[float]]:
-    """(kind, numbers) of `linear:FACTOR` (Chen et al., 2023) or `llama3:FACTOR:LOW:HIGH:CONTEXT` (Llama 3.1).
+    """(kind, numbers) of `linear:FACTOR` (Chen et al., 2023), `llama3:FACTOR:LOW:HIGH:CONTEXT` (Llama 3.1) or
+    `yarn:FACTOR:HIGH:LOW:CONTEXT:GAIN` (Peng et al., 2023).
 
     `linear` divides every frequency by FACTOR. `llama3` divides those with fewer than LOW turns in CONTEXT tokens,
-    keeps those with more than HIGH, and interpolates between. Raises ValueError for other text.
+    keeps those with more than HIGH, and interpolates between. `yarn` interpolates linearly in the number of the
+    frequency, from bounds that are rounded outward to whole numbers (with `yarn-unrounded`, not), and multiplies
+    rotated features by GAIN. Raises ValueError for other text.
     """
     if scaling is None:
         return "none", []
@@ -56,12 +64,15 @@ def check_scaling(scaling: str | None) -> tuple[str, list[float]]:
         values = [float(number) for number in numbers]
     except ValueError:
         values = []
-    if len(values) != {"linear": 1, "llama3": 4}.get(kind) or not all(0 < value < float("inf") for value in values):
+    if len(values) != SCALINGS.get(kind) or not all(0 < value < float("inf") for value in values):
         raise ValueError(
-            f"model.rotary_scaling={scaling!r} is unknown. Type linear:FACTOR, llama3:FACTOR:LOW:HIGH:CONTEXT or null."
+            f"model.rotary_scaling={scaling!r} is unknown. Type linear:FACTOR, llama3:FACTOR:LOW:HIGH:CONTEXT, "
+            "yarn:FACTOR:HIGH:LOW:CONTEXT:GAIN or null."
         )
     if kind == "llama3" and values[1] >= values[2]:
         raise ValueError(f"model.rotary_scaling={scaling!r}: LOW must be less than HIGH. Type llama3:8:1:4:8192.")
+    if kind in YARN and values[1] <= values[2]:
+        raise ValueError(f"model.rotary_scaling={scaling!r}: HIGH must be above LOW. Type {kind}:32:32:1:4096:1.35.")
     return kind, values
 
 
@@ -71,13 +82,27 @@ def _frequencies(base: float, width: int) -> np.ndarray:
     return np.float32(1) / np.power(float(base), exponents.astype(np.float64)).astype(np.float32)
 
 
-def _scaled(frequencies: np.ndarray, scaling: str | None) -> np.ndarray:
+def _scaled(frequencies: np.ndarray, scaling: str | None, base: float) -> tuple[np.ndarray, float]:
+    """(the frequencies of `scaling`, the factor on rotated features)."""
     kind, numbers = check_scaling(scaling)
     if kind == "linear":
-        return frequencies / np.float32(numbers[0])
+        return frequencies / np.float32(numbers[0]), 1.0
+    if kind in YARN:
+        factor, *turns, context, gain = numbers
+        bounds = [_number_with(n, len(frequencies), base, context) for n in turns]
+        low, high = (math.floor(bounds[0]), math.ceil(bounds[1])) if kind == "yarn" else bounds
+        low, high = max(low, 0), min(high, 2 * len(frequencies) - 1)
+        ramp = (np.arange(len(frequencies), dtype=np.float32) - low) / (high - low or 0.001)
+        share = 1 - np.clip(ramp, 0, 1).astype(np.float32)
+        return (1 - share) * frequencies / np.float32(factor) + share * frequencies, gain
     if kind == "llama3":
         factor, low, high, context = numbers
         turns = context * frequencies / (2 * np.pi)
         share = np.clip((turns - low) / (high - low), 0, 1).astype(np.float32)  # 1 keeps the frequency
-        return (1 - share) * frequencies / np.float32(factor) + share * frequencies
-    return frequencies
+        return (1 - share) * frequencies / np.float32(factor) + share * frequencies, 1.0
+    return frequencies, 1.0
+
+
+def _number_with(turns: float, count: int, base: float, context: float) -> float:
+    """The number, a fraction, of that one of `count` frequencies which makes so many turns in `context` tokens."""
+    return count * math.log(context / (turns * 2 * math.pi)) / math.log(base)

@@ -4,7 +4,7 @@ import dataclasses
 import typing
 from typing import Any
 
-from mstrain.layers.mlp import ACTIVATIONS
+from mstrain.layers.mlp import ACTIVATIONS, GATES
 from mstrain.layers.rotary import check_scaling, rotated_width
 from mstrain.layers.router import SCORES, RouterConfig
 
@@ -18,7 +18,7 @@ CHOICES = {
     "norm": ("layernorm", "rmsnorm"),
     "position": ("learned", "rotary", "alibi", "none"),
     "bias": ("none", "qkv", "attention", "all"),
-    "activation": tuple(ACTIVATIONS),
+    "activation": (*ACTIVATIONS, *GATES),
     "router": SCORES,
 }
 SIZES = ("layers", "width", "heads", "num_kv_heads", "head_dim", "mlp_dim", "vocab_size", "context", "experts")
@@ -63,15 +63,17 @@ class ModelConfig:
     rotary_fraction: float = 1.0
     """Fraction of a head that is rotated (Phi-4 mini: 0.75)."""
     rotary_scaling: str | None = None
-    """Scaling of the rotary frequencies: `linear:FACTOR`, `llama3:FACTOR:LOW:HIGH:CONTEXT` (Llama 3.1), or null."""
+    """Scaling of the rotary frequencies: `linear:FACTOR`, `llama3:FACTOR:LOW:HIGH:CONTEXT` (Llama 3.1),
+    `yarn:FACTOR:HIGH:LOW:CONTEXT:GAIN` or `yarn-unrounded:...` (gpt-oss), or null."""
     local_rotary_base: float | None = None
     """Base in layers with a window, where frequencies are not scaled (Gemma 3); null takes rotary_base."""
     activation: str = "gelu_tanh"
-    """Activation of the MLP: `gelu_tanh`, `gelu`, `silu` or `relu`."""
+    """Activation of the MLP: `gelu_tanh`, `gelu`, `silu` or `relu`; with gated=true also `clamped_swiglu` (gpt-oss)."""
     gated: bool = False
     """Whether the MLP multiplies its activation by a second projection."""
     bias: str = "all"
-    """Biases of linear layers: `all`, `attention` (both projections), `qkv` alone, or `none`."""
+    """Biases of linear layers: `all` (with experts, of these and of routers), `attention` (both projections), `qkv`
+    alone, or `none`."""
     parallel_block: bool = False
     """Whether attention and MLP read the same norm and are added in parallel."""
     tied: bool = True
@@ -90,6 +92,8 @@ class ModelConfig:
     """Whether embeddings are multiplied by the square root of the width (Gemma)."""
     attention_soft_cap: float | None = None
     """Soft cap of attention scores, cap x tanh(score / cap); null for none."""
+    attention_sinks: bool = False
+    """Whether every query head has a learned score of no key in its softmax (gpt-oss)."""
     logit_soft_cap: float | None = None
     """Soft cap of the logits; null for none."""
     attention_scale: float | None = None
@@ -146,6 +150,8 @@ class ModelConfig:
             )
         self._check_rotary()
         self._check_experts()
+        if self.activation in GATES and not self.gated:
+            raise ValueError(f"model.activation={self.activation} has two projections. Type model.gated=true.")
         if not set(self.window_pattern) <= set("LG") or not self.window_pattern:
             raise ValueError(
                 f"model.window_pattern={self.window_pattern!r} is unknown. Type letters L and G, such as LG."
@@ -184,8 +190,11 @@ class ModelConfig:
                 raise ValueError(f"model.{field}={getattr(self, field)} is negative. Type 0 for none.")
         if self.expert_capacity is not None and self.expert_capacity <= 0:
             raise ValueError(f"model.expert_capacity={self.expert_capacity} must be above 0. Type null for no limit.")
-        if self.bias == "all":
-            raise ValueError("model.bias=all has no biases for experts. Type model.bias=attention, or none.")
+        if self.bias == "all" and self.expert_capacity is not None:
+            raise ValueError(
+                f"model.expert_capacity={self.expert_capacity} does not drop the biases of experts. Type "
+                "model.expert_capacity=null, or model.bias=attention."
+            )
 
     @property
     def routing(self) -> RouterConfig | None:

@@ -92,6 +92,7 @@ class Block(nn.Module):
                 soft_cap=m.attention_soft_cap,
                 windowed=any(m.is_local) and bool(m.window) and m.window < self.seq,
                 split=self.plan.split,
+                sinks=m.attention_sinks,
             ),
             bias=(m.bias != "none", m.bias in ("all", "attention")),
             inits=self._inits(),
@@ -109,9 +110,8 @@ class Block(nn.Module):
     def _mlp(self, segments_T):
         m, sizes, routing = self.model, self.plan.sizes, self.model.routing
         if routing:
-            experts = Experts(
-                self.plan.mlp, sizes.width, sizes.hidden, m.activation, m.gated, self._inits(), routing, name="mlp"
-            )
+            like_mlp = m.activation, m.gated, m.bias == "all", self._inits()
+            experts = Experts(self.plan.mlp, sizes.width, sizes.hidden, *like_mlp, routing, name="mlp")
             return lambda x_TxD: experts(x_TxD, None if segments_T is None else segments_T >= 0)
         return Mlp(
             self.plan.mlp, sizes.width, sizes.hidden, m.activation, m.gated, m.bias == "all", self._inits(), name="mlp"

@@ -17,6 +17,7 @@ BYTES = 256  # tokens of the default tokenizer
 FAMILIES = {
     "gpt2": "GPT-2",
     "gpt3": "GPT-3",
+    "gpt": "gpt-oss",
     "megatron": "Megatron-NLG",
     "seed": "transformer_shmap",
     "llama2": "Llama 2",

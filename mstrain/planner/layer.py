@@ -92,7 +92,7 @@ def fused_attention(request: PlanRequest) -> bool:
     if not request.style.fused_attention or not request.style.native:
         return request.style.fused_attention
     model, seq = request.model, request.seq
-    extras = model.position == "alibi" or (model.window is not None and model.window < seq)
+    extras = model.position == "alibi" or model.attention_sinks or (model.window is not None and model.window < seq)
     return not extras and request.element_bytes == 2 and model.head_dim % 8 == 0 and seq % FLASH_BLOCK == 0
 
 

@@ -26,7 +26,7 @@ def random_qkv(dtype="float32"):
     return [jnp.asarray(rng.standard_normal((B, T, heads, H)), dtype) for heads in (N, K, K)]
 
 
-def naive(q, k, v, scores, slopes, window):
+def naive(q, k, v, scores, slopes, window, sinks=None):
     """One query at a time, in float64."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     y = np.zeros_like(q)
@@ -39,7 +39,8 @@ def naive(q, k, v, scores, slopes, window):
         if scores.alibi:
             s = s + slopes[n] * np.array([u - t for u in keys])
         p = np.exp(s - s.max())
-        y[b, t, n] = sum(w * v[b, u, n // (N // K)] for w, u in zip(p / p.sum(), keys, strict=True))
+        rest = np.exp(sinks[n] - s.max()) if scores.sinks else 0.0
+        y[b, t, n] = sum(w * v[b, u, n // (N // K)] for w, u in zip(p / (p.sum() + rest), keys, strict=True))
     return y
 
 
@@ -51,17 +52,18 @@ def naive(q, k, v, scores, slopes, window):
         (AttentionConfig(2.0, soft_cap=1.5), T),
         (AttentionConfig(0.5, windowed=True), 3),
         (AttentionConfig(0.5, windowed=True), T),
-        (AttentionConfig(2.0, alibi=True, soft_cap=1.5, windowed=True), 3),
+        (AttentionConfig(0.5, sinks=True), T),
+        (AttentionConfig(2.0, alibi=True, soft_cap=1.5, windowed=True, sinks=True), 3),
     ],
-    ids=("plain", "alibi", "soft_cap", "window", "whole_window", "all"),
+    ids=("plain", "alibi", "soft_cap", "window", "whole_window", "sinks", "all"),
 )
 def test_grouped_query_attention_equals_a_loop_over_tokens(scores, window):
     q, k, v = random_qkv()
-    slopes = alibi_slopes(N)
-    y = attend(q, k, v, scores, slopes, jnp.int32(window))
-    want = naive(q, k, v, scores, np.asarray(slopes), window)
+    slopes, sinks = alibi_slopes(N), jnp.linspace(-2, 3, N)
+    y = attend(q, k, v, scores, slopes, jnp.int32(window), sinks_N=sinks if scores.sinks else None)
+    want = naive(q, k, v, scores, np.asarray(slopes), window, np.asarray(sinks))
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
-    other = naive(q, k, v, dataclasses.replace(scores, scale=scores.scale * 2), np.asarray(slopes), window)
+    other = naive(q, k, v, dataclasses.replace(scores, scale=scores.scale * 2), np.asarray(slopes), window, sinks)
     assert not np.allclose(y, other, atol=1e-2)
 
 

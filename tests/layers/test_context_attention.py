@@ -1,5 +1,6 @@
 """Attention of sequences that four devices split equals that of whole sequences, with every mask and position."""
 
+import dataclasses
 import functools
 
 import jax
@@ -19,11 +20,13 @@ from mstrain.models.token_order import TokenOrder
 from tests.models.test_sharding import scans
 
 B, S, N, H, PARTS = 2, 32, 4, 8, 4
+SPLIT = ("context", "row")
 WINDOW = jnp.int32(6)
 SEGMENTS = jnp.asarray([[1] * 5 + [2] * 15 + [3] * 12, [1] * S], jnp.int32)
+SINKS = jnp.linspace(-2, 3, N)
 CASES = {
     "grouped": (2, AttentionConfig(0.5, soft_cap=1.5), None),
-    "window": (1, AttentionConfig(0.5, windowed=True), None),
+    "window": (1, AttentionConfig(0.5, windowed=True, sinks=True), None),
     "segments": (4, AttentionConfig(0.5, alibi=True), SEGMENTS),
 }
 
@@ -34,16 +37,20 @@ def inputs(keys: int):
     return [jnp.asarray(rng.standard_normal((B, S, heads, H)), jnp.float32) for heads in (N, keys, keys, N)]
 
 
-def with_gradients(attention, q, k, v, dy):
-    y, pullback = jax.vjp(attention, q, k, v)
+def with_gradients(attention, config, q, k, v, dy):
+    """(y, dq, dk, dv), and the gradients of sinks at the end where there are some."""
+    if not config.sinks:
+        y, pullback = jax.vjp(attention, q, k, v)
+        return y, *pullback(dy)
+    y, pullback = jax.vjp(lambda q, k, v, sinks: attention(q, k, v, sinks_N=sinks), q, k, v, SINKS)
     return y, *pullback(dy)
 
 
 def split_over_devices(case: str, exchange: str):
     """(y, dq, dk, dv) in the order of the sequence, by four devices."""
     keys, config, segments = CASES[case]
-    split = SequenceSplit(("context", "row"), PARTS, exchange)
-    config = AttentionConfig(config.scale, config.alibi, config.soft_cap, config.windowed, split)
+    split = SequenceSplit(SPLIT, PARTS, exchange)
+    config = dataclasses.replace(config, split=split)
     mesh, order, slopes = make_mesh(parse_mesh("context2-row2-col1")), TokenOrder(context=2, rows=2), alibi_slopes(N)
 
     def local(*arrays):
@@ -51,13 +58,14 @@ def split_over_devices(case: str, exchange: str):
         attention = functools.partial(
             attend_parts, config=config, slopes_N=slopes, window=WINDOW, platform="cpu", segments_BxS=segments
         )
-        return [x.reshape(-1, *x.shape[2:]) for x in with_gradients(attention, *parts)]
+        y, dq, dk, dv, *of_sinks = with_gradients(attention, config, *parts)
+        return [x.reshape(-1, *x.shape[2:]) for x in (y, dq, dk, dv)], [jax.lax.psum(x, SPLIT) for x in of_sinks]
 
     def run(*arrays):
         flat = [jax.vmap(order.apply, 2, 1)(x.reshape(B, S, -1)).reshape(B * S, *x.shape[2:]) for x in arrays]
-        spec = P(("context", "row"))
-        found = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(*flat)
-        return [order.undo(x, S).reshape(B, S, *x.shape[1:]) for x in found]
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=P(SPLIT), out_specs=(P(SPLIT), P()), check_vma=False)
+        found, of_sinks = mapped(*flat)
+        return [order.undo(x, S).reshape(B, S, *x.shape[1:]) for x in found] + of_sinks
 
     return jax.jit(run)(*inputs(keys))
 
@@ -68,8 +76,9 @@ def test_parts_attend_as_whole_sequences_do(case, exchange):
     whole = functools.partial(
         attend, config=config, slopes_N=alibi_slopes(N), window=WINDOW, platform="cpu", segments_BxT=segments
     )
-    want = jax.jit(functools.partial(with_gradients, whole))(*inputs(keys))
-    for name, a, b in zip(("y", "dq", "dk", "dv"), split_over_devices(case, exchange), want, strict=True):
+    want = jax.jit(functools.partial(with_gradients, whole, config))(*inputs(keys))
+    names = ("y", "dq", "dk", "dv", *["sinks"] * config.sinks)
+    for name, a, b in zip(names, split_over_devices(case, exchange), want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
@@ -98,7 +107,7 @@ def test_no_transfer_of_a_ring_waits_for_the_compute_of_its_step():
 
     def local(q, k, v, dy):
         attention = functools.partial(attend_parts, config=config, slopes_N=None, window=None, platform="cpu")
-        return with_gradients(attention, q, k, v, dy)
+        return with_gradients(attention, config, q, k, v, dy)
 
     spec = P(None, "context")
     run = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)

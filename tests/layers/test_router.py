@@ -87,7 +87,7 @@ def test_a_capacity_drops_the_last_tokens_on_any_mesh(capacity):
     ({"experts": 0}, "model.experts=0 must be at least 1"),
     ({"experts": None, "balance_loss": 0.1}, "balance_loss=0.1 has no effect: the MLP is dense"),
     ({"expert_capacity": 0.0}, "expert_capacity=0.0 must be above 0"),
-    ({"bias": "all"}, "Type model.bias=attention"),
+    ({"bias": "all", "expert_capacity": 1.0}, "Type model.expert_capacity=null"),
 ])  # fmt: skip
 def test_a_wrong_router_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):

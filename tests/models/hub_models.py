@@ -13,6 +13,10 @@ _LLAMA3 = dict(
     rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )  # fmt: skip
+_YARN = dict(
+    rope_type="yarn", rope_theta=500.0, factor=8.0, beta_fast=2.0, beta_slow=0.5, truncate=False,
+    original_max_position_embeddings=32,
+)  # fmt: skip
 _ROPE = dict(rope_type="default", rope_theta=500.0)
 _GEMMA = _SIZES | dict(head_dim=8, sliding_window=4)
 CONFIGS = {
@@ -47,6 +51,9 @@ CONFIGS = {
         **_SIZES, head_dim=8, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True
     ),
     "olmoe": lambda: transformers.OlmoeConfig(**_SIZES, num_experts=4, num_experts_per_tok=2, norm_topk_prob=False),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **_SIZES, head_dim=8, num_local_experts=8, num_experts_per_tok=3, sliding_window=5, rope_parameters=_YARN
+    ),
     "starcoder2": lambda: transformers.Starcoder2Config(**_SIZES, sliding_window=None),
 }  # fmt: skip
 
@@ -58,9 +65,10 @@ def make(name: str, seed: int = 0):
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager")
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in model.parameters():
+        for name, weight in model.named_parameters():
             centre = 1.0 if weight.ndim == 1 and bool((weight == 1).all()) else 0.0
-            weight.copy_(centre + 0.2 * torch.randn(weight.shape, generator=draw))
+            spread = 5.0 if name.endswith("gate_up_proj_bias") else 0.2  # some beyond the limits of gpt-oss
+            weight.copy_(centre + spread * torch.randn(weight.shape, generator=draw))
     return model.eval()
 
 

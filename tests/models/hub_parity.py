@@ -82,10 +82,11 @@ def _ours(module, params, tokens, targets, target):
 
 def _theirs(model, tokens, targets):
     tokens, targets = (torch.tensor(x, dtype=torch.long) for x in (tokens, targets))
-    experts = getattr(model.config, "num_experts", None)
-    found = model(tokens, output_router_logits=True) if experts else model(tokens)
-    logits, routers = found.logits, found.router_logits if experts else []
-    chosen = [torch.topk(x, model.config.num_experts_per_tok).indices.flatten() for x in routers]
+    experts, chosen = getattr(model.config, "num_experts", None), []
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(lambda _, __, out: chosen.append(out[2].flatten()))
+    logits = model(tokens).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
     slopes = {name: weight.grad for name, weight in model.named_parameters()}
     slopes = {name: slope.numpy() for name, slope in revert_weight_conversion(model, slopes).items()}

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from mstrain.commands import evaluate, export, sample, train
 from mstrain.commands.train import load_config
@@ -21,6 +23,7 @@ from mstrain.data.tokenizers import ByteTokenizer
 from mstrain.models.hub.config import config_of, differing_fields, family_for, model_of
 from mstrain.models.hub.families import FAMILIES, NEUTRAL
 from mstrain.models.hub.folder import Folder
+from mstrain.models.hub.tensors import parameters_of
 from mstrain.models.hub.tokenizer import byte_tokenizer
 from mstrain.models.hub.write import new_folder
 from mstrain.models.zoo import load_preset
@@ -198,6 +201,27 @@ def test_a_damaged_folder_is_named(damage, folders, tmp_path):
     with pytest.raises(ValueError) as error:
         Folder(folder).check()
     assert message in str(error.value) and str(folder) in str(error.value)
+
+
+def test_weights_of_four_bits_are_read_as_transformers_reads_them(folders, tmp_path):
+    folder, draw = shutil.copytree(folders / "gpt_oss", tmp_path / "copy"), np.random.default_rng(0)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    blocks = draw.integers(0, 256, (8, 96, 1, 16), np.uint8)
+    scales = draw.integers(120, 131, (8, 96, 1), np.uint8)
+    _retensor(folder, lambda t: (t.pop(name), t.update({f"{name}_blocks": blocks, f"{name}_scales": scales})))
+    alone = shutil.copytree(folder, tmp_path / "alone")
+    _retensor(alone, lambda tensors: tensors.pop(f"{name}_scales"))
+    with pytest.raises(ValueError, match="gate_up_proj is missing"):
+        Folder(alone).check()
+    _edit(folder, quantization_config={"quant_method": "mxfp4"})
+    read = Folder(folder)
+    read.check()
+    want = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32).numpy()
+    assert len(np.unique(want)) > 50 and "quantization_config" not in read.config
+    (parameter,) = [p for p in parameters_of(read.model, read.family) if p.path == ("blocks_0", "mlp", "up", "kernel")]
+    for index in ((slice(0, 8), slice(0, 32), slice(0, 96)), (slice(1, 3), slice(5, 20), slice(40, 70))):
+        found = read._read(parameter.layers[1], parameter.shape, index)
+        np.testing.assert_array_equal(found, np.concatenate([want[..., ::2], want[..., 1::2]], -1)[index])
 
 
 @pytest.mark.parametrize("words, message", [

@@ -42,6 +42,8 @@ EXACT = {  # totals of the published weights
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
     "olmoe_7b": 6_919_161_856,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
 }
 PRINTED = {  # totals as papers print them, and how far the print may be from the truth
     "gpt3_125m": (125e6, 0.5e6),
@@ -68,7 +70,7 @@ HEADS = {  # heads and their width, as published
     "qwen3_8b": (32, 128), "qwen3_14b": (40, 128), "qwen3_32b": (64, 128),
     "gemma2_2b": (8, 256), "gemma2_9b": (16, 256), "gemma2_27b": (32, 128),
     "mixtral_8x7b": (32, 128), "mixtral_8x22b": (48, 128), "qwen3_30b_a3b": (32, 128), "qwen3_235b_a22b": (64, 128),
-    "olmoe_7b": (16, 128),
+    "olmoe_7b": (16, 128), "gpt_oss_20b": (64, 64), "gpt_oss_120b": (64, 64),
 }  # fmt: skip
 # norm, position, activation; epsilon, context, rotary base, window; qk norm, post norm, parallel block
 CHOICES = {
@@ -83,6 +85,7 @@ CHOICES = {
     "mixtral_8x7b": ("rmsnorm", "rotary", "silu", 1e-5, 32768, 1e6, None, False, False, False),
     "mixtral_8x22b": ("rmsnorm", "rotary", "silu", 1e-5, 65536, 1e6, None, False, False, False),
     "olmoe": ("rmsnorm", "rotary", "silu", 1e-5, 4096, 1e4, None, True, False, False),
+    "gpt_oss": ("rmsnorm", "rotary", "clamped_swiglu", 1e-5, 131072, 1.5e5, 128, False, False, False),
 }
 WITHOUT_VOCABULARY = {"small", "tiny"}
 

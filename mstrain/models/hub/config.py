@@ -7,8 +7,9 @@ from typing import Any
 
 from mstrain.models.config import EXPERT_FIELDS, TRAINING_FIELDS, ModelConfig
 from mstrain.models.hub.families import FAMILIES, NEUTRAL, Family
+from mstrain.models.hub.reader import Reader
+from mstrain.models.hub.rotary import ALL, LOCAL, rotary_of, write_rotary
 
-LOCAL, ALL = "sliding_attention", "full_attention"
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu", "swish": "silu",
     "relu": "relu",
@@ -17,7 +18,6 @@ _NUMBERS = {
     "norm_epsilon": float, "logit_soft_cap": float, "attention_soft_cap": float, "tied": bool,
     "router_normalized": bool,
 }  # fmt: skip
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def language_model(config: Any) -> Any:
@@ -27,22 +27,6 @@ def language_model(config: Any) -> Any:
         return config
     outer = {key: config[key] for key in ("quantization_config",) if key in config}
     return {"architectures": [FAMILIES["gemma3_text"].architecture], **inner, **outer, "model_type": "gemma3_text"}
-
-
-class _Reader:
-    """Values of a config.json; a missing key has the default of its family."""
-
-    def __init__(self, config: dict[str, Any], family: Family):
-        self.config, self.family = config, family
-
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """A value of type `kind` or None. Raises ValueError for another type."""
-        value = self.config.get(key, self.family.defaults.get(key, default))
-        if kind is float and type(value) is int:
-            value = float(value)
-        if value is None or (type(value) is kind and (kind is not float or math.isfinite(value))):
-            return value
-        raise ValueError(f"{key}={value!r} is not {'a number' if kind is float else f'of type {kind.__name__}'}")
 
 
 def model_of(config: Any, name: str) -> tuple[Family, ModelConfig]:
@@ -56,9 +40,11 @@ def model_of(config: Any, name: str) -> tuple[Family, ModelConfig]:
             if config.get(key, config[alias]) != config[alias]:
                 raise ValueError(f"{key}={config[key]!r} and {alias}={config[alias]!r} differ")
             config = {key: config[alias], **{name: config[name] for name in config if name != alias}}
-    reader = _Reader(config, family)
-    if config.get("quantization_config"):
-        raise ValueError("quantization_config: the weights are quantized. Use the folder of the original weights")
+    reader = Reader(config, family)
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        if not method or method != family.quantized:
+            raise ValueError("quantization_config: the weights are quantized. Use the folder of the original weights")
     for key, value in (NEUTRAL | family.required).items():
         if key not in family.read and (config.get(key, value) or None) != (value or None):
             raise ValueError(f"{key}={config[key]!r} is not supported for {family.model_type}")
@@ -72,7 +58,7 @@ def model_of(config: Any, name: str) -> tuple[Family, ModelConfig]:
     fields |= {"norm_bias": family.fixed["norm"] == "layernorm", "bias": _bias(reader)}
     fields |= _windows(reader, fields["layers"])
     if family.fixed["position"] == "rotary":
-        fields |= _rotary(reader, local=fields.get("window") is not None)
+        fields |= rotary_of(reader, local=fields.get("window") is not None)
         _check_padding(reader, fields["vocab_size"])
     if fields["norm_epsilon"] < 0:
         raise ValueError(f"{family.keys['norm_epsilon']}={fields['norm_epsilon']} is negative")
@@ -87,15 +73,15 @@ def config_of(model: ModelConfig, family: Family) -> dict[str, Any] | None:
     inverse = {}
     for field, key in family.keys.items():
         inverse[key] = getattr(model, field)
-    activation = family.keys["activation"]
-    names = {"gelu_tanh": family.activation, **{name: name for name in ("gelu", "silu", "relu")}}
-    inverse[activation] = names[model.activation]
+    if "activation" in family.keys:
+        names = {"gelu_tanh": family.activation, **{name: name for name in ("gelu", "silu", "relu")}}
+        inverse[family.keys["activation"]] = names.get(model.activation)
     if "head_dim" not in family.keys and model.heads * model.head_dim != model.width:
         return None
     config = {"model_type": family.model_type, "architectures": [family.architecture], **inverse}
     config |= family.bias.get(model.bias, {}) | _write_windows(model, family)
     if family.fixed["position"] == "rotary":
-        config |= _write_rotary(model, family)
+        config |= write_rotary(model, family)
     if "query_pre_attn_scalar" in family.defaults:
         scalar = (model.attention_scale or model.head_dim**-0.5) ** -2
         config["query_pre_attn_scalar"] = round(scalar)
@@ -153,7 +139,7 @@ def _family_of(config: Any) -> Family:
     return FAMILIES[name]
 
 
-def _value(reader: _Reader, field: str, key: str) -> Any:
+def _value(reader: Reader, field: str, key: str) -> Any:
     if field != "activation":
         return reader.get(key, _NUMBERS.get(field, int), 1e-6 if field == "norm_epsilon" else None)
     name = reader.get(key, str, "silu")
@@ -162,7 +148,7 @@ def _value(reader: _Reader, field: str, key: str) -> Any:
     return ACTIVATIONS[name]
 
 
-def _bias(reader: _Reader) -> str:
+def _bias(reader: Reader) -> str:
     keys = {key for choice in reader.family.bias.values() for key in choice}
     given = {key: bool(reader.get(key, bool, False)) for key in keys}
     for name, choice in reader.family.bias.items():
@@ -171,14 +157,14 @@ def _bias(reader: _Reader) -> str:
     raise ValueError(f"{', '.join(f'{key}={value}' for key, value in sorted(given.items()))} is not supported")
 
 
-def _check_padding(reader: _Reader, vocab_size: int) -> None:
+def _check_padding(reader: Reader, vocab_size: int) -> None:
     """Raises ValueError for a padding token that the table does not have: transformers could not load an export."""
     padding = reader.get("pad_token_id", int)
     if padding is not None and not -vocab_size <= padding < vocab_size:
         raise ValueError(f"pad_token_id={padding} is not one of the {vocab_size} tokens of vocab_size")
 
 
-def _windows(reader: _Reader, layers: int) -> dict[str, Any]:
+def _windows(reader: Reader, layers: int) -> dict[str, Any]:
     kind, types = reader.family.window, _layer_types(reader, layers)
     used = kind in ("all", "types") or (kind == "last" and reader.get("use_sliding_window", bool, False))
     window = reader.get("sliding_window", int) if used else None
@@ -203,7 +189,7 @@ def _windows(reader: _Reader, layers: int) -> dict[str, Any]:
     return {"window": window, "window_pattern": _shortest(pattern)} if "L" in pattern[:layers] else {}
 
 
-def _layer_types(reader: _Reader, layers: int) -> str | None:
+def _layer_types(reader: Reader, layers: int) -> str | None:
     """`layer_types` as a letter of each layer; None where config.json has none."""
     types = reader.config.get("layer_types")
     if types is None:
@@ -233,82 +219,7 @@ def _write_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
     return config
 
 
-def _rotary(reader: _Reader, local: bool) -> dict[str, Any]:
-    """Reads `rope_parameters` of transformers 5, for Gemma 3 of each layer type, or the keys before it."""
-    parameters, old = reader.get("rope_parameters", dict) or {}, reader.get("rope_scaling", dict) or {}
-    per_type = {name: parameters.get(name) or {} for name in (ALL, LOCAL)}
-    if "rope_local_base_freq" in reader.family.defaults:
-        if parameters and not parameters.keys() & per_type.keys():
-            raise ValueError(f"rope_parameters must have {ALL} and {LOCAL}")
-        if "type" in old and "rope_type" not in old:  # transformers 4 reads it, transformers 5 does not
-            raise ValueError(f"rope_scaling: type={old['type']} is ambiguous. Write rope_type")
-        parameters = per_type[ALL] | old
-    elif parameters.keys() & per_type.keys():
-        raise ValueError(f"rope_parameters of each layer type are not supported for {reader.family.model_type}")
-    else:
-        parameters = old or parameters
-    inner = _Reader(parameters, reader.family)
-    base = inner.get("rope_theta", float) if "rope_theta" in parameters else reader.get("rope_theta", float, 1e4)
-    fraction = _fraction(reader, inner)
-    scaling = _scaling(inner, reader)
-    if base is None or base <= 0:
-        raise ValueError("rope_theta is missing" if base is None else f"rope_theta={base:g} must be above 0")
-    if scaling and reader.family.model_type == "phi3":
-        raise ValueError(f"rope_type={scaling.split(':')[0]} is not supported for phi3")
-    found = {"rotary_base": base, "rotary_fraction": fraction, "rotary_scaling": scaling}
-    if local and "rope_local_base_freq" in reader.family.defaults:
-        inner = _Reader(per_type[LOCAL], reader.family)
-        if _scaling(inner, reader) or _fraction(reader, inner) != fraction:
-            raise ValueError(f"rope_parameters: scaling of {LOCAL} is not supported")
-        found["local_rotary_base"] = inner.config.get("rope_theta") or reader.get("rope_local_base_freq", float)
-    return found
-
-
-def _fraction(reader: _Reader, inner: _Reader) -> float:
-    """The fraction of a head that is rotated, of rope_parameters or config.json."""
-    where = inner if inner.config.get("partial_rotary_factor") is not None else reader
-    fraction = where.get("partial_rotary_factor", float, 1.0)
-    if fraction is not None and fraction != 1 and reader.family.model_type != "phi3":
-        raise ValueError(f"partial_rotary_factor={fraction:g} is not supported for {reader.family.model_type}")
-    return 1.0 if fraction is None else fraction
-
-
-def _scaling(reader: _Reader, outer: _Reader) -> str | None:
-    """The scaling of the frequencies that rope_parameters or rope_scaling describe, inside the config `outer`."""
-    kind = reader.config.get("rope_type", reader.config.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind not in ("linear", "llama3"):
-        raise ValueError(f"rope_type={kind} is not supported. Supported: default, linear, llama3")
-    names = _LLAMA3 if kind == "llama3" else _LLAMA3[:1]
-    numbers = {name: reader.get(name, float) for name in names}
-    if kind == "llama3":  # transformers prefers the key outside, and takes the context where both are missing
-        trained, given = _LLAMA3[3], numbers[_LLAMA3[3]]
-        numbers[trained] = outer.get(trained, float) or given or outer.get("max_position_embeddings", float)
-        if given not in (None, numbers[trained]):
-            raise ValueError(f"{trained} has two values, {given:g} and {numbers[trained]:g}")
-    if None in numbers.values():
-        raise ValueError(f"rope_scaling of type {kind} needs {', '.join(names)}")
-    return ":".join([kind, *(str(int(x)) if x == int(x) else repr(x) for x in numbers.values() if x is not None)])
-
-
-def _write_rotary(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """The keys that transformers 4 and 5 both read."""
-    config: dict[str, Any] = {"rope_theta": model.rotary_base, "rope_scaling": None}
-    if model.rotary_scaling:
-        kind, *texts = model.rotary_scaling.split(":")
-        numbers = [float(text) for text in texts]
-        config["rope_scaling"] = {"rope_type": kind, **dict(zip(_LLAMA3, numbers))}
-        if kind == "llama3":
-            config["rope_scaling"]["original_max_position_embeddings"] = int(numbers[-1])
-    if family.model_type == "phi3":
-        config["partial_rotary_factor"] = model.rotary_fraction
-    if "rope_local_base_freq" in family.defaults:
-        config["rope_local_base_freq"] = model.local_rotary_base or model.rotary_base
-    return config
-
-
-def _attention_scale(reader: _Reader, fields: dict[str, Any]) -> dict[str, Any]:
+def _attention_scale(reader: Reader, fields: dict[str, Any]) -> dict[str, Any]:
     if "query_pre_attn_scalar" not in reader.family.defaults:
         return {}
     scalar = reader.get("query_pre_attn_scalar", float)

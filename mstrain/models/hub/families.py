@@ -52,6 +52,10 @@ NEUTRAL: dict[str, Any] = {
 }  # fmt: skip
 """Keys of config.json that change the arithmetic of some model of transformers, each with the value that changes
 nothing; a family that does not read one takes no other value."""
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
 _ATTENTION_BIAS = {"none": {"attention_bias": False}, "attention": {"attention_bias": True}}
 
 
@@ -73,6 +77,10 @@ class Family:
       pattern: `window_pattern` where config.json has no layer_types.
       activation: name in config.json of `gelu_tanh`.
       transposed: whether kernels are stored [out, in].
+      tensors: canonical parameter -> the whole name of its tensor, {} for the layer. Those of experts hold all experts,
+        and kernels are stored [in, out].
+      alternating: whether columns of gate and up alternate in a tensor that holds both.
+      quantized: quant_method of folders whose 8 or 4-bit tensors are read (`mstrain.models.hub.quantized`).
     """
 
     model_type: str
@@ -88,6 +96,9 @@ class Family:
     pattern: str = "L"
     activation: str = "gelu_pytorch_tanh"
     transposed: bool = True
+    tensors: dict[str, str] = dataclasses.field(default_factory=dict)
+    alternating: bool = False
+    quantized: str | None = None
 
     @property
     def read(self) -> set[str]:
@@ -205,6 +216,27 @@ _ALL = (
         modules=_MODULES | _EXPERTS, keys=_SIZES | _CHOICE,
         defaults={"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "rms_norm_eps": 1e-5},
         aliases={"num_local_experts": "num_experts"},
+    ),
+    Family(
+        "gpt_oss", "GptOssForCausalLM",
+        fixed={**_LLAMA, "attention_sinks": True, "activation": "clamped_swiglu"},
+        modules=_MODULES | {"blocks_0/mlp/router": "model.layers.{}.mlp.router"},
+        tensors={
+            "blocks_0/attention/sinks": "model.layers.{}.self_attn.sinks",
+            "blocks_0/mlp/router_bias": "model.layers.{}.mlp.router.bias",
+            "blocks_0/mlp/up/kernel": "model.layers.{}.mlp.experts.gate_up_proj",
+            "blocks_0/mlp/up_bias": "model.layers.{}.mlp.experts.gate_up_proj_bias",
+            "blocks_0/mlp/down/kernel": "model.layers.{}.mlp.experts.down_proj",
+            "blocks_0/mlp/down_bias": "model.layers.{}.mlp.experts.down_proj_bias",
+        },
+        keys={key: name for key, name in _SIZES.items() if key != "activation"}
+        | {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+        defaults={"head_dim": 64, "num_key_value_heads": 8, "num_experts_per_tok": 4, "sliding_window": 128,
+                  "rms_norm_eps": 1e-5, "attention_bias": True, "rope_theta": 150000.0,
+                  "rope_parameters": _GPT_OSS_ROPE},
+        aliases={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+        required={"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        bias={"all": {"attention_bias": True}}, window="types", pattern="LG", alternating=True, quantized="mxfp4",
     ),
     Family(
         "starcoder2", "Starcoder2ForCausalLM",

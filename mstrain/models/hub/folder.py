@@ -10,6 +10,8 @@ from safetensors import SafetensorError, safe_open
 
 from mstrain.json_files import read_json
 from mstrain.models.hub.config import language_model, model_of
+from mstrain.models.hub.quantized import dequantized
+from mstrain.models.hub.stored import Tensor
 from mstrain.models.hub.tensors import Part, parameters_of
 from mstrain.models.parameters import from_layers
 from mstrain.models.transformer import Transformer
@@ -23,7 +25,6 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # of old
 _WRAPPED = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
 _VISION = ("vision_tower.", "model.vision_tower.", "multi_modal_projector.", "model.multi_modal_projector.")
 _REMEDY = "Download the folder again, or type another init=."
-CHUNK = 2**24  # bytes that are read at once
 _SHOWN = 3  # tensors in a message
 
 
@@ -50,10 +51,11 @@ class Folder:
         self.config = language_model(read_json(self.path / CONFIG, "init:"))
         try:
             self.family, self.model = model_of(self.config, self.path.resolve().name)
+            self.config = {key: value for key, value in self.config.items() if key != "quantization_config"}
         except ValueError as error:
             reason = str(error).rstrip(".")
             raise ValueError(f"{self.path / CONFIG}: {reason}. Type the folder of another model.") from None
-        self._tensors: dict[str, _Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
 
     def check(self) -> None:
         """Compares the headers of the files with the architecture.
@@ -63,6 +65,8 @@ class Folder:
         """
         headers = {name: tensor for name, tensor in self._headers().items() if not name.startswith(_VISION)}
         self._tensors = {self._full_name(name): tensor for name, tensor in headers.items()}
+        if self.family.quantized:
+            self._tensors = dequantized(self._tensors)
         if self.model.layers > len(self._tensors):
             found = f"{CONFIG} describes {self.model.layers} layers, and the files have {len(self._tensors)} tensors"
             raise ValueError(f"{self.path}: {found}. {_REMEDY}")
@@ -103,20 +107,20 @@ class Folder:
     def _read(self, parts: tuple[Part, ...], shape: tuple[int, ...], index: tuple[slice, ...]) -> np.ndarray:
         """The part `index` of a canonical parameter of one layer, float32."""
         ranges = [place.indices(size)[:2] for place, size in zip(index, shape, strict=True)]
-        (first, last), lead = ranges[-1], [slice(*r) for r in ranges[-2:-1]]
+        first, last = ranges[-1]
         out = np.zeros([stop - start for start, stop in ranges], np.float32)
         for part in parts:
-            begin, end = max(first, part.begin), min(last, part.end)
-            if begin < end and (part.expert is None or part.expert in range(*ranges[0])):
-                columns = slice(begin - part.begin, end - part.begin)
+            if part.expert is not None and part.expert not in range(*ranges[0]):
+                continue
+            lead = [slice(*r) for r in (ranges if part.expert is None else ranges[1:])[:-1]]
+            of_part = out if part.expert is None else out[part.expert - ranges[0][0]]
+            for ours, columns in part.columns(first, last):
                 order = (columns, *lead) if part.transposed else (*lead, columns)
-                target = (out if part.expert is None else out[part.expert - ranges[0][0]])[
-                    ..., begin - first : end - first
-                ]
+                target = of_part[..., ours.start - first : ours.stop - first]
                 self._tensors[part.name].read_into(target.T if part.transposed else target, order)
         return out
 
-    def _headers(self) -> dict[str, "_Tensor"]:
+    def _headers(self) -> dict[str, Tensor]:
         if (self.path / WEIGHTS).is_file():
             return _header(self.path / WEIGHTS)
         if not (self.path / INDEX).is_file():
@@ -127,7 +131,7 @@ class Folder:
         places = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(places, dict) or not all(type(file) is str and file for file in places.values()):
             raise ValueError(f"{self.path / INDEX} has no weight_map of files. {_REMEDY}")
-        found: dict[str, _Tensor] = {}
+        found: dict[str, Tensor] = {}
         for file in sorted(set(places.values())):
             if os.path.basename(file) != file:
                 raise ValueError(f"{self.path / INDEX}: {file} is not the name of a file in the folder. {_REMEDY}")
@@ -170,30 +174,10 @@ class Folder:
             raise ValueError(f"{self.path}: tensor {', '.join(names[:_SHOWN])}{more} {problem}. {_REMEDY}")
 
 
-class _Tensor:
-    """One tensor of a safetensors file."""
-
-    def __init__(self, file: Path, name: str, shape: tuple[int, ...], dtype: str):
-        self.file, self.name, self.shape, self.dtype = file, name, shape, dtype
-
-    def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """The part `index` in the tensor's own dtype."""
-        # Opened for every read: a mapping that stays open counts as memory of this process for all pages it has read.
-        with safe_open(self.file, "np") as file:
-            return file.get_slice(self.name)[index]
-
-    def read_into(self, out: np.ndarray, index: tuple[slice, ...]) -> None:
-        """Fills `out` with the part `index`, a few rows at a time."""
-        rows, first = max(1, CHUNK * len(out) // out.nbytes), index[0].start
-        for start in range(0, len(out), rows):
-            stop = min(start + rows, len(out))
-            out[start:stop] = self.read((slice(first + start, first + stop), *index[1:]))
-
-
-def _header(path: Path) -> dict[str, _Tensor]:
+def _header(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, "np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
-            return {n: _Tensor(path, n, tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
+            return {n: Tensor(path, n, tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is truncated or not a safetensors file ({error}). {_REMEDY}") from None

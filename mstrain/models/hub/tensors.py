@@ -22,6 +22,7 @@ class Part:
       shape: of the tensor in the folder.
       transposed: whether the folder has the columns in its first dim.
       expert: the expert whose kernel it is; None for what is not of one expert.
+      alternating: number of equal segments of the columns that alternate in the tensor: 1, or 2 for gate and up.
     """
 
     name: str
@@ -30,6 +31,19 @@ class Part:
     shape: tuple[int, ...]
     transposed: bool
     expert: int | None = None
+    alternating: int = 1
+
+    def columns(self, first: int, last: int) -> Iterator[tuple[slice, slice]]:
+        """(columns of the parameter, columns of the tensor) that are the same ones, of those from `first` to `last`.
+
+        Columns of the tensor are every n-th, for n = `alternating`.
+        """
+        n, width = self.alternating, (self.end - self.begin) // self.alternating
+        for segment in range(n):
+            start = self.begin + segment * width
+            begin, end = max(first, start), min(last, start + width)
+            if begin < end:
+                yield slice(begin, end), slice(n * (begin - start) + segment, n * (end - 1 - start) + segment + 1, n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +71,11 @@ def parameters_of(model: ModelConfig, family: Family) -> Iterator[Parameter]:
 def _parts(model: ModelConfig, family: Family, path: tuple[str, ...], shape, layer: int) -> tuple[Part, ...]:
     *module, leaf = path
     whole = "/".join(path)
-    if leaf == BALANCE and whole not in family.modules:
+    if leaf == BALANCE and whole not in {**family.modules, **family.tensors}:
         return ()
+    if whole in family.tensors:
+        both = family.alternating and whole.startswith("blocks_0/mlp/up")
+        return (Part(family.tensors[whole].format(layer), 0, shape[-1], shape, False, None, 2 if both else 1),)
     suffix = "weight" if whole in family.modules else _SUFFIX[leaf]
     template = family.modules[whole if whole in family.modules else "/".join(module)]
     transposed = family.transposed and leaf in ("kernel", "router") or path == ("head", "kernel")

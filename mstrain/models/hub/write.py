@@ -139,9 +139,17 @@ def tensors_of(module: Transformer, params, target: Target) -> Iterator[tuple[st
             canonical = layer_of(module, params, parameter.path, layer)
             for part in parts:
                 whole = canonical if part.expert is None else canonical[part.expert]
-                values = whole[..., part.begin : part.end]
+                values = _alternated(whole[..., part.begin : part.end], part.alternating)
                 values = values.T if part.transposed else values
                 yield part.name, np.ascontiguousarray(values, target.dtype_of(part.name))
+
+
+def _alternated(values: np.ndarray, segments: int) -> np.ndarray:
+    """Columns of so many equal segments in turns."""
+    if segments == 1:
+        return values
+    apart = values.reshape(*values.shape[:-1], segments, -1)
+    return apart.swapaxes(-1, -2).reshape(values.shape)
 
 
 def _all_parts(model: ModelConfig, target: Target) -> list[Part]:
