@@ -172,7 +172,7 @@ def make_plan(
     check_effect(parallel, set(itertools.chain(*algorithms)))
     stages = make_stages(pipeline, mesh.shape[AXIS], model.layers)
     if stages:
-        check_division(stages, algorithms, shard, model)
+        check_division(stages, algorithms, model)
     plan = _Planner(parallel, model, mesh, microbatch, seq, chip, constants, shard).plan(algorithms)
     return dataclasses.replace(plan, stages=stages)
 

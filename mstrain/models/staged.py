@@ -2,6 +2,9 @@
 
 Activations are x_PxTxD: the microbatches that the P stages compute at one time, sharded over mesh axis `stage`. Every
 stage runs the same program on its own rows of parameters, so any algorithm of tensor parallelism works within a stage.
+
+With `shard=parameters`, every pass gathers the weights of a layer while it computes the layer before, as
+`mstrain.models.prefetch` does without stages; the first layer of a pass waits for its own.
 """
 
 import dataclasses
@@ -22,7 +25,7 @@ from mstrain.layers.rotary import GLOBAL
 from mstrain.models.config import ModelConfig
 from mstrain.models.halves import halve
 from mstrain.models.plan import BlockPlan, ModelPlan
-from mstrain.models.prefetch import join, split
+from mstrain.models.prefetch import gather_layer, join, layer_shardings, split
 from mstrain.models.sharding import is_kernel
 from mstrain.models.stages import AXIS, Stages
 
@@ -146,19 +149,49 @@ class StageLayers:
         """Scans `advance(segments, x, row)` over the rows of one chunk of each stage, backward if they `saved`."""
 
         def of_stage(rows, x, segments, chunk, saved):
-            rows = jax.tree.map(
+            weights, *rest = jax.tree.map(
                 lambda x: lax.dynamic_index_in_dim(x, chunk, keepdims=False) if x.shape[0] > 1 else x[0], rows
             )
             reverse = saved is not None
-            return lax.scan(
-                functools.partial(advance, segments), x, (*rows, saved) if reverse else rows, reverse=reverse
-            )
+            rest, one = ((*rest, saved) if reverse else rest), functools.partial(advance, segments)
+            if self.plan.shard != "parameters":
+                return lax.scan(one, x, (weights, *rest), reverse=reverse)
+            return self._scan_gathering(one, weights, x, rest, reverse)
 
         windows, real = self._windows()
+        if self.plan.shard == "parameters" and x_PxTxD is not None:
+            x, segments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (x_PxTxD, segments_PxT))
+            shardings = layer_shardings(self.block, self.plan.groups[0][0], x, windows[0, 0, 0], segments)
+            self.trees["gathered"] = {"shardings": shardings, "dtype": x.dtype}
         mapped = jax.vmap(of_stage, spmd_axis_name=AXIS)
         x_PxTxD = jax.tree.map(self.constrain, x_PxTxD)  # None for a scan without activations
         x_PxTxD, ys = mapped((rows, windows, real), x_PxTxD, segments_PxT, chunk_P, saved)
         return jax.tree.map(self.constrain, x_PxTxD), ys
+
+    def _scan_gathering(self, advance, weights, x, rest, reverse: bool):
+        """`lax.scan` of `advance` over (weights, *rest), whose weights an iteration gathers for the next one."""
+        last, how = self.stages.deepest - 1, self.trees["gathered"]
+
+        def gathered(i):
+            return gather_layer(weights, i=i, **how)
+
+        if x is None:  # gradients of kernels read no kernel: the compiler removes these gathers
+            return lax.scan(
+                lambda x, row: advance(x, (gathered(row[0]), *row[1:])),
+                x,
+                (jnp.arange(last + 1), *rest),
+                reverse=reverse,
+            )
+
+        def ahead(carry, row):
+            (x, own), (i, *row) = carry, row
+            following = gathered(jnp.clip(i + (-1 if reverse else 1), 0, last))
+            x, y = advance(x, (own, *row))
+            return (x, following), y
+
+        carry = x, gathered(last if reverse else 0)
+        (x, _), ys = lax.scan(ahead, carry, (jnp.arange(last + 1), *rest), reverse=reverse)
+        return x, ys
 
     def _windows(self):
         """The window of every row, int32 [P, V, L], and whether it is a layer and no padding."""

@@ -130,7 +130,7 @@ def make_stages(config: PipelineConfig, count: int, layers: int) -> Stages | Non
     return Stages(count, schedule, stated)
 
 
-def check_division(stages: Stages, algorithms: list[tuple[str, str]], shard: str, model: ModelConfig) -> None:
+def check_division(stages: Stages, algorithms: list[tuple[str, str]], model: ModelConfig) -> None:
     """Raises ValueError for layers that the stages of a pipeline do not support."""
     if min(stages.rows) < 0 and (model.balance_loss or model.router_z_loss):
         raise ValueError(
@@ -141,9 +141,4 @@ def check_division(stages: Stages, algorithms: list[tuple[str, str]], shard: str
         raise ValueError(
             "parallel.layers gives layers different algorithms, and the stages of a pipeline run one program. Remove "
             "parallel.layers, or type a mesh= without stage."
-        )
-    if shard == "parameters":
-        raise ValueError(
-            "shard=parameters gathers weights layer by layer, and a pipeline would gather them for every microbatch. "
-            "Type shard=gradients or shard=optimizer, or a mesh= without stage."
         )

@@ -324,10 +324,11 @@ class Step:
         hides &= plan.shard == "parameters" or not style.native
         ahead, behind = (HIDDEN_PART * seconds if hides else 0.0 for seconds in (stage.forward, stage.backward))
         layers = max(1, stage.layers)
-        if plan.shard == "parameters":  # nothing hides the first gather, nor the last sum
+        if plan.shard == "parameters":  # nothing hides the first gather, of every pass of a stage, nor the last sum
+            passes = 2 * plan.microbatches * plan.chunks if plan.pipeline > 1 else 1
             once = max(0.0, gather - ahead) + max(0.0, gather + scatter - behind)
             once += style.gathered_bytes * weights / self.request.pod.device(self.constants).memory_bandwidth
-            return plan.microbatches * once + (gather + scatter) / layers
+            return plan.microbatches * once + (passes * gather + scatter) / layers
         each = style.native and plan.pipeline == 1 and plan.shard == "none"
         sums = plan.microbatches if each or plan.shard == "gradients" else 1
         exposed = sums * max(scatter / layers, scatter - behind)

@@ -161,7 +161,7 @@ def state_bytes(request: PlanRequest, plan: PodPlan, parameters: Count) -> tuple
     """Bytes of (weights, gradients, optimizer state) of so many parameters of one device before sharding."""
     weights, gradients = (size * sum(parameters) for size in request.style.state_bytes[:2])
     if request.style.native and plan.microbatches > 1:
-        gradients *= 2 if request.optimizer.gradients == "f32" or plan.pipeline > 1 else 1.5
+        gradients *= 2 if request.optimizer.gradients == "f32" else 1.5
     sharded = SHARDS.index(plan.shard)
     sizes = (weights, gradients, moment_bytes(request, parameters))
     levels = (1 if request.style.native else 3, 2, 1)

@@ -10,8 +10,6 @@ def why_not_trainable(plan: PodPlan, slices: int = 1) -> str:
     """Why train.py cannot run a plan over so many TPU slices; empty where it can."""
     if plan.data % slices:
         return f"train.py has copies of the model on each of the {slices} TPU slices, this plan has stages across them"
-    if plan.pipeline > 1 and plan.shard == "parameters":
-        return f"train.py has no shard=parameters in a pipeline, this plan has {plan.pipeline} stages"
     if plan.shard not in SHARD:
         return f"train.py has no shard={plan.shard}, only {', '.join(SHARD)}"
     if plan.remat not in LADDER and not parse_remat(plan.remat).saved <= set(NAMES):

@@ -92,12 +92,13 @@ class OptimizerConfig:
             if not 0 <= getattr(self, field) <= 1:
                 raise ValueError(f"optimizer.{field}={getattr(self, field)} must lie between 0 and 1.")
 
-    def check_gradients(self, accumulate: int, stages: int) -> None:
-        """Raises ValueError if `gradients` has no effect on a step of so many microbatches and stages."""
-        if self.gradients != "f32" and (accumulate == 1 or stages > 1):
-            why = "accumulate=1 sums no gradients" if accumulate == 1 else "a pipeline sums gradients in float32"
-            fix = " or type accumulate=2" if stages == 1 else " or type a mesh= without stage"
-            raise ValueError(f"optimizer.gradients={self.gradients} has no effect: {why}. Remove it,{fix}.")
+    def check_gradients(self, accumulate: int) -> None:
+        """Raises ValueError if `gradients` has no effect on a step of so many microbatches."""
+        if self.gradients != "f32" and accumulate == 1:
+            raise ValueError(
+                f"optimizer.gradients={self.gradients} has no effect: accumulate=1 sums no gradients. Remove it, or "
+                "type accumulate=2."
+            )
 
     def sums(self, seed: int) -> GradientSums:
         """How a step sums gradients."""

@@ -28,6 +28,7 @@ from mstrain.gemm.copies import gathered_spec
 from mstrain.models.parameters import STACK, parameter_shardings
 from mstrain.models.transformer import Transformer
 from mstrain.parallel.schedules import BACKWARD, DIRECTIONS, FORWARD, WEIGHTS, ticks
+from mstrain.program.rounding import GradientSums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,21 +90,22 @@ def _slots(active, microbatch, chunk, written: int, read: int) -> np.ndarray:
     return slot
 
 
-def pipelined_gradients(module: Transformer, params, batch: Batch, mean_loss):
+def pipelined_gradients(module: Transformer, params, batch: Batch, mean_loss, sums: GradientSums, step):
     """Sums over microbatches of the loss and of the gradients of `params`; batch [A, B, T + 1].
 
-    `mean_loss(losses_T, mask_BxT)` is the loss of a microbatch, from its losses per token.
+    `mean_loss(losses_T, mask_BxT)` is the loss of a microbatch, from its losses per token. `sums` adds the gradients of
+    step number `step`.
     """
-    return _Pipeline(module, params, batch, mean_loss).run()
+    return _Pipeline(module, params, batch, mean_loss, sums, step).run()
 
 
 class _Pipeline:
     """The ticks of one step, while it is traced."""
 
-    def __init__(self, module: Transformer, params, batch: Batch, mean_loss):
+    def __init__(self, module: Transformer, params, batch: Batch, mean_loss, sums: GradientSums, step):
         stages = module.plan.stages
         assert stages
-        self.module, self.batch, self.mean_loss = module, batch, mean_loss
+        self.module, self.batch, self.mean_loss, self.sums, self.step = module, batch, mean_loss, sums, step
         self.layers, self.last = module.stage_layers(), stages.count - 1
         self.rows = self.layers.split_rows(params[STACK])
         self.outer = {name: tree for name, tree in params.items() if name != STACK}
@@ -139,20 +141,22 @@ class _Pipeline:
             "x": self.layers.constrain(x_PxTxD), "dx": self.layers.constrain(x_PxTxD),
             "saved": _rings(saved, slots), "deferred": deferred,
             "dy": jnp.zeros((slots, *x.shape), x.dtype), "loss": jnp.zeros(()),
-            "rows": self._zero_gradients(), "outer": jax.tree.map(jnp.zeros_like, self.outer),
+            "rows": self._zero_gradients(), "outer": self._zeros(self.outer),
         }  # fmt: skip
 
+    def _zeros(self, weights):
+        """The sums of no gradients: float32 before `sums` stores them, also those of gathered weights."""
+        return self.sums.zeros(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), weights))
+
     def _zero_gradients(self):
-        """Of the rows [P, V, L, ...]: sharded over data-parallel copies with shard=gradients only."""
-        scattered, mesh = self.module.plan.shard == "gradients", self.module.plan.mesh
+        """Of the rows [P, V, L, ...]: shards of data-parallel copies where sums are."""
+        scattered, mesh = self.module.plan.shard in ("gradients", "parameters"), self.module.plan.mesh
 
-        def zeros(x, stored):
+        def shard(zeros, stored):
             spec = stored.spec if scattered else gathered_spec(stored.spec)
-            return lax.with_sharding_constraint(
-                jnp.zeros_like(x), NamedSharding(mesh, P(spec[0], None, None, *spec[1:]))
-            )
+            return lax.with_sharding_constraint(zeros, NamedSharding(mesh, P(spec[0], None, None, *spec[1:])))
 
-        return jax.tree.map(zeros, self.rows, parameter_shardings(self.module)[STACK])
+        return jax.tree.map(shard, self._zeros(self.rows), parameter_shardings(self.module)[STACK])
 
     def _run_of_ticks(self, carry, begin: int, end: int, forward: bool, backward: bool, weights: bool):
         names = ("active", "microbatch", "chunk", "slot", "deferred")
@@ -214,7 +218,8 @@ class _Pipeline:
             x_TxD, microbatch = self.layers.of_stage(y, self.last), of["microbatch"][self.last]
             value, (d_outer, dx) = jax.value_and_grad(self._loss, argnums=(0, 1))(self.outer, x_TxD, microbatch)
             slot = of["slot"][self.last]
-            return loss + value, jax.tree.map(jnp.add, outer, d_outer), lax.dynamic_update_index_in_dim(dy, dx, slot, 0)
+            outer = self.sums.add(self.module, outer, d_outer, self.step, microbatch)
+            return loss + value, outer, lax.dynamic_update_index_in_dim(dy, dx, slot, 0)
 
         before = carry["loss"], carry["outer"], carry["dy"]
         loss, outer, dy = lax.cond(ends["loses"], lose, lambda *same: same, *before)
@@ -230,13 +235,14 @@ class _Pipeline:
             carry = {**carry, "deferred": _store(carry["deferred"], rest, of["deferred"])}
         else:
             dx, gradients = self.layers.backward(*arguments)
-        carry = {**carry, "dx": dx, "rows": _accumulate(carry["rows"], gradients, of)}
+        carry = {**carry, "dx": dx, "rows": self._accumulate(carry["rows"], gradients, of)}
         if not ever["leaves"]:
             return carry
 
         def leave(outer):
             _, pullback = jax.vjp(lambda outer: self._embed(outer, of["microbatch"][0]), self.outer)
-            return jax.tree.map(jnp.add, outer, pullback(self.layers.of_stage(dx, 0))[0])
+            added = len(self.inputs) + of["microbatch"][0]  # after as many additions of losses
+            return self.sums.add(self.module, outer, pullback(self.layers.of_stage(dx, 0))[0], self.step, added)
 
         return {**carry, "outer": lax.cond(ends["leaves"], leave, lambda outer: outer, carry["outer"])}
 
@@ -244,7 +250,27 @@ class _Pipeline:
         saved, rest = _load(carry["saved"], of["slot"]), _load(carry["deferred"], of["deferred"])
         segments = self._segments_of(of["microbatch"])
         gradients = self.layers.backward_of_kernels(self.rows, saved, rest, segments, of["chunk"])
-        return {**carry, "rows": _accumulate(carry["rows"], gradients, of)}
+        return {**carry, "rows": self._accumulate(carry["rows"], gradients, of)}
+
+    def _accumulate(self, totals, gradients, of):
+        """Adds gradients [P, L, ...] to the active chunks of `totals` [P, V, L, ...]; None are of another pass."""
+        layers_PxVxL = self.layers.split_rows(jnp.asarray(self.layers.stages.rows))
+
+        def of_stage(totals, gradients, layers, chunk, active, microbatch):
+            def own(x):
+                return lax.dynamic_index_in_dim(x, chunk, keepdims=False) if len(x) > 1 else x[0]
+
+            def add(total, gradient):
+                return None if gradient is None else own(total).astype(jnp.float32) + jnp.where(active, gradient, 0)
+
+            def store(total, new):
+                return total if new is None else lax.dynamic_update_index_in_dim(total, new, chunk, 0)
+
+            exact = {STACK: jax.tree.map(add, totals, gradients)}
+            new = self.sums.rounded(self.module, exact, self.step, microbatch, own(layers))[STACK]
+            return jax.tree.map(store, totals, new)
+
+        return jax.vmap(of_stage)(totals, gradients, layers_PxVxL, of["chunk"], of["active"], of["microbatch"])
 
 
 def _rings(tree, slots: int):
@@ -260,16 +286,3 @@ def _store(rings, tree, slot_P):
 def _load(rings, slot_P):
     load = jax.vmap(lambda ring, slot: lax.dynamic_index_in_dim(ring, slot, keepdims=False))
     return jax.tree.map(lambda ring: load(ring, slot_P), rings)
-
-
-def _accumulate(totals, gradients, of):
-    """Adds gradients [P, L, ...] to the active chunks of `totals` [P, V, L, ...]; None are those of another pass."""
-
-    def add(total, gradient, chunk, active):
-        own = lax.dynamic_index_in_dim(total, chunk, keepdims=False) if len(total) > 1 else total[0]
-        return lax.dynamic_update_index_in_dim(total, own + jnp.where(active, gradient, 0), chunk, 0)
-
-    def add_all(total, gradient):
-        return total if gradient is None else jax.vmap(add)(total, gradient, of["chunk"], of["active"])
-
-    return jax.tree.map(add_all, totals, gradients)

@@ -68,11 +68,18 @@ class GradientSums:
 
     def add(self, module: Transformer, totals, gradients, step, microbatch):
         """`totals` with the float32 `gradients` of a microbatch, both as parameters of `module` are stored."""
-        exact = jax.tree.map(lambda total, x: total.astype(x.dtype) + x, totals, gradients)
+        exact = jax.tree.map(lambda total, x: total.astype(jnp.float32) + x, totals, gradients)
+        return self.rounded(module, exact, step, microbatch)
+
+    def rounded(self, module: Transformer, exact, step, number, layers=None):
+        """Float32 sums as they are stored after addition `number` of a step.
+
+        `exact` has parameters of `module` by name, or of the stack of layers some rows only: those of `layers`.
+        """
         if self.rounding != "stochastic":
             return self._stored(exact, lambda x: x.astype(jnp.bfloat16))
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), step), zlib.crc32(b"gradients"))
-        rounded = _rounded(exact, module, jax.random.fold_in(key, microbatch))
+        rounded = _rounded(exact, module, jax.random.fold_in(key, number), layers)
         return jax.tree_util.tree_map_with_path(lambda path, x, y: y if _is_matrix(path) else x, exact, rounded)
 
     def _stored(self, tree, cast):
@@ -92,25 +99,26 @@ def round_stochastically(x, bits):
     return jnp.where(jnp.isfinite(x), cut, x).astype(jnp.bfloat16)
 
 
-def _rounded(tree, module: Transformer, key):
-    """One copy of the parameters."""
-    layers = _layers(module)
+def _rounded(tree, module: Transformer, key, layers=None):
+    """One copy of the parameters, or some of them; `layers` numbers the rows of a stack that has some of them only."""
+    of_stacks = _layers(module) if layers is None else {STACK: layers}
+    boxes = {name: box for name, box in abstract_parameters(module).items() if name in tree}
 
     def of_parameter(path, x, box):
         if is_masked(x):
             return x
         names = [part.key for part in path]
         places = box.storage.places()
-        if names[0] in layers:  # number rows across layers
+        if names[0] in of_stacks:  # number rows across layers
             rows = places[0] if len(places) == 2 else jnp.zeros(1, jnp.int32)
-            across = jnp.asarray(layers[names[0]])[:, None] * (rows.max() + 1) + rows
+            across = jnp.asarray(of_stacks[names[0]])[:, None] * (rows.max() + 1) + rows
             places, names[0] = [across.reshape(-1), places[-1]], STACK
         words = _words(jax.random.fold_in(key, zlib.crc32(".".join(names).encode())), places)
         if box.storage.transposed:
             words = words.reshape(*x.shape[:-2], x.shape[-1], x.shape[-2]).swapaxes(-1, -2)
         return round_stochastically(x, words.reshape(x.shape))
 
-    return jax.tree_util.tree_map_with_path(of_parameter, tree, abstract_parameters(module), is_leaf=is_masked)
+    return jax.tree_util.tree_map_with_path(of_parameter, tree, boxes, is_leaf=is_masked)
 
 
 def _layers(module: Transformer) -> dict[str, np.ndarray]:

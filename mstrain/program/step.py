@@ -68,14 +68,17 @@ def gradients(module: Transformer, params, batch: Batch, sums: GradientSums = Gr
     """Mean loss and float32 mean gradients over A microbatches of B sequences: tokens [A, B, T + 1].
 
     Gradients are sharded as `params`. A target weighs the same in every microbatch, however many the masks of the
-    others select. `sums` adds them over the microbatches of `step`, but for a pipeline, which adds in float32.
+    others select. `sums` adds them over the microbatches of `step`.
     """
     microbatches = batch.tokens.shape[0]
     count = None if batch.mask is None else num_targets(batch) / microbatches
     gathered = gather_parameters(module, params)
     if module.plan.stages:
-        loss, grads = pipelined_gradients(module, gathered, batch, lambda losses, mask: _mean(losses, mask, count))
-        return jax.tree.map(lambda x: x / microbatches, (loss, gradient_shards(module, grads)))
+        loss, grads = pipelined_gradients(
+            module, gathered, batch, lambda losses, mask: _mean(losses, mask, count), sums, step
+        )
+        total = loss, gradient_shards(module, grads)
+        return jax.tree.map(lambda x: x.astype(jnp.float32) / microbatches, total)
     value_and_grad = jax.value_and_grad(
         lambda gathered, batch: mean_loss(module, gathered, batch, count, gathered=True)
     )

@@ -150,7 +150,7 @@ class RunConfig:
             count = parse_mesh(self.mesh).stage
             if stages := count > 1 and make_stages(self.pipeline, count, self.model.layers):
                 stages.check_microbatches(self.accumulate)
-        self.optimizer.check_gradients(self.accumulate, 1 if self.mesh == "auto" else parse_mesh(self.mesh).stage)
+        self.optimizer.check_gradients(self.accumulate)
         if self.parallel.slices != "auto":
             parse_slices(self.parallel.slices)
         used = set(itertools.chain(*layer_algorithms(self.parallel, self.model.layers)))

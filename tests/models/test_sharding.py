@@ -18,6 +18,7 @@ from mstrain.models.parameters import parameter_shapes
 from mstrain.models.plan import ParallelConfig, make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
+from mstrain.program.rounding import GradientSums
 from mstrain.program.step import abstract_state, gradients
 
 MODEL = ModelConfig(layers=3, width=64, heads=4, mlp_dim=128, vocab_size=64, context=8)
@@ -95,6 +96,30 @@ def test_gathers_and_sums_do_not_wait_for_the_layer_of_their_iteration():
             assert (
                 all(partial) and [waits for waits, kernel in zip(sums, kernels, strict=True) if kernel] == [False] * 4
             )
+
+
+def test_stages_gather_the_next_layer_and_sum_in_bf16():
+    """In the scans over the layers of a stage, bfloat16 kernels of the next layer do not depend on activations; the
+    scans over ticks carry the sums of gradients."""
+    mesh, model = make_mesh(parse_mesh("data2-stage2-col2")), dataclasses.replace(MODEL, layers=4)
+    plan = make_plan(ParallelConfig("collective"), model, mesh, 8, 8, shard="parameters")
+    module = Transformer(model, plan, 8, jnp.bfloat16, "full")
+    params, batch = parameter_shapes(module), Batch(jax.ShapeDtypeStruct((2, 16, 9), jnp.int32))
+    jaxpr = jax.make_jaxpr(lambda *x: gradients(module, *x, GradientSums("nearest"), 0))(params, batch).jaxpr
+    kernels = [leaf.shape[1:] for leaf in jax.tree.leaves(params["blocks_0"]) if len(leaf.shape) == 3]
+    sums, passes = 0, 0
+    for scan in scans(jaxpr):
+        body, (consts, carry) = scan.params["jaxpr"].jaxpr, scan_sizes(scan)
+        carried = list(zip(body.invars[consts:], body.outvars[:carry]))
+        totals = [x.aval for x, _ in carried if x.aval.shape[:3] == (2, 1, 2) and x.aval.shape[3:] in kernels]
+        assert {x.dtype for x in totals} <= {jnp.dtype(jnp.bfloat16)}
+        sums += len(totals) == len(kernels)
+        gathered = {y for x, y in carried if x.aval.shape[1:] in kernels and x.aval.dtype == jnp.bfloat16}
+        activations = [x for x, _ in carried if x.aval.shape == (2, 128, 64)]  # of both stages
+        if len(gathered) == len(kernels) and activations:
+            passes += 1
+            assert not gathered & depending(body, activations[0])
+    assert sums and passes >= 2  # forward and backward
 
 
 def scan_sizes(scan) -> tuple[int, int]:

@@ -178,16 +178,25 @@ def pipelined_cases() -> list[Case]:
         Case("stage2-row2", ParallelConfig("gspmd"), 4, "full", pipeline=zero_bubble, model=llama),
         Case("stage4", ParallelConfig("megatron"), 2, "dots", pipeline=zero_bubble, model=gpt2),
         Case("data2-stage2-row2", ParallelConfig("fsdp"), 4, shard="gradients", pipeline=zero_bubble, model=gemma),
+        Case("data2-stage2-col2", ParallelConfig(slices="2"), 2, shard="parameters", pipeline=one, model=gpt2),
+        Case("data2-stage3", ParallelConfig("collective"), 2, "full", shard="parameters", pipeline=gpipe, model=gpt2),
+        Case("data2-stage2", MIXED_HALVES, 4, "dots", shard="parameters", pipeline=interleaved, model=llama),
+        Case("data2-stage2-row2", ParallelConfig(), 2, shard="parameters", pipeline=zero_bubble, model=gpt2),
     ]
 
 
 def sum_cases() -> list[Case]:
     """Gradients summed in bf16 over microbatches; one device sums those of one microbatch in float32."""
     nearest = dataclasses.replace(OPTIMIZER, gradients="bf16")
+    stages, gpt2 = PipelineConfig("1f1b"), FAMILIES["gpt2"]
     return [
-        Case("4x2", ParallelConfig(slices="2"), accumulate, optimizer=optimizer)
+        case
         for optimizer in (nearest, dataclasses.replace(nearest, rounding="stochastic"))
-        for accumulate in (2, 16)
+        for case in (
+            Case("4x2", ParallelConfig(slices="2"), 2, optimizer=optimizer),
+            Case("4x2", ParallelConfig(slices="2"), 16, optimizer=optimizer),
+            Case("stage2-row2-col2", ParallelConfig(), 2, pipeline=stages, model=gpt2, optimizer=optimizer),
+        )
     ]
 
 
