@@ -2,8 +2,9 @@
 
 `row` and `col` are the two tensor-parallel axes of a MeshSlice product; `data` is the data-parallel axis. `replica` is
 the data-parallel axis over several TPU slices: sums over it are of shards, after those over `data`. `stage` is the axis
-of a pipeline. `context` splits every sequence; its devices hold the same weights. A new axis is a field of `MeshShape`;
-the functions here loop over the fields.
+of a pipeline. `expert` is data-parallel outside of expert layers; inside, each of its devices has a part of the
+experts. `context` splits every sequence; its devices hold the same weights. A new axis is a field of `MeshShape`; the
+functions here loop over the fields.
 `parse_mesh` does not initialize devices; `make_mesh` uses the devices present.
 """
 
@@ -36,6 +37,7 @@ class MeshShape:
     replica: int = dataclasses.field(default=1, kw_only=True)
     stage: int = dataclasses.field(default=1, kw_only=True)
     data: int = 1
+    expert: int = dataclasses.field(default=1, kw_only=True)
     context: int = dataclasses.field(default=1, kw_only=True)
     row: int = 1
     col: int = 1
@@ -43,7 +45,7 @@ class MeshShape:
     @property
     def copies(self) -> int:
         """Data-parallel copies, which have different sequences."""
-        return self.replica * self.data
+        return self.replica * self.data * self.expert
 
     @property
     def axes(self) -> dict[str, int]:
@@ -64,7 +66,6 @@ class MeshShape:
 
 
 AXES = tuple(field.name for field in dataclasses.fields(MeshShape))
-PLANNED = ("expert",)  # reserved names of axes that the trainer does not support
 EMULATED = MeshShape(row=2, col=4)  # mesh=auto on a CPU
 
 
@@ -78,8 +79,6 @@ def parse_mesh(text: str) -> MeshShape:
     sizes = [(part[1], int(part[2])) for part in parts if part]
     names = [name for name, _ in sizes]
     for name in names:
-        if name in PLANNED:
-            raise ValueError(f"mesh={text}: the trainer does not support axis {name}. Type a mesh of {_or(AXES)} axes.")
         if names.count(name) > 1:
             raise ValueError(f"mesh={text} gives axis {name} twice. Type it once.")
         if name not in AXES and (near := difflib.get_close_matches(name, AXES, 1)):
@@ -90,10 +89,6 @@ def parse_mesh(text: str) -> MeshShape:
             "(mesh=2x4x8), named axes (mesh=data2-row4-col8), or mesh=auto."
         )
     return MeshShape(**dict(sizes))
-
-
-def _or(names: tuple[str, ...]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def attached() -> str | None:

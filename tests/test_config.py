@@ -57,8 +57,17 @@ MISTAKES = {
     "mesh of nothing": (["mesh=0x4"], ["'0x4'", "mesh=2x4"]),
     "mesh too large": (["mesh=8x16"], ["128 devices and 16 are present", "Type mesh=row4-col4"]),
     "mesh leaves devices idle": (["mesh=3x3"], ["9 of 16 devices", "Type mesh=row4-col4"]),
-    "mesh of an axis to come": (
-        ["mesh=data2-expert4-row2-col1"], ["does not support axis expert", "stage, data, context, row and col axes"],
+    "experts of a dense model": (["mesh=data2-expert4-row2-col1"], ["axis expert has no effect", "Type data8 instead"]),
+    "experts that do not divide": (
+        ["mesh=expert4-row2-col1", "model.experts=6", "model.bias=none"],
+        ["model.experts=6 do not divide into 4", "a size out of [2, 3, 6]"],
+    ),
+    "slices of no exchange": (
+        ["mesh=2x4", "parallel.expert_slices=2"], ["parallel.expert_slices=2 has no effect", "no axis expert"],
+    ),
+    "slices of the exchange": (
+        ["mesh=expert4-row2-col1", "model.experts=4", "model.bias=none", "parallel.expert_slices=3"],
+        ["parallel.expert_slices=3 does not divide", "Type parallel.expert_slices="],
     ),
     "stages without layers": (["mesh=stage4-row1-col2"], ["model.layers=2", "4 stages", "up to 2 stages"]),
     "stages without microbatches": (

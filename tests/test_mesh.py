@@ -25,7 +25,14 @@ from mstrain.mesh import (
 
 axis_sizes = st.integers(1, 999)
 shapes = st.builds(
-    MeshShape, axis_sizes, axis_sizes, axis_sizes, replica=axis_sizes, stage=axis_sizes, context=axis_sizes
+    MeshShape,
+    axis_sizes,
+    axis_sizes,
+    axis_sizes,
+    replica=axis_sizes,
+    stage=axis_sizes,
+    expert=axis_sizes,
+    context=axis_sizes,
 )
 
 
@@ -48,7 +55,7 @@ def test_axes_have_names_in_any_order_and_those_left_out_have_one_device():
 
 
 @pytest.mark.parametrize("text, words", [
-    ("data2-expert4-row4-col8", "axis expert. Type a mesh of replica, stage, data, context, row and col axes."),
+    ("experts4-col8", "unknown axis 'experts'. Did you mean expert?"),
     ("rows4-col8", "unknown axis 'rows'. Did you mean row?"),
     ("banana2-col8", "is not a mesh. Write rows x columns (mesh=2x4)"),
     ("row2-row4", "gives axis row twice"),
@@ -126,7 +133,7 @@ def test_surplus_devices_become_data_parallelism_or_the_message_names_a_mesh_tha
 def test_make_mesh_uses_every_device_once_along_named_axes():
     mesh = make_mesh(MeshShape(2, 2, 4))
     assert mesh.axis_names == AXES
-    assert dict(mesh.shape) == {"replica": 1, "stage": 1, "data": 2, "context": 1, "row": 2, "col": 4}
+    assert dict(mesh.shape) == {"replica": 1, "stage": 1, "data": 2, "expert": 1, "context": 1, "row": 2, "col": 4}
     assert {device.id for device in mesh.devices.flat} == {device.id for device in jax.devices()}
 
 

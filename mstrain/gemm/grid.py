@@ -11,7 +11,7 @@ import dataclasses
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm.copies import COPIES, shard_over_data
+from mstrain.gemm.copies import COPIES, EXPERT, shard_over_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Grid:
 
     @property
     def layout(self) -> Layout:
-        """Activations with tokens over (replica, data, context, rows) and features over columns."""
+        """Activations with tokens over (copies, rows) and features over columns."""
         return Layout((*self.copies, *self.rows), self.cols)
 
     @property
@@ -74,7 +74,12 @@ class Grid:
 
     def spec_of(self, shape: tuple[int, ...]) -> P:
         """The sharding of a weight [in, out], or of those of several experts [E, in, out]."""
-        return P(*[None] * (len(shape) - 2), *self.weight_spec)
+        return self.weight_spec if len(shape) == 2 else P(EXPERT if self.expert_parts > 1 else None, *self.weight_spec)
+
+    @property
+    def expert_parts(self) -> int:
+        """Devices among which experts are divided."""
+        return self.mesh.shape.get(EXPERT, 1)
 
     def gradient_spec(self, shape: tuple[int, ...]) -> P:
         """The sharding of the gradient of a weight of this shape."""

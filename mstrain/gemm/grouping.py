@@ -1,5 +1,7 @@
 """Sorts the tokens of every device by the experts that they chose, for the grouped products of a plan."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,10 +18,13 @@ def groups_spec(plan: Plan) -> Groups:
     return Groups(*[P(axes or None)] * 3)
 
 
-def group_choices(choices_TxK: jax.Array, experts: int, plan: Plan, capacity: int | None = None) -> Groups:
+def group_choices(
+    choices_TxK: jax.Array, experts: int, plan: Plan, capacity: int | None = None, partial: bool = False
+) -> Groups:
     """Groups for products of `plan` from the experts that all tokens chose, int32 [T, K], sharded as its inputs.
 
-    `capacity`: choices of an expert that count, those of the first tokens of the job; None for all.
+    `capacity`: choices of an expert that count, those of the first tokens of the job; None for all. `partial`: whether
+    choices may be `experts`, which is none.
     """
     copies, tokens = plan.grid.copies, plan.input_layout.tokens
     within = tuple(axis for axis in tokens if axis not in copies)
@@ -32,12 +37,25 @@ def group_choices(choices_TxK: jax.Array, experts: int, plan: Plan, capacity: in
         rows = jnp.zeros_like(order).at[order].set(lax.iota(jnp.int32, len(order)), unique_indices=True)
         sizes = jnp.sum(chosen[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
         groups = Groups(order, rows, sizes)
+        if partial:
+            none = len(chosen)
+            used = lax.iota(jnp.int32, none) < jnp.sum(sizes)
+            groups = Groups(jnp.where(used, order, none), jnp.where(chosen < experts, rows, none), sizes)
         return groups if capacity is None else _cut(groups, chosen, capacity, counted)
 
     spec = groups_spec(plan)
     return jax.shard_map(local, mesh=plan.grid.mesh, in_specs=P(tokens or None), out_specs=spec, check_vma=False)(
         choices_TxK
     )
+
+
+def dropped(choices_TxK: jax.Array, experts: int, plan: Plan, capacity: int) -> jax.Array:
+    """Whether a choice does not count because its expert has `capacity` before it; bool [T, K]."""
+    if plan.dataflow == "rs":  # with the same input layout, every device has the groups of its own tokens
+        plan = dataclasses.replace(plan, dataflow="os", grid=plan.grid.swapped)
+    groups = group_choices(choices_TxK, experts, plan, capacity)
+    here = choices_TxK.size // plan.grid.size(plan.input_layout.tokens)
+    return (groups.rows == here).reshape(choices_TxK.shape)
 
 
 def _cut(groups: Groups, chosen, capacity: int, axes: tuple[str, ...]) -> Groups:

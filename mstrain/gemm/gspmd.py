@@ -29,10 +29,11 @@ def _grouped(x, w, grid: Grid, groups: Groups, rows: Rows):
     """The products of experts, with operands gathered by constraints."""
     tokens = P(grid.layout.tokens)
     x = jax.lax.with_sharding_constraint(x, grid.sharding(tokens))
-    w = jax.lax.with_sharding_constraint(w.astype(x.dtype), grid.sharding(P(None, None, grid.cols)))
+    whole = P(grid.spec_of(w.shape)[0], None, grid.cols)
+    w = jax.lax.with_sharding_constraint(w.astype(x.dtype), grid.sharding(whole))
     local = jax.shard_map(
         lambda x, w, groups: GroupedDot(groups, rows, grid.platform)(x, w, NN),
-        mesh=grid.mesh, in_specs=(tokens, P(None, None, grid.cols), tokens), out_specs=grid.layout.spec,
+        mesh=grid.mesh, in_specs=(tokens, whole, tokens), out_specs=grid.layout.spec,
         check_vma=False,
     )  # fmt: skip
     return local(x, w, groups)

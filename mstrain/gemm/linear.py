@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm.copies import sum_copies
+from mstrain.gemm.copies import copies_of, sum_copies
 from mstrain.gemm.grouped import Groups, Rows, dot_of
 from mstrain.gemm.grouping import groups_spec
 from mstrain.gemm.local import axis_size
@@ -93,7 +93,7 @@ def _backward(plan, rows, saved, dy):
         return dx, sum_copies(dw.astype(jnp.float32), summed, plan.grid.copies).astype(w.dtype)
 
     input_spec, weight_spec = plan.input_layout.spec, plan.grid.spec_of(w.shape)
-    gradient_spec = P(plan.grid.copies, *weight_spec) if has_sink else summed
+    gradient_spec = P(copies_of(weight_spec, plan.grid.copies), *weight_spec) if has_sink else summed
     in_specs = (input_spec, weight_spec, plan.output_layout.spec, groups and groups_spec(plan))
     dx, dw = flows.on_mesh(local, in_specs, (input_spec, gradient_spec))(x, w, dy, groups)
     return (dx, None, dw, None) if has_sink else (dx, dw, None, None)

@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm import Plan, Span, Storage, linear
-from mstrain.gemm.grouped import Groups, Rows
 from mstrain.layers.parameter import parameter
 
 
@@ -18,6 +18,19 @@ class Inits:
 
     into: Callable
     out: Callable
+
+
+class Kernel(NamedTuple):
+    """A kernel in stored order, and what `mstrain.gemm.linear` takes as its `sink`."""
+
+    value: Any
+    sink: Any
+
+
+def kernel_of(module: nn.Module, plan: Plan, storage: Storage, initializer: Callable) -> Kernel:
+    """The parameter `kernel` of a module that multiplies by it as `plan` says."""
+    value = parameter(module, "kernel", initializer, storage, plan.grid.spec_of(storage.shape))
+    return Kernel(value, module.get_variable("sinks", "kernel") if module.has_variable("sinks", "kernel") else None)
 
 
 class Dense(nn.Module):
@@ -33,7 +46,6 @@ class Dense(nn.Module):
       initializer: initializer of the canonical [in, out] kernel.
       bias: whether to add a bias.
       saved: name of the result for `remat=`.
-      experts: number of experts, each with a kernel [in, out]; 0 for a dense projection.
 
     Returns y_TxO in the dtype of x; column shard j holds its part of every segment contiguously.
     """
@@ -44,15 +56,12 @@ class Dense(nn.Module):
     initializer: Callable
     bias: bool = False
     saved: str = "product"
-    experts: int = 0
 
     @nn.compact
-    def __call__(self, x_TxI, groups: Groups | None = None, rows: Rows | None = None):
-        """`groups` and `rows`, of experts, are those of `mstrain.gemm.linear`."""
-        grid, storage = self.plan.grid, self.plan.storage(self.inputs, self.segments, self.experts)
-        kernel = parameter(self, "kernel", self.initializer, storage, grid.spec_of(storage.shape))
-        sink = self.get_variable("sinks", "kernel") if self.has_variable("sinks", "kernel") else None
-        y_TxO = linear(x_TxI, kernel, self.plan, sink, groups, rows)
+    def __call__(self, x_TxI):
+        grid, storage = self.plan.grid, self.plan.storage(self.inputs, self.segments)
+        kernel = kernel_of(self, self.plan, storage, self.initializer)
+        y_TxO = linear(x_TxI, kernel.value, self.plan, kernel.sink)
         if self.bias:
             order = Storage(storage.shape[1:], segments=self.segments, columns=grid.num_cols)
             spec = P(self.plan.output_layout.features or None)

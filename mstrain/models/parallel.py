@@ -25,6 +25,8 @@ class ParallelConfig:
     LAYERS is a layer (`3`) or an inclusive range (`0-5`, `6-`). The last match applies."""
     slices: str = "auto"
     """MeshSlice's slice count, or `auto`."""
+    expert_slices: str = "auto"
+    """Parts of a device's tokens, each exchanged over mesh axis `expert` while another one is multiplied, or `auto`."""
     rows: str = "auto"
     """What the rows of the mesh split: the batch (`sequences`), or every sequence, as axis `context` does (`context`).
     `auto` takes `context` where a microbatch has too few sequences for the rows."""
@@ -75,7 +77,7 @@ def check_effect(parallel: ParallelConfig, used: set[str]) -> None:
         )
 
 
-def parse_slices(text: str) -> int:
+def parse_slices(text: str, key: str = "parallel.slices") -> int:
     if not re.fullmatch(r"[1-9]\d{0,5}", str(text)):
-        raise ValueError(f"parallel.slices={text!r} is not a slice count. Type a whole number such as 4, or auto.")
+        raise ValueError(f"{key}={text!r} is not a slice count. Type a whole number such as 4, or auto.")
     return int(text)

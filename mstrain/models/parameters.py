@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm.copies import SHARED, data_dim
+from mstrain.gemm.copies import EXPERT, SHARED, data_dim
 from mstrain.hardware import once_options
 from mstrain.layers.parameter import Stored, is_stored, partition_specs
 from mstrain.models.config import ModelConfig
@@ -250,7 +250,7 @@ def canonical_shardings(module: Transformer):
 
 def _canonical_sharding(box: Stored, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     own, lead = _axes(box, False), _lead(box, shape, mesh)
-    dims = [dim for dim in (-2, -1) if len(shape) + dim >= (1 if lead else 0)]
+    dims = [dim for dim in (-2, -1) if len(shape) + dim >= 0 and len(shape) + dim not in lead]
     for axes in (own, _without_data(own)):
         for dim in dims:
             if shape[dim] % _devices(mesh, axes) == 0:
@@ -337,7 +337,7 @@ def _convert(direction: str, box: Stored, x, mesh: Mesh):
     def place(x, dim, stored):
         axes, lead = _axes(box, stored), _lead(box, x.shape, mesh)
         if dim is not None:
-            if x.ndim + dim < (1 if lead else 0):
+            if x.ndim + dim < 0 or x.ndim + dim in lead:
                 return x
             if x.shape[dim] % _devices(mesh, axes):
                 axes = _without_data(axes)
@@ -355,24 +355,27 @@ def _axes(box: Stored, stored: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return (last, first) if box.storage.transposed and not stored else (first, last)
 
 
-def _lead(box: Stored, shape: tuple[int, ...], mesh: Mesh) -> str | None:
-    """Axis `stage` if it shards the layers of a stack of this shape."""
+def _lead(box: Stored, shape: tuple[int, ...], mesh: Mesh) -> dict[int, str]:
+    """The mesh axes of the dims before the matrices in a parameter of this shape: layers of stages, experts."""
     stacked = len(shape) > len(box.storage.shape) and box.spec[0] == STAGE
-    return STAGE if stacked and shape[0] % mesh.shape[STAGE] == 0 else None
+    lead = {0: STAGE} if stacked and shape[0] % mesh.shape[STAGE] == 0 else {}
+    if len(box.storage.shape) == 3 and box.spec[-3] == EXPERT:
+        lead[len(shape) - 3] = EXPERT
+    return lead
 
 
 def _sharded_on(
-    dim: int | None, axes, ndim: int, mesh: Mesh, lead: str | None = None, both: bool = False
+    dim: int | None, axes, ndim: int, mesh: Mesh, lead: dict[int, str], both: bool = False
 ) -> NamedSharding:
     """Shards `dim` (-1 or -2) over all tensor-parallel devices, no dim for None, or `both` last dims as in a step; and
-    the first dim over axis `lead`."""
+    the dims in `lead` over their axes."""
     spec: list = [None] * ndim
     if both:
         spec[-2:] = [axis or None for axis in axes][-ndim:]
     elif dim is not None:
         spec[dim] = (*axes[0], *axes[1]) if dim == -2 else (*axes[1], *axes[0])
-    if lead:
-        spec[0] = lead
+    for lead_dim, axis in lead.items():
+        spec[lead_dim] = axis
     return NamedSharding(mesh, P(*spec))
 
 

@@ -31,6 +31,7 @@ from mstrain.mesh import AXES, shape_of
 from mstrain.models.auto import tune_products
 from mstrain.models.config import ModelConfig
 from mstrain.models.context import CONTEXT, check_one_order, choose_exchange, sequence_split, split_axes
+from mstrain.models.expert_axis import check_experts, expert_slices
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
 from mstrain.models.products import ATTENTION, HALVES, MLP, Sizes, block_products
 from mstrain.models.sharding import check_shard
@@ -43,12 +44,14 @@ SLICES_WITHOUT_TUNING = 4  # on unknown accelerators, auto takes the largest leg
 
 @dataclasses.dataclass(frozen=True)
 class BlockPlan:
-    """Plans of the two halves of a block, its features with their padding, and how its attention splits sequences."""
+    """Plans of the two halves of a block, its features with their padding, how its attention splits sequences, and the
+    slices in which its experts exchange tokens."""
 
     attention: PlanPair
     mlp: PlanPair
     sizes: Sizes
     split: SequenceSplit = SequenceSplit()
+    expert_slices: int = 1
 
     @property
     def products(self) -> tuple[Plan, ...]:
@@ -168,6 +171,7 @@ def make_plan(
       ValueError: the plan is illegal; the message says what to type instead.
     """
     check_shard(shard, mesh)
+    check_experts(model, parallel, shape_of(mesh))
     algorithms = layer_algorithms(parallel, model.layers)
     check_effect(parallel, set(itertools.chain(*algorithms)))
     stages = make_stages(pipeline, mesh.shape[AXIS], model.layers)
@@ -283,7 +287,8 @@ class _Planner:
         first, second = (
             self._sliced_pair(pairs[key], products, key[1], sequences) for key in zip(names, HALVES, strict=True)
         )
-        return BlockPlan(first, second, sizes, self._sequence_split(heads, attention))
+        slices = expert_slices(self.parallel, second.into, sequences, self.seq, not _overlaps_nothing(self.mesh))
+        return BlockPlan(first, second, sizes, self._sequence_split(heads, attention), slices)
 
     def _sliced_pair(self, pair: PlanPair, products, half: str, sequences: int) -> PlanPair:
         first, last = (product for product in products if product.half == half)

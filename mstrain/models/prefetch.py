@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm.copies import COPIES, data_dim, gathered_spec, sum_copies
+from mstrain.gemm.copies import copies_of, data_dim, gathered_spec, sum_copies
 from mstrain.layers.parameter import is_stored
 from mstrain.models.plan import BlockPlan
 from mstrain.models.products import HALVES
@@ -114,9 +114,10 @@ class _Layers:
             keys = [part.key for part in path]
             if self._has_sink(keys):
                 place = functools.reduce(lambda tree, key: tree.setdefault(key, {}), keys[:-1], found)
-                copies = self.plan.attention.grid.size(COPIES)
                 sharding = self._of(keys)
-                whole = NamedSharding(sharding.mesh, P(COPIES, *gathered_spec(sharding.spec)))
+                axes = copies_of(sharding.spec)
+                copies = self.plan.attention.grid.size(axes)
+                whole = NamedSharding(sharding.mesh, P(axes, *gathered_spec(sharding.spec)))
                 place[keys[-1]] = lax.with_sharding_constraint(jnp.zeros((copies, *weight.shape), weight.dtype), whole)
         return found
 
@@ -179,7 +180,7 @@ def _sum(partial, sharding: NamedSharding):
     local = jax.shard_map(
         lambda x: sum_copies(x[0].astype(jnp.float32), sharding.spec),
         mesh=sharding.mesh,
-        in_specs=P(COPIES, *gathered_spec(sharding.spec)),
+        in_specs=P(copies_of(sharding.spec), *gathered_spec(sharding.spec)),
         out_specs=sharding.spec,
         check_vma=False,
     )

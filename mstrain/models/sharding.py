@@ -1,8 +1,8 @@
 """Sharding of the training state over data-parallel copies (ZeRO; Rajbhandari et al., 2020), by the names of `shard=`.
 
-Every stage but `none` shards weights and moments over mesh axes `data` and `context`, in addition to rows and columns,
-on a dim of each tensor that divides; a tensor without one is replicated. The stages differ in when weights are gathered
-and how gradients are summed:
+Every stage but `none` shards weights and moments over mesh axes `data`, `expert` and `context`, in addition to rows and
+columns, on a dim of each tensor that divides; a tensor without one is replicated. The stages differ in when weights are
+gathered and how gradients are summed:
 
 * `optimizer` (ZeRO 1): weights are gathered once per step; gradients are summed by all_reduce.
 * `gradients` (ZeRO 2): gradients are summed by reduce_scatter as soon as a layer has them.
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from mstrain.gemm.copies import SHARED, data_dim, gathered_spec, shard_over_data
+from mstrain.gemm.copies import SHARED, data_dim, gathered_spec, shard_over_data, shared_axes
 from mstrain.gemm.local import all_gather
 from mstrain.layers.parameter import Stored
 
@@ -35,19 +35,19 @@ def check_shard(shard: str, mesh) -> None:
 
 
 def sharded_box(box: Stored, mesh: Mesh) -> Stored:
-    """`box` sharded over the axes `SHARED` too, on a dim of its own and not that of stacked layers or experts."""
+    """`box` sharded over data-parallel copies too, on a dim of its own and not that of stacked layers or experts."""
     shape = box.value.shape
     return box.replace(spec=shard_over_data(box.spec, shape, mesh, len(shape) - min(2, len(box.storage.shape))))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather(x, sharding: NamedSharding, dtype):
-    """All-gathers float32 `x` over axes `SHARED` in `dtype`. The cotangent is constrained to `sharding`, in float32."""
+    """All-gathers float32 `x` over data-parallel copies in `dtype`. The cotangent is constrained to `sharding`."""
     dim = data_dim(sharding.spec)
     if dim is None:
         return x.astype(dtype)
     local = jax.shard_map(
-        lambda x: all_gather(x.astype(dtype), SHARED, dim),
+        lambda x: all_gather(x.astype(dtype), shared_axes(sharding.spec), dim),
         mesh=sharding.mesh,
         in_specs=sharding.spec,
         out_specs=gathered_spec(sharding.spec),

@@ -111,7 +111,8 @@ class Block(nn.Module):
         m, sizes, routing = self.model, self.plan.sizes, self.model.routing
         if routing:
             like_mlp = m.activation, m.gated, m.bias == "all", self._inits()
-            experts = Experts(self.plan.mlp, sizes.width, sizes.hidden, *like_mlp, routing, name="mlp")
+            slices = self.plan.expert_slices
+            experts = Experts(self.plan.mlp, sizes.width, sizes.hidden, *like_mlp, routing, slices, name="mlp")
             return lambda x_TxD: experts(x_TxD, None if segments_T is None else segments_T >= 0)
         return Mlp(
             self.plan.mlp, sizes.width, sizes.hidden, m.activation, m.gated, m.bias == "all", self._inits(), name="mlp"

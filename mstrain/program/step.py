@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mstrain.data import CONCATENATED, Batch
-from mstrain.gemm.copies import REPLICA
+from mstrain.gemm.copies import DATA, EXPERT, REPLICA
 from mstrain.hardware import once_options
 from mstrain.models.parameters import (
     gather_parameters,
@@ -165,11 +165,11 @@ def abstract_state(module: Transformer, optimizer: optax.GradientTransformation)
 def abstract_batch(mesh: Mesh, batch: int, seq: int, accumulate: int, parts: Batch = CONCATENATED) -> Batch:
     """The batch of a step: A microbatches of B of its `batch` sequences of `seq` tokens; tokens [A, B, T + 1].
 
-    It has segments and a mask if `parts` has. Sequences are sharded over the axes of `replica`, `data` and `row` that
-    divide them.
+    It has segments and a mask if `parts` has. Sequences are sharded over the axes of `replica`, `data`, `expert` and
+    `row` that divide them.
     """
     microbatch, axes = batch // accumulate, []
-    for axis in (REPLICA, "data", "row"):
+    for axis in (REPLICA, DATA, EXPERT, "row"):
         if microbatch % math.prod(mesh.shape[a] for a in (*axes, axis)) == 0:
             axes.append(axis)
     dims = Batch(seq + 1, seq, seq)

@@ -15,6 +15,7 @@ from mstrain.hardware import parse_target
 from mstrain.job.job import HostsConfig
 from mstrain.mesh import parse_mesh
 from mstrain.models.config import ModelConfig
+from mstrain.models.expert_axis import check_experts
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
 from mstrain.models.precision import check_precision
 from mstrain.models.remat import check_remat
@@ -147,6 +148,7 @@ class RunConfig:
         one_of("shard", self.shard, SHARD)
         one_of("tune", self.tune, TUNE)
         if self.mesh != "auto":
+            check_experts(self.model, self.parallel, parse_mesh(self.mesh))
             count = parse_mesh(self.mesh).stage
             if stages := count > 1 and make_stages(self.pipeline, count, self.model.layers):
                 stages.check_microbatches(self.accumulate)

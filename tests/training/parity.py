@@ -2,8 +2,8 @@
 
 `python -m tests.training.parity` prints the largest relative difference of loss and gradient norm from the
 run on one device, for every mesh, algorithm, stage of shard=, pipeline and optimizer; `... parity optimizers` one table
-of them (grid, variants, sharded, context, pipelined, optimizers, sums, experts). The suite runs a subset that covers
-each mesh and algorithm at least twice (test_parity.py).
+of them (grid, variants, sharded, context, pipelined, optimizers, sums, experts, exchanged). The suite runs a subset
+that covers each mesh and algorithm at least twice (test_parity.py).
 """
 
 import dataclasses
@@ -65,6 +65,7 @@ class Case:
         p = self.parallel
         name = "mixed" if p == MIXED else p.algorithm
         name += f"-{p.dataflow}" * (p.dataflow != "auto") + f"-S{p.slices}" * (p.slices != "auto")
+        name += f"-E{p.expert_slices}" * (p.expert_slices != "auto")
         name += f"-rows-{p.rows}" * (p.rows != "auto") + f"-{p.context}" * (p.context != "auto")
         name += f"-accumulate{self.accumulate}" * (self.accumulate > 1) + f"-{self.remat}" * (self.remat != "none")
         name += f"-{self.shard}" * (self.shard != "none")
@@ -94,6 +95,10 @@ FAMILIES = {
         "mixtral", layers=2, width=32, heads=8, num_kv_heads=4, mlp_dim=48, vocab_size=VOCABULARY, norm="rmsnorm",
         position="rotary", activation="silu", gated=True, bias="none", tied=False, experts=4, balance_loss=0.02,
         router_z_loss=1e-3, balance_rate=1e-3,
+    ),
+    "skewed": ModelConfig(
+        "skewed", layers=2, width=32, heads=8, num_kv_heads=4, mlp_dim=48, vocab_size=VOCABULARY, norm="rmsnorm",
+        position="rotary", activation="silu", gated=True, bias="none", tied=False, experts=4,
     ),
 }  # fmt: skip
 
@@ -159,7 +164,7 @@ def context_cases() -> list[Case]:
 def pipelined_cases() -> list[Case]:
     """Every schedule on two to four stages: uneven ones, tied tables, all algorithms, microbatches, remat, shard."""
     gpipe, one, interleaved, zero_bubble = map(PipelineConfig, SCHEDULES)
-    gpt2, llama, gemma, _ = FAMILIES.values()
+    gpt2, llama, gemma, *_ = FAMILIES.values()
     return [
         Case("stage2", ParallelConfig("collective"), 2, pipeline=gpipe, model=gpt2),
         Case("stage2-col2", ParallelConfig("megatron"), 4, pipeline=one, model=llama),
@@ -220,11 +225,35 @@ def expert_cases() -> list[Case]:
     ]
 
 
+def exchanged_cases() -> list[Case]:
+    """Experts divided over axis `expert`: algorithms, ZeRO, stages, context; even loads, and all tokens at one part."""
+    even, skewed = FAMILIES["mixtral"], FAMILIES["skewed"]
+    alone = dataclasses.replace(even, balance_loss=0.0, router_z_loss=0.0, balance_rate=0.0)  # of every microbatch
+    two = ParallelConfig("collective", expert_slices="2")
+    return [
+        Case("data2-expert2-row1-col2", two, shard="parameters", model=even),
+        Case("expert2-row2-col2", ParallelConfig(slices="2", expert_slices="2"), model=skewed),
+        Case("expert4-row1-col2", ParallelConfig("megatron", expert_slices="4"), remat="full", model=even),
+        Case("expert4-row2-col1", ParallelConfig("fsdp"), model=skewed),
+        Case("expert2-row2-col2", ParallelConfig("collective", dataflow="rs"), shard="optimizer", model=even),
+        Case("expert2-row2-col2", ParallelConfig("cannon"), remat="dots", model=skewed),
+        Case("data2-expert2-row1-col2", ParallelConfig("gspmd", expert_slices="2"), model=even),
+        Case("expert2-row2-col2", ParallelConfig("wang"), shard="gradients", model=even),
+        Case("data2-expert2-row2-col1", ParallelConfig(slices="2"), shard="parameters", model=skewed),
+        Case("data2-expert2-row2-col1", ParallelConfig("summa"), shard="gradients", model=skewed),
+        Case("stage2-expert2-row1-col2", two, 2, pipeline=PipelineConfig(), model=skewed),
+        Case("stage2-expert2-row2-col1", two, 2, pipeline=PipelineConfig("zero-bubble"), model=alone),
+        Case("expert2-context2-row1-col2", ParallelConfig(context="ring", expert_slices="2"), model=skewed),
+        Case("replica2-expert2-row1-col2", ParallelConfig(), 2, shard="parameters", model=skewed),
+        Case("expert4-row1-col2", two, shard="parameters", model=dataclasses.replace(even, expert_capacity=1.0)),
+    ]
+
+
 def optimizer_cases() -> list[Case]:
     """Every other optimizer, and moments in bf16, on meshes of every kind."""
     muon, adafactor, lion = (dataclasses.replace(OPTIMIZER, name=name) for name in ("muon", "adafactor", "lion"))
     stochastic = dataclasses.replace(OPTIMIZER, moments="bf16", rounding="stochastic")
-    gpt2, _, gemma, _ = FAMILIES.values()
+    gpt2, _, gemma, *_ = FAMILIES.values()
     return [
         case
         for optimizer in (muon, adafactor, lion, stochastic, dataclasses.replace(stochastic, name="muon"))
@@ -253,9 +282,12 @@ def module_of(case: Case) -> Transformer:
 
 @functools.cache
 def initial(model: ModelConfig = MODEL):
-    """Canonical initial parameters on the host."""
+    """Canonical initial parameters on the host. All tokens of model `skewed` choose the first two experts."""
     reference = module_of(Case("1x1", ParallelConfig("gspmd"), model=model))
-    return jax.device_get(jax.jit(lambda: parameters.init_canonical(reference, 0))())
+    params = jax.tree.map(np.array, jax.device_get(jax.jit(lambda: parameters.init_canonical(reference, 0))()))
+    if model.name == "skewed":
+        params["blocks_0"]["mlp"]["balance"][:, :2] = 2.0  # above every score
+    return params
 
 
 @functools.cache
@@ -318,6 +350,7 @@ def difference(case: Case) -> np.ndarray:
 TABLES = {
     "variants": variant_cases, "sharded": sharded_cases, "context": context_cases, "pipelined": pipelined_cases,
     "optimizers": optimizer_cases, "sums": sum_cases, "experts": expert_cases,
+    "exchanged": exchanged_cases,
 }  # fmt: skip
 
 
