@@ -131,11 +131,11 @@ class ExpertExchange:
 
         return self._map(local, spec, Sent(spec, spec))(rows_TxK - turn * self.rows)
 
-    def send(self, x, sent: Sent):
+    def send(self, x, sent: Sent) -> Any:
         """Rows of x, one per token or per choice, on the devices of the experts; zeros in empty rows."""
         return _send(x, sent, self, len(sent.places) // len(x))
 
-    def receive(self, y, sent: Sent):
+    def receive(self, y, sent: Sent) -> Any:
         """Sums of the results of each token's choices in a round, from y on the devices of the experts."""
         return _receive(y, sent, self)
 

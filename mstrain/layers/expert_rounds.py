@@ -95,7 +95,8 @@ def _sum_later(kernel, dtype, plan: Plan) -> Kernel:
     """`kernel` with a sink, whose gradient is summed over data-parallel copies once for all products with it."""
     if plan.kind.product:
         return Kernel(kernel, None)
-    return Kernel(*_with_sink(kernel, dtype, plan))
+    with_sink: Any = _with_sink(kernel, dtype, plan)
+    return Kernel(*with_sink)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
