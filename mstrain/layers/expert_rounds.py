@@ -22,10 +22,9 @@ from mstrain.layers.dense import Kernel
 
 
 def exchanged(mlp: Any, exchange: ExpertExchange, kernels, x_TxD, weights_TxK, choices_TxK, capacity=None):
-    """`mlp(kernels, x_TxD, weights_TxK, choices_TxK)` with tokens sent to the devices of the experts they chose."""
-    plans = mlp.plans.into, mlp.plans.out
-    kernels = tuple(kernel if kernel.sink is not None else _sum_later(kernel.value, x_TxD.dtype, plan)
-                    for kernel, plan in zip(kernels, plans, strict=True))  # fmt: skip
+    """`mlp`, an `ExpertMlp`, of these arguments, with tokens sent to the devices of the experts that they chose."""
+    up, down, bias = kernels
+    up, down = (_sum_later(kernel, x_TxD.dtype, plan) for kernel, plan in ((up, mlp.plans.into), (down, mlp.plans.out)))
     if capacity is not None:
         kept = ~dropped(choices_TxK, exchange.experts, exchange.plan, capacity)
         choices_TxK = jnp.where(kept, choices_TxK, exchange.experts)
@@ -35,15 +34,16 @@ def exchanged(mlp: Any, exchange: ExpertExchange, kernels, x_TxD, weights_TxK, c
         sent = exchange.sent(places, turn)
         received = exchange.send(x, sent)
         weights = exchange.send(weights.reshape(-1), sent)
-        choices = exchange.numbered_here(exchange.scatter(choices.reshape(-1) + 1, sent) - 1)
-        return exchange.receive(mlp(kernels, received, weights[:, None], choices[:, None], partial=True), sent)
+        choices = exchange.scatter(choices.reshape(-1) + 1, sent) - 1
+        here = exchange.numbered_here(choices)[:, None]
+        return exchange.receive(mlp(kernels, received, weights[:, None], choices[:, None], here_TxK=here), sent)
 
     x, weights, choices, places = map(exchange.split, (x_TxD, weights_TxK, choices_TxK, places_TxK))
     y_TxD = exchange.join(
-        [round_of(kernels, x[i], weights[i], choices[i], places[i], i) for i in range(exchange.slices)]
+        [round_of((up, down, bias), x[i], weights[i], choices[i], places[i], i) for i in range(exchange.slices)]
     )
     if exchange.may_overflow:
-        arguments = kernels, x_TxD, weights_TxK, choices_TxK, places_TxK
+        arguments = (up, down, bias), x_TxD, weights_TxK, choices_TxK, places_TxK
         y_TxD = y_TxD + _further_rounds(round_of, exchange.slices, late, *arguments)
     return y_TxD
 
@@ -52,12 +52,13 @@ def _further_rounds(round_of: Callable, first: int, count, kernels, x, weights, 
     """The sum of `round_of(..., turn)` of `count` rounds from `first` on."""
 
     def split(kernels):
-        """Of kernels what a gradient is computed for, and the rest."""
-        trained = [kernel.value if kernel.sink is None else kernel.sink for kernel in kernels]
-        return trained, [None if kernel.sink is None else kernel.value for kernel in kernels]
+        """What a gradient is computed for, and the values of kernels with sinks."""
+        trained = [kernel and (kernel.value if kernel.sink is None else kernel.sink) for kernel in kernels]
+        return trained, [None if kernel is None or kernel.sink is None else kernel.value for kernel in kernels]
 
     def joined(trained, rest):
-        return tuple(Kernel(t, None) if w is None else Kernel(w, t) for t, w in zip(trained, rest, strict=True))
+        pairs = zip(trained, rest, strict=True)
+        return tuple(x if x is None else Kernel(x, None) if value is None else Kernel(value, x) for x, value in pairs)
 
     def loop(step, total, count) -> Any:
         def advance(carry):
@@ -91,11 +92,11 @@ def _further_rounds(round_of: Callable, first: int, count, kernels, x, weights, 
     return run(trained, x, weights, rest, choices, places, count)
 
 
-def _sum_later(kernel, dtype, plan: Plan) -> Kernel:
+def _sum_later(kernel: Kernel, dtype, plan: Plan) -> Kernel:
     """`kernel` with a sink, whose gradient is summed over data-parallel copies once for all products with it."""
-    if plan.kind.product:
-        return Kernel(kernel, None)
-    with_sink: Any = _with_sink(kernel, dtype, plan)
+    if plan.kind.product or kernel.sink is not None:
+        return kernel
+    with_sink: Any = _with_sink(kernel.value, dtype, plan)
     return Kernel(*with_sink)
 
 

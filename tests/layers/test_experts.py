@@ -42,7 +42,7 @@ def test_the_sum_over_chosen_experts_and_its_gradients():
     x, weights, up, down, dy = (draw.standard_normal(shape, np.float32) for shape in shapes)
 
     def layer(x, weights, up, down, choices):
-        return exchanged(mlp, exchange, (Kernel(up, None), Kernel(down, None)), x, weights, choices)
+        return exchanged(mlp, exchange, (Kernel(up, None), Kernel(down, None), None), x, weights, choices)
 
     def with_gradients(function, choices):
         y, pullback = jax.vjp(lambda *inputs: function(*inputs, choices), x, weights, up, down)
