@@ -136,6 +136,7 @@ def test_programs_of_one_algorithm_get_its_options_too():
         ("V4:4X4X2", 32, "v4:4x4x2"),
         ("tpu7x:4x4x2", 64, "tpu7x:4x4x2"),
         ("v3:4x8", 64, "v3:4x8"),
+        ("2xv5p-64", 64, "v5p:2x4x4"),
     ],
 )
 def test_target_names(name, devices, topology):
@@ -157,6 +158,7 @@ def test_target_names(name, devices, topology):
         ("v5p:256x256x256", "v5p:16x16x24"),
         ("v9-64", "v5p-64"),
         ("v5p", "v5p:4x4x2"),
+        ("2xv5p-65", "v5p-64"),
         ("", "v5p-64"),
     ],
 )

@@ -102,7 +102,8 @@ class BenchmarkConfig:
     """What data-parallel copies share: `none`, `optimizer`, `gradients` or `parameters`. Without effect on meshes with
     one copy."""
     target: str | None = None
-    """An absent TPU slice such as v5p-64, for which programs are compiled and their schedules read."""
+    """An absent TPU slice such as v5p-64, or several (2xv5p-64), for which programs are compiled and their schedules
+    read."""
     dump: str | None = None
     """Folder for the compiled programs as text, one file per row."""
     emulate: str | None = None

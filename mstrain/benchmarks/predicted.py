@@ -63,7 +63,7 @@ def _row(case: Case, work: Work, target: Target, config: BenchmarkConfig, peak: 
 def choose_meshes(config: BenchmarkConfig, tpu_slice: TpuSlice) -> list[MeshShape]:
     """The configured meshes; for `auto`, the planner's best mesh of every model."""
     if config.meshes == "all":
-        return [MeshShape(1, *shape) for shape in tpu_slice.mesh_shapes()]
+        return [MeshShape(1, *shape, replica=tpu_slice.count) for shape in tpu_slice.mesh_shapes()]
     if config.meshes != "auto":
         return config.mesh_shapes
     return list(dict.fromkeys(best_mesh(model, config, tpu_slice) for model in config.model_configs))

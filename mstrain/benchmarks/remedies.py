@@ -129,8 +129,9 @@ def larger_targets(name: str) -> Iterator[str]:
     tpu_slice = parse_target(name)
     rules = tpu_slice.chip.slice_rules
     for factor in (2**n for n in range(1, DOUBLINGS + 1)):
-        size = tpu_slice.devices * factor // rules.devices_per_chip * rules.name_counts_per_chip
+        size = tpu_slice.one.devices * factor // rules.devices_per_chip * rules.name_counts_per_chip
+        several = f"{tpu_slice.count}x" if tpu_slice.count > 1 else ""
         try:
-            yield parse_target(f"{rules.prefixes[0]}-{size}").name
+            yield parse_target(f"{several}{rules.prefixes[0]}-{size}").name
         except ValueError:
             continue

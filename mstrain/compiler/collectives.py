@@ -9,7 +9,8 @@ import numpy as np
 
 from mstrain.compiler.hlo import Instruction, Module, hbm_bytes_of_shape
 from mstrain.compiler.machine import Machine
-from mstrain.compiler.torus import DIM_NAMES, Lane, Rings, Torus
+from mstrain.compiler.torus import DIM_NAMES, NETWORK, Lane, Rings, Torus
+from mstrain.gemm.copies import REPLICA
 from mstrain.hardware import Link, collective_seconds
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all")
@@ -139,6 +140,22 @@ def _ring(ring: dict) -> tuple[int, tuple[Lane, ...], float] | None:
         return size // 2, ((number, 1), (number, -1)), 2.0 if closed else 1.0
     lanes = ((number, way),) if closed else ((number, way), (number, -way))
     return size - 1, lanes, 1.0 if closed else 0.5
+
+
+def across_slices(module: Module, computation: str, send: Instruction, machine: Machine) -> Collective:
+    """The collective among the devices at the same place of all TPU slices that a `send` to the host starts.
+
+    The host's runtime carries it out: every device sends the parts of a ring, all over the network of its slice.
+    """
+    transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', send.attributes)
+    kind = (transfer[1] if transfer else "ALL_REDUCE").lower().replace("_", "-")
+    kind = kind if kind in KINDS else "collective-permute"
+    count, network = machine.axes[REPLICA], machine.torus.network
+    assert network, f"{send.name} leaves the slice, and the target has one"
+    operand = _payload(module, computation, send)
+    bytes = operand / (count if kind in ("reduce-scatter", "all-reduce", "all-to-all") else 1)
+    seconds = len(_PHASES.get(kind, ("",))) * collective_seconds(network, bytes, count)
+    return Collective(kind, (REPLICA,), bytes, count, seconds, (NETWORK,), 2 * operand)
 
 
 def _permute(module: Module, computation: str, instruction: Instruction, machine: Machine) -> Collective | None:

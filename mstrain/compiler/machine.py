@@ -9,6 +9,7 @@ from mstrain.compiler.topology import Target
 from mstrain.compiler.torus import Torus
 from mstrain.hardware import Chip, Link
 from mstrain.hardware.constants import COLLECTIVES, AxisLinks
+from mstrain.hardware.link import NETWORK_HOP
 
 # bf16 FLOPs that XLA's cost model lets one device finish in a cycle: MXUs x 128 x 128 (256 x 256 from v6e on)
 # x 2, both cores of a v4 or v5p together. With the published peak they give the clock, so that a product at
@@ -113,10 +114,15 @@ def machine_for(target: Target, unknowns: Unknowns = EXPECTED) -> Machine:
 
 
 def torus_for(target: Target) -> Torus:
-    """The places of a target's devices; dims of two chips have one link between them, however they are wired."""
+    """The places of a target's devices, and the network between its slices.
+
+    Dims of two chips have one link between them, however they are wired.
+    """
     tpu_slice = target.tpu_slice
     sizes = (*tpu_slice.topology, tpu_slice.chip.slice_rules.devices_per_chip)
     closed = (*(tpu_slice.wraps and size > 2 for size in tpu_slice.topology), False)
     rank = len(tpu_slice.topology)
     places = [[*device.coords[:rank], device.core_on_chip] for device in target.mesh.devices.flat]
-    return Torus(sizes, closed, np.array(places))
+    one = tpu_slice.one.devices
+    network = Link(0.0, NETWORK_HOP, tpu_slice.network / one) if tpu_slice.count > 1 else None
+    return Torus(sizes, closed, np.array(places), network)

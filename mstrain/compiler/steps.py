@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-from mstrain.compiler.collectives import Collective, find_collective
+from mstrain.compiler.collectives import Collective, across_slices, find_collective
 from mstrain.compiler.hlo import Instruction, Module, hbm_bytes_of_shape
 from mstrain.compiler.kernels import kernel_cycles
 from mstrain.compiler.machine import Machine
@@ -14,6 +14,7 @@ MOVES = {
     "copy", "transpose", "reshape", "slice", "dynamic-slice", "dynamic-update-slice", "pad", "concatenate",
 }  # fmt: skip
 PALLAS = "tpu_custom_call"
+HOST_TRANSFERS = ("send", "recv-done")
 COPIES = {f"{name}-{end}" for name in ("copy", "slice", "dynamic-slice") for end in ("start", "done")}
 COMPUTE_KINDS = ("gemm", "kernel", "move", "other")
 
@@ -92,6 +93,8 @@ class Translator:
             return list(self.steps(i.called[0]))
         if i.opcode in COPIES:
             return self._copy(computation, i)
+        if i.opcode in HOST_TRANSFERS:
+            return self._across_slices(computation, i)
         phase, kind = _phase(i), self._kind(i)
         if phase:
             compute = self._compute(computation, i, kind) if kind in ("gemm", "kernel") else []
@@ -124,6 +127,16 @@ class Translator:
             return []
         read = done.bytes if source is None or hbm_bytes_of_shape(source.shape) else 0
         return [Copy(i.name, read + hbm_bytes_of_shape(done.shape))]
+
+    def _across_slices(self, computation: str, i: Instruction) -> list:
+        """A collective over several TPU slices starts with its `send` and is done with the `recv-done` of its name."""
+        source = self.module.find(computation, i.operands[0]) if i.opcode == "recv-done" else i
+        name = source and re.search(r'_xla_host_transfer_rendezvous="([^"]+)"', source.attributes)
+        if not name or "megascale" not in i.attributes + source.attributes:
+            return []
+        if i.opcode == "recv-done":
+            return [Wait(name[1])]
+        return [Start(name[1], name[1], across_slices(self.module, computation, i, self.machine))]
 
     def _follow(self, computation: str, i: Instruction, phase: str) -> list:
         start = self._start_of(computation, i)

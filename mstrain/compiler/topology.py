@@ -14,10 +14,10 @@ import tempfile
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from mstrain.hardware import TpuSlice, parse_target
-from mstrain.mesh import AXES, MeshShape, arrange, parse_mesh
+from mstrain.mesh import MeshShape, make_mesh, parse_mesh
 
 # No metadata server to ask, and two compilations at once are harmless where no TPU is attached.
 _ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -64,8 +64,8 @@ def quiet():
 
 
 @functools.cache
-def tpu_slice_devices(tpu_slice: TpuSlice, slices: int = 1) -> tuple:
-    """The absent devices of so many equal slices; ValueError with the remedy when the compiler is not installed."""
+def tpu_slice_devices(tpu_slice: TpuSlice) -> tuple:
+    """The absent devices of a slice, or of several; ValueError with the remedy when the compiler is not installed."""
     if problem := missing_compiler():
         raise ValueError(problem)
     for key, value in _ENVIRONMENT.items():
@@ -73,8 +73,8 @@ def tpu_slice_devices(tpu_slice: TpuSlice, slices: int = 1) -> tuple:
     if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]  JAX's stub lacks its flags
         jax.config.update("jax_platforms", "cpu")  # the host of the compilation needs no accelerator
     options: dict[str, str | int | tuple[bool, ...]] = dict(tpu_slice.topology_options)
-    if slices > 1:
-        options["num_slices"] = slices
+    if tpu_slice.count > 1:
+        options["num_slices"] = tpu_slice.count
     if tpu_slice.wraps:
         options["wrap"] = tuple(axis < len(tpu_slice.topology) for axis in range(3))
     with quiet():
@@ -86,7 +86,7 @@ def make_target(tpu_slice: str | TpuSlice, mesh: str | MeshShape) -> Target:
     """Lays a mesh on a slice: `make_target("v5p-64", "4x8")`.
 
     A mesh axis takes whole torus axes where it can (`TpuSlice.mesh_shapes`) and part of one otherwise. Surplus
-    devices become data-parallel copies.
+    devices of one slice become data-parallel copies. Over several slices, axis `replica` has as many.
 
     Raises:
       ValueError: no such slice or mesh, sizes that do not match, or no compiler.
@@ -94,10 +94,11 @@ def make_target(tpu_slice: str | TpuSlice, mesh: str | MeshShape) -> Target:
     tpu_slice = parse_target(tpu_slice) if isinstance(tpu_slice, str) else tpu_slice
     shape = parse_mesh(mesh) if isinstance(mesh, str) else mesh
     copies, rest = divmod(tpu_slice.devices, shape.devices)
-    if rest or not copies:
+    if tpu_slice.count == 1 and (rest or not copies):
         raise ValueError(
             f"mesh={shape} does not divide the {tpu_slice.devices} devices of {tpu_slice.name}. Choose one of "
             f"{', '.join(f'mesh={MeshShape(row=rows, col=cols)}' for rows, cols in tpu_slice.mesh_shapes())}."
         )
-    grid = arrange(dataclasses.replace(shape, data=shape.data * copies), tpu_slice_devices(tpu_slice))
-    return Target(tpu_slice, Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
+    if tpu_slice.count == 1:
+        shape = dataclasses.replace(shape, data=shape.data * copies)
+    return Target(tpu_slice, make_mesh(shape, tpu_slice_devices(tpu_slice)))

@@ -10,8 +10,11 @@ import functools
 
 import numpy as np
 
+from mstrain.hardware import Link
+
 Lane = tuple[int, int]  # (dim, +1 or -1)
 DIM_NAMES = "xyz"
+NETWORK: Lane = (-1, 1)  # a device's share of its slice's network
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -21,21 +24,27 @@ class Torus:
     Attributes:
       sizes: chips along each dim, then the devices of a chip.
       closed: whether each dim is a ring; an open line otherwise.
-      places: int array of shape (devices, dims), the place of every device in the order of the mesh.
+      places: int array of shape (devices, dims), the place of every device in the order of the mesh; in its own slice
+        where there are several.
+      network: the link of one device to those of other slices; None for one slice.
     """
 
     sizes: tuple[int, ...]
     closed: tuple[bool, ...]
     places: np.ndarray
+    network: Link | None = None
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """Every direction of every dim that has a link."""
-        return tuple((dim, way) for dim, size in enumerate(self.sizes) if size > 1 for way in (1, -1))
+        """Every direction of every dim that has a link, and the network."""
+        links = tuple((dim, way) for dim, size in enumerate(self.sizes) if size > 1 for way in (1, -1))
+        return (*links, NETWORK) if self.network else links
 
     def lane_name(self, lane: Lane) -> str:
         """`x+`, `y-`, or `core+` for the devices of one chip."""
         dim, way = lane
+        if lane == NETWORK:
+            return "network"
         name = "core" if dim == len(self.sizes) - 1 else DIM_NAMES[dim]
         return name + ("+" if way > 0 else "-")
 

@@ -5,7 +5,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mstrain.hardware.chips import Chip, all_chips, chip_for
 
@@ -14,9 +14,10 @@ CUBE = 4  # chips along an edge of the blocks that optical switches connect (TPU
 
 @dataclass(frozen=True)
 class TpuSlice:
-    """A TPU slice: `topology` counts chips along each torus axis, `devices` counts JAX devices.
+    """A TPU slice, or `count` equal ones joined by the data-center network.
 
-    `topology_name` and `topology_options` are what `jax.experimental.topologies.get_topology_desc` takes.
+    `topology` counts chips along each torus axis of one slice, `devices` JAX devices of all slices. `topology_name` and
+    `topology_options` are what `jax.experimental.topologies.get_topology_desc` takes.
     """
 
     name: str
@@ -24,10 +25,23 @@ class TpuSlice:
     topology: tuple[int, ...]
     topology_name: str
     topology_options: dict[str, str] = field(default_factory=dict, compare=False)
+    count: int = 1
 
     @property
     def devices(self) -> int:
-        return math.prod(self.topology) * self.chip.slice_rules.devices_per_chip
+        return self.count * math.prod(self.topology) * self.chip.slice_rules.devices_per_chip
+
+    @property
+    def one(self) -> "TpuSlice":
+        """One of the slices, by its topology's name where there are several."""
+        return self if self.count == 1 else replace(self, name=self.topology_name, count=1)
+
+    @property
+    def network(self) -> float:
+        """Bytes/s, one way, of a slice on the data-center network; raises ValueError if the table of chips has none."""
+        if self.chip.node_bandwidth is None:
+            raise ValueError(f"The table of chips has no data-center network of {self.chip.name}.")
+        return self.chip.node_bandwidth * self.one.devices / (self.chip.node_devices or 1)
 
     @property
     def physical_axes(self) -> tuple[int, ...]:
@@ -130,11 +144,16 @@ def _check_topology(chip: Chip, topology: tuple[int, ...], text: str) -> None:
 
 
 def parse_target(text: str) -> TpuSlice:
-    """The slice called `text`: a cloud name ("v4-64", "v5litepod-32") or a topology ("v5p:4x4x2").
+    """The slice called `text`: a cloud name ("v4-64", "v5litepod-32") or a topology ("v5p:4x4x2"); "2xv5p-32" is two.
 
     v2, v3, v4, v5p and tpu7x names count cores, v5e and v6e names count chips.
     Raises ValueError, with the nearest slice, for an unknown name.
     """
+    several = re.fullmatch(r"([1-9]\d{0,5})\s*x\s*([a-z].*)", text.strip().lower())
+    if several and (count := int(several[1])) > 1:
+        return replace(parse_target(several[2]), name=text.strip(), count=count)
+    if several:
+        return parse_target(several[2])
     chips = {prefix: chip for chip in all_chips().values() if chip.tpu_slices for prefix in chip.slice_rules.prefixes}
     match = re.fullmatch(r"(\w+?)(?:-(\d+)|:(\d+(?:x\d+)*))", text.strip().lower())
     if not match or match[1] not in chips:

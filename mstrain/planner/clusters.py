@@ -8,7 +8,7 @@ a node, one way; nodes, links and network that are not given are those of the ta
 import re
 
 from mstrain.hardware import Chip, all_chips, parse_target
-from mstrain.planner.target import Pod, slices_of
+from mstrain.planner.target import Pod, pod_of
 
 ALIASES = {
     "a100": "a100-80gb", "a100-sxm": "a100-80gb", "a100-80gb-pcie": "a100-pcie", "h100-sxm": "h100",
@@ -74,6 +74,5 @@ def _named(text: str, cluster: str) -> Pod:
         if network == 0:
             raise ValueError("A network of 0 GB/s carries nothing. Type its bandwidth a node one way.")
         return gpu_pod(chip, devices, first if second else None, network, cluster)
-    several = re.fullmatch(r"(\d{1,6})\s*x\s*(\w.*)", text)
-    count, name = (int(several[1]), several[2]) if several and int(several[1]) else (1, text)
-    return slices_of(parse_target(name), count, cluster)
+    tpu_slice = parse_target(text)
+    return pod_of(tpu_slice, tpu_slice.devices)

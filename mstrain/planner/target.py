@@ -13,10 +13,9 @@ from mstrain.hardware import Chip, Link, TpuSlice
 from mstrain.hardware.calibration import Calibration
 from mstrain.hardware.constants import AxisLinks, Constants, constants_for
 from mstrain.hardware.efficiency import Efficiency, efficiency_of
+from mstrain.hardware.link import NETWORK_HOP
 from mstrain.parallel.tune import factorizations
 from mstrain.simulator.cluster import Device
-
-NETWORK_HOP = 10e-6  # seconds of a message between nodes: NCCL tuning constants, ring, Simple: 14 us; TPU hosts alike
 
 
 @dataclass(frozen=True)
@@ -229,23 +228,14 @@ def torus_axes(physical: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple
 
 
 def pod_of(machine: Chip | TpuSlice, devices: int) -> Pod:
-    """The pod that a slice is, or `devices` of one chip: GPUs in the nodes of the table where they fill them."""
+    """The pod that TPU slices are, or `devices` of one chip: GPUs in the nodes of the table where they fill them.
+
+    Raises ValueError if the bandwidth between several slices is unknown.
+    """
     if isinstance(machine, TpuSlice):
-        return Pod(machine.name, machine.chip, machine.devices, machine, machine.devices)
+        one, network = machine.one, machine.network if machine.count > 1 else math.inf
+        return Pod(machine.name, machine.chip, machine.devices, one, one.devices, network)
     name, usual = f"{devices} x {machine.name}", machine.node_devices or 8
     if machine.platform == "gpu" and devices > usual and devices % usual == 0 and machine.node_bandwidth:
         return Pod(name, machine, devices, None, usual, machine.node_bandwidth)
     return Pod(name, machine, devices, None, devices if machine.platform == "gpu" else 0)
-
-
-def slices_of(tpu_slice: TpuSlice, count: int = 1, name: str = "") -> Pod:
-    """`count` equal TPU slices joined by the data-center network; raises ValueError if its bandwidth is unknown."""
-    chip, network = tpu_slice.chip, math.inf
-    if count > 1:
-        if chip.node_bandwidth is None:
-            raise ValueError(f"The table of chips has no data-center network of {chip.name}.")
-        network = chip.node_bandwidth * tpu_slice.devices / (chip.node_devices or 1)
-    return replace(
-        pod_of(tpu_slice, tpu_slice.devices), name=name or tpu_slice.name, devices=count * tpu_slice.devices,
-        node_bandwidth=network,
-    )  # fmt: skip

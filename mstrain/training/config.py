@@ -125,7 +125,7 @@ class RunConfig:
     """A calibration.json that `python benchmark.py bench=calibrate` measured on these devices. Predicted step times
     use it."""
     target: str | None = None
-    """TPU slice, such as v5p-64, that check=true compiles the step for. No TPU is needed."""
+    """TPU slice, such as v5p-64, that check=true compiles the step for, or several: 2xv5p-64. No TPU is needed."""
     check: bool = False
     """Compile the step for target= and report memory and time instead of training."""
     coordinator: str | None = None

@@ -1,11 +1,13 @@
 """Schedules written by hand, whose times are known by hand. Nothing is compiled."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
 from mstrain.compiler import read_schedule
+from mstrain.hardware import Link
 from mstrain.timeline import write_perfetto
 from tests.compiler.programs import COL, MACHINE, ROW, cycles, gather_done, gather_start, gemm, module
 
@@ -28,6 +30,25 @@ def test_a_blocking_collective_stalls_for_every_step_of_its_ring():
     assert schedule.exposed == pytest.approx(3 * HOP)
     assert (schedule.overlapped, schedule.blocking) == (0, 1)
     assert schedule.transfers[0].collective.axes == ("col",)
+
+
+def test_slices_sum_over_their_network_beside_compute():
+    """Of 8192 bytes over 1 byte/us a device sends half to the other slice, twice; each message has a hop of 10 us."""
+    name = '_xla_megascale_transfer_type="ALL_REDUCE",_xla_host_transfer_rendezvous="sum"'
+    to_host = f'is_host_transfer=true, frontend_attributes={{_xla_handler="xla_megascale_runtime",{name}}}'
+    text = module(f"""{X}
+        %t = token[] after-all()
+        %s = (bf16[64,64]{{1,0}}, u32[], token[]) send(%x, %t), {to_host}
+        %r = (bf16[64,64]{{1,0}}, u32[], token[]) recv(%t), {to_host}
+        {gemm("y", "x")}
+        %d = (bf16[64,64]{{1,0}}, token[]) recv-done(%r), is_host_transfer=true
+        %v = bf16[64,64]{{1,0}} get-tuple-element(%d), index=0
+        ROOT {gemm("z", "v")}""")
+    torus = dataclasses.replace(MACHINE.torus, network=Link(0.0, 10 * US, 1e9))
+    schedule = read_schedule(text, dataclasses.replace(MACHINE, axes={"replica": 2, **MACHINE.axes}, torus=torus))
+    (transfer,) = schedule.transfers
+    assert transfer.collective.axes == ("replica",) and transfer.collective.bytes == 4096
+    assert schedule.exposed == pytest.approx(2 * (10 + 4.096) * US - 10 * US)
 
 
 def test_a_collective_behind_a_product_costs_nothing():

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from mstrain.compiler import Target, compile_program, tpu_slice_devices
-from mstrain.hardware import compiler_options, parse_target
-from mstrain.mesh import make_mesh, parse_mesh
+from mstrain.compiler import compile_program, make_target
+from mstrain.hardware import compiler_options
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import ParallelConfig, make_plan
 from mstrain.models.size import count_parameters
@@ -23,13 +22,13 @@ QUICK = {"xla_tpu_scoped_vmem_limit_kib": 8192}
 @pytest.mark.usefixtures("tpu_compiler")
 def test_slices_send_each_other_shards_of_gradients():
     """Over the data-center network goes what a device has after the sums within its slice: a part of the parameters."""
-    tpu_slice = parse_target("v5p-16")
-    mesh = make_mesh(parse_mesh("replica2-data4-row1-col2"), tpu_slice_devices(tpu_slice, 2))
+    target = make_target("2xv5p-16", "replica2-data4-row1-col2")
+    mesh = target.mesh
     assert [{d.slice_index for d in part.flat} for part in mesh.devices] == [{0}, {1}]
     plan = make_plan(ParallelConfig("megatron"), MODEL, mesh, 16, 128, shard="optimizer")
     step = step_program(Transformer(MODEL, plan, 128, jnp.bfloat16), optax.adamw(1e-3), 16)
-    options = compiler_options(tpu_slice.chip) | QUICK
-    text = compile_program(step, Target(tpu_slice, mesh), options).text
+    options = compiler_options(target.tpu_slice.chip) | QUICK
+    text = compile_program(step, target, options).text
     sent = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"= \(f32\[([\d,]+)\]\S* .*? send\(", text)]
     parameters = count_parameters(MODEL)
     assert parameters / mesh.devices[0].size < sum(sent) < 1.3 * parameters / mesh.devices[0].size

@@ -127,11 +127,11 @@ def test_quiet_swallows_what_c_writes_and_gives_the_streams_back(capfd):
 @pytest.mark.parametrize(("name", "mesh", "sizes"), [
     ("v5p-64", "4x8", (1, 4, 8)), ("v5p-128", "2x4x4", (4, 4, 4)), ("v5p:8x8x4", "32x8", (1, 32, 8)),
     ("v5p:8x8x4", "16x16", (1, 16, 16)), ("v6e-256", "16x16", (1, 16, 16)), ("v4-64", "4x8", (1, 4, 8)),
-    ("tpu7x:2x2x4", "4x8", (1, 4, 8)), ("v6e-32", "2x4x2", (4, 4, 2)),
+    ("tpu7x:2x2x4", "4x8", (1, 4, 8)), ("v6e-32", "2x4x2", (4, 4, 2)), ("2xv5p-16", "replica2-row2-col4", (1, 2, 4)),
 ])  # fmt: skip
 def test_meshes_of_the_real_compiler(tpu_compiler, capfd, name, mesh, sizes):
     topology.tpu_slice_devices.cache_clear()
     found = make_target(name, mesh)
-    assert tuple(found.mesh.shape.values()) == sizes
+    assert tuple(found.mesh.shape[axis] for axis in ("data", "row", "col")) == sizes
     assert len({device.id for device in found.mesh.devices.flat}) == found.tpu_slice.devices
     assert capfd.readouterr() == ("", "")

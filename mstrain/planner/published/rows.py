@@ -6,7 +6,7 @@ and `measured`, and may have a `note`. Its names of model fields are those of pa
 
 import contextlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mstrain.checks import one_of
 from mstrain.fields import Fields, kind
@@ -19,7 +19,7 @@ from mstrain.planner.execution import infer_style, style_named
 from mstrain.planner.plan import PodPlan
 from mstrain.planner.remat import parse_remat
 from mstrain.planner.request import SCHEDULES, SHARDS, PlanRequest
-from mstrain.planner.target import Pod, slices_of
+from mstrain.planner.target import Pod, pod_of
 
 ALGORITHMS = (
     "megatron", "megatron-1d-allreduce", "megatron-1d", "fsdp", "gspmd", "ddp", "zero", "tensor", "meshslice",
@@ -157,7 +157,7 @@ def _tpu(chip: Chip, devices: int, slices: int | None, topology: str) -> Pod:
         size = devices // count * rules.name_counts_per_chip // rules.devices_per_chip
         try:
             one = parse_target(f"{rules.prefixes[0]}{':' + topology if topology else f'-{size}'}")
-            pod = slices_of(one, count)
+            pod = pod_of(replace(one, count=count), devices)
         except ValueError as problem:
             first = first or problem
             continue
