@@ -2,6 +2,7 @@
 
     python -m mstrain.compiler.options v6e-32 --algorithms fsdp meshslice              one layer, minutes per algorithm
     python -m mstrain.compiler.options v6e-32 --algorithms fsdp --step 8 --vmem 98304  a training step of 8 layers
+    python -m mstrain.compiler.options v5p-64 --algorithms wang --groups "layer scheduler"    one group only
 
 The program is a part of GPT-3 175B, compiled with the options of the chip (`mstrain/hardware/chips.toml`) and a group
 of `GROUPS`. A group that makes it faster by more than 1 % is kept and the following groups are tried beside it. Every
@@ -15,7 +16,7 @@ import csv
 import dataclasses
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import jax
@@ -35,7 +36,7 @@ from mstrain.program.parts import layer_program
 from mstrain.program.program import Program
 from mstrain.program.step import step_program
 
-MODEL, SEQ = "gpt3_175b", 2048
+MODEL, SEQ, MESH = "gpt3_175b", 2048, "4x8"
 GAIN = 0.99  # a group is kept if it reduces the time to less than this share
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
 TABLE = Path(__file__).parents[2] / "docs/data/options.csv"
@@ -132,8 +133,9 @@ def search(attempt: Callable[[tuple[str, ...]], Trial], names: tuple[str, ...]) 
         best = trial if kept else best
 
 
-def groups_of(algorithm: str) -> tuple[str, ...]:
-    return tuple(name for name in GROUPS if name not in ONLY or algorithm in ONLY[name])
+def groups_of(algorithm: str, chosen: Collection[str] = tuple(GROUPS)) -> tuple[str, ...]:
+    """Of the `chosen` groups, those that change programs of an algorithm."""
+    return tuple(name for name in GROUPS if name in chosen and (name not in ONLY or algorithm in ONLY[name]))
 
 
 def write_rows(search: dict[str, str], trials: list[tuple[Trial, bool]], table: Path = TABLE) -> None:
@@ -160,8 +162,9 @@ def main(arguments: list[str]) -> None:
     about = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m mstrain.compiler.options", description=about)
     parser.add_argument("targets", nargs="+", help="pod slices such as v6e-32, one per generation")
-    parser.add_argument("--mesh", default="4x8")
+    parser.add_argument("--mesh", default=MESH)
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS))
+    parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=list(GROUPS), metavar="GROUP")
     parser.add_argument("--step", type=int, default=0, metavar="LAYERS", help="a training step instead of one layer")
     parser.add_argument("--vmem", type=int, default=16384, metavar="KIB", help="scoped VMEM limit of the compiler")
     parser.add_argument("--dump", help="folder for the compiled programs as text")
@@ -176,6 +179,7 @@ def main(arguments: list[str]) -> None:
 
 def _search_one(target: Target, algorithm: str, chosen: argparse.Namespace) -> None:
     program, part = trial_program(algorithm, target, chosen.step), f"step of {chosen.step}" if chosen.step else "layer"
+    part += f" on {chosen.mesh}" if chosen.mesh != MESH else ""
 
     def attempt(groups: tuple[str, ...]) -> Trial:
         name = " ".join((target.tpu_slice.name, algorithm, part, *groups))
@@ -183,7 +187,7 @@ def _search_one(target: Target, algorithm: str, chosen: argparse.Namespace) -> N
 
     columns: dict[str, str] = dict(zip(SEARCH, (target.tpu_slice.name, algorithm, part, str(chosen.vmem)), strict=True))
     trials = []
-    for trial, kept in search(attempt, groups_of(algorithm)):
+    for trial, kept in search(attempt, groups_of(algorithm, chosen.groups)):
         print(f"{target.tpu_slice.name} {algorithm} {' + '.join(trial.groups) or 'chip'}: {trial}", flush=True)
         trials.append((trial, kept))
         write_rows(columns, trials)

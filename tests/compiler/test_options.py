@@ -33,6 +33,7 @@ def test_without_a_result_of_the_chip_s_own_options_nothing_else_is_tried():
 def test_groups_that_only_gspmd_reads_are_tried_for_it_alone():
     assert set(groups_of("gspmd")) - set(groups_of("fsdp")) == set(ONLY)
     assert set(groups_of("gspmd")) == set(GROUPS) > set(ONLY)
+    assert groups_of("fsdp", ["windowed einsum, all", "layer scheduler"]) == ("layer scheduler",)
 
 
 def test_a_search_replaces_its_own_rows(tpu_compiler, tmp_path):

@@ -57,15 +57,15 @@ def compile_steps(config: BenchmarkConfig) -> Iterator[Step]:
             row = {
                 "target": tpu_slice.name, "model": case.model.name, "layers": case.model.layers, "batch": case.batch,
                 "seq": config.seq, "remat": config.remat, "algorithm": case.algorithm, "mesh": mesh,
-                "shard": config.shard, "plan": work.plan, "options": own_options(tpu_slice.chip, case.algorithm),
+                "shard": config.shard, "plan": work.plan, "options": own_options(tpu_slice.chip, plan.algorithm),
             }  # fmt: skip
             schedule = predict(program)
             row |= _numbers(schedule, work, case.mesh.devices, tpu_slice.chip)
             yield Step({name: str(value) for name, value in row.items()}, plan, program, schedule)
 
 
-def own_options(chip: Chip, algorithm: str) -> str:
-    """The compiler options that the chip takes for this algorithm only."""
+def own_options(chip: Chip, algorithm: str | None) -> str:
+    """The compiler options that the chip takes for plans of this algorithm only (`ModelPlan.algorithm`)."""
     common = compiler_options(chip)
     found = {name: value for name, value in compiler_options(chip, algorithm).items() if name not in common}
     return " ".join(f"{name}={str(value).lower()}" for name, value in found.items())
