@@ -92,13 +92,13 @@ class GroupedDot:
     def _tokens(self, a, w, contract, dtype):
         """a W or, for NT, a W^T."""
         a = self.groups.sort(a, self.rows.before)
-        y = multiply(a, w, self.groups.sizes, contract == NT, self.platform).astype(dtype)
+        y = multiply(a, w, self.groups.sizes, contract == NT, self.platform, dtype)
         return self.groups.unsort(y, self.rows.after, self.rows.chosen).astype(dtype)
 
     def _weights(self, a, b, dtype):
         """a^T b of the tokens of every expert."""
         a, b = self.groups.sort(a, self.rows.before), self.groups.sort(b, self.rows.after)
-        return sum_products(a, b, self.groups.sizes, self.platform).astype(dtype)
+        return sum_products(a, b, self.groups.sizes, self.platform, dtype)
 
 
 def dot_of(groups: Groups | None, rows: Rows | None, grid: Grid):

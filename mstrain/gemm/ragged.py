@@ -1,9 +1,10 @@
 """The two local products of sorted rows with the weights of groups, by what each platform computes well.
 
-On TPUs `jax.lax.ragged_dot_general` compiles the first one to a kernel. For the second one the TPU compiler (libtpu
-0.0.42) multiplies every row as part of every group; Megablox, which JAX ships, does not. On CPUs JAX does so for both.
-There, sorted rows are cut into blocks of one group each, and one block after the other is multiplied. The last block of
-a group also has rows of the next group: their results are overwritten by its own, or masked where they would be summed.
+On TPUs both are Megablox, which JAX ships: kernels that visit the tiles of rows that have a group, and a tile of two
+groups twice. `tile_of` chooses tiles such that a kernel is not limited by what it reads again. On GPUs both are
+`jax.lax.ragged_dot_general`. On CPUs JAX multiplies every row as part of every group; there, sorted rows are cut into
+blocks of one group each, and one block after the other is multiplied. The last block of a group also has rows of the
+next group: their results are overwritten by its own, or masked where they would be summed.
 """
 
 import math
@@ -11,40 +12,75 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 8  # rows
-TILE = 512  # of a kernel, in each dim
-LANES = 128  # of which rows of a tile are a multiple
+TILE_ROWS = 512  # of a kernel; a group wastes half a tile
+WHOLE = 4096  # features of a product that one tile holds; then a kernel reads the weight of a group once
+LANES = 128  # of which tiles are a multiple
 
 
-def multiply(a_MxK, w, sizes_E, transposed: bool, platform: str) -> jax.Array:
-    """The rows of each group times its weight [K, N], or with `transposed` times [N, K] transposed; float32 [M, N].
+def multiply(a_MxK, w, sizes_E, transposed: bool, platform: str, dtype=jnp.float32) -> jax.Array:
+    """The rows of each group times its weight [K, N], or with `transposed` times [N, K] transposed; [M, N].
 
-    Rows after those of all groups are undefined.
+    Sums are float32. Rows after those of all groups are undefined.
     """
     if platform == "cpu":
-        return multiply_in_blocks(a_MxK, w, sizes_E, transposed)
-    dims = lax.RaggedDotDimensionNumbers((((1,), (2 if transposed else 1,)), ((), ())), [0], [0])
-    return lax.ragged_dot_general(a_MxK, w, sizes_E, dims, preferred_element_type=jnp.float32)
-
-
-def sum_products(a_MxK, b_MxN, sizes_E, platform: str) -> jax.Array:
-    """a^T b of the rows of each group, float32 [E, K, N]."""
-    if platform == "cpu":
-        return sum_in_blocks(a_MxK, b_MxN, sizes_E)
+        return multiply_in_blocks(a_MxK, w, sizes_E, transposed).astype(dtype)
     if platform == "tpu":
-        return sum_by_kernel(a_MxK, b_MxN, sizes_E)
+        return multiply_by_kernel(a_MxK, w, sizes_E, transposed, dtype)
+    dims = lax.RaggedDotDimensionNumbers((((1,), (2 if transposed else 1,)), ((), ())), [0], [0])
+    return lax.ragged_dot_general(a_MxK, w, sizes_E, dims, preferred_element_type=jnp.float32).astype(dtype)
+
+
+def sum_products(a_MxK, b_MxN, sizes_E, platform: str, dtype=jnp.float32) -> jax.Array:
+    """a^T b of the rows of each group, [E, K, N]; sums are float32."""
+    if platform == "cpu":
+        return sum_in_blocks(a_MxK, b_MxN, sizes_E).astype(dtype)
+    if platform == "tpu":
+        return sum_by_kernel(a_MxK, b_MxN, sizes_E, dtype)
     dims = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
-    return lax.ragged_dot_general(a_MxK, b_MxN, sizes_E, dims, preferred_element_type=jnp.float32)
+    return lax.ragged_dot_general(a_MxK, b_MxN, sizes_E, dims, preferred_element_type=jnp.float32).astype(dtype)
 
 
-def sum_by_kernel(a_MxK, b_MxN, sizes_E, interpret: bool = False) -> jax.Array:
+def multiply_by_kernel(a_MxK, w, sizes_E, transposed: bool, dtype=jnp.float32, interpret: bool = False) -> jax.Array:
+    """`multiply` by Megablox; `interpret` runs it where there is no TPU."""
+    (a,), rows = _padded(a_MxK), len(a_MxK)
+    tile = tile_of(len(a), a.shape[1], w.shape[1 if transposed else 2])
+    return gmm(a, w, sizes_E, dtype, tile, transpose_rhs=transposed, interpret=interpret)[:rows]
+
+
+def sum_by_kernel(a_MxK, b_MxN, sizes_E, dtype=jnp.float32, interpret: bool = False) -> jax.Array:
     """`sum_products` by Megablox; `interpret` runs it where there is no TPU."""
-    padding = -len(a_MxK) % LANES
-    a, b = (jnp.pad(x, ((0, padding), (0, 0))) for x in (a_MxK, b_MxN))
-    tile = math.gcd(len(a), TILE)
-    return tgmm(a.T, b, sizes_E, jnp.float32, (tile, TILE, TILE), interpret=interpret)
+    a, b = _padded(a_MxK, b_MxN)
+    tile = tile_of_sum(len(a), a.shape[1], b.shape[1])
+    return tgmm(a.T, b, sizes_E, dtype, tile, interpret=interpret)
+
+
+def _padded(*arrays) -> list[jax.Array]:
+    return [jnp.pad(x, ((0, -len(x) % LANES), (0, 0))) for x in arrays]
+
+
+def tile_of(M: int, K: int, N: int) -> tuple[int, int, int]:
+    """(rows, summed features, columns) of a tile of `multiply_by_kernel`.
+
+    With whole rows of `a` in a tile, the weight of a group stays on the chip while its rows pass; wide tiles read `a`
+    few times otherwise.
+    """
+    rows = math.gcd(M, TILE_ROWS)
+    if K <= WHOLE:
+        return rows, K, _dividing(N, 1024)
+    return rows, _dividing(K, 1024), _dividing(N, WHOLE)
+
+
+def tile_of_sum(M: int, K: int, N: int) -> tuple[int, int, int]:
+    """(rows, features of a, features of b) of a tile of `sum_by_kernel`."""
+    return math.gcd(M, TILE_ROWS), _dividing(K, 2048), _dividing(N, 1024)
+
+
+def _dividing(size: int, most: int) -> int:
+    """The largest multiple of `LANES` up to `most` that divides `size`; the smaller of both where none does."""
+    return next((n for n in range(most, LANES, -LANES) if size % n == 0), min(size, most))
 
 
 def multiply_in_blocks(a_MxK, w, sizes_E, transposed: bool) -> jax.Array:

@@ -130,7 +130,7 @@ class ExpertMlp:
         rows, (up, down, bias) = rows_into(into, own.shape[1]), kernels
         h = checkpoint_name(linear(x_TxD, up.value, into, up.sink, groups, rows), "mlp-in")
         if bias is not None:
-            of_rows = sort_values(choices_TxK, groups, into)[:, None]
+            of_rows = sort_values(choices_TxK + 1, groups, into)[:, None] - 1  # below 0 in rows without a token
             h = add_biases(h, bias.value, into, of_rows, jnp.ones(of_rows.shape))
         h = activate(h, self.plans, self.activation, self.gated)
         scales = sort_values(weights_TxK, groups, into)

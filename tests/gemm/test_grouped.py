@@ -115,8 +115,9 @@ def test_what_replaces_ragged_dot_computes_the_same(sizes):
     sizes, used = jnp.array(sizes, jnp.int32), sum(sizes)
     for transposed, w in ((False, up), (True, down)):
         expected = ragged.multiply(x, w, sizes, transposed, "gpu")
-        found = ragged.multiply_in_blocks(x, w, sizes, transposed)
-        np.testing.assert_allclose(found[:used], expected[:used], rtol=1e-5, atol=1e-5)
+        by_kernel = ragged.multiply_by_kernel(x, w, sizes, transposed, interpret=True)
+        for found in (ragged.multiply_in_blocks(x, w, sizes, transposed), by_kernel):
+            np.testing.assert_allclose(found[:used], expected[:used], rtol=1e-5, atol=1e-5)
     expected = ragged.sum_products(x, dy, sizes, "gpu")
     for found in (ragged.sum_in_blocks(x, dy, sizes), ragged.sum_by_kernel(x, dy, sizes, interpret=True)):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
