@@ -54,7 +54,7 @@ def tune_model(
         dataclasses.replace(
             request,
             fixed=dataclasses.replace(
-                request.fixed, data=s.copies, context=s.context, pipeline=s.stage, shape=(s.row, s.col)
+                request.fixed, data=s.copies, expert=s.expert, context=s.context, pipeline=s.stage, shape=(s.row, s.col)
             ),
         )
         for s in dict.fromkeys(shapes)

@@ -34,6 +34,8 @@ class PodConfig:
     """Degree of tensor parallelism, or auto."""
     context: str = "auto"
     """Parts of each sequence, on as many devices, or auto."""
+    expert: str = "auto"
+    """Parts among which replicas divide experts, a divisor of their number and of replicas, or auto."""
     pipeline: str = "auto"
     """Pipeline stages, or auto."""
     accumulate: str = "auto"
@@ -84,7 +86,7 @@ class PodConfig:
         one_of("dtype", self.dtype, ("bf16", "f32"))
         one_of("optimizer", self.optimizer, OPTIMIZERS)
         one_of("moments", self.moments, MOMENTS)
-        for name in ("replicas", "tensor", "context", "pipeline", "accumulate"):
+        for name in ("replicas", "tensor", "context", "expert", "pipeline", "accumulate"):
             value = getattr(self, name)
             if value != "auto" and not (value.isdecimal() and len(value) < 10 and int(value) > 0):
                 raise ValueError(
@@ -102,12 +104,14 @@ class PodConfig:
     def request(self, pod: Pod) -> PlanRequest:
         """The request about `pod`."""
         names = TENSOR if self.algorithm == "auto" else (self.algorithm,)
-        data, tensor, context, pipeline, microbatches = (
+        data, tensor, context, expert, pipeline, microbatches = (
             None if text == "auto" else int(text)
-            for text in (self.replicas, self.tensor, self.context, self.pipeline, self.accumulate)
+            for text in (self.replicas, self.tensor, self.context, self.expert, self.pipeline, self.accumulate)
         )
         remat, shard, schedule = (None if text == "auto" else text for text in (self.remat, self.shard, self.schedule))
-        fixed = Fixed(data, tensor, context, pipeline, None, microbatches, remat, shard, schedule, self.interleave)
+        fixed = Fixed(
+            data, tensor, context, pipeline, None, microbatches, remat, shard, schedule, self.interleave, expert
+        )
         parallel = tuple(map(ParallelConfig, names))
         optimizer = OptimizerConfig(self.optimizer, moments=self.moments)
         return PlanRequest(

@@ -25,9 +25,11 @@ from mstrain.mesh import MeshShape
 from mstrain.models.parallel import layer_algorithms
 from mstrain.models.stages import even_layers
 from mstrain.parallel.schedules import WHOLE
+from mstrain.planner.experts import owner_links
 from mstrain.planner.layer import HIDDEN_PART, Pass, Work, fused_attention, layer_work
 from mstrain.planner.memory import (
     WEIGHT_BYTES,
+    Count,
     Memory,
     moment_bytes,
     parameter_counts,
@@ -298,28 +300,37 @@ class Step:
         stage, style, model = self.stages[number], self.style, self.request.model
         ends = self._holds(number)
         parameters = stage_parameters(model, stage.layers, *ends).over(plan.tensor)
-        weights = sum(parameters)
-        summed = self._replicas(plan, weights, stage)
+        weights, held = sum(parameters), parameters.held(plan.expert)
+        summed = self._replicas(plan, parameters, stage)
         if model.tied and plan.pipeline > 1 and any(ends) and not self.lockstep:  # both have a copy of the table
             link, table = self.links.stage.permute, WEIGHT_BYTES * parameter_counts(model)[2] / plan.tensor
             summed += link.launch + link.sync + table / link.bandwidth
         moved = style.update_bytes * weights
         if style.native:  # its bytes are AdamW's, which reads and writes two moments
             moved += 2 * (moment_bytes(self.request, parameters) - style.state_bytes[2] * weights)
-        moved /= plan.replicas if plan.shard != "none" else 1
+        moved *= 1 / plan.replicas if plan.shard != "none" else held / weights
         if plan.microbatches > 1:
-            kept = plan.replicas if plan.shard in ("gradients", "parameters") else 1
-            moved += style.accumulate_bytes * plan.microbatches / kept * weights
+            kept = weights / plan.replicas if plan.shard in ("gradients", "parameters") else held
+            moved += style.accumulate_bytes * plan.microbatches * kept
         return summed, moved / self.request.pod.device(self.constants).memory_bandwidth
 
-    def _replicas(self, plan: PodPlan, weights: float, stage: Stage) -> float:
+    def _replicas(self, plan: PodPlan, parameters: Count, stage: Stage) -> float:
         """Exposed gathers of weights and sums of gradients over the replicas, per step."""
-        style, links, count = self.style, self.links.replica, plan.replicas
+        style, count = self.style, plan.replicas
         if count == 1:
             return 0.0
-        gather = collective_seconds(links.all_gather, 2.0 * weights / count, count)
-        scatter = collective_seconds(links.reduce_scatter, style.gradient_bytes * weights / count, count)
-        spread = collective_seconds(links.all_gather, style.gradient_bytes * weights / count, count)
+        weights = parameters.held(plan.expert)
+        parts = [(self.links.replica, weights, count)]
+        if plan.expert > 1:  # experts have fewer copies
+            few = owner_links(self.request.pod, plan.sizes, plan.expert)
+            experts = parameters.experts / plan.expert
+            parts = [(self.links.replica, weights - experts, count), (few, experts, count // plan.expert)]
+
+        def seconds(kind: str, size: float) -> float:
+            return sum(collective_seconds(getattr(links, kind), size * part / n, n) for links, part, n in parts)
+
+        gather, scatter = seconds("all_gather", 2.0), seconds("reduce_scatter", style.gradient_bytes)
+        spread = seconds("all_gather", style.gradient_bytes)
         hides = "data" in style.hides and (self.request.pod.efficiency.overlap or not self.request.pod.derived)
         hides &= plan.shard == "parameters" or not style.native
         ahead, behind = (HIDDEN_PART * seconds if hides else 0.0 for seconds in (stage.forward, stage.backward))

@@ -45,6 +45,7 @@ class ExecutionStyle:
     activation_bytes: int = 0
     dead_code: bool = False
     one_hot: bool = False
+    expert_tile: tuple[int, int, int] | None = None
 
 
 @functools.cache

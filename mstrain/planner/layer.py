@@ -20,6 +20,13 @@ from mstrain.models.config import ModelConfig
 from mstrain.parallel.exchange import Exchange, join_seconds
 from mstrain.parallel.product_cost import communication_terms, pass_costs
 from mstrain.planner.execution import ExecutionStyle
+from mstrain.planner.experts import (
+    GroupedKernels,
+    exchange_link,
+    exchange_seconds,
+    exposed_seconds,
+    router_seconds,
+)
 from mstrain.planner.plan import PodPlan, Product, Products
 from mstrain.planner.products import gemms_of, local_dims, of_one_expert
 from mstrain.planner.remat import Remat
@@ -110,7 +117,7 @@ class Setting:
 
     Attributes:
       fused: whether one kernel computes attention.
-      sizes: of the (stage, data, context, row, col) axes of the plan.
+      sizes: of the (stage, data, context, row, col) axes of the plan; `expert`: parts of data that divide experts.
     """
 
     model: ModelConfig
@@ -122,6 +129,7 @@ class Setting:
     fused: bool
     sizes: tuple[int, ...]
     sequence_parallel: bool
+    expert: int = 1
 
     @property
     def tensor(self) -> int:
@@ -147,7 +155,7 @@ class Setting:
 def layer_work(request: PlanRequest, plan: PodPlan, products: Products) -> Work:
     setting = Setting(
         request.model, request.style, request.pod, request.seq, request.dtype, request.element_bytes,
-        fused_attention(request), plan.sizes, plan.sequence_parallel,
+        fused_attention(request), plan.sizes, plan.sequence_parallel, plan.expert,
     )  # fmt: skip
     return _work(setting, products)
 
@@ -168,6 +176,8 @@ def _work(at: Setting, products: Products) -> Work:
         for product, (first, second, weight) in zip(block, _block_passes(at, block)):
             each[product.name] = each.get(product.name, Pass()) + first * share
             backward, weights = backward + second * share, weights + weight * share
+    if model.experts:
+        backward = _with_experts(at, products, each, backward)
     forward = sum(each.values(), forward)
     first, second, weight = _block_passes(at, (products.head,))[0]
     columns = products.head.layout.projection.out_dim / tensor
@@ -204,6 +214,8 @@ def _block_passes(at: Setting, block: tuple[Product, ...]) -> list[tuple[Pass, P
         dims = [local_dims(gemm, layout.rows, layout.cols, product.slices) for gemm in gemms]
         count = product.slices * layout.projection.experts
         times = [count * at.product_seconds(each) for each in dims]
+        if _by_kernels(at, product):
+            times = _grouped_times(at, product)
         flops = count * sum(2.0 * math.prod(each) for each in dims) / sum(times)
         rate = replace(at.constants, flops=flops).along(layout.rows, layout.cols, product.turned)
         if at.style.native:
@@ -219,10 +231,45 @@ def _block_passes(at: Setting, block: tuple[Product, ...]) -> list[tuple[Pass, P
     return _with_sums(at, found, sums) if any(sums) else found
 
 
+def _by_kernels(at: Setting, product: Product) -> bool:
+    """Whether kernels for several groups of rows compute a product whose rate follows from its shape."""
+    experts = at.model.experts and product.name.startswith("mlp")
+    return bool(experts) and at.constants.shaped and not at.constants.gemm and at.pod.chip.platform == "tpu"
+
+
+def _grouped_times(at: Setting, product: Product) -> list[float]:
+    """Seconds of the three products of all experts of one device."""
+    layout, kernels = product.layout, GroupedKernels(at.pod, at.dtype, at.memory_bandwidth, at.style.expert_tile)
+    return [
+        product.slices
+        * kernels.seconds(
+            gemm.kind, local_dims(gemm, layout.rows, layout.cols, product.slices), layout.projection.experts
+        )
+        for gemm in gemms_of(product)
+    ]
+
+
+def _with_experts(at: Setting, products: Products, each: dict[str, Pass], backward: Pass) -> Pass:
+    """Adds the router and the exchange of tokens to the forward passes of `each` product; returns the backward pass."""
+    router = router_seconds(at.model, products.tokens, at.tensor, at.constants.flops)
+    each["mlp in"] += Pass(elementwise=router)
+    backward += Pass(elementwise=2 * router)
+    if at.expert == 1:
+        return backward
+    link = exchange_link(at.pod, at.sizes, at.expert)
+    width, slices = at.model.width / at.tensor, products.expert_slices
+    way = exchange_seconds(link, products.tokens, at.model.experts_per_token, width, at.element_bytes)
+    under = sum(each[name].gemm for name in ("mlp in", "mlp out"))
+    forward, behind = (exposed_seconds(2 * way, times * under, slices) for times in (1, 2))
+    for name in ("mlp in", "mlp out"):
+        each[name] += Pass(exposed=forward / 2)
+    return backward + Pass(exposed=behind)
+
+
 def _sorting(at: Setting, product: Product) -> float:
     """Seconds in which a device repeats and sorts gathered tokens by expert, or adds them up; 0 for a dense weight."""
     layout, projection = product.layout, product.layout.projection
-    if projection.experts == 1:
+    if projection.rows == 1:
         return 0.0
     width = projection.in_dim if projection.rows_in == 1 else projection.out_dim
     read_and_written = (1 + projection.rows) * layout.tokens / layout.rows * width

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 
+from mstrain.gemm.expert_exchange import MARGIN
 from mstrain.layers.loss import cut_logits
 from mstrain.models.config import ModelConfig
 from mstrain.models.parameters import canonical_model_shapes
@@ -64,20 +65,28 @@ def parameter_counts(model: ModelConfig) -> tuple[int, int, int]:
 
 
 class Count(NamedTuple):
-    """Parameters of a stage or device: of layers, and of the embedding, positions, final norm and projection."""
+    """Parameters of a stage or device: of layers but their experts, of these, and of the embedding, positions, final
+    norm and projection."""
 
     layers: float
+    experts: float
     outside: float
 
     def over(self, devices: int) -> "Count":
         """Of one of so many devices."""
-        return Count(self.layers / devices, self.outside / devices)
+        return Count(*(count / devices for count in self))
+
+    def held(self, expert: int) -> float:
+        """The sum on a device of axis `expert` without `shard=`."""
+        return self.layers + self.experts / expert + self.outside
 
 
 def stage_parameters(model: ModelConfig, layers: int, first: bool, last: bool) -> Count:
     """Of a stage with so many layers; a table that is tied is on both ends of a pipeline."""
     layer, embedding, head = parameter_counts(model)
-    return Count(layers * layer, first * embedding + (last and not (first and model.tied)) * head)
+    experts = (model.experts or 0) * model.width * model.mlp_dim * (3 if model.gated else 2)
+    outside = first * embedding + (last and not (first and model.tied)) * head
+    return Count(layers * (layer - experts), layers * experts, outside)
 
 
 @lru_cache(maxsize=64)
@@ -100,7 +109,7 @@ def moment_bytes(request: PlanRequest, parameters: Count) -> float:
     if not request.style.native:
         return request.style.state_bytes[2] * sum(parameters)
     layers, outside = moment_rates(request.model, request.optimizer)
-    return layers * parameters.layers + outside * parameters.outside
+    return layers * (parameters.layers + parameters.experts) + outside * parameters.outside
 
 
 def saved_values(request: PlanRequest, plan: PodPlan) -> dict[str, float]:
@@ -109,11 +118,14 @@ def saved_values(request: PlanRequest, plan: PodPlan) -> dict[str, float]:
     wide = model.width / (tensor if plan.sequence_parallel else 1)
     heads, kv = model.heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
     hidden = model.mlp_dim * (model.experts_per_token if model.experts else 1)
+    sent = 0.0
+    if plan.expert > 1:  # rows of rounds, with their margin
+        hidden, sent = MARGIN * hidden, MARGIN * model.experts_per_token * model.width / tensor
     scores = 0.0 if fused_attention(request) else SCORE_BYTES / request.element_bytes * model.heads * request.seq
     return {
         "input": wide, "qkv": (heads + kv) / tensor, "scores": scores / tensor, "context": heads / tensor,
         "out": wide, "mlp_in": hidden * (2 if model.gated else 1) / tensor, "mlp_out": wide,
-        "elementwise": 3 * wide + hidden / tensor,
+        "elementwise": 3 * wide + hidden / tensor + sent,
     }  # fmt: skip
 
 
@@ -158,18 +170,20 @@ def loss_bytes(head: Product, size: int) -> tuple[float, float]:
 
 
 def state_bytes(request: PlanRequest, plan: PodPlan, parameters: Count) -> tuple[float, float, float]:
-    """Bytes of (weights, gradients, optimizer state) of so many parameters of one device before sharding."""
+    """Bytes of (weights, gradients, optimizer state) of so many parameters of one device before sharding over
+    replicas."""
     weights, gradients = (size * sum(parameters) for size in request.style.state_bytes[:2])
+    held = parameters.held(plan.expert) / sum(parameters) if plan.expert > 1 else 1.0  # where nothing else is sharded
     if request.style.native and plan.microbatches > 1:
         gradients *= 2 if request.optimizer.gradients == "f32" else 1.5
     sharded = SHARDS.index(plan.shard)
     sizes = (weights, gradients, moment_bytes(request, parameters))
     levels = (1 if request.style.native else 3, 2, 1)
     weights, gradients, optimizer = (
-        size / (plan.replicas if sharded >= level else 1) for size, level in zip(sizes, levels)
+        size / plan.replicas if sharded >= level else size * held for size, level in zip(sizes, levels)
     )
     if request.style.native and 0 < sharded < len(SHARDS) - 1:
-        weights += request.element_bytes * sum(parameters)
+        weights += request.element_bytes * sum(parameters) * held
     return weights, gradients, optimizer
 
 
@@ -193,7 +207,7 @@ def stage_memory(
     kept = deepest * each
     gathered = products.gathered_bytes
     if plan.shard == "parameters":  # the weights of this layer and of the next
-        gathered += 2 * size * parameter_counts(model)[0] / tensor
+        gathered += 2 * size * stage_parameters(model, 1, False, False).over(tensor).held(plan.expert)
     whole = 0.0 if plan.remat == "none" else layer_bytes(request, plan, tokens, "none")
     moments, waiting = [gathered + whole], 0.0  # a layer's backward pass
     ahead = plan.microbatches if plan.schedule == "gpipe" else 1  # forward passes not yet turned back

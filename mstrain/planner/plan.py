@@ -14,7 +14,7 @@ from mstrain.mesh import AXES, MeshShape
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import ModelPlan, make_plan
-from mstrain.models.products import projections
+from mstrain.models.products import Sizes, projections
 from mstrain.models.stages import Stages
 from mstrain.parallel.dataflow import Projection
 from mstrain.parallel.product_cost import Layout
@@ -28,6 +28,7 @@ class PodPlan:
 
     Attributes:
       data: replicas; `shard`: what each keeps a part of only (`mstrain.planner.request.SHARDS`).
+      expert: replicas that divide the experts of a layer among them, a divisor of data.
       parallel: the algorithms of the tensor products; Megatron and FSDP use rows x cols devices as one ring.
       pipeline: stages; schedule: of them, with `interleave` chunks each if it is interleaved.
       microbatches: per step and replica.
@@ -48,6 +49,7 @@ class PodPlan:
     schedule: str = "1f1b"
     interleave: int = 2
     sequence_parallel: bool = True
+    expert: int = 1
 
     @classmethod
     def on(
@@ -58,7 +60,10 @@ class PodPlan:
         if stages:
             one = cls.on(shape, parallel, microbatches, remat, shard)
             return dataclasses.replace(one, pipeline=stages.count, schedule=stages.schedule, interleave=stages.chunks)
-        return cls(shape.copies, parallel, shape.row, shape.col, 1, microbatches, remat, shard, shape.context)
+        return cls(
+            shape.copies, parallel, shape.row, shape.col, 1, microbatches, remat, shard, shape.context,
+            expert=shape.expert,
+        )  # fmt: skip
 
     @property
     def algorithm(self) -> str:
@@ -75,7 +80,7 @@ class PodPlan:
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """Of the (stage, data, context, row, col) axes."""
+        """Of the (stage, data x expert, context, row, col) axes."""
         return self.pipeline, self.data, self.context, self.rows, self.cols
 
     @property
@@ -87,7 +92,8 @@ class PodPlan:
     def name(self) -> str:
         """The degrees, which make plans distinct; microbatches, remat, shard and schedule do not."""
         context = f", context {self.context}" if self.context > 1 else ""
-        return f"data {self.data}, {self.tensor_name}{context}, pipeline {self.pipeline}"
+        expert = f", expert {self.expert}" if self.expert > 1 else ""
+        return f"data {self.data}{expert}, {self.tensor_name}{context}, pipeline {self.pipeline}"
 
     @property
     def tensor_name(self) -> str:
@@ -98,15 +104,18 @@ class PodPlan:
     @property
     def shape(self) -> MeshShape:
         """The mesh of one stage."""
-        return MeshShape(self.data, self.rows, self.cols, context=self.context)
+        return MeshShape(self.data // self.expert, self.rows, self.cols, context=self.context, expert=self.expert)
 
     def mesh(self, slices: int = 1) -> MeshShape:
-        """The mesh of train.py over so many TPU slices, which axis `replica` crosses; `slices` divides `data`."""
-        return dataclasses.replace(self.shape, stage=self.pipeline, replica=slices, data=self.data // slices)
+        """The mesh of train.py over so many TPU slices, which axis `replica` crosses; they divide data / expert."""
+        data = self.data // slices // self.expert
+        return dataclasses.replace(self.shape, stage=self.pipeline, replica=slices, data=data)
 
     def flat(self) -> dict:
         """Plain columns."""
-        names = ("data", "algorithm", "rows", "cols", "context", "pipeline", "schedule", "microbatches", "remat")
+        names = (
+            "data", "expert", "algorithm", "rows", "cols", "context", "pipeline", "schedule", "microbatches", "remat",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names} | {"interleave": self.chunks, "shard": self.shard}
 
 
@@ -140,13 +149,15 @@ class Product:
 class Products:
     """The products of groups of equal layers by name, each group with its share of the layers, and the head's.
 
-    Attention splits every sequence into `parts`, whose keys and values it exchanges by `exchange`.
+    Attention splits every sequence into `parts`, whose keys and values it exchanges by `exchange`. Experts exchange
+    tokens in `expert_slices`.
     """
 
     groups: tuple[tuple[tuple[Product, ...], float], ...]
     head: Product
     parts: int = 1
     exchange: str = "ring"
+    expert_slices: int = 1
 
     @property
     def block(self) -> tuple[Product, ...]:
@@ -208,7 +219,7 @@ def _products(
         (
             tuple(
                 _product(p, part, tokens, size)
-                for p, part in zip(projections(model, sizes=block.sizes), block.products, strict=True)
+                for p, part in zip(_on_device(model, block.sizes, shape.expert), block.products, strict=True)
             ),
             count / alike.layers,
         )
@@ -216,8 +227,17 @@ def _products(
     )
     vocab_size = model.known_vocab_size
     head = Projection("output", made.width.stored, vocab_size + made.vocab_padding(vocab_size))
-    split = made.groups[0][0].split
-    return Products(groups, _product(head, made.head, tokens, size), split.parts, split.exchange)
+    first = made.groups[0][0]
+    head = _product(head, made.head, tokens, size)
+    return Products(groups, head, first.split.parts, first.split.exchange, first.expert_slices)
+
+
+def _on_device(model: ModelConfig, sizes: Sizes, expert: int) -> tuple[Projection, ...]:
+    """The products of a block with the experts that the devices of one place along axis `expert` have."""
+    return tuple(
+        dataclasses.replace(p, experts=p.experts // expert) if p.experts > 1 else p
+        for p in projections(model, sizes=sizes)
+    )
 
 
 @lru_cache(maxsize=1 << 14)

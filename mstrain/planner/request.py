@@ -23,7 +23,7 @@ class Fixed:
     """Choices that are fixed; None leaves a choice to the search.
 
     Attributes:
-      data, tensor, context, pipeline: parallel degrees.
+      data, tensor, context, pipeline, expert: parallel degrees; experts are divided among some of the `data` replicas.
       shape: (rows, cols) of the tensor devices.
       microbatches: per step and replica; train.py's accumulate=.
       remat: train.py's remat=, or another of `mstrain.planner.remat`.
@@ -40,6 +40,7 @@ class Fixed:
     shard: str | None = None
     schedule: str | None = None
     interleave: int | None = None
+    expert: int | None = None
 
     def allows(self, name: str, degree) -> bool:
         return getattr(self, name) in (None, degree)

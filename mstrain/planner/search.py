@@ -83,7 +83,8 @@ def layouts(request: PlanRequest) -> Iterator[PodPlan]:
                     shapes = [fixed.shape] if math.prod(fixed.shape) == tensor else []
                 for parallel in request.parallel[: 1 if tensor == 1 else None]:
                     for rows, cols in _distinct(parallel, request.model.layers, shapes):
-                        yield PodPlan(data, parallel, rows, cols, pipeline, context=context)
+                        for expert in _experts(request, data):
+                            yield PodPlan(data, parallel, rows, cols, pipeline, context=context, expert=expert)
 
 
 def _contexts(request: PlanRequest, devices: int) -> list[int]:
@@ -92,6 +93,13 @@ def _contexts(request: PlanRequest, devices: int) -> list[int]:
         return [request.fixed.context] if devices % request.fixed.context == 0 else []
     most = max(1, request.seq // SHORTEST_PART)
     return [count for count in divisors(devices) if count <= most and request.seq % count == 0]
+
+
+def _experts(request: PlanRequest, data: int) -> list[int]:
+    """Parts among which replicas of one TPU slice divide the experts."""
+    inside, fixed = data // math.gcd(data, request.pod.slices), request.fixed
+    most = math.gcd(inside, request.model.experts or 1) if request.style.native else 1
+    return [count for count in divisors(most) if fixed.allows("expert", count)]
 
 
 def _distinct(parallel: ParallelConfig, layers: int, shapes) -> list[tuple[int, int]]:

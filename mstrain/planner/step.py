@@ -17,6 +17,7 @@ from mstrain.planner.memory import (
     loss_bytes,
     parameter_counts,
     saved_values,
+    stage_parameters,
     state_bytes,
 )
 from mstrain.planner.products import Emit, emit_gemm, gemms_of
@@ -83,7 +84,10 @@ class TransformerStep(PipelineStep):
     def _state(self, key, count: float) -> int:
         """Weights and moments; with several microbatches also the sum of gradients so far."""
         stage = self.stage(key[0])
-        parameters = Count(count, 0.0) if isinstance(key[1], int) else Count(0.0, count)
+        parameters = Count(0.0, 0.0, count)
+        if isinstance(key[1], int):
+            experts = stage_parameters(self.request.model, 1, False, False).experts / self.plan.tensor
+            parameters = Count(count - experts, experts, 0.0)
         weights, gradients, optimizer = state_bytes(self.request, self.plan, parameters)
         self.slots.resident(round(optimizer), stage, "optimizer")
         if self.plan.microbatches > 1:

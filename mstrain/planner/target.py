@@ -76,6 +76,10 @@ class Pod:
             return Links(known.row, known.row, known.row, known.row, known.col, None)
         return found
 
+    def links_over(self, axes: tuple[int, ...]) -> AxisLinks:
+        """Links of a collective over some of the torus axes of a slice."""
+        return _local(self, axes, 1)
+
     def constants(self, sizes: tuple[int, ...], dtype: str) -> Constants:
         """Rates and tensor-parallel links of a plan whose axes have `sizes`; raises ValueError if one is unknown."""
         if self.measured or self.chip.platform == "cpu":

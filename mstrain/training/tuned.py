@@ -73,7 +73,10 @@ def with_plan(config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dtype,
     )
     if config.mesh != "auto":
         mesh = fit_to_devices(parse_mesh(config.mesh), pod.devices)
-        sizes = {"data": mesh.copies, "context": mesh.context, "pipeline": mesh.stage, "shape": (mesh.row, mesh.col)}
+        sizes = {
+            "data": mesh.copies, "expert": mesh.expert, "context": mesh.context, "pipeline": mesh.stage,
+            "shape": (mesh.row, mesh.col),
+        }  # fmt: skip
         fixed = dataclasses.replace(fixed, **sizes)
     chosen = config.parallel != ParallelConfig()
     parallel = (config.parallel,) if chosen else tuple(map(ParallelConfig, TENSOR))

@@ -1,0 +1,114 @@
+"""What experts add to the cost of a layer: kernels of grouped products, sorted rows, the router, exchanged tokens.
+
+A grouped product visits tiles of rows: those of its rows, and one more for every further expert, because a tile of two
+experts is multiplied twice. It takes the longer of its arithmetic on these and of what it reads and writes: a tile of
+the first operand once for every column of tiles, the weight once for every tile of rows, or once for every expert where
+a tile has whole rows. The load of experts and devices is taken as even.
+
+Tokens are exchanged by all-to-all: every device sends `rows` for each of its tokens, and as many come back. On a torus
+half of a device's bytes cross the middle of each axis, so the time is that of the longest axis of those that the group
+spans, whatever their number. Slices of the exchange run under each other's products; the first one to go and the last
+one to come back do not.
+"""
+
+import math
+
+from mstrain.gemm.expert_exchange import MARGIN
+from mstrain.gemm.ragged import tile_of, tile_of_sum
+from mstrain.hardware import Link
+from mstrain.hardware.constants import AxisLinks
+from mstrain.hardware.efficiency import Efficiency
+from mstrain.models.config import ModelConfig
+from mstrain.planner.target import NETWORK_HOP, Pod, node_group, torus_axes
+
+ROUTER_PASSES = 6  # products in 16 bits that a float32 product takes on a TPU
+UNIT = 128  # columns of the matrix unit, to which the router's are padded
+
+Dims = tuple[int, int, int]
+
+
+class GroupedKernels:
+    """Seconds of grouped products on one device of a pod, in tiles of the trainer or in given ones."""
+
+    def __init__(self, pod: Pod, dtype: str, bandwidth: float, tile: tuple[int, int, int] | None = None):
+        self.pod, self.dtype, self.bandwidth, self.tile = pod, dtype, bandwidth, tile
+        self.size = 2 if dtype in ("bf16", "bfloat16") else 4
+
+    @property
+    def _efficiency(self) -> Efficiency:
+        return self.pod.efficiency
+
+    def seconds(self, kind: str, dims: Dims, groups: int) -> float:
+        """Of (rows, summed, columns) of all `groups`; for kind WeightGrad rows are summed."""
+        if kind == "WeightGrad":
+            return self._sums(dims, groups)
+        M, K, N = dims
+        rows, summed, columns = self.tile or tile_of(M, K, N)
+        visited = math.ceil(M / rows) + groups - 1
+        weights = groups if summed >= K else visited
+        moved = M * K * math.ceil(N / columns) + weights * K * N + M * N
+        return self._longest((visited * rows, K, N), moved)
+
+    def _sums(self, dims: Dims, groups: int) -> float:
+        K, M, N = dims
+        rows, features, columns = self.tile or tile_of_sum(M, K, N)
+        visited = math.ceil(M / rows) + groups - 1
+        moved = M * K * math.ceil(N / columns) + M * N * math.ceil(K / features) + groups * K * N
+        return self._longest((K, visited * rows, N), moved)
+
+    def _longest(self, dims: Dims, moved: float) -> float:
+        arithmetic = self._efficiency.gemm_seconds(self.pod.chip, dims, self.dtype)
+        return max(arithmetic, self.size * moved / self.bandwidth)
+
+
+def router_seconds(model: ModelConfig, tokens: float, tensor: int, rate: float) -> float:
+    """Of the router's logits on one device, forward; `rate` in FLOP/s of products in 16 bits."""
+    columns = UNIT * math.ceil((model.experts or 0) / UNIT)
+    return ROUTER_PASSES * 2.0 * tokens * model.width * columns / tensor / rate
+
+
+def _torus_axes(pod: Pod, sizes: tuple[int, ...], expert: int) -> tuple[tuple[int, ...], ...] | None:
+    """The torus axes of the axes (stage, data, expert, context, row, col) of a plan, if they have whole ones."""
+    stage, data, *rest = sizes
+    if pod.tpu_slice is None or data % (expert * pod.slices):
+        return None
+    return torus_axes(pod.tpu_slice.physical_axes, (stage, data // expert // pod.slices, expert, *rest))
+
+
+def owner_links(pod: Pod, sizes: tuple[int, ...], expert: int) -> AxisLinks:
+    """The links between devices that have the same experts."""
+    owned = _torus_axes(pod, sizes, expert)
+    if owned is None or pod.slices > 1:
+        return pod.links(sizes).replica
+    return pod.links_over((*owned[1], *owned[3]))
+
+
+def exchange_link(pod: Pod, sizes: tuple[int, ...], expert: int) -> Link:
+    """The link with which a device sends what it exchanges along axis `expert`, a factor of the copies in `sizes`.
+
+    Seconds of bytes sent, those for the device itself included: launch + sync + bytes / bandwidth.
+    """
+    _, _, context, rows, cols = sizes
+    link = pod.links(sizes).replica.permute
+    if pod.tpu_slice is None:
+        inner, outer = node_group(pod.per_node, expert, context * rows * cols)
+        if outer == 1:
+            return Link(link.launch, link.sync, link.bandwidth * expert / max(1, expert - 1))
+        network = pod.network_bandwidth() * outer / (outer - 1)
+        return Link(link.launch, NETWORK_HOP, network)
+    one, axes = pod.links((1, 1, 1, 1, 1)).replica.permute, pod.tpu_slice.physical_axes
+    if owned := _torus_axes(pod, sizes, expert):
+        longest, directions = max(axes[number] for number in owned[2]), 2 if pod.tpu_slice.wraps else 1
+    else:  # a part of a torus axis, an open line
+        longest, directions = min(expert, max(axes)), 1
+    return Link(one.launch, one.sync * longest / 2, 4 * directions * one.bandwidth / longest)
+
+
+def exchange_seconds(link: Link, tokens: float, rows: int, width: float, size: int) -> float:
+    """Of one way of the exchange of a layer: `rows` for each of a device's `tokens`, each of `width` elements."""
+    return link.launch + link.sync + MARGIN * tokens * rows * width * size / link.bandwidth
+
+
+def exposed_seconds(ways: float, compute: float, slices: int) -> float:
+    """Seconds that the exchange of a pass, both ways, adds to its products."""
+    return ways / slices + (slices - 1) / slices * max(0.0, ways - compute)

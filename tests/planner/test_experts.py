@@ -1,0 +1,69 @@
+"""What experts cost: exchanges by the middle of a torus, kernels by the tiles they visit, memory by experts held."""
+
+import dataclasses
+
+import pytest
+
+from mstrain.models.parallel import ParallelConfig
+from mstrain.models.zoo import load_preset
+from mstrain.planner.clusters import find_pod
+from mstrain.planner.cost import cost_step
+from mstrain.planner.experts import GroupedKernels, exchange_link, exposed_seconds
+from mstrain.planner.plan import PodPlan
+from mstrain.planner.request import Fixed, PlanRequest
+from mstrain.planner.search import layouts
+
+MIXTRAL = dataclasses.replace(load_preset("mixtral_8x7b"), layers=4)
+POD = find_pod("v5p-256")  # 4 x 4 x 8 chips, all axes closed
+REQUEST = PlanRequest(MIXTRAL, POD, (ParallelConfig("fsdp"),), 256, 4096, fixed=Fixed(schedule="1f1b"))
+
+
+def costed(**plan):
+    found = cost_step(REQUEST, PodPlan(data=128, parallel=ParallelConfig("fsdp"), rows=1, cols=1, remat="full", **plan))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("expert, longest", [(8, 8), (4, 4)])
+def test_half_of_what_is_exchanged_crosses_the_middle_of_the_longest_axis(expert, longest):
+    link, one = exchange_link(POD, (1, 128, 1, 1, 1), expert), POD.links((1, 1, 1, 1, 1)).replica.permute
+    assert link.bandwidth == pytest.approx(8 * one.bandwidth / longest)  # a closed ring has two links at each end
+
+
+def test_an_axis_that_is_a_part_of_a_torus_axis_is_an_open_line():
+    link, one = exchange_link(POD, (1, 128, 1, 1, 1), 2), POD.links((1, 1, 1, 1, 1)).replica.permute
+    assert link.bandwidth == pytest.approx(4 * one.bandwidth / 2)
+
+
+def test_slices_leave_one_part_of_the_exchange_exposed():
+    assert exposed_seconds(1.0, 2.0, 4) == pytest.approx(0.25)
+    assert exposed_seconds(1.0, 0.5, 4) == pytest.approx(0.25 + 0.75 * 0.5)
+
+
+def test_tiles_of_two_experts_are_multiplied_twice():
+    kernels = GroupedKernels(POD, "bf16", POD.chip.number("hbm_bandwidth"))
+    one, eight = (kernels.seconds("MatMul", (16384, 4096, 14336), groups) for groups in (1, 8))
+    assert eight / one == pytest.approx((16384 / 512 + 7) / (16384 / 512), rel=0.01)
+
+
+def test_a_narrow_tile_reads_so_much_again_that_memory_limits_it():
+    pod = find_pod("v6e-256")
+    own, narrow = (
+        GroupedKernels(pod, "bf16", pod.chip.number("hbm_bandwidth"), tile).seconds("MatMul", (65536, 4096, 28672), 8)
+        for tile in (None, (512, 512, 512))
+    )
+    assert narrow > 1.5 * own
+
+
+def test_experts_divided_among_replicas_need_less_memory_and_exchange_tokens():
+    whole, parts = costed(), costed(expert=8)
+    experts = MIXTRAL.layers * 8 * 3 * MIXTRAL.width * MIXTRAL.mlp_dim
+    assert whole.fullest.parameters - parts.fullest.parameters == pytest.approx(4 * experts * 7 / 8)
+    assert parts.terms.tensor_exposed > whole.terms.tensor_exposed
+    assert parts.terms.gradient_sum < whole.terms.gradient_sum
+
+
+def test_the_search_divides_experts_among_replicas_of_models_with_experts_only():
+    assert {layout.expert for layout in layouts(REQUEST)} == {1, 2, 4, 8}
+    dense = dataclasses.replace(REQUEST, model=load_preset("gpt2"))
+    assert {layout.expert for layout in layouts(dense)} == {1}
