@@ -1,0 +1,92 @@
+"""How much of the gathers and sums over copies runs beside compute in a compiled step of `shard=parameters`.
+
+    python -m tests.compiler.prefetched v5p-64 data4-row1-col8 megatron width=4096 layers=4 [OPTION=VALUE ...]
+
+compiles the step of a small GPT with remat=full, one sequence of 2048 tokens a device, and prints for each pass and
+kind of collective along `data`, those in the scans over layers and the others: their number, how many are asynchronous,
+the share of their time beside compute, and that with neither compute nor a collective along another axis beside it.
+`dump=FOLDER` keeps the program; other keys are XLA options.
+"""
+
+import collections
+import sys
+
+import jax.numpy as jnp
+
+from mstrain.benchmarks.overlap import backward_names
+from mstrain.compiler import compile_program, make_target, predict
+from mstrain.compiler.compile import Compiled
+from mstrain.compiler.schedule import Schedule
+from mstrain.hardware import compiler_options
+from mstrain.models.config import ModelConfig
+from mstrain.models.plan import ParallelConfig, make_plan
+from mstrain.models.transformer import Transformer
+from mstrain.program.optimizer import OptimizerConfig, make_optimizer
+from mstrain.program.step import step_program
+
+SEQ, VOCABULARY = 2048, 512
+
+
+def compile_step(target: str, mesh: str, algorithm: str, width: int, layers: int, options, dump=None) -> Compiled:
+    place = make_target(target, mesh)
+    model = ModelConfig(layers=layers, width=width, heads=width // 128, position="alibi", vocab_size=VOCABULARY)
+    batch = place.mesh.size
+    plan = make_plan(ParallelConfig(algorithm), model, place.mesh, batch, SEQ, place.tpu_slice.chip, shard="parameters")
+    module = Transformer(model, plan, SEQ, jnp.bfloat16, "full")
+    optimizer = make_optimizer(OptimizerConfig().for_width(width))
+    step = step_program(module, optimizer, batch)
+    chosen = compiler_options(place.tpu_slice.chip, plan.algorithm) | options
+    return compile_program(step, place, chosen, dump)
+
+
+def shares(schedule: Schedule, text: str) -> dict[tuple[str, str, str], list]:
+    """Of the collectives along `data`, by pass, kind and place: [number, asynchronous, seconds, beside compute, alone].
+
+    The last are seconds with neither compute nor a collective along another axis beside them. What runs more than once
+    is in a scan.
+    """
+    names, found = backward_names(text), {}
+    times = collections.Counter(t.name for t in schedule.transfers)
+    line = schedule.timeline
+    busy = [(begin, begin + size) for lane, begin, size in zip(line.lane, line.start, line.duration) if lane == 0]
+    busy += [(t.begin, t.end) for t in schedule.transfers if t.collective.axes != ("data",)]
+    busy = merged(busy)
+    for t in schedule.transfers:
+        if t.collective.axes == ("data",):
+            place = "in scans" if times[t.name] > 1 else "once"
+            key = ("forward", "backward")[t.name in names], t.collective.kind, place
+            row = found.setdefault(key, [0, 0, 0.0, 0.0, 0.0])
+            beside = sum(max(0.0, min(end, t.end) - max(begin, t.begin)) for begin, end in busy)
+            seconds = t.end - t.begin
+            for i, value in enumerate((1, int(t.asynchronous), seconds, t.hidden, seconds - beside)):
+                row[i] += value
+    return found
+
+
+def merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Disjoint intervals that cover the same."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begin, end))
+    return found
+
+
+def main(target: str, mesh: str, algorithm: str, *keys: str) -> None:
+    given: dict = {"width": 4096, "layers": 4}
+    for name, _, value in (key.partition("=") for key in keys):
+        given[name] = {"true": True, "false": False}.get(value, int(value) if value.isdecimal() else value)
+    sizes, dump = {name: given.pop(name) for name in ("width", "layers")}, given.pop("dump", None)
+    program = compile_step(target, mesh, algorithm, **sizes, options=given, dump=dump)
+    schedule = predict(program)
+    print(f"{target} {mesh} {algorithm} {sizes}: {1e3 * schedule.seconds:.2f} ms, "
+          f"{1e3 * schedule.exposed:.2f} exposed, {program.seconds:.0f} s to compile")  # fmt: skip
+    for key, (number, free, seconds, hidden, alone) in sorted(shares(schedule, program.text).items()):
+        print(f"{' '.join(key)}: {number}, {free} asynchronous, {1e3 * seconds:.2f} ms, {hidden / seconds:.0%} beside "
+              f"compute, {alone / seconds:.0%} alone")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
