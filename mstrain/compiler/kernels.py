@@ -3,8 +3,9 @@
 import math
 import re
 
-from mstrain.compiler.hlo import Instruction
+from mstrain.compiler.hlo import Instruction, shape_bytes
 from mstrain.compiler.machine import Machine
+from mstrain.gemm.ragged import visits_of
 
 # Operations of the vector unit on one score of JAX's splash attention kernels (jax 0.10, splash_attention_kernel.py).
 # Forward: position, comparison and choice of the causal mask, maximum, difference, factor of the exponential, sum, and
@@ -12,11 +13,15 @@ from mstrain.compiler.machine import Machine
 # sum, product, conversion. Each computes one exponential a score.
 VECTOR_OPERATIONS = {"fwd": 8, "bwd": 9}
 POSITIONS = r"s32\[\d+,\d+\]"  # of queries; segments have a dim of sequences in front
+GROUPED = re.compile(r"\bjit\((t?gmm)\)")  # Megablox's two kernels, in the name of an operation
 PRODUCTS = {"fwd": 2, "bwd": 5}  # scores and values; scores again and the gradients of scores, values, keys, queries
 
 
 def kernel_cycles(kernel: Instruction, operands: list[Instruction], machine: Machine) -> float:
-    """Cycles of a custom kernel: of its own cost estimate, or of its attention, or of its bytes."""
+    """Cycles of a custom kernel: of what a grouped product visits, or of its own cost estimate, or of its attention,
+    or of its bytes."""
+    if match := GROUPED.search(kernel.attributes):
+        return _grouped_cycles(kernel, operands, match[1] == "tgmm", machine)
     cost = kernel.cost_estimate
     moved = kernel.bytes + sum(operand.bytes for operand in operands)
     bytes_cycles = cost.get("bytes_accessed", moved) / machine.hbm_bandwidth * machine.clock
@@ -28,6 +33,18 @@ def kernel_cycles(kernel: Instruction, operands: list[Instruction], machine: Mac
     busiest = max(units)
     together = busiest + (1 - machine.kernels.overlap) * (sum(units) - busiest)
     return max(together, bytes_cycles)
+
+
+def _grouped_cycles(kernel: Instruction, operands: list[Instruction], summed: bool, machine: Machine) -> float:
+    """Cycles of a product of rows with the weights of their groups (`mstrain.gemm.ragged`), all rows with a group."""
+    shapes = [re.match(r"(\w+)\[([\d,]+)\]", part.shape) for part in (*operands, kernel)]
+    matrices = [[int(n) for n in match[2].split(",")] for match in shapes if match and match[1] != "s32"]
+    (M, K), other, result = matrices[0], matrices[1], matrices[-1]
+    groups, N = (result[0], result[2]) if summed else (other[0], result[1])
+    rows, moved = visits_of(M, K, N, groups, summed)
+    size = shape_bytes(operands[-1].shape) / math.prod(other)
+    matrix = 2.0 * rows * K * N / machine.flops
+    return max(matrix, size * moved / machine.hbm_bandwidth) * machine.clock
 
 
 def _attention_cycles(kernel: Instruction, operands: list[Instruction], machine: Machine) -> list[float]:

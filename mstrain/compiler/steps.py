@@ -8,6 +8,7 @@ from mstrain.compiler.hlo import Instruction, Module, hbm_bytes_of_shape
 from mstrain.compiler.kernels import kernel_cycles
 from mstrain.compiler.machine import Machine
 from mstrain.compiler.traffic import hbm_bytes
+from mstrain.gemm.expert_exchange import FURTHER
 
 FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota", "after-all"}
 MOVES = {
@@ -175,7 +176,10 @@ class Translator:
         return "move" if opcodes & MOVES and opcodes <= MOVES | FREE | joins | {"fusion"} else "other"
 
     def _trips(self, loop: Instruction) -> int:
-        """The known trip count, or the bound that the counter of a scan is compared with."""
+        """The known trip count, or the bound that the counter of a scan is compared with; 0 for what an even load of
+        experts does not need."""
+        if FURTHER in loop.attributes:
+            return 0
         if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
             return int(match[1])
         condition = self.module.computations[loop.computation("condition")]

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from mstrain.gemm.copies import EXPERT
 from mstrain.gemm.plan import Plan
 
+FURTHER = "further_rounds"  # name of the loop over rounds behind those of slices, which an even load does not need
 MARGIN = 1.25  # room of a round over what an even load needs
 UNIT = 8  # rows of a tile, of which the room is a multiple
 

@@ -78,6 +78,23 @@ def tile_of_sum(M: int, K: int, N: int) -> tuple[int, int, int]:
     return math.gcd(M, TILE_ROWS), _dividing(K, 2048), _dividing(N, 1024)
 
 
+def visits_of(
+    M: int, K: int, N: int, groups: int, summed: bool, tile: tuple[int, int, int] | None = None
+) -> tuple[int, float]:
+    """(rows that a kernel multiplies, values that it reads and writes) for M rows that have a group.
+
+    `summed`: of `sum_by_kernel`, else of `multiply_by_kernel`. A tile of several groups is multiplied for each of them.
+    A tile of `a` is read once for every column of tiles. A weight is read once for every tile of rows, or for every
+    group where tiles have whole rows.
+    """
+    rows, first, columns = tile or (tile_of_sum if summed else tile_of)(M, K, N)
+    visited = math.ceil(M / rows) + groups - 1
+    again = math.ceil(N / columns)
+    if summed:
+        return visited * rows, M * K * again + M * N * math.ceil(K / first) + groups * K * N
+    return visited * rows, M * K * again + (groups if first >= K else visited) * K * N + M * N
+
+
 def _dividing(size: int, most: int) -> int:
     """The largest multiple of `LANES` up to `most` that divides `size`; the smaller of both where none does."""
     return next((n for n in range(most, LANES, -LANES) if size % n == 0), min(size, most))

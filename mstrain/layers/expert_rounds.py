@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm.copies import copies_of, sum_copies
-from mstrain.gemm.expert_exchange import ExpertExchange
+from mstrain.gemm.expert_exchange import FURTHER, ExpertExchange
 from mstrain.gemm.grouping import dropped
 from mstrain.gemm.plan import Plan
 from mstrain.layers.dense import Kernel
@@ -65,7 +65,8 @@ def _further_rounds(round_of: Callable, first: int, count, kernels, x, weights, 
             turn, total = carry
             return turn + 1, jax.tree.map(jnp.add, total, step(turn))
 
-        return lax.while_loop(lambda carry: carry[0] < first + count, advance, (jnp.int32(first), total))[1]
+        with jax.named_scope(FURTHER):
+            return lax.while_loop(lambda carry: carry[0] < first + count, advance, (jnp.int32(first), total))[1]
 
     @jax.custom_vjp
     def run(trained, x, weights, rest, choices, places, count):

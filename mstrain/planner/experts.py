@@ -1,9 +1,7 @@
 """What experts add to the cost of a layer: kernels of grouped products, sorted rows, the router, exchanged tokens.
 
-A grouped product visits tiles of rows: those of its rows, and one more for every further expert, because a tile of two
-experts is multiplied twice. It takes the longer of its arithmetic on these and of what it reads and writes: a tile of
-the first operand once for every column of tiles, the weight once for every tile of rows, or once for every expert where
-a tile has whole rows. The load of experts and devices is taken as even.
+A grouped product takes the longer of its arithmetic on the rows that its kernel visits and of what the kernel reads and
+writes (`mstrain.gemm.ragged.visits_of`). The load of experts and devices is taken as even.
 
 Tokens are exchanged by all-to-all: every device sends `rows` for each of its tokens, and as many come back. On a torus
 half of a device's bytes cross the middle of each axis, so the time is that of the longest axis of those that the group
@@ -14,10 +12,9 @@ one to come back do not.
 import math
 
 from mstrain.gemm.expert_exchange import MARGIN
-from mstrain.gemm.ragged import tile_of, tile_of_sum
+from mstrain.gemm.ragged import visits_of
 from mstrain.hardware import Link
 from mstrain.hardware.constants import AxisLinks
-from mstrain.hardware.efficiency import Efficiency
 from mstrain.models.config import ModelConfig
 from mstrain.planner.target import NETWORK_HOP, Pod, node_group, torus_axes
 
@@ -34,30 +31,13 @@ class GroupedKernels:
         self.pod, self.dtype, self.bandwidth, self.tile = pod, dtype, bandwidth, tile
         self.size = 2 if dtype in ("bf16", "bfloat16") else 4
 
-    @property
-    def _efficiency(self) -> Efficiency:
-        return self.pod.efficiency
-
     def seconds(self, kind: str, dims: Dims, groups: int) -> float:
         """Of (rows, summed, columns) of all `groups`; for kind WeightGrad rows are summed."""
-        if kind == "WeightGrad":
-            return self._sums(dims, groups)
-        M, K, N = dims
-        rows, summed, columns = self.tile or tile_of(M, K, N)
-        visited = math.ceil(M / rows) + groups - 1
-        weights = groups if summed >= K else visited
-        moved = M * K * math.ceil(N / columns) + weights * K * N + M * N
-        return self._longest((visited * rows, K, N), moved)
-
-    def _sums(self, dims: Dims, groups: int) -> float:
-        K, M, N = dims
-        rows, features, columns = self.tile or tile_of_sum(M, K, N)
-        visited = math.ceil(M / rows) + groups - 1
-        moved = M * K * math.ceil(N / columns) + M * N * math.ceil(K / features) + groups * K * N
-        return self._longest((K, visited * rows, N), moved)
-
-    def _longest(self, dims: Dims, moved: float) -> float:
-        arithmetic = self._efficiency.gemm_seconds(self.pod.chip, dims, self.dtype)
+        summed, (first, second, N) = kind == "WeightGrad", dims
+        M, K = (second, first) if summed else (first, second)
+        rows, moved = visits_of(M, K, N, groups, summed, self.tile)
+        visited = (K, rows, N) if summed else (rows, K, N)
+        arithmetic = self.pod.efficiency.gemm_seconds(self.pod.chip, visited, self.dtype)
         return max(arithmetic, self.size * moved / self.bandwidth)
 
 

@@ -55,3 +55,15 @@ def test_softmax_and_exponentials_count_on_the_vector_unit(overlap, beside, kern
 
 def test_a_kernel_that_states_nothing_takes_as_long_as_its_bytes():
     assert cycles_of("my_kernel") == pytest.approx((4 * HEADS * SEQ * WIDTH * 2 + 4 * SEQ * 128) / 1e12 * 1e9)
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_grouped_product_visits_a_tile_of_two_groups_twice(summed):
+    """Megablox: 16 tiles of 512 rows, and 7 more for 8 groups."""
+    M, K, N, groups = 8192, 1024, 2048, 8
+    a, b, weights = f"bf16[{M},{K}]{{1,0}}", f"bf16[{M},{N}]{{1,0}}", f"bf16[{groups},{K},{N}]{{2,1,0}}"
+    name, other, result = ("tgmm", b, weights) if summed else ("gmm", weights, b)
+    call = f'custom-call(%g, %a, %b), custom_call_target="tpu_custom_call", metadata={{op_name="jit(s)/jit({name})/p"}}'
+    operands = f"%g = s32[23] parameter(1)\n%a = {a} parameter(2)\n%b = {other} parameter(3)"
+    text = module(f"{operands}\nROOT %kernel.1 = {result} {call}")
+    assert read_schedule(text, MACHINE).cycles["kernel"] == pytest.approx(2 * 23 * 512 * K * N / 1e12 * 1e9)
