@@ -4,7 +4,7 @@
 and saves a checkpoint on the way. Then every plan resumes from every checkpoint, and the losses and gradient norms of
 its next steps are compared with those of the run that saved: the same bits on the same plan, a relative difference of
 at most 1e-5 on another. Prints the worst resume from each checkpoint and exits with 1 if one is worse than that.
-OPTIMIZER is adamw (default), muon or adafactor.
+OPTIMIZER is adamw (default), muon or adafactor. A PLAN called `experts` stands for five plans of a model with experts.
 """
 
 import dataclasses
@@ -41,6 +41,18 @@ PLANS = {
     "context, ring": Case("context2-row2-col2", ParallelConfig("fsdp", context="ring"), model=MODEL),
     "replica": Case("replica2-data2-col2", ParallelConfig("collective"), shard="optimizer", model=MODEL),
     "Megatron, remat": Case("1x4", ParallelConfig("megatron"), 2, "full", model=MODEL),
+}
+EXPERTS = dataclasses.replace(
+    MODEL, name="experts", layers=2, heads=8, bias="none", tied=False, position="rotary", experts=4
+)
+EXPERT_PLANS = {
+    "experts over expert": Case("expert4-row1-col2", ParallelConfig("collective", expert_slices="2"), model=EXPERTS),
+    "over expert, ZeRO 3": Case("data2-expert2-row2-col1", ParallelConfig(), shard="parameters", model=EXPERTS),
+    "over expert, slices": Case("expert2-row2-col2", ParallelConfig(slices="2"), 2, "full", model=EXPERTS),
+    "over expert, stages": Case(
+        "stage2-expert2-row1-col2", ParallelConfig("megatron"), 2, pipeline=PipelineConfig(), model=EXPERTS
+    ),
+    "row x col of experts": Case("2x4", ParallelConfig("wang"), model=EXPERTS),
 }
 SAVED, LAST = 3, 5  # steps
 TOLERANCE = 1e-5
@@ -86,8 +98,9 @@ def resumed(plan: Plan, directory: Path) -> np.ndarray:
 def main() -> int:
     config = OptimizerConfig(*sys.argv[1:2], learning_rate=3e-3, warmup=5)
     root, plans, curves = Path(tempfile.mkdtemp()), {}, {}
-    for name in sys.argv[2:] or PLANS:
-        plans[name] = Plan(dataclasses.replace(PLANS[name], optimizer=config), config)
+    every = EXPERT_PLANS if sys.argv[2:] == ["experts"] else PLANS
+    for name in sys.argv[2:] if every is PLANS and sys.argv[2:] else every:
+        plans[name] = Plan(dataclasses.replace(every[name], optimizer=config), config)
         curves[name] = whole_run(plans[name], root / name)
         print(f"compiled and saved: {name}", file=sys.stderr, flush=True)
     print("| saved by | same plan | worst of the others | loss | gradient norm |\n|" + " --- |" * 5)
