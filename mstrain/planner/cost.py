@@ -308,7 +308,7 @@ class Step:
         moved = style.update_bytes * weights
         if style.native:  # its bytes are AdamW's, which reads and writes two moments
             moved += 2 * (moment_bytes(self.request, parameters) - style.state_bytes[2] * weights)
-        moved *= 1 / plan.replicas if plan.shard != "none" else held / weights
+        moved *= 1 / plan.replicas if plan.shard != "none" else held / weights if weights else 1
         if plan.microbatches > 1:
             kept = weights / plan.replicas if plan.shard in ("gradients", "parameters") else held
             moved += style.accumulate_bytes * plan.microbatches * kept

@@ -173,7 +173,7 @@ def state_bytes(request: PlanRequest, plan: PodPlan, parameters: Count) -> tuple
     """Bytes of (weights, gradients, optimizer state) of so many parameters of one device before sharding over
     replicas."""
     weights, gradients = (size * sum(parameters) for size in request.style.state_bytes[:2])
-    held = parameters.held(plan.expert) / sum(parameters) if plan.expert > 1 else 1.0  # where nothing else is sharded
+    held = parameters.held(plan.expert) / sum(parameters) if sum(parameters) else 1.0  # where nothing else is sharded
     if request.style.native and plan.microbatches > 1:
         gradients *= 2 if request.optimizer.gradients == "f32" else 1.5
     sharded = SHARDS.index(plan.shard)

@@ -11,7 +11,7 @@ from mstrain.planner.cost import cost_step
 from mstrain.planner.experts import GroupedKernels, exchange_link, exposed_seconds
 from mstrain.planner.plan import PodPlan
 from mstrain.planner.request import Fixed, PlanRequest
-from mstrain.planner.search import layouts
+from mstrain.planner.search import layouts, search
 
 MIXTRAL = dataclasses.replace(load_preset("mixtral_8x7b"), layers=4)
 POD = find_pod("v5p-256")  # 4 x 4 x 8 chips, all axes closed
@@ -65,5 +65,8 @@ def test_experts_divided_among_replicas_need_less_memory_and_exchange_tokens():
 
 def test_the_search_divides_experts_among_replicas_of_models_with_experts_only():
     assert {layout.expert for layout in layouts(REQUEST)} == {1, 2, 4, 8}
+    assert search(
+        dataclasses.replace(REQUEST, fixed=Fixed(data=32, pipeline=4, remat="full")), best_only=True
+    ).trainable
     dense = dataclasses.replace(REQUEST, model=load_preset("gpt2"))
     assert {layout.expert for layout in layouts(dense)} == {1}
