@@ -12,7 +12,6 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 8  # rows
 TILE_ROWS = 512  # of a kernel; a group wastes half a tile
@@ -45,6 +44,8 @@ def sum_products(a_MxK, b_MxN, sizes_E, platform: str, dtype=jnp.float32) -> jax
 
 def multiply_by_kernel(a_MxK, w, sizes_E, transposed: bool, dtype=jnp.float32, interpret: bool = False) -> jax.Array:
     """`multiply` by Megablox; `interpret` runs it where there is no TPU."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm  # here, because it imports Pallas
+
     (a,), rows = _padded(a_MxK), len(a_MxK)
     tile = tile_of(len(a), a.shape[1], w.shape[1 if transposed else 2])
     return gmm(a, w, sizes_E, dtype, tile, transpose_rhs=transposed, interpret=interpret)[:rows]
@@ -52,6 +53,8 @@ def multiply_by_kernel(a_MxK, w, sizes_E, transposed: bool, dtype=jnp.float32, i
 
 def sum_by_kernel(a_MxK, b_MxN, sizes_E, dtype=jnp.float32, interpret: bool = False) -> jax.Array:
     """`sum_products` by Megablox; `interpret` runs it where there is no TPU."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm  # here, because it imports Pallas
+
     a, b = _padded(a_MxK, b_MxN)
     tile = tile_of_sum(len(a), a.shape[1], b.shape[1])
     return tgmm(a.T, b, sizes_E, dtype, tile, interpret=interpret)

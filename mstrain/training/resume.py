@@ -22,7 +22,6 @@ from mstrain.data.tokenizers import load_tokenizer, tokenizer_file
 from mstrain.job.job import Job
 from mstrain.mesh import parse_mesh, shape_of
 from mstrain.models.hub.folder import Folder
-from mstrain.models.parameters import compile_from_canonical
 from mstrain.models.transformer import Transformer
 from mstrain.program.dtype import dtype_on
 from mstrain.program.step import State, first_state, init_state
@@ -123,8 +122,6 @@ def begin(run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None = N
     if local and (found := local.resume(above=0)):
         return _announce_local(run, local, *found)
     _give_up_progress(run, inspect_run_dir(Path(run.config.run_dir), run.job))
-    if run.config.compile_cache:  # so that the first restart compiles nothing
-        compile_from_canonical(run.module)
     return new_state(run), 0
 
 

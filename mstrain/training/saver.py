@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.checkpoints.local import LocalCheckpoints
+from mstrain.models.parameters import compile_from_canonical
 from mstrain.program.step import State
 from mstrain.training.guard import Guard
 from mstrain.training.resume import facts
@@ -33,7 +34,10 @@ class Saver:
         self._settle()
         self._check_lock()
         run, kept = self._run, self._facts()
+        first = 0 < step < run.config.steps and self._checkpoints.latest == 0
         self._attempt(step, lambda: self._checkpoints.save(step, state, run.module, run.optimizer, kept))
+        if first and run.config.compile_cache:  # so that a restart compiles nothing; a short run needs none
+            compile_from_canonical(run.module)
 
     def save_locally(self, step: int, state: State) -> None:
         """Saves to the local disk of this host. A failure is logged and does not stop the run."""
