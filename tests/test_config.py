@@ -313,7 +313,7 @@ def test_a_signal_to_a_sweep_stops_its_run_and_the_sweep(tmp_path):
         "import sys, types\nfrom mstrain.cli.sweep import plan_sweep, run_sweep\n"
         f"sys.executable = {str(script)!r}\nconfig = lambda pairs: types.SimpleNamespace(run_dir={str(tmp_path)!r})\n"
         "runs = plan_sweep(['seed=1,2'], config, 'run_dir')\n"
-        "sys.exit(run_sweep('train', runs, None, lambda folder: {}))"
+        "sys.exit(run_sweep('train', runs, None))"
     )
     sweep = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
     while not (tmp_path / "ready").exists():

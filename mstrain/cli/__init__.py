@@ -4,5 +4,16 @@ from mstrain.cli.command import Command, run_command
 from mstrain.cli.compose import compose, to_yaml
 from mstrain.cli.fields import build, known_keys, own_config
 from mstrain.cli.help import describe_keys
+from mstrain.cli.sweep import Results
 
-__all__ = ["Command", "build", "compose", "describe_keys", "known_keys", "own_config", "run_command", "to_yaml"]
+__all__ = [
+    "Command",
+    "Results",
+    "build",
+    "compose",
+    "describe_keys",
+    "known_keys",
+    "own_config",
+    "run_command",
+    "to_yaml",
+]

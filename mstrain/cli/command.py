@@ -11,7 +11,7 @@ from pathlib import Path
 import mstrain
 from mstrain.cli.compose import config_dir, to_yaml
 from mstrain.cli.help import OPTIONS
-from mstrain.cli.sweep import plan_sweep, run_sweep
+from mstrain.cli.sweep import Results, plan_sweep, run_sweep
 from mstrain.job.exit_codes import SIGNALED, code_of
 
 
@@ -25,7 +25,7 @@ class Command:
       summary: what it does, one line.
       config: key=value arguments to the composed, checked config; what `--cfg job` prints.
       help_lines: key=value arguments to the lines of --help.
-      results: a finished run_dir to {column: value}, for the table of a sweep.
+      results: what a sweep shows of finished runs.
       folder: the key of the folder that a run writes to; None for a command that writes no files.
     """
 
@@ -34,7 +34,7 @@ class Command:
     summary: str = ""
     config: Callable[[list[str]], typing.Any] | None = None
     help_lines: Callable[[list[str]], list[str]] = lambda pairs: []
-    results: Callable[[Path], dict[str, str]] = lambda folder: {}
+    results: Results = Results()
     folder: str | None = "run_dir"
 
 

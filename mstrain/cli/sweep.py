@@ -1,4 +1,4 @@
-"""--multirun: runs every combination of values in its own process and folder, and prints a table."""
+"""--multirun: runs every combination of values in its own process and folder; prints a table and draws the curves."""
 
 import csv
 import dataclasses
@@ -39,6 +39,19 @@ class SweptRun:
     folder: Path | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What a sweep shows of its finished runs.
+
+    Attributes:
+      columns: a run's folder to {column: value} of its row.
+      picture: {the swept keys of a run: its folder} to a PNG of all of them; None without a picture.
+    """
+
+    columns: Callable[[Path], dict[str, str]] = lambda folder: {}
+    picture: Callable[[dict[str, Path]], bytes | None] = lambda runs: None
+
+
 def plan_sweep(pairs: list[str], config: Callable, folder_key: str | None) -> list[SweptRun]:
     """Every combination of swept values, composed and checked.
 
@@ -74,21 +87,27 @@ def plan_sweep(pairs: list[str], config: Callable, folder_key: str | None) -> li
     return runs
 
 
-def run_sweep(
-    name: str, runs: list[SweptRun], config_dir: Path | None, results: Callable[[Path], dict[str, str]]
-) -> int:
-    """Runs the command `name` once for each of `runs`; returns the highest exit code. Prints and writes a table."""
-    rows, child = [], _Child()
+def run_sweep(name: str, runs: list[SweptRun], config_dir: Path | None, results: Results = Results()) -> int:
+    """Runs the command `name` once for each of `runs`; returns the highest exit code.
+
+    Prints a table and writes sweep.csv, and sweep.png if `results` has a picture.
+    """
+    rows, finished, child = [], {}, _Child()
     with handled(child.forward):
         for number, run in enumerate(runs, 1):
             place = [str(run.folder)] if run.folder else []
             print(f"[{number}/{len(runs)}] {' '.join([run.chosen, *place])}", flush=True)
             code = child.run(name, run.arguments, config_dir)
-            found = results(run.folder) if code == FINISHED and run.folder else {}
+            if code == FINISHED and run.folder:
+                finished[run.chosen] = run.folder
+            found = results.columns(run.folder) if run.chosen in finished else {}
             rows.append({"run": run.chosen, "exit code": str(code), **found})
             if child.signaled or code == STOPPED or code >= SIGNALED:
                 break
-    _report(rows, [run.folder.parent for run in runs if run.folder])
+    _print_table(rows)
+    picture = results.picture(finished)
+    if folders := [os.path.abspath(run.folder.parent) for run in runs if run.folder]:
+        _write(Path(os.path.commonpath(folders)), rows, picture)
     stopped = STOPPED if child.signaled and len(rows) < len(runs) else FINISHED
     return max(stopped, *(int(row["exit code"]) for row in rows))
 
@@ -127,19 +146,25 @@ class _Child:
             self._process.send_signal(number)
 
 
-def _report(rows: list[dict[str, str]], folders: list[Path]) -> None:
-    """Prints the table, and writes it to the folder that `folders` have in common, if there are any."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+def _columns(rows: list[dict[str, str]]) -> list[str]:
+    return list(dict.fromkeys(column for row in rows for column in row))
+
+
+def _print_table(rows: list[dict[str, str]]) -> None:
+    columns = _columns(rows)
     table = Table(*columns, title="Sweep", title_justify="left")
     for row in rows:
         table.add_row(*(row.get(column, "") for column in columns))
     Console(highlight=False).print(table)
-    if not folders:
-        return
-    path = Path(os.path.commonpath([os.path.abspath(folder) for folder in folders])) / "sweep.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
+
+
+def _write(folder: Path, rows: list[dict[str, str]], picture: bytes | None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "sweep.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, _columns(rows))
         writer.writeheader()
         writer.writerows(rows)
-    print(f"Written: {path}")
+    print(f"Written: {folder / 'sweep.csv'}")
+    if picture:
+        (folder / "sweep.png").write_bytes(picture)
+        print(f"Written: {folder / 'sweep.png'}")

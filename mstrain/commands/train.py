@@ -4,7 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from mstrain.cli import Command, compose, describe_keys
+from mstrain.cli import Command, Results, compose, describe_keys
 from mstrain.commands.folder import init_overrides
 from mstrain.planner.plan_file import plan_overrides
 from mstrain.training.config import RunConfig
@@ -58,7 +58,7 @@ def help_lines(_: list[str]) -> list[str]:
     return ["model=list prints the models with exact parameter counts.", "", *describe_keys(RunConfig, "config")]
 
 
-def results(run_dir: Path) -> dict[str, str]:
+def _columns(run_dir: Path) -> dict[str, str]:
     """Columns of a sweep's table from the summary.json of a finished run."""
     try:
         summary = json.loads((run_dir / "summary.json").read_text())
@@ -68,4 +68,11 @@ def results(run_dir: Path) -> dict[str, str]:
     return {name: format(summary[key], spec) for name, (key, spec) in columns.items() if summary.get(key) is not None}
 
 
-COMMAND = Command("train", main, (__doc__ or "").strip(), load_config, help_lines, results)
+def _picture(runs: dict[str, Path]) -> bytes | None:
+    from mstrain.training.curves import validation_curves
+
+    return validation_curves(runs)
+
+
+RESULTS = Results(_columns, _picture)
+COMMAND = Command("train", main, (__doc__ or "").strip(), load_config, help_lines, RESULTS)

@@ -1,6 +1,5 @@
 """Summarizes a finished run: a table, the loss curve, a text sample, summary.json."""
 
-import io
 import json
 from pathlib import Path
 
@@ -9,11 +8,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from mstrain.program.step import State
-from mstrain.training import files, json_lines
+from mstrain.training import files
 from mstrain.training.best_effort import BestEffort
+from mstrain.training.curves import plot_loss
 from mstrain.training.evaluate import Evaluator
 from mstrain.training.guard import FILE as BAD_STEPS
-from mstrain.training.reporter import EVALUATIONS, METRICS, Reporter
+from mstrain.training.reporter import Reporter
 from mstrain.training.run import Run
 from mstrain.training.sample import sample
 
@@ -64,23 +64,3 @@ def summarize(
     run.console.print(table)
     if continuation is not None:
         run.console.print(f"[bold]Sample[/]\n{escape(continuation)}")
-
-
-def plot_loss(directory: Path, unigram: float) -> None:
-    """Plots training and validation loss from the files of the run into loss.png."""
-    from matplotlib.figure import Figure  # here, as its import fails where no folder can be written
-
-    figure = Figure(figsize=(7, 4), layout="tight")
-    axes = figure.subplots()
-    for name, key, style in ((METRICS, "loss", "-"), (EVALUATIONS, "validation_loss", "o-")):
-        lines = json_lines.read(directory / name)
-        points = [(line["step"], line[key]) for line in lines if {"step", key} <= line.keys()]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, lw=0.8, label="training" if key == "loss" else "validation")
-    axes.axhline(unigram, color="grey", ls=":", label="unigram model")
-    axes.set(xlabel="step", ylabel="nats per token", title="Loss")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120)
-    files.replace(directory / "loss.png", picture.getvalue())

@@ -19,12 +19,12 @@ from rich.console import Console
 from mstrain.job.job import ALONE
 from mstrain.training import best_effort, files, json_lines
 from mstrain.training.best_effort import BestEffort
+from mstrain.training.curves import plot_loss
 from mstrain.training.goodput import Goodput
 from mstrain.training.guard import FILE as BAD_STEPS
 from mstrain.training.reporter import Reporter
 from mstrain.training.session import train
 from mstrain.training.stopped import Stopped
-from mstrain.training.summary import plot_loss
 from mstrain.training.watchdog import Watchdog, WatchdogConfig
 from tests.faults.test_storage import again
 from tests.job.processes import ROOT, arguments
