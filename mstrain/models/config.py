@@ -22,9 +22,10 @@ CHOICES = {
     "router": SCORES,
 }
 SIZES = ("layers", "width", "heads", "num_kv_heads", "head_dim", "mlp_dim", "vocab_size", "context", "experts")
-TRAINING_FIELDS = ("balance_loss", "router_z_loss", "balance_rate")  # they do not change what a model computes
+BALANCE_FIELDS = ("balance_loss", "router_z_loss", "balance_rate")
+TRAINING_FIELDS = ("init_scale", *BALANCE_FIELDS)  # they do not change what a model computes
 EXPERT_FIELDS = (
-    "experts_per_token", "router", "router_normalized", "router_scale", *TRAINING_FIELDS, "expert_capacity",
+    "experts_per_token", "router", "router_normalized", "router_scale", *BALANCE_FIELDS, "expert_capacity",
 )  # fmt: skip
 
 
@@ -103,6 +104,9 @@ class ModelConfig:
     window_pattern: str = "LG"
     """Layers with the window (`L`, local) and without (`G`, global), repeated over the depth: `LG` starts with a local
     layer (Gemma 2), `LLLLLG` (Gemma 3), `L` for all layers (Mistral)."""
+    init_scale: float = 0.02
+    """Standard deviation of initial weights; of projections out of attention and MLP it is divided by the square root
+    of twice the layers (GPT-2). Widths below 1000 learn faster from about 1 / sqrt(width)."""
     experts: int | None = None
     """Experts of every MLP (E), each with `mlp_dim` hidden features; null for a dense MLP."""
     experts_per_token: int = 2
@@ -148,6 +152,8 @@ class ModelConfig:
                 f"model.num_kv_heads={self.num_kv_heads} does not divide model.heads={self.heads}. "
                 f"Choose one of {[k for k in range(1, self.heads + 1) if self.heads % k == 0]}."
             )
+        if self.init_scale <= 0:
+            raise ValueError(f"model.init_scale={self.init_scale} must be above 0.")
         self._check_rotary()
         self._check_experts()
         if self.activation in GATES and not self.gated:
@@ -185,7 +191,7 @@ class ModelConfig:
                 f"model.experts_per_token={self.experts_per_token} is not from 1 to the {self.experts} experts. Type "
                 f"model.experts_per_token={min(2, max(self.experts, 1))}."
             )
-        for field in ("balance_loss", "router_z_loss", "balance_rate"):
+        for field in BALANCE_FIELDS:
             if getattr(self, field) < 0:
                 raise ValueError(f"model.{field}={getattr(self, field)} is negative. Type 0 for none.")
         if self.expert_capacity is not None and self.expert_capacity <= 0:

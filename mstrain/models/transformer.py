@@ -29,7 +29,6 @@ from mstrain.models.remat import policy_of
 from mstrain.models.staged import StageLayers
 
 REMAT = ("none", "dots", "full")  # what the planner searches; `mstrain.models.remat` has all
-INIT_SCALE = 0.02  # standard deviation of initial weights (GPT-2); smaller for projections out of a block
 
 
 class Block(nn.Module):
@@ -119,8 +118,8 @@ class Block(nn.Module):
         )
 
     def _inits(self):
-        out_scale = INIT_SCALE / (2 * self.model.layers) ** 0.5
-        return Inits(nn.initializers.normal(INIT_SCALE), nn.initializers.normal(out_scale))
+        scale = self.model.init_scale
+        return Inits(nn.initializers.normal(scale), nn.initializers.normal(scale / (2 * self.model.layers) ** 0.5))
 
 
 class Transformer(nn.Module):
@@ -146,7 +145,7 @@ class Transformer(nn.Module):
     offload: str | None = None
 
     def setup(self):
-        model, plan, init = self.model, self.plan, nn.initializers.normal(INIT_SCALE)
+        model, plan, init = self.model, self.plan, nn.initializers.normal(self.model.init_scale)
         residual, width, vocab_size = plan.head.input_layout, plan.width, model.known_vocab_size
         vocabulary = Span(vocab_size).padded(1, 1, vocab_size + plan.vocab_padding(vocab_size))
         self.embedding = Embedding(plan.embedding_grid, vocabulary, width, init, self.dtype)
