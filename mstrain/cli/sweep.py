@@ -98,10 +98,11 @@ def run_sweep(name: str, runs: list[SweptRun], config_dir: Path | None, results:
             place = [str(run.folder)] if run.folder else []
             print(f"[{number}/{len(runs)}] {' '.join([run.chosen, *place])}", flush=True)
             code = child.run(name, run.arguments, config_dir)
+            row = {"run": run.chosen, "exit code": str(code)}
             if code == FINISHED and run.folder:
                 finished[run.chosen] = run.folder
-            found = results.columns(run.folder) if run.chosen in finished else {}
-            rows.append({"run": run.chosen, "exit code": str(code), **found})
+                row |= results.columns(run.folder)
+            rows.append(row)
             if child.signaled or code == STOPPED or code >= SIGNALED:
                 break
     _print_table(rows)
