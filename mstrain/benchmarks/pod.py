@@ -19,7 +19,7 @@ NOTE = (
 
 
 def read_pod() -> list[dict[str, str]]:
-    """Rows of two batch sizes, the fastest first, with the columns of `docs/data/steps.csv`: texts."""
+    """Rows of all batch sizes, the fastest first, with the columns of `docs/data/steps.csv`: texts."""
     with (files("mstrain.benchmarks") / "pod.csv").open() as file:
         return sorted(csv.DictReader(file), key=lambda row: (int(row["batch"]), float(row["ms"])))
 

@@ -15,7 +15,7 @@ import pytest
 from mstrain.cli.command import _options
 from mstrain.cli.compose import config_dir
 from mstrain.commands import COMMANDS, command_named
-from tests.docs import steps
+from tests.docs import options, steps
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -74,9 +74,10 @@ def test_pages_link_to_what_exists():
             assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
 
 
-def test_the_page_s_table_of_compiled_steps_is_that_of_the_file():
-    """Type: python -m tests.docs.steps."""
-    assert steps.table() in (ROOT / "docs" / "benchmarks.md").read_text()
+def test_the_page_s_tables_are_those_of_the_files():
+    """Type: python -m tests.docs.steps, python -m tests.docs.options."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert steps.table() in page and options.table() in page
 
 
 def test_a_page_s_command_runs(tmp_path):
