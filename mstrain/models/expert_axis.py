@@ -1,14 +1,18 @@
 """Mesh axis `expert`: whether a model's experts divide over it, and in how many slices it exchanges tokens."""
 
-from jax.sharding import AbstractMesh, Mesh
-
 from mstrain.gemm import Plan
 from mstrain.gemm.copies import EXPERT
+from mstrain.gemm.expert_exchange import MARGIN
+from mstrain.hardware import Chip, collective_seconds
+from mstrain.hardware.constants import Constants, constants_for
 from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, parse_slices
+from mstrain.parallel.token_exchange import TokenExchange
 
-SLICES = (4, 2, 1)  # of the exchange where nothing is known of the devices: the first that divides the tokens
+SLICES = (1, 2, 4, 8)  # that the exchange may have without being told
+UNTUNED = 4  # the most on unknown accelerators
+BYTES = 2  # of an activation and of a gradient
 
 
 def check_experts(model: ModelConfig, parallel: ParallelConfig, shape: MeshShape) -> None:
@@ -31,21 +35,25 @@ def check_experts(model: ModelConfig, parallel: ParallelConfig, shape: MeshShape
         )
 
 
-def expert_slices(parallel: ParallelConfig, into: Plan, sequences: int, seq: int, overlaps: bool) -> int:
+def expert_slices(
+    parallel: ParallelConfig, model: ModelConfig, into: Plan, tokens: int, chip: Chip | None,
+    constants: Constants | None, overlaps: bool,
+) -> int:  # fmt: skip
     """Slices in which every device exchanges its tokens; 1 without axis `expert`.
 
     Args:
       into: of the first product of an expert.
-      sequences: of a microbatch of one data-parallel copy.
+      tokens: of a microbatch of one data-parallel copy, or part of its sequences.
+      chip, constants: as in `mstrain.models.plan.make_plan`.
       overlaps: whether collectives of the devices run beside products.
     """
     if into.grid.expert_parts == 1:
         return 1
-    layout, mesh = into.input_layout, into.grid.mesh
-    within = into.grid.size(tuple(axis for axis in layout.tokens if axis not in into.grid.copies))
-    tokens = sequences * seq // (within * _context(mesh))
+    tokens //= into.grid.size(tuple(axis for axis in into.input_layout.tokens if axis not in into.grid.copies))
     if parallel.expert_slices == "auto":
-        return next(count for count in SLICES if tokens % count == 0) if overlaps else 1
+        legal = [count for count in SLICES if tokens % count == 0]
+        exchange = token_exchange(model, into, tokens, chip, constants)
+        return exchange.cheapest(legal) if exchange else max(n for n in legal if n <= UNTUNED) if overlaps else 1
     slices = parse_slices(parallel.expert_slices, "parallel.expert_slices")
     if tokens % slices:
         near = sorted((n for n in range(1, min(tokens, 64) + 1) if tokens % n == 0), key=lambda n: abs(n - slices))[:3]
@@ -56,5 +64,25 @@ def expert_slices(parallel: ParallelConfig, into: Plan, sequences: int, seq: int
     return slices
 
 
-def _context(mesh: Mesh | AbstractMesh) -> int:
-    return mesh.shape.get("context", 1)
+def token_exchange(
+    model: ModelConfig, into: Plan, tokens: int, chip: Chip | None, constants: Constants | None
+) -> TokenExchange | None:
+    """The exchange of a device's `tokens` in 16 bits, along an open line of devices; None where rates are unknown."""
+    if chip is None or chip.hbm_bandwidth is None or (constants is None and chip.platform == "cpu"):
+        return None
+    try:
+        known = constants or constants_for(chip)
+    except ValueError:
+        return None
+    grid, link = into.grid, known.row.permute
+    tensor, columns = grid.num_rows * grid.num_cols, grid.size(into.input_layout.features)
+    sent = MARGIN * tokens * model.experts_per_token * model.width / columns
+    expert = model.width * model.mlp_dim * (3 if model.gated else 2)
+    weights = (model.experts or 1) / grid.expert_parts * expert / tensor
+    return TokenExchange(
+        way=BYTES * sent * grid.expert_parts / (4 * link.bandwidth),
+        launch=link.launch + link.sync * grid.expert_parts / 2,
+        products=2.0 * tokens * model.experts_per_token * expert / columns / known.flops,
+        gather=collective_seconds(known.row.all_gather, BYTES * weights, grid.num_rows),
+        add=3 * BYTES * weights / chip.hbm_bandwidth,
+    )

@@ -287,7 +287,8 @@ class _Planner:
         first, second = (
             self._sliced_pair(pairs[key], products, key[1], sequences) for key in zip(names, HALVES, strict=True)
         )
-        slices = expert_slices(self.parallel, second.into, sequences, self.seq, not _overlaps_nothing(self.mesh))
+        tokens, overlaps = sequences * self.seq // self.mesh.shape[CONTEXT], not _overlaps_nothing(self.mesh)
+        slices = expert_slices(self.parallel, m, second.into, tokens, self.chip, self.constants, overlaps)
         return BlockPlan(first, second, sizes, self._sequence_split(heads, attention), slices)
 
     def _sliced_pair(self, pair: PlanPair, products, half: str, sequences: int) -> PlanPair:

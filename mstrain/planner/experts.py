@@ -5,17 +5,17 @@ writes (`mstrain.gemm.ragged.visits_of`). The load of experts and devices is tak
 
 Tokens are exchanged by all-to-all: every device sends `rows` for each of its tokens, and as many come back. On a torus
 half of a device's bytes cross the middle of each axis, so the time is that of the longest axis of those that the group
-spans, whatever their number. Slices of the exchange run under each other's products; the first one to go and the last
-one to come back do not.
+spans, whatever their number. What runs under products is in `mstrain.parallel.token_exchange`.
 """
 
 import math
 
 from mstrain.gemm.expert_exchange import MARGIN
 from mstrain.gemm.ragged import visits_of
-from mstrain.hardware import Link
+from mstrain.hardware import Link, collective_seconds
 from mstrain.hardware.constants import AxisLinks
 from mstrain.models.config import ModelConfig
+from mstrain.parallel.token_exchange import TokenExchange
 from mstrain.planner.target import NETWORK_HOP, Pod, node_group, torus_axes
 
 ROUTER_PASSES = 6  # products in 16 bits that a float32 product takes on a TPU
@@ -84,11 +84,15 @@ def exchange_link(pod: Pod, sizes: tuple[int, ...], expert: int) -> Link:
     return Link(one.launch, one.sync * longest / 2, 4 * directions * one.bandwidth / longest)
 
 
-def exchange_seconds(link: Link, tokens: float, rows: int, width: float, size: int) -> float:
-    """Of one way of the exchange of a layer: `rows` for each of a device's `tokens`, each of `width` elements."""
-    return link.launch + link.sync + MARGIN * tokens * rows * width * size / link.bandwidth
+def exchange_of(
+    link: Link, sent: float, products: float, weights: float, rows: AxisLinks, bandwidth: float, count: int
+):
+    """The exchange of a layer: a device sends `sent` bytes each way, without the margin of a round.
 
-
-def exposed_seconds(ways: float, compute: float, slices: int) -> float:
-    """Seconds that the exchange of a pass, both ways, adds to its products."""
-    return ways / slices + (slices - 1) / slices * max(0.0, ways - compute)
+    `products`: seconds of the forward products; `weights`: bytes of their gathered shards on one of `count` rows, whose
+    links are `rows`; `bandwidth`: of the device's memory.
+    """
+    return TokenExchange(
+        MARGIN * sent / link.bandwidth, link.launch + link.sync, products,
+        collective_seconds(rows.all_gather, weights, count), 3 * weights / bandwidth,
+    )  # fmt: skip

@@ -23,8 +23,7 @@ from mstrain.planner.execution import ExecutionStyle
 from mstrain.planner.experts import (
     GroupedKernels,
     exchange_link,
-    exchange_seconds,
-    exposed_seconds,
+    exchange_of,
     router_seconds,
 )
 from mstrain.planner.plan import PodPlan, Product, Products
@@ -257,10 +256,13 @@ def _with_experts(at: Setting, products: Products, each: dict[str, Pass], backwa
     if at.expert == 1:
         return backward
     link = exchange_link(at.pod, at.sizes, at.expert)
-    width, slices = at.model.width / at.tensor, products.expert_slices
-    way = exchange_seconds(link, products.tokens, at.model.experts_per_token, width, at.element_bytes)
+    sent = at.element_bytes * products.tokens * at.model.experts_per_token * at.model.width / at.tensor
     under = sum(each[name].gemm for name in ("mlp in", "mlp out"))
-    forward, behind = (exposed_seconds(2 * way, times * under, slices) for times in (1, 2))
+    layouts = [product.layout for product in products.block if product.name.startswith("mlp")]
+    values = sum(layout.projection.experts * layout.projection.in_dim * layout.projection.out_dim for layout in layouts)
+    weights, links = at.element_bytes * values / at.tensor, at.pod.links(at.sizes, at.dtype)
+    exchange = exchange_of(link, sent, under, weights, links.row, at.memory_bandwidth, layouts[0].rows)
+    forward, behind = exchange.seconds(products.expert_slices)
     for name in ("mlp in", "mlp out"):
         each[name] += Pass(exposed=forward / 2)
     return backward + Pass(exposed=behind)

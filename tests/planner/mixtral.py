@@ -1,4 +1,4 @@
-"""Mixtral 8x7B on 256 chips: what MaxText published, what the planner predicts of its plan, and the best plan.
+"""Mixtral 8x7B on 256 chips: what MaxText published, what the planner predicts of its plan, and the best plan without stages.
 
     python -m tests.planner.mixtral [SEQUENCES]
 
@@ -28,7 +28,7 @@ def line(target: str, sequences: int) -> str:
     model, tile = load_preset("mixtral_8x7b"), style_named("maxtext").expert_tile
     published, rate = PUBLISHED[target]
     cells = [f"{published} %, {rate:,}"]
-    best = ask(model, **asked)
+    best = ask(model, **asked, pipeline="1", context="1")
     for request in (ask(model, **asked, **THEIRS), best):
         for expert_tile in (tile, None) if request is not best else (None,):
             style = dataclasses.replace(style_named("mstrain"), expert_tile=expert_tile)

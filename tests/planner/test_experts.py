@@ -6,9 +6,10 @@ import pytest
 
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.zoo import load_preset
+from mstrain.parallel.token_exchange import TokenExchange
 from mstrain.planner.clusters import find_pod
 from mstrain.planner.cost import cost_step
-from mstrain.planner.experts import GroupedKernels, exchange_link, exposed_seconds
+from mstrain.planner.experts import GroupedKernels, exchange_link
 from mstrain.planner.plan import PodPlan
 from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import layouts, search
@@ -36,8 +37,10 @@ def test_an_axis_that_is_a_part_of_a_torus_axis_is_an_open_line():
 
 
 def test_slices_leave_one_part_of_the_exchange_exposed():
-    assert exposed_seconds(1.0, 2.0, 4) == pytest.approx(0.25)
-    assert exposed_seconds(1.0, 0.5, 4) == pytest.approx(0.25 + 0.75 * 0.5)
+    assert TokenExchange(0.5, 0.0, 2.0).seconds(4) == pytest.approx((0.25, 0.25))
+    assert TokenExchange(0.5, 0.0, 0.5).seconds(4) == pytest.approx((0.25 + 0.75 * 0.5, 0.25))
+    assert TokenExchange(0.5, 0.0, 2.0).cheapest((1, 2, 4, 8)) == 8
+    assert TokenExchange(0.5, 0.2, 2.0, add=0.1).cheapest((1, 2, 4, 8)) == 2
 
 
 def test_tiles_of_two_experts_are_multiplied_twice():

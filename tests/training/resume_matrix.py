@@ -98,8 +98,8 @@ def resumed(plan: Plan, directory: Path) -> np.ndarray:
 def main() -> int:
     config = OptimizerConfig(*sys.argv[1:2], learning_rate=3e-3, warmup=5)
     root, plans, curves = Path(tempfile.mkdtemp()), {}, {}
-    every = EXPERT_PLANS if sys.argv[2:] == ["experts"] else PLANS
-    for name in sys.argv[2:] if every is PLANS and sys.argv[2:] else every:
+    every = PLANS | EXPERT_PLANS
+    for name in EXPERT_PLANS if sys.argv[2:] == ["experts"] else sys.argv[2:] or PLANS:
         plans[name] = Plan(dataclasses.replace(every[name], optimizer=config), config)
         curves[name] = whole_run(plans[name], root / name)
         print(f"compiled and saved: {name}", file=sys.stderr, flush=True)
