@@ -1,9 +1,9 @@
-"""Mixtral 8x7B on 256 chips: what MaxText published, what the planner predicts of its plan, and the best plan without stages.
+"""Mixtral 8x7B on 256 chips: what MaxText published, what the planner predicts of its plan, and the best one.
 
     python -m tests.planner.mixtral [SEQUENCES]
 
 MaxText's plan is FSDP over all chips with full recomputation, in the tile of its grouped products. It does not state
-its batch: SEQUENCES of 4096 tokens a chip, 8 without an argument.
+its batch: SEQUENCES of 4096 tokens a chip, 8 without an argument. The best plan is of those without stages.
 """
 
 import dataclasses
