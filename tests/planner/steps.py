@@ -12,7 +12,7 @@ from mstrain.mesh import parse_mesh
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.zoo import load_preset
 from mstrain.planner.clusters import find_pod
-from mstrain.planner.cost import cost_step
+from mstrain.planner.cost import Costed, cost_step
 from mstrain.planner.plan import PodPlan
 from mstrain.planner.request import PlanRequest
 from tests.docs.steps import STEP, name_of, read_steps, step_name
@@ -21,12 +21,17 @@ CHOICES = (*STEP, "algorithm", "mesh", "shard")
 HEAD = "| step | algorithm, mesh | planner ms | compiled ms | ratio |\n|---|---|---|---|---|"
 
 
-def planned(row: Mapping) -> float | None:
-    """The planner's milliseconds of a step, without stragglers; None if it cannot price it."""
+def cost_of(row: Mapping) -> Costed | None:
+    """A compiled step by the planner; None if it cannot price it."""
     model = dataclasses.replace(load_preset(row["model"]), layers=int(row["layers"]))
     parallel = ParallelConfig(row["algorithm"])
     request = PlanRequest(model, find_pod(row["target"]), (parallel,), int(row["batch"]), int(row["seq"]))
-    costed = cost_step(request, PodPlan.on(parse_mesh(row["mesh"]), parallel, 1, row["remat"], row["shard"]))
+    return cost_step(request, PodPlan.on(parse_mesh(row["mesh"]), parallel, 1, row["remat"], row["shard"]))
+
+
+def planned(row: Mapping) -> float | None:
+    """The planner's milliseconds of a step, without stragglers; None if it cannot price it."""
+    costed = cost_of(row)
     return 1e3 * costed.scheduled_seconds if costed else None
 
 
