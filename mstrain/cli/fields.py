@@ -27,9 +27,9 @@ def known_keys(kind: type) -> list[str]:
     """Every key of the dataclass `kind` that a command line may set: nested ones as `group.key`."""
     keys, hints = [], typing.get_type_hints(kind)
     for name in (field.name for field in dataclasses.fields(kind)):
-        if dataclasses.is_dataclass(hints[name]):
+        if is_config(hints[name]):
             keys += [name] * hasattr(hints[name], "SHORTHAND")
-            keys += [f"{name}.{field.name}" for field in dataclasses.fields(hints[name])]
+            keys += [f"{name}.{key}" for key in known_keys(hints[name])]
         else:
             keys.append(name)
     return keys

@@ -31,7 +31,16 @@ def describe_keys(kind: type, name: str) -> list[str]:
     nested = {name: hint for name, hint in hints.items() if is_config(hint)}
     lines += ["", "Keys, each with its default:", *_section(kind, "", defaults, skip=nested)]
     for group, hint in nested.items():
-        lines += ["", f"{group}: {_first_line(hint)}", *_section(hint, group + ".", defaults[group])]
+        lines += _group(group, hint, defaults[group])
+    return lines
+
+
+def _group(path: str, kind: type, defaults: dict) -> list[str]:
+    hints = typing.get_type_hints(kind)
+    inner = {name: hint for name, hint in hints.items() if is_config(hint)}
+    lines = ["", f"{path}: {_first_line(kind)}", *_section(kind, path + ".", defaults, skip=inner)]
+    for name, hint in inner.items():
+        lines += _group(f"{path}.{name}", hint, defaults[name])
     return lines
 
 

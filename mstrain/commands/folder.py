@@ -10,6 +10,7 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.hub.config import differing_fields
 from mstrain.models.hub.folder import Folder
 from mstrain.training.config import RunConfig
+from mstrain.training.identity import flat
 from mstrain.training.record import argument_of, read, recorded_overrides
 
 MODEL = "model."
@@ -32,7 +33,7 @@ def init_overrides(arguments: list[str]) -> list[str]:
         return [one for one in wanted if one.partition("=")[0] not in given and "model" not in given]
     folder = Folder(given["init"])
     _check_model(arguments, given, folder)
-    fields = dataclasses.asdict(folder.model)
+    fields = flat(folder.model)
     found: dict[str, Any] = {MODEL + name: value for name, value in fields.items() if MODEL + name not in given}
     if "tokenizer" not in given and given.get("data") != "synthetic":
         file = tokenizer_file(folder.path)
@@ -64,5 +65,5 @@ def _check_model(arguments: list[str], given: dict[str, str], folder: Folder) ->
 
 
 def _fields(model: ModelConfig, but: set[str], place: Path) -> list[str]:
-    values = dataclasses.asdict(model)
+    values = flat(model)
     return [f"{MODEL}{key}={argument_of(key, value, place)}" for key, value in values.items() if key not in but]

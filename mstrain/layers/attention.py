@@ -24,6 +24,7 @@ from mstrain.layers.norm import normalize
 from mstrain.layers.parameter import parameter
 from mstrain.layers.past import KeysValues, Past, attend_past
 from mstrain.layers.rotary import Rotary
+from mstrain.layers.sequence_split import SequenceSplit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,12 +129,7 @@ class Attention(nn.Module):
         heads, lowering, split = self.heads, self.plans.into.lowering, self.config.split
         here = seq // split.parts
         q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = self._split(constrain_layout(qkv, lowering), here, scales)
-        if past is not None:
-            positions = past.positions(seq)
-            segments_BxS = (positions >= 0).astype(jnp.int32)  # 0 before a sequence starts
-        else:
-            segments_BxS = None if segments_T is None else split.gather(segments_T.reshape(-1, here), 1)
-            positions = split.places(seq) if segments_BxS is None else split.own(segment_positions(segments_BxS), 1)
+        segments_BxS, positions = places_of(split, seq, segments_T, past)
         if self.rotary:
             q_BxTxNxH = self.rotary.rotate(q_BxTxNxH, window, positions)
             k_BxTxKxH = self.rotary.rotate(k_BxTxKxH, window, positions)
@@ -196,6 +192,17 @@ class Attention(nn.Module):
         x = x_TxF.astype(jnp.float32)
         squares = all_reduce(jnp.sum(jnp.square(x), axis=1, keepdims=True), self.plans.inside.features)
         return (x * jax.lax.rsqrt(squares / features + self.qk_norm.epsilon) * scale_F).astype(x_TxF.dtype)
+
+
+def places_of(split: SequenceSplit, seq: int, segments_T, past: Past | None):
+    """(segments of whole sequences or None, positions of this device's tokens) for attention in `jax.shard_map`."""
+    if past is not None:
+        positions = past.positions(seq)
+        return (positions >= 0).astype(jnp.int32), positions  # 0 before a sequence starts
+    if segments_T is None:
+        return None, split.places(seq)
+    segments_BxS = split.gather(segments_T.reshape(-1, seq // split.parts), 1)
+    return segments_BxS, split.own(segment_positions(segments_BxS), 1)
 
 
 def segment_positions(segments_BxT):

@@ -5,6 +5,8 @@ for.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -39,15 +41,15 @@ class AttentionConfig:
 
 
 def attend(q, k, v, config: AttentionConfig, slopes_N, window, platform: str = "cpu", segments_BxT=None, sinks_N=None):
-    """Causal attention of q_BxTxNxH over k, v_BxTxKxH; returns [B, T, N, H] in the dtype of q.
+    """Causal attention of q_BxTxNxH over k, v_BxTxKxH; returns [B, T, N, H] in the dtype of q. H of v may be smaller.
 
     `platform` is JAX's name of the platform that the program is compiled for. Tokens attend to equal `segments_BxT`
     only; cuDNN has no such mask, so plain XLA computes it on GPUs.
     """
     if flash_fits(q.dtype, q.shape[1], q.shape[3], config):
         if platform == "tpu":
-            return _attend_splash(q, k, v, segments_BxT, config=config)
-        wide = q.shape[3] > CUDNN_WIDEST_HEAD
+            return as_wide(functools.partial(_attend_splash, segments_BxT=segments_BxT, config=config), q, k, v)
+        wide = q.shape[3] > CUDNN_WIDEST_HEAD or v.shape[3] != q.shape[3]
         if platform in ("gpu", "cuda") and not wide and not config.soft_cap and segments_BxT is None:
             return checkpoint_name(_attend_cudnn(q, k, v, config=config), SAVED)
     return checkpoint_name(_attend_xla(q, k, v, config, slopes_N, window, segments_BxT, sinks_N), SAVED)
@@ -68,7 +70,14 @@ def _attend_xla(q, k, v, config: AttentionConfig, slopes_N, window, segments_BxT
     s_BxKxGxTxS = mask_scores(s_BxKxGxTxS, config, slopes_N, window, places, segments)
     p_BxKxGxTxS = softmax(s_BxKxGxTxS, sinks_N).astype(v.dtype)
     y = jnp.einsum("bkgts,bskh->btkgh", p_BxKxGxTxS, v, preferred_element_type=jnp.float32)
-    return y.reshape(B, T, N, H).astype(q.dtype)
+    return y.reshape(B, T, N, -1).astype(q.dtype)
+
+
+def as_wide(attention: Callable, q, k, v):
+    """`attention(q, k, v)` with the features of v padded to as many as q has."""
+    missing = q.shape[3] - v.shape[3]
+    y = attention(q, k, jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else v)
+    return y[..., : v.shape[3]]
 
 
 def softmax(s_BxKxGxTxS, sinks_N=None):

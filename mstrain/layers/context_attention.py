@@ -7,11 +7,13 @@ computes, which are small with grouped queries.
 Shapes as in `mstrain.layers.attention`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from mstrain.layers.attention_blocks import Blocks
-from mstrain.layers.attention_kernels import AttentionConfig, flash_fits
+from mstrain.layers.attention_kernels import AttentionConfig, as_wide, flash_fits
 from mstrain.layers.ring_attention import attend_in_steps
 
 
@@ -20,6 +22,12 @@ def attend_parts(q, k, v, config: AttentionConfig, slopes_N, window, platform: s
 
     Called in `jax.shard_map`; other arguments and the result as of `mstrain.layers.attention_kernels.attend`.
     """
+    if v.shape[3] != q.shape[3]:
+        same = functools.partial(
+            attend_parts, config=config, slopes_N=slopes_N, window=window, platform=platform,
+            segments_BxS=segments_BxS, sinks_N=sinks_N,
+        )  # fmt: skip
+        return as_wide(same, q, k, v)
     chunks = _chunks(q)
     blocks = Blocks(config)
     if platform == "tpu" and flash_fits(q.dtype, chunks.shape[3], q.shape[3], config):

@@ -17,7 +17,8 @@ class KeysValues(NamedTuple):
 
     Attributes:
       keys, values: [B, S, K, H], with a dim of layers in front where they are stacked; sharded over the mesh axes of
-        tokens (B) and of heads (K). Columns that share key-value heads have a copy each.
+        tokens (B) and of heads (K). Columns that share key-value heads have a copy each. Latent attention keeps
+        [B, S, features, 1] (`mstrain.layers.latent_attention`).
     """
 
     keys: Any
@@ -68,4 +69,4 @@ def attend_past(q, k, v, past: Past, config: AttentionConfig, slopes_N, window, 
         jnp.einsum("bkgts,bskh->btkgh", p, values, preferred_element_type=jnp.float32)
         for p, values in zip(jnp.split(p_BxKxGxTxS, [S], axis=-1), (past.kept.values, v), strict=True)
     )
-    return (y_earlier + y_new).reshape(B, T, N, H).astype(q.dtype)
+    return (y_earlier + y_new).reshape(B, T, N, -1).astype(q.dtype)

@@ -20,6 +20,8 @@ class Rotary:
       fraction: fraction of a head, from its first feature on, that is rotated.
       scaling: changes the frequencies, `linear:8`, `llama3:8:1:4:8192` or `yarn:32:32:1:4096:1.35`; see
         `check_scaling`.
+      alternating: whether a pair are consecutive features, and not those half a width apart (DeepSeek). Their results
+        are half a width apart in either case; scores do not depend on the order of features.
       local_base: base in layers with a window, where frequencies are not scaled (Gemma 3); None for `base`.
     """
 
@@ -27,6 +29,7 @@ class Rotary:
     fraction: float = 1.0
     scaling: str | None = None
     local_base: float | None = None
+    alternating: bool = False
 
     def rotate(self, x_BxTxNxH, window, positions):
         """Rotates the heads of every token by its position, int [T] or [B, T]; `window` (int32) is GLOBAL or the
@@ -38,7 +41,8 @@ class Rotary:
             frequencies = jnp.where(window < GLOBAL, _frequencies(self.local_base, width), frequencies)
         angles = positions.astype(jnp.float32)[..., None, None] * frequencies
         sin, cos = gain * jnp.sin(angles), gain * jnp.cos(angles)
-        low, high, rest = jnp.split(x_BxTxNxH.astype(jnp.float32), [width // 2, width], axis=-1)
+        turned, rest = jnp.split(x_BxTxNxH.astype(jnp.float32), [width], axis=-1)
+        low, high = (turned[..., ::2], turned[..., 1::2]) if self.alternating else jnp.split(turned, 2, axis=-1)
         rotated = jnp.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=-1)
         return rotated.astype(x_BxTxNxH.dtype)
 

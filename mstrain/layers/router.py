@@ -33,6 +33,8 @@ class RouterConfig:
       balance_loss: factor of E * sum over experts of (share of the choices) * (mean share of the scores).
       z_loss: factor of the mean of logsumexp(logits) ** 2.
       capacity: choices of an expert that count, over the mean per expert; None for all.
+      groups: number of groups of consecutive experts, and of those whose experts a token may choose: with the highest
+        score of an expert, or with sigmoid the highest sum of two (DeepSeek-V2 and V3).
     """
 
     experts: int
@@ -43,6 +45,7 @@ class RouterConfig:
     balance_loss: float = 0.0
     z_loss: float = 0.0
     capacity: float | None = None
+    groups: tuple[int, int] = (1, 1)
 
 
 def router_logits(x_TxD, kernel_DxE, layout: Layout, mesh: Mesh | AbstractMesh):
@@ -66,7 +69,7 @@ def choose(logits_TxE, balance_E, config: RouterConfig, counted_T=None):
     `counted_T`: tokens that count in loads and losses; None for all.
     """
     scores = _scores(logits_TxE, config)
-    _, choices = lax.top_k(lax.stop_gradient(scores + balance_E), config.chosen)
+    _, choices = lax.top_k(_in_best_groups(lax.stop_gradient(scores + balance_E), config), config.chosen)
     weights = jnp.take_along_axis(scores, choices, axis=1)
     if config.normalized:
         weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
@@ -91,6 +94,18 @@ add_gradient.defvjp(lambda y, x, slope: (y, slope), lambda slope, dy: (dy, slope
 
 def _scores(logits_TxE, config: RouterConfig):
     return jax.nn.softmax(logits_TxE, axis=1) if config.scores == "softmax" else jax.nn.sigmoid(logits_TxE)
+
+
+def _in_best_groups(scores_TxE, config: RouterConfig):
+    """The scores of experts in the best groups of each token, -inf for others."""
+    groups, best = config.groups
+    if best == groups:
+        return scores_TxE
+    grouped = scores_TxE.reshape(len(scores_TxE), groups, -1)
+    of_groups = jnp.sum(lax.top_k(grouped, 1 if config.scores == "softmax" else 2)[0], axis=2)
+    chosen = lax.top_k(of_groups, best)[1]
+    allowed_TxG = jnp.any(chosen[:, :, None] == jnp.arange(groups), axis=1)
+    return jnp.where(allowed_TxG[:, :, None], grouped, -jnp.inf).reshape(scores_TxE.shape)
 
 
 def _load(choices_TxK, experts: int, counted_T):

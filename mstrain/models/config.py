@@ -1,12 +1,14 @@
 """Sizes and architecture of a model. Independent of devices and parallelism."""
 
 import dataclasses
+import math
 import typing
 from typing import Any
 
 from mstrain.layers.mlp import ACTIVATIONS, GATES
 from mstrain.layers.rotary import check_scaling, rotated_width
 from mstrain.layers.router import SCORES, RouterConfig
+from mstrain.models.latent import LatentConfig
 
 # Construction replaces null by a number, so type checkers see an int.
 if typing.TYPE_CHECKING:
@@ -26,6 +28,7 @@ BALANCE_FIELDS = ("balance_loss", "router_z_loss", "balance_rate")
 TRAINING_FIELDS = ("init_scale", *BALANCE_FIELDS)  # they do not change what a model computes
 EXPERT_FIELDS = (
     "experts_per_token", "router", "router_normalized", "router_scale", *BALANCE_FIELDS, "expert_capacity",
+    "router_groups", "router_best_groups", "shared_experts", "dense_layers", "dense_mlp_dim",
 )  # fmt: skip
 
 
@@ -99,6 +102,7 @@ class ModelConfig:
     """Soft cap of the logits; null for none."""
     attention_scale: float | None = None
     """Factor on the attention scores; null takes head_dim ** -0.5."""
+    latent: LatentConfig = LatentConfig()
     window: int | None = None
     """Tokens that a layer with a window attends to, itself included; null for none."""
     window_pattern: str = "LG"
@@ -117,6 +121,17 @@ class ModelConfig:
     """Whether the scores of the chosen experts are divided by their sum; with softmax, a softmax over the chosen."""
     router_scale: float = 1.0
     """Factor on the weights of the chosen experts."""
+    router_groups: int = 1
+    """Groups of consecutive experts, such as those of one node; a token chooses experts of the best groups only."""
+    router_best_groups: int = 1
+    """Groups whose experts a token may choose: those with the highest score, or with `sigmoid` the highest sum of
+    two."""
+    shared_experts: int = 0
+    """Experts that compute every token beside those that it chooses."""
+    dense_layers: int = 0
+    """First layers with a dense MLP in place of experts."""
+    dense_mlp_dim: int | None = None
+    """Hidden features of the MLP of these layers."""
     balance_loss: float = 0.0
     """Factor of the loss E x sum over experts of (share of the choices) x (mean share of the scores), a mean over the
     layers and tokens of a microbatch; 1 if the load is even. The reported loss is without it. 0 for none."""
@@ -156,6 +171,7 @@ class ModelConfig:
             raise ValueError(f"model.init_scale={self.init_scale} must be above 0.")
         self._check_rotary()
         self._check_experts()
+        self._check_latent()
         if self.activation in GATES and not self.gated:
             raise ValueError(f"model.activation={self.activation} has two projections. Type model.gated=true.")
         if not set(self.window_pattern) <= set("LG") or not self.window_pattern:
@@ -169,12 +185,35 @@ class ModelConfig:
         check_scaling(self.rotary_scaling)
         if not 0 < self.rotary_fraction <= 1:
             raise ValueError(f"model.rotary_fraction={self.rotary_fraction} is not above 0 and up to 1.")
-        if self.position == "rotary" and (width := rotated_width(self.head_dim, self.rotary_fraction)) % 2:
+        width = rotated_width(self.head_dim, self.rotary_fraction)
+        if self.position == "rotary" and not self.latent.key_rank and width % 2:
             part = f"rotary_fraction={self.rotary_fraction} of " if self.rotary_fraction < 1 else ""
             raise ValueError(
                 f"Rotary positions need an even number of features, not {width}: {part}head_dim={self.head_dim}. "
                 "Set model.head_dim."
             )
+
+    def _check_latent(self) -> None:
+        if not self.latent.key_rank:
+            if self.latent != LatentConfig():
+                raise ValueError(
+                    "model.latent has no effect without model.latent.key_rank. Type model.latent.key_rank=512."
+                )
+            return
+        self.latent.check(self.heads, self.num_kv_heads, self.head_dim)
+        wanted = {
+            "position": "rotary",
+            "bias": "none",
+            "qk_norm": False,
+            "rotary_fraction": 1.0,
+            "attention_sinks": False,
+        }
+        for field, value in wanted.items():
+            if getattr(self, field) != value:
+                raise ValueError(
+                    f"model.{field}={getattr(self, field)} does not work with latent attention. Type "
+                    f"model.{field}={str(value).lower()}, or model.latent.key_rank=null."
+                )
 
     def _check_experts(self) -> None:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
@@ -191,6 +230,14 @@ class ModelConfig:
                 f"model.experts_per_token={self.experts_per_token} is not from 1 to the {self.experts} experts. Type "
                 f"model.experts_per_token={min(2, max(self.experts, 1))}."
             )
+        self._check_groups()
+        if not 0 <= self.dense_layers < self.layers or bool(self.dense_layers) != bool(self.dense_mlp_dim):
+            raise ValueError(
+                f"model.dense_layers={self.dense_layers} with model.dense_mlp_dim={self.dense_mlp_dim}: type a number "
+                f"of layers below {self.layers} and their hidden features, or 0 and null."
+            )
+        if self.shared_experts < 0:
+            raise ValueError(f"model.shared_experts={self.shared_experts} is negative. Type 0 for none.")
         for field in BALANCE_FIELDS:
             if getattr(self, field) < 0:
                 raise ValueError(f"model.{field}={getattr(self, field)} is negative. Type 0 for none.")
@@ -202,14 +249,38 @@ class ModelConfig:
                 "model.expert_capacity=null, or model.bias=attention."
             )
 
+    def _check_groups(self) -> None:
+        groups, best, experts = self.router_groups, self.router_best_groups, self.experts or 1
+        if groups < 1 or experts % groups or (groups > 1 and self.router == "sigmoid" and experts < 2 * groups):
+            fits = [n for n in range(1, experts + 1) if experts % n == 0]
+            raise ValueError(
+                f"model.router_groups={groups} does not divide {experts} experts into groups"
+                f"{' of two or more' if self.router == 'sigmoid' else ''}. Choose one of {fits}."
+            )
+        fewest = math.ceil(self.experts_per_token * groups / experts)
+        if not fewest <= best <= groups:
+            raise ValueError(
+                f"model.router_best_groups={best} is not from {fewest}, whose experts are enough for experts_per_token="
+                f"{self.experts_per_token}, to the {groups} groups. Type model.router_best_groups={groups}."
+            )
+
+    @property
+    def first_layers(self) -> "ModelConfig":
+        """The model whose layers are the first, dense ones of this model."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        dense = {field: defaults[field] for field in EXPERT_FIELDS}
+        return dataclasses.replace(self, experts=None, mlp_dim=self.dense_mlp_dim, **dense)
+
     @property
     def routing(self) -> RouterConfig | None:
         """How tokens choose experts; None for a dense MLP. Losses are means over layers."""
         if self.experts is None:
             return None
+        layers = self.layers - self.dense_layers
         return RouterConfig(
             self.experts, self.experts_per_token, self.router, self.router_normalized, self.router_scale,
-            self.balance_loss / self.layers, self.router_z_loss / self.layers, self.expert_capacity,
+            self.balance_loss / layers, self.router_z_loss / layers, self.expert_capacity,
+            (self.router_groups, self.router_best_groups),
         )  # fmt: skip
 
     def _automatic_sizes(self) -> dict[str, int]:

@@ -23,25 +23,28 @@ def decoding_module(module: Transformer) -> Transformer:
     """
     plan = module.plan
     assert not plan.stages
-    groups = tuple((_with_whole_sequences(block), count) for block, count in plan.groups)
+    plan = plan.with_blocks(_with_whole_sequences)
     layouts = [plan.head.input_layout, plan.head.output_layout, plan.embedding_grid.layout]
-    for block, _ in groups:
+    for block, _ in plan.every_group:
         layouts += [layout for pair in (block.attention, block.mlp) for layout in (pair.inside, pair.residual)]
     unit = math.lcm(*(plan.head.grid.size(layout.tokens) for layout in layouts))
-    plan = dataclasses.replace(plan, groups=groups, sequence_unit=unit)
+    plan = dataclasses.replace(plan, sequence_unit=unit)
     return dataclasses.replace(module, plan=plan, remat="none", offload=None)
 
 
 def past_shapes(module: Transformer, sequences: int, slots: int) -> tuple[KeysValues, ...]:
     """Abstract keys and values of `slots` tokens of all layers of each group, in the dtype of `module`."""
-    return tuple(_shapes(module, block, count, sequences, slots) for block, count in module.plan.groups)
+    return tuple(_shapes(module, block, count, sequences, slots) for block, count in module.plan.every_group)
 
 
 def _shapes(module: Transformer, block: BlockPlan, layers: int, sequences: int, slots: int) -> KeysValues:
     heads, inside = block.sizes.heads, block.attention.inside
-    shape = (layers, sequences, slots, heads.keys_here * heads.columns, heads.width)
+    kept = [(heads.keys_here * heads.columns, heads.width)] * 2
+    if block.sizes.latent:
+        kept = [(span.stored, 1) for span in block.sizes.latent.into[1:]]
     sharding = NamedSharding(block.mesh, P(None, inside.tokens, None, inside.features or None))
-    return KeysValues(*[jax.ShapeDtypeStruct(shape, jnp.dtype(module.dtype), sharding=sharding)] * 2)
+    shapes = ((layers, sequences, slots, *of_token) for of_token in kept)
+    return KeysValues(*(jax.ShapeDtypeStruct(s, jnp.dtype(module.dtype), sharding=sharding) for s in shapes))
 
 
 def _with_whole_sequences(block: BlockPlan) -> BlockPlan:
@@ -49,8 +52,9 @@ def _with_whole_sequences(block: BlockPlan) -> BlockPlan:
     parameters depends on neither."""
 
     def pair(plans: PlanPair) -> PlanPair:
-        return PlanPair(*(
+        into, out = (
             dataclasses.replace(plan, slices=1) if plan.dataflow == "rs" else plan for plan in (plans.into, plans.out)
-        ))  # fmt: skip
+        )
+        return dataclasses.replace(plans, into=into, out=out)
 
     return dataclasses.replace(block, attention=pair(block.attention), mlp=pair(block.mlp), split=SequenceSplit())

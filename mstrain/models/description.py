@@ -10,7 +10,7 @@ def describe_plan(plan: ModelPlan, microbatch: int = 0) -> str:
     `microbatch`: sequences of the whole job, whose padding is then described too.
     """
     parts, first = [], 0
-    for block, count in plan.groups:
+    for block, count in plan.every_group:
         halves = []
         for name, pair in (("attention", block.attention), ("mlp", block.mlp)):
             into, out = pair.into, pair.out
@@ -23,7 +23,7 @@ def describe_plan(plan: ModelPlan, microbatch: int = 0) -> str:
     if split.parts > 1:
         axes = " and ".join(axis for axis in split.axes if plan.head.grid.mesh.shape[axis] > 1)
         parts.append(f"sequences: {split.parts} parts over {axes}, {split.exchange}")
-    padding = {name: pair for block, _ in plan.groups for name, pair in block.sizes.padding.items()}
+    padding = {name: pair for block, _ in plan.every_group for name, pair in block.sizes.padding.items()}
     if plan.padded_sequences(microbatch) > microbatch:
         padding["sequences"] = (microbatch, plan.padded_sequences(microbatch))
     if padding:

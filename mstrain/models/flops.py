@@ -6,7 +6,8 @@ width H, F MLP width, V vocabulary, T tokens per sequence. Forward, per token:
 
     products   2 * (L * (D * (N + 2 K) * H + N * H * D + m * D * F) + D * V)   m = 3 for a gated MLP, else 2;
                                                                                of experts, those of a token
-                                                                               and the router, D * experts
+                                                                               and the router, D * experts;
+                                                                               latent attention: its kernels
     attention  4 * L * N * H * T   convention `full`: all T x T scores (PaLM paper, appendix B)
                2 * L * N * H * T   convention `causal`: the half that the mask keeps
 
@@ -26,12 +27,24 @@ def matmul_parameters(model: ModelConfig) -> int:
 
     Raises ValueError if the vocabulary is left to the tokenizer.
     """
-    heads, kv = model.heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = model.width * (heads + 2 * kv) + heads * model.width
-    mlp = (3 if model.gated else 2) * model.width * model.mlp_dim
+    mlp, dense = (
+        (3 if model.gated else 2) * model.width * hidden for hidden in (model.mlp_dim, model.dense_mlp_dim or 0)
+    )
     if model.experts:
-        mlp = model.experts_per_token * mlp + model.width * model.experts
-    return model.layers * (attention + mlp) + model.width * model.known_vocab_size
+        mlp = (model.experts_per_token + model.shared_experts) * mlp + model.width * model.experts
+    mlps = model.dense_layers * dense + (model.layers - model.dense_layers) * mlp
+    return model.layers * _attention_parameters(model) + mlps + model.width * model.known_vocab_size
+
+
+def _attention_parameters(model: ModelConfig) -> int:
+    heads, latent = model.heads * model.head_dim, model.latent
+    if not latent.key_rank:
+        return model.width * 2 * (heads + model.num_kv_heads * model.head_dim)
+    queries = latent.query_rank * (model.width + heads) if latent.query_rank else model.width * heads
+    keys = model.width * (latent.key_rank + latent.rotary_dim)
+    values = model.heads * latent.value_dim
+    projected = model.heads * (model.head_dim - latent.rotary_dim) + values
+    return queries + keys + latent.key_rank * projected + values * model.width
 
 
 def forward_flops_per_token(model: ModelConfig, seq: int, attention: str = "full") -> float:
@@ -45,7 +58,8 @@ def forward_flops_per_token(model: ModelConfig, seq: int, attention: str = "full
     """
     if attention not in ATTENTION_CONVENTIONS:
         raise ValueError(f"Unknown attention convention {attention!r}. Choose {' or '.join(ATTENTION_CONVENTIONS)}.")
-    scores = 4 * model.heads * model.head_dim * _tokens_attended(model, seq)
+    of_value = model.latent.value_dim if model.latent.key_rank else model.head_dim
+    scores = 2 * model.heads * (model.head_dim + of_value) * _tokens_attended(model, seq)
     return 2 * matmul_parameters(model) + ATTENTION_CONVENTIONS[attention] * scores
 
 

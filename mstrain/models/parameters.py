@@ -1,6 +1,7 @@
 """Conversion of parameters between canonical form (checkpoints) and stored form (training steps).
 
-Canonical parameters have the order of the model, with all layers stacked in `blocks_0`. Stored parameters follow a
+Canonical parameters have the order of the model, with all layers stacked in `blocks_0`, except that the first, dense
+layers of a model with experts are stacked in `dense_0`. Stored parameters follow a
 plan: layers are split into its groups, or reordered over the stages of a pipeline (`ModelPlan.rows`), and every
 parameter is reordered by its `Storage`. Both conversions are permutations with zero padding, so a round trip is exact,
 and initial values do not depend on mesh, algorithm or slice count.
@@ -29,6 +30,7 @@ from mstrain.models.transformer import Transformer
 
 Path = tuple[str, ...]  # keys of a parameter in its tree
 STACK = "blocks_0"  # Linen's name of the first group, the only group of canonical parameters
+FIRST = "dense_0"  # that of the first, dense layers of a model with experts
 
 
 @functools.lru_cache(maxsize=8)
@@ -161,15 +163,15 @@ def describe_sharding(module: Transformer) -> str | None:
 def from_layers(module: Transformer, read: Callable[[Path, int, tuple[slice, ...]], np.ndarray]):
     """Stored parameters, made from the canonical parameters of one layer at a time.
 
-    `read(path, layer, index)` returns the part `index` of the canonical parameter at `path` of one layer (0 for
-    parameters outside of the blocks), float32. Beside the result, host memory is that of the parts of one layer's
-    parameter that the devices of this process hold.
+    `read(path, layer, index)` returns the part `index` of the canonical parameter at `path` of one layer of its stack
+    (0 for parameters outside of the blocks), float32. Beside the result, host memory is that of the parts of one
+    layer's parameter that the devices of this process hold.
     """
     mesh, firsts, rows = module.plan.mesh, _first_layers(module), module.plan.rows
 
     def load(keys, box, sharding):
         group, *rest = (key.key for key in keys)
-        path = (STACK if group in firsts else group, *rest)
+        path = (STACK if group.startswith("blocks_") else group, *rest)
         shape = box.storage.shape if group not in firsts else (1, *box.storage.shape)
         placement, ndim = _canonical_sharding(box, shape, mesh), len(box.storage.shape)
 
@@ -186,7 +188,8 @@ def from_layers(module: Transformer, read: Callable[[Path, int, tuple[slice, ...
         if group not in firsts:
             return jax.block_until_ready(_from_canonical_program((box,), None, mesh)(canonical(0))[0])
         stack = jax.jit(lambda: jnp.zeros(box.value.shape, box.value.dtype), out_shardings=sharding)()
-        for i, layer in enumerate(rows or range(firsts[group], firsts[group] + box.value.shape[0])):
+        rows_here = rows if group == STACK else None
+        for i, layer in enumerate(rows_here or range(firsts[group], firsts[group] + box.value.shape[0])):
             if layer >= 0:
                 stack = jax.block_until_ready(_insert_program(box, mesh, sharding)(stack, canonical(layer), i))
         return stack
@@ -196,12 +199,12 @@ def from_layers(module: Transformer, read: Callable[[Path, int, tuple[slice, ...
 
 
 def layer_of(module: Transformer, stored, path: Path, layer: int) -> np.ndarray:
-    """The canonical parameter at `path` of one layer (0 outside of the blocks), on every host; inverse of
+    """The canonical parameter at `path` of one layer of its stack (0 outside of the blocks), on every host; inverse of
     `from_layers`. All processes call it together."""
     rules, firsts = abstract_parameters(module), _first_layers(module)
     group = path[0]
     if group == STACK:
-        group = max((name for name in firsts if firsts[name] <= layer), key=lambda name: firsts[name])
+        group = max((name for name in firsts if name != FIRST and firsts[name] <= layer), key=lambda name: firsts[name])
     box, x = (functools.reduce(lambda tree, key: tree[key], (group, *path[1:]), tree) for tree in (rules, stored))
     if group not in firsts:
         return np.asarray(_to_canonical_program(box, module.plan.mesh)(x).addressable_data(0))
@@ -211,9 +214,10 @@ def layer_of(module: Transformer, stored, path: Path, layer: int) -> np.ndarray:
 
 
 def _first_layers(module: Transformer) -> dict[str, int]:
-    """The first layer of every group of layers, by name of the group."""
+    """The first layer of every group of layers in its canonical stack, by name of the group."""
     counts = [count for _, count in module.plan.groups]
-    return {f"blocks_{i}": sum(counts[:i]) for i in range(len(counts))}
+    dense = {FIRST: 0} if module.plan.dense else {}
+    return dense | {f"blocks_{i}": sum(counts[:i]) for i in range(len(counts))}
 
 
 def to_canonical(module: Transformer, stored):

@@ -26,129 +26,24 @@ from mstrain.gemm.copies import COPIES
 from mstrain.gemm.padding import MOST_WASTE, waste
 from mstrain.hardware import Chip
 from mstrain.hardware.constants import Constants
+from mstrain.layers.latent_attention import LatentPlans
 from mstrain.layers.sequence_split import SequenceSplit
 from mstrain.mesh import AXES, shape_of
 from mstrain.models.auto import tune_products
 from mstrain.models.config import ModelConfig
 from mstrain.models.context import CONTEXT, check_one_order, choose_exchange, sequence_split, split_axes
 from mstrain.models.expert_axis import check_experts, expert_slices
+from mstrain.models.model_plan import LANES, BlockPlan, ModelPlan
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
-from mstrain.models.products import ATTENTION, HALVES, MLP, Sizes, block_products
+from mstrain.models.products import ATTENTION, DENSE, HALVES, MLP, Sizes, block_products, dense_products, latent_sizes
 from mstrain.models.sharding import check_shard
-from mstrain.models.stages import AXIS, PipelineConfig, Stages, check_division, make_stages
-from mstrain.models.token_order import TokenOrder
+from mstrain.models.stages import AXIS, PipelineConfig, check_division, make_stages
 
-LANES = 128  # of a TPU's vector registers; slices of the last dim in multiples of it need no relayout
 SLICES_WITHOUT_TUNING = 4  # on unknown accelerators, auto takes the largest legal slice count up to this
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockPlan:
-    """Plans of the two halves of a block, its features with their padding, how its attention splits sequences, and the
-    slices in which its experts exchange tokens."""
-
-    attention: PlanPair
-    mlp: PlanPair
-    sizes: Sizes
-    split: SequenceSplit = SequenceSplit()
-    expert_slices: int = 1
-
-    @property
-    def products(self) -> tuple[Plan, ...]:
-        """The four plans in the order of `mstrain.models.products.block_products`."""
-        return tuple(plan for pair in (self.attention, self.mlp) for plan in (pair.into, pair.out))
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of devices; plans on an abstract mesh have none."""
-        return _with_devices(self.attention.grid.mesh)
-
-    @property
-    def algorithm(self) -> str | None:
-        """The algorithm of all products; None where there are several."""
-        return _sole({plan.algorithm for plan in self.products})
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelPlan:
-    """Plans of consecutive groups of equal layers with their lengths, and of the output projection.
-
-    Attributes:
-      padded: whether the vocabulary is padded to equal shards; False for canonical parameters.
-      shard: one of `mstrain.models.sharding.SHARD`.
-      sequence_unit: the sequences of a microbatch of the whole job are padded to a multiple of it.
-      stages: the division of the layers over the stages of a pipeline; None for one stage.
-    """
-
-    groups: tuple[tuple[BlockPlan, int], ...]
-    head: Plan
-    padded: bool = True
-    shard: str = "none"
-    sequence_unit: int = 1
-    stages: Stages | None = None
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of devices; plans on an abstract mesh have none."""
-        return _with_devices(self.head.grid.mesh)
-
-    @property
-    def algorithm(self) -> str | None:
-        """The algorithm of all products of the layers, which chooses compiler options; None where there are several.
-
-        `fsdp` where copies gather weights, whatever computes the products.
-        """
-        return "fsdp" if self.shard == "parameters" else _sole({block.algorithm for block, _ in self.groups})
-
-    @property
-    def embedding_grid(self) -> Grid:
-        return self.head.grid.swapped if self.head.dataflow == "rs" else self.head.grid
-
-    @property
-    def width(self) -> Span:
-        """Features of the residual stream."""
-        return self.groups[0][0].sizes.width
-
-    @property
-    def rows(self) -> tuple[int, ...] | None:
-        """The layer in every row of the stack of layers over the stages of a pipeline, -1 for padding; else None."""
-        return self.stages.rows if self.stages else None
-
-    @property
-    def order(self) -> TokenOrder:
-        """The order of the tokens in activations."""
-        block, mesh = self.groups[0][0], self.head.grid.mesh
-        if block.split.parts == 1:
-            return TokenOrder()
-        shape, into = shape_of(mesh), block.attention.into
-        rows = block.split.parts // shape.context
-        slices = into.slices if into.dataflow == "rs" and rows > 1 else 1
-        return TokenOrder(shape.copies, shape.context, rows, slices, into.grid.num_cols)
-
-    def padded_sequences(self, sequences: int) -> int:
-        """Number of sequences that are computed for a microbatch of `sequences`."""
-        return -(-sequences // self.sequence_unit) * self.sequence_unit
-
-    def vocab_padding(self, vocab_size: int) -> int:
-        """Number of tokens that pad the vocabulary to equal shards, in multiples of 128 for large vocabularies."""
-        if not self.padded:
-            return 0
-        unit = math.lcm(self.head.grid.num_rows, self.head.grid.num_cols)
-        unit *= LANES if vocab_size >= 8192 else 1
-        return -vocab_size % unit
 
 
 def _or(values) -> str:
     return " or ".join(values)
-
-
-def _sole(names: set[str | None]) -> str | None:
-    return names.pop() if len(names) == 1 else None
-
-
-def _with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
-    assert isinstance(mesh, Mesh), f"{mesh} has no devices"
-    return mesh
 
 
 def make_plan(
@@ -217,7 +112,11 @@ class _Planner:
     def plan(self, algorithms: list[tuple[str, str]]) -> ModelPlan:
         """The plan of a model whose layers have these (attention, mlp) algorithms."""
         head = self._head(self.parallel.algorithm)
+        dense, algorithms = algorithms[: self.model.dense_layers], algorithms[self.model.dense_layers :]
+        if len(set(dense)) > 1:
+            raise ValueError("parallel.layers: the first, dense layers need the same algorithms. Give them one rule.")
         chosen = {(a, half) for names in algorithms for a, half in zip(names, HALVES, strict=True)}
+        chosen |= {(a, half) for names in dense for a, half in zip(names, (ATTENTION, DENSE), strict=True)}
         pairs = {key: self._pair(*key) for key in sorted(chosen)}
         unit = self._sequence_unit(pairs, head) * shape_of(self.mesh).copies
         self._check_sequences(unit)
@@ -227,10 +126,11 @@ class _Planner:
         units = [n for pair in pairs.values() for n in (pair.into.units[0], pair.out.units[1])]
         width = Span(self.model.width).to_multiple(math.lcm(head.units[0], *units))
         blocks = {names: self._block(pairs, names, width, sequences) for names in sorted(set(algorithms))}
+        first = tuple((self._block(pairs, names, width, sequences, DENSE), len(dense)) for names in dense[:1])
         groups = tuple((blocks[names], len(list(equal))) for names, equal in itertools.groupby(algorithms))
         if self._rows_split:
-            check_one_order([block.attention for block in blocks.values()])
-        return ModelPlan(groups, self._sliced_head(head, width, sequences), shard=self.shard, sequence_unit=unit)
+            check_one_order([block.attention for block in (*blocks.values(), *(block for block, _ in first))])
+        return ModelPlan(groups, self._sliced_head(head, width, sequences), first, shard=self.shard, sequence_unit=unit)
 
     @functools.cached_property
     def _split(self) -> tuple[str, ...]:
@@ -268,25 +168,29 @@ class _Planner:
     def _pair(self, algorithm: str, half: str) -> PlanPair:
         """The plans of one half of a block in one slice."""
         grid, lowering = self._grid(algorithm), chip_lowering(self.chip)
-        products = (product for product in block_products(self.model) if product.half == half)
+        products = (p for p in (*block_products(self.model), *dense_products(self.model)) if p.half == half)
         into, out = (self._flow(algorithm, p.in_dim, p.out_dim, p.name) for p in products)
         out_grid = grid.swapped if out == "rs" else grid
-        return PlanPair(
-            Plan(algorithm, into, grid, lowering=lowering), Plan(algorithm, out, out_grid, lowering=lowering)
-        )
+        plans = Plan(algorithm, into, grid, lowering=lowering), Plan(algorithm, out, out_grid, lowering=lowering)
+        if half != ATTENTION or not self.model.latent.key_rank:
+            return PlanPair(*plans)
+        name = algorithm if "os" in find_algorithm(algorithm).dataflows else "collective"
+        return LatentPlans(*plans, Plan(name, "os", grid, lowering=lowering))
 
-    def _block(self, pairs: dict, names: tuple[str, str], width: Span, sequences: int) -> BlockPlan:
-        attention, mlp = (pairs[key] for key in zip(names, HALVES, strict=True))
+    def _block(self, pairs: dict, names: tuple[str, str], width: Span, sequences: int, last: str = MLP) -> BlockPlan:
+        """`last` is the second half: MLP or DENSE."""
+        attention, mlp = pairs[names[0], ATTENTION], pairs[names[1], last]
         m, key_unit = self.model, attention.into.units[1]
-        unit = math.lcm(key_unit, attention.out.units[0])
+        latent_unit = math.lcm(attention.grid.num_rows, attention.grid.num_cols) if m.latent.key_rank else 1
+        unit = math.lcm(key_unit, attention.out.units[0], latent_unit)
         heads = Heads(m.heads, m.num_kv_heads, m.head_dim, attention.grid.num_cols, unit, key_unit)
         unit = math.lcm(mlp.into.units[1], mlp.out.units[0], mlp.grid.num_cols)
-        sizes = Sizes(width, Span(m.mlp_dim).to_multiple(unit), heads)
+        hidden = m.mlp_dim if last == MLP else m.first_layers.mlp_dim
+        sizes = Sizes(width, Span(hidden).to_multiple(unit), heads, latent_sizes(m, heads))
         self._check_waste(sizes, names)
-        products = block_products(m, sizes)
-        first, second = (
-            self._sliced_pair(pairs[key], products, key[1], sequences) for key in zip(names, HALVES, strict=True)
-        )
+        products = (*block_products(m, sizes), *dense_products(m, sizes))
+        first, second = (self._sliced_pair(pair, products, half, sequences)
+                         for pair, half in ((attention, ATTENTION), (mlp, last)))  # fmt: skip
         tokens, overlaps = sequences * self.seq // self.mesh.shape[CONTEXT], not _overlaps_nothing(self.mesh)
         slices = expert_slices(self.parallel, m, second.into, tokens, self.chip, self.constants, overlaps)
         return BlockPlan(first, second, sizes, self._sequence_split(heads, attention), slices)
@@ -298,7 +202,7 @@ class _Planner:
         if into.dataflow == out.dataflow == "rs":  # both must use the same order of sequences
             slices = min(into.slices, out.slices)
             into, out = (dataclasses.replace(plan, slices=slices) for plan in (into, out))
-        return PlanPair(into, out)
+        return dataclasses.replace(pair, into=into, out=out)
 
     def _flow(self, algorithm: str, in_dim: int, out_dim: int, what: str) -> str:
         kind, grouped = find_algorithm(algorithm), self._is_grouped(what)

@@ -26,9 +26,9 @@ def in_precision(plan: ModelPlan, precision: Precision) -> ModelPlan:
 
     def of_pair(pair: PlanPair) -> PlanPair:
         into, out = (dataclasses.replace(product, precision=precision) for product in (pair.into, pair.out))
-        return PlanPair(into, out)
+        return dataclasses.replace(pair, into=into, out=out)
 
     def of_block(block: BlockPlan) -> BlockPlan:
         return dataclasses.replace(block, attention=of_pair(block.attention), mlp=of_pair(block.mlp))
 
-    return dataclasses.replace(plan, groups=tuple((of_block(block), count) for block, count in plan.groups))
+    return plan.with_blocks(of_block)

@@ -6,10 +6,12 @@ import math
 
 from mstrain.gemm import Heads, Span
 from mstrain.gemm.padding import waste
+from mstrain.layers.latent_attention import LatentSizes
 from mstrain.models.config import ModelConfig
 from mstrain.parallel.dataflow import Projection
 
 HALVES = ATTENTION, MLP = "attention", "mlp"  # of a block; each has a product into it and one out of it
+DENSE = "dense mlp"  # in the place of MLP in the first, dense layers of a model with experts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,14 @@ class Sizes:
     width: Span
     hidden: Span
     heads: Heads
+    latent: LatentSizes | None = None
+
+    @property
+    def projected(self) -> tuple[tuple[Span, ...], Span]:
+        """Output features of the product into attention, and input features of the one out of it."""
+        if self.latent:
+            return self.latent.into, self.latent.values
+        return self.heads.segments, self.heads.segments[0]
 
     @property
     def padding(self) -> dict[str, tuple[int, int]]:
@@ -58,26 +68,43 @@ class Sizes:
 def plain_sizes(model: ModelConfig) -> Sizes:
     """Without padding, as on one device."""
     heads = Heads(model.heads, model.num_kv_heads, model.head_dim)
-    return Sizes(Span(model.width), Span(model.mlp_dim), heads)
+    return Sizes(Span(model.width), Span(model.mlp_dim), heads, latent_sizes(model, heads))
+
+
+def latent_sizes(model: ModelConfig, heads: Heads) -> LatentSizes | None:
+    """Features of latent attention with these heads; None for ordinary attention."""
+    of = model.latent
+    if not of.key_rank:
+        return None
+    return LatentSizes(heads, of.query_rank, of.key_rank, of.rotary_dim, of.value_dim)
 
 
 def sizes_on(model: ModelConfig, rows: int, columns: int) -> Sizes:
     """Padded for any dataflow on a grid of rows x columns."""
-    unit, heads = math.lcm(rows, columns), (model.heads, model.num_kv_heads, model.head_dim)
+    unit = math.lcm(rows, columns)
+    heads = Heads(model.heads, model.num_kv_heads, model.head_dim, columns, unit, unit)
     width, hidden = (Span(size).to_multiple(unit) for size in (model.width, model.mlp_dim))
-    return Sizes(width, hidden, Heads(*heads, columns, unit, unit))
+    return Sizes(width, hidden, heads, latent_sizes(model, heads))
 
 
 def block_products(model: ModelConfig, sizes: Sizes | None = None) -> tuple[BlockProduct, ...]:
     """The products of one block of `model` in the order of its forward pass, with the padding of `sizes`."""
     sizes = sizes or plain_sizes(model)
-    width, hidden, projected = sizes.width.stored, sizes.hidden.stored, [s.stored for s in sizes.heads.segments]
+    width, hidden, (into, out) = sizes.width.stored, sizes.hidden.stored, sizes.projected
     return (
-        BlockProduct(ATTENTION, "in", width, tuple(projected)),
-        BlockProduct(ATTENTION, "out", projected[0], (width,)),
+        BlockProduct(ATTENTION, "in", width, tuple(span.stored for span in into)),
+        BlockProduct(ATTENTION, "out", out.stored, (width,)),
         BlockProduct(MLP, "in", width, (hidden,) * (2 if model.gated else 1)),
         BlockProduct(MLP, "out", hidden, (width,)),
     )
+
+
+def dense_products(model: ModelConfig, sizes: Sizes | None = None) -> tuple[BlockProduct, ...]:
+    """The products of the MLP of the first, dense layers; none for a model without them."""
+    if not model.dense_layers:
+        return ()
+    every = block_products(model.first_layers, sizes)
+    return tuple(dataclasses.replace(product, half=DENSE) for product in every if product.half == MLP)
 
 
 def projections(model: ModelConfig, repeats: int = 1, sizes: Sizes | None = None) -> tuple[Projection, ...]:

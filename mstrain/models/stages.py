@@ -132,6 +132,11 @@ def make_stages(config: PipelineConfig, count: int, layers: int) -> Stages | Non
 
 def check_division(stages: Stages, algorithms: list[tuple[str, str]], model: ModelConfig) -> None:
     """Raises ValueError for layers that the stages of a pipeline do not support."""
+    if model.dense_layers:
+        raise ValueError(
+            f"model.dense_layers={model.dense_layers}: the stages of a pipeline run one program, and the first layers "
+            "differ from the others. Type a mesh= without stage."
+        )
     if min(stages.rows) < 0 and (model.balance_loss or model.router_z_loss):
         raise ValueError(
             f"model.balance_loss and model.router_z_loss need as many layers in every stage, not {stages}. Type a "

@@ -17,6 +17,7 @@ from mstrain.layers.attention_kernels import AttentionConfig
 from mstrain.layers.dense import Inits
 from mstrain.layers.embedding import Embedding, Positions
 from mstrain.layers.experts import Experts
+from mstrain.layers.latent_attention import LatentAttention, LatentPlans
 from mstrain.layers.loss import HeadKernel, LogitsHead, cross_entropy
 from mstrain.layers.mlp import Mlp
 from mstrain.layers.norm import Norm, NormConfig
@@ -29,6 +30,8 @@ from mstrain.models.remat import policy_of
 from mstrain.models.staged import StageLayers
 
 REMAT = ("none", "dots", "full")  # what the planner searches; `mstrain.models.remat` has all
+DENSE = "dense"  # prefix of the parameters of first, dense layers; `dense_0` in canonical form, too
+SHARED = "shared"  # experts of a block
 
 
 class Block(nn.Module):
@@ -80,19 +83,24 @@ class Block(nn.Module):
         return Norm(config, m.norm_bias, m.unit_offset_norm, name=name)
 
     def _attention(self):
-        m = self.model
+        m, plans = self.model, self.plan.attention
+        config = AttentionConfig(
+            scale=m.attention_scale or m.head_dim**-0.5,
+            alibi=m.position == "alibi",
+            soft_cap=m.attention_soft_cap,
+            windowed=any(m.is_local) and bool(m.window) and m.window < self.seq,
+            split=self.plan.split,
+            sinks=m.attention_sinks,
+        )
+        if isinstance(plans, LatentPlans):
+            (sizes, rotary), width = (self.plan.sizes.latent, self._rotary()), self.plan.sizes.width
+            assert sizes and rotary
+            return LatentAttention(plans, width, sizes, config, self._inits(), rotary, name="attention")
         return Attention(
-            plans=self.plan.attention,
+            plans=plans,
             width=self.plan.sizes.width,
             heads=self.plan.sizes.heads,
-            config=AttentionConfig(
-                scale=m.attention_scale or m.head_dim**-0.5,
-                alibi=m.position == "alibi",
-                soft_cap=m.attention_soft_cap,
-                windowed=any(m.is_local) and bool(m.window) and m.window < self.seq,
-                split=self.plan.split,
-                sinks=m.attention_sinks,
-            ),
+            config=config,
             bias=(m.bias != "none", m.bias in ("all", "attention")),
             inits=self._inits(),
             rotary=self._rotary(),
@@ -104,18 +112,28 @@ class Block(nn.Module):
         m = self.model
         if m.position != "rotary":
             return None
-        return Rotary(m.rotary_base, m.rotary_fraction, m.rotary_scaling, m.local_rotary_base)
+        alternating = bool(m.latent.key_rank) and m.latent.alternating
+        return Rotary(m.rotary_base, m.rotary_fraction, m.rotary_scaling, m.local_rotary_base, alternating)
 
     def _mlp(self, segments_T):
         m, sizes, routing = self.model, self.plan.sizes, self.model.routing
         if routing:
             like_mlp = m.activation, m.gated, m.bias == "all", self._inits()
-            slices = self.plan.expert_slices
+            slices, shared = self.plan.expert_slices, self._shared(like_mlp)
             experts = Experts(self.plan.mlp, sizes.width, sizes.hidden, *like_mlp, routing, slices, name="mlp")
-            return lambda x_TxD: experts(x_TxD, None if segments_T is None else segments_T >= 0)
+            counted = None if segments_T is None else segments_T >= 0
+            return lambda x_TxD: experts(x_TxD, counted) + (shared(x_TxD) if shared else 0)
         return Mlp(
             self.plan.mlp, sizes.width, sizes.hidden, m.activation, m.gated, m.bias == "all", self._inits(), name="mlp"
         )
+
+    def _shared(self, like_mlp):
+        """The shared experts as one MLP; every one is padded as the others are. None without any."""
+        count, hidden = self.model.shared_experts, self.plan.sizes.hidden
+        if not count:
+            return None
+        every = Span(count * hidden.size).padded(count, count, hidden.stored)
+        return Mlp(self.plan.mlp, self.plan.sizes.width, every, *like_mlp, name=SHARED)
 
     def _inits(self):
         scale = self.model.init_scale
@@ -151,7 +169,8 @@ class Transformer(nn.Module):
         self.embedding = Embedding(plan.embedding_grid, vocabulary, width, init, self.dtype)
         if model.position == "learned":
             self.positions = Positions(residual, plan.mesh, model.context, width, init)
-        self.blocks = [self._scan(block, count) for block, count in plan.groups]
+        self.dense = [self._scan(block, count, model.first_layers) for block, count in plan.dense]
+        self.blocks = [self._scan(block, count, model) for block, count in plan.groups]
         config = NormConfig(model.norm, residual, plan.mesh, width, model.norm_epsilon)
         self.final_norm = Norm(config, model.norm_bias, model.unit_offset_norm)
         if not model.tied:
@@ -199,7 +218,9 @@ class Transformer(nn.Module):
         x_TxD = self.embed(tokens_T, segments_T, past)
         segments_T = self.ordered_segments(segments_T, len(tokens_T))
         windows, first, new = self._windows(), 0, []
-        for i, (blocks, (block, count)) in enumerate(zip(self.blocks, self.plan.groups, strict=True)):
+        for i, (blocks, (block, count)) in enumerate(
+            zip((*self.dense, *self.blocks), self.plan.every_group, strict=True)
+        ):
             x_TxD = move(x_TxD, block.attention.residual, block)
             own = None if past is None else past._replace(kept=past.kept[i]).for_layers(count)
             x_TxD, kept = self._layers(blocks, block, x_TxD, windows[first : first + count], segments_T, own)
@@ -281,7 +302,8 @@ class Transformer(nn.Module):
     def _layers(self, blocks: Any, plan: BlockPlan, x_TxD, windows, segments_T, past: Past | None):
         if self.plan.stages:  # initializing: the stack has rows of padding
             windows = jnp.resize(windows, (len(self.plan.stages.rows),))
-        if self.plan.shard != "parameters" or self.is_initializing():
+        first_layers = blocks.name.startswith(DENSE)  # few: gathered before the step
+        if self.plan.shard != "parameters" or first_layers or self.is_initializing():
             return blocks(x_TxD, windows, segments_T, past)
         block, params = self._block()(self.model, plan, self.seq, parent=None), self.variables["params"][blocks.name]
         if past is not None:
@@ -293,14 +315,14 @@ class Transformer(nn.Module):
         policy = policy_of(self.remat, self.offload)
         return nn.remat(Block, policy=policy, prevent_cse=False) if policy else Block
 
-    def _scan(self, plan: BlockPlan, count: int):
+    def _scan(self, plan: BlockPlan, count: int, model: ModelConfig):
         count = len(self.plan.stages.rows) if self.plan.stages else count
         per_layer: Any = (0, nn.broadcast, 0)  # windows and the past have a dim of layers, segments have none
         scanned = nn.scan(
             self._block(), variable_axes={"params": 0}, split_rngs={"params": True}, length=count, metadata_params={},
             in_axes=per_layer,
         )  # fmt: skip
-        return scanned(self.model, plan, self.seq)
+        return scanned(model, plan, self.seq)
 
 
 def move(x_TxD, layout: Layout, plan: BlockPlan | ModelPlan):

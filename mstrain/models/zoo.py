@@ -26,6 +26,7 @@ FAMILIES = {
     "gemma2": "Gemma 2",
     "mixtral": "Mixtral",
     "olmoe": "OLMoE",
+    "deepseek": "DeepSeek",
 }
 
 
@@ -47,7 +48,9 @@ def load_preset(name: str) -> ModelConfig:
         raise ValueError(f"Unknown model {name!r}. {hint}Choose one of {', '.join(names)}.")
     path = PRESETS / f"{name}.yaml"
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(path))
+        fields = OmegaConf.structured(ModelConfig)
+        OmegaConf.set_readonly(fields.latent, False)  # OmegaConf merges into frozen dataclasses at the top only
+        merged = OmegaConf.merge(fields, OmegaConf.load(path))
         model = OmegaConf.to_object(merged)
         assert isinstance(model, ModelConfig)
     except OmegaConfBaseException as error:

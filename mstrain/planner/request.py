@@ -1,5 +1,6 @@
 """The input of a search: a training step, the devices it may use, and the fixed choices."""
 
+import operator
 from dataclasses import dataclass, field
 
 from mstrain.hardware import mfu
@@ -69,6 +70,14 @@ class PlanRequest:
     memory_margin: float = MEMORY_MARGIN
     stated_style: ExecutionStyle | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
+
+    def __post_init__(self):
+        for key in ("latent.key_rank", "dense_layers", "shared_experts"):
+            if value := operator.attrgetter(key)(self.model):
+                raise ValueError(
+                    f"model {self.model.name} has model.{key}={value}, whose time and memory the planner does not "
+                    "know. Type mesh= and the other keys of a plan; train.py check=true target=SLICE compiles the step."
+                )
 
     @property
     def optimizer_keys(self) -> dict[str, str]:

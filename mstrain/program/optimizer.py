@@ -185,7 +185,7 @@ def _labels(params):
     """Kernels of layers are updated by Muon, all other parameters by AdamW."""
 
     def label(path, _):
-        return "muon" if path[0].key.startswith("blocks_") and path[-1].key == "kernel" else "adamw"
+        return "muon" if path[0].key.startswith(("blocks_", "dense_")) and path[-1].key == "kernel" else "adamw"
 
     return jax.tree_util.tree_map_with_path(label, params)
 

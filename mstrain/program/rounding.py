@@ -112,7 +112,8 @@ def _rounded(tree, module: Transformer, key, layers=None):
         if names[0] in of_stacks:  # number rows across layers
             rows = places[0] if len(places) == 2 else jnp.zeros(1, jnp.int32)
             across = jnp.asarray(of_stacks[names[0]])[:, None] * (rows.max() + 1) + rows
-            places, names[0] = [across.reshape(-1), places[-1]], STACK
+            places = [across.reshape(-1), places[-1]]
+            names[0] = STACK if names[0].startswith("blocks_") else names[0]
         words = _words(jax.random.fold_in(key, zlib.crc32(".".join(names).encode())), places)
         if box.storage.transposed:
             words = words.reshape(*x.shape[:-2], x.shape[-1], x.shape[-2]).swapaxes(-1, -2)
@@ -126,7 +127,8 @@ def _layers(module: Transformer) -> dict[str, np.ndarray]:
     if module.plan.rows:
         return {STACK: np.array(module.plan.rows)}
     counts = [count for _, count in module.plan.groups]
-    return {f"blocks_{i}": sum(counts[:i]) + np.arange(count) for i, count in enumerate(counts)}
+    dense = {f"dense_{i}": np.arange(count) for i, (_, count) in enumerate(module.plan.dense)}
+    return dense | {f"blocks_{i}": sum(counts[:i]) + np.arange(count) for i, count in enumerate(counts)}
 
 
 def _words(key, places):

@@ -272,5 +272,5 @@ def _commit() -> str | None:
 
 def _slice_counts(plan: ModelPlan) -> set[int]:
     """Slice counts of all products of the model's blocks that are sliced."""
-    products = [product for block, _ in plan.groups for product in block.products]
+    products = [product for block, _ in plan.every_group for product in block.products]
     return {product.slices for product in products if product.kind.sliced}

@@ -11,6 +11,7 @@ from mstrain.gemm import Plan, grid_of
 from mstrain.gemm.grouping import group_choices
 from mstrain.layers.router import RouterConfig, choose
 from mstrain.models.config import ModelConfig
+from mstrain.models.latent import LatentConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import make_plan
 from tests.gemm.products import mesh_of
@@ -35,6 +36,19 @@ def test_the_best_experts_are_chosen_with_their_scores(scores, normalized):
     expected = expected / expected.sum(1, keepdims=True) if normalized else expected
     np.testing.assert_array_equal(choices, best)
     np.testing.assert_allclose(weights, 2.5 * expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_experts_are_chosen_from_the_best_groups_only(scores):
+    """Groups are compared by their best expert, or with sigmoid by the sum of their best two."""
+    logits, balance = np.random.default_rng(1).standard_normal((2, 64, 8)).astype(np.float32)
+    balance = 0.5 * balance[0]
+    _, choices = choose(logits, balance, RouterConfig(8, 3, scores, groups=(4, 2)))
+    every = (softmax(logits) if scores == "softmax" else 1 / (1 + np.exp(-logits))) + balance
+    of_groups = every.reshape(64, 4, 2).max(2) if scores == "softmax" else every.reshape(64, 4, 2).sum(2)
+    allowed = np.repeat(of_groups >= np.sort(of_groups, 1)[:, 2:3], 2, axis=1)
+    np.testing.assert_array_equal(choices, np.argsort(-np.where(allowed, every, -9), axis=1)[:, :3])
+    assert np.any(np.sort(choices, 1) != np.sort(np.argsort(-every, 1)[:, :3], 1))
 
 
 def test_a_bias_changes_the_choice_and_not_the_weights():
@@ -88,6 +102,12 @@ def test_a_capacity_drops_the_last_tokens_on_any_mesh(capacity):
     ({"experts": None, "balance_loss": 0.1}, "balance_loss=0.1 has no effect: the MLP is dense"),
     ({"expert_capacity": 0.0}, "expert_capacity=0.0 must be above 0"),
     ({"bias": "all", "expert_capacity": 1.0}, "Type model.expert_capacity=null"),
+    ({"router_groups": 3}, r"router_groups=3 does not divide 4 experts into groups. Choose one of \[1, 2, 4\]"),
+    ({"router": "sigmoid", "router_groups": 4, "router_best_groups": 4}, "groups of two or more"),
+    ({"router_groups": 4}, "router_best_groups=1 is not from 2, .* to the 4 groups"),
+    ({"dense_layers": 1}, "dense_layers=1 with model.dense_mlp_dim=None: type"),
+    ({"latent": LatentConfig(key_rank=8, rotary_dim=32)}, "rotary_dim=32 must be even and less than .*head_dim=32"),
+    ({"latent": LatentConfig(value_dim=8)}, "model.latent has no effect"),
 ])  # fmt: skip
 def test_a_wrong_router_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):

@@ -19,6 +19,10 @@ _YARN = dict(
 )  # fmt: skip
 _ROPE = dict(rope_type="default", rope_theta=500.0)
 _GEMMA = _SIZES | dict(head_dim=8, sliding_window=4)
+_LATENT = _SIZES | dict(
+    num_key_value_heads=8, kv_lora_rank=20, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5,
+    moe_intermediate_size=24, num_experts_per_tok=2,
+)  # fmt: skip
 CONFIGS = {
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=61, n_embd=32, n_layer=4, n_head=8, n_positions=64, bos_token_id=None, eos_token_id=None
@@ -54,6 +58,15 @@ CONFIGS = {
     "gpt_oss": lambda: transformers.GptOssConfig(
         **_SIZES, head_dim=8, num_local_experts=8, num_experts_per_tok=3, sliding_window=5, rope_parameters=_YARN
     ),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(
+        **_LATENT, n_routed_experts=4, n_shared_experts=2, q_lora_rank=None, first_k_dense_replace=1,
+        rope_parameters=_YARN | dict(truncate=True, mscale=0.7, mscale_all_dim=0.7),
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **_LATENT, n_routed_experts=8, n_shared_experts=1, q_lora_rank=24, first_k_dense_replace=2, n_group=4,
+        topk_group=2, routed_scaling_factor=1.5, num_mtp_layers=0,
+        rope_parameters=_YARN | dict(truncate=True, mscale=1.0, mscale_all_dim=0.8),
+    ),
     "starcoder2": lambda: transformers.Starcoder2Config(**_SIZES, sliding_window=None),
 }  # fmt: skip
 
@@ -69,6 +82,9 @@ def make(name: str, seed: int = 0):
             centre = 1.0 if weight.ndim == 1 and bool((weight == 1).all()) else 0.0
             spread = 5.0 if name.endswith("gate_up_proj_bias") else 0.2  # some beyond the limits of gpt-oss
             weight.copy_(centre + spread * torch.randn(weight.shape, generator=draw))
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.copy_(0.2 * torch.randn(bias.shape, generator=draw))
     return model.eval()
 
 

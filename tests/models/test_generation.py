@@ -17,8 +17,12 @@ from mstrain.program.inference import Draw
 from mstrain.training.generate import Generator, Request
 from tests.models import generation
 
-# Key-value heads that columns share, windows, soft caps, two rotary bases; learned positions.
-CASES = {"gemma3": ("1x8", "megatron", "auto"), "gpt2": ("2x2", "meshslice", "rs")}
+# Key-value heads that columns share, windows, soft caps, two rotary bases; learned positions; latents, dense layers.
+CASES = {
+    "gemma3": ("1x8", "megatron", "auto"),
+    "gpt2": ("2x2", "meshslice", "rs"),
+    "deepseek_v2": ("2x2", "meshslice", "rs"),
+}
 OURS = ModelConfig(
     layers=2, width=48, heads=12, num_kv_heads=3, head_dim=4, vocab_size=64, position="alibi", window=5, tied=False,
     attention_soft_cap=2.0,

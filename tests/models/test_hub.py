@@ -41,7 +41,7 @@ def folders(tmp_path_factory):
 
 
 # The whole table is `python -m tests.models.hub_parity`.
-@pytest.mark.parametrize("name, mesh, algorithm", [("gemma3", "2x4", "meshslice"), ("olmo2", "4x2", "megatron")])
+@pytest.mark.parametrize("name, mesh, algorithm", [("gpt_oss", "2x4", "meshslice"), ("deepseek_v3", "4x2", "megatron")])
 def test_an_imported_model_computes_what_transformers_computes(name, mesh, algorithm):
     found = measure(name, mesh, algorithm)
     assert found.logits < 1e-4 and found.gradients < 1e-3 and found.tokens and found.identical, found
@@ -176,6 +176,7 @@ DAMAGE = {
     "activation": (lambda f: _edit(f, hidden_act="xielu"), "hidden_act=xielu"),
     "type": (lambda f: _edit(f, num_hidden_layers="4"), "num_hidden_layers='4'"),
     "quantized": (lambda f: _edit(f, quantization_config={"bits": 4}), "quantization_config"),
+    "fp8": (lambda f: _edit(f, quantization_config={"quant_method": "fp8"}), "Convert them to bf16 first"),
     "json": (lambda f: (f / "config.json").write_text("{"), "config.json: line 1"),
     "tied": (lambda f: _edit(f, tie_word_embeddings=True), "lm_head.weight is not part"),
     "layers": (lambda f: _edit(f, per_layer_config={"1": {"hidden_act": "relu"}}), "per_layer_config="),
@@ -257,6 +258,7 @@ def test_every_key_of_a_family_is_read_or_refused(family):
     fields = {field.name for field in dataclasses.fields(own)}
     fields -= {field.name for field in dataclasses.fields(transformers.PretrainedConfig)} | family.aliases.keys()
     fields -= {"intermediate_size"} if family.model_type == "qwen3_moe" else set()  # of layers without experts
+    fields -= {"head_dim"} if family.latent else set()  # set to qk_rope_head_dim, whatever config.json says
     assert not fields - family.read - NEUTRAL.keys() - family.required.keys() - OTHERS
 
 

@@ -44,6 +44,8 @@ EXACT = {  # totals of the published weights
     "olmoe_7b": 6_919_161_856,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
+    "deepseek_v2_lite": 15_706_484_224,
+    "deepseek_v3": 671_026_404_352,
 }
 PRINTED = {  # totals as papers print them, and how far the print may be from the truth
     "gpt3_125m": (125e6, 0.5e6),
@@ -71,6 +73,7 @@ HEADS = {  # heads and their width, as published
     "gemma2_2b": (8, 256), "gemma2_9b": (16, 256), "gemma2_27b": (32, 128),
     "mixtral_8x7b": (32, 128), "mixtral_8x22b": (48, 128), "qwen3_30b_a3b": (32, 128), "qwen3_235b_a22b": (64, 128),
     "olmoe_7b": (16, 128), "gpt_oss_20b": (64, 64), "gpt_oss_120b": (64, 64),
+    "deepseek_v2_lite": (16, 192), "deepseek_v3": (128, 192),
 }  # fmt: skip
 # norm, position, activation; epsilon, context, rotary base, window; qk norm, post norm, parallel block
 CHOICES = {
@@ -85,6 +88,7 @@ CHOICES = {
     "mixtral_8x7b": ("rmsnorm", "rotary", "silu", 1e-5, 32768, 1e6, None, False, False, False),
     "mixtral_8x22b": ("rmsnorm", "rotary", "silu", 1e-5, 65536, 1e6, None, False, False, False),
     "olmoe": ("rmsnorm", "rotary", "silu", 1e-5, 4096, 1e4, None, True, False, False),
+    "deepseek": ("rmsnorm", "rotary", "silu", 1e-6, 163840, 1e4, None, False, False, False),
     "gpt_oss": ("rmsnorm", "rotary", "clamped_swiglu", 1e-5, 131072, 1.5e5, 128, False, False, False),
 }
 WITHOUT_VOCABULARY = {"small", "tiny"}
@@ -166,7 +170,7 @@ def test_unknown_name_is_told_the_nearest(wrong, right):
 
 @pytest.mark.parametrize("wrong", ["../config", "", "zzzzzzzz"])
 def test_unknown_name_far_from_all_is_told_the_choice(wrong):
-    with pytest.raises(ValueError, match="Choose one of gemma2_27b, .*, tiny"):
+    with pytest.raises(ValueError, match="Choose one of deepseek_v2_lite, .*, tiny"):
         load_preset(wrong)
 
 

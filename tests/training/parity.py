@@ -2,8 +2,8 @@
 
 `python -m tests.training.parity` prints the largest relative difference of loss and gradient norm from the
 run on one device, for every mesh, algorithm, stage of shard=, pipeline and optimizer; `... parity optimizers` one table
-of them (grid, variants, sharded, context, pipelined, optimizers, sums, experts, exchanged). The suite runs a subset
-that covers each mesh and algorithm at least twice (test_parity.py).
+of them (grid, variants, sharded, context, pipelined, optimizers, sums, experts, exchanged, families). The suite runs a
+subset that covers each mesh and algorithm at least twice (test_parity.py).
 """
 
 import dataclasses
@@ -32,9 +32,10 @@ from mstrain.program.canonical_update import init_moments
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer, schedule_of
 from mstrain.program.step import make_step, map_copies
 from tests.quick import QUICK
+from tests.training.families import FAMILIES, SEQ, VOCABULARY
 
 MESHES = ("1x1", "2x4", "4x2", "1x8", "8x1", "2x2x2")
-STEPS, SEQUENCES, SEQ, VOCABULARY = 20, 16, 16, 61  # the vocabulary divides over no mesh
+STEPS, SEQUENCES = 20, 16
 MODEL = ModelConfig(layers=2, width=64, heads=8, mlp_dim=128, vocab_size=VOCABULARY, context=SEQ)
 OPTIMIZER = OptimizerConfig(learning_rate=3e-3, warmup=5)
 CONTEXT_MESHES = ("context4-row1-col2", "data2-context2-row1-col2", "context2-row2-col2")
@@ -79,28 +80,6 @@ class Case:
 
 REFERENCE = Case("1x1", ParallelConfig("gspmd"))
 BF16_REFERENCE = dataclasses.replace(REFERENCE, dtype="bfloat16")
-# Families whose layers do not divide evenly over two or three stages.
-FAMILIES = {
-    "gpt2": ModelConfig("gpt2", layers=5, width=32, heads=4, mlp_dim=64, vocab_size=VOCABULARY, context=SEQ),
-    "llama": ModelConfig(
-        "llama", layers=4, width=32, heads=4, num_kv_heads=2, mlp_dim=64, vocab_size=VOCABULARY, norm="rmsnorm",
-        position="rotary", activation="silu", gated=True, bias="none", tied=False,
-    ),
-    "gemma": ModelConfig(
-        "gemma", layers=3, width=32, heads=4, num_kv_heads=2, mlp_dim=64, vocab_size=VOCABULARY, norm="rmsnorm",
-        position="rotary", activation="gelu_tanh", gated=True, bias="none", post_norm=True, unit_offset_norm=True,
-        scaled_embedding=True, attention_soft_cap=50.0, logit_soft_cap=30.0, window=6, window_pattern="LG",
-    ),
-    "mixtral": ModelConfig(
-        "mixtral", layers=2, width=32, heads=8, num_kv_heads=4, mlp_dim=48, vocab_size=VOCABULARY, norm="rmsnorm",
-        position="rotary", activation="silu", gated=True, bias="none", tied=False, experts=4, balance_loss=0.02,
-        router_z_loss=1e-3, balance_rate=1e-3,
-    ),
-    "skewed": ModelConfig(
-        "skewed", layers=2, width=32, heads=8, num_kv_heads=4, mlp_dim=48, vocab_size=VOCABULARY, norm="rmsnorm",
-        position="rotary", activation="silu", gated=True, bias="none", tied=False, experts=4,
-    ),
-}  # fmt: skip
 
 
 def grid_cases() -> list[Case]:
@@ -249,6 +228,26 @@ def exchanged_cases() -> list[Case]:
     ]
 
 
+def family_cases() -> list[Case]:
+    """Sinks, biases of experts, latent attention, shared experts, dense layers: ZeRO, stages, context, axis expert."""
+    gpt_oss, deepseek = FAMILIES["gpt_oss"], FAMILIES["deepseek"]
+    ring = ParallelConfig("collective", rows="context", context="ring")
+    return [
+        Case("2x2x2", ParallelConfig(slices="2"), shard="parameters", model=deepseek),
+        Case("context2-row2-col2", ring, model=deepseek),
+        Case("expert2-row2-col2", ParallelConfig("collective"), remat="full", model=deepseek),
+        Case("1x8", ParallelConfig("megatron"), remat="dots", model=deepseek),
+        Case("2x2x2", ParallelConfig("cannon"), shard="optimizer", model=deepseek),
+        Case("2x4", ParallelConfig(slices="2", dataflow="rs"), model=deepseek),
+        Case("8x1", ParallelConfig("fsdp"), model=deepseek),
+        Case("2x4", ParallelConfig(slices="2"), remat="full", model=gpt_oss),
+        Case("context2-row2-col2", ring, model=gpt_oss),
+        Case("expert2-row2-col2", ParallelConfig("collective"), model=gpt_oss),
+        Case("stage2-row2-col2", ParallelConfig(), 1, pipeline=PipelineConfig("gpipe"), model=gpt_oss),
+        Case("2x2x2", ParallelConfig(slices="2", dataflow="rs"), shard="parameters", model=gpt_oss),
+    ]
+
+
 def optimizer_cases() -> list[Case]:
     """Every other optimizer, and moments in bf16, on meshes of every kind."""
     muon, adafactor, lion = (dataclasses.replace(OPTIMIZER, name=name) for name in ("muon", "adafactor", "lion"))
@@ -349,7 +348,7 @@ def difference(case: Case) -> np.ndarray:
 
 TABLES = {
     "variants": variant_cases, "sharded": sharded_cases, "context": context_cases, "pipelined": pipelined_cases,
-    "optimizers": optimizer_cases, "sums": sum_cases, "experts": expert_cases,
+    "optimizers": optimizer_cases, "sums": sum_cases, "experts": expert_cases, "families": family_cases,
     "exchanged": exchanged_cases,
 }  # fmt: skip
 

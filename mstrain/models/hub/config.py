@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 from mstrain.models.config import EXPERT_FIELDS, TRAINING_FIELDS, ModelConfig
-from mstrain.models.hub.families import FAMILIES, NEUTRAL, Family
+from mstrain.models.hub.families import FAMILIES, LATENT, NEUTRAL, Family
 from mstrain.models.hub.reader import Reader
-from mstrain.models.hub.rotary import ALL, LOCAL, rotary_of, write_rotary
+from mstrain.models.hub.rotary import ALL, LOCAL, magnitude, rotary_of, write_rotary
+from mstrain.models.latent import LatentConfig
 
 ACTIVATIONS = {
     "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu", "swish": "silu",
@@ -16,7 +17,7 @@ ACTIVATIONS = {
 }  # fmt: skip
 _NUMBERS = {
     "norm_epsilon": float, "logit_soft_cap": float, "attention_soft_cap": float, "tied": bool,
-    "router_normalized": bool,
+    "router_normalized": bool, "router_scale": float,
 }  # fmt: skip
 
 
@@ -44,7 +45,10 @@ def model_of(config: Any, name: str) -> tuple[Family, ModelConfig]:
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else None
         if not method or method != family.quantized:
-            raise ValueError("quantization_config: the weights are quantized. Use the folder of the original weights")
+            advice = "Use the folder of the original weights"
+            if method == "fp8":
+                advice = "Convert them to bf16 first, by DeepSeek's fp8_cast_bf16.py or save_pretrained of transformers"
+            raise ValueError(f"quantization_config: the weights are quantized. {advice}")
     for key, value in (NEUTRAL | family.required).items():
         if key not in family.read and (config.get(key, value) or None) != (value or None):
             raise ValueError(f"{key}={config[key]!r} is not supported for {family.model_type}")
@@ -63,6 +67,8 @@ def model_of(config: Any, name: str) -> tuple[Family, ModelConfig]:
     if fields["norm_epsilon"] < 0:
         raise ValueError(f"{family.keys['norm_epsilon']}={fields['norm_epsilon']} is negative")
     fields |= _attention_scale(reader, fields)
+    if family.latent:
+        fields |= _latent(reader)
     return family, ModelConfig(name=name, **{**fields, **family.fixed})
 
 
@@ -76,7 +82,11 @@ def config_of(model: ModelConfig, family: Family) -> dict[str, Any] | None:
     if "activation" in family.keys:
         names = {"gelu_tanh": family.activation, **{name: name for name in ("gelu", "silu", "relu")}}
         inverse[family.keys["activation"]] = names.get(model.activation)
-    if "head_dim" not in family.keys and model.heads * model.head_dim != model.width:
+    if bool(model.latent.key_rank) != family.latent:
+        return None
+    if family.latent:
+        inverse |= _write_latent(model, family)
+    elif "head_dim" not in family.keys and model.heads * model.head_dim != model.width:
         return None
     config = {"model_type": family.model_type, "architectures": [family.architecture], **inverse}
     config |= family.bias.get(model.bias, {}) | _write_windows(model, family)
@@ -102,6 +112,37 @@ def family_for(model: ModelConfig) -> tuple[Family, dict[str, Any]]:
         f"norm={model.norm}, activation={model.activation}, gated={model.gated}, bias={model.bias}, "
         f"parallel_block={model.parallel_block} together. Known: {', '.join(FAMILIES)}."
     )
+
+
+def _latent(reader: Reader) -> dict[str, Any]:
+    """Fields of a model with latent attention, whose keys other families do not have."""
+    of = {field: reader.get(key, bool if field == "alternating" else int) for key, field in LATENT.items() if field}
+    of["alternating"] = of["alternating"] is not False
+    plain = reader.get("qk_nope_head_dim", int)
+    if plain is None or None in (of["key_rank"], of["rotary_dim"], of["value_dim"]):
+        raise ValueError(f"one of {', '.join(LATENT)} is missing")
+    found = {"latent": LatentConfig(**of), "head_dim": plain + of["rotary_dim"]}
+    groups = reader.get("n_group", int) or 1
+    if reader.get("topk_method", str) == "greedy":  # of DeepSeek-V2, with one group
+        groups = 1
+    best = reader.get("topk_group", int) if groups > 1 else 1
+    found |= {"router_groups": groups, "router_best_groups": best}
+    if not reader.get("first_k_dense_replace", int):
+        found |= {"dense_layers": 0, "dense_mlp_dim": None}
+    rope = reader.get("rope_scaling", dict) or reader.get("rope_parameters", dict) or {}
+    all_scale = rope.get("mscale_all_dim")
+    if all_scale and rope.get("rope_type", rope.get("type")) == "yarn":
+        found["attention_scale"] = found["head_dim"] ** -0.5 * magnitude(rope["factor"], all_scale) ** 2
+    return found
+
+
+def _write_latent(model: ModelConfig, family: Family) -> dict[str, Any]:
+    of = {key: getattr(model.latent, field) for key, field in LATENT.items() if field}
+    method = "noaux_tc" if family.model_type == "deepseek_v3" else "greedy"
+    if model.router_groups > 1 and method == "greedy":
+        method = "group_limited_greedy"
+    dense = {} if model.dense_layers else {"intermediate_size": 4 * model.width}
+    return of | dense | {"topk_method": method, "qk_nope_head_dim": model.head_dim - model.latent.rotary_dim}
 
 
 def differing_fields(one: ModelConfig, other: ModelConfig) -> dict[str, tuple[Any, Any]]:

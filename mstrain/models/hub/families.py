@@ -59,6 +59,13 @@ _GPT_OSS_ROPE = {
 _ATTENTION_BIAS = {"none": {"attention_bias": False}, "attention": {"attention_bias": True}}
 
 
+LATENT = {
+    "q_lora_rank": "query_rank", "kv_lora_rank": "key_rank", "qk_rope_head_dim": "rotary_dim",
+    "v_head_dim": "value_dim", "rope_interleave": "alternating", "qk_nope_head_dim": None,
+}  # fmt: skip
+"""Keys of config.json -> fields of `ModelConfig.latent`; the last one is head_dim without rotary_dim."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """One `model_type` of transformers.
@@ -77,6 +84,8 @@ class Family:
       pattern: `window_pattern` where config.json has no layer_types.
       activation: name in config.json of `gelu_tanh`.
       transposed: whether kernels are stored [out, in].
+      dense: other `modules` of the first, dense layers of a model with experts.
+      latent: whether it has latent attention: fields of `ModelConfig.latent` are read.
       tensors: canonical parameter -> the whole name of its tensor, {} for the layer. Those of experts hold all experts,
         and kernels are stored [in, out].
       alternating: whether columns of gate and up alternate in a tensor that holds both.
@@ -97,13 +106,16 @@ class Family:
     activation: str = "gelu_pytorch_tanh"
     transposed: bool = True
     tensors: dict[str, str] = dataclasses.field(default_factory=dict)
+    dense: dict[str, str] = dataclasses.field(default_factory=dict)
+    latent: bool = False
     alternating: bool = False
     quantized: str | None = None
 
     @property
     def read(self) -> set[str]:
         """The keys of config.json that describe the architecture of this family."""
-        return {*self.keys.values(), *self.defaults, *(key for choice in self.bias.values() for key in choice)}
+        bias = {key for choice in self.bias.values() for key in choice}
+        return {*self.keys.values(), *self.defaults, *bias, *(LATENT if self.latent else ())}
 
     @property
     def prefix(self) -> str:
@@ -124,6 +136,35 @@ def _gemma(model_type: str, architecture: str, **changes) -> Family:
         defaults=defaults | changes.pop("defaults", {}),
         window="types",
         **changes,
+    )  # fmt: skip
+
+
+def _deepseek(model_type: str, architecture: str, **changes) -> Family:
+    sizes = {field: key for field, key in _SIZES.items() if field not in ("head_dim", "mlp_dim")}
+    attention = "model.layers.{0}.self_attn."
+    return Family(
+        model_type, architecture,
+        modules={module: names for module, names in _MODULES.items() if "attention/" not in module} | _EXPERTS | {
+            "blocks_0/attention/latents": f"{attention}q_a_proj {attention}kv_a_proj_with_mqa",
+            "blocks_0/attention/queries_norm": f"{attention}q_a_layernorm",
+            "blocks_0/attention/queries": f"{attention}q_b_proj",
+            "blocks_0/attention/keys_norm": f"{attention}kv_a_layernorm",
+            "blocks_0/attention/keys": f"{attention}kv_b_proj",
+            "blocks_0/attention/out": f"{attention}o_proj",
+            "blocks_0/shared/up": "model.layers.{0}.mlp.shared_experts.gate_proj "
+            "model.layers.{0}.mlp.shared_experts.up_proj",
+            "blocks_0/shared/down": "model.layers.{0}.mlp.shared_experts.down_proj",
+        },
+        dense={name: _MODULES[name] for name in ("blocks_0/mlp/up", "blocks_0/mlp/down")},
+        keys=sizes | {
+            "experts": "n_routed_experts", "experts_per_token": "num_experts_per_tok",
+            "mlp_dim": "moe_intermediate_size",
+            "shared_experts": "n_shared_experts", "dense_layers": "first_k_dense_replace",
+            "dense_mlp_dim": "intermediate_size", "router_scale": "routed_scaling_factor", "router_groups": "n_group",
+            "router_best_groups": "topk_group",
+        } | changes.pop("keys", {}),
+        required={"moe_layer_freq": 1, "pretraining_tp": 1} | changes.pop("required"),
+        bias={"none": {"attention_bias": False}}, latent=True, **changes,
     )  # fmt: skip
 
 
@@ -237,6 +278,26 @@ _ALL = (
         aliases={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
         required={"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         bias={"all": {"attention_bias": True}}, window="types", pattern="LG", alternating=True, quantized="mxfp4",
+    ),
+    _deepseek(
+        "deepseek_v2", "DeepseekV2ForCausalLM", fixed={**_LLAMA, "router_normalized": False},
+        required={"scoring_func": "softmax", "norm_topk_prob": False, "mlp_bias": False},
+        defaults={"first_k_dense_replace": 0, "kv_lora_rank": 512, "q_lora_rank": 1536, "n_routed_experts": 64,
+                  "n_shared_experts": 2, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+                  "routed_scaling_factor": 1.0, "moe_intermediate_size": 1407, "topk_method": "greedy",
+                  "hidden_size": 4096, "intermediate_size": 11008},
+    ),
+    _deepseek(
+        "deepseek_v3", "DeepseekV3ForCausalLM", fixed={**_LLAMA, "router": "sigmoid"},
+        keys={"router_normalized": "norm_topk_prob"},
+        tensors={"blocks_0/mlp/balance": "model.layers.{}.mlp.gate.e_score_correction_bias"},
+        required={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        defaults={"first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536, "n_routed_experts": 256,
+                  "n_shared_experts": 1, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+                  "routed_scaling_factor": 2.5, "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4,
+                  "norm_topk_prob": True, "num_experts_per_tok": 8, "rope_interleave": True, "hidden_size": 7168,
+                  "intermediate_size": 18432, "num_mtp_layers": 1},
+        aliases={"num_nextn_predict_layers": "num_mtp_layers"},
     ),
     Family(
         "starcoder2", "Starcoder2ForCausalLM",

@@ -1,6 +1,7 @@
 """A Hugging Face folder: config.json and safetensors files, checked by their headers before a value is read."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -156,7 +157,7 @@ class Folder:
 
     def _is_redundant(self, name: str) -> bool:
         """Whether a tensor adds nothing: a buffer, or a copy of the embedding table that the model ties."""
-        if name.endswith(_BUFFERS):
+        if name.endswith(_BUFFERS) or self._is_of_next_tokens(name):
             return True
         table = f"{self.family.modules['embedding']}.weight"
         if name != "lm_head.weight" or not self.model.tied or table not in self._tensors:
@@ -167,6 +168,12 @@ class Folder:
         rows = head.shape[0]
         pieces = [(slice(i, min(i + 4096, rows)), slice(0, head.shape[1])) for i in range(0, rows, 4096)]
         return all(np.array_equal(head.read(piece), embedding.read(piece)) for piece in pieces)
+
+    def _is_of_next_tokens(self, name: str) -> bool:
+        """Whether a tensor is of the layers behind the last one, which DeepSeek-V3 trains to predict further tokens."""
+        match = re.match(r"model\.layers\.(\d+)\.", name)
+        last = self.model.layers + (self.config.get("num_nextn_predict_layers") or 0)
+        return bool(match) and self.model.layers <= int(match[1]) < last
 
     def _report(self, names, problem: str) -> None:
         if names := sorted(names):

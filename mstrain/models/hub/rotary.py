@@ -103,6 +103,9 @@ def write_rotary(model: ModelConfig, family: Family) -> dict[str, Any]:
             numbers[TRAINED] = int(numbers[TRAINED])
         truncate = {"truncate": kind == "yarn"} if name == "yarn" else {}
         config["rope_scaling"] = {"rope_type": name, **numbers, **truncate}
+        if name == "yarn" and family.latent and model.attention_scale:  # transformers computes the scale of scores
+            growth = (model.attention_scale * model.head_dim**0.5) ** 0.5
+            config["rope_scaling"]["mscale_all_dim"] = (growth - 1) / (magnitude(numbers["factor"]) - 1)
     if family.model_type == "phi3":
         config["partial_rotary_factor"] = model.rotary_fraction
     if "rope_local_base_freq" in family.defaults:

@@ -8,8 +8,8 @@ import jax
 from mstrain.layers.experts import BALANCE
 from mstrain.models.config import ModelConfig
 from mstrain.models.hub.families import Family
-from mstrain.models.parameters import STACK, canonical_model_shapes
-from mstrain.models.products import ATTENTION, MLP, block_products
+from mstrain.models.parameters import FIRST, STACK, canonical_model_shapes
+from mstrain.models.products import ATTENTION, block_products
 
 _SUFFIX = {"kernel": "weight", "table": "weight", "scale": "weight", "bias": "bias"}
 
@@ -63,34 +63,39 @@ def parameters_of(model: ModelConfig, family: Family) -> Iterator[Parameter]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(canonical_model_shapes(model))
     for keys, leaf in leaves:
         path = tuple(key.key for key in keys)
-        shape = leaf.shape[1:] if path[0] == STACK else leaf.shape
-        count = leaf.shape[0] if path[0] == STACK else 1
-        yield Parameter(path, shape, tuple(_parts(model, family, path, shape, layer) for layer in range(count)))
+        stacked, first = path[0] in (STACK, FIRST), model.dense_layers if path[0] == STACK else 0
+        shape, count = (leaf.shape[1:], leaf.shape[0]) if stacked else (leaf.shape, 1)
+        yield Parameter(path, shape, tuple(_parts(model, family, path, shape, first + i) for i in range(count)))
 
 
 def _parts(model: ModelConfig, family: Family, path: tuple[str, ...], shape, layer: int) -> tuple[Part, ...]:
-    *module, leaf = path
+    modules = family.modules | (family.dense if path[0] == FIRST else {})
+    *module, leaf = path = (STACK if path[0] == FIRST else path[0], *path[1:])
     whole = "/".join(path)
-    if leaf == BALANCE and whole not in {**family.modules, **family.tensors}:
+    if leaf == BALANCE and whole not in {**modules, **family.tensors}:
         return ()
     if whole in family.tensors:
         both = family.alternating and whole.startswith("blocks_0/mlp/up")
         return (Part(family.tensors[whole].format(layer), 0, shape[-1], shape, False, None, 2 if both else 1),)
-    suffix = "weight" if whole in family.modules else _SUFFIX[leaf]
-    template = family.modules[whole if whole in family.modules else "/".join(module)]
+    suffix = "weight" if whole in modules else _SUFFIX[leaf]
+    template = modules[whole if whole in modules else "/".join(module)]
+    if not model.latent.query_rank:
+        template = template.replace("q_a_proj", "q_proj")
     transposed = family.transposed and leaf in ("kernel", "router") or path == ("head", "kernel")
     parts = []
     for expert in range(shape[0]) if len(shape) == 3 else (None,):
-        modules, begin = template.format(layer, expert).split(), 0
-        widths = shape[-1:] if len(modules) == 1 else _segments(model, module[-2])
-        for name, width in zip(modules, widths, strict=True):
+        names, begin = template.format(layer, expert).split(), 0
+        widths = _widths(model, path[1], shape[-1], len(names))
+        for name, width in zip(names, widths, strict=True):
             own, end = (*shape[-2:-1], width), begin + width
             parts.append(Part(f"{name}.{suffix}", begin, end, own[::-1] if transposed else own, transposed, expert))
             begin = end
     return tuple(parts)
 
 
-def _segments(model: ModelConfig, half: str) -> tuple[int, ...]:
-    """Widths of the fused projection into the half of a block that contains the module `half`."""
-    assert half in (ATTENTION, MLP)
-    return next(product.segments for product in block_products(model) if product.half == half)
+def _widths(model: ModelConfig, half: str, width: int, count: int) -> tuple[int, ...]:
+    """Widths of `count` modules that a parameter of `half` of a block holds side by side, `width` in all."""
+    if half != ATTENTION or count == 1:
+        return (width // count,) * count
+    segments = next(product.segments for product in block_products(model) if product.half == ATTENTION)
+    return (*segments[: count - 1], sum(segments[count - 1 :]))

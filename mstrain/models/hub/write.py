@@ -104,7 +104,7 @@ def write_model(folder: Path, module: Transformer, params, target: Target, leads
 
     All processes call it together; the one that `leads` writes. Host memory is that of one file of weights.
     """
-    if (rate := module.model.balance_rate) and f"{STACK}/mlp/{BALANCE}" not in target.family.modules:
+    if (rate := module.model.balance_rate) and f"{STACK}/mlp/{BALANCE}" not in target.family.tensors:
         raise ValueError(
             f"The routers have biases of model.balance_rate={rate:g}, and {target.family.model_type} has no tensor for "
             "them. Train with model.balance_loss=0.01 in its place."
