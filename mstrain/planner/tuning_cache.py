@@ -99,7 +99,7 @@ def result_file(task: TuningTask, folder: Path = FOLDER) -> Path:
 def identity(task: TuningTask) -> dict:
     """Everything that a result depends on: the task, the compiler's versions and mstrain's code."""
     fields = dataclasses.asdict(dataclasses.replace(task, tpu_slice=None))
-    fields |= {"tpu_slice": task.tpu_slice.topology_name, "meshes": list(task.meshes)}
+    fields |= {"tpu_slice": task.tpu_slice.topology_name, "slices": task.tpu_slice.count, "meshes": list(task.meshes)}
     return {**fields, "jax": jax.__version__, "libtpu": _version("libtpu"), "code": code_digest()}
 
 
