@@ -184,7 +184,8 @@ def test_a_search_interrupted_twice_keeps_the_trials_of_both(tmp_path):
     [
         {"batch": 32}, {"seq": 32}, {"accumulate": 2}, {"dtype": "float32"}, {"remat": "full"},
         {"meshes": ("2x2",)},
-        {"tpu_slice": parse_target("v6e-4")}, {"tpu_slice": parse_target("2xv5p-8")}, {"parallel": ParallelConfig(dataflow="ls")},
+        {"tpu_slice": parse_target("v6e-4")}, {"tpu_slice": parse_target("2xv5p-8")},
+        {"parallel": ParallelConfig(dataflow="ls")},
         {"model": dataclasses.replace(MODEL, layers=3)},
     ],
 )  # fmt: skip
