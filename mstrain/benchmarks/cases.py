@@ -6,12 +6,13 @@ from jax.sharding import Mesh
 
 from mstrain.benchmarks.config import PRODUCTS, BenchmarkConfig
 from mstrain.gemm import Plan, PlanPair, find_algorithm
-from mstrain.hardware import Chip
+from mstrain.hardware import Chip, TpuSlice
 from mstrain.mesh import MeshShape, parse_mesh, shape_of
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import BlockPlan, ModelPlan, make_plan
 from mstrain.models.precision import in_precision
 from mstrain.models.products import projections
+from mstrain.planner.target import tuning_constants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +84,15 @@ def _scaled(name: str, size: int, part: int, whole: int, physical: MeshShape) ->
     return scaled
 
 
-def plan_case(case: Case, config: BenchmarkConfig, mesh: Mesh, chip: Chip | None) -> ModelPlan:
-    """The plan of a case on a mesh with the configured slice counts; raises ValueError if it is illegal."""
+def plan_case(case: Case, config: BenchmarkConfig, mesh: Mesh, machine: Chip | TpuSlice | None) -> ModelPlan:
+    """The plan of a case on a mesh with the configured slice counts; raises ValueError if it is illegal.
+
+    `machine` has the devices of the mesh; None is an unknown one.
+    """
     shard = config.shard if mesh.shape["data"] * mesh.shape["context"] > 1 else "none"
-    plan = make_plan(config.parallel(case.algorithm), case.model, mesh, case.microbatch, config.seq, chip, shard=shard)
+    chip = machine.chip if isinstance(machine, TpuSlice) else machine
+    parallel, constants = config.parallel(case.algorithm), tuning_constants(machine, shape_of(mesh))
+    plan = make_plan(parallel, case.model, mesh, case.microbatch, config.seq, chip, constants, shard)
     plan = in_precision(plan, config.products)
     if config.slice_counts is None or not find_algorithm(case.algorithm).sliced:
         return plan

@@ -25,7 +25,7 @@ from mstrain.models.precision import in_precision
 from mstrain.models.remat import AUTO, cheapest_that_fits
 from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import BYTES
-from mstrain.planner.target import pod_of
+from mstrain.planner.target import pod_of, tuning_constants
 from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import GIB
 from mstrain.program.optimizer import make_optimizer
@@ -135,9 +135,10 @@ def plan_step(config: RunConfig, console: Console = QUIET) -> Step:
     mesh = best_mesh(config, model, tpu_slice) if config.mesh == "auto" else config.mesh
     target = make_target(tpu_slice, mesh)
     microbatch = config.batch // config.accumulate
+    constants = tuning_constants(tpu_slice, shape_of(target.mesh), jnp.dtype(dtype).name)
     plan = make_plan(
-        config.parallel, model, target.mesh, microbatch, config.seq, tpu_slice.chip, shard=config.shard,
-        pipeline=config.pipeline,
+        config.parallel, model, target.mesh, microbatch, config.seq, tpu_slice.chip, constants, config.shard,
+        config.pipeline,
     )  # fmt: skip
     plan = in_precision(plan, config.products)
     return Step(config, target, Transformer(model, plan, config.seq, dtype, config.remat, config.offload))

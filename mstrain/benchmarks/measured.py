@@ -16,7 +16,7 @@ from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.benchmarks.programs import make_works
 from mstrain.benchmarks.table import Report, Row, make_row
 from mstrain.benchmarks.work import Work
-from mstrain.hardware import chip_for
+from mstrain.hardware import chip_for, tpu_slice_of
 from mstrain.mesh import EMULATED, MeshShape, emulate_devices, make_mesh
 from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import memory_of
@@ -26,11 +26,12 @@ def measure(config: BenchmarkConfig) -> Comparison:
     """The comparison of all cases on the devices present."""
     meshes = start_devices(config)
     chip = chip_for(jax.devices()[0].device_kind)
+    machine = tpu_slice_of(jax.devices()) or chip
     dtype = dtype_on(jax.devices()[0].platform, config.dtype)
     peak = chip.peak(jnp.dtype(dtype).name) if chip else None
 
     def rows_of(case: Case) -> Iterator[Row]:
-        plan = plan_case(case, config, make_mesh(case.mesh, jax.devices()[: case.mesh.devices]), chip)
+        plan = plan_case(case, config, make_mesh(case.mesh, jax.devices()[: case.mesh.devices]), machine)
         for work in make_works(case, config, plan, dtype):
             yield _row(case, work, plan.mesh, config, peak)
 

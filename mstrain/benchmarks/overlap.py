@@ -1,9 +1,14 @@
-"""The table of the shares of collectives that compiled training steps hide, which the planner reads.
+"""The table of what compiled training steps hide of their collectives, which the planner reads.
 
     python -m mstrain.benchmarks.overlap target=v5p-64 models=gpt3_175b layers=24 meshes=4x8 batch=16 algorithms=fsdp
 
 compiles the steps and writes their entries into mstrain/hardware/overlap.toml; its keys are those of `bench=step`.
 Other entries stay. `python -m tests.planner.steps` prints the planner beside the steps of the table.
+
+A schedule gives the share of the time of each kind of collective that runs beside compute. It depends on the size of
+the step: where links need longer than products, a large part is exposed whatever the schedule. So the table has shares
+of what can be hidden (`mstrain.hardware.overlap.Hidden`), all scaled so that the cost model exposes as many seconds of
+this step as its schedule, in which time that several collectives wait counts once.
 """
 
 import dataclasses
@@ -21,25 +26,93 @@ from mstrain.compiler.hlo import parse
 from mstrain.compiler.schedule import Schedule, predict
 from mstrain.compiler.topology import make_target
 from mstrain.hardware import TpuSlice, parse_target
+from mstrain.hardware.constants import Constants
 from mstrain.hardware.overlap import KINDS, PHASES, TABLE, Entry, Hidden, overlap_table
+from mstrain.mesh import shape_of
 from mstrain.models.plan import ModelPlan
+from mstrain.parallel.product_cost import GEMMS, communication_terms, pass_costs
+from mstrain.planner.cost import Step, cost_step
+from mstrain.planner.layer import setting_of
+from mstrain.planner.plan import PodPlan, Product
+from mstrain.planner.request import PlanRequest
+from mstrain.planner.target import pod_of
 from mstrain.program.dtype import dtype_on
 
+Shares = tuple[Hidden, Hidden]  # in the forward and in the backward pass
 SCHEDULED = {"all-gather": "all_gather", "reduce-scatter": "reduce_scatter", "all-reduce": "reduce_scatter"}
 
 
 def compile_entry(case: Case, config: BenchmarkConfig, tpu_slice: TpuSlice) -> Entry:
     """Compiles one training step; raises ValueError where it does not fit or is illegal."""
     place = make_target(tpu_slice, case.mesh)
-    plan = plan_case(case, config, place.mesh, tpu_slice.chip)
+    plan = plan_case(case, config, place.mesh, tpu_slice)
     program = compile_program(step_work(case, config, plan, dtype_on("tpu", config.dtype)).program, place)
     schedule = predict(program)
-    forward, backward = hidden_of(schedule, program.text, mean_slices(plan))
+    if config.remat != "none":
+        raise ValueError(f"remat={config.remat}: the table has steps that recompute nothing. Type remat=none.")
+    shape = shape_of(place.mesh)
+    request = PlanRequest(
+        case.model, pod_of(tpu_slice, tpu_slice.devices), (config.parallel(case.algorithm),), case.batch, config.seq
+    )
+    costed = cost_step(request, PodPlan.on(shape, request.parallel[0], case.accumulate, config.remat, config.shard))
+    if costed is None:
+        raise ValueError(f"The cost model does not know {case.algorithm} on {shape}.")
+    read = hidden_of(schedule, program.text, mean_slices(plan))
+    forward, backward = fit_shares(costed.step, read, schedule.exposed)
     return Entry(
         forward, backward, config.target or "", config.meshes, case.model.name, case.model.layers, case.batch,
         config.seq, config.remat, round(1e3 * schedule.seconds, 1), round(1e3 * schedule.exposed, 1),
         importlib.metadata.version("libtpu"),
     )  # fmt: skip
+
+
+def fit_shares(step: Step, read: Shares, exposed: float) -> Shares:
+    """Shares of what can be hidden with which the cost model exposes `exposed` seconds of `step`.
+
+    Args:
+      read: shares of the time of collectives, from the schedule; what they leave is scaled for all kinds alike.
+
+    A step in which even perfect overlap leaves more than that exposed does not tell the shares: the least count that
+    leave at most 2 % more than that.
+    """
+    at, microbatches = setting_of(step.request, step.plan), step.plan.microbatches
+    rates = [(product, *at.rates(product)) for product in (*step.products.block, step.products.head)]
+    stretch = _stretch(rates)
+
+    def scaled(factor: float) -> Shares:
+        forward, backward = (
+            Hidden(**{
+                kind: round(min(1.0, max(0.0, (1 - factor * (1 - getattr(shares, kind))) * stretch[phase, kind])), 3)
+                for kind in KINDS
+            })
+            for phase, shares in zip(PHASES, read)
+        )  # fmt: skip
+        return forward, backward
+
+    def seconds(factor: float) -> float:
+        costs = [sum(c.exposed for c in pass_costs(p.layout, p.slices, rate, scaled(factor))) for p, _, rate in rates]
+        return microbatches * (step.request.model.layers * sum(costs[:-1]) + costs[-1])
+
+    goal, low, high = max(exposed, 1.02 * seconds(0.0)), 0.0, 1.5
+    for _ in range(14):
+        middle = (low + high) / 2
+        low, high = (low, middle) if seconds(middle) > goal else (middle, high)
+    return scaled(low)
+
+
+def _stretch(rates: list[tuple[Product, tuple[float, ...], Constants]]) -> dict[tuple[str, str], float]:
+    """The time of the collectives of each pass and kind over what can be hidden of it."""
+    total = dict.fromkeys(((phase, kind) for phase in PHASES for kind in KINDS), 0.0)
+    most = dict(total)
+    for product, (first, *others), rate in rates[:-1]:  # without the output projection
+        for term in communication_terms(product.layout, rate):
+            ahead = term.gemm == product.layout.dataflow.upper()
+            each = (term.traffic_col, term.latency_col), (term.traffic_row, term.latency_row)
+            for kind, (traffic, latency) in zip(GEMMS[term.gemm], each):
+                time, key = traffic / product.slices + latency, (PHASES[not ahead], kind)
+                total[key] += time
+                most[key] += min(time, first if ahead else sum(others))
+    return {key: total[key] / most[key] if most[key] else 1.0 for key in total}
 
 
 def mean_slices(plan: ModelPlan) -> float:
@@ -48,7 +121,7 @@ def mean_slices(plan: ModelPlan) -> float:
     return sum(counts) / len(counts)
 
 
-def hidden_of(schedule: Schedule, text: str, slices: float = 1.0) -> tuple[Hidden, Hidden]:
+def hidden_of(schedule: Schedule, text: str, slices: float = 1.0) -> Shares:
     """Shares hidden in the (forward, backward) pass of a training step.
 
     With slices, all but one of which hide by themselves, they are shares of the one that is left. Collectives of a kind
@@ -85,7 +158,7 @@ def write_entry(algorithm: str, entry: Entry) -> None:
     generation = parse_target(entry.target).chip.name
     document.setdefault(generation, {})[algorithm] = dataclasses.asdict(entry)
     lines = [
-        "# Shares of collectives that compiled training steps hide (mstrain/hardware/overlap.py), and the steps.",
+        "# Shares of what can be hidden of collectives, in compiled training steps (mstrain/hardware/overlap.py).",
         "# Made by: python -m mstrain.benchmarks.overlap with the target, model and mesh of an entry (its docstring).",
     ]
     for chip in sorted(document):

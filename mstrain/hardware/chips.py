@@ -44,6 +44,7 @@ class TpuSliceRules:
     """Names and shapes of the slices of a generation; shapes count chips along the torus axes.
 
     `one_ring`: the compiler runs a collective over several open torus axes in one ring through all its devices.
+    `one_ring_scatters`: so it does a reduce_scatter over several torus axes, open or closed, with all cores of chips.
     """
 
     prefixes: tuple[str, ...]
@@ -54,6 +55,7 @@ class TpuSliceRules:
     wrap_axis: int
     max_chips: int | None = None
     one_ring: bool = False
+    one_ring_scatters: bool = False
     topology_options: Mapping[str, str] = field(default_factory=dict)
 
 

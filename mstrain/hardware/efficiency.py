@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mstrain.hardware.chips import Chip
+from mstrain.hardware.constants import Constants
+from mstrain.hardware.gemm_times import gemm_seconds
 
 
 @dataclass(frozen=True)
@@ -91,3 +93,15 @@ def efficiency_of(chip: Chip) -> Efficiency:
     if chip.name not in _table():
         raise ValueError(f"The table of efficiencies has no {chip.name}. It has {', '.join(_table())}.")
     return _table()[chip.name]
+
+
+def product_seconds(chip: Chip, constants: Constants, dims: tuple[int, int, int], dtype: str = "bf16") -> float:
+    """Of a product (m, k) x (k, n) on one device: measured, by its shape in the table of efficiencies, or at one rate.
+
+    Raises ValueError if the table has no such chip.
+    """
+    if constants.gemm:
+        return gemm_seconds(constants.gemm, *dims)
+    if constants.shaped:
+        return efficiency_of(chip).gemm_seconds(chip, dims, dtype)
+    return 2.0 * math.prod(dims) / constants.flops

@@ -1,4 +1,4 @@
-"""Shares of collectives that overlap with compute in compiled steps (overlap.toml), by generation and algorithm."""
+"""Shares of collectives that run beside compute in compiled steps (overlap.toml), by generation and algorithm."""
 
 import functools
 import tomllib
@@ -14,7 +14,7 @@ KINDS = ("all_gather", "reduce_scatter")
 
 @dataclass(frozen=True)
 class Hidden:
-    """Shares, 0 to 1, of collectives that run beside other work of the step.
+    """Shares, 0 to 1, of what can be hidden of a collective: its time, or the products beside it if they are shorter.
 
     Of a product in one slice they are shares of all its collectives, of one in several slices of those of the first and
     last slice, which its own slices leave exposed.
@@ -22,9 +22,6 @@ class Hidden:
 
     all_gather: float = 0.0
     reduce_scatter: float = 0.0
-
-
-NOTHING = Hidden()
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ def overlap_table() -> Mapping[tuple[str, str], Entry]:
     )
 
 
-def hidden_shares(generation: str, algorithm: str) -> tuple[Hidden, Hidden]:
-    """Shares in the (forward, backward) pass; nothing is hidden where no schedule has been read."""
+def hidden_shares(generation: str, algorithm: str) -> tuple[Hidden, Hidden] | None:
+    """Shares in the (forward, backward) pass; None where no schedule has been read."""
     entry = overlap_table().get((generation, algorithm))
-    return (entry.forward, entry.backward) if entry else (NOTHING, NOTHING)
+    return (entry.forward, entry.backward) if entry else None

@@ -54,19 +54,20 @@ class TpuSlice:
         wrap = self.chip.slice_rules.wrap_axis
         return all(n % wrap == 0 for n in self.topology)
 
-    def ring(self, axes: tuple[int, ...]) -> tuple[int, int]:
+    def ring(self, axes: tuple[int, ...], collective: str) -> tuple[int, int]:
         """(links one way, steps) of a collective over some of `physical_axes`, numbered, with all the links they have.
 
         Both directions of a closed axis carry data; cores of a chip share its links ("How to Scale Your Model"). Over
-        several open axes some generations take one ring in both directions through all devices instead (`one_ring`).
+        several torus axes some generations take one ring in both directions through all devices instead, where the axes
+        are open (`one_ring`), and in a reduce_scatter among all devices of their chips (`one_ring_scatters`).
         """
-        chips = [n for n in self.topology if n > 1]
+        rules, chips = self.chip.slice_rules, [n for n in self.topology if n > 1]
         along = [chips[axis] for axis in axes if axis < len(chips)]
-        if self.chip.slice_rules.one_ring and not self.wraps and len(along) > 1:
-            devices = math.prod(self.physical_axes[axis] for axis in axes)
-            return 2 * (self.chip.slice_rules.devices_per_chip if len(along) < len(axes) else 1), devices - 1
+        cores = rules.devices_per_chip if len(along) < len(axes) else 1
+        scatters = rules.one_ring_scatters and collective == "reduce_scatter" and cores > 1
+        if len(along) > 1 and (scatters or rules.one_ring and not self.wraps):
+            return 2 * cores, math.prod(self.physical_axes[axis] for axis in axes) - 1
         links = sum(2 if self.wraps and n > 2 else 1 for n in along) or 1
-        cores = self.chip.slice_rules.devices_per_chip if len(along) < len(axes) else 1
         return links * cores, sum(self.physical_axes[axis] - 1 for axis in axes)
 
     def mesh_shapes(self, data: int = 1) -> tuple[tuple[int, int], ...]:

@@ -147,7 +147,8 @@ class _Planner:
     def tuned(self):
         """The tuner's choices for MeshSlice by product; empty without a known chip."""
         shape = (self.mesh.shape["row"], self.mesh.shape["col"])
-        sequences = -(-self.microbatch // (shape_of(self.mesh).copies * shape[0])) * shape[0]
+        whole = 1 if self._rows_split else shape[0]  # sequences are padded to a multiple of it
+        sequences = -(-self.microbatch // (shape_of(self.mesh).copies * whole)) * whole
         tokens = sequences * self.seq // self.mesh.shape[CONTEXT]
         return tune_products(self.model, self.parallel, shape, tokens, self.chip, self.constants)
 
@@ -238,16 +239,18 @@ class _Planner:
         return plan
 
     def _automatic_slices(self, legal: list[int], plan: Plan, in_dim: int, out_dim: int, what: str) -> int:
-        """The tuner's slice count, or the largest smaller one whose slices are multiples of `LANES`."""
+        """The tuner's fastest slice count of one slice and those whose slices are multiples of `LANES`; of all if no
+        such slices are legal."""
         if what not in self.tuned:
             untuned = 1 if _overlaps_nothing(self.mesh) else SLICES_WITHOUT_TUNING
             most = min([untuned, *(choice.slices for choice in self.tuned.values())])
             return max(s for s in legal if s <= most)
-        fitting = [s for s in legal if s <= self.tuned[what].slices]
+        seconds = dict(self.tuned[what].trials)
+        known = [s for s in legal if s in seconds] or [1]
         sliced = {"os": in_dim, "ls": out_dim, "rs": 0}[plan.dataflow]  # tokens are cut between sequences
         pieces = sliced // math.lcm(plan.grid.num_rows, plan.grid.num_cols)
-        aligned = [s for s in fitting if s > 1 and pieces // s % LANES == 0]
-        return max(aligned or fitting)
+        aligned = [s for s in known if s == 1 or pieces // s % LANES == 0]
+        return min(aligned if len(aligned) > 1 else known, key=lambda s: seconds.get(s, 0.0))
 
     def _sequence_split(self, heads: Heads, attention: PlanPair) -> SequenceSplit:
         split = sequence_split(self._split, self.mesh)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from mstrain.hardware import collective_seconds
 from mstrain.hardware.constants import OVERLAPS, AxisLinks, Constants
-from mstrain.hardware.overlap import NOTHING, Hidden
+from mstrain.hardware.overlap import Hidden
 from mstrain.parallel.dataflow import MOVING, Projection, check_dataflow, swapped
 
 # GeMM -> (collective between columns, collective between rows)
@@ -38,6 +38,10 @@ class Layout:
         values = self._values()
         col, row = (values[m] * self.dtype_bytes for m in MOVING[check_dataflow(self.dataflow)])
         return (row, col) if swapped(self.dataflow, self.transposed) else (col, row)
+
+    def copied_bytes(self) -> float:
+        """Read and written by one GEMM on one device, which cuts the matrices that are communicated into slices."""
+        return 2 * sum(self.moving_bytes()) / (self.rows * self.cols)
 
     @property
     def multiplications(self) -> int:
@@ -120,43 +124,54 @@ def sliced_cost(
     slices: int,
     overlap: str,
     accumulating: tuple[float, float] = (0.0, 0.0),
-    hidden: Hidden = NOTHING,
+    hidden: Hidden | None = None,
 ) -> Cost:
     """Prologue + (S - 1) * max(communicate, multiply) + last GeMM, summed over the three GeMMs.
 
     The prologue has the first all_gathers and, for LS and RS, the last reduce_scatter. S = 1 is Collective. The time of
-    a slice of OS is at least its HBM time, from `accumulating`, the result of `Layout.accumulating_seconds`. Other work
-    of the step runs beside the share `hidden` of the prologue. A product takes at least the time of its links.
+    a slice of OS is at least its HBM time, from `accumulating`, the result of `Layout.accumulating_seconds`.
+
+    With `hidden`, the GeMMs need nothing of each other, as the two gradients of a product, and run in a step. Of each
+    collective of the prologue that share of what can be hidden is hidden: its time, or that of all multiplications if
+    it is shorter. The slices of one GeMM run beside those of the others. Together they take as long as the slowest of
+    multiplications with prologues, links between columns, and links between rows.
     """
     rule = OVERLAPS[overlap]
-    total = compute = communication = 0.0
-    for term in terms:
-        multiply = gemm_seconds / slices
-        if term.gemm == "OS" and slices > 1:
-            operands, accumulator = accumulating
-            multiply = max(multiply, operands / slices + accumulator)
+    operands, accumulator = (0.0, 0.0) if slices == 1 else accumulating
+    multiplies = [
+        max(gemm_seconds / slices, operands / slices + accumulator if term.gemm == "OS" else 0.0) for term in terms
+    ]
+    compute = slices * sum(multiplies)
+    total = cols = rows = prologues = 0.0
+    for term, multiply in zip(terms, multiplies):
         col = term.traffic_col / slices + term.latency_col
         row = term.traffic_row / slices + term.latency_row
-        shown = (time * (1 - getattr(hidden, kind)) for time, kind in zip((col, row), GEMMS[term.gemm]))
+        shares = (getattr(hidden, kind) if hidden else 0.0 for kind in GEMMS[term.gemm])
+        shown = (time - share * min(time, compute) for time, share in zip((col, row), shares))
         prologue = _combine(rule.gathers if term.gemm == "OS" else rule.chain, *shown)
         communicate = _combine(rule.steady, col, row)
         step = max(communicate, multiply) if rule.hides else communicate + multiply
-        total += max(prologue + (slices - 1) * step + multiply, slices * max(col, row) if hidden != NOTHING else 0.0)
-        compute += slices * multiply
-        communication += slices * (col + row)
-    return Cost(total, compute, communication)
+        total += prologue + (slices - 1) * step + multiply
+        prologues += prologue
+        cols += slices * col
+        rows += slices * row
+    if hidden and rule.hides:
+        total = max(prologues + compute, cols, rows)
+    return Cost(total, compute, cols + rows)
 
 
 def pass_costs(
-    layout: Layout, slices: int, constants: Constants, hidden: tuple[Hidden, Hidden] = (NOTHING, NOTHING)
+    layout: Layout, slices: int, constants: Constants, hidden: tuple[Hidden, Hidden] | None = None
 ) -> tuple[Cost, Cost]:
     """Costs of (forward, both gradients) of one projection in `slices` slices, without `repeats`; `hidden` in each."""
     terms, memory = communication_terms(layout, constants), layout.accumulating_seconds(constants)
     ahead, gemm = layout.dataflow.upper(), layout.gemm_seconds(constants)
-    costs = {
-        term.gemm: sliced_cost((term,), gemm, slices, constants.overlap, memory, hidden[term.gemm != ahead])
-        for term in terms
-    }
-    forward = costs.pop(ahead)
-    first, second = costs.values()
-    return forward, first + second
+
+    def cost(each: tuple[Terms, ...], shares: Hidden | None) -> Cost:
+        return sliced_cost(each, gemm, slices, constants.overlap, memory, shares)
+
+    forward, backward = hidden or (None, None)
+    return (
+        cost(tuple(term for term in terms if term.gemm == ahead), forward),
+        cost(tuple(term for term in terms if term.gemm != ahead), backward),
+    )

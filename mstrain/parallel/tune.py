@@ -7,9 +7,12 @@ orientation.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from mstrain.hardware import Chip
 from mstrain.hardware.constants import Constants
+from mstrain.hardware.efficiency import efficiency_of, product_seconds
+from mstrain.hardware.overlap import hidden_shares
 from mstrain.parallel.dataflow import (
     Projection,
     check_slices,
@@ -18,7 +21,8 @@ from mstrain.parallel.dataflow import (
     mesh_fault,
     orientations,
 )
-from mstrain.parallel.product_cost import Layout, communication_terms, sliced_cost
+from mstrain.parallel.gemms import gemm_times
+from mstrain.parallel.product_cost import Cost, Layout, pass_costs
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class Block:
       tokens: of one data-parallel copy.
       dataflow: `auto`, `rule` (of the paper), `os`, `ls` or `rs`.
       slices: slice count of all projections; None searches up to `max_slices`.
+      chip: whose products cost by shape and whose schedules hide collectives, as in the planner; None: one rate, and
+        the overlap of the paper.
     """
 
     projections: tuple[Projection, ...]
@@ -55,7 +61,7 @@ class Block:
     dataflow: str = "auto"
     max_slices: int = 32
     slices: int | None = None
-    dtype_bytes: int = 2
+    chip: Chip | None = None
 
 
 def factorizations(devices: int) -> tuple[tuple[int, int], ...]:
@@ -102,6 +108,8 @@ def family_choices(block: Block, mesh: tuple[int, int], allowed: list[list[str]]
     *flags, turned = orientations(block.projections, ["rs"] * len(allowed))
     if turned:
         raise ValueError("rs everywhere would leave the block's output transposed; use dataflow os or ls")
+    if block.chip is not None:  # train.py keeps the residual stream of such a block transposed
+        flags = [not flag for flag in flags]
     return tuple(_choice(block, p, mesh, "rs", flag) for p, flag in zip(block.projections, flags))
 
 
@@ -116,16 +124,32 @@ def _choice(block: Block, projection: Projection, mesh: tuple[int, int], dataflo
     if block.slices is not None:
         where = f"{projection.name} ({dataflow} on {rows}x{cols})"
         legal = (check_slices(block.slices, legal, where),)
-    layout = Layout(projection, block.tokens, rows, cols, dataflow, transposed, block.dtype_bytes)
-    constants = block.constants
-    terms, gemm = communication_terms(layout, constants), layout.gemm_seconds(constants)
-    memory = layout.accumulating_seconds(constants)
-    costs = {s: sliced_cost(terms, gemm, s, constants.overlap, memory) for s in legal}
+    layout = Layout(projection, block.tokens, rows, cols, dataflow, transposed)
+    costs = {s: _cost(block, layout, s) for s in legal}
     best = min(legal, key=lambda s: (costs[s].seconds, s))
     cost, n = costs[best], projection.repeats
     seconds, compute, communication = n * cost.seconds, n * cost.compute, n * cost.communication
     trials = tuple((s, n * cost.seconds) for s, cost in costs.items())
     return Choice(projection.name, dataflow, best, transposed, seconds, compute, communication, trials)
+
+
+def _cost(block: Block, layout: Layout, slices: int) -> Cost:
+    """Of forward and both gradients; one slice is Collective."""
+    chip = block.chip
+    if chip is None:
+        return sum(pass_costs(layout, slices, block.constants), Cost(0.0, 0.0, 0.0))
+    turned = layout.dataflow == "rs" and not layout.transposed  # as train.py lays it out: with rows that are its own
+    if turned:
+        layout = replace(layout, rows=layout.cols, cols=layout.rows, transposed=True)
+    constants = block.constants.along(layout.rows, layout.cols, turned)
+    _, flops = gemm_times(layout, slices, lambda dims: product_seconds(chip, constants, dims))
+    hidden = hidden_shares(chip.name, "meshslice" if slices > 1 else "collective")
+    forward, backward = pass_costs(layout, slices, replace(constants, flops=flops), hidden)
+    if slices == 1 or not constants.hbm_bandwidth:
+        return forward + backward
+    memory = constants.hbm_bandwidth * (efficiency_of(chip).memory if constants.shaped else 1.0)
+    copies = 3 * layout.copied_bytes() / memory
+    return forward + backward + Cost(copies, copies, 0.0)
 
 
 def _fastest(block: Block, projection: Projection, mesh: tuple[int, int], dataflows: Sequence[str]) -> Choice:

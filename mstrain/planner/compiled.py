@@ -27,7 +27,7 @@ from mstrain.planner.plan import PodPlan, plan_on
 from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import rank_meshes
 from mstrain.planner.tables import most_grown
-from mstrain.planner.target import pod_of
+from mstrain.planner.target import pod_of, tuning_constants
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.step import step_program
 
@@ -156,14 +156,16 @@ def counts_to_try(task: TuningTask, shape: MeshShape) -> list[str]:
 
 def _abstract_plan(task: TuningTask, shape: MeshShape, slices: str) -> ModelPlan:
     parallel = dataclasses.replace(task.parallel, slices=slices)
-    return plan_on(shape, parallel, task.model, task.microbatch, task.seq, task.tpu_slice.chip)
+    constants = tuning_constants(task.tpu_slice, shape, task.dtype)
+    return plan_on(shape, parallel, task.model, task.microbatch, task.seq, task.tpu_slice.chip, constants)
 
 
 def compile_candidate(task: TuningTask, shape: MeshShape, slices: str, place: Place = make_target) -> Candidate:
     """Compiles the training step on one mesh with one choice of slices, and reads its schedule."""
     target = place(task.tpu_slice, shape)
     parallel = dataclasses.replace(task.parallel, slices=slices)
-    plan = make_plan(parallel, task.model, target.mesh, task.microbatch, task.seq, task.tpu_slice.chip)
+    constants = tuning_constants(task.tpu_slice, shape, task.dtype)
+    plan = make_plan(parallel, task.model, target.mesh, task.microbatch, task.seq, task.tpu_slice.chip, constants)
     candidate = Candidate(str(shape), slices, describe_slices(plan), model_seconds(task, shape, slices))
     module = Transformer(task.model, plan, task.seq, jnp.dtype(task.dtype), task.remat)
     optimizer = make_optimizer(OptimizerConfig().for_width(task.model.width))

@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 from mstrain.hardware import collective_seconds
 from mstrain.hardware.constants import Constants
-from mstrain.hardware.gemm_times import gemm_seconds
+from mstrain.hardware.efficiency import product_seconds
 from mstrain.hardware.overlap import hidden_shares
 from mstrain.models.config import ModelConfig
 from mstrain.parallel.exchange import Exchange, join_seconds
+from mstrain.parallel.gemms import gemm_times, gemms_of, local_dims
 from mstrain.parallel.product_cost import communication_terms, pass_costs
 from mstrain.planner.execution import ExecutionStyle
 from mstrain.planner.experts import (
@@ -27,7 +28,6 @@ from mstrain.planner.experts import (
     router_seconds,
 )
 from mstrain.planner.plan import PodPlan, Product, Products
-from mstrain.planner.products import gemms_of, local_dims, of_one_expert
 from mstrain.planner.remat import Remat
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.target import Pod
@@ -144,19 +144,27 @@ class Setting:
 
     def product_seconds(self, dims) -> float:
         """Of a product of (rows, summed, columns) on one device."""
-        if self.constants.gemm:
-            return gemm_seconds(self.constants.gemm, *dims)
-        if self.constants.shaped:
-            return self.pod.efficiency.gemm_seconds(self.pod.chip, dims, self.dtype)
-        return 2.0 * math.prod(dims) / self.constants.flops
+        return product_seconds(self.pod.chip, self.constants, dims, self.dtype)
+
+    def rates(self, product: Product) -> tuple[tuple[float, ...], Constants]:
+        """(seconds of its three GEMMs on one device, the mean rate of them and the links of its rows and columns)."""
+        layout = product.layout
+        times, flops = gemm_times(layout, product.slices, self.product_seconds)
+        if _by_kernels(self, product):
+            plain, times = times, _grouped_times(self, product)
+            flops *= sum(plain) / sum(times)
+        return times, replace(self.constants, flops=flops).along(layout.rows, layout.cols, product.turned)
 
 
-def layer_work(request: PlanRequest, plan: PodPlan, products: Products) -> Work:
-    setting = Setting(
+def setting_of(request: PlanRequest, plan: PodPlan) -> Setting:
+    return Setting(
         request.model, request.style, request.pod, request.seq, request.dtype, request.element_bytes,
         fused_attention(request), plan.sizes, plan.sequence_parallel, plan.expert,
     )  # fmt: skip
-    return _work(setting, products)
+
+
+def layer_work(request: PlanRequest, plan: PodPlan, products: Products) -> Work:
+    return _work(setting_of(request, plan), products)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -209,14 +217,8 @@ def _block_passes(at: Setting, block: tuple[Product, ...]) -> list[tuple[Pass, P
     """(forward, backward, seconds of the weight's gradient) of every product of a block."""
     found, sums = [], []
     for product in block:
-        layout, gemms = product.layout, [of_one_expert(product, gemm) for gemm in gemms_of(product)]
-        dims = [local_dims(gemm, layout.rows, layout.cols, product.slices) for gemm in gemms]
-        count = product.slices * layout.projection.experts
-        times = [count * at.product_seconds(each) for each in dims]
-        if _by_kernels(at, product):
-            times = _grouped_times(at, product)
-        flops = count * sum(2.0 * math.prod(each) for each in dims) / sum(times)
-        rate = replace(at.constants, flops=flops).along(layout.rows, layout.cols, product.turned)
+        layout = product.layout
+        times, rate = at.rates(product)
         if at.style.native:
             hidden = hidden_shares(at.pod.chip.name, product.algorithm)
             ahead, behind = (Pass(c.compute, c.exposed) for c in pass_costs(layout, product.slices, rate, hidden))
@@ -225,8 +227,9 @@ def _block_passes(at: Setting, block: tuple[Product, ...]) -> list[tuple[Pass, P
             terms = communication_terms(layout, rate)
             ways = [t.traffic_col + t.latency_col for t in terms if t.gemm in ("OS", "LS")]
             sums.append(sum(ways) if product.name != "output" and layout.dataflow == "ls" else 0.0)
-        sorting = _sorting(at, product)
-        found.append((ahead + Pass(elementwise=sorting), behind + Pass(elementwise=2 * sorting), times[2]))
+        moved = _sorting(at, product)
+        moved += layout.copied_bytes() / at.memory_bandwidth if product.slices > 1 else 0.0
+        found.append((ahead + Pass(elementwise=moved), behind + Pass(elementwise=2 * moved), times[2]))
     return _with_sums(at, found, sums) if any(sums) else found
 
 
@@ -236,16 +239,16 @@ def _by_kernels(at: Setting, product: Product) -> bool:
     return bool(experts) and at.constants.shaped and not at.constants.gemm and at.pod.chip.platform == "tpu"
 
 
-def _grouped_times(at: Setting, product: Product) -> list[float]:
+def _grouped_times(at: Setting, product: Product) -> tuple[float, ...]:
     """Seconds of the three products of all experts of one device."""
     layout, kernels = product.layout, GroupedKernels(at.pod, at.dtype, at.memory_bandwidth, at.style.expert_tile)
-    return [
+    return tuple(
         product.slices
         * kernels.seconds(
             gemm.kind, local_dims(gemm, layout.rows, layout.cols, product.slices), layout.projection.experts
         )
-        for gemm in gemms_of(product)
-    ]
+        for gemm in gemms_of(layout)
+    )
 
 
 def _with_experts(at: Setting, products: Products, each: dict[str, Pass], backward: Pass) -> Pass:

@@ -19,7 +19,6 @@ from mstrain.models.stages import Stages
 from mstrain.parallel.dataflow import Projection
 from mstrain.parallel.product_cost import Layout
 from mstrain.planner.request import PlanRequest
-from mstrain.planner.target import Pod
 
 
 @dataclass(frozen=True)
@@ -199,19 +198,21 @@ def plan_products(request: PlanRequest, plan: PodPlan) -> Products | str:
         made = _ring_products(request.model, tokens, plan.tensor, request.element_bytes)
         return dataclasses.replace(made, parts=plan.context)
     microbatch = request.batch // plan.microbatches
+    constants = request.pod.tuning_constants(plan.sizes, request.dtype)
     return _products(
-        request.model, plan.parallel, plan.shape, microbatch, request.seq, request.pod,
+        request.model, plan.parallel, plan.shape, microbatch, request.seq, request.pod.chip, constants,
         request.element_bytes,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=1 << 14)
 def _products(
-    model: ModelConfig, parallel: ParallelConfig, shape: MeshShape, microbatch: int, seq: int, pod: Pod, size: int
-) -> Products | str:
+    model: ModelConfig, parallel: ParallelConfig, shape: MeshShape, microbatch: int, seq: int, chip: Chip,
+    constants: Constants | None, size: int,
+) -> Products | str:  # fmt: skip
     alike = model if parallel.layers else dataclasses.replace(model, layers=1)
     try:
-        made = plan_on(shape, parallel, alike, microbatch, seq, pod.chip, pod.measured)
+        made = plan_on(shape, parallel, alike, microbatch, seq, chip, constants)
     except ValueError as error:
         return str(error)
     tokens = made.padded_sequences(microbatch) // shape.copies * seq // shape.context

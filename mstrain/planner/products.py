@@ -6,8 +6,9 @@ of the one that multiplies. Values of 0 bytes order operations that share no dat
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from mstrain.parallel.gemms import Gemm, local_dims
 from mstrain.parallel.product_cost import GEMMS
 from mstrain.planner.plan import Product
 from mstrain.simulator.placement import COL, LOCAL, ROW, TENSOR
@@ -16,53 +17,6 @@ from mstrain.simulator.slots import RankOp
 
 PREFETCH = 2  # slices gathered ahead
 KINDS = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter"}
-
-
-@dataclass(frozen=True)
-class Gemm:
-    """One of the three GEMMs of a projection.
-
-    Attributes:
-      kind: of the operation that multiplies: MatMul, InputGrad or WeightGrad.
-      dataflow: OS, LS or RS, which decides what is communicated (`GEMMS`).
-      dims: (rows, summed, columns) of the whole product.
-    """
-
-    kind: str
-    dataflow: str
-    dims: tuple[int, int, int]
-
-
-def gemms_of(product: Product) -> tuple[Gemm, Gemm, Gemm]:
-    """The forward GEMM, that of the input's gradient and that of the weight's."""
-    layout = product.layout
-    tokens = layout.tokens * layout.projection.rows
-    fan_in, fan_out = layout.projection.in_dim, layout.projection.out_dim
-    forward = layout.dataflow.upper()
-    weight = "OS" if forward == "RS" else "RS"  # the gradient stays or is communicated as its weight is
-    (other,) = set(GEMMS) - {forward, weight}
-    return (
-        Gemm("MatMul", forward, (tokens, fan_in, fan_out)),
-        Gemm("InputGrad", other, (tokens, fan_out, fan_in)),
-        Gemm("WeightGrad", weight, (fan_in, tokens, fan_out)),
-    )
-
-
-def of_one_expert(product: Product, gemm: Gemm) -> Gemm:
-    """The part of a GEMM that one of the product's experts has; all of it for a dense weight."""
-    a, b, c = gemm.dims
-    experts = product.layout.projection.experts
-    dims = (a, max(1, b // experts), c) if gemm.kind == "WeightGrad" else (max(1, a // experts), b, c)
-    return replace(gemm, dims=dims)
-
-
-def local_dims(gemm: Gemm, rows: int, cols: int, slices: int) -> tuple[int, int, int]:
-    """(rows, summed, columns) of one slice on one device."""
-    a, b, c = gemm.dims
-    over_a, over_b, over_c = {"OS": (rows, slices, cols), "LS": (rows, cols, slices), "RS": (slices, rows, cols)}[
-        gemm.dataflow
-    ]
-    return max(1, a // over_a), max(1, b // over_b), max(1, c // over_c)
 
 
 def multiplication(product: Product, gemm: Gemm) -> OpSpec:

@@ -8,6 +8,7 @@ the cost model says so; a layer's gather starts with the layer before it, its su
 
 import dataclasses
 
+from mstrain.parallel.gemms import gemms_of
 from mstrain.parallel.schedules import FORWARD, WHOLE, schedule, ticks, with_waits
 from mstrain.planner.cost import Costed
 from mstrain.planner.memory import (
@@ -20,7 +21,7 @@ from mstrain.planner.memory import (
     stage_parameters,
     state_bytes,
 )
-from mstrain.planner.products import Emit, emit_gemm, gemms_of
+from mstrain.planner.products import Emit, emit_gemm
 from mstrain.planner.remat import parse_remat
 from mstrain.planner.request import PlanRequest
 from mstrain.simulator.pipeline import PipelineStep
@@ -157,7 +158,7 @@ class TransformerStep(PipelineStep):
         category, nbytes = "activations" if part in saved else "workspace", self.bytes[place]
         if piece in self.blocks:
             product, inputs = self.blocks[piece], (*inputs, *self.ready[emit.chunk, layer])
-            return emit_gemm(emit, product, gemms_of(product)[0], inputs, nbytes, category, (layer,))
+            return emit_gemm(emit, product, gemms_of(product.layout)[0], inputs, nbytes, category, (layer,))
         seconds = self._seconds(piece, self.work.forward)
         return emit.add(timed(KINDS[piece], seconds), inputs, nbytes, category, label=(layer, piece))
 
@@ -177,7 +178,7 @@ class TransformerStep(PipelineStep):
     def _logits(self, emit: Emit, x: int) -> int:
         head = self.products.head
         nbytes = loss_bytes(head, self.size)[0]
-        return emit_gemm(emit, head, gemms_of(head)[0], (x, *self.head_ready), nbytes, "workspace", ("head",))
+        return emit_gemm(emit, head, gemms_of(head.layout)[0], (x, *self.head_ready), nbytes, "workspace", ("head",))
 
     def backward(self, chunk: int, last_microbatch: bool) -> list[RankOp]:
         """The backward pass of a chunk, its gradients summed and accumulated."""
@@ -236,14 +237,14 @@ class TransformerStep(PipelineStep):
 
     def _input_gradient(self, emit: Emit, product, part, slope: int, weights) -> int:
         nbytes = self.size * self.products.tokens * product.layout.projection.in_dim / self.plan.tensor
-        return emit_gemm(emit, product, gemms_of(product)[1], (slope, *weights), nbytes, "workspace", part)
+        return emit_gemm(emit, product, gemms_of(product.layout)[1], (slope, *weights), nbytes, "workspace", part)
 
     def _weight_gradient(self, emit: Emit, product, part, source: int, slope: int) -> int:
         projection = product.layout.projection
         nbytes = WEIGHT_BYTES * projection.in_dim * projection.out_dim / self.plan.tensor
         tied = product is self.products.head and self.head_key[1] == "embedding"  # the table's gradient comes later
         category = "workspace" if tied else self._gradient
-        return emit_gemm(emit, product, gemms_of(product)[2], (source, slope), nbytes, category, part)
+        return emit_gemm(emit, product, gemms_of(product.layout)[2], (source, slope), nbytes, category, part)
 
     def _layer_backward(self, emit: Emit, layer: int, slope: int, last_microbatch: bool) -> int:
         """Recomputation, then every gradient in reverse; returns that of the layer's input."""

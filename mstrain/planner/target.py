@@ -11,9 +11,10 @@ from functools import lru_cache
 
 from mstrain.hardware import Chip, Link, TpuSlice
 from mstrain.hardware.calibration import Calibration
-from mstrain.hardware.constants import AxisLinks, Constants, constants_for
+from mstrain.hardware.constants import COLLECTIVES, AxisLinks, Constants, constants_for
 from mstrain.hardware.efficiency import Efficiency, efficiency_of
 from mstrain.hardware.link import NETWORK_HOP
+from mstrain.mesh import MeshShape
 from mstrain.parallel.tune import factorizations
 from mstrain.simulator.cluster import Device
 
@@ -87,6 +88,18 @@ class Pod:
             return self.calibration.constants(known) if self.calibration else known
         known = self._rates(_links(self, sizes), dtype)
         return self.calibration.constants(known) if self.calibration else known
+
+    def tuning_constants(self, sizes: tuple[int, ...], dtype: str) -> Constants | None:
+        """Those by which train.py chooses dataflows and slices, without calibration.
+
+        None where it chooses by rule: on emulated CPU devices, and where a rate is unknown.
+        """
+        if self.measured or self.chip.platform == "cpu":
+            return self.measured
+        try:
+            return replace(self, calibration=None).constants(sizes, dtype)
+        except ValueError:
+            return None
 
     def _rates(self, links: Links, dtype: str) -> Constants:
         chip, peak = self.chip, self.chip.peak(dtype)
@@ -185,13 +198,13 @@ def _local(pod: Pod, axes: tuple[int, ...], share: int) -> AxisLinks:
         one = constants_for(chip).row
         if not (pod.tpu_slice and axes):
             return one
-        count, steps = pod.tpu_slice.ring(axes)
-        way = steps / (math.prod(pod.tpu_slice.physical_axes[axis] for axis in axes) - 1)
-        each = (
-            Link(link.launch, link.sync * way, link.bandwidth * count)
-            for link in (one.all_gather, one.reduce_scatter, one.permute)
-        )
-        return AxisLinks(*each)
+        whole = math.prod(pod.tpu_slice.physical_axes[axis] for axis in axes) - 1
+
+        def along(name: str) -> Link:
+            link, (count, steps) = getattr(one, name), pod.tpu_slice.ring(axes, name)
+            return Link(link.launch, link.sync * steps / whole, link.bandwidth * count)
+
+        return AxisLinks(*map(along, COLLECTIVES))
     bandwidth = float(chip.ici_links or 1) * (chip.ici_bandwidth or math.inf) * pod.efficiency.link / share
     names = ("launch_all_gather", "launch_reduce_scatter", "launch_permute")
     return AxisLinks(*(Link(getattr(chip, name) or 0.0, chip.sync or 0.0, bandwidth) for name in names))
@@ -243,3 +256,11 @@ def pod_of(machine: Chip | TpuSlice, devices: int) -> Pod:
     if machine.platform == "gpu" and devices > usual and devices % usual == 0 and machine.node_bandwidth:
         return Pod(name, machine, devices, None, usual, machine.node_bandwidth)
     return Pod(name, machine, devices, None, devices if machine.platform == "gpu" else 0)
+
+
+def tuning_constants(machine: Chip | TpuSlice | None, shape: MeshShape, dtype: str = "bf16") -> Constants | None:
+    """`Pod.tuning_constants` of a mesh of train.py on a TPU slice (or several), or on devices of one chip."""
+    if machine is None:
+        return None
+    sizes = (shape.stage, shape.data, shape.context, shape.row, shape.col)
+    return pod_of(machine, shape.devices).tuning_constants(sizes, dtype)

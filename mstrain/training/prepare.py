@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from rich.console import Console
 
 from mstrain import mesh as meshes
@@ -26,7 +27,7 @@ from mstrain.models.stages import PipelineConfig
 from mstrain.models.transformer import Transformer
 from mstrain.planner.compiled import on_present
 from mstrain.planner.plan_file import AUTO_PLAN
-from mstrain.planner.target import Pod, pod_of
+from mstrain.planner.target import Pod, pod_of, tuning_constants
 from mstrain.program.dtype import dtype_on
 from mstrain.program.offload import check_offload
 from mstrain.program.optimizer import make_optimizer
@@ -162,8 +163,10 @@ def _choose_plan(
     def plan_on(shape: meshes.MeshShape) -> ModelPlan:
         shard = "none" if shard_if_possible and shape.data * shape.context == 1 else config.shard
         pipeline = PipelineConfig() if shard_if_possible and shape.stage == 1 else config.pipeline
-        mesh = meshes.make_mesh(shape)
-        plan = make_plan(config.parallel, model, mesh, microbatch, config.seq, chip, shard=shard, pipeline=pipeline)
+        constants = tuning_constants(tpu_slice_of(jax.devices()) or chip, shape, jnp.dtype(_dtype(config.dtype)).name)
+        plan = make_plan(
+            config.parallel, model, meshes.make_mesh(shape), microbatch, config.seq, chip, constants, shard, pipeline
+        )
         return in_precision(plan, config.products)
 
     if config.mesh != "auto":

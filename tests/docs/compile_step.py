@@ -51,7 +51,7 @@ def compile_steps(config: BenchmarkConfig) -> Iterator[Step]:
         one = dataclasses.replace(config, meshes=mesh)
         for case in make_cases(one, one.mesh_shapes):
             target = make_target(tpu_slice, case.mesh)
-            plan = plan_case(case, config, target.mesh, tpu_slice.chip)
+            plan = plan_case(case, config, target.mesh, tpu_slice)
             work = step_work(case, config, plan, jnp.dtype("bfloat16"))
             program = compile_program(work.program, target, dump=config.dump)
             row = {

@@ -4,6 +4,7 @@ python -m tests.planner.steps    prints the two tables of docs/planning.md
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 
@@ -12,8 +13,8 @@ from mstrain.mesh import parse_mesh
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.zoo import load_preset
 from mstrain.planner.clusters import find_pod
-from mstrain.planner.cost import Costed, cost_step
-from mstrain.planner.plan import PodPlan
+from mstrain.planner.cost import Costed, cost_plan, cost_step
+from mstrain.planner.plan import PodPlan, Product, Products, plan_products
 from mstrain.planner.request import PlanRequest
 from tests.docs.steps import STEP, name_of, read_steps, step_name
 
@@ -26,7 +27,10 @@ def cost_of(row: Mapping) -> Costed | None:
     model = dataclasses.replace(load_preset(row["model"]), layers=int(row["layers"]))
     parallel = ParallelConfig(row["algorithm"])
     request = PlanRequest(model, find_pod(row["target"]), (parallel,), int(row["batch"]), int(row["seq"]))
-    return cost_step(request, PodPlan.on(parse_mesh(row["mesh"]), parallel, 1, row["remat"], row["shard"]))
+    plan = PodPlan.on(parse_mesh(row["mesh"]), parallel, 1, row["remat"], row["shard"])
+    if cost_step(request, plan) is None:
+        return None
+    return cost_plan(request, plan, as_compiled(plan_products(request, plan), row["plan"]))
 
 
 def planned(row: Mapping) -> float | None:
@@ -35,10 +39,30 @@ def planned(row: Mapping) -> float | None:
     return 1e3 * costed.scheduled_seconds if costed else None
 
 
+def as_compiled(products: Products | str, text: str) -> Products:
+    """The products with the dataflows and slice counts of a compiled plan: `os ls os ls S=4 3 4 4`."""
+    assert isinstance(products, Products), products
+    flows, _, counts = text.partition(" S=")
+    slices = map(int, counts.split()) if counts else itertools.repeat(1)
+
+    def compiled(product: Product, flow: str, count: int) -> Product:
+        if not counts:
+            return product
+        algorithm = "collective" if count == 1 else "meshslice"
+        layout = dataclasses.replace(product.layout, dataflow=flow)
+        return dataclasses.replace(product, layout=layout, slices=count, algorithm=algorithm)
+
+    ((block, share),) = products.groups
+    block = tuple(compiled(*each) for each in zip(block, flows.split(), slices))
+    return dataclasses.replace(products, groups=((block, share),))
+
+
 def entries() -> Iterator[tuple[str, Entry, float]]:
     """(algorithm, entry, the planner's milliseconds) of every step of the table of overlap."""
+    plans = {tuple(row[name] for name in CHOICES): row["plan"] for row in read_steps()}
     for (_, algorithm), entry in overlap_table().items():
-        found = planned({**dataclasses.asdict(entry), "algorithm": algorithm, "shard": "none"})
+        row = {**dataclasses.asdict(entry), "algorithm": algorithm, "shard": "none"}
+        found = planned({**row, "plan": plans[tuple(str(row[name]) for name in CHOICES)]})
         assert found is not None, "a step that was compiled is legal"
         yield algorithm, entry, found
 

@@ -266,7 +266,7 @@ def test_a_real_step_is_compiled_for_one_mesh_of_each_question():
     tiny = ModelConfig(name="tiny", layers=1, width=256, heads=2, vocab_size=256, position="alibi")
     task = TuningTask(tiny, ParallelConfig(), TASK.tpu_slice, 4, 64, meshes=("2x2",))
     candidate = compile_candidate(task, MeshShape(1, 2, 2), "1")
-    assert candidate.plan == "os/1 ls/1 os/1 ls/1" and not candidate.problem
+    assert candidate.plan == "os/1 os/1 os/1 ls/1" and not candidate.problem
     parts = (candidate.exposed, candidate.gemm, candidate.kernel, candidate.move, candidate.rest)
     assert min(parts) >= 0 and candidate.seconds == pytest.approx(sum(parts))
     assert 0 < candidate.model_seconds < candidate.seconds

@@ -7,12 +7,16 @@ from types import SimpleNamespace
 import pytest
 
 from mstrain.hardware import chip_named, parse_target, tpu_slice_of
-from mstrain.mesh import MeshShape
+from mstrain.mesh import MeshShape, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import chip_lowering
 from mstrain.models.zoo import load_preset
-from mstrain.planner.plan import plan_on
+from mstrain.planner.clusters import find_pod
+from mstrain.planner.cost import cost_step
+from mstrain.planner.plan import PodPlan, plan_on
+from mstrain.planner.request import PlanRequest
+from mstrain.planner.target import tuning_constants
 from tests.planner.plans import ranked
 
 SLICE = parse_target("v5p-64")
@@ -99,11 +103,28 @@ def test_the_same_mesh_is_chosen_for_a_slice_present_and_absent():
     assert absent[0].shape != MeshShape(1, 1, 32)
 
 
-@pytest.mark.parametrize("chip, most", [("v5p", 4), ("v6e", 6), ("tpu7x", 6)])
-def test_slices_end_where_a_compiler_makes_more_slower_and_are_whole_lanes(chip, most):
-    plan = plan_on(MeshShape(1, 4, 8), ParallelConfig(), load_preset("gpt3_175b"), 16, 2048, chip_named(chip))
-    assert max(p.slices for p in plan.groups[0][0].products) == most
-    assert {p.lowering for p in (*plan.groups[0][0].products, plan.head)} == {chip_lowering(chip_named(chip))}
+@pytest.mark.parametrize("target, mesh", [("v5p-64", "4x8"), ("v6e-32", "4x8"), ("tpu7x-256", "32x8")])
+def test_slices_end_where_a_compiler_makes_more_slower_and_are_whole_lanes(target, mesh):
+    shape, tpu_slice = parse_mesh(mesh), parse_target(target)
+    chip, constants, model = tpu_slice.chip, tuning_constants(tpu_slice, shape), load_preset("gpt3_175b")
+    plan = plan_on(shape, ParallelConfig(), model, shape.devices // 2, 2048, chip, constants)
+    products = plan.groups[0][0].products
+    assert 1 < max(p.slices for p in products) <= chip.most_slices
+    assert all(p.slices == 1 or model.width // max(shape.row, shape.col) // p.slices % 128 == 0 for p in products)
+    assert {p.lowering for p in (*products, plan.head)} == {chip_lowering(chip)}
+
+
+@pytest.mark.parametrize("target", ["v5p-64", "v6e-32", "tpu7x-32", "tpu7x-256"])
+def test_automatic_slices_and_dataflows_never_lose_to_collective(target):
+    """The tuner has the links, rates and overlap of the planner."""
+    pod, lost = find_pod(target), {}
+    for name, (rows, cols) in itertools.product(("gpt3_175b", "gpt3_1_3b"), pod.meshes(1)):
+        plans = [PodPlan(1, ParallelConfig(kind), rows, cols, 1, 1, "full") for kind in ("meshslice", "collective")]
+        request = PlanRequest(load_preset(name), pod, (ParallelConfig(),), pod.devices // 2, 2048)
+        found = [cost_step(request, plan) for plan in plans]
+        if all(found) and found[0].seconds > 1.001 * found[1].seconds:
+            lost[name, rows, cols] = found[0].seconds / found[1].seconds
+    assert lost == {}
 
 
 def test_no_product_is_sliced_where_nothing_overlaps():

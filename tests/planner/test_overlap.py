@@ -12,11 +12,6 @@ from mstrain.parallel.product_cost import Layout, communication_terms, pass_cost
 from tests.compiler.programs import MACHINE, ROW, gather_done, gather_start, gemm, module
 from tests.planner.steps import CHOICES, compared, entries
 
-# Steps on 256 devices that the shares of 32 devices do not fit; docs/planning.md names them.
-MISSED = {
-    ("tpu7x-256", "gpt3_175b", "96", "256", "2048", "full", "fsdp", "32x8", "none"): 0.79,
-    ("v6e-256", "gpt3_175b", "96", "128", "2048", "full", "meshslice", "16x16", "none"): 1.15,
-}
 NAMES = ('metadata={op_name="jit(step)/jvp(loss)/all_gather"}', 'metadata={op_name="jit(step)/transpose(jvp(loss))/x"}')
 
 
@@ -46,7 +41,7 @@ def test_hidden_shares_take_their_part_of_exposed_seconds_and_no_more_than_the_l
     half, _ = pass_costs(layout, 1, constants, (Hidden(0.5, 0.5),) * 2)
     gather = next(term for term in communication_terms(layout, constants) if term.gemm == "OS")
     assert bare.exposed == pytest.approx(gather.traffic_row + gather.latency_row)
-    assert half.exposed == pytest.approx(max(bare.exposed / 2, bare.exposed - bare.compute))
+    assert half.exposed == pytest.approx(bare.exposed - min(bare.exposed, bare.compute) / 2)
     everything, _ = pass_costs(layout, 1, constants, (Hidden(1.0, 1.0),) * 2)
     assert everything.seconds == pytest.approx(max(bare.compute, bare.exposed))
 
@@ -59,14 +54,14 @@ def test_the_planner_is_within_a_tenth_of_every_compiled_step_of_the_table():
 
 
 def test_the_planner_is_within_a_tenth_of_compiled_steps_of_the_pages():
-    """Of other slices, models, meshes, remat and shard than those that made the table of overlap, too; but `MISSED`."""
+    """Of other slices, models, meshes, remat and shard than those that made the table of overlap, too."""
     ratios = {tuple(row[name] for name in CHOICES): round(ratio, 2) for row, ratio in compared()}
     assert len(ratios) >= 12 and {key[6] for key in ratios} >= {"meshslice", "collective", "fsdp", "megatron"}
-    assert {key: ratio for key, ratio in ratios.items() if not 0.9 <= ratio <= 1.1} == MISSED
+    assert {key: ratio for key, ratio in ratios.items() if not 0.9 <= ratio <= 1.1} == {}
 
 
 def test_nothing_is_hidden_where_no_schedule_was_read():
-    assert hidden_shares("h100", "fsdp") == hidden_shares("v5p", "wang") == (Hidden(), Hidden())
+    assert hidden_shares("h100", "fsdp") is hidden_shares("v5p", "wang") is None
     for entry in overlap_table().values():
         shares = [value for part in (entry.forward, entry.backward) for value in (part.all_gather, part.reduce_scatter)]
         assert all(0 <= share <= 1 for share in shares) and any(shares) and entry.libtpu

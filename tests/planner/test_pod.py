@@ -12,6 +12,7 @@ import pytest
 
 from mstrain.hardware import chip_named, parse_target
 from mstrain.hardware.constants import constants_for
+from mstrain.hardware.overlap import KINDS
 from mstrain.layers.loss import LARGEST
 from mstrain.mesh import MeshShape, make_mesh, parse_mesh
 from mstrain.models.flops import training_flops_per_token
@@ -82,14 +83,14 @@ PASSES = PLANS | {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_simulator_agrees_with_the_cost_model(name):
-    """Time within 17 % below and 5 above; the simulator may also hide the gradient sums, which the model
+    """Time within 22 % below and 5 above; the simulator may also hide the gradient sums, which the model
     never does.
     """
     request, plan = without_lockstep(PLANS[name])
     simulated = simulate_plan(request, plan)
     assert simulated.microbatches == plan.plan.microbatches
     seconds = plan.scheduled_seconds
-    assert 0.83 * (seconds - plan.terms.gradient_sum) < simulated.result.seconds < 1.05 * seconds
+    assert 0.78 * (seconds - plan.terms.gradient_sum) < simulated.result.seconds < 1.05 * seconds
     peaks = {name: max(use.peak_bytes.values()) for name, use in simulated.result.memory_by_category.items()}
     for category in ("parameters", "gradients", "optimizer"):
         wanted = max(getattr(memory, category) for memory in plan.memory)
@@ -382,3 +383,7 @@ def test_rings_use_all_links_of_the_torus_axes_they_are_made_of():
     shared = find_pod("tpu7x-32").constants((1, 1, 1, 4, 8), "bf16")  # 2 x 2 x 4 chips, whose cores share their links
     axes = (shared.row, shared.col, shared.ring)  # a line of 4 chips; one ring of 2 x 2 and of all, with both cores
     assert [axis.all_gather.bandwidth / chip_named("tpu7x").ici_bandwidth for axis in axes] == [1, 4, 4]
+    closed = find_pod("tpu7x-256").constants((1, 1, 1, 32, 8), "bf16")  # of 4 x 4 x 8 chips
+    links = [[getattr(axis, kind).bandwidth / 45e9 for kind in KINDS] for axis in (closed.row, closed.col, closed.ring)]
+    assert links == [[4, 4], [4, 4], [12, 4]]  # scatters over several torus axes and both cores take one ring
+    assert closed.ring.reduce_scatter.sync > 15 * closed.ring.all_gather.sync

@@ -53,10 +53,7 @@ def _meshes(devices: int, meshes) -> tuple[tuple[int, int], ...]:
 def _candidate(problem: Block, mesh, family: str, allowed: list[list[str]]) -> Candidate:
     """ValueError if some projection does not fit the mesh."""
     choices = family_choices(problem, mesh, allowed)
-    layouts = [
-        Layout(p, problem.tokens, *mesh, c.dataflow, c.transposed, problem.dtype_bytes)
-        for p, c in zip(problem.projections, choices)
-    ]
+    layouts = [Layout(p, problem.tokens, *mesh, c.dataflow, c.transposed) for p, c in zip(problem.projections, choices)]
     volumes = [(p.repeats, traffic_bytes(layout)) for p, layout in zip(problem.projections, layouts)]
     terms = [
         (p.repeats, c.slices, term)
