@@ -86,11 +86,11 @@ class Work:
 
     def recomputed(self, again: frozenset[str]) -> Pass:
         repeated = sum((work for name, work in self.products if name in again), Pass())
-        return repeated + Pass(
-            attention=self.forward.attention if "attention" in again else 0.0,
-            elementwise=self.forward.elementwise if "elementwise" in again else 0.0,
-            context=self.forward.context if "attention" in again else 0.0,
-        )
+        if "elementwise" in again:  # with that of products
+            repeated = repeated._replace(elementwise=self.forward.elementwise)
+        if "attention" in again:
+            repeated = repeated._replace(attention=self.forward.attention, context=self.forward.context)
+        return repeated
 
 
 def fused_attention(request: PlanRequest) -> bool:

@@ -196,12 +196,13 @@ def _local(pod: Pod, axes: tuple[int, ...], share: int) -> AxisLinks:
     chip = pod.chip
     if chip.platform != "gpu":
         one = constants_for(chip).row
-        if not (pod.tpu_slice and axes):
+        torus = pod.tpu_slice
+        if not (torus and axes):
             return one
-        whole = math.prod(pod.tpu_slice.physical_axes[axis] for axis in axes) - 1
+        whole = math.prod(torus.physical_axes[axis] for axis in axes) - 1
 
         def along(name: str) -> Link:
-            link, (count, steps) = getattr(one, name), pod.tpu_slice.ring(axes, name)
+            link, (count, steps) = getattr(one, name), torus.ring(axes, name)
             return Link(link.launch, link.sync * steps / whole, link.bandwidth * count)
 
         return AxisLinks(*map(along, COLLECTIVES))

@@ -109,7 +109,7 @@ def test_simulated_devices_compute_what_the_cost_model_says(name):
     for (seconds, *_), stage, terms in zip(use, plan.stages, plan.stage_terms):
         passes = stage.useful_forward + stage.useful_backward + stage.repeated
         wanted = count * (passes.seconds - passes.exposed + stage.host) + terms.update
-        assert 0.98 * wanted < seconds < 1.0001 * wanted
+        assert 0.97 * wanted < seconds < 1.0001 * wanted
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_zero_bubble_makes_weight_gradients_where_stages_wait(lockstep):
     filled = sum(stage.weights for stage in plan.stages) - max(plan.stages, key=lambda s: s.seconds).weights
     assert bubbles[0] - bubbles[1] == pytest.approx(filled if lockstep else 2 * filled, rel=0.01)
     simulated = simulate_plan(request, plan).result
-    assert 0.83 < simulated.seconds / plan.scheduled_seconds < 1.05
+    assert 0.78 < simulated.seconds / plan.scheduled_seconds < 1.05
     assert lockstep or simulated.peak_bytes == pytest.approx(plan.fullest.total, rel=0.1)
 
 
