@@ -4,7 +4,6 @@ python -m tests.planner.steps    prints the two tables of docs/planning.md
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 
@@ -30,7 +29,7 @@ def cost_of(row: Mapping) -> Costed | None:
     plan = PodPlan.on(parse_mesh(row["mesh"]), parallel, 1, row["remat"], row["shard"])
     if cost_step(request, plan) is None:
         return None
-    return cost_plan(request, plan, as_compiled(plan_products(request, plan), row["plan"]))
+    return cost_plan(request, plan, as_compiled(plan_products(request, plan), row.get("plan", "")))
 
 
 def planned(row: Mapping) -> float | None:
@@ -40,20 +39,19 @@ def planned(row: Mapping) -> float | None:
 
 
 def as_compiled(products: Products | str, text: str) -> Products:
-    """The products with the dataflows and slice counts of a compiled plan: `os ls os ls S=4 3 4 4`."""
+    """The products with the dataflows and slice counts of a compiled plan in slices: `os ls os ls S=4 3 4 4`."""
     assert isinstance(products, Products), products
     flows, _, counts = text.partition(" S=")
-    slices = map(int, counts.split()) if counts else itertools.repeat(1)
+    if not counts:
+        return products
 
     def compiled(product: Product, flow: str, count: int) -> Product:
-        if not counts:
-            return product
         algorithm = "collective" if count == 1 else "meshslice"
         layout = dataclasses.replace(product.layout, dataflow=flow)
         return dataclasses.replace(product, layout=layout, slices=count, algorithm=algorithm)
 
     ((block, share),) = products.groups
-    block = tuple(compiled(*each) for each in zip(block, flows.split(), slices))
+    block = tuple(compiled(*each) for each in zip(block, flows.split(), map(int, counts.split())))
     return dataclasses.replace(products, groups=((block, share),))
 
 
