@@ -132,8 +132,9 @@ class Translator:
     def _across_slices(self, computation: str, i: Instruction) -> list:
         """A collective over several TPU slices starts with its `send` and is done with the `recv-done` of its name."""
         source = self.module.find(computation, i.operands[0]) if i.opcode == "recv-done" else i
-        name = source and re.search(r'_xla_host_transfer_rendezvous="([^"]+)"', source.attributes)
-        if not name or "megascale" not in i.attributes + source.attributes:
+        attributes = source.attributes if source else ""
+        name = re.search(r'_xla_host_transfer_rendezvous="([^"]+)"', attributes)
+        if not name or "megascale" not in attributes:
             return []
         if i.opcode == "recv-done":
             return [Wait(name[1])]
