@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from mstrain.cli.command import _options
+from mstrain.cli.command import _options, run_command
 from mstrain.cli.compose import config_dir
 from mstrain.commands import COMMANDS, command_named
+from mstrain.training.session import train
 from tests.docs import options, steps
+from tests.training.runs import make
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -90,6 +92,25 @@ def test_a_page_s_command_runs(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "validation loss" in done.stdout
+
+
+def test_the_comparison_of_experts_draws_both_models(tmp_path, monkeypatch):
+    """The sweep of the experts page, two steps of each model in this process."""
+    (line,) = [line for page, line in ALL if page == "docs/howto/experts.md" and " -m " in line]
+    words = [word for word in shlex.split(SCRIPT.match(line)["rest"]) if not word.startswith(("seed=", "run_dir="))]
+
+    def train_here(self, name, pairs, folder):
+        place = pairs.pop().removeprefix("run_dir=")
+        return train(make(Path(place), *pairs, "steps=2", "eval.batches=1"))
+
+    monkeypatch.setattr("mstrain.cli.sweep._Child.run", train_here)
+    with pytest.raises(SystemExit) as left:
+        run_command(command_named("train"), [*words, f"run_dir={tmp_path / 'experts'}"])
+    assert left.value.code == 0
+    table = (tmp_path / "experts" / "sweep.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in table] == ["run", "model=small", "model=small_moe"]
+    assert "validation loss" in table[0] and all(float(row.split(",")[2]) > 0 for row in table[1:])
+    assert (tmp_path / "experts" / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("script", ["requirements", "reference"])
