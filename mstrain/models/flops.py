@@ -71,6 +71,8 @@ def training_flops_per_token(model: ModelConfig, seq: int, attention: str = "ful
 def flops_formula(model: ModelConfig, seq: int) -> str:
     """The formula of `training_flops_per_token` with `full`, as text."""
     windowed = _windowed_layers(model, seq)
+    if model.latent.key_rank and not windowed:
+        return "6 x multiplying parameters + 6 x layers x heads x (head_dim + value_dim) x seq"
     if not windowed:
         return "6 x multiplying parameters + 12 x layers x heads x head_dim x seq"
     attended = f"{model.layers - windowed} layers x seq + {windowed} layers x window x (2 - window / seq)"

@@ -14,6 +14,7 @@ from mstrain.models.flops import (
     matmul_parameters,
     training_flops_per_token,
 )
+from mstrain.models.parameters import canonical_model_shapes
 from mstrain.models.plan import canonical_plan
 from mstrain.models.size import count_parameters
 from mstrain.models.transformer import Transformer
@@ -65,6 +66,20 @@ def test_count_is_the_products_of_the_traced_model(name):
     assert dot_flops(forward.jaxpr) == forward_flops_per_token(model, SEQ) * tokens.size
     again = 2 * model.width * model.known_vocab_size  # logits are computed again instead of kept
     assert dot_flops(both.jaxpr) == (training_flops_per_token(model, SEQ) + again) * tokens.size
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2_lite", "deepseek_v3", "gpt_oss_20b"])
+def test_a_token_multiplies_every_kernel_but_those_of_experts_that_it_does_not_choose(name):
+    m, total = load_preset(name), 0.0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(canonical_model_shapes(m)):
+        names = [key.key for key in path]
+        if names[-1] in ("kernel", "router"):
+            of_experts = names[:2] == ["blocks_0", "mlp"] and names[-1] == "kernel"
+            total += leaf.size * (m.experts_per_token / m.experts if of_experts else 1)
+    assert matmul_parameters(m) == total
+    of_value = m.latent.value_dim if m.latent.key_rank else m.head_dim
+    scores = forward_flops_per_token(dataclasses.replace(m, window=None), 64) - 2 * total
+    assert scores == 2 * m.layers * m.heads * (m.head_dim + of_value) * 64
 
 
 def test_conventions_by_their_formulas():
