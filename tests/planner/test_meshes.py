@@ -13,9 +13,11 @@ from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import chip_lowering
 from mstrain.models.zoo import load_preset
 from mstrain.planner.clusters import find_pod
+from mstrain.planner.config import TENSOR
 from mstrain.planner.cost import cost_step
 from mstrain.planner.plan import PodPlan, plan_on
-from mstrain.planner.request import PlanRequest
+from mstrain.planner.request import Fixed, PlanRequest
+from mstrain.planner.search import search
 from mstrain.planner.target import tuning_constants
 from tests.planner.plans import ranked
 
@@ -130,3 +132,23 @@ def test_automatic_slices_and_dataflows_never_lose_to_collective(target):
 def test_no_product_is_sliced_where_nothing_overlaps():
     plan = plan_on(MeshShape(1, 4, 8), ParallelConfig(), load_preset("gpt3_175b"), 16, 2048, chip_named("v3"))
     assert {p.slices for p in (*plan.groups[0][0].products, plan.head)} == {1}
+
+
+SMALL_SLICES = ("v5p:2x2x1", "v5p:2x2x4", "v6e:2x2", "v6e:4x4", "tpu7x:2x2x1", "tpu7x:2x2x2")
+
+
+@pytest.mark.parametrize("target, name", itertools.product(SMALL_SLICES, ("gpt3_1_3b", "llama3_8b")))
+def test_on_four_to_sixteen_chips_meshslice_is_within_three_percent_of_the_best(target, name):
+    """Four sequences a device, nothing computed again, every mesh and `shard`; Llama 3 8B does not fit four v6e."""
+    pod, fixed = find_pod(target), Fixed(pipeline=1, context=1, schedule="1f1b", remat="none")
+    found = {}
+    for kind in TENSOR:
+        parallel = (ParallelConfig(kind),)
+        result = search(
+            PlanRequest(load_preset(name), pod, parallel, 4 * pod.devices, 2048, fixed=fixed), best_only=True
+        )
+        found[kind] = min((costed.seconds for costed in result.trainable), default=None)
+    if (target, name) == ("v6e:2x2", "llama3_8b"):
+        assert set(found.values()) == {None}
+    else:
+        assert found["meshslice"] <= 1.03 * min(filter(None, found.values()))
