@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from mstrain.cli.fields import build
 from mstrain.models.config import ModelConfig
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.1, 1.0  # of the peers of mstrain, which has its defaults
@@ -29,8 +30,7 @@ class Task:
 
     @staticmethod
     def from_json(text: str) -> "Task":
-        values = json.loads(text)
-        return Task(**values | {"model": ModelConfig(**values["model"])})
+        return build(Task, json.loads(text))
 
 
 @dataclasses.dataclass(frozen=True)

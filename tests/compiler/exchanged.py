@@ -1,0 +1,65 @@
+"""How much of the exchange of tokens runs beside compute in a compiled layer with experts.
+
+    python -m tests.compiler.exchanged v5p-16 expert8-row1-col1 collective slices=2 batch=8 [OPTION=VALUE ...]
+
+compiles one block of `model` (mixtral_8x7b) with its gradients, `batch` sequences of 4096 tokens, and prints for each
+kind of collective and its axes: their number, how many are asynchronous, their time and the share of it beside compute.
+`dump=FOLDER` keeps the program; other keys are XLA options.
+"""
+
+import collections
+import dataclasses
+import sys
+
+import jax.numpy as jnp
+
+from mstrain.compiler import compile_program, make_target, predict
+from mstrain.compiler.compile import Compiled
+from mstrain.compiler.schedule import Schedule
+from mstrain.hardware import compiler_options
+from mstrain.models.parallel import ParallelConfig
+from mstrain.models.plan import make_plan
+from mstrain.models.zoo import load_preset
+from mstrain.program.parts import layer_program
+
+SEQ = 4096
+
+
+def compile_layer(
+    target: str, mesh: str, algorithm: str, model: str, batch: int, slices: str, options, dump
+) -> Compiled:
+    place = make_target(target, mesh)
+    config = dataclasses.replace(load_preset(model), layers=1)
+    parallel, chip = ParallelConfig(algorithm, expert_slices=slices), place.tpu_slice.chip
+    plan = make_plan(parallel, config, place.mesh, batch, SEQ, chip)
+    program = layer_program(config, plan.groups[0][0], batch * SEQ, SEQ, jnp.bfloat16)
+    return compile_program(program, place, compiler_options(chip, plan.algorithm) | options, dump)
+
+
+def shares(schedule: Schedule) -> dict[tuple[str, tuple[str, ...]], list]:
+    """Of all collectives, by kind and axes: [number, asynchronous, seconds, seconds beside compute]."""
+    found: dict = collections.defaultdict(lambda: [0, 0, 0.0, 0.0])
+    for t in schedule.transfers:
+        row = found[t.collective.kind, t.collective.axes]
+        for i, value in enumerate((1, int(t.asynchronous), t.end - t.begin, t.hidden)):
+            row[i] += value
+    return found
+
+
+def main(target: str, mesh: str, algorithm: str, *keys: str) -> None:
+    given: dict = {"model": "mixtral_8x7b", "batch": 8, "slices": "auto", "dump": None}
+    for name, _, value in (key.partition("=") for key in keys):
+        given[name] = {"true": True, "false": False}.get(value, int(value) if value.isdecimal() else value)
+    model, batch, slices, dump = (given.pop(name) for name in ("model", "batch", "slices", "dump"))
+    program = compile_layer(target, mesh, algorithm, model, batch, str(slices), given, dump)
+    schedule = predict(program)
+    print(f"{model} on {target} {mesh} {algorithm} batch={batch} slices={slices} {given or ''}: "
+          f"{1e3 * schedule.seconds:.2f} ms, {1e3 * schedule.exposed:.2f} exposed, {program.memory}, "
+          f"{program.seconds:.0f} s to compile")  # fmt: skip
+    for (kind, axes), (number, free, seconds, hidden) in sorted(shares(schedule).items()):
+        print(f"{kind} along {', '.join(axes)}: {number}, {free} asynchronous, {1e3 * seconds:.2f} ms, "
+              f"{hidden / seconds:.0%} beside compute")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
