@@ -43,7 +43,7 @@ def sum_products(a_MxK, b_MxN, sizes_E, platform: str, dtype=jnp.float32) -> jax
 
 
 def multiply_by_kernel(a_MxK, w, sizes_E, transposed: bool, dtype=jnp.float32, interpret: bool = False) -> jax.Array:
-    """`multiply` by Megablox; `interpret` runs it where there is no TPU."""
+    """`multiply` by Megablox; `interpret` runs it on other platforms than TPUs."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm  # here, because it imports Pallas
 
     (a,), rows = _padded(a_MxK), len(a_MxK)
@@ -52,7 +52,7 @@ def multiply_by_kernel(a_MxK, w, sizes_E, transposed: bool, dtype=jnp.float32, i
 
 
 def sum_by_kernel(a_MxK, b_MxN, sizes_E, dtype=jnp.float32, interpret: bool = False) -> jax.Array:
-    """`sum_products` by Megablox; `interpret` runs it where there is no TPU."""
+    """`sum_products` by Megablox; `interpret` runs it on other platforms than TPUs."""
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm  # here, because it imports Pallas
 
     a, b = _padded(a_MxK, b_MxN)

@@ -189,7 +189,7 @@ class LatentAttention(nn.Module):
         return x_TxF[:, : count * width].reshape(-1, seq, count, width)
 
     def _real(self):
-        """Whether each head of this column is no padding."""
+        """Which heads of this column are in the model, and not padding."""
         count = self.sizes.heads.queries_here
         first = axis_index(self.plans.inside.features) * count
         return jax.lax.dynamic_slice_in_dim(jnp.asarray(self.sizes.heads.order >= 0), first, count)

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from mstrain.gemm.copies import copies_of, data_dim, gathered_spec, sum_copies
 from mstrain.layers.parameter import is_stored
 from mstrain.models.plan import BlockPlan
-from mstrain.models.products import HALVES, MLP
+from mstrain.models.products import HALVES, MLP, SHARED
 from mstrain.models.sharding import gather_parameter, is_kernel, sharded_box, to_shard
 
 
@@ -150,7 +150,7 @@ class _Layers:
         return functools.reduce(operator.getitem, keys, self.shardings)
 
     def _has_sink(self, keys) -> bool:
-        half = MLP if keys[0] == "shared" else keys[0]
+        half = MLP if keys[0] == SHARED else keys[0]
         if half not in HALVES or keys[-1] != "kernel" or data_dim(self._of(keys).spec) is None:
             return False
         return getattr(self.plan, half).into.kind.product is None

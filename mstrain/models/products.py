@@ -11,6 +11,7 @@ from mstrain.models.config import ModelConfig
 from mstrain.parallel.dataflow import Projection
 
 HALVES = ATTENTION, MLP = "attention", "mlp"  # of a block; each has a product into it and one out of it
+SHARED = "shared"  # the MLP of the experts of a block that compute every token
 DENSE = "dense mlp"  # in the place of MLP in the first, dense layers of a model with experts
 
 

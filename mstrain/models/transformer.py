@@ -26,12 +26,12 @@ from mstrain.layers.rotary import GLOBAL, Rotary
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import BlockPlan, ModelPlan
 from mstrain.models.prefetch import extend_layers, scan_layers
+from mstrain.models.products import SHARED
 from mstrain.models.remat import policy_of
 from mstrain.models.staged import StageLayers
 
 REMAT = ("none", "dots", "full")  # what the planner searches; `mstrain.models.remat` has all
 DENSE = "dense"  # prefix of the parameters of first, dense layers; `dense_0` in canonical form, too
-SHARED = "shared"  # experts of a block
 
 
 class Block(nn.Module):

@@ -77,7 +77,7 @@ class Saver:
             step, self._pending = self._pending, None
             if self._attempt(step, self._checkpoints.wait, waiting=True):
                 self._failures = 0
-                if step > 0:  # step 0 is no longer needed; see `mstrain.training.previous`
+                if step > 0:  # a later step replaces step 0; see `mstrain.training.previous`
                     self._checkpoints.delete(0)
 
     def _attempt(self, step: int, action, waiting: bool = False) -> bool:

@@ -21,19 +21,28 @@ from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import make_plan
 from mstrain.models.zoo import load_preset
 from mstrain.program.parts import layer_program
+from tests.compiler.arguments import read_arguments
 
 SEQ = 4096
 
 
-def compile_layer(
-    target: str, mesh: str, algorithm: str, model: str, batch: int, slices: str, options, dump
-) -> Compiled:
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """What is compiled: `slices` of the exchange, and the folder in which the program is left."""
+
+    model: str = "mixtral_8x7b"
+    batch: int = 8
+    slices: str = "auto"
+    dump: str | None = None
+
+
+def compile_layer(target: str, mesh: str, algorithm: str, keys: Keys, options) -> Compiled:
     place = make_target(target, mesh)
-    config = dataclasses.replace(load_preset(model), layers=1)
-    parallel, chip = ParallelConfig(algorithm, expert_slices=slices), place.tpu_slice.chip
-    plan = make_plan(parallel, config, place.mesh, batch, SEQ, chip)
-    program = layer_program(config, plan.groups[0][0], batch * SEQ, SEQ, jnp.bfloat16)
-    return compile_program(program, place, compiler_options(chip, plan.algorithm) | options, dump)
+    config = dataclasses.replace(load_preset(keys.model), layers=1)
+    parallel, chip = ParallelConfig(algorithm, expert_slices=keys.slices), place.tpu_slice.chip
+    plan = make_plan(parallel, config, place.mesh, keys.batch, SEQ, chip)
+    program = layer_program(config, plan.groups[0][0], keys.batch * SEQ, SEQ, jnp.bfloat16)
+    return compile_program(program, place, compiler_options(chip, plan.algorithm) | options, keys.dump)
 
 
 def shares(schedule: Schedule) -> dict[tuple[str, tuple[str, ...]], list]:
@@ -46,14 +55,11 @@ def shares(schedule: Schedule) -> dict[tuple[str, tuple[str, ...]], list]:
     return found
 
 
-def main(target: str, mesh: str, algorithm: str, *keys: str) -> None:
-    given: dict = {"model": "mixtral_8x7b", "batch": 8, "slices": "auto", "dump": None}
-    for name, _, value in (key.partition("=") for key in keys):
-        given[name] = {"true": True, "false": False}.get(value, int(value) if value.isdecimal() else value)
-    model, batch, slices, dump = (given.pop(name) for name in ("model", "batch", "slices", "dump"))
-    program = compile_layer(target, mesh, algorithm, model, batch, str(slices), given, dump)
+def main(target: str, mesh: str, algorithm: str, *arguments: str) -> None:
+    keys, options = read_arguments(Keys, arguments)
+    program = compile_layer(target, mesh, algorithm, keys, options)
     schedule = predict(program)
-    print(f"{model} on {target} {mesh} {algorithm} batch={batch} slices={slices} {given or ''}: "
+    print(f"{keys.model} on {target} {mesh} {algorithm} batch={keys.batch} slices={keys.slices} {options or ''}: "
           f"{1e3 * schedule.seconds:.2f} ms, {1e3 * schedule.exposed:.2f} exposed, {program.memory}, "
           f"{program.seconds:.0f} s to compile")  # fmt: skip
     for (kind, axes), (number, free, seconds, hidden) in sorted(shares(schedule).items()):

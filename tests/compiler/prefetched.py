@@ -9,6 +9,7 @@ the share of their time beside compute, and that with neither compute nor a coll
 """
 
 import collections
+import dataclasses
 import sys
 
 import jax.numpy as jnp
@@ -23,20 +24,31 @@ from mstrain.models.plan import ParallelConfig, make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.step import step_program
+from tests.compiler.arguments import read_arguments
 
 SEQ, VOCABULARY = 2048, 512
 
 
-def compile_step(target: str, mesh: str, algorithm: str, width: int, layers: int, options, dump=None) -> Compiled:
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """Sizes of the model, and the folder in which the program is left."""
+
+    width: int = 4096
+    layers: int = 4
+    dump: str | None = None
+
+
+def compile_step(target: str, mesh: str, algorithm: str, keys: Keys, options) -> Compiled:
     place = make_target(target, mesh)
-    model = ModelConfig(layers=layers, width=width, heads=width // 128, position="alibi", vocab_size=VOCABULARY)
+    width = keys.width
+    model = ModelConfig(layers=keys.layers, width=width, heads=width // 128, position="alibi", vocab_size=VOCABULARY)
     batch = place.mesh.size
     plan = make_plan(ParallelConfig(algorithm), model, place.mesh, batch, SEQ, place.tpu_slice.chip, shard="parameters")
     module = Transformer(model, plan, SEQ, jnp.bfloat16, "full")
     optimizer = make_optimizer(OptimizerConfig().for_width(width))
     step = step_program(module, optimizer, batch)
     chosen = compiler_options(place.tpu_slice.chip, plan.algorithm) | options
-    return compile_program(step, place, chosen, dump)
+    return compile_program(step, place, chosen, keys.dump)
 
 
 def shares(schedule: Schedule, text: str) -> dict[tuple[str, str, str], list]:
@@ -74,14 +86,11 @@ def merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def main(target: str, mesh: str, algorithm: str, *keys: str) -> None:
-    given: dict = {"width": 4096, "layers": 4}
-    for name, _, value in (key.partition("=") for key in keys):
-        given[name] = {"true": True, "false": False}.get(value, int(value) if value.isdecimal() else value)
-    sizes, dump = {name: given.pop(name) for name in ("width", "layers")}, given.pop("dump", None)
-    program = compile_step(target, mesh, algorithm, **sizes, options=given, dump=dump)
+def main(target: str, mesh: str, algorithm: str, *arguments: str) -> None:
+    keys, options = read_arguments(Keys, arguments)
+    program = compile_step(target, mesh, algorithm, keys, options)
     schedule = predict(program)
-    print(f"{target} {mesh} {algorithm} {sizes}: {1e3 * schedule.seconds:.2f} ms, "
+    print(f"{target} {mesh} {algorithm} width={keys.width} layers={keys.layers}: {1e3 * schedule.seconds:.2f} ms, "
           f"{1e3 * schedule.exposed:.2f} exposed, {program.seconds:.0f} s to compile")  # fmt: skip
     for key, (number, free, seconds, hidden, alone) in sorted(shares(schedule, program.text).items()):
         print(f"{' '.join(key)}: {number}, {free} asynchronous, {1e3 * seconds:.2f} ms, {hidden / seconds:.0%} beside "
