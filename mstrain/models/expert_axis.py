@@ -7,6 +7,7 @@ from mstrain.hardware import Chip, collective_seconds
 from mstrain.hardware.constants import Constants, constants_for
 from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
+from mstrain.models.flops import mlp_parameters
 from mstrain.models.parallel import ParallelConfig, parse_slices
 from mstrain.parallel.token_exchange import TokenExchange
 
@@ -77,7 +78,7 @@ def token_exchange(
     grid, link = into.grid, known.row.permute
     tensor, columns = grid.num_rows * grid.num_cols, grid.size(into.input_layout.features)
     sent = MARGIN * tokens * model.experts_per_token * model.width / columns
-    expert = model.width * model.mlp_dim * (3 if model.gated else 2)
+    expert = mlp_parameters(model, model.mlp_dim)
     weights = (model.experts or 1) / grid.expert_parts * expert / tensor
     return TokenExchange(
         way=BYTES * sent * grid.expert_parts / (4 * link.bandwidth),

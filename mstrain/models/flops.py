@@ -27,13 +27,16 @@ def matmul_parameters(model: ModelConfig) -> int:
 
     Raises ValueError if the vocabulary is left to the tokenizer.
     """
-    mlp, dense = (
-        (3 if model.gated else 2) * model.width * hidden for hidden in (model.mlp_dim, model.dense_mlp_dim or 0)
-    )
+    mlp, dense = (mlp_parameters(model, hidden) for hidden in (model.mlp_dim, model.dense_mlp_dim or 0))
     if model.experts:
         mlp = (model.experts_per_token + model.shared_experts) * mlp + model.width * model.experts
     mlps = model.dense_layers * dense + (model.layers - model.dense_layers) * mlp
     return model.layers * _attention_parameters(model) + mlps + model.width * model.known_vocab_size
+
+
+def mlp_parameters(model: ModelConfig, hidden: int) -> int:
+    """Number of parameters of the products of one MLP, or of one expert, with `hidden` hidden features."""
+    return (3 if model.gated else 2) * model.width * hidden
 
 
 def _attention_parameters(model: ModelConfig) -> int:

@@ -18,6 +18,7 @@ import jax
 from mstrain.gemm.expert_exchange import MARGIN
 from mstrain.layers.loss import cut_logits
 from mstrain.models.config import ModelConfig
+from mstrain.models.flops import mlp_parameters
 from mstrain.models.parameters import canonical_model_shapes
 from mstrain.models.size import count_parameters
 from mstrain.planner.layer import fused_attention
@@ -84,7 +85,7 @@ class Count(NamedTuple):
 def stage_parameters(model: ModelConfig, layers: int, first: bool, last: bool) -> Count:
     """Of a stage with so many layers; a table that is tied is on both ends of a pipeline."""
     layer, embedding, head = parameter_counts(model)
-    experts = (model.experts or 0) * model.width * model.mlp_dim * (3 if model.gated else 2)
+    experts = (model.experts or 0) * mlp_parameters(model, model.mlp_dim)
     outside = first * embedding + (last and not (first and model.tied)) * head
     return Count(layers * (layer - experts), layers * experts, outside)
 

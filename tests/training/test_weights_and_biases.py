@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -91,5 +92,8 @@ def test_the_client_itself_writes_a_run_offline(tmp_path, monkeypatch):
     run.scalars(1, {"train/loss": 4.5})
     run.retry()
     (written,) = tmp_path.glob(f"wandb/offline-run-*/run-{(tmp_path / FILE).read_text()}.wandb")
+    deadline = time.monotonic() + 30  # its service may close the file after finish() has returned
+    while written.stat().st_size < 100 and time.monotonic() < deadline:
+        time.sleep(0.05)
     content = written.read_bytes()
     assert b"train/loss" in content and b"4.5" in content and b"tiny" in content
