@@ -13,11 +13,8 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-import numpy as np
-
 from mstrain.hardware import Link
 from mstrain.hardware.constants import AxisLinks
-from mstrain.simulator.placement import Placement
 
 GIGABIT = 1.25e8  # bytes
 
@@ -62,10 +59,6 @@ class Network(ABC):
         """The paths over which a ring sends equal parts from one member to the next."""
         return (self.path(here, there),)
 
-    def alike(self, placement: Placement) -> bool:
-        """Whether all tensor ranks and data replicas of a placed plan see the same links."""
-        return False
-
     def link(self, kind: str, members: Sequence[int]) -> Link:
         """The link of a collective of `kind` on the ring through `members` in order.
 
@@ -99,9 +92,6 @@ class Switch(Network):
     latency: float = 0.0
     launch: float = 0.0
 
-    def alike(self, placement: Placement) -> bool:
-        return True
-
     def path(self, source: int, destination: int) -> Path:
         wires = Wire(source, "link out", self.bandwidth), Wire(destination, "link in", self.bandwidth)
         return Path(wires, self.bandwidth, self.launch + self.latency)
@@ -120,9 +110,6 @@ class Axes(Network):
     sizes: tuple[int, ...]
     links: tuple[AxisLinks, ...]
     ring: AxisLinks | None = None
-
-    def alike(self, placement: Placement) -> bool:
-        return True
 
     def _axis(self, source: int, destination: int) -> int:
         distance = abs(source - destination)
@@ -157,12 +144,3 @@ class Cluster:
     @classmethod
     def homogeneous(cls, num_devices: int, device: Device, network: Network) -> Cluster:
         return cls((device,) * num_devices, network)
-
-    def ranks_alike(self, placement: Placement) -> bool:
-        """Whether one rank of one replica represents all: same links, same devices per stage."""
-        degrees = placement.degrees
-        every = np.divmod(np.arange(degrees.data * degrees.tensor), degrees.tensor)
-        workers = (placement.worker(*every, stage).tolist() for stage in range(degrees.pipeline))
-        # By identity first: hashing a device takes longer than comparing its id.
-        kinds = ({id(self.devices[device]): self.devices[device] for device in mine} for mine in workers)
-        return self.network.alike(placement) and all(len(set(mine.values())) == 1 for mine in kinds)

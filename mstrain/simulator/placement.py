@@ -36,12 +36,13 @@ class Degrees:
     def world(self) -> int:
         return self.data * self.tensor * self.pipeline
 
-    def rank_groups(self) -> list[np.ndarray]:
-        """By axis, (groups, members): the tensor ranks, numbered replica by replica, that an operation involves."""
-        ranks = np.arange(self.data * self.tensor).reshape(self.data, self.rows, self.cols)
-        replicas, own = ranks.reshape(self.data, -1), ranks.reshape(-1, 1)
-        by_column = ranks.swapaxes(1, 2).reshape(-1, self.rows)
-        return [own, replicas, replicas.T, own, by_column, ranks.reshape(-1, self.cols), own[:1]]
+    def members(self, axis: int) -> np.ndarray:
+        """The tensor ranks, numbered replica by replica, that an operation of the first one along `axis` involves."""
+        first, count = {
+            LOCAL: (1, 1), SEND: (1, 1), TENSOR: (1, self.tensor), DATA: (self.tensor, self.data),
+            ROW: (self.cols, self.rows), COL: (1, self.cols),
+        }[axis]  # fmt: skip
+        return first * np.arange(count)
 
 
 @dataclass(frozen=True)

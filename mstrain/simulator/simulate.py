@@ -156,11 +156,8 @@ def simulate(program: Program, cluster: Cluster, rules: Rules = CORRECTED) -> Si
     return Simulation(program, rules, tuple(lanes), start, end, lane_end, action, held, seconds)
 
 
-def place(step: Step, cluster: Cluster, rules: Rules, everything: bool = False) -> Program:
-    """The program of `step` on the workers of `cluster`.
-
-    One representative rank where all are alike; every device where they are not, or with `everything`.
-    """
+def place(step: Step, cluster: Cluster, rules: Rules) -> Program:
+    """The program of `step` on the workers of `cluster`. Raises ValueError when there are too few."""
     placement = Placement(step.degrees, rules.axis_order, rules.first)
     workers = range(placement.first, placement.first + step.degrees.world)
     if workers.stop > len(cluster.devices):
@@ -168,10 +165,9 @@ def place(step: Step, cluster: Cluster, rules: Rules, everything: bool = False) 
             f"{step.degrees} needs devices {workers.start} to {workers.stop - 1}, the cluster has "
             f"{len(cluster.devices)}; lower the degrees" + (" (device 0 is the root)" if rules.first else "")
         )
-    everything = everything or bool(step.groups) or not cluster.ranks_alike(placement)
-    return step.expand(placement) if everything else step.representative(placement)
+    return step.program(placement)
 
 
-def simulate_step(step: Step, cluster: Cluster, rules: Rules = CORRECTED, everything: bool = False) -> Simulation:
+def simulate_step(step: Step, cluster: Cluster, rules: Rules = CORRECTED) -> Simulation:
     """Simulate a step as `place` puts it on the cluster. Raises ValueError when the cluster is too small."""
-    return simulate(place(step, cluster, rules, everything), cluster, rules)
+    return simulate(place(step, cluster, rules), cluster, rules)

@@ -21,11 +21,11 @@ from research.distir.transform_mlp import mlp_step, schedule_name
 
 def simulate_mlp(
     mlp: Mlp, degrees: Degrees, cluster: Cluster, rules: str | RuleSet = "corrected",
-    options: StepOptions = StepOptions(), everything: bool = False,
+    options: StepOptions = StepOptions(),
 ) -> Simulation:  # fmt: skip
     """Simulate a training step of `mlp`. Raises ValueError, with the fix, for a plan that does not fit."""
     rules = rule_set(rules)
-    return simulate_step(mlp_step(mlp, degrees, rules, options), cluster, rules, everything)
+    return simulate_step(mlp_step(mlp, degrees, rules, options), cluster, rules)
 
 
 def degrees_grid(world: int, batch: int) -> Iterator[Degrees]:

@@ -32,15 +32,11 @@ class Mlp:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Choices beside the degrees; None: those of the rule set.
-
-    `loaded=False` (rules=notebook only) starts with the untransformed inputs on the root device.
-    """
+    """Choices beside the degrees; None: those of the rule set."""
 
     schedule: str | None = None
     optimizer: bool = True
     gather_outputs: bool | None = None
-    loaded: bool = True
 
 
 def check_mlp(mlp: Mlp, degrees: Degrees, rules: RuleSet) -> None:

@@ -12,7 +12,7 @@ from math import prod
 
 from mstrain.parallel.schedules import FORWARD
 from mstrain.simulator.pipeline import PipelineStep
-from mstrain.simulator.placement import DATA, GROUP, LOCAL, SEND, TENSOR, Degrees, Placement
+from mstrain.simulator.placement import DATA, LOCAL, TENSOR, Degrees
 from mstrain.simulator.program import OpSpec
 from mstrain.simulator.replicas import Step
 from mstrain.simulator.slots import RankOp, Slots
@@ -61,11 +61,6 @@ class MlpStep(PipelineStep):
         ops.append(RankOp(spec, axis, stage, tuple(inputs), tuple(made), peer))
         return made
 
-    def _load(self, ops, shape: Shape, stage: int) -> None:
-        # Unloaded steps start with everything on stage 0 and fetch what another stage needs just before use.
-        if not self.options.loaded and stage:
-            self._op(ops, "Send", (shape,), 0, (), axis=SEND, peer=stage)
-
     def _out(self, layer: int) -> Shape:
         return self.rows, self.shapes[layer][1]
 
@@ -83,8 +78,6 @@ class MlpStep(PipelineStep):
         stage = self.stage(chunk)
         for j in range(*self.bounds[chunk]):
             weight, out, value = self.shapes[j], self._out(j), self._input(j)
-            if first:
-                self._load(ops, weight, stage)
             shapes = (self.rows, weight[0]), weight
             (y,) = self._op(ops, "MatMul", shapes, stage, (value, self.weights[j]), (("y", j), out))
             if self.degrees.tensor > 1 and j % 2:
@@ -98,7 +91,6 @@ class MlpStep(PipelineStep):
     def _loss(self, ops: list[RankOp], stage: int, first: bool) -> None:
         shape, scalar = (self.rows, self.mlp.output_dim), not self.rules.original
         inputs, loss_shape = (self.values["a", self.mlp.layers - 1], self.z, *self.count), (1,) if scalar else shape
-        self._load(ops, shape, stage)
         (loss,) = self._op(ops, "Loss", (shape,), stage, inputs, ("loss", loss_shape))
         self._total(ops, "l", loss, loss_shape, stage, first, "Add" if scalar else "Concat")
         self._op(ops, "LossGrad", (shape,), stage, inputs, ("loss gradient", shape))
@@ -147,8 +139,8 @@ class MlpStep(PipelineStep):
 
     def variant(self, chunk: int, direction: int, microbatch: int) -> tuple[bool, ...]:
         first = microbatch == 0
-        if direction == FORWARD:  # for the loss and for loading; elsewhere all are alike
-            return (first and (chunk == self.chunks - 1 or not self.options.loaded),)
+        if direction == FORWARD:  # for the loss; elsewhere all are alike
+            return (first and chunk == self.chunks - 1,)
         return first, self.rules.gradients_early and microbatch == self.degrees.microbatches - 1
 
     def messages(self, chunk: int, other: int, direction: int) -> list[tuple[OpSpec, int, int]]:
@@ -181,31 +173,6 @@ class MlpStep(PipelineStep):
             layers = [layer for layer, its_stage in enumerate(self.stage_of) if its_stage == stage]
             inputs = (*(self.weights[layer] for layer in layers), *(self.totals[layer] for layer in layers))
             self._op(ops, "SGD", tuple(self.shapes[layer] for layer in layers), stage, inputs)
-        return ops
-
-    def begin(self) -> list[RankOp]:
-        """Without `loaded`: distributes the inputs from the root to stage 0 of every rank."""
-        if self.options.loaded:
-            return []
-        d, h = self.degrees.data, self.degrees.tensor
-        worker = Placement(self.degrees, self.rules.axis_order, 1).worker
-        inputs = [(self.mlp.batch, self.mlp.input_dim), (self.mlp.batch, self.mlp.output_dim)]
-        full = inputs + [self.mlp.dims(layer) for layer in range(self.mlp.layers)]
-        ops: list[RankOp] = []
-
-        def add(kind: str, shape: Shape, *members: int) -> None:
-            group = self.groups.setdefault(members, len(self.groups))
-            self._op(ops, kind, (shape,), 0, (), axis=GROUP, peer=group)
-
-        first = [worker(i, 0, 0) for i in range(d)]
-        for n, shape in enumerate(full):
-            add("Send" if d == 1 else "Scatter" if n < 2 else "Broadcast", shape, 0, *first)
-        for i in range(d if h > 1 else 0):
-            for n, shape in enumerate(full):
-                add("Broadcast" if n < 2 else "Scatter", shape, *(worker(i, j, 0) for j in range(h)))
-        for rank in range(d * h if self.degrees.pipeline > 1 else 0):
-            for shape in inputs:
-                add("Split", shape, worker(*divmod(rank, h), 0))
         return ops
 
 

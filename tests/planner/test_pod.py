@@ -43,6 +43,7 @@ from mstrain.simulator.costs import PRODUCTS, operation_work
 from mstrain.simulator.simulate import simulate_step
 from mstrain.timeline import device_use
 from tests.planner.plans import ask, cost, pod_plan
+from tests.simulator.everything import simulate_everything
 from tests.simulator.measures import num_events, op_counts
 
 MODEL = dataclasses.replace(load_preset("gpt3_1_3b"), layers=8)
@@ -245,7 +246,7 @@ def test_one_rank_represents_all():
     request = config_for(model, cluster="v4-32", batch=32, seq=64)
     whole = cost(request, pod_plan(2, "meshslice", 2, 2, 2, 4, "dots"))
     step, cluster = transformer_step(request, whole), plan_cluster(request, whole)
-    one, every = simulate_step(step, cluster), simulate_step(step, cluster, everything=True)
+    one, every = simulate_step(step, cluster), simulate_everything(step, cluster)
     assert len(every.program.devices) == 16 and len(one.program.devices) == 2
     assert one.seconds == pytest.approx(every.seconds, rel=1e-12)
     assert op_counts(one.program) == op_counts(every.program)

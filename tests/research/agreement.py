@@ -32,6 +32,7 @@ from research.distir.mlp import Mlp
 from research.distir.transform_mlp import mlp_step
 from tests.research.distir.cases import figures, simulations
 from tests.research.metis.cases import CaseFiles, search_figures
+from tests.simulator.everything import expand
 from tests.simulator.networks import Pairs
 
 
@@ -77,7 +78,7 @@ def speed() -> None:
     device, degrees = Device(1e14, 1.2e12), Degrees(4, 4, 4, 16)
     bandwidths = 25e9 * np.random.default_rng(0).uniform(0.5, 1.0, (64, 64))
     pairs = Cluster.homogeneous(64, device, Pairs((bandwidths + bandwidths.T) / 2))
-    program = mlp_step(Mlp.square(64, 1024, 4096), degrees).expand(Placement(degrees))
+    program = expand(mlp_step(Mlp.square(64, 1024, 4096), degrees), Placement(degrees))
     rate("64 devices, no two links alike", lambda: simulate(program, pairs))
     for name, degrees, mlp in (
         ("1,024 devices alike", Degrees(16, 16, 4, 16), Mlp.square(64, 8192, 8192, 2)),

@@ -9,7 +9,6 @@ from math import prod
 import numpy as np
 
 from mstrain.simulator.cluster import Network, Path, Wire
-from mstrain.simulator.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -28,15 +27,6 @@ class Torus(Network):
 
     def hops(self, here: int, there: int) -> tuple[Path, Path]:
         return self.path(here, there), self.path(there, here)  # half of a ring's data goes each way round
-
-    def alike(self, placement: Placement) -> bool:
-        # Shifts along a closed dim map the plan to itself when every parallel axis is one whole dim.
-        sizes = [getattr(placement.degrees, axis) for axis in placement.order]
-        return (
-            self.wrap
-            and placement.first == 0
-            and [size for size in sizes if size > 1] == [size for size in self.shape if size > 1]
-        )
 
     def _step(self, device: int, dim: int, positive: bool) -> int:
         """The neighbour of `device` along `dim`."""

@@ -236,7 +236,7 @@ def simulate_mixed(plan: Plan, options: PlanOptions, hosts: Hosts, clock: Clock 
     cluster = mixed_cluster(hosts, options.latency_ms)
     assert isinstance(cluster.network, Nodes)
     writer = MixedStep(plan, options, hosts, cluster.network, count)
-    program = writer.write(schedule(options.schedule, stages, count, stages)).expand(Placement(writer.degrees))
+    program = writer.write(schedule(options.schedule, stages, count, stages)).program(Placement(writer.degrees))
     (clock or Clock()).check(len(program.spec))
     result = simulate(program, cluster)
     slowest = max(stage.stage_ms for stage in plan.stages)

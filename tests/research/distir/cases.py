@@ -11,7 +11,9 @@ from research.distir.mlp import Mlp, StepOptions
 from research.distir.rules import DISTIR_NAMES, RULES, RuleSet, rule_set
 from research.distir.transform_mlp import mlp_step
 from tests.research.distir.gpt import GptStack, gpt_step
+from tests.research.distir.unloaded import unloaded_step
 from tests.simulator.builder import ProgramBuilder
+from tests.simulator.everything import expand, simulate_everything
 from tests.simulator.measures import communication_fraction, device_seconds, num_events, op_counts
 
 ELEMENT_BYTES = {"fp16": 2, "fp32": 4}
@@ -41,7 +43,6 @@ def plan_of_case(case: dict):
     )
     options = StepOptions(
         optimizer=given.get("optimizer", False),
-        loaded=given.get("filtered", True),
         gather_outputs=not given.get("skip_allgathers", True),
     )
     # Device 0 keeps the default hardware; untransformed programs run on it.
@@ -49,7 +50,8 @@ def plan_of_case(case: dict):
         (ROOT[case["rules"]],) + (device_of(given),) * degrees.world, Switch(given["bandwidth_gbps"] * GIGABIT)
     )
     placement = Placement(degrees, rules.axis_order, 1 if given["transformed"] else 0)
-    return mlp_step(mlp, degrees, rules, options), placement, cluster, rules, mlp.batch
+    make = mlp_step if given.get("filtered", True) else unloaded_step
+    return make(mlp, degrees, rules, options), placement, cluster, rules, mlp.batch
 
 
 def simulations(case: dict) -> list[tuple[Simulation, int | None]]:
@@ -63,18 +65,18 @@ def simulations(case: dict) -> list[tuple[Simulation, int | None]]:
         step = gpt_step(GptStack(given["n_layer"], given["d_embd"], given["rows"]), degrees_of(given))
         network = Switch(given["bandwidth_gbps"] * GIGABIT)
         cluster = Cluster.homogeneous(step.degrees.world + 1, device_of(given), network)
-        return [(simulate_step(step, cluster, rules, everything), given["rows"]) for everything in (False, True)]
+        return [(run(step, cluster, rules), given["rows"]) for run in (simulate_step, simulate_everything)]
     if "layers" not in given:
         raise ValueError(f"experiment {kind!r}: known are perceptrons, GPT-like stacks and {', '.join(PROGRAMS)}")
     step, placement, cluster, rules, batch = plan_of_case(case)
-    programs = [step.expand(placement)] + ([step.representative(placement)] if not step.groups else [])
+    programs = [expand(step, placement)] + ([step.program(placement)] if not step.groups else [])
     return [(simulate(program, cluster, rules), batch) for program in programs]
 
 
 def unfiltered_operations(case: dict) -> int:
     """Operations of a perceptron's step with those that load its inputs."""
     step, placement, *_ = plan_of_case({**case, "inputs": {**case["inputs"], "filtered": False}})
-    return step.expand(placement).num_ops
+    return expand(step, placement).num_ops
 
 
 def figures(result: Simulation, batch: int | None, wanted: dict) -> dict:
@@ -178,7 +180,7 @@ def tiny_step() -> Simulation:
     """Four layers of 4x4 over two stages."""
     step = mlp_step(Mlp.square(4, 4, 8), Degrees(pipeline=2, microbatches=2), "head", StepOptions(gather_outputs=False))
     cluster = Cluster.homogeneous(3, Device(1.4e13, 9e11), Switch(25 * GIGABIT))
-    return simulate(step.expand(Placement(step.degrees, first=1)), cluster, rule_set("head"))
+    return simulate(expand(step, Placement(step.degrees, first=1)), cluster, rule_set("head"))
 
 
 def measured_row(table: dict, row: dict) -> Simulation:
@@ -187,7 +189,7 @@ def measured_row(table: dict, row: dict) -> Simulation:
     mlp = Mlp.square(row["layers"], row["hidden_dim"], row["batch"])
     network = Switch(table["bandwidth_gbps"] * GIGABIT)
     cluster = Cluster.homogeneous(degrees.world + 1, device_of(table), network)
-    return simulate(mlp_step(mlp, degrees, rules).expand(Placement(degrees, first=1)), cluster, rules)
+    return simulate(expand(mlp_step(mlp, degrees, rules), Placement(degrees, first=1)), cluster, rules)
 
 
 def scaling_row(row: dict) -> Simulation:
@@ -196,4 +198,4 @@ def scaling_row(row: dict) -> Simulation:
     shape = Mlp(row["layers"], *[row["dim"]] * 3, row["batch"], bytes_of)
     step = mlp_step(shape, rules=row["rules"], options=StepOptions(optimizer=False))
     cluster = Cluster.homogeneous(1, ROOT[row["rules"]], Switch(1.0))
-    return simulate(step.expand(Placement(Degrees())), cluster, rule_set(row["rules"]))
+    return simulate(expand(step, Placement(Degrees())), cluster, rule_set(row["rules"]))

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from mstrain.hardware import Link
 from mstrain.hardware.link import ring_seconds
-from mstrain.simulator.cluster import Cluster, Device, Switch
-from mstrain.simulator.placement import Degrees, Placement
+from mstrain.simulator.cluster import Switch
 from research.distir.rules import mean_bandwidth
 from tests.simulator.networks import Pairs, Torus
 
@@ -86,17 +85,3 @@ def test_missing_link_says_what_to_add():
     for ask in (lambda: pairs.path(1, 2), lambda: mean_bandwidth(pairs, (0, 1, 2))):
         with pytest.raises(ValueError, match=r"add \(\d, 2, bytes_per_second\)"):
             ask()
-
-
-def test_ranks_are_alike_behind_a_switch_or_when_each_axis_is_a_torus_dim():
-    fast, slow = Device(2.0, 1.0), Device(1.0, 1.0)
-    plan = Placement(Degrees(data=3, tensor=2, pipeline=2), ("pipeline", "data", "tensor"))
-
-    def alike(network, devices=(fast,) * 12):
-        return Cluster(devices, network).ranks_alike(plan)
-
-    assert alike(Switch(1.0)) and alike(Torus((2, 3, 2), 1.0)) and alike(Torus((2, 1, 3, 2), 1.0))
-    assert alike(Switch(1.0), (fast,) * 6 + (slow,) * 6)
-    assert not alike(Switch(1.0), (fast,) * 11 + (slow,))
-    assert not alike(Torus((3, 2, 2), 1.0)) and not alike(Torus((2, 3, 2), 1.0, wrap=False))
-    assert not alike(Torus((2, 6), 1.0)) and not alike(Pairs(np.ones((12, 12))))

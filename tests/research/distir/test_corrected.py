@@ -10,13 +10,14 @@ import pytest
 from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees
 from mstrain.simulator.program import OpSpec
-from mstrain.simulator.simulate import simulate
+from mstrain.simulator.simulate import simulate, simulate_step
 from mstrain.timeline import device_use, exposed_communication
 from research.distir.grid import simulate_mlp
 from research.distir.mlp import Mlp, StepOptions
 from research.distir.rules import RULES, rule_set
 from research.distir.transform_mlp import mlp_step
 from tests.simulator.builder import ProgramBuilder
+from tests.simulator.everything import simulate_everything
 from tests.simulator.measures import communication_fraction, num_events, op_counts
 from tests.simulator.networks import Pairs, Torus
 
@@ -61,7 +62,7 @@ def test_unknown_names_are_refused_with_the_known_ones():
 def test_gradients_are_summed_over_replicas_and_once_per_weight():
     degrees = Degrees(2, 4)
     step = mlp_step(Mlp.square(4, 64, 64), degrees, "corrected")
-    result = simulate_mlp(Mlp.square(4, 64, 64), degrees, cluster_of(8), everything=True)
+    result = simulate_everything(step, cluster_of(8))
     program = result.program
     gradient_groups = [
         program.groups[group]
@@ -90,7 +91,7 @@ def test_one_rank_represents_all(degrees, rules):
     mlp = Mlp(12, 96, 72, 144, 90 * 4, 2)
     cluster = cluster_of(degrees.world + 1)
     rules = dataclasses.replace(RULES[rules], rings=True, first=0)  # rings know groups of any size
-    one, all_ = (simulate_mlp(mlp, degrees, cluster, rules, everything=flag) for flag in (False, True))
+    one, all_ = (run(mlp_step(mlp, degrees, rules), cluster, rules) for run in (simulate_step, simulate_everything))
     assert len(one.program.devices) == degrees.pipeline and len(all_.program.devices) == degrees.world
     assert one.seconds == pytest.approx(all_.seconds, rel=1e-12)
     assert (num_events(one), one.program.num_ops) == (num_events(all_), all_.program.num_ops)
@@ -105,7 +106,7 @@ def test_one_rank_represents_all_on_a_torus(shape, interleave):
     mlp = Mlp(12, 96, 72, 144, 48, 2)
     degrees = Degrees(pipeline=shape[0], data=shape[1], tensor=shape[2], microbatches=4, interleave=interleave)
     cluster = Cluster.homogeneous(degrees.world, CHIP, Torus(shape, 1e9, 1e-6))
-    one, all_ = (simulate_mlp(mlp, degrees, cluster, everything=flag) for flag in (False, True))
+    one, all_ = (run(mlp_step(mlp, degrees), cluster) for run in (simulate_step, simulate_everything))
     assert len(one.program.devices) < len(all_.program.devices)
     assert one.seconds == pytest.approx(all_.seconds, rel=1e-12)
     assert one.peak_bytes == all_.peak_bytes
@@ -161,7 +162,7 @@ def test_a_slow_device_slows_the_step_and_faster_links_never_do():
     mlp, degrees = Mlp.square(8, 512, 1024), Degrees(pipeline=2, microbatches=4, data=2)
     slow = dataclasses.replace(CHIP, flops=CHIP.flops / 50)
     even = simulate_mlp(mlp, degrees, cluster_of(4))
-    mixed = simulate_mlp(mlp, degrees, Cluster((CHIP, CHIP, slow, CHIP), Switch(25e9, 1e-6)))
+    mixed = simulate_everything(mlp_step(mlp, degrees), Cluster((CHIP, CHIP, CHIP, slow), Switch(25e9, 1e-6)))
     assert mixed.seconds > even.seconds
     seconds = [
         simulate_mlp(mlp, degrees, Cluster.homogeneous(4, CHIP, Switch(rate))).seconds

@@ -6,6 +6,7 @@ from mstrain.simulator.cluster import Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees
 from mstrain.simulator.simulate import simulate_step
 from tests.research.distir.gpt import GptStack, gpt_step
+from tests.simulator.everything import simulate_everything
 
 
 @pytest.mark.parametrize(
@@ -28,5 +29,5 @@ def test_corrected_rules_run_the_same_stack_faster_on_faster_links():
     device = Device(1e14, 1e12)
     slow, fast = (simulate_step(step, Cluster.homogeneous(12, device, Switch(rate))).seconds for rate in (1e9, 1e11))
     assert 0 < fast < slow
-    everything = simulate_step(step, Cluster.homogeneous(12, device, Switch(1e9)), everything=True)
+    everything = simulate_everything(step, Cluster.homogeneous(12, device, Switch(1e9)))
     assert everything.seconds == pytest.approx(slow, rel=1e-12)

@@ -9,6 +9,7 @@ from mstrain.simulator.placement import Degrees, Placement
 from research.distir.mlp import Mlp, StepOptions
 from research.distir.rules import RULES
 from research.distir.transform_mlp import mlp_step
+from tests.simulator.everything import expand
 
 MLP = Mlp(8, 6, 12, 18, 24)
 GENERATOR = np.random.default_rng(0)
@@ -98,7 +99,7 @@ def results_of(kind, args):
 def gradients_of(degrees, rules, schedule=None):
     """Per replica, the gradients the optimizers of the expanded program see, joined from their shards."""
     step = mlp_step(MLP, degrees, rules, StepOptions(schedule, gather_outputs=False))
-    program = step.expand(Placement(degrees, rules.axis_order))
+    program = expand(step, Placement(degrees, rules.axis_order))
     values = resident_values(step, degrees, rules)
     updates, losses = execute(program, values)
     ranks, singles = degrees.data * degrees.tensor, len(step.slots.single)

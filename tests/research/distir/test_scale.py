@@ -9,6 +9,7 @@ from research.distir import experiments
 from research.distir.grid import simulate_mlp
 from research.distir.mlp import Mlp
 from research.distir.transform_mlp import mlp_step
+from tests.simulator.everything import expand
 from tests.simulator.networks import Pairs, Torus
 
 CHIP = Device(1e14, 1.2e12)
@@ -24,7 +25,7 @@ def test_every_operation_is_simulated_where_no_two_links_are_alike():
     bandwidths = 25e9 * np.random.default_rng(0).uniform(0.5, 1.0, (64, 64))
     cluster = Cluster.homogeneous(64, CHIP, Pairs((bandwidths + bandwidths.T) / 2))
     placement = Placement(degrees)
-    program = mlp_step(Mlp.square(64, 1024, 4096), degrees).expand(placement)
+    program = expand(mlp_step(Mlp.square(64, 1024, 4096), degrees), placement)
     assert simulate(program, cluster).seconds > 0 and program.num_ops > 5e4
 
 
