@@ -7,12 +7,12 @@ from jax.sharding import Mesh
 from mstrain.benchmarks.config import PRODUCTS, BenchmarkConfig
 from mstrain.gemm import Plan, PlanPair, find_algorithm
 from mstrain.hardware import Chip, TpuSlice
+from mstrain.hardware.pod import tuning_constants
 from mstrain.mesh import MeshShape, parse_mesh, shape_of
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import BlockPlan, ModelPlan, make_plan
 from mstrain.models.precision import in_precision
 from mstrain.models.products import projections
-from mstrain.planner.target import tuning_constants
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from mstrain.benchmarks.layer_kinds import seconds_by_kind
 from mstrain.benchmarks.remedies import Remedies, Remedy
 from mstrain.compiler import Compiled, DoesNotFit, Target, compile_program, make_target, predict, tpu_slice_devices
 from mstrain.hardware import TpuSlice, mfu, parse_target
+from mstrain.hardware.pod import pod_of, tuning_constants
 from mstrain.mesh import MeshShape, shape_of
 from mstrain.models.config import ModelConfig
 from mstrain.models.description import describe_plan
@@ -25,7 +26,6 @@ from mstrain.models.precision import in_precision
 from mstrain.models.remat import AUTO, cheapest_that_fits
 from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import BYTES
-from mstrain.planner.target import pod_of, tuning_constants
 from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import GIB
 from mstrain.program.optimizer import make_optimizer

@@ -28,6 +28,7 @@ from mstrain.compiler.topology import make_target
 from mstrain.hardware import TpuSlice, parse_target
 from mstrain.hardware.constants import Constants
 from mstrain.hardware.overlap import KINDS, PHASES, TABLE, Entry, Hidden, overlap_table
+from mstrain.hardware.pod import pod_of
 from mstrain.mesh import shape_of
 from mstrain.models.plan import ModelPlan
 from mstrain.parallel.product_cost import GEMMS, communication_terms, pass_costs
@@ -35,7 +36,6 @@ from mstrain.planner.cost import Step, cost_step
 from mstrain.planner.layer import setting_of
 from mstrain.planner.plan import PodPlan, Product
 from mstrain.planner.request import PlanRequest
-from mstrain.planner.target import pod_of
 from mstrain.program.dtype import dtype_on
 
 Shares = tuple[Hidden, Hidden]  # in the forward and in the backward pass

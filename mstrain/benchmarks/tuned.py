@@ -12,6 +12,7 @@ from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.gemm import find_algorithm
 from mstrain.hardware import TpuSlice, chip_named
 from mstrain.hardware.calibration import read_constants
+from mstrain.hardware.pod import Pod, pod_of
 from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
 from mstrain.planner.calibrated import calibrated_pod
@@ -20,7 +21,6 @@ from mstrain.planner.report import GB, plan_row, plot_plans
 from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import rank_meshes, why_slower
 from mstrain.planner.tables import write_csv
-from mstrain.planner.target import Pod, pod_of
 from mstrain.program.dtype import dtype_on
 
 DEFAULT_DEVICES = 8  # of the emulated mesh

@@ -64,11 +64,6 @@ class Block:
     chip: Chip | None = None
 
 
-def factorizations(devices: int) -> tuple[tuple[int, int], ...]:
-    """All (rows, cols) with rows * cols == devices, including 1 x N and N x 1."""
-    return tuple((r, devices // r) for r in range(1, devices + 1) if devices % r == 0)
-
-
 def tune_block(block: Block, mesh: tuple[int, int]) -> tuple[Choice, ...]:
     """The fastest choices on `mesh` (rows, cols); raises ValueError if the mesh cannot shard the block."""
     found, faults = [], []

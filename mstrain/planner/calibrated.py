@@ -17,7 +17,7 @@ from mstrain.compiler.traffic import hbm_bytes
 from mstrain.hardware import collective_seconds
 from mstrain.hardware.calibration import Calibration, load_calibration
 from mstrain.hardware.gemm_times import gemm_seconds
-from mstrain.planner.target import Pod
+from mstrain.hardware.pod import Pod
 
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id",
         "after-all", "opt-barrier", "reshape"}  # fmt: skip

@@ -16,6 +16,7 @@ from mstrain.compiler.schedule import Schedule, predict
 from mstrain.compiler.topology import Target, make_target
 from mstrain.gemm import any_sliced
 from mstrain.hardware import TpuSlice
+from mstrain.hardware.pod import pod_of, tuning_constants
 from mstrain.mesh import MeshShape, make_mesh, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, layer_algorithms
@@ -27,7 +28,6 @@ from mstrain.planner.plan import PodPlan, plan_on
 from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import rank_meshes
 from mstrain.planner.tables import most_grown
-from mstrain.planner.target import pod_of, tuning_constants
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.step import step_program
 

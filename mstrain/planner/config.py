@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from mstrain.checks import at_least, mounted, one_of
 from mstrain.gemm import ALGORITHMS
+from mstrain.hardware.pod import Pod
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.planner.clock import check_budget
 from mstrain.planner.remat import parse_remat
 from mstrain.planner.request import MEMORY_MARGIN, SCHEDULES, SHARDS, Fixed, PlanRequest
-from mstrain.planner.target import Pod
 from mstrain.program.optimizer import MOMENTS, OPTIMIZERS, OptimizerConfig
 
 TENSOR = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.costed)

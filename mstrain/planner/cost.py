@@ -21,11 +21,11 @@ from functools import cached_property
 
 from mstrain.gemm import find_algorithm
 from mstrain.hardware import collective_seconds
+from mstrain.hardware.expert_links import owner_links
 from mstrain.mesh import MeshShape
 from mstrain.models.parallel import layer_algorithms
 from mstrain.models.stages import even_layers
 from mstrain.parallel.schedules import WHOLE
-from mstrain.planner.experts import owner_links
 from mstrain.planner.layer import HIDDEN_PART, Pass, Work, fused_attention, layer_work
 from mstrain.planner.memory import (
     WEIGHT_BYTES,
@@ -312,7 +312,7 @@ class Step:
         if plan.microbatches > 1:
             kept = weights / plan.replicas if plan.shard in ("gradients", "parameters") else held
             moved += style.accumulate_bytes * plan.microbatches * kept
-        return summed, moved / self.request.pod.device(self.constants).memory_bandwidth
+        return summed, moved / self.request.pod.memory_bandwidth(self.constants)
 
     def _replicas(self, plan: PodPlan, parameters: Count, stage: Stage) -> float:
         """Exposed gathers of weights and sums of gradients over the replicas, per step."""
@@ -338,7 +338,7 @@ class Step:
         if plan.shard == "parameters":  # nothing hides the first gather, of every pass of a stage, nor the last sum
             passes = 2 * plan.microbatches * plan.chunks if plan.pipeline > 1 else 1
             once = max(0.0, gather - ahead) + max(0.0, gather + scatter - behind)
-            once += style.gathered_bytes * weights / self.request.pod.device(self.constants).memory_bandwidth
+            once += style.gathered_bytes * weights / self.request.pod.memory_bandwidth(self.constants)
             return plan.microbatches * once + (passes * gather + scatter) / layers
         each = style.native and plan.pipeline == 1 and plan.shard == "none"
         sums = plan.microbatches if each or plan.shard == "gradients" else 1

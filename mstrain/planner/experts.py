@@ -3,9 +3,8 @@
 A grouped product takes the longer of its arithmetic on the rows that its kernel visits and of what the kernel reads and
 writes (`mstrain.gemm.ragged.visits_of`). The load of experts and devices is taken as even.
 
-Tokens are exchanged by all-to-all: every device sends `rows` for each of its tokens, and as many come back. On a torus
-half of a device's bytes cross the middle of each axis, so the time is that of the longest axis of those that the group
-spans, whatever their number. What runs under products is in `mstrain.parallel.token_exchange`.
+Tokens are exchanged by all-to-all over the link of `mstrain.hardware.expert_links`; what runs under products is
+in `mstrain.parallel.token_exchange`.
 """
 
 import math
@@ -14,9 +13,9 @@ from mstrain.gemm.expert_exchange import MARGIN
 from mstrain.gemm.ragged import visits_of
 from mstrain.hardware import Link, collective_seconds
 from mstrain.hardware.constants import AxisLinks
+from mstrain.hardware.pod import Pod
 from mstrain.models.config import ModelConfig
 from mstrain.parallel.token_exchange import TokenExchange
-from mstrain.planner.target import NETWORK_HOP, Pod, node_group, torus_axes
 
 ROUTER_PASSES = 6  # products in 16 bits that a float32 product takes on a TPU
 UNIT = 128  # columns of the matrix unit, to which the router's are padded
@@ -45,43 +44,6 @@ def router_seconds(model: ModelConfig, tokens: float, tensor: int, rate: float) 
     """Of the router's logits on one device, forward; `rate` in FLOP/s of products in 16 bits."""
     columns = UNIT * math.ceil((model.experts or 0) / UNIT)
     return ROUTER_PASSES * 2.0 * tokens * model.width * columns / tensor / rate
-
-
-def _torus_axes(pod: Pod, sizes: tuple[int, ...], expert: int) -> tuple[tuple[int, ...], ...] | None:
-    """The torus axes of the axes (stage, data, expert, context, row, col) of a plan, if they have whole ones."""
-    stage, data, *rest = sizes
-    if pod.tpu_slice is None or data % (expert * pod.slices):
-        return None
-    return torus_axes(pod.tpu_slice.physical_axes, (stage, data // expert // pod.slices, expert, *rest))
-
-
-def owner_links(pod: Pod, sizes: tuple[int, ...], expert: int) -> AxisLinks:
-    """The links between devices that have the same experts."""
-    owned = _torus_axes(pod, sizes, expert)
-    if owned is None or pod.slices > 1:
-        return pod.links(sizes).replica
-    return pod.links_over((*owned[1], *owned[3]))
-
-
-def exchange_link(pod: Pod, sizes: tuple[int, ...], expert: int) -> Link:
-    """The link with which a device sends what it exchanges along axis `expert`, a factor of the copies in `sizes`.
-
-    Seconds of bytes sent, those for the device itself included: launch + sync + bytes / bandwidth.
-    """
-    _, _, context, rows, cols = sizes
-    link = pod.links(sizes).replica.permute
-    if pod.tpu_slice is None:
-        inner, outer = node_group(pod.per_node, expert, context * rows * cols)
-        if outer == 1:
-            return Link(link.launch, link.sync, link.bandwidth * expert / max(1, expert - 1))
-        network = pod.network_bandwidth() * outer / (outer - 1)
-        return Link(link.launch, NETWORK_HOP, network)
-    one, axes = pod.links((1, 1, 1, 1, 1)).replica.permute, pod.tpu_slice.physical_axes
-    if owned := _torus_axes(pod, sizes, expert):
-        longest, directions = max(axes[number] for number in owned[2]), 2 if pod.tpu_slice.wraps else 1
-    else:  # a part of a torus axis, an open line
-        longest, directions = min(expert, max(axes)), 1
-    return Link(one.launch, one.sync * longest / 2, 4 * directions * one.bandwidth / longest)
 
 
 def exchange_of(

@@ -15,22 +15,18 @@ from typing import NamedTuple
 from mstrain.hardware import collective_seconds
 from mstrain.hardware.constants import Constants
 from mstrain.hardware.efficiency import product_seconds
+from mstrain.hardware.expert_links import exchange_link
 from mstrain.hardware.overlap import hidden_shares
+from mstrain.hardware.pod import Pod
 from mstrain.models.config import ModelConfig
 from mstrain.parallel.exchange import Exchange, join_seconds
 from mstrain.parallel.gemms import gemm_times, gemms_of, local_dims
 from mstrain.parallel.product_cost import communication_terms, pass_costs
 from mstrain.planner.execution import ExecutionStyle
-from mstrain.planner.experts import (
-    GroupedKernels,
-    exchange_link,
-    exchange_of,
-    router_seconds,
-)
+from mstrain.planner.experts import GroupedKernels, exchange_of, router_seconds
 from mstrain.planner.plan import PodPlan, Product, Products
 from mstrain.planner.remat import Remat
 from mstrain.planner.request import PlanRequest
-from mstrain.planner.target import Pod
 
 FLASH_BLOCK = 128  # tokens; sequences of whole blocks in 16 bits use a kernel that skips what is masked
 FUSED_BLOCK = {"gpu": 128, "tpu": 1024, "cpu": 128}  # tokens; a causal kernel visits whole blocks
@@ -140,7 +136,7 @@ class Setting:
 
     @cached_property
     def memory_bandwidth(self) -> float:
-        return self.pod.device(self.constants).memory_bandwidth
+        return self.pod.memory_bandwidth(self.constants)
 
     def product_seconds(self, dims) -> float:
         """Of a product of (rows, summed, columns) on one device."""

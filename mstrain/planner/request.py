@@ -4,12 +4,12 @@ import operator
 from dataclasses import dataclass, field
 
 from mstrain.hardware import mfu
+from mstrain.hardware.pod import Pod
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.parallel import ParallelConfig
 from mstrain.parallel import schedules
 from mstrain.planner.execution import ExecutionStyle, style_named
-from mstrain.planner.target import Pod
 from mstrain.program.optimizer import OptimizerConfig
 
 MEMORY_MARGIN = 0.1  # of a device's memory, for fragmentation and the compiler's workspace

@@ -6,7 +6,7 @@ from mstrain.planner.clock import Clock
 from mstrain.planner.cost import Costed, cost_plan
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.step import transformer_step
-from mstrain.simulator.cluster import Axes, Cluster
+from mstrain.simulator.cluster import Axes, Cluster, Device
 from mstrain.simulator.compared import Compared
 from mstrain.simulator.simulate import CORRECTED, place, simulate
 
@@ -19,7 +19,8 @@ def plan_cluster(request: PlanRequest, costed: Costed) -> Cluster:
         ("pipeline", "data", "row", "col"), (plan.pipeline, plan.replicas, plan.rows, plan.cols),
         (links.stage, links.replica, links.row, links.col), constants.ring,
     )  # fmt: skip
-    device = replace(pod.device(constants), flops=costed.product_rate)
+    bandwidth = pod.memory_bandwidth(constants)
+    device = Device(costed.product_rate, bandwidth, pod.memory_bytes, kind=pod.chip.name)
     return Cluster.homogeneous(pod.devices, device, axes)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from mstrain.hardware import Chip, tpu_slice_of
 from mstrain.hardware.calibration import load_calibration
+from mstrain.hardware.pod import pod_of
 from mstrain.job.job import Job
 from mstrain.mesh import shape_of
 from mstrain.models.remat import planned
@@ -15,7 +16,6 @@ from mstrain.models.transformer import Transformer
 from mstrain.planner.calibrated import calibrated_pod, predict_step
 from mstrain.planner.cost import cost_step
 from mstrain.planner.plan import PodPlan
-from mstrain.planner.target import pod_of
 from mstrain.training.config import RunConfig
 from mstrain.training.tuned import plan_request
 

@@ -18,6 +18,7 @@ from mstrain.data import Corpus, Progress
 from mstrain.data import prepare as prepare_corpus
 from mstrain.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer, marked
 from mstrain.hardware import Chip, chip_for, tpu_slice_of
+from mstrain.hardware.pod import Pod, pod_of, tuning_constants
 from mstrain.job.job import ALONE, Job
 from mstrain.models.config import ModelConfig
 from mstrain.models.description import describe_plan
@@ -27,7 +28,6 @@ from mstrain.models.stages import PipelineConfig
 from mstrain.models.transformer import Transformer
 from mstrain.planner.compiled import on_present
 from mstrain.planner.plan_file import AUTO_PLAN
-from mstrain.planner.target import Pod, pod_of, tuning_constants
 from mstrain.program.dtype import dtype_on
 from mstrain.program.offload import check_offload
 from mstrain.program.optimizer import make_optimizer

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from mstrain.hardware import TpuSlice
+from mstrain.hardware.pod import Pod
 from mstrain.mesh import fit_to_devices, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
@@ -17,7 +18,6 @@ from mstrain.planner.cost import Costed
 from mstrain.planner.plan_file import AUTO_PLAN
 from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import rank_meshes, search_pod
-from mstrain.planner.target import Pod
 from mstrain.planner.trainer import train_keys
 from mstrain.planner.tuning_cache import choose_by_compiling
 from mstrain.training.config import RunConfig

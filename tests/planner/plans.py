@@ -1,13 +1,13 @@
 """Plans and their costs in few words."""
 
+from mstrain.hardware.clusters import find_pod
+from mstrain.hardware.pod import pod_of
 from mstrain.models.parallel import ParallelConfig
-from mstrain.planner.clusters import find_pod
 from mstrain.planner.config import PodConfig
 from mstrain.planner.cost import Costed, cost_plan
 from mstrain.planner.plan import PodPlan, plan_products
 from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import rank_meshes
-from mstrain.planner.target import pod_of
 
 
 def pod_plan(data, algorithm, rows, cols, pipeline=1, microbatches=1, remat="none", slices="auto", **choices):

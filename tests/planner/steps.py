@@ -7,11 +7,11 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
+from mstrain.hardware.clusters import find_pod
 from mstrain.hardware.overlap import Entry, overlap_table
 from mstrain.mesh import parse_mesh
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.zoo import load_preset
-from mstrain.planner.clusters import find_pod
 from mstrain.planner.cost import Costed, cost_plan, cost_step
 from mstrain.planner.plan import PodPlan, Product, Products, plan_products
 from mstrain.planner.request import PlanRequest

@@ -15,7 +15,7 @@ from mstrain.benchmarks.tuned import tune_model
 from mstrain.commands.plans.modes import load as load_plan
 from mstrain.commands.train import load_config
 from mstrain.hardware import parse_target
-from mstrain.planner.clusters import find_pod
+from mstrain.hardware.clusters import find_pod
 from mstrain.planner.compiled import meshes_to_try
 from mstrain.planner.search import search_pod
 from mstrain.planner.trainer import train_keys

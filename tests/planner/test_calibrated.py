@@ -16,10 +16,10 @@ from mstrain.hardware.calibration import (
     load_calibration,
     read_constants,
 )
+from mstrain.hardware.clusters import find_pod
 from mstrain.hardware.gemm_times import GemmTime, gemm_seconds
+from mstrain.hardware.pod import Pod
 from mstrain.planner.calibrated import StepTerms, calibrated_pod, predict_step
-from mstrain.planner.clusters import find_pod
-from mstrain.planner.target import Pod
 
 LINK = Link(1e-5, 2e-6, 1e9)
 CALIBRATION = Calibration(
@@ -171,7 +171,7 @@ def test_one_device_keeps_the_links_of_the_table(tmp_path):
     sizes = (1, 2, 1, 4, 8)
     assert measured.constants(sizes, "bf16").row == pod.constants(sizes, "bf16").row
     assert measured.constants(sizes, "bf16").flops == CALIBRATION.flops != pod.constants(sizes, "bf16").flops
-    assert measured.device(measured.constants(sizes, "bf16")).memory_bandwidth == CALIBRATION.memory_bandwidth
+    assert measured.memory_bandwidth(measured.constants(sizes, "bf16")) == CALIBRATION.memory_bandwidth
 
 
 def test_the_planner_takes_measured_rates(tmp_path):

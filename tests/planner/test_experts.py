@@ -4,12 +4,13 @@ import dataclasses
 
 import pytest
 
+from mstrain.hardware.clusters import find_pod
+from mstrain.hardware.expert_links import exchange_link
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.zoo import load_preset
 from mstrain.parallel.token_exchange import TokenExchange
-from mstrain.planner.clusters import find_pod
 from mstrain.planner.cost import cost_step
-from mstrain.planner.experts import GroupedKernels, exchange_link
+from mstrain.planner.experts import GroupedKernels
 from mstrain.planner.plan import PodPlan
 from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import layouts, search

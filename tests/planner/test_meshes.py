@@ -7,18 +7,18 @@ from types import SimpleNamespace
 import pytest
 
 from mstrain.hardware import chip_named, parse_target, tpu_slice_of
+from mstrain.hardware.clusters import find_pod
+from mstrain.hardware.pod import tuning_constants
 from mstrain.mesh import MeshShape, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import chip_lowering
 from mstrain.models.zoo import load_preset
-from mstrain.planner.clusters import find_pod
 from mstrain.planner.config import TENSOR
 from mstrain.planner.cost import cost_step
 from mstrain.planner.plan import PodPlan, plan_on
 from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import search
-from mstrain.planner.target import tuning_constants
 from tests.planner.plans import ranked
 
 SLICE = parse_target("v5p-64")

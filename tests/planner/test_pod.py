@@ -11,8 +11,10 @@ import jax
 import pytest
 
 from mstrain.hardware import chip_named, parse_target
+from mstrain.hardware.clusters import find_pod
 from mstrain.hardware.constants import constants_for
 from mstrain.hardware.overlap import KINDS
+from mstrain.hardware.pod import torus_axes
 from mstrain.layers.loss import LARGEST
 from mstrain.mesh import MeshShape, make_mesh, parse_mesh
 from mstrain.models.flops import training_flops_per_token
@@ -24,7 +26,6 @@ from mstrain.models.stages import PipelineConfig
 from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import load_preset
 from mstrain.planner.clock import divisors
-from mstrain.planner.clusters import find_pod
 from mstrain.planner.cost import Stage, cost_plan, cycle_seconds
 from mstrain.planner.layer import Pass
 from mstrain.planner.memory import deferred_bytes, loss_bytes, parameter_counts
@@ -34,7 +35,6 @@ from mstrain.planner.search import REMATS, search_pod
 from mstrain.planner.simulated import plan_cluster, simulate_plan
 from mstrain.planner.stages import split_layers
 from mstrain.planner.step import transformer_step
-from mstrain.planner.target import torus_axes
 from mstrain.planner.trainer import train_keys, why_not_trainable
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.pipeline import table_of

@@ -3,9 +3,9 @@
 import sys
 
 from mstrain.commands.plans.output import console, make_folder, no_time_to_simulate
+from mstrain.hardware.clusters import find_pod
 from mstrain.planner.calibrated import calibrated_pod
 from mstrain.planner.clock import SEARCH_PART, Clock, OutOfTime
-from mstrain.planner.clusters import find_pod
 from mstrain.planner.config import PodConfig
 from mstrain.planner.plan_file import closing_lines, write_plan
 from mstrain.planner.report import memory_table, plans_table, plot_plans, stages_table, terms_table, write_tables

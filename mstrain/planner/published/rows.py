@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from mstrain.checks import one_of
 from mstrain.fields import Fields, kind
 from mstrain.hardware import Chip, all_chips, parse_target
+from mstrain.hardware.clusters import gpu_named, gpu_pod
+from mstrain.hardware.pod import Pod, pod_of
 from mstrain.json_files import read_json
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
-from mstrain.planner.clusters import gpu_named, gpu_pod
 from mstrain.planner.execution import infer_style, style_named
 from mstrain.planner.plan import PodPlan
 from mstrain.planner.remat import parse_remat
 from mstrain.planner.request import SCHEDULES, SHARDS, PlanRequest
-from mstrain.planner.target import Pod, pod_of
 
 ALGORITHMS = (
     "megatron", "megatron-1d-allreduce", "megatron-1d", "fsdp", "gspmd", "ddp", "zero", "tensor", "meshslice",

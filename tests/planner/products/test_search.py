@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mstrain.hardware import Link, parse_target
 from mstrain.hardware.constants import AxisLinks, Constants, constants_for
+from mstrain.hardware.pod import factorizations
 from mstrain.parallel.dataflow import Projection
-from mstrain.parallel.tune import factorizations
 from tests.planner.products.blocks import GPT3
 from tests.planner.products.tuner import tune
 

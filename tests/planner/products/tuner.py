@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from mstrain.hardware import TpuSlice
 from mstrain.hardware.constants import Constants
+from mstrain.hardware.pod import factorizations
 from mstrain.parallel.dataflow import Projection, check_dataflow
 from mstrain.parallel.product_cost import Cost, Layout, Terms, communication_terms, pass_costs
-from mstrain.parallel.tune import Block, factorizations, families, family_choices
+from mstrain.parallel.tune import Block, families, family_choices
 from tests.planner.products.tuning_result import AxisPair, Candidate, Tuning, why_slower
 
 MESHSLICE, COLLECTIVE = "meshslice", "collective"

@@ -8,7 +8,7 @@ a node, one way; nodes, links and network that are not given are those of the ta
 import re
 
 from mstrain.hardware import Chip, all_chips, parse_target
-from mstrain.planner.target import Pod, pod_of
+from mstrain.hardware.pod import Pod, pod_of
 
 ALIASES = {
     "a100": "a100-80gb", "a100-sxm": "a100-80gb", "a100-80gb-pcie": "a100-pcie", "h100-sxm": "h100",

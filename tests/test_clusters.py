@@ -3,8 +3,8 @@
 import pytest
 
 from mstrain.hardware import collective_seconds
-from mstrain.planner.clusters import find_pod
-from mstrain.planner.target import node_group
+from mstrain.hardware.clusters import find_pod
+from mstrain.hardware.pod import node_group
 
 
 @pytest.mark.parametrize("name, devices, per_node, network", [

@@ -1,4 +1,4 @@
-"""The target of a plan: its chip, its devices, and the links of the axes of a plan on two levels.
+"""The devices of a job: their chip, their nodes or slices, and the links of the axes of a mesh on two levels.
 
 Inside a TPU slice the links are those of the torus, inside a node of GPUs they are NVLink or PCI Express; the network
 joins slices and nodes.
@@ -15,8 +15,6 @@ from mstrain.hardware.constants import COLLECTIVES, AxisLinks, Constants, consta
 from mstrain.hardware.efficiency import Efficiency, efficiency_of
 from mstrain.hardware.link import NETWORK_HOP
 from mstrain.mesh import MeshShape
-from mstrain.parallel.tune import factorizations
-from mstrain.simulator.cluster import Device
 
 
 @dataclass(frozen=True)
@@ -112,12 +110,10 @@ class Pod:
             self.name, source, rate, links.row, links.col, chip.overlap, chip.hbm_bandwidth, True, ring=links.ring
         )
 
-    def device(self, constants: Constants) -> Device:
-        """One device, at the rate of its large products and the bandwidth of long streams."""
+    def memory_bandwidth(self, constants: Constants) -> float:
+        """Bytes/s of long streams to and from the memory of one device."""
         bandwidth = constants.hbm_bandwidth or self.chip.hbm_bandwidth or math.inf
-        if self.derived:
-            bandwidth *= self.efficiency.memory
-        return Device(constants.flops, bandwidth, self.memory_bytes, kind=self.chip.name)
+        return bandwidth * self.efficiency.memory if self.derived else bandwidth
 
     @property
     def memory_bytes(self) -> float:
@@ -140,6 +136,11 @@ class Pod:
     def network_bandwidth(self) -> float:
         """Bytes/s, one way, of one device's share of its node's network."""
         return self.node_bandwidth * self.efficiency.network / max(1, self.per_node)
+
+
+def factorizations(devices: int) -> tuple[tuple[int, int], ...]:
+    """All (rows, cols) with rows * cols == devices, including 1 x N and N x 1."""
+    return tuple((r, devices // r) for r in range(1, devices + 1) if devices % r == 0)
 
 
 @lru_cache(maxsize=4096)
