@@ -38,8 +38,8 @@ from mstrain.hardware import Link
 from mstrain.hardware.calibration import AXES, KINDS, Calibration, KernelTime
 from mstrain.hardware.gemm_times import GemmTime
 from mstrain.mesh import make_mesh, shape_of
-from mstrain.planner.calibrated import predict_step
 from mstrain.program.dtype import dtype_on
+from mstrain.tuning.calibrated import predict_step
 
 FILE = "calibration.json"
 LIMIT_SECONDS = 170.0  # for compiling and running

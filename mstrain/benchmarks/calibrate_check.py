@@ -22,7 +22,7 @@ from mstrain.benchmarks.probes import Probe, run_rounds
 from mstrain.benchmarks.step_probe import step_probe
 from mstrain.hardware.calibration import Calibration, load_calibration
 from mstrain.mesh import parse_mesh
-from mstrain.planner.calibrated import StepTerms, predict_step
+from mstrain.tuning.calibrated import StepTerms, predict_step
 
 TOLERANCE = 0.2
 RUN_SECONDS = 400.0

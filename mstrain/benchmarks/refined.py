@@ -19,11 +19,11 @@ from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.compiler import tpu_slice_devices
 from mstrain.mesh import fit_to_devices
 from mstrain.models.config import ModelConfig
-from mstrain.planner.compiled import Candidate, TuningResult, TuningTask, compile_candidate, why_slower
 from mstrain.planner.search import rank_meshes
-from mstrain.planner.tuning_cache import find_result, result_file
 from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import GIB
+from mstrain.tuning.cache import find_result, result_file
+from mstrain.tuning.compiled import Candidate, TuningResult, TuningTask, compile_candidate, why_slower
 
 COLUMNS = [*(field.name for field in dataclasses.fields(Candidate)), "why"]
 

@@ -15,7 +15,6 @@ from mstrain.hardware.calibration import read_constants
 from mstrain.hardware.pod import Pod, pod_of
 from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
-from mstrain.planner.calibrated import calibrated_pod
 from mstrain.planner.cost import Costed
 from mstrain.planner.report import GB, plan_row, plot_plans
 from mstrain.planner.request import Fixed, PlanRequest
@@ -71,7 +70,7 @@ def _question(
     pod = pod_of(tpu_slice, tpu_slice.devices) if tpu_slice else emulated
     if config.calibration:
         measured = pod if tpu_slice else dataclasses.replace(pod, measured=read_constants("cpu_emulated"))
-        pod = calibrated_pod(measured, config.calibration, dtype)
+        pod = measured.calibrated(config.calibration, dtype)
     elif config.constants or not tpu_slice:
         pod = dataclasses.replace(pod, measured=read_constants(config.constants or "cpu_emulated"))
     batch = config.batch or pod.devices * config.accumulate

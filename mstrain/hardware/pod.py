@@ -8,9 +8,10 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 
 from mstrain.hardware import Chip, Link, TpuSlice
-from mstrain.hardware.calibration import Calibration
+from mstrain.hardware.calibration import Calibration, load_calibration
 from mstrain.hardware.constants import COLLECTIVES, AxisLinks, Constants, constants_for
 from mstrain.hardware.efficiency import Efficiency, efficiency_of
 from mstrain.hardware.link import NETWORK_HOP
@@ -49,6 +50,18 @@ class Pod:
     node_bandwidth: float = math.inf
     measured: Constants | None = None
     calibration: Calibration | None = None
+
+    def calibrated(self, path: str | Path | None, dtype: str) -> "Pod":
+        """With the rates of the calibration file `path`; as it is without one.
+
+        Raises ValueError for a bad file, and for one of other devices or another dtype.
+        """
+        if path is None:
+            return self
+        calibration = load_calibration(path)
+        calibration.check_device(self.chip.device_kinds, path)
+        calibration.check_dtype(dtype, path)
+        return replace(self, calibration=calibration)
 
     @property
     def efficiency(self) -> Efficiency:

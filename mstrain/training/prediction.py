@@ -13,11 +13,11 @@ from mstrain.job.job import Job
 from mstrain.mesh import shape_of
 from mstrain.models.remat import planned
 from mstrain.models.transformer import Transformer
-from mstrain.planner.calibrated import calibrated_pod, predict_step
 from mstrain.planner.cost import cost_step
 from mstrain.planner.plan import PodPlan
 from mstrain.training.config import RunConfig
 from mstrain.training.tuned import plan_request
+from mstrain.tuning.calibrated import predict_step
 
 TOLERANCE = 0.2  # of a prediction; a larger difference is reported with its terms
 
@@ -73,7 +73,7 @@ def predict(
     plan = PodPlan.on(shape, config.parallel, config.accumulate, remat, config.shard, stages)
     try:
         pod = pod_of(tpu_slice_of(jax.devices()) or chip, shape.devices)
-        pod = calibrated_pod(pod, config.calibration, jnp.dtype(module.dtype).name)
+        pod = pod.calibrated(config.calibration, jnp.dtype(module.dtype).name)
         costed = cost_step(plan_request(config, module.model, pod, module.dtype), plan)
     except ValueError:  # a figure of the chip is unknown
         return None

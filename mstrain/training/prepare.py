@@ -26,7 +26,6 @@ from mstrain.models.plan import ModelPlan, make_plan
 from mstrain.models.precision import in_precision
 from mstrain.models.stages import PipelineConfig
 from mstrain.models.transformer import Transformer
-from mstrain.planner.compiled import on_present
 from mstrain.planner.plan_file import AUTO_PLAN
 from mstrain.program.dtype import dtype_on
 from mstrain.program.offload import check_offload
@@ -38,6 +37,7 @@ from mstrain.training.resume import check, check_resolved, tokenizer_of
 from mstrain.training.run import Run
 from mstrain.training.tuned import best_mesh, tuned, with_plan
 from mstrain.training.weights_and_biases import check_wandb
+from mstrain.tuning.compiled import on_present
 
 PROGRESS_SECONDS = 30  # between lines of progress without a terminal
 LONGEST_TOKENIZING = 7 * 86400  # seconds that the other processes wait for process 0

@@ -12,15 +12,15 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.remat import planned
 from mstrain.models.stages import PipelineConfig
-from mstrain.planner.compiled import Place, TuningTask
 from mstrain.planner.config import TENSOR
 from mstrain.planner.cost import Costed
 from mstrain.planner.plan_file import AUTO_PLAN
 from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import rank_meshes, search_pod
 from mstrain.planner.trainer import train_keys
-from mstrain.planner.tuning_cache import choose_by_compiling
 from mstrain.training.config import RunConfig
+from mstrain.tuning.cache import choose_by_compiling
+from mstrain.tuning.compiled import Place, TuningTask
 
 
 def plan_request(config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dtype) -> PlanRequest:

@@ -10,8 +10,8 @@ import pytest
 from mstrain.benchmarks import refined
 from mstrain.benchmarks.command import run
 from mstrain.benchmarks.config import load
-from mstrain.planner.compiled import Candidate
-from mstrain.planner.tuning_cache import find_result, result_file
+from mstrain.tuning.cache import find_result, result_file
+from mstrain.tuning.compiled import Candidate
 
 ARGUMENTS = ["bench=tune", "tune=compile", "target=v5p-8", "models=tiny", "seq=16", "batch=16"]
 SECONDS = {"auto": 3.0, "1": 2.0, "2": 1.0, "4": 4.0, "8": 5.0}

@@ -23,8 +23,8 @@ from mstrain.compiler import Compiled, compile_program, make_target, predict, tp
 from mstrain.compiler.schedule import CompiledSchedule
 from mstrain.hardware import Chip, compiler_options, mfu
 from mstrain.models.plan import ModelPlan
-from mstrain.planner.compiled import parts
 from mstrain.program.memory import GIB
+from mstrain.tuning.compiled import parts
 from tests.docs.steps import STEP, STEPS, read_steps
 
 KEY = (*STEP, "algorithm", "mesh", "shard", "options")  # columns of what is compiled

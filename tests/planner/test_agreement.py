@@ -16,10 +16,10 @@ from mstrain.commands.plans.modes import load as load_plan
 from mstrain.commands.train import load_config
 from mstrain.hardware import parse_target
 from mstrain.hardware.clusters import find_pod
-from mstrain.planner.compiled import meshes_to_try
 from mstrain.planner.search import search_pod
 from mstrain.planner.trainer import train_keys
 from mstrain.training.tuned import with_plan
+from mstrain.tuning.compiled import meshes_to_try
 
 # (model, target, batch, accumulate, remat), sequences of 2048 tokens
 CASES = [

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from mstrain.training.session import train
-from tests.planner.test_calibrated import CALIBRATION
 from tests.training.runs import make
+from tests.tuning.test_calibrated import CALIBRATION
 
 
 @pytest.fixture(scope="session")

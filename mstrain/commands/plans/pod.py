@@ -4,7 +4,6 @@ import sys
 
 from mstrain.commands.plans.output import console, make_folder, no_time_to_simulate
 from mstrain.hardware.clusters import find_pod
-from mstrain.planner.calibrated import calibrated_pod
 from mstrain.planner.clock import SEARCH_PART, Clock, OutOfTime
 from mstrain.planner.config import PodConfig
 from mstrain.planner.plan_file import closing_lines, write_plan
@@ -17,7 +16,7 @@ __all__ = ["PodConfig", "run_pod"]
 
 def run_pod(config: PodConfig) -> int:
     """Searches, prints, writes; the last line is the train.py command of the best plan it can run."""
-    pod = calibrated_pod(find_pod(config.cluster, config.dtype), config.calibration, config.dtype)
+    pod = find_pod(config.cluster, config.dtype).calibrated(config.calibration, config.dtype)
     folder, say = make_folder(config.run_dir), console()
     request = config.request(pod)
     clock = Clock((SEARCH_PART if config.simulate else 1) * config.max_seconds)

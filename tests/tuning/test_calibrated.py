@@ -19,7 +19,7 @@ from mstrain.hardware.calibration import (
 from mstrain.hardware.clusters import find_pod
 from mstrain.hardware.gemm_times import GemmTime, gemm_seconds
 from mstrain.hardware.pod import Pod
-from mstrain.planner.calibrated import StepTerms, calibrated_pod, predict_step
+from mstrain.tuning.calibrated import StepTerms, predict_step
 
 LINK = Link(1e-5, 2e-6, 1e9)
 CALIBRATION = Calibration(
@@ -154,20 +154,20 @@ def test_a_truncated_file_ends_the_command_with_two(tmp_path, capsys):
 def test_a_file_of_other_devices_is_refused(tmp_path):
     CALIBRATION.save(tmp_path / "c.json")
     with pytest.raises(ValueError, match="measured on cpu"):
-        calibrated_pod(Pod("v5p", chip_named("v5p"), 8), tmp_path / "c.json", "bf16")
+        Pod("v5p", chip_named("v5p"), 8).calibrated(tmp_path / "c.json", "bf16")
 
 
 def test_a_file_of_another_dtype_is_refused(tmp_path):
     CALIBRATION.save(tmp_path / "c.json")
     with pytest.raises(ValueError, match="products of float32.*dtype=bf16"):
-        calibrated_pod(Pod("cpu", chip_named("cpu"), 8), tmp_path / "c.json", "bf16")
+        Pod("cpu", chip_named("cpu"), 8).calibrated(tmp_path / "c.json", "bf16")
 
 
 def test_one_device_keeps_the_links_of_the_table(tmp_path):
     kind = chip_named("h100").device_kinds[0]
     dataclasses.replace(CALIBRATION, device_kind=kind, dtype="bfloat16", devices=1, links={}).save(tmp_path / "c.json")
     pod = find_pod("h100:64")
-    measured = calibrated_pod(pod, tmp_path / "c.json", "bf16")
+    measured = pod.calibrated(tmp_path / "c.json", "bf16")
     sizes = (1, 2, 1, 4, 8)
     assert measured.constants(sizes, "bf16").row == pod.constants(sizes, "bf16").row
     assert measured.constants(sizes, "bf16").flops == CALIBRATION.flops != pod.constants(sizes, "bf16").flops

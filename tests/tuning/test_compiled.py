@@ -17,7 +17,10 @@ from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.planner import tuning_cache
-from mstrain.planner.compiled import (
+from mstrain.planner.plan import plan_on
+from mstrain.training.tuned import tuned
+from mstrain.tuning.cache import find_result, result_file
+from mstrain.tuning.compiled import (
     COUNTS,
     Candidate,
     TuningTask,
@@ -27,9 +30,6 @@ from mstrain.planner.compiled import (
     refine,
     why_slower,
 )
-from mstrain.planner.plan import plan_on
-from mstrain.planner.tuning_cache import find_result, result_file
-from mstrain.training.tuned import tuned
 from tests.planner.plans import ranked
 
 MODEL = ModelConfig(name="small", layers=2, width=1024, heads=8, vocab_size=1024, position="alibi")

@@ -8,16 +8,14 @@ of their kind, and what it takes to start the program. A calibration measured ev
 
 import math
 import re
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 from mstrain.compiler.collectives import KINDS, replica_group
 from mstrain.compiler.hlo import Instruction, Module, parse
 from mstrain.compiler.traffic import hbm_bytes
 from mstrain.hardware import collective_seconds
-from mstrain.hardware.calibration import Calibration, load_calibration
+from mstrain.hardware.calibration import Calibration
 from mstrain.hardware.gemm_times import gemm_seconds
-from mstrain.hardware.pod import Pod
 
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id",
         "after-all", "opt-barrier", "reshape"}  # fmt: skip
@@ -44,19 +42,6 @@ class StepTerms:
 
     def __mul__(self, times: float) -> "StepTerms":
         return StepTerms(*(times * value for value in asdict(self).values()))
-
-
-def calibrated_pod(pod: Pod, path: str | Path | None, dtype: str) -> Pod:
-    """`pod` with the rates of the calibration file `path`, and as it is without one.
-
-    Raises ValueError for a bad file, and for one of other devices or another dtype.
-    """
-    if path is None:
-        return pod
-    calibration = load_calibration(path)
-    calibration.check_device(pod.chip.device_kinds, path)
-    calibration.check_dtype(dtype, path)
-    return replace(pod, calibration=calibration)
 
 
 def predict_step(text: str, axes: dict[str, int], calibration: Calibration) -> StepTerms:

@@ -18,12 +18,12 @@ from rich.console import Console
 
 import mstrain
 from mstrain.mesh import MeshShape
-from mstrain.planner.compiled import Candidate, Place, TuningResult, TuningTask, compile_candidate, ranked, refine
+from mstrain.tuning.compiled import Candidate, Place, TuningResult, TuningTask, compile_candidate, ranked, refine
 
 FOLDER = Path("~/.cache/mstrain/tuned")
 # What decides which program is compiled and how its schedule is read.
 CODE = (
-    "compiler", "gemm", "hardware", "layers", "mesh.py", "models", "parallel", "planner", "program",
+    "compiler", "gemm", "hardware", "layers", "mesh.py", "models", "parallel", "planner", "program", "tuning",
 )  # fmt: skip
 
 
