@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+LIVE_MEMORY = "live memory"  # name of the counter of all memory, beside those of its categories
+
 
 @dataclass(frozen=True)
 class Lane:

@@ -23,10 +23,10 @@ from rich.table import Table
 from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.benchmarks.links import Fit, Sample, fit_link
 from mstrain.benchmarks.measured import describe_devices, start_devices
+from mstrain.display.tables import make_table, write_csv
 from mstrain.hardware import chip_for, collective_seconds
 from mstrain.hardware.constants import AxisLinks, Constants
 from mstrain.mesh import AXES, MeshShape, make_mesh
-from mstrain.planner.tables import make_table, write_csv
 
 KINDS = ("all_gather", "reduce_scatter", "permute")
 CHAIN = 4

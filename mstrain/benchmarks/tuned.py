@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mstrain.benchmarks.config import BenchmarkConfig
+from mstrain.display.tables import write_csv
 from mstrain.gemm import find_algorithm
 from mstrain.hardware import TpuSlice, chip_named
 from mstrain.hardware.calibration import read_constants
@@ -19,7 +20,6 @@ from mstrain.planner.cost import Costed
 from mstrain.planner.report import GB, plan_row, plot_plans
 from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import rank_meshes, why_slower
-from mstrain.planner.tables import write_csv
 from mstrain.program.dtype import dtype_on
 
 DEFAULT_DEVICES = 8  # of the emulated mesh

@@ -9,12 +9,12 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from mstrain.display.plots import MARKERS
+from mstrain.display.tables import make_table, write_csv
 from mstrain.json_files import write_json
 from mstrain.planner.cost import Costed, Terms
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.search import PodResult, why_slower
-from mstrain.planner.tables import make_table, write_csv
-from mstrain.simulator.plots import MARKERS
 
 GB = 1e9
 

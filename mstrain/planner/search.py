@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from mstrain.display.tables import most_grown
 from mstrain.gemm import find_algorithm
 from mstrain.models.parallel import ParallelConfig, layer_algorithms
 from mstrain.models.remat import LADDER
@@ -22,7 +23,6 @@ from mstrain.planner.layer import Work, layer_work
 from mstrain.planner.memory import stage_parameters, state_bytes
 from mstrain.planner.plan import PodPlan, Products, plan_products
 from mstrain.planner.request import SCHEDULES, SHARDS, PlanRequest
-from mstrain.planner.tables import most_grown
 from mstrain.planner.trainer import why_not_trainable
 
 PROGRESS_SECONDS = 5.0

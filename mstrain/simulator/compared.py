@@ -5,10 +5,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from mstrain.display.gantt import plot_gantt
+from mstrain.display.plots import plot_memory
 from mstrain.json_files import write_json
-from mstrain.simulator.plots import write_pictures
 from mstrain.simulator.simulate import Simulation
-from mstrain.timeline import exposed_communication
+from mstrain.timeline import exposed_communication, first_events, write_perfetto
+
+TRACE_EVENTS = 150_000  # written; a longer simulation is cut there, so that the trace can be opened
+GANTT_LANES = 24
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,3 +69,18 @@ class Compared:
             f"Simulated memory: {result.peak_bytes / 1e9:.1f} GB on the fullest device, cost model "
             f"{self.predicted_bytes / 1e9:.1f} GB",
         ]
+
+
+def write_pictures(result: Simulation, folder: Path, devices: Sequence[int] | None = None) -> list[str]:
+    """trace.json.gz for ui.perfetto.dev, and pictures; returns their names.
+
+    They show lanes over time, memory over time (both of `devices` only), and memory of the fullest device by category.
+    """
+    timeline = result.timeline()
+    shown = first_events(timeline, TRACE_EVENTS)
+    write_perfetto(shown, folder / "trace.json.gz")
+    plot_gantt(shown, folder / "gantt.png", GANTT_LANES, devices)
+    plot_memory(timeline, folder / "memory.png", devices)
+    peaks = result.memory.peak_bytes
+    plot_memory(timeline, folder / "memory_by_category.png", [max(peaks, key=peaks.__getitem__)], by_category=True)
+    return ["trace.json.gz (ui.perfetto.dev)", "gantt.png", "memory.png", "memory_by_category.png"]

@@ -20,10 +20,9 @@ from mstrain.simulator.memory import MemoryUse, memory_use
 from mstrain.simulator.placement import Placement
 from mstrain.simulator.program import CATEGORIES, Program, Ragged, distinct
 from mstrain.simulator.replicas import Step
-from mstrain.timeline import Counter, Lane, Timeline
+from mstrain.timeline import LIVE_MEMORY, Counter, Lane, Timeline
 
 CORRECTED = Rules()
-TOTAL = "live memory"  # the counter beside those of the categories
 
 
 def _actions(program: Program, cluster: Cluster, rules: Rules) -> tuple[list[Lane], np.ndarray, Ragged, np.ndarray]:
@@ -129,7 +128,7 @@ class Simulation:
         args["flow"] = np.where([item.kind == "Send" for item in specs], 1, -1)[spec] * (op + 1)
         counters = tuple(
             Counter(device, what, time, value)
-            for what, use in {TOTAL: self.memory, **self.memory_by_category}.items()
+            for what, use in {LIVE_MEMORY: self.memory, **self.memory_by_category}.items()
             for device, (time, value) in use.timelines().items()
         )
         communicates = np.array([item.communicates for item in specs])[spec]

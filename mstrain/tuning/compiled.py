@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from mstrain.compiler.compile import DoesNotFit, compile_program
 from mstrain.compiler.schedule import Schedule, predict
 from mstrain.compiler.topology import Target, make_target
+from mstrain.display.tables import most_grown
 from mstrain.gemm import any_sliced
 from mstrain.hardware import TpuSlice
 from mstrain.hardware.pod import pod_of, tuning_constants
@@ -27,7 +28,6 @@ from mstrain.planner.cost import cost_step
 from mstrain.planner.plan import PodPlan, plan_on
 from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import rank_meshes
-from mstrain.planner.tables import most_grown
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.step import step_program
 

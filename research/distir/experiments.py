@@ -12,10 +12,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from mstrain.display.gantt import plot_gantt
+from mstrain.display.plots import plot_memory
 from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Switch
-from mstrain.simulator.gantt import plot_gantt
 from mstrain.simulator.placement import Degrees
-from mstrain.simulator.plots import plot_memory
 from mstrain.simulator.simulate import place, simulate
 from mstrain.timeline import Timeline, write_perfetto
 from research.distir.grid import grid_search, plan_row, simulate_mlp, write_table

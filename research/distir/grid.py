@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import log2
 from pathlib import Path
 
+from mstrain.display.tables import write_csv
 from mstrain.json_files import write_json
 from mstrain.planner.clock import divisors
-from mstrain.planner.tables import write_csv
 from mstrain.simulator.cluster import Cluster
 from mstrain.simulator.placement import Degrees
 from mstrain.simulator.simulate import Simulation, simulate_step

@@ -11,7 +11,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from mstrain.simulator.plots import MARKERS, save_figure
+from mstrain.display.plots import MARKERS, save_figure
 
 LABELS = {
     "throughput": "Throughput (samples/second)", "hp_degree": "Tensor parallel degree",

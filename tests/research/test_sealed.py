@@ -22,4 +22,4 @@ def test_nothing_imports_the_references():
 def test_the_simulator_knows_no_reference_and_no_planner():
     for file in (ROOT / "mstrain/simulator").rglob("*.py"):
         ours = {name.split(".")[1] for name in imported(file) if name.startswith("mstrain.")}
-        assert ours <= {"hardware", "json_files", "parallel", "simulator", "timeline"}, file
+        assert ours <= {"display", "hardware", "json_files", "parallel", "simulator", "timeline"}, file

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from mstrain.display.tables import make_table, most_grown
 from mstrain.planner.mixed.result import OptimalResult, Plan, named_counts
-from mstrain.planner.tables import make_table, most_grown
 
 
 def plans_table(result: OptimalResult) -> Table:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
+from mstrain.display.tables import write_csv
 from mstrain.json_files import write_json
 from mstrain.planner.mixed.cost import Model, Stage, generator_ms
 from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.space import kind_labels
 from mstrain.planner.mixed.tables import Tables
-from mstrain.planner.tables import write_csv
 
 
 @dataclass(frozen=True)

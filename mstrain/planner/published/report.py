@@ -7,9 +7,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from mstrain.display.tables import make_table, write_csv
 from mstrain.json_files import write_json
 from mstrain.planner.published.predict import Prediction
-from mstrain.planner.tables import make_table, write_csv
 
 AIM = 0.15  # of a row's ratio from 1
 

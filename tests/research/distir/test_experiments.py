@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from mstrain.simulator import gantt
-from mstrain.simulator import plots as timelines
+from mstrain.display import gantt
+from mstrain.display import plots as timelines
 from mstrain.simulator.cluster import Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees
 from research.distir import experiments
@@ -133,5 +133,5 @@ def test_gantt_shows_exactly_the_busy_time(tmp_path):
         if row.compute:  # one lane; a link has two, of which the busier is drawn
             assert parts.sum() * timeline.seconds / 40 == pytest.approx(busy[list(row.lanes)].sum())
     assert {"forward", "backward", "optimizer", "all_reduce", "ppermute, send"} <= seen
-    for draw in (timelines.plot_gantt, timelines.plot_memory):
+    for draw in (gantt.plot_gantt, timelines.plot_memory):
         assert draw(timeline, tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""Pictures of plans and simulations. Every function writes one file; its suffix picks the format."""
+"""Pictures. Every function writes one file; its suffix picks the format."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from mstrain.simulator.gantt import plot_gantt
-from mstrain.simulator.simulate import TOTAL, Simulation
-from mstrain.timeline import Timeline, first_events, write_perfetto
+from mstrain.timeline import LIVE_MEMORY, Timeline
 
-TRACE_EVENTS = 150_000  # written; a longer simulation is cut there, so that the trace can be opened
-GANTT_LANES = 24
 MARKERS = "osD^vP*Xhp"
 
 
@@ -31,7 +27,7 @@ def plot_memory(
     figure = Figure(figsize=(8, 3.5))
     axis = figure.subplots()
     shown = [each for each in timeline.counters if devices is None or each.device in devices]
-    shown = [each for each in shown if (each.name != TOTAL) == by_category]
+    shown = [each for each in shown if (each.name != LIVE_MEMORY) == by_category]
     axis.set(xlabel="Seconds", ylabel=f"Live memory{f' of device {shown[0].device}' if by_category else ''} (GB)")
     if by_category:
         moments = np.unique(np.concatenate([*(each.time for each in shown), [timeline.seconds]]))
@@ -44,18 +40,3 @@ def plot_memory(
     if len(shown) <= 16:
         axis.legend(fontsize=7, ncols=1 if by_category else 2, loc="lower right" if by_category else "best")
     return save_figure(figure, path)
-
-
-def write_pictures(result: Simulation, folder: Path, devices: Sequence[int] | None = None) -> list[str]:
-    """trace.json.gz for ui.perfetto.dev, and pictures; returns their names.
-
-    They show lanes over time, memory over time (both of `devices` only), and memory of the fullest device by category.
-    """
-    timeline = result.timeline()
-    shown = first_events(timeline, TRACE_EVENTS)
-    write_perfetto(shown, folder / "trace.json.gz")
-    plot_gantt(shown, folder / "gantt.png", GANTT_LANES, devices)
-    plot_memory(timeline, folder / "memory.png", devices)
-    peaks = result.memory.peak_bytes
-    plot_memory(timeline, folder / "memory_by_category.png", [max(peaks, key=peaks.__getitem__)], by_category=True)
-    return ["trace.json.gz (ui.perfetto.dev)", "gantt.png", "memory.png", "memory_by_category.png"]

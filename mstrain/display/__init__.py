@@ -1,0 +1,1 @@
+"""Tables for a terminal and in files, and pictures of timelines."""
