@@ -15,9 +15,9 @@ from mstrain.cli import run_command
 from mstrain.commands import plan
 from mstrain.commands.plans.modes import choose
 from mstrain.commands.train import load_config
+from mstrain.hardware.layer_profiles import read_profiles
 from mstrain.models.size import count_parameters
 from mstrain.models.zoo import load_preset
-from mstrain.planner.mixed.profiles import read_profiles
 
 
 def command(*arguments: str) -> int:

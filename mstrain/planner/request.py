@@ -3,6 +3,7 @@
 import operator
 from dataclasses import dataclass, field
 
+from mstrain.gemm import ALGORITHMS
 from mstrain.hardware import mfu
 from mstrain.hardware.pod import Pod
 from mstrain.models.config import ModelConfig
@@ -15,6 +16,8 @@ from mstrain.program.optimizer import OptimizerConfig
 MEMORY_MARGIN = 0.1  # of a device's memory, for fragmentation and the compiler's workspace
 SHARDS = ("none", "optimizer", "gradients", "parameters")
 """What is sharded over the data-parallel devices: nothing, or ZeRO 1, 2 and 3."""
+TENSOR = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.costed)
+"""The algorithms of tensor products that the cost model knows."""
 SCHEDULES = tuple(sorted(schedules.SCHEDULES))
 """1f1b first: of plans that take the same time, the first one counts."""
 

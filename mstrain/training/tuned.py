@@ -12,10 +12,9 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.remat import planned
 from mstrain.models.stages import PipelineConfig
-from mstrain.planner.config import TENSOR
 from mstrain.planner.cost import Costed
 from mstrain.planner.plan_file import AUTO_PLAN
-from mstrain.planner.request import Fixed, PlanRequest
+from mstrain.planner.request import TENSOR, Fixed, PlanRequest
 from mstrain.planner.search import rank_meshes, search_pod
 from mstrain.planner.trainer import train_keys
 from mstrain.training.config import RunConfig

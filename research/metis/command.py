@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from mstrain.commands.plans.mixed import Files
 from mstrain.commands.plans.output import make_folder, progress
+from mstrain.hardware.hosts import CLUSTER_FIELDS
 from mstrain.json_files import write_json
 from mstrain.planner.clock import Clock
-from mstrain.planner.mixed.hosts import CLUSTER_FIELDS
 from research.metis import MetisOptions, SearchStopped, reference_lines
 from research.metis import run_metis as search_metis
 from research.metis.homogeneous import run_homogeneous as search_homogeneous

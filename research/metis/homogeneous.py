@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from mstrain.hardware.hosts import read_hosts
+from mstrain.hardware.layer_profiles import Profile, check_layers, profile_name, read_profiles, sequential_sum
 from mstrain.planner.clock import divisors
-from mstrain.planner.mixed.hosts import read_hosts
-from mstrain.planner.mixed.profiles import Profile, check_layers, profile_name, read_profiles, sequential_sum
 from research.metis.options import MetisOptions
 from research.metis.search import reference_profile
 

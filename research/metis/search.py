@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from mstrain.hardware.hosts import Hosts, read_hosts
+from mstrain.hardware.layer_profiles import PER_LAYER, Key, Profile, check_layers, profile_name, read_profiles
 from mstrain.planner.clock import Clock, divisors
-from mstrain.planner.mixed.hosts import Hosts, read_hosts
-from mstrain.planner.mixed.profiles import PER_LAYER, Key, Profile, check_layers, profile_name, read_profiles
 from research.metis.groups import device_groups
 from research.metis.kernel import walk_all
 from research.metis.options import MetisOptions

@@ -7,8 +7,8 @@ the compute time, larger tp degrees halve it, and a second, slower device type g
 import copy
 from pathlib import Path
 
+from mstrain.hardware.layer_profiles import profile_name, sequential_sum
 from mstrain.json_files import read_json, write_json
-from mstrain.planner.mixed.profiles import profile_name, sequential_sum
 
 SAMPLES = Path(__file__).with_name("samples")  # ten layers of GPT-3 on A100, from the profiles that Metis publishes
 SAMPLE_DEGREES = (1, 2, 4)

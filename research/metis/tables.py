@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mstrain.planner.mixed.hosts import Hosts
-from mstrain.planner.mixed.profiles import Key, Profile, profile_name, sequential_sum
+from mstrain.hardware.hosts import Hosts
+from mstrain.hardware.layer_profiles import Key, Profile, profile_name, sequential_sum
 from research.metis.options import MetisOptions
 
 

@@ -1,9 +1,9 @@
 """Plans and their costs in few words."""
 
+from mstrain.commands.plans.pod import PodConfig
 from mstrain.hardware.clusters import find_pod
 from mstrain.hardware.pod import pod_of
 from mstrain.models.parallel import ParallelConfig
-from mstrain.planner.config import PodConfig
 from mstrain.planner.cost import Costed, cost_plan
 from mstrain.planner.plan import PodPlan, plan_products
 from mstrain.planner.request import Fixed, PlanRequest

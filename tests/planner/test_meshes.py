@@ -14,10 +14,9 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import chip_lowering
 from mstrain.models.zoo import load_preset
-from mstrain.planner.config import TENSOR
 from mstrain.planner.cost import cost_step
 from mstrain.planner.plan import PodPlan, plan_on
-from mstrain.planner.request import Fixed, PlanRequest
+from mstrain.planner.request import TENSOR, Fixed, PlanRequest
 from mstrain.planner.search import search
 from tests.planner.plans import ranked
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mstrain.hardware.hosts import read_hosts
+from mstrain.hardware.layer_profiles import read_profiles
 from mstrain.planner.mixed import PlanOptions, plan_optimal
 from mstrain.planner.mixed.cost import (
     build_model,
@@ -20,8 +22,6 @@ from mstrain.planner.mixed.cost import (
     generator_ms,
     stage_tables,
 )
-from mstrain.planner.mixed.hosts import read_hosts
-from mstrain.planner.mixed.profiles import read_profiles
 from mstrain.planner.mixed.space import Choice, kinds_of
 from mstrain.simulator.cluster import Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees, Placement

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from mstrain.commands.plans.output import console, make_folder, no_time_to_simulate, progress
+from mstrain.hardware.hosts import read_hosts
+from mstrain.hardware.layer_profiles import read_profiles
 from mstrain.planner.clock import SEARCH_PART, Clock, OutOfTime
 from mstrain.planner.mixed import PlanOptions, plan_optimal, write_result, write_stages
-from mstrain.planner.mixed.hosts import read_hosts
-from mstrain.planner.mixed.profiles import read_profiles
 from mstrain.planner.mixed.report import plans_table, simulated_table, stages_table
 from mstrain.planner.mixed.simulated import simulate_mixed
 from mstrain.planner.mixed.times import filled_in

@@ -1,17 +1,126 @@
 """Plans for homogeneous pods: search, tables, the simulated winner, and the train.py line."""
 
 import sys
+from dataclasses import dataclass
 
+from mstrain.checks import at_least, mounted, one_of
 from mstrain.commands.plans.output import console, make_folder, no_time_to_simulate
 from mstrain.hardware.clusters import find_pod
-from mstrain.planner.clock import SEARCH_PART, Clock, OutOfTime
-from mstrain.planner.config import PodConfig
+from mstrain.hardware.pod import Pod
+from mstrain.models.config import ModelConfig
+from mstrain.models.parallel import ParallelConfig
+from mstrain.planner.clock import SEARCH_PART, Clock, OutOfTime, check_budget
 from mstrain.planner.plan_file import closing_lines, write_plan
+from mstrain.planner.remat import parse_remat
 from mstrain.planner.report import memory_table, plans_table, plot_plans, stages_table, terms_table, write_tables
+from mstrain.planner.request import MEMORY_MARGIN, SCHEDULES, SHARDS, TENSOR, Fixed, PlanRequest
 from mstrain.planner.search import search_pod
 from mstrain.planner.simulated import simulate_plan
+from mstrain.program.optimizer import MOMENTS, OPTIMIZERS, OptimizerConfig
 
-__all__ = ["PodConfig", "run_pod"]
+
+@dataclass(frozen=True)
+class PodConfig:
+    """A plan for a pod of equal devices."""
+
+    model: ModelConfig
+    cluster: str = "v4-64"
+    """TPU slices (v5p-512, v6e:8x8, 4xv5p-512) or GPUs (h100:16384, a100-80gb:8x64@200GB/s: node x nodes @ network)."""
+    batch: int = 256
+    """Sequences per step of the whole job."""
+    seq: int = 2048
+    """Tokens per sequence."""
+    algorithm: str = "auto"
+    """Algorithm of the tensor-parallel products: auto (tries all), meshslice, collective, megatron or fsdp."""
+    replicas: str = "auto"
+    """Degree of data parallelism, or auto."""
+    tensor: str = "auto"
+    """Degree of tensor parallelism, or auto."""
+    context: str = "auto"
+    """Parts of each sequence, on as many devices, or auto."""
+    expert: str = "auto"
+    """Parts among which replicas divide experts, a divisor of their number and of replicas, or auto."""
+    pipeline: str = "auto"
+    """Pipeline stages, or auto."""
+    accumulate: str = "auto"
+    """Microbatches per step and replica, or auto."""
+    shard: str = "auto"
+    """What is sharded over data-parallel devices: auto, none, optimizer, gradients or parameters (ZeRO 1, 2, 3)."""
+    schedule: str = "auto"
+    """Pipeline schedule: auto, 1f1b, gpipe, interleaved or zero-bubble."""
+    interleave: int | None = None
+    """Chunks per stage of schedule=interleaved; null tries 2 and 4."""
+    remat: str = "auto"
+    """Activation checkpointing: auto, none, dots, full, dots-but-mlp-in, save_qkv_proj, minimal_offloaded, or
+    `save: PARTS` and `offload: PARTS` (to host memory) of input, qkv, context, out, mlp_in, mlp_out."""
+    dtype: str = "bf16"
+    """Type of activations and products: bf16 or f32. Weights and gradients are float32."""
+    optimizer: str = "adamw"
+    """Optimizer of train.py, whose state is in memory: adamw, lion, adafactor or muon."""
+    moments: str = "f32"
+    """Dtype in which its moments are stored: f32 or bf16."""
+    memory_margin: float = MEMORY_MARGIN
+    """Part of a device's memory that stays free, from 0 to below 1."""
+    top_k: int = 5
+    """Number of distinct plans shown."""
+    max_seconds: float = 60.0
+    """Time budget in seconds of search and simulation, without compiling kernels. Then: the best plans so far."""
+    simulate: bool = True
+    """Simulate the best plan and write a trace and pictures, where the time budget allows."""
+    simulated_microbatches: int = 8
+    """Most microbatches simulated; a pipeline takes at least two per stage."""
+    calibration: str | None = None
+    """A calibration.json that `python benchmark.py bench=calibrate` measured on devices of the cluster's kind."""
+    run_dir: str = "runs/plan"
+    """Folder of tables, pictures and plan.json."""
+
+    def __post_init__(self):
+        mounted("run_dir", self.run_dir)
+        at_least("", self, batch=1, seq=1, top_k=1, simulated_microbatches=1)
+        one_of("algorithm", self.algorithm, ("auto", *TENSOR))
+        one_of("schedule", self.schedule, ("auto", *SCHEDULES))
+        one_of("shard", self.shard, ("auto", *SHARDS))
+        if self.interleave is not None and (self.schedule != "interleaved" or self.interleave < 2):
+            raise ValueError(
+                f"interleave={self.interleave} has no effect with schedule={self.schedule}. Drop it, or type "
+                "schedule=interleaved interleave=2."
+            )
+        if self.remat != "auto":
+            parse_remat(self.remat)
+        one_of("dtype", self.dtype, ("bf16", "f32"))
+        one_of("optimizer", self.optimizer, OPTIMIZERS)
+        one_of("moments", self.moments, MOMENTS)
+        for name in ("replicas", "tensor", "context", "expert", "pipeline", "accumulate"):
+            value = getattr(self, name)
+            if value != "auto" and not (value.isdecimal() and len(value) < 10 and int(value) > 0):
+                raise ValueError(
+                    f"{name}={value} is not a degree. Type a whole number such as {name}=4, or {name}=auto."
+                )
+        if not 0 <= self.memory_margin < 1:
+            raise ValueError(f"memory_margin={self.memory_margin} is not a part of a memory. Type memory_margin=0.1.")
+        check_budget(self.max_seconds)
+        if self.model.position == "learned" and self.seq > self.model.context:
+            raise ValueError(
+                f"seq={self.seq} is longer than the {self.model.context} positions model {self.model.name} "
+                f"learns. Type seq={self.model.context} or model.context={self.seq}."
+            )
+
+    def request(self, pod: Pod) -> PlanRequest:
+        """The request about `pod`."""
+        names = TENSOR if self.algorithm == "auto" else (self.algorithm,)
+        data, tensor, context, expert, pipeline, microbatches = (
+            None if text == "auto" else int(text)
+            for text in (self.replicas, self.tensor, self.context, self.expert, self.pipeline, self.accumulate)
+        )
+        remat, shard, schedule = (None if text == "auto" else text for text in (self.remat, self.shard, self.schedule))
+        fixed = Fixed(
+            data, tensor, context, pipeline, None, microbatches, remat, shard, schedule, self.interleave, expert
+        )
+        parallel = tuple(map(ParallelConfig, names))
+        optimizer = OptimizerConfig(self.optimizer, moments=self.moments)
+        return PlanRequest(
+            self.model, pod, parallel, self.batch, self.seq, self.dtype, fixed, self.memory_margin, optimizer=optimizer
+        )
 
 
 def run_pod(config: PodConfig) -> int:

@@ -9,10 +9,10 @@ import jax
 from mstrain.benchmarks.layer_profiles import Sizes, profile_document
 from mstrain.checks import at_least, one_of
 from mstrain.commands.plans.output import make_folder
+from mstrain.hardware.layer_profiles import profile_name
 from mstrain.json_files import write_json
 from mstrain.mesh import emulate_devices
 from mstrain.models.config import ModelConfig
-from mstrain.planner.mixed.profiles import profile_name
 
 BYTES = 256  # tokens, where the model leaves the vocabulary to the tokenizer
 

@@ -19,9 +19,9 @@ import numba
 import numpy as np
 
 from mstrain.hardware import Link
+from mstrain.hardware.layer_profiles import Key, Profile
 from mstrain.hardware.link import ring_seconds
 from mstrain.planner.mixed.options import PlanOptions
-from mstrain.planner.mixed.profiles import Key, Profile
 from mstrain.planner.mixed.space import Choice, Kind, nodes_per_replica
 from mstrain.planner.mixed.times import Times, interpolate, prefix_sums, share_samples
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
+from mstrain.hardware.hosts import read_hosts
+from mstrain.hardware.layer_profiles import check_layers, profile_name, read_profiles
 from mstrain.planner.clock import Clock
 from mstrain.planner.mixed.bounds import child_costs
 from mstrain.planner.mixed.cost import Model, build_model, generator_ms
-from mstrain.planner.mixed.hosts import read_hosts
 from mstrain.planner.mixed.options import PlanOptions
-from mstrain.planner.mixed.profiles import check_layers, profile_name, read_profiles
 from mstrain.planner.mixed.result import Certificate, OptimalResult, report_plan
 from mstrain.planner.mixed.space import choices, choose_unit, kinds_of
 from mstrain.planner.mixed.tables import Box, Space, build_box, build_space, build_tables, quick_bound, usable_stages

@@ -9,9 +9,9 @@ stages do not wait for each other with them.
 from collections import defaultdict
 from dataclasses import dataclass
 
+from mstrain.hardware.hosts import Hosts, Node
 from mstrain.parallel.schedules import BACKWARD, FORWARD, schedule
 from mstrain.planner.clock import Clock
-from mstrain.planner.mixed.hosts import Hosts, Node
 from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.result import Plan, StagePlan, named_counts
 from mstrain.planner.mixed.space import node_labels

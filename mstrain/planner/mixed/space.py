@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from mstrain.planner.mixed.hosts import Hosts, Node
+from mstrain.hardware.hosts import Hosts, Node
 from mstrain.planner.mixed.options import PlanOptions
 
 

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from mstrain.planner.mixed.profiles import Key, Profile
+from mstrain.hardware.layer_profiles import Key, Profile
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from mstrain.commands import plan as command
+from mstrain.hardware.hosts import read_hosts
 from mstrain.planner.mixed import PlanOptions, plan_optimal
-from mstrain.planner.mixed.hosts import read_hosts
 from mstrain.planner.mixed.simulated import allocate, mixed_cluster, simulate_mixed
 
 SIZES = {"hidden_size": 64, "sequence_length": 128, "vocab_size": 512}

@@ -5,7 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
-from mstrain.planner.mixed.profiles import profile_name
+from mstrain.hardware.layer_profiles import profile_name
 from research.metis import MetisOptions, SearchStopped, run_metis
 from research.metis.homogeneous import run_homogeneous
 from research.metis.synthetic import write_hostfile, write_profiles

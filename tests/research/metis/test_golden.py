@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mstrain.planner.mixed.profiles import read_profiles
+from mstrain.hardware.layer_profiles import read_profiles
 from research.metis.synthetic import write_profiles
 from tests.golden_option import differences, golden, parametrize
 from tests.research.metis.cases import homogeneous_figures, repository_of, sample_documents, search_figures

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from mstrain.planner.mixed.hosts import read_hosts
-from mstrain.planner.mixed.profiles import read_profiles
+from mstrain.hardware.hosts import read_hosts
+from mstrain.hardware.layer_profiles import read_profiles
 from research.metis import MetisOptions, SearchStopped, run_metis
 from research.metis.homogeneous import run_homogeneous
 from research.metis.synthetic import read_samples, write_profiles
