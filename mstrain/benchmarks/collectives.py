@@ -171,9 +171,8 @@ def _table(fits: dict[tuple[str, str], Fit], rate: float, source: str) -> Table:
          f"{fit.link.bandwidth / 1e9:.2f}", f"{fit.error:.0%}")
         for (axis, kind), fit in fits.items()
     )  # fmt: skip
-    table = make_table(f"Fits, {source}; {rate / 1e9:,.1f} GFLOP/s per device", columns, rows, columns[:2])
-    table.caption, table.caption_justify = "launch - : one group size only, its launch is counted as sync", "left"
-    return table
+    caption = "launch - : one group size only, its launch is counted as sync"
+    return make_table(f"Fits, {source}; {rate / 1e9:,.1f} GFLOP/s per device", columns, rows, columns[:2], caption)
 
 
 def _plot(groups: dict, fits: dict[tuple[str, str], Fit], source: str, path: Path) -> None:

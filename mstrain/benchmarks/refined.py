@@ -1,10 +1,8 @@
 """bench=tune tune=compile: compiles the cost model's best candidates; writes a table and a plot."""
 
-import csv
 import dataclasses
 import functools
 import importlib.metadata
-import io
 import json
 import time
 from pathlib import Path
@@ -17,6 +15,7 @@ from rich.table import Table
 from mstrain.benchmarks.comparison import duration
 from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.compiler import tpu_slice_devices
+from mstrain.display.tables import write_csv
 from mstrain.mesh import fit_to_devices
 from mstrain.models.config import ModelConfig
 from mstrain.planner.search import rank_meshes
@@ -24,8 +23,6 @@ from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import GIB
 from mstrain.tuning.cache import find_result, result_file
 from mstrain.tuning.compiled import Candidate, TuningResult, TuningTask, compile_candidate, why_slower
-
-COLUMNS = [*(field.name for field in dataclasses.fields(Candidate)), "why"]
 
 
 def refine_all(config: BenchmarkConfig, console: Console) -> int:
@@ -120,15 +117,11 @@ def write(task: TuningTask, result: TuningResult, folder: Path) -> list[Path]:
     """Writes tune_compiled_MODEL.json, .csv and .png to `folder`, in SI units; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [dataclasses.asdict(candidate) | {"why": _why(candidate, result)} for candidate in result.candidates]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
     stem = folder / f"tune_compiled_{task.model.name}"
     paths = [stem.with_suffix(suffix) for suffix in (".json", ".csv", ".png")]
     document = {"kind": "predicted", "source": basis(task), "candidates": rows}
     paths[0].write_text(json.dumps(document, indent=2) + "\n")
-    paths[1].write_text(text.getvalue())
+    write_csv(rows, paths[1])
     plot(task, result, paths[2])
     return paths
 

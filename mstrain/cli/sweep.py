@@ -1,6 +1,5 @@
 """--multirun: runs every combination of values in its own process and folder; prints a table and draws the curves."""
 
-import csv
 import dataclasses
 import itertools
 import os
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mstrain.cli.compose import sweep_values
+from mstrain.display.tables import write_csv
 from mstrain.job.exit_codes import FINISHED, SIGNALED, STOPPED
 from mstrain.job.signals import handled
 
@@ -147,12 +147,8 @@ class _Child:
             self._process.send_signal(number)
 
 
-def _columns(rows: list[dict[str, str]]) -> list[str]:
-    return list(dict.fromkeys(column for row in rows for column in row))
-
-
 def _print_table(rows: list[dict[str, str]]) -> None:
-    columns = _columns(rows)
+    columns = list(dict.fromkeys(column for row in rows for column in row))
     table = Table(*columns, title="Sweep", title_justify="left")
     for row in rows:
         table.add_row(*(row.get(column, "") for column in columns))
@@ -161,10 +157,7 @@ def _print_table(rows: list[dict[str, str]]) -> None:
 
 def _write(folder: Path, rows: list[dict[str, str]], picture: bytes | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "sweep.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, _columns(rows))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(rows, folder / "sweep.csv")
     print(f"Written: {folder / 'sweep.csv'}")
     if picture:
         (folder / "sweep.png").write_bytes(picture)

@@ -7,9 +7,14 @@ from pathlib import Path
 from rich.table import Table
 
 
-def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ()) -> Table:
+def make_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = (),
+    caption: str | None = None,
+) -> Table:  # fmt: skip
     """A table without lines; columns of numbers are right-aligned, those named in `left` are not."""
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table = Table(
+        title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), caption=caption, caption_justify="left"
+    )
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     for row in rows:
@@ -18,9 +23,9 @@ def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 def write_csv(rows: Sequence[Mapping], path: str | Path) -> None:
-    """Writes rows whose keys are among those of the first."""
+    """Writes rows, with a column for every key; what a row lacks is empty."""
     with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()
         writer.writerows(rows)
 

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.table import Table
 
+from mstrain.display.tables import make_table
 from mstrain.models.config import ModelConfig
 from mstrain.models.size import count_parameters
 
@@ -71,19 +72,15 @@ def zoo_table() -> Table:
     models = sorted(
         map(load_preset, preset_names()), key=lambda m: (family(m), count_parameters(_with_vocab_size(m, 1)))
     )
-    table = Table(
-        title="Models: type model=NAME", title_justify="left", box=None, padding=(0, 1, 0, 0),
-        caption="* set by the tokenizer; parameters are counted for bytes", caption_justify="left",
-    )  # fmt: skip
-    table.add_column("name", no_wrap=True)
-    for column in ("layers", "width", "heads/kv", "mlp", "vocab", "context", "parameters"):
-        table.add_column(column, justify="right", no_wrap=True)
+    rows = []
     for m in models:
         sizes = (str(m.layers), str(m.width), f"{m.heads}/{m.num_kv_heads}", str(m.mlp_dim))
         vocab_size = str(m.vocab_size or f"{BYTES}*")
         count = count_parameters(_with_vocab_size(m, BYTES))
-        table.add_row(m.name, *sizes, vocab_size, str(m.context), f"{count:,}")
-    return table
+        rows.append((m.name, *sizes, vocab_size, str(m.context), f"{count:,}"))
+    columns = ("name", "layers", "width", "heads/kv", "mlp", "vocab", "context", "parameters")
+    caption = "* set by the tokenizer; parameters are counted for bytes"
+    return make_table("Models: type model=NAME", columns, rows, ("name",), caption)
 
 
 def _with_vocab_size(model: ModelConfig, vocab_size: int) -> ModelConfig:
