@@ -55,8 +55,8 @@ def _row(case: Case, work: Work, target: Target, config: BenchmarkConfig, peak: 
         problem = f"does not fit, {need / GIB:.2f} of {have / GIB:.2f} GiB"
     low, high = schedule.bounds
     return make_row(
-        case, work, schedule.seconds, peak, low=low, high=high, exposed=schedule.exposed, hidden=schedule.hidden,
-        memory=need, problem=problem,
+        case, work, schedule.seconds, peak, low=low, high=high, unknown=next(iter(schedule.ranges)),
+        exposed=schedule.exposed, hidden=schedule.hidden, memory=need, problem=problem,
     )  # fmt: skip
 
 

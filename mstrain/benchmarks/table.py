@@ -26,8 +26,8 @@ class Row:
 
     Per device: `flops_per_second`, `memory` (bytes), `exposed` (seconds of communication without compute), `hidden`
     (share of the collectives' time with compute), `low` and `high` (seconds with unmeasured constants at the ends of
-    their ranges). `compile_seconds` is the first step of a peer. `problem` is the reason for a missing result, or for
-    a program that does not fit.
+    their ranges; `unknown` is the constant that alone changes the time most). `compile_seconds` is the first step of a
+    peer. `problem` is the reason for a missing result, or for a program that does not fit.
     """
 
     model: str
@@ -45,6 +45,7 @@ class Row:
     hidden: float | None = None
     low: float | None = None
     high: float | None = None
+    unknown: str = ""
     compile_seconds: float | None = None
     problem: str = ""
 
@@ -106,7 +107,7 @@ def to_table(report: Report) -> Table:
         padding=(0, 1, 0, 0),
     )  # fmt: skip
     exposed = ["exposed", "hidden"] if report.kind == "predicted" else []
-    bounds = ["low", "high"] if report.kind == "predicted" else []
+    bounds = ["low", "high", "unknown"] if report.kind == "predicted" else []
     compiling = ["compile s"] if any(row.compile_seconds for row in report.rows) else []
     numbers = ("ms", *bounds, "tokens/s", "TFLOP/s", "MFU", *exposed, "memory", *compiling)
     for name in (*names, "algorithm", "plan"):
@@ -131,6 +132,7 @@ def _cells(row: Row) -> dict[str, str]:
         "ms": cell(row.seconds, ",.2f", 1e3),
         "low": cell(row.low, ",.2f", 1e3),
         "high": cell(row.high, ",.2f", 1e3),
+        "unknown": row.unknown or "n/a",
         "tokens/s": cell(row.tokens_per_second, ",.0f"),
         "TFLOP/s": cell(row.flops_per_second, ".3g", 1e-12),
         "MFU": cell(row.mfu, ".1%"),

@@ -89,6 +89,7 @@ class Unknowns:
 EXPECTED = Unknowns(latency=1.0, hbm=1.0, overlap=0.5)
 LOW = Unknowns(latency=0.2, hbm=1.0, overlap=1.0)
 HIGH = Unknowns(latency=2.0, hbm=0.8, overlap=0.0)
+NAMES = {"latency": "latency", "hbm": "HBM", "overlap": "attention"}  # in tables
 
 
 def clock(chip: Chip) -> float:

@@ -6,10 +6,11 @@ run late.
 """
 
 import dataclasses
+import functools
 
 from mstrain.compiler.compile import Compiled
 from mstrain.compiler.hlo import Module, parse
-from mstrain.compiler.machine import HIGH, LOW, Machine, machine_for
+from mstrain.compiler.machine import EXPECTED, HIGH, LOW, NAMES, Machine, Unknowns, machine_for
 from mstrain.compiler.replay import Replay, Transfer
 from mstrain.compiler.steps import Translator
 from mstrain.program.memory import Memory
@@ -70,18 +71,32 @@ class CompiledSchedule(Schedule):
     Attributes:
       memory: bytes on the device.
       bounds: seconds with the unknown constants at their low and high ends (`mstrain.compiler.machine.Unknowns`).
+      ranges: seconds between the ends of each unknown with the others as expected, by name, the longest first.
     """
 
     memory: Memory
     bounds: tuple[float, float]
+    ranges: dict[str, float]
 
 
 def predict(program: Compiled) -> CompiledSchedule:
     """The schedule of a program compiled for a target, with its bounds."""
     module = parse(program.text)
     schedule = _read(module, machine_for(program.target))
-    low, high = (_read(module, machine_for(program.target, unknowns)).seconds for unknowns in (LOW, HIGH))
-    return CompiledSchedule(**vars(schedule), memory=program.memory, bounds=(low, high))
+
+    @functools.cache
+    def seconds(unknowns: Unknowns) -> float:
+        same = unknowns == EXPECTED
+        return schedule.seconds if same else _read(module, machine_for(program.target, unknowns)).seconds
+
+    def alone(end: Unknowns, name: str) -> float:
+        return seconds(dataclasses.replace(EXPECTED, **{name: getattr(end, name)}))
+
+    ranges = {text: alone(HIGH, name) - alone(LOW, name) for name, text in NAMES.items()}
+    ranges = dict(sorted(ranges.items(), key=lambda item: -item[1]))
+    return CompiledSchedule(
+        **vars(schedule), memory=program.memory, bounds=(seconds(LOW), seconds(HIGH)), ranges=ranges
+    )
 
 
 def read_schedule(text: str, machine: Machine) -> Schedule:

@@ -27,7 +27,7 @@ class Efficiency:
       schedule: measured over compiled seconds of a TPU's step.
       overlap: whether all_gathers of weights and reductions of gradients overlap with compute.
       spread: relative standard deviation of the speed of devices of one kind.
-      uncertainty: relative standard error of `matmul`.
+      error: relative standard error of `matmul`, and its source.
     """
 
     matmul: float
@@ -43,7 +43,7 @@ class Efficiency:
     schedule: float = 1.0
     overlap: bool = True
     spread: float = 0.0
-    uncertainty: float = 0.1
+    error: tuple[float, str] = (0.1, "assumed")
 
     def gemm_seconds(self, chip: Chip, dims: tuple[int, int, int], dtype: str = "bf16", batch: int = 1) -> float:
         """Seconds of `batch` products (m, k) x (k, n): the maximum of arithmetic and memory time, plus the launch."""
@@ -72,10 +72,10 @@ class Efficiency:
 
 
 def _efficiency(entry: dict) -> Efficiency:
-    numbers = {key: value[0] for key, value in entry.items() if key not in ("chips", "unit", "tiles")}
+    numbers = {key: value[0] for key, value in entry.items() if key not in ("chips", "unit", "tiles", "uncertainty")}
     edge = entry.get("unit", [0])[0]
     tiles = entry["tiles"][0] if "tiles" in entry else [[edge, edge, 1.0]]
-    return Efficiency(tiles=tuple(map(tuple, tiles)), **numbers)
+    return Efficiency(tiles=tuple(map(tuple, tiles)), error=tuple(entry["uncertainty"]), **numbers)
 
 
 @functools.cache

@@ -26,6 +26,7 @@ from mstrain.mesh import MeshShape
 from mstrain.models.parallel import layer_algorithms
 from mstrain.models.stages import even_layers
 from mstrain.parallel.schedules import WHOLE
+from mstrain.planner.errors import MEASURED, TermError, standard_error, term_errors
 from mstrain.planner.layer import HIDDEN_PART, Pass, Work, fused_attention, layer_work
 from mstrain.planner.memory import (
     WEIGHT_BYTES,
@@ -43,13 +44,6 @@ from mstrain.planner.request import PlanRequest
 from mstrain.planner.stages import microbatches_deferred, microbatches_in_flight, split_layers
 from mstrain.planner.trainer import why_not_trainable
 
-# Relative standard errors of the terms besides that of products, which the table of efficiencies gives.
-ERRORS = {
-    "attention": 0.25, "elementwise": 0.2, "tensor_exposed": 0.25, "context": 0.3, "bubble": 0.15, "messages": 0.4,
-    "gradient_sum": 0.3, "update": 0.3, "stragglers": 0.5, "offload": 0.5,
-}  # fmt: skip
-MEASURED_ERROR = 0.05  # of products that were measured
-UNSTATED = 0.06  # of the step: what no term covers (input, host), and choices that a plan leaves open
 NONE = Pass()
 
 
@@ -154,14 +148,16 @@ class Costed:
         """Of a compiled or simulated step, in which all devices are equally fast."""
         return self.seconds - self.terms.stragglers
 
+    @cached_property
+    def errors(self) -> tuple[TermError, ...]:
+        """Of the terms of the step, the largest first."""
+        pod = self.step.request.pod
+        return term_errors(vars(self.terms), pod.efficiency.error if pod.derived else MEASURED)
+
     @property
     def uncertainty(self) -> float:
-        """Relative standard error of the step: its terms are wrong independently."""
-        pod = self.step.request.pod
-        products = pod.efficiency.uncertainty if pod.derived else MEASURED_ERROR
-        errors = {**ERRORS, "products": products, "recomputation": max(products, 0.1)}
-        parts = (errors[name] * value / self.seconds for name, value in vars(self.terms).items())
-        return math.sqrt(UNSTATED**2 + sum(part**2 for part in parts))
+        """Relative standard error of the step."""
+        return standard_error(self.errors)
 
     @property
     def product_rate(self) -> float:

@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from mstrain.checks import mounted
 from mstrain.commands.plans.output import console, make_folder
 from mstrain.planner.published.predict import predict
-from mstrain.planner.published.report import closing_line, plot_published, published_table, write_published
+from mstrain.planner.published.report import (
+    closing_line,
+    errors_table,
+    plot_published,
+    published_table,
+    sources_table,
+    write_published,
+)
 from mstrain.planner.published.rows import read_rows
 
 
@@ -33,5 +40,7 @@ def run_file(config: PublishedConfig) -> int:
     plot_published(predictions, folder / "published.png")
     say.print(published_table(predictions))
     say.print(closing_line(predictions))
+    say.print(errors_table(predictions))
+    say.print(sources_table(predictions))
     say.print(f"published.csv, published.json and published.png in {folder}")
     return 0

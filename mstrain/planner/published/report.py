@@ -1,17 +1,21 @@
-"""Predicted beside measured: a table, CSV, JSON and one plot."""
+"""Predicted beside measured, with the errors of the terms: tables, CSV, JSON and one plot."""
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from rich.table import Table
 
 from mstrain.display.tables import make_table, write_csv
 from mstrain.json_files import write_json
+from mstrain.planner.errors import UNMODELLED, TermError
 from mstrain.planner.published.predict import Prediction
 
 AIM = 0.15  # of a row's ratio from 1
+SMALL = 0.005  # of the step: smaller errors of terms are in the files only
 
 
 def published_row(prediction: Prediction) -> dict:
@@ -22,6 +26,7 @@ def published_row(prediction: Prediction) -> dict:
         "name": row.name, "source": row.source,
         "unit": "tokens/s a device" if unit == "tokens/s" else "MFU, full attention",
         "predicted": predicted, "measured": measured, "ratio": prediction.ratio, "uncertainty": costed.uncertainty,
+        "largest_error": costed.errors[0].name,
         "step_seconds": costed.seconds, "mfu_full_attention": prediction.utilization("full"),
         "mfu_causal_attention": prediction.utilization("causal"), "execution": row.request.style.name,
         "execution_inferred": row.inferred, "microbatch": prediction.microbatch, "interleave": costed.plan.interleave,
@@ -31,14 +36,26 @@ def published_row(prediction: Prediction) -> dict:
 
 
 def write_published(predictions: list[Prediction], folder: Path) -> None:
+    """published.csv, a line per row with the errors of terms as columns, and published.json with their sources."""
     rows = [published_row(prediction) for prediction in predictions]
-    write_csv(rows, folder / "published.csv")
-    write_json({"rows": rows}, folder / "published.json")
+    names = dict.fromkeys(error.name for prediction in predictions for error in prediction.costed.errors)
+    blank = {f"{name}_{column}": 0.0 for name in names for column in ("share", "error", "error_of_step")}
+    lines = []
+    for row, prediction in zip(rows, predictions):
+        errors = {
+            f"{error.name}_{column}": value
+            for error in prediction.costed.errors
+            for column, value in (("share", error.share), ("error", error.relative), ("error_of_step", error.of_step))
+        }
+        lines.append({**row, **blank, **errors})
+    write_csv(lines, folder / "published.csv")
+    parts = [{"errors": [{**asdict(e), "of_step": e.of_step} for e in p.costed.errors]} for p in predictions]
+    write_json({"rows": [{**row, **part} for row, part in zip(rows, parts)]}, folder / "published.json")
 
 
 def published_table(predictions: list[Prediction]) -> Table:
     """Predicted and measured tokens/s a device, or MFU where nothing else was published."""
-    columns = ("run", "execution", "unit", "predicted", "measured", "ratio", "+-", "MFU full", "causal")
+    columns = ("run", "execution", "unit", "predicted", "measured", "ratio", "+-", "mostly of", "MFU full", "causal")
     rows = []
     for each in predictions:
         unit, *values = each.compared
@@ -46,9 +63,51 @@ def published_table(predictions: list[Prediction]) -> Table:
         style = each.row.request.style.name + ("*" if each.row.inferred else "")
         shares = [f"{100 * each.utilization(name):.1f} %" for name in ("full", "causal")]
         error = f"{100 * each.costed.uncertainty:.0f} %"
-        rows.append((each.row.name, style, unit, *numbers, f"{each.ratio:.3f}", error, *shares))
+        mostly = _words(each.costed.errors[0].name)
+        rows.append((each.row.name, style, unit, *numbers, f"{each.ratio:.3f}", error, mostly, *shares))
     title = "Published runs as stated: tokens/s a device (MFU where nothing else was published)"
-    return make_table(title, columns, rows, ("run", "execution", "unit"))
+    return make_table(title, columns, rows, ("run", "execution", "unit", "mostly of"))
+
+
+def errors_table(predictions: list[Prediction]) -> Table:
+    """What each term adds to the standard error of a run; smaller ones than SMALL of the step are left out."""
+    rows = [
+        (each.row.name, f"{100 * each.costed.uncertainty:.1f}", ", ".join(map(_share, _large(each.costed.errors))))
+        for each in predictions
+    ]
+    title = "Where +- comes from: share of the step x standard error of the term = of the step, in %"
+    table = make_table(title, ("run", "+-", "terms, the largest error first"), rows, ("run",))
+    table.columns[2].justify, table.columns[2].no_wrap = "left", False
+    return table
+
+
+def sources_table(predictions: list[Prediction]) -> Table:
+    """The standard error of every term that `errors_table` prints, what of it is not known, and the source."""
+    found = {}
+    for each in predictions:
+        for error in _large(each.costed.errors):
+            found.setdefault((error.name, error.relative, error.source), error)
+    order = sorted(found.values(), key=lambda error: (error.name == UNMODELLED, error.name, error.relative))
+    rows = [(_words(each.name), f"{100 * each.relative:.0f} %", each.unknown, each.source) for each in order]
+    columns = ("term", "+-", "what is not known", "source of +-")
+    table = make_table("Standard errors of terms", columns, rows, ("term", "what is not known", "source of +-"))
+    for column in table.columns[2:]:
+        column.no_wrap = False
+    return table
+
+
+def _large(errors: Sequence[TermError]) -> list[TermError]:
+    return [error for error in errors if error.of_step >= SMALL]
+
+
+def _share(error: TermError) -> str:
+    if error.name == UNMODELLED:
+        return f"{UNMODELLED} {100 * error.of_step:.1f}"
+    return f"{_words(error.name)} {100 * error.share:.0f} x {100 * error.relative:.0f} = {100 * error.of_step:.1f}"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def closing_line(predictions: list[Prediction]) -> str:
@@ -65,9 +124,12 @@ def closing_line(predictions: list[Prediction]) -> str:
 
 
 def plot_published(predictions: list[Prediction], path: Path) -> Path:
-    """Predicted over measured of every row with the model's standard error; the band is the aim."""
-    figure = Figure(figsize=(8, 1.5 + 0.3 * len(predictions)), layout="constrained")
-    axes = figure.subplots()
+    """Predicted over measured of every row with the model's standard error, and the part of every term in it.
+
+    The band is the aim. A bar is as long as the standard error; its parts are shares of the variance.
+    """
+    figure = Figure(figsize=(12, 2 + 0.3 * len(predictions)), layout="constrained")
+    axes, parts = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     places = range(len(predictions))
     ratios = [prediction.ratio for prediction in predictions]
     errors = [prediction.ratio * prediction.costed.uncertainty for prediction in predictions]
@@ -78,5 +140,20 @@ def plot_published(predictions: list[Prediction], path: Path) -> Path:
     axes.invert_yaxis()
     axes.set(xlabel="predicted / measured, with the model's standard error", title="Published runs")
     axes.grid(axis="x", alpha=0.3)
+    _plot_errors(parts, predictions)
     figure.savefig(path, dpi=150)
     return path
+
+
+def _plot_errors(axes, predictions: list[Prediction]) -> None:
+    """A bar a row, as long as its standard error in %, divided among its terms as their variances are."""
+    places = range(len(predictions))
+    each = [{error.name: error.of_step**2 for error in prediction.costed.errors} for prediction in predictions]
+    totals = {name: sum(row.get(name, 0.0) for row in each) for row in each for name in row}
+    left = [0.0] * len(predictions)
+    for number, name in enumerate(sorted(totals, key=lambda name: -totals[name])):
+        widths = [100 * row.get(name, 0.0) / p.costed.uncertainty for row, p in zip(each, predictions)]
+        axes.barh(places, widths, left=left, color=colormaps["tab20"](number), label=_words(name))
+        left = [begin + width for begin, width in zip(left, widths)]
+    axes.set(xlabel="standard error in % of the step; parts: shares of its variance", title="Where it comes from")
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
