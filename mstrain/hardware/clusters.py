@@ -7,7 +7,7 @@ a node, one way; nodes, links and network that are not given are those of the ta
 
 import re
 
-from mstrain.hardware import Chip, all_chips, parse_target
+from mstrain.hardware import Chip, all_chips, chip_for, parse_target
 from mstrain.hardware.pod import Pod, pod_of
 
 ALIASES = {
@@ -19,8 +19,8 @@ SPELLINGS = "v5p-512 | 4xv5p-512 | h100:16384 | a100-80gb:8x64@200GB/s (8 a node
 
 
 def gpu_named(name: str) -> Chip | None:
-    """The GPU called `name` or by one of its aliases; None for any other chip."""
-    chip = all_chips().get(ALIASES.get(name.lower(), name.lower()))
+    """The GPU called `name`, by one of its aliases or as its driver names it; None for any other chip."""
+    chip = all_chips().get(ALIASES.get(name.lower(), name.lower())) or chip_for(name)
     return chip if chip is not None and chip.platform == "gpu" else None
 
 

@@ -27,7 +27,7 @@ from mstrain.models.parallel import layer_algorithms
 from mstrain.models.stages import even_layers
 from mstrain.parallel.schedules import WHOLE
 from mstrain.planner.errors import MEASURED, TermError, standard_error, term_errors
-from mstrain.planner.layer import HIDDEN_PART, Pass, Work, fused_attention, layer_work
+from mstrain.planner.layer import Pass, Work, exposed_beside, fused_attention, layer_work
 from mstrain.planner.memory import (
     WEIGHT_BYTES,
     Count,
@@ -329,19 +329,23 @@ class Step:
         spread = seconds("all_gather", style.gradient_bytes)
         hides = "data" in style.hides and (self.request.pod.efficiency.overlap or not self.request.pod.derived)
         hides &= plan.shard == "parameters" or not style.native
-        ahead, behind = (HIDDEN_PART * seconds if hides else 0.0 for seconds in (stage.forward, stage.backward))
-        layers = max(1, stage.layers)
+        layers, platform = max(1, stage.layers), self.request.pod.chip.platform
+
+        def exposed(seconds: float, under: float) -> float:
+            return exposed_beside(seconds, under, platform) if hides else seconds
+
         if plan.shard == "parameters":  # nothing hides the first gather, of every pass of a stage, nor the last sum
             passes = 2 * plan.microbatches * plan.chunks if plan.pipeline > 1 else 1
-            once = max(0.0, gather - ahead) + max(0.0, gather + scatter - behind)
+            once = exposed(gather, stage.forward) + exposed(gather + scatter, stage.backward)
             once += style.gathered_bytes * weights / self.request.pod.memory_bandwidth(self.constants)
             return plan.microbatches * once + (passes * gather + scatter) / layers
         each = style.native and plan.pipeline == 1 and plan.shard == "none"
         sums = plan.microbatches if each or plan.shard == "gradients" else 1
-        exposed = sums * max(scatter / layers, scatter - behind)
+        under = stage.backward if sums == 1 else stage.seconds  # the next microbatch runs beside a sum
+        waited = sums * max(scatter / layers, exposed(scatter, under))
         if plan.shard == "none":  # the second half of an all-reduce
-            return exposed + (sums if each else 1) * max(spread / layers, spread - behind)
-        return exposed + max(gather / layers, gather - ahead)
+            return waited + (sums if each else 1) * max(spread / layers, exposed(spread, stage.backward))
+        return waited + max(gather / layers, exposed(gather, stage.forward))
 
     def memory(self, plan: PodPlan, number: int) -> Memory:
         stage = self.stages[number]

@@ -15,8 +15,9 @@ WORDS = {  # of a published run's texts -> its style, the first that occurs
     "maxtext": "maxtext",
     "torch.compile": "torch-compile",
     "plain jax": "jax",
+    "llm-foundry": "llm-foundry",
+    "mosaicml": "llm-foundry",
     "pytorch": "torch",
-    "llm-foundry": "torch",
     "deepspeed": "torch",
 }
 
@@ -37,6 +38,7 @@ class ExecutionStyle:
     update_bytes: float
     gathered_bytes: float = 0.0
     hides: tuple[str, ...] = ()
+    attention: float = 1.0
     native: bool = False
     lockstep: bool = False
     backward_passes: float = 1.5
@@ -76,7 +78,7 @@ def infer_style(platform: str, algorithm: str, text: str, remat: str) -> Executi
     """
     text = text.lower()
     for word, style in WORDS.items():
-        if word in text:
+        if word in text and (style != "torch" or "megatron" not in text):  # Megatron-DeepSpeed has Megatron's kernels
             return style_named(style)
     if platform == "tpu":
         return style_named("maxtext")

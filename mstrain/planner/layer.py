@@ -16,7 +16,7 @@ from mstrain.hardware import collective_seconds
 from mstrain.hardware.constants import Constants
 from mstrain.hardware.efficiency import product_seconds
 from mstrain.hardware.expert_links import exchange_link
-from mstrain.hardware.overlap import hidden_shares
+from mstrain.hardware.overlap import Hidden, hidden_shares
 from mstrain.hardware.pod import Pod
 from mstrain.models.config import ModelConfig
 from mstrain.parallel.exchange import Exchange, join_seconds
@@ -31,7 +31,8 @@ from mstrain.planner.request import PlanRequest
 FLASH_BLOCK = 128  # tokens; sequences of whole blocks in 16 bits use a kernel that skips what is masked
 FUSED_BLOCK = {"gpu": 128, "tpu": 1024, "cpu": 128}  # tokens; a causal kernel visits whole blocks
 FUSED_BACKWARD = 2.5  # products of a fused attention kernel's backward pass over those of its forward pass
-HIDDEN_PART = 0.8  # of the product that a collective runs under: both use memory and, on GPUs, SMs
+HIDDEN_PART = 0.8  # of the product that a collective of a TPU runs under: both use memory
+SLOWED = 0.16  # of a collective's time is lost by what a GPU computes beside it, 18.9 % slower (Lee et al., 2025)
 PARTS = {"attention in": "qkv", "attention out": "out", "mlp in": "mlp_in", "mlp out": "mlp_out"}
 """Names of `mstrain.planner.remat` of what the products of a block leave."""
 
@@ -96,6 +97,16 @@ def fused_attention(request: PlanRequest) -> bool:
     model, seq = request.model, request.seq
     extras = model.position == "alibi" or model.attention_sinks or (model.window is not None and model.window < seq)
     return not extras and request.element_bytes == 2 and model.head_dim % 8 == 0 and seq % FLASH_BLOCK == 0
+
+
+def exposed_beside(collective: float, compute: float, platform: str) -> float:
+    """Seconds that a collective adds to the compute that it runs beside.
+
+    On GPUs both use SMs and memory: Lee et al., 2025, Characterizing Compute-Communication Overlap.
+    """
+    if platform == "gpu":
+        return max(collective - compute, SLOWED * collective)
+    return max(0.0, collective - HIDDEN_PART * compute)
 
 
 def elementwise_values(model: ModelConfig, style: ExecutionStyle) -> tuple[float, float]:
@@ -203,7 +214,8 @@ def _exchange(at: Setting, products: Products, ahead: float, behind: float) -> t
     kv, axis = 2 * model.num_kv_heads * values, links.context if products.parts == at.sizes[2] else links.row
     if not at.style.native:
         ring = collective_seconds(axis.all_gather, kv * size, products.parts)
-        return max(0.0, ring - HIDDEN_PART * ahead), max(0.0, 2 * ring - HIDDEN_PART * behind)
+        platform = at.pod.chip.platform
+        return exposed_beside(ring, ahead, platform), exposed_beside(2 * ring, behind, platform)
     waits = Exchange(products.parts, kv, size, ahead).seconds(products.exchange, axis)
     joins = join_seconds(products.parts, model.heads * values, kv, at.memory_bandwidth)
     return waits[0] + joins[0], waits[1] + joins[1]
@@ -280,10 +292,13 @@ def _sorting(at: Setting, product: Product) -> float:
 def _with_sums(at: Setting, found: list[tuple[Pass, Pass, float]], sums: list[float]):
     """Adds the sum over the tensor devices behind each half of a block, and the same in the backward pass."""
     sums = [each / (2 if at.model.parallel_block else 1) for each in sums]
-    hides = "tensor" in at.style.hides
-    under = sum(ahead.gemm for ahead, *_ in found) if hides and at.pod.chip.platform == "tpu" else 0.0
-    weights = sum(weight for *_, weight in found) if hides else 0.0
-    parts = [1 - min(1.0, HIDDEN_PART * seconds / sum(sums)) for seconds in (under, weights)]
+    parts = [1.0, 1.0]
+    if "tensor" in at.style.hides and at.pod.chip.platform == "tpu":  # a sum is a reduce_scatter and an all_gather
+        shares = hidden_shares(at.pod.chip.name, "megatron") or (Hidden(), Hidden())
+        parts = [1 - (share.all_gather + share.reduce_scatter) / 2 for share in shares]
+    elif "tensor" in at.style.hides:
+        weights = sum(weight for *_, weight in found)
+        parts[1] = exposed_beside(sum(sums), weights, "gpu") / sum(sums)
     return [
         (ahead + Pass(exposed=each * parts[0]), behind + Pass(exposed=each * parts[1]), weight)
         for (ahead, behind, weight), each in zip(found, sums)
@@ -300,7 +315,8 @@ def _attention(at: Setting, tokens: int) -> tuple[float, float]:
         flops = 4.0 * tokens * seq * (1 + block / seq) / 2 * heads * model.head_dim
         if not constants.shaped:
             return flops / constants.flops, FUSED_BACKWARD * flops / constants.flops
-        forward = flops / pod.efficiency.attention_rate(pod.chip, model.head_dim, at.dtype)
+        rate = at.style.attention * pod.efficiency.attention_rate(pod.chip, model.head_dim, at.dtype)
+        forward = flops / rate
         return forward, FUSED_BACKWARD * forward
     sequences, queries = tokens * context / seq, seq // context
     count, dims = sequences * heads, (queries, model.head_dim, seq)

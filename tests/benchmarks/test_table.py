@@ -11,7 +11,7 @@ from mstrain.benchmarks.table import Report, Row, from_json, to_csv, to_json, to
 
 GOOD = Row("tiny", "2x4", "meshslice", "step", "os ls os ls", 8, 0.5, 2048.0, 3e12, 0.25, 0.1, 2**31)
 BAD = Row("tiny", "2x4", "cannon", "step", batch=8, problem="cannon needs a square mesh")
-UNKNOWN = dataclasses.replace(GOOD, algorithm="wang", mfu=None, exposed=None)
+UNKNOWN = dataclasses.replace(GOOD, algorithm="wang", mfu=None, exposed=None, low=0.4, high=0.6, unknown="HBM")
 
 
 def report(kind="predicted", rows=(GOOD, BAD, UNKNOWN), peak=459e12):
@@ -21,14 +21,15 @@ def report(kind="predicted", rows=(GOOD, BAD, UNKNOWN), peak=459e12):
 def shown(report) -> str:
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(to_table(report))
-    return console.export_text()
+    return " ".join(console.export_text().split())
 
 
 @pytest.mark.parametrize("kind", ["measured", "predicted"])
 def test_the_title_says_measured_or_predicted(kind):
     text = shown(report(kind))
-    assert text.lstrip().startswith(f"{kind.capitalize()} for a test")
+    assert text.startswith(f"{kind.capitalize()} for a test")
     assert ("exposed" in text) == (kind == "predicted")
+    assert ("HBM" in text) == (kind == "predicted")
 
 
 def test_a_row_has_its_numbers_and_a_failed_one_its_reason():

@@ -1,10 +1,11 @@
 """The planner beside compiled steps: those of the table of overlap, and those of docs/data/steps.csv that it can price.
 
-python -m tests.planner.steps    prints the two tables of docs/planning.md
+python -m tests.planner.steps    prints the two tables of docs/planning.md, and the error of the terms of steps
 """
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Iterator, Mapping
 
 from mstrain.hardware.clusters import find_pod
@@ -17,6 +18,7 @@ from mstrain.planner.plan import PodPlan, Product, Products, plan_products
 from mstrain.planner.request import PlanRequest
 from tests.docs.steps import STEP, name_of, read_steps, step_name
 
+PARTS = ("products", "kernels", "copies", "other", "exposed")  # of a compiled step, in docs/data/steps.csv
 CHOICES = (*STEP, "algorithm", "mesh", "shard")
 HEAD = "| step | algorithm, mesh | planner ms | compiled ms | ratio |\n|---|---|---|---|---|"
 
@@ -80,6 +82,32 @@ def compared() -> Iterator[tuple[dict[str, str], float]]:
             yield row, found / float(row["ms"])
 
 
+def term_errors() -> Iterator[tuple[str, list[float]]]:
+    """(term, the planner's seconds over the compiled ones) of the steps without recomputation, whose parts are alike.
+
+    Exposed collectives of steps that made no entry of the table of overlap come once more.
+    """
+    made = {(e.target, e.mesh, str(e.batch), name) for (_, name), e in overlap_table().items()}
+    found: dict[str, list[float]] = {}
+    for row, _ in compared():
+        costed = cost_of(row)
+        if row["remat"] != "none" or costed is None:
+            continue
+        terms, compiled = costed.terms, {name: float(row[f"{name}_ms"]) / 1e3 for name in PARTS}
+        exposed = (terms.tensor_exposed + terms.gradient_sum) / compiled["exposed"]
+        ratios = {
+            "products": terms.products / compiled["products"],
+            "attention": terms.attention / compiled["kernels"],
+            "elementwise, update": (terms.elementwise + terms.update) / (compiled["copies"] + compiled["other"]),
+            "exposed": exposed,
+        }
+        if (row["target"], row["mesh"], row["batch"], row["algorithm"]) not in made:
+            ratios["exposed, not an entry"] = exposed
+        for name, ratio in ratios.items():
+            found.setdefault(name, []).append(ratio)
+    yield from found.items()
+
+
 def main() -> None:
     hidden = "hidden all_gather, reduce_scatter: forward; backward"
     print(f"| target, step | algorithm | planner ms | compiled ms | ratio | {hidden} |")
@@ -98,6 +126,10 @@ def main() -> None:
         named = "" if step == before else step_name(step)
         print(f"| {named} | {name_of(row)} | {ratio * compiled:.0f} | {compiled:.0f} | {ratio:.2f} |")
         before = step
+    print("", "| term | steps | planner / compiled | root mean square of the error |\n|---|---|---|---|", sep="\n")
+    for name, ratios in term_errors():
+        error = math.sqrt(statistics.fmean((ratio - 1) ** 2 for ratio in ratios))
+        print(f"| {name} | {len(ratios)} | {min(ratios):.2f} to {max(ratios):.2f} | {100 * error:.1f} % |")
 
 
 if __name__ == "__main__":

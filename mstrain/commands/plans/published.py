@@ -40,6 +40,9 @@ def run_file(config: PublishedConfig) -> int:
     plot_published(predictions, folder / "published.png")
     say.print(published_table(predictions))
     say.print(closing_line(predictions))
+    for prediction in predictions:
+        for note in prediction.row.notes:
+            say.print(f"{prediction.row.name}: {note}")
     say.print(errors_table(predictions))
     say.print(sources_table(predictions))
     say.print(f"published.csv, published.json and published.png in {folder}")

@@ -76,7 +76,7 @@ def _choices(row: PublishedRow) -> Iterator[PodPlan]:
     chunks = [plan.interleave]
     if "interleave" in row.search:
         per_stage = -(-layers // stages)
-        chunks = [n for n in divisors(per_stage) if n <= MOST_CHUNKS] if stages > 1 else [1]
+        chunks = [n for n in divisors(per_stage) if n <= min(MOST_CHUNKS, layers // stages)] if stages > 1 else [1]
     for count in reversed(counts):
         for interleave in chunks:
             if interleave == 1 or count % stages == 0:

@@ -23,14 +23,14 @@ def published_row(prediction: Prediction) -> dict:
     row, costed = prediction.row, prediction.costed
     unit, predicted, measured = prediction.compared
     return {
-        "name": row.name, "source": row.source,
+        "name": row.name, "source": row.source, "cluster": row.request.pod.name,
         "unit": "tokens/s a device" if unit == "tokens/s" else "MFU, full attention",
         "predicted": predicted, "measured": measured, "ratio": prediction.ratio, "uncertainty": costed.uncertainty,
         "largest_error": costed.errors[0].name,
         "step_seconds": costed.seconds, "mfu_full_attention": prediction.utilization("full"),
         "mfu_causal_attention": prediction.utilization("causal"), "execution": row.request.style.name,
         "execution_inferred": row.inferred, "microbatch": prediction.microbatch, "interleave": costed.plan.interleave,
-        "chosen_by_model": " ".join(sorted(row.search)),
+        "chosen_by_model": " ".join(sorted(row.search)), "notes": " ".join(row.notes),
         **{f"{name}_seconds": value for name, value in asdict(costed.terms).items()},
     }  # fmt: skip
 

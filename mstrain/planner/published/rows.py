@@ -31,6 +31,15 @@ DTYPES = ("bf16", "f32")
 ALIKE = {"fp16": "bf16", "float16": "bf16", "bfloat16": "bf16", "fp32": "f32", "float32": "f32"}  # of one peak
 MOST_SLICES = 64
 MEASURED = ("tokens_per_second_per_device", "step_seconds", "mfu")
+LARGEST = 10**8  # of a model's sizes
+KEYS = {
+    "": "name source note model cluster plan batch seq dtype measured",
+    "model": "layers width heads kv_heads head_width mlp_width gated vocabulary tied position parallel_block",
+    "cluster": "device devices devices_per_node node_gbytes_per_s slices topology",
+    "plan": "data tensor pipeline context algorithm sequence_parallel shard schedule remat microbatch interleave "
+    "execution",
+    "measured": " ".join(MEASURED),
+}
 RESERVED = 0.08  # of a device's memory: contexts, communication buffers, fragmentation
 
 
@@ -42,6 +51,7 @@ class PublishedRow:
       request, plan: as stated; sequences of a microbatch and interleaving are 1 where `search` names them.
       inferred: whether the execution style follows from the row's texts instead of plan.execution.
       tokens_per_second: measured, a device; `mfu`: measured, where nothing else was published.
+      notes: what the prediction leaves out or assumes, one sentence each.
     """
 
     name: str
@@ -52,6 +62,7 @@ class PublishedRow:
     inferred: bool
     tokens_per_second: float | None
     mfu: float | None
+    notes: tuple[str, ...]
 
 
 def read_rows(path: str) -> list[PublishedRow]:
@@ -85,7 +96,21 @@ def _row(fields: Fields) -> PublishedRow:
     if pod.chip.peak(dtype) is None:
         raise fields.error("dtype", f"is {dtype}, of which the table of chips has no peak for {pod.chip.name}.")
     tokens, mfu = _measured(fields.object("measured"), batch * seq / pod.devices)
-    return PublishedRow(name, source, request, plan, search, "execution" not in stated.values, tokens, mfu)
+    style_inferred = "execution" not in stated.values
+    return PublishedRow(name, source, request, plan, search, style_inferred, tokens, mfu, _notes(fields, pod))
+
+
+def _notes(fields: Fields, pod: Pod) -> tuple[str, ...]:
+    unread = [
+        f"{part}.{key}" if part else key
+        for part, known in KEYS.items()
+        for key in (fields.object(part).values if part else fields.values)
+        if key not in known.split()
+    ]
+    notes = [f"The prediction does not depend on {', '.join(unread)}: unknown here."] if unread else []
+    if pod.slices > 1 and "slices" not in fields.object("cluster").values:
+        notes.append(f"No slice has {pod.devices} devices: taken as {pod.name}.")
+    return tuple(notes)
 
 
 @contextlib.contextmanager
@@ -108,6 +133,11 @@ def _check(request: PlanRequest, plan: PodPlan) -> None:
         )
     if model.layers < plan.pipeline:
         raise ValueError(f"pipeline {plan.pipeline} has more stages than the model has layers ({model.layers}).")
+    if model.layers < plan.pipeline * plan.interleave:
+        raise ValueError(
+            f"interleave {plan.interleave} on pipeline {plan.pipeline} has more parts than the model has layers "
+            f"({model.layers})."
+        )
     if request.seq % plan.context:
         raise ValueError(f"context {plan.context} does not divide seq {request.seq}.")
     if model.heads % plan.tensor:
@@ -118,12 +148,18 @@ def _measured(fields: Fields, tokens: float) -> tuple[float | None, float | None
     rate, seconds, mfu = (fields.number(key, None) for key in MEASURED)
     if rate is None and seconds is not None:
         rate = tokens / seconds
+    if mfu is not None and mfu > 1:
+        raise fields.error("mfu", f"is {mfu:g}; write a share of the peak up to 1.")
     if rate is None and mfu is None:
         raise fields.error(MEASURED[0], f"is missing; write one of {', '.join(MEASURED)}.")
     return rate, mfu if rate is None else None
 
 
 def _model(fields: Fields, name: str) -> ModelConfig:
+    for key in KEYS["model"].split():
+        value = fields.values.get(key)
+        if isinstance(value, int) and value > LARGEST:
+            raise fields.error(key, f"is {kind(value)}; write at most {LARGEST}.")
     heads, width = fields.whole("heads"), fields.whole("width")
     gated = fields.truth("gated", False)
     return ModelConfig(
@@ -157,7 +193,8 @@ def _tpu(chip: Chip, devices: int, slices: int | None, topology: str) -> Pod:
         size = devices // count * rules.name_counts_per_chip // rules.devices_per_chip
         try:
             one = parse_target(f"{rules.prefixes[0]}{':' + topology if topology else f'-{size}'}")
-            pod = pod_of(replace(one, count=count), devices)
+            name = one.name if count == 1 else f"{count}x{one.name}"
+            pod = pod_of(replace(one, name=name, count=count), devices)
         except ValueError as problem:
             first = first or problem
             continue

@@ -1,16 +1,21 @@
 """Terms and uncertainty of predicted runs (test_golden.py holds the ratios), and files that are not such files."""
 
 import copy
+import csv
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from mstrain.commands.plans.modes import run
+from mstrain.planner.execution import infer_style
+from mstrain.planner.layer import exposed_beside
 from mstrain.planner.published.predict import predict
 from mstrain.planner.published.rows import read_rows
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "published.json"
+MORE = Path(__file__).parents[3] / "docs" / "data" / "published.json"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +54,12 @@ BAD = {
     "plan is a list": bad(lambda row: row.update(plan=[])),
     "device 'a900' is unknown": bad(lambda row: row["cluster"].update(device="a900")),
     "and the cluster has 32": bad(lambda row: row["plan"].update(data=16)),
+    "more parts than the model has layers": bad(
+        lambda row: row["plan"].update(data=4, pipeline=8, schedule="interleaved", interleave=4)
+    ),
     "remat 'some' is unknown": bad(lambda row: row["plan"].update(remat="some")),
+    "measured.mfu is 45; write a share": bad(lambda row: row.update(measured={"mfu": 45})),
+    "model.vocabulary is 1000000000000": bad(lambda row: row["model"].update(vocabulary=10**12)),
     "measured.step_seconds is NaN": bad(lambda row: row.update(measured={"step_seconds": float("nan")})),
     "nested too deeply": "[" * 200_000,
     "a whole number of 5000 digits": '{"rows": [{"batch": ' + "9" * 5000 + "}]}",
@@ -81,3 +91,48 @@ def test_plan_writes_table_and_plot(tmp_path, capsys):
     first = json.loads((tmp_path / "published.json").read_text())["rows"][0]
     terms = sum(value for name, value in first.items() if name.endswith("_seconds") and name != "step_seconds")
     assert terms == pytest.approx(first["step_seconds"])
+    errors = {error["name"]: error for error in first["errors"]}
+    assert math.hypot(*(error["of_step"] for error in errors.values())) == pytest.approx(first["uncertainty"])
+    assert sum(error["share"] for error in errors.values()) == pytest.approx(1)
+    assert all(error["unknown"] and error["source"] for error in errors.values())
+    assert errors["attention"]["of_step"] == pytest.approx(errors["attention"]["share"] * 0.3)
+    line = next(csv.DictReader(rows))
+    assert line["largest_error"] == max(errors, key=lambda name: errors[name]["of_step"])
+    assert float(line["products_error_of_step"]) == pytest.approx(errors["products"]["of_step"])
+    text = " ".join(printed.split())
+    assert f"attention {100 * errors['attention']['share']:.0f} x 30 = " in text and "FlashAttention papers" in text
+
+
+def test_what_the_prediction_leaves_out_or_assumes_is_printed(tmp_path, capsys):
+    row = copy.deepcopy(json.loads(GOLDEN.read_text())["rows"][6])
+    row["model"]["experts"], row["comment"] = 8, "any"
+    row["cluster"]["devices"] = row["plan"]["data"] = row["batch"] = 96
+    row["plan"]["microbatch"] = 1
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"rows": [row]}))
+    assert run([f"published={path}", f"run_dir={tmp_path}"]) == 0
+    printed = capsys.readouterr().out
+    assert "does not depend on comment, model.experts" in printed and "taken as 3xv5p-64" in printed
+
+
+@pytest.mark.parametrize("name", [
+    "megatron-2021 1008B", "megatron-2022 22B full", "bloom 176B", "mpt a100-80gb 1b 2048 8", "torchtitan 70B full",
+    "llama3 405B 16384 131072", "maxtext 64B 1xv5p-64", "maxtext 16B 2xv5e-256", "maxtext llama3.1-405b 2xv6e-256",
+])  # fmt: skip
+def test_runs_that_chose_nothing_of_the_model_are_within_15_percent(name, tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"rows": [row for row in json.loads(MORE.read_text())["rows"] if row["name"] == name]}))
+    assert abs(predict(read_rows(str(path))[0]).ratio - 1) < 0.15
+
+
+@pytest.mark.parametrize(("style", "platform", "algorithm", "text"), [
+    ("megatron-2022", "gpu", "megatron", "BLOOM, 2022; Megatron-DeepSpeed"), ("torch", "gpu", "ddp", "DeepSpeed, 2023"),
+    ("llm-foundry", "gpu", "fsdp", "MosaicML, PyTorch"), ("maxtext", "tpu", "fsdp", "any"),
+])  # fmt: skip
+def test_the_execution_style_follows_from_the_texts(style, platform, algorithm, text):
+    assert infer_style(platform, algorithm, text, "full").name == style
+
+
+def test_a_hidden_collective_slows_what_a_gpu_computes():
+    assert exposed_beside(1.0, 10.0, "tpu") == 0 < exposed_beside(1.0, 10.0, "gpu") < 0.2
+    assert exposed_beside(10.0, 1.0, "gpu") == 9
