@@ -11,7 +11,8 @@ import pytest
 
 from mstrain.program.optimizer import OptimizerConfig, decay_mask, make_optimizer, rate_of, schedule_of
 from mstrain.program.step import map_copies
-from tests.training.parity import REFERENCE, initial, module_of
+from tests.training.cases import REFERENCE
+from tests.training.parity import initial, module_of
 
 CONFIG = OptimizerConfig(learning_rate=0.01, warmup=4, final_fraction=0.2, weight_decay=0.3, clip=0.5)
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from mstrain.models.plan import ParallelConfig
 from mstrain.program.rounding import ROUNDINGS
-from tests.training.parity import OPTIMIZER, STEPS, Case, batches, compiled, initial
+from tests.training.cases import OPTIMIZER, Case
+from tests.training.parity import STEPS, batches, compiled, initial
 
 NUDGE = 1e-7
 

@@ -24,7 +24,9 @@ from mstrain.models.stages import PipelineConfig
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer, schedule_of
 from mstrain.program.step import init_state, step_program
 from tests.quick import QUICK
-from tests.training.parity import SEQ, SEQUENCES, STEPS, VOCABULARY, Case, batches, module_of
+from tests.training.cases import Case
+from tests.training.families import SEQ, VOCABULARY
+from tests.training.parity import SEQUENCES, STEPS, batches, module_of
 
 MODEL = ModelConfig("resumed", layers=4, width=32, heads=4, mlp_dim=64, vocab_size=VOCABULARY, context=SEQ)
 PLANS = {

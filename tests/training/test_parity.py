@@ -9,21 +9,18 @@ import pytest
 from mstrain.gemm import ALGORITHMS
 from mstrain.models.plan import ParallelConfig
 from mstrain.models.sharding import SHARD
-from tests.training.parity import (
+from tests.docs.steps import ROOT
+from tests.training.cases import (
     BF16_REFERENCE,
     MESHES,
     MIXED,
     REFERENCE,
-    STEPS,
+    TABLES,
     Case,
-    batches,
-    compiled,
-    difference,
     exchanged_cases,
-    initial,
     pipelined_cases,
-    results,
 )
+from tests.training.parity import STEPS, batches, compiled, difference, initial, read, results, summary
 
 SUITE = [
     Case("1x1", ParallelConfig("cannon")),
@@ -96,3 +93,12 @@ def test_bfloat16_agrees_within_its_rounding():
     case = Case("2x4", ParallelConfig(slices="2"), dtype="bfloat16")
     assert np.all(difference(case) < [*BF16_BAND.values()])
     assert np.max(np.abs(results(BF16_REFERENCE)[0] / results(REFERENCE)[0] - 1), axis=0)[0] < BF16_BAND["loss"]
+
+
+def test_the_page_has_the_worst_rows_of_the_file():
+    """Type: python -m tests.training.parity print."""
+    cases = {(table, str(case)): case for table, cases in TABLES.items() for case in cases}
+    rows = read()
+    assert rows.keys() == cases.keys()
+    assert all(max(values) < TOLERANCE for key, values in rows.items() if cases[key].kind == "float32")
+    assert summary() in (ROOT / "docs" / "concepts.md").read_text()
