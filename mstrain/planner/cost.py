@@ -266,9 +266,10 @@ class Step:
         gather = collective_seconds((self.links.ring or self.links.row).all_gather, nbytes, tensor)
         return link.launch + link.sync + nbytes / link.bandwidth + (0.0 if self.plan.sequence_parallel else gather)
 
-    def _broadcasts(self) -> float:
-        """Of a microbatch, over stages in lockstep: the last one's activations, for the loss, and the first one's
-        gradient, for the embedding, go to all of them; each is an all_reduce in which the others are zero."""
+    @property
+    def broadcasts(self) -> float:
+        """Seconds of a microbatch, over stages in lockstep: the last one's activations, for the loss, and the first
+        one's gradient, for the embedding, go to all of them; each is an all_reduce in which the others are zero."""
         if not self.lockstep:
             return 0.0
         links, count = self.links.stage, self.plan.pipeline
@@ -288,7 +289,7 @@ class Step:
         if plan.pipeline > 1 and not self.style.native and "pipeline" not in self.style.hides:
             crossings += 2 * (plan.microbatches * plan.chunks - 1)
         cycles = (plan.microbatches - 1) * cycle_seconds(stages, message, plan.schedule)
-        messages = crossings * message + plan.microbatches * self._broadcasts()
+        messages = crossings * message + plan.microbatches * self.broadcasts
         return cycles + stages[longest].seconds + fill / plan.chunks + messages, messages
 
     def _end(self, plan: PodPlan, number: int) -> tuple[float, float]:

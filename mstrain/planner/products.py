@@ -2,12 +2,15 @@
 section 3.1).
 
 For each slice the collectives of the dataflow and one multiplication. At most two slices are gathered ahead
-of the one that multiplies. Values of 0 bytes order operations that share no data.
+of the one that multiplies. No multiplication of the product hides the collectives of the first and last slice. They
+are in two parts: nothing waits for the part that compiled steps hide (`mstrain.hardware.overlap`), which only occupies
+the link. Values of 0 bytes order operations that share no data.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from mstrain.hardware.overlap import Hidden, hidden_shares
 from mstrain.parallel.gemms import Gemm, local_dims
 from mstrain.parallel.product_cost import GEMMS
 from mstrain.planner.plan import Product
@@ -43,7 +46,8 @@ def axes_of(product: Product, mesh: tuple[int, int]) -> tuple[int, int]:
 class Emit:
     """Where operations are appended: `ops`, values from `value(nbytes, category)`, on `stage` of a rows x cols `mesh`.
 
-    `chunk` is the part of the model they belong to, which the products need not know.
+    `chunk` is the part of the model they belong to, which the products need not know. `chip` is the generation whose
+    compiled steps say what is hidden; None hides what the order of operations hides.
     """
 
     ops: list[RankOp]
@@ -51,6 +55,7 @@ class Emit:
     stage: int
     mesh: tuple[int, int]
     chunk: int
+    chip: str | None = None
 
     def add(
         self, spec: OpSpec, inputs: Sequence[int], nbytes: float, category: str, axis: int = LOCAL, label: tuple = ()
@@ -59,6 +64,22 @@ class Emit:
         output = self.value(nbytes, category)
         self.ops.append(RankOp(spec, axis, self.stage, tuple(inputs), (output,), label=label))
         return output
+
+    def add_collective(
+        self, spec: OpSpec, hidden: float, inputs: Sequence[int], nbytes: float, category: str, axis: int, label: tuple
+    ) -> int:
+        """`add`, of a collective; nothing waits for the share `hidden` of it."""
+        ((elements,),) = spec.shapes
+        behind = round(hidden * elements)
+        output = self.add(spec._replace(shapes=((elements - behind,),)), inputs, nbytes, category, axis, label)
+        if behind:
+            self.add(spec._replace(shapes=((behind,),)), inputs, 0.0, category, axis, label)
+        return output
+
+    def hidden(self, product: Product, gemm: Gemm) -> Hidden:
+        """Shares of the collectives of the first and last slice of a product."""
+        shares = hidden_shares(self.chip, product.algorithm) if self.chip else None
+        return shares[gemm.kind != "MatMul"] if shares else Hidden()
 
 
 def emit_gemm(
@@ -79,20 +100,21 @@ def emit_gemm(
         )
         if count > 1
     ]
-    scatters = [move for move in moves if move[0] == "ReduceScatter"]
+    scatters, hidden = [move for move in moves if move[0] == "ReduceScatter"], emit.hidden(product, gemm)
     multiply, results, done = multiplication(product, gemm), [], []
     for index in range(slices):
         label, last = (*part, product.name, gemm.kind), index == slices - 1
         waits = (*inputs, *done[index - PREFETCH : index - PREFETCH + 1]) if index >= PREFETCH else inputs
-        pieces = [
-            emit.add(OpSpec(kind, ((shard,),), size), waits, every * size, "workspace", axis, (*label, between, index))
-            for kind, axis, shard, every, between in moves
-            if kind == "AllGather"
-        ]
+        pieces = []
+        for kind, axis, shard, every, between in (move for move in moves if move[0] == "AllGather"):
+            spec, share = OpSpec(kind, ((shard,),), size), (index == 0) * hidden.all_gather
+            what = (*label, between, index)
+            pieces.append(emit.add_collective(spec, share, waits, every * size, "workspace", axis, what))
         partial = scatters[0][3] * size if scatters else nbytes if last else 0.0
         kept, reads = "workspace" if scatters else category, (*inputs, *pieces, *done[-1:])
         done.append(emit.add(multiply, reads, partial, kept, label=(*label, "multiply", index)))
         for kind, axis, _, every, between in scatters:
             spec, reads, what = OpSpec(kind, ((every,),), size), (done[-1], *results[-1:]), (*label, between, index)
-            results.append(emit.add(spec, reads, nbytes if last else 0.0, category, axis, what))
+            made, share = nbytes if last else 0.0, last * hidden.reduce_scatter
+            results.append(emit.add_collective(spec, share, reads, made, category, axis, what))
     return (results or done)[-1]

@@ -25,7 +25,7 @@ from mstrain.planner.products import Emit, emit_gemm
 from mstrain.planner.remat import parse_remat
 from mstrain.planner.request import PlanRequest
 from mstrain.simulator.pipeline import PipelineStep
-from mstrain.simulator.placement import DATA, LOCAL, SEND, Degrees
+from mstrain.simulator.placement import DATA, LOCAL, SEND, STAGES, Degrees
 from mstrain.simulator.program import OpSpec, timed
 from mstrain.simulator.replicas import Step
 from mstrain.simulator.slots import RankOp
@@ -105,7 +105,8 @@ class TransformerStep(PipelineStep):
 
     def _emit(self, ops: list[RankOp], chunk: int) -> Emit:
         mesh = self.plan.rows, self.plan.cols
-        return Emit(ops, lambda nbytes, category: self._new(nbytes, chunk, category), self.stage(chunk), mesh, chunk)
+        chip = self.request.pod.chip.name if self.request.style.native else None
+        return Emit(ops, lambda size, category: self._new(size, chunk, category), self.stage(chunk), mesh, chunk, chip)
 
     def begin(self) -> list[RankOp]:
         """Gathers the embedding's table, and the weights that the replicas updated in parts."""
@@ -149,8 +150,18 @@ class TransformerStep(PipelineStep):
             kept = [place for place in range(LAST) if PIECES[place][1] in self.saved]
             self.kept[layer] = {place: made[place] for place in (INPUT, *kept)}
             x = made[LAST]
-        self.stream[chunk] = self._head(emit, x) if chunk == self.chunks - 1 else x
+        self.stream[chunk] = self._head(emit, self._to_all_stages(emit, x)) if chunk == self.chunks - 1 else x
         return ops
+
+    def _to_all_stages(self, emit: Emit, value: int) -> int:
+        """An activation, or its gradient, on the devices of all stages in lockstep: a sum in which theirs are zero."""
+        if not self.costed.step.lockstep:
+            return value
+        elements, count = max(1, round(self.bytes[LAST] / self.size)), self.plan.pipeline
+        for kind, shard in (("ReduceScatter", elements), ("AllGather", max(1, elements // count))):
+            spec = OpSpec(kind, ((shard,),), self.size)
+            value = emit.add(spec, (value,), self.bytes[LAST], "workspace", STAGES, ("to all stages",))
+        return value
 
     def _piece(self, emit: Emit, layer: int, place: int, made: dict[int, int], saved, gate: Values = ()) -> int:
         """One piece of a layer's forward pass, from the results before it; its result is kept if it is `saved`."""
@@ -194,7 +205,8 @@ class TransformerStep(PipelineStep):
         if chunk == 0:
             key, spec = (0, "embedding"), OpSpec("Identity", ((1,),), self.size)
             before = self.gradients[key] if self.head_key == key else ()  # of the output projection
-            inputs, nbytes = (slope, *before), WEIGHT_BYTES * self.counts[key] / self.plan.tensor
+            inputs = self._to_all_stages(emit, slope), *before
+            nbytes = WEIGHT_BYTES * self.counts[key] / self.plan.tensor
             self.gradients[key] = (emit.add(spec, inputs, nbytes, self._gradient, label=("embedding", "lookup")),)
         self.slope[chunk] = slope
         for key in [key for key in self.counts if key[0] == chunk and not (self.divided and isinstance(key[1], int))]:

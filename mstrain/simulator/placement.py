@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 # Which devices an operation involves: its own, its tensor ranks, its data replicas, its own and that of the stage
-# `peer`; where the tensor ranks form a mesh those of its column, which differ in their row, and those of its row; or a
-# group that the step lists.
-LOCAL, TENSOR, DATA, SEND, ROW, COL, GROUP = range(7)
+# `peer`; where the tensor ranks form a mesh those of its column, which differ in their row, and those of its row; a
+# group that the step lists; or its own of every stage.
+LOCAL, TENSOR, DATA, SEND, ROW, COL, GROUP, STAGES = range(8)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Degrees:
     def members(self, axis: int) -> np.ndarray:
         """The tensor ranks, numbered replica by replica, that an operation of the first one along `axis` involves."""
         first, count = {
-            LOCAL: (1, 1), SEND: (1, 1), TENSOR: (1, self.tensor), DATA: (self.tensor, self.data),
+            LOCAL: (1, 1), SEND: (1, 1), STAGES: (1, 1), TENSOR: (1, self.tensor), DATA: (self.tensor, self.data),
             ROW: (self.cols, self.rows), COL: (1, self.cols),
         }[axis]  # fmt: skip
         return first * np.arange(count)

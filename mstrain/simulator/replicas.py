@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mstrain.simulator.placement import GROUP, SEND, Degrees, Placement
+from mstrain.simulator.placement import GROUP, SEND, STAGES, Degrees, Placement
 from mstrain.simulator.program import Program, Ragged, distinct
 from mstrain.simulator.slots import RankOp, Slots
 
@@ -65,8 +65,8 @@ class Step:
         if axis == GROUP:
             return self.groups[peer]
         replica, rank = np.divmod(self.degrees.members(axis), self.degrees.tensor)
-        stages = np.array([stage, peer]) if axis == SEND else stage
-        return tuple(np.atleast_1d(placement.worker(replica, rank, stages)).tolist())
+        stages = {SEND: [stage, peer], STAGES: range(self.degrees.pipeline)}.get(axis, stage)
+        return tuple(np.atleast_1d(placement.worker(replica, rank, np.array(stages))).tolist())
 
     def _values(self, slots: Sequence[Sequence[int]]) -> Ragged:
         """Value numbers per operation."""

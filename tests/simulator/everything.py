@@ -6,7 +6,7 @@ import numpy as np
 
 from mstrain.simulator.cluster import Cluster
 from mstrain.simulator.costs import Rules
-from mstrain.simulator.placement import GROUP, SEND, Degrees, Placement
+from mstrain.simulator.placement import GROUP, SEND, STAGES, Degrees, Placement
 from mstrain.simulator.program import Program, Ragged, distinct
 from mstrain.simulator.replicas import Step
 from mstrain.simulator.simulate import CORRECTED, Simulation, simulate
@@ -17,7 +17,7 @@ def rank_groups(degrees: Degrees) -> list[np.ndarray]:
     ranks = np.arange(degrees.data * degrees.tensor).reshape(degrees.data, degrees.rows, degrees.cols)
     replicas, own = ranks.reshape(degrees.data, -1), ranks.reshape(-1, 1)
     by_column = ranks.swapaxes(1, 2).reshape(-1, degrees.rows)
-    return [own, replicas, replicas.T, own, by_column, ranks.reshape(-1, degrees.cols), own[:1]]
+    return [own, replicas, replicas.T, own, by_column, ranks.reshape(-1, degrees.cols), own[:1], own]
 
 
 def expand(step: Step, placement: Placement) -> Program:
@@ -66,8 +66,8 @@ def _devices(step: Step, placement: Placement, members, where: tuple[int, int, i
     if axis == GROUP:
         return step.groups[peer]
     replica, rank = np.divmod(members[axis][copy], step.degrees.tensor)
-    stages = np.array([stage, peer]) if axis == SEND else stage
-    return tuple(np.atleast_1d(placement.worker(replica, rank, stages)).tolist())
+    stages = {SEND: [stage, peer], STAGES: range(step.degrees.pipeline)}.get(axis, stage)
+    return tuple(np.atleast_1d(placement.worker(replica, rank, np.array(stages))).tolist())
 
 
 def _values(step: Step, slots: Sequence[Sequence[int]], op, at, copy, members: list[np.ndarray]) -> Ragged:
