@@ -149,7 +149,8 @@ def summary() -> str:
                 worst = max(found, key=lambda row: found[row][1])
                 run = f"{len(rows)}" if len(found) == len(rows) else f"{len(found)} of {len(rows)}"
                 lines.append(f"| {table} | {kind} | {run} | {loss:.1e} | {norm:.1e} | `{worst}` |")
-    return "\n".join(lines)
+    total = sum(map(len, TABLES.values()))
+    return "\n".join([*lines, "", f"{len(known)} of {total} rows are in the file."])
 
 
 if __name__ == "__main__":
