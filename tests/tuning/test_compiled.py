@@ -16,9 +16,9 @@ from mstrain.hardware import parse_target
 from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
-from mstrain.planner import tuning_cache
 from mstrain.planner.plan import plan_on
 from mstrain.training.tuned import tuned
+from mstrain.tuning import cache
 from mstrain.tuning.cache import find_result, result_file
 from mstrain.tuning.compiled import (
     COUNTS,
@@ -197,7 +197,7 @@ def test_another_question_is_another_file(tmp_path, change):
 @pytest.mark.parametrize("name", ["code_digest", "_version"])
 def test_other_code_or_another_compiler_is_another_file(tmp_path, monkeypatch, name):
     before = result_file(TASK, tmp_path)
-    monkeypatch.setattr(tuning_cache, name, lambda *_: "other")
+    monkeypatch.setattr(cache, name, lambda *_: "other")
     assert result_file(TASK, tmp_path) != before
 
 
@@ -238,14 +238,14 @@ def test_nothing_is_kept_when_nothing_fits(tmp_path):
 
 def test_a_run_takes_the_answer(tmp_path, monkeypatch):
     """As train.py does on the slice that is here, and check=true for one that is absent."""
-    monkeypatch.setattr(tuning_cache, "find_result", functools.partial(find_result, folder=tmp_path))
+    monkeypatch.setattr(cache, "find_result", functools.partial(find_result, folder=tmp_path))
     places = []
 
     def compiled(task, shape, slices, place):
         places.append(place)
         return timed({("row4-col1", "2"): 0.5})(shape, slices)
 
-    monkeypatch.setattr(tuning_cache, "compile_candidate", compiled)
+    monkeypatch.setattr(cache, "compile_candidate", compiled)
     config = load_config(["model=tiny", "tune=compile", "batch=16", "seq=64", "mesh=4x1"])
     found = [tuned(config, MODEL, TASK.tpu_slice, "bfloat16", "here", Console(quiet=True)) for _ in range(2)]
     assert found[0] == found[1]
