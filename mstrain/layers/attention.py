@@ -99,6 +99,8 @@ class Attention(nn.Module):
             out_specs=(layout.spec, kept),
             check_vma=False,
         )
+        if self.is_initializing():
+            return jnp.zeros((len(qkv), self.heads.segments[0].stored), qkv.dtype), None
         return local(qkv, window, segments_T, past, sinks, *scales)
 
     def _sinks(self, sharded: P):

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm import Plan, Span, Storage, linear
-from mstrain.layers.parameter import parameter
+from mstrain.layers.parameter import parameter, unless_initializing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,10 @@ class Dense(nn.Module):
     def __call__(self, x_TxI):
         grid, storage = self.plan.grid, self.plan.storage(self.inputs, self.segments)
         kernel = kernel_of(self, self.plan, storage, self.initializer)
-        y_TxO = linear(x_TxI, kernel.value, self.plan, kernel.sink)
+        features = sum(span.stored for span in self.segments)
+        y_TxO = unless_initializing(
+            self, lambda: linear(x_TxI, kernel.value, self.plan, kernel.sink), (len(x_TxI), features), x_TxI.dtype
+        )
         if self.bias:
             order = Storage(storage.shape[1:], segments=self.segments, columns=grid.num_cols)
             spec = P(self.plan.output_layout.features or None)

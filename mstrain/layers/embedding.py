@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm import Grid, Layout, Plan, Span, Storage
 from mstrain.gemm.local import all_gather
-from mstrain.layers.parameter import parameter
+from mstrain.layers.parameter import parameter, unless_initializing
 
 
 class Embedding(nn.Module):
@@ -48,7 +48,8 @@ class Embedding(nn.Module):
             out_specs=layout.spec,
             check_vma=False,
         )
-        return lookup(tokens_T, self.table)
+        shape = len(tokens_T), self.width.stored
+        return unless_initializing(self, lambda: lookup(tokens_T, self.table), shape, self.dtype)
 
     def _lookup(self, tokens, table):
         table = all_gather(table.astype(self.dtype), self.grid.rows, 0)
@@ -82,4 +83,5 @@ class Positions(nn.Module):
             out_specs=self.layout.spec,
             check_vma=False,
         )
-        return add(x_TxD, jnp.resize(positions, x_TxD.shape[0]), table)
+        places_T = jnp.resize(positions, x_TxD.shape[0])
+        return unless_initializing(self, lambda: add(x_TxD, places_T, table), x_TxD.shape, x_TxD.dtype)

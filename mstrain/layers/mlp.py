@@ -8,6 +8,7 @@ from flax import linen as nn
 
 from mstrain.gemm import PlanPair, Span
 from mstrain.layers.dense import Dense, Inits
+from mstrain.layers.parameter import unless_initializing
 
 ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -52,9 +53,12 @@ class Mlp(nn.Module):
         segments = (self.hidden,) * (2 if self.gated else 1)
         into = (self.plans.into, self.width, segments, self.inits.into, self.bias, "mlp-in")
         out = (self.plans.out, self.hidden, (self.width,), self.inits.out, self.bias, "mlp-out")
-        return Dense(*out, name="down")(
-            activate(Dense(*into, name="up")(x_TxD), self.plans, self.activation, self.gated)
+        h_TxF = Dense(*into, name="up")(x_TxD)
+        shape = len(x_TxD), self.hidden.stored
+        g_TxF = unless_initializing(
+            self, lambda: activate(h_TxF, self.plans, self.activation, self.gated), shape, x_TxD.dtype
         )
+        return Dense(*out, name="down")(g_TxF)
 
 
 def activate(h, plans: PlanPair, activation: str, gated: bool):

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm import Layout, Span, Storage
 from mstrain.gemm.local import all_reduce, axis_index, axis_size
-from mstrain.layers.parameter import parameter
+from mstrain.layers.parameter import parameter, unless_initializing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,9 @@ class Norm(nn.Module):
         init = nn.initializers.zeros if self.unit_offset else nn.initializers.ones
         scale_D = parameter(self, "scale", init, storage, spec) + float(self.unit_offset)
         bias_D = parameter(self, "bias", nn.initializers.zeros, storage, spec) if self.bias else None
-        return _norm(x_TxD, scale_D, bias_D, self.config)
+        return unless_initializing(
+            self, lambda: _norm(x_TxD, scale_D, bias_D, self.config), x_TxD.shape, x_TxD.dtype
+        )  # fmt: skip
 
 
 def normalize(x, kind: str, epsilon: float):

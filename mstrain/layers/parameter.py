@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 from jax.sharding import PartitionSpec as P
@@ -42,6 +43,14 @@ def parameter(module: nn.Module, name: str, init: Callable, storage: Storage, sp
         return Stored(storage.from_canonical(init(key, storage.shape)), spec, storage)
 
     return nn.meta.unbox(module.param(name, boxed_init))
+
+
+def unless_initializing(module: nn.Module, compute: Callable[[], Any], shape: tuple[int, ...], dtype) -> Any:
+    """`compute()`; while `module` is initialized, zeros of the shape and dtype of its result.
+
+    Initial values do not depend on activations, and to trace products and attention takes most of `init`'s time.
+    """
+    return jnp.zeros(shape, dtype) if module.is_initializing() else compute()
 
 
 def is_stored(x) -> bool:

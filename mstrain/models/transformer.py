@@ -21,6 +21,7 @@ from mstrain.layers.latent_attention import LatentAttention, LatentPlans
 from mstrain.layers.loss import HeadKernel, LogitsHead, cross_entropy
 from mstrain.layers.mlp import Mlp
 from mstrain.layers.norm import Norm, NormConfig
+from mstrain.layers.parameter import unless_initializing
 from mstrain.layers.past import Past
 from mstrain.layers.rotary import GLOBAL, Rotary
 from mstrain.models.config import ModelConfig
@@ -187,7 +188,9 @@ class Transformer(nn.Module):
     def raw_logits(self, tokens_T, segments_T=None):
         """The output projection: logits before the soft cap, with columns that pad the vocabulary."""
         x_TxD = self._normalized(self._features(tokens_T, segments_T))
-        logits_TxV = linear(x_TxD, self._head_kernel(), self.plan.head)
+        kernel_DxV = self._head_kernel()
+        shape = len(x_TxD), kernel_DxV.shape[1]
+        logits_TxV = unless_initializing(self, lambda: linear(x_TxD, kernel_DxV, self.plan.head), shape, x_TxD.dtype)
         return self.plan.order.undo(logits_TxV, self.seq)[: len(tokens_T)]
 
     def extend(self, tokens_BxT, past: Past):

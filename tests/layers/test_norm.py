@@ -91,6 +91,6 @@ def test_initial_scale_is_one_either_way():
     x = shifted(0, "float32")
     for unit_offset in (False, True):
         norm = Norm(rule("rmsnorm"), unit_offset=unit_offset)
-        y, boxed = norm.init_with_output(jax.random.key(0), x)
-        np.testing.assert_allclose(y, reference(x, "rmsnorm"), atol=1e-5)
-        assert (boxed["params"]["scale"].value == 1 - unit_offset).all()
+        params = nn.meta.unbox(norm.init(jax.random.key(0), x))
+        np.testing.assert_allclose(norm.apply(params, x), reference(x, "rmsnorm"), atol=1e-5)
+        assert (params["params"]["scale"] == 1 - unit_offset).all()

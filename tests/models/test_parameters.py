@@ -116,6 +116,12 @@ def test_initial_parameters_depend_on_the_seed():
     assert np.mean(other["blocks_0"]["mlp"]["up"]["kernel"] == canonical(GPT)["blocks_0"]["mlp"]["up"]["kernel"]) < 0.01
 
 
+def test_initial_parameters_are_drawn_without_a_pass_of_the_model():
+    model, module = CASES["untied, slices"][0], module_of("untied, slices")
+    assert "dot_general" not in str(jax.make_jaxpr(lambda: parameters.init_canonical(module, 0))())
+    assert jax.tree.structure(parameters.canonical_shapes(module)) == jax.tree.structure(canonical(model))
+
+
 def gathered(compiled) -> int:
     """Elements of the largest array that an all-gather of a compiled program makes."""
     results = re.findall(r" = (\S+|\(.*?\)) all-gather(?:-start)?\(", compiled.as_text())

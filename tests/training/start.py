@@ -26,8 +26,7 @@ def main(arguments: list[str]) -> None:
     def mark(name: str) -> None:
         marks.append((name, cpu_seconds()))
 
-    from mstrain.cli import run_command
-    from mstrain.commands.train import COMMAND
+    import train
     from mstrain.training import prepare, session
     from mstrain.training.reporter import Reporter
 
@@ -65,7 +64,7 @@ def main(arguments: list[str]) -> None:
         *((session, name) for name in ("announce", "begin", "_train_from")),
     ):
         setattr(module, name, marked(getattr(module, name), PARTS[name], before=name == "_train_from"))
-    run_command(COMMAND, arguments)
+    train.run_command(train.COMMAND, arguments)
 
 
 def show(marks: list[tuple[str, float]], programs: list[tuple[float, str]]) -> None:
