@@ -1,57 +1,81 @@
 """What products in 8 bits do to a curve: no 8-bit operands, int8, float8, and int8 in the gathers alone.
 
-`python -m tests.training.precision_curve FOLDER [STEPS] [key=value ...]` trains `model=small` on the standard library
-of Python with each (keys choose another model) and prints the mean training loss of the last tenth of the steps. It
-writes precision.csv: mean loss of every twentieth of the steps. Gathers need several devices, so `travel=` has a mesh;
-all others have one device, because their results do not depend on the mesh.
+    python -m tests.training.precision_curve FOLDER steps=2000 [key=value ...]
+
+trains `model=small` on the standard library of Python with each, one after the other (keys choose another model or
+batch). Every curve is a run of train.py below FOLDER, so the same command resumes a curve that was interrupted and
+repeats none that is finished. FOLDER/precision.csv has the validation losses by step, FOLDER/precision.png draws them,
+and a table compares the last ones. All have one device, because results do not depend on the mesh. Only gathers among
+several devices round with `travel=`; here what a mesh of several rows and columns would gather is rounded.
 """
 
 import csv
-import multiprocessing
+import importlib
+import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-import mstrain
+from mstrain.cli import run_command
+from mstrain.commands.train import COMMAND
+from mstrain.training import json_lines
+from mstrain.training.curves import validation_curves
+from mstrain.training.reporter import EVALUATIONS, METRICS
 
-PARTS = 20
+WITHOUT = "dtype"
 VARIANTS = {
-    "dtype": ["mesh=1x1"],
-    "dtype, another mesh": ["mesh=2x2"],  # how far curves part that differ in the last bits only
-    "precision=int8": ["mesh=1x1", "precision=int8"],
-    "precision=fp8": ["mesh=1x1", "precision=fp8"],
-    "travel=int8": ["mesh=2x2", "travel=int8"],
+    WITHOUT: [],
+    "precision=int8": ["precision=int8"],
+    "travel=int8": ["travel=int8"],
+    "precision=fp8": ["precision=fp8"],
+    "dtype on 2x2": ["mesh=2x2"],  # how far curves part that differ in the last bits only
 }
+KEYS = ["mesh=1x1", "sample.tokens=0", "eval.batches=64", "checkpoint.keep=1"]
+TRAIN = "train"
 
 
-def curve(steps: int, keys: list[str]) -> np.ndarray:
-    """Mean training loss of every twentieth of the steps."""
-    state, step, feed = mstrain.trainer("parallel=meshslice", f"steps={steps}", *keys)
-    losses = []
-    for k in range(steps):
-        state, metrics = step(state, feed(k))
-        losses.append(metrics["loss"])
-    return np.array(losses, np.float64).reshape(PARTS, -1).mean(axis=1)
+def train(arguments: list[str]) -> None:
+    """`mstrain train` that takes every matrix a mesh of several rows and columns gathers for gathered."""
+    vars(importlib.import_module("mstrain.gemm.linear"))["axis_size"] = lambda axes: 2
+    run_command(COMMAND, arguments)
 
 
-def main(folder: Path, steps: int, keys: list[str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    found, at = {}, [steps * (part + 1) // PARTS for part in range(PARTS)]
-    print("| operands | training loss, last tenth | over that without 8 bits |\n| --- | --- | --- |")
-    for name, own in VARIANTS.items():
-        # A process each: the number of emulated devices is fixed when JAX starts.
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            found[name] = pool.submit(curve, steps, [*own, *keys]).result()
-        last, without = (found[key][-2:].mean() for key in (name, "dtype"))
-        print(f"| {name} | {last:.4f} | {100 * (last / without - 1):+.2f} % |", flush=True)
+def write(folder: Path, runs: dict[str, Path]) -> None:
+    """The table, precision.csv and precision.png of the curves that are there."""
+    losses = {name: {x["step"]: x["validation_loss"] for x in json_lines.read(run / EVALUATIONS)}
+              for name, run in runs.items()}  # fmt: skip
     with open(folder / "precision.csv", "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["step", *found])
-        writer.writerows(zip(at, *(map("{:.4f}".format, losses) for losses in found.values()), strict=True))
+        writer.writerow(["step", *losses])
+        for step in losses[WITHOUT]:
+            writer.writerow([step, *(format(found[step], ".4f") if step in found else "" for found in losses.values())])
+    if picture := validation_curves(runs):
+        (folder / "precision.png").write_bytes(picture)
+    print("| operands | steps | validation loss | over that without 8 bits | training loss, last tenth |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, found in losses.items():
+        step = max(found)
+        over = 100 * (found[step] / losses[WITHOUT][step] - 1)
+        training = [x["loss"] for x in json_lines.read(runs[name] / METRICS)]
+        tenth = np.mean(training[-len(training) // 10 :])
+        print(f"| {name} | {step} | {found[step]:.4f} | {over:+.2f} % | {tenth:.4f} |", flush=True)
+
+
+def main(folder: Path, keys: list[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = {}
+    for name, own in VARIANTS.items():
+        runs[name] = folder / name.replace(" ", "_")
+        values = dict(key.split("=", 1) for key in (*KEYS, *own, *keys, f"run_dir={runs[name]}"))
+        arguments = [TRAIN, *(f"{key}={value}" for key, value in values.items())]
+        with open(folder / "log.txt", "a") as log:
+            subprocess.run([sys.executable, "-m", "tests.training.precision_curve", *arguments], check=True, stdout=log)
+        write(folder, runs)
 
 
 if __name__ == "__main__":
-    count = int(sys.argv[2]) if len(sys.argv) > 2 else 2000
-    main(Path(sys.argv[1]), count, sys.argv[3:])
+    if sys.argv[1] == TRAIN:
+        train(sys.argv[2:])
+    else:
+        main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,5 +1,7 @@
 """A GPT or Llama in plain PyTorch: fused query-key-value products, scaled_dot_product_attention, tied tables."""
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -63,7 +65,7 @@ class Model(nn.Module):
         self.positions = nn.Embedding(model.context, model.width) if model.position == "learned" else None
         self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
         self.norm, self.head = norm(model), nn.Linear(model.width, padded, bias=False)
-        self.apply(_initialize)
+        self.apply(functools.partial(_initialize, deviation=model.init_scale))
         if model.tied:
             self.head.weight = self.table.weight
         half = model.head_dim // 2
@@ -91,8 +93,8 @@ def rotate(x_BxNxTxH, sin_TxH, cos_TxH):
     return torch.cat([one * cos_TxH - two * sin_TxH, two * cos_TxH + one * sin_TxH], -1).to(x_BxNxTxH.dtype)
 
 
-def _initialize(module: nn.Module) -> None:
+def _initialize(module: nn.Module, deviation: float) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
+        nn.init.normal_(module.weight, std=deviation)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)

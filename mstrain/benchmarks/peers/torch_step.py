@@ -23,7 +23,8 @@ def make(task: Task) -> Peer:
     half = task.dtype == "bf16" or (task.dtype == "auto" and cuda)
     model, version = _own(task) if task.peer == "torch" else _library(task)
     model = model.to(device)
-    optimizer = _adamw(model)
+    parameters = groups_of(model, WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
     tokens = torch.randint(task.model.known_vocab_size, (task.batch, task.seq + 1), device=device)
     forward = torch.compile(lambda ids, targets: model(ids, targets))
     cast = torch.autocast(device.type, torch.bfloat16) if half else contextlib.nullcontext()
@@ -70,8 +71,8 @@ def _library(task: Task) -> tuple[torch.nn.Module, str]:
     return _Loss(model.train()), f"transformers {transformers.__version__}, torch {torch.__version__}"
 
 
-def _adamw(model: torch.nn.Module) -> torch.optim.AdamW:
+def groups_of(model: torch.nn.Module, weight_decay: float) -> list[dict]:
+    """The parameters of `model` for an optimizer: matrices with weight decay, the others without."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
