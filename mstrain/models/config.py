@@ -272,6 +272,22 @@ class ModelConfig:
         return dataclasses.replace(self, experts=None, mlp_dim=self.dense_mlp_dim, **dense)
 
     @property
+    def value_dim(self) -> int:
+        """Features of a value per head."""
+        return self.latent.value_dim if self.latent.key_rank else self.head_dim
+
+    @property
+    def later_layers(self) -> "ModelConfig":
+        """The model whose layers are those behind the first, dense ones."""
+        return dataclasses.replace(self, dense_layers=0, dense_mlp_dim=None) if self.dense_layers else self
+
+    @property
+    def layer_groups(self) -> tuple[tuple["ModelConfig", int], ...]:
+        """Groups of equal layers in order: a model whose layers are all of that kind, and their number."""
+        first = ((self.first_layers, self.dense_layers),) if self.dense_layers else ()
+        return (*first, (self.later_layers, self.layers - self.dense_layers))
+
+    @property
     def routing(self) -> RouterConfig | None:
         """How tokens choose experts; None for a dense MLP. Losses are means over layers."""
         if self.experts is None:

@@ -61,8 +61,7 @@ def forward_flops_per_token(model: ModelConfig, seq: int, attention: str = "full
     """
     if attention not in ATTENTION_CONVENTIONS:
         raise ValueError(f"Unknown attention convention {attention!r}. Choose {' or '.join(ATTENTION_CONVENTIONS)}.")
-    of_value = model.latent.value_dim if model.latent.key_rank else model.head_dim
-    scores = 2 * model.heads * (model.head_dim + of_value) * _tokens_attended(model, seq)
+    scores = 2 * model.heads * (model.head_dim + model.value_dim) * _tokens_attended(model, seq)
     return 2 * matmul_parameters(model) + ATTENTION_CONVENTIONS[attention] * scores
 
 

@@ -209,7 +209,8 @@ def layer_of(module: Transformer, stored, path: Path, layer: int) -> np.ndarray:
     if group not in firsts:
         return np.asarray(_to_canonical_program(box, module.plan.mesh)(x).addressable_data(0))
     extract = _to_canonical_program(box, module.plan.mesh, True)
-    row = module.plan.rows.index(layer) if module.plan.rows else layer - firsts[group]
+    rows = module.plan.rows if group != FIRST else None
+    row = rows.index(layer) if rows else layer - firsts[group]
     return np.asarray(extract(x, row).addressable_data(0))[0]
 
 

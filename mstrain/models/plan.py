@@ -69,7 +69,7 @@ def make_plan(
     check_experts(model, parallel, shape_of(mesh))
     algorithms = layer_algorithms(parallel, model.layers)
     check_effect(parallel, set(itertools.chain(*algorithms)))
-    stages = make_stages(pipeline, mesh.shape[AXIS], model.layers)
+    stages = make_stages(pipeline, mesh.shape[AXIS], model.layer_groups[-1][1])
     if stages:
         check_division(stages, algorithms, model)
     plan = _Planner(parallel, model, mesh, microbatch, seq, chip, constants, shard).plan(algorithms)

@@ -11,6 +11,7 @@ from mstrain.models.config import ModelConfig
 from mstrain.parallel.dataflow import Projection
 
 HALVES = ATTENTION, MLP = "attention", "mlp"  # of a block; each has a product into it and one out of it
+QUERIES, KEYS = "queries", "keys"  # products out of latents
 SHARED = "shared"  # the MLP of the experts of a block that compute every token
 DENSE = "dense mlp"  # in the place of MLP in the first, dense layers of a model with experts
 
@@ -106,6 +107,32 @@ def dense_products(model: ModelConfig, sizes: Sizes | None = None) -> tuple[Bloc
         return ()
     every = block_products(model.first_layers, sizes)
     return tuple(dataclasses.replace(product, half=DENSE) for product in every if product.half == MLP)
+
+
+def further_products(model: ModelConfig, sizes: Sizes | None = None) -> tuple[BlockProduct, ...]:
+    """The products of one block beside those of `block_products`: from latents to heads, and of shared experts."""
+    sizes, found = sizes or plain_sizes(model), []
+    if latent := sizes.latent:
+        queries, keys, _ = latent.into
+        found += [BlockProduct(QUERIES, "in", queries.stored, (latent.queries.stored,))] if latent.query_rank else []
+        found.append(BlockProduct(KEYS, "in", keys.stored, (latent.keys_values.stored,)))
+    if model.shared_experts:
+        width, hidden = sizes.width.stored, model.shared_experts * sizes.hidden.stored
+        found.append(BlockProduct(SHARED, "in", width, (hidden,) * (2 if model.gated else 1)))
+        found.append(BlockProduct(SHARED, "out", hidden, (width,)))
+    return tuple(found)
+
+
+def attention_features(model: ModelConfig) -> tuple[int, int]:
+    """Features per token of the results of the products into attention, latents included, and of its own result."""
+    into, out = plain_sizes(model).projected
+    further = (p.out_dim for p in further_products(model) if p.half in (QUERIES, KEYS))
+    return sum(span.size for span in into) + sum(further), out.size
+
+
+def hidden_features(model: ModelConfig) -> int:
+    """Hidden features of the MLP per token: of the experts that it chooses and of those that all share."""
+    return model.mlp_dim * (model.experts_per_token + model.shared_experts if model.experts else 1)
 
 
 def projections(model: ModelConfig, repeats: int = 1, sizes: Sizes | None = None) -> tuple[Projection, ...]:

@@ -196,7 +196,7 @@ class StageLayers:
     def _windows(self):
         """The window of every row, int32 [P, V, L], and whether it is a layer and no padding."""
         model, order = self.model, np.array(self.stages.rows)
-        of_layer = [model.window if local else GLOBAL for local in model.is_local]
+        of_layer = [model.window if local else GLOBAL for local in model.is_local[model.dense_layers :]]
         windows = np.array([of_layer[max(layer, 0)] for layer in order], np.int32)
         return self.split_rows((jnp.asarray(windows), jnp.asarray(order >= 0)))
 

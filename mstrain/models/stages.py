@@ -1,6 +1,7 @@
 """The stages of a pipeline over mesh axis `stage`: the layers of each, and the schedule in which they run.
 
-Consecutive layers form chunks; chunk c runs on stage c mod the number of stages (interleaved: several chunks per
+The first, dense layers of a model with experts are before the stages, with the embedding. Consecutive layers of the
+others form chunks; chunk c runs on stage c mod the number of stages (interleaved: several chunks per
 stage). The parameters of all layers are one stack of rows, sharded over `stage`: stage by stage, chunk by chunk. Chunks
 with fewer layers than others are padded with rows that are never applied.
 """
@@ -26,8 +27,8 @@ class PipelineConfig:
     interleave: int | None = None
     """Chunks of layers per stage of schedule=interleaved; null takes 2."""
     layers: str | None = None
-    """Layers of every chunk, such as `9 8 7`, first chunk first; null divides them evenly, the first chunks with one
-    more."""
+    """Layers of every chunk, such as `9 8 7`, first chunk first, without the first, dense ones; null divides them
+    evenly, the first chunks with one more."""
 
     def __post_init__(self):
         if self.schedule is not None:
@@ -114,7 +115,7 @@ def make_stages(config: PipelineConfig, count: int, layers: int) -> Stages | Non
         fits = [n for n in range(2, layers // per_stage + 1)]
         advice = f"Type a mesh= with up to {fits[-1]} stages" if fits else "Type a mesh= without stage"
         raise ValueError(
-            f"model.layers={layers} is less than the {chunks} chunks of {count} stages with "
+            f"model.layers={layers} (without first, dense ones) is less than the {chunks} chunks of {count} stages with "
             f"pipeline.schedule={schedule}: every chunk needs a layer. {advice}, or a model with more layers."
         )
     if config.layers is None:
@@ -131,18 +132,13 @@ def make_stages(config: PipelineConfig, count: int, layers: int) -> Stages | Non
 
 
 def check_division(stages: Stages, algorithms: list[tuple[str, str]], model: ModelConfig) -> None:
-    """Raises ValueError for layers that the stages of a pipeline do not support."""
-    if model.dense_layers:
-        raise ValueError(
-            f"model.dense_layers={model.dense_layers}: the stages of a pipeline run one program, and the first layers "
-            "differ from the others. Type a mesh= without stage."
-        )
+    """Raises ValueError for layers that the stages of a pipeline do not support; those before the stages are free."""
     if min(stages.rows) < 0 and (model.balance_loss or model.router_z_loss):
         raise ValueError(
             f"model.balance_loss and model.router_z_loss need as many layers in every stage, not {stages}. Type a "
             "mesh= with a number of stages that divides the layers, or model.balance_rate=0.001 instead."
         )
-    if len(set(algorithms)) > 1:
+    if len(set(algorithms[model.dense_layers :])) > 1:
         raise ValueError(
             "parallel.layers gives layers different algorithms, and the stages of a pipeline run one program. Remove "
             "parallel.layers, or type a mesh= without stage."

@@ -170,8 +170,9 @@ class Transformer(nn.Module):
         self.embedding = Embedding(plan.embedding_grid, vocabulary, width, init, self.dtype)
         if model.position == "learned":
             self.positions = Positions(residual, plan.mesh, model.context, width, init)
+        rows = plan.rows and len(plan.rows)
         self.dense = [self._scan(block, count, model.first_layers) for block, count in plan.dense]
-        self.blocks = [self._scan(block, count, model) for block, count in plan.groups]
+        self.blocks = [self._scan(block, rows or count, model) for block, count in plan.groups]
         config = NormConfig(model.norm, residual, plan.mesh, width, model.norm_epsilon)
         self.final_norm = Norm(config, model.norm_bias, model.unit_offset_norm)
         if not model.tied:
@@ -211,7 +212,7 @@ class Transformer(nn.Module):
     def _features(self, tokens_T, segments_T):
         """Input of the final norm, x_TxD of padded tokens and features."""
         if self.plan.stages and not self.is_initializing():
-            stack, x_TxD = self.variables["params"]["blocks_0"], self.embed(tokens_T, segments_T)
+            stack, x_TxD = self.variables["params"]["blocks_0"], self.stage_input(tokens_T, segments_T)
             segments_T = self.ordered_segments(segments_T, len(tokens_T))
             return self.stage_layers().one_by_one(stack, x_TxD, segments_T)
         return self._run(tokens_T, segments_T)[0]
@@ -238,8 +239,16 @@ class Transformer(nn.Module):
             x_TxD = x_TxD * jnp.asarray(self.model.width**0.5, self.dtype)
         if self.model.position == "learned":
             x_TxD = self.positions(x_TxD, self._positions(tokens_T, segments_T, past))
-        if not self.plan.stages:
-            return x_TxD
+        return x_TxD
+
+    def stage_input(self, tokens_T, segments_T=None):
+        """Input of the first stage of a pipeline: the embedding behind the first, dense layers, which all stages
+        compute."""
+        x_TxD, windows = self.embed(tokens_T, segments_T), self._windows()
+        segments_T = self.ordered_segments(segments_T, len(tokens_T))
+        for blocks, (block, count) in zip(self.dense, self.plan.dense, strict=True):
+            x_TxD = move(x_TxD, block.attention.residual, block)
+            x_TxD, _ = self._layers(blocks, block, x_TxD, windows[:count], segments_T, None)
         return move(x_TxD, self.plan.groups[0][0].attention.residual, self.plan)
 
     def _normalized(self, x_TxD):
@@ -303,9 +312,9 @@ class Transformer(nn.Module):
         return jnp.array([model.window if local else GLOBAL for local in model.is_local], jnp.int32)
 
     def _layers(self, blocks: Any, plan: BlockPlan, x_TxD, windows, segments_T, past: Past | None):
-        if self.plan.stages:  # initializing: the stack has rows of padding
-            windows = jnp.resize(windows, (len(self.plan.stages.rows),))
         first_layers = blocks.name.startswith(DENSE)  # few: gathered before the step
+        if self.plan.rows and not first_layers:  # initializing: the stack has rows of padding
+            windows = jnp.resize(windows, (len(self.plan.rows),))
         if self.plan.shard != "parameters" or first_layers or self.is_initializing():
             return blocks(x_TxD, windows, segments_T, past)
         block, params = self._block()(self.model, plan, self.seq, parent=None), self.variables["params"][blocks.name]
@@ -319,7 +328,6 @@ class Transformer(nn.Module):
         return nn.remat(Block, policy=policy, prevent_cse=False) if policy else Block
 
     def _scan(self, plan: BlockPlan, count: int, model: ModelConfig):
-        count = len(self.plan.stages.rows) if self.plan.stages else count
         per_layer: Any = (0, nn.broadcast, 0)  # windows and the past have a dim of layers, segments have none
         scanned = nn.scan(
             self._block(), variable_axes={"params": 0}, split_rngs={"params": True}, length=count, metadata_params={},

@@ -27,7 +27,7 @@ from mstrain.models.parallel import layer_algorithms
 from mstrain.models.stages import even_layers
 from mstrain.parallel.schedules import WHOLE
 from mstrain.planner.errors import MEASURED, TermError, standard_error, term_errors
-from mstrain.planner.layer import Pass, Work, exposed_beside, fused_attention, layer_work
+from mstrain.planner.layer import Pass, Work, exposed_beside, fused_attention, layer_works
 from mstrain.planner.memory import (
     WEIGHT_BYTES,
     Count,
@@ -41,7 +41,14 @@ from mstrain.planner.memory import (
 from mstrain.planner.plan import PodPlan, Products, plan_products
 from mstrain.planner.remat import parse_remat
 from mstrain.planner.request import PlanRequest
-from mstrain.planner.stages import microbatches_deferred, microbatches_in_flight, split_layers
+from mstrain.planner.stages import (
+    Stage,
+    cycle_seconds,
+    layers_by_group,
+    microbatches_deferred,
+    microbatches_in_flight,
+    split_layers,
+)
 from mstrain.planner.trainer import why_not_trainable
 
 NONE = Pass()
@@ -70,42 +77,6 @@ class Terms:
     @property
     def seconds(self) -> float:
         return sum(vars(self).values())
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One pipeline stage: its layers, and the passes of a microbatch.
-
-    Attributes:
-      chunks: layers [begin, end); several where the schedule is interleaved.
-      useful_forward, useful_backward, repeated: passes; the last is recomputation. host: seconds added by offloading.
-      weights: seconds of the products of weight gradients.
-      in_flight: microbatches between their passes; parts of one where the schedule is interleaved.
-    """
-
-    chunks: tuple[tuple[int, int], ...]
-    useful_forward: Pass
-    useful_backward: Pass
-    repeated: Pass
-    host: float
-    weights: float
-    in_flight: float
-
-    @property
-    def layers(self) -> int:
-        return sum(end - begin for begin, end in self.chunks)
-
-    @property
-    def forward(self) -> float:
-        return self.useful_forward.seconds
-
-    @cached_property
-    def backward(self) -> float:
-        return self.useful_backward.seconds + self.repeated.seconds + self.host
-
-    @cached_property
-    def seconds(self) -> float:
-        return self.forward + self.backward
 
 
 @dataclass(frozen=True)
@@ -163,9 +134,12 @@ class Costed:
     def product_rate(self) -> float:
         """Mean FLOP/s of a device in the products of the first stage."""
         stage, tensor = self.stages[0], self.plan.tensor
-        values = sum(share * sum(p.layout.multiplications for p in block) for block, share in self.products.groups)
+        values = sum(
+            count * sum(share * sum(p.layout.multiplications for p in block) for block, share in kind.groups)
+            for kind, count in zip(self.products.kinds, stage.computes)
+        )
         head = 0 if self.plan.pipeline > 1 else self.products.head.layout.multiplications
-        flops = 6.0 * stage.layers * values + (8.0 if self.step.request.style.native else 6.0) * head
+        flops = 6.0 * values + (8.0 if self.step.request.style.native else 6.0) * head
         return self.products.tokens * flops / tensor / (stage.useful_forward.gemm + stage.useful_backward.gemm)
 
     @property
@@ -179,21 +153,8 @@ class Costed:
         return why_not_trainable(self.plan, self.step.request.pod.slices)
 
 
-def cycle_seconds(stages: list[Stage], message: float, schedule: str) -> float:
-    """Seconds between microbatches once the pipeline is full."""
-    if schedule == "gpipe":
-        return max(stage.forward for stage in stages) + max(stage.backward for stage in stages)
-    if schedule in ("interleaved", "zero-bubble"):
-        return max(stage.seconds for stage in stages)
-    behind, loops = 0.0, []
-    for count, stage in enumerate(reversed(stages)):
-        behind += stage.seconds
-        loops.append(max(stage.seconds, (behind + 2 * count * message) / (count + 1)))
-    return max(loops)
-
-
 def cost_plan(request: PlanRequest, plan: PodPlan, products: Products) -> Costed:
-    return Step(request, plan, products, layer_work(request, plan, products)).cost(plan)
+    return Step(request, plan, products, layer_works(request, plan, products)).cost(plan)
 
 
 def cost_step(request: PlanRequest, plan: PodPlan) -> Costed | None:
@@ -206,47 +167,62 @@ def cost_step(request: PlanRequest, plan: PodPlan) -> Costed | None:
 class Step:
     """A step of a plan but for what it shards: `scheduled`, the seconds of all microbatches, and `cost`."""
 
-    def __init__(self, request: PlanRequest, plan: PodPlan, products: Products, work: Work):
-        self.request, self.plan, self.products, self.work = request, plan, products, work
+    def __init__(self, request: PlanRequest, plan: PodPlan, products: Products, works: tuple[Work, ...]):
+        self.request, self.plan, self.products, self.works = request, plan, products, works
         pod, self.style = request.pod, request.style
         self.constants = pod.constants(plan.sizes, request.dtype)
         self.links = pod.links(plan.sizes, request.dtype)
         remat = parse_remat(plan.remat)
-        self.repeated = work.repeated(remat, self.style, fused_attention(request))
-        self.again = work.recomputed(self.repeated)
-        self.host = self._offload(remat.offloaded)
+        fused = fused_attention(request)
+        self.repeated = [work.repeated(remat, self.style, fused) for work in works]
+        self.again = [work.recomputed(repeated) for work, repeated in zip(works, self.repeated)]
+        self.host = [self._offload(remat.offloaded, kind, work) for (kind, _), work in zip(request.layer_groups, works)]
         self.stages = self._stages()
         self.scheduled, self.messages = self._pipeline(self._message())
 
-    def _offload(self, parts: frozenset[str]) -> float:
+    def _offload(self, parts: frozenset[str], kind: PlanRequest, work: Work) -> float:
         """What the traffic of a layer to and from host memory adds: it runs under compute, one way in each pass."""
         if not parts:
             return 0.0
-        sizes = saved_values(self.request, self.plan)
+        sizes = saved_values(kind, self.plan)
         one_way = sum(sizes[part] for part in parts) * self.products.tokens * self.request.element_bytes
-        return 2 * max(0.0, one_way / self.request.pod.efficiency.host - self.work.backward.seconds / 2)
+        return 2 * max(0.0, one_way / self.request.pod.efficiency.host - work.backward.seconds / 2)
 
     def _stages(self) -> list[Stage]:
-        plan, work = self.plan, self.work
-        layers, chunks = self.request.model.layers, plan.pipeline * plan.chunks
+        plan, work, counts = self.plan, self.works[-1], [count for _, count in self.request.layer_groups]
+        chunks, first = plan.pipeline * plan.chunks, sum(counts[:-1])
+        rows = even_layers(counts[-1], chunks)
         if self.lockstep:  # every stage computes as many rows of layers as the first
-            bounds = list(itertools.pairwise(itertools.accumulate(even_layers(layers, chunks), initial=0)))
+            bounds = list(itertools.pairwise((0, *(first + end for end in itertools.accumulate(rows)))))
         else:
-            layer = work.forward.seconds + work.backward.seconds + self.again.seconds + self.host
+            layer = work.forward.seconds + work.backward.seconds + self.again[-1].seconds + self.host[-1]
             head = (work.head_forward.seconds + work.head_backward.seconds) / layer if self.style.native else 0.0
-            bounds = split_layers(layers, chunks, head)
+            bounds = split_layers(sum(counts), chunks, head)
         stages: list[Stage] = []
-        seen: dict[tuple[int, bool], tuple[Pass, Pass, Pass, float, float]] = {}
+        seen: dict[tuple, tuple[Pass, Pass, Pass, float, float]] = {}
         for number in range(plan.pipeline):
             mine, last = tuple(bounds[number :: plan.pipeline]), number == plan.pipeline - 1
-            count = plan.chunks * bounds[0][1] if self.lockstep else sum(end - begin for begin, end in mine)
-            if (count, last) not in seen:
-                forward = work.forward * count + (work.head_forward if last else NONE)
-                backward = work.backward * count + (work.head_backward if last else NONE)
-                weights = work.weights[0] * count + last * work.weights[1]
-                seen[count, last] = (forward, backward, self.again * count, count * self.host, weights)
-            stages.append(Stage(mine, *seen[count, last], microbatches_in_flight(plan, number, self.style.lockstep)))
+            holds = computes = tuple(map(sum, zip(*(layers_by_group(each, counts) for each in mine))))
+            if self.lockstep:  # all have the first, dense layers, which run beside no stage, as the projection does
+                holds = *counts[:-1], holds[-1]
+                computes = *(last * count for count in counts[:-1]), plan.chunks * rows[0]
+            if (computes, last) not in seen:
+                seen[computes, last] = self._passes(computes, last)
+            in_flight = microbatches_in_flight(plan, number, self.style.lockstep)
+            stages.append(Stage(mine, holds, computes, *seen[computes, last], in_flight))
         return stages
+
+    def _passes(self, layers: tuple[int, ...], last: bool) -> tuple[Pass, Pass, Pass, float, float]:
+        """Passes, recomputation, host traffic and weight gradients of a stage with so many layers of each group."""
+        head = self.works[-1]
+        forward, backward = (head.head_forward, head.head_backward) if last else (NONE, NONE)
+        weights, repeated, host = last * head.weights[1], NONE, 0.0
+        for number, (work, count) in enumerate(zip(self.works, layers)):
+            forward, backward = forward + work.forward * count, backward + work.backward * count
+            weights, host = weights + work.weights[0] * count, host + self.host[number] * count
+            twice = self.lockstep and number + 1 < len(layers)  # the backward pass starts from the tokens
+            repeated += (self.again[number] + (work.forward if twice else NONE)) * count
+        return forward, backward, repeated, host, weights
 
     @property
     def lockstep(self) -> bool:
@@ -296,7 +272,7 @@ class Step:
         """(sums and gathers over the replicas, update) of one stage, in seconds per step."""
         stage, style, model = self.stages[number], self.style, self.request.model
         ends = self._holds(number)
-        parameters = stage_parameters(model, stage.layers, *ends).over(plan.tensor)
+        parameters = stage_parameters(model, stage.holds, *ends).over(plan.tensor)
         weights, held = sum(parameters), parameters.held(plan.expert)
         summed = self._replicas(plan, parameters, stage)
         if model.tied and plan.pipeline > 1 and any(ends) and not self.lockstep:  # both have a copy of the table
@@ -351,7 +327,9 @@ class Step:
     def memory(self, plan: PodPlan, number: int) -> Memory:
         stage = self.stages[number]
         deferred, ends = microbatches_deferred(plan, number, self.style.lockstep), self._holds(number)
-        return stage_memory(self.request, self.products, plan, ends, stage.chunks, (stage.in_flight, deferred))
+        counts = [count for _, count in self.request.layer_groups]
+        chunks = [layers_by_group(chunk, counts) for chunk in stage.chunks]
+        return stage_memory(self.request, self.products, plan, ends, chunks, (stage.in_flight, deferred))
 
     def _ends(self, plan: PodPlan) -> dict[int, tuple[float, float]]:
         """(sums, update) of the first and the last stage; no other has more weights, layers or activations."""

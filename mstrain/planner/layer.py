@@ -18,7 +18,9 @@ from mstrain.hardware.efficiency import product_seconds
 from mstrain.hardware.expert_links import exchange_link
 from mstrain.hardware.overlap import Hidden, hidden_shares
 from mstrain.hardware.pod import Pod
+from mstrain.layers.attention_kernels import CUDNN_WIDEST_HEAD
 from mstrain.models.config import ModelConfig
+from mstrain.models.products import attention_features, hidden_features
 from mstrain.parallel.exchange import Exchange, join_seconds
 from mstrain.parallel.gemms import gemm_times, gemms_of, local_dims
 from mstrain.parallel.product_cost import communication_terms, pass_costs
@@ -33,7 +35,10 @@ FUSED_BLOCK = {"gpu": 128, "tpu": 1024, "cpu": 128}  # tokens; a causal kernel v
 FUSED_BACKWARD = 2.5  # products of a fused attention kernel's backward pass over those of its forward pass
 HIDDEN_PART = 0.8  # of the product that a collective of a TPU runs under: both use memory
 SLOWED = 0.16  # of a collective's time is lost by what a GPU computes beside it, 18.9 % slower (Lee et al., 2025)
-PARTS = {"attention in": "qkv", "attention out": "out", "mlp in": "mlp_in", "mlp out": "mlp_out"}
+PARTS = {
+    "attention in": "qkv", "queries in": "qkv", "keys in": "qkv", "attention out": "out", "mlp in": "mlp_in",
+    "shared in": "mlp_in", "mlp out": "mlp_out", "shared out": "mlp_out",
+}  # fmt: skip
 """Names of `mstrain.planner.remat` of what the products of a block leave."""
 
 
@@ -59,7 +64,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """One microbatch through one layer (the mean over all), and through the output projection with its loss.
+    """One microbatch through one layer (the mean over all of a kind), and through the output projection with its loss.
 
     `products` are the forward passes of the layer's products by name; `weights` seconds of the products that make the
     gradients of weights, in a layer and in the projection.
@@ -75,8 +80,8 @@ class Work:
     def repeated(self, remat: Remat, style: ExecutionStyle, fused: bool) -> frozenset[str]:
         """What the backward pass of a layer computes again: names of products, "attention", "elementwise"."""
         again = {name for name, _ in self.products if remat.recomputes(PARTS[name])}
-        if style.dead_code:  # only the sum behind it needs the last product
-            again.discard("mlp out")
+        if style.dead_code:  # only the sum behind them needs the last products
+            again -= {"mlp out", "shared out"}
         scores = remat.recomputes("context" if fused else "scores")
         again |= {name for name, runs in (("attention", scores), ("elementwise", remat.elementwise)) if runs}
         return frozenset(again)
@@ -96,6 +101,8 @@ def fused_attention(request: PlanRequest) -> bool:
         return request.style.fused_attention
     model, seq = request.model, request.seq
     extras = model.position == "alibi" or model.attention_sinks or (model.window is not None and model.window < seq)
+    if request.pod.chip.platform == "gpu":
+        extras |= model.head_dim > CUDNN_WIDEST_HEAD or model.head_dim != model.value_dim
     return not extras and request.element_bytes == 2 and model.head_dim % 8 == 0 and seq % FLASH_BLOCK == 0
 
 
@@ -112,9 +119,8 @@ def exposed_beside(collective: float, compute: float, platform: str) -> float:
 def elementwise_values(model: ModelConfig, style: ExecutionStyle) -> tuple[float, float]:
     """Values per token that a layer reads or writes beside products, forward: (norms and residuals, the rest)."""
     around = style.width_passes * model.width * (0.6 if model.parallel_block else 1.0)
-    heads = (2 * model.heads + 2 * model.num_kv_heads) * model.head_dim
-    hidden = model.mlp_dim * (model.experts_per_token if model.experts else 1)
-    return around, style.head_passes * heads + style.mlp_passes * hidden * (1.5 if model.gated else 1.0)
+    passes = style.mlp_passes * hidden_features(model) * (1.5 if model.gated else 1.0)
+    return around, style.head_passes * sum(attention_features(model)) + passes
 
 
 @dataclass(frozen=True)
@@ -170,8 +176,10 @@ def setting_of(request: PlanRequest, plan: PodPlan) -> Setting:
     )  # fmt: skip
 
 
-def layer_work(request: PlanRequest, plan: PodPlan, products: Products) -> Work:
-    return _work(setting_of(request, plan), products)
+def layer_works(request: PlanRequest, plan: PodPlan, products: Products) -> tuple[Work, ...]:
+    """Of a layer of every group of `PlanRequest.layer_groups`."""
+    kinds = zip(request.layer_groups, products.kinds, strict=True)
+    return tuple(_work(setting_of(kind, plan), each) for (kind, _), each in kinds)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -210,14 +218,15 @@ def _exchange(at: Setting, products: Products, ahead: float, behind: float) -> t
     if products.parts == 1:
         return 0.0, 0.0
     model, links, size = at.model, at.pod.links(at.sizes, at.dtype), at.element_bytes
-    values = products.tokens * model.head_dim / at.tensor
-    kv, axis = 2 * model.num_kv_heads * values, links.context if products.parts == at.sizes[2] else links.row
+    kv = products.tokens * model.num_kv_heads * (model.head_dim + model.value_dim) / at.tensor
+    axis = links.context if products.parts == at.sizes[2] else links.row
     if not at.style.native:
         ring = collective_seconds(axis.all_gather, kv * size, products.parts)
         platform = at.pod.chip.platform
         return exposed_beside(ring, ahead, platform), exposed_beside(2 * ring, behind, platform)
     waits = Exchange(products.parts, kv, size, ahead).seconds(products.exchange, axis)
-    joins = join_seconds(products.parts, model.heads * values, kv, at.memory_bandwidth)
+    values = products.tokens * model.heads * model.value_dim / at.tensor
+    joins = join_seconds(products.parts, values, kv, at.memory_bandwidth)
     return waits[0] + joins[0], waits[1] + joins[1]
 
 
@@ -312,7 +321,8 @@ def _attention(at: Setting, tokens: int) -> tuple[float, float]:
     heads = heads if at.style.native else math.ceil(heads)
     if at.fused:
         block = min(FUSED_BLOCK[pod.chip.platform], seq)
-        flops = 4.0 * tokens * seq * (1 + block / seq) / 2 * heads * model.head_dim
+        wide = model.head_dim if pod.chip.platform == "tpu" else (model.head_dim + model.value_dim) / 2  # pads values
+        flops = 4.0 * tokens * seq * (1 + block / seq) / 2 * heads * wide
         if not constants.shaped:
             return flops / constants.flops, FUSED_BACKWARD * flops / constants.flops
         rate = at.style.attention * pod.efficiency.attention_rate(pod.chip, model.head_dim, at.dtype)
@@ -320,12 +330,10 @@ def _attention(at: Setting, tokens: int) -> tuple[float, float]:
         return forward, FUSED_BACKWARD * forward
     sequences, queries = tokens * context / seq, seq // context
     count, dims = sequences * heads, (queries, model.head_dim, seq)
-    both = 2 * 2.0 * math.prod(dims) * count / constants.flops
+    results = (queries, seq, model.value_dim)
+    both = 2.0 * (math.prod(dims) + math.prod(results)) * count / constants.flops
     if constants.shaped and not constants.gemm:
-        both = sum(
-            pod.efficiency.gemm_seconds(pod.chip, each, at.dtype, math.ceil(count))
-            for each in (dims, (queries, seq, model.head_dim))
-        )
+        both = sum(pod.efficiency.gemm_seconds(pod.chip, each, at.dtype, math.ceil(count)) for each in (dims, results))
     scores = count * queries * seq * at.element_bytes / at.memory_bandwidth
     ahead, behind = (passes * scores for passes in at.style.score_passes)
     return both + ahead, 2 * both + behind

@@ -9,6 +9,7 @@ saves, those in host memory not counted. No fragmentation, no compiler workspace
 """
 
 import dataclasses
+import operator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from mstrain.layers.loss import cut_logits
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import mlp_parameters
 from mstrain.models.parameters import canonical_model_shapes
+from mstrain.models.products import attention_features, hidden_features
 from mstrain.models.size import count_parameters
 from mstrain.planner.layer import fused_attention
 from mstrain.planner.plan import PodPlan, Product, Products
@@ -58,7 +60,9 @@ class Memory:
 
 @lru_cache(maxsize=64)
 def parameter_counts(model: ModelConfig) -> tuple[int, int, int]:
-    """(of one layer, of the embedding and positions, of the output projection and final norm)."""
+    """(of one layer, of the embedding and positions, of the output projection and final norm); a layer behind the
+    first, dense ones."""
+    model = model.later_layers
     one, two = (count_parameters(dataclasses.replace(model, layers=layers)) for layers in (1, 2))
     head = model.width * model.known_vocab_size
     outside = one - (two - one)
@@ -82,17 +86,22 @@ class Count(NamedTuple):
         return self.layers + self.experts / expert + self.outside
 
 
-def stage_parameters(model: ModelConfig, layers: int, first: bool, last: bool) -> Count:
-    """Of a stage with so many layers; a table that is tied is on both ends of a pipeline."""
-    layer, embedding, head = parameter_counts(model)
-    experts = (model.experts or 0) * mlp_parameters(model, model.mlp_dim)
-    outside = first * embedding + (last and not (first and model.tied)) * head
-    return Count(layers * (layer - experts), layers * experts, outside)
+def stage_parameters(model: ModelConfig, layers: tuple[int, ...], first: bool, last: bool) -> Count:
+    """Of a stage with so many `layers` of each of `ModelConfig.layer_groups`; a table that is tied is on both ends of a
+    pipeline."""
+    _, embedding, head = parameter_counts(model)
+    dense = total = 0
+    for (kind, _), count in zip(model.layer_groups, layers, strict=True):
+        experts = count * (kind.experts or 0) * mlp_parameters(kind, kind.mlp_dim)
+        dense, total = dense + count * parameter_counts(kind)[0] - experts, total + experts
+    return Count(dense, total, first * embedding + (last and not (first and model.tied)) * head)
 
 
 @lru_cache(maxsize=64)
 def moment_rates(model: ModelConfig, optimizer: OptimizerConfig) -> tuple[float, float]:
-    """Bytes of the optimizer's state per parameter (of layers, of all others), from the state itself."""
+    """Bytes of the optimizer's state per parameter (of layers, of all others), from the state itself; of the first,
+    dense layers as of the others."""
+    model = model.later_layers
 
     def size(layers: int) -> int:
         shapes = canonical_model_shapes(dataclasses.replace(model, layers=layers))
@@ -117,14 +126,14 @@ def saved_values(request: PlanRequest, plan: PodPlan) -> dict[str, float]:
     """Values per token and device of what a layer may keep, by the names of `mstrain.planner.remat`."""
     model, tensor = request.model, plan.tensor
     wide = model.width / (tensor if plan.sequence_parallel else 1)
-    heads, kv = model.heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
-    hidden = model.mlp_dim * (model.experts_per_token if model.experts else 1)
-    sent = 0.0
-    if plan.expert > 1:  # rows of rounds, with their margin
-        hidden, sent = MARGIN * hidden, MARGIN * model.experts_per_token * model.width / tensor
+    into, out = attention_features(model)
+    hidden, sent = hidden_features(model), 0.0
+    if plan.expert > 1 and model.experts:  # rows of rounds, with their margin
+        hidden += (MARGIN - 1) * model.mlp_dim * model.experts_per_token
+        sent = MARGIN * model.experts_per_token * model.width / tensor
     scores = 0.0 if fused_attention(request) else SCORE_BYTES / request.element_bytes * model.heads * request.seq
     return {
-        "input": wide, "qkv": (heads + kv) / tensor, "scores": scores / tensor, "context": heads / tensor,
+        "input": wide, "qkv": into / tensor, "scores": scores / tensor, "context": out / tensor,
         "out": wide, "mlp_in": hidden * (2 if model.gated else 1) / tensor, "mlp_out": wide,
         "elementwise": 3 * wide + hidden / tensor + sent,
     }  # fmt: skip
@@ -146,7 +155,7 @@ def deferred_bytes(request: PlanRequest, plan: PodPlan, tokens: int) -> float:
     values = sizes["qkv"] + sizes["out"] + sizes["mlp_in"] + sizes["mlp_out"]
     values += 0.0 if policy.name == "none" else sizes["context"]
     values += sizes["out"] if policy.recomputes("out") else 0.0
-    values += request.model.mlp_dim / plan.tensor if policy.recomputes("mlp_in") else 0.0
+    values += hidden_features(request.model) / plan.tensor if policy.recomputes("mlp_in") else 0.0
     return request.element_bytes * tokens * values
 
 
@@ -188,32 +197,45 @@ def state_bytes(request: PlanRequest, plan: PodPlan, parameters: Count) -> tuple
     return weights, gradients, optimizer
 
 
+def held_bytes(request: PlanRequest, plan: PodPlan, tokens: int, held: tuple[float, int]) -> list[float]:
+    """Activations of one layer of each group with so many microbatches `held`, as in `stage_memory`."""
+    return [
+        layer_bytes(kind, plan, tokens, plan.remat) * held[0] + deferred_bytes(kind, plan, tokens) * held[1]
+        for kind, _ in request.layer_groups
+    ]
+
+
 def stage_memory(
     request: PlanRequest, products: Products, plan: PodPlan, ends: tuple[bool, bool], chunks, held: tuple[float, int]
 ) -> Memory:
-    """Memory of a device of a stage, whose layers are in `chunks`, with so many microbatches `held` between their
-    passes, and for the gradients of weights that are made later.
+    """Memory of a device of a stage, whose `chunks` have so many layers of each of `PlanRequest.layer_groups`, with so
+    many microbatches `held` between their passes, and for the gradients of weights that are made later.
 
     `ends`: whether the stage has the embedding, and the output projection. Where chunks differ, all that is held is
     taken to be of the largest; in lockstep so are the weights.
     """
-    in_flight, deferred = held
-    sizes = [end - begin for begin, end in chunks]
+    in_flight, kinds = held[0], request.layer_groups
     model, size, tokens, tensor = request.model, request.element_bytes, products.tokens, plan.tensor
     (first, last), lockstep = ends, request.style.lockstep and plan.pipeline > 1
-    deepest = max(sizes) * len(sizes)
-    parameters = stage_parameters(model, deepest if lockstep else sum(sizes), first, last)
-    state = state_bytes(request, plan, parameters.over(tensor))
-    each = layer_bytes(request, plan, tokens, plan.remat) * in_flight + deferred_bytes(request, plan, tokens) * deferred
-    kept = deepest * each
+    layers, counts = tuple(map(sum, zip(*chunks))), [count for _, count in kinds]
+    if lockstep:  # all stages have the first, dense layers, and compute them again in the backward pass
+        deepest = max(chunk[-1] for chunk in chunks)
+        layers, chunks = (*counts[:-1], deepest * len(chunks)), [(*[0] * len(counts[1:]), deepest)] * len(chunks)
+    state = state_bytes(request, plan, stage_parameters(model, layers, first, last).over(tensor))
+    each = held_bytes(request, plan, tokens, held)
+    kept = len(chunks) * max(sum(map(operator.mul, chunk, each)) for chunk in chunks)
     gathered = products.gathered_bytes
-    if plan.shard == "parameters":  # the weights of this layer and of the next
-        gathered += 2 * size * stage_parameters(model, 1, False, False).over(tensor).held(plan.expert)
-    whole = 0.0 if plan.remat == "none" else layer_bytes(request, plan, tokens, "none")
+    if plan.shard == "parameters":  # the weights of this layer and of the next, and those of the first, dense layers
+        ready = stage_parameters(model, (*layers[:-1], 2), False, False)
+        gathered += size * ready.over(tensor).held(plan.expert)
+    whole = 0.0 if plan.remat == "none" else max(layer_bytes(kind, plan, tokens, "none") for kind, _ in kinds)
     moments, waiting = [gathered + whole], 0.0  # a layer's backward pass
+    if lockstep:
+        again = sum(map(operator.mul, counts[:-1], held_bytes(request, plan, tokens, (1, 0))))
+        moments.append(gathered + whole + again)
     ahead = plan.microbatches if plan.schedule == "gpipe" else 1  # forward passes not yet turned back
     if last:  # in lockstep every stage has a slot for each gradient of the last activations
-        kept += size * model.width * tokens / tensor * (in_flight * len(sizes) if lockstep else ahead)
+        kept += size * model.width * tokens / tensor * (in_flight * len(chunks) if lockstep else ahead)
     if last:
         if request.style.native:  # chunks, in both passes
             moments.append(sum(loss_bytes(products.head, size)))

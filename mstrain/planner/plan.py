@@ -10,11 +10,13 @@ from jax.sharding import AbstractMesh
 from mstrain.gemm import find_algorithm
 from mstrain.hardware import Chip
 from mstrain.hardware.constants import Constants
+from mstrain.layers.latent_attention import LatentPlans
 from mstrain.mesh import AXES, MeshShape
 from mstrain.models.config import ModelConfig
+from mstrain.models.model_plan import BlockPlan
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import ModelPlan, make_plan
-from mstrain.models.products import Sizes, projections
+from mstrain.models.products import SHARED, further_products, projections
 from mstrain.models.stages import Stages
 from mstrain.parallel.dataflow import Projection
 from mstrain.parallel.product_cost import Layout
@@ -148,8 +150,9 @@ class Product:
 class Products:
     """The products of groups of equal layers by name, each group with its share of the layers, and the head's.
 
-    Attention splits every sequence into `parts`, whose keys and values it exchanges by `exchange`. Experts exchange
-    tokens in `expert_slices`.
+    `first` are those of the first, dense layers of a model with experts; `groups` are then the others. Attention splits
+    every sequence into `parts`, whose keys and values it exchanges by `exchange`. Experts exchange tokens in
+    `expert_slices`.
     """
 
     groups: tuple[tuple[tuple[Product, ...], float], ...]
@@ -157,21 +160,31 @@ class Products:
     parts: int = 1
     exchange: str = "ring"
     expert_slices: int = 1
+    first: tuple[Product, ...] = ()
+
+    @cached_property
+    def kinds(self) -> tuple["Products", ...]:
+        """Those of every group of `PlanRequest.layer_groups`."""
+        if not self.first:
+            return (self,)
+        others = dataclasses.replace(self, first=())
+        return dataclasses.replace(others, groups=((self.first, 1.0),)), others
 
     @property
     def block(self) -> tuple[Product, ...]:
-        """Those of the first layers."""
+        """Those of the first of `groups`."""
         return self.groups[0][0]
 
     @property
     def by_name(self) -> dict[str, Product]:
-        """Those of the first layers."""
+        """Those of the first of `groups`."""
         return {product.name: product for product in self.block}
 
     @cached_property
     def gathered_bytes(self) -> float:
         """The most that a product of a block gathers on one device."""
-        return max(product.gathered_bytes for block, _ in self.groups for product in block)
+        blocks = self.first, *(block for block, _ in self.groups)
+        return max(product.gathered_bytes for block in blocks for product in block)
 
     @property
     def tokens(self) -> int:
@@ -210,35 +223,39 @@ def _products(
     model: ModelConfig, parallel: ParallelConfig, shape: MeshShape, microbatch: int, seq: int, chip: Chip,
     constants: Constants | None, size: int,
 ) -> Products | str:  # fmt: skip
-    alike = model if parallel.layers else dataclasses.replace(model, layers=1)
+    dense = min(1, model.dense_layers)
+    alike = model if parallel.layers else dataclasses.replace(model, layers=1 + dense, dense_layers=dense)
     try:
         made = plan_on(shape, parallel, alike, microbatch, seq, chip, constants)
     except ValueError as error:
         return str(error)
     tokens = made.padded_sequences(microbatch) // shape.copies * seq // shape.context
+    kinds = [kind for kind, _ in model.layer_groups]
+    first = [_block(kinds[0], block, shape.expert, tokens, size) for block, _ in made.dense]
     groups = tuple(
-        (
-            tuple(
-                _product(p, part, tokens, size)
-                for p, part in zip(_on_device(model, block.sizes, shape.expert), block.products, strict=True)
-            ),
-            count / alike.layers,
-        )
+        (_block(kinds[-1], block, shape.expert, tokens, size), count / (alike.layers - alike.dense_layers))
         for block, count in made.groups
     )
     vocab_size = model.known_vocab_size
     head = Projection("output", made.width.stored, vocab_size + made.vocab_padding(vocab_size))
-    first = made.groups[0][0]
+    block = made.groups[0][0]
     head = _product(head, made.head, tokens, size)
-    return Products(groups, head, first.split.parts, first.split.exchange, first.expert_slices)
+    return Products(groups, head, block.split.parts, block.split.exchange, block.expert_slices, *first)
 
 
-def _on_device(model: ModelConfig, sizes: Sizes, expert: int) -> tuple[Projection, ...]:
-    """The products of a block with the experts that the devices of one place along axis `expert` have."""
-    return tuple(
-        dataclasses.replace(p, experts=p.experts // expert) if p.experts > 1 else p
-        for p in projections(model, sizes=sizes)
-    )
+def _block(model: ModelConfig, block: BlockPlan, expert: int, tokens: int, size: int) -> tuple[Product, ...]:
+    """The products of a block, with the experts that the devices of one place along axis `expert` have."""
+    made = [
+        _product(dataclasses.replace(p, experts=p.experts // expert) if p.experts > 1 else p, plan, tokens, size)
+        for p, plan in zip(projections(model, sizes=block.sizes), block.products, strict=True)
+    ]
+    for p in further_products(model, block.sizes):
+        plan = block.mlp.into if p.side == "in" else block.mlp.out
+        if p.half != SHARED:
+            assert isinstance(block.attention, LatentPlans)
+            plan = block.attention.up
+        made.append(_product(Projection(p.name, p.in_dim, p.out_dim), plan, tokens, size))
+    return tuple(made)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -246,11 +263,16 @@ def _ring_products(model: ModelConfig, tokens: int, tensor: int, size: int) -> P
     def product(projection: Projection, dataflow: str) -> Product:
         return Product(Layout(projection, tokens, 1, tensor, dataflow, False, size), 1)
 
-    block = tuple(
-        product(each, "os" if into else "ls") for each, into in zip(projections(model), (True, False, True, False))
-    )
+    def block(model: ModelConfig) -> tuple[Product, ...]:
+        further = tuple(Projection(p.name, p.in_dim, p.out_dim) for p in further_products(model))
+        return tuple(
+            product(each, "ls" if each.name.endswith(" out") else "os") for each in projections(model) + further
+        )
+
+    *first, others = (block(kind) for kind, _ in model.layer_groups)
     vocab_size = tensor * math.ceil(model.known_vocab_size / tensor)
-    return Products(((block, 1.0),), product(Projection("output", model.width, vocab_size), "os"))
+    head = product(Projection("output", model.width, vocab_size), "os")
+    return Products(((others, 1.0),), head, 1, "ring", 1, *first)
 
 
 def _product(projection: Projection, plan, tokens: int, size: int) -> Product:

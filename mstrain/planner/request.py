@@ -1,7 +1,7 @@
 """The input of a search: a training step, the devices it may use, and the fixed choices."""
 
-import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from mstrain.gemm import ALGORITHMS
 from mstrain.hardware import mfu
@@ -74,13 +74,12 @@ class PlanRequest:
     stated_style: ExecutionStyle | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
 
-    def __post_init__(self):
-        for key in ("latent.key_rank", "dense_layers", "shared_experts"):
-            if value := operator.attrgetter(key)(self.model):
-                raise ValueError(
-                    f"model {self.model.name} has model.{key}={value}, whose time and memory the planner does not "
-                    "know. Type mesh= and the other keys of a plan; train.py check=true target=SLICE compiles the step."
-                )
+    @cached_property
+    def layer_groups(self) -> tuple[tuple["PlanRequest", int], ...]:
+        """Groups of equal layers in order: this request for a model whose layers are all of that kind, and their
+        number."""
+        groups = self.model.layer_groups
+        return tuple((replace(self, model=model) if len(groups) > 1 else self, count) for model, count in groups)
 
     @property
     def optimizer_keys(self) -> dict[str, str]:

@@ -19,7 +19,7 @@ from mstrain.models.parallel import ParallelConfig, layer_algorithms
 from mstrain.models.remat import LADDER
 from mstrain.planner.clock import Clock, OutOfTime, divisors
 from mstrain.planner.cost import Costed, Step, Terms
-from mstrain.planner.layer import Work, layer_work
+from mstrain.planner.layer import Work, layer_works
 from mstrain.planner.memory import stage_parameters, state_bytes
 from mstrain.planner.plan import PodPlan, Products, plan_products
 from mstrain.planner.request import SCHEDULES, SHARDS, PlanRequest
@@ -68,7 +68,7 @@ def layouts(request: PlanRequest) -> Iterator[PodPlan]:
     """Every plan but for its microbatches, remat, shard and schedule; small pipelines first."""
     devices, fixed = request.pod.devices, request.fixed
     for pipeline in divisors(devices):
-        if pipeline > request.model.layers or not fixed.allows("pipeline", pipeline):
+        if pipeline > request.layer_groups[-1][1] or not fixed.allows("pipeline", pipeline):
             continue
         for data in divisors(devices // pipeline):
             if request.batch % data or not fixed.allows("data", data):
@@ -169,11 +169,11 @@ class _Search:
                     break  # it does not depend on the microbatch
                 reason, refusal = reason or products, products
                 continue
-            work, choices = layer_work(request, plan, products), list(self._choices(plan))
-            if self.best_only and self._least(plan, work) >= self._slowest(self.trainable, name):
+            works, choices = layer_works(request, plan, products), list(self._choices(plan))
+            if self.best_only and self._least(plan, works) >= self._slowest(self.trainable, name):
                 continue
-            steps = (Step(request, choice, products, work) for choice in choices)
-            if least := self._too_large(plan, choices, products, work):
+            steps = (Step(request, choice, products, works) for choice in choices)
+            if least := self._too_large(plan, choices, products, works):
                 self.result.costed += len(choices) * len(self._shards(plan))
                 tight = min(tight or least, least, key=lambda c: c.fullest.total)
                 steps = ()
@@ -195,12 +195,13 @@ class _Search:
                 )
         self.result.rejected.append(Rejected(layout, reason, tight))
 
-    def _least(self, plan: PodPlan, work: Work) -> float:
+    def _least(self, plan: PodPlan, works: tuple[Work, ...]) -> float:
         """Seconds of a step at the least: its layers, and the smallest bubble of the schedules that are searched."""
         whole = self.request.fixed.schedule in ("1f1b", "gpipe")
         bubble = (plan.pipeline - 1) / (1 if whole else self.request.fixed.interleave or max(CHUNKS))
-        passes = (plan.microbatches + bubble) * self.request.model.layers / plan.pipeline
-        return passes * (work.forward + work.backward).seconds
+        kinds = zip(works, self.request.layer_groups)
+        layers = sum(count * (work.forward + work.backward).seconds for work, (_, count) in kinds)
+        return (plan.microbatches + bubble) * layers / plan.pipeline
 
     def _slowest(self, found: dict[str, Costed], name: str) -> float:
         """Seconds of a step that is not worth costing."""
@@ -212,11 +213,13 @@ class _Search:
         fixed = self.request.fixed.shard
         return (fixed,) if fixed else SHARDS if plan.replicas > 1 else SHARDS[:1]
 
-    def _too_large(self, plan: PodPlan, choices: list[PodPlan], products: Products, work: Work) -> Costed | None:
+    def _too_large(
+        self, plan: PodPlan, choices: list[PodPlan], products: Products, works: tuple[Work, ...]
+    ) -> Costed | None:
         """The choice that needs least memory, if it does not fit: one that keeps nothing or recomputes nothing."""
         shard, ends = self._shards(plan)[-1], {"none", "full", self.request.fixed.remat}
         least = [choice for choice in choices if choice.schedule == choices[0].schedule and choice.remat in ends]
-        every = [Step(self.request, each, products, work).cost(replace(each, shard=shard)) for each in least]
+        every = [Step(self.request, each, products, works).cost(replace(each, shard=shard)) for each in least]
         smallest = min(every, key=lambda costed: costed.fullest.total, default=None)
         return None if smallest is None or smallest.fits else smallest
 
@@ -246,14 +249,15 @@ class _Search:
                 yield replace(plan, remat=remat, schedule=schedule)
                 continue
             for chunks in [fixed.interleave] if fixed.interleave else CHUNKS:
-                if plan.microbatches % stages == 0 and stages * chunks <= self.request.model.layers:
+                if plan.microbatches % stages == 0 and stages * chunks <= self.request.layer_groups[-1][1]:
                     yield replace(plan, remat=remat, schedule=schedule, interleave=chunks)
 
     def _least_state(self, layout: PodPlan) -> float:
         """Bytes of state that some device of the layout holds at the least."""
         shard = self.request.fixed.shard or (SHARDS[-1] if layout.replicas > 1 else SHARDS[0])
-        layers = -(-self.request.model.layers // layout.pipeline) - 1
-        parameters = stage_parameters(self.request.model, layers, False, False).over(layout.tensor)
+        *first, (_, others) = self.request.layer_groups
+        layers = -(-others // layout.pipeline) - 1
+        parameters = stage_parameters(self.request.model, (*[0] * len(first), layers), False, False).over(layout.tensor)
         return sum(state_bytes(self.request, replace(layout, shard=shard), parameters))
 
 

@@ -1,7 +1,64 @@
-"""The stages of a planned pipeline: their layers, and the microbatches that each holds."""
+"""The stages of a planned pipeline: their layers and passes, and the microbatches that each holds."""
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
 
 from mstrain.parallel.schedules import WHOLE, deferred_slots, lockstep_slots, warm_up
+from mstrain.planner.layer import Pass
 from mstrain.planner.plan import PodPlan
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: its layers, and the passes of a microbatch.
+
+    Attributes:
+      chunks: layers [begin, end); several where the schedule is interleaved.
+      holds, computes: layers of each of `PlanRequest.layer_groups` whose weights it has, and that it computes.
+      useful_forward, useful_backward, repeated: passes; the last is recomputation. host: seconds added by offloading.
+      weights: seconds of the products of weight gradients.
+      in_flight: microbatches between their passes; parts of one where the schedule is interleaved.
+    """
+
+    chunks: tuple[tuple[int, int], ...]
+    holds: tuple[int, ...]
+    computes: tuple[int, ...]
+    useful_forward: Pass
+    useful_backward: Pass
+    repeated: Pass
+    host: float
+    weights: float
+    in_flight: float
+
+    @property
+    def layers(self) -> int:
+        return sum(end - begin for begin, end in self.chunks)
+
+    @property
+    def forward(self) -> float:
+        return self.useful_forward.seconds
+
+    @cached_property
+    def backward(self) -> float:
+        return self.useful_backward.seconds + self.repeated.seconds + self.host
+
+    @cached_property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+
+def cycle_seconds(stages: list[Stage], message: float, schedule: str) -> float:
+    """Seconds between microbatches once the pipeline is full."""
+    if schedule == "gpipe":
+        return max(stage.forward for stage in stages) + max(stage.backward for stage in stages)
+    if schedule in ("interleaved", "zero-bubble"):
+        return max(stage.seconds for stage in stages)
+    behind, loops = 0.0, []
+    for count, stage in enumerate(reversed(stages)):
+        behind += stage.seconds
+        loops.append(max(stage.seconds, (behind + 2 * count * message) / (count + 1)))
+    return max(loops)
 
 
 def split_layers(layers: int, pipeline: int, head: float) -> list[tuple[int, int]]:
@@ -21,6 +78,13 @@ def split_layers(layers: int, pipeline: int, head: float) -> list[tuple[int, int
     for stage in range(others):
         bounds.append(bounds[-1] + small + (stage < extra))
     return list(zip(bounds, [*bounds[1:], layers]))
+
+
+def layers_by_group(layers: tuple[int, int], counts: list[int]) -> tuple[int, ...]:
+    """Layers [begin, end) of each group, of a model whose groups have `counts` of layers in order."""
+    begin, end = layers
+    bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
+    return tuple(max(0, min(end, last) - max(begin, first)) for first, last in bounds)
 
 
 def microbatches_in_flight(plan: PodPlan, stage: int, lockstep: bool) -> float:

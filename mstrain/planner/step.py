@@ -7,6 +7,7 @@ the cost model says so; a layer's gather starts with the layer before it, its su
 """
 
 import dataclasses
+import itertools
 
 from mstrain.parallel.gemms import gemms_of
 from mstrain.parallel.schedules import FORWARD, WHOLE, schedule, ticks, with_waits
@@ -31,17 +32,54 @@ from mstrain.simulator.replicas import Step
 from mstrain.simulator.slots import RankOp
 
 PIECES = (
-    ("elementwise", "elementwise"), ("attention in", "qkv"), ("attention", "context"), ("attention out", "out"),
-    ("elementwise", "elementwise"), ("mlp in", "mlp_in"), ("elementwise", "elementwise"), ("mlp out", "mlp_out"),
+    ("elementwise", "elementwise"), ("attention in", "qkv"), ("queries in", "qkv"), ("keys in", "qkv"),
+    ("attention", "context"), ("attention out", "out"), ("elementwise", "elementwise"), ("mlp in", "mlp_in"),
+    ("shared in", "mlp_in"), ("elementwise", "elementwise"), ("mlp out", "mlp_out"), ("shared out", "mlp_out"),
     ("elementwise", "input"),
 )  # fmt: skip
-"""Of a layer, in order, each with what it makes, in the words of `mstrain.planner.remat`."""
-LAST, INPUT = len(PIECES) - 1, -1  # places of the layer's result and of its input
+"""Of a layer, in order, each with what it makes, in the words of `mstrain.planner.remat`; a layer has those products
+that its model has."""
+INPUT = -1  # place of the layer's input
 ELEMENTWISE = 4  # pieces, which share its time evenly
 KINDS = {"attention": "Attention", "elementwise": "Elementwise"}
 Part = tuple[int, object]  # a chunk, and the number of a layer, "embedding" or "head"
 Values = tuple[int, ...]  # of the step
 GATHERED_BYTES = 2  # of a weight that is sharded over the replicas
+
+
+class Layer:
+    """A layer of one of `PlanRequest.layer_groups`: its pieces, their products, seconds and bytes.
+
+    Attributes:
+      pieces: of PIECES, in order; `bytes` of their results. last: place of the layer's result.
+      saved: the parts that are kept for the backward pass.
+      count, experts: parameters, and those of experts among them.
+    """
+
+    def __init__(self, costed: Costed, number: int):
+        step, plan = costed.step, costed.plan
+        request = step.request.layer_groups[number][0]
+        self.work, self.blocks = step.works[number], costed.products.kinds[number].by_name
+        self.repeated, self.host = step.repeated[number], step.host[number]
+        self.pieces = [piece for piece in PIECES if piece[0] in KINDS or piece[0] in self.blocks]
+        self.last = len(self.pieces) - 1
+        sizes, remat = saved_values(request, plan), parse_remat(plan.remat)
+        self.saved = remat.saved - remat.offloaded
+        wide, seen = sizes["input"], [made for name, made in self.pieces if name in self.blocks]
+        values = [sizes[made] / max(1, seen.count(made)) for _, made in self.pieces]
+        norm, residual, hidden = (i for i, (_, made) in enumerate(self.pieces) if made == "elementwise")
+        values[norm], values[residual] = wide, 2 * wide  # a residual sum and its norm
+        values[hidden] = sizes["elementwise"] - 3 * wide
+        values[self.pieces.index(("attention", "context"))] += sizes["scores"] if "scores" in self.saved else 0.0
+        self.bytes = [request.element_bytes * costed.products.tokens * each for each in values]
+        self.count = parameter_counts(request.model)[0]
+        only = (int(each == number) for each in range(len(step.works)))
+        self.experts = stage_parameters(step.request.model, tuple(only), False, False).experts
+
+    def seconds(self, piece: str, work) -> float:
+        if piece == "attention":  # beside it runs the traffic to and from host memory
+            return work.attention + work.context + self.host / 2
+        return work.elementwise / ELEMENTWISE
 
 
 class TransformerStep(PipelineStep):
@@ -52,15 +90,11 @@ class TransformerStep(PipelineStep):
         degrees = Degrees(plan.replicas, plan.tensor, plan.pipeline, plan.microbatches, plan.chunks, plan.cols)
         super().__init__(degrees, plan.pipeline * plan.chunks)
         self.request, self.costed, self.plan, self.products = request, costed, plan, costed.products
-        self.work, self.blocks = costed.step.work, self.products.by_name
+        self.work, self.size = costed.step.works[-1], request.element_bytes  # for the head; every layer has its own
         self.bounds = sorted(bounds for stage in costed.stages for bounds in stage.chunks)
-        self.size, sizes, remat = request.element_bytes, saved_values(request, plan), parse_remat(plan.remat)
-        wide, self.saved = sizes["input"], remat.saved - remat.offloaded
-        results = [sizes[made] for _, made in PIECES]
-        results[0], results[4] = wide, 2 * wide  # a norm; a residual sum and its norm
-        results[6] = sizes["elementwise"] - 3 * wide
-        results[2] += sizes["scores"] if "scores" in self.saved else 0.0
-        self.bytes = [self.size * self.products.tokens * values for values in results]
+        kinds = ([Layer(costed, number)] * count for number, (_, count) in enumerate(request.layer_groups))
+        self.layers = [*itertools.chain(*kinds)]
+        self.message_bytes = self.layers[-1].bytes[-1]
         self.kept: dict[int, dict[int, int]] = {}  # by layer: values for its backward pass, by place
         self.gradients: dict[Part, Values] = {}
         self.divided = plan.pipeline > 1 and plan.schedule not in WHOLE  # whether weights have passes of their own
@@ -71,13 +105,14 @@ class TransformerStep(PipelineStep):
         self.totals: dict[Part, int] = {}  # of gradients, over the microbatches
         self.weights = {key: self._state(key, count / plan.tensor) for key, count in self.counts.items()}
         self.ready: dict[Part, Values] = {key: (slot,) for key, slot in self.weights.items()}  # what products read
-        self.received = [self._new(self.bytes[LAST], s, "activations") for s in range(self.chunks)]
-        self.returned = [self._new(self.bytes[LAST], s, "workspace") for s in range(self.chunks)]
+        self.received = [self._new(self.message_bytes, s, "activations") for s in range(self.chunks)]
+        self.returned = [self._new(self.message_bytes, s, "workspace") for s in range(self.chunks)]
 
     def _counts(self) -> dict[Part, int]:
-        layer, embedding, head = parameter_counts(self.request.model)
+        _, embedding, head = parameter_counts(self.request.model)
         counts: dict[Part, int] = {(0, "embedding"): embedding}
-        counts |= {(chunk, number): layer for chunk, bounds in enumerate(self.bounds) for number in range(*bounds)}
+        for chunk, bounds in enumerate(self.bounds):
+            counts |= {(chunk, number): self.layers[number].count for number in range(*bounds)}
         if not (self.request.model.tied and self.chunks == 1):
             counts[self.chunks - 1, "head"] = head
         return counts
@@ -87,7 +122,7 @@ class TransformerStep(PipelineStep):
         stage = self.stage(key[0])
         parameters = Count(0.0, 0.0, count)
         if isinstance(key[1], int):
-            experts = stage_parameters(self.request.model, 1, False, False).experts / self.plan.tensor
+            experts = self.layers[key[1]].experts / self.plan.tensor
             parameters = Count(count - experts, experts, 0.0)
         weights, gradients, optimizer = state_bytes(self.request, self.plan, parameters)
         self.slots.resident(round(optimizer), stage, "optimizer")
@@ -140,16 +175,16 @@ class TransformerStep(PipelineStep):
         if chunk == 0:
             label = ("embedding", "lookup")
             spec = OpSpec("Identity", ((1,),), self.size)
-            x = emit.add(spec, self.ready[0, "embedding"], self.bytes[LAST], "activations", label=label)
+            x = emit.add(spec, self.ready[0, "embedding"], self.message_bytes, "activations", label=label)
         self._gathered(emit, layers, 0, x)
         for number, layer in enumerate(layers):
             self._gathered(emit, layers, number + 1, x)
-            made = {INPUT: x}
-            for place in range(len(PIECES)):
-                made[place] = self._piece(emit, layer, place, made, self.saved)
-            kept = [place for place in range(LAST) if PIECES[place][1] in self.saved]
+            made, kind = {INPUT: x}, self.layers[layer]
+            for place in range(len(kind.pieces)):
+                made[place] = self._piece(emit, layer, place, made, kind.saved)
+            kept = [place for place in range(kind.last) if kind.pieces[place][1] in kind.saved]
             self.kept[layer] = {place: made[place] for place in (INPUT, *kept)}
-            x = made[LAST]
+            x = made[kind.last]
         self.stream[chunk] = self._head(emit, self._to_all_stages(emit, x)) if chunk == self.chunks - 1 else x
         return ops
 
@@ -157,26 +192,22 @@ class TransformerStep(PipelineStep):
         """An activation, or its gradient, on the devices of all stages in lockstep: a sum in which theirs are zero."""
         if not self.costed.step.lockstep:
             return value
-        elements, count = max(1, round(self.bytes[LAST] / self.size)), self.plan.pipeline
+        elements, count = max(1, round(self.message_bytes / self.size)), self.plan.pipeline
         for kind, shard in (("ReduceScatter", elements), ("AllGather", max(1, elements // count))):
             spec = OpSpec(kind, ((shard,),), self.size)
-            value = emit.add(spec, (value,), self.bytes[LAST], "workspace", STAGES, ("to all stages",))
+            value = emit.add(spec, (value,), self.message_bytes, "workspace", STAGES, ("to all stages",))
         return value
 
     def _piece(self, emit: Emit, layer: int, place: int, made: dict[int, int], saved, gate: Values = ()) -> int:
         """One piece of a layer's forward pass, from the results before it; its result is kept if it is `saved`."""
-        (piece, part), inputs = PIECES[place], (made.get(place - 1, made[INPUT]), *gate)
-        category, nbytes = "activations" if part in saved else "workspace", self.bytes[place]
-        if piece in self.blocks:
-            product, inputs = self.blocks[piece], (*inputs, *self.ready[emit.chunk, layer])
+        kind, inputs = self.layers[layer], (made.get(place - 1, made[INPUT]), *gate)
+        piece, part = kind.pieces[place]
+        category, nbytes = "activations" if part in saved else "workspace", kind.bytes[place]
+        if piece in kind.blocks:
+            product, inputs = kind.blocks[piece], (*inputs, *self.ready[emit.chunk, layer])
             return emit_gemm(emit, product, gemms_of(product.layout)[0], inputs, nbytes, category, (layer,))
-        seconds = self._seconds(piece, self.work.forward)
+        seconds = kind.seconds(piece, kind.work.forward)
         return emit.add(timed(KINDS[piece], seconds), inputs, nbytes, category, label=(layer, piece))
-
-    def _seconds(self, piece: str, work) -> float:
-        if piece == "attention":  # beside it runs the traffic to and from host memory
-            return work.attention + work.context + self.costed.step.host / 2
-        return work.elementwise / ELEMENTWISE
 
     def _head(self, emit: Emit, x: int) -> int:
         key = self.chunks - 1, "head"
@@ -260,26 +291,26 @@ class TransformerStep(PipelineStep):
 
     def _layer_backward(self, emit: Emit, layer: int, slope: int, last_microbatch: bool) -> int:
         """Recomputation, then every gradient in reverse; returns that of the layer's input."""
-        made, gradients, deferred = self._again(emit, layer, slope), [], []
-        for place in reversed(range(len(PIECES))):
-            (piece, _), source = PIECES[place], made.get(place - 1, made[INPUT])
-            if piece in self.blocks:
-                weights, product = self.ready[emit.chunk, layer], self.blocks[piece]
+        made, gradients, deferred, kind = self._again(emit, layer, slope), [], [], self.layers[layer]
+        for place in reversed(range(len(kind.pieces))):
+            (piece, _), source = kind.pieces[place], made.get(place - 1, made[INPUT])
+            if piece in kind.blocks:
+                weights, product = self.ready[emit.chunk, layer], kind.blocks[piece]
                 operands = product, (layer,), source, slope
                 slope = self._input_gradient(emit, product, (layer,), slope, weights)
                 deferred.append(operands) if self.divided else gradients.append(self._weight_gradient(emit, *operands))
                 continue
-            seconds, inputs = self._seconds(piece, self.work.backward), (slope, source)
-            spec, nbytes = timed(f"{KINDS[piece]}Grad", seconds), self.bytes[place - 1] if place else self.bytes[LAST]
+            seconds, inputs = kind.seconds(piece, kind.work.backward), (slope, source)
+            spec, nbytes = timed(f"{KINDS[piece]}Grad", seconds), kind.bytes[place - 1]  # before the first: the last
             slope = emit.add(spec, inputs, nbytes, "workspace", label=(layer, piece))
         self.gradients[emit.chunk, layer], self.deferred[layer, last_microbatch] = tuple(gradients), deferred
         return slope
 
     def _again(self, emit: Emit, layer: int, slope: int) -> dict[int, int]:
         """What the backward pass needs, recomputed where remat kept less, once the gradient has come."""
-        made = dict(self.kept[layer])
-        for place in range(LAST):
-            if PIECES[place][0] in self.costed.step.repeated:
+        made, kind = dict(self.kept[layer]), self.layers[layer]
+        for place in range(kind.last):
+            if kind.pieces[place][0] in kind.repeated:
                 made[place] = self._piece(emit, layer, place, made, (), (slope,))
         return made
 
@@ -305,7 +336,7 @@ class TransformerStep(PipelineStep):
         """The activation to the next chunk, or the gradient back to the one before."""
         value = self.stream[chunk] if direction == FORWARD else self.slope[chunk]
         arrival = self.received[other] if direction == FORWARD else self.returned[other]
-        return [(OpSpec("Send", ((max(1, round(self.bytes[LAST] / self.size)),),), self.size), value, arrival)]
+        return [(OpSpec("Send", ((max(1, round(self.message_bytes / self.size)),),), self.size), value, arrival)]
 
     def finish(self) -> list[RankOp]:
         """The two copies of a tied table exchange their gradients, unless every stage makes them; then one optimizer

@@ -8,8 +8,9 @@ sent to the next stage beside the backward passes, gradients to the stage before
 With schedule zero-bubble, a backward pass leaves the products that make the gradients of kernels to a third pass, in
 ticks in which all stages have one. What it leaves to them (`mstrain.models.halves`) has slots of its own.
 
-The embedding and the output projection are outside of the stages: the tick in which the last stage has finished a
-microbatch also computes its loss and the gradient of its logits, on the devices of all stages.
+The embedding, the first, dense layers of a model with experts and the output projection are outside of the stages, on
+the devices of all of them: the tick in which the last stage has finished a microbatch also computes its loss and the
+gradient of its logits, and that in which a microbatch leaves the first stage computes the dense layers again.
 """
 
 import dataclasses
@@ -188,7 +189,7 @@ class _Pipeline:
 
     def _embed(self, outer, microbatch):
         segments = None if self.segments is None else self.segments[microbatch]
-        return self.module.apply({"params": outer}, self.inputs[microbatch], segments, method="embed")
+        return self.module.apply({"params": outer}, self.inputs[microbatch], segments, method="stage_input")
 
     def _loss(self, outer, x_TxD, microbatch):
         losses = self.module.apply({"params": outer}, x_TxD, self.targets[microbatch], method="head_loss")

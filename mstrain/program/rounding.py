@@ -124,10 +124,10 @@ def _rounded(tree, module: Transformer, key, layers=None):
 
 def _layers(module: Transformer) -> dict[str, np.ndarray]:
     """The layer in every row of each stack of stored parameters."""
-    if module.plan.rows:
-        return {STACK: np.array(module.plan.rows)}
     counts = [count for _, count in module.plan.groups]
     dense = {f"dense_{i}": np.arange(count) for i, (_, count) in enumerate(module.plan.dense)}
+    if module.plan.rows:
+        return {**dense, STACK: np.array(module.plan.rows)}
     return dense | {f"blocks_{i}": sum(counts[:i]) + np.arange(count) for i, count in enumerate(counts)}
 
 

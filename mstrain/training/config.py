@@ -150,7 +150,7 @@ class RunConfig:
         if self.mesh != "auto":
             check_experts(self.model, self.parallel, parse_mesh(self.mesh))
             count = parse_mesh(self.mesh).stage
-            if stages := count > 1 and make_stages(self.pipeline, count, self.model.layers):
+            if stages := count > 1 and make_stages(self.pipeline, count, self.model.layers - self.model.dense_layers):
                 stages.check_microbatches(self.accumulate)
         self.optimizer.check_gradients(self.accumulate)
         if self.parallel.slices != "auto":

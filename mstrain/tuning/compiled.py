@@ -208,7 +208,7 @@ def describe_slices(plan: ModelPlan) -> str:
 def model_seconds(task: TuningTask, shape: MeshShape, slices: str) -> float | None:
     """The cost model's seconds for the products of one step; None with an algorithm that it does not know."""
     parallel = dataclasses.replace(task.parallel, slices=slices)
-    stages = make_stages(PipelineConfig(), shape.stage, task.model.layers)
+    stages = make_stages(PipelineConfig(), shape.stage, task.model.layer_groups[-1][1])
     plan = PodPlan.on(shape, parallel, task.accumulate, task.remat, "none", stages)
     costed = cost_step(task.request(parallel), plan)
     return costed.terms.products + costed.terms.tensor_exposed if costed else None

@@ -38,7 +38,7 @@ def link_seconds(costed: Costed) -> LinkSeconds:
     layers, total = step.request.model.layers, [0.0, 0.0]
     parts = [(product, layers * share) for block, share in step.products.groups for product in block]
     for product, count in [*parts, (step.products.head, 1)]:
-        repeated = product is step.products.head or product.name in step.repeated
+        repeated = product is step.products.head or product.name in step.repeated[-1]
         for axis, seconds in enumerate(_product_seconds(costed, product, repeated)):
             total[axis] += plan.microbatches * count * seconds
     return LinkSeconds(*total)

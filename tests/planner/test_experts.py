@@ -7,13 +7,16 @@ import pytest
 from mstrain.hardware.clusters import find_pod
 from mstrain.hardware.expert_links import exchange_link
 from mstrain.models.parallel import ParallelConfig
+from mstrain.models.flops import matmul_parameters
 from mstrain.models.zoo import load_preset
 from mstrain.parallel.token_exchange import TokenExchange
 from mstrain.planner.cost import cost_step
+from mstrain.planner.execution import style_named
 from mstrain.planner.experts import GroupedKernels
-from mstrain.planner.plan import PodPlan
+from mstrain.planner.plan import PodPlan, plan_products
 from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import layouts, search
+from mstrain.planner.simulated import simulate_plan
 
 MIXTRAL = dataclasses.replace(load_preset("mixtral_8x7b"), layers=4)
 POD = find_pod("v5p-256")  # 4 x 4 x 8 chips, all axes closed
@@ -74,3 +77,30 @@ def test_the_search_divides_experts_among_replicas_of_models_with_experts_only()
     ).trainable
     dense = dataclasses.replace(REQUEST, model=load_preset("gpt2"))
     assert {layout.expert for layout in layouts(dense)} == {1}
+
+
+DEEPSEEK = load_preset("deepseek_v3")
+
+
+@pytest.mark.parametrize("style", [None, "megatron"])
+def test_products_of_all_layers_multiply_what_the_flops_of_the_model_count(style):
+    stated = style and style_named(style)
+    request = PlanRequest(DEEPSEEK, POD, (ParallelConfig(),), 256, 4096, stated_style=stated)
+    products = plan_products(request, PodPlan(256, ParallelConfig(), 1, 1))
+    layers = sum(
+        count * share * sum(product.layout.multiplications for product in block)
+        for kind, (_, count) in zip(products.kinds, request.layer_groups, strict=True)
+        for block, share in kind.groups
+    )
+    routers = DEEPSEEK.layer_groups[-1][1] * DEEPSEEK.width * DEEPSEEK.experts
+    assert layers + products.head.layout.multiplications == matmul_parameters(DEEPSEEK) - routers
+
+
+def test_stages_divide_the_layers_behind_the_first_dense_ones_which_all_stages_hold():
+    request = dataclasses.replace(REQUEST, model=DEEPSEEK)
+    found = cost_step(request, PodPlan(32, ParallelConfig("fsdp"), 1, 1, 4, 4, "full", "parameters"))
+    assert [stage.holds for stage in found.stages] == [(3, 15), (3, 15), (3, 14), (3, 14)]
+    assert [stage.computes for stage in found.stages] == [(0, 15), (0, 15), (0, 15), (3, 15)]
+    assert found.stages[0].chunks == ((0, 18),)
+    simulated = simulate_plan(request, found)
+    assert simulated.result.seconds == pytest.approx(simulated.predicted_seconds, rel=0.15)

@@ -215,6 +215,7 @@ def exchanged_cases() -> list[Case]:
 def family_cases() -> list[Case]:
     """Sinks, biases of experts, latent attention, shared experts, dense layers: ZeRO, stages, context, axis expert."""
     gpt_oss, deepseek = FAMILIES["gpt_oss"], FAMILIES["deepseek"]
+    alone = dataclasses.replace(deepseek, balance_loss=0.0)  # of every microbatch
     ring = ParallelConfig("collective", rows="context", context="ring")
     return [
         Case("2x2x2", ParallelConfig(slices="2"), shard="parameters", model=deepseek),
@@ -229,6 +230,11 @@ def family_cases() -> list[Case]:
         Case("expert2-row2-col2", ParallelConfig("collective"), model=gpt_oss),
         Case("stage2-row2-col2", ParallelConfig(), 1, pipeline=PipelineConfig("gpipe"), model=gpt_oss),
         Case("2x2x2", ParallelConfig(slices="2", dataflow="rs"), shard="parameters", model=gpt_oss),
+        Case("stage2-col2", ParallelConfig("collective"), 2, pipeline=PipelineConfig(), model=alone),
+        Case(
+            "data2-stage2", ParallelConfig("collective"), 2, "full", shard="parameters",
+            pipeline=PipelineConfig("zero-bubble"), model=alone,
+        ),
     ]
 
 
