@@ -28,6 +28,7 @@ class AttentionConfig:
       alibi: whether to add slope * (key position - query position).
       soft_cap: c of c * tanh(score / c) (Gemma 2); None for none.
       windowed: whether some layers attend to a window of past tokens only. The window is then a traced operand.
+      local: tokens of that window, which splash attention needs when it is traced; None where it is not known.
       split: of sequences over devices.
       sinks: whether every query head has a learned score of no key, a sink, in its softmax (gpt-oss).
     """
@@ -36,6 +37,7 @@ class AttentionConfig:
     alibi: bool = False
     soft_cap: float | None = None
     windowed: bool = False
+    local: int | None = None
     split: SequenceSplit = SequenceSplit()
     sinks: bool = False
 
@@ -48,16 +50,19 @@ def attend(q, k, v, config: AttentionConfig, slopes_N, window, platform: str = "
     """
     if flash_fits(q.dtype, q.shape[1], q.shape[3], config):
         if platform == "tpu":
-            return as_wide(functools.partial(_attend_splash, segments_BxT=segments_BxT, config=config), q, k, v)
+            same = {"window": window, "segments_BxT": segments_BxT, "sinks_N": sinks_N}
+            return as_wide(functools.partial(_attend_splash, config=config, **same), q, k, v)
+        extras = config.soft_cap or config.windowed or config.sinks or segments_BxT is not None
         wide = q.shape[3] > CUDNN_WIDEST_HEAD or v.shape[3] != q.shape[3]
-        if platform in ("gpu", "cuda") and not wide and not config.soft_cap and segments_BxT is None:
+        if platform in ("gpu", "cuda") and not wide and not extras:
             return checkpoint_name(_attend_cudnn(q, k, v, config=config), SAVED)
     return checkpoint_name(_attend_xla(q, k, v, config, slopes_N, window, segments_BxT, sinks_N), SAVED)
 
 
 def flash_fits(dtype, tokens: int, head_dim: int, config: AttentionConfig) -> bool:
-    """Flash kernels need bfloat16, whole blocks of tokens, and scores without a bias, a sink or a traced window."""
-    extras = config.alibi or config.windowed or config.sinks
+    """Flash kernels need bfloat16, whole blocks of tokens, and scores without a bias; cuDNN's also without a window, a
+    sink and a soft cap."""
+    extras = config.alibi or (config.windowed and config.local is None)
     return not extras and dtype == jnp.bfloat16 and head_dim % 8 == 0 and tokens % 128 == 0
 
 
@@ -112,15 +117,24 @@ def _attend_cudnn(q, k, v, *, config: AttentionConfig):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=config.scale, implementation="cudnn")
 
 
-def _attend_splash(q, k, v, segments_BxT, *, config: AttentionConfig):
+def _attend_splash(q, k, v, *, config: AttentionConfig, window, segments_BxT=None, sinks_N=None):
     from mstrain.layers.splash import splash, splash_kernel  # here, because it imports Pallas
 
-    kernel = splash_kernel(
-        *q.shape[1:], causal=True, attn_logits_soft_cap=config.soft_cap,
-        residual_checkpoint_name=SAVED,  # with the sums of its softmax, without which the backward pass runs it again
-    )  # fmt: skip
-    q, k, v = (x.swapaxes(1, 2) for x in (q * config.scale, k, v))
+    def kernel(local):
+        return jax.vmap(
+            splash_kernel(
+                *q.shape[1:], causal=True, local=local, attn_logits_soft_cap=config.soft_cap,
+                residual_checkpoint_name=SAVED,  # with the sums of its softmax: else the backward pass runs it again
+            ),
+            in_axes=(0, 0, 0, 0, None),
+        )  # fmt: skip
+
     segments = None if segments_BxT is None else splash.SegmentIds(segments_BxT, segments_BxT)
-    y = jax.vmap(kernel)(q, k, v, segments)
+    sinks_N = None if sinks_N is None else sinks_N.astype(q.dtype)  # as its gradient
+    operands = *(x.swapaxes(1, 2) for x in (q * config.scale, k, v)), segments, sinks_N
+    if config.windowed:
+        y = jax.lax.cond(window > config.local, kernel(None), kernel(config.local), *operands)
+    else:
+        y = kernel(None)(*operands)
     assert isinstance(y, jax.Array), "the kernel returns a tuple only with save_residuals"
     return y.swapaxes(1, 2)

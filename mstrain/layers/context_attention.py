@@ -30,7 +30,8 @@ def attend_parts(q, k, v, config: AttentionConfig, slopes_N, window, platform: s
         return as_wide(same, q, k, v)
     chunks = _chunks(q)
     blocks = Blocks(config)
-    if platform == "tpu" and flash_fits(q.dtype, chunks.shape[3], q.shape[3], config):
+    fits = flash_fits(q.dtype, chunks.shape[3], q.shape[3], config) and not config.windowed
+    if platform == "tpu" and fits:
         from mstrain.layers.splash_blocks import SplashBlocks  # here, because it imports Pallas
 
         blocks = SplashBlocks(config)

@@ -115,8 +115,9 @@ def make_stages(config: PipelineConfig, count: int, layers: int) -> Stages | Non
         fits = [n for n in range(2, layers // per_stage + 1)]
         advice = f"Type a mesh= with up to {fits[-1]} stages" if fits else "Type a mesh= without stage"
         raise ValueError(
-            f"model.layers={layers} (without first, dense ones) is less than the {chunks} chunks of {count} stages with "
-            f"pipeline.schedule={schedule}: every chunk needs a layer. {advice}, or a model with more layers."
+            f"model.layers={layers} is less than the {chunks} chunks of {count} stages with "
+            f"pipeline.schedule={schedule}: every chunk needs a layer (first, dense ones do not count). {advice}, or a "
+            "model with more layers."
         )
     if config.layers is None:
         return Stages(count, schedule, even_layers(layers, chunks))

@@ -90,6 +90,7 @@ class Block(nn.Module):
             alibi=m.position == "alibi",
             soft_cap=m.attention_soft_cap,
             windowed=any(m.is_local) and bool(m.window) and m.window < self.seq,
+            local=m.window,
             split=self.plan.split,
             sinks=m.attention_sinks,
         )

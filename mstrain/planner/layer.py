@@ -100,8 +100,9 @@ def fused_attention(request: PlanRequest) -> bool:
     if not request.style.fused_attention or not request.style.native:
         return request.style.fused_attention
     model, seq = request.model, request.seq
-    extras = model.position == "alibi" or model.attention_sinks or (model.window is not None and model.window < seq)
+    extras = model.position == "alibi"
     if request.pod.chip.platform == "gpu":
+        extras |= model.attention_sinks or (model.window is not None and model.window < seq)
         extras |= model.head_dim > CUDNN_WIDEST_HEAD or model.head_dim != model.value_dim
     return not extras and request.element_bytes == 2 and model.head_dim % 8 == 0 and seq % FLASH_BLOCK == 0
 
@@ -322,7 +323,10 @@ def _attention(at: Setting, tokens: int) -> tuple[float, float]:
     if at.fused:
         block = min(FUSED_BLOCK[pod.chip.platform], seq)
         wide = model.head_dim if pod.chip.platform == "tpu" else (model.head_dim + model.value_dim) / 2  # pads values
-        flops = 4.0 * tokens * seq * (1 + block / seq) / 2 * heads * wide
+        attended, local = (seq + block) / 2, sum(model.is_local) / model.layers
+        if model.window is not None:
+            attended = (1 - local) * attended + local * min(model.window + block, attended)
+        flops = 4.0 * tokens * attended * heads * wide
         if not constants.shaped:
             return flops / constants.flops, FUSED_BACKWARD * flops / constants.flops
         rate = at.style.attention * pod.efficiency.attention_rate(pod.chip, model.head_dim, at.dtype)

@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 
 from mstrain.gemm import Heads, Plan, PlanPair, Span, grid_of
+from mstrain.layers import splash
 from mstrain.layers.attention import Attention, QkNorm, alibi_slopes, segment_positions
 from mstrain.layers.attention_kernels import AttentionConfig, attend
 from mstrain.layers.dense import Inits
@@ -179,3 +180,25 @@ def test_sharded_attention_equals_one_device(variant, mesh, dataflow, slices):
     many = attention_step(variant, "meshslice", mesh, dataflow, slices)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_splash_attention_has_windows_and_sinks_as_plain_attention_has(monkeypatch):
+    """The kernel interpreted on a CPU, with its gradients; the window is traced."""
+    monkeypatch.setattr(splash, "splash_kernel", functools.partial(splash.splash_kernel, interpret=True))
+    rng, config = np.random.default_rng(5), AttentionConfig(0.25, windowed=True, local=40, sinks=True)
+    q, k, v, dy = (jnp.asarray(rng.standard_normal((1, 128, heads, 16)), jnp.bfloat16) for heads in (4, 2, 2, 4))
+
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+    def slopes(platform, window, q, k, v, sinks):
+        def of(q, k, v, sinks):
+            y = attend(q, k, v, config, None, window, platform, sinks_N=sinks)
+            return jnp.sum((y * dy).astype(jnp.float32))
+
+        return jax.value_and_grad(of, (0, 1, 2, 3))(q, k, v, sinks)
+
+    for window in (40, GLOBAL):
+        found, want = (slopes(at, window, q, k, v, jnp.linspace(-2, 3, 4)) for at in ("tpu", "cpu"))
+        assert jnp.min(jnp.abs(want[1][3])) > 0
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+            x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+            np.testing.assert_allclose(x, y, atol=0.03 * float(jnp.max(jnp.abs(y))))

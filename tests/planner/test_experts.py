@@ -6,8 +6,8 @@ import pytest
 
 from mstrain.hardware.clusters import find_pod
 from mstrain.hardware.expert_links import exchange_link
-from mstrain.models.parallel import ParallelConfig
 from mstrain.models.flops import matmul_parameters
+from mstrain.models.parallel import ParallelConfig
 from mstrain.models.zoo import load_preset
 from mstrain.parallel.token_exchange import TokenExchange
 from mstrain.planner.cost import cost_step
@@ -98,9 +98,9 @@ def test_products_of_all_layers_multiply_what_the_flops_of_the_model_count(style
 
 def test_stages_divide_the_layers_behind_the_first_dense_ones_which_all_stages_hold():
     request = dataclasses.replace(REQUEST, model=DEEPSEEK)
-    found = cost_step(request, PodPlan(32, ParallelConfig("fsdp"), 1, 1, 4, 4, "full", "parameters"))
+    found = cost_step(request, PodPlan(32, ParallelConfig("fsdp"), 1, 1, 4, 8, "full", "optimizer"))
     assert [stage.holds for stage in found.stages] == [(3, 15), (3, 15), (3, 14), (3, 14)]
     assert [stage.computes for stage in found.stages] == [(0, 15), (0, 15), (0, 15), (3, 15)]
     assert found.stages[0].chunks == ((0, 18),)
     simulated = simulate_plan(request, found)
-    assert simulated.result.seconds == pytest.approx(simulated.predicted_seconds, rel=0.15)
+    assert simulated.result.seconds == pytest.approx(simulated.predicted_seconds, rel=0.1)
