@@ -153,7 +153,8 @@ class ModelConfig:
         for field in SIZES:
             value = getattr(self, field)
             if value is not None and value < 1:
-                raise ValueError(f"model.{field}={value} must be at least 1.")
+                advice = " Type model.experts=null for a dense MLP." if field == "experts" else ""
+                raise ValueError(f"model.{field}={value} must be at least 1.{advice}")
         if self.head_dim is None and self.width % self.heads:
             raise ValueError(
                 f"model.width={self.width} does not divide into {self.heads} heads. "

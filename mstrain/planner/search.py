@@ -315,12 +315,13 @@ def _nothing_fits(request: PlanRequest, result: PodResult, max_seconds: float) -
     if not result.finished:
         return f"no plan was found within {max_seconds:g} s. Type max_seconds={2 * max_seconds:g}."
     if not result.rejected:
-        keys = {"replicas": fixed.data, "tensor": fixed.tensor, "context": fixed.context, "pipeline": fixed.pipeline}
+        keys = {"replicas": fixed.data}
+        keys |= {name: getattr(fixed, name) for name in ("tensor", "context", "pipeline", "expert")}
         what = " and ".join(f"{key}={value}" for key, value in keys.items() if value) or f"batch={request.batch}"
         return (
             f"no plan has {what} on the {pod.devices} devices of {pod.name}: the degrees multiply to "
-            f"{pod.devices}, replicas divide batch={request.batch}, pipeline is at most {request.model.layers} "
-            "layers. Type replicas=auto tensor=auto context=auto pipeline=auto."
+            f"{pod.devices}, replicas divide batch={request.batch}, expert divides replicas, pipeline is at most "
+            f"{request.layer_groups[-1][1]} layers. Type {' '.join(f'{key}=auto' for key in keys)}."
         )
     full = [(r.costed.fullest.total, r) for r in result.rejected if r.costed]
     shown = min(full, key=lambda pair: pair[0])[1] if full else result.rejected[0]

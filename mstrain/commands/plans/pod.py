@@ -96,6 +96,7 @@ class PodConfig:
                 raise ValueError(
                     f"{name}={value} is not a degree. Type a whole number such as {name}=4, or {name}=auto."
                 )
+        self._check_expert()
         if not 0 <= self.memory_margin < 1:
             raise ValueError(f"memory_margin={self.memory_margin} is not a part of a memory. Type memory_margin=0.1.")
         check_budget(self.max_seconds)
@@ -104,6 +105,18 @@ class PodConfig:
                 f"seq={self.seq} is longer than the {self.model.context} positions model {self.model.name} "
                 f"learns. Type seq={self.model.context} or model.context={self.seq}."
             )
+
+    def _check_expert(self) -> None:
+        parts, experts = self.expert, self.model.experts or 1
+        if parts in ("auto", "1") or (self.model.experts and experts % int(parts) == 0):
+            return
+        fits = [n for n in range(1, experts + 1) if experts % n == 0]
+        if self.model.experts is None:
+            raise ValueError(f"expert={parts} has no effect: the MLP of {self.model.name} is dense. Type expert=auto.")
+        raise ValueError(
+            f"expert={parts}: the {experts} experts of {self.model.name} do not divide into as many parts. Type one "
+            f"of {fits}, or expert=auto."
+        )
 
     def request(self, pod: Pod) -> PlanRequest:
         """The request about `pod`."""
