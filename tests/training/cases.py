@@ -232,8 +232,13 @@ def family_cases() -> list[Case]:
         Case("2x2x2", ParallelConfig(slices="2", dataflow="rs"), shard="parameters", model=gpt_oss),
         Case("stage2-col2", ParallelConfig("collective"), 2, pipeline=PipelineConfig(), model=alone),
         Case(
-            "data2-stage2", ParallelConfig("collective"), 2, "full", shard="parameters",
-            pipeline=PipelineConfig("zero-bubble"), model=alone,
+            "data2-stage2",
+            ParallelConfig("collective"),
+            2,
+            "full",
+            shard="parameters",
+            pipeline=PipelineConfig("zero-bubble"),
+            model=alone,
         ),
     ]
 

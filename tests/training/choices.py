@@ -16,9 +16,10 @@ from mstrain.models.plan import ParallelConfig
 from mstrain.program.optimizer import make_optimizer, schedule_of
 from mstrain.program.step import init_state, step_program
 from tests.quick import QUICK
+from tests.training.cases import OPTIMIZER, Case
 from tests.training.families import FAMILIES
 from tests.training.flips import nudged
-from tests.training.parity import OPTIMIZER, SEQ, SEQUENCES, STEPS, Case, batches, module_of
+from tests.training.parity import SEQ, SEQUENCES, STEPS, batches, module_of
 
 
 def run(case: Case, change=lambda params: params) -> tuple[np.ndarray, np.ndarray]:
