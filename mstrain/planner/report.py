@@ -92,8 +92,10 @@ def plans_table(request: PlanRequest, result: PodResult, top: int) -> Table:
     for rank, costed in enumerate(result.ranked[:top], 1):
         plan = costed.plan
         schedule = f" {plan.schedule}{f' x{plan.chunks}' if plan.chunks > 1 else ''}" if plan.pipeline > 1 else ""
+        experts = f", expert {plan.expert}" if plan.expert > 1 else ""
         rows.append((
-            str(rank), str(plan.data), plan.shard, plan.tensor_name, str(plan.context), f"{plan.pipeline}{schedule}",
+            str(rank), f"{plan.data}{experts}", plan.shard, plan.tensor_name, str(plan.context),
+            f"{plan.pipeline}{schedule}",
             f"{plan.microbatches}x{request.batch // plan.data // plan.microbatches}", plan.remat,
             f"{1e3 * costed.seconds:.1f}", _percent(costed.uncertainty),
             *(_percent(request.utilization(costed.seconds, attention)) for attention in ("full", "causal")),
