@@ -11,6 +11,7 @@ from mstrain.hardware.pod import node_group
     ("h100:16384", 16384, 8, 400e9), ("a100-80gb:8x64@200GB/s", 512, 8, 200e9), ("a100:8x2@25gb/s", 16, 8, 25e9),
     ("h200:4", 4, 4, float("inf")), ("gb200:144", 144, 72, 3600e9), ("l4:16", 16, 8, 12.5e9),
     ("4xv5p-512", 1024, 256, 256 / 4 * 25e9), ("v5p-512", 256, 256, float("inf")), ("h100-pcie:16", 16, 8, 50e9),
+    ("h100: 8", 8, 8, float("inf")),
 ])  # fmt: skip
 def test_names(name, devices, per_node, network):
     pod = find_pod(name)
@@ -20,6 +21,7 @@ def test_names(name, devices, per_node, network):
 @pytest.mark.parametrize("name, fix", [
     ("h100:0", "between 1"), ("h100:12", "nodes of 8"), ("a900:8", "h100"), ("h100:8x2@0GB/s", "carries nothing"),
     ("0xv5p-512", "4xv5p-512"), ("h100:999999999", "10000000"), ("4xv5p-511", "v5p-512"), ("", "v5p-512"),
+    ("h100", "GPUs are h100:16"), ("a100:8x64@200", "8x2@100GB/s"),
 ])  # fmt: skip
 def test_a_wrong_name_is_answered_with_a_right_one(name, fix):
     with pytest.raises(ValueError, match=fix) as raised:

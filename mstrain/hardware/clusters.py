@@ -64,7 +64,7 @@ def find_pod(cluster: str, dtype: str = "bf16") -> Pod:
 
 
 def _named(text: str, cluster: str) -> Pod:
-    gpus = re.fullmatch(r"([\w.-]+):(\d{1,9})(?:x(\d{1,9}))?(?:@(\d+(?:\.\d+)?)\s*GB/s)?", text, re.IGNORECASE)
+    gpus = re.fullmatch(r"([\w.-]+):(\d{1,9})(?:x(\d{1,9}))?(?:@(\d+(?:\.\d+)?)GB/s)?", text.replace(" ", ""), re.I)
     if gpus and (chip := gpu_named(gpus[1])):
         first, second = int(gpus[2]), int(gpus[3]) if gpus[3] else None
         devices = first * (second or 1)
@@ -74,5 +74,8 @@ def _named(text: str, cluster: str) -> Pod:
         if network == 0:
             raise ValueError("A network of 0 GB/s carries nothing. Type its bandwidth a node one way.")
         return gpu_pod(chip, devices, first if second else None, network, cluster)
+    if chip := gpu_named(text.partition(":")[0].strip()):
+        name = chip.name
+        raise ValueError(f"GPUs are {name}:16, {name}:8x2 (8 a node, 2 nodes) or {name}:8x2@100GB/s.")
     tpu_slice = parse_target(text)
     return pod_of(tpu_slice, tpu_slice.devices)

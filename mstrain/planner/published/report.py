@@ -63,7 +63,7 @@ def published_table(predictions: list[Prediction]) -> Table:
         style = each.row.request.style.name + ("*" if each.row.inferred else "")
         shares = [f"{100 * each.utilization(name):.1f} %" for name in ("full", "causal")]
         error = f"{100 * each.costed.uncertainty:.0f} %"
-        mostly = _words(each.costed.errors[0].name)
+        mostly = ", ".join(_words(error.name) for error in each.costed.errors[:2])
         rows.append((each.row.name, style, unit, *numbers, f"{each.ratio:.3f}", error, mostly, *shares))
     title = "Published runs as stated: tokens/s a device (MFU where nothing else was published)"
     return make_table(title, columns, rows, ("run", "execution", "unit", "mostly of"))
