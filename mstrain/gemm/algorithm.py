@@ -19,8 +19,6 @@ class Algorithm:
       os, ls, rs: the product of each dataflow on one device, `f(a, b, rows, cols, slices)`; called in `jax.shard_map`.
       product: `f(x_TxI, w_IxO, grid)` on global arrays, differentiated by JAX; replaces `os`, `ls` and `rs`.
       ls_transposed: computes Y^T of `ls` directly; None transposes the result of `ls`.
-      gradients: of a dataflow, the function (dx, dw) = `f(dy, w, x, rows, cols, slices, lowering, dots)` that computes
-        both gradients of a sliced product together, or None; without it they are computed one after the other.
       dataflows: the dataflows that its plans may have.
       rows, cols: mesh axes that form the rows and the columns of its grid.
       sliced: whether it splits collectives into slices; its plans then have slice counts, its flows take `lowering`.
@@ -35,7 +33,6 @@ class Algorithm:
     rs: Callable | None = None
     product: Callable | None = None
     ls_transposed: Callable | None = None
-    gradients: Callable | None = None
     dataflows: tuple[str, ...] = DATAFLOWS
     rows: tuple[str, ...] = ("row",)
     cols: tuple[str, ...] = ("col",)

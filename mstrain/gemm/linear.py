@@ -79,8 +79,6 @@ def _backward(plan, rows, saved, dy):
     flows, summed = Flows(plan), plan.grid.gradient_spec(w.shape)
 
     def gradients(x, w, dy, ahead, back):
-        if flows.gradients:
-            return flows.gradients(dy, w, x, dots=(back, ahead if plan.dataflow == "os" else back))
         if plan.dataflow == "os":
             return flows.ls(dy, w, gradient=0, dot=back), flows.rs(x, dy, gradient=1, dot=ahead)
         if plan.dataflow == "ls":
@@ -114,8 +112,7 @@ class Flows:
     """The three dataflows of a plan's algorithm, bound to its grid, slice count, lowering and precision.
 
     `flow(a, b, gradient, dot)` is called in `shard_map`. Operand number `gradient`, if any, is the gradient of a
-    result, and `dot` replaces the local product. `gradients(dy, w, x, dots)` computes (dx, dw) together where the
-    algorithm does; None elsewhere.
+    result, and `dot` replaces the local product.
     """
 
     def __init__(self, plan: Plan):
@@ -131,9 +128,6 @@ class Flows:
         self.rs = self._flow("rs", functools.partial(kind.rs, **how))
         transposed = kind.ls_transposed or (lambda *a, **how: ls(*a, **how).T)
         self.ls_transposed = self._flow("ls", functools.partial(transposed, **how))
-        # Operands of 8 bits have a scale for each of the two products.
-        together = plan.slices > 1 and plan.precision.is_full and kind.gradients and kind.gradients(plan.dataflow)
-        self.gradients = functools.partial(together, **how) if together else None
 
     def _flow(self, name: str, function: Callable) -> Callable:
         precision, shards = self._plan.precision, (self._plan.grid.rows, self._plan.grid.cols)

@@ -25,11 +25,21 @@ Options that help on some chips only are in `LoweringOptions`.
 import jax.numpy as jnp
 from jax import lax
 
-from mstrain.gemm import collective, gradients
+from mstrain.gemm import collective
 from mstrain.gemm.algorithm import DATAFLOWS, Algorithm
-from mstrain.gemm.local import NN, TN, all_gather, constrain_layout, dot, piece
+from mstrain.gemm.local import (
+    NN,
+    NT,
+    TN,
+    all_gather,
+    axis_size,
+    constrain_layout,
+    dot,
+    piece,
+    reduce_scatter,
+    reduce_scatter_in_ring,
+)
 from mstrain.gemm.lowering import LoweringOptions
-from mstrain.gemm.slices import join, ls_parts, pipeline, rounded_piece, send_rows, transposed_ls_parts
 
 PLAIN = LoweringOptions()
 
@@ -38,7 +48,7 @@ def os(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
     """Y = A B: accumulates the products of slices of the contracted dim in float32."""
     if slices == 1:
         return collective.os(a, b, rows, cols, dot=dot)
-    pieces = [(piece(a, 1, s, slices), rounded_piece(b, s, slices, a.dtype, lowering)) for s in range(slices)]
+    pieces = [(piece(a, 1, s, slices), _rounded_piece(b, s, slices, a.dtype, lowering)) for s in range(slices)]
 
     def fetch(s):
         a_s, b_s = pieces[s]
@@ -63,33 +73,100 @@ def ls(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
     """Y = A B^T: all_gather slice s + 1 of B, multiply slice s and reduce_scatter slice s - 1 of Y overlap."""
     if slices == 1:
         return collective.ls(a, b, rows, cols, dot=dot)
-    parts = ls_parts(a, b, rows, cols, slices, lowering, dot)
-    return parts.join(pipeline(slices, parts.fetch, parts.multiply, parts.send))
+    columns, width = axis_size(cols), b.shape[-2] // slices * axis_size(rows)
+    if b.ndim == 2 and width // columns % lowering.matrix_unit:
+        return constrain_layout(ls_transposed(a, b, rows, cols, slices, lowering).T, lowering)
+    a = constrain_layout(a, lowering)
+
+    def multiply(b_s):
+        return _columns_below_each_other(columns, a, b_s, lowering, dot)
+
+    return constrain_layout(_ls_pipeline(a, b, rows, cols, slices, lowering, multiply, 1), lowering)
 
 
 def ls_transposed(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
     """Y^T = B A^T: `ls` with a transposed result."""
     if slices == 1:
         return collective.ls(a, b, rows, cols, dot=dot).T
-    parts = transposed_ls_parts(a, b, rows, cols, slices, lowering, dot)
-    return join(pipeline(slices, parts.fetch, parts.multiply, parts.send), 0)
+    return _ls_pipeline(a, b, rows, cols, slices, lowering, lambda b_s: dot(b_s, a, NT), 0)
+
+
+def _ls_pipeline(a, b, rows, cols, slices, lowering, multiply, joined):
+    slices_of_y = _pipeline(
+        slices,
+        fetch=lambda s: all_gather(_rounded_piece(b, s, slices, a.dtype, lowering), rows, -2),
+        multiply=multiply,
+        send=lambda y_s: constrain_layout(reduce_scatter(y_s, cols, 0), lowering),
+    )
+    return _join(slices_of_y, joined)
+
+
+def _columns_below_each_other(columns, a, b_s, lowering, dot):
+    """a b_s^T as [columns x tokens, features of a column]: block j is the part of column j."""
+    if b_s.ndim == 2:
+        y_s = dot(a, b_s.reshape(columns, -1, b_s.shape[1]), ((1,), (2,)))  # [tokens, columns, features]
+    else:
+        y_s = dot(a, b_s, NT)
+        y_s = y_s.reshape(len(y_s), columns, -1)
+    return constrain_layout(y_s.swapaxes(0, 1), lowering).reshape(columns * len(y_s), -1)
 
 
 def rs(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
     """Y = A^T B: all_gather slice s + 1 of A, multiply slice s and reduce_scatter slice s - 1 of Y overlap."""
     if slices == 1:
         return collective.rs(a, b, rows, cols, dot=dot)
+
+    def send(y_s):
+        if not lowering.rs_in_rings:
+            return reduce_scatter(y_s, rows, -2)
+        dim = y_s.ndim - 2
+        return reduce_scatter_in_ring(
+            lambda start, width: lax.dynamic_slice_in_dim(y_s, start, width, dim), y_s.shape[dim], rows, dim
+        )
+
     b = constrain_layout(b, lowering)
-    slices_of_y = pipeline(
+    slices_of_y = _pipeline(
         slices,
         fetch=lambda s: all_gather(piece(a, 1, s, slices), cols, 1),
         multiply=lambda a_s: dot(a_s, b, TN),
-        send=lambda y_s: send_rows(y_s, rows, lowering),
+        send=send,
     )
-    return join(slices_of_y, -2)
+    return _join(slices_of_y, -2)
 
 
-ALGORITHM = Algorithm(
-    "meshslice", os, ls, rs, ls_transposed=ls_transposed, gradients=gradients.of_dataflow, sliced=True, costed=True,
-    grouped=DATAFLOWS,
-)  # fmt: skip
+def _rounded_piece(b, s, slices, dtype, lowering):
+    """Slice s of B, which may be a float32 weight, cast to `dtype` before it is communicated."""
+    if not lowering.opaque_slices or b.dtype == dtype:
+        return piece(b, b.ndim - 2, s, slices).astype(dtype)
+    height = b.shape[-2] // slices
+    begin = lax.optimization_barrier(jnp.int32(s * height))
+    return lax.dynamic_slice_in_dim(b, begin, height, axis=b.ndim - 2).astype(dtype)
+
+
+def _pipeline(slices, fetch, multiply, send):
+    """Starts fetch(s + 1) before multiply(s) and overlaps send(s - 1) with it; send(s) waits for send(s - 1)."""
+    sent, product, ready = [], None, fetch(0)
+    for s in range(slices):
+        coming = fetch(s + 1) if s + 1 < slices else None
+        if product is not None:
+            sent.append(send(product))
+        product = multiply(ready)
+        if sent:
+            product, sent[-1] = lax.optimization_barrier((product, sent[-1]))
+        ready = coming
+    return [*sent, send(product)]
+
+
+def _join(pieces, dim):
+    """Concatenates the pieces along `dim` by one dynamic_update_slice per piece."""
+    shape = list(pieces[0].shape)
+    dim %= len(shape)
+    width = shape[dim]
+    shape[dim] *= len(pieces)
+    y = lax.empty(tuple(shape), pieces[0].dtype)
+    for s, y_s in enumerate(pieces):
+        y = lax.dynamic_update_slice_in_dim(y, y_s, s * width, dim)
+    return y
+
+
+ALGORITHM = Algorithm("meshslice", os, ls, rs, ls_transposed=ls_transposed, sliced=True, costed=True, grouped=DATAFLOWS)

@@ -80,15 +80,6 @@ def test_opaque_slices_of_a_float32_weight_are_rounded_as_plain_ones(dataflow):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
-def test_gradients_computed_together_are_those_computed_apart(monkeypatch):
-    plans = [Plan("meshslice", flow, grid_of("meshslice", mesh_of("2x4")), 3) for flow in ("os", "ls")]
-    inputs = [place(plan, random_operands()) for plan in plans]
-    together = run(plans, inputs)
-    monkeypatch.setitem(ALGORITHMS, "meshslice", dataclasses.replace(ALGORITHMS["meshslice"], gradients=None))
-    for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(run(plans, inputs)), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 def check_layouts(plan: Plan, results):
     """Outputs are sharded as the layouts say, gradients as their operands."""
     specs = (plan.output_layout.spec, plan.input_layout.spec, plan.grid.weight_spec)
