@@ -117,6 +117,7 @@ def rs(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
         return collective.rs(a, b, rows, cols, dot=dot)
 
     def send(y_s):
+        y_s = constrain_layout(y_s, lowering)
         if not lowering.rs_in_rings:
             return reduce_scatter(y_s, rows, -2)
         dim = y_s.ndim - 2

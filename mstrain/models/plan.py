@@ -33,11 +33,12 @@ from mstrain.models.auto import tune_products
 from mstrain.models.config import ModelConfig
 from mstrain.models.context import CONTEXT, check_one_order, choose_exchange, sequence_split, split_axes
 from mstrain.models.expert_axis import check_experts, expert_slices
-from mstrain.models.model_plan import LANES, BlockPlan, ModelPlan
+from mstrain.models.model_plan import BlockPlan, ModelPlan
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
 from mstrain.models.products import ATTENTION, DENSE, HALVES, MLP, Sizes, block_products, dense_products, latent_sizes
 from mstrain.models.sharding import check_shard
 from mstrain.models.stages import AXIS, PipelineConfig, check_division, make_stages
+from mstrain.parallel.tune import fewest_slices
 
 SLICES_WITHOUT_TUNING = 4  # on unknown accelerators, auto takes the largest legal slice count up to this
 
@@ -231,26 +232,21 @@ class _Planner:
         if plan.kind.sliced and not (plan.dataflow == "rs" and self._is_grouped(what)):
             if self.parallel.slices == "auto":
                 legal = legal_slices(plan.dataflow, in_dim, out_dim, sequences, plan.grid.num_rows, plan.grid.num_cols)
-                slices = self._automatic_slices(legal, plan, in_dim, out_dim, what)
+                slices = self._automatic_slices(legal, what)
             else:
                 slices = parse_slices(self.parallel.slices)
             plan = dataclasses.replace(plan, slices=slices)
         plan.check(in_dim, out_dim, sequences, what)
         return plan
 
-    def _automatic_slices(self, legal: list[int], plan: Plan, in_dim: int, out_dim: int, what: str) -> int:
-        """The tuner's fastest slice count of one slice and those whose slices are multiples of `LANES`; of all if no
-        such slices are legal."""
+    def _automatic_slices(self, legal: list[int], what: str) -> int:
+        """The fewest slices that are as fast as the tuner's fastest count, of those that are legal here."""
         if what not in self.tuned:
             untuned = 1 if _overlaps_nothing(self.mesh) else SLICES_WITHOUT_TUNING
             most = min([untuned, *(choice.slices for choice in self.tuned.values())])
             return max(s for s in legal if s <= most)
-        seconds = dict(self.tuned[what].trials)
-        known = [s for s in legal if s in seconds] or [1]
-        sliced = {"os": in_dim, "ls": out_dim, "rs": 0}[plan.dataflow]  # tokens are cut between sequences
-        pieces = sliced // math.lcm(plan.grid.num_rows, plan.grid.num_cols)
-        aligned = [s for s in known if s == 1 or pieces // s % LANES == 0]
-        return min(aligned if len(aligned) > 1 else known, key=lambda s: seconds.get(s, 0.0))
+        seconds = {slices: time for slices, time in self.tuned[what].trials if slices in legal}
+        return fewest_slices(seconds) if seconds else 1
 
     def _sequence_split(self, heads: Heads, attention: PlanPair) -> SequenceSplit:
         split = sequence_split(self._split, self.mesh)

@@ -6,7 +6,8 @@ transposes its output, so a block uses it for all projections or for none, and o
 orientation.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mstrain.hardware import Chip
@@ -23,6 +24,8 @@ from mstrain.parallel.dataflow import (
 )
 from mstrain.parallel.gemms import gemm_times
 from mstrain.parallel.product_cost import Cost, Layout, pass_costs
+
+TIE = 0.01  # of a product's time: less than what the model leaves out of more slices, smaller products and more copies
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,17 @@ class Block:
 
 
 def tune_block(block: Block, mesh: tuple[int, int]) -> tuple[Choice, ...]:
-    """The fastest choices on `mesh` (rows, cols); raises ValueError if the mesh cannot shard the block."""
-    found, faults = [], []
-    for allowed in families(block).values():
+    """The fastest choices on `mesh` (rows, cols); raises ValueError if the mesh cannot shard the block.
+
+    In a step no projection has one slice beside others in several: the barriers between their slices leave its
+    collectives exposed (schedules compiled for v6e, docs/performance.md).
+    """
+    found, faults, ranges = [], [], [(block, 1)]
+    if block.chip is not None and block.slices is None:
+        ranges = [(replace(block, max_slices=1), 1), (block, 2)]
+    for (each, least), allowed in itertools.product(ranges, families(block).values()):
         try:
-            found.append(family_choices(block, mesh, allowed))
+            found.append(family_choices(each, mesh, allowed, least))
         except ValueError as error:
             faults.append(error)
     if not found:
@@ -96,19 +105,22 @@ def families(block: Block) -> dict[str, list[list[str]]]:
     return {"rule": [[flow] for flow in flows]}
 
 
-def family_choices(block: Block, mesh: tuple[int, int], allowed: list[list[str]]) -> tuple[Choice, ...]:
-    """The best choices of one family; raises ValueError if the mesh cannot shard a projection."""
+def family_choices(block: Block, mesh: tuple[int, int], allowed: list[list[str]], least: int = 1) -> tuple[Choice, ...]:
+    """The best choices of one family, in at least so many slices where that is legal; raises ValueError if the mesh
+    cannot shard a projection."""
     if allowed[0] != ["rs"]:
-        return tuple(_fastest(block, p, mesh, flows) for p, flows in zip(block.projections, allowed))
+        return tuple(_fastest(block, p, mesh, flows, least) for p, flows in zip(block.projections, allowed))
     *flags, turned = orientations(block.projections, ["rs"] * len(allowed))
     if turned:
         raise ValueError("rs everywhere would leave the block's output transposed; use dataflow os or ls")
     if block.chip is not None:  # train.py keeps the residual stream of such a block transposed
         flags = [not flag for flag in flags]
-    return tuple(_choice(block, p, mesh, "rs", flag) for p, flag in zip(block.projections, flags))
+    return tuple(_choice(block, p, mesh, "rs", flag, least) for p, flag in zip(block.projections, flags))
 
 
-def _choice(block: Block, projection: Projection, mesh: tuple[int, int], dataflow: str, transposed: bool) -> Choice:
+def _choice(
+    block: Block, projection: Projection, mesh: tuple[int, int], dataflow: str, transposed: bool, least: int
+) -> Choice:
     """The best legal slice count; raises ValueError if the mesh or the requested count is illegal."""
     (rows, cols), sizes = mesh, (projection.in_dim, projection.out_dim, block.tokens)
     fault = mesh_fault(*sizes, rows, cols, dataflow, transposed)
@@ -119,13 +131,22 @@ def _choice(block: Block, projection: Projection, mesh: tuple[int, int], dataflo
     if block.slices is not None:
         where = f"{projection.name} ({dataflow} on {rows}x{cols})"
         legal = (check_slices(block.slices, legal, where),)
+    else:
+        legal = tuple(s for s in legal if s >= least) or legal
     layout = Layout(projection, block.tokens, rows, cols, dataflow, transposed)
     costs = {s: _cost(block, layout, s) for s in legal}
-    best = min(legal, key=lambda s: (costs[s].seconds, s))
-    cost, n = costs[best], projection.repeats
-    seconds, compute, communication = n * cost.seconds, n * cost.compute, n * cost.communication
+    n = projection.repeats
     trials = tuple((s, n * cost.seconds) for s, cost in costs.items())
+    best = fewest_slices(dict(trials), 0.0 if block.chip is None else TIE)
+    cost = costs[best]
+    seconds, compute, communication = n * cost.seconds, n * cost.compute, n * cost.communication
     return Choice(projection.name, dataflow, best, transposed, seconds, compute, communication, trials)
+
+
+def fewest_slices(seconds: Mapping[int, float], tie: float = TIE) -> int:
+    """The smallest slice count whose time is at most that of the fastest and a share `tie` more."""
+    most = (1 + tie) * min(seconds.values())
+    return min(slices for slices, time in seconds.items() if time <= most)
 
 
 def _cost(block: Block, layout: Layout, slices: int) -> Cost:
@@ -147,11 +168,13 @@ def _cost(block: Block, layout: Layout, slices: int) -> Cost:
     return forward + backward + Cost(copies, copies, 0.0)
 
 
-def _fastest(block: Block, projection: Projection, mesh: tuple[int, int], dataflows: Sequence[str]) -> Choice:
+def _fastest(
+    block: Block, projection: Projection, mesh: tuple[int, int], dataflows: Sequence[str], least: int
+) -> Choice:
     found, faults = [], []
     for dataflow in dataflows:
         try:
-            found.append(_choice(block, projection, mesh, dataflow, False))
+            found.append(_choice(block, projection, mesh, dataflow, False, least))
         except ValueError as error:
             faults.append(str(error))
     if not found:
