@@ -10,10 +10,12 @@ from mstrain.hardware import chip_named, parse_target, tpu_slice_of
 from mstrain.hardware.clusters import find_pod
 from mstrain.hardware.pod import tuning_constants
 from mstrain.mesh import MeshShape, parse_mesh
+from mstrain.models.auto import tune_products
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import chip_lowering
 from mstrain.models.zoo import load_preset
+from mstrain.parallel.tune import TIE
 from mstrain.planner.cost import cost_step
 from mstrain.planner.plan import PodPlan, plan_on
 from mstrain.planner.request import TENSOR, Fixed, PlanRequest
@@ -104,14 +106,18 @@ def test_the_same_mesh_is_chosen_for_a_slice_present_and_absent():
     assert absent[0].shape != MeshShape(1, 1, 32)
 
 
-@pytest.mark.parametrize("target, mesh", [("v5p-64", "4x8"), ("v6e-32", "4x8"), ("tpu7x-256", "32x8")])
-def test_slices_end_where_a_compiler_makes_more_slower_and_are_whole_lanes(target, mesh):
+@pytest.mark.parametrize("target, mesh", [("v5p-64", "4x8"), ("v6e-256", "16x16"), ("tpu7x-256", "32x8")])
+def test_all_products_have_slices_and_few_where_more_gain_little(target, mesh):
     shape, tpu_slice = parse_mesh(mesh), parse_target(target)
     chip, constants, model = tpu_slice.chip, tuning_constants(tpu_slice, shape), load_preset("gpt3_175b")
     plan = plan_on(shape, ParallelConfig(), model, shape.devices // 2, 2048, chip, constants)
     products = plan.groups[0][0].products
-    assert 1 < max(p.slices for p in products) <= chip.most_slices
-    assert all(p.slices == 1 or model.width // max(shape.row, shape.col) // p.slices % 128 == 0 for p in products)
+    assert all(1 < p.slices <= chip.most_slices for p in products)
+    tuned = tune_products(model, ParallelConfig(), (shape.row, shape.col), shape.devices // 2 * 2048, chip, constants)
+    for product, choice in zip(products, tuned.values(), strict=True):
+        seconds = dict(choice.trials)
+        assert seconds[product.slices] <= (1 + TIE) * min(seconds.values())
+        assert all(time > (1 + TIE) * min(seconds.values()) for s, time in seconds.items() if s < product.slices)
     assert {p.lowering for p in (*products, plan.head)} == {chip_lowering(chip)}
 
 
