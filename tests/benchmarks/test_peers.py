@@ -62,6 +62,17 @@ def test_a_peer_that_ends_without_a_result_says_why():
         compare.measure(task.Task("flax", dataclasses.replace(GPT, qk_norm=True), 2, 8))
 
 
+def test_what_the_time_of_the_command_does_not_reach_is_named(monkeypatch):
+    monkeypatch.setattr(compare, "BUDGET", 0)
+    monkeypatch.setattr(compare, "device", lambda: ("cpu", "cpu"))
+    comparison = compare.compare_peers(load(["bench=peers", "models=tiny gpt2", "peers=mstrain torch"]))
+    rows = [row for _, row in comparison.rows()]
+    assert [(row.algorithm, row.model) for row in rows] == [
+        ("mstrain", "tiny"), ("mstrain", "gpt2"), ("torch", "tiny"), ("torch", "gpt2"),
+    ]  # fmt: skip
+    assert all("not started" in row.problem and "Type peers=" in row.problem for row in rows)
+
+
 def test_shapes_and_steps_are_those_that_others_timed():
     config = load(["bench=peers"])
     assert (config.models.split(), config.repeats) == (PEER_MODELS.split(), 20)
