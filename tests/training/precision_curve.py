@@ -5,40 +5,30 @@
 trains `model=small` on the standard library of Python with each, one after the other (keys choose another model or
 batch). Every curve is a run of train.py below FOLDER, so the same command resumes a curve that was interrupted and
 repeats none that is finished. FOLDER/precision.csv has the validation losses by step, FOLDER/precision.png draws them,
-and a table compares the last ones. All have one device, because results do not depend on the mesh. Only gathers among
-several devices round with `travel=`; here what a mesh of several rows and columns would gather is rounded.
+and a table compares the last ones. Gathers need several devices, so `travel=` has a mesh; all others have one device,
+because their results do not depend on the mesh.
 """
 
 import csv
-import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from mstrain.cli import run_command
-from mstrain.commands.train import COMMAND
 from mstrain.training import json_lines
 from mstrain.training.curves import validation_curves
 from mstrain.training.reporter import EVALUATIONS, METRICS
 
 WITHOUT = "dtype"
 VARIANTS = {
-    WITHOUT: [],
-    "precision=int8": ["precision=int8"],
-    "travel=int8": ["travel=int8"],
-    "precision=fp8": ["precision=fp8"],
+    WITHOUT: ["mesh=1x1"],
+    "precision=int8": ["mesh=1x1", "precision=int8"],
+    "travel=int8": ["mesh=2x2", "travel=int8"],
+    "precision=fp8": ["mesh=1x1", "precision=fp8"],
     "dtype on 2x2": ["mesh=2x2"],  # how far curves part that differ in the last bits only
 }
-KEYS = ["mesh=1x1", "sample.tokens=0", "eval.batches=64", "checkpoint.keep=1"]
-TRAIN = "train"
-
-
-def train(arguments: list[str]) -> None:
-    """`mstrain train` that takes every matrix a mesh of several rows and columns gathers for gathered."""
-    vars(importlib.import_module("mstrain.gemm.linear"))["axis_size"] = lambda axes: 2
-    run_command(COMMAND, arguments)
+KEYS = ["sample.tokens=0", "eval.batches=64", "checkpoint.keep=1"]
 
 
 def write(folder: Path, runs: dict[str, Path]) -> None:
@@ -67,15 +57,11 @@ def main(folder: Path, keys: list[str]) -> None:
     runs = {}
     for name, own in VARIANTS.items():
         runs[name] = folder / name.replace(" ", "_")
-        values = dict(key.split("=", 1) for key in (*KEYS, *own, *keys, f"run_dir={runs[name]}"))
-        arguments = [TRAIN, *(f"{key}={value}" for key, value in values.items())]
+        arguments = [*KEYS, *own, *keys, f"run_dir={runs[name]}"]
         with open(folder / "log.txt", "a") as log:
-            subprocess.run([sys.executable, "-m", "tests.training.precision_curve", *arguments], check=True, stdout=log)
+            subprocess.run([sys.executable, "-m", "mstrain", "train", *arguments], check=True, stdout=log)
         write(folder, runs)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == TRAIN:
-        train(sys.argv[2:])
-    else:
-        main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2:])
