@@ -1,10 +1,11 @@
 """Why gradient norms of models with experts differ in single steps: tokens whose two best experts score alike.
 
-`python -m tests.training.choices [FAMILY]` makes twenty steps on one device, on meshes, and on one device from weights
-that differ by one part in ten million. For every step it prints the relative difference of the gradient norm and how
-many choices of an expert differ, from the loads of all experts: rounding decides them, with or without a mesh.
+`python -m tests.training.choices [FAMILY]` makes twenty steps on one device, then from weights that differ by one part
+in ten million, and on two meshes. For every step it prints the relative difference of the gradient norm and how many
+choices of an expert differ, from the loads of all experts: rounding decides them, with or without a mesh.
 """
 
+import functools
 import sys
 
 import jax
@@ -22,18 +23,19 @@ from tests.training.flips import nudged
 from tests.training.parity import SEQ, SEQUENCES, STEPS, batches, module_of
 
 
+@functools.cache
+def step_of(case: Case):
+    return step_program(module_of(case), make_optimizer(OPTIMIZER), SEQUENCES).compile(QUICK)
+
+
 def run(case: Case, change=lambda params: params) -> tuple[np.ndarray, np.ndarray]:
     """(gradient norms [STEPS], choices of every expert [STEPS, E], summed over tokens and layers)."""
-    module, optimizer = module_of(case), make_optimizer(OPTIMIZER)
-    step = step_program(module, optimizer, SEQUENCES).compile(QUICK)
-    state, model = init_state(module, optimizer, 0), module.model
-    state = {
-        **state,
-        "params": jax.tree.map(jax.device_put, change(state["params"]), step.input_shardings[0][0]["params"]),
-    }
+    step, model = step_of(case), case.model
+    state, shardings = init_state(module_of(case), make_optimizer(OPTIMIZER), 0), step.input_shardings[0]
+    state = {**state, "params": jax.tree.map(jax.device_put, change(state["params"]), shardings[0]["params"])}
     norms, loads = [], []
     for k in range(STEPS):
-        batch = jax.device_put(Batch(batches()[k].reshape(1, -1, SEQ + 1)), step.input_shardings[0][1])
+        batch = jax.device_put(Batch(batches()[k].reshape(1, -1, SEQ + 1)), shardings[1])
         state, metrics = step(state, batch, schedule_of(OPTIMIZER, STEPS))
         norms.append(float(metrics["grad_norm"]))
         loads.append(np.asarray(metrics["expert_load"]))
@@ -49,15 +51,14 @@ def main(names: list[str]) -> None:
     one, mesh = Case("1x1", ParallelConfig("gspmd"), model=model), Case("2x4", ParallelConfig(slices="2"), model=model)
     other = Case("expert2-row2-col2", ParallelConfig("collective"), model=model)
     norms, choices = run(one)
-    cases = {"2x4": (mesh,), "expert2-row2-col2": (other,), "one device, nudged": (one, nudged)}
-    found = {name: run(*case) for name, case in cases.items()}
-    print("| step | " + " | ".join(found) + " |\n|" + " --- |" * (len(found) + 1))
-    for k in range(STEPS):
-        cells = [
-            f"{abs(norm[k] / norms[k] - 1):.1e}, {int(np.abs(chosen[k] - choices[k]).sum() / 2)} choices"
-            for norm, chosen in found.values()
-        ]
-        print(f"| {k + 1} | " + " | ".join(cells) + " |", flush=True)
+    print("| | step: difference of the gradient norm, choices that differ |\n| --- | --- |")
+    for name, case in {"one device, nudged": (one, nudged), "2x4": (mesh,), "expert2-row2-col2": (other,)}.items():
+        found, chosen = run(*case)
+        steps = (
+            f"{k + 1}: {abs(found[k] / norms[k] - 1):.1e}, {np.abs(chosen[k] - choices[k]).sum() / 2:.0f}"
+            for k in range(STEPS)
+        )
+        print(f"| {name} | {'; '.join(steps)} |", flush=True)
 
 
 if __name__ == "__main__":
