@@ -171,7 +171,7 @@ class Transformer(nn.Module):
         self.embedding = Embedding(plan.embedding_grid, vocabulary, width, init, self.dtype)
         if model.position == "learned":
             self.positions = Positions(residual, plan.mesh, model.context, width, init)
-        rows = plan.rows and len(plan.rows)
+        rows = len(plan.rows) if plan.rows else 0
         self.dense = [self._scan(block, count, model.first_layers) for block, count in plan.dense]
         self.blocks = [self._scan(block, rows or count, model) for block, count in plan.groups]
         config = NormConfig(model.norm, residual, plan.mesh, width, model.norm_epsilon)

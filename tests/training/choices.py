@@ -1,8 +1,8 @@
-"""Why gradient norms of models with experts differ in single steps: tokens whose two best experts score alike.
+"""Whether gradient norms of models with experts differ in single steps because tokens change their experts.
 
 `python -m tests.training.choices [FAMILY]` makes twenty steps on one device, then from weights that differ by one part
 in ten million, and on two meshes. For every step it prints the relative difference of the gradient norm and how many
-choices of an expert differ, from the loads of all experts: rounding decides them, with or without a mesh.
+choices of an expert differ, from the loads of all experts.
 """
 
 import functools
