@@ -1,10 +1,10 @@
-"""The bubble of pipelined steps on emulated devices with slow layers, against that of the schedule.
+"""The bubble of pipelined steps on emulated devices with slow layers, against that of the simulator.
 
 `python -m tests.training.bubble [SECONDS]` puts a sleep into every layer, SECONDS (default 1) in its forward and twice
 as long in its backward pass, half of it for the gradients of weights, on the device that computes the layer. Emulated
 devices sleep side by side, so a step takes what its schedule takes. Measured: the part of a step of M microbatches
-that another M do not add, 2 - T(2 M) / T(M); what every pass takes beside its sleep is then no bubble. Schedule: the
-idle share of the ticks of `mstrain.parallel.schedules` with the same seconds.
+that another M do not add, 2 - T(2 M) / T(M); what every pass takes beside its sleep is then no bubble. Simulated: the
+same passes in the step program that the simulator writes for a plan, and the part of it in which a stage idles.
 """
 
 import functools
@@ -13,7 +13,6 @@ import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from mstrain.data import Batch
@@ -25,9 +24,14 @@ from mstrain.models.plan import make_plan
 from mstrain.models.staged import StageLayers
 from mstrain.models.stages import PipelineConfig
 from mstrain.models.transformer import Transformer
-from mstrain.parallel.schedules import WHOLE
-from mstrain.program.pipeline import table_of
+from mstrain.parallel.schedules import BACKWARD, DIRECTIONS, FORWARD, WEIGHTS, WHOLE, schedule, ticks, with_waits
 from mstrain.program.step import gradients
+from mstrain.simulator.cluster import Cluster, Device, Switch
+from mstrain.simulator.pipeline import PipelineStep
+from mstrain.simulator.placement import LOCAL, Degrees
+from mstrain.simulator.program import OpSpec, timed
+from mstrain.simulator.simulate import simulate_step
+from mstrain.simulator.slots import RankOp
 from tests.quick import QUICK
 
 CASES = [("gpipe", 2, 4), ("1f1b", 2, 4), ("interleaved", 2, 4), ("zero-bubble", 2, 4)]
@@ -74,11 +78,45 @@ def slow_layers() -> None:
     StageLayers._apply = apply
 
 
-def idle_share(name: str, stages: int, microbatches: int, chunks: int) -> float:
-    """Of a stage, when a forward pass takes 1 and a backward pass 2, of which weights are 1."""
-    used = table_of(name, stages, microbatches, chunks).active
-    seconds = (1, 2, 0) if name in WHOLE else (1, 1, 1)
-    return 1 - 3 * microbatches * chunks / stages / int(np.sum(used.any(axis=2) * seconds))
+class Sleeping(PipelineStep):
+    """Passes that take as long as their layers sleep, and messages that take no time."""
+
+    def __init__(self, name: str, stages: int, microbatches: int, chunks: int, seconds: float):
+        super().__init__(Degrees(pipeline=stages, microbatches=microbatches, interleave=chunks // stages), chunks)
+        each = seconds * MODEL.layers / chunks
+        self.seconds = [factor * each for factor in ((1, 2) if name in WHOLE else (1, 1, 1))]
+        self.made, self.received = (
+            [[self.slots.value(1, self.stage(chunk)) for chunk in range(chunks)] for _ in DIRECTIONS] for _ in range(2)
+        )
+
+    def _pass(self, chunk: int, direction: int, *inputs: int) -> list[RankOp]:
+        spec, made = timed("Profiled", self.seconds[direction]), self.made[direction][chunk]
+        return [RankOp(spec, LOCAL, self.stage(chunk), inputs, (made,))]
+
+    def forward(self, chunk: int) -> list[RankOp]:
+        return self._pass(chunk, FORWARD, self.received[FORWARD][chunk])
+
+    def backward(self, chunk: int) -> list[RankOp]:
+        return self._pass(chunk, BACKWARD, self.made[FORWARD][chunk], self.received[BACKWARD][chunk])
+
+    def weight_gradients(self, chunk: int) -> list[RankOp]:
+        return self._pass(chunk, WEIGHTS, self.made[BACKWARD][chunk])
+
+    def wait(self, chunk: int, direction: int) -> list[RankOp]:
+        return [RankOp(timed("Profiled", self.seconds[direction]), LOCAL, self.stage(chunk))]
+
+    def messages(self, chunk: int, other: int, direction: int) -> list[tuple[OpSpec, int, int]]:
+        return [(OpSpec("Send", ((1,),), 1), self.made[direction][chunk], self.received[direction][other])]
+
+
+def simulated(name: str, stages: int, microbatches: int, seconds: float) -> tuple[float, float]:
+    """Seconds of a step whose layers sleep for so many `seconds`, and the part in which a stage idles."""
+    chunks = stages * (2 if name == "interleaved" else 1)
+    degrees = name, stages, microbatches, chunks
+    order = schedule(*degrees) if name in WHOLE else with_waits(ticks(*degrees), stages)
+    cluster = Cluster.homogeneous(stages, Device(1.0, 1.0), Switch(1e30))
+    step = simulate_step(Sleeping(*degrees, seconds).write(order), cluster).seconds
+    return step, 1 - 3 * seconds * microbatches * MODEL.layers / stages / step
 
 
 def step_seconds(name: str, stages: int, microbatches: int, seconds: float) -> float:
@@ -103,13 +141,10 @@ def main() -> None:
     """Prints one row per schedule."""
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 1.0
     slow_layers()
-    print(
-        "| schedule | stages | microbatches | step s | of the schedule | bubble | of the schedule |\n|" + " --- |" * 7
-    )
+    print("| schedule | stages | microbatches | step s | simulated | bubble | simulated |\n|" + " --- |" * 7)
     for name, stages, microbatches in CASES:
         step, twice = (step_seconds(name, stages, count, seconds) for count in (microbatches, 2 * microbatches))
-        expected = idle_share(name, stages, microbatches, stages * (2 if name == "interleaved" else 1))
-        least = 3 * seconds * microbatches * MODEL.layers / stages / (1 - expected)
+        least, expected = simulated(name, stages, microbatches, seconds)
         measured = 2 - twice / step
         row = (name, stages, microbatches, f"{step:.2f}", f"{least:.2f}", f"{measured:.3f}", f"{expected:.3f}")
         print(f"| {' | '.join(map(str, row))} |", flush=True)
