@@ -1,5 +1,7 @@
 """remat= by names: a layer keeps exactly the values that are named, and remat=auto compiles few candidates."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -21,7 +23,7 @@ from mstrain.models.remat import (
     saved_names,
 )
 from mstrain.models.transformer import Transformer
-from mstrain.program.offload import HOST, on_host
+from mstrain.program.offload import HOST, check_offload, on_host
 
 LAYERS, SEQ, SEQUENCES = 3, 8, 8
 MODEL = ModelConfig(
@@ -103,3 +105,10 @@ def test_moments_wait_in_host_memory_and_counters_stay():
     mesh = make_mesh(parse_mesh("2x4"))
     found = on_host({"moment": NamedSharding(mesh, P("row", "col")), "count": NamedSharding(mesh, P())})
     assert found["moment"].memory_kind == HOST and found["count"].memory_kind != HOST
+
+
+def test_offload_is_refused_where_there_is_no_host_memory():
+    device = SimpleNamespace(device_kind="TPU v1", addressable_memories=lambda: [SimpleNamespace(kind="device")])
+    check_offload(None, device)
+    with pytest.raises(ValueError, match="TPU v1 has no pinned_host memory, only device. Drop offload="):
+        check_offload("moments", device)
