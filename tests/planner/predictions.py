@@ -1,10 +1,14 @@
 """The best plan of large models before and after sharded copies, stages and split sequences, by the cost model.
 
     python -m tests.planner.predictions            writes docs/data/predictions.csv, and prints the table of the page
+    python -m tests.planner.predictions again      costs the plans of the file with today's cost model
     python -m tests.planner.predictions print      prints the table
 
 `before` is the best MeshSlice plan with data-parallel copies of everything (for the models of transformer_shmap the
 best plan of its layout), `after` the best of all plans that train.py runs. Rows in the file are not searched again.
+After a change of the cost model, `again` searches `before`, whose space is small, and costs the plan of every `after`;
+where `before` is faster now, it is that of `after`, too. `cost_model` says which one found a plan: `today`'s or an
+`earlier` one.
 """
 
 import csv
@@ -12,8 +16,13 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from mstrain.mesh import parse_mesh
+from mstrain.models.plan import ParallelConfig
+from mstrain.models.stages import PipelineConfig, make_stages
 from mstrain.models.zoo import load_preset
-from mstrain.planner.cost import Costed
+from mstrain.planner.cost import Costed, cost_step
+from mstrain.planner.plan import PodPlan
+from mstrain.planner.request import PlanRequest
 from mstrain.planner.search import search
 from mstrain.planner.trainer import train_keys
 from tests.docs.steps import ROOT
@@ -22,7 +31,7 @@ from tests.planner.plans import ask
 FILE = ROOT / "docs" / "data" / "predictions.csv"
 COLUMNS: tuple[str, ...] = (
     "model", "target", "seq", "batch", "space", "keys", "seconds", "mfu_percent", "uncertainty_percent", "memory_gb",
-    "searched",
+    "searched", "cost_model",
 )  # fmt: skip
 SPACES = {
     "before": {"algorithm": "meshslice", "shard": "none", "pipeline": "1", "context": "1", "optimizer": "adamw"},
@@ -55,23 +64,40 @@ def steps() -> Iterator[Step]:
     yield from (Step(model, target, seq, int(devices * n)) for n in EACH for model, target, devices, seq in cases)
 
 
+def request_of(step: Step, space: str) -> PlanRequest:
+    given = OF_SEEDS if space == "before" and step.model in SEEDS else SPACES[space]
+    return ask(load_preset(step.model), cluster=step.target, batch=step.batch, seq=step.seq, **given)
+
+
 def predict(step: Step, space: str) -> dict[str, str]:
     """A row of the file; without keys where no plan fits."""
-    given = OF_SEEDS if space == "before" and step.model in SEEDS else SPACES[space]
-    request = ask(load_preset(step.model), cluster=step.target, batch=step.batch, seq=step.seq, **given)
+    request = request_of(step, space)
     result = search(request, best_only=True)
     row = {**{name: str(value) for name, value in step._asdict().items()}, "space": space}
-    row |= dict.fromkeys(COLUMNS[len(row) :], "") | {"searched": str(result.costed)}
-    if result.trainable:
-        best: Costed = result.trainable[0]
-        row |= {
-            "keys": " ".join(f"{name}={value}" for name, value in train_keys(best.plan).items()),
-            "seconds": f"{best.seconds:.3f}",
-            "mfu_percent": f"{100 * (request.utilization(best.seconds) or 0):.1f}",
-            "uncertainty_percent": f"{100 * best.uncertainty:.0f}",
-            "memory_gb": f"{best.fullest.total / 1e9:.1f}",
-        }
-    return row
+    row |= dict.fromkeys(COLUMNS[len(row) :], "") | {"searched": str(result.costed), "cost_model": "today"}
+    return row | costs(request, result.trainable[0]) if result.trainable else row
+
+
+def costs(request: PlanRequest, plan: Costed) -> dict[str, str]:
+    """The columns of a plan."""
+    return {
+        "keys": " ".join(f"{name}={value}" for name, value in train_keys(plan.plan).items()),
+        "seconds": f"{plan.seconds:.3f}",
+        "mfu_percent": f"{100 * (request.utilization(plan.seconds) or 0):.1f}",
+        "uncertainty_percent": f"{100 * plan.uncertainty:.0f}",
+        "memory_gb": f"{plan.fullest.total / 1e9:.1f}",
+    }
+
+
+def plan_of(keys: dict[str, str], layers: int) -> PodPlan:
+    """The plan of `train_keys`."""
+    shape, stages = parse_mesh(keys["mesh"]), None
+    if shape.stage > 1:
+        chunks = int(keys["pipeline.interleave"]) if "pipeline.interleave" in keys else None
+        stages = make_stages(PipelineConfig(keys["pipeline.schedule"], chunks), shape.stage, layers)
+    remat = f"{keys['remat']} offload: {keys['offload']}" if "offload" in keys else keys["remat"]
+    parallel = ParallelConfig(keys["parallel"])
+    return PodPlan.on(shape, parallel, int(keys["accumulate"]), remat, keys["shard"], stages)
 
 
 def read() -> list[dict[str, str]]:
@@ -79,6 +105,13 @@ def read() -> list[dict[str, str]]:
         return []
     with FILE.open() as file:
         return list(csv.DictReader(file))
+
+
+def write(rows: list[dict[str, str]]) -> None:
+    with FILE.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def fill() -> None:
@@ -89,10 +122,27 @@ def fill() -> None:
         for space in SPACES:
             if (*map(str, step), space) not in known:
                 rows.append(predict(step, space))
-                with FILE.open("w", newline="") as file:
-                    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-                    writer.writeheader()
-                    writer.writerows(rows)
+                write(rows)
+
+
+def again() -> None:
+    """Costs the file with today's cost model; the rows that it found are left."""
+    found = {tuple(row[name] for name in COLUMNS[:5]): row for row in read()}
+    for step in steps():
+        before, after = ((*map(str, step), space) for space in SPACES)
+        if found[before]["cost_model"] != "today":
+            found[before] = predict(step, "before")
+        if found[after]["cost_model"] == "today" or not found[after]["keys"]:
+            continue
+        keys = dict(key.split("=", 1) for key in found[after]["keys"].split())
+        request = request_of(step, "after")
+        plan = cost_step(request, plan_of(keys, request.model.layers))
+        assert plan, keys
+        found[after] |= {**costs(request, plan), "cost_model": "earlier"}
+        best = found[before]
+        if best["keys"] and (not plan.fits or float(best["seconds"]) < plan.seconds):
+            found[after] |= {name: best[name] for name in COLUMNS[5:10]}
+    write([found[*map(str, step), space] for step in steps() for space in SPACES])
 
 
 def table() -> str:
@@ -120,5 +170,5 @@ def _cell(row: dict[str, str]) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["print"]:
-        fill()
+        again() if sys.argv[1:] == ["again"] else fill()
     print(table())

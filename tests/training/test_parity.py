@@ -100,5 +100,7 @@ def test_the_page_has_the_worst_rows_of_the_file():
     cases = {(table, str(case)): case for table, cases in TABLES.items() for case in cases}
     rows = read()
     assert rows.keys() <= cases.keys()
-    assert all(max(values) < TOLERANCE for key, values in rows.items() if cases[key].kind == "float32")
+    limits = {"gpt_oss": 1e-4}  # amplifies rounding on one device, too: docs/howto/experts.md
+    for key, values in rows.items():
+        assert cases[key].kind != "float32" or max(values) < limits.get(cases[key].model.name, TOLERANCE), key
     assert summary() in (ROOT / "docs" / "concepts.md").read_text()
