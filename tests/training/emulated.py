@@ -22,9 +22,8 @@ PLAIN, STEPS = "plain JAX", 5
 MEANING = {
     PLAIN: "",
     "1x1": "our layers",
-    "8x1x1": "and eight copies of a small batch, one sum of gradients",
-    "1x8": "and products sharded over columns, gathers and reduce_scatters",
-    "2x4": "and gathers and reduce_scatters of rows; what train.py takes on a CPU",
+    "8x1x1": "eight copies of a batch of two, one sum of gradients",
+    "2x4": "gathers and reduce_scatters of rows and columns; the default on a CPU",
 }
 
 
