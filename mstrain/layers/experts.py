@@ -132,11 +132,7 @@ class ExpertMlp:
         if bias is not None:
             of_rows = sort_values(choices_TxK + 1, groups, into)[:, None] - 1  # below 0 in rows without a token
             h = add_biases(h, bias.value, into, of_rows, jnp.ones(of_rows.shape))
-        h = activate(h, self.plans, self.activation, self.gated)
-        scales = sort_values(weights_TxK, groups, into)
-        h = jax.lax.with_sharding_constraint(
-            h * scales[:, None].astype(h.dtype), into.grid.sharding(self.plans.inside.spec)
-        )
+        h = activate(h, self.plans, self.activation, self.gated, sort_values(weights_TxK, groups, into))
         y = linear(h, down.value, out, down.sink, groups, rows.reversed)
         return checkpoint_name(y, "mlp-out")
 

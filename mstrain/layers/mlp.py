@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm import PlanPair, Span
 from mstrain.layers.dense import Dense, Inits
@@ -61,16 +62,22 @@ class Mlp(nn.Module):
         return Dense(*out, name="down")(g_TxF)
 
 
-def activate(h, plans: PlanPair, activation: str, gated: bool):
-    """The activation between the products of `plans`; with `gated`, of [gate, up] on each feature shard of h."""
+def activate(h, plans: PlanPair, activation: str, gated: bool, scales=None):
+    """The activation between the products of `plans`; with `gated`, of [gate, up] on each feature shard of h.
 
-    def local(h):
-        if not gated:
-            return ACTIVATIONS[activation](h)
-        gate, up = jnp.split(h, 2, axis=-1)
-        return GATES[activation](gate, up) if activation in GATES else ACTIVATIONS[activation](gate) * up
+    `scales`, one of each row of h, multiply the result.
+    """
+
+    def local(h, scales):
+        if gated:
+            gate, up = jnp.split(h, 2, axis=-1)
+            h = GATES[activation](gate, up) if activation in GATES else ACTIVATIONS[activation](gate) * up
+        else:
+            h = ACTIVATIONS[activation](h)
+        return h if scales is None else h * scales[:, None].astype(h.dtype)
 
     # Recomputing an activation costs less than saving its intermediate values.
     local = jax.checkpoint(local, prevent_cse=False)
     spec = plans.inside.spec
-    return jax.shard_map(local, mesh=plans.grid.mesh, in_specs=spec, out_specs=spec, check_vma=False)(h)
+    specs = (spec, None if scales is None else P(spec[0]))
+    return jax.shard_map(local, mesh=plans.grid.mesh, in_specs=specs, out_specs=spec, check_vma=False)(h, scales)
