@@ -9,6 +9,7 @@ from mstrain.compiler.hlo import parse
 
 # First match wins; op names are Flax module paths, as JAX leaves them in the compiled text.
 RULES = (
+    ("multi-token prediction", r"/mtp_\d+[/_.]"),
     ("attention", r"/attention[/_.]"),
     ("mlp", r"/mlp[/_.]"),
     ("rest of the blocks", r"blocks_\d+"),

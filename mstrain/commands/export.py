@@ -60,6 +60,12 @@ def main(arguments: list[str]) -> int:
                 target = dataclasses.replace(target, config=target.config | special)
             size = write_model(folder, module, params, target, job.leads)
         console.print(f"{out}: {target.family.architecture} of {name}, {size:,} bytes of weights")
+        if origin and origin.left_out:
+            console.print(origin.left_out)
+        if module.model.mtp_layers and not target.family.mtp:
+            console.print(
+                f"A {target.family.model_type} has no tensors for layers that predict further tokens: left out."
+            )
         if not tokenizer and not origin:
             console.print("The run has no tokenizer, so the folder has none.")
     return 0
@@ -74,7 +80,7 @@ def _target(own: ExportConfig, model, tokenizer):
     from mstrain.training.resume import HUB
 
     place = Path(own.init) if own.init else Path(own.run_dir or "") / HUB
-    origin = Folder(place) if (place.expanduser() / CONFIG).is_file() else None
+    origin = Folder(place, model.mtp_layers) if (place.expanduser() / CONFIG).is_file() else None
     if origin and differing_fields(origin.model, model):
         origin = None
     limit, dtype = int(own.shard_gb * 1e9), DTYPES.get(own.dtype, "float32")

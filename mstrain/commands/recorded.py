@@ -48,7 +48,7 @@ class Source:
     def parameters(self, job: Job, module: Transformer):
         """(name for people, parameters in the layout of `module`)."""
         if self.init is not None:
-            return str(self), Folder(self.init).parameters(module)
+            return str(self), Folder(self.init, module.model.mtp_layers).parameters(module)
         from mstrain.training.resume import newest_parameters
 
         assert self.run_dir is not None

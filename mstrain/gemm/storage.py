@@ -1,7 +1,7 @@
 """The order in which the features of a weight are stored, and the conversion to and from canonical order.
 
 Canonical order is `W[in, out]`, with fused projections as consecutive segments (all queries, then all keys, then all
-values). On a mesh of R x C three features of a plan need another order:
+values). On a mesh of R x C four features of a plan need another order:
 
 * A fused projection is split on each column shard, so column shard j stores its part of every segment contiguously.
 * Features that do not divide are padded with zeros (`mstrain.gemm.padding`).
@@ -9,6 +9,7 @@ values). On a mesh of R x C three features of a plan need another order:
   columns, so slice s consists of the s-th piece of each of the C column shards. The row-sharded dim of a weight is
   stored such that the s-th pieces of the R row shards hold the same features in the same order. With R = C this is the
   canonical order.
+* Of two activations side by side, every shard has its part of both.
 
 Orders are applied by reshapes and transposes, so the compiler converts a sharded array with all-to-alls and does not
 gather it. Leading dims (layers stacked by a scan) are unchanged.
@@ -39,6 +40,7 @@ class Storage:
       slices: slice count S of the row-sharded dim (the first stored dim).
       transposed: stored as [out, in] (X-stationary dataflow).
       first: the first of two canonical dims with its padding; None without padding.
+      halves: shards of the inputs if they are two halves of which every shard holds its part of both; 1 for one whole.
     """
 
     shape: tuple[int, ...]
@@ -48,6 +50,7 @@ class Storage:
     slices: int = 1
     transposed: bool = False
     first: Span | None = None
+    halves: int = 1
 
     @property
     def _is_fused(self) -> bool:
@@ -62,9 +65,13 @@ class Storage:
         return self.slices > 1 and self.rows != self.columns
 
     @property
+    def _is_reordered(self) -> bool:
+        return self._is_fused or self._is_padded or self.halves > 1
+
+    @property
     def is_canonical(self) -> bool:
         """Whether stored and canonical order are the same, without padding."""
-        return not (self._is_fused or self._is_slice_major or self.transposed or self._is_padded)
+        return not (self._is_reordered or self._is_slice_major or self.transposed)
 
     def from_canonical(self, x, place=_anywhere):
         """Converts canonical [..., *shape] to stored order.
@@ -73,11 +80,11 @@ class Storage:
         sharded on that dim only, so that the other dim is reordered without communication. With dim None, x should be
         sharded as in a training step. `stored` is whether a transposed kernel is in its stored orientation.
         """
-        if self._is_fused or self._is_padded:
+        if self._is_reordered:
             x = place(x, -2, False)
             if self.first:
                 x = jnp.swapaxes(self.first.pad(jnp.swapaxes(x, -1, -2)), -1, -2)
-            x = place(_interleave(x, self.segments, self.columns), -2, False)
+            x = self._alternate(_interleave(x, self.segments, self.columns), 2, self.halves, place)
         if self.transposed:
             x = jnp.swapaxes(x, -1, -2)
         elif self._is_slice_major:
@@ -91,8 +98,8 @@ class Storage:
             x = jnp.swapaxes(x, -1, -2)
         elif self._is_slice_major:
             x = place(x, None, False)
-        if self._is_fused or self._is_padded:
-            x = _separate(place(x, -2, False), self.segments, self.columns)
+        if self._is_reordered:
+            x = _separate(self._alternate(x, self.halves, 2, place), self.segments, self.columns)
             if self.first:
                 x = jnp.swapaxes(self.first.crop(jnp.swapaxes(x, -1, -2)), -1, -2)
             x = place(x, -2, False)
@@ -105,7 +112,7 @@ class Storage:
         """
         mine, last = {"slices": self.slices if self.transposed else 1}, self.shape[-1]
         ahead = (1,) if len(self.shape) > 1 else ()
-        found = [dataclasses.replace(self, shape=(*ahead, last), first=None, **mine)]
+        found = [dataclasses.replace(self, shape=(*ahead, last), first=None, halves=1, **mine)]
         if ahead:
             mine = {"slices": 1 if self.transposed else self.slices}
             found.insert(0, dataclasses.replace(self, shape=(*self.shape[-2:-1], 1), segments=(), **mine))
@@ -113,6 +120,14 @@ class Storage:
         if len(self.shape) == 3:
             each[0] = (jnp.arange(self.shape[0])[:, None] * (self.shape[1] + 1) + each[0]).reshape(-1)
         return each
+
+    def _alternate(self, x, outer: int, inner: int, place):
+        """Reorders the inputs from `outer` x `inner` pieces to `inner` x `outer`, where they are two halves."""
+        if self.halves > 1:
+            x = place(x, -1, False)
+            pieces = x.reshape(*x.shape[:-2], outer, inner, -1, x.shape[-1])
+            x = place(jnp.swapaxes(pieces, -4, -3).reshape(x.shape), -1, False)
+        return place(x, -2, False)
 
     def _slice_major(self, x, shards_from: int, shards_to: int, place):
         """Reorders the first stored dim from `shards_from` x slices pieces to `shards_to` x slices pieces."""

@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm import Plan, Span, Storage, linear
+from mstrain.gemm import Layout, Plan, Span, Storage, linear
 from mstrain.layers.parameter import parameter, unless_initializing
 
 
@@ -71,3 +73,34 @@ class Dense(nn.Module):
             bias = parameter(self, "bias", nn.initializers.zeros, order, spec)
             y_TxO = y_TxO + bias.astype(y_TxO.dtype)
         return checkpoint_name(y_TxO, self.saved)
+
+
+class DensePair(nn.Module):
+    """Projects two x_TxI side by side, 2 I features, to the padded features `outputs`, without bias.
+
+    Attributes:
+      plan: plan of the product.
+      layout: of both inputs; each shard of features puts its parts of both side by side, without communication.
+      inputs: features of one of them.
+      outputs: output features.
+      initializer: initializer of the canonical [2 in, out] kernel.
+    """
+
+    plan: Plan
+    layout: Layout
+    inputs: Span
+    outputs: Span
+    initializer: Callable
+
+    @nn.compact
+    def __call__(self, one_TxI, other_TxI):
+        grid, spec = self.plan.grid, self.layout.spec
+        join = jax.shard_map(
+            lambda *both: jnp.concatenate(both, axis=1),
+            mesh=grid.mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False,
+        )  # fmt: skip
+        both = Span(2 * self.inputs.size).padded(2, 2, self.inputs.stored)
+        storage = dataclasses.replace(self.plan.storage(both, (self.outputs,)), halves=grid.size(self.layout.features))
+        kernel = kernel_of(self, self.plan, storage, self.initializer)
+        x = jax.lax.with_sharding_constraint(join(one_TxI, other_TxI), grid.sharding(self.plan.input_layout.spec))
+        return linear(x, kernel.value, self.plan, kernel.sink)

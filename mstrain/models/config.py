@@ -25,7 +25,8 @@ CHOICES = {
 }
 SIZES = ("layers", "width", "heads", "num_kv_heads", "head_dim", "mlp_dim", "vocab_size", "context", "experts")
 BALANCE_FIELDS = ("balance_loss", "router_z_loss", "balance_rate")
-TRAINING_FIELDS = ("init_scale", *BALANCE_FIELDS)  # they do not change what a model computes
+MTP_FIELDS = ("mtp_layers", "mtp_loss")
+TRAINING_FIELDS = ("init_scale", *BALANCE_FIELDS, *MTP_FIELDS)  # they do not change what a model computes
 EXPERT_FIELDS = (
     "experts_per_token", "router", "router_normalized", "router_scale", *BALANCE_FIELDS, "expert_capacity",
     "router_groups", "router_best_groups", "shared_experts", "dense_layers", "dense_mlp_dim",
@@ -111,6 +112,11 @@ class ModelConfig:
     init_scale: float = 0.02
     """Standard deviation of initial weights; of projections out of attention and MLP it is divided by the square root
     of twice the layers (GPT-2). Widths below 1000 learn faster from about 1 / sqrt(width)."""
+    mtp_layers: int = 0
+    """Further tokens that training predicts (multi-token prediction, DeepSeek-V3), each by a layer behind the others
+    with the embedding and output projection of the model. Evaluation and sampling do not use these layers."""
+    mtp_loss: float = 0.3
+    """Factor of the mean loss of these predictions. The reported loss is without it."""
     experts: int | None = None
     """Experts of every MLP (E), each with `mlp_dim` hidden features; null for a dense MLP."""
     experts_per_token: int = 2
@@ -173,6 +179,7 @@ class ModelConfig:
         self._check_rotary()
         self._check_experts()
         self._check_latent()
+        self._check_mtp()
         if self.activation in GATES and not self.gated:
             raise ValueError(f"model.activation={self.activation} has two projections. Type model.gated=true.")
         if not set(self.window_pattern) <= set("LG") or not self.window_pattern:
@@ -215,6 +222,17 @@ class ModelConfig:
                     f"model.{field}={getattr(self, field)} does not work with latent attention. Type "
                     f"model.{field}={str(value).lower()}, or model.latent.key_rank=null."
                 )
+
+    def _check_mtp(self) -> None:
+        if self.mtp_layers < 0 or self.mtp_loss <= 0:
+            raise ValueError(
+                f"model.mtp_layers={self.mtp_layers} with model.mtp_loss={self.mtp_loss}: type a number of further "
+                "tokens, 0 for none, and a factor above 0."
+            )
+        if not self.mtp_layers and self.mtp_loss != ModelConfig.mtp_loss:
+            raise ValueError(
+                f"model.mtp_loss={self.mtp_loss} has no effect without model.mtp_layers. Type model.mtp_layers=1."
+            )
 
     def _check_experts(self) -> None:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}

@@ -11,6 +11,9 @@ width H, F MLP width, V vocabulary, T tokens per sequence. Forward, per token:
     attention  4 * L * N * H * T   convention `full`: all T x T scores (PaLM paper, appendix B)
                2 * L * N * H * T   convention `causal`: the half that the mask keeps
 
+A layer that predicts a further token has the products of a last layer, 2 * D * D of features and embedding, and
+D * V.
+
 The backward pass computes two products per forward product, so training needs three times as many FLOPs: 6 per
 parameter of a product and, with `full`, PaLM's 12 * L * N * H * T. For a layer with a window of W < T tokens, T becomes
 W * (2 - W / T), because the mask keeps a band of the scores.
@@ -30,8 +33,10 @@ def matmul_parameters(model: ModelConfig) -> int:
     mlp, dense = (mlp_parameters(model, hidden) for hidden in (model.mlp_dim, model.dense_mlp_dim or 0))
     if model.experts:
         mlp = (model.experts_per_token + model.shared_experts) * mlp + model.width * model.experts
+    attention, head = _attention_parameters(model), model.width * model.known_vocab_size
     mlps = model.dense_layers * dense + (model.layers - model.dense_layers) * mlp
-    return model.layers * _attention_parameters(model) + mlps + model.width * model.known_vocab_size
+    further = model.mtp_layers * (attention + mlp + 2 * model.width**2 + head)
+    return model.layers * attention + mlps + head + further
 
 
 def mlp_parameters(model: ModelConfig, hidden: int) -> int:
@@ -72,22 +77,25 @@ def training_flops_per_token(model: ModelConfig, seq: int, attention: str = "ful
 
 def flops_formula(model: ModelConfig, seq: int) -> str:
     """The formula of `training_flops_per_token` with `full`, as text."""
-    windowed = _windowed_layers(model, seq)
+    windowed, layers = _windowed_layers(model, seq), "(layers + mtp_layers)" if model.mtp_layers else "layers"
     if model.latent.key_rank and not windowed:
-        return "6 x multiplying parameters + 6 x layers x heads x (head_dim + value_dim) x seq"
+        return f"6 x multiplying parameters + 6 x {layers} x heads x (head_dim + value_dim) x seq"
     if not windowed:
-        return "6 x multiplying parameters + 12 x layers x heads x head_dim x seq"
-    attended = f"{model.layers - windowed} layers x seq + {windowed} layers x window x (2 - window / seq)"
+        return f"6 x multiplying parameters + 12 x {layers} x heads x head_dim x seq"
+    attended = (
+        f"{model.layers + model.mtp_layers - windowed} layers x seq + {windowed} layers x window x (2 - window / seq)"
+    )
     return f"6 x multiplying parameters + 12 x heads x head_dim x ({attended})"
 
 
 def _windowed_layers(model: ModelConfig, seq: int) -> int:
-    """Number of layers whose window is shorter than the sequence."""
-    return sum(model.is_local) if model.window and model.window < seq else 0
+    """Number of layers whose window is shorter than the sequence; those of further tokens are as the last one."""
+    of_layers = (*model.is_local, *(model.is_local[-1],) * model.mtp_layers)
+    return sum(of_layers) if model.window and model.window < seq else 0
 
 
 def _tokens_attended(model: ModelConfig, seq: int) -> float:
     """Sum over layers of T, or of the mean width of the band in layers with a window."""
     windowed = _windowed_layers(model, seq)
     band = model.window * (2 - model.window / seq) if windowed and model.window else 0.0
-    return (model.layers - windowed) * seq + windowed * band
+    return (model.layers + model.mtp_layers - windowed) * seq + windowed * band

@@ -53,6 +53,7 @@ class ModelPlan:
       shard: one of `mstrain.models.sharding.SHARD`.
       sequence_unit: the sequences of a microbatch of the whole job are padded to a multiple of it.
       stages: the division of the layers over the stages of a pipeline; None for one stage.
+      mtp: the product of features and embedding in layers that predict further tokens; None without such layers.
     """
 
     groups: tuple[tuple[BlockPlan, int], ...]
@@ -62,6 +63,7 @@ class ModelPlan:
     shard: str = "none"
     sequence_unit: int = 1
     stages: Stages | None = None
+    mtp: Plan | None = None
 
     @property
     def mesh(self) -> Mesh:

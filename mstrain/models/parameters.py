@@ -1,10 +1,10 @@
 """Conversion of parameters between canonical form (checkpoints) and stored form (training steps).
 
 Canonical parameters have the order of the model, with all layers stacked in `blocks_0`, except that the first, dense
-layers of a model with experts are stacked in `dense_0`. Stored parameters follow a
-plan: layers are split into its groups, or reordered over the stages of a pipeline (`ModelPlan.rows`), and every
-parameter is reordered by its `Storage`. Both conversions are permutations with zero padding, so a round trip is exact,
-and initial values do not depend on mesh, algorithm or slice count.
+layers of a model with experts are stacked in `dense_0`, and layers that predict further tokens are `mtp_0`, `mtp_1`.
+Stored parameters follow a plan: layers are split into its groups, or reordered over the stages of a pipeline
+(`ModelPlan.rows`), and every parameter is reordered by its `Storage`. Both conversions are permutations with zero
+padding, so a round trip is exact, and initial values do not depend on mesh, algorithm or slice count.
 """
 
 import functools
@@ -31,6 +31,7 @@ from mstrain.models.transformer import Transformer
 Path = tuple[str, ...]  # keys of a parameter in its tree
 STACK = "blocks_0"  # Linen's name of the first group, the only group of canonical parameters
 FIRST = "dense_0"  # that of the first, dense layers of a model with experts
+MTP = "mtp_"  # prefix of those of every layer that predicts a further token, which are not stacked
 
 
 @functools.lru_cache(maxsize=8)

@@ -35,7 +35,17 @@ from mstrain.models.context import CONTEXT, check_one_order, choose_exchange, se
 from mstrain.models.expert_axis import check_experts, expert_slices
 from mstrain.models.model_plan import BlockPlan, ModelPlan
 from mstrain.models.parallel import ParallelConfig, check_effect, layer_algorithms, parse_slices
-from mstrain.models.products import ATTENTION, DENSE, HALVES, MLP, Sizes, block_products, dense_products, latent_sizes
+from mstrain.models.products import (
+    ATTENTION,
+    DENSE,
+    HALVES,
+    MLP,
+    MTP,
+    Sizes,
+    block_products,
+    dense_products,
+    latent_sizes,
+)
 from mstrain.models.sharding import check_shard
 from mstrain.models.stages import AXIS, PipelineConfig, check_division, make_stages
 from mstrain.parallel.tune import fewest_slices
@@ -125,13 +135,16 @@ class _Planner:
         if self._rows_split:  # every slice of tokens has parts of whole sequences
             sequences *= math.lcm(self.mesh.shape["row"], self.mesh.shape["col"])
         units = [n for pair in pairs.values() for n in (pair.into.units[0], pair.out.units[1])]
-        width = Span(self.model.width).to_multiple(math.lcm(head.units[0], *units))
+        mtp = self._mtp(head) if self.model.mtp_layers else None
+        width = Span(self.model.width).to_multiple(math.lcm(head.units[0], *units, *(mtp.units if mtp else ())))
         blocks = {names: self._block(pairs, names, width, sequences) for names in sorted(set(algorithms))}
         first = tuple((self._block(pairs, names, width, sequences, DENSE), len(dense)) for names in dense[:1])
         groups = tuple((blocks[names], len(list(equal))) for names, equal in itertools.groupby(algorithms))
         if self._rows_split:
             check_one_order([block.attention for block in (*blocks.values(), *(block for block, _ in first))])
-        return ModelPlan(groups, self._sliced_head(head, width, sequences), first, shard=self.shard, sequence_unit=unit)
+        head = self._sliced_head(head, width, sequences)
+        mtp = mtp and self._sliced(mtp, 2 * width.stored, width.stored, sequences, MTP)
+        return ModelPlan(groups, head, first, shard=self.shard, sequence_unit=unit, mtp=mtp)
 
     @functools.cached_property
     def _split(self) -> tuple[str, ...]:
@@ -163,6 +176,12 @@ class _Planner:
         sizes = width.stored, vocab_size + ModelPlan((), plan).vocab_padding(vocab_size)
         plan.check(*sizes, sequences, "the output projection")
         return plan
+
+    def _mtp(self, head: Plan) -> Plan:
+        """The plan, in one slice, of the product that makes one vector of two; its inputs have the layout of `head`."""
+        width = self.model.width
+        flow = head.dataflow if head.dataflow == "rs" else self._flow(head.algorithm, 2 * width, width, MTP)
+        return dataclasses.replace(head, dataflow=flow)
 
     def _grid(self, algorithm: str) -> Grid:
         return dataclasses.replace(grid_of(algorithm, self.mesh), scatter=self.shard in ("gradients", "parameters"))
@@ -229,7 +248,7 @@ class _Planner:
         return self.model.experts is not None and what.startswith(MLP)
 
     def _sliced(self, plan: Plan, in_dim: int, out_dim: int, sequences: int, what: str) -> Plan:
-        if plan.kind.sliced and not (plan.dataflow == "rs" and self._is_grouped(what)):
+        if plan.kind.sliced and not (plan.dataflow == "rs" and (what == MTP or self._is_grouped(what))):
             if self.parallel.slices == "auto":
                 legal = legal_slices(plan.dataflow, in_dim, out_dim, sequences, plan.grid.num_rows, plan.grid.num_cols)
                 slices = self._automatic_slices(legal, what)

@@ -13,6 +13,7 @@ from mstrain.parallel.dataflow import Projection
 HALVES = ATTENTION, MLP = "attention", "mlp"  # of a block; each has a product into it and one out of it
 QUERIES, KEYS = "queries", "keys"  # products out of latents
 SHARED = "shared"  # the MLP of the experts of a block that compute every token
+MTP = "multi-token prediction"  # the product of features and embedding in a layer that predicts a further token
 DENSE = "dense mlp"  # in the place of MLP in the first, dense layers of a model with experts
 
 

@@ -4,6 +4,7 @@ Activations are x_TxD: the tokens of all sequences, concatenated, by features. T
 not depend on algorithms. Consecutive layers with equal plans are one scan, so compile time does not depend on depth.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from mstrain.layers.parameter import unless_initializing
 from mstrain.layers.past import Past
 from mstrain.layers.rotary import GLOBAL, Rotary
 from mstrain.models.config import ModelConfig
+from mstrain.models.mtp import MtpLayer, ahead, at_targets
 from mstrain.models.plan import BlockPlan, ModelPlan
 from mstrain.models.prefetch import extend_layers, scan_layers
 from mstrain.models.products import SHARED
@@ -175,7 +177,9 @@ class Transformer(nn.Module):
         self.dense = [self._scan(block, count, model.first_layers) for block, count in plan.dense]
         self.blocks = [self._scan(block, rows or count, model) for block, count in plan.groups]
         config = NormConfig(model.norm, residual, plan.mesh, width, model.norm_epsilon)
-        self.final_norm = Norm(config, model.norm_bias, model.unit_offset_norm)
+        norm = functools.partial(Norm, config, model.norm_bias, model.unit_offset_norm)
+        self.final_norm = norm()
+        self.mtp = [MtpLayer(self._mtp_block(), norm, plan, init) for _ in range(model.mtp_layers)]
         if not model.tied:
             self.head = HeadKernel(plan.head, width, vocabulary, init)
 
@@ -190,6 +194,8 @@ class Transformer(nn.Module):
     def raw_logits(self, tokens_T, segments_T=None):
         """The output projection: logits before the soft cap, with columns that pad the vocabulary."""
         x_TxD = self._normalized(self._features(tokens_T, segments_T))
+        if self.is_initializing():  # no logits depend on these layers
+            self._features_ahead(x_TxD, tokens_T, segments_T)
         kernel_DxV = self._head_kernel()
         shape = len(x_TxD), kernel_DxV.shape[1]
         logits_TxV = unless_initializing(self, lambda: linear(x_TxD, kernel_DxV, self.plan.head), shape, x_TxD.dtype)
@@ -235,9 +241,7 @@ class Transformer(nn.Module):
 
     def embed(self, tokens_T, segments_T=None, past: Past | None = None):
         """Input of the first layer, x_TxD of padded tokens and features."""
-        x_TxD = self.embedding(self.in_order(tokens_T))
-        if self.model.scaled_embedding:
-            x_TxD = x_TxD * jnp.asarray(self.model.width**0.5, self.dtype)
+        x_TxD = self._embedded(tokens_T)
         if self.model.position == "learned":
             x_TxD = self.positions(x_TxD, self._positions(tokens_T, segments_T, past))
         return x_TxD
@@ -252,6 +256,10 @@ class Transformer(nn.Module):
             x_TxD, _ = self._layers(blocks, block, x_TxD, windows[:count], segments_T, None)
         return move(x_TxD, self.plan.groups[0][0].attention.residual, self.plan)
 
+    def _embedded(self, tokens_T):
+        x_TxD = self.embedding(self.in_order(tokens_T))
+        return x_TxD * jnp.asarray(self.model.width**0.5, self.dtype) if self.model.scaled_embedding else x_TxD
+
     def _normalized(self, x_TxD):
         return self.final_norm(move(x_TxD, self.plan.head.input_layout, self.plan))
 
@@ -260,12 +268,37 @@ class Transformer(nn.Module):
 
     def loss(self, tokens_T, targets_T, segments_T=None):
         """Negative log-likelihood of every target in nats, float32 [T]."""
-        return self.head_loss(self._features(tokens_T, segments_T), targets_T)
+        return self._head_loss(self._normalized(self._features(tokens_T, segments_T)), targets_T)
 
-    def head_loss(self, x_TxD, targets_T):
-        """`loss` from the output of the last layer."""
+    def losses(self, tokens_T, targets_T, segments_T=None):
+        """`loss`, and that of predicting the same targets from 1 to `model.mtp_layers` tokens further back, 0 where a
+        sequence or segment has none there; float32 [1 + mtp_layers, T]."""
+        return self.head_losses(self._features(tokens_T, segments_T), targets_T, segments_T)
+
+    def head_losses(self, x_TxD, targets_T, segments_T=None):
+        """`losses` from the output of the last layer."""
+        x_TxD = self._normalized(x_TxD)
+        losses, targets = [self._head_loss(x_TxD, targets_T)], targets_T
+        for depth, y_TxD in enumerate(self._features_ahead(x_TxD, targets_T, segments_T), 1):
+            targets = ahead(targets, self.seq)
+            losses.append(at_targets(self._head_loss(y_TxD, targets), segments_T, depth, self.seq))
+        return jnp.stack(losses)
+
+    def _features_ahead(self, x_TxD, next_T, segments_T):
+        """Input of the output projection for every further token, from that for the tokens `next_T`."""
+        found, window = [], self._windows()[-1]
+        ordered = self.ordered_segments(segments_T, len(next_T)) if self.mtp else None
+        for layer in self.mtp:
+            move_to = functools.partial(move, plan=self.plan)
+            x_TxD = layer(x_TxD, self._embedded(next_T), window, ordered, move_to)
+            found.append(x_TxD)
+            next_T = ahead(next_T, self.seq)
+        return found
+
+    def _head_loss(self, x_TxD, targets_T):
+        """Of the features `x_TxD` after their norm."""
         targets = self.in_order(targets_T)
-        losses: jax.Array = cross_entropy(self._normalized(x_TxD), self._head_kernel(), targets, self._logits_head())
+        losses: jax.Array = cross_entropy(x_TxD, self._head_kernel(), targets, self._logits_head())
         return self.plan.order.undo(losses, self.seq)[: len(targets_T)]
 
     def stage_layers(self) -> StageLayers:
@@ -323,10 +356,13 @@ class Transformer(nn.Module):
             return extend_layers(block, plan, params, x_TxD, windows, past)
         return scan_layers(block, plan, params, x_TxD, windows, segments_T), None
 
-    def _block(self) -> type[nn.Module]:
+    def _block(self, scanned: bool = True) -> type[nn.Module]:
         """The module of a layer, with what `remat` saves of it."""
         policy = policy_of(self.remat, self.offload)
-        return nn.remat(Block, policy=policy, prevent_cse=False) if policy else Block
+        return nn.remat(Block, policy=policy, prevent_cse=not scanned) if policy else Block
+
+    def _mtp_block(self) -> nn.Module:
+        return self._block(scanned=False)(self.model, self.plan.groups[-1][0], self.seq, parent=None)
 
     def _scan(self, plan: BlockPlan, count: int, model: ModelConfig):
         per_layer: Any = (0, nn.broadcast, 0)  # windows and the past have a dim of layers, segments have none

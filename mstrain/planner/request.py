@@ -74,6 +74,14 @@ class PlanRequest:
     stated_style: ExecutionStyle | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
 
+    def __post_init__(self):
+        if self.model.mtp_layers:
+            raise ValueError(
+                f"model {self.model.name} has model.mtp_layers={self.model.mtp_layers}, whose time and memory the "
+                "planner does not know. Type mesh= and the other keys of a plan; train.py check=true target=SLICE "
+                "compiles the step."
+            )
+
     @cached_property
     def layer_groups(self) -> tuple[tuple["PlanRequest", int], ...]:
         """Groups of equal layers in order: this request for a model whose layers are all of that kind, and their

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from mstrain.checks import one_of
+from mstrain.models.parameters import MTP
 from mstrain.program.canonical_update import OnCanonical, per_layer
 from mstrain.program.muon import orthogonalize
 from mstrain.program.rounding import ROUNDINGS, GradientSums, moments_in_bf16
@@ -185,7 +186,7 @@ def _labels(params):
     """Kernels of layers are updated by Muon, all other parameters by AdamW."""
 
     def label(path, _):
-        return "muon" if path[0].key.startswith(("blocks_", "dense_")) and path[-1].key == "kernel" else "adamw"
+        return "muon" if path[0].key.startswith(("blocks_", "dense_", MTP)) and path[-1].key == "kernel" else "adamw"
 
     return jax.tree_util.tree_map_with_path(label, params)
 

@@ -92,10 +92,10 @@ def _slots(active, microbatch, chunk, written: int, read: int) -> np.ndarray:
 
 
 def pipelined_gradients(module: Transformer, params, batch: Batch, mean_loss, sums: GradientSums, step):
-    """Sums over microbatches of the loss and of the gradients of `params`; batch [A, B, T + 1].
+    """Sums over microbatches of mean losses and of the gradients of `params`; batch [A, B, T + 1].
 
-    `mean_loss(losses_T, mask_BxT)` is the loss of a microbatch, from its losses per token. `sums` adds the gradients of
-    step number `step`.
+    `mean_loss(losses, mask_BxT)` is (what is minimized, mean losses) of a microbatch, from `Transformer.losses`. `sums`
+    adds the gradients of step number `step`.
     """
     return _Pipeline(module, params, batch, mean_loss, sums, step).run()
 
@@ -141,7 +141,8 @@ class _Pipeline:
         return {
             "x": self.layers.constrain(x_PxTxD), "dx": self.layers.constrain(x_PxTxD),
             "saved": _rings(saved, slots), "deferred": deferred,
-            "dy": jnp.zeros((slots, *x.shape), x.dtype), "loss": jnp.zeros(()),
+            "dy": jnp.zeros((slots, *x.shape), x.dtype),
+            "loss": jnp.zeros(1 + self.module.model.mtp_layers),
             "rows": self._zero_gradients(), "outer": self._zeros(self.outer),
         }  # fmt: skip
 
@@ -192,7 +193,8 @@ class _Pipeline:
         return self.module.apply({"params": outer}, self.inputs[microbatch], segments, method="stage_input")
 
     def _loss(self, outer, x_TxD, microbatch):
-        losses = self.module.apply({"params": outer}, x_TxD, self.targets[microbatch], method="head_loss")
+        segments = None if self.segments is None else self.segments[microbatch]
+        losses = self.module.apply({"params": outer}, x_TxD, self.targets[microbatch], segments, method="head_losses")
         return self.mean_loss(losses, None if self.batch.mask is None else self.batch.mask[microbatch])
 
     def _segments_of(self, microbatch_P):
@@ -217,7 +219,8 @@ class _Pipeline:
 
         def lose(loss, outer, dy):
             x_TxD, microbatch = self.layers.of_stage(y, self.last), of["microbatch"][self.last]
-            value, (d_outer, dx) = jax.value_and_grad(self._loss, argnums=(0, 1))(self.outer, x_TxD, microbatch)
+            minimized = jax.value_and_grad(self._loss, argnums=(0, 1), has_aux=True)
+            (_, value), (d_outer, dx) = minimized(self.outer, x_TxD, microbatch)
             slot = of["slot"][self.last]
             outer = self.sums.add(self.module, outer, d_outer, self.step, microbatch)
             return loss + value, outer, lax.dynamic_update_index_in_dim(dy, dx, slot, 0)

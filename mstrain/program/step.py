@@ -39,15 +39,27 @@ def mean_loss(module: Transformer, params, batch: Batch, count=None, gathered: b
 
     `count` divides the sum over them instead of their number. `gathered`: `params` are from `gather_parameters`.
     """
+    return _mean_of("loss", module, params, batch, count, gathered)
+
+
+def _mean_of(method: str, module: Transformer, params, batch: Batch, count, gathered: bool):
+    """Means over the targets of what a method of the model returns, float32 [..., T]."""
     inputs, targets = batch.tokens[:, :-1].reshape(-1), batch.tokens[:, 1:].reshape(-1)
     segments = None if batch.segments is None else batch.segments.reshape(-1)
-    losses = apply(module, params, inputs, targets, segments, method="loss", gathered=gathered)
+    losses = apply(module, params, inputs, targets, segments, method=method, gathered=gathered)
     return _mean(losses, batch.mask, num_targets(batch) if count is None else count)
 
 
 def _mean(losses, mask, count):
-    """The mean of all losses without a mask, else the sum of those in `mask` over `count`."""
-    return jnp.mean(losses) if mask is None else jnp.sum(jnp.where(mask.reshape(-1), losses, 0)) / count
+    """The mean of all losses [..., T] without a mask, else the sum of those in `mask` over `count`."""
+    if mask is None:
+        return jnp.mean(losses, axis=-1)
+    return jnp.sum(jnp.where(mask.reshape(-1), losses, 0), axis=-1) / count
+
+
+def objective(module: Transformer, losses):
+    """What a step minimizes, from the mean losses of `Transformer.losses`, [1 + mtp_layers]."""
+    return losses[0] + module.model.mtp_loss * jnp.mean(losses[1:]) if module.model.mtp_layers else losses[0]
 
 
 def num_targets(batch: Batch):
@@ -65,37 +77,45 @@ def apply(module: Transformer, params, *inputs, method: str, gathered: bool = Fa
 
 
 def gradients(module: Transformer, params, batch: Batch, sums: GradientSums = GradientSums(), step=0):
-    """Mean loss and float32 mean gradients over A microbatches of B sequences: tokens [A, B, T + 1].
+    """(mean losses [1 + mtp_layers], float32 mean gradients) over A microbatches of B sequences: tokens [A, B, T + 1].
 
-    Gradients are sharded as `params`. A target weighs the same in every microbatch, however many the masks of the
-    others select. `sums` adds them over the microbatches of `step`.
+    Losses are those of `Transformer.losses`, gradients those of `objective`, sharded as `params`. A target weighs the
+    same in every microbatch, however many the masks of the others select. `sums` adds gradients over the microbatches
+    of `step`.
     """
     microbatches = batch.tokens.shape[0]
     count = None if batch.mask is None else num_targets(batch) / microbatches
     gathered = gather_parameters(module, params)
     if module.plan.stages:
-        loss, grads = pipelined_gradients(
-            module, gathered, batch, lambda losses, mask: _mean(losses, mask, count), sums, step
-        )
-        total = loss, gradient_shards(module, grads)
+
+        def means(losses, mask):
+            losses = _mean(losses, mask, count)
+            return objective(module, losses), losses
+
+        losses, grads = pipelined_gradients(module, gathered, batch, means, sums, step)
+        total = losses, gradient_shards(module, grads)
         return jax.tree.map(lambda x: x.astype(jnp.float32) / microbatches, total)
-    value_and_grad = jax.value_and_grad(
-        lambda gathered, batch: mean_loss(module, gathered, batch, count, gathered=True)
-    )
+
+    def minimized(gathered, batch):
+        losses = _mean_of("losses", module, gathered, batch, count, gathered=True)
+        return objective(module, losses), losses
 
     def shards(batch):
-        loss, grads = value_and_grad(gathered, batch)
-        return loss, gradient_shards(module, grads)
+        (_, losses), grads = jax.value_and_grad(minimized, has_aux=True)(gathered, batch)
+        return losses, gradient_shards(module, grads)
 
     if microbatches == 1:
         return shards(jax.tree.map(lambda x: x[0], batch))
 
     def add(total, part):
         number, batch = part
-        loss, grads = shards(batch)
-        return (total[0] + loss, sums.add(module, total[1], grads, step, number)), None
+        losses, grads = shards(batch)
+        return (total[0] + losses, sums.add(module, total[1], grads, step, number)), None
 
-    zeros = (jnp.zeros(()), sums.zeros(gradient_shards(module, jax.tree.map(jnp.zeros_like, params))))
+    zeros = (
+        jnp.zeros(1 + module.model.mtp_layers),
+        sums.zeros(gradient_shards(module, jax.tree.map(jnp.zeros_like, params))),
+    )
     total, _ = jax.lax.scan(add, zeros, (jnp.arange(microbatches), batch))
     return jax.tree.map(lambda x: x.astype(jnp.float32) / microbatches, total)
 
@@ -105,13 +125,13 @@ def make_step(module: Transformer, optimizer: optax.GradientTransformation, sums
 
     `schedule` is from `mstrain.program.optimizer.schedule_of`; an optimizer of Optax ignores it. Metrics, float32
     scalars: `loss` before the update, `grad_norm` before clipping, and `skipped`, 1 when one of the two is not finite;
-    of experts those of `mstrain.program.balance.load_metrics`.
+    `mtp_loss`, the mean of the losses of further tokens; of experts those of `mstrain.program.balance.load_metrics`.
     Parameters and moments are then unchanged; step counters still increase.
     """
 
     def step(state: State, batch: Batch, schedule):
         state = on_device(module, state)
-        loss, slopes = gradients(module, state["params"], batch, sums, state["step"])
+        (loss, *of_mtp), slopes = gradients(module, state["params"], batch, sums, state["step"])
         grads, loads = take_loads(module, slopes)
         updates, moments = update(module, optimizer, grads, state, schedule)
         params = shift_biases(module, optax.apply_updates(state["params"], updates), slopes)
@@ -119,6 +139,8 @@ def make_step(module: Transformer, optimizer: optax.GradientTransformation, sums
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         new = {"step": state["step"] + 1, "params": params, "optimizer": moments}
         metrics = {"loss": loss, "grad_norm": norm, "skipped": 1.0 - finite, **load_metrics(loads)}
+        if of_mtp:
+            metrics["mtp_loss"] = sum(of_mtp) / len(of_mtp)
         return jax.tree.map(lambda new, old: _unless_bad(finite, new, old), new, state), metrics
 
     shardings = state_shardings(module, optimizer)

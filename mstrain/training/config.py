@@ -180,6 +180,11 @@ class RunConfig:
                 f"seq={self.seq} is longer than the {self.model.context} positions model {self.model.name} learns. "
                 f"Type seq={self.model.context} or model.context={self.seq}."
             )
+        if self.model.mtp_layers >= self.seq:
+            raise ValueError(
+                f"model.mtp_layers={self.model.mtp_layers} predicts tokens beyond sequences of seq={self.seq}. Type a "
+                "larger seq=, or fewer layers."
+            )
         if self.check != (self.target is not None):
             given = "check=true" if self.check else f"target={self.target}"
             raise ValueError(f"{given} has no effect by itself. Type target=v5p-64 check=true, both or neither.")

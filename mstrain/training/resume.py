@@ -59,7 +59,7 @@ def check(config: RunConfig, job: Job) -> PreviousAttempts:
     if config.init_from:
         _check_source(config, inspect_run_dir(Path(config.init_from), job), now)
     if config.init:
-        Folder(config.init).check()
+        Folder(config.init, config.model.mtp_layers).check()
         _check_tokenizer(config, previous)
     return previous
 
@@ -130,7 +130,7 @@ def new_state(run: Run) -> State:
     if run.config.init_from:
         return _from_another(run)
     if run.config.init:
-        return _from_folder(run, Folder(run.config.init))
+        return _from_folder(run, Folder(run.config.init, run.module.model.mtp_layers))
     return init_state(run.module, run.optimizer, run.config.seed)
 
 
@@ -275,6 +275,8 @@ def _from_folder(run: Run, folder: Folder) -> State:
     """The first state with the weights of a Hugging Face folder, whose small files `run_dir` keeps for an export."""
     params = folder.parameters(run.module)
     run.console.print(f"[bold]Begin[/] with the weights of {folder.path}, a {folder.family.model_type}")
+    if folder.left_out:
+        run.console.print(folder.left_out)
     if run.job.leads:
         folder.keep_small_files(Path(run.config.run_dir) / HUB)
     return first_state(run.module, run.optimizer, params)

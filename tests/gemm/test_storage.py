@@ -32,8 +32,11 @@ def storages(draw):
     spans = tuple(Span(n) if draw(st.booleans()) else Span(n - columns).padded(1, 1, n) for n in segments)
     first = int(unit) * draw(counts)
     first = Span(first) if draw(st.booleans()) else Span(first - 1).to_multiple(first)
+    halves = draw(st.sampled_from([1, columns]))
+    if halves > 1:  # two of them, of which every column has its part
+        first = Span(2 * first.size).padded(2, 2, first.stored)
     shape = (first.size, sum(span.size for span in spans))
-    return Storage(shape, spans, columns, rows, slices, transposed and sum(segments) % unit == 0, first)
+    return Storage(shape, spans, columns, rows, slices, transposed and sum(segments) % unit == 0, first, halves)
 
 
 @settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])

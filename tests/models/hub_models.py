@@ -1,9 +1,13 @@
 """Tiny models of every family, made by transformers with random weights, biases and scales, and saved as folders."""
 
+import json
 import pathlib
+import re
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from transformers.modeling_layers import MtpModel
 
 _SIZES = dict(
     vocab_size=61, hidden_size=32, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
@@ -64,11 +68,15 @@ CONFIGS = {
     ),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **_LATENT, n_routed_experts=8, n_shared_experts=1, q_lora_rank=24, first_k_dense_replace=2, n_group=4,
-        topk_group=2, routed_scaling_factor=1.5, num_mtp_layers=0,
+        topk_group=2, routed_scaling_factor=1.5, num_mtp_layers=1,
         rope_parameters=_YARN | dict(truncate=True, mscale=1.0, mscale_all_dim=0.8),
     ),
     "starcoder2": lambda: transformers.Starcoder2Config(**_SIZES, sliding_window=None),
 }  # fmt: skip
+
+
+# Of an MtpModel, what it shares with its model, and the names of the copies in a folder.
+COPIES = {"embed_tokens.weight": "embed_tokens.weight", "shared_head.weight": "shared_head.head.weight"}
 
 
 def make(name: str, seed: int = 0):
@@ -76,7 +84,10 @@ def make(name: str, seed: int = 0):
     usual value."""
     transformers.logging.set_verbosity_error()
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager")
-    draw = torch.Generator().manual_seed(seed)
+    return _random(model, torch.Generator().manual_seed(seed))
+
+
+def _random(model, draw: torch.Generator):
     with torch.no_grad():
         for name, weight in model.named_parameters():
             centre = 1.0 if weight.ndim == 1 and bool((weight == 1).all()) else 0.0
@@ -89,7 +100,45 @@ def make(name: str, seed: int = 0):
 
 
 def save(name: str, folder: pathlib.Path, **options):
-    """The model of `make`, saved in `folder`."""
+    """The model of `make`, saved in `folder`, and its layers that predict further tokens, or None without."""
     model = make(name)
     model.save_pretrained(folder, **options)
-    return model
+    if not getattr(model.config, "num_mtp_layers", 0):
+        return model, None
+    shared = {weight: weight.detach().clone() for weight in model.parameters()}
+    further = _random(MtpModel(model, model.config.num_mtp_layers), torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for weight, value in shared.items():
+            weight.copy_(value)
+    _add(folder, as_published(further.state_dict(), model.config.num_hidden_layers))
+    return model, further
+
+
+def as_published(state: dict[str, torch.Tensor], layers: int) -> dict[str, torch.Tensor]:
+    """The tensors of an MtpModel by the names of DeepSeek's folders, for a model with so many layers."""
+    found = {}
+    for name, value in state.items():
+        if name in COPIES:
+            found[f"model.layers.{layers}.{COPIES[name]}"] = value.clone()  # of the first, as in DeepSeek-V3
+            continue
+        number, name = re.fullmatch(r"layers\.(\d+)\.(.*)", name).groups()
+        name = name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm")
+        name = f"model.layers.{layers + int(number)}.{name}"
+        if "mlp.experts." not in name:
+            found[name] = value.contiguous()
+            continue
+        for expert, kernel in enumerate(value):
+            parts = {"down": kernel} if name.endswith("down_proj") else dict(zip(("gate", "up"), kernel.chunk(2)))
+            for part, own in parts.items():
+                found[f"{name.rpartition('.')[0]}.{expert}.{part}_proj.weight"] = own.contiguous()
+    return found
+
+
+def _add(folder: pathlib.Path, tensors: dict[str, torch.Tensor]) -> None:
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.is_file():
+        return save_file(load_file(whole) | tensors, whole, metadata={"format": "pt"})
+    save_file(tensors, folder / "further.safetensors", metadata={"format": "pt"})
+    document = json.loads(index.read_text())
+    document["weight_map"] |= dict.fromkeys(tensors, "further.safetensors")
+    index.write_text(json.dumps(document))

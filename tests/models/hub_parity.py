@@ -17,13 +17,15 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from mstrain.gemm import find_algorithm
 from mstrain.mesh import emulate_devices, make_mesh, parse_mesh
+from mstrain.models.config import ModelConfig
 from mstrain.models.hub.folder import Folder
 from mstrain.models.hub.write import Target, tensors_of, write_model
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.program.balance import take_loads
-from tests.models.hub_models import CONFIGS, save
+from mstrain.program.step import objective
+from tests.models.hub_models import CONFIGS, COPIES, as_published, save
 from tests.quick import QUICK
 
 B, T = 4, 12  # longer than every window
@@ -48,8 +50,8 @@ class Parity:
 def measure(name: str, mesh: str, algorithm: str) -> Parity:
     with tempfile.TemporaryDirectory() as place:
         given, back = pathlib.Path(place, name), pathlib.Path(place, "back")
-        torch_model = save(name, given, max_shard_size="20KB")
-        folder = Folder(given)
+        torch_models = save(name, given, max_shard_size="20KB")
+        folder = Folder(given, getattr(torch_models[0].config, "num_mtp_layers", 0))
         slices = "2" if find_algorithm(algorithm).sliced else "auto"  # auto is one on CPUs
         plan = make_plan(ParallelConfig(algorithm, slices=slices), folder.model, make_mesh(parse_mesh(mesh)), B, T)
         module = Transformer(folder.model, plan, T)
@@ -59,8 +61,10 @@ def measure(name: str, mesh: str, algorithm: str) -> Parity:
         write_model(back, module, params, target, leads=True)
         tokens, targets = np.random.default_rng(0).integers(0, 61, (2, B, T)).astype(np.int32)
         logits, gradients, counts = _ours(module, params, tokens, targets, target)
-        want, slopes, chosen = _theirs(torch_model, tokens, targets)
-        gradients = {name: slope for name, slope in gradients.items() if not name.endswith(BUFFER)}
+        want, slopes, chosen = _theirs(*torch_models, tokens, targets)
+        gradients = {
+            name: slope for name, slope in gradients.items() if not name.endswith(BUFFER) and not _is_copy(name)
+        }
         differences = [np.abs(gradients[n] - slopes[n]).max() / (np.abs(slopes[n]).max() or 1.0) for n in slopes]
         assert gradients.keys() == slopes.keys()
         equal = bool((logits.argmax(-1) == want.argmax(-1)).all()) and counts == chosen
@@ -72,7 +76,8 @@ def _ours(module, params, tokens, targets, target):
     def loss(params):
         apply = {"params": params}
         logits = module.apply(apply, tokens.ravel())
-        return jnp.mean(module.apply(apply, tokens.ravel(), targets.ravel(), method="loss")), logits
+        losses = module.apply(apply, tokens.ravel(), targets.ravel(), method="losses")
+        return objective(module, jnp.mean(losses, axis=1)), logits
 
     program = jax.jit(jax.grad(loss, has_aux=True), compiler_options=QUICK)
     with jax.default_matmul_precision("highest"):
@@ -82,17 +87,40 @@ def _ours(module, params, tokens, targets, target):
     return np.asarray(logits).reshape(B, T, -1), dict(tensors_of(module, slopes, target)), np.asarray(counts).tolist()
 
 
-def _theirs(model, tokens, targets):
+def _theirs(model, further, tokens, targets):
     tokens, targets = (torch.tensor(x, dtype=torch.long) for x in (tokens, targets))
     experts, chosen = getattr(model.config, "num_experts", getattr(model.config, "n_routed_experts", None)), []
     for module in model.modules():
         if type(module).__name__.lower().endswith("topkrouter"):
             module.register_forward_hook(lambda _, __, out: chosen.append(out[2].flatten()))
-    logits = model(tokens).logits
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    features = model.model(tokens).last_hidden_state
+    logits = model.lm_head(features)
+    counts = [torch.bincount(x, minlength=experts).tolist() for x in chosen]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    if further is not None:
+        loss = loss + ModelConfig.mtp_loss * _of_further_tokens(further, features, targets)
+    loss.backward()
     slopes = {name: weight.grad for name, weight in model.named_parameters()}
-    slopes = {name: slope.numpy() for name, slope in revert_weight_conversion(model, slopes).items()}
-    return logits.detach().numpy(), slopes, [torch.bincount(x, minlength=experts).tolist() for x in chosen]
+    slopes = revert_weight_conversion(model, slopes)
+    if further is not None:
+        own = {name: weight.grad for name, weight in further.named_parameters() if name.startswith("layers.")}
+        slopes |= as_published(own, model.config.num_hidden_layers)
+    return logits.detach().numpy(), {name: slope.numpy() for name, slope in slopes.items()}, counts
+
+
+def _of_further_tokens(further, features, targets):
+    """The mean loss of the layers of an MtpModel, over all places, of which the last ones have no target."""
+    losses, places = [], torch.arange(T)[None]
+    for depth in range(further.num_mtp_layers):
+        known = torch.nn.functional.pad(targets[:, depth:], (0, depth))
+        features = further.forward_layer(depth, features, places, None, input_ids=known)
+        logits, wanted = further._project_to_logits(features[:, : -depth - 1]), targets[:, depth + 1 :]
+        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum"))
+    return sum(losses) / (len(losses) * targets.numel())
+
+
+def _is_copy(name: str) -> bool:
+    return name.startswith("model.layers.") and name.endswith(tuple(COPIES.values()))
 
 
 def _tensors(folder: pathlib.Path) -> dict[str, tuple]:

@@ -145,22 +145,34 @@ def test_alibi_slopes_of_the_twelve_heads_of_seed_160m():
 def reference_losses(m, params, tokens, targets):
     """Float64 losses_BT of model `m` with canonical `params`, sequence by sequence, head by head."""
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    return reference_head(m, params, reference_features(m, params, tokens), targets)
+
+
+def reference_features(m, params, tokens):
+    """Input of the output projection, [B, T, D]."""
     table = params["embedding"]["table"]
     x = table[tokens.reshape(B, T)] * (math.sqrt(m.width) if m.scaled_embedding else 1)
     if m.position == "learned":
         x = x + params["positions"]["table"][:T]
     for i in range(m.layers):
-        p = jax.tree.map(lambda a, i=i: a[i], params["blocks_0"])
         window = m.window if m.window and i % 2 == 0 else T
-        if m.parallel_block:
-            h = norm(m, x, p["norm"])
-            x = x + attention(m, h, p["attention"], window) + mlp(m, h, p["mlp"])
-            continue
-        for half in ("attention", "mlp"):
-            h = norm(m, x, p[f"{half}_norm"])
-            y = attention(m, h, p["attention"], window) if half == "attention" else mlp(m, h, p["mlp"])
-            x = x + (norm(m, y, p[f"{half}_post_norm"]) if m.post_norm else y)
-    x = norm(m, x, params["final_norm"])
+        x = reference_block(m, jax.tree.map(lambda a, i=i: a[i], params["blocks_0"]), x, window)
+    return norm(m, x, params["final_norm"])
+
+
+def reference_block(m, p, x, window):
+    if m.parallel_block:
+        h = norm(m, x, p["norm"])
+        return x + attention(m, h, p["attention"], window) + mlp(m, h, p["mlp"])
+    for half in ("attention", "mlp"):
+        h = norm(m, x, p[f"{half}_norm"])
+        y = attention(m, h, p["attention"], window) if half == "attention" else mlp(m, h, p["mlp"])
+        x = x + (norm(m, y, p[f"{half}_post_norm"]) if m.post_norm else y)
+    return x
+
+
+def reference_head(m, params, x, targets):
+    table = params["embedding"]["table"]
     logits = cap(x @ (table.T if m.tied else params["head"]["kernel"]), m.logit_soft_cap)
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     return -np.log(np.take_along_axis(p, targets.reshape(B, T, 1), -1)).reshape(-1)

@@ -21,16 +21,17 @@ from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import load_preset
 
 SEQ, SEQUENCES = 16, 2
-FAMILIES = ("gpt2", "seed_160m", "llama2_70b", "qwen3_0_6b", "gemma2_27b")
+FAMILIES = ("gpt2", "seed_160m", "llama2_70b", "qwen3_0_6b", "gemma2_27b", "further tokens")
 
 
 def shrink(name):
     """The choices of a preset in sizes of which no two are equal."""
-    preset = load_preset(name)
+    further = name == "further tokens"
+    preset = load_preset("llama2_70b" if further else name)
     grouped = preset.num_kv_heads < preset.heads
     heads = dict(heads=4, num_kv_heads=2 if grouped else None, head_dim=6)
     sizes = dict(layers=3, width=40, mlp_dim=56, vocab_size=97, context=64)
-    return dataclasses.replace(preset, **heads, **sizes, window=None)
+    return dataclasses.replace(preset, **heads, **sizes, window=None, mtp_layers=2 * further)
 
 
 def dot_flops(jaxpr):
@@ -59,12 +60,13 @@ def test_count_is_the_products_of_the_traced_model(name):
     variables = jax.eval_shape(module.init, jax.random.key(0), tokens)
 
     def loss(variables, tokens):
-        return module.apply(variables, tokens, tokens, method="loss").sum()
+        return module.apply(variables, tokens, tokens, method="losses").sum()
 
     forward = jax.make_jaxpr(loss)(variables, tokens)
     both = jax.make_jaxpr(jax.grad(loss))(variables, tokens)
     assert dot_flops(forward.jaxpr) == forward_flops_per_token(model, SEQ) * tokens.size
     again = 2 * model.width * model.known_vocab_size  # logits are computed again instead of kept
+    again *= 1 + model.mtp_layers
     assert dot_flops(both.jaxpr) == (training_flops_per_token(model, SEQ) + again) * tokens.size
 
 
@@ -121,10 +123,11 @@ def test_window_counts_the_band_that_is_seen():
     assert forward_flops_per_token(wide, seq) == forward_flops_per_token(none, seq)
 
 
-@pytest.mark.parametrize("window", [None, 100, 1000])
-def test_the_formula_in_words_gives_the_count(window):
-    model, seq = ModelConfig(layers=3, window=window, vocab_size=256), 1000
+@pytest.mark.parametrize("window, further", [(None, 0), (100, 0), (1000, 0), (None, 2)])
+def test_the_formula_in_words_gives_the_count(window, further):
+    model, seq = ModelConfig(layers=3, window=window, vocab_size=256, mtp_layers=further), 1000
     words = {
+        "mtp_layers": further,
         "multiplying parameters": matmul_parameters(model), "head_dim": model.head_dim, "heads": model.heads,
         "3 layers": 3, "2 layers": 2, "1 layers": 1, "layers": 3, "seq": seq, "window": window, " x ": "*",
     }  # fmt: skip

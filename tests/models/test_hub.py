@@ -9,6 +9,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -127,6 +128,23 @@ def _retensor(folder, change):
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def _in_float8(folder, name, block, counts=None):
+    """Stores a kernel in float8 with random scales, or `counts` of them; returns (values, scales) as float32."""
+    draw, made = np.random.default_rng(0), []
+    _edit(folder, quantization_config={"quant_method": "fp8", "weight_block_size": list(block)})
+
+    def change(tensors):
+        shape = tensors[name].shape
+        values = draw.normal(0, 9, shape).astype(ml_dtypes.float8_e4m3fn)
+        counts_of = counts or [-(-n // size) for n, size in zip(shape, block, strict=True)]
+        scales = draw.normal(1, 1, counts_of).astype(np.float32)
+        tensors |= {name: values, f"{name}_scale_inv": scales}
+        made.extend((values.astype(np.float32), scales))
+
+    _retensor(folder, change)
+    return made
+
+
 def _truncate(folder):
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:-10])
@@ -157,6 +175,7 @@ def _point_outside(folder):
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
 )
+DOWN = "model.layers.1.mlp.down_proj.weight"
 DAMAGE = {
     "truncated": (_truncate, "model.safetensors is truncated"),
     "shard": (_lose_a_shard, "model-00002-of-00002.safetensors is missing"),
@@ -177,6 +196,7 @@ DAMAGE = {
     "type": (lambda f: _edit(f, num_hidden_layers="4"), "num_hidden_layers='4'"),
     "quantized": (lambda f: _edit(f, quantization_config={"bits": 4}), "quantization_config"),
     "fp8": (lambda f: _edit(f, quantization_config={"quant_method": "fp8"}), "Convert them to bf16 first"),
+    "scales": (lambda f: _in_float8(f, DOWN, (16, 16), (2, 2)), "blocks of [16, 16] in [32, 48] need [2, 3]"),
     "json": (lambda f: (f / "config.json").write_text("{"), "config.json: line 1"),
     "tied": (lambda f: _edit(f, tie_word_embeddings=True), "lm_head.weight is not part"),
     "layers": (lambda f: _edit(f, per_layer_config={"1": {"hidden_act": "relu"}}), "per_layer_config="),
@@ -223,6 +243,39 @@ def test_weights_of_four_bits_are_read_as_transformers_reads_them(folders, tmp_p
     for index in ((slice(0, 8), slice(0, 32), slice(0, 96)), (slice(1, 3), slice(5, 20), slice(40, 70))):
         found = read._read(parameter.layers[1], parameter.shape, index)
         np.testing.assert_array_equal(found, np.concatenate([want[..., ::2], want[..., 1::2]], -1)[index])
+
+
+def test_weights_of_float8_are_multiplied_by_the_scales_of_their_blocks(folders, tmp_path):
+    """The last blocks are smaller, one is read in parts, and an export has the dtype of the rest."""
+    folder = shutil.copytree(folders / "deepseek_v3", tmp_path / "copy")
+    values, scales = _in_float8(folder, DOWN, (12, 20))
+    want = (values * np.kron(scales, np.ones((12, 20), np.float32))[:32, :48]).T
+    read = Folder(folder)
+    read.check()
+    assert read.dtype_of(DOWN) == "bfloat16" and "quantization_config" not in read.config
+    (parameter,) = [p for p in parameters_of(read.model, read.family) if p.path == ("dense_0", "mlp", "down", "kernel")]
+    for index in ((slice(0, 48), slice(0, 32)), (slice(17, 41), slice(11, 13))):
+        np.testing.assert_array_equal(read._read(parameter.layers[1], parameter.shape, index), want[index])
+
+
+def test_layers_that_predict_further_tokens_are_read_if_asked_for(folders, tmp_path):
+    folder = shutil.copytree(folders / "deepseek_v3", tmp_path / "copy")
+    plain, further = Folder(folder), Folder(folder, 1)
+    plain.check()
+    further.check()
+    names = {part.name for p in parameters_of(further.model, further.family) for layer in p.layers for part in layer}
+    assert names == load_file(folder / "model.safetensors").keys() and further.left_out is None
+    count = sum(name.startswith("model.layers.4.") for name in names)
+    assert plain.left_out == (
+        f"{count} tensors of layers that predict further tokens are left out; model.mtp_layers=1 reads them."
+    )
+    with pytest.raises(ValueError, match="has 1 layers that predict further tokens. Type model.mtp_layers=1"):
+        Folder(folder, 2)
+    with pytest.raises(ValueError, match="Type model.mtp_layers=0"):
+        Folder(folders / "llama2", 1)
+    _retensor(folder, lambda tensors: tensors.pop("model.layers.4.eh_proj.weight"))
+    with pytest.raises(ValueError, match="eh_proj.weight is missing"):
+        further.check()
 
 
 @pytest.mark.parametrize("words, message", [

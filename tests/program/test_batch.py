@@ -53,7 +53,7 @@ def packed(position: str, mesh: str, accumulate: int):
 def loss_and_gradients(position: str, mesh: str, accumulate: int):
     """Of all documents, with the mask of the first of each row's tokens."""
     module, params, batch, mask = packed(position, mesh, accumulate)
-    loss, grads = jax.jit(functools.partial(gradients, module))(params, batch)
+    (loss, *_), grads = jax.jit(functools.partial(gradients, module))(params, batch)
     return float(loss), float(jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))), mask
 
 

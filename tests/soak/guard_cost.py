@@ -40,7 +40,7 @@ def without_guard(module, optimizer):
     """`make_step` as it would be if bad numbers were let through."""
 
     def step(state, batch, schedule):
-        loss, grads = steps.gradients(module, state["params"], batch)
+        (loss, *_), grads = steps.gradients(module, state["params"], batch)
         updates, moments = optimizer.update(grads, state["optimizer"], state["params"], schedule=schedule)
         params = optax.apply_updates(state["params"], updates)
         new = {"step": state["step"] + 1, "params": params, "optimizer": moments}

@@ -243,6 +243,31 @@ def family_cases() -> list[Case]:
     ]
 
 
+def mtp_cases() -> list[Case]:
+    """Layers that predict further tokens: algorithms and dataflows, ZeRO, stages, context, experts, optimizers."""
+    gpt2, llama, gemma, deepseek = (
+        dataclasses.replace(FAMILIES[name], name=f"{name}-mtp", mtp_layers=count, layers=2)
+        for name, count in (("gpt2", 2), ("llama", 1), ("gemma", 1), ("deepseek", 1))
+    )
+    ring = ParallelConfig("collective", rows="context", context="ring")
+    muon = dataclasses.replace(OPTIMIZER, name="muon")
+    return [
+        Case("2x4", ParallelConfig(slices="2"), model=gpt2),
+        Case("data2-row1-col2", ParallelConfig("collective"), shard="parameters", model=deepseek),
+        Case("stage2-row1-col2", ParallelConfig(), 2, pipeline=PipelineConfig(), model=gpt2),
+        Case("context2-row2-col2", ring, model=gpt2),
+        Case("1x8", ParallelConfig("megatron"), remat="dots", model=llama),
+        Case("2x4", ParallelConfig(slices="2", dataflow="rs"), model=gemma),
+        Case("expert2-row2-col2", ParallelConfig("collective"), remat="full", model=deepseek),
+        Case("8x1", ParallelConfig("fsdp"), 2, model=llama),
+        Case("2x2x2", ParallelConfig("cannon"), shard="gradients", model=llama),
+        Case("4x2", ParallelConfig("wang"), model=llama),
+        Case("4x2", ParallelConfig("summa", dataflow="os"), model=llama),
+        Case("2x2x2", ParallelConfig("gspmd"), shard="optimizer", model=llama),
+        Case("2x4", MIXED_HALVES, model=llama, optimizer=muon),
+    ]
+
+
 def optimizer_cases() -> list[Case]:
     """Every other optimizer, and moments in bf16, on meshes of every kind."""
     muon, adafactor, lion = (dataclasses.replace(OPTIMIZER, name=name) for name in ("muon", "adafactor", "lion"))
@@ -269,5 +294,5 @@ def optimizer_cases() -> list[Case]:
 TABLES = {
     "grid": grid_cases(), "variants": variant_cases(), "sharded": sharded_cases(), "context": context_cases(),
     "pipelined": pipelined_cases(), "optimizers": optimizer_cases(), "sums": sum_cases(), "experts": expert_cases(),
-    "families": family_cases(), "exchanged": exchanged_cases(),
+    "families": family_cases(), "exchanged": exchanged_cases(), "mtp": mtp_cases(),
 }  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 from mstrain.models.config import EXPERT_FIELDS, TRAINING_FIELDS, ModelConfig
 from mstrain.models.hub.families import FAMILIES, LATENT, NEUTRAL, Family
+from mstrain.models.hub.quantized import check_quantization
 from mstrain.models.hub.reader import Reader
 from mstrain.models.hub.rotary import ALL, LOCAL, magnitude, rotary_of, write_rotary
 from mstrain.models.latent import LatentConfig
@@ -42,13 +43,7 @@ def model_of(config: Any, name: str) -> tuple[Family, ModelConfig]:
                 raise ValueError(f"{key}={config[key]!r} and {alias}={config[alias]!r} differ")
             config = {key: config[alias], **{name: config[name] for name in config if name != alias}}
     reader = Reader(config, family)
-    if quantized := config.get("quantization_config"):
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
-        if not method or method != family.quantized:
-            advice = "Use the folder of the original weights"
-            if method == "fp8":
-                advice = "Convert them to bf16 first, by DeepSeek's fp8_cast_bf16.py or save_pretrained of transformers"
-            raise ValueError(f"quantization_config: the weights are quantized. {advice}")
+    check_quantization(config.get("quantization_config"), family.quantized)
     for key, value in (NEUTRAL | family.required).items():
         if key not in family.read and (config.get(key, value) or None) != (value or None):
             raise ValueError(f"{key}={config[key]!r} is not supported for {family.model_type}")

@@ -38,6 +38,15 @@ _EXPERTS = {
     "blocks_0/mlp/up": "model.layers.{0}.mlp.experts.{1}.gate_proj model.layers.{0}.mlp.experts.{1}.up_proj",
     "blocks_0/mlp/down": "model.layers.{0}.mlp.experts.{1}.down_proj",
 }
+_MTP = {
+    "mtp/embedding_norm": "model.layers.{}.enorm",
+    "mtp/hidden_norm": "model.layers.{}.hnorm",
+    "mtp/projection": "model.layers.{}.eh_proj",
+    "mtp/norm": "model.layers.{}.shared_head.norm",
+}
+MTP_COPIES = {"embedding": "model.layers.{}.embed_tokens", "head": "model.layers.{}.shared_head.head"}
+"""What layers that predict further tokens share with the model, and their folders repeat."""
+MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")  # of config.json: the number of these layers
 _CHOICE = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok", "router_normalized": "norm_topk_prob"}
 _LLAMA = {"norm": "rmsnorm", "norm_bias": False, "position": "rotary", "gated": True}
 _GEMMA = {**_LLAMA, "post_norm": True, "unit_offset_norm": True, "scaled_embedding": True}
@@ -89,7 +98,8 @@ class Family:
       tensors: canonical parameter -> the whole name of its tensor, {} for the layer. Those of experts hold all experts,
         and kernels are stored [in, out].
       alternating: whether columns of gate and up alternate in a tensor that holds both.
-      quantized: quant_method of folders whose 8 or 4-bit tensors are read (`mstrain.models.hub.quantized`).
+      quantized: quant_method of folders whose 4-bit tensors are read (`mstrain.models.hub.quantized`).
+      mtp: `modules` of the layers that predict further tokens, besides those of their blocks; {} without such layers.
     """
 
     model_type: str
@@ -110,6 +120,7 @@ class Family:
     latent: bool = False
     alternating: bool = False
     quantized: str | None = None
+    mtp: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def read(self) -> set[str]:
@@ -297,7 +308,7 @@ _ALL = (
                   "routed_scaling_factor": 2.5, "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4,
                   "norm_topk_prob": True, "num_experts_per_tok": 8, "rope_interleave": True, "hidden_size": 7168,
                   "intermediate_size": 18432, "num_mtp_layers": 1},
-        aliases={"num_nextn_predict_layers": "num_mtp_layers"},
+        aliases={"num_nextn_predict_layers": "num_mtp_layers"}, mtp=_MTP,
     ),
     Family(
         "starcoder2", "Starcoder2ForCausalLM",

@@ -1,5 +1,6 @@
 """A Hugging Face folder: config.json and safetensors files, checked by their headers before a value is read."""
 
+import dataclasses
 import os
 import re
 import shutil
@@ -11,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 
 from mstrain.json_files import read_json
 from mstrain.models.hub.config import language_model, model_of
-from mstrain.models.hub.quantized import dequantized
+from mstrain.models.hub.families import MTP_KEYS
+from mstrain.models.hub.quantized import BLOCK_SIZE, dequantized
 from mstrain.models.hub.stored import Tensor
 from mstrain.models.hub.tensors import Part, parameters_of
 from mstrain.models.parameters import from_layers
@@ -40,8 +42,11 @@ class Folder:
       family, model: what config.json describes.
     """
 
-    def __init__(self, path: str | Path):
-        """Reads config.json. Raises ValueError for a folder without it or with a model that mstrain does not have."""
+    def __init__(self, path: str | Path, mtp_layers: int = 0):
+        """Reads config.json. Raises ValueError for a folder without it or with a model that mstrain does not have.
+
+        `mtp_layers` are read of those that predict further tokens.
+        """
         self.path = Path(path).expanduser()
         if not self.path.is_dir():
             raise ValueError(f"init={path} is not a folder. Type the folder of a model with {CONFIG} and safetensors.")
@@ -52,10 +57,19 @@ class Folder:
         self.config = language_model(read_json(self.path / CONFIG, "init:"))
         try:
             self.family, self.model = model_of(self.config, self.path.resolve().name)
-            self.config = {key: value for key, value in self.config.items() if key != "quantization_config"}
         except ValueError as error:
             reason = str(error).rstrip(".")
             raise ValueError(f"{self.path / CONFIG}: {reason}. Type the folder of another model.") from None
+        block = (self.config.pop("quantization_config", None) or {}).get(BLOCK_SIZE)
+        self._block = (block[0], block[1]) if block else None
+        stated = next((self.config[key] for key in MTP_KEYS if key in self.config), 0)
+        self._mtp_layers = stated if self.family.mtp and isinstance(stated, int) else 0
+        if mtp_layers > self._mtp_layers:
+            raise ValueError(
+                f"model.mtp_layers={mtp_layers}: {self.path / CONFIG} has {self._mtp_layers} layers that predict "
+                f"further tokens. Type model.mtp_layers={self._mtp_layers}."
+            )
+        self.model = dataclasses.replace(self.model, mtp_layers=mtp_layers)
         self._tensors: dict[str, Tensor] = {}
 
     def check(self) -> None:
@@ -66,15 +80,15 @@ class Folder:
         """
         headers = {name: tensor for name, tensor in self._headers().items() if not name.startswith(_VISION)}
         self._tensors = {self._full_name(name): tensor for name, tensor in headers.items()}
-        if self.family.quantized:
-            self._tensors = dequantized(self._tensors)
+        self._tensors = dequantized(self._tensors, self._block)
         if self.model.layers > len(self._tensors):
             found = f"{CONFIG} describes {self.model.layers} layers, and the files have {len(self._tensors)} tensors"
             raise ValueError(f"{self.path}: {found}. {_REMEDY}")
         parts = [part for p in parameters_of(self.model, self.family) for layer in p.layers for part in layer]
-        wanted = {part.name: part.shape for part in parts}
+        wanted = {part.name: part.shape for part in parts if not part.copy_of}
         self._report(wanted.keys() - self._tensors.keys(), "is missing")
-        unknown = [name for name in self._tensors.keys() - wanted.keys() if not self._is_redundant(name)]
+        others = self._tensors.keys() - {part.name for part in parts}
+        unknown = [name for name in others if not self._is_redundant(name)]
         self._report(unknown, f"is not part of a {self.family.model_type} of this {CONFIG}")
         for name, shape in wanted.items():
             tensor = self._tensors[name]
@@ -87,6 +101,17 @@ class Folder:
     def dtype_of(self, name: str) -> str:
         """NumPy's name of the dtype of a tensor; `check` comes first."""
         return DTYPES[self._tensors[name].dtype]
+
+    @property
+    def left_out(self) -> str | None:
+        """What is in the files and not in the model, in one line; None for nothing. `check` comes first."""
+        count = sum(map(self._is_of_next_tokens, self._tensors))
+        if not count:
+            return None
+        return (
+            f"{count} tensors of layers that predict further tokens are left out; model.mtp_layers={self._mtp_layers} "
+            "reads them."
+        )
 
     def parameters(self, module: Transformer):
         """The parameters in the layout of `module`, streamed tensor by tensor."""
@@ -110,7 +135,7 @@ class Folder:
         ranges = [place.indices(size)[:2] for place, size in zip(index, shape, strict=True)]
         first, last = ranges[-1]
         out = np.zeros([stop - start for start, stop in ranges], np.float32)
-        for part in parts:
+        for part in (part for part in parts if not part.copy_of):
             if part.expert is not None and part.expert not in range(*ranges[0]):
                 continue
             lead = [slice(*r) for r in (ranges if part.expert is None else ranges[1:])[:-1]]
@@ -172,8 +197,8 @@ class Folder:
     def _is_of_next_tokens(self, name: str) -> bool:
         """Whether a tensor is of the layers behind the last one, which DeepSeek-V3 trains to predict further tokens."""
         match = re.match(r"model\.layers\.(\d+)\.", name)
-        last = self.model.layers + (self.config.get("num_nextn_predict_layers") or 0)
-        return bool(match) and self.model.layers <= int(match[1]) < last
+        first, last = (self.model.layers + count for count in (self.model.mtp_layers, self._mtp_layers))
+        return bool(match) and first <= int(match[1]) < last
 
     def _report(self, names, problem: str) -> None:
         if names := sorted(names):

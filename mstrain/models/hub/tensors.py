@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 
 import jax
 
 from mstrain.layers.experts import BALANCE
 from mstrain.models.config import ModelConfig
-from mstrain.models.hub.families import Family
-from mstrain.models.parameters import FIRST, STACK, canonical_model_shapes
+from mstrain.models.hub.families import MTP_COPIES, Family
+from mstrain.models.parameters import FIRST, MTP, STACK, canonical_model_shapes
 from mstrain.models.products import ATTENTION, block_products
 
 _SUFFIX = {"kernel": "weight", "table": "weight", "scale": "weight", "bias": "bias"}
@@ -23,6 +24,7 @@ class Part:
       transposed: whether the folder has the columns in its first dim.
       expert: the expert whose kernel it is; None for what is not of one expert.
       alternating: number of equal segments of the columns that alternate in the tensor: 1, or 2 for gate and up.
+      copy_of: name of the tensor that it repeats; None for a tensor that is read.
     """
 
     name: str
@@ -32,6 +34,12 @@ class Part:
     transposed: bool
     expert: int | None = None
     alternating: int = 1
+    copy_of: str | None = None
+
+    @property
+    def source(self) -> str:
+        """Name of the tensor with its values that is read."""
+        return self.copy_of or self.name
 
     def columns(self, first: int, last: int) -> Iterator[tuple[slice, slice]]:
         """(columns of the parameter, columns of the tensor) that are the same ones, of those from `first` to `last`.
@@ -59,18 +67,22 @@ class Parameter:
 
 
 def parameters_of(model: ModelConfig, family: Family) -> Iterator[Parameter]:
-    """All canonical parameters of `model`, with the tensors of `family` that hold them."""
+    """All canonical parameters of `model` that `family` has, with the tensors that hold them."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(canonical_model_shapes(model))
     for keys, leaf in leaves:
         path = tuple(key.key for key in keys)
+        if path[0].startswith(MTP) and not family.mtp:
+            continue
         stacked, first = path[0] in (STACK, FIRST), model.dense_layers if path[0] == STACK else 0
+        if path[0].startswith(MTP):
+            first = model.layers + int(path[0].removeprefix(MTP))
         shape, count = (leaf.shape[1:], leaf.shape[0]) if stacked else (leaf.shape, 1)
         yield Parameter(path, shape, tuple(_parts(model, family, path, shape, first + i) for i in range(count)))
 
 
 def _parts(model: ModelConfig, family: Family, path: tuple[str, ...], shape, layer: int) -> tuple[Part, ...]:
-    modules = family.modules | (family.dense if path[0] == FIRST else {})
-    *module, leaf = path = (STACK if path[0] == FIRST else path[0], *path[1:])
+    modules = family.modules | family.mtp | (family.dense if path[0] == FIRST else {})
+    *module, leaf = path = _as_in_tables(path)
     whole = "/".join(path)
     if leaf == BALANCE and whole not in {**modules, **family.tensors}:
         return ()
@@ -90,7 +102,22 @@ def _parts(model: ModelConfig, family: Family, path: tuple[str, ...], shape, lay
             own, end = (*shape[-2:-1], width), begin + width
             parts.append(Part(f"{name}.{suffix}", begin, end, own[::-1] if transposed else own, transposed, expert))
             begin = end
-    return tuple(parts)
+    return (*parts, *_copies(model, family, path[0], parts))
+
+
+def _as_in_tables(path: tuple[str, ...]) -> tuple[str, ...]:
+    """`path` of a canonical parameter as in the tables of families, which have blocks once."""
+    if path[0].startswith(MTP):
+        return (STACK, *path[2:]) if path[1] == "block" else ("mtp", *path[1:])
+    return (STACK if path[0] == FIRST else path[0], *path[1:])
+
+
+def _copies(model: ModelConfig, family: Family, name: str, parts: list[Part]) -> Iterator[Part]:
+    """The copies of a parameter of the model in its layers that predict further tokens."""
+    names = ("embedding", "head") if name == "embedding" and model.tied else (name,)
+    for template in (MTP_COPIES[name] for name in names if family.mtp and name in MTP_COPIES):
+        for layer in range(model.layers, model.layers + model.mtp_layers):
+            yield from (replace(part, name=f"{template.format(layer)}.weight", copy_of=part.name) for part in parts)
 
 
 def _widths(model: ModelConfig, half: str, width: int, count: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from mstrain.layers.experts import BALANCE
 from mstrain.models.config import ModelConfig
-from mstrain.models.hub.families import Family
+from mstrain.models.hub.families import MTP_KEYS, Family
 from mstrain.models.hub.folder import CONFIG, INDEX, WEIGHTS
 from mstrain.models.hub.tensors import Part, parameters_of
 from mstrain.models.parameters import STACK, layer_of
@@ -123,9 +123,10 @@ def write_model(folder: Path, module: Transformer, params, target: Target, leads
                 save_file(waiting, folder / names[places[name]], metadata={"format": "pt"})
                 waiting.clear()
     if leads:
-        dtypes = {target.dtype_of(part.name) for part in parts}
-        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-        _write_json(folder / CONFIG, target.config | {"torch_dtype": dtype})
+        dtypes = {target.dtype_of(part.source) for part in parts}
+        config = {key: value for key, value in target.config.items() if key not in MTP_KEYS}
+        config |= {"torch_dtype": dtypes.pop() if len(dtypes) == 1 else "float32"}
+        _write_json(folder / CONFIG, config | ({MTP_KEYS[0]: module.model.mtp_layers} if target.family.mtp else {}))
         if len(names) > 1:
             index = {"metadata": {"total_size": sum(sizes)}, "weight_map": {n: names[f] for n, f in places.items()}}
             _write_json(folder / INDEX, index)
@@ -141,7 +142,7 @@ def tensors_of(module: Transformer, params, target: Target) -> Iterator[tuple[st
                 whole = canonical if part.expert is None else canonical[part.expert]
                 values = _alternated(whole[..., part.begin : part.end], part.alternating)
                 values = values.T if part.transposed else values
-                yield part.name, np.ascontiguousarray(values, target.dtype_of(part.name))
+                yield part.name, np.ascontiguousarray(values, target.dtype_of(part.source))
 
 
 def _alternated(values: np.ndarray, segments: int) -> np.ndarray:
@@ -157,7 +158,7 @@ def _all_parts(model: ModelConfig, target: Target) -> list[Part]:
 
 
 def _sizes(parts: list[Part], target: Target) -> list[int]:
-    return [math.prod(part.shape) * np.dtype(target.dtype_of(part.name)).itemsize for part in parts]
+    return [math.prod(part.shape) * np.dtype(target.dtype_of(part.source)).itemsize for part in parts]
 
 
 def _files(sizes: list[int], limit: int) -> list[int]:
