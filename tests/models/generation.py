@@ -45,7 +45,7 @@ class Model:
 
 def model_of(name: str, place: pathlib.Path, new: int = NEW) -> Model:
     """The model of a family with its greedy continuations of `new` tokens, or as many as it has positions for."""
-    torch_model = save(name, place)
+    torch_model, _ = save(name, place)
     draw = np.random.default_rng(1)
     prompts = [draw.integers(0, 61, length).astype(np.int32) for length in LENGTHS]
     found = []
