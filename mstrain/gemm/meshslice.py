@@ -22,6 +22,8 @@ The rest of the structure follows from compiled schedules for v4 to tpu7x (`mstr
 Options that help on some chips only are in `LoweringOptions`.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -117,12 +119,12 @@ def rs(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
         return collective.rs(a, b, rows, cols, dot=dot)
 
     def send(y_s):
-        y_s = constrain_layout(y_s, lowering)
+        part: Any = constrain_layout(y_s, lowering)  # XLA may lay it out by columns, and then sends it by all_reduce
         if not lowering.rs_in_rings:
-            return reduce_scatter(y_s, rows, -2)
-        dim = y_s.ndim - 2
+            return reduce_scatter(part, rows, -2)
+        dim = part.ndim - 2
         return reduce_scatter_in_ring(
-            lambda start, width: lax.dynamic_slice_in_dim(y_s, start, width, dim), y_s.shape[dim], rows, dim
+            lambda start, width: lax.dynamic_slice_in_dim(part, start, width, dim), part.shape[dim], rows, dim
         )
 
     b = constrain_layout(b, lowering)
