@@ -13,7 +13,7 @@ from mstrain.models.products import Sizes
 from mstrain.models.stages import Stages
 from mstrain.models.token_order import TokenOrder
 
-LANES = 128  # of a TPU's vector registers; slices of the last dim in multiples of it need no relayout
+LANES = 128  # of a TPU's vector registers; other shards of the vocabulary would be padded by its compiler
 
 
 @dataclasses.dataclass(frozen=True)
