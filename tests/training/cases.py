@@ -256,7 +256,7 @@ def mtp_cases() -> list[Case]:
         Case("data2-row1-col2", ParallelConfig("collective"), shard="parameters", model=deepseek),
         Case("stage2-row1-col2", ParallelConfig(), 2, pipeline=PipelineConfig(), model=gpt2),
         Case("context2-row2-col2", ring, model=gpt2),
-        Case("1x8", ParallelConfig("megatron"), remat="dots", model=llama),
+        Case("1x4", ParallelConfig("megatron"), remat="dots", model=llama),
         Case("2x4", ParallelConfig(slices="2", dataflow="rs"), model=gemma),
         Case("expert2-row2-col2", ParallelConfig("collective"), remat="full", model=deepseek),
         Case("8x1", ParallelConfig("fsdp"), 2, model=llama),
