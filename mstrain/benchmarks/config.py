@@ -15,8 +15,8 @@ from mstrain.models.config import Automatic, ModelConfig
 from mstrain.models.parallel import ParallelConfig, check_effect
 from mstrain.models.precision import check_precision
 from mstrain.models.products import projections
+from mstrain.models.remat import AUTO, check_remat
 from mstrain.models.sharding import SHARD
-from mstrain.models.transformer import REMAT
 from mstrain.models.zoo import BYTES, load_preset
 from mstrain.program.dtype import DTYPES
 from mstrain.training.answers import answer
@@ -95,7 +95,7 @@ class BenchmarkConfig:
     travel: str = "bf16"
     """Operands that are all-gathered, as in train.py: `bf16` or `int8`."""
     remat: str = "none"
-    """Activation checkpointing: `none`, `dots` or `full`."""
+    """What a layer keeps, as in train.py: `none`, `dots`, `full`, or names joined by `+`; not `auto`."""
     accumulate: int = 1
     """Microbatches per step."""
     shard: str = "none"
@@ -130,8 +130,11 @@ class BenchmarkConfig:
 
     def __post_init__(self):
         mounted("run_dir", self.run_dir)
-        for key, allowed in (("bench", BENCHES), ("dtype", DTYPES), ("remat", REMAT), ("shard", SHARD), ("tune", TUNE)):
+        for key, allowed in (("bench", BENCHES), ("dtype", DTYPES), ("shard", SHARD), ("tune", TUNE)):
             one_of(key, getattr(self, key), allowed)
+        if self.remat == AUTO:
+            raise ValueError("remat=auto is of train.py, check=true included. Type remat=none or remat=full.")
+        check_remat(self.remat, None)
         given = [key for key in ("layers", "batch", "seq") if getattr(self, key) is not None]
         at_least("", self, **dict.fromkeys([*given, "accumulate", "repeats", "warmup"], 1), seed=0)
         self._check_effect()

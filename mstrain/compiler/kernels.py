@@ -5,6 +5,7 @@ import re
 
 from mstrain.compiler.hlo import Instruction, shape_bytes
 from mstrain.compiler.machine import Machine
+from mstrain.gemm.expert_exchange import MARGIN, ROUND
 from mstrain.gemm.ragged import visits_of
 
 # Operations of the vector unit on one score of JAX's splash attention kernels (jax 0.10, splash_attention_kernel.py).
@@ -36,10 +37,15 @@ def kernel_cycles(kernel: Instruction, operands: list[Instruction], machine: Mac
 
 
 def _grouped_cycles(kernel: Instruction, operands: list[Instruction], summed: bool, machine: Machine) -> float:
-    """Cycles of a product of rows with the weights of their groups (`mstrain.gemm.ragged`), all rows with a group."""
+    """Cycles of a product of rows with the weights of their groups (`mstrain.gemm.ragged`).
+
+    All rows have a group, but those in the margin of a round of `mstrain.gemm.expert_exchange`: kernels skip them.
+    """
     shapes = [re.match(r"(\w+)\[([\d,]+)\]", part.shape) for part in (*operands, kernel)]
     matrices = [[int(n) for n in match[2].split(",")] for match in shapes if match and match[1] != "s32"]
     (M, K), other, result = matrices[0], matrices[1], matrices[-1]
+    if ROUND in kernel.attributes:
+        M = math.ceil(M / MARGIN)
     groups, N = (result[0], result[2]) if summed else (other[0], result[1])
     rows, moved = visits_of(M, K, N, groups, summed)
     size = shape_bytes(operands[-1].shape) / math.prod(other)

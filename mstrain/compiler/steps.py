@@ -15,6 +15,7 @@ MOVES = {
     "copy", "transpose", "reshape", "slice", "dynamic-slice", "dynamic-update-slice", "pad", "concatenate",
 }  # fmt: skip
 PALLAS = "tpu_custom_call"
+UNPRICED = ("gather", "scatter", "sort")  # and fusions of them: XLA estimates no cycles, so their bytes count
 HOST_TRANSFERS = ("send", "recv-done")
 COPIES = {f"{name}-{end}" for name in ("copy", "slice", "dynamic-slice") for end in ("start", "done")}
 COMPUTE_KINDS = ("gemm", "kernel", "move", "other")
@@ -113,8 +114,11 @@ class Translator:
 
     def _compute(self, computation: str, i: Instruction, kind: str) -> list:
         operands = [found for name in i.operands if (found := self.module.find(computation, name))]
+        moved = hbm_bytes(self.module, computation, i)
         cycles = kernel_cycles(i, operands, self.machine) if kind == "kernel" else i.estimated_cycles
-        return [Compute(i.name, kind, cycles, hbm_bytes(self.module, computation, i))] if cycles else []
+        if not cycles and (i.opcode in UNPRICED or "kind=kCustom" in i.attributes):
+            cycles = moved / self.machine.hbm_bandwidth * self.machine.clock
+        return [Compute(i.name, kind, cycles, moved)] if cycles else []
 
     def _copy(self, computation: str, i: Instruction) -> list:
         """What is copied is the result of the `-done`; memory on the chip costs the HBM nothing."""

@@ -22,8 +22,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm.copies import EXPERT
+from mstrain.gemm.grouped import sum_choices
 from mstrain.gemm.plan import Plan
 
+ROUND = "round_of_slice"  # name of the products of a round of a slice, whose margin an even load leaves empty
 FURTHER = "further_rounds"  # name of the loop over rounds behind those of slices, which an even load does not need
 MARGIN = 1.25  # room of a round over what an even load needs
 UNIT = 8  # rows of a tile, of which the room is a multiple
@@ -155,8 +157,9 @@ class ExpertExchange:
         spec = self._spec(y)
 
         def local(y, sent):
-            rows = self._swap(y).at[sent.places].get(mode="fill", fill_value=0)
-            return jnp.sum(rows.reshape(-1, chosen, *y.shape[1:]), axis=1, dtype=jnp.float32).astype(y.dtype)
+            swapped, places_TxK = self._swap(y), sent.places.reshape(-1, chosen)
+            rows = (swapped.at[places_TxK[:, k]].get(mode="fill", fill_value=0) for k in range(chosen))
+            return sum_choices(rows).astype(y.dtype)
 
         return self._with(local, spec)(y, sent)
 

@@ -118,16 +118,14 @@ def _attend_cudnn(q, k, v, *, config: AttentionConfig):
 
 
 def _attend_splash(q, k, v, *, config: AttentionConfig, window, segments_BxT=None, sinks_N=None):
-    from mstrain.layers.splash import splash, splash_kernel  # here, because it imports Pallas
+    from mstrain.layers.splash import attend_by, splash, splash_kernel  # here, because it imports Pallas
 
     def kernel(local):
-        return jax.vmap(
-            splash_kernel(
-                *q.shape[1:], causal=True, local=local, attn_logits_soft_cap=config.soft_cap,
-                residual_checkpoint_name=SAVED,  # with the sums of its softmax: else the backward pass runs it again
-            ),
-            in_axes=(0, 0, 0, 0, None),
+        one = splash_kernel(
+            *q.shape[1:], causal=True, local=local, attn_logits_soft_cap=config.soft_cap,
+            residual_checkpoint_name=SAVED,  # with the sums of its softmax: else the backward pass runs it again
         )  # fmt: skip
+        return functools.partial(attend_by, one)
 
     segments = None if segments_BxT is None else splash.SegmentIds(segments_BxT, segments_BxT)
     sinks_N = None if sinks_N is None else sinks_N.astype(q.dtype)  # as its gradient

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm.copies import copies_of, sum_copies
-from mstrain.gemm.expert_exchange import FURTHER, ExpertExchange
+from mstrain.gemm.expert_exchange import FURTHER, ROUND, ExpertExchange
 from mstrain.gemm.grouping import dropped
 from mstrain.gemm.plan import Plan
 from mstrain.layers.dense import Kernel
@@ -36,7 +36,9 @@ def exchanged(mlp: Any, exchange: ExpertExchange, kernels, x_TxD, weights_TxK, c
         weights = exchange.send(weights.reshape(-1), sent)
         choices = exchange.scatter(choices.reshape(-1) + 1, sent) - 1
         here = exchange.numbered_here(choices)[:, None]
-        return exchange.receive(mlp(kernels, received, weights[:, None], choices[:, None], here_TxK=here), sent)
+        with jax.named_scope(ROUND):
+            y = mlp(kernels, received, weights[:, None], choices[:, None], here_TxK=here)
+        return exchange.receive(y, sent)
 
     x, weights, choices, places = map(exchange.split, (x_TxD, weights_TxK, choices_TxK, places_TxK))
     y_TxD = exchange.join(

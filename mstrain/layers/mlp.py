@@ -1,6 +1,8 @@
 """The MLP of a block: plain (up, activate, down) or gated (fused gate and up, activate, multiply, down)."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,12 @@ def clamped_swiglu(gate, up):
 
 
 GATES = {"clamped_swiglu": clamped_swiglu}  # activations of two projections
+
+
+@functools.cache
+def gate_of(activation: str) -> Callable:
+    """The function of (gate, up) of `activation`."""
+    return GATES[activation] if activation in GATES else lambda gate, up: ACTIVATIONS[activation](gate) * up
 
 
 class Mlp(nn.Module):
@@ -62,22 +70,31 @@ class Mlp(nn.Module):
         return Dense(*out, name="down")(g_TxF)
 
 
-def activate(h, plans: PlanPair, activation: str, gated: bool, scales=None):
+def activate(h, plans: PlanPair, activation: str, gated: bool, scales=None) -> jax.Array:
     """The activation between the products of `plans`; with `gated`, of [gate, up] on each feature shard of h.
 
     `scales`, one of each row of h, multiply the result.
     """
+    tpu = plans.grid.platform == "tpu"
 
-    def local(h, scales):
+    def plain(h, scales):
         if gated:
-            gate, up = jnp.split(h, 2, axis=-1)
-            h = GATES[activation](gate, up) if activation in GATES else ACTIVATIONS[activation](gate) * up
+            h = gate_of(activation)(*jnp.split(h, 2, axis=-1))
         else:
             h = ACTIVATIONS[activation](h)
         return h if scales is None else h * scales[:, None].astype(h.dtype)
 
     # Recomputing an activation costs less than saving its intermediate values.
-    local = jax.checkpoint(local, prevent_cse=False)
+    plain = jax.checkpoint(plain, prevent_cse=False)
+
+    def local(h, scales) -> Any:
+        if tpu and gated and activation != "gelu" and scales is not None:
+            from mstrain.layers import gated_kernel  # here, because it imports Pallas
+
+            if gated_kernel.fits(h):
+                return gated_kernel.activate_scaled(h, scales, gate_of(activation))
+        return plain(h, scales)
+
     spec = plans.inside.spec
     specs = (spec, None if scales is None else P(spec[0]))
     return jax.shard_map(local, mesh=plans.grid.mesh, in_specs=specs, out_specs=spec, check_vma=False)(h, scales)

@@ -14,10 +14,13 @@ from typing import NamedTuple
 
 import jax
 from jax.core import eval_jaxpr
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+from mstrain.layers import equations
+from mstrain.layers.equations import evaluate
 
 PRODUCTS = ("dot_general", "ragged_dot_general", "pallas_call")
-CALLS = ("checkpoint", "remat2", "jit", "pjit")  # primitives whose equations are divided, too
+CALLS = ("checkpoint", "remat2", *equations.CALLS)  # primitives whose equations are divided, too
 
 
 class Halves(NamedTuple):
@@ -57,27 +60,9 @@ def halve(function: Callable, known, x) -> Halves:
 def _inlined(function: Callable) -> Callable:
     """`function` without calls, so that an equation is one operation."""
 
-    def run(jaxpr: Jaxpr, consts, values) -> list:
-        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
-
-        def read(atom):
-            return atom.val if isinstance(atom, Literal) else known[atom]
-
-        for equation in jaxpr.eqns:
-            if equation.primitive.name in CALLS:
-                inner = equation.params["jaxpr"]
-                inner, constants = (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
-                made = run(inner, constants, map(read, equation.invars))
-            else:
-                inputs = [*dict.fromkeys(v for v in equation.invars if isinstance(v, Var))]
-                alone = jaxpr.replace(constvars=[], invars=inputs, eqns=[equation], outvars=equation.outvars)
-                made = eval_jaxpr(alone, (), *map(read, inputs))
-            known.update(zip(equation.outvars, made, strict=True))
-        return [*map(read, jaxpr.outvars)]
-
     def inlined(*arguments):
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        values = run(closed.jaxpr, closed.consts, jax.tree.leaves(arguments))
+        values = evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), CALLS)
         return jax.tree.unflatten(jax.tree.structure(shapes), values)
 
     return inlined

@@ -18,6 +18,8 @@ MISTAKES = {
     "dump of nothing": (["dump=x"], "target="),
     "emulated target": (["target=v5p-64", "emulate=16x16"], "emulate= has no effect"),
     "timed prediction": (["target=v5p-64", "repeats=9"], "repeats= has no effect"),
+    "remat of nothing": (["remat=mlp-on"], "Did you mean remat=mlp-in"),
+    "remat by search": (["remat=auto"], "train.py"),
     "remat of a product": (["bench=gemm", "remat=full"], "no effect with bench=gemm"),
     "model of a link": (["bench=collectives", "models=gpt2"], "no effect with bench=collectives"),
     "slices without meshslice": (["algorithms=wang fsdp", "slices=4"], "parallel=meshslice"),

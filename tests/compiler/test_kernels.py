@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from mstrain.compiler import KernelRates, read_schedule
+from mstrain.gemm.expert_exchange import ROUND
 from tests.compiler.programs import MACHINE, module
 
 SEQ, HEADS, WIDTH = 2048, 4, 128
@@ -58,12 +59,27 @@ def test_a_kernel_that_states_nothing_takes_as_long_as_its_bytes():
 
 
 @pytest.mark.parametrize("summed", [False, True])
-def test_a_grouped_product_visits_a_tile_of_two_groups_twice(summed):
-    """Megablox: 16 tiles of 512 rows, and 7 more for 8 groups."""
-    M, K, N, groups = 8192, 1024, 2048, 8
+@pytest.mark.parametrize(("rows", "scope"), [(8192, ""), (10240, ROUND + "/")])
+def test_a_grouped_product_visits_a_tile_of_two_groups_twice(summed, rows, scope):
+    """Megablox: 16 tiles of 512 rows, and 7 more for 8 groups. A quarter more rows of a round are empty."""
+    M, K, N, groups = rows, 1024, 2048, 8
     a, b, weights = f"bf16[{M},{K}]{{1,0}}", f"bf16[{M},{N}]{{1,0}}", f"bf16[{groups},{K},{N}]{{2,1,0}}"
     name, other, result = ("tgmm", b, weights) if summed else ("gmm", weights, b)
-    call = f'custom-call(%g, %a, %b), custom_call_target="tpu_custom_call", metadata={{op_name="jit(s)/jit({name})/p"}}'
+    path = f"jit(s)/{scope}jit({name})/p"
+    call = f'custom-call(%g, %a, %b), custom_call_target="tpu_custom_call", metadata={{op_name="{path}"}}'
     operands = f"%g = s32[23] parameter(1)\n%a = {a} parameter(2)\n%b = {other} parameter(3)"
     text = module(f"{operands}\nROOT %kernel.1 = {result} {call}")
     assert read_schedule(text, MACHINE).cycles["kernel"] == pytest.approx(2 * 23 * 512 * K * N / 1e12 * 1e9)
+
+
+@pytest.mark.parametrize("custom", [False, True])
+def test_a_gather_without_an_estimate_takes_as_long_as_the_rows_that_it_reads_and_writes(custom):
+    table, rows = "bf16[4096,1024]{1,0}", "bf16[512,1024]{1,0}"
+    gather = f"ROOT %gather.1 = {rows} gather(%x, %i), offset_dims={{1}}"
+    operands = f"%x = {table} parameter(0)\n%i = s32[512] parameter(1)"
+    lines = "\n".join(f"  {line}" for line in (*operands.splitlines(), gather))
+    body = f"\n%body (x: {table}, i: s32[512]) -> {rows} {{\n{lines}\n}}\n"
+    call = f"ROOT %gather_fusion.1 = {rows} fusion(%x, %i), kind=kCustom, calls=%body"
+    text = module(f"{operands}\n{call}", body) if custom else module(f"{operands}\n{gather}")
+    moved = 2 * (2 * 512 * 1024) + 4 * 512
+    assert read_schedule(text, MACHINE).cycles["other"] == pytest.approx(moved / 1e12 * 1e9)
