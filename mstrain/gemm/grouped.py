@@ -42,25 +42,25 @@ class Groups(NamedTuple):
     rows: Any
     sizes: Any
 
-    def sort(self, x, order: str):
-        """Sorted rows of x, which is in `order`; zeros in empty rows."""
+    def sort(self, x, order: str, whole: bool = False):
+        """Sorted rows of x, which is in `order`; zeros in empty rows, of which `whole` groups have none."""
         if order == SORTED:
             return x
         chosen = len(self.rows) // len(x)  # K for tokens, 1 for choices
-        return x.at[self.choices // chosen].get(mode="fill", fill_value=0)
+        return _rows(x, self.choices // chosen, whole)
 
-    def unsort(self, y, order: str, chosen: int):
-        """Sorted rows y in `order`; for tokens the sum of the `chosen` rows of each."""
-        if order == SORTED:
+    def unsort(self, y, rows: "Rows"):
+        """Sorted rows y in the order `rows.after`; for tokens the sum of the results of each."""
+        if rows.after == SORTED:
             return y
-        if order == CHOICES:
-            return _rows(y, self.rows)
-        rows_TxK = self.rows.reshape(-1, chosen)
-        return sum_choices(_rows(y, rows_TxK[:, k]) for k in range(chosen))
+        if rows.after == CHOICES:
+            return _rows(y, self.rows, rows.whole)
+        rows_TxK = self.rows.reshape(-1, rows.chosen)
+        return sum_choices(_rows(y, rows_TxK[:, k], rows.whole) for k in range(rows.chosen))
 
 
-def _rows(y, rows):
-    return y.at[rows].get(mode="fill", fill_value=0)
+def _rows(x, rows, whole: bool):
+    return x.at[rows].get(mode="promise_in_bounds") if whole else x.at[rows].get(mode="fill", fill_value=0)
 
 
 def sum_choices(results):
@@ -73,15 +73,19 @@ def sum_choices(results):
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Order of the rows of the input and of the output of a product, and number of experts that a token chooses."""
+    """Order of the rows of the input and of the output of a product, and number of experts that a token chooses.
+
+    `whole`: whether every sorted row has a choice, and every choice a row.
+    """
 
     before: str
     after: str
     chosen: int
+    whole: bool = False
 
     @property
     def reversed(self) -> "Rows":
-        return Rows(self.after, self.before, self.chosen)
+        return dataclasses.replace(self, before=self.after, after=self.before)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,15 +112,17 @@ class GroupedDot:
 
     def _tokens(self, a, w, contract, dtype):
         """a W or, for NT, a W^T."""
-        a = self.groups.sort(a, self.rows.before)
+        a = self.groups.sort(a, self.rows.before, self.rows.whole)
         y = multiply(a, w, self.groups.sizes, contract == NT, self.platform, dtype)
-        y = self.groups.unsort(y, self.rows.after, self.rows.chosen).astype(dtype)
+        y = self.groups.unsort(y, self.rows).astype(dtype)
         # Where the residual stream is stored by columns, XLA turns the sum, and not each of its parts.
         return with_layout_constraint(y, ROW_MAJOR) if self.platform == "tpu" and self.rows.after == TOKENS else y
 
     def _weights(self, a, b, dtype):
         """a^T b of the tokens of every expert."""
-        a, b = self.groups.sort(a, self.rows.before), self.groups.sort(b, self.rows.after)
+        a, b = (
+            self.groups.sort(x, order, self.rows.whole) for x, order in ((a, self.rows.before), (b, self.rows.after))
+        )
         return sum_products(a, b, self.groups.sizes, self.platform, dtype)
 
 

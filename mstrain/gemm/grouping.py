@@ -70,9 +70,9 @@ def _cut(groups: Groups, chosen, capacity: int, axes: tuple[str, ...]) -> Groups
     return Groups(choices, rows, kept)
 
 
-def rows_into(plan: Plan, chosen: int) -> Rows:
+def rows_into(plan: Plan, chosen: int, whole: bool = False) -> Rows:
     """The rows of the first product of an MLP, of `plan`; those of the second are `reversed`."""
-    return Rows(TOKENS, CHOICES if plan.dataflow == "rs" else SORTED, chosen)
+    return Rows(TOKENS, CHOICES if plan.dataflow == "rs" else SORTED, chosen, whole)
 
 
 def sort_values(values_TxK: jax.Array, groups: Groups, plan: Plan) -> jax.Array:

@@ -127,7 +127,8 @@ class ExpertMlp:
         into, out = self.plans.into, self.plans.out
         own = choices_TxK if here_TxK is None else here_TxK
         groups = group_choices(own, self.experts // into.grid.expert_parts, into, capacity, here_TxK is not None)
-        rows, (up, down, bias) = rows_into(into, own.shape[1]), kernels
+        rows = rows_into(into, own.shape[1], whole=capacity is None and here_TxK is None)
+        up, down, bias = kernels
         h = checkpoint_name(linear(x_TxD, up.value, into, up.sink, groups, rows), "mlp-in")
         if bias is not None:
             of_rows = sort_values(choices_TxK + 1, groups, into)[:, None] - 1  # below 0 in rows without a token

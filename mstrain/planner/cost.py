@@ -39,7 +39,7 @@ from mstrain.planner.memory import (
     stage_parameters,
 )
 from mstrain.planner.plan import PodPlan, Products, plan_products
-from mstrain.planner.remat import parse_remat
+from mstrain.planner.remat import Remat, parse_remat
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.stages import (
     Stage,
@@ -177,6 +177,7 @@ class Step:
         self.repeated = [work.repeated(remat, self.style, fused) for work in works]
         self.again = [work.recomputed(repeated) for work, repeated in zip(works, self.repeated)]
         self.host = [self._offload(remat.offloaded, kind, work) for (kind, _), work in zip(request.layer_groups, works)]
+        self.stacked = [self._stacked(remat, kind) for kind, _ in request.layer_groups]
         self.stages = self._stages()
         self.scheduled, self.messages = self._pipeline(self._message())
 
@@ -187,6 +188,21 @@ class Step:
         sizes = saved_values(kind, self.plan)
         one_way = sum(sizes[part] for part in parts) * self.products.tokens * self.request.element_bytes
         return 2 * max(0.0, one_way / self.request.pod.efficiency.host - work.backward.seconds / 2)
+
+    def _stacked(self, remat: Remat, kind: PlanRequest) -> Pass:
+        """Copies, in each pass, of what a layer's kernels for experts made, to or from the stack of all layers.
+
+        XLA writes results of other products into the stack themselves.
+        """
+        passes = self.style.stacked_passes
+        if kind.model.experts is None or not passes:
+            return NONE
+        sizes = saved_values(kind, self.plan)
+        values = sizes["mlp_in"] * (not remat.recomputes("mlp_in"))
+        if remat.name == "none":  # the activation, and sorted or sent rows
+            values += sizes["elementwise"] - 3 * sizes["input"]
+        moved = passes * values * self.products.tokens * self.request.element_bytes
+        return Pass(elementwise=moved / self.request.pod.memory_bandwidth(self.constants))
 
     def _stages(self) -> list[Stage]:
         plan, work, counts = self.plan, self.works[-1], [count for _, count in self.request.layer_groups]
@@ -218,7 +234,9 @@ class Step:
         forward, backward = (head.head_forward, head.head_backward) if last else (NONE, NONE)
         weights, repeated, host = last * head.weights[1], NONE, 0.0
         for number, (work, count) in enumerate(zip(self.works, layers)):
-            forward, backward = forward + work.forward * count, backward + work.backward * count
+            stacked = self.stacked[number]
+            forward += (work.forward + stacked) * count
+            backward += (work.backward + stacked) * count
             weights, host = weights + work.weights[0] * count, host + self.host[number] * count
             twice = self.lockstep and number + 1 < len(layers)  # the backward pass starts from the tokens
             repeated += (self.again[number] + (work.forward if twice else NONE)) * count
@@ -314,7 +332,9 @@ class Step:
         if plan.shard == "parameters":  # nothing hides the first gather, of every pass of a stage, nor the last sum
             passes = 2 * plan.microbatches * plan.chunks if plan.pipeline > 1 else 1
             once = exposed(gather, stage.forward) + exposed(gather + scatter, stage.backward)
-            once += style.gathered_bytes * weights / self.request.pod.memory_bandwidth(self.constants)
+            experts = parameters.experts / plan.expert
+            copied = style.gathered_bytes * (weights - experts) + (style.expert_bytes or style.gathered_bytes) * experts
+            once += copied / self.request.pod.memory_bandwidth(self.constants)
             return plan.microbatches * once + (passes * gather + scatter) / layers
         each = style.native and plan.pipeline == 1 and plan.shard == "none"
         sums = plan.microbatches if each or plan.shard == "gradients" else 1

@@ -48,6 +48,8 @@ class ExecutionStyle:
     dead_code: bool = False
     one_hot: bool = False
     expert_tile: tuple[int, int, int] | None = None
+    expert_bytes: float = 0.0
+    stacked_passes: float = 0.0
 
 
 @functools.cache
