@@ -17,6 +17,7 @@ from mstrain.planner.plan import PodPlan, plan_products
 from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import layouts, search
 from mstrain.planner.simulated import simulate_plan
+from tests.docs import expert_steps
 
 MIXTRAL = dataclasses.replace(load_preset("mixtral_8x7b"), layers=4)
 POD = find_pod("v5p-256")  # 4 x 4 x 8 chips, all axes closed
@@ -104,3 +105,9 @@ def test_stages_divide_the_layers_behind_the_first_dense_ones_which_all_stages_h
     assert found.stages[0].chunks == ((0, 18),)
     simulated = simulate_plan(request, found)
     assert simulated.result.seconds == pytest.approx(simulated.predicted_seconds, rel=0.1)
+
+
+def test_compiled_steps_of_mixtral_take_about_as_long_as_the_planner_says():
+    """Whole steps on 256 chips (docs/data/expert_steps.csv): FSDP, and experts over an axis of their own."""
+    ratios = [expert_steps.planned(row) / float(row["ms"]) for row in expert_steps.read()]
+    assert len(ratios) >= 4 and all(0.85 < ratio < 1.15 for ratio in ratios), ratios
