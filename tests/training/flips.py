@@ -30,9 +30,9 @@ def curve(program, params) -> np.ndarray:
     return np.asarray(program(params, batches(), np.int32(STEPS))[0], np.float64)
 
 
-def nudged(params):
+def nudged(params, seed: int = 1):
     """`params`, each element with a relative error of about NUDGE."""
-    draw = np.random.default_rng(1)
+    draw = np.random.default_rng(seed)
     return jax.tree.map(lambda x: (x * (1 + NUDGE * draw.standard_normal(x.shape))).astype(np.float32), params)
 
 

@@ -95,12 +95,17 @@ def test_bfloat16_agrees_within_its_rounding():
     assert np.max(np.abs(results(BF16_REFERENCE)[0] / results(REFERENCE)[0] - 1), axis=0)[0] < BF16_BAND["loss"]
 
 
+def limit_of(case: Case) -> float:
+    """Wider where one device with nudged weights does the same: `tests.training.choices`, `tests.training.signs`."""
+    amplify = {"gpt_oss": 1e-4, "lion": 3e-4}
+    return max(TOLERANCE, *(amplify.get(name, 0) for name in (case.model.name, case.optimizer.name)))
+
+
 def test_the_page_has_the_worst_rows_of_the_file():
     """Type: python -m tests.training.parity print."""
     cases = {(table, str(case)): case for table, cases in TABLES.items() for case in cases}
     rows = read()
     assert rows.keys() <= cases.keys()
-    limits = {"gpt_oss": 1e-4}  # amplifies rounding on one device, too: docs/howto/experts.md
     for key, values in rows.items():
-        assert cases[key].kind != "float32" or max(values) < limits.get(cases[key].model.name, TOLERANCE), key
+        assert cases[key].kind != "float32" or max(values) < limit_of(cases[key]), key
     assert summary() in (ROOT / "docs" / "concepts.md").read_text()
