@@ -157,9 +157,7 @@ class ExpertExchange:
         spec = self._spec(y)
 
         def local(y, sent):
-            swapped, places_TxK = self._swap(y), sent.places.reshape(-1, chosen)
-            rows = (swapped.at[places_TxK[:, k]].get(mode="fill", fill_value=0) for k in range(chosen))
-            return sum_choices(rows).astype(y.dtype)
+            return sum_choices(self._swap(y), sent.places.reshape(-1, chosen)).astype(y.dtype)
 
         return self._with(local, spec)(y, sent)
 

@@ -55,20 +55,21 @@ class Groups(NamedTuple):
             return y
         if rows.after == CHOICES:
             return _rows(y, self.rows, rows.whole)
-        rows_TxK = self.rows.reshape(-1, rows.chosen)
-        return sum_choices(_rows(y, rows_TxK[:, k], rows.whole) for k in range(rows.chosen))
+        return sum_choices(y, self.rows.reshape(-1, rows.chosen), rows.whole)
 
 
 def _rows(x, rows, whole: bool):
     return x.at[rows].get(mode="promise_in_bounds") if whole else x.at[rows].get(mode="fill", fill_value=0)
 
 
-def sum_choices(results):
-    """The sum of every token's results of its experts, float32 [T, F], one array after the other.
+def sum_choices(y, rows_TxK, whole: bool = False):
+    """The sum of the rows of y that every token has, float32 [T, F]; zeros for rows behind all, unless `whole`.
 
-    XLA's estimate of the sum over a dim of two for a TPU is ten times that of two gathers and an addition.
+    One choice of all tokens is added after the other: XLA's estimate of the sum over a dim of two for a TPU is ten
+    times that of two gathers and an addition.
     """
-    return functools.reduce(jnp.add, (y.astype(jnp.float32) for y in results))
+    each = (_rows(y, rows_TxK[:, k], whole) for k in range(rows_TxK.shape[1]))
+    return functools.reduce(jnp.add, (rows.astype(jnp.float32) for rows in each))
 
 
 @dataclasses.dataclass(frozen=True)
