@@ -6,7 +6,6 @@
 The keys are those of benchmark.py. A row replaces that of the same step, algorithm, mesh, shard and options.
 """
 
-import csv
 import dataclasses
 import importlib.metadata
 import sys
@@ -25,6 +24,7 @@ from mstrain.hardware import Chip, compiler_options, mfu
 from mstrain.models.plan import ModelPlan
 from mstrain.program.memory import GIB
 from mstrain.tuning.compiled import parts
+from tests.docs.rows import replace_rows
 from tests.docs.steps import STEP, STEPS, read_steps
 
 KEY = (*STEP, "algorithm", "mesh", "shard", "options")  # columns of what is compiled
@@ -87,16 +87,7 @@ def _numbers(schedule: CompiledSchedule, work: Work, devices: int, chip: Chip) -
 
 def write_row(row: dict[str, str]) -> None:
     """Replaces the row of the same program, or adds it behind the rows of its step."""
-    rows = read_steps()
-    fields = list(rows[0])
-    same = [i for i, old in enumerate(rows) if all(old[name] == row[name] for name in KEY)]
-    step = [i for i, old in enumerate(rows) if all(old[name] == row[name] for name in STEP)]
-    where = same[0] if same else step[-1] + 1 if step else len(rows)
-    rows[where : where + len(same)] = [row]
-    with STEPS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fields, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    replace_rows(STEPS, list(read_steps()[0]), KEY, [row], near=STEP)
 
 
 if __name__ == "__main__":

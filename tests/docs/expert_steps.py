@@ -6,7 +6,6 @@
 The second form compiles a step of 8 sequences of 4096 tokens a chip and writes its row of docs/data/expert_steps.csv.
 """
 
-import csv
 import sys
 
 from mstrain.benchmarks.config import load
@@ -18,6 +17,7 @@ from mstrain.planner.cost import cost_step
 from mstrain.planner.plan import PodPlan
 from mstrain.planner.request import PlanRequest
 from tests.docs.compile_step import compile_steps
+from tests.docs.rows import read_rows, replace_rows
 from tests.docs.steps import ROOT
 from tests.planner.mixtral import CHIPS, PUBLISHED, SEQ
 
@@ -29,20 +29,8 @@ COLUMNS = (*KEY, "ms", "low_ms", "high_ms", "products_ms", "kernels_ms", "copies
 
 
 def read() -> list[dict[str, str]]:
-    if not FILE.exists():
-        return []
-    with FILE.open() as file:
-        return list(csv.DictReader(file))
-
-
-def write(row: dict[str, str]) -> None:
-    """Adds a row, or replaces that of the same plan; rows are sorted by target and time."""
-    rows = [old for old in read() if any(old[name] != row[name] for name in KEY)]
-    rows = sorted([*rows, row], key=lambda row: (row["target"], float(row["ms"])))
-    with FILE.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
+    """Rows by target, the fastest first."""
+    return sorted(read_rows(FILE), key=lambda row: (row["target"], float(row["ms"])))
 
 
 def planned(row: dict[str, str]) -> float:
@@ -73,5 +61,6 @@ if __name__ == "__main__":
     if keys := sys.argv[1:]:
         config = load([f"models={MODEL}", f"batch={BATCH}", f"seq={SEQ}", *keys])
         for step in compile_steps(config):
-            write({**step.row, "accumulate": str(config.accumulate)})
+            row = {**step.row, "accumulate": str(config.accumulate)}
+            replace_rows(FILE, COLUMNS, KEY, [row], near=KEY[:1])
     print(table())

@@ -5,7 +5,6 @@
 Rows of the targets that are named are replaced; without a name, those of all targets.
 """
 
-import csv
 import dataclasses
 import importlib.metadata
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from mstrain.compiler import make_target, predict
 from mstrain.compiler.schedule import CompiledSchedule
 from mstrain.compiler.study import compile_flow
+from tests.docs.rows import read_rows, replace_rows
 
 PRODUCTS = Path(__file__).parents[2] / "docs/data/products.csv"
 MESHES = {
@@ -77,19 +77,13 @@ def _shares(ours: CompiledSchedule, rival: CompiledSchedule) -> tuple[str | int,
 
 
 def read_products() -> list[dict[str, str]]:
-    with PRODUCTS.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read_rows(PRODUCTS)
 
 
 def write_products(target: str, products: list[Product]) -> None:
     """Replaces the rows of `target`."""
     fields = [field.name for field in dataclasses.fields(Product)]
-    rows = [row for row in read_products() if row["target"] != target]
-    rows += [{name: str(value) for name, value in dataclasses.asdict(product).items()} for product in products]
-    with PRODUCTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fields, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted(rows, key=lambda row: list(MESHES).index(row["target"])))
+    replace_rows(PRODUCTS, fields, ("target",), [dataclasses.asdict(product) for product in products])
 
 
 if __name__ == "__main__":

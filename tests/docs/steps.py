@@ -3,8 +3,9 @@
 python -m tests.docs.steps    prints it
 """
 
-import csv
 from pathlib import Path
+
+from tests.docs.rows import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ROOT / "docs" / "data" / "steps.csv"
@@ -16,8 +17,7 @@ HEAD = "| step | algorithm, mesh | ms (low, high) | MFU | exposed ms | GiB | tim
 
 
 def read_steps() -> list[dict[str, str]]:
-    with STEPS.open() as file:
-        return list(csv.DictReader(file))
+    return read_rows(STEPS)
 
 
 def groups(rows: list[dict[str, str]]) -> dict[tuple, list[dict[str, str]]]:

@@ -11,7 +11,6 @@ where `before` is faster now, it is that of `after`, too. `cost_model` says whic
 `earlier` one.
 """
 
-import csv
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from mstrain.planner.plan import PodPlan
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.search import search
 from mstrain.planner.trainer import train_keys
+from tests.docs.rows import read_rows, write_rows
 from tests.docs.steps import ROOT
 from tests.planner.plans import ask
 
@@ -100,34 +100,20 @@ def plan_of(keys: dict[str, str], layers: int) -> PodPlan:
     return PodPlan.on(shape, parallel, int(keys["accumulate"]), remat, keys["shard"], stages)
 
 
-def read() -> list[dict[str, str]]:
-    if not FILE.exists():
-        return []
-    with FILE.open() as file:
-        return list(csv.DictReader(file))
-
-
-def write(rows: list[dict[str, str]]) -> None:
-    with FILE.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def fill() -> None:
     """Searches what the file lacks; each row is written as soon as it is known."""
-    rows = read()
+    rows = read_rows(FILE)
     known = {tuple(row[name] for name in COLUMNS[:5]) for row in rows}
     for step in steps():
         for space in SPACES:
             if (*map(str, step), space) not in known:
                 rows.append(predict(step, space))
-                write(rows)
+                write_rows(FILE, COLUMNS, rows)
 
 
 def again() -> None:
     """Costs the file with today's cost model; the rows that it found are left."""
-    found = {tuple(row[name] for name in COLUMNS[:5]): row for row in read()}
+    found = {tuple(row[name] for name in COLUMNS[:5]): row for row in read_rows(FILE)}
     for step in steps():
         before, after = ((*map(str, step), space) for space in SPACES)
         if found[before]["cost_model"] != "today":
@@ -142,13 +128,13 @@ def again() -> None:
         best = found[before]
         if best["keys"] and (not plan.fits or float(best["seconds"]) < plan.seconds):
             found[after] |= {name: best[name] for name in COLUMNS[5:10]}
-    write([found[*map(str, step), space] for step in steps() for space in SPACES])
+    write_rows(FILE, COLUMNS, [found[*map(str, step), space] for step in steps() for space in SPACES])
 
 
 def table() -> str:
     """A line per step: both plans, and how much less time the better one takes."""
     lines = ["| step | before | after | time saved |", "|---|---|---|---|"]
-    found = {tuple(row[name] for name in COLUMNS[:5]): row for row in read()}
+    found = {tuple(row[name] for name in COLUMNS[:5]): row for row in read_rows(FILE)}
     for step in steps():
         pair = [found.get((*map(str, step), space)) for space in SPACES]
         if None in pair:
