@@ -7,6 +7,7 @@ import numpy as np
 
 from mstrain.compiler.topology import Target
 from mstrain.compiler.torus import Torus
+from mstrain.gemm.tiles import LANES, SUBLANES
 from mstrain.hardware import Chip, Link
 from mstrain.hardware.constants import COLLECTIVES, AxisLinks
 from mstrain.hardware.link import NETWORK_HOP
@@ -26,7 +27,6 @@ FLOPS_PER_CYCLE = {
 # Micro 2021) and v4 (128 lanes x 16, Jouppi et al., ISCA 2023), four on v5p ("How to Scale Your Model", TPUs). For
 # v5e, v6e and tpu7x nothing is published: assumed equal to v5p.
 VECTOR_UNITS = {"v2": (1, 2), "v3": (1, 2), "v4": (2, 2), "v5e": (1, 4), "v5p": (2, 4), "v6e": (1, 4), "tpu7x": (1, 4)}
-LANES = 8 * 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +107,9 @@ def machine_for(target: Target, unknowns: Unknowns = EXPECTED) -> Machine:
         for name in COLLECTIVES
     ))  # fmt: skip
     cores, units = VECTOR_UNITS[chip.name]
+    lanes = SUBLANES * LANES
     matrix_unit = int(chip.lowering.get("matrix_unit", 128))
-    kernels = KernelRates(cores * LANES * units, cores * LANES, matrix_unit, unknowns.overlap)
+    kernels = KernelRates(cores * lanes * units, cores * lanes, matrix_unit, unknowns.overlap)
     hbm = unknowns.hbm * chip.number("hbm_bandwidth")
     flops = chip.known_peak("bf16")
     return Machine(chip.name, clock(chip), flops, hbm, dict(mesh.shape), torus_for(target), link, kernels)

@@ -72,9 +72,10 @@ def reduce_scatter(x, axes: Axes, dim: int):
     """Reduce-scatter of the partial sums `x` along `axes`, split on `dim`."""
     if axis_size(axes) == 1:
         return x
-    if x.ndim == 3 and len(x) == 1 and dim % x.ndim:  # one expert: XLA would move its dim behind the one that is split
-        return reduce_scatter(x[0], axes, dim % x.ndim - 1)[None]
-    return lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)
+    dim %= x.ndim
+    if dim and len(x) == 1:  # XLA would move a leading dim of one, as of one expert, behind the dim that is split
+        return reduce_scatter(x[0], axes, dim - 1)[None]
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
 def reduce_scatter_in_ring(partial, size: int, axes: Axes, dim: int):

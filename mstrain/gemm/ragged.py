@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mstrain.gemm.tiles import LANES, largest_tile
+
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 8  # rows
 TILE_ROWS = 512  # of a kernel; a group wastes half a tile
 WHOLE = 4096  # features of a product that one tile holds; then a kernel reads the weight of a group once
-LANES = 128  # of which tiles are a multiple
 
 
 def multiply(a_MxK, w, sizes_E, transposed: bool, platform: str, dtype=jnp.float32) -> jax.Array:
@@ -70,15 +71,15 @@ def tile_of(M: int, K: int, N: int) -> tuple[int, int, int]:
     With whole rows of `a` in a tile, the weight of a group stays on the chip while its rows pass; wide tiles read `a`
     few times otherwise.
     """
-    rows = math.gcd(M, TILE_ROWS)
+    rows = _rows_of_tile(M)
     if K <= WHOLE:
-        return rows, K, _dividing(N, 1024)
-    return rows, _dividing(K, 1024), _dividing(N, WHOLE)
+        return rows, K, _features_of_tile(N, 1024)
+    return rows, _features_of_tile(K, 1024), _features_of_tile(N, WHOLE)
 
 
 def tile_of_sum(M: int, K: int, N: int) -> tuple[int, int, int]:
     """(rows, features of a, features of b) of a tile of `sum_by_kernel`."""
-    return math.gcd(M, TILE_ROWS), _dividing(K, 2048), _dividing(N, 1024)
+    return _rows_of_tile(M), _features_of_tile(K, 2048), _features_of_tile(N, 1024)
 
 
 def visits_of(
@@ -98,9 +99,14 @@ def visits_of(
     return visited * rows, M * K * again + (groups if first >= K else visited) * K * N + M * N
 
 
-def _dividing(size: int, most: int) -> int:
-    """The largest multiple of `LANES` up to `most` that divides `size`; the smaller of both where none does."""
-    return next((n for n in range(most, LANES, -LANES) if size % n == 0), min(size, most))
+def _rows_of_tile(M: int) -> int:
+    return largest_tile(M + -M % LANES, TILE_ROWS)
+
+
+def _features_of_tile(size: int, most: int) -> int:
+    """The largest tile up to `most` that is wider than `LANES`; if none divides `size`, the last tile is cut."""
+    tile = largest_tile(size, most) if size % LANES == 0 else LANES
+    return tile if tile > LANES else min(size, most)
 
 
 def multiply_in_blocks(a_MxK, w, sizes_E, transposed: bool) -> jax.Array:

@@ -5,7 +5,6 @@ result. The kernel writes both into their halves of one array: a step of its gri
 """
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -13,14 +12,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from mstrain.gemm.tiles import LANES, SUBLANES, largest_tile
+
 ROWS, COLUMNS = 256, 1024  # of a block
-LANES = 128  # of which blocks are a multiple
-SUBLANES = 16  # of a tile of 16-bit values
+TILE_ROWS = 2 * SUBLANES  # of 16-bit values
 
 
 def fits(h) -> bool:
     """Whether [gate, up] has whole tiles for the kernel."""
-    return h.dtype == jnp.bfloat16 and len(h) % SUBLANES == 0 and h.shape[1] % (2 * LANES) == 0
+    return h.dtype == jnp.bfloat16 and len(h) % TILE_ROWS == 0 and h.shape[1] % (2 * LANES) == 0
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -51,7 +51,7 @@ activate_scaled.defvjp(_saved, _gradients)
 def activation_gradient(h, scales, dy, activation: Callable, interpret: bool = False):
     """(gradient of h [R, 2F], parts of that of scales, float32 [R, LANES], whose sum over lanes it is)."""
     rows, features = dy.shape
-    block, width = math.gcd(rows, ROWS), math.gcd(features, COLUMNS)
+    block, width = largest_tile(rows, ROWS, TILE_ROWS), largest_tile(features, COLUMNS)
     columns = features // width
 
     def half(side):

@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec as P
 from mstrain.gemm import Plan, Span, Storage
 from mstrain.gemm.copies import sum_copies
 from mstrain.gemm.local import NN, NT, TN, all_gather, all_reduce, axis_index, axis_size, dot, reduce_scatter
+from mstrain.gemm.tiles import LANES
 from mstrain.layers.parameter import parameter
 
 WHOLE = 4 * 2**20  # bytes of float32 logits of a device that are one chunk
 LARGEST = 64 * 2**20  # bytes of a chunk of larger logits
 FEWEST = 8  # chunks of larger logits
-LANES = 128
 
 
 class HeadKernel(nn.Module):

@@ -19,6 +19,7 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,
 }
+WITHOUT_KERNEL = ("gelu",)  # Pallas has no erfc on TPUs
 SWIGLU_SLOPE, SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss
 
 
@@ -75,7 +76,7 @@ def activate(h, plans: PlanPair, activation: str, gated: bool, scales=None) -> j
 
     `scales`, one of each row of h, multiply the result.
     """
-    tpu = plans.grid.platform == "tpu"
+    by_kernel = plans.grid.platform == "tpu" and gated and activation not in WITHOUT_KERNEL and scales is not None
 
     def plain(h, scales):
         if gated:
@@ -88,7 +89,7 @@ def activate(h, plans: PlanPair, activation: str, gated: bool, scales=None) -> j
     plain = jax.checkpoint(plain, prevent_cse=False)
 
     def local(h, scales) -> Any:
-        if tpu and gated and activation != "gelu" and scales is not None:
+        if by_kernel:
             from mstrain.layers import gated_kernel  # here, because it imports Pallas
 
             if gated_kernel.fits(h):

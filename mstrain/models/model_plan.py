@@ -7,13 +7,12 @@ from collections.abc import Callable
 from jax.sharding import AbstractMesh, Mesh
 
 from mstrain.gemm import Grid, Plan, PlanPair, Span
+from mstrain.gemm.tiles import LANES
 from mstrain.layers.sequence_split import SequenceSplit
 from mstrain.mesh import shape_of
 from mstrain.models.products import Sizes
 from mstrain.models.stages import Stages
 from mstrain.models.token_order import TokenOrder
-
-LANES = 128  # of a TPU's vector registers; other shards of the vocabulary would be padded by its compiler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +121,7 @@ class ModelPlan:
         if not self.padded:
             return 0
         unit = math.lcm(self.head.grid.num_rows, self.head.grid.num_cols)
-        unit *= LANES if vocab_size >= 8192 else 1
+        unit *= LANES if vocab_size >= 8192 else 1  # a TPU's compiler would pad other shards
         return -vocab_size % unit
 
 
