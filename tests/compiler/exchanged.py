@@ -7,7 +7,6 @@ kind of collective and its axes: their number, how many are asynchronous, their 
 `dump=FOLDER` keeps the program; other keys are XLA options.
 """
 
-import collections
 import dataclasses
 import sys
 
@@ -15,13 +14,13 @@ import jax.numpy as jnp
 
 from mstrain.compiler import compile_program, make_target, predict
 from mstrain.compiler.compile import Compiled
-from mstrain.compiler.schedule import Schedule
 from mstrain.hardware import compiler_options
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import make_plan
 from mstrain.models.zoo import load_preset
 from mstrain.program.parts import layer_program
 from tests.compiler.arguments import read_arguments
+from tests.compiler.shares import describe, grouped
 
 SEQ = 4096
 
@@ -45,16 +44,6 @@ def compile_layer(target: str, mesh: str, algorithm: str, keys: Keys, options) -
     return compile_program(program, place, compiler_options(chip, plan.algorithm) | options, keys.dump)
 
 
-def shares(schedule: Schedule) -> dict[tuple[str, tuple[str, ...]], list]:
-    """Of all collectives, by kind and axes: [number, asynchronous, seconds, seconds beside compute]."""
-    found: dict = collections.defaultdict(lambda: [0, 0, 0.0, 0.0])
-    for t in schedule.transfers:
-        row = found[t.collective.kind, t.collective.axes]
-        for i, value in enumerate((1, int(t.asynchronous), t.end - t.begin, t.hidden)):
-            row[i] += value
-    return found
-
-
 def main(target: str, mesh: str, algorithm: str, *arguments: str) -> None:
     keys, options = read_arguments(Keys, arguments)
     program = compile_layer(target, mesh, algorithm, keys, options)
@@ -62,9 +51,8 @@ def main(target: str, mesh: str, algorithm: str, *arguments: str) -> None:
     print(f"{keys.model} on {target} {mesh} {algorithm} batch={keys.batch} slices={keys.slices} {options or ''}: "
           f"{1e3 * schedule.seconds:.2f} ms, {1e3 * schedule.exposed:.2f} exposed, {program.memory}, "
           f"{program.seconds:.0f} s to compile")  # fmt: skip
-    for (kind, axes), (number, free, seconds, hidden) in sorted(shares(schedule).items()):
-        print(f"{kind} along {', '.join(axes)}: {number}, {free} asynchronous, {1e3 * seconds:.2f} ms, "
-              f"{hidden / seconds:.0%} beside compute")  # fmt: skip
+    for (kind, axes), group in grouped(schedule.transfers, lambda t: (t.collective.kind, t.collective.axes)).items():
+        print(f"{kind} along {', '.join(axes)}: {describe(group)}")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from mstrain.benchmarks.overlap import backward_names
 from mstrain.compiler import compile_program, make_target, predict
 from mstrain.compiler.compile import Compiled
+from mstrain.compiler.replay import Transfer
 from mstrain.compiler.schedule import Schedule
 from mstrain.hardware import compiler_options
 from mstrain.models.config import ModelConfig
@@ -25,6 +26,7 @@ from mstrain.models.transformer import Transformer
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.step import step_program
 from tests.compiler.arguments import read_arguments
+from tests.compiler.shares import describe, grouped, seconds
 
 SEQ, VOCABULARY = 2048, 512
 
@@ -51,28 +53,22 @@ def compile_step(target: str, mesh: str, algorithm: str, keys: Keys, options) ->
     return compile_program(step, place, chosen, keys.dump)
 
 
-def shares(schedule: Schedule, text: str) -> dict[tuple[str, str, str], list]:
-    """Of the collectives along `data`, by pass, kind and place: [number, asynchronous, seconds, beside compute, alone].
+def along_data(schedule: Schedule, text: str) -> dict[tuple, list[Transfer]]:
+    """The collectives along `data` by pass, kind and place; what runs more than once is in a scan."""
+    backward, times = backward_names(text), collections.Counter(t.name for t in schedule.transfers)
 
-    The last are seconds with neither compute nor a collective along another axis beside them. What runs more than once
-    is in a scan.
-    """
-    names, found = backward_names(text), {}
-    times = collections.Counter(t.name for t in schedule.transfers)
+    def key(t: Transfer) -> tuple[str, str, str]:
+        place = "in scans" if times[t.name] > 1 else "once"
+        return ("forward", "backward")[t.name in backward], t.collective.kind, place
+
+    return grouped((t for t in schedule.transfers if t.collective.axes == ("data",)), key)
+
+
+def busy_times(schedule: Schedule) -> list[tuple[float, float]]:
+    """Disjoint intervals with compute or with a collective along another axis than `data`."""
     line = schedule.timeline
     busy = [(begin, begin + size) for lane, begin, size in zip(line.lane, line.start, line.duration) if lane == 0]
-    busy += [(t.begin, t.end) for t in schedule.transfers if t.collective.axes != ("data",)]
-    busy = merged(busy)
-    for t in schedule.transfers:
-        if t.collective.axes == ("data",):
-            place = "in scans" if times[t.name] > 1 else "once"
-            key = ("forward", "backward")[t.name in names], t.collective.kind, place
-            row = found.setdefault(key, [0, 0, 0.0, 0.0, 0.0])
-            beside = sum(max(0.0, min(end, t.end) - max(begin, t.begin)) for begin, end in busy)
-            seconds = t.end - t.begin
-            for i, value in enumerate((1, int(t.asynchronous), seconds, t.hidden, seconds - beside)):
-                row[i] += value
-    return found
+    return merged(busy + [(t.begin, t.end) for t in schedule.transfers if t.collective.axes != ("data",)])
 
 
 def merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -92,9 +88,10 @@ def main(target: str, mesh: str, algorithm: str, *arguments: str) -> None:
     schedule = predict(program)
     print(f"{target} {mesh} {algorithm} width={keys.width} layers={keys.layers}: {1e3 * schedule.seconds:.2f} ms, "
           f"{1e3 * schedule.exposed:.2f} exposed, {program.seconds:.0f} s to compile")  # fmt: skip
-    for key, (number, free, seconds, hidden, alone) in sorted(shares(schedule, program.text).items()):
-        print(f"{' '.join(key)}: {number}, {free} asynchronous, {1e3 * seconds:.2f} ms, {hidden / seconds:.0%} beside "
-              f"compute, {alone / seconds:.0%} alone")  # fmt: skip
+    busy = busy_times(schedule)
+    for key, group in along_data(schedule, program.text).items():
+        beside = sum(max(0.0, min(end, t.end) - max(begin, t.begin)) for t in group for begin, end in busy)
+        print(f"{' '.join(key)}: {describe(group)}, {1 - beside / seconds(group):.0%} alone")
 
 
 if __name__ == "__main__":
