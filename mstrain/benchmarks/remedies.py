@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from mstrain.compiler import DoesNotFit
 from mstrain.hardware import parse_target
 from mstrain.models.remat import AUTO, LADDER
-from mstrain.models.transformer import REMAT
 from mstrain.program.memory import GIB
 from mstrain.training.config import RunConfig
 
 DOUBLINGS = 4  # how often a TPU slice or the accumulation is doubled
+STRONGER = ("dots", "full")  # of LADDER, those that are tried: each is compiled
 CERTAIN = 1.1  # a change is not compiled if its lower bound exceeds the memory by this factor
 
 Change = tuple[str, RunConfig]
@@ -109,11 +109,11 @@ def groups(config: RunConfig, larger: Callable[[str], RunConfig | None]) -> Iter
 
 
 def _stronger(remat: str) -> tuple[str, ...]:
-    """Values of REMAT that keep less; names keep as little as `full` or more."""
+    """Those of STRONGER that keep less than `remat`; names keep as little as `full` or more."""
     if remat == AUTO:
         return ()
     below = LADDER[LADDER.index(remat) + 1 :] if remat in LADDER else ("full",)
-    return tuple(kind for kind in REMAT if kind in below)
+    return tuple(kind for kind in STRONGER if kind in below)
 
 
 def _accumulated(prefix: str, config: RunConfig) -> list[Change]:

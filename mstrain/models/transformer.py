@@ -33,7 +33,6 @@ from mstrain.models.products import SHARED
 from mstrain.models.remat import policy_of
 from mstrain.models.staged import StageLayers
 
-REMAT = ("none", "dots", "full")  # what the planner searches; `mstrain.models.remat` has all
 DENSE = "dense"  # prefix of the parameters of first, dense layers; `dense_0` in canonical form, too
 
 

@@ -4,33 +4,36 @@ import functools
 import re
 from dataclasses import dataclass
 
+from mstrain.models import remat
+
 PARTS = ("input", "qkv", "scores", "context", "out", "mlp_in", "mlp_out")
 """Of a layer: its input; queries, keys and values; attention scores; attention's result; the output projection's
 result; the MLP's hidden features; the MLP's result."""
 
-DOTS = frozenset({"input", "qkv", "context", "out", "mlp_in", "mlp_out"})
+NAMES = {
+    "input": "layer-input", "qkv": "attention-in", "context": "attention", "out": "attention-out", "mlp_in": "mlp-in",
+    "mlp_out": "mlp-out",
+}  # fmt: skip
+"""Those that `mstrain.models.remat` names, by its names."""
+OWN = {
+    policy: frozenset({"input"} | {part for part, name in NAMES.items() if name in kept})
+    for policy, kept in remat.POLICIES.items()
+}  # of train.py
+DOTS = OWN["dots"]
 POLICIES = {
     "none": frozenset({"input", "qkv", "scores", "context", "mlp_in", "elementwise"}),
+    **OWN,
     "selective": DOTS | {"elementwise"},
-    "dots": DOTS,
     "minimal": DOTS - {"context"},
-    "dots-but-mlp-in": DOTS - {"mlp_in"},
     "save_dot_except_mlpwi": DOTS - {"context", "mlp_in"},
     "save_dot_except_mlp": DOTS - {"context", "mlp_in", "mlp_out"},
-    "attention": frozenset({"input", "context"}),
     "save_qkv_proj": frozenset({"input", "qkv"}),
     "save_out_proj": frozenset({"input", "out"}),
     "qkv_proj_offloaded": frozenset({"input", "qkv"}),
     "minimal_offloaded": DOTS,
     "save_dot_with_context_except_mlp": DOTS - {"mlp_in", "mlp_out"},
     "minimal_with_context": DOTS,
-    "full": frozenset({"input"}),
 }
-NAMES = {
-    "input": "layer-input", "qkv": "attention-in", "context": "attention", "out": "attention-out", "mlp_in": "mlp-in",
-    "mlp_out": "mlp-out",
-}  # fmt: skip
-"""Those that `mstrain.models.remat` names, by its names."""
 WORDS = {  # of published recipes
     "input": "layer_input layer_inputs decoder_layer_input residual",
     "qkv": "query_proj key_proj value_proj qkv_proj q k v query key value",
