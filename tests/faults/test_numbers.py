@@ -21,7 +21,7 @@ from mstrain.program import step as step_module
 from mstrain.program.step import init_state
 from mstrain.training.batch_order import BatchOrder
 from mstrain.training.guard import FILE, Guard, GuardConfig, RollBack
-from mstrain.training.replicas import ReplicaCheck
+from mstrain.training.replicas import ReplicaCheck, differing_devices
 from mstrain.training.rollback import FILE as ROLLBACKS
 from mstrain.training.session import train
 from mstrain.training.stopped import Stopped
@@ -226,13 +226,19 @@ def test_a_rollback_needs_a_checkpoint_and_has_a_limit(feed, tmp_path, monkeypat
 
 
 def test_the_mesh_axes_of_a_value_decide_what_its_copies_are(feed):
-    check, mesh = (
-        ReplicaCheck(ALONE),
-        jax.make_mesh((2, 2, 1), ("data", "row", "col"), devices=jax.devices()[:4]),
-    )
+    mesh = jax.make_mesh((2, 2, 1), ("data", "row", "col"), devices=jax.devices()[:4])
+
+    def odd(spec, *checksums):
+        indices = NamedSharding(mesh, spec).devices_indices_map((8,))
+        found = {device.id: np.array([value]) for device, value in zip(mesh.devices.flat, checksums, strict=True)}
+        return [device.id for device in differing_devices(indices, found, 0)]
+
+    assert odd(P(), 1, 1, 1, 2) == [3] and odd(P(("data", "row")), 1, 2, 3, 4) == []
+    assert odd(P("row"), 1, 2, 1, 2) == [] and odd(P("row"), 1, 2, 1, 3) == [1, 3]  # no majority of two
     whole = jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(mesh, P()))
     parts = jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(mesh, P("row")))
-    check(1, {"whole": whole, "parts": parts, "count": jax.device_put(np.int32(3), NamedSharding(mesh, P()))})
+    count = jax.device_put(np.int32(3), NamedSharding(mesh, P()))
+    ReplicaCheck(ALONE)(1, {"whole": whole, "parts": parts, "count": count})  # raises nothing
 
 
 @pytest.mark.parametrize("device", [0, 3])

@@ -79,9 +79,10 @@ def test_a_live_process_is_named_and_a_killed_one_is_followed_at_once(folder, ma
     holder.communicate()
 
 
-def test_an_id_that_another_process_has_now_is_not_the_holder(make):
+def test_an_id_that_another_process_has_now_is_not_the_holder(folder, make):
     make(started="1").acquire()
     make().acquire()
+    assert records(folder) == ["2.json"]
 
 
 def test_released_it_is_free_and_another_machine_is_refused_only_while_it_beats(make):

@@ -111,7 +111,9 @@ def test_a_secret_replaced_while_a_process_waits_is_read_again():
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         first = pool.submit(meet, everyone[0])
         results = [first, pool.submit(join, everyone[1], lambda: next(secrets), 20.0, 30.0)]
-    close([result.result() for result in results])
+    results = [result.result() for result in results]
+    assert sorted(results[0]) == [1] and sorted(results[1][0]) == [0, 1] and not [*secrets]
+    close(results)
 
 
 def test_a_death_is_noticed_at_once_and_only_once():
