@@ -14,7 +14,6 @@ import sys
 
 import jax.numpy as jnp
 
-from mstrain.benchmarks.overlap import backward_names
 from mstrain.compiler import compile_program, make_target, predict
 from mstrain.compiler.compile import Compiled
 from mstrain.compiler.replay import Transfer
@@ -27,6 +26,7 @@ from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.step import step_program
 from tests.compiler.arguments import read_arguments
 from tests.compiler.shares import describe, grouped, seconds
+from tests.planner.overlap import backward_names
 
 SEQ, VOCABULARY = 2048, 512
 

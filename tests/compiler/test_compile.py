@@ -13,7 +13,6 @@ from mstrain.compiler import (
     predict,
 )
 from mstrain.compiler.machine import FLOPS_PER_CYCLE
-from mstrain.compiler.study import compile_flow
 from mstrain.gemm import Grid, Plan
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import ParallelConfig, make_plan
@@ -21,6 +20,7 @@ from mstrain.models.size import count_parameters
 from mstrain.models.transformer import Transformer
 from mstrain.program.parts import layer_program, product_program
 from mstrain.program.step import step_program
+from tests.compiler.study import compile_flow
 
 pytestmark = pytest.mark.usefixtures("tpu_compiler")
 SIZES = (16384, 4096, 16384)

@@ -2,7 +2,7 @@
 
 import csv
 
-from mstrain.compiler.options import GROUPS, ONLY, SEARCH, Trial, groups_of, search, write_rows
+from tests.compiler.options import GROUPS, ONLY, SEARCH, Trial, groups_of, search, write_rows
 
 
 def attempt_of(seconds, refused=()):

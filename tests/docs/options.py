@@ -3,10 +3,10 @@
 python -m tests.docs.options    prints it
 """
 
-import csv
 import itertools
 
-from mstrain.compiler.options import SEARCH, TABLE
+from tests.compiler.options import SEARCH, TABLE
+from tests.docs.rows import read_rows
 from tests.docs.steps import NAMES
 
 HEAD = "| target | algorithm | program | scoped VMEM, KiB | ms (low, high) | exposed ms | further options: time |"
@@ -35,9 +35,7 @@ def line(search: tuple[str, ...], rows: list[dict[str, str]]) -> str:
 
 def table() -> str:
     """Every search of the file."""
-    with TABLE.open() as file:
-        rows = list(csv.DictReader(file))
-    searches = itertools.groupby(rows, lambda row: tuple(row[key] for key in SEARCH))
+    searches = itertools.groupby(read_rows(TABLE), lambda row: tuple(row[key] for key in SEARCH))
     return "\n".join(
         [HEAD, "|---|---|---|---|---|---|---|", *(line(search, list(group)) for search, group in searches)]
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mstrain.compiler import make_target, predict
 from mstrain.compiler.schedule import CompiledSchedule
-from mstrain.compiler.study import compile_flow
+from tests.compiler.study import compile_flow
 from tests.docs.rows import read_rows, replace_rows
 
 PRODUCTS = Path(__file__).parents[2] / "docs/data/products.csv"

@@ -2,7 +2,6 @@
 
 import pytest
 
-from mstrain.benchmarks.overlap import hidden_of
 from mstrain.compiler import read_schedule
 from mstrain.hardware import chip_named
 from mstrain.hardware.constants import constants_for
@@ -10,6 +9,7 @@ from mstrain.hardware.overlap import Hidden, hidden_shares, overlap_table
 from mstrain.parallel.dataflow import Projection
 from mstrain.parallel.product_cost import Layout, communication_terms, pass_costs
 from tests.compiler.programs import MACHINE, ROW, gather_done, gather_start, gemm, module
+from tests.planner.overlap import hidden_of
 from tests.planner.steps import CHOICES, compared, entries
 
 NAMES = ('metadata={op_name="jit(step)/jvp(loss)/all_gather"}', 'metadata={op_name="jit(step)/transpose(jvp(loss))/x"}')

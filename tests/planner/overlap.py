@@ -1,6 +1,6 @@
 """The table of what compiled training steps hide of their collectives, which the planner reads.
 
-    python -m mstrain.benchmarks.overlap target=v5p-64 models=gpt3_175b layers=24 meshes=4x8 batch=16 algorithms=fsdp
+    python -m tests.planner.overlap target=v5p-64 models=gpt3_175b layers=24 meshes=4x8 batch=16 algorithms=fsdp
 
 compiles the steps and writes their entries into mstrain/hardware/overlap.toml; its keys are those of `bench=step`.
 Other entries stay. `python -m tests.planner.steps` prints the planner beside the steps of the table.
@@ -159,7 +159,7 @@ def write_entry(algorithm: str, entry: Entry) -> None:
     document.setdefault(generation, {})[algorithm] = dataclasses.asdict(entry)
     lines = [
         "# Shares of what can be hidden of collectives, in compiled training steps (mstrain/hardware/overlap.py).",
-        "# Made by: python -m mstrain.benchmarks.overlap with the target, model and mesh of an entry (its docstring).",
+        "# Made by: python -m tests.planner.overlap with the target, model and mesh of an entry (its docstring).",
     ]
     for chip in sorted(document):
         for name, row in document[chip].items():

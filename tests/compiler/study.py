@@ -1,6 +1,6 @@
 """Does MeshSlice overlap where the compiler decides? A table of the three products of one projection.
 
-    python -m mstrain.compiler.study v5p-64 v6e-32 --slices 4 8
+    python -m tests.compiler.study v5p-64 v6e-32 --slices 4 8
 
 Default sizes are the first feed-forward projection of GPT-3 175B with 65536 tokens on 4x8 devices (MeshSlice
 paper, section 4). Everything is read from schedules; nothing has run on a chip.
@@ -56,7 +56,7 @@ def milliseconds(schedule: CompiledSchedule) -> str:
 
 def main(arguments: list[str]) -> None:
     about = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m mstrain.compiler.study", description=about)
+    parser = argparse.ArgumentParser(prog="python -m tests.compiler.study", description=about)
     parser.add_argument("targets", nargs="+", help="pod slices such as v5p-64 or tpu7x:2x2x4")
     parser.add_argument("--mesh", default="4x8")
     parser.add_argument("--slices", nargs="+", type=int, default=[4, 8])

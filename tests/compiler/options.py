@@ -1,8 +1,8 @@
 """A search over XLA options by algorithm and TPU generation. It compiles, and reads the schedules.
 
-    python -m mstrain.compiler.options v6e-32 --algorithms fsdp meshslice              one layer, minutes per algorithm
-    python -m mstrain.compiler.options v6e-32 --algorithms fsdp --step 8 --vmem 98304  a training step of 8 layers
-    python -m mstrain.compiler.options v5p-64 --algorithms wang --groups "layer scheduler"    one group only
+    python -m tests.compiler.options v6e-32 --algorithms fsdp meshslice              one layer, minutes per algorithm
+    python -m tests.compiler.options v6e-32 --algorithms fsdp --step 8 --vmem 98304  a training step of 8 layers
+    python -m tests.compiler.options v5p-64 --algorithms wang --groups "layer scheduler"    one group only
 
 The program is a part of GPT-3 175B, compiled with the options of the chip (`mstrain/hardware/chips.toml`) and a group
 of `GROUPS`. A group that makes it faster by more than 1 % is kept and the following groups are tried beside it. Every
@@ -12,7 +12,6 @@ chips.
 """
 
 import argparse
-import csv
 import dataclasses
 import importlib.metadata
 import sys
@@ -35,6 +34,7 @@ from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 from mstrain.program.parts import layer_program
 from mstrain.program.program import Program
 from mstrain.program.step import step_program
+from tests.docs.rows import replace_rows
 
 MODEL, SEQ, MESH = "gpt3_175b", 2048, "4x8"
 GAIN = 0.99  # a group is kept if it reduces the time to less than this share
@@ -140,27 +140,19 @@ def groups_of(algorithm: str, chosen: Collection[str] = tuple(GROUPS)) -> tuple[
 
 def write_rows(search: dict[str, str], trials: list[tuple[Trial, bool]], table: Path = TABLE) -> None:
     """Replaces the rows of one search, which has the columns `SEARCH`, in the table."""
-    rows = []
-    if table.exists():
-        with table.open() as file:
-            rows = [row for row in csv.DictReader(file) if any(row[key] != search[key] for key in SEARCH)]
+    rows, (_, *fields) = [], [field.name for field in dataclasses.fields(Trial)]
     for trial, kept in trials:
         values = {key: f"{x:.6g}" if isinstance(x, float) else x for key, x in dataclasses.asdict(trial).items()}
         version = importlib.metadata.version("libtpu")
         rows.append(
             {**search, **values, "groups": " + ".join(trial.groups), "kept": str(kept).lower(), "libtpu": version}
         )
-    rows.sort(key=lambda row: [row[key] for key in SEARCH])
-    with table.open("w", newline="") as file:
-        fields = [field.name for field in dataclasses.fields(Trial)]
-        writer = csv.DictWriter(file, [*SEARCH, "groups", "kept", *fields[1:], "libtpu"], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    replace_rows(table, [*SEARCH, "groups", "kept", *fields, "libtpu"], SEARCH, rows, near=SEARCH[:2])
 
 
 def main(arguments: list[str]) -> None:
     about = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m mstrain.compiler.options", description=about)
+    parser = argparse.ArgumentParser(prog="python -m tests.compiler.options", description=about)
     parser.add_argument("targets", nargs="+", help="pod slices such as v6e-32, one per generation")
     parser.add_argument("--mesh", default=MESH)
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS))
