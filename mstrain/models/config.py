@@ -1,6 +1,7 @@
 """Sizes and architecture of a model. Independent of devices and parallelism."""
 
 import dataclasses
+import functools
 import math
 import typing
 from typing import Any
@@ -300,7 +301,7 @@ class ModelConfig:
         """The model whose layers are those behind the first, dense ones."""
         return dataclasses.replace(self, dense_layers=0, dense_mlp_dim=None) if self.dense_layers else self
 
-    @property
+    @functools.cached_property
     def layer_groups(self) -> tuple[tuple["ModelConfig", int], ...]:
         """Groups of equal layers in order: a model whose layers are all of that kind, and their number."""
         first = ((self.first_layers, self.dense_layers),) if self.dense_layers else ()

@@ -124,6 +124,7 @@ def further_products(model: ModelConfig, sizes: Sizes | None = None) -> tuple[Bl
     return tuple(found)
 
 
+@functools.lru_cache(maxsize=64)
 def attention_features(model: ModelConfig) -> tuple[int, int]:
     """Features per token of the results of the products into attention, latents included, and of its own result."""
     into, out = plain_sizes(model).projected

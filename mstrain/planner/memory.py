@@ -86,6 +86,7 @@ class Count(NamedTuple):
         return self.layers + self.experts / expert + self.outside
 
 
+@lru_cache(maxsize=4096)
 def stage_parameters(model: ModelConfig, layers: tuple[int, ...], first: bool, last: bool) -> Count:
     """Of a stage with so many `layers` of each of `ModelConfig.layer_groups`; a table that is tied is on both ends of a
     pipeline."""

@@ -96,17 +96,17 @@ class PlanRequest:
         default = OptimizerConfig()
         return {key: value for key, value in given.items() if value != getattr(default, key.partition(".")[2])}
 
-    @property
+    @cached_property
     def style(self) -> ExecutionStyle:
         """How the system that runs the step executes it; train.py where nothing else is stated."""
         return self.stated_style or style_named("mstrain-gpu" if self.pod.chip.platform == "gpu" else "mstrain")
 
-    @property
+    @cached_property
     def element_bytes(self) -> int:
         """Of an activation."""
         return self.style.activation_bytes or (2 if self.dtype in ("bf16", "bfloat16") else 4)
 
-    @property
+    @cached_property
     def usable_bytes(self) -> float:
         """Memory of one device that a plan may use."""
         return self.pod.memory_bytes * (1 - self.memory_margin)

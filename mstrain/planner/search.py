@@ -5,11 +5,13 @@ cols, by Megatron or FSDP on a ring; every number of microbatches that divides t
 schedule. A plan of one stage takes the meshes that the torus carries (`Pod.meshes`), as train.py lays them out; a
 pipeline may split a torus axis. The search is exhaustive, so that its winner is the best of the space by the cost
 model: a plan is left out only if all its microbatches take longer than a whole step that fits, or if its state alone
-does not fit. `PodResult.finished` is False where the budget ends it early.
+does not fit. `PodResult.finished` is False where the budget ends it early; so with a budget, the layouts whose layers
+take least time come first.
 """
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -29,6 +31,8 @@ PROGRESS_SECONDS = 5.0
 SHORTEST_PART = 1024  # tokens of a sequence that is split over devices
 REMATS = (*LADDER, "attention-in", "minimal_offloaded")
 CHUNKS = (2, 4)  # per stage of an interleaved schedule
+ORDER_PART = 0.4  # of a time budget, for the order of layouts
+PASSES = 4  # microbatches per stage beside the first, by which layouts are ordered
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def search(
         for layout in layouts(request):
             todo.append(layout)
             clock.check()
-        for number, layout in enumerate(todo):
+        for number, layout in enumerate(every.in_order(todo)):
             if clock.seconds - reported > PROGRESS_SECONDS:
                 reported = clock.seconds
                 say(f"{number} of {len(todo)} layouts, {result.costed} plans, {reported:.0f} of {clock.budget:g} s")
@@ -151,6 +155,31 @@ class _Search:
         self.request, self.clock, self.best_only, self.result = request, clock, best_only, PodResult()
         self.best: dict[str, Costed] = {}
         self.trainable: dict[str, Costed] = {}
+
+    def in_order(self, layouts: list[PodPlan]) -> list[PodPlan]:
+        """`layouts` for a search with a time budget: those whose layers take least time first.
+
+        Where the part of the budget that this may take ends, the others follow in a mixed order, so that a search that
+        stops has seen all degrees.
+        """
+        if math.isinf(self.clock.budget):
+            return layouts
+        mixed = random.Random(0).sample(range(len(layouts)), len(layouts))
+        seconds: dict[int, float] = {}
+        for number in mixed:
+            if self.clock.seconds > ORDER_PART * self.clock.budget:
+                break
+            seconds[number] = self._outlook(layouts[number])
+        first = sorted(seconds, key=lambda number: (seconds[number], number))
+        return [layouts[number] for number in (*first, *(number for number in mixed if number not in seconds))]
+
+    def _outlook(self, layout: PodPlan) -> float:
+        """Seconds of a step at the least with a usual number of microbatches; infinite if it is illegal."""
+        counts = divisors(self.request.batch // layout.data)
+        few = next((count for count in counts if count >= PASSES * (layout.pipeline - 1)), counts[-1])
+        plan = replace(layout, microbatches=self.request.fixed.microbatches or few)
+        products = plan_products(self.request, plan)
+        return math.inf if isinstance(products, str) else self._least(plan, layer_works(self.request, plan, products))
 
     def layout(self, layout: PodPlan) -> None:
         """Costs a layout with every number of microbatches, remat, schedule and shard. Raises OutOfTime."""

@@ -1,0 +1,50 @@
+"""A search that its time budget ends early: what it has seen by then, and what it computes once only."""
+
+import dataclasses
+import math
+
+from mstrain.models import products
+from mstrain.models.zoo import load_preset
+from mstrain.planner.clock import Clock, OutOfTime
+from mstrain.planner.search import search
+from tests.planner.plans import ask
+
+
+class Checks(Clock):
+    """A budget of so many checks instead of seconds; counts them."""
+
+    def __init__(self, most: float = math.inf):
+        super().__init__(1.0)
+        self.most, self.done = most, 0
+
+    @property
+    def seconds(self) -> float:
+        return 0.0
+
+    def check(self, operations: int = 0) -> None:
+        self.done += 1
+        if self.done > self.most:
+            raise OutOfTime
+
+
+REQUEST = ask(load_preset("olmoe_7b"), cluster="v5p-32", batch=16, seq=1024, remat="full", schedule="1f1b")
+
+
+def test_a_search_that_ends_early_has_seen_the_best_layouts():
+    """The best plans divide experts among all replicas; in the order of degrees they are in the middle."""
+    whole = Checks()
+    everything = search(REQUEST, whole)
+    part = search(REQUEST, Checks(whole.done // 4))
+    assert everything.finished and everything.best.plan.expert > 1
+    assert not part.finished and part.costed < everything.costed / 3
+    assert part.best.seconds == everything.best.seconds
+    assert [c.seconds for c in search(REQUEST).ranked] == [c.seconds for c in everything.ranked]
+
+
+def test_what_only_the_model_says_is_computed_once(monkeypatch):
+    """Not again for each of hundreds of plans, whose memory needs it."""
+    calls, compute = [], products.further_products
+    monkeypatch.setattr(products, "further_products", lambda model: calls.append(model) or compute(model))
+    model = dataclasses.replace(REQUEST.model, name="not in any cache")
+    assert search(dataclasses.replace(REQUEST, model=model)).costed > 500
+    assert calls == [model]
