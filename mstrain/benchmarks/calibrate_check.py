@@ -22,6 +22,7 @@ from mstrain.benchmarks.probes import Probe, run_rounds
 from mstrain.benchmarks.step_probe import step_probe
 from mstrain.hardware.calibration import Calibration, load_calibration
 from mstrain.mesh import parse_mesh
+from mstrain.planner.trainer import spelled
 from mstrain.tuning.calibrated import StepTerms, predict_step
 
 TOLERANCE = 0.2
@@ -60,7 +61,7 @@ def check(config: BenchmarkConfig, console: Console) -> int:
     with console.status("Compiling") as status:
         texts, steps = {}, []
         for number, (algorithm, keys) in enumerate(CHECKED):
-            status.update(f"Compiling {algorithm} {_words(keys)}")
+            status.update(f"Compiling {algorithm} {spelled(keys)}")
             probe, text = step_probe(config, algorithm, keys, ("step", number))
             steps.append(probe)
             texts[probe.key] = text
@@ -75,7 +76,7 @@ def check(config: BenchmarkConfig, console: Console) -> int:
     rows = [
         Checked(
             algorithm,
-            _words(keys),
+            spelled(keys),
             predict_step(texts[step.key], _axes(keys), calibration),
             times.counted[step.key],
             times.wall[step.key],
@@ -98,10 +99,6 @@ def _spread(steps: list[Probe], probes: list[Probe]) -> list[Probe]:
 
 def _axes(keys: dict) -> dict[str, int]:
     return parse_mesh(keys["meshes"]).axes
-
-
-def _words(keys: dict) -> str:
-    return " ".join(f"{key}={value}" for key, value in keys.items())
 
 
 def verdict(rows: list[Checked]) -> list[str]:

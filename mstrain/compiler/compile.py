@@ -82,18 +82,18 @@ _LIMIT = (r"exceeds available HBM \(([\d.]+)([KMGT])", r"Used \S+ of ([\d.]+)([K
 
 def needed_bytes(error: str) -> float | None:
     """The bytes that a program would need, from the compiler's message that it does not fit."""
-    for pattern in _NEEDED:
-        if match := re.search(pattern, error):
-            return float(match[1]) * 1024.0 ** (1 + "KMGT".index(match[2]))
-    return None
+    return _bytes(error, _NEEDED)
 
 
 def limit_bytes(error: str) -> float | None:
     """The bytes that the compiler lets a program use: it reserves a part of a device's memory."""
-    for pattern in _LIMIT:
-        if match := re.search(pattern, error):
-            return float(match[1]) * 1024.0 ** (1 + "KMGT".index(match[2]))
-    return None
+    return _bytes(error, _LIMIT)
+
+
+def _bytes(error: str, patterns: tuple[str, ...]) -> float | None:
+    """Of the first pattern that the message has."""
+    match = next(filter(None, (re.search(pattern, error) for pattern in patterns)), None)
+    return float(match[1]) * 1024.0 ** (1 + "KMGT".index(match[2])) if match else None
 
 
 def _does_not_fit(name: str, target: Target, needed: float | None, limit: float | None = None) -> str:

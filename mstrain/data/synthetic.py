@@ -10,9 +10,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-ENTROPY_NATS = 1.75 * math.log(2)
-"""Entropy rate of the chain where its four moves lead to different states (they nearly always do)."""
-
 _CHAINS, _LENGTH = 1024, 1024
 
 

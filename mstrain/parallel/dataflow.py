@@ -48,15 +48,6 @@ def check_dataflow(dataflow: str) -> str:
     return dataflow
 
 
-def choose_dataflow(in_dim: int, out_dim: int, tokens: int) -> str:
-    """The dataflow that keeps the largest of X, W and Y in place (MeshSlice paper section 3.2.1)."""
-    if out_dim > in_dim and tokens >= in_dim:
-        return "os"
-    if in_dim >= out_dim and tokens >= out_dim:
-        return "ls"
-    return "rs"
-
-
 def orientations(projections, dataflows) -> tuple[bool, ...]:
     """Whether the input of each projection is transposed; the last entry is for the block's output.
 
@@ -96,27 +87,19 @@ def mesh_fault(
 
 
 def legal_slices(
-    in_dim: int,
-    out_dim: int,
-    tokens: int,
-    rows: int,
-    cols: int,
-    dataflow: str,
-    *,
-    transposed: bool = False,
-    max_slices: int = 32,
-    block: int = 1,
-) -> tuple[int, ...]:
+    in_dim: int, out_dim: int, tokens: int, rows: int, cols: int, dataflow: str, *,
+    transposed: bool = False, max_slices: int = 32,
+) -> tuple[int, ...]:  # fmt: skip
     """Legal slice counts S <= max_slices of MeshSlice, ascending; empty if the mesh cannot shard the projection.
 
-    S * block * lcm(rows, cols) must divide the sliced dim (in for os, out for ls, tokens for rs), so that
-    slice s has the same indices on both axes. MeshSlice paper section 3.1.2.
+    S * lcm(rows, cols) must divide the sliced dim (in for os, out for ls, tokens for rs), so that slice s has the same
+    indices on both axes. MeshSlice paper section 3.1.2.
     """
     if mesh_fault(in_dim, out_dim, tokens, rows, cols, dataflow, transposed):
         return ()
     sizes, ((sliced, both), *_) = _dims(in_dim, out_dim, tokens, rows, cols, dataflow, transposed)
     width = sizes[sliced] // both
-    return tuple(s for s in range(1, min(width, max_slices) + 1) if width % (s * block) == 0)
+    return tuple(s for s in range(1, min(width, max_slices) + 1) if width % s == 0)
 
 
 def check_slices(slices: int, legal: tuple[int, ...], what: str) -> int:

@@ -17,7 +17,6 @@ from mstrain.hardware.overlap import hidden_shares
 from mstrain.parallel.dataflow import (
     Projection,
     check_slices,
-    choose_dataflow,
     legal_slices,
     mesh_fault,
     orientations,
@@ -52,7 +51,7 @@ class Block:
 
     Attributes:
       tokens: of one data-parallel copy.
-      dataflow: `auto`, `rule` (of the paper), `os`, `ls` or `rs`.
+      dataflow: `auto`, `os`, `ls` or `rs`.
       slices: slice count of all projections; None searches up to `max_slices`.
       chip: whose products cost by shape and whose schedules hide collectives, as in the planner; None: one rate, and
         the overlap of the paper.
@@ -91,18 +90,12 @@ def families(block: Block) -> dict[str, list[list[str]]]:
     count = len(block.projections)
     if block.dataflow == "auto":
         found: dict[str, list[list[str]]] = {
-            "os/ls": [["os", "ls"] if _larger(p) == "os" else ["ls", "os"] for p in block.projections]
+            "os/ls": [["os", "ls"] if keeps_output(p) else ["ls", "os"] for p in block.projections]
         }
         if all(p.experts == 1 for p in block.projections) and not orientations(block.projections, ["rs"] * count)[-1]:
             found["rs"] = [["rs"]] * count
         return found
-    if block.dataflow != "rule":
-        return {block.dataflow: [[block.dataflow]] * count}
-    flows = [choose_dataflow(p.in_dim, p.out_dim, block.tokens) for p in block.projections]
-    if any(flow != "rs" for flow in flows):
-        # Next to os and ls, "rs" would transpose activations that other projections read.
-        flows = [_larger(p) if flow == "rs" else flow for p, flow in zip(block.projections, flows)]
-    return {"rule": [[flow] for flow in flows]}
+    return {block.dataflow: [[block.dataflow]] * count}
 
 
 def family_choices(block: Block, mesh: tuple[int, int], allowed: list[list[str]], least: int = 1) -> tuple[Choice, ...]:
@@ -182,7 +175,7 @@ def _fastest(
     return min(found, key=lambda choice: choice.seconds)
 
 
-def _larger(projection: Projection) -> str:
-    """The dataflow that keeps the larger of X and Y in place."""
+def keeps_output(projection: Projection) -> bool:
+    """Whether Y is larger than X, so that `os` keeps the larger of them in place."""
     p = projection
-    return "os" if p.rows_out * p.out_dim > p.rows_in * p.in_dim else "ls"
+    return p.rows_out * p.out_dim > p.rows_in * p.in_dim

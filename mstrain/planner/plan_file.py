@@ -8,7 +8,7 @@ from mstrain.json_files import read_json, write_json
 from mstrain.models.zoo import load_preset
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.search import PodResult
-from mstrain.planner.trainer import train_keys
+from mstrain.planner.trainer import spelled, train_keys
 
 PLAN_FILE = "plan.json"
 AUTO_PLAN = "auto"  # instead of a file: the best plan for the devices present
@@ -38,11 +38,7 @@ def train_line(request: PlanRequest, plan) -> str:
     """The command that runs `plan`, every key spelled out."""
     step = {"batch": request.batch, "seq": request.seq, "dtype": request.dtype, **request.optimizer_keys}
     keys = {**model_keys(request), **train_keys(plan, request.pod.slices), **step}
-    return f"python train.py {_spelled(keys)}"
-
-
-def _spelled(keys: dict) -> str:
-    return " ".join(f"{key}={value}" for key, value in keys.items())
+    return f"python train.py {spelled(keys)}"
 
 
 def write_plan(request: PlanRequest, result: PodResult, folder: Path) -> Path:
@@ -81,7 +77,7 @@ def closing_lines(request: PlanRequest, result: PodResult, path: Path) -> list[s
         more = 100 * (runs.seconds / best.seconds - 1)
         lines.append(f"The best that train.py runs takes {1e3 * runs.seconds:.1f} ms a step, {more:.1f} % more.")
     step = {"batch": request.batch, "seq": request.seq, **request.optimizer_keys}
-    keys = _spelled({**model_keys(request), **step})
+    keys = spelled({**model_keys(request), **step})
     return [*lines, f"This file: python train.py {keys} plan={path}", train_line(request, runs.plan)]
 
 

@@ -1,5 +1,7 @@
 """Which plans train.py can run, and the keys for them."""
 
+from collections.abc import Mapping
+
 from mstrain.models.remat import LADDER
 from mstrain.models.sharding import SHARD
 from mstrain.planner.plan import PodPlan
@@ -32,3 +34,8 @@ def train_keys(plan: PodPlan, slices: int = 1) -> dict[str, str | int]:
         "remat": plan.remat if plan.remat in LADDER else kept or "full", "shard": plan.shard,
         **({"offload": moved} if moved else {}), **schedule,
     }  # fmt: skip
+
+
+def spelled(keys: Mapping[str, object]) -> str:
+    """`KEY=VALUE ...`, as they are typed."""
+    return " ".join(f"{key}={value}" for key, value in keys.items())

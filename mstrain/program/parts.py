@@ -1,9 +1,8 @@
-"""Programs of parts of a step, which benchmarks time and predict: one layer, one product, one flow of a product."""
+"""Programs of parts of a step, which benchmarks time and predict: one layer, one product."""
 
-import jax
 import jax.numpy as jnp
 
-from mstrain.gemm import Flows, Plan, linear
+from mstrain.gemm import Plan, linear
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import BlockPlan
 from mstrain.models.transformer import Block
@@ -42,16 +41,3 @@ def product_program(
     if backward:
         return Program(name, with_pullback(forward), (x_TxI, w, dy_TxO), plan.algorithm)
     return Program(name, forward, (x_TxI, w), plan.algorithm)
-
-
-def flow_program(plan: Plan, tokens: int, in_dim: int, out_dim: int) -> Program:
-    """One of the three products of a projection in bf16, that of `plan.dataflow`.
-
-    They are os: Y = X W, ls: dX = dY W^T, rs: dW = X^T dY; X is tokens x `in_dim`, Y tokens x `out_dim`.
-    """
-    flow, flows, spec = plan.dataflow, Flows(plan), plan.grid.weight_spec
-    x, w, y = (tokens, in_dim), (in_dim, out_dim), (tokens, out_dim)
-    operands = {"os": (x, w), "ls": (y, w), "rs": (x, y)}[flow]
-    arguments = tuple(abstract(shape, jnp.bfloat16, plan.grid.mesh, spec) for shape in operands)
-    function = jax.jit(flows.on_mesh(getattr(flows, flow), (spec, spec), spec))
-    return Program(f"{plan.algorithm} {flow} S={plan.slices}", function, arguments, plan.algorithm)

@@ -16,7 +16,7 @@ from mstrain.planner.cost import Costed
 from mstrain.planner.plan_file import AUTO_PLAN
 from mstrain.planner.request import TENSOR, Fixed, PlanRequest
 from mstrain.planner.search import rank_meshes, search_pod
-from mstrain.planner.trainer import train_keys
+from mstrain.planner.trainer import spelled, train_keys
 from mstrain.training.config import RunConfig
 from mstrain.tuning.cache import choose_by_compiling
 from mstrain.tuning.compiled import Place, TuningTask
@@ -86,7 +86,7 @@ def with_plan(config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dtype,
         raise ValueError(f"plan=auto: {result.best.why_not_trainable}, and no other plan fits. Type plan=null.")
     plan, seconds = result.trainable[0].plan, result.trainable[0].seconds
     keys = {name: str(value) for name, value in train_keys(plan, pod.slices).items()}
-    listed = " ".join(f"{name}={value}" for name, value in keys.items())
+    listed = spelled(keys)
     console.print(f"[bold]Plan[/]   {listed}, {1e3 * seconds:,.1f} ms a step by the planner", soft_wrap=True)
     interleave = plan.interleave if plan.chunks > 1 else None
     stages = PipelineConfig(plan.schedule, interleave, config.pipeline.layers)

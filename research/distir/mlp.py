@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
+from mstrain.models.stages import even_layers
 from mstrain.simulator.placement import Degrees
 from research.distir.rules import RuleSet
 
@@ -70,5 +71,4 @@ def check_mlp(mlp: Mlp, degrees: Degrees, rules: RuleSet) -> None:
 
 def chunk_bounds(layers: int, chunks: int) -> list[tuple[int, int]]:
     """Layers [begin, end) of each chunk; when they do not divide, the first chunks get one more."""
-    small, extra = divmod(layers, chunks)
-    return list(pairwise(chunk * small + min(chunk, extra) for chunk in range(chunks + 1)))
+    return list(pairwise(accumulate(even_layers(layers, chunks), initial=0)))

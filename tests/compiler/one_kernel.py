@@ -40,6 +40,15 @@ COUNTER = pltpu.SemaphoreType.REGULAR
 
 
 @dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a product is divided: slices of the summed features, tiles of the result, `cores` of a device."""
+
+    slices: int
+    tile: tuple[int, int]
+    cores: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Ring:
     """How one core gathers its part of every slice of one operand along one mesh axis.
 
@@ -105,10 +114,11 @@ class Ring:
             pl.semaphore_signal(semaphore, 1, device_id=self._neighbor(way))
 
 
-def _rings(a, b, whole_a, whole_b, semaphores, slices, cores) -> tuple[Ring, Ring]:
-    """Of A along the columns and of B along the rows; refs of shards, and of two gathered slices of each."""
+def _rings(of_a, of_b, semaphores, cut: Cut) -> tuple[Ring, Ring]:
+    """Of A along the columns and of B along the rows; refs of (the shard, two gathered slices) of each."""
+    (a, whole_a), (b, whole_b) = of_a, of_b
     core, (rows, k), (l, columns) = lax.axis_index(CORE), a.shape, b.shape
-    deep, high, tall, wide = k // slices, l // slices, rows // cores, columns // cores
+    deep, high, tall, wide = k // cut.slices, l // cut.slices, rows // cut.cores, columns // cut.cores
 
     def upper_or_lower(ref, way):
         return ref.at[pl.ds(WAYS.index(way) * (tall // 2), tall // 2)]
@@ -130,8 +140,10 @@ def _rings(a, b, whole_a, whole_b, semaphores, slices, cores) -> tuple[Ring, Rin
     )  # fmt: skip
 
 
-def _kernel(a, b, y, sums, whole_a, whole_b, together, *semaphores, slices, tile, cores):
-    rings = _rings(a, b, whole_a, whole_b, semaphores, slices, cores)
+def _kernel(cut: Cut, *refs):
+    a, b, y, sums, whole_a, whole_b, together, *semaphores = refs
+    slices, tile, cores = dataclasses.astuple(cut)
+    rings = _rings((a, whole_a), (b, whole_b), semaphores, cut)
     mine = pl.ds(lax.axis_index(CORE) * (y.shape[0] // cores), y.shape[0] // cores)
     down, across = y.shape[0] // cores // tile[0], y.shape[1] // tile[1]
     deep = whole_a.shape[-1]
@@ -190,7 +202,7 @@ def one_kernel(a, b, slices, tile=(1024, 1024), cores=1, interpret=False, vmem=N
         jax.ShapeDtypeStruct((2, m, deep), a.dtype), jax.ShapeDtypeStruct((2, high, n), a.dtype),
     ]  # fmt: skip
     kernel = pl.kernel(
-        functools.partial(_kernel, slices=slices, tile=(min(tile[0], m // cores), min(tile[1], n)), cores=cores),
+        functools.partial(_kernel, Cut(slices, (min(tile[0], m // cores), min(tile[1], n)), cores)),
         result, mesh=pltpu.create_tensorcore_mesh(CORE, num_cores=cores),
         scratch_types=[COUNTER, DMA((2, 2)), DMA((2, 2, hops, 2)), DMA((2,)), COUNTER((2, 2))],
         compiler_params=pltpu.CompilerParams(collective_id=0, vmem_limit_bytes=vmem), interpret=interpret,

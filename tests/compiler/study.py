@@ -9,20 +9,35 @@ paper, section 4). Everything is read from schedules; nothing has run on a chip.
 import argparse
 import sys
 
+import jax
+import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
 from mstrain.compiler.compile import Compiled, compile_program
 from mstrain.compiler.schedule import CompiledSchedule, predict
 from mstrain.compiler.topology import Target, make_target
-from mstrain.gemm import Plan, grid_of
+from mstrain.gemm import Flows, Plan, grid_of
 from mstrain.models.plan import chip_lowering
-from mstrain.program.parts import flow_program
+from mstrain.program.program import Program, abstract
 
 COLUMNS = (
     "target", "flow", "S", "overlapped", "hidden", "blocking", "copies / GeMM", "GeMM / Collective",
     "temporaries / Collective", "exposed", "predicted ms (low, high)", "Collective ms (low, high)",
 )  # fmt: skip
+
+
+def flow_program(plan: Plan, tokens: int, in_dim: int, out_dim: int) -> Program:
+    """One of the three products of a projection in bf16, that of `plan.dataflow`.
+
+    They are os: Y = X W, ls: dX = dY W^T, rs: dW = X^T dY; X is tokens x `in_dim`, Y tokens x `out_dim`.
+    """
+    flow, flows, spec = plan.dataflow, Flows(plan), plan.grid.weight_spec
+    x, w, y = (tokens, in_dim), (in_dim, out_dim), (tokens, out_dim)
+    operands = {"os": (x, w), "ls": (y, w), "rs": (x, y)}[flow]
+    arguments = tuple(abstract(shape, jnp.bfloat16, plan.grid.mesh, spec) for shape in operands)
+    function = jax.jit(flows.on_mesh(getattr(flows, flow), (spec, spec), spec))
+    return Program(f"{plan.algorithm} {flow} S={plan.slices}", function, arguments, plan.algorithm)
 
 
 def compile_flow(

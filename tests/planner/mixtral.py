@@ -12,7 +12,7 @@ import sys
 from mstrain.models.zoo import load_preset
 from mstrain.planner.execution import style_named
 from mstrain.planner.search import search
-from mstrain.planner.trainer import train_keys
+from mstrain.planner.trainer import spelled, train_keys
 from tests.planner.plans import ask
 
 PUBLISHED = {"v5p-512": (52.6, 2909), "v6e-256": (35.2, 3899)}  # MFU in %, tokens/s of a chip
@@ -37,7 +37,7 @@ def line(target: str, sequences: int) -> str:
             cells.append(
                 f"{share:.1f} %, {request.tokens / found.seconds / CHIPS:,.0f} ({100 * (share / published - 1):+.0f} %)"
             )
-    keys = " ".join(f"{name}={value}" for name, value in train_keys(found.plan).items())
+    keys = spelled(train_keys(found.plan))
     return f"| {target} | {' | '.join(cells)} | `{keys}` |"
 
 

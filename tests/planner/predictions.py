@@ -23,7 +23,7 @@ from mstrain.planner.cost import Costed, cost_step
 from mstrain.planner.plan import PodPlan
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.search import search
-from mstrain.planner.trainer import train_keys
+from mstrain.planner.trainer import spelled, train_keys
 from tests.docs.rows import read_rows, write_rows
 from tests.docs.steps import ROOT
 from tests.planner.plans import ask
@@ -81,7 +81,7 @@ def predict(step: Step, space: str) -> dict[str, str]:
 def costs(request: PlanRequest, plan: Costed) -> dict[str, str]:
     """The columns of a plan."""
     return {
-        "keys": " ".join(f"{name}={value}" for name, value in train_keys(plan.plan).items()),
+        "keys": spelled(train_keys(plan.plan)),
         "seconds": f"{plan.seconds:.3f}",
         "mfu_percent": f"{100 * (request.utilization(plan.seconds) or 0):.1f}",
         "uncertainty_percent": f"{100 * plan.uncertainty:.0f}",

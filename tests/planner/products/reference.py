@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mstrain.hardware.constants import Constants
-from mstrain.parallel.dataflow import DIMS, Projection, choose_dataflow
+from mstrain.parallel.dataflow import DIMS, Projection
 from mstrain.parallel.product_cost import Layout, communication_terms, sliced_cost
-from tests.planner.products.tuner import first_slice
+from tests.planner.products.tuner import choose_dataflow, first_slice
 
 BLOCK = 8
 # (divisor of the blocks per shard, slice counts tried); the first that divides counts

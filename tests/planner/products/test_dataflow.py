@@ -49,9 +49,8 @@ def test_rows_and_columns_shard_the_dims_that_the_dataflow_says():
     assert mesh_fault(6, 8, 8, 4, 2, "rs") is None
 
 
-def test_a_block_width_restricts_and_a_limit_cuts():
+def test_a_limit_cuts():
     assert legal_slices(128, 128, 128, 2, 2, "os") == (1, 2, 4, 8, 16, 32)
-    assert legal_slices(128, 128, 128, 2, 2, "os", block=8) == (1, 2, 4, 8)
     assert legal_slices(128, 128, 128, 2, 2, "os", max_slices=4) == (1, 2, 4)
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from mstrain.hardware import parse_target
 from mstrain.hardware.constants import constants_for
-from mstrain.parallel.dataflow import Projection, choose_dataflow, legal_slices
+from mstrain.parallel.dataflow import Projection, legal_slices
 from mstrain.parallel.product_cost import Layout, communication_terms
 from tests.planner.products.blocks import GPT3, MEGATRON
 from tests.planner.products.reference import analytic, emulated
-from tests.planner.products.tuner import layout_cost, traffic_bytes, tune
+from tests.planner.products.tuner import choose_dataflow, layout_cost, traffic_bytes, tune
 
 BATCH_CHIPS, BATCH_HALF = 256 * 2048, 128 * 2048
 PEAK = 272e12  # what the paper divides by
@@ -98,7 +98,7 @@ def test_all_output_stationary_at_32x8(simulator, block, figure):
 def test_average_rule_with_blocks_of_eight(simulator, block, figure):
     average, total = replace(simulator, overlap="average"), 0.0
     for p, dataflow in zip(block, RULE):
-        legal = legal_slices(p.in_dim, p.out_dim, BATCH_HALF, 32, 8, dataflow, block=8)
+        legal = legal_slices(p.in_dim // 8, p.out_dim // 8, BATCH_HALF // 8, 32, 8, dataflow)
         layout = Layout(p, BATCH_HALF, 32, 8, dataflow)
         total += min(layout_cost(layout, s, average).seconds for s in legal)
     assert utilisation(block, total) == figure

@@ -9,10 +9,30 @@ from mstrain.hardware.constants import Constants
 from mstrain.hardware.pod import factorizations
 from mstrain.parallel.dataflow import Projection, check_dataflow
 from mstrain.parallel.product_cost import Cost, Layout, Terms, communication_terms, pass_costs
-from mstrain.parallel.tune import Block, families, family_choices
+from mstrain.parallel.tune import Block, families, family_choices, keeps_output
 from tests.planner.products.tuning_result import AxisPair, Candidate, Tuning, why_slower
 
 MESHSLICE, COLLECTIVE = "meshslice", "collective"
+
+
+def choose_dataflow(in_dim: int, out_dim: int, tokens: int) -> str:
+    """The dataflow that keeps the largest of X, W and Y in place (MeshSlice paper section 3.2.1)."""
+    if out_dim > in_dim and tokens >= in_dim:
+        return "os"
+    if in_dim >= out_dim and tokens >= out_dim:
+        return "ls"
+    return "rs"
+
+
+def _families(problem: Block) -> dict[str, list[list[str]]]:
+    """Those of the tuner, or for `rule` the paper's rule."""
+    if problem.dataflow != "rule":
+        return families(problem)
+    flows = [choose_dataflow(p.in_dim, p.out_dim, problem.tokens) for p in problem.projections]
+    if any(flow != "rs" for flow in flows):  # "rs" would transpose activations that other projections read
+        pairs = zip(problem.projections, flows)
+        flows = [("os" if keeps_output(p) else "ls") if flow == "rs" else flow for p, flow in pairs]
+    return {"rule": [[flow] for flow in flows]}
 
 
 def layout_cost(layout: Layout, slices: int, constants: Constants) -> Cost:
@@ -77,7 +97,7 @@ def _candidate(problem: Block, mesh, family: str, allowed: list[list[str]]) -> C
 def _search(problem: Block, meshes) -> tuple[list[Candidate], list[tuple[int, int, str]]]:
     found, rejected = [], []
     for mesh in meshes:
-        for family, allowed in families(problem).items():
+        for family, allowed in _families(problem).items():
             try:
                 found.append(_candidate(problem, mesh, family, allowed))
             except ValueError as error:
