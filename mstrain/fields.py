@@ -35,6 +35,12 @@ class Fields:
             raise self.error(key, f"is {kind(value)}; write an object.")
         return Fields(self.where, f"{self.path}.{key}" if self.path else key, value)
 
+    def objects(self, key: str) -> list["Fields"]:
+        values = self._get(key, MISSING)
+        if not isinstance(values, list) or not values:
+            raise self.error(key, f"is {kind(values)}; write a list of objects.")
+        return [Fields(self.where, f"{self.path}.{key}[{n}]".lstrip("."), each) for n, each in enumerate(values)]
+
     def text(self, key: str, default=MISSING) -> str:
         value = self._get(key, default)
         if not isinstance(value, str):
@@ -53,14 +59,16 @@ class Fields:
             raise self.error(key, f"is {kind(value)}; write a whole number of 1 or more.")
         return value
 
-    def number(self, key: str, default=MISSING, unit: str = "") -> float | None:
-        """A positive number; None where the default is None."""
-        value = self._get(key, default)
-        if value is None and default is None:
-            return None
+    def number(self, key: str, unit: str = "") -> float:
+        """A positive number."""
+        value = self._get(key, MISSING)
         if not is_number(value) or value == 0:
             raise self.error(key, f"is {kind(value)}; write a positive number{unit and f' of {unit}'}.")
         return float(value)
+
+    def number_or_none(self, key: str) -> float | None:
+        """A positive number; None for null and for a missing one."""
+        return None if self.values.get(key) is None else self.number(key)
 
     def amount(self, key: str) -> float:
         """A number of 0 or more."""

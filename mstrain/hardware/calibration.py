@@ -9,20 +9,21 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
 import numpy as np
 
+from mstrain.fields import Fields
 from mstrain.hardware.chips import chip_for
 from mstrain.hardware.constants import COLLECTIVES, AxisLinks, Constants, constants_for, load_constants
 from mstrain.hardware.gemm_times import GemmTime
 from mstrain.hardware.link import Link
+from mstrain.json_files import read_json
 
 FORMAT, VERSION = "mstrain-calibration", 2
-LARGEST = 2**20  # bytes of a file that is read
 KINDS = (*COLLECTIVES, "all_reduce")
 AXES = ("row", "col")
+TEXTS = ("device_kind", "platform", "dtype", "jax", "date", "source")
 _LINK = {"launch": "launch_seconds", "sync": "sync_seconds", "bandwidth": "bandwidth_bytes_per_second"}
 
 
@@ -134,22 +135,10 @@ def load_calibration(path: str | Path) -> Calibration:
     Raises ValueError, with the reason and the command that makes a file, for anything else.
     """
     try:
-        with open(path, "rb") as file:
-            content = file.read(LARGEST + 1)
-        if len(content) > LARGEST:
-            raise ValueError(f"it is larger than {LARGEST} bytes")
-        return parse_calibration(json.loads(content))
-    except OSError as error:
-        reason = error.strerror or str(error)
-    except json.JSONDecodeError as error:
-        reason = f"it is not whole JSON (line {error.lineno})"
-    except UnicodeDecodeError:
-        reason = "it is not text"
-    except RecursionError:
-        reason = "it is nested too deeply"
+        return parse_calibration(read_json(path, "file"))
     except ValueError as error:
         reason = str(error)
-    raise ValueError(f"calibration={path}: {reason}. Make one: python benchmark.py bench=calibrate.")
+    raise ValueError(f"calibration={path} is not usable: {reason} Make one: python benchmark.py bench=calibrate.")
 
 
 def read_constants(name_or_path: str | Path) -> Constants:
@@ -158,8 +147,8 @@ def read_constants(name_or_path: str | Path) -> Constants:
     Raises ValueError for anything else.
     """
     try:
-        document = json.loads(Path(name_or_path).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        document = read_json(name_or_path, "file")
+    except ValueError:
         document = None
     if not is_calibration(document):
         return load_constants(name_or_path)
@@ -178,77 +167,32 @@ def is_calibration(document: Any) -> bool:
 def parse_calibration(document: Any) -> Calibration:
     """A calibration from parsed JSON; raises ValueError that names the first entry which is wrong."""
     if not is_calibration(document):
-        raise ValueError(f'it is not a calibration of mstrain ("format" is not "{FORMAT}")')
+        raise ValueError(f'it is not a calibration of mstrain ("format" is not "{FORMAT}").')
     if document.get("version") != VERSION:
-        raise ValueError(f"its version is {document.get('version')!r}, and this mstrain reads version {VERSION}")
-    device_kind, platform, dtype, jax, date, source = (
-        _text(document, name) for name in ("device_kind", "platform", "dtype", "jax", "date", "source")
-    )
-    dispatch, argument, exponential, reduction, transpose = (
-        _number(document, f"{name}_seconds", 0.0)
-        for name in ("dispatch", "argument", "exponential", "reduction", "transpose")
-    )
-    kernels = tuple(KernelTime(_count(row, "bytes"), _positive(row, "seconds")) for row in _rows(document, "kernels"))
+        raise ValueError(f"its version is {document.get('version')!r}, and this mstrain reads version {VERSION}.")
+    fields = Fields("entry", "", document)
+    kernels = tuple(KernelTime(row.whole("bytes"), row.number("seconds")) for row in fields.objects("kernels"))
     gemm = tuple(
-        GemmTime(_count(row, "m"), _count(row, "k"), _count(row, "n"), _positive(row, "seconds"))
-        for row in _rows(document, "gemm")
+        GemmTime(row.whole("m"), row.whole("k"), row.whole("n"), row.number("seconds"))
+        for row in fields.objects("gemm")
     )
     if any(a.bytes >= b.bytes for a, b in zip(kernels, kernels[1:])):
-        raise ValueError("kernels are not in ascending order of bytes")
+        raise fields.error("kernels", "are not in ascending order of bytes.")
     shapes = {(time.m, time.k, time.n) for time in gemm}
     edges = [sorted({shape[i] for shape in shapes}) for i in range(3)]
     if len(shapes) != len(gemm) or len(gemm) != math.prod(map(len, edges)):
-        raise ValueError("gemm is not a full grid of shapes")
-    links = _entry(document, "links", dict)
-    if links and set(links) != set(AXES):
-        raise ValueError(f"links are of {', '.join(map(str, links))} instead of row and col")
-    links = {axis: {kind: _link(_entry(links[axis], kind, dict)) for kind in KINDS} for axis in AXES if links}
-    devices = _count(document, "devices")
+        raise fields.error("gemm", "is not a full grid of shapes.")
+    links = fields.object("links")
+    if links.values and set(links.values) != set(AXES):
+        raise fields.error("links", f"are of {', '.join(links.values)} instead of row and col.")
+    axes = [(axis, links.object(axis)) for axis in AXES if links.values]
+    own: dict[str, Any] = {name: fields.text(name) for name in TEXTS}
+    own |= {name: fields.amount(name) for name in Calibration.__dataclass_fields__ if name.endswith("_seconds")}
     return Calibration(
-        device_kind=device_kind, platform=platform, devices=devices, dtype=dtype, jax=jax, date=date, source=source,
-        dispatch_seconds=dispatch, argument_seconds=argument, exponential_seconds=exponential,
-        reduction_seconds=reduction, transpose_seconds=transpose,
-        step_ratio=_positive(document, "step_ratio"), kernels=kernels, gemm=gemm, links=links,
+        **own, devices=fields.whole("devices"), step_ratio=fields.number("step_ratio"), kernels=kernels, gemm=gemm,
+        links={axis: {kind: _link(each.object(kind)) for kind in KINDS} for axis, each in axes},
     )  # fmt: skip
 
 
-def _entry(entry: Any, name: str, kind: type | UnionType) -> Any:
-    if not isinstance(entry, dict) or name not in entry:
-        raise ValueError(f"it has no {name}")
-    if not isinstance(entry[name], kind):
-        raise ValueError(f"{name} is of the wrong type ({type(entry[name]).__name__})")
-    return entry[name]
-
-
-def _text(entry: Any, name: str) -> str:
-    return _entry(entry, name, str)
-
-
-def _rows(entry: Any, name: str) -> list:
-    rows = _entry(entry, name, list)
-    if not rows:
-        raise ValueError(f"{name} is empty")
-    return rows
-
-
-def _number(entry: Any, name: str, least: float) -> float:
-    value = _entry(entry, name, int | float)
-    if isinstance(value, bool) or not least <= value < 1e300:
-        raise ValueError(f"{name}={value!r} is not a number from {least:g} up")
-    return float(value)
-
-
-def _positive(entry: Any, name: str) -> float:
-    return _number(entry, name, 1e-15)
-
-
-def _count(entry: Any, name: str) -> int:
-    value = _number(entry, name, 1)
-    if value != int(value):
-        raise ValueError(f"{name}={value!r} is not a whole number")
-    return int(value)
-
-
-def _link(entry: dict) -> Link:
-    launch, sync = (_number(entry, _LINK[name], 0.0) for name in ("launch", "sync"))
-    return Link(launch, sync, _positive(entry, _LINK["bandwidth"]))
+def _link(fields: Fields) -> Link:
+    return Link(fields.amount(_LINK["launch"]), fields.amount(_LINK["sync"]), fields.number(_LINK["bandwidth"]))

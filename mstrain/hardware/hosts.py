@@ -81,7 +81,7 @@ def read_clusterfile(path: str | Path) -> dict[str, tuple]:
 
 def _entry(fields: Fields) -> tuple:
     name, (inter, intra, memory) = CLUSTER_FIELDS[0], CLUSTER_FIELDS[1:]
-    speeds = [fields.number(field, unit="GB/s") or 0.0 for field in (inter, intra)]
+    speeds = [fields.number(field, "GB/s") for field in (inter, intra)]
     if max(speeds) > 1e6:
         raise fields.error("bandwidth", f"{max(speeds):g} looks like bytes/s; write GB/s.")
-    return fields.text(name), *speeds, fields.number(memory, unit="GB per device")
+    return fields.text(name), *speeds, fields.number(memory, "GB per device")

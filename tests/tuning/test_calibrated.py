@@ -107,15 +107,15 @@ BAD = {
     "nothing": (lambda d: None, 'not a calibration of mstrain'),
     "constants of another format": (lambda d: {"flops": 1}, 'not a calibration of mstrain'),
     "version": (wrong(version=1), "version is 1"),
-    "text as number": (wrong(dispatch_seconds="1"), "dispatch_seconds is of the wrong type"),
-    "true as number": (wrong(dispatch_seconds=True), "dispatch_seconds=True"),
-    "not a number": (wrong(dispatch_seconds=float("nan")), "dispatch_seconds=nan"),
-    "negative": (wrong(exponential_seconds=-1), "exponential_seconds=-1"),
-    "huge": (wrong(dispatch_seconds=10**400), "dispatch_seconds"),
-    "no ratio": (wrong(step_ratio=0), "step_ratio=0"),
-    "no kernels": (wrong(kernels=[]), "kernels is empty"),
-    "kernels": (wrong(kernels={}), "kernels is of the wrong type"),
-    "a row of products": (wrong(gemm=[7]), "it has no m"),
+    "text as number": (wrong(dispatch_seconds="1"), "dispatch_seconds is '1'"),
+    "true as number": (wrong(dispatch_seconds=True), "dispatch_seconds is True"),
+    "not a number": (wrong(dispatch_seconds=float("nan")), "dispatch_seconds is nan"),
+    "negative": (wrong(exponential_seconds=-1), "exponential_seconds is -1"),
+    "huge": (wrong(dispatch_seconds=10**400), "401 digits"),
+    "no ratio": (wrong(step_ratio=0), "step_ratio is 0"),
+    "no kernels": (wrong(kernels=[]), "kernels is a list"),
+    "kernels": (wrong(kernels={}), "kernels is an object"),
+    "a row of products": (wrong(gemm=[7]), r"gemm\[0\] is 7"),
     "half a grid": (lambda d: {**d, "gemm": d["gemm"][:-1]}, "full grid"),
     "one axis": (lambda d: {**d, "links": {"row": d["links"]["row"]}}, "links are of row"),
     "no bandwidth": (wrong(links={"row": {"all_gather": {}}, "col": {}}), "launch_seconds"),
@@ -148,7 +148,7 @@ def test_a_truncated_file_ends_the_command_with_two(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         run_command(BENCHMARK, ["bench=tune", "meshes=2x2", f"calibration={path}"])
     assert stopped.value.code == 2
-    assert "not whole JSON" in capsys.readouterr().err
+    assert "not JSON" in capsys.readouterr().err
 
 
 def test_a_file_of_other_devices_is_refused(tmp_path):

@@ -145,7 +145,7 @@ def _check(request: PlanRequest, plan: PodPlan) -> None:
 
 
 def _measured(fields: Fields, tokens: float) -> tuple[float | None, float | None]:
-    rate, seconds, mfu = (fields.number(key, None) for key in MEASURED)
+    rate, seconds, mfu = map(fields.number_or_none, MEASURED)
     if rate is None and seconds is not None:
         rate = tokens / seconds
     if mfu is not None and mfu > 1:
@@ -175,7 +175,7 @@ def _model(fields: Fields, name: str) -> ModelConfig:
 def _pod(fields: Fields) -> Pod:
     device, devices = fields.text("device"), fields.whole("devices")
     per_node = fields.whole("devices_per_node") if "devices_per_node" in fields.values else None
-    network = fields.number("node_gbytes_per_s", None)
+    network = fields.number_or_none("node_gbytes_per_s")
     if chip := gpu_named(device):
         return gpu_pod(chip, devices, per_node, network * 1e9 if network else None)
     chip = all_chips().get(device.lower())
