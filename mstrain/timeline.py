@@ -93,17 +93,19 @@ def first_events(timeline: Timeline, limit: int) -> Timeline:
         return timeline
     chosen = np.sort(np.argsort(timeline.start, kind="stable")[:limit])
     until = timeline.start[chosen].max(initial=0.0)
-    columns = ("lane", "name", "start", "duration", "communication")
-    return replace(
-        timeline,
-        **{name: getattr(timeline, name)[chosen] for name in columns},
-        args={key: column[chosen] for key, column in timeline.args.items()},
-        counters=tuple(
-            replace(counter, time=counter.time[shown], value=counter.value[shown])
-            for counter in timeline.counters
-            for shown in [counter.time <= until]
-        ),
+    counters = tuple(
+        replace(counter, time=counter.time[shown], value=counter.value[shown])
+        for counter in timeline.counters
+        for shown in [counter.time <= until]
     )
+    return replace(of_events(timeline, chosen), counters=counters)
+
+
+def of_events(timeline: Timeline, chosen: np.ndarray) -> Timeline:
+    """The events `chosen`, by their numbers or as a mask."""
+    columns = ("lane", "name", "start", "duration", "communication")
+    args = {key: column[chosen] for key, column in timeline.args.items()}
+    return replace(timeline, **{name: getattr(timeline, name)[chosen] for name in columns}, args=args)
 
 
 class Use(NamedTuple):

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import gzip
 import json
+import shlex
 import shutil
 import sys
 
@@ -196,6 +197,12 @@ MISTAKES = {
         ["model=megatron_nlg_530b", "cluster=v4-64"],
         ["no plan of megatron_nlg_530b", "GB", "larger cluster="],
     ),
+    "a mesh that splits the torus": (
+        ["cluster=v5p-1024", "replicas=128", "tensor=4"],
+        ["whole axes of a torus of 8x8x8 chips"],
+    ),
+    "too little time": (["max_seconds=1e-6"], ["no plan was found", "of search. Type max_seconds="]),
+    "no file": (["published=null"], ["published=null names no file", "published=FILE"]),
     "vocabulary": (["model=tiny", "seq=64"], ["model.vocab_size=256"]),
     "interleave": (["interleave=2"], ["no effect", "schedule=interleaved"]),
     "interleaved batch": (
@@ -277,6 +284,7 @@ def test_a_profile_that_cannot_be_is_one_message(arguments, words, tmp_path, cap
 BAD_INPUTS = {
     "missing host": (("hostfile", "9.9.9.9 slots=4\n"), ["hostfile:1", "9.9.9.9", "add an entry"]),
     "malformed line": (("hostfile", "0.0.0.1 slots=4\n0.0.0.4 four\n"), ["hostfile:2", "ADDRESS slots=K"]),
+    "many digits": (("hostfile", f"0.0.0.1 slots={'9' * 5000}\n"), ["hostfile:1", "...; write ADDRESS slots=K"]),
     "no devices": (("hostfile", "0.0.0.1 slots=0\n"), ["hostfile:1", "slots=1 or more"]),
     "empty": (("hostfile", "\n# nobody\n"), ["hostfile", "no hosts"]),
     "not JSON": (("clusterfile.json", "{"), ["clusterfile.json: line 1", "not JSON"]),
@@ -315,6 +323,26 @@ def test_a_bad_file_is_named_with_its_line_and_fix(case, planner, mixed, tmp_pat
     assert command(f"planner={planner}", *keys) == 2
     message = capsys.readouterr().err
     assert "Traceback" not in message and all(word in message for word in words), message
+
+
+def test_printed_commands_can_be_pasted(tmp_path, capsys):
+    """Whatever the name of the folder and of the model: the words of the command are those of a shell."""
+    folder = tmp_path / "a b;c=d&e"
+    model = ["model=deepseek_v2_lite", "model.name=mine", "model.layers=4", "model.latent.key_rank=256"]
+    keys = ["batch=8", "seq=64", "dtype=f32", "simulate=false", "remat=none", "accumulate=1", "algorithm=meshslice"]
+    keys += ["tensor=8", "max_seconds=300"]
+    assert command(*model, "cluster=h200:8", *keys, f"run_dir={folder}") == 0
+    lines = capsys.readouterr().out.splitlines()
+    typed = [shlex.split(line.partition("train.py ")[2]) for line in lines if "train.py model=" in line]
+    assert f"plan={folder}/plan.json" in typed[0]
+    configs = [load_config(words) for words in typed]
+    assert len(configs) == 2 and configs[0].mesh == configs[1].mesh
+    for config in configs:
+        sizes = config.model.name, config.model.layers, config.model.latent.key_rank
+        assert (*sizes, config.dtype) == ("mine", 4, 256, "f32")
+    assert command("experiment=metis_inputs", f"run_dir={folder}") == 0
+    written = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert f"hostfile={folder}/hostfile" in written and written[-1] == "gbs=128"
 
 
 def test_an_absent_profile_key_is_named(mixed, tmp_path, capsys):

@@ -6,6 +6,7 @@ share of its start time. The largest group of an axis is the axis; smaller group
 
 import dataclasses
 import functools
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -63,7 +64,7 @@ def measure_links(config: BenchmarkConfig, console: Console) -> int:
     console.print(_table(fits, rate, source))
     console.print(
         f"Written: {folder}/constants.json collectives.csv collectives.png. The tuner reads the first: "
-        f"python benchmark.py bench=tune meshes={shape} constants={folder / 'constants.json'}",
+        f"python benchmark.py bench=tune meshes={shape} constants={shlex.quote(str(folder / 'constants.json'))}",
         soft_wrap=True,
     )  # fmt: skip
     return 0

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from mstrain.timeline import Timeline
+from mstrain.timeline import Timeline, of_events
 
 COLORS = {
     "forward": "tab:blue",
@@ -136,13 +136,15 @@ def plot_gantt(
 
     With `devices` only theirs, in that order; with `most` at most so many rows, those of links left out first.
     """
-    rows, kinds = rows_of(timeline, devices, most), event_kinds(timeline)
+    rows, seconds = rows_of(timeline, devices, most), timeline.seconds
     own = [row for row in rows_of(timeline, devices, None) if row.device == rows[0].device]
+    timeline = of_events(timeline, np.isin(timeline.lane, [lane for row in (*rows, *own) for lane in row.lanes]))
+    kinds = event_kinds(timeline)
     parts = parts_of(timeline, own[0])
     heights = [len(rows), *[len(own)] * len(parts)]
     figure = Figure(figsize=(12, 1.2 + 0.5 * len(heights) + 0.3 * sum(heights)), layout="constrained")
     whole, *panels = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
-    draw(whole, timeline, kinds, rows, 0.0, timeline.seconds)
+    draw(whole, timeline, kinds, rows, 0.0, seconds)
     label_microbatches(whole, timeline, rows)
     whole.set_title("the whole step; full height: busy all the time", fontsize=8, loc="left")
     for axis, (name, interval) in zip(panels, parts.items()):

@@ -64,17 +64,20 @@ def find_pod(cluster: str, dtype: str = "bf16") -> Pod:
 
 
 def _named(text: str, cluster: str) -> Pod:
-    gpus = re.fullmatch(r"([\w.-]+):(\d{1,9})(?:x(\d{1,9}))?(?:@(\d+(?:\.\d+)?)GB/s)?", text.replace(" ", ""), re.I)
+    gpus = re.fullmatch(r"([\w.-]+):(\d{1,9})(?:x(\d{1,9}))?(?:@(\d+(?:\.\d+)?)(GB/s))?", text.replace(" ", ""), re.I)
     if gpus and (chip := gpu_named(gpus[1])):
         first, second = int(gpus[2]), int(gpus[3]) if gpus[3] else None
-        devices = first * (second or 1)
+        devices = first * (1 if second is None else second)
         if not 1 <= devices <= MOST_DEVICES:
             raise ValueError(f"{devices} devices are not between 1 and {MOST_DEVICES}.")
+        if gpus[5] == "Gb/s":
+            raise ValueError(f"{gpus[4]}Gb/s are gigabits. Type gigabytes: @{float(gpus[4]) / 8:g}GB/s.")
         network = float(gpus[4]) * 1e9 if gpus[4] else None
         if network == 0:
             raise ValueError("A network of 0 GB/s carries nothing. Type its bandwidth a node one way.")
         return gpu_pod(chip, devices, first if second else None, network, cluster)
-    if chip := gpu_named(text.partition(":")[0].strip()):
+    named = (gpu_named(part.strip()) for part in (text.partition(":")[0], *re.split(r"[\s:]|^\d+\s*x|-(?=\d+$)", text)))
+    if chip := next(filter(None, named), None):
         name = chip.name
         raise ValueError(f"GPUs are {name}:16, {name}:8x2 (8 a node, 2 nodes) or {name}:8x2@100GB/s.")
     tpu_slice = parse_target(text)

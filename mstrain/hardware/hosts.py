@@ -1,6 +1,6 @@
 """Host file and cluster file of Metis: the hosts of a cluster and their links.
 
-A host file has one host per line, `ADDRESS slots=K` (or `ADDRESS K`), K being its number of devices. A
+A host file has one host per line, `ADDRESS slots=K` (or `ADDRESS K`), K being its number of devices, at most 9999. A
 cluster file is a JSON object from address to device type, bandwidths in GB/s and memory in GB per device.
 """
 
@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from mstrain.fields import Fields
+from mstrain.fields import Fields, kind
 from mstrain.json_files import read_json, read_text
 
 CLUSTER_FIELDS = ("instance_type", "inter_bandwidth", "intra_bandwidth", "memory")
@@ -51,11 +51,11 @@ def read_hosts(hostfile: str | Path, clusterfile: str | Path) -> Hosts:
     nodes = []
     for line_number, line in enumerate(read_text(hostfile, "host file").splitlines(), start=1):
         text, where = line.split("#")[0].strip(), f"{hostfile}:{line_number}:"
-        match = re.fullmatch(r"(\S+)\s+(?:slots=)?(\d+)", text)
+        match = re.fullmatch(r"(\S+)\s+(?:slots=)?(\d{1,4})", text)
         if not text:
             continue
         if not match:
-            raise ValueError(f"{where} cannot read {text!r}; write ADDRESS slots=K, e.g. 10.0.0.1 slots=8")
+            raise ValueError(f"{where} cannot read {kind(text)}; write ADDRESS slots=K, e.g. 10.0.0.1 slots=8")
         address, slots = match[1], int(match[2])
         if slots < 1:
             raise ValueError(f"{where} {address} has no devices; write slots=1 or more, or remove the line")

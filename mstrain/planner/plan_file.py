@@ -1,11 +1,12 @@
 """plan.json, which carries a plan from plan.py to train.py: its keys of train.py, or why train.py cannot run it."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 from mstrain.fields import Fields
 from mstrain.json_files import read_json, write_json
-from mstrain.models.zoo import load_preset
+from mstrain.models.zoo import load_preset, preset_names
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.search import PodResult
 from mstrain.planner.trainer import spelled, train_keys
@@ -27,25 +28,38 @@ KEYS = (
 
 
 def model_keys(request: PlanRequest) -> dict:
-    """model=NAME, and the fields in which the model differs from that preset."""
-    preset = dataclasses.asdict(load_preset(request.model.name))
-    changed = {name: value for name, value in dataclasses.asdict(request.model).items() if value != preset[name]}
-    texts = {name: "null" if value is None else str(value) for name, value in changed.items()}
-    return {"model": request.model.name, **{f"model.{name}": text for name, text in texts.items()}}
+    """model=NAME, and the fields in which the model differs from that preset: of a model with a name of its own, the
+    preset with the fewest other fields."""
+    given, names = _flat(dataclasses.asdict(request.model)), preset_names()
+    presets = [request.model.name] if request.model.name in names else names
+    changed = {preset: given.items() - _flat(dataclasses.asdict(load_preset(preset))).items() for preset in presets}
+    nearest = min(presets, key=lambda preset: len(changed[preset]))
+    texts = {f"model.{name}": "null" if given[name] is None else str(given[name]) for name in dict(changed[nearest])}
+    return {"model": nearest, **dict(sorted(texts.items()))}
+
+
+def _flat(values: dict) -> dict:
+    """Nested fields by their keys, such as `latent.key_rank`."""
+    inner = ({f"{name}.{key}": v for key, v in _flat(value).items()} if isinstance(value, dict) else {name: value}
+             for name, value in values.items())  # fmt: skip
+    return dict(itertools.chain.from_iterable(each.items() for each in inner))
 
 
 def train_line(request: PlanRequest, plan) -> str:
     """The command that runs `plan`, every key spelled out."""
-    step = {"batch": request.batch, "seq": request.seq, "dtype": request.dtype, **request.optimizer_keys}
-    keys = {**model_keys(request), **train_keys(plan, request.pod.slices), **step}
+    keys = {**model_keys(request), **train_keys(plan, request.pod.slices), **_step_keys(request)}
     return f"python train.py {spelled(keys)}"
+
+
+def _step_keys(request: PlanRequest) -> dict:
+    return {"batch": request.batch, "seq": request.seq, "dtype": request.dtype, **request.optimizer_keys}
 
 
 def write_plan(request: PlanRequest, result: PodResult, folder: Path) -> Path:
     """plan.json: the winner, and the best plan that train.py can run with its keys (null if it can run none)."""
     best, runs = result.best, result.trainable[0] if result.trainable else None
     document = {
-        "model": request.model.name,
+        "model": model_keys(request)["model"],
         "cluster": request.pod.name,
         "batch": request.batch,
         "seq": request.seq,
@@ -76,9 +90,8 @@ def closing_lines(request: PlanRequest, result: PodResult, path: Path) -> list[s
     if why:
         more = 100 * (runs.seconds / best.seconds - 1)
         lines.append(f"The best that train.py runs takes {1e3 * runs.seconds:.1f} ms a step, {more:.1f} % more.")
-    step = {"batch": request.batch, "seq": request.seq, **request.optimizer_keys}
-    keys = spelled({**model_keys(request), **step})
-    return [*lines, f"This file: python train.py {keys} plan={path}", train_line(request, runs.plan)]
+    keys = spelled({**model_keys(request), **_step_keys(request), "plan": path})
+    return [*lines, f"This file: python train.py {keys}", train_line(request, runs.plan)]
 
 
 def plan_overrides(arguments: list[str]) -> list[str]:

@@ -342,15 +342,19 @@ def why_slower(loser: Costed, best: Costed) -> str:
 def _nothing_fits(request: PlanRequest, result: PodResult, max_seconds: float) -> str:
     pod, fixed = request.pod, request.fixed
     if not result.finished:
-        return f"no plan was found within {max_seconds:g} s. Type max_seconds={2 * max_seconds:g}."
+        return f"no plan was found in {max_seconds:g} s of search. Type max_seconds={4 * max_seconds:g}."
     if not result.rejected:
         keys = {"replicas": fixed.data}
         keys |= {name: getattr(fixed, name) for name in ("tensor", "context", "pipeline", "expert")}
         what = " and ".join(f"{key}={value}" for key, value in keys.items() if value) or f"batch={request.batch}"
+        torus = ""
+        if pod.tpu_slice and fixed.pipeline in (None, 1):
+            chips = "x".join(map(str, pod.tpu_slice.topology))
+            torus = f"the tensor devices of a plan of one stage are whole axes of a torus of {chips} chips, "
         return (
             f"no plan has {what} on the {pod.devices} devices of {pod.name}: the degrees multiply to "
-            f"{pod.devices}, replicas divide batch={request.batch}, expert divides replicas, pipeline is at most "
-            f"{request.layer_groups[-1][1]} layers. Type {' '.join(f'{key}=auto' for key in keys)}."
+            f"{pod.devices}, {torus}replicas divide batch={request.batch}, expert divides replicas, pipeline is at "
+            f"most {request.layer_groups[-1][1]} layers. Type {' '.join(f'{key}=auto' for key in keys)}."
         )
     full = [(r.costed.fullest.total, r) for r in result.rejected if r.costed]
     shown = min(full, key=lambda pair: pair[0])[1] if full else result.rejected[0]

@@ -1,5 +1,6 @@
 """Which plans train.py can run, and the keys for them."""
 
+import shlex
 from collections.abc import Mapping
 
 from mstrain.models.remat import LADDER
@@ -37,5 +38,5 @@ def train_keys(plan: PodPlan, slices: int = 1) -> dict[str, str | int]:
 
 
 def spelled(keys: Mapping[str, object]) -> str:
-    """`KEY=VALUE ...`, as they are typed."""
-    return " ".join(f"{key}={value}" for key, value in keys.items())
+    """`KEY=VALUE ...`, quoted for a shell."""
+    return " ".join(f"{key}={shlex.quote(str(value))}" for key, value in keys.items())

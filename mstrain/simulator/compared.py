@@ -77,9 +77,8 @@ def write_pictures(result: Simulation, folder: Path, devices: Sequence[int] | No
     They show lanes over time, memory over time (both of `devices` only), and memory of the fullest device by category.
     """
     timeline = result.timeline()
-    shown = first_events(timeline, TRACE_EVENTS)
-    write_perfetto(shown, folder / "trace.json.gz")
-    plot_gantt(shown, folder / "gantt.png", GANTT_LANES, devices)
+    write_perfetto(first_events(timeline, TRACE_EVENTS), folder / "trace.json.gz")
+    plot_gantt(timeline, folder / "gantt.png", GANTT_LANES, devices)
     plot_memory(timeline, folder / "memory.png", devices)
     peaks = result.memory.peak_bytes
     plot_memory(timeline, folder / "memory_by_category.png", [max(peaks, key=peaks.__getitem__)], by_category=True)

@@ -1,6 +1,7 @@
 """plan.py planner=metis, planner=homogeneous and experiment=metis_inputs: the reference's planners and their inputs."""
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
 
 from mstrain.commands.plans.mixed import Files
@@ -91,9 +92,7 @@ def run_metis_inputs(config: InputsConfig) -> int:
     write_json(entries, folder / "clusterfile.json")
     files = write_profiles(folder / "profiles", samples, config.num_layers, config.max_batch, slowdown=config.slowdown)
     print(f"{files} synthetic profiles, host file and cluster file in {folder}; now type")
-    print(
-        f"python plan.py planner=metis hostfile={folder / 'hostfile'} "
-        f"clusterfile={folder / 'clusterfile.json'} "
-        f"profiles={folder / 'profiles'} num_layers={config.num_layers} gbs=128"
-    )
+    names = {"hostfile": "hostfile", "clusterfile": "clusterfile.json", "profiles": "profiles"}
+    paths = " ".join(f"{key}={shlex.quote(str(folder / name))}" for key, name in names.items())
+    print(f"python plan.py planner=metis {paths} num_layers={config.num_layers} gbs=128")
     return 0

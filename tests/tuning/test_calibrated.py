@@ -137,8 +137,9 @@ def test_a_bad_file_is_refused_with_what_is_wrong(case, tmp_path):
 def test_what_is_no_json_is_refused(content, tmp_path):
     path = tmp_path / "c.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"calibration={path}"):
+    with pytest.raises(ValueError, match=f"calibration={path}") as error:
         load_calibration(path)
+    assert "set_int_max_str_digits" not in str(error.value)  # Python's advice, for programmers
 
 
 def test_a_truncated_file_ends_the_command_with_two(tmp_path, capsys):

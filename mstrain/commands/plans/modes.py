@@ -45,6 +45,8 @@ def choose(arguments: list[str]) -> tuple[str, str, list[str]]:
     rest = [argument for argument, (name, _) in zip(arguments, given) if name != key]
     if key in VALUES:
         name = VALUES[key][0]
+        if value in ("", "null"):
+            raise ValueError(f"{key}={value} names no {name}. Type {key}={name.upper()}.")
         return key, name, [f"{name}={value}", *rest]
     one_of(key, value, list(MODES[key]))
     return key, value, rest

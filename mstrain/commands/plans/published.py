@@ -27,8 +27,6 @@ class PublishedConfig:
 
     def __post_init__(self):
         mounted("run_dir", self.run_dir)
-        if not self.file:
-            raise ValueError("published= is empty. Type published=FILE.")
 
 
 def run_file(config: PublishedConfig) -> int:

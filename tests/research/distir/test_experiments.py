@@ -9,6 +9,7 @@ import pytest
 
 from mstrain.display import gantt
 from mstrain.display import plots as timelines
+from mstrain.simulator import compared
 from mstrain.simulator.cluster import Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees
 from research.distir import experiments
@@ -135,3 +136,14 @@ def test_gantt_shows_exactly_the_busy_time(tmp_path):
     assert {"forward", "backward", "optimizer", "all_reduce", "ppermute, send"} <= seen
     for draw in (gantt.plot_gantt, timelines.plot_memory):
         assert draw(timeline, tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_of_a_long_step_shows_its_end(tmp_path, monkeypatch):
+    """The trace ends after so many events, the picture does not."""
+    result = simulate_mlp(Mlp.square(8, 512, 256), Degrees(2, 2, 2, 4), Cluster.homogeneous(8, CHIP, Switch(25e9)))
+    drawn = []
+    monkeypatch.setattr(gantt, "draw", lambda axis, timeline, kinds, rows, *span: drawn.append((timeline, span)))
+    monkeypatch.setattr(compared, "TRACE_EVENTS", 20)
+    compared.write_pictures(result, tmp_path)
+    timeline, span = drawn[0]
+    assert span == (0.0, result.seconds) and timeline.seconds == result.seconds
