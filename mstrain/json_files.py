@@ -1,6 +1,7 @@
-"""JSON files that people hand in, and those written for them."""
+"""JSON files that people hand in, and those written for them and for other processes."""
 
 import json
+import secrets
 from pathlib import Path
 
 DIGITS = 18  # of an integer: larger ones are not measurements, and overflow where they become floats
@@ -45,3 +46,13 @@ def _integer(digits: str) -> int:
 def write_json(document, path: str | Path) -> None:
     """Writes a document for people and other programs, UTF-8."""
     Path(path).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes `path` in one step: other processes read the old text or the new one. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

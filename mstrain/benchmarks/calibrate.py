@@ -34,6 +34,7 @@ from mstrain.benchmarks.probes import (
     sizes_on,
 )
 from mstrain.benchmarks.step_probe import REFERENCE, reference_step
+from mstrain.display.tables import make_table
 from mstrain.hardware import Link
 from mstrain.hardware.calibration import AXES, KINDS, Calibration, KernelTime
 from mstrain.hardware.gemm_times import GemmTime
@@ -163,9 +164,7 @@ def _links(samples: list[Sample], platform: str) -> dict[str, dict[str, Link]]:
 
 
 def _table(calibration: Calibration) -> Table:
-    table = Table("what", title=f"{calibration.source}, jax {calibration.jax}", title_justify="left", box=None,
-                  padding=(0, 1, 0, 0))  # fmt: skip
-    table.add_column("time or rate", justify="right")
+    table = make_table(f"{calibration.source}, jax {calibration.jax}", ("what", "time or rate"), (), ("what",))
     best = max(calibration.gemm, key=lambda time: time.rate)
     micros = {
         "start a program": calibration.dispatch_seconds,

@@ -4,7 +4,6 @@ Calibration and steps are measured in the same rounds, in turn, so that both see
 calibration=FILE the steps alone are measured.
 """
 
-import csv
 import dataclasses
 import itertools
 import math
@@ -20,6 +19,7 @@ from mstrain.benchmarks.calibrate import FILE, calibration_of, compile_probes, s
 from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.benchmarks.probes import Probe, run_rounds
 from mstrain.benchmarks.step_probe import step_probe
+from mstrain.display.tables import make_table, write_csv
 from mstrain.hardware.calibration import Calibration, load_calibration
 from mstrain.mesh import parse_mesh
 from mstrain.planner.trainer import spelled
@@ -124,24 +124,22 @@ def _comparable(rows: list[Checked]) -> Iterator[tuple[Checked, Checked]]:
 
 
 def _table(rows: list[Checked], calibration: Calibration) -> Table:
-    table = Table("algorithm", "configuration", title=f"Training steps, {calibration.source}", title_justify="left",
-                  box=None, padding=(0, 1, 0, 0))  # fmt: skip
-    terms = (field.name for field in dataclasses.fields(StepTerms))
-    for heading in ("predicted ms", "measured ms", "ratio", *terms, "wall ms"):
-        table.add_column(heading, justify="right")
+    left, terms = ("algorithm", "configuration"), (field.name for field in dataclasses.fields(StepTerms))
+    cells = []
     for row in rows:
-        terms = (f"{1e3 * value:.1f}" for value in dataclasses.asdict(row.predicted).values())
-        table.add_row(row.algorithm, row.configuration, f"{1e3 * row.predicted.seconds:.1f}",
-                      f"{1e3 * row.measured:.1f}", f"{row.ratio:.2f}", *terms, f"{1e3 * row.wall:.1f}")  # fmt: skip
-    return table
+        terms_ms = (f"{1e3 * value:.1f}" for value in dataclasses.asdict(row.predicted).values())
+        cells.append((row.algorithm, row.configuration, f"{1e3 * row.predicted.seconds:.1f}",
+                      f"{1e3 * row.measured:.1f}", f"{row.ratio:.2f}", *terms_ms, f"{1e3 * row.wall:.1f}"))  # fmt: skip
+    columns = (*left, "predicted ms", "measured ms", "ratio", *terms, "wall ms")
+    return make_table(f"Training steps, {calibration.source}", columns, cells, left, wrapped=left)
 
 
 def _write(rows: list[Checked], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        names = [field.name for field in dataclasses.fields(StepTerms)]
-        writer.writerow(["algorithm", "configuration", "predicted_seconds", "measured_seconds", "ratio",
-                         *(f"{name}_seconds" for name in names), "wall_seconds"])  # fmt: skip
-        for row in rows:
-            times = row.predicted.seconds, row.measured, row.ratio, *dataclasses.astuple(row.predicted), row.wall
-            writer.writerow([row.algorithm, row.configuration, *times])
+    """In seconds."""
+    write_csv([
+        {"algorithm": row.algorithm, "configuration": row.configuration, "predicted_seconds": row.predicted.seconds,
+         "measured_seconds": row.measured, "ratio": row.ratio,
+         **{f"{name}_seconds": value for name, value in dataclasses.asdict(row.predicted).items()},
+         "wall_seconds": row.wall}
+        for row in rows
+    ], path)  # fmt: skip

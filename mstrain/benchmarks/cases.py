@@ -36,13 +36,7 @@ def make_cases(config: BenchmarkConfig, meshes: list[MeshShape]) -> list[Case]:
     for model in config.model_configs:
         for mesh in meshes:
             whole = parse_mesh(config.emulate) if config.emulate else mesh
-            batch = config.batch or whole.devices * config.accumulate
-            if batch % config.accumulate:
-                raise ValueError(
-                    f"batch={batch} does not divide into accumulate={config.accumulate} microbatches. "
-                    f"Type batch={-(-batch // config.accumulate) * config.accumulate}."
-                )
-            shrunk, sequences = shrink(model, batch, whole, mesh)
+            shrunk, sequences = shrink(model, config.sequences(whole.devices), whole, mesh)
             for name in config.algorithm_names:
                 found.append(Case(shrunk, mesh, name, sequences, config.accumulate))
     return found

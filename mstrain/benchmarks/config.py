@@ -201,6 +201,16 @@ class BenchmarkConfig:
             )
         return tuple(map(int, words * (len(PRODUCTS) // len(words))))
 
+    def sequences(self, devices: int) -> int:
+        """Of a step on so many devices; raises ValueError if they do not divide into microbatches."""
+        batch, parts = self.batch or devices * self.accumulate, self.accumulate
+        if batch % parts:
+            raise ValueError(
+                f"batch={batch} does not divide into accumulate={parts} microbatches. "
+                f"Type batch={-(-batch // parts) * parts}."
+            )
+        return batch
+
     @property
     def one_slice_count(self) -> int | None:
         """The slice count of all products for bench=tune; None for `auto`."""

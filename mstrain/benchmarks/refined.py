@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib.metadata
-import json
 import time
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from rich.table import Table
 from mstrain.benchmarks.comparison import duration
 from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.compiler import tpu_slice_devices
-from mstrain.display.tables import write_csv
+from mstrain.display.tables import make_table, write_csv
+from mstrain.json_files import write_json
 from mstrain.mesh import fit_to_devices
 from mstrain.models.config import ModelConfig
 from mstrain.planner.search import rank_meshes
@@ -55,9 +55,7 @@ def make_task(config: BenchmarkConfig, model: ModelConfig) -> TuningTask:
     assert tpu_slice is not None, "tune=compile needs target="
     slices = str(config.one_slice_count or "auto")
     parallel = dataclasses.replace(config.parallel("meshslice"), slices=slices)
-    batch = config.batch or tpu_slice.devices * config.accumulate
-    if batch % config.accumulate:
-        raise ValueError(f"batch={batch} does not divide into accumulate={config.accumulate} microbatches.")
+    batch = config.sequences(tpu_slice.devices)
     dtype = jnp.dtype(dtype_on("tpu", config.dtype)).name
     task = TuningTask(model, parallel, tpu_slice, batch, config.seq, config.accumulate, dtype, config.remat)
     return dataclasses.replace(task, meshes=_meshes(config, task))
@@ -85,12 +83,7 @@ def basis(task: TuningTask) -> str:
 
 def to_table(task: TuningTask, result: TuningResult) -> Table:
     """The table for a terminal, with the cost model's time of the products and the time of the compiled step."""
-    table = Table(title=basis(task), title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for name in ("mesh", "slices", "plan"):
-        table.add_column(name, no_wrap=name != "plan")
-    for name in ("model ms", "ms", "exposed", "products", "copies", "GiB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("why not")
+    rows, texts = [], ("mesh", "slices", "plan", "why not")
     for candidate in result.candidates:
         share = "n/a"
         if candidate.seconds is not None and candidate.exposed is not None:
@@ -99,10 +92,10 @@ def to_table(task: TuningTask, result: TuningResult) -> Table:
             _cell(candidate.model_seconds, 1e3), _cell(candidate.seconds, 1e3), share, _cell(candidate.gemm, 1e3),
             _cell(candidate.move, 1e3), _cell(candidate.memory, 1 / GIB),
         ]  # fmt: skip
-        table.add_row(candidate.mesh, candidate.slices, candidate.plan, *numbers, _why(candidate, result))
-    table.caption = "model ms: the products by the cost model; ms: the whole step, of which products and copies"
-    table.caption_justify = "left"
-    return table
+        rows.append((candidate.mesh, candidate.slices, candidate.plan, *numbers, _why(candidate, result)))
+    columns = (*texts[:3], "model ms", "ms", "exposed", "products", "copies", "GiB", texts[3])
+    caption = "model ms: the products by the cost model; ms: the whole step, of which products and copies"
+    return make_table(basis(task), columns, rows, texts, caption, wrapped=texts[2:])
 
 
 def _cell(value: float | None, scale: float) -> str:
@@ -120,7 +113,7 @@ def write(task: TuningTask, result: TuningResult, folder: Path) -> list[Path]:
     stem = folder / f"tune_compiled_{task.model.name}"
     paths = [stem.with_suffix(suffix) for suffix in (".json", ".csv", ".png")]
     document = {"kind": "predicted", "source": basis(task), "candidates": rows}
-    paths[0].write_text(json.dumps(document, indent=2) + "\n")
+    write_json(document, paths[0])
     write_csv(rows, paths[1])
     plot(task, result, paths[2])
     return paths

@@ -14,7 +14,9 @@ from rich.table import Table
 
 from mstrain.benchmarks.cases import Case
 from mstrain.benchmarks.work import Work
+from mstrain.display.tables import make_table
 from mstrain.hardware import mfu
+from mstrain.json_files import replace_text
 from mstrain.program.memory import GIB
 
 FORMULA = "MFU = model FLOPs (no recomputation) / (seconds x devices x peak)"
@@ -102,24 +104,17 @@ def to_table(report: Report) -> Table:
         if row.problem:
             result = "" if row.seconds else " has no result"
             notes.append(f"{row.algorithm} on {row.mesh}{result}: {row.problem}")
-    table = Table(
-        title=title, caption="\n".join(notes), title_justify="left", caption_justify="left", box=None,
-        padding=(0, 1, 0, 0),
-    )  # fmt: skip
     exposed = ["exposed", "hidden"] if report.kind == "predicted" else []
     bounds = ["low", "high", "unknown"] if report.kind == "predicted" else []
     compiling = ["compile s"] if any(row.compile_seconds for row in report.rows) else []
     numbers = ("ms", *bounds, "tokens/s", "TFLOP/s", "MFU", *exposed, "memory", *compiling)
-    for name in (*names, "algorithm", "plan"):
-        table.add_column(name, no_wrap=name != "plan")
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
+    left, rows = (*names, "algorithm", "plan"), []
     for row in report.rows:
         cells = _cells(row)
-        texts = [getattr(row, name) for name in (*names, "algorithm")]
+        texts = [getattr(row, name) for name in left[:-1]]
         plan = "no result" if row.problem and not row.seconds else row.plan
-        table.add_row(*texts, plan, *(cells[name] for name in numbers))
-    return table
+        rows.append((*texts, plan, *(cells[name] for name in numbers)))
+    return make_table(title, (*left, *numbers), rows, left, "\n".join(notes), wrapped=("plan",))
 
 
 def _cells(row: Row) -> dict[str, str]:
@@ -202,12 +197,10 @@ def plot(report: Report, path: str | Path) -> None:
 def write_numbers(report: Report, folder: Path) -> list[Path]:
     """Writes benchmark.csv and .json to `folder`, each by an atomic rename; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for kind, text in (("csv", to_csv(report)), ("json", to_json(report))):
-        path = folder / f"benchmark.{kind}"
-        path.with_suffix(".part").write_text(text)
-        paths.append(path.with_suffix(".part").replace(path))
-    return paths
+    texts = {folder / "benchmark.csv": to_csv(report), folder / "benchmark.json": to_json(report)}
+    for path, text in texts.items():
+        replace_text(path, text)
+    return [*texts]
 
 
 def write(report: Report, folder: Path) -> list[Path]:

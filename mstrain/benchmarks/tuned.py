@@ -1,7 +1,6 @@
 """bench=tune: the planner's ranking of meshes for a model, with the reason why each other mesh is slower."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -9,11 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from mstrain.benchmarks.config import BenchmarkConfig
-from mstrain.display.tables import write_csv
+from mstrain.display.tables import make_table, write_csv
 from mstrain.gemm import find_algorithm
 from mstrain.hardware import TpuSlice, chip_named
 from mstrain.hardware.calibration import read_constants
 from mstrain.hardware.pod import Pod, pod_of
+from mstrain.json_files import write_json
 from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
 from mstrain.planner.cost import Costed
@@ -49,15 +49,7 @@ def tune_model(
     request = _question(model, config, tpu_slice, "meshslice", devices)
     if not shapes:
         return request, rank_meshes(request)
-    asked = [
-        dataclasses.replace(
-            request,
-            fixed=dataclasses.replace(
-                request.fixed, data=s.copies, expert=s.expert, context=s.context, pipeline=s.stage, shape=(s.row, s.col)
-            ),
-        )
-        for s in dict.fromkeys(shapes)
-    ]
+    asked = [dataclasses.replace(request, fixed=request.fixed.on(shape)) for shape in dict.fromkeys(shapes)]
     found = [costed for each in asked for costed in rank_meshes(each)]
     return request, sorted(found, key=lambda costed: (not costed.fits, costed.seconds))
 
@@ -73,14 +65,11 @@ def _question(
         pod = measured.calibrated(config.calibration, dtype)
     elif config.constants or not tpu_slice:
         pod = dataclasses.replace(pod, measured=read_constants(config.constants or "cpu_emulated"))
-    batch = config.batch or pod.devices * config.accumulate
-    if batch % config.accumulate:
-        raise ValueError(f"batch={batch} does not divide into accumulate={config.accumulate} microbatches.")
     parallel = config.parallel(algorithm)
     if _sliced(algorithm) and config.bench == "tune" and config.one_slice_count:
         parallel = dataclasses.replace(parallel, slices=str(config.one_slice_count))
     fixed = Fixed(microbatches=config.accumulate, remat=config.remat)
-    return PlanRequest(model, pod, (parallel,), batch, config.seq, dtype, fixed)
+    return PlanRequest(model, pod, (parallel,), config.sequences(pod.devices), config.seq, dtype, fixed)
 
 
 def explain_all(config: BenchmarkConfig, console: Console) -> int:
@@ -100,7 +89,7 @@ def explain_all(config: BenchmarkConfig, console: Console) -> int:
             "mesh": str(best.shape),
             "candidates": rows,
         }
-        stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_json(document, stem.with_suffix(".json"))
         write_csv(rows, stem.with_suffix(".csv"))
         plot_plans(request, found, stem.with_suffix(".png"))
         share = best.terms.tensor_exposed / best.seconds
@@ -115,17 +104,14 @@ def to_table(request: PlanRequest, found: list[Costed]) -> Table:
     """The table of the ten best candidates."""
     name = request.pod.constants((1, request.pod.devices, 1, 1, 1), request.dtype).name
     title = f"Predicted for {request.pod.name} with {name}, batch {request.batch} x {request.seq}"
-    table = Table(title=title, caption=found[0].step.constants.source)
-    for heading in ("mesh", "dataflows", "slices", "why"):
-        table.add_column(heading)
-    for heading in ("ms", "products ms", "exposed ms", "GB"):
-        table.add_column(heading, justify="right")
+    left, rows = ("mesh", "dataflows", "slices", "why"), []
     for costed in found[:10]:
         terms, block = costed.terms, costed.products.block
         why = why_slower(costed, found[0]) if costed.fits else "does not fit"
-        table.add_row(
+        rows.append((
             str(costed.shape), " ".join(p.layout.dataflow for p in block), " ".join(str(p.slices) for p in block), why,
             *(f"{1e3 * value:.3f}" for value in (costed.seconds, terms.products, terms.tensor_exposed)),
             f"{costed.fullest.total / GB:.2f}",
-        )  # fmt: skip
-    return table
+        ))  # fmt: skip
+    columns = (*left, "ms", "products ms", "exposed ms", "GB")
+    return make_table(title, columns, rows, left, found[0].step.constants.source, wrapped=left)

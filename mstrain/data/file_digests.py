@@ -11,12 +11,12 @@ import contextlib
 import json
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from mstrain.data.documents import text_digest
+from mstrain.json_files import replace_text
 
 SETTLED_SECONDS = 2.0  # the coarsest resolution of times, that of FAT
 
@@ -57,14 +57,7 @@ class FileDigests:
             return
         with contextlib.suppress(OSError):
             self._place.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(prefix=".tmp-", dir=self._place.parent)
-            try:
-                with open(descriptor, "w") as file:
-                    json.dump(self._used, file)
-                os.replace(temporary, self._place)
-            except OSError:
-                os.unlink(temporary)
-                raise
+            replace_text(self._place, json.dumps(self._used))
 
 
 def _version(stat: os.stat_result) -> list[int]:

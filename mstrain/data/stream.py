@@ -8,7 +8,6 @@ earlier windows, which are remembered beside the tokens; where they are not know
 import contextlib
 import json
 import math
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,6 +21,7 @@ from mstrain.data.batches import Batches
 from mstrain.data.documents import text_digest
 from mstrain.data.permutation import permute
 from mstrain.data.verification import remove_folder
+from mstrain.json_files import replace_text
 
 _KEPT = 1  # windows kept before the one in use, for hosts that share the cache and are behind
 
@@ -135,6 +135,4 @@ def _write(place: Path, rows: list[int]) -> None:
     """Best effort: what is not remembered is counted again."""
     with contextlib.suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
-        temporary = place.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(rows))
-        os.replace(temporary, place)
+        replace_text(place, json.dumps(rows))

@@ -16,6 +16,7 @@ import numpy as np
 from mstrain.data.split import TRAIN, VALIDATION, Piece
 from mstrain.data.token_file import ANSWER, START, TokenWriter
 from mstrain.data.tokenizers import Tokenizer
+from mstrain.json_files import replace_text
 
 PROGRESS_FILE = "progress.json"
 _GROUP_BYTES = 4 << 20
@@ -125,9 +126,7 @@ def _groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 def _save_state(folder: Path, pieces: int, writers: dict[str, TokenWriter]) -> None:
     files = {name: writer.sync() for name, writer in writers.items()}
     sizes = {name: os.path.getsize(folder / name) for name in files}
-    temporary = folder / f"{PROGRESS_FILE}.tmp"
-    temporary.write_text(json.dumps({"pieces": pieces, "files": files, "sizes": sizes}))
-    os.replace(temporary, folder / PROGRESS_FILE)
+    replace_text(folder / PROGRESS_FILE, json.dumps({"pieces": pieces, "files": files, "sizes": sizes}))
 
 
 def read_state(folder: Path) -> dict | None:

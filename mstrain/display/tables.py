@@ -9,14 +9,14 @@ from rich.table import Table
 
 def make_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = (),
-    caption: str | None = None,
+    caption: str | None = None, wrapped: Sequence[str] = (),
 ) -> Table:  # fmt: skip
-    """A table without lines; columns of numbers are right-aligned, those named in `left` are not."""
+    """A table without lines; columns of numbers are right-aligned, those in `left` are not; `wrapped` may be cut."""
     table = Table(
         title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), caption=caption, caption_justify="left"
     )
     for name in columns:
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=name not in wrapped)
     for row in rows:
         table.add_row(*row)
     return table

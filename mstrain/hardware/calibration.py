@@ -5,7 +5,6 @@ same, so the times of emulated devices include that they share cores.
 """
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from mstrain.fields import Fields
-from mstrain.hardware.chips import chip_for
+from mstrain.hardware.chips import chip_for, jax_name
 from mstrain.hardware.constants import COLLECTIVES, AxisLinks, Constants, constants_for, load_constants
 from mstrain.hardware.gemm_times import GemmTime
 from mstrain.hardware.link import Link
-from mstrain.json_files import read_json
+from mstrain.json_files import read_json, write_json
 
 FORMAT, VERSION = "mstrain-calibration", 2
 KINDS = (*COLLECTIVES, "all_reduce")
@@ -99,11 +98,10 @@ class Calibration:
 
     def check_dtype(self, dtype: str, path: str | Path) -> None:
         """Raises ValueError when its products are not of `dtype` ("bf16", "f32" or JAX's names)."""
-        names = {"bf16": "bfloat16", "f32": "float32"}
-        if names.get(dtype, dtype) != self.dtype:
+        if jax_name(dtype) != self.dtype:
             raise ValueError(
                 f"calibration={path} measured products of {self.dtype}, and the prediction is for {dtype}. Measure "
-                f"with dtype={'bf16' if names.get(dtype, dtype) == 'bfloat16' else 'f32'}."
+                f"with dtype={'bf16' if jax_name(dtype) == 'bfloat16' else 'f32'}."
             )
 
     def constants(self, derived: Constants) -> Constants:
@@ -126,7 +124,7 @@ class Calibration:
                    for kind, link in links.items()}
             for axis, links in self.links.items()
         }  # fmt: skip
-        Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_json(document, path)
 
 
 def load_calibration(path: str | Path) -> Calibration:

@@ -28,6 +28,17 @@ SHORT_FLOPS = 2e10
 FUSION = ("xla_cpu_use_fusion_emitters",)  # without it, bits depend on the shapes of shards
 ONCE_VALUES = 1 << 24  # random numbers: 1.5 s saved by not optimizing, 0.065 s per million lost
 
+JAX_NAMES = {"bf16": "bfloat16", "f32": "float32"}  # of the dtypes of products
+
+
+def jax_name(dtype: str) -> str:
+    return JAX_NAMES.get(dtype, dtype)
+
+
+def element_bytes(dtype: str) -> int:
+    """Of `bf16` or `f32`, or of JAX's names."""
+    return {"bfloat16": 2, "float32": 4}[jax_name(dtype)]
+
 
 @dataclass(frozen=True)
 class CompilerOption:
@@ -98,11 +109,11 @@ class Chip:
 
     def peak(self, dtype: str) -> float | None:
         """Peak FLOP/s for GeMMs of `dtype` ("bf16", "f32", or JAX's names); None if unknown."""
-        known = {"bf16": self.peak_bf16, "f32": self.peak_f32}
-        known |= {"bfloat16": self.peak_bf16, "float32": self.peak_f32}
-        if dtype not in known:
-            raise ValueError(f"The table of chips has no peak for dtype {dtype!r}. Use one of {', '.join(known)}.")
-        return known[dtype]
+        known = {"bfloat16": self.peak_bf16, "float32": self.peak_f32}
+        if jax_name(dtype) not in known:
+            names = ", ".join((*JAX_NAMES, *known))
+            raise ValueError(f"The table of chips has no peak for dtype {dtype!r}. Use one of {names}.")
+        return known[jax_name(dtype)]
 
     def known_peak(self, dtype: str) -> float:
         """`peak`; raises ValueError if it is unknown."""

@@ -1,7 +1,6 @@
 """Link and compute constants of the cost model, from shipped files, a user's file, or the table of chips."""
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from mstrain.hardware.chips import Chip
 from mstrain.hardware.gemm_times import GemmTime
 from mstrain.hardware.link import Link
 from mstrain.hardware.tpu_slices import TpuSlice
-from mstrain.json_files import parse_json
+from mstrain.json_files import parse_json, write_json
 
 FOLDER = Path(__file__).parent / "constants_files"
 COLLECTIVES = ("all_gather", "reduce_scatter", "permute")
@@ -87,7 +86,7 @@ class Constants:
 
     def save(self, path: str | Path) -> None:
         """Writes the JSON file that `load_constants` reads."""
-        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        write_json(dataclasses.asdict(self), path)
 
 
 def _axis(entry: dict) -> AxisLinks:

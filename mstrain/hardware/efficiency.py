@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from mstrain.hardware.chips import Chip
+from mstrain.hardware.chips import Chip, element_bytes
 from mstrain.hardware.constants import Constants
 from mstrain.hardware.gemm_times import gemm_seconds
 
@@ -49,8 +49,7 @@ class Efficiency:
         """Seconds of `batch` products (m, k) x (k, n): the maximum of arithmetic and memory time, plus the launch."""
         m, k, n = dims
         rate = chip.known_peak(dtype) * self.matmul
-        size = {"bf16": 2, "bfloat16": 2, "f32": 4, "float32": 4}[dtype]
-        moved = size * batch * (m * k + k * n + m * n)
+        moved = element_bytes(dtype) * batch * (m * k + k * n + m * n)
         arithmetic = min(self._arithmetic(tile, dims, batch) for tile in self.tiles) / rate
         return max(arithmetic, moved / (chip.number("hbm_bandwidth") * self.memory)) + self.launch
 

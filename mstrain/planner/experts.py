@@ -12,6 +12,7 @@ import math
 from mstrain.gemm.expert_exchange import MARGIN
 from mstrain.gemm.ragged import visits_of
 from mstrain.hardware import Link, collective_seconds
+from mstrain.hardware.chips import element_bytes
 from mstrain.hardware.constants import AxisLinks
 from mstrain.hardware.pod import Pod
 from mstrain.models.config import ModelConfig
@@ -28,7 +29,7 @@ class GroupedKernels:
 
     def __init__(self, pod: Pod, dtype: str, bandwidth: float, tile: tuple[int, int, int] | None = None):
         self.pod, self.dtype, self.bandwidth, self.tile = pod, dtype, bandwidth, tile
-        self.size = 2 if dtype in ("bf16", "bfloat16") else 4
+        self.size = element_bytes(dtype)
 
     def seconds(self, kind: str, dims: Dims, groups: int) -> float:
         """Of (rows, summed, columns) of all `groups`; for kind WeightGrad rows are summed."""

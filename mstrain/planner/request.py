@@ -5,7 +5,9 @@ from functools import cached_property
 
 from mstrain.gemm import ALGORITHMS
 from mstrain.hardware import mfu
+from mstrain.hardware.chips import element_bytes
 from mstrain.hardware.pod import Pod
+from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.parallel import ParallelConfig
@@ -48,6 +50,13 @@ class Fixed:
 
     def allows(self, name: str, degree) -> bool:
         return getattr(self, name) in (None, degree)
+
+    def on(self, mesh: MeshShape) -> "Fixed":
+        """With the degrees of a mesh of train.py."""
+        shape = mesh.row, mesh.col
+        return replace(
+            self, data=mesh.copies, expert=mesh.expert, context=mesh.context, pipeline=mesh.stage, shape=shape
+        )
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,7 @@ class PlanRequest:
     @cached_property
     def element_bytes(self) -> int:
         """Of an activation."""
-        return self.style.activation_bytes or (2 if self.dtype in ("bf16", "bfloat16") else 4)
+        return self.style.activation_bytes or element_bytes(self.dtype)
 
     @cached_property
     def usable_bytes(self) -> float:

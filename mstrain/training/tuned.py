@@ -71,12 +71,7 @@ def with_plan(config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dtype,
         interleave=config.pipeline.interleave,
     )
     if config.mesh != "auto":
-        mesh = fit_to_devices(parse_mesh(config.mesh), pod.devices)
-        sizes = {
-            "data": mesh.copies, "expert": mesh.expert, "context": mesh.context, "pipeline": mesh.stage,
-            "shape": (mesh.row, mesh.col),
-        }  # fmt: skip
-        fixed = dataclasses.replace(fixed, **sizes)
+        fixed = fixed.on(fit_to_devices(parse_mesh(config.mesh), pod.devices))
     chosen = config.parallel != ParallelConfig()
     parallel = (config.parallel,) if chosen else tuple(map(ParallelConfig, TENSOR))
     request = _request(config, model, pod, dtype, parallel, fixed)
@@ -86,8 +81,7 @@ def with_plan(config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dtype,
         raise ValueError(f"plan=auto: {result.best.why_not_trainable}, and no other plan fits. Type plan=null.")
     plan, seconds = result.trainable[0].plan, result.trainable[0].seconds
     keys = {name: str(value) for name, value in train_keys(plan, pod.slices).items()}
-    listed = spelled(keys)
-    console.print(f"[bold]Plan[/]   {listed}, {1e3 * seconds:,.1f} ms a step by the planner", soft_wrap=True)
+    console.print(f"[bold]Plan[/]   {spelled(keys)}, {1e3 * seconds:,.1f} ms a step by the planner", soft_wrap=True)
     interleave = plan.interleave if plan.chunks > 1 else None
     stages = PipelineConfig(plan.schedule, interleave, config.pipeline.layers)
     return dataclasses.replace(

@@ -17,6 +17,7 @@ import jax
 from rich.console import Console
 
 import mstrain
+from mstrain.json_files import replace_text
 from mstrain.mesh import MeshShape
 from mstrain.tuning.compiled import Candidate, Place, TuningResult, TuningTask, compile_candidate, ranked, refine
 
@@ -139,8 +140,6 @@ def _load(path: Path, wanted: dict) -> tuple[list[Candidate], bool]:
 def _save(path: Path, task: dict, candidates: Sequence[Candidate], complete: bool = False) -> None:
     rows = [dataclasses.asdict(candidate) for candidate in candidates]
     document = {"task": task, "complete": complete, "candidates": rows}
-    part = path.with_suffix(".part")
     with contextlib.suppress(OSError):  # without a writable folder the next run repeats the work
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        replace_text(path, json.dumps(document, indent=1) + "\n")
