@@ -255,10 +255,14 @@ class Step:
         """An activation to the next stage: each device sends its part, and parts of a whole one are gathered."""
         if self.plan.pipeline == 1:
             return 0.0
-        link, tensor = self.links.stage.permute, self.plan.tensor
-        nbytes = self.products.tokens * self.request.model.width * self.request.element_bytes / tensor
-        gather = collective_seconds((self.links.ring or self.links.row).all_gather, nbytes, tensor)
-        return link.launch + link.sync + nbytes / link.bandwidth + (0.0 if self.plan.sequence_parallel else gather)
+        gather = collective_seconds((self.links.ring or self.links.row).all_gather, self._part_bytes, self.plan.tensor)
+        whole = 0.0 if self.plan.sequence_parallel else gather
+        return collective_seconds(self.links.stage.permute, self._part_bytes, 2) + whole
+
+    @property
+    def _part_bytes(self) -> float:
+        """A device's part of the activations of a microbatch between layers."""
+        return self.products.tokens * self.request.model.width * self.request.element_bytes / self.plan.tensor
 
     @property
     def broadcasts(self) -> float:
@@ -267,9 +271,8 @@ class Step:
         if not self.lockstep:
             return 0.0
         links, count = self.links.stage, self.plan.pipeline
-        nbytes = self.products.tokens * self.request.model.width * self.request.element_bytes / self.plan.tensor / count
-        halves = (collective_seconds(link, nbytes, count) for link in (links.reduce_scatter, links.all_gather))
-        return 2 * sum(halves)
+        halves = (links.reduce_scatter, links.all_gather)
+        return 2 * sum(collective_seconds(link, self._part_bytes / count, count) for link in halves)
 
     def _pipeline(self, message: float) -> tuple[float, float]:
         """Seconds of (all microbatches through all stages, of those for messages)."""
@@ -294,8 +297,8 @@ class Step:
         weights, held = sum(parameters), parameters.held(plan.expert)
         summed = self._replicas(plan, parameters, stage)
         if model.tied and plan.pipeline > 1 and any(ends) and not self.lockstep:  # both have a copy of the table
-            link, table = self.links.stage.permute, WEIGHT_BYTES * parameter_counts(model)[2] / plan.tensor
-            summed += link.launch + link.sync + table / link.bandwidth
+            table = WEIGHT_BYTES * parameter_counts(model)[2] / plan.tensor
+            summed += collective_seconds(self.links.stage.permute, table, 2)
         moved = style.update_bytes * weights
         if style.native:  # its bytes are AdamW's, which reads and writes two moments
             moved += 2 * (moment_bytes(self.request, parameters) - style.state_bytes[2] * weights)

@@ -79,6 +79,10 @@ class PodPlan:
         """Devices that hold the same weights: data x context."""
         return self.data * self.context
 
+    def sequences(self, batch: int) -> int:
+        """Of a microbatch of one replica."""
+        return batch // self.data // self.microbatches
+
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
         """Of the (stage, data x expert, context, row, col) axes."""
@@ -207,7 +211,7 @@ def plan_products(request: PlanRequest, plan: PodPlan) -> Products | str:
     of tensor devices, whose products leave tokens where they are.
     """
     if not request.style.native:
-        tokens = request.batch // plan.data // plan.microbatches * request.seq // plan.context
+        tokens = plan.sequences(request.batch) * request.seq // plan.context
         made = _ring_products(request.model, tokens, plan.tensor, request.element_bytes)
         return dataclasses.replace(made, parts=plan.context)
     microbatch = request.batch // plan.microbatches

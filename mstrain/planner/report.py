@@ -30,7 +30,7 @@ def plan_row(request: PlanRequest, rank: int, costed: Costed, best: Costed) -> d
     return {
         "rank": rank,
         **plan.flat(),
-        "microbatch_sequences": request.batch // plan.data // plan.microbatches,
+        "microbatch_sequences": plan.sequences(request.batch),
         "slices": " ".join(str(product.slices) for product in costed.products.block),
         "dataflows": " ".join(product.layout.dataflow for product in costed.products.block),
         "layers": " ".join(str(stage.layers) for stage in costed.stages),
@@ -96,7 +96,7 @@ def plans_table(request: PlanRequest, result: PodResult, top: int) -> Table:
         rows.append((
             str(rank), f"{plan.data}{experts}", plan.shard, plan.tensor_name, str(plan.context),
             f"{plan.pipeline}{schedule}",
-            f"{plan.microbatches}x{request.batch // plan.data // plan.microbatches}", plan.remat,
+            f"{plan.microbatches}x{plan.sequences(request.batch)}", plan.remat,
             f"{1e3 * costed.seconds:.1f}", _percent(costed.uncertainty),
             *(_percent(request.utilization(costed.seconds, attention)) for attention in ("full", "causal")),
             f"{costed.fullest.total / GB:.1f}", "no" if costed.why_not_trainable else "yes",

@@ -8,10 +8,9 @@ from pathlib import Path
 from mstrain.hardware.hosts import read_hosts
 from mstrain.hardware.layer_profiles import Profile, check_layers, profile_name, read_profiles, sequential_sum
 from mstrain.planner.clock import divisors
+from research.metis.kernel import BYTES_PER_MS
 from research.metis.options import MetisOptions
 from research.metis.search import reference_profile
-
-BYTES_PER_MS = 1024.0 * 1024.0  # of one GB/s, as the reference counts
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Prediction:
     @property
     def microbatch(self) -> int:
         """Sequences of a microbatch of one replica."""
-        return self.row.request.batch // self.costed.plan.data // self.costed.plan.microbatches
+        return self.costed.plan.sequences(self.row.request.batch)
 
     def utilization(self, attention: str = "full", one_hot: bool = False) -> float:
         """Predicted model FLOP/s over peak; `attention` is the convention, full or causal.

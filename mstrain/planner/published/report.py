@@ -76,9 +76,8 @@ def errors_table(predictions: list[Prediction]) -> Table:
         for each in predictions
     ]
     title = "Where +- comes from: share of the step x standard error of the term = of the step, in %"
-    table = make_table(title, ("run", "+-", "terms, the largest error first"), rows, ("run",))
-    table.columns[2].justify, table.columns[2].no_wrap = "left", False
-    return table
+    columns = ("run", "+-", "terms, the largest error first")
+    return make_table(title, columns, rows, (columns[0], columns[2]), wrapped=columns[2:])
 
 
 def sources_table(predictions: list[Prediction]) -> Table:
@@ -90,10 +89,7 @@ def sources_table(predictions: list[Prediction]) -> Table:
     order = sorted(found.values(), key=lambda error: (error.name == UNMODELLED, error.name, error.relative))
     rows = [(_words(each.name), f"{100 * each.relative:.0f} %", each.unknown, each.source) for each in order]
     columns = ("term", "+-", "what is not known", "source of +-")
-    table = make_table("Standard errors of terms", columns, rows, ("term", "what is not known", "source of +-"))
-    for column in table.columns[2:]:
-        column.no_wrap = False
-    return table
+    return make_table("Standard errors of terms", columns, rows, (columns[0], *columns[2:]), wrapped=columns[2:])
 
 
 def _large(errors: Sequence[TermError]) -> list[TermError]:
