@@ -137,9 +137,9 @@ def hidden_features(model: ModelConfig) -> int:
     return model.mlp_dim * (model.experts_per_token + model.shared_experts if model.experts else 1)
 
 
-def projections(model: ModelConfig, repeats: int = 1, sizes: Sizes | None = None) -> tuple[Projection, ...]:
-    """The products of one block for the cost model, each `repeats` times, with the padding of `sizes`."""
-    made = tuple(Projection(p.name, p.in_dim, p.out_dim, repeats) for p in block_products(model, sizes))
+def projections(model: ModelConfig, sizes: Sizes | None = None) -> tuple[Projection, ...]:
+    """The products of one block for the cost model, with the padding of `sizes`."""
+    made = tuple(Projection(p.name, p.in_dim, p.out_dim) for p in block_products(model, sizes))
     if not model.experts:
         return made
     *attention, into, out = made

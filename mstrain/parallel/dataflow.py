@@ -6,7 +6,10 @@ W and Y are communicated. A gradient is communicated like its matrix. MeshSlice 
 table 1.
 """
 
+import itertools
 import math
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 # dataflow -> (matrix communicated between columns, matrix communicated between rows), as in the paper's table 1
@@ -17,17 +20,12 @@ DIMS = {"os": ("in", "tokens", "out"), "ls": ("out", "tokens", "in"), "rs": ("to
 
 @dataclass(frozen=True)
 class Projection:
-    """A fully connected layer (in_dim -> out_dim), with `repeats` copies in the model.
-
-    `parallel` is whether it reads the same input as the previous projection (k and v after q, up after gate). Of
-    `experts`, inputs have `rows_in` and outputs `rows_out` rows for every token.
-    """
+    """A fully connected layer (in_dim -> out_dim). Of `experts`, inputs have `rows_in` and outputs `rows_out` rows for
+    every token."""
 
     name: str
     in_dim: int
     out_dim: int
-    repeats: int = 1
-    parallel: bool = False
     experts: int = 1
     rows_in: int = 1
     rows_out: int = 1
@@ -38,8 +36,8 @@ class Projection:
         return max(self.rows_in, self.rows_out)
 
     def __post_init__(self):
-        if min(self.in_dim, self.out_dim, self.repeats) < 1:
-            raise ValueError(f"projection {self.name}: in_dim, out_dim and repeats must be 1 or more")
+        if min(self.in_dim, self.out_dim) < 1:
+            raise ValueError(f"projection {self.name}: in_dim and out_dim must be 1 or more")
 
 
 def check_dataflow(dataflow: str) -> str:
@@ -48,17 +46,13 @@ def check_dataflow(dataflow: str) -> str:
     return dataflow
 
 
-def orientations(projections, dataflows) -> tuple[bool, ...]:
-    """Whether the input of each projection is transposed; the last entry is for the block's output.
+def orientations(dataflows: Iterable[str]) -> tuple[bool, ...]:
+    """Whether the input of each projection of a block is transposed; the last entry is for the block's output.
 
     The block's input is (tokens, features). "rs" transposes its output, "os" and "ls" do not.
     """
-    flags, entered, current = [], False, False
-    for projection, dataflow in zip(projections, dataflows, strict=True):
-        entered = entered if projection.parallel else current
-        flags.append(entered)
-        current = entered != (dataflow == "rs")
-    return (*flags, current)
+    turns = (dataflow == "rs" for dataflow in dataflows)
+    return tuple(itertools.accumulate(turns, operator.xor, initial=False))
 
 
 def swapped(dataflow: str, transposed: bool) -> bool:

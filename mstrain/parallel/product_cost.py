@@ -163,7 +163,7 @@ def sliced_cost(
 def pass_costs(
     layout: Layout, slices: int, constants: Constants, hidden: tuple[Hidden, Hidden] | None = None
 ) -> tuple[Cost, Cost]:
-    """Costs of (forward, both gradients) of one projection in `slices` slices, without `repeats`; `hidden` in each."""
+    """Costs of (forward, both gradients) of one projection in `slices` slices; `hidden` in each."""
     terms, memory = communication_terms(layout, constants), layout.accumulating_seconds(constants)
     ahead, gemm = layout.dataflow.upper(), layout.gemm_seconds(constants)
 

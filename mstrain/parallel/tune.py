@@ -29,20 +29,18 @@ TIE = 0.01  # of a product's time: less than what the model leaves out of more s
 
 @dataclass(frozen=True)
 class Choice:
-    """The tuned dataflow and slice count of one projection. Seconds are for all repeats, forward and both gradients."""
+    """The tuned dataflow and slice count of one projection; costs are of the forward pass and both gradients."""
 
     name: str
     dataflow: str
     slices: int
     transposed: bool
-    seconds: float
-    compute: float
-    communication: float
+    cost: Cost
     trials: tuple[tuple[int, float], ...]  # (slice count, seconds) of every legal count
 
     @property
-    def exposed(self) -> float:
-        return self.seconds - self.compute
+    def seconds(self) -> float:
+        return self.cost.seconds
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def families(block: Block) -> dict[str, list[list[str]]]:
         found: dict[str, list[list[str]]] = {
             "os/ls": [["os", "ls"] if keeps_output(p) else ["ls", "os"] for p in block.projections]
         }
-        if all(p.experts == 1 for p in block.projections) and not orientations(block.projections, ["rs"] * count)[-1]:
+        if all(p.experts == 1 for p in block.projections) and not orientations(["rs"] * count)[-1]:
             found["rs"] = [["rs"]] * count
         return found
     return {block.dataflow: [[block.dataflow]] * count}
@@ -103,7 +101,7 @@ def family_choices(block: Block, mesh: tuple[int, int], allowed: list[list[str]]
     cannot shard a projection."""
     if allowed[0] != ["rs"]:
         return tuple(_fastest(block, p, mesh, flows, least) for p, flows in zip(block.projections, allowed))
-    *flags, turned = orientations(block.projections, ["rs"] * len(allowed))
+    *flags, turned = orientations(["rs"] * len(allowed))
     if turned:
         raise ValueError("rs everywhere would leave the block's output transposed; use dataflow os or ls")
     if block.chip is not None:  # train.py keeps the residual stream of such a block transposed
@@ -128,12 +126,9 @@ def _choice(
         legal = tuple(s for s in legal if s >= least) or legal
     layout = Layout(projection, block.tokens, rows, cols, dataflow, transposed)
     costs = {s: _cost(block, layout, s) for s in legal}
-    n = projection.repeats
-    trials = tuple((s, n * cost.seconds) for s, cost in costs.items())
+    trials = tuple((s, cost.seconds) for s, cost in costs.items())
     best = fewest_slices(dict(trials), 0.0 if block.chip is None else TIE)
-    cost = costs[best]
-    seconds, compute, communication = n * cost.seconds, n * cost.compute, n * cost.communication
-    return Choice(projection.name, dataflow, best, transposed, seconds, compute, communication, trials)
+    return Choice(projection.name, dataflow, best, transposed, costs[best], trials)
 
 
 def fewest_slices(seconds: Mapping[int, float], tie: float = TIE) -> int:

@@ -34,16 +34,19 @@ from mstrain.program.rounding import GradientSums
 State = dict  # {"step": int32, "params": ..., "optimizer": ...}
 
 
-def mean_loss(module: Transformer, params, batch: Batch, count=None, gathered: bool = False):
+def mean_loss(module: Transformer, params, batch: Batch, count=None):
     """Mean negative log-likelihood in nats of the targets of `batch` [B, T + 1] that its mask selects.
 
-    `count` divides the sum over them instead of their number. `gathered`: `params` are from `gather_parameters`.
+    `count` divides the sum over them instead of their number.
     """
-    return _mean_of("loss", module, params, batch, count, gathered)
+    return _mean_of("loss", module, params, batch, count)
 
 
-def _mean_of(method: str, module: Transformer, params, batch: Batch, count, gathered: bool):
-    """Means over the targets of what a method of the model returns, float32 [..., T]."""
+def _mean_of(method: str, module: Transformer, params, batch: Batch, count, gathered: bool = False):
+    """Means over the targets of what a method of the model returns, float32 [..., T].
+
+    `gathered`: `params` are from `gather_parameters`.
+    """
     inputs, targets = batch.tokens[:, :-1].reshape(-1), batch.tokens[:, 1:].reshape(-1)
     segments = None if batch.segments is None else batch.segments.reshape(-1)
     losses = apply(module, params, inputs, targets, segments, method=method, gathered=gathered)

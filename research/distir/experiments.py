@@ -51,10 +51,10 @@ def one_plan(degrees: Degrees = Degrees(), rules: str = "corrected", mlp: Mlp = 
     return plan_row(mlp, degrees, notebook_cluster(degrees.world, chosen), chosen, options_for(chosen))
 
 
-def grid(rules: str = "corrected", world: int = WORLD) -> tuple[list[dict], list[tuple[Degrees, str]]]:
-    """Every (data, tensor, pipeline, microbatches) plan for `world` devices, and those that cannot run with reasons."""
+def grid(rules: str = "corrected") -> tuple[list[dict], list[tuple[Degrees, str]]]:
+    """Every (data, tensor, pipeline, microbatches) plan for WORLD devices, and those that cannot run with reasons."""
     chosen = rule_set(rules)
-    return grid_search(MODEL, world, notebook_cluster(world, chosen), chosen, options_for(chosen))
+    return grid_search(MODEL, WORLD, notebook_cluster(WORLD, chosen), chosen, options_for(chosen))
 
 
 def isolated(axis: str, rules: str = "corrected") -> list[dict]:

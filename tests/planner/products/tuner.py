@@ -36,7 +36,7 @@ def _families(problem: Block) -> dict[str, list[list[str]]]:
 
 
 def layout_cost(layout: Layout, slices: int, constants: Constants) -> Cost:
-    """Cost of forward and both gradients of one projection in `slices` slices, without `repeats`."""
+    """Cost of forward and both gradients of one projection in `slices` slices."""
     forward, backward = pass_costs(layout, slices, constants)
     return forward + backward
 
@@ -75,22 +75,20 @@ def _candidate(problem: Block, mesh, family: str, allowed: list[list[str]]) -> C
     """ValueError if some projection does not fit the mesh."""
     choices = family_choices(problem, mesh, allowed)
     layouts = [Layout(p, problem.tokens, *mesh, c.dataflow, c.transposed) for p, c in zip(problem.projections, choices)]
-    volumes = [(p.repeats, traffic_bytes(layout)) for p, layout in zip(problem.projections, layouts)]
+    volumes = [traffic_bytes(layout) for layout in layouts]
     terms = [
-        (p.repeats, c.slices, term)
-        for p, c, layout in zip(problem.projections, choices, layouts)
+        (c.slices, term)
+        for c, layout in zip(choices, layouts)
         for term in communication_terms(layout, problem.constants)
     ]
     return Candidate(
         *mesh,
         family,
         tuple(choices),
-        traffic_bytes=AxisPair(sum(n * row for n, (_, row) in volumes), sum(n * col for n, (col, _) in volumes)),
-        traffic=AxisPair(sum(n * t.traffic_row for n, _, t in terms), sum(n * t.traffic_col for n, _, t in terms)),
-        latency=AxisPair(
-            sum(n * s * t.latency_row for n, s, t in terms), sum(n * s * t.latency_col for n, s, t in terms)
-        ),
-        pipeline=sum(n * first_slice(t) / s for n, s, t in terms),
+        traffic_bytes=AxisPair(sum(row for _, row in volumes), sum(col for col, _ in volumes)),
+        traffic=AxisPair(sum(t.traffic_row for _, t in terms), sum(t.traffic_col for _, t in terms)),
+        latency=AxisPair(sum(s * t.latency_row for s, t in terms), sum(s * t.latency_col for s, t in terms)),
+        pipeline=sum(first_slice(t) / s for s, t in terms),
     )
 
 

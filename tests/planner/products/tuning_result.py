@@ -40,11 +40,11 @@ class Candidate:
 
     @property
     def compute(self) -> float:
-        return sum(choice.compute for choice in self.choices)
+        return sum(choice.cost.compute for choice in self.choices)
 
     @property
     def communication(self) -> float:
-        return sum(choice.communication for choice in self.choices)
+        return sum(choice.cost.communication for choice in self.choices)
 
     @property
     def exposed(self) -> float:
