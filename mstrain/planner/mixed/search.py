@@ -20,7 +20,7 @@ from mstrain.planner.mixed.bounds import child_costs
 from mstrain.planner.mixed.cost import Model, build_model, generator_ms
 from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.result import Certificate, OptimalResult, report_plan
-from mstrain.planner.mixed.space import choices, choose_unit, kinds_of
+from mstrain.planner.mixed.space import check_size, choices, choose_unit, kinds_of
 from mstrain.planner.mixed.tables import Box, Space, build_box, build_space, build_tables, quick_bound, usable_stages
 from mstrain.planner.mixed.times import degrees_of
 
@@ -42,8 +42,9 @@ def plan_optimal(
         if not sum(profile.parameter_bytes) > 0:
             raise ValueError(f"{profile_name(key)}: parameters_per_layer_bytes adds up to 0; write every layer's bytes")
     kinds = kinds_of(cluster)
-    model = build_model(options, kinds, profiles)
     unit = choose_unit(options, kinds)
+    check_size(options, kinds, unit)
+    model = build_model(options, kinds, profiles)
     degrees = [degrees_of(profiles, kind.name, options.max_tp) for kind in kinds]
     return Search(model, build_space(model, unit, tuple(choices(kinds, unit, degrees))), clock).run()
 

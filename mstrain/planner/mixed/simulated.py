@@ -233,11 +233,13 @@ def simulate_mixed(plan: Plan, options: PlanOptions, hosts: Hosts, clock: Clock 
     """
     stages = len(plan.stages)
     count = min(plan.microbatches, max(options.simulated_microbatches, 2 * stages))
+    clock = clock or Clock()
+    clock.check(2 * count * hosts.num_devices)  # at the least: writing the program takes time, too
     cluster = mixed_cluster(hosts, options.latency_ms)
     assert isinstance(cluster.network, Nodes)
     writer = MixedStep(plan, options, hosts, cluster.network, count)
     program = writer.write(schedule(options.schedule, stages, count, stages)).program(Placement(writer.degrees))
-    (clock or Clock()).check(len(program.spec))
+    clock.check(len(program.spec))
     result = simulate(program, cluster)
     slowest = max(stage.stage_ms for stage in plan.stages)
     generator = plan.generator_ms * count / plan.microbatches

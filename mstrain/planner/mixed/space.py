@@ -15,6 +15,9 @@ from functools import cached_property
 from mstrain.hardware.hosts import Hosts, Node
 from mstrain.planner.mixed.options import PlanOptions
 
+LARGEST_TABLE = 2**31  # bytes
+VISITS_PER_SECOND = 4e9  # of a bound at most, on a fast core
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -91,6 +94,24 @@ def choose_unit(options: PlanOptions, kinds: tuple[Kind, ...]) -> int:
         f"even in units of {common[-1]} devices; raise max_states to {states[common[-1]]} (the time grows with it) or "
         "plan for fewer kinds of nodes"
     )
+
+
+def check_size(options: PlanOptions, kinds: tuple[Kind, ...], unit: int) -> None:
+    """Raises ValueError for a space whose tables are too large, or whose first bound alone outlasts the time budget.
+
+    A bound visits every number of layers, size of a stage and state (`mstrain.planner.mixed.bounds`).
+    """
+    sizes = math.prod(len(stage_sizes(kind, unit)) + 1 for kind in kinds)
+    counts = [kind.devices // unit for kind in kinds]
+    states = (counts[0] + 1) * math.prod(2 * count + 1 for count in counts[1:])
+    table = sizes * max(sizes, states, len(kinds) * math.prod(count + 1 for count in counts))
+    seconds = options.num_layers**2 / 2 * sizes * states / VISITS_PER_SECOND
+    if table > LARGEST_TABLE or seconds > options.max_seconds:
+        raise ValueError(
+            f"unit={unit} gives {sizes:,} sizes of a stage and {states:,} states of the cluster, too many for memory "
+            f"or for max_seconds={options.max_seconds:g}: a table takes {table / 1e9:.1f} GB, a bound {seconds:.0f} s. "
+            "Type a larger unit=, or unit=0 without max_states=, raise max_seconds, or plan for fewer kinds of nodes."
+        )
 
 
 def stage_sizes(kind: Kind, unit: int) -> list[int]:

@@ -10,7 +10,7 @@ from mstrain.hardware.hosts import read_hosts
 from mstrain.hardware.layer_profiles import read_profiles
 from mstrain.planner.mixed import PlanOptions, plan_optimal, write_result, write_stages
 from mstrain.planner.mixed.cost import all_reduce_ms, build_model, build_stage
-from mstrain.planner.mixed.space import Choice, choose_unit, divisor_chain, kinds_of, stage_sizes
+from mstrain.planner.mixed.space import Choice, Kind, check_size, choose_unit, divisor_chain, kinds_of, stage_sizes
 from mstrain.planner.mixed.times import interpolate, share_samples
 
 SIZES = {"hidden_size": 64, "sequence_length": 128, "vocab_size": 512}
@@ -117,6 +117,19 @@ def test_bad_options_name_the_fix(small_cluster, change, says):
     files = small_cluster([("fast", 2)]).files
     with pytest.raises(ValueError, match=says):
         plan_optimal(*files, PlanOptions(**{"num_layers": 4, "batch": 6, **change}))
+
+
+@pytest.mark.parametrize("kinds, unit, seconds, says", [
+    (6, 4, 60, "174404.8 GB"), (3, 1, 5, "a bound 14 s. Type a larger unit=,"), (3, 1, 60, None), (2, 2, 5, None),
+])  # fmt: skip
+def test_a_space_that_memory_or_time_do_not_allow_is_refused(kinds, unit, seconds, says):
+    """Before its tables are made, whatever max_states= or unit= asked for it."""
+    nodes = tuple(Kind(f"kind {n}", 64, 8, 100.0, 10.0, 16.0) for n in range(kinds))
+    options = PlanOptions(num_layers=10, batch=8, max_seconds=seconds)
+    if says is None:
+        return check_size(options, nodes, unit)
+    with pytest.raises(ValueError, match=says):
+        check_size(options, nodes, unit)
 
 
 def test_a_model_without_parameters_is_refused(small_cluster):

@@ -8,7 +8,8 @@ import pytest
 
 from mstrain.commands import plan as command
 from mstrain.hardware.hosts import read_hosts
-from mstrain.planner.mixed import PlanOptions, plan_optimal
+from mstrain.planner.clock import Clock, OutOfTime
+from mstrain.planner.mixed import PlanOptions, plan_optimal, simulated
 from mstrain.planner.mixed.simulated import allocate, mixed_cluster, simulate_mixed
 
 SIZES = {"hidden_size": 64, "sequence_length": 128, "vocab_size": 512}
@@ -105,3 +106,10 @@ def test_command_writes_the_simulation(small_cluster, tmp_path, capsys):
     assert any(part and part.startswith("layers") for part in parts)
     for name in ("gantt.png", "memory.png", "memory_by_category.png"):
         assert (folder / name).stat().st_size > 0
+
+
+def test_a_cluster_too_large_for_the_time_left_is_not_written(small_cluster, monkeypatch):
+    result, options, hosts = planned(small_cluster([("fast", 2), ("slow", 2)]).files, batch=64)
+    monkeypatch.setattr(simulated, "MixedStep", lambda *args: pytest.fail("its program was written"))
+    with pytest.raises(OutOfTime):
+        simulate_mixed(result.best, options, hosts, Clock(1e-9))
