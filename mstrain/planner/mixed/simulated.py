@@ -6,6 +6,7 @@ messages hides behind other work. Gradient sums follow the last backward pass of
 stages do not wait for each other with them.
 """
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -234,7 +235,9 @@ def simulate_mixed(plan: Plan, options: PlanOptions, hosts: Hosts, clock: Clock 
     stages = len(plan.stages)
     count = min(plan.microbatches, max(options.simulated_microbatches, 2 * stages))
     clock = clock or Clock()
-    clock.check(2 * count * hosts.num_devices)  # at the least: writing the program takes time, too
+    replicas = [sum(stage.replicas.values()) for stage in plan.stages]
+    pairs = sum(mine * other for mine, other in itertools.pairwise(replicas))  # that may send to each other
+    clock.check(2 * count * (hosts.num_devices + pairs))  # at the least: writing the program takes time, too
     cluster = mixed_cluster(hosts, options.latency_ms)
     assert isinstance(cluster.network, Nodes)
     writer = MixedStep(plan, options, hosts, cluster.network, count)

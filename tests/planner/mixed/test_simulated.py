@@ -113,3 +113,12 @@ def test_a_cluster_too_large_for_the_time_left_is_not_written(small_cluster, mon
     monkeypatch.setattr(simulated, "MixedStep", lambda *args: pytest.fail("its program was written"))
     with pytest.raises(OutOfTime):
         simulate_mixed(result.best, options, hosts, Clock(1e-9))
+
+
+def test_messages_between_many_replicas_count_against_the_time(small_cluster, monkeypatch):
+    """Each replica of a stage may send to each of the next."""
+    result, options, hosts = planned(small_cluster([("fast", 2), ("slow", 2)]).files, batch=64)
+    stage = replace(result.best.stages[0], replicas={"fast": 10**5})
+    monkeypatch.setattr(simulated, "MixedStep", lambda *args: pytest.fail("its program was written"))
+    with pytest.raises(OutOfTime):
+        simulate_mixed(replace(result.best, stages=(stage, stage)), options, hosts, Clock(1000.0))
