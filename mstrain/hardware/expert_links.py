@@ -6,7 +6,8 @@ those that a group spans, whatever their number.
 
 from mstrain.hardware.constants import AxisLinks
 from mstrain.hardware.link import NETWORK_HOP, Link
-from mstrain.hardware.pod import Pod, node_group, torus_axes
+from mstrain.hardware.pod import Pod, node_group
+from mstrain.hardware.torus_parts import torus_axes
 
 
 def _torus_axes(pod: Pod, sizes: tuple[int, ...], expert: int) -> tuple[tuple[int, ...], ...] | None:

@@ -15,6 +15,7 @@ from mstrain.hardware.calibration import Calibration, load_calibration
 from mstrain.hardware.constants import COLLECTIVES, AxisLinks, Constants, constants_for
 from mstrain.hardware.efficiency import Efficiency, efficiency_of
 from mstrain.hardware.link import NETWORK_HOP
+from mstrain.hardware.torus_parts import Part, Parts, torus_axes, torus_parts
 from mstrain.mesh import MeshShape
 
 
@@ -90,7 +91,8 @@ class Pod:
 
     def links_over(self, axes: tuple[int, ...]) -> AxisLinks:
         """Links of a collective over some of the torus axes of a slice."""
-        return _local(self, axes, 1)
+        whole = self.tpu_slice.physical_axes if self.tpu_slice else ()
+        return _local(self, tuple(Part(axis, whole[axis], 1) for axis in axes), 1)
 
     def constants(self, sizes: tuple[int, ...], dtype: str) -> Constants:
         """Rates and tensor-parallel links of a plan whose axes have `sizes`; raises ValueError if one is unknown."""
@@ -136,15 +138,15 @@ class Pod:
     def meshes(self, outside: int, stages: int = 1) -> tuple[tuple[int, int], ...]:
         """The (rows, cols) of the tensor devices of a plan with `outside` data x context devices.
 
-        On a torus, without stages, they are made of whole axes of one slice.
+        On a torus, without stages, each of them is made of whole axes of one slice, or is a part of one axis.
         """
         tensor = self.devices // outside // stages
         if self.tpu_slice is None or stages > 1:
             return () if self.tpu_slice and self.tpu_slice.devices % tensor else factorizations(tensor)
-        try:
-            return self.tpu_slice.mesh_shapes(outside // self.slices) if outside % self.slices == 0 else ()
-        except ValueError:
+        if outside % self.slices:
             return ()
+        shapes, one = factorizations(tensor), self.tpu_slice.one
+        return tuple(s for s in shapes if _laid(one.physical_axes, (1, outside // self.slices, 1, *s)))
 
     def network_bandwidth(self) -> float:
         """Bytes/s, one way, of one device's share of its node's network."""
@@ -160,18 +162,19 @@ def factorizations(devices: int) -> tuple[tuple[int, int], ...]:
 def _links(pod: Pod, sizes: tuple[int, ...]) -> Links:
     """Links derived from the table of chips.
 
-    Where every axis inside a slice is made of whole torus axes, its collectives use all links of those; otherwise some
-    rings are lines, and all have one link. Neighbors of the last axis are neighboring devices.
+    Where every tensor axis inside a slice is made of whole torus axes, or is a part of one, collectives use all links
+    of those; otherwise, and with stages that split a torus axis, some rings are lines, and all have one link.
+    Neighbors of the last axis are neighboring devices.
     """
     stage, data, context, rows, cols = sizes
     tensor = rows * cols
     inside = _inside(pod, sizes)
-    owned = torus_axes(pod.tpu_slice.physical_axes, inside) if pod.tpu_slice and inside else None
+    owned = _laid(pod.tpu_slice.physical_axes, inside) if pod.tpu_slice and inside else None
 
     def links(first: int, size: int, stride: int, last: int | None = None, share: int = 1) -> AxisLinks:
         inner, outer = node_group(pod.per_node, size, stride)
         mine = owned[first : (last or first) + 1] if owned else ()
-        local = _local(pod, tuple(itertools.chain(*mine)), share)
+        local = _local(pod, _joined(mine), share)
         return _two_levels(pod, local, inner, outer) if pod.per_node else local
 
     share = 2 if rows > 1 and cols > 1 else 1  # both tensor axes use a GPU's links at once
@@ -180,6 +183,28 @@ def _links(pod: Pod, sizes: tuple[int, ...]) -> Links:
         links(0, stage, tensor * context * data), links(2, context, tensor), links(1, data * context, tensor, 2),
         links(3, rows, cols, share=share), links(4, cols, 1, share=share), ring,
     )  # fmt: skip
+
+
+def _laid(physical: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Parts, ...] | None:
+    """How the axes (stage, data, context, row, col) lie on a torus, where the planner knows their links."""
+    parts = torus_parts(physical, sizes)
+    if parts is None or torus_axes(physical, sizes):
+        return parts
+    known = sizes[0] == 1 and all(_is_known(axis, physical) for axis in parts[3:])
+    return parts if known else None
+
+
+def _is_known(parts: Parts, physical: tuple[int, ...]) -> bool:
+    return len(parts) < 2 or all(part.size == physical[part.axis] for part in parts)
+
+
+def _joined(axes: tuple[Parts, ...]) -> Parts:
+    """The parts of several neighboring mesh axes together."""
+    found: dict[int, Part] = {}
+    for part in itertools.chain(*axes):
+        old = found.get(part.axis, Part(part.axis, 1, part.stride))
+        found[part.axis] = Part(part.axis, old.size * part.size, min(old.stride, part.stride))
+    return tuple(found[axis] for axis in sorted(found))
 
 
 def _winding_ring(pod: Pod, tensor: int) -> AxisLinks | None:
@@ -205,18 +230,18 @@ def node_group(per_node: int, size: int, stride: int) -> tuple[int, int]:
     return inner, size // inner
 
 
-def _local(pod: Pod, axes: tuple[int, ...], share: int) -> AxisLinks:
-    """Links of a collective inside a node, or over the torus `axes` of a slice."""
+def _local(pod: Pod, parts: Parts, share: int) -> AxisLinks:
+    """Links of a collective inside a node, or over `parts` of the torus of a slice."""
     chip = pod.chip
     if chip.platform != "gpu":
         one = constants_for(chip).row
         torus = pod.tpu_slice
-        if not (torus and axes):
+        if not (torus and parts):
             return one
-        whole = math.prod(torus.physical_axes[axis] for axis in axes) - 1
+        whole = math.prod(part.size for part in parts) - 1
 
         def along(name: str) -> Link:
-            link, (count, steps) = getattr(one, name), torus.ring(axes, name)
+            link, (count, steps) = getattr(one, name), torus.ring(parts, name)
             return Link(link.launch, link.sync * steps / whole, link.bandwidth * count)
 
         return AxisLinks(*map(along, COLLECTIVES))
@@ -242,21 +267,6 @@ def _two_levels(pod: Pod, local: AxisLinks, inner: int, outer: int) -> AxisLinks
     return AxisLinks(
         both(local.all_gather), both(local.reduce_scatter), Link(local.permute.launch, NETWORK_HOP, network)
     )
-
-
-@lru_cache(maxsize=4096)
-def torus_axes(physical: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
-    """The numbers of the physical axes that each axis of a plan is the product of; None where that takes a part of one.
-
-    Together they are all physical axes. As in `jax.experimental.mesh_utils`, the last axis takes the most physical axes
-    that it can, the first of several such choices, then the axis before it.
-    """
-    found, several = [], [axis for axis, size in enumerate(sizes) if size > 1]
-    for owners in itertools.product(several, repeat=len(physical)):
-        made = tuple(tuple(n for n, owner in enumerate(owners) if owner == axis) for axis in range(len(sizes)))
-        if all(math.prod(physical[n] for n in axes) == size for axes, size in zip(made, sizes)):
-            found.append(made)
-    return min(found, key=lambda made: [(-len(axes), axes) for axes in reversed(made)], default=None)
 
 
 def pod_of(machine: Chip | TpuSlice, devices: int) -> Pod:

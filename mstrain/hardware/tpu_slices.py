@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from mstrain.hardware.chips import Chip, all_chips, chip_for
+from mstrain.hardware.torus_parts import Part, Parts
 
 CUBE = 4  # chips along an edge of the blocks that optical switches connect (TPU v4 paper, section 2)
 
@@ -54,21 +55,26 @@ class TpuSlice:
         wrap = self.chip.slice_rules.wrap_axis
         return all(n % wrap == 0 for n in self.topology)
 
-    def ring(self, axes: tuple[int, ...], collective: str) -> tuple[int, int]:
-        """(links one way, steps) of a collective over some of `physical_axes`, numbered, with all the links they have.
+    def ring(self, parts: Parts, collective: str) -> tuple[float, int]:
+        """(links one way, steps) of a collective over parts of `physical_axes`, with all the links they have.
 
-        Both directions of a closed axis carry data; cores of a chip share its links ("How to Scale Your Model"). Over
-        several torus axes some generations take one ring in both directions through all devices instead, where the axes
-        are open (`one_ring`), and in a reduce_scatter among all devices of their chips (`one_ring_scatters`).
+        Both directions of a closed axis carry data; cores of a chip share its links ("How to Scale Your Model"), and so
+        do groups of devices that alternate along an axis. Over several torus axes some generations take one ring in
+        both directions through all devices instead, where the axes are open (`one_ring`), and in a reduce_scatter among
+        all devices of their chips (`one_ring_scatters`).
         """
-        rules, chips = self.chip.slice_rules, [n for n in self.topology if n > 1]
-        along = [chips[axis] for axis in axes if axis < len(chips)]
-        cores = rules.devices_per_chip if len(along) < len(axes) else 1
+        rules, chips = self.chip.slice_rules, sum(n > 1 for n in self.topology)
+        along = [part for part in parts if part.axis < chips]
+        cores = rules.devices_per_chip if len(along) < len(parts) else 1
         scatters = rules.one_ring_scatters and collective == "reduce_scatter" and cores > 1
         if len(along) > 1 and (scatters or rules.one_ring and not self.wraps):
-            return 2 * cores, math.prod(self.physical_axes[axis] for axis in axes) - 1
-        links = sum(2 if self.wraps and n > 2 else 1 for n in along) or 1
-        return links * cores, sum(self.physical_axes[axis] - 1 for axis in axes)
+            return 2 * cores, math.prod(part.size for part in parts) - 1
+        links = sum(2 if self._closed(part) else 1 for part in along) or 1
+        return links * cores / max((part.stride for part in along), default=1), sum(part.size - 1 for part in parts)
+
+    def _closed(self, part: Part) -> bool:
+        """Whether a part of an axis has two ways between its devices."""
+        return self.wraps and part.size > 2 and part.size * part.stride == self.physical_axes[part.axis]
 
     def mesh_shapes(self, data: int = 1) -> tuple[tuple[int, int], ...]:
         """The (rows, cols) made of whole physical axes, with `data` data-parallel copies of the 2-D mesh."""

@@ -102,8 +102,8 @@ class PodPlan:
 
     @property
     def tensor_name(self) -> str:
-        """The algorithm, with the mesh it slices or the number of devices in its ring."""
-        shape = f"{self.rows}x{self.cols}" if find_algorithm(self.algorithm).sliced else self.tensor
+        """The algorithm, with its rows and columns or the number of devices in its ring."""
+        shape = self.tensor if find_algorithm(self.algorithm).one_dimensional else f"{self.rows}x{self.cols}"
         return f"{self.algorithm} {shape}"
 
     @property

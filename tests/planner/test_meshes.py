@@ -9,6 +9,7 @@ import pytest
 from mstrain.hardware import chip_named, parse_target, tpu_slice_of
 from mstrain.hardware.clusters import find_pod
 from mstrain.hardware.pod import tuning_constants
+from mstrain.hardware.torus_parts import torus_parts
 from mstrain.mesh import MeshShape, parse_mesh
 from mstrain.models.auto import tune_products
 from mstrain.models.config import ModelConfig
@@ -60,7 +61,11 @@ def test_the_refusal_says_what_to_type_when_nothing_is_legal():
 
 def test_a_torus_carries_what_its_axes_can_form():
     found = shapes(ranked(SMALL, 16, 256, SLICE))
-    assert all((s.row, s.col) in SLICE.mesh_shapes(s.data) for s in found if s.stage == 1)
+    physical = SLICE.physical_axes
+    for shape in (shape for shape in found if shape.stage == 1):
+        parts = torus_parts(physical, (1, shape.data, 1, shape.row, shape.col))
+        for axis in parts[3:] if parts else pytest.fail(f"{shape} is not on the torus"):
+            assert len(axis) < 2 or all(part.size == physical[part.axis] for part in axis)
     assert set(found) <= set(shapes(ranked(SMALL, 16, 256, SLICE.chip, 32)))
 
 

@@ -14,7 +14,7 @@ from mstrain.hardware import chip_named, parse_target
 from mstrain.hardware.clusters import find_pod
 from mstrain.hardware.constants import constants_for
 from mstrain.hardware.overlap import KINDS
-from mstrain.hardware.pod import torus_axes
+from mstrain.hardware.torus_parts import torus_axes
 from mstrain.layers.loss import LARGEST
 from mstrain.mesh import MeshShape, make_mesh, parse_mesh
 from mstrain.models.flops import training_flops_per_token
