@@ -91,9 +91,18 @@ def choose_unit(options: PlanOptions, kinds: tuple[Kind, ...]) -> int:
             return unit
     raise ValueError(
         f"the cluster has more than max_states={options.max_states} combinations of stage sizes, "
-        f"even in units of {common[-1]} devices; raise max_states to {states[common[-1]]} (the time grows with it) or "
-        "plan for fewer kinds of nodes"
+        f"even in units of {common[-1]} devices; {_fix(options, kinds, common[-1], states[common[-1]])}"
     )
+
+
+def _fix(options: PlanOptions, kinds: tuple[Kind, ...], unit: int, states: int) -> str:
+    """What to type for so many states, in units that `check_size` accepts then."""
+    *_, table, seconds = _demand(options, kinds, unit)
+    fewer = "plan for fewer kinds of nodes"
+    if table > LARGEST_TABLE:
+        return f"a table of them takes {table / 1e9:.1f} GB: {fewer}"
+    budget = f" max_seconds={math.ceil(seconds)}" if seconds > options.max_seconds else ""
+    return f"type max_states={states}{budget} (the time grows with it) or {fewer}"
 
 
 def check_size(options: PlanOptions, kinds: tuple[Kind, ...], unit: int) -> None:
@@ -101,17 +110,22 @@ def check_size(options: PlanOptions, kinds: tuple[Kind, ...], unit: int) -> None
 
     A bound visits every number of layers, size of a stage and state (`mstrain.planner.mixed.bounds`).
     """
-    sizes = math.prod(len(stage_sizes(kind, unit)) + 1 for kind in kinds)
-    counts = [kind.devices // unit for kind in kinds]
-    states = (counts[0] + 1) * math.prod(2 * count + 1 for count in counts[1:])
-    table = sizes * max(sizes, states, len(kinds) * math.prod(count + 1 for count in counts))
-    seconds = options.num_layers**2 / 2 * sizes * states / VISITS_PER_SECOND
+    sizes, states, table, seconds = _demand(options, kinds, unit)
     if table > LARGEST_TABLE or seconds > options.max_seconds:
         raise ValueError(
             f"unit={unit} gives {sizes:,} sizes of a stage and {states:,} states of the cluster, too many for memory "
             f"or for max_seconds={options.max_seconds:g}: a table takes {table / 1e9:.1f} GB, a bound {seconds:.0f} s. "
             "Type a larger unit=, or unit=0 without max_states=, raise max_seconds, or plan for fewer kinds of nodes."
         )
+
+
+def _demand(options: PlanOptions, kinds: tuple[Kind, ...], unit: int) -> tuple[int, int, int, float]:
+    """(sizes of a stage, states of the cluster, bytes of the largest table, seconds of the first bound)."""
+    sizes = math.prod(len(stage_sizes(kind, unit)) + 1 for kind in kinds)
+    counts = [kind.devices // unit for kind in kinds]
+    states = (counts[0] + 1) * math.prod(2 * count + 1 for count in counts[1:])
+    table = sizes * max(sizes, states, len(kinds) * math.prod(count + 1 for count in counts))
+    return sizes, states, table, options.num_layers**2 / 2 * sizes * states / VISITS_PER_SECOND
 
 
 def stage_sizes(kind: Kind, unit: int) -> list[int]:

@@ -1,7 +1,10 @@
 """Terms of the cost by hand, output, and errors with their fix."""
 
 import csv
+import dataclasses
 import json
+import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,7 +76,7 @@ def test_unequal_nodes_are_kinds_of_their_own_and_sizes_pack(small_cluster):
     assert stage_sizes(kinds[0], 1) == [1, 2, 4, 8]
     with pytest.raises(ValueError, match="unit=5: choose a part"):
         choose_unit(PlanOptions(num_layers=4, batch=6, unit=5), kinds)
-    with pytest.raises(ValueError, match="max_states=3 .*raise max_states"):
+    with pytest.raises(ValueError, match="max_states=3 .*; type max_states=63 "):
         choose_unit(PlanOptions(num_layers=4, batch=6, max_states=3), kinds)
 
 
@@ -130,6 +133,25 @@ def test_a_space_that_memory_or_time_do_not_allow_is_refused(kinds, unit, second
         return check_size(options, nodes, unit)
     with pytest.raises(ValueError, match=says):
         check_size(options, nodes, unit)
+
+
+@pytest.mark.parametrize("kinds, devices, seconds", [(2, 512, 60), (3, 64, 0.001), (6, 512, 60)])
+def test_what_the_message_of_max_states_suggests_is_accepted(kinds, devices, seconds):
+    """The states, with a time budget where theirs outlasts the given one; none whose tables memory does not allow."""
+    nodes = tuple(Kind(f"kind {n}", devices, 8, 100.0, 10.0, 16.0) for n in range(kinds))
+    options = PlanOptions(num_layers=10, batch=8, max_states=10, max_seconds=seconds)
+    with pytest.raises(ValueError, match="more than max_states=10 ") as error:
+        choose_unit(options, nodes)
+    typed: dict[str, Any] = {
+        key: int(value) for key, value in re.findall(r"(max_\w+)=(\d+)", str(error.value).partition(";")[2])
+    }
+    assert list(typed) == {2: ["max_states"], 3: ["max_states", "max_seconds"], 6: []}[kinds]
+    if typed:
+        changed = dataclasses.replace(options, **typed)
+        check_size(changed, nodes, choose_unit(changed, nodes))
+    else:
+        with pytest.raises(ValueError, match="too many for memory"):
+            check_size(options, nodes, nodes[0].slots)
 
 
 def test_a_model_without_parameters_is_refused(small_cluster):
