@@ -1,10 +1,12 @@
 """Host file and cluster file of Metis: the hosts of a cluster and their links.
 
-A host file has one host per line, `ADDRESS slots=K` (or `ADDRESS K`), K being its number of devices, at most 9999. A
-cluster file is a JSON object from address to device type, bandwidths in GB/s and memory in GB per device.
+A host file has one host per line, `ADDRESS slots=K` (or `ADDRESS K`), K being its number of devices, at most 9999. An
+address in several lines stands for as many hosts, as in the files of Metis. A cluster file is a JSON object from
+address to device type, bandwidths in GB/s and memory in GB per device.
 """
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +42,13 @@ class Hosts:
     @property
     def device_types(self) -> tuple[str, ...]:
         return tuple(sorted({node.device_type for node in self.nodes}))
+
+    @property
+    def repeated(self) -> str:
+        """One line that names the addresses of several lines of the host file; empty where every host has its own."""
+        counts = Counter(node.address for node in self.nodes)
+        names = ", ".join(f"{address} ({count})" for address, count in counts.items() if count > 1)
+        return names and f"Addresses in several lines of the host file count as so many hosts: {names}."
 
     def nodes_of(self, device_type: str) -> tuple[Node, ...]:
         return tuple(node for node in self.nodes if node.device_type == device_type)

@@ -48,7 +48,8 @@ def run_optimal(config: OptimalConfig) -> int:
         result = plan_optimal(*config.paths, config, clock)
     write_result(result, folder / "optimal.json")
     write_stages(result, folder / "optimal.csv")
-    for line in filled_in(read_profiles(config.profiles)):
+    hosts = read_hosts(config.hostfile, config.clusterfile)
+    for line in filter(None, (hosts.repeated, *filled_in(read_profiles(config.profiles)))):
         say.print(line)
     say.print(plans_table(result))
     say.print(stages_table(result.best))
@@ -59,7 +60,6 @@ def run_optimal(config: OptimalConfig) -> int:
     if config.simulate:
         clock.budget = config.max_seconds
         try:
-            hosts = read_hosts(config.hostfile, config.clusterfile)
             simulated = simulate_mixed(result.best, config, hosts, clock)
             say.print(simulated_table(simulated.stages))
             say.print(*simulated.summary(result.best.microbatches), sep="\n")

@@ -46,6 +46,7 @@ def test_host_file_takes_both_spellings_blank_lines_and_any_count(tmp_path):
     write_clusterfile(tmp_path / "clusterfile.json")
     cluster = read_hosts(tmp_path / "hostfile", tmp_path / "clusterfile.json")
     assert [(node.device_type, node.slots) for node in cluster.nodes] == [("V100", 16), ("A100", 8)]
+    assert not cluster.repeated
 
 
 @pytest.mark.parametrize(
