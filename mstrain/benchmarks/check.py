@@ -59,7 +59,7 @@ class Step:
         """Compiles the step; raises DoesNotFit if a device has too little memory."""
         hbm, state = self.target.tpu_slice.chip.hbm_bytes, sum(self.state_bytes.values())
         if hbm and state > hbm:
-            raise DoesNotFit(f"weights and moments alone are {_of(state, hbm)} of a device", state)
+            raise DoesNotFit(f"weights and moments alone are {_of(state, hbm)} of a device", state, hbm)
         config = self.config
         sums = config.optimizer.sums(config.seed)
         step = step_program(self.module, self._optimizer, config.batch, config.accumulate, sums=sums)

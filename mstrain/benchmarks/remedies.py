@@ -68,12 +68,12 @@ class Remedies:
         for keys, config in line:
             try:
                 if least := self._hopeless(config):
-                    self._report(f"{keys}: needs at least {least / GIB:.0f} GiB")
+                    self._report(f"{keys}: needs at least {_amount(least, self._capacity)}")
                     continue
                 seconds = self._attempt(config)
             except DoesNotFit as error:
                 self.learn(config, error)
-                self._report(f"{keys}: {f'needs {error.needed / GIB:.1f} GiB' if error.needed else error}")
+                self._report(f"{keys}: {f'needs {_amount(error.needed, error.limit)}' if error.needed else error}")
             except ValueError as error:
                 self._report(f"{keys}: no, {str(error).partition(': ')[0]}")
             else:
@@ -92,6 +92,11 @@ class Remedies:
         state = self._state(config)
         least = state + max(needed - state, 0.0) * accumulate / config.accumulate
         return least if least > CERTAIN * self._capacity else None
+
+
+def _amount(needed: float, limit: float | None) -> str:
+    """`98.5 GiB of 95.7 GiB`, without the limit where none is known."""
+    return f"{needed / GIB:.1f} GiB" + (f" of {limit / GIB:.1f} GiB" if limit else "")
 
 
 def groups(config: RunConfig, larger: Callable[[str], RunConfig | None]) -> Iterator[list[list[Change]]]:

@@ -5,7 +5,7 @@ schedule = predict(compile_program(product_program(plan, tokens, in_dim, out_dim
 """
 
 from mstrain.compiler.collectives import Collective
-from mstrain.compiler.compile import Compiled, DoesNotFit, compile_program
+from mstrain.compiler.compile import Compiled, DoesNotFit, OutOfScratch, compile_program
 from mstrain.compiler.machine import KernelRates, Machine, machine_for
 from mstrain.compiler.replay import Transfer
 from mstrain.compiler.schedule import Schedule, predict, read_schedule
@@ -17,6 +17,7 @@ __all__ = [
     "DoesNotFit",
     "KernelRates",
     "Machine",
+    "OutOfScratch",
     "Schedule",
     "Target",
     "Transfer",

@@ -1,6 +1,7 @@
 """Compiles a program (`mstrain.program`) for a target. Nothing is allocated or run."""
 
 import dataclasses
+import math
 import re
 import time
 from collections.abc import Mapping
@@ -9,8 +10,12 @@ from pathlib import Path
 import jax
 
 from mstrain.compiler.topology import Target, quiet
+from mstrain.program.exhausted import HBM, read_exhausted
 from mstrain.program.memory import GIB, Memory, read_memory
 from mstrain.program.program import Program, text_of
+
+MIB = 1024**2
+VMEM_LIMIT = "xla_tpu_scoped_vmem_limit_kib"  # of a kernel, in KiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +31,20 @@ class Compiled:
     def check_fits(self) -> None:
         """Raises DoesNotFit when a device has too little memory: XLA compiles some that nothing holds."""
         if not self.memory.fits:
-            raise DoesNotFit(_does_not_fit(self.name, self.target, self.memory.peak), self.memory.peak)
+            message = _does_not_fit(self.name, self.target, self.memory.peak)
+            raise DoesNotFit(message, self.memory.peak, self.memory.limit)
 
 
 class DoesNotFit(ValueError):
-    """The program needs more memory than a device of the target has: `needed` bytes, None where unknown."""
+    """The program needs more HBM than a program may have: `needed` bytes of `limit`, None where unknown."""
 
-    def __init__(self, message: str, needed: float | None = None):
+    def __init__(self, message: str, needed: float | None = None, limit: float | None = None):
         super().__init__(message)
-        self.needed = needed
+        self.needed, self.limit = needed, limit
+
+
+class OutOfScratch(ValueError):
+    """A kernel needs more of a memory on the chip, such as VMEM, than its limit: no smaller step mends that."""
 
 
 def compile_program(
@@ -50,7 +60,8 @@ def compile_program(
       dump: folder in which the scheduled program is left as NAME.hlo.
 
     Raises:
-      DoesNotFit: with the bytes the compiler asked for.
+      DoesNotFit: with the bytes of HBM the compiler asked for.
+      OutOfScratch: where a kernel needs more of another memory.
     """
     name, begin = program.name, time.perf_counter()
     try:
@@ -58,42 +69,19 @@ def compile_program(
             compiled = program.compile(options)
             text = text_of(compiled)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
-            needed = needed_bytes(str(error))
-            message = _does_not_fit(name, target, needed, limit_bytes(str(error)))
-            raise DoesNotFit(message, needed) from None
-        raise
+        if (exhausted := read_exhausted(error)) is None:
+            raise
+        space, needed, limit = exhausted
+        if space != HBM:
+            raise OutOfScratch(_out_of_scratch(name, target, *exhausted)) from None
+        message = _does_not_fit(name, target, needed, limit)
+        raise DoesNotFit(message, needed, limit or target.tpu_slice.chip.hbm_bytes) from None
     memory = read_memory(compiled, target.mesh, target.tpu_slice.chip.hbm_bytes)
     result = Compiled(name, target, text, memory, time.perf_counter() - begin)
     if dump is not None:
         Path(dump).mkdir(parents=True, exist_ok=True)
         (Path(dump) / (re.sub(r"[^\w.-]+", "_", name) + ".hlo")).write_text(text)
     return result
-
-
-# What XLA:TPU says; the amount includes arguments and results, whatever it calls them.
-_NEEDED = (
-    r"total memory required for HLO temporaries \(([\d.]+)([KMGT])\)",  # before anything has a place
-    r"Used ([\d.]+)([KMGT]) of \S+ hbm",  # when places are given out
-)
-# The limit beside it.
-_LIMIT = (r"exceeds available HBM \(([\d.]+)([KMGT])", r"Used \S+ of ([\d.]+)([KMGT]) hbm")
-
-
-def needed_bytes(error: str) -> float | None:
-    """The bytes that a program would need, from the compiler's message that it does not fit."""
-    return _bytes(error, _NEEDED)
-
-
-def limit_bytes(error: str) -> float | None:
-    """The bytes that the compiler lets a program use: it reserves a part of a device's memory."""
-    return _bytes(error, _LIMIT)
-
-
-def _bytes(error: str, patterns: tuple[str, ...]) -> float | None:
-    """Of the first pattern that the message has."""
-    match = next(filter(None, (re.search(pattern, error) for pattern in patterns)), None)
-    return float(match[1]) * 1024.0 ** (1 + "KMGT".index(match[2])) if match else None
 
 
 def _does_not_fit(name: str, target: Target, needed: float | None, limit: float | None = None) -> str:
@@ -105,4 +93,13 @@ def _does_not_fit(name: str, target: Target, needed: float | None, limit: float 
     return (
         f"{name} does not fit on {target.tpu_slice.name}: a device would need {used}. Type remat=full, a smaller "
         "batch= or more accumulate=, or take a larger slice."
+    )
+
+
+def _out_of_scratch(name: str, target: Target, space: str, needed: float | None, limit: float | None) -> str:
+    used = f"{needed / MIB:.2f} MiB of the {limit / MIB:.2f} MiB" if needed and limit else "more than there is"
+    raised = f" Raise {VMEM_LIMIT} to {1024 * math.ceil(needed / MIB)}." if space == "vmem" and needed else ""
+    return (
+        f"{name} does not compile for {target.tpu_slice.name}: a kernel needs {used} of {space.upper()} that it may "
+        f"use. HBM is not what is exhausted.{raised}"
     )

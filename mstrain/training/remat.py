@@ -5,6 +5,7 @@ import dataclasses
 import jax
 
 from mstrain.models.remat import AUTO, cheapest_that_fits
+from mstrain.program.exhausted import HBM, read_exhausted
 from mstrain.training.run import Run
 
 
@@ -19,7 +20,8 @@ def with_remat(run: Run) -> Run:
         try:
             return runs[remat].memory.fits
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            exhausted = read_exhausted(error)
+            if exhausted is None or exhausted.space != HBM:
                 raise
             return False
 

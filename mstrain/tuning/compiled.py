@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from mstrain.compiler.compile import DoesNotFit, compile_program
+from mstrain.compiler.compile import DoesNotFit, OutOfScratch, compile_program
 from mstrain.compiler.schedule import Schedule, predict
 from mstrain.compiler.topology import Target, make_target
 from mstrain.display.tables import most_grown
@@ -173,7 +173,10 @@ def compile_candidate(task: TuningTask, shape: MeshShape, slices: str, place: Pl
         program = compile_program(step_program(module, optimizer, task.batch, task.accumulate), target)
     except DoesNotFit as error:
         return dataclasses.replace(candidate, problem=str(error).partition(". ")[0] + ".", memory=error.needed)
-    except jax.errors.JaxRuntimeError as error:  # this compiler cannot compile it: another candidate may do
+    except (
+        OutOfScratch,
+        jax.errors.JaxRuntimeError,
+    ) as error:  # this compiler cannot compile it: another candidate may do
         return dataclasses.replace(candidate, problem=str(error).splitlines()[0])
     problem = "" if program.memory.fits else "does not fit"
     return dataclasses.replace(candidate, problem=problem, memory=program.memory.peak, **parts(predict(program)))

@@ -11,6 +11,7 @@ from mstrain.benchmarks.remedies import Remedies, groups, larger_targets
 from mstrain.commands.train import load_config
 from mstrain.compiler import DoesNotFit
 from mstrain.hardware import parse_target
+from mstrain.program.memory import GIB
 
 STATE = 60.0
 KEPT = {"none": 100.0, "dots": 60.0, "full": 8.0}  # activations of one microbatch of the whole batch
@@ -90,6 +91,17 @@ def test_every_change_is_told():
     Remedies(machine.attempt, lambda c: STATE, 80, heard.append).smallest(config, lambda name: None)
     assert len(heard) == len(machine.tried) + sum("at least" in text for text in heard)
     assert any("fits, 1.16 s" in text for text in heard)
+
+
+def test_what_is_needed_stands_beside_the_limit():
+    def attempt(config):
+        raise DoesNotFit("too large", 98.5 * GIB, 95.25 * GIB if config.remat == "full" else None)
+
+    heard, config = [], load_config(["model=tiny", "target=v5p-8", "check=true", "batch=32"])
+    search = Remedies(attempt, lambda c: (60 if c.accumulate == 1 else 200) * GIB, 95.7 * GIB, heard.append)
+    assert search.smallest(config, lambda name: None) is None
+    assert "remat=dots: needs 98.5 GiB" in heard and "remat=full: needs 98.5 GiB of 95.2 GiB" in heard
+    assert "remat=full accumulate=2: needs at least 200.0 GiB of 95.7 GiB" in heard
 
 
 def test_larger_slices_double():
