@@ -26,7 +26,7 @@ def kind_of(op_name: str) -> str:
 
 
 def seconds_by_kind(program: Compiled, schedule: Schedule) -> dict[str, tuple[float, float]]:
-    """Seconds of (compute, exposed communication) of each kind; their sum is the time of the schedule.
+    """Seconds of (compute, exposed communication) of each kind of the program; their sum is the time of the schedule.
 
     Idle time of the TensorCore is attributed to the transfers that end in it, each from the end of the previous one.
     """
@@ -45,7 +45,7 @@ def seconds_by_kind(program: Compiled, schedule: Schedule) -> dict[str, tuple[fl
         if end > begin:
             first, last = np.searchsorted(ends, (begin, end), side="right")
             np.add.at(exposed, owners[first:last], np.diff(ends[first:last], prepend=begin))
-    return {kind: (float(compute[i]), float(exposed[i])) for i, kind in enumerate(KINDS)}
+    return {kind: (float(compute[i]), float(exposed[i])) for i, kind in enumerate(KINDS) if i in number}
 
 
 def _kinds_of_names(text: str, names: tuple[str, ...]) -> list[str]:

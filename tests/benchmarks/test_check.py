@@ -68,6 +68,7 @@ def test_a_pause_is_charged_to_the_transfers_that_end_in_it():
     assert kinds["head and loss"] == (0, 1)
     assert sum(exposed for _, exposed in kinds.values()) == exposed_communication(plan.timeline)[0]
     assert sum(map(sum, kinds.values())) == plan.seconds
+    assert list(kinds) == ["attention", "mlp", "head and loss"]  # not what the model lacks
 
 
 def test_transfers_at_either_end_are_exposed():
