@@ -335,9 +335,7 @@ class Step:
         if plan.shard == "parameters":  # nothing hides the first gather, of every pass of a stage, nor the last sum
             passes = 2 * plan.microbatches * plan.chunks if plan.pipeline > 1 else 1
             once = exposed(gather, stage.forward) + exposed(gather + scatter, stage.backward)
-            experts = parameters.experts / plan.expert
-            copied = style.gathered_bytes * (weights - experts) + (style.expert_bytes or style.gathered_bytes) * experts
-            once += copied / self.request.pod.memory_bandwidth(self.constants)
+            once += self.copies(parameters)
             return plan.microbatches * once + (passes * gather + scatter) / layers
         each = style.native and plan.pipeline == 1 and plan.shard == "none"
         sums = plan.microbatches if each or plan.shard == "gradients" else 1
@@ -346,6 +344,13 @@ class Step:
         if plan.shard == "none":  # the second half of an all-reduce
             return waited + (sums if each else 1) * max(spread / layers, exposed(spread, stage.backward))
         return waited + max(gather / layers, exposed(gather, stage.forward))
+
+    def copies(self, parameters: Count) -> float:
+        """Seconds of a microbatch in which gathered weights and their gradients are copied, with shard=parameters."""
+        style, experts = self.style, parameters.experts / self.plan.expert
+        dense = parameters.held(self.plan.expert) - experts
+        copied = style.gathered_bytes * dense + (style.expert_bytes or style.gathered_bytes) * experts
+        return copied / self.request.pod.memory_bandwidth(self.constants)
 
     def memory(self, plan: PodPlan, number: int) -> Memory:
         stage = self.stages[number]

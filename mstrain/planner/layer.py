@@ -67,7 +67,8 @@ class Work:
     """One microbatch through one layer (the mean over all of a kind), and through the output projection with its loss.
 
     `products` are the forward passes of the layer's products by name; `weights` seconds of the products that make the
-    gradients of weights, in a layer and in the projection.
+    gradients of weights, in a layer and in the projection. `exchange` is what is waited for tokens of experts in either
+    pass of a layer, among what the passes expose.
     """
 
     forward: Pass
@@ -76,6 +77,7 @@ class Work:
     head_forward: Pass
     head_backward: Pass
     weights: tuple[float, float]
+    exchange: tuple[float, float] = (0.0, 0.0)
 
     def repeated(self, remat: Remat, style: ExecutionStyle, fused: bool) -> frozenset[str]:
         """What the backward pass of a layer computes again: names of products, "attention", "elementwise"."""
@@ -199,8 +201,9 @@ def _work(at: Setting, products: Products) -> Work:
         for product, (first, second, weight) in zip(block, _block_passes(at, block)):
             each[product.name] = each.get(product.name, Pass()) + first * share
             backward, weights = backward + second * share, weights + weight * share
+    exchange = 0.0, 0.0
     if model.experts:
-        backward = _with_experts(at, products, each, backward)
+        backward, exchange = _with_experts(at, products, each, backward)
     forward = sum(each.values(), forward)
     first, second, weight = _block_passes(at, (products.head,))[0]
     columns = products.head.layout.projection.out_dim / tensor
@@ -211,7 +214,7 @@ def _work(at: Setting, products: Products) -> Work:
     loss = Pass(elementwise=style.logit_bytes / 2 * products.tokens * columns / bandwidth)
     if style.native:  # the loss computes its logits again
         second = second + first
-    return Work(forward, backward, tuple(each.items()), first + loss, second + loss, (weights, weight))
+    return Work(forward, backward, tuple(each.items()), first + loss, second + loss, (weights, weight), exchange)
 
 
 def _exchange(at: Setting, products: Products, ahead: float, behind: float) -> tuple[float, float]:
@@ -269,13 +272,16 @@ def _grouped_times(at: Setting, product: Product) -> tuple[float, ...]:
     )
 
 
-def _with_experts(at: Setting, products: Products, each: dict[str, Pass], backward: Pass) -> Pass:
-    """Adds the router and the exchange of tokens to the forward passes of `each` product; returns the backward pass."""
+def _with_experts(
+    at: Setting, products: Products, each: dict[str, Pass], backward: Pass
+) -> tuple[Pass, tuple[float, float]]:
+    """Adds the router and the exchange of tokens to the forward passes of `each` product; returns the backward pass and
+    what of both passes is the exchange."""
     router = router_seconds(at.model, products.tokens, at.tensor, at.constants.flops)
     each["mlp in"] += Pass(elementwise=router)
     backward += Pass(elementwise=2 * router)
     if at.expert == 1:
-        return backward
+        return backward, (0.0, 0.0)
     link = exchange_link(at.pod, at.sizes, at.expert)
     sent = at.element_bytes * products.tokens * at.model.experts_per_token * at.model.width / at.tensor
     under = sum(each[name].gemm for name in ("mlp in", "mlp out"))
@@ -286,7 +292,7 @@ def _with_experts(at: Setting, products: Products, each: dict[str, Pass], backwa
     forward, behind = exchange.seconds(products.expert_slices)
     for name in ("mlp in", "mlp out"):
         each[name] += Pass(exposed=forward / 2)
-    return backward + Pass(exposed=behind)
+    return backward + Pass(exposed=behind), (forward, behind)
 
 
 def _sorting(at: Setting, product: Product) -> float:

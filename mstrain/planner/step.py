@@ -4,11 +4,14 @@ A layer is a chain of products, attention and element-wise work. Products are wr
 collectives that run beside them (`mstrain.planner.products`); everything else takes the seconds of the cost model, and
 values have the bytes of the memory model. Gradients are summed over the replicas, and sharded weights gathered, when
 the cost model says so; a layer's gather starts with the layer before it, its sum when its gradients are complete.
+Experts that replicas divide among them are gathered and summed over their own copies; what the cost model waits for
+their tokens, and copies of gathered weights, take time of the device in front of the products.
 """
 
 import dataclasses
 import itertools
 
+from mstrain.hardware.expert_links import owner_links
 from mstrain.parallel.gemms import gemms_of
 from mstrain.parallel.schedules import FORWARD, WHOLE, schedule, ticks, with_waits
 from mstrain.planner.cost import Costed
@@ -54,6 +57,7 @@ class Layer:
       pieces: of PIECES, in order; `bytes` of their results. last: place of the layer's result.
       saved: the parts that are kept for the backward pass.
       count, experts: parameters, and those of experts among them.
+      ahead: seconds in front of a product, forward and backward, by its name.
     """
 
     def __init__(self, costed: Costed, number: int):
@@ -74,7 +78,11 @@ class Layer:
         self.bytes = [request.element_bytes * costed.products.tokens * each for each in values]
         self.count = parameter_counts(request.model)[0]
         only = (int(each == number) for each in range(len(step.works)))
-        self.experts = stage_parameters(step.request.model, tuple(only), False, False).experts
+        held = stage_parameters(step.request.model, tuple(only), False, False)
+        self.experts = held.experts
+        copies = step.copies(held.over(plan.tensor)) if plan.shard == "parameters" and plan.replicas > 1 else 0.0
+        (first, second), stacked = (each / 2 for each in self.work.exchange), step.stacked[number].elementwise
+        self.ahead = {"mlp in": (first + stacked, second + stacked + copies), "mlp out": (first, second)}
 
     def seconds(self, piece: str, work) -> float:
         if piece == "attention":  # beside it runs the traffic to and from host memory
@@ -154,13 +162,28 @@ class TransformerStep(PipelineStep):
             self.ready[key] += self._gather(emit, key, ())
         return ops
 
+    def _held(self, key) -> tuple[float, float]:
+        """Parameters of a part on one device, and how many take as long to gather over all replicas as they do.
+
+        The replicas divide experts among them, which have fewer copies.
+        """
+        plan, pod, count = self.plan, self.request.pod, self.counts[key] / self.plan.tensor
+        if plan.expert == 1 or not isinstance(key[1], int):
+            return count, count
+        experts, copies = self.layers[key[1]].experts / plan.tensor, plan.replicas // plan.expert
+        links = pod.links(plan.sizes, self.request.dtype).replica, owner_links(pod, plan.sizes, plan.expert)
+        over = plan.replicas, copies
+        every, few = ((n - 1) / n / link.all_gather.bandwidth for n, link in zip(over, links))
+        held = experts / plan.expert
+        return count - experts + held, count - experts + held * few / every
+
     def _gather(self, emit: Emit, key, gate: Values) -> Values:
         """The weights of a part from all replicas; nothing where each has all."""
         if self.plan.replicas == 1:
             return ()
-        count = self.counts[key] / self.plan.tensor
-        spec = OpSpec("AllGather", ((max(1, round(count / self.plan.replicas)),),), GATHERED_BYTES)
-        inputs, nbytes = (self.weights[key], *gate), GATHERED_BYTES * count
+        held, moved = self._held(key)
+        spec = OpSpec("AllGather", ((max(1, round(moved / self.plan.replicas)),),), GATHERED_BYTES)
+        inputs, nbytes = (self.weights[key], *gate), GATHERED_BYTES * held
         return (emit.add(spec, inputs, nbytes, "workspace", DATA, ("weights", key[1])),)
 
     def _gathered(self, emit: Emit, layers: list[int], number: int, gate: int) -> None:
@@ -205,9 +228,17 @@ class TransformerStep(PipelineStep):
         category, nbytes = "activations" if part in saved else "workspace", kind.bytes[place]
         if piece in kind.blocks:
             product, inputs = kind.blocks[piece], (*inputs, *self.ready[emit.chunk, layer])
+            inputs += self._ahead(emit, layer, piece, 0, inputs)
             return emit_gemm(emit, product, gemms_of(product.layout)[0], inputs, nbytes, category, (layer,))
         seconds = kind.seconds(piece, kind.work.forward)
         return emit.add(timed(KINDS[piece], seconds), inputs, nbytes, category, label=(layer, piece))
+
+    def _ahead(self, emit: Emit, layer: int, piece: str, backward: int, inputs: Values) -> Values:
+        """What a product waits for; nothing where it does not wait."""
+        seconds = self.layers[layer].ahead.get(piece, (0.0, 0.0))[backward]
+        if not seconds:
+            return ()
+        return (emit.add(timed(KINDS["elementwise"], seconds), inputs, 0.0, "workspace", label=(layer, piece, "wait")),)
 
     def _head(self, emit: Emit, x: int) -> int:
         key = self.chunks - 1, "head"
@@ -297,6 +328,7 @@ class TransformerStep(PipelineStep):
             if piece in kind.blocks:
                 weights, product = self.ready[emit.chunk, layer], kind.blocks[piece]
                 operands = product, (layer,), source, slope
+                weights += self._ahead(emit, layer, piece, 1, (slope, source))
                 slope = self._input_gradient(emit, product, (layer,), slope, weights)
                 deferred.append(operands) if self.divided else gradients.append(self._weight_gradient(emit, *operands))
                 continue
@@ -319,7 +351,7 @@ class TransformerStep(PipelineStep):
         parts, plan, label = self.gradients[key], self.plan, ("gradients", key[1])
         each = self._shards_gradients or (plan.shard == "none" and plan.pipeline == 1)
         if plan.replicas > 1 and (each or last_microbatch):
-            elements = max(1, round(self.counts[key] / plan.tensor))
+            elements = max(1, round(self._held(key)[1]))
             kind = "AllReduce" if plan.shard == "none" else "ReduceScatter"
             spec = OpSpec(kind, ((elements,),), round(self.request.style.gradient_bytes))
             summed = emit.add(spec, parts, 0.0, "gradients", DATA, label)
