@@ -25,7 +25,8 @@ class Efficiency:
       fill: cost of starting a tile, as elements added to the contracted dim.
       launch: seconds between dependent kernels.
       schedule: measured over compiled seconds of a TPU's step.
-      overlap: whether all_gathers of weights and reductions of gradients overlap with compute.
+      overlap: share that compute hides of gathers of weights and sums of gradients over replicas of one TPU slice or job.
+      network_overlap: the same over several TPU slices.
       spread: relative standard deviation of the speed of devices of one kind.
       error: relative standard error of `matmul`, and its source.
     """
@@ -41,7 +42,8 @@ class Efficiency:
     fill: int = 0
     launch: float = 0.0
     schedule: float = 1.0
-    overlap: bool = True
+    overlap: float = 1.0
+    network_overlap: float = 1.0
     spread: float = 0.0
     error: tuple[float, str] = (0.1, "assumed")
 

@@ -325,12 +325,14 @@ class Step:
 
         gather, scatter = seconds("all_gather", 2.0), seconds("reduce_scatter", style.gradient_bytes)
         spread = seconds("all_gather", style.gradient_bytes)
-        hides = "data" in style.hides and (self.request.pod.efficiency.overlap or not self.request.pod.derived)
-        hides &= plan.shard == "parameters" or not style.native
+        hides = "data" in style.hides and (plan.shard == "parameters" or not style.native)
+        pod, known = self.request.pod, self.request.pod.efficiency
+        hidden = known.overlap if pod.slices == 1 else known.network_overlap
+        share = hides * (hidden if pod.derived else 1.0)
         layers, platform = max(1, stage.layers), self.request.pod.chip.platform
 
         def exposed(seconds: float, under: float) -> float:
-            return exposed_beside(seconds, under, platform) if hides else seconds
+            return seconds - share * (seconds - exposed_beside(seconds, under, platform))
 
         if plan.shard == "parameters":  # nothing hides the first gather, of every pass of a stage, nor the last sum
             passes = 2 * plan.microbatches * plan.chunks if plan.pipeline > 1 else 1

@@ -29,9 +29,11 @@ def groups(rows: list[dict[str, str]]) -> dict[tuple, list[dict[str, str]]]:
 
 
 def name_of(row: dict[str, str]) -> str:
-    """`FSDP x TP, prefetched 64x1x4`, or `MeshSlice 4x8`."""
-    prefetched = row["algorithm"] == "megatron" and row["shard"] == "parameters"
-    return f"{'FSDP x TP, prefetched' if prefetched else NAMES[row['algorithm']]} {row['mesh']}"
+    """`FSDP x TP, prefetched 64x1x4`, `MeshSlice 4x8`, or `MeshSlice 4x16x4, ZeRO 3`."""
+    sharded = row["shard"] == "parameters"
+    if row["algorithm"] == "megatron":
+        return f"{'FSDP x TP, prefetched' if sharded else NAMES['megatron']} {row['mesh']}"
+    return f"{NAMES[row['algorithm']]} {row['mesh']}{', ZeRO 3' if sharded else ''}"
 
 
 def step_name(step: tuple) -> str:
@@ -43,7 +45,7 @@ def step_name(step: tuple) -> str:
 def line(row: dict[str, str], ours: dict[str, str], first: bool, step: tuple) -> str:
     name, ms = name_of(row), f"{float(row['ms']):.0f}"
     if first and row["algorithm"] == "meshslice":
-        name, ms = f"**MeshSlice** {row['mesh']}", f"**{ms}**"
+        name, ms = name.replace("MeshSlice", "**MeshSlice**"), f"**{ms}**"
     low, high = (f"{float(row[key]):.0f}" for key in ("low_ms", "high_ms"))
     more = [f"{100 * (float(row[key]) / float(ours[key]) - 1):+.1f}" for key in ("ms", "low_ms", "high_ms")]
     over = "" if row is ours else f"{more[0]} % ({more[1]}, {more[2]})"
