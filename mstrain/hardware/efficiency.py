@@ -25,7 +25,7 @@ class Efficiency:
       fill: cost of starting a tile, as elements added to the contracted dim.
       launch: seconds between dependent kernels.
       schedule: measured over compiled seconds of a TPU's step.
-      overlap: share that compute hides of gathers of weights and sums of gradients over replicas of one TPU slice or job.
+      overlap: share that compute hides of gathers of weights and sums of gradients over replicas of a slice.
       network_overlap: the same over several TPU slices.
       spread: relative standard deviation of the speed of devices of one kind.
       error: relative standard error of `matmul`, and its source.
