@@ -198,9 +198,9 @@ MISTAKES = {
         ["model=megatron_nlg_530b", "cluster=v4-64"],
         ["no plan of megatron_nlg_530b", "GB", "larger cluster="],
     ),
-    "a mesh that splits the torus": (
-        ["cluster=v5p-1024", "replicas=128", "tensor=4"],
-        ["whole axes of a torus of 8x8x8 chips"],
+    "degrees that are not all devices": (
+        ["cluster=v5p-1024", "replicas=128", "tensor=8"],
+        ["no plan has replicas=128 and tensor=8", "whole axes of 8x8x8 chips or each a part of one"],
     ),
     "too little time": (["max_seconds=1e-6"], ["no plan was found", "of search. Type max_seconds="]),
     "no file": (["published=null"], ["published=null names no file", "published=FILE"]),

@@ -2,7 +2,7 @@
 
 The space: data x context x tensor x pipeline degrees with product the number of devices; tensor by MeshSlice on rows x
 cols, by Megatron or FSDP on a ring; every number of microbatches that divides the batch; every remat, shard and
-schedule. A plan of one stage takes the meshes that the torus carries (`Pod.meshes`), as train.py lays them out; a
+schedule. A plan of one stage takes the meshes whose links are known (`Pod.meshes`), as train.py lays them out; a
 pipeline may split a torus axis. The search is exhaustive, so that its winner is the best of the space by the cost
 model: a plan is left out only if all its microbatches take longer than a whole step that fits, or if its state alone
 does not fit. `PodResult.finished` is False where the budget ends it early; so with a budget, the layouts whose layers
@@ -350,7 +350,7 @@ def _nothing_fits(request: PlanRequest, result: PodResult, max_seconds: float) -
         torus = ""
         if pod.tpu_slice and fixed.pipeline in (None, 1):
             chips = "x".join(map(str, pod.tpu_slice.topology))
-            torus = f"the tensor devices of a plan of one stage are whole axes of a torus of {chips} chips, "
+            torus = f"rows and columns of a plan of one stage are whole axes of {chips} chips or each a part of one, "
         return (
             f"no plan has {what} on the {pod.devices} devices of {pod.name}: the degrees multiply to "
             f"{pod.devices}, {torus}replicas divide batch={request.batch}, expert divides replicas, pipeline is at "
