@@ -15,7 +15,7 @@ from mstrain.hardware.calibration import Calibration, load_calibration
 from mstrain.hardware.constants import COLLECTIVES, AxisLinks, Constants, constants_for
 from mstrain.hardware.efficiency import Efficiency, efficiency_of
 from mstrain.hardware.link import NETWORK_HOP
-from mstrain.hardware.torus_parts import Part, Parts, torus_axes, torus_parts
+from mstrain.hardware.torus_parts import Part, Parts, torus_parts
 from mstrain.mesh import MeshShape
 
 
@@ -187,15 +187,10 @@ def _links(pod: Pod, sizes: tuple[int, ...]) -> Links:
 
 def _laid(physical: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Parts, ...] | None:
     """How the axes (stage, data, context, row, col) lie on a torus, where the planner knows their links."""
-    parts = torus_parts(physical, sizes)
-    if parts is None or torus_axes(physical, sizes):
-        return parts
-    known = sizes[0] == 1 and all(_is_known(axis, physical) for axis in parts[3:])
-    return parts if known else None
-
-
-def _is_known(parts: Parts, physical: tuple[int, ...]) -> bool:
-    return len(parts) < 2 or all(part.size == physical[part.axis] for part in parts)
+    parts = torus_parts(physical, sizes) or ()
+    whole = [all(part.size == physical[part.axis] for part in axis) for axis in parts]
+    known = sizes[0] == 1 and all(full or len(axis) == 1 for full, axis in zip(whole[3:], parts[3:]))
+    return parts if parts and (all(whole) or known) else None
 
 
 def _joined(axes: tuple[Parts, ...]) -> Parts:

@@ -329,7 +329,7 @@ class Step:
         pod, known = self.request.pod, self.request.pod.efficiency
         hidden = known.overlap if pod.slices == 1 else known.network_overlap
         share = hides * (hidden if pod.derived else 1.0)
-        layers, platform = max(1, stage.layers), self.request.pod.chip.platform
+        layers, platform = max(1, stage.layers), pod.chip.platform
 
         def exposed(seconds: float, under: float) -> float:
             return seconds - share * (seconds - exposed_beside(seconds, under, platform))

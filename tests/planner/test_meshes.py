@@ -21,6 +21,7 @@ from mstrain.planner.cost import cost_step
 from mstrain.planner.plan import PodPlan, plan_on
 from mstrain.planner.request import TENSOR, Fixed, PlanRequest
 from mstrain.planner.search import search
+from tests.planner.absent import absent_devices
 from tests.planner.plans import ranked
 
 SLICE = parse_target("v5p-64")
@@ -78,22 +79,13 @@ def test_what_fits_comes_before_what_is_faster():
     assert large[0].fits and order == sorted(order)
 
 
-def devices(name, kind, origin=(0, 0, 0)):
-    tpu_slice = parse_target(name)
-    topology = (*tpu_slice.topology, 1, 1)[:3]
-    places = itertools.product(*(range(o, o + n) for o, n in zip(origin, topology)))
-    return tpu_slice, [
-        SimpleNamespace(device_kind=kind, coords=list(place))
-        for place in places
-        for _ in range(tpu_slice.chip.tpu_slices.devices_per_chip)
-    ]
-
-
 @pytest.mark.parametrize(
     ("name", "kind"), [("v5p-64", "v5p"), ("v4-64", "v4"), ("v6e-32", "v6e"), ("v3-32", "v3")]
 )  # fmt: skip
 def test_devices_tell_which_slice_they_are(name, kind):
-    tpu_slice, found = devices(name, chip_named(kind).device_kinds[0], origin=(0, 4, 0))
+    tpu_slice = parse_target(name)
+    found = absent_devices(tpu_slice, origin=(0, 4, 0))
+    assert found[0].device_kind == chip_named(kind).device_kinds[0]
     assert tpu_slice_of(found).topology_name == tpu_slice.topology_name
     assert tpu_slice_of(found).mesh_shapes() == tpu_slice.mesh_shapes()
     assert tpu_slice_of(found[:-1]) is None  # some are missing
@@ -105,9 +97,8 @@ def test_other_devices_are_no_slice():
 
 
 def test_the_same_mesh_is_chosen_for_a_slice_present_and_absent():
-    tpu_slice, present = devices("v5p-64", chip_named("v5p").device_kinds[0])
-    absent = ranked(SMALL, 16, 256, tpu_slice)
-    assert shapes(ranked(SMALL, 16, 256, tpu_slice_of(present))) == shapes(absent)
+    absent = ranked(SMALL, 16, 256, SLICE)
+    assert shapes(ranked(SMALL, 16, 256, tpu_slice_of(absent_devices(SLICE)))) == shapes(absent)
     assert absent[0].shape != MeshShape(1, 1, 32)
 
 

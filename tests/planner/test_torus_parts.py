@@ -1,7 +1,6 @@
 """Where the axes of a mesh lie on a torus, against the order in which JAX puts devices, and the links they get."""
 
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,19 +11,9 @@ from mstrain.hardware.clusters import find_pod
 from mstrain.hardware.constants import constants_for
 from mstrain.hardware.torus_parts import Part, torus_parts
 from mstrain.mesh import MeshShape, arrange
+from tests.planner.absent import absent_devices
 
 SLICES = ("v6e-256", "v5p-512", "v5p-128", "v5p:8x16x16", "v5e-64")
-
-
-def absent_devices(tpu_slice):
-    places = itertools.product(*map(range, reversed((*tpu_slice.topology, 1, 1)[:3])))
-    kind = tpu_slice.chip.device_kinds[0]
-    return [
-        SimpleNamespace(
-            id=n, platform="tpu", device_kind=kind, coords=place[::-1], core_on_chip=0, process_index=0, slice_index=0
-        )
-        for n, place in enumerate(places)
-    ]
 
 
 def found_parts(devices):
