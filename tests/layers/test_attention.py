@@ -20,6 +20,7 @@ from tests.layers.random_parameters import random_parameters
 from tests.quick import QUICK
 
 B, T, N, K, H = 2, 8, 6, 2, 4
+attended = jax.jit(attend, static_argnames="config", compiler_options=QUICK)
 
 
 def random_qkv(dtype="float32"):
@@ -61,7 +62,7 @@ def naive(q, k, v, scores, slopes, window, sinks=None):
 def test_grouped_query_attention_equals_a_loop_over_tokens(scores, window):
     q, k, v = random_qkv()
     slopes, sinks = alibi_slopes(N), jnp.linspace(-2, 3, N)
-    y = attend(q, k, v, scores, slopes, jnp.int32(window), sinks_N=sinks if scores.sinks else None)
+    y = attended(q, k, v, scores, slopes, jnp.int32(window), sinks_N=sinks if scores.sinks else None)
     want = naive(q, k, v, scores, np.asarray(slopes), window, np.asarray(sinks))
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
     other = naive(q, k, v, dataclasses.replace(scores, scale=scores.scale * 2), np.asarray(slopes), window, sinks)
@@ -81,9 +82,12 @@ def test_no_token_sees_the_future_or_beyond_its_window(windowed):
     q, k, v = random_qkv()
     scores, window = AttentionConfig(0.5, windowed=windowed), 3
 
+    @jax.jit
+    def slope(t, v):
+        return jax.grad(lambda v: attend(q, k, v, scores, None, jnp.int32(window))[:, t].sum())(v)
+
     def seen(t):
-        slope = jax.grad(lambda v: attend(q, k, v, scores, None, jnp.int32(window))[:, t].sum())(v)
-        return np.abs(slope).sum((0, 2, 3)) > 0
+        return np.abs(slope(t, v)).sum((0, 2, 3)) > 0
 
     for t in (0, 2, T - 1):
         first = t - window + 1 if windowed else 0
@@ -101,7 +105,7 @@ def test_segments_attend_and_count_positions_as_if_alone():
     for row, part in ((0, slice(0, 3)), (0, slice(3, 8)), (1, slice(0, T))):
         q1, k1, v1 = (x[row : row + 1, part] for x in (q, k, v))
         q1, k1 = (Rotary(100.0).rotate(x, GLOBAL, jnp.arange(q1.shape[1])) for x in (q1, k1))
-        want = attend(q1, k1, v1, scores, None, jnp.int32(4))
+        want = attended(q1, k1, v1, scores, None, jnp.int32(4))
         np.testing.assert_allclose(y[row : row + 1, part], want, rtol=1e-5, atol=1e-6)
 
 
