@@ -1,6 +1,8 @@
 """Settings of the whole suite: sixteen emulated CPU devices and exact products."""
 
 import os
+import sys
+from pathlib import Path
 
 from tests.quick import QUICK_FLAGS
 
@@ -20,6 +22,33 @@ jax.config.update("jax_default_matmul_precision", "highest")
 # A checkout passes or fails every time; `pytest tests --hypothesis-profile=default` looks for new counterexamples.
 settings.register_profile("suite", derandomize=True)
 settings.load_profile("suite")
+
+
+FOLDER = Path(__file__).parent
+LONGEST = [FOLDER / name for name in (
+    "training/test_parity.py", "compiler/test_compile.py", "test_supervise.py", "job/test_processes.py",
+    "test_notebooks.py", "test_plan_command.py", "training/test_kill.py", "checkpoints/test_local.py",
+    "compiler/test_prefetch.py", "planner/test_agreement.py", "docs/test_commands.py", "faults/test_numbers.py",
+    "faults/test_storage.py", "faults/test_observers.py", "soak/test_soak.py", "compiler/test_slices.py",
+)]  # fmt: skip
+"""Files that take longest. They come first: at the end, one that is left would keep one process waiting."""
+
+
+def pytest_collection_modifyitems(items):
+    order = {path: number for number, path in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_bytecode(tmp_path_factory):
+    """Where Python writes no bytecode, processes that tests start would each compile every module they import."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "bytecode"
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.dont_write_bytecode:
+            patch.setenv("PYTHONPYCACHEPREFIX", str(folder))
+            patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
