@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm import Heads, PlanPair, Span, Storage
+from mstrain.gemm import Heads, Layout, PlanPair, Span, Storage
 from mstrain.gemm.local import all_gather_among, all_reduce, axis_index, constrain_layout
 from mstrain.layers.attention_kernels import AttentionConfig, attend
 from mstrain.layers.context_attention import attend_parts
 from mstrain.layers.dense import Dense, Inits
 from mstrain.layers.norm import normalize
-from mstrain.layers.parameter import parameter
+from mstrain.layers.parameter import vector, vector_spec
 from mstrain.layers.past import KeysValues, Past, attend_past
 from mstrain.layers.rotary import Rotary
 from mstrain.layers.sequence_split import SequenceSplit
@@ -82,7 +82,7 @@ class Attention(nn.Module):
 
     def _attend(self, qkv, seq, window, segments_T, past):
         layout = self.plans.inside
-        (scales, specs), sinks = self._scales(P(layout.features or None)), self._sinks(P(layout.features or None))
+        (scales, specs), (sinks, of_sinks) = self._scales(), self._sinks()
         segments_T = None if segments_T is None else self.plans.inside_order(segments_T)
         kept = None if past is None else KeysValues(*[P(layout.tokens, None, layout.features or None)] * 2)
         local = jax.shard_map(
@@ -93,7 +93,7 @@ class Attention(nn.Module):
                 P(),
                 P(layout.tokens),
                 kept and Past(kept, P(), P(layout.tokens)),
-                P(layout.features or None),
+                of_sinks,
                 *specs,
             ),
             out_specs=(layout.spec, kept),
@@ -103,31 +103,33 @@ class Attention(nn.Module):
             return jnp.zeros((len(qkv), self.heads.segments[0].stored), qkv.dtype), None
         return local(qkv, window, segments_T, past, sinks, *scales)
 
-    def _sinks(self, sharded: P):
-        """The sinks of all query heads, in the order of these; None without."""
+    def _sinks(self):
+        """The sinks of all query heads, in the order of these, a `vector` with its spec; None without."""
         if not self.config.sinks:
-            return None
+            return None, None
         one_each = dataclasses.replace(self.heads, width=1, unit=1, key_unit=1)
-        span = one_each.segments[0]
-        return parameter(self, "sinks", self.inits.into, Storage((span.size,), (span,)), sharded)
+        span, layout = one_each.segments[0], self.plans.inside
+        sinks = vector(self, "sinks", self.inits.into, Storage((span.size,), (span,)), layout)
+        return sinks, vector_spec(sinks, layout)
 
-    def _scales(self, sharded: P):
+    def _scales(self):
         """Scales of the norms of queries and keys with their specs: none, one per feature of a head, or of all heads.
 
-        Those of all heads have the spec `sharded`.
+        Those of a head are applied by all devices, and those of all heads are sharded as these.
         """
         norm = self.qk_norm
         if norm is None:
             return [], []
         init = nn.initializers.zeros if norm.unit_offset else nn.initializers.ones
         spans = self.heads.segments[:2] if norm.whole else (Span(self.heads.width),) * 2
-        spec = sharded if norm.whole else P(None)
+        inside = self.plans.inside
+        layout = inside if norm.whole else Layout((*inside.tokens, *inside.features), ())
         scales = [
-            parameter(self, f"{x}_scale", init, Storage((span.size,), (span,)), spec) for x, span in zip("qk", spans)
+            vector(self, f"{x}_scale", init, Storage((span.size,), (span,)), layout) for x, span in zip("qk", spans)
         ]
-        return [scale + float(norm.unit_offset) for scale in scales], [spec, spec]
+        return [scale + float(norm.unit_offset) for scale in scales], [vector_spec(scales[0], layout)] * 2
 
-    def _local(self, seq, qkv, window, segments_T, past, sinks_N, *scales):
+    def _local(self, seq, qkv, window, segments_T, past, sinks_1xN, *scales):
         heads, lowering, split = self.heads, self.plans.into.lowering, self.config.split
         here = seq // split.parts
         q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = self._split(constrain_layout(qkv, lowering), here, scales)
@@ -135,6 +137,7 @@ class Attention(nn.Module):
         if self.rotary:
             q_BxTxNxH = self.rotary.rotate(q_BxTxNxH, window, positions)
             k_BxTxKxH = self.rotary.rotate(k_BxTxKxH, window, positions)
+        sinks_N = None if sinks_1xN is None else sinks_1xN[0]
         y_BxTxNxH = self._mix(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, window, segments_BxS, past, sinks_N)
         y = y_BxTxNxH.reshape(-1, heads.queries_here * heads.width)
         y = jnp.pad(y, ((0, 0), (0, heads.segments[0].stored // heads.columns - y.shape[1])))
@@ -183,17 +186,17 @@ class Attention(nn.Module):
             q, k = (self._normalize(x, scale) for x, scale in zip((q, k), scales, strict=True))
         return q, k, v
 
-    def _normalize(self, x_BxTxNxH, scale_H):
+    def _normalize(self, x_BxTxNxH, scale_1xH):
         assert self.qk_norm
-        y = normalize(x_BxTxNxH.astype(jnp.float32), "rmsnorm", self.qk_norm.epsilon) * scale_H
+        y = normalize(x_BxTxNxH.astype(jnp.float32), "rmsnorm", self.qk_norm.epsilon) * scale_1xH
         return y.astype(x_BxTxNxH.dtype)
 
-    def _normalize_whole(self, x_TxF, scale_F, features: int):
+    def _normalize_whole(self, x_TxF, scale_1xF, features: int):
         """RMSNorm over the `features` of all columns; padding is zero."""
         assert self.qk_norm
         x = x_TxF.astype(jnp.float32)
         squares = all_reduce(jnp.sum(jnp.square(x), axis=1, keepdims=True), self.plans.inside.features)
-        return (x * jax.lax.rsqrt(squares / features + self.qk_norm.epsilon) * scale_F).astype(x_TxF.dtype)
+        return (x * jax.lax.rsqrt(squares / features + self.qk_norm.epsilon) * scale_1xF).astype(x_TxF.dtype)
 
 
 def places_of(split: SequenceSplit, seq: int, segments_T, past: Past | None):

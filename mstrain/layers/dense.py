@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm import Layout, Plan, Span, Storage, linear
-from mstrain.layers.parameter import parameter, unless_initializing
+from mstrain.layers.parameter import parameter, unless_initializing, vector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +68,9 @@ class Dense(nn.Module):
         )
         if self.bias:
             order = Storage(storage.shape[1:], segments=self.segments, columns=grid.num_cols)
-            spec = P(self.plan.output_layout.features or None)
-            bias = parameter(self, "bias", nn.initializers.zeros, order, spec)
-            y_TxO = y_TxO + bias.astype(y_TxO.dtype)
+            bias_NxO = vector(self, "bias", nn.initializers.zeros, order, self.plan.output_layout)
+            rows = y_TxO.reshape(len(bias_NxO), -1, features) + bias_NxO.astype(y_TxO.dtype)[:, None]
+            y_TxO = rows.reshape(y_TxO.shape)
         return checkpoint_name(y_TxO, self.saved)
 
 

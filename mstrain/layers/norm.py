@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm import Layout, Span, Storage
 from mstrain.gemm.local import all_reduce, axis_index, axis_size
-from mstrain.layers.parameter import parameter, unless_initializing
+from mstrain.layers.parameter import unless_initializing, vector, vector_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Norm(nn.Module):
 
     @nn.compact
     def __call__(self, x_TxD):
-        width, spec = self.config.width, P(self.config.layout.features or None)
+        width, layout = self.config.width, self.config.layout
         storage = Storage((width.size,), (width,))
         init = nn.initializers.zeros if self.unit_offset else nn.initializers.ones
-        scale_D = parameter(self, "scale", init, storage, spec) + float(self.unit_offset)
-        bias_D = parameter(self, "bias", nn.initializers.zeros, storage, spec) if self.bias else None
+        scale_NxD = vector(self, "scale", init, storage, layout) + float(self.unit_offset)
+        bias_NxD = vector(self, "bias", nn.initializers.zeros, storage, layout) if self.bias else None
         return unless_initializing(
-            self, lambda: _norm(x_TxD, scale_D, bias_D, self.config), x_TxD.shape, x_TxD.dtype
+            self, lambda: _norm(x_TxD, scale_NxD, bias_NxD, self.config), x_TxD.shape, x_TxD.dtype
         )  # fmt: skip
 
 
@@ -92,10 +92,10 @@ def _forward(x, scale, bias, config):
         y = features.mask((x_f32 - mean) * rsqrt) * scale
         return (y if bias is None else y + bias).astype(x.dtype), mean, rsqrt
 
-    features, per_token = P(config.layout.features or None), P(config.layout.tokens or None)
-    bias_spec = None if bias is None else features
+    own, per_token = vector_spec(scale, config.layout), P(config.layout.tokens or None)
+    bias_spec = None if bias is None else own
     y, mean, rsqrt = config.on_mesh(
-        local, (config.layout.spec, features, bias_spec), (config.layout.spec, per_token, per_token)
+        local, (config.layout.spec, own, bias_spec), (config.layout.spec, per_token, per_token)
     )(x, scale, bias)
     return y, (x, scale, bias is None, mean, rsqrt)
 
@@ -113,14 +113,14 @@ def _backward(config, saved, dy):
             means = features.mean(lax.all_gather(means, axes))
         dx = g - normal * means[1]
         dx = features.mask((dx if config.kind == "rmsnorm" else dx - means[0]) * rsqrt)
-        sums = jnp.stack([jnp.sum(dy_f32 * normal, axis=0), jnp.sum(dy_f32, axis=0)])
-        return dx.astype(x.dtype), all_reduce(sums, tokens)
+        sums = jnp.stack([jnp.sum(dy_f32 * normal, axis=0, keepdims=True), jnp.sum(dy_f32, axis=0, keepdims=True)])
+        return dx.astype(x.dtype), sums if own[0] else all_reduce(sums, tokens)
 
-    features, per_token = P(axes or None), P(tokens or None)
+    own, per_token = vector_spec(scale, config.layout), P(tokens or None)
     dx, (dscale, dbias) = config.on_mesh(
         local,
-        (config.layout.spec, features, per_token, per_token, config.layout.spec),
-        (config.layout.spec, P(None, axes or None)),
+        (config.layout.spec, own, per_token, per_token, config.layout.spec),
+        (config.layout.spec, P(None, *own)),
     )(x, scale, mean, rsqrt, dy)
     return dx, dscale, None if biasless else dbias
 

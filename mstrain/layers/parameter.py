@@ -13,15 +13,17 @@ from flax import linen as nn
 from flax import struct
 from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm import Storage
+from mstrain.gemm import Layout, Storage
 
 
 class Stored(struct.PyTreeNode, nn.meta.AxisMetadata):
-    """A parameter in stored order with its partition spec and storage."""
+    """A parameter in stored order with its partition spec and storage; `tokens` are the mesh axes that shard the tokens
+    to which a vector is applied."""
 
     value: Any
     spec: P = struct.field(pytree_node=False)
     storage: Storage = struct.field(pytree_node=False)
+    tokens: tuple[str, ...] = struct.field(pytree_node=False, default=())
 
     def unbox(self):
         return self.value
@@ -43,6 +45,28 @@ def parameter(module: nn.Module, name: str, init: Callable, storage: Storage, sp
         return Stored(storage.from_canonical(init(key, storage.shape)), spec, storage)
 
     return nn.meta.unbox(module.param(name, boxed_init))
+
+
+def vector(module: nn.Module, name: str, init: Callable, storage: Storage, layout: Layout) -> jax.Array:
+    """Declares float32 `name`, a parameter [F] for the features of `layout`, sharded as these.
+
+    Returns [1, F], or [N, F] if it has a row for every shard of tokens (`mstrain.models.vectors`).
+    """
+
+    def boxed_init(key):
+        value = storage.from_canonical(init(key, storage.shape))
+        return Stored(value, P(layout.features or None), storage, layout.tokens)
+
+    if module.has_variable("params", name):
+        value = module.get_variable("params", name)
+        if isinstance(value, jax.Array) and value.ndim == 2:
+            return value
+    return nn.meta.unbox(module.param(name, boxed_init))[None]
+
+
+def vector_spec(vector_NxF, layout: Layout) -> P:
+    """The sharding of a `vector`."""
+    return P(layout.tokens if len(vector_NxF) > 1 else None, layout.features or None)
 
 
 def unless_initializing(module: nn.Module, compute: Callable[[], Any], shape: tuple[int, ...], dtype) -> Any:

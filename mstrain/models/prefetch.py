@@ -34,7 +34,7 @@ def scan_layers(block: nn.Module, plan: BlockPlan, params, x_TxD, windows, segme
 
     `block(x_TxD, window, segments_T)` is one layer without parent; `windows` has one element per layer.
     """
-    layers = _Layers(block, layer_shardings(block, plan, x_TxD, windows[0], segments_T), plan, len(windows))
+    layers = _Layers(block, layer_shardings(block, plan, params, x_TxD, windows[0], segments_T), plan, len(windows))
     trees: dict[str, Any] = {}  # of what a layer saves; the forward scan is always traced first
 
     @jax.custom_vjp
@@ -82,7 +82,7 @@ def scan_layers(block: nn.Module, plan: BlockPlan, params, x_TxD, windows, segme
 def extend_layers(block: nn.Module, plan: BlockPlan, params, x_TxD, windows, past):
     """(x_TxD, KeysValues of every layer) for tokens after `past`, without a backward pass; arguments as in
     `scan_layers`. Each layer is gathered when it runs."""
-    layers = _Layers(block, layer_shardings(block, plan, x_TxD, windows[0], None), plan, len(windows))
+    layers = _Layers(block, layer_shardings(block, plan, params, x_TxD, windows[0], None), plan, len(windows))
 
     def advance(x, step):
         i, window, own = step
@@ -160,20 +160,26 @@ def gather_layer(params, shardings, i, dtype):
     """The parameters of layer `i` of stacks [L, ...], gathered; `shardings` are from `layer_shardings`."""
     one = jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, i, keepdims=False), params)
     one = jax.tree.map(lax.with_sharding_constraint, one, shardings)
-    gathered = functools.partial(gather_parameter, dtype=dtype)
+
+    def gathered(path, x, sharding):
+        return gather_parameter(path, x, sharding, dtype) if is_kernel(path) else x
+
     return jax.tree_util.tree_map_with_path(gathered, one, shardings)
 
 
-def layer_shardings(block: nn.Module, plan: BlockPlan, x, window, segments):
-    """The shardings of the parameters of one layer, which takes arrays of these shapes; those that are not kernels are
-    gathered."""
+def layer_shardings(block: nn.Module, plan: BlockPlan, params, x, window, segments):
+    """The shardings of the parameters of one layer of the stacks `params`, which takes arrays of these shapes; those
+    that are not kernels are gathered."""
     shapes = [None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, window, segments)]
     boxes = jax.eval_shape(block.init, jax.random.key(0), *shapes)["params"]
 
-    def sharding(path, box):
-        return NamedSharding(plan.mesh, sharded_box(box, plan.mesh).spec if is_kernel(path) else box.spec)
+    def sharding(path, box, stack):
+        if is_kernel(path):
+            return NamedSharding(plan.mesh, sharded_box(box, plan.mesh).spec)
+        rows = (box.tokens,) if stack.ndim > box.value.ndim + 1 else ()  # of `mstrain.models.vectors`
+        return NamedSharding(plan.mesh, P(*rows, *box.spec))
 
-    return jax.tree_util.tree_map_with_path(sharding, boxes, is_leaf=is_stored)
+    return jax.tree_util.tree_map_with_path(sharding, boxes, params, is_leaf=is_stored)
 
 
 def _sum(partial, sharding: NamedSharding):

@@ -161,7 +161,8 @@ class StageLayers:
         windows, real = self._windows()
         if self.plan.shard == "parameters" and x_PxTxD is not None:
             x, segments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (x_PxTxD, segments_PxT))
-            shardings = layer_shardings(self.block, self.plan.groups[0][0], x, windows[0, 0, 0], segments)
+            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), rows)
+            shardings = layer_shardings(self.block, self.plan.groups[0][0], one, x, windows[0, 0, 0], segments)
             self.trees["gathered"] = {"shardings": shardings, "dtype": x.dtype}
         mapped = jax.vmap(of_stage, spmd_axis_name=AXIS)
         x_PxTxD = jax.tree.map(self.constrain, x_PxTxD)  # None for a scan without activations

@@ -1,6 +1,6 @@
 """Cost model of the three GeMMs of a projection (MeshSlice paper section 3.2.2)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mstrain.hardware import collective_seconds
 from mstrain.hardware.constants import OVERLAPS, AxisLinks, Constants
@@ -163,9 +163,13 @@ def sliced_cost(
 def pass_costs(
     layout: Layout, slices: int, constants: Constants, hidden: tuple[Hidden, Hidden] | None = None
 ) -> tuple[Cost, Cost]:
-    """Costs of (forward, both gradients) of one projection in `slices` slices; `hidden` in each."""
+    """Costs of (forward, both gradients) of one projection in `slices` slices; `hidden` in each.
+
+    In a step, which `hidden` is of, the compiler gathers dy once where both gradients gather the same slices of it.
+    """
     terms, memory = communication_terms(layout, constants), layout.accumulating_seconds(constants)
     ahead, gemm = layout.dataflow.upper(), layout.gemm_seconds(constants)
+    behind = tuple(term for term in terms if term.gemm != ahead)
 
     def cost(each: tuple[Terms, ...], shares: Hidden | None) -> Cost:
         return sliced_cost(each, gemm, slices, constants.overlap, memory, shares)
@@ -173,5 +177,20 @@ def pass_costs(
     forward, backward = hidden or (None, None)
     return (
         cost(tuple(term for term in terms if term.gemm == ahead), forward),
-        cost(tuple(term for term in terms if term.gemm != ahead), backward),
+        cost(behind if hidden is None else _gathering_once(behind), backward),
+    )
+
+
+def _gathering_once(gradients: tuple[Terms, ...]) -> tuple[Terms, ...]:
+    """Terms of the two gradients of a product; the second has none for a matrix that both gather."""
+    first, second = gradients
+    same = [a == b == "all_gather" for a, b in zip(GEMMS[first.gemm], GEMMS[second.gemm], strict=True)]
+    return first, replace(
+        second,
+        **{
+            f"{part}_{axis}": 0.0
+            for axis, shared in zip(("col", "row"), same)
+            if shared
+            for part in ("traffic", "latency")
+        },
     )

@@ -24,6 +24,7 @@ from mstrain.models.parameters import (
     parameter_shardings,
 )
 from mstrain.models.transformer import Transformer
+from mstrain.models.vectors import repeat_vectors, sum_vectors
 from mstrain.program.balance import load_metrics, shift_biases, take_loads
 from mstrain.program.canonical_update import OnCanonical, init_moments, spread, update
 from mstrain.program.offload import offloads_moments, on_device, on_host
@@ -104,8 +105,8 @@ def gradients(module: Transformer, params, batch: Batch, sums: GradientSums = Gr
         return objective(module, losses), losses
 
     def shards(batch):
-        (_, losses), grads = jax.value_and_grad(minimized, has_aux=True)(gathered, batch)
-        return losses, gradient_shards(module, grads)
+        (_, losses), grads = jax.value_and_grad(minimized, has_aux=True)(repeat_vectors(module, gathered), batch)
+        return losses, gradient_shards(module, sum_vectors(module, grads))
 
     if microbatches == 1:
         return shards(jax.tree.map(lambda x: x[0], batch))

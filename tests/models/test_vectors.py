@@ -1,0 +1,67 @@
+"""Scales and biases of scanned layers, whose gradients are summed over tokens once per step."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mstrain.data import Batch
+from mstrain.mesh import make_mesh, parse_mesh
+from mstrain.models.config import ModelConfig
+from mstrain.models.parameters import init_parameters
+from mstrain.models.plan import ParallelConfig, make_plan
+from mstrain.models.transformer import Transformer
+from mstrain.models.vectors import repeat_vectors, sum_vectors
+from mstrain.program.optimizer import OptimizerConfig, make_optimizer
+from mstrain.program.step import abstract_state, gradients
+from tests.quick import QUICK
+
+MODEL = ModelConfig(
+    layers=3, width=64, heads=8, mlp_dim=128, vocab_size=64, context=8, bias="all", norm="layernorm", norm_bias=True,
+    qk_norm=True, attention_sinks=True,
+)  # fmt: skip
+OPTIMIZER = make_optimizer(OptimizerConfig())
+VECTORS = ("bias", "scale", "q_scale", "k_scale", "sinks")
+
+
+def module_on(mesh: str, shard: str, algorithm: str) -> Transformer:
+    plan = make_plan(ParallelConfig(algorithm), MODEL, make_mesh(parse_mesh(mesh)), 8, 8, shard=shard)
+    return Transformer(MODEL, plan, 8)
+
+
+@pytest.mark.parametrize("mesh, shard, algorithm", [("2x2x2", "parameters", "collective"), ("2x4", "none", "megatron")])
+def test_no_loop_over_layers_communicates_a_vector_or_its_gradient(mesh, shard, algorithm):
+    module = module_on(mesh, shard, algorithm)
+    params, batch = abstract_state(module, OPTIMIZER)["params"], Batch(jax.ShapeDtypeStruct((1, 8, 9), jnp.int32))
+    program = jax.jit(lambda params, batch: gradients(module, params, batch)).lower(params, batch)
+    text = program.compile(compiler_options=QUICK).as_text()
+    loops = set(re.findall(r"while\(.*body=%?([\w.-]+)", text))
+    bodies = [part for part in re.split(r"\n\n", text) if part.strip().lstrip("%").split(" ")[0] in loops]
+    assert len(bodies) >= 2, "forward and backward scan"
+    for body in bodies:
+        for line in re.findall(r"= (.*? (?:all-reduce|all-gather|collective-permute|all-to-all)(?:-start)?\(.*)", body):
+            if "replica_groups={{0}," in line:  # groups of one device send nothing
+                continue
+            for dims in re.findall(r"f32\[([\d,]+)\]", line.split("(%")[0]):
+                sizes = [int(dim) for dim in dims.split(",")]
+                assert sizes[-1] == 1 or math.prod(sizes) > 2 * MODEL.mlp_dim, f"a vector is communicated: {line}"
+
+
+def test_rows_of_vectors_are_those_of_parameters_and_their_sum_is_the_transpose():
+    module = module_on("2x2x2", "none", "collective")
+    params = init_parameters(module, 0)
+    repeated = jax.jit(lambda params: repeat_vectors(module, params))(params)
+    random = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape), repeated)
+    transposed = jax.linear_transpose(lambda params: repeat_vectors(module, params), params)(random)[0]
+    same = jax.tree.map(lambda a, b: np.allclose(a, b, atol=1e-6), sum_vectors(module, random), transposed)
+    assert all(jax.tree.leaves(same))
+    found = 0
+    for path, x in jax.tree_util.tree_leaves_with_path(repeated["blocks_0"]):
+        if path[-1].key in VECTORS:
+            found += 1
+            assert x.shape[1] in (4, 8) and x.ndim == 3  # rows of tokens, or of tokens and heads
+            assert x.addressable_shards[0].data.shape[1] == 1
+    assert found == 2 * 2 + 4 + 3
