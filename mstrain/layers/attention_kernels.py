@@ -118,7 +118,7 @@ def _attend_cudnn(q, k, v, *, config: AttentionConfig):
 
 
 def _attend_splash(q, k, v, *, config: AttentionConfig, window, segments_BxT=None, sinks_N=None):
-    from mstrain.layers.splash import attend_by, splash, splash_kernel  # here, because it imports Pallas
+    from mstrain.layers.splash import attend_by, heads_first, splash, splash_kernel, tokens_first  # it imports Pallas
 
     def kernel(local):
         one = splash_kernel(
@@ -129,10 +129,10 @@ def _attend_splash(q, k, v, *, config: AttentionConfig, window, segments_BxT=Non
 
     segments = None if segments_BxT is None else splash.SegmentIds(segments_BxT, segments_BxT)
     sinks_N = None if sinks_N is None else sinks_N.astype(q.dtype)  # as its gradient
-    operands = *(x.swapaxes(1, 2) for x in (q * config.scale, k, v)), segments, sinks_N
+    operands = *map(heads_first, (q * config.scale, k, v)), segments, sinks_N
     if config.windowed:
         y = jax.lax.cond(window > config.local, kernel(None), kernel(config.local), *operands)
     else:
         y = kernel(None)(*operands)
     assert isinstance(y, jax.Array), "the kernel returns a tuple only with save_residuals"
-    return y.swapaxes(1, 2)
+    return tokens_first(y)
