@@ -43,7 +43,7 @@ _BY_TILES = Layout(major_to_minor=(0, 1, 3, 2, 4))
 def heads_first(x_BxTxNxH):
     """x as [B, N, T, H], in one pass over a TPU's memory where tokens and features are whole tiles.
 
-    Features [T, N x H] are stored tile by tile, and so is [T / 8, 8, N, H] in the order of `_BY_TILES`; from that, tiles
+    Features [T, N x H] are stored tile by tile, and so is [T / 8, 8, N, H] in the order of `_BY_TILES`, of which tiles
     only change places. A plain transpose passes twice, through an array in which the tokens of a tile are far apart.
     """
     B, T, N, H = x_BxTxNxH.shape
