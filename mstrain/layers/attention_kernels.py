@@ -42,21 +42,30 @@ class AttentionConfig:
     sinks: bool = False
 
 
-def attend(q, k, v, config: AttentionConfig, slopes_N, window, platform: str = "cpu", segments_BxT=None, sinks_N=None):
+def attend(
+    q, k, v, config: AttentionConfig, slopes_N, window, platform="cpu", segments_BxT=None, sinks_N=None, rotate=None
+):  # fmt: skip
     """Causal attention of q_BxTxNxH over k, v_BxTxKxH; returns [B, T, N, H] in the dtype of q. H of v may be smaller.
 
     `platform` is JAX's name of the platform that the program is compiled for. Tokens attend to equal `segments_BxT`
-    only; cuDNN has no such mask, so plain XLA computes it on GPUs.
+    only; cuDNN has no such mask, so plain XLA computes it on GPUs. Where `by_splash`, `rotate` may turn q and k, both
+    [B, N, T, H] then.
     """
+    assert rotate is None or by_splash(platform, q, config)
     if flash_fits(q.dtype, q.shape[1], q.shape[3], config):
         if platform == "tpu":
-            same = {"window": window, "segments_BxT": segments_BxT, "sinks_N": sinks_N}
+            same = {"window": window, "segments_BxT": segments_BxT, "sinks_N": sinks_N, "rotate": rotate}
             return as_wide(functools.partial(_attend_splash, config=config, **same), q, k, v)
         extras = config.soft_cap or config.windowed or config.sinks or segments_BxT is not None
         wide = q.shape[3] > CUDNN_WIDEST_HEAD or v.shape[3] != q.shape[3]
         if platform in ("gpu", "cuda") and not wide and not extras:
             return checkpoint_name(_attend_cudnn(q, k, v, config=config), SAVED)
     return checkpoint_name(_attend_xla(q, k, v, config, slopes_N, window, segments_BxT, sinks_N), SAVED)
+
+
+def by_splash(platform: str, q_BxTxNxH, config: AttentionConfig) -> bool:
+    """Whether splash attention computes `attend`."""
+    return platform == "tpu" and flash_fits(q_BxTxNxH.dtype, q_BxTxNxH.shape[1], q_BxTxNxH.shape[3], config)
 
 
 def flash_fits(dtype, tokens: int, head_dim: int, config: AttentionConfig) -> bool:
@@ -117,7 +126,7 @@ def _attend_cudnn(q, k, v, *, config: AttentionConfig):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=config.scale, implementation="cudnn")
 
 
-def _attend_splash(q, k, v, *, config: AttentionConfig, window, segments_BxT=None, sinks_N=None):
+def _attend_splash(q, k, v, *, config: AttentionConfig, window, segments_BxT=None, sinks_N=None, rotate=None):
     from mstrain.layers.splash import attend_by, heads_first, splash, splash_kernel, tokens_first  # it imports Pallas
 
     def kernel(local):
@@ -129,7 +138,10 @@ def _attend_splash(q, k, v, *, config: AttentionConfig, window, segments_BxT=Non
 
     segments = None if segments_BxT is None else splash.SegmentIds(segments_BxT, segments_BxT)
     sinks_N = None if sinks_N is None else sinks_N.astype(q.dtype)  # as its gradient
-    operands = *map(heads_first, (q * config.scale, k, v)), segments, sinks_N
+    by_head = list(map(heads_first, (q * config.scale, k, v)))
+    if rotate is not None:
+        by_head[:2] = map(rotate, by_head[:2])
+    operands = *by_head, segments, sinks_N
     if config.windowed:
         y = jax.lax.cond(window > config.local, kernel(None), kernel(config.local), *operands)
     else:

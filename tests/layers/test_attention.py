@@ -186,6 +186,42 @@ def test_sharded_attention_equals_one_device(variant, mesh, dataflow, slices):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "rotary, window, positions",
+    [
+        (Rotary(100.0), GLOBAL, np.arange(8)),
+        (Rotary(100.0, fraction=0.5, scaling="linear:4"), GLOBAL, np.arange(8)),
+        (Rotary(100.0, local_base=10.0), 4, np.arange(16).reshape(2, 8) % 5),
+    ],
+)
+def test_heads_are_rotated_by_a_product_as_by_cuts_and_joins(rotary, window, positions):
+    x, dy = (jax.random.normal(jax.random.key(i), (2, 8, 3, 16)).astype(jnp.bfloat16) for i in range(2))
+
+    def by_product(x):
+        return rotary.rotate_heads(x.swapaxes(1, 2), jnp.int32(window), jnp.asarray(positions)).swapaxes(1, 2)
+
+    want, back = jax.vjp(lambda x: rotary.rotate(x, jnp.int32(window), jnp.asarray(positions)), x)
+    found, product_back = jax.vjp(by_product, x)
+    for a, b in ((found, want), (*product_back(dy), *back(dy))):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=2**-7, atol=2**-7)
+
+
+def test_splash_attention_rotates_heads_of_whole_tiles_itself(monkeypatch):
+    monkeypatch.setattr(splash, "splash_kernel", functools.partial(splash.splash_kernel, interpret=True))
+    config, rotary, positions = AttentionConfig(0.1), Rotary(100.0), jnp.arange(128)
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 128, 2, 128)).astype(jnp.bfloat16) for i in range(3))
+    turn = functools.partial(rotary.rotate_heads, window=GLOBAL, positions=positions)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def both(q, k, v):
+        found = attend(q, k, v, config, None, GLOBAL, "tpu", rotate=turn)
+        turned = (rotary.rotate(x, GLOBAL, positions) for x in (q, k))
+        return found, attend(*turned, v, config, None, GLOBAL)
+
+    found, want = (x.astype(jnp.float32) for x in both(q, k, v))
+    np.testing.assert_allclose(found, want, atol=0.02)
+
+
 def test_splash_attention_has_windows_and_sinks_as_plain_attention_has(monkeypatch):
     """The kernel interpreted on a CPU, with its gradients; the window is traced."""
     monkeypatch.setattr(splash, "splash_kernel", functools.partial(splash.splash_kernel, interpret=True))
