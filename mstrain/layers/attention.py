@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm import Heads, Layout, PlanPair, Span, Storage
 from mstrain.gemm.local import all_gather_among, all_reduce, axis_index, constrain_layout
-from mstrain.layers.attention_kernels import AttentionConfig, attend, by_splash
+from mstrain.layers.attention_kernels import AttentionConfig, attend, attend_by_splash, by_splash
 from mstrain.layers.context_attention import attend_parts
 from mstrain.layers.dense import Dense, Inits
 from mstrain.layers.norm import normalize
@@ -134,19 +134,19 @@ class Attention(nn.Module):
         here = seq // split.parts
         q_BxTxNxH, k_BxTxKxH, v_BxTxKxH = self._split(constrain_layout(qkv, lowering), here, scales)
         segments_BxS, positions = places_of(split, seq, segments_T, past)
-        later, whole = {}, past is None and split.parts == 1
+        rotate, whole = None, past is None and split.parts == 1
         if self.rotary and whole and by_splash(self.plans.grid.platform, q_BxTxNxH, self.config):
-            later = {"rotate": functools.partial(self.rotary.rotate_heads, window=window, positions=positions)}
+            rotate = functools.partial(self.rotary.rotate_heads, window=window, positions=positions)
         elif self.rotary:
             q_BxTxNxH = self.rotary.rotate(q_BxTxNxH, window, positions)
             k_BxTxKxH = self.rotary.rotate(k_BxTxKxH, window, positions)
         sinks_N = None if sinks_1xN is None else sinks_1xN[0]
-        y_BxTxNxH = self._mix(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, window, segments_BxS, past, sinks_N, **later)
+        y_BxTxNxH = self._mix(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, window, segments_BxS, past, sinks_N, rotate)
         y = y_BxTxNxH.reshape(-1, heads.queries_here * heads.width)
         y = jnp.pad(y, ((0, 0), (0, heads.segments[0].stored // heads.columns - y.shape[1])))
         return constrain_layout(y, lowering), None if past is None else KeysValues(k_BxTxKxH, v_BxTxKxH)
 
-    def _mix(self, q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, window, segments_BxS, past, sinks_N, **later):
+    def _mix(self, q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, window, segments_BxS, past, sinks_N, rotate):
         """The values that each query head of this column attends to, [B, T, N, H]; zeros for padded heads."""
         heads, order_N = self.heads, self._order()
         slopes_N = alibi_slopes(heads.queries)[order_N] if self.config.alibi else None
@@ -158,11 +158,15 @@ class Attention(nn.Module):
         if past is not None and past.kept.keys.shape[1]:
             past = past._replace(kept=KeysValues(*map(of_queries, past.kept)))
             y_BxTxNxH = attend_past(q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, past, self.config, slopes_N, window, sinks_N)
+        elif rotate:
+            y_BxTxNxH = attend_by_splash(
+                q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, self.config, window, segments_BxS, sinks_N, rotate
+            )
         else:
             platform, compute = self.plans.grid.platform, attend if self.config.split.parts == 1 else attend_parts
             y_BxTxNxH = compute(
-                q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, self.config, slopes_N, window, platform, segments_BxS, sinks_N, **later
-            )  # fmt: skip
+                q_BxTxNxH, k_BxTxKxH, v_BxTxKxH, self.config, slopes_N, window, platform, segments_BxS, sinks_N
+            )
         return y_BxTxNxH if heads.order.min() >= 0 else jnp.where(order_N[:, None] >= 0, y_BxTxNxH, 0)
 
     def _order(self):

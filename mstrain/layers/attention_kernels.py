@@ -42,23 +42,18 @@ class AttentionConfig:
     sinks: bool = False
 
 
-def attend(
-    q, k, v, config: AttentionConfig, slopes_N, window, platform="cpu", segments_BxT=None, sinks_N=None, rotate=None
-):  # fmt: skip
+def attend(q, k, v, config: AttentionConfig, slopes_N, window, platform: str = "cpu", segments_BxT=None, sinks_N=None):
     """Causal attention of q_BxTxNxH over k, v_BxTxKxH; returns [B, T, N, H] in the dtype of q. H of v may be smaller.
 
     `platform` is JAX's name of the platform that the program is compiled for. Tokens attend to equal `segments_BxT`
-    only; cuDNN has no such mask, so plain XLA computes it on GPUs. Where `by_splash`, `rotate` may turn q and k, both
-    [B, N, T, H] then.
+    only; cuDNN has no such mask, so plain XLA computes it on GPUs.
     """
-    assert rotate is None or by_splash(platform, q, config)
-    if flash_fits(q.dtype, q.shape[1], q.shape[3], config):
-        if platform == "tpu":
-            same = {"window": window, "segments_BxT": segments_BxT, "sinks_N": sinks_N, "rotate": rotate}
-            return as_wide(functools.partial(_attend_splash, config=config, **same), q, k, v)
+    if by_splash(platform, q, config):
+        return attend_by_splash(q, k, v, config, window, segments_BxT, sinks_N)
+    if platform in ("gpu", "cuda") and flash_fits(q.dtype, q.shape[1], q.shape[3], config):
         extras = config.soft_cap or config.windowed or config.sinks or segments_BxT is not None
         wide = q.shape[3] > CUDNN_WIDEST_HEAD or v.shape[3] != q.shape[3]
-        if platform in ("gpu", "cuda") and not wide and not extras:
+        if not wide and not extras:
             return checkpoint_name(_attend_cudnn(q, k, v, config=config), SAVED)
     return checkpoint_name(_attend_xla(q, k, v, config, slopes_N, window, segments_BxT, sinks_N), SAVED)
 
@@ -66,6 +61,12 @@ def attend(
 def by_splash(platform: str, q_BxTxNxH, config: AttentionConfig) -> bool:
     """Whether splash attention computes `attend`."""
     return platform == "tpu" and flash_fits(q_BxTxNxH.dtype, q_BxTxNxH.shape[1], q_BxTxNxH.shape[3], config)
+
+
+def attend_by_splash(q, k, v, config: AttentionConfig, window, segments_BxT=None, sinks_N=None, rotate=None):
+    """`attend` where `by_splash`; `rotate`, if any, is applied to q and k as [B, N, T, H]."""
+    same = {"window": window, "segments_BxT": segments_BxT, "sinks_N": sinks_N, "rotate": rotate}
+    return as_wide(functools.partial(_attend_splash, config=config, **same), q, k, v)
 
 
 def flash_fits(dtype, tokens: int, head_dim: int, config: AttentionConfig) -> bool:

@@ -11,6 +11,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.extend.core import JaxprEqn
 
+from mstrain.gemm.tiles import LANES, SUBLANES
 from mstrain.layers.equations import evaluate
 
 
@@ -36,20 +37,20 @@ def splash_kernel(tokens: int, heads: int, width: int, causal: bool, local: int 
     )
 
 
-TILE = 8, 128  # rows and columns of a tile, in which TPUs store the last two dims of an array
 _BY_TILES = Layout(major_to_minor=(0, 1, 3, 2, 4))
 
 
 def heads_first(x_BxTxNxH):
     """x as [B, N, T, H], in one pass over a TPU's memory where tokens and features are whole tiles.
 
-    Features [T, N x H] are stored tile by tile, and so is [T / 8, 8, N, H] in the order of `_BY_TILES`, of which tiles
-    only change places. A plain transpose passes twice, through an array in which the tokens of a tile are far apart.
+    Features [T, N x H] are stored in tiles of 8 x 128, and so is [T / 8, 8, N, H] in the order of `_BY_TILES`, of which
+    tiles only change places. A plain transpose passes twice, through an array in which the tokens of a tile are far
+    apart.
     """
     B, T, N, H = x_BxTxNxH.shape
     if not _whole_tiles(T, H):
         return x_BxTxNxH.swapaxes(1, 2)
-    tiles = with_layout_constraint(x_BxTxNxH.reshape(B, T // TILE[0], TILE[0], N, H), _BY_TILES)
+    tiles = with_layout_constraint(x_BxTxNxH.reshape(B, T // SUBLANES, SUBLANES, N, H), _BY_TILES)
     return tiles.transpose(0, 3, 1, 2, 4).reshape(B, N, T, H)
 
 
@@ -58,12 +59,12 @@ def tokens_first(y_BxNxTxH):
     B, N, T, H = y_BxNxTxH.shape
     if not _whole_tiles(T, H):
         return y_BxNxTxH.swapaxes(1, 2)
-    tiles = y_BxNxTxH.reshape(B, N, T // TILE[0], TILE[0], H).transpose(0, 2, 3, 1, 4)
+    tiles = y_BxNxTxH.reshape(B, N, T // SUBLANES, SUBLANES, H).transpose(0, 2, 3, 1, 4)
     return with_layout_constraint(tiles, _BY_TILES).reshape(B, T, N, H)
 
 
 def _whole_tiles(tokens: int, width: int) -> bool:
-    return tokens % TILE[0] == 0 and width % TILE[1] == 0
+    return tokens % SUBLANES == 0 and width % LANES == 0
 
 
 @jax.custom_vjp

@@ -1,6 +1,6 @@
 """Cost model of the three GeMMs of a projection (MeshSlice paper section 3.2.2)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mstrain.hardware import collective_seconds
 from mstrain.hardware.constants import OVERLAPS, AxisLinks, Constants
@@ -184,13 +184,10 @@ def pass_costs(
 def _gathering_once(gradients: tuple[Terms, ...]) -> tuple[Terms, ...]:
     """Terms of the two gradients of a product; the second has none for a matrix that both gather."""
     first, second = gradients
-    same = [a == b == "all_gather" for a, b in zip(GEMMS[first.gemm], GEMMS[second.gemm], strict=True)]
-    return first, replace(
-        second,
-        **{
-            f"{part}_{axis}": 0.0
-            for axis, shared in zip(("col", "row"), same)
-            if shared
-            for part in ("traffic", "latency")
-        },
-    )
+    col, row = (0 if a == b == "all_gather" else 1 for a, b in zip(GEMMS[first.gemm], GEMMS[second.gemm], strict=True))
+    once = Terms(
+        second.gemm,
+        col * second.traffic_col, row * second.traffic_row,
+        col * second.latency_col, row * second.latency_row,
+    )  # fmt: skip
+    return first, once

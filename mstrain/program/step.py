@@ -24,7 +24,7 @@ from mstrain.models.parameters import (
     parameter_shardings,
 )
 from mstrain.models.transformer import Transformer
-from mstrain.models.vectors import repeat_vectors, sum_vectors
+from mstrain.models.vectors import repeat_vectors
 from mstrain.program.balance import load_metrics, shift_biases, take_loads
 from mstrain.program.canonical_update import OnCanonical, init_moments, spread, update
 from mstrain.program.offload import offloads_moments, on_device, on_host
@@ -101,12 +101,12 @@ def gradients(module: Transformer, params, batch: Batch, sums: GradientSums = Gr
         return jax.tree.map(lambda x: x.astype(jnp.float32) / microbatches, total)
 
     def minimized(gathered, batch):
-        losses = _mean_of("losses", module, gathered, batch, count, gathered=True)
+        losses = _mean_of("losses", module, repeat_vectors(module, gathered), batch, count, gathered=True)
         return objective(module, losses), losses
 
     def shards(batch):
-        (_, losses), grads = jax.value_and_grad(minimized, has_aux=True)(repeat_vectors(module, gathered), batch)
-        return losses, gradient_shards(module, sum_vectors(module, grads))
+        (_, losses), grads = jax.value_and_grad(minimized, has_aux=True)(gathered, batch)
+        return losses, gradient_shards(module, grads)
 
     if microbatches == 1:
         return shards(jax.tree.map(lambda x: x[0], batch))

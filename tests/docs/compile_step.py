@@ -24,8 +24,8 @@ from mstrain.hardware import Chip, compiler_options, mfu
 from mstrain.models.plan import ModelPlan
 from mstrain.program.memory import GIB
 from mstrain.tuning.compiled import parts
-from tests.docs.rows import replace_rows
-from tests.docs.steps import STEP, STEPS, read_steps
+from tests.docs.rows import replace_rows, write_rows
+from tests.docs.steps import POD, STEP, STEPS, pod_rows, read_steps
 
 KEY = (*STEP, "algorithm", "mesh", "shard", "options")  # columns of what is compiled
 PARTS = {
@@ -87,7 +87,9 @@ def _numbers(schedule: CompiledSchedule, work: Work, devices: int, chip: Chip) -
 
 def write_row(row: dict[str, str]) -> None:
     """Replaces the row of the same program, or adds it behind the rows of its step."""
-    replace_rows(STEPS, list(read_steps()[0]), KEY, [row], near=STEP)
+    columns = list(read_steps()[0])
+    replace_rows(STEPS, columns, KEY, [row], near=STEP)
+    write_rows(POD, columns, pod_rows())
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from tests.docs.rows import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ROOT / "docs" / "data" / "steps.csv"
+POD = ROOT / "mstrain" / "benchmarks" / "pod.csv"  # the rows that a laptop shows
 STEP = ("target", "model", "layers", "batch", "seq", "remat")  # columns that the rows of one step share
 NAMES = {"meshslice": "MeshSlice", "collective": "Collective", "wang": "Wang", "fsdp": "FSDP", "megatron": "Megatron",
          "cannon": "Cannon", "summa": "SUMMA", "gspmd": "GSPMD"}  # fmt: skip
@@ -18,6 +19,11 @@ HEAD = "| step | algorithm, mesh | ms (low, high) | MFU | exposed ms | GiB | tim
 
 def read_steps() -> list[dict[str, str]]:
     return read_rows(STEPS)
+
+
+def pod_rows() -> list[dict[str, str]]:
+    """Those of the table that belong into `POD`."""
+    return [row for row in read_steps() if (row["target"], row["model"]) == ("v5p-512", "gpt3_175b")]
 
 
 def groups(rows: list[dict[str, str]]) -> dict[tuple, list[dict[str, str]]]:

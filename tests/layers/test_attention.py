@@ -12,7 +12,7 @@ from flax import linen as nn
 from mstrain.gemm import Heads, Plan, PlanPair, Span, grid_of
 from mstrain.layers import splash
 from mstrain.layers.attention import Attention, QkNorm, alibi_slopes, segment_positions
-from mstrain.layers.attention_kernels import AttentionConfig, attend
+from mstrain.layers.attention_kernels import AttentionConfig, attend, attend_by_splash
 from mstrain.layers.dense import Inits
 from mstrain.layers.rotary import GLOBAL, Rotary
 from tests.gemm.products import mesh_of
@@ -214,7 +214,7 @@ def test_splash_attention_rotates_heads_of_whole_tiles_itself(monkeypatch):
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def both(q, k, v):
-        found = attend(q, k, v, config, None, GLOBAL, "tpu", rotate=turn)
+        found = attend_by_splash(q, k, v, config, GLOBAL, rotate=turn)
         turned = (rotary.rotate(x, GLOBAL, positions) for x in (q, k))
         return found, attend(*turned, v, config, None, GLOBAL)
 
