@@ -22,8 +22,8 @@ from mstrain.models.transformer import Transformer
 def repeat_vectors(module: Transformer, params):
     """`params` with vectors [L, F] of scanned layers as [L, N, F], N shards of tokens; no communication.
 
-    Its transpose, the gradient, sums the rows of all layers at once. Vectors of a pipeline stay as they are: its gradients are stored as its
-    parameters are.
+    Its transpose, the gradient, sums the rows of all layers at once. Vectors of a pipeline stay as they are: its
+    gradients are stored as its parameters are.
     """
 
     def repeat(x, box):
