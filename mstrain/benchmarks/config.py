@@ -32,6 +32,7 @@ SYNONYMS = {
 WORDS = ("models", "algorithms", "meshes", "slices")
 EIGHT_BITS = ("precision", "travel")
 PRECISE = ("step", "layer", "gemm")  # benches of products
+COMPILED = {"shard", *EIGHT_BITS}  # have an effect where tune=compile compiles steps
 # Keys without effect for a bench; typing one is an error.
 IDLE = {
     "layer": ("remat", "accumulate", "shard"),
@@ -241,12 +242,14 @@ class BenchmarkConfig:
 
     def _check_effect(self) -> None:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        if self.bench in PRECISE:
+        if self.bench in PRECISE or self.tune == "compile":
+            names = self.algorithm_names if self.bench in PRECISE else ["meshslice"]
             for model in self.model_configs:
-                check_precision(self.products, model, self.algorithm_names)
+                check_precision(self.products, model, names)
         if self.tune == "compile" and (self.bench != "tune" or not self.target):
             raise ValueError("tune=compile needs bench=tune and a slice. Type bench=tune target=v5p-64.")
-        for key in IDLE.get(self.bench, ()):
+        idle = IDLE.get(self.bench, ())
+        for key in idle if self.tune != "compile" else set(idle) - COMPILED:
             if getattr(self, key) != defaults[key]:
                 value = f"{key}={getattr(self, key)}"
                 raise ValueError(f"{value} has no effect with bench={self.bench}. Remove it.")

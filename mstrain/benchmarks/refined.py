@@ -22,7 +22,7 @@ from mstrain.planner.search import rank_meshes
 from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import GIB
 from mstrain.tuning.cache import find_result, result_file
-from mstrain.tuning.compiled import Candidate, TuningResult, TuningTask, compile_candidate, why_slower
+from mstrain.tuning.compiled import Candidate, Recipe, TuningResult, TuningTask, compile_candidate, why_slower
 
 
 def refine_all(config: BenchmarkConfig, console: Console) -> int:
@@ -57,7 +57,8 @@ def make_task(config: BenchmarkConfig, model: ModelConfig) -> TuningTask:
     parallel = dataclasses.replace(config.parallel("meshslice"), slices=slices)
     batch = config.sequences(tpu_slice.devices)
     dtype = jnp.dtype(dtype_on("tpu", config.dtype)).name
-    task = TuningTask(model, parallel, tpu_slice, batch, config.seq, config.accumulate, dtype, config.remat)
+    recipe = Recipe(config.accumulate, dtype, config.remat, shard=config.shard, products=config.products)
+    task = TuningTask(model, parallel, tpu_slice, batch, config.seq, recipe)
     return dataclasses.replace(task, meshes=_meshes(config, task))
 
 
@@ -73,10 +74,15 @@ def _meshes(config: BenchmarkConfig, task: TuningTask) -> tuple[str, ...]:
 
 def basis(task: TuningTask) -> str:
     """The source of the numbers, for the title of the table and the files."""
-    q = task
+    q, r = task, task.recipe
+    keys = {
+        "accumulate": r.accumulate, "remat": r.remat, "shard": r.shard, "precision": r.products.products,
+        "travel": r.products.travel,
+    }  # fmt: skip
+    given = ", ".join(f"{key}={value}" for key, value in keys.items() if value not in ("none", "bf16", 1))
     return (
         f"Predicted for {q.tpu_slice.name} ({q.tpu_slice.devices} devices) from training steps of {q.model.name} "
-        f"({q.model.layers} layers, batch {q.batch} x {q.seq}, accumulate={q.accumulate}, remat={q.remat}) "
+        f"({q.model.layers} layers, batch {q.batch} x {q.seq}{given and ', '}{given}) "
         f"compiled by libtpu {importlib.metadata.version('libtpu')}, not run"
     )
 

@@ -17,21 +17,24 @@ from mstrain.planner.plan_file import AUTO_PLAN
 from mstrain.planner.request import TENSOR, Fixed, PlanRequest
 from mstrain.planner.search import rank_meshes, search_pod
 from mstrain.planner.trainer import spelled, train_keys
+from mstrain.program.optimizer import OptimizerConfig
 from mstrain.training.config import RunConfig
 from mstrain.tuning.cache import choose_by_compiling
-from mstrain.tuning.compiled import Place, TuningTask
+from mstrain.tuning.compiled import Place, Recipe, TuningTask
 
 
 def plan_request(config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dtype) -> PlanRequest:
     """The request of mesh=auto: the step of `config` on `pod`; `remat=auto` leaves remat open."""
-    remat, pipeline = planned(config.remat, config.offload), config.pipeline
-    per_stage = pipeline.interleave or (2 if pipeline.schedule == "interleaved" else 1)
-    stages = len(pipeline.layers.split()) // per_stage if pipeline.layers else None
-    fixed = Fixed(
-        pipeline=stages, microbatches=config.accumulate, remat=remat, shard=config.shard, schedule=pipeline.schedule,
-        interleave=per_stage if per_stage > 1 else None,
+    return _request(config, model, pod, dtype, (config.parallel,), _recipe(config, dtype).fixed)
+
+
+def _recipe(config: RunConfig, dtype: jnp.dtype) -> Recipe:
+    given = config.optimizer  # rates and factors change no program: benchmark.py, which has none, asks the same
+    optimizer = OptimizerConfig(given.name, moments=given.moments, gradients=given.gradients, rounding=given.rounding)
+    return Recipe(
+        config.accumulate, jnp.dtype(dtype).name, config.remat, config.offload, config.shard, config.pipeline,
+        config.products, optimizer,
     )  # fmt: skip
-    return _request(config, model, pod, dtype, (config.parallel,), fixed)
 
 
 def _request(
@@ -99,10 +102,7 @@ def tuned(
     Raises ValueError when nothing is legal or fits.
     """
     meshes = () if config.mesh == "auto" else (str(fit_to_devices(parse_mesh(config.mesh), tpu_slice.devices)),)
-    task = TuningTask(
-        model, config.parallel, tpu_slice, config.batch, config.seq, config.accumulate, jnp.dtype(dtype).name,
-        planned(config.remat) or "full", meshes,
-    )  # fmt: skip
+    task = TuningTask(model, config.parallel, tpu_slice, config.batch, config.seq, _recipe(config, dtype), meshes)
     best = choose_by_compiling(task, place, console)
     parallel = dataclasses.replace(config.parallel, slices=best.slices)
     return dataclasses.replace(config, tune="model", mesh=best.mesh, parallel=parallel)

@@ -16,12 +16,15 @@ from mstrain.compiler.schedule import Schedule, predict
 from mstrain.compiler.topology import Target, make_target
 from mstrain.display.tables import most_grown
 from mstrain.gemm import any_sliced
+from mstrain.gemm.precision import Precision
 from mstrain.hardware import TpuSlice
 from mstrain.hardware.pod import pod_of, tuning_constants
 from mstrain.mesh import MeshShape, make_mesh, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig, layer_algorithms
 from mstrain.models.plan import ModelPlan, make_plan
+from mstrain.models.precision import in_precision
+from mstrain.models.remat import AUTO, planned
 from mstrain.models.stages import PipelineConfig, make_stages
 from mstrain.models.transformer import Transformer
 from mstrain.planner.cost import cost_step
@@ -36,6 +39,35 @@ COUNTS = (1, 2, 4, 8)  # slice counts for all products that are compiled beside 
 
 
 @dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The keys of train.py, beside mesh, model and algorithms, that its step is compiled with."""
+
+    accumulate: int = 1
+    dtype: str = "bfloat16"
+    remat: str = "none"
+    offload: str | None = None
+    shard: str = "none"
+    pipeline: PipelineConfig = PipelineConfig()
+    products: Precision = Precision()
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+    @property
+    def fixed(self) -> Fixed:
+        """The same for the planner; `remat=auto` leaves remat open."""
+        per_stage = self.pipeline.interleave or (2 if self.pipeline.schedule == "interleaved" else 1)
+        return Fixed(
+            pipeline=len(self.pipeline.layers.split()) // per_stage if self.pipeline.layers else None,
+            microbatches=self.accumulate, remat=planned(self.remat, self.offload), shard=self.shard,
+            schedule=self.pipeline.schedule, interleave=per_stage if per_stage > 1 else None,
+        )  # fmt: skip
+
+    @property
+    def compiled_remat(self) -> str:
+        """The remat of candidates: with `remat=auto` the one that fits wherever one does."""
+        return "full" if self.remat == AUTO else self.remat
+
+
+@dataclasses.dataclass(frozen=True)
 class TuningTask:
     """What is to be made fast: a training step on a slice. `meshes` restricts the search, empty does not;
     `parallel.slices` fixes the slice count where it is not `auto`.
@@ -46,20 +78,19 @@ class TuningTask:
     tpu_slice: TpuSlice
     batch: int
     seq: int
-    accumulate: int = 1
-    dtype: str = "bfloat16"
-    remat: str = "none"
+    recipe: Recipe = Recipe()
     meshes: tuple[str, ...] = ()
 
     @property
     def microbatch(self) -> int:
-        return self.batch // self.accumulate
+        return self.batch // self.recipe.accumulate
 
     def request(self, parallel: ParallelConfig) -> PlanRequest:
         """The same of the cost model, with the algorithms of `parallel`."""
-        fixed = Fixed(microbatches=self.accumulate, remat=self.remat)
-        pod = pod_of(self.tpu_slice, self.tpu_slice.devices)
-        return PlanRequest(self.model, pod, (parallel,), self.batch, self.seq, self.dtype, fixed)
+        pod, recipe = pod_of(self.tpu_slice, self.tpu_slice.devices), self.recipe
+        return PlanRequest(
+            self.model, pod, (parallel,), self.batch, self.seq, recipe.dtype, recipe.fixed, optimizer=recipe.optimizer
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,21 +187,26 @@ def counts_to_try(task: TuningTask, shape: MeshShape) -> list[str]:
 
 def _abstract_plan(task: TuningTask, shape: MeshShape, slices: str) -> ModelPlan:
     parallel = dataclasses.replace(task.parallel, slices=slices)
-    constants = tuning_constants(task.tpu_slice, shape, task.dtype)
+    constants = tuning_constants(task.tpu_slice, shape, task.recipe.dtype)
     return plan_on(shape, parallel, task.model, task.microbatch, task.seq, task.tpu_slice.chip, constants)
 
 
 def compile_candidate(task: TuningTask, shape: MeshShape, slices: str, place: Place = make_target) -> Candidate:
     """Compiles the training step on one mesh with one choice of slices, and reads its schedule."""
-    target = place(task.tpu_slice, shape)
+    target, recipe = place(task.tpu_slice, shape), task.recipe
     parallel = dataclasses.replace(task.parallel, slices=slices)
-    constants = tuning_constants(task.tpu_slice, shape, task.dtype)
-    plan = make_plan(parallel, task.model, target.mesh, task.microbatch, task.seq, task.tpu_slice.chip, constants)
+    constants = tuning_constants(task.tpu_slice, shape, recipe.dtype)
+    plan = make_plan(
+        parallel, task.model, target.mesh, task.microbatch, task.seq, task.tpu_slice.chip, constants, recipe.shard,
+        recipe.pipeline,
+    )  # fmt: skip
+    plan = in_precision(plan, recipe.products)
     candidate = Candidate(str(shape), slices, describe_slices(plan), model_seconds(task, shape, slices))
-    module = Transformer(task.model, plan, task.seq, jnp.dtype(task.dtype), task.remat)
-    optimizer = make_optimizer(OptimizerConfig().for_width(task.model.width))
+    module = Transformer(task.model, plan, task.seq, jnp.dtype(recipe.dtype), recipe.compiled_remat, recipe.offload)
+    optimizer = make_optimizer(recipe.optimizer.for_width(task.model.width))
+    step = step_program(module, optimizer, task.batch, recipe.accumulate, sums=recipe.optimizer.sums(seed=0))
     try:
-        program = compile_program(step_program(module, optimizer, task.batch, task.accumulate), target)
+        program = compile_program(step, target)
     except DoesNotFit as error:
         return dataclasses.replace(candidate, problem=str(error).partition(". ")[0] + ".", memory=error.needed)
     except (
@@ -210,8 +246,9 @@ def describe_slices(plan: ModelPlan) -> str:
 
 def model_seconds(task: TuningTask, shape: MeshShape, slices: str) -> float | None:
     """The cost model's seconds for the products of one step; None with an algorithm that it does not know."""
-    parallel = dataclasses.replace(task.parallel, slices=slices)
-    stages = make_stages(PipelineConfig(), shape.stage, task.model.layer_groups[-1][1])
-    plan = PodPlan.on(shape, parallel, task.accumulate, task.remat, "none", stages)
+    parallel, recipe = dataclasses.replace(task.parallel, slices=slices), task.recipe
+    stages = make_stages(recipe.pipeline, shape.stage, task.model.layer_groups[-1][1])
+    remat = recipe.fixed.remat or recipe.compiled_remat
+    plan = PodPlan.on(shape, parallel, recipe.accumulate, remat, recipe.shard, stages)
     costed = cost_step(task.request(parallel), plan)
     return costed.terms.products + costed.terms.tensor_exposed if costed else None

@@ -8,25 +8,36 @@ import functools
 import itertools
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+from mstrain.benchmarks import check
+from mstrain.benchmarks.config import load
+from mstrain.benchmarks.refined import make_task
 from mstrain.commands.train import load_config
+from mstrain.compiler import DoesNotFit
+from mstrain.gemm.precision import Precision
 from mstrain.hardware import parse_target
-from mstrain.mesh import MeshShape
+from mstrain.mesh import MeshShape, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
+from mstrain.models.stages import PipelineConfig
 from mstrain.planner.plan import plan_on
+from mstrain.program.optimizer import OptimizerConfig
 from mstrain.training.tuned import tuned
-from mstrain.tuning import cache
+from mstrain.tuning import cache, compiled
 from mstrain.tuning.cache import find_result, result_file
 from mstrain.tuning.compiled import (
     COUNTS,
     Candidate,
+    Recipe,
     TuningTask,
     compile_candidate,
     counts_to_try,
     meshes_to_try,
+    on_present,
     refine,
     why_slower,
 )
@@ -182,7 +193,10 @@ def test_a_search_interrupted_twice_keeps_the_trials_of_both(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"batch": 32}, {"seq": 32}, {"accumulate": 2}, {"dtype": "float32"}, {"remat": "full"},
+        {"batch": 32}, {"seq": 32}, {"recipe": Recipe(accumulate=2)}, {"recipe": Recipe(dtype="float32")},
+        {"recipe": Recipe(remat="full")}, {"recipe": Recipe(offload="moments")}, {"recipe": Recipe(shard="optimizer")},
+        {"recipe": Recipe(pipeline=PipelineConfig("gpipe"))}, {"recipe": Recipe(products=Precision("int8"))},
+        {"recipe": Recipe(optimizer=OptimizerConfig(moments="bf16"))},
         {"meshes": ("2x2",)},
         {"tpu_slice": parse_target("v6e-4")}, {"tpu_slice": parse_target("2xv5p-8")},
         {"parallel": ParallelConfig(dataflow="ls")},
@@ -253,6 +267,47 @@ def test_a_run_takes_the_answer(tmp_path, monkeypatch):
     assert set(places) == {"here"} and len(places) == 1 + len(counts_to_try(TASK, MeshShape(1, 4, 1)))
 
 
+def test_candidates_are_the_step_that_the_run_trains(monkeypatch):
+    """With every key of the step, as check=true compiles it; its time and memory depend on all of them."""
+    steps, tasks = [], []
+
+    def step(module, optimizer, batch, accumulate, sums):
+        moments = jax.eval_shape(optimizer.init, {"kernel": jnp.zeros((2, 2))})
+        steps.append((module, jax.tree.map(lambda x: x.dtype, moments), batch, accumulate, sums))
+        raise DoesNotFit("nothing is compiled here", 1, 0)
+
+    def choose(task, place, console):
+        tasks.append(task)
+        return dataclasses.replace(CANDIDATE, mesh=mesh, slices="auto")
+
+    for module in (compiled, check):
+        monkeypatch.setattr(module, "step_program", step)
+    monkeypatch.setattr(check, "tpu_slice_devices", lambda tpu_slice: None)
+    monkeypatch.setattr(check, "make_target", lambda tpu_slice, mesh: on_present(tpu_slice, parse_mesh(mesh)))
+    monkeypatch.setattr("mstrain.training.tuned.choose_by_compiling", choose)
+    mesh = "data2-stage2-row2-col1"
+    config = load_config([
+        "model=tiny", "model.vocab_size=256", f"mesh={mesh}", "batch=16", "seq=64", "target=v5p-16", "check=true",
+        "tune=compile", "shard=parameters", "remat=attention+mlp-in", "offload=attention", "accumulate=4",
+        "precision=int8", "pipeline.schedule=gpipe", "optimizer.moments=bf16", "optimizer.gradients=bf16",
+    ])  # fmt: skip
+    with pytest.raises(DoesNotFit):
+        check.plan_step(config).compile()
+    with pytest.raises(DoesNotFit):
+        compile_candidate(tasks[0], parse_mesh(mesh), "auto", on_present)
+    assert steps[0] == steps[1]
+
+
+def test_benchmark_and_train_ask_the_same(monkeypatch):
+    tasks = []
+    monkeypatch.setattr("mstrain.training.tuned.choose_by_compiling", lambda task, *_: tasks.append(task) or CANDIDATE)
+    shared = ["batch=16", "seq=64", "target=v5p-16", "tune=compile", "shard=gradients", "remat=full", "travel=int8"]
+    config = load_config([*shared, "model=gpt3_1_3b", "mesh=data2-row2-col2", "check=true", "optimizer.b1=0.8"])
+    tuned(config, config.model, parse_target("v5p-16"), "bfloat16", None, Console(quiet=True))
+    asked = load([*shared, "bench=tune", "models=gpt3_1_3b", "meshes=data2-row2-col2"])
+    assert make_task(asked, asked.model_configs[0]) == tasks[0]
+
+
 @pytest.mark.parametrize(
     "arguments", [["mesh=2x2", "parallel.slices=2"], ["mesh=2x2", "parallel=megatron"]]
 )  # fmt: skip
@@ -264,9 +319,9 @@ def test_nothing_left_to_choose_is_a_mistake(arguments):
 @pytest.mark.usefixtures("tpu_compiler")
 def test_a_real_step_is_compiled_for_one_mesh_of_each_question():
     tiny = ModelConfig(name="tiny", layers=1, width=256, heads=2, vocab_size=256, position="alibi")
-    task = TuningTask(tiny, ParallelConfig(), TASK.tpu_slice, 4, 64, meshes=("2x2",))
+    task = TuningTask(tiny, ParallelConfig(dataflow="os"), TASK.tpu_slice, 4, 64, meshes=("2x2",))
     candidate = compile_candidate(task, MeshShape(1, 2, 2), "1")
-    assert candidate.plan == "os/1 os/1 os/1 ls/1" and not candidate.problem
+    assert candidate.plan == "os/1 os/1 os/1 os/1" and not candidate.problem
     parts = (candidate.exposed, candidate.gemm, candidate.kernel, candidate.move, candidate.rest)
     assert min(parts) >= 0 and candidate.seconds == pytest.approx(sum(parts))
     assert 0 < candidate.model_seconds < candidate.seconds
