@@ -16,7 +16,7 @@ from mstrain.models.transformer import Transformer
 from mstrain.planner.cost import cost_step
 from mstrain.planner.plan import PodPlan
 from mstrain.training.config import RunConfig
-from mstrain.training.tuned import plan_request
+from mstrain.training.tuned import cost_model, plan_request
 from mstrain.tuning.calibrated import predict_step
 
 TOLERANCE = 0.2  # of a prediction; a larger difference is reported with its terms
@@ -79,9 +79,8 @@ def predict(
         return None
     if not costed:
         return None
-    return Prediction(
-        dataclasses.asdict(costed.terms), f"the planner's cost model with {config.calibration or 'the table of chips'}"
-    )
+    source = f"{cost_model(config)} with {config.calibration or 'the table of chips'}"
+    return Prediction(dataclasses.asdict(costed.terms), source)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ from mstrain.training.feed import Feed
 from mstrain.training.prediction import check_calibration
 from mstrain.training.resume import check, check_resolved, tokenizer_of
 from mstrain.training.run import Run
-from mstrain.training.tuned import best_mesh, tuned, with_plan
+from mstrain.training.tuned import best_mesh, cost_model, tuned, with_plan
 from mstrain.training.weights_and_biases import check_wandb
 from mstrain.tuning.compiled import on_present
 
@@ -182,7 +182,7 @@ def _choose_plan(
             f"mesh=auto finds no mesh of {devices} devices that holds {model.name}. Choose a smaller model=, "
             "or more devices."
         )
-    console.print(f"[bold]Auto[/]   mesh {best.shape}, by the planner's cost model")
+    console.print(f"[bold]Auto[/]   mesh {best.shape}, by {cost_model(config)}")
     return plan_on(best.shape)
 
 

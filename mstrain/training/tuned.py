@@ -37,6 +37,11 @@ def _recipe(config: RunConfig, dtype: jnp.dtype) -> Recipe:
     )  # fmt: skip
 
 
+def cost_model(config: RunConfig) -> str:
+    """What predicts and chooses, in the words of a message; it does not know 8 bits."""
+    return "the planner's cost model" + ("" if config.products.is_full else " (products and gathers priced in bf16)")
+
+
 def _request(
     config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dtype, parallel: tuple[ParallelConfig, ...],
     fixed: Fixed,
@@ -84,7 +89,9 @@ def with_plan(config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dtype,
         raise ValueError(f"plan=auto: {result.best.why_not_trainable}, and no other plan fits. Type plan=null.")
     plan, seconds = result.trainable[0].plan, result.trainable[0].seconds
     keys = {name: str(value) for name, value in train_keys(plan, pod.slices).items()}
-    console.print(f"[bold]Plan[/]   {spelled(keys)}, {1e3 * seconds:,.1f} ms a step by the planner", soft_wrap=True)
+    console.print(
+        f"[bold]Plan[/]   {spelled(keys)}, {1e3 * seconds:,.1f} ms a step by {cost_model(config)}", soft_wrap=True
+    )
     interleave = plan.interleave if plan.chunks > 1 else None
     stages = PipelineConfig(plan.schedule, interleave, config.pipeline.layers)
     return dataclasses.replace(

@@ -1,6 +1,7 @@
 """One planner: mesh=auto, plan.py, benchmark.py meshes=auto and tune= name the same mesh for the same request."""
 
 import dataclasses
+import io
 import math
 
 import jax.numpy as jnp
@@ -81,6 +82,16 @@ def test_plan_auto_is_the_best_plan_that_train_runs(given):
     chosen |= {"remat": found.remat, "shard": found.shard}
     assert chosen == {key: value for key, value in train_keys(best.plan).items() if key in chosen}
     assert found.plan is None and (not given or (found.shard, found.parallel.algorithm) == ("optimizer", "collective"))
+
+
+@pytest.mark.parametrize(("given", "said"), [([], False), (["travel=int8"], True), (["precision=int8"], True)])
+def test_what_the_cost_model_does_not_know_is_said(given, said):
+    train = load_config(["model=tiny", "model.vocab_size=256", "batch=8", "seq=128", "target=v4-8", "check=true",
+                         "plan=auto", "mesh=2x2", *given])  # fmt: skip
+    console = Console(record=True, file=io.StringIO())
+    with_plan(train, train.model, find_pod("v4-8"), jnp.bfloat16, console)
+    out = " ".join(console.export_text().split())
+    assert "by the planner's cost model" in out and ("priced in bf16" in out) == said
 
 
 def test_keys_of_a_pipeline_choose_a_mesh_with_stages():
