@@ -271,8 +271,9 @@ class ModelConfig:
 
     def _check_groups(self) -> None:
         groups, best, experts = self.router_groups, self.router_best_groups, self.experts or 1
-        if groups < 1 or experts % groups or (groups > 1 and self.router == "sigmoid" and experts < 2 * groups):
-            fits = [n for n in range(1, experts + 1) if experts % n == 0]
+        most = max(1, experts // 2) if self.router == "sigmoid" else experts  # its groups are scored by two experts
+        fits = [n for n in range(1, most + 1) if experts % n == 0]
+        if groups not in fits:
             raise ValueError(
                 f"model.router_groups={groups} does not divide {experts} experts into groups"
                 f"{' of two or more' if self.router == 'sigmoid' else ''}. Choose one of {fits}."

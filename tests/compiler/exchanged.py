@@ -4,16 +4,19 @@
 
 compiles one block of `model` (mixtral_8x7b) with its gradients, `batch` sequences of 4096 tokens, and prints for each
 kind of collective and its axes: their number, how many are asynchronous, their time and the share of it beside compute.
-`dump=FOLDER` keeps the program; other keys are XLA options.
+`dump=FOLDER` keeps the program, `margin=8` shows the memory with room for eight times an even load; other keys are XLA
+options.
 """
 
 import dataclasses
 import sys
+from unittest import mock
 
 import jax.numpy as jnp
 
 from mstrain.compiler import compile_program, make_target, predict
 from mstrain.compiler.compile import Compiled
+from mstrain.gemm import expert_exchange
 from mstrain.hardware import compiler_options
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import make_plan
@@ -27,11 +30,13 @@ SEQ = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """What is compiled: `slices` of the exchange, and the folder in which the program is left."""
+    """What is compiled: `slices` of the exchange, `margin` of its room over an even load, and the folder in which the
+    program is left."""
 
     model: str = "mixtral_8x7b"
     batch: int = 8
     slices: str = "auto"
+    margin: float = expert_exchange.MARGIN
     dump: str | None = None
 
 
@@ -41,7 +46,8 @@ def compile_layer(target: str, mesh: str, algorithm: str, keys: Keys, options) -
     parallel, chip = ParallelConfig(algorithm, expert_slices=keys.slices), place.tpu_slice.chip
     plan = make_plan(parallel, config, place.mesh, keys.batch, SEQ, chip)
     program = layer_program(config, plan.groups[0][0], keys.batch * SEQ, SEQ, jnp.bfloat16)
-    return compile_program(program, place, compiler_options(chip, plan.algorithm) | options, keys.dump)
+    with mock.patch.object(expert_exchange, "MARGIN", keys.margin):
+        return compile_program(program, place, compiler_options(chip, plan.algorithm) | options, keys.dump)
 
 
 def main(target: str, mesh: str, algorithm: str, *arguments: str) -> None:

@@ -103,7 +103,7 @@ def test_a_capacity_drops_the_last_tokens_on_any_mesh(capacity):
     ({"expert_capacity": 0.0}, "expert_capacity=0.0 must be above 0"),
     ({"bias": "all", "expert_capacity": 1.0}, "Type model.expert_capacity=null"),
     ({"router_groups": 3}, r"router_groups=3 does not divide 4 experts into groups. Choose one of \[1, 2, 4\]"),
-    ({"router": "sigmoid", "router_groups": 4, "router_best_groups": 4}, "groups of two or more"),
+    ({"router": "sigmoid", "router_groups": 4}, r"router_groups=4 .* groups of two or more. Choose one of \[1, 2\]"),
     ({"router_groups": 4}, "router_best_groups=1 is not from 2, .* to the 4 groups"),
     ({"dense_layers": 1}, "dense_layers=1 with model.dense_mlp_dim=None: type"),
     ({"latent": LatentConfig(key_rank=8, rotary_dim=32)}, "rotary_dim=32 must be even and less than .*head_dim=32"),

@@ -16,6 +16,7 @@ def test_a_step_as_predicted_is_one_line(seconds):
 CASES = {
     "input": (Measured(0.2, 0.1, 0.2), "input, for which a step waits 100.0 ms"),
     "cores": (Measured(0.3, 0.0, 0.1), "the cores. This process had them for 100.0 ms"),
+    "cores of a busy machine": (Measured(1.5, 0.0, 0.13), "the cores. This process had them for 130.0 ms a step"),
     "a term above the step": (Measured(0.05, 0.0, 0.05), "products, predicted above the whole measured step"),
     "two terms": (Measured(0.02, 0.0, 0.02), "products and communication, predicted above"),
     "none": (Measured(0.3, 0.0, 0.3), "cannot be separated without a profile"),
