@@ -69,6 +69,11 @@ MISTAKES = {
         ["mesh=expert4-row2-col1", "model.experts=4", "model.bias=none", "parallel.expert_slices=3"],
         ["parallel.expert_slices=3 does not divide", "Type parallel.expert_slices="],
     ),
+    "a factor that is none": (["model.init_scale=nan"], ["model.init_scale=nan is not a finite number"]),
+    "no layer with experts": (
+        ["model.experts=4", "model.bias=none", "model.dense_layers=2", "model.dense_mlp_dim=64"],
+        ["model.dense_layers=2 leaves no layer with experts", "Type model.layers=3 or more"],
+    ),
     "stages without layers": (["mesh=stage4-row1-col2"], ["model.layers=2", "4 stages", "up to 2 stages"]),
     "stages without microbatches": (
         ["mesh=stage2-row1-col2", "pipeline.schedule=interleaved", "model.layers=4", "accumulate=3", "batch=6"],

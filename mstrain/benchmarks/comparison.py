@@ -28,8 +28,10 @@ class Comparison:
     def rows(self, starts: Callable[[Case], None] = lambda case: None) -> Iterator[tuple[int, Row]]:
         """Yields (number of finished planned rows, row) and calls `starts` before each case.
 
-        A case that fails yields one row with the reason, in the place of its remaining rows.
+        A case that fails yields one row with the reason, in the place of its remaining rows. Raises the first
+        ValueError if every case begins with one: what was typed fits none.
         """
+        mistakes: list[ValueError] = []
         for index, case in enumerate(self.cases):
             starts(case)
             done = index * self.parts
@@ -39,6 +41,10 @@ class Comparison:
                     yield done, row
             except (ValueError, RuntimeError) as error:
                 yield (index + 1) * self.parts, failed(case, self.head.bench, error)
+                if isinstance(error, ValueError) and done == index * self.parts:
+                    mistakes.append(error)
+        if mistakes and len(mistakes) == len(self.cases):
+            raise mistakes[0]
 
 
 class Progress:

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import yaml
 
 Explain = Callable[[str, Any], str | None]
-NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", type(None): "null"}
 
 
 def is_config(hint: Any) -> TypeGuard[type]:
@@ -88,11 +88,11 @@ def _typed(hint: Any, value: Any, path: str, explain: Explain) -> Any:
     if value is None and type(None) in kinds:
         return None
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
-    if float in kinds and number is not None:
+    if float in kinds and number is not None and math.isfinite(number):
         return float(number)
     if str in kinds and number is not None:
         return str(number)
-    if type(value) in kinds:
+    if type(value) in kinds and (number is None or math.isfinite(number)):
         return value
     if advice := explain(path, value):
         raise ValueError(advice)

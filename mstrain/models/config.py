@@ -251,13 +251,20 @@ class ModelConfig:
                 f"model.experts_per_token={min(2, max(self.experts, 1))}."
             )
         self._check_groups()
-        if not 0 <= self.dense_layers < self.layers or bool(self.dense_layers) != bool(self.dense_mlp_dim):
+        if self.dense_mlp_dim and self.dense_layers >= self.layers:
+            raise ValueError(
+                f"model.dense_layers={self.dense_layers} leaves no layer with experts. Type model.layers="
+                f"{self.dense_layers + 1} or more, or model.dense_layers=0 model.dense_mlp_dim=null."
+            )
+        if self.dense_layers < 0 or bool(self.dense_layers) != bool(self.dense_mlp_dim):
             raise ValueError(
                 f"model.dense_layers={self.dense_layers} with model.dense_mlp_dim={self.dense_mlp_dim}: type a number "
                 f"of layers below {self.layers} and their hidden features, or 0 and null."
             )
         if self.shared_experts < 0:
             raise ValueError(f"model.shared_experts={self.shared_experts} is negative. Type 0 for none.")
+        if self.router_scale <= 0:
+            raise ValueError(f"model.router_scale={self.router_scale} must be above 0. Type 1 for none.")
         for field in BALANCE_FIELDS:
             if getattr(self, field) < 0:
                 raise ValueError(f"model.{field}={getattr(self, field)} is negative. Type 0 for none.")

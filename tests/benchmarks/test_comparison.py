@@ -1,6 +1,7 @@
 """A comparison that takes hours: every row is told and kept when it is done, whatever becomes of the next."""
 
 import csv
+import re
 
 import pytest
 from rich.console import Console
@@ -51,7 +52,7 @@ def test_an_interrupted_comparison_keeps_what_it_has(tmp_path, capsys):
     with (tmp_path / "benchmark.csv").open() as file:
         assert [line["kind"] for line in csv.DictReader(file)] == ["predicted"] * 4
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("1 of 6  0 s, about 0 s left  tiny wang on 2x4, first: 250.00 ms, MFU 50.0%")
+    assert re.match(r"1 of 6  .* left  tiny wang on 2x4, first: 250.00 ms, MFU 50.0%", lines[0])
     assert lines[3].startswith("4 of 6") and lines[3].endswith("cannon needs a square mesh")
 
 

@@ -100,6 +100,7 @@ def test_a_capacity_drops_the_last_tokens_on_any_mesh(capacity):
     ({"router": "hash"}, "model.router='hash' is unknown. Choose one of softmax, sigmoid"),
     ({"experts": 0}, "model.experts=0 must be at least 1"),
     ({"experts": None, "balance_loss": 0.1}, "balance_loss=0.1 has no effect: the MLP is dense"),
+    ({"router_scale": 0.0}, "router_scale=0.0 must be above 0"),
     ({"expert_capacity": 0.0}, "expert_capacity=0.0 must be above 0"),
     ({"bias": "all", "expert_capacity": 1.0}, "Type model.expert_capacity=null"),
     ({"router_groups": 3}, r"router_groups=3 does not divide 4 experts into groups. Choose one of \[1, 2, 4\]"),
