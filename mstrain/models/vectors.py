@@ -20,23 +20,28 @@ from mstrain.models.transformer import Transformer
 
 
 def repeat_vectors(module: Transformer, params):
-    """`params` with vectors [L, F] of scanned layers as [L, N, F], N shards of tokens; no communication.
+    """`params`, or those of some names, with vectors [L, F] of scanned layers as [L, N, F], N shards of tokens; no
+    communication.
 
-    Its transpose, the gradient, sums the rows of all layers at once. Vectors of a pipeline stay as they are: its
-    gradients are stored as its parameters are.
+    Its transpose, the gradient, sums the rows of all layers at once.
     """
 
     def repeat(x, box):
-        rows = _rows(module, box)
-        if rows == 1:
+        if (spec := repeated_spec(module, box)) is None:
             return x
-        repeated = jnp.broadcast_to(x[:, None], (x.shape[0], rows, x.shape[1]))
-        layers, features = gathered_spec(box.spec)
-        return jax.lax.with_sharding_constraint(
-            repeated, NamedSharding(module.plan.mesh, P(layers, box.tokens, features))
-        )
+        repeated = jnp.broadcast_to(x[:, None], (x.shape[0], _rows(module, box), x.shape[1]))
+        return jax.lax.with_sharding_constraint(repeated, NamedSharding(module.plan.mesh, spec))
 
-    return params if module.plan.stages else jax.tree.map(repeat, params, abstract_parameters(module))
+    boxes = abstract_parameters(module)
+    return jax.tree.map(repeat, params, {name: boxes[name] for name in params})
+
+
+def repeated_spec(module: Transformer, box: Stored) -> P | None:
+    """The sharding of a parameter that `repeat_vectors` repeats; None for the others."""
+    if _rows(module, box) == 1:
+        return None
+    layers, features = gathered_spec(box.spec)
+    return P(layers, box.tokens, features)
 
 
 def _rows(module: Transformer, box: Stored) -> int:

@@ -26,8 +26,9 @@ from jax.sharding import PartitionSpec as P
 
 from mstrain.data import Batch
 from mstrain.gemm.copies import gathered_spec
-from mstrain.models.parameters import STACK, parameter_shardings
+from mstrain.models.parameters import STACK, abstract_parameters
 from mstrain.models.transformer import Transformer
+from mstrain.models.vectors import repeat_vectors, repeated_spec
 from mstrain.parallel.schedules import BACKWARD, DIRECTIONS, FORWARD, WEIGHTS, ticks
 from mstrain.program.rounding import GradientSums
 
@@ -108,7 +109,8 @@ class _Pipeline:
         assert stages
         self.module, self.batch, self.mean_loss, self.sums, self.step = module, batch, mean_loss, sums, step
         self.layers, self.last = module.stage_layers(), stages.count - 1
-        self.rows = self.layers.split_rows(params[STACK])
+        self.stack = params[STACK]
+        self.rows = self.layers.split_rows(repeat_vectors(module, {STACK: self.stack})[STACK])
         self.outer = {name: tree for name, tree in params.items() if name != STACK}
         self.inputs = batch.tokens[:, :, :-1].reshape(len(batch.tokens), -1)
         self.targets = batch.tokens[:, :, 1:].reshape(len(batch.tokens), -1)
@@ -125,7 +127,8 @@ class _Pipeline:
             carry = self._run_of_ticks(carry, begin, end, *kind)
             begin = end
         rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), carry["rows"])
-        return carry["loss"], {**carry["outer"], STACK: rows}
+        stack = jax.tree.map(lambda x, own: x.sum(axis=1) if x.ndim > own.ndim else x, rows, self.stack)
+        return carry["loss"], {**carry["outer"], STACK: stack}
 
     def _start(self) -> dict[str, Any]:
         x = jax.eval_shape(self._embed, self.outer, jnp.int32(0))
@@ -151,14 +154,15 @@ class _Pipeline:
         return self.sums.zeros(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), weights))
 
     def _zero_gradients(self):
-        """Of the rows [P, V, L, ...]: shards of data-parallel copies where sums are."""
+        """Of the rows [P, V, L, ...]: shards of data-parallel copies where sums are; a vector's are of every shard of
+        tokens."""
         scattered, mesh = self.module.plan.shard in ("gradients", "parameters"), self.module.plan.mesh
 
-        def shard(zeros, stored):
-            spec = stored.spec if scattered else gathered_spec(stored.spec)
+        def shard(zeros, box):
+            spec = repeated_spec(self.module, box) or (box.spec if scattered else gathered_spec(box.spec))
             return lax.with_sharding_constraint(zeros, NamedSharding(mesh, P(spec[0], None, None, *spec[1:])))
 
-        return jax.tree.map(shard, self._zeros(self.rows), parameter_shardings(self.module)[STACK])
+        return jax.tree.map(shard, self._zeros(self.rows), abstract_parameters(self.module)[STACK])
 
     def _run_of_ticks(self, carry, begin: int, end: int, forward: bool, backward: bool, weights: bool):
         names = ("active", "microbatch", "chunk", "slot", "deferred")
@@ -190,7 +194,8 @@ class _Pipeline:
 
     def _embed(self, outer, microbatch):
         segments = None if self.segments is None else self.segments[microbatch]
-        return self.module.apply({"params": outer}, self.inputs[microbatch], segments, method="stage_input")
+        params = {"params": repeat_vectors(self.module, outer)}
+        return self.module.apply(params, self.inputs[microbatch], segments, method="stage_input")
 
     def _loss(self, outer, x_TxD, microbatch):
         segments = None if self.segments is None else self.segments[microbatch]

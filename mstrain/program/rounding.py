@@ -79,8 +79,9 @@ class GradientSums:
         if self.rounding != "stochastic":
             return self._stored(exact, lambda x: x.astype(jnp.bfloat16))
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), step), zlib.crc32(b"gradients"))
-        rounded = _rounded(exact, module, jax.random.fold_in(key, number), layers)
-        return jax.tree_util.tree_map_with_path(lambda path, x, y: y if _is_matrix(path) else x, exact, rounded)
+        matrices = jax.tree_util.tree_map_with_path(lambda path, x: x if _is_matrix(path) else None, exact)
+        rounded = _rounded(matrices, module, jax.random.fold_in(key, number), layers)
+        return jax.tree.map(lambda x, y: x if y is None else y, exact, rounded)
 
     def _stored(self, tree, cast):
         if self.rounding is None:

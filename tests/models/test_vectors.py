@@ -13,6 +13,7 @@ from mstrain.mesh import make_mesh, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parameters import init_parameters
 from mstrain.models.plan import ParallelConfig, make_plan
+from mstrain.models.stages import PipelineConfig
 from mstrain.models.transformer import Transformer
 from mstrain.models.vectors import repeat_vectors
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
@@ -27,15 +28,24 @@ OPTIMIZER = make_optimizer(OptimizerConfig())
 VECTORS = ("bias", "scale", "q_scale", "k_scale", "sinks")
 
 
-def module_on(mesh: str, shard: str, algorithm: str) -> Transformer:
-    plan = make_plan(ParallelConfig(algorithm), MODEL, make_mesh(parse_mesh(mesh)), 8, 8, shard=shard)
+def module_on(mesh: str, shard: str, algorithm: str, schedule: str | None = None) -> Transformer:
+    devices, pipeline = make_mesh(parse_mesh(mesh)), PipelineConfig(schedule)
+    plan = make_plan(ParallelConfig(algorithm), MODEL, devices, 8, 8, shard=shard, pipeline=pipeline)
     return Transformer(MODEL, plan, 8)
 
 
-@pytest.mark.parametrize("mesh, shard, algorithm", [("2x2x2", "parameters", "collective"), ("2x4", "none", "megatron")])
-def test_no_loop_over_layers_communicates_a_vector_or_its_gradient(mesh, shard, algorithm):
-    module = module_on(mesh, shard, algorithm)
-    params, batch = abstract_state(module, OPTIMIZER)["params"], Batch(jax.ShapeDtypeStruct((1, 8, 9), jnp.int32))
+@pytest.mark.parametrize(
+    "mesh, shard, algorithm, schedule",
+    [
+        ("2x2x2", "parameters", "collective", None),
+        ("2x4", "none", "megatron", None),
+        ("stage2-row2-col2", "none", "collective", "zero-bubble"),
+    ],
+)
+def test_no_loop_over_layers_communicates_a_vector_or_its_gradient(mesh, shard, algorithm, schedule):
+    module, microbatches = module_on(mesh, shard, algorithm, schedule), 2 if schedule else 1
+    tokens = jax.ShapeDtypeStruct((microbatches, 8, 9), jnp.int32)
+    params, batch = abstract_state(module, OPTIMIZER)["params"], Batch(tokens)
     program = jax.jit(lambda params, batch: gradients(module, params, batch)).lower(params, batch)
     text = program.compile(compiler_options=QUICK).as_text()
     loops = set(re.findall(r"while\(.*body=%?([\w.-]+)", text))
