@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from mstrain.benchmarks.presets import PEER_MODELS, PEERS, preset_arguments
 from mstrain.checks import at_least, mounted, one_of
-from mstrain.cli import compose
+from mstrain.cli import added, compose
 from mstrain.gemm import ALGORITHMS, find_algorithm
 from mstrain.gemm.precision import Precision
 from mstrain.hardware import TpuSlice, parse_target
@@ -225,7 +225,7 @@ class BenchmarkConfig:
         """The models; those without a vocab_size get that of the bytes tokenizer."""
         if not self.models.split():
             raise ValueError("models= is empty. Type models=tiny (python train.py model=list shows all).")
-        models = [load_preset(name) for name in self.models.split()]
+        models = [load_preset(name, added("model")) for name in self.models.split()]
         experts = [model.name for model in models if model.experts]
         if experts and self.bench in ("gemm", "nongemm", "calibrate"):
             raise ValueError(

@@ -1,7 +1,7 @@
 """Command lines to checked dataclasses, and errors to messages; independent of the fields of every config."""
 
 from mstrain.cli.command import Command, run_command
-from mstrain.cli.compose import compose, to_yaml
+from mstrain.cli.compose import added, compose, to_yaml
 from mstrain.cli.fields import build, known_keys, own_config
 from mstrain.cli.help import describe_keys
 from mstrain.cli.sweep import Results
@@ -9,6 +9,7 @@ from mstrain.cli.sweep import Results
 __all__ = [
     "Command",
     "Results",
+    "added",
     "build",
     "compose",
     "describe_keys",

@@ -69,8 +69,13 @@ def groups_of(kind: type) -> list[str]:
 
 def choices(group: str) -> list[str]:
     """Names of the files of a group, in conf/ and in --config-dir."""
-    folders = [folder for folder in (CONF, _added.get()) if folder]
-    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+    return sorted({path.stem for folder in (CONF / group, *added(group)) for path in folder.glob("*.yaml")})
+
+
+def added(group: str) -> list[Path]:
+    """The folder of a group in --config-dir, if there is one."""
+    folder = _added.get()
+    return [folder / group] if folder else []
 
 
 def sweep_values(argument: str) -> list[str] | None:

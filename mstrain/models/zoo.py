@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -33,21 +34,25 @@ FAMILIES = {
 
 def preset_names() -> tuple[str, ...]:
     """Names of all presets in alphabetical order."""
-    return tuple(sorted(path.stem for path in PRESETS.glob("*.yaml")))
+    return tuple(sorted(_preset_files(())))
 
 
-def load_preset(name: str) -> ModelConfig:
-    """The preset `name`.
+def _preset_files(folders: Iterable[Path]) -> dict[str, Path]:
+    return {path.stem: path for folder in (*folders, PRESETS) for path in folder.glob("*.yaml")}
+
+
+def load_preset(name: str, folders: Iterable[Path] = ()) -> ModelConfig:
+    """The preset `name`, of the zoo or of further `folders`.
 
     Raises:
       ValueError: the preset does not exist (the message has the nearest name), or its file is invalid.
     """
-    names = preset_names()
-    if name not in names:
+    names = sorted(files := _preset_files(folders))
+    if name not in files:
         near = difflib.get_close_matches(re.sub(r"[^a-z0-9]", "_", name.lower()), names, 1, cutoff=0.4)
         hint = f"Did you mean {near[0]}? " if near else ""
         raise ValueError(f"Unknown model {name!r}. {hint}Choose one of {', '.join(names)}.")
-    path = PRESETS / f"{name}.yaml"
+    path = files[name]
     try:
         fields = OmegaConf.structured(ModelConfig)
         OmegaConf.set_readonly(fields.latent, False)  # OmegaConf merges into frozen dataclasses at the top only

@@ -3,6 +3,7 @@
 import pytest
 
 from mstrain.benchmarks.config import load
+from mstrain.cli.compose import config_dir
 from mstrain.gemm import ALGORITHMS
 from mstrain.mesh import MeshShape
 
@@ -60,3 +61,11 @@ def test_a_preset_is_a_default_that_the_command_line_beats():
     config = load(["preset=v2", "meshes=4x1x8"])
     assert (config.models, config.target, config.meshes) == ("seed_2_8b", "v2-32", "4x1x8")
     assert load(["preset=v3"]).target == "v3-32"
+
+
+def test_models_of_ones_own_come_from_config_dir(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("name: mine\nlayers: 7\n")
+    with config_dir(tmp_path):
+        mine, tiny = load(["models=mine tiny"]).model_configs
+    assert (mine.layers, tiny.name) == (7, "tiny")
