@@ -63,6 +63,7 @@ def shrink(model: ModelConfig, batch: int, whole: MeshShape, physical: MeshShape
         head_dim=model.head_dim,
         width=cols("width", model.width),
         mlp_dim=cols("mlp_dim", model.mlp_dim),
+        dense_mlp_dim=model.dense_mlp_dim and cols("dense_mlp_dim", model.dense_mlp_dim),
         vocab_size=-(-model.known_vocab_size * physical.col // whole.col),
     )
     return smaller, _scaled("batch", batch, here, there, physical)

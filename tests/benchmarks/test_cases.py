@@ -13,14 +13,15 @@ from mstrain.models.zoo import load_preset
 GPT3 = dataclasses.replace(load_preset("gpt3_175b"), vocab_size=51200)
 
 
+@pytest.mark.parametrize("model", [GPT3, load_preset("deepseek_v2_lite")], ids=lambda model: model.name)
 @pytest.mark.parametrize("physical", [MeshShape(1, *shape) for shape in ((4, 4), (2, 4), (32, 8), (1, 2))])
-def test_a_device_sees_the_shapes_of_the_whole_mesh(physical):
+def test_a_device_sees_the_shapes_of_the_whole_mesh(physical, model):
     whole, batch, seq = MeshShape(1, 32, 8), 128, 2048
-    small, sequences = shrink(GPT3, batch, whole, physical)
+    small, sequences = shrink(model, batch, whole, physical)
     assert sequences * seq / physical.row == batch * seq / whole.row
-    for size in ("width", "heads", "num_kv_heads", "mlp_dim"):
-        assert getattr(small, size) / physical.col == getattr(GPT3, size) / whole.col
-    assert small.head_dim == GPT3.head_dim
+    for size in ("width", "heads", "num_kv_heads", "mlp_dim", "dense_mlp_dim"):
+        assert (getattr(small, size) or 0) / physical.col == (getattr(model, size) or 0) / whole.col
+    assert (small.head_dim, small.experts) == (model.head_dim, model.experts)
 
 
 def test_what_does_not_shrink_evenly_is_refused():
