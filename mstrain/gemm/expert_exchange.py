@@ -91,9 +91,9 @@ class ExpertExchange:
         """Whether some routing needs more rounds than there are slices."""
         return self.room < self._most
 
-    def split(self, x) -> tuple:
-        """The slices of every device's rows of x."""
-        spec = self._spec(x)
+    def split(self, x, *, features: bool = False) -> tuple:
+        """The slices of every device's rows of x: `features` of tokens, else one value for each of their choices."""
+        spec = self.plan.input_layout.spec if features else P(self.plan.input_layout.tokens)
         cut = self._map(lambda x: tuple(jnp.split(x, self.slices)), spec, (spec,) * self.slices)
         return cut(x)
 

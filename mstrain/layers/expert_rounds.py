@@ -40,7 +40,8 @@ def exchanged(mlp: Any, exchange: ExpertExchange, kernels, x_TxD, weights_TxK, c
             y = mlp(kernels, received, weights[:, None], choices[:, None], here_TxK=here)
         return exchange.receive(y, sent)
 
-    x, weights, choices, places = map(exchange.split, (x_TxD, weights_TxK, choices_TxK, places_TxK))
+    x = exchange.split(x_TxD, features=True)
+    weights, choices, places = map(exchange.split, (weights_TxK, choices_TxK, places_TxK))
     y_TxD = exchange.join(
         [round_of((up, down, bias), x[i], weights[i], choices[i], places[i], i) for i in range(exchange.slices)]
     )
