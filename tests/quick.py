@@ -5,7 +5,7 @@ They change nothing that a test is about: neither the partitioned program nor th
 
 from mstrain.hardware.chips import quick_options
 
-QUICK = quick_options()
+QUICK = quick_options() | {"xla_cpu_parallel_codegen_split_count": 1}  # one thread compiles a program
 
 FUSED = {"xla_cpu_use_fusion_emitters": True} if "xla_cpu_use_fusion_emitters" in QUICK else {}
 """For programs whose bits are compared on several shapes: with fusion emitters, no bit depends on the shape."""

@@ -100,8 +100,7 @@ class Checkpoints:
     def give_up_save(self) -> None:
         """After a save that raised: removes what it wrote, so that the next one finds the space."""
         for _ in range(STRAGGLER_TRIES if jax.process_index() == 0 else 0):
-            for folder in self._unfinished():
-                shutil.rmtree(folder, ignore_errors=True)
+            self._remove_unfinished()
             time.sleep(0.1)  # writers that have not failed yet may put a file back
             if not self._unfinished():
                 break
@@ -158,6 +157,7 @@ class Checkpoints:
         process."""
         with self._reporting_failure():
             self._manager.wait_until_finished()
+        self._remove_unfinished()  # what late writers of a failed save put back after it was given up
 
     def close(self) -> None:
         with contextlib.suppress(Exception):  # a failed save is reported by then
@@ -195,6 +195,11 @@ class Checkpoints:
 
     def _unfinished(self) -> list[Path]:
         return [*self.directory.glob("*.orbax-checkpoint-tmp*")]  # none when the folder was removed
+
+    def _remove_unfinished(self) -> None:
+        """While no save is in flight: what is unfinished is of failed ones."""
+        for folder in self._unfinished() if jax.process_index() == 0 else ():
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _write_manifest(self) -> None:
         """Called when all files are written and before the folder gets its final name."""

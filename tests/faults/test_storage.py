@@ -236,7 +236,15 @@ class Disk:
 
 
 def test_training_goes_on_when_a_save_fails(made, tmp_path, monkeypatch, capsys):
+    """A writer of the failed save that is late puts a file back after its folder was removed."""
     Disk(monkeypatch, {2})
+    give_up = Checkpoints.give_up_save
+
+    def late(checkpoints):
+        give_up(checkpoints)
+        (checkpoints.directory / "2.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+
+    monkeypatch.setattr(Checkpoints, "give_up_save", late)
     run = again(made, tmp_path / "run")
     assert train(run) == 0
     assert "saving step 2 failed (1 in a row)" in capsys.readouterr().out
