@@ -11,7 +11,7 @@ import numpy as np
 
 from mstrain.compiler.collectives import Collective
 from mstrain.compiler.machine import Machine
-from mstrain.compiler.steps import COMPUTE_KINDS, Block, Compute, Copy, Loop, Start, Wait
+from mstrain.compiler.steps import COMPUTE_KINDS, Block, Branch, Compute, Copy, Loop, Start, Wait
 from mstrain.timeline import Lane, Timeline
 
 CORE = "TensorCore"
@@ -44,6 +44,7 @@ class Replay:
         self.cycles: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self.hbm_bytes = 0.0  # of operations and copies
         self._machine = machine
+        self._trip = 0  # of the loop that runs
         self._free_at = dict.fromkeys(machine.torus.lanes, 0.0)
         self._pending: dict[str, Transfer] = {}
         self._done: list[Transfer] = []
@@ -66,6 +67,8 @@ class Replay:
                 self._receive(self._send(step.name, step.collective, False))
             elif isinstance(step, Loop):
                 self._loop(step)
+            elif isinstance(step, Branch):
+                self.execute(step.steps if step.trips[self._trip % len(step.trips)] == "1" else step.otherwise)
 
     def finish(self) -> tuple[Transfer, ...]:
         """Waits for the transfers that are still running; returns all transfers in the order of their waits."""
@@ -140,10 +143,12 @@ class Replay:
         return Transfer(name, collective, begin, end, asynchronous, False)
 
     def _loop(self, loop: Loop) -> None:
-        """Every trip where a collective runs inside, one event of each kind otherwise."""
-        if _communicates(loop):
-            for _ in range(loop.trips):
+        """Every trip where trips differ or a collective runs inside, one event of each kind otherwise."""
+        if _has_events(loop):
+            outer = self._trip
+            for self._trip in range(loop.trips):
                 self.execute(loop.steps)
+            self._trip = outer
             return
         trip = Replay(self._machine)
         trip.execute(loop.steps)
@@ -172,8 +177,8 @@ class Replay:
         )
 
 
-def _communicates(loop: Loop) -> bool:
-    return any(isinstance(s, Start | Block) or isinstance(s, Loop) and _communicates(s) for s in loop.steps)
+def _has_events(loop: Loop) -> bool:
+    return any(isinstance(s, Start | Block | Branch) or isinstance(s, Loop) and _has_events(s) for s in loop.steps)
 
 
 def _within(begin: float, end: float, begins: np.ndarray, ends: np.ndarray) -> float:

@@ -9,6 +9,7 @@ from mstrain.compiler.kernels import kernel_cycles
 from mstrain.compiler.machine import Machine
 from mstrain.compiler.traffic import hbm_bytes
 from mstrain.gemm.expert_exchange import FURTHER
+from mstrain.parallel.schedules import IN_TICKS
 
 FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "broadcast", "iota", "after-all"}
 MOVES = {
@@ -72,6 +73,15 @@ class Loop:
 
 
 @dataclasses.dataclass(frozen=True)
+class Branch:
+    """`steps` in those trips of the loop around it that have a 1 in `trips`, and `otherwise` in the others."""
+
+    steps: tuple
+    otherwise: tuple
+    trips: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Translator:
     """Turns the instructions of a module into steps on a machine."""
 
@@ -90,7 +100,7 @@ class Translator:
         if i.opcode == "while":
             return [Loop(self.steps(i.computation("body")), self._trips(i))]
         if i.opcode == "conditional":
-            return list(max((self.steps(name) for name in i.called), key=_cycles))
+            return self._branch(i)
         if i.opcode == "call":
             return list(self.steps(i.called[0]))
         if i.opcode in COPIES:
@@ -111,6 +121,12 @@ class Translator:
         if kind in ("move", "other"):
             return [Block(i.name, collective)]
         return [Start(i.name, i.name, collective), *self._compute(computation, i, kind), Wait(i.name)]
+
+    def _branch(self, conditional: Instruction) -> list:
+        """The longest branch, in the ticks of a pipeline that take it."""
+        *_, other, longest = sorted([(), *(self.steps(name) for name in conditional.called)], key=_cycles)
+        ticks = re.search(rf"{IN_TICKS}([01]+)", conditional.attributes)
+        return [Branch(longest, other, ticks[1])] if ticks else list(longest)
 
     def _compute(self, computation: str, i: Instruction, kind: str) -> list:
         operands = [found for name in i.operands if (found := self.module.find(computation, name))]

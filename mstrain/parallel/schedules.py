@@ -25,6 +25,7 @@ FORWARD, BACKWARD, WEIGHTS = DIRECTIONS = 0, 1, 2
 WAIT = -1
 WHOLE = ("gpipe", "1f1b", "interleaved")  # their backward passes make all gradients
 SCHEDULES = (*WHOLE, "zero-bubble")
+IN_TICKS = "in_ticks_"  # name of what only some ticks of a loop compute, before a 0 or 1 for every tick
 
 
 class Task(NamedTuple):

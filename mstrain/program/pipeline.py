@@ -29,7 +29,7 @@ from mstrain.gemm.copies import gathered_spec
 from mstrain.models.parameters import STACK, abstract_parameters
 from mstrain.models.transformer import Transformer
 from mstrain.models.vectors import repeat_vectors, repeated_spec
-from mstrain.parallel.schedules import BACKWARD, DIRECTIONS, FORWARD, WEIGHTS, ticks
+from mstrain.parallel.schedules import BACKWARD, DIRECTIONS, FORWARD, IN_TICKS, WEIGHTS, ticks
 from mstrain.program.rounding import GradientSums
 
 
@@ -168,7 +168,7 @@ class _Pipeline:
         names = ("active", "microbatch", "chunk", "slot", "deferred")
         part = {name: getattr(self.table, name)[begin:end] for name in names}
         ends = self._at_ends(part)
-        ever = {name: bool(flags.any()) for name, flags in ends.items()}
+        ever = {name: _in_ticks(flags) for name, flags in ends.items()}
 
         def tick(carry, step):
             each, ends = step
@@ -213,9 +213,10 @@ class _Pipeline:
     def _forward(self, carry, of, ends, ever):
         x = carry["x"]
         if ever["embeds"]:
-            entering = lax.cond(
-                ends["embeds"], lambda: self._embed(self.outer, of["microbatch"][0]), lambda: jnp.zeros_like(x[0])
-            )
+            with jax.named_scope(ever["embeds"]):
+                entering = lax.cond(
+                    ends["embeds"], lambda: self._embed(self.outer, of["microbatch"][0]), lambda: jnp.zeros_like(x[0])
+                )
             x = x.at[0].set(jnp.where(ends["embeds"], entering, x[0]))
         y, saved = self.layers.forward(self.rows, x, self._segments_of(of["microbatch"]), of["chunk"])
         carry = {**carry, "x": self.layers.shift(y, 1), "saved": _store(carry["saved"], saved, of["slot"])}
@@ -231,7 +232,8 @@ class _Pipeline:
             return loss + value, outer, lax.dynamic_update_index_in_dim(dy, dx, slot, 0)
 
         before = carry["loss"], carry["outer"], carry["dy"]
-        loss, outer, dy = lax.cond(ends["loses"], lose, lambda *same: same, *before)
+        with jax.named_scope(ever["loses"]):
+            loss, outer, dy = lax.cond(ends["loses"], lose, lambda *same: same, *before)
         return {**carry, "loss": loss, "outer": outer, "dy": dy}
 
     def _backward(self, carry, of, ends, ever, dy):
@@ -253,7 +255,8 @@ class _Pipeline:
             added = len(self.inputs) + of["microbatch"][0]  # after as many additions of losses
             return self.sums.add(self.module, outer, pullback(self.layers.of_stage(dx, 0))[0], self.step, added)
 
-        return {**carry, "outer": lax.cond(ends["leaves"], leave, lambda outer: outer, carry["outer"])}
+        with jax.named_scope(ever["leaves"]):
+            return {**carry, "outer": lax.cond(ends["leaves"], leave, lambda outer: outer, carry["outer"])}
 
     def _weights(self, carry, of):
         saved, rest = _load(carry["saved"], of["slot"]), _load(carry["deferred"], of["deferred"])
@@ -280,6 +283,12 @@ class _Pipeline:
             return jax.tree.map(store, totals, new)
 
         return jax.vmap(of_stage)(totals, gradients, layers_PxVxL, of["chunk"], of["active"], of["microbatch"])
+
+
+def _in_ticks(flags) -> str:
+    """The name of what happens in the ticks with `flags`, by which a compiled schedule tells them apart; empty without
+    one."""
+    return IN_TICKS + "".join("01"[int(flag)] for flag in flags) if flags.any() else ""
 
 
 def _rings(tree, slots: int):

@@ -199,6 +199,25 @@ def test_a_loop_counts_for_every_trip():
     assert schedule.cycles["gemm"] == 30_000
 
 
+def test_a_branch_of_some_ticks_counts_in_these():
+    """Tick 1 of 3 takes it, which a name in the program tells; without the name all do."""
+    branches = f"""
+%short (x: bf16[64,64]) -> bf16[64,64] {{
+  {X.strip()}
+  ROOT %c = bf16[64,64]{{0,1}} copy(%x), {cycles(1_000)}
+}}
+
+%long (x: bf16[64,64]) -> bf16[64,64] {{
+  {X.strip()}
+  {gemm("y", "x")}
+}}
+"""
+    inner = "  %p = bf16[64,64]{1,0} conditional(%t, %x, %x), branch_computations={%short, %long}"
+    named = inner + ', metadata={op_name="jit(step)/while/body/in_ticks_010/cond"}'
+    assert read(X + WHILE, branches + loop(inner)).seconds == pytest.approx(30 * US)
+    assert read(X + WHILE, branches + loop(named)).seconds == pytest.approx(12 * US)
+
+
 def test_the_compiler_s_own_trip_count_goes_first():
     known = WHILE + ', backend_config={"known_trip_count":{"n":"7"}}'
     assert read(X + known, loop("  " + gemm("y", "x"))).seconds == pytest.approx(70 * US)
