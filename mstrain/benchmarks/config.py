@@ -248,9 +248,9 @@ class BenchmarkConfig:
                 check_precision(self.products, model, names)
         if self.tune == "compile" and (self.bench != "tune" or not self.target):
             raise ValueError("tune=compile needs bench=tune and a slice. Type bench=tune target=v5p-64.")
-        idle = IDLE.get(self.bench, ())
-        for key in idle if self.tune != "compile" else set(idle) - COMPILED:
-            if getattr(self, key) != defaults[key]:
+        for key in IDLE.get(self.bench, ()):
+            effective = self.tune == "compile" and key in COMPILED
+            if getattr(self, key) != defaults[key] and not effective:
                 value = f"{key}={getattr(self, key)}"
                 raise ValueError(f"{value} has no effect with bench={self.bench}. Remove it.")
         if self.peers != "all" and self.bench != "peers":
