@@ -10,6 +10,7 @@ import pytest
 
 from mstrain.data import Batches, TokenFile
 from mstrain.data.token_header import encode_header, parse_header
+from tests.descriptors import descriptors
 
 
 @pytest.mark.parametrize("vocab_size, dtype", [(256, np.uint16), (65536, np.uint16), (65537, np.uint32)])
@@ -132,10 +133,9 @@ def test_a_file_that_is_removed_or_chmodded_is_read_on(make_file, harmless):
 
 def test_descriptors_are_closed_with_their_files(make_file):
     path = make_file(np.arange(100)).path
-    gc.collect()  # the files of other tests
-    before = len(os.listdir("/proc/self/fd"))
+    gc.collect()
     files = [TokenFile.open(path) for _ in range(5)]
-    assert len(os.listdir("/proc/self/fd")) == before + 5
+    assert list(descriptors()).count(str(path)) == 5
     del files
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert str(path) not in descriptors()

@@ -7,7 +7,6 @@ of one process; signals stop all processes after the same step; each process rea
 
 import collections
 import json
-import os
 import re
 import signal
 import stat
@@ -20,6 +19,7 @@ import pytest
 from mstrain.checkpoints import manifest
 from mstrain.job.exit_codes import RESTART, SIGNALED, STOPPED
 from mstrain.job.secret import secret_file
+from tests.descriptors import descriptors
 from tests.job.fuzz_rendezvous import attack
 from tests.job.processes import ROOT, Job, arguments
 
@@ -124,7 +124,7 @@ def listening(job):
     """Ports, of all addresses, on which one of the processes listens; gloo's are for CPU alone."""
     found = set()
     for process in job.processes:
-        own = {os.readlink(entry) for entry in Path(f"/proc/{process.pid}/fd").iterdir() if entry.exists()}
+        own = set(descriptors(process.pid))
         for name in ("tcp", "tcp6"):
             for line in Path(f"/proc/{process.pid}/net/{name}").read_text().splitlines()[1:]:
                 words = line.split()

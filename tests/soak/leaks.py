@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+from tests.descriptors import descriptors
+
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = [
     "model=tiny", "model.layers=1", "model.width=32", "model.mlp_dim=64", "mesh=1x2", "data=synthetic",
@@ -27,7 +29,7 @@ def sample(pid: int) -> dict[str, int]:
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
     return {
         "rss_mib": int(status["VmRSS"].split()[0]) // 1024,
-        "descriptors": len(list(Path(f"/proc/{pid}/fd").iterdir())),
+        "descriptors": sum(1 for _ in descriptors(pid)),
         "threads": int(status["Threads"]),
     }
 
