@@ -2,17 +2,17 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mstrain.benchmarks.config import PRODUCTS, BenchmarkConfig
 from mstrain.gemm import Plan, PlanPair, find_algorithm
 from mstrain.hardware import Chip, TpuSlice
-from mstrain.hardware.pod import tuning_constants
 from mstrain.mesh import MeshShape, parse_mesh, shape_of
 from mstrain.models.config import ModelConfig
-from mstrain.models.plan import BlockPlan, ModelPlan, make_plan
-from mstrain.models.precision import in_precision
+from mstrain.models.plan import BlockPlan, ModelPlan
 from mstrain.models.products import projections
+from mstrain.program.step_config import StepConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,16 +79,20 @@ def _scaled(name: str, size: int, part: int, whole: int, physical: MeshShape) ->
     return scaled
 
 
-def plan_case(case: Case, config: BenchmarkConfig, mesh: Mesh, machine: Chip | TpuSlice | None) -> ModelPlan:
+def step_of(case: Case, config: BenchmarkConfig, mesh: Mesh, dtype) -> StepConfig:
+    """The training step of a case; a mesh with one copy shares nothing."""
+    step = config.step_config(case.model, case.batch, config.parallel(case.algorithm), dtype)
+    return step if mesh.shape["data"] * mesh.shape["context"] > 1 else dataclasses.replace(step, shard="none")
+
+
+def plan_case(
+    case: Case, config: BenchmarkConfig, mesh: Mesh, machine: Chip | TpuSlice | None, dtype=jnp.bfloat16
+) -> ModelPlan:
     """The plan of a case on a mesh with the configured slice counts; raises ValueError if it is illegal.
 
     `machine` has the devices of the mesh; None is an unknown one.
     """
-    shard = config.shard if mesh.shape["data"] * mesh.shape["context"] > 1 else "none"
-    chip = machine.chip if isinstance(machine, TpuSlice) else machine
-    parallel, constants = config.parallel(case.algorithm), tuning_constants(machine, shape_of(mesh))
-    plan = make_plan(parallel, case.model, mesh, case.microbatch, config.seq, chip, constants, shard)
-    plan = in_precision(plan, config.products)
+    plan = step_of(case, config, mesh, dtype).plan(mesh, machine)
     if config.slice_counts is None or not find_algorithm(case.algorithm).sliced:
         return plan
     counts = dict(zip(PRODUCTS, config.slice_counts, strict=True))

@@ -15,21 +15,19 @@ from mstrain.benchmarks.layer_kinds import seconds_by_kind
 from mstrain.benchmarks.remedies import Remedies, Remedy
 from mstrain.compiler import Compiled, DoesNotFit, Target, compile_program, make_target, predict, tpu_slice_devices
 from mstrain.hardware import TpuSlice, mfu, parse_target
-from mstrain.hardware.pod import pod_of, tuning_constants
+from mstrain.hardware.pod import pod_of
 from mstrain.mesh import MeshShape, shape_of
 from mstrain.models.config import ModelConfig
 from mstrain.models.description import describe_plan
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.parameters import describe_sharding
-from mstrain.models.plan import make_plan
-from mstrain.models.precision import in_precision
 from mstrain.models.remat import AUTO, cheapest_that_fits
 from mstrain.models.transformer import Transformer
 from mstrain.models.zoo import BYTES
 from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import GIB
-from mstrain.program.optimizer import make_optimizer
-from mstrain.program.step import abstract_state, step_program
+from mstrain.program.step import abstract_state
+from mstrain.program.step_config import StepConfig
 from mstrain.training import tuned
 from mstrain.training.config import RunConfig
 
@@ -52,18 +50,19 @@ class Step:
         return {"weights (float32)": sizes["params"], "optimizer moments": sizes["optimizer"]}
 
     @property
+    def _step(self) -> StepConfig:
+        return self.config.step_config(self.module.model, self.module.dtype)
+
+    @property
     def _optimizer(self):
-        return make_optimizer(self.config.optimizer, self.config.seed)
+        return self._step.make_optimizer(self.config.seed)
 
     def compile(self) -> Compiled:
         """Compiles the step; raises DoesNotFit if a device has too little memory."""
         hbm, state = self.target.tpu_slice.chip.hbm_bytes, sum(self.state_bytes.values())
         if hbm and state > hbm:
             raise DoesNotFit(f"weights and moments alone are {_of(state, hbm)} of a device", state, hbm)
-        config = self.config
-        sums = config.optimizer.sums(config.seed)
-        step = step_program(self.module, self._optimizer, config.batch, config.accumulate, sums=sums)
-        program = compile_program(step, self.target)
+        program = compile_program(self._step.program(self.module, self._optimizer, self.config.seed), self.target)
         program.check_fits()
         return program
 
@@ -134,14 +133,8 @@ def plan_step(config: RunConfig, console: Console = QUIET) -> Step:
         config = tuned.tuned(config, model, tpu_slice, dtype, make_target, console)
     mesh = best_mesh(config, model, tpu_slice) if config.mesh == "auto" else config.mesh
     target = make_target(tpu_slice, mesh)
-    microbatch = config.batch // config.accumulate
-    constants = tuning_constants(tpu_slice, shape_of(target.mesh), jnp.dtype(dtype).name)
-    plan = make_plan(
-        config.parallel, model, target.mesh, microbatch, config.seq, tpu_slice.chip, constants, config.shard,
-        config.pipeline,
-    )  # fmt: skip
-    plan = in_precision(plan, config.products)
-    return Step(config, target, Transformer(model, plan, config.seq, dtype, config.remat, config.offload))
+    step = config.step_config(model, dtype)
+    return Step(config, target, step.module(step.plan(target.mesh, tpu_slice)))
 
 
 def smallest_change(config: RunConfig, error: DoesNotFit, report=lambda text: None) -> Remedy | None:

@@ -4,6 +4,8 @@ import dataclasses
 import re
 from typing import ClassVar
 
+import jax.numpy as jnp
+
 from mstrain.benchmarks.presets import PEER_MODELS, PEERS, preset_arguments
 from mstrain.checks import at_least, mounted, one_of
 from mstrain.cli import added, compose
@@ -19,6 +21,7 @@ from mstrain.models.remat import AUTO, check_remat
 from mstrain.models.sharding import SHARD
 from mstrain.models.zoo import BYTES, load_preset
 from mstrain.program.dtype import DTYPES
+from mstrain.program.step_config import StepConfig
 from mstrain.training.answers import answer
 from mstrain.training.config import TUNE
 
@@ -32,7 +35,6 @@ SYNONYMS = {
 WORDS = ("models", "algorithms", "meshes", "slices")
 EIGHT_BITS = ("precision", "travel")
 PRECISE = ("step", "layer", "gemm")  # benches of products
-COMPILED = {"shard", *EIGHT_BITS}  # have an effect where tune=compile compiles steps
 # Keys without effect for a bench; typing one is an error.
 IDLE = {
     "layer": ("remat", "accumulate", "shard"),
@@ -44,7 +46,7 @@ IDLE = {
                   "shard", "target", "emulate", "dump", "warmup", *EIGHT_BITS),
     "data": ("models", "layers", "algorithms", "meshes", "slices", "dataflow", "dtype", "remat", "accumulate", "shard",
              "target", "emulate", "dump", "warmup", *EIGHT_BITS),
-    "tune": ("algorithms", "shard", "emulate", "dump", "repeats", "warmup", *EIGHT_BITS),
+    "tune": ("algorithms", "emulate", "dump", "repeats", "warmup", *EIGHT_BITS),
     "peers": ("algorithms", "meshes", "slices", "dataflow", "remat", "accumulate", "shard", "target", "emulate",
               "dump", *EIGHT_BITS),
 }  # fmt: skip
@@ -240,6 +242,13 @@ class BenchmarkConfig:
         """The parallelism of one algorithm; `dataflow` applies to algorithms with a choice of dataflows."""
         return ParallelConfig(algorithm, dataflow="auto" if find_algorithm(algorithm).only_dataflow else self.dataflow)
 
+    def step_config(self, model: ModelConfig, batch: int, parallel: ParallelConfig, dtype) -> StepConfig:
+        """The training step of one model, of `batch` sequences."""
+        return StepConfig(
+            model, batch, self.seq, parallel, self.accumulate, jnp.dtype(dtype).name, self.remat, shard=self.shard,
+            products=self.products,
+        )  # fmt: skip
+
     def _check_effect(self) -> None:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         if self.bench in PRECISE or self.tune == "compile":
@@ -249,7 +258,7 @@ class BenchmarkConfig:
         if self.tune == "compile" and (self.bench != "tune" or not self.target):
             raise ValueError("tune=compile needs bench=tune and a slice. Type bench=tune target=v5p-64.")
         for key in IDLE.get(self.bench, ()):
-            effective = self.tune == "compile" and key in COMPILED
+            effective = self.tune == "compile" and key in EIGHT_BITS
             if getattr(self, key) != defaults[key] and not effective:
                 value = f"{key}={getattr(self, key)}"
                 raise ValueError(f"{value} has no effect with bench={self.bench}. Remove it.")

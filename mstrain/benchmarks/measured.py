@@ -31,7 +31,7 @@ def measure(config: BenchmarkConfig) -> Comparison:
     peak = chip.peak(jnp.dtype(dtype).name) if chip else None
 
     def rows_of(case: Case) -> Iterator[Row]:
-        plan = plan_case(case, config, make_mesh(case.mesh, jax.devices()[: case.mesh.devices]), machine)
+        plan = plan_case(case, config, make_mesh(case.mesh, jax.devices()[: case.mesh.devices]), machine, dtype)
         for work in make_works(case, config, plan, dtype):
             yield _row(case, work, plan.mesh, config, peak)
 

@@ -31,7 +31,7 @@ def predict_all(config: BenchmarkConfig) -> Comparison:
 
     def rows_of(case: Case) -> Iterator[Row]:
         target = make_target(tpu_slice, case.mesh)
-        plan = plan_case(case, config, target.mesh, tpu_slice)
+        plan = plan_case(case, config, target.mesh, tpu_slice, dtype)
         for work in make_works(case, config, plan, dtype):
             yield _row(case, work, target, config, peak)
 

@@ -5,17 +5,16 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from mstrain.benchmarks.cases import Case, describe, describe_plans, products
+from mstrain.benchmarks.cases import Case, describe, describe_plans, products, step_of
 from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.benchmarks.nongemm import nongemm_work
 from mstrain.benchmarks.work import Work
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.plan import ModelPlan
 from mstrain.models.products import projections
-from mstrain.models.transformer import Transformer
-from mstrain.program.optimizer import OptimizerConfig, make_optimizer, schedule_of
+from mstrain.program.optimizer import schedule_of
 from mstrain.program.parts import layer_program, product_program
-from mstrain.program.step import init_state, step_program
+from mstrain.program.step import init_state
 
 
 def make_works(case: Case, config: BenchmarkConfig, plan: ModelPlan, dtype: jnp.dtype) -> list[Work]:
@@ -31,17 +30,16 @@ def make_works(case: Case, config: BenchmarkConfig, plan: ModelPlan, dtype: jnp.
 
 def step_work(case: Case, config: BenchmarkConfig, plan: ModelPlan, dtype: jnp.dtype) -> Work:
     """The training step of `train.py`; the state that it returns is the argument of the next execution."""
-    module = Transformer(case.model, plan, config.seq, dtype, config.remat)
-    options = OptimizerConfig().for_width(case.model.width)
-    optimizer = make_optimizer(options)
-    program = step_program(module, optimizer, case.batch, case.accumulate)
+    step = step_of(case, config, plan.mesh, dtype)
+    module, optimizer = step.module(plan), step.make_optimizer()
+    program = step.program(module, optimizer)
     _, batch, schedule = program.arguments
     tokens = batch.tokens
 
     def start():
         ids = jax.random.randint(jax.random.key(config.seed), tokens.shape, 0, case.model.known_vocab_size, jnp.int32)
         batches = batch._replace(tokens=jax.device_put(ids, tokens.sharding))
-        rates = jax.device_put(schedule_of(options, steps=1000), schedule.sharding)
+        rates = jax.device_put(schedule_of(step.optimizer.for_width(case.model.width), steps=1000), schedule.sharding)
         return init_state(module, optimizer, config.seed), batches, rates
 
     count = case.batch * config.seq

@@ -6,7 +6,6 @@ import importlib.metadata
 import time
 from pathlib import Path
 
-import jax.numpy as jnp
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +21,7 @@ from mstrain.planner.search import rank_meshes
 from mstrain.program.dtype import dtype_on
 from mstrain.program.memory import GIB
 from mstrain.tuning.cache import find_result, result_file
-from mstrain.tuning.compiled import Candidate, Recipe, TuningResult, TuningTask, compile_candidate, why_slower
+from mstrain.tuning.compiled import Candidate, TuningResult, TuningTask, compile_candidate, why_slower
 
 
 def refine_all(config: BenchmarkConfig, console: Console) -> int:
@@ -55,10 +54,8 @@ def make_task(config: BenchmarkConfig, model: ModelConfig) -> TuningTask:
     assert tpu_slice is not None, "tune=compile needs target="
     slices = str(config.one_slice_count or "auto")
     parallel = dataclasses.replace(config.parallel("meshslice"), slices=slices)
-    batch = config.sequences(tpu_slice.devices)
-    dtype = jnp.dtype(dtype_on("tpu", config.dtype)).name
-    recipe = Recipe(config.accumulate, dtype, config.remat, shard=config.shard, products=config.products)
-    task = TuningTask(model, parallel, tpu_slice, batch, config.seq, recipe)
+    step = config.step_config(model, config.sequences(tpu_slice.devices), parallel, dtype_on("tpu", config.dtype))
+    task = TuningTask(step, tpu_slice)
     return dataclasses.replace(task, meshes=_meshes(config, task))
 
 
@@ -67,21 +64,20 @@ def _meshes(config: BenchmarkConfig, task: TuningTask) -> tuple[str, ...]:
         return ()
     if config.meshes != "all":
         return tuple(str(fit_to_devices(shape, task.tpu_slice.devices)) for shape in config.mesh_shapes)
-    request = task.request(task.parallel)
-    alone = dataclasses.replace(request, fixed=dataclasses.replace(request.fixed, data=1, pipeline=1))
+    alone = dataclasses.replace(task.request, fixed=dataclasses.replace(task.request.fixed, data=1, pipeline=1))
     return tuple(str(costed.shape) for costed in rank_meshes(alone))
 
 
 def basis(task: TuningTask) -> str:
     """The source of the numbers, for the title of the table and the files."""
-    q, r = task, task.recipe
+    q, tpu_slice = task.step, task.tpu_slice
     keys = {
-        "accumulate": r.accumulate, "remat": r.remat, "shard": r.shard, "precision": r.products.products,
-        "travel": r.products.travel,
+        "accumulate": q.accumulate, "remat": q.remat, "shard": q.shard, "precision": q.products.products,
+        "travel": q.products.travel,
     }  # fmt: skip
     given = ", ".join(f"{key}={value}" for key, value in keys.items() if value not in ("none", "bf16", 1))
     return (
-        f"Predicted for {q.tpu_slice.name} ({q.tpu_slice.devices} devices) from training steps of {q.model.name} "
+        f"Predicted for {tpu_slice.name} ({tpu_slice.devices} devices) from training steps of {q.model.name} "
         f"({q.model.layers} layers, batch {q.batch} x {q.seq}{given and ', '}{given}) "
         f"compiled by libtpu {importlib.metadata.version('libtpu')}, not run"
     )
@@ -116,7 +112,7 @@ def write(task: TuningTask, result: TuningResult, folder: Path) -> list[Path]:
     """Writes tune_compiled_MODEL.json, .csv and .png to `folder`, in SI units; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [dataclasses.asdict(candidate) | {"why": _why(candidate, result)} for candidate in result.candidates]
-    stem = folder / f"tune_compiled_{task.model.name}"
+    stem = folder / f"tune_compiled_{task.step.model.name}"
     paths = [stem.with_suffix(suffix) for suffix in (".json", ".csv", ".png")]
     document = {"kind": "predicted", "source": basis(task), "candidates": rows}
     write_json(document, paths[0])

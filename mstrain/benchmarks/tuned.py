@@ -18,7 +18,7 @@ from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
 from mstrain.planner.cost import Costed
 from mstrain.planner.report import GB, plan_row, plot_plans
-from mstrain.planner.request import Fixed, PlanRequest
+from mstrain.planner.request import PlanRequest
 from mstrain.planner.search import rank_meshes, why_slower
 from mstrain.program.dtype import dtype_on
 
@@ -68,8 +68,7 @@ def _question(
     parallel = config.parallel(algorithm)
     if _sliced(algorithm) and config.bench == "tune" and config.one_slice_count:
         parallel = dataclasses.replace(parallel, slices=str(config.one_slice_count))
-    fixed = Fixed(microbatches=config.accumulate, remat=config.remat)
-    return PlanRequest(model, pod, (parallel,), config.sequences(pod.devices), config.seq, dtype, fixed)
+    return PlanRequest.of(config.step_config(model, config.sequences(pod.devices), parallel, dtype), pod)
 
 
 def explain_all(config: BenchmarkConfig, console: Console) -> int:

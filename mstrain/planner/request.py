@@ -11,9 +11,11 @@ from mstrain.mesh import MeshShape
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.parallel import ParallelConfig
+from mstrain.models.remat import planned
 from mstrain.parallel import schedules
 from mstrain.planner.execution import ExecutionStyle, style_named
 from mstrain.program.optimizer import OptimizerConfig
+from mstrain.program.step_config import StepConfig
 
 MEMORY_MARGIN = 0.1  # of a device's memory, for fragmentation and the compiler's workspace
 SHARDS = ("none", "optimizer", "gradients", "parameters")
@@ -50,6 +52,17 @@ class Fixed:
 
     def allows(self, name: str, degree) -> bool:
         return getattr(self, name) in (None, degree)
+
+    @classmethod
+    def of(cls, step: StepConfig) -> "Fixed":
+        """What a step fixes; `remat=auto` leaves remat open."""
+        pipeline = step.pipeline
+        per_stage = pipeline.interleave or (2 if pipeline.schedule == "interleaved" else 1)
+        return cls(
+            pipeline=len(pipeline.layers.split()) // per_stage if pipeline.layers else None,
+            microbatches=step.accumulate, remat=planned(step.remat, step.offload), shard=step.shard,
+            schedule=pipeline.schedule, interleave=per_stage if per_stage > 1 else None,
+        )  # fmt: skip
 
     def on(self, mesh: MeshShape) -> "Fixed":
         """With the degrees of a mesh of train.py."""
@@ -90,6 +103,12 @@ class PlanRequest:
                 "planner does not know. Type mesh= and the other keys of a plan; train.py check=true target=SLICE "
                 "compiles the step."
             )
+
+    @classmethod
+    def of(cls, step: StepConfig, pod: Pod) -> "PlanRequest":
+        """The request about a step, with all of its keys fixed."""
+        parallel, fixed = (step.parallel,), Fixed.of(step)
+        return cls(step.model, pod, parallel, step.batch, step.seq, step.dtype, fixed, optimizer=step.optimizer)
 
     @cached_property
     def layer_groups(self) -> tuple[tuple["PlanRequest", int], ...]:

@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 from typing import ClassVar
 
+import jax.numpy as jnp
+
 from mstrain.checkpoints.config import CheckpointConfig
 from mstrain.checks import at_least, mounted, one_of
 from mstrain.data import PACKS, DataConfig
@@ -23,6 +25,7 @@ from mstrain.models.sharding import SHARD
 from mstrain.models.stages import PipelineConfig, make_stages
 from mstrain.program.dtype import DTYPES
 from mstrain.program.optimizer import OptimizerConfig
+from mstrain.program.step_config import StepConfig
 from mstrain.training.answers import answer
 from mstrain.training.evaluate import EvalConfig
 from mstrain.training.guard import GuardConfig
@@ -139,6 +142,13 @@ class RunConfig:
     def products(self) -> Precision:
         """The precision of the layers' products."""
         return Precision(self.precision, self.travel)
+
+    def step_config(self, model: ModelConfig, dtype) -> StepConfig:
+        """What the training step is compiled from; `model` has a vocab_size."""
+        return StepConfig(
+            model, self.batch, self.seq, self.parallel, self.accumulate, jnp.dtype(dtype).name, self.remat,
+            self.offload, self.shard, self.pipeline, self.products, self.optimizer,
+        )  # fmt: skip
 
     def __post_init__(self):
         at_least("", self, batch=1, seq=1, steps=1, seed=0, accumulate=1, log_every=1)

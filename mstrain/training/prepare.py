@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from rich.console import Console
 
 from mstrain import mesh as meshes
@@ -18,18 +17,16 @@ from mstrain.data import Corpus, Progress
 from mstrain.data import prepare as prepare_corpus
 from mstrain.data.tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer, marked
 from mstrain.hardware import Chip, chip_for, tpu_slice_of
-from mstrain.hardware.pod import Pod, pod_of, tuning_constants
+from mstrain.hardware.pod import Pod, pod_of
 from mstrain.job.job import ALONE, Job
 from mstrain.models.config import ModelConfig
 from mstrain.models.description import describe_plan
-from mstrain.models.plan import ModelPlan, make_plan
-from mstrain.models.precision import in_precision
+from mstrain.models.plan import ModelPlan
 from mstrain.models.stages import PipelineConfig
 from mstrain.models.transformer import Transformer
 from mstrain.planner.plan_file import AUTO_PLAN
 from mstrain.program.dtype import dtype_on
 from mstrain.program.offload import check_offload
-from mstrain.program.optimizer import make_optimizer
 from mstrain.training.config import RunConfig
 from mstrain.training.feed import Feed
 from mstrain.training.prediction import check_calibration
@@ -66,13 +63,12 @@ def prepare(config: RunConfig, job: Job = ALONE, shard_if_possible: bool = False
         check_offload(config.offload, jax.local_devices()[0])
     plan = _choose_plan(config, model, chip, console, shard_if_possible)
     job.agree("plan", f"{meshes.shape_of(plan.mesh)} {describe_plan(plan)}")
-    mesh = plan.mesh
-    module = Transformer(model, plan, config.seq, _dtype(config.dtype), config.remat, config.offload)
+    mesh, step = plan.mesh, config.step_config(model, _dtype(config.dtype))
     feed, validation_feed = (
         Feed(corpus.batches(side, config.seq, config.batch, seed, config.pack), mesh, config.accumulate)
         for side, seed in (("train", config.seed), ("validation", VALIDATION_SEED))
     )
-    optimizer = make_optimizer(config.optimizer, config.seed)
+    module, optimizer = step.module(plan), step.make_optimizer(config.seed)
     run = Run(config, corpus, module, optimizer, feed, validation_feed, chip, console, job)
     check_resolved(run, previous)
     return run
@@ -126,7 +122,8 @@ def build_module(
         used = 1 if config.mesh == "auto" else meshes.parse_mesh(config.mesh).devices  # others may stay idle
         config = dataclasses.replace(config, batch=math.lcm(used, jax.device_count()), accumulate=1)
     plan = _choose_plan(config, config.model, chip, console, shard_if_possible=True, all_devices=False)
-    return Transformer(config.model, plan, config.seq, _dtype(config.dtype), config.remat), tokenizer, console
+    step = dataclasses.replace(config.step_config(config.model, _dtype(config.dtype)), offload=None)
+    return step.module(plan), tokenizer, console
 
 
 def _start_devices(config: RunConfig, job: Job) -> Chip | None:
@@ -158,16 +155,13 @@ def _choose_plan(
     """
     if config.tune == "compile":
         config = _compile_candidates(config, model, console)
-    microbatch, devices = config.batch // config.accumulate, jax.device_count()
+    step, devices = config.step_config(model, _dtype(config.dtype)), jax.device_count()
 
     def plan_on(shape: meshes.MeshShape) -> ModelPlan:
         shard = "none" if shard_if_possible and shape.data * shape.context == 1 else config.shard
         pipeline = PipelineConfig() if shard_if_possible and shape.stage == 1 else config.pipeline
-        constants = tuning_constants(tpu_slice_of(jax.devices()) or chip, shape, jnp.dtype(_dtype(config.dtype)).name)
-        plan = make_plan(
-            config.parallel, model, meshes.make_mesh(shape), microbatch, config.seq, chip, constants, shard, pipeline
-        )
-        return in_precision(plan, config.products)
+        here = dataclasses.replace(step, shard=shard, pipeline=pipeline)
+        return here.plan(meshes.make_mesh(shape), tpu_slice_of(jax.devices()) or chip)
 
     if config.mesh != "auto":
         shape = meshes.parse_mesh(config.mesh)

@@ -17,7 +17,7 @@ from mstrain.models.flops import training_flops_per_token
 from mstrain.models.transformer import Transformer
 from mstrain.program.memory import Memory, memory_of
 from mstrain.program.optimizer import schedule_of
-from mstrain.program.step import State, step_program
+from mstrain.program.step import State
 from mstrain.training.config import RunConfig
 from mstrain.training.feed import Feed
 from mstrain.training.goodput import Goodput
@@ -43,8 +43,8 @@ class Run:
     def compiled_step(self):
         """The compiled step for this run's shapes, with the chip's compiler options."""
         parts = self.feed.batches.parts
-        sums = self.config.optimizer.sums(self.config.seed)
-        program = step_program(self.module, self.optimizer, self.config.batch, self.config.accumulate, parts, sums)
+        step = self.config.step_config(self.module.model, self.module.dtype)
+        program = step.program(self.module, self.optimizer, self.config.seed, parts)
         platform = self.module.plan.mesh.devices.flat[0].platform
         options = program.compiler_options | step_options(platform, self.flops * self.config.steps)
         with self.goodput.spend("compile"):

@@ -20,34 +20,17 @@ from mstrain.planner.trainer import spelled, train_keys
 from mstrain.program.optimizer import OptimizerConfig
 from mstrain.training.config import RunConfig
 from mstrain.tuning.cache import choose_by_compiling
-from mstrain.tuning.compiled import Place, Recipe, TuningTask
+from mstrain.tuning.compiled import Place, TuningTask
 
 
 def plan_request(config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dtype) -> PlanRequest:
     """The request of mesh=auto: the step of `config` on `pod`; `remat=auto` leaves remat open."""
-    return _request(config, model, pod, dtype, (config.parallel,), _recipe(config, dtype).fixed)
-
-
-def _recipe(config: RunConfig, dtype: jnp.dtype) -> Recipe:
-    given = config.optimizer  # rates and factors change no program: benchmark.py, which has none, asks the same
-    optimizer = OptimizerConfig(given.name, moments=given.moments, gradients=given.gradients, rounding=given.rounding)
-    return Recipe(
-        config.accumulate, jnp.dtype(dtype).name, config.remat, config.offload, config.shard, config.pipeline,
-        config.products, optimizer,
-    )  # fmt: skip
+    return PlanRequest.of(config.step_config(model, dtype), pod)
 
 
 def cost_model(config: RunConfig) -> str:
     """What predicts and chooses, in the words of a message; it does not know 8 bits."""
     return "the planner's cost model" + ("" if config.products.is_full else " (products and gathers priced in bf16)")
-
-
-def _request(
-    config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dtype, parallel: tuple[ParallelConfig, ...],
-    fixed: Fixed,
-) -> PlanRequest:  # fmt: skip
-    name = jnp.dtype(dtype).name
-    return PlanRequest(model, pod, parallel, config.batch, config.seq, name, fixed, optimizer=config.optimizer)
 
 
 def best_mesh(config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dtype) -> Costed:
@@ -82,7 +65,7 @@ def with_plan(config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dtype,
         fixed = fixed.on(fit_to_devices(parse_mesh(config.mesh), pod.devices))
     chosen = config.parallel != ParallelConfig()
     parallel = (config.parallel,) if chosen else tuple(map(ParallelConfig, TENSOR))
-    request = _request(config, model, pod, dtype, parallel, fixed)
+    request = dataclasses.replace(plan_request(config, model, pod, dtype), parallel=parallel, fixed=fixed)
     with console.status("Searching plans for plan=auto"):
         result = search_pod(request, best_only=True)
     if not result.trainable:
@@ -109,7 +92,10 @@ def tuned(
     Raises ValueError when nothing is legal or fits.
     """
     meshes = () if config.mesh == "auto" else (str(fit_to_devices(parse_mesh(config.mesh), tpu_slice.devices)),)
-    task = TuningTask(model, config.parallel, tpu_slice, config.batch, config.seq, _recipe(config, dtype), meshes)
+    given = config.optimizer  # rates and factors change no program: benchmark.py, which has none, asks the same
+    optimizer = OptimizerConfig(given.name, moments=given.moments, gradients=given.gradients, rounding=given.rounding)
+    step = dataclasses.replace(config.step_config(model, dtype), optimizer=optimizer)
+    task = TuningTask(step, tpu_slice, meshes)
     best = choose_by_compiling(task, place, console)
     parallel = dataclasses.replace(config.parallel, slices=best.slices)
     return dataclasses.replace(config, tune="model", mesh=best.mesh, parallel=parallel)

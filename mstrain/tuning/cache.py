@@ -94,7 +94,7 @@ def result_file(task: TuningTask, folder: Path = FOLDER) -> Path:
     text = json.dumps(identity(task), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     tpu_slice = task.tpu_slice.topology_name.replace(":", "_")
-    return folder.expanduser() / f"{task.model.name}-{tpu_slice}-{digest}.json"
+    return folder.expanduser() / f"{task.step.model.name}-{tpu_slice}-{digest}.json"
 
 
 def identity(task: TuningTask) -> dict:

@@ -9,88 +9,53 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
 from mstrain.compiler.compile import DoesNotFit, OutOfScratch, compile_program
 from mstrain.compiler.schedule import Schedule, predict
 from mstrain.compiler.topology import Target, make_target
 from mstrain.display.tables import most_grown
 from mstrain.gemm import any_sliced
-from mstrain.gemm.precision import Precision
 from mstrain.hardware import TpuSlice
-from mstrain.hardware.pod import pod_of, tuning_constants
-from mstrain.mesh import MeshShape, make_mesh, parse_mesh
-from mstrain.models.config import ModelConfig
-from mstrain.models.parallel import ParallelConfig, layer_algorithms
-from mstrain.models.plan import ModelPlan, make_plan
-from mstrain.models.precision import in_precision
-from mstrain.models.remat import AUTO, planned
-from mstrain.models.stages import PipelineConfig, make_stages
-from mstrain.models.transformer import Transformer
+from mstrain.hardware.pod import pod_of
+from mstrain.mesh import AXES, MeshShape, make_mesh, parse_mesh
+from mstrain.models.parallel import layer_algorithms
+from mstrain.models.plan import ModelPlan
+from mstrain.models.remat import AUTO
+from mstrain.models.stages import make_stages
 from mstrain.planner.cost import cost_step
-from mstrain.planner.plan import PodPlan, plan_on
-from mstrain.planner.request import Fixed, PlanRequest
+from mstrain.planner.plan import PodPlan
+from mstrain.planner.request import PlanRequest
 from mstrain.planner.search import rank_meshes
-from mstrain.program.optimizer import OptimizerConfig, make_optimizer
-from mstrain.program.step import step_program
+from mstrain.program.step_config import StepConfig
 
 MESHES = 3  # of the cost model's ranking that are compiled
 COUNTS = (1, 2, 4, 8)  # slice counts for all products that are compiled beside the cost model's
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
-    """The keys of train.py, beside mesh, model and algorithms, that its step is compiled with."""
-
-    accumulate: int = 1
-    dtype: str = "bfloat16"
-    remat: str = "none"
-    offload: str | None = None
-    shard: str = "none"
-    pipeline: PipelineConfig = PipelineConfig()
-    products: Precision = Precision()
-    optimizer: OptimizerConfig = OptimizerConfig()
-
-    @property
-    def fixed(self) -> Fixed:
-        """The same for the planner; `remat=auto` leaves remat open."""
-        per_stage = self.pipeline.interleave or (2 if self.pipeline.schedule == "interleaved" else 1)
-        return Fixed(
-            pipeline=len(self.pipeline.layers.split()) // per_stage if self.pipeline.layers else None,
-            microbatches=self.accumulate, remat=planned(self.remat, self.offload), shard=self.shard,
-            schedule=self.pipeline.schedule, interleave=per_stage if per_stage > 1 else None,
-        )  # fmt: skip
-
-    @property
-    def compiled_remat(self) -> str:
-        """The remat of candidates: with `remat=auto` the one that fits wherever one does."""
-        return "full" if self.remat == AUTO else self.remat
-
-
-@dataclasses.dataclass(frozen=True)
 class TuningTask:
     """What is to be made fast: a training step on a slice. `meshes` restricts the search, empty does not;
-    `parallel.slices` fixes the slice count where it is not `auto`.
+    `parallel.slices` of the step fixes the slice count where it is not `auto`.
     """
 
-    model: ModelConfig
-    parallel: ParallelConfig
+    step: StepConfig
     tpu_slice: TpuSlice
-    batch: int
-    seq: int
-    recipe: Recipe = Recipe()
     meshes: tuple[str, ...] = ()
 
     @property
-    def microbatch(self) -> int:
-        return self.batch // self.recipe.accumulate
+    def request(self) -> PlanRequest:
+        """The same of the cost model."""
+        return PlanRequest.of(self.step, pod_of(self.tpu_slice, self.tpu_slice.devices))
 
-    def request(self, parallel: ParallelConfig) -> PlanRequest:
-        """The same of the cost model, with the algorithms of `parallel`."""
-        pod, recipe = pod_of(self.tpu_slice, self.tpu_slice.devices), self.recipe
-        return PlanRequest(
-            self.model, pod, (parallel,), self.batch, self.seq, recipe.dtype, recipe.fixed, optimizer=recipe.optimizer
-        )
+    def candidate(self, slices: str) -> StepConfig:
+        """The step with a choice of slices, and with `remat=auto` the remat that fits wherever one does."""
+        parallel = dataclasses.replace(self.step.parallel, slices=slices)
+        return dataclasses.replace(self.step, parallel=parallel, remat=self.compiled_remat)
+
+    @property
+    def compiled_remat(self) -> str:
+        return "full" if self.step.remat == AUTO else self.step.remat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,9 +111,9 @@ def on_present(tpu_slice: TpuSlice, shape: MeshShape) -> Target:
 
 def refine(task: TuningTask, attempt: Callable[[MeshShape, str], Candidate]) -> TuningResult:
     """Tries the candidates with `attempt(mesh, slices)`; raises ValueError when no mesh is legal."""
-    candidates = [attempt(shape, task.parallel.slices) for shape in meshes_to_try(task)]
+    candidates = [attempt(shape, task.step.parallel.slices) for shape in meshes_to_try(task)]
     best = ranked(candidates).best
-    if best and task.parallel.slices == "auto":
+    if best and task.step.parallel.slices == "auto":
         shape = parse_mesh(best.mesh)
         candidates += [attempt(shape, slices) for slices in counts_to_try(task, shape)]
     return ranked(candidates)
@@ -163,14 +128,14 @@ def meshes_to_try(task: TuningTask) -> list[MeshShape]:
     """The meshes of the task, or the cost model's best ones on which the plan is legal."""
     if task.meshes:
         return [parse_mesh(mesh) for mesh in task.meshes]
-    found = rank_meshes(task.request(task.parallel))
+    found = rank_meshes(task.request)
     fitting = [costed for costed in found if costed.fits] or found
     return [costed.shape for costed in fitting[:MESHES]]
 
 
 def counts_to_try(task: TuningTask, shape: MeshShape) -> list[str]:
     """Slice counts for all products with a legal plan other than the automatic; none without MeshSlice."""
-    used = {name for pair in layer_algorithms(task.parallel, task.model.layers) for name in pair}
+    used = {name for pair in layer_algorithms(task.step.parallel, task.step.model.layers) for name in pair}
     if not any_sliced(used):
         return []
     seen, found = [_abstract_plan(task, shape, "auto").groups], []
@@ -186,27 +151,16 @@ def counts_to_try(task: TuningTask, shape: MeshShape) -> list[str]:
 
 
 def _abstract_plan(task: TuningTask, shape: MeshShape, slices: str) -> ModelPlan:
-    parallel = dataclasses.replace(task.parallel, slices=slices)
-    constants = tuning_constants(task.tpu_slice, shape, task.recipe.dtype)
-    return plan_on(shape, parallel, task.model, task.microbatch, task.seq, task.tpu_slice.chip, constants)
+    return task.candidate(slices).plan(AbstractMesh(shape.sizes, AXES), task.tpu_slice)
 
 
 def compile_candidate(task: TuningTask, shape: MeshShape, slices: str, place: Place = make_target) -> Candidate:
     """Compiles the training step on one mesh with one choice of slices, and reads its schedule."""
-    target, recipe = place(task.tpu_slice, shape), task.recipe
-    parallel = dataclasses.replace(task.parallel, slices=slices)
-    constants = tuning_constants(task.tpu_slice, shape, recipe.dtype)
-    plan = make_plan(
-        parallel, task.model, target.mesh, task.microbatch, task.seq, task.tpu_slice.chip, constants, recipe.shard,
-        recipe.pipeline,
-    )  # fmt: skip
-    plan = in_precision(plan, recipe.products)
+    target, step = place(task.tpu_slice, shape), task.candidate(slices)
+    plan = step.plan(target.mesh, task.tpu_slice)
     candidate = Candidate(str(shape), slices, describe_slices(plan), model_seconds(task, shape, slices))
-    module = Transformer(task.model, plan, task.seq, jnp.dtype(recipe.dtype), recipe.compiled_remat, recipe.offload)
-    optimizer = make_optimizer(recipe.optimizer.for_width(task.model.width))
-    step = step_program(module, optimizer, task.batch, recipe.accumulate, sums=recipe.optimizer.sums(seed=0))
     try:
-        program = compile_program(step, target)
+        program = compile_program(step.program(step.module(plan), step.make_optimizer()), target)
     except DoesNotFit as error:
         return dataclasses.replace(candidate, problem=str(error).partition(". ")[0] + ".", memory=error.needed)
     except (
@@ -246,9 +200,9 @@ def describe_slices(plan: ModelPlan) -> str:
 
 def model_seconds(task: TuningTask, shape: MeshShape, slices: str) -> float | None:
     """The cost model's seconds for the products of one step; None with an algorithm that it does not know."""
-    parallel, recipe = dataclasses.replace(task.parallel, slices=slices), task.recipe
-    stages = make_stages(recipe.pipeline, shape.stage, task.model.layer_groups[-1][1])
-    remat = recipe.fixed.remat or recipe.compiled_remat
-    plan = PodPlan.on(shape, parallel, recipe.accumulate, remat, recipe.shard, stages)
-    costed = cost_step(task.request(parallel), plan)
+    parallel, request, step = dataclasses.replace(task.step.parallel, slices=slices), task.request, task.step
+    stages = make_stages(step.pipeline, shape.stage, step.model.layer_groups[-1][1])
+    remat = request.fixed.remat or task.compiled_remat
+    plan = PodPlan.on(shape, parallel, step.accumulate, remat, step.shard, stages)
+    costed = cost_step(dataclasses.replace(request, parallel=(parallel,)), plan)
     return costed.terms.products + costed.terms.tensor_exposed if costed else None

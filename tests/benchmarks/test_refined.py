@@ -94,7 +94,7 @@ def test_nothing_that_fits_is_exit_code_1(compiled, tmp_path, capsys):
 def test_a_smaller_mesh_gets_copies_beside_each_other():
     config = load([*ARGUMENTS, "meshes=1x2", "slices=2"])
     task = refined.make_task(config, config.model_configs[0])
-    assert task.meshes == ("data2-row1-col2",) and task.parallel.slices == "2"
+    assert task.meshes == ("data2-row1-col2",) and task.step.parallel.slices == "2"
 
 
 def test_all_meshes_are_those_that_the_torus_carries():

@@ -22,29 +22,28 @@ from mstrain.planner.trainer import train_keys
 from mstrain.training.tuned import with_plan
 from mstrain.tuning.compiled import meshes_to_try
 
-# (model, target, batch, accumulate, remat), sequences of 2048 tokens
+# (model, target, batch, accumulate, remat, shard), sequences of 2048 tokens
 CASES = [
-    ("gpt3_13b", "v5p-64", 64, 1, "none"),
-    ("gpt3_175b", "v5p-512", 256, 1, "none"),
-    ("megatron_nlg_530b", "v5p-1024", 512, 2, "full"),
-    ("llama3_8b", "v6e-256", 256, 1, "none"),
-    ("llama2_70b", "v6e-256", 256, 1, "full"),
-    ("gpt3_1_3b", "v4-64", 256, 4, "none"),
-    ("llama3_405b", "tpu7x-256", 128, 1, "full"),
+    ("gpt3_13b", "v5p-64", 64, 1, "none", "none"),
+    ("gpt3_175b", "v5p-512", 256, 1, "none", "none"),
+    ("megatron_nlg_530b", "v5p-1024", 512, 2, "full", "none"),
+    ("llama3_8b", "v6e-256", 256, 1, "none", "none"),
+    ("llama2_70b", "v6e-256", 256, 1, "full", "none"),
+    ("gpt3_1_3b", "v4-64", 256, 4, "none", "none"),
+    ("llama3_405b", "tpu7x-256", 128, 1, "full", "none"),
+    ("gpt3_13b", "v5p-64", 32, 1, "none", "parameters"),
 ]
 
 
-@pytest.mark.parametrize(("model", "target", "batch", "accumulate", "remat"), CASES)
-def test_every_entry_point_names_the_same_mesh(model, target, batch, accumulate, remat):
-    shared = [f"batch={batch}", "seq=2048", f"accumulate={accumulate}", f"remat={remat}"]
+@pytest.mark.parametrize(("model", "target", "batch", "accumulate", "remat", "shard"), CASES)
+def test_every_entry_point_names_the_same_mesh(model, target, batch, accumulate, remat, shard):
+    shared = [f"batch={batch}", "seq=2048", f"accumulate={accumulate}", f"remat={remat}", f"shard={shard}"]
     train = load_config([f"model={model}", f"target={target}", "check=true", "mesh=auto", *shared])
     tpu_slice = parse_target(target)
     wanted = check_mesh(train, train.model, tpu_slice)
     assert wanted.devices == tpu_slice.devices
 
-    _, plan = load_plan(
-        [f"model={model}", f"cluster={target}", "schedule=1f1b", "shard=none", "algorithm=meshslice", *shared]
-    )
+    _, plan = load_plan([f"model={model}", f"cluster={target}", "schedule=1f1b", "algorithm=meshslice", *shared])
     request = plan.request(find_pod(target))
     best = search_pod(request).trainable[0]
     assert best.shape == wanted and best.fits
