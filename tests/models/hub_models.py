@@ -71,6 +71,9 @@ CONFIGS = {
         topk_group=2, routed_scaling_factor=1.5, num_mtp_layers=1,
         rope_parameters=_YARN | dict(truncate=True, mscale=1.0, mscale_all_dim=0.8),
     ),
+    "deepseek_v3_dense": lambda: transformers.DeepseekV3Config(  # without a layer that has experts
+        **_LATENT, q_lora_rank=24, first_k_dense_replace=4, num_mtp_layers=0, rope_parameters=_ROPE
+    ),
     "starcoder2": lambda: transformers.Starcoder2Config(**_SIZES, sliding_window=None),
 }  # fmt: skip
 

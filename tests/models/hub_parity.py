@@ -38,8 +38,9 @@ MESHES, ALGORITHMS = ("1x1", "2x4", "4x2"), ("meshslice", "megatron")
 class Parity:
     """Largest differences from transformers: logits, and gradients relative to the largest of their tensor.
 
-    A tensor whose gradients are all below `ROUNDING` of the largest of the model counts as zero: those of a router whose
-    single chosen expert has a weight normalized to one are rounding alone.
+    Gradients are relative to at least `ROUNDING` of the largest of the model: those of a router whose single chosen
+    expert has a weight normalized to one are rounding alone.
+
     `tokens`: whether the most likely next tokens are equal, and in every layer the numbers of tokens of all experts.
     `identical`: whether an export equals the import bit for bit.
     """

@@ -64,11 +64,18 @@ def model_of(config: Any, name: str) -> tuple[Family, ModelConfig]:
     fields |= _attention_scale(reader, fields)
     if family.latent:
         fields |= _latent(reader)
+        if fields["dense_layers"] >= fields["layers"]:
+            fields = {field: value for field, value in fields.items() if field not in (*EXPERT_FIELDS, "experts")} | {
+                "mlp_dim": fields["dense_mlp_dim"]
+            }
+            family = family.all_dense
     return family, ModelConfig(name=name, **{**fields, **family.fixed})
 
 
 def config_of(model: ModelConfig, family: Family) -> dict[str, Any] | None:
     """The config.json of `model` as a model of `family`; None if the family has no such model."""
+    if family.latent and not model.experts:
+        family = family.all_dense
     if bool(model.experts) != ("experts" in family.keys):
         return None
     inverse = {}
@@ -136,7 +143,10 @@ def _write_latent(model: ModelConfig, family: Family) -> dict[str, Any]:
     method = "noaux_tc" if family.model_type == "deepseek_v3" else "greedy"
     if model.router_groups > 1 and method == "greedy":
         method = "group_limited_greedy"
-    dense = {} if model.dense_layers else {"intermediate_size": 4 * model.width}
+    if not model.experts:
+        dense = {"first_k_dense_replace": model.layers}
+    else:
+        dense = {} if model.dense_layers else {"intermediate_size": 4 * model.width}
     return of | dense | {"topk_method": method, "qk_nope_head_dim": model.head_dim - model.latent.rotary_dim}
 
 

@@ -8,6 +8,8 @@ Kernels are transposed, because `torch.nn.Linear` stores [out, in].
 import dataclasses
 from typing import Any
 
+from mstrain.models.config import EXPERT_FIELDS
+
 _SIZES = {
     "layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads", "head_dim": "head_dim", "mlp_dim": "intermediate_size",
@@ -38,6 +40,7 @@ _EXPERTS = {
     "blocks_0/mlp/up": "model.layers.{0}.mlp.experts.{1}.gate_proj model.layers.{0}.mlp.experts.{1}.up_proj",
     "blocks_0/mlp/down": "model.layers.{0}.mlp.experts.{1}.down_proj",
 }
+_ROUTED = ("blocks_0/mlp/router", "blocks_0/shared/up", "blocks_0/shared/down")
 _MTP = {
     "mtp/embedding_norm": "model.layers.{}.enorm",
     "mtp/hidden_norm": "model.layers.{}.hnorm",
@@ -127,6 +130,17 @@ class Family:
         """The keys of config.json that describe the architecture of this family."""
         bias = {key for choice in self.bias.values() for key in choice}
         return {*self.keys.values(), *self.defaults, *bias, *(LATENT if self.latent else ())}
+
+    @property
+    def all_dense(self) -> "Family":
+        """The same of a model with latent attention whose layers are all dense."""
+        no_experts = {name: value for name, value in self.modules.items() if name not in _ROUTED}
+        keys = {field: key for field, key in self.keys.items() if field not in (*EXPERT_FIELDS, "experts")}
+        return dataclasses.replace(
+            self,
+            fixed={field: value for field, value in self.fixed.items() if field not in EXPERT_FIELDS},
+            modules=no_experts | self.dense, dense={}, tensors={}, keys=keys | {"mlp_dim": "intermediate_size"},
+        )  # fmt: skip
 
     @property
     def prefix(self) -> str:

@@ -69,6 +69,11 @@ class Folder:
                 f"model.mtp_layers={mtp_layers}: {self.path / CONFIG} has {self._mtp_layers} layers that predict "
                 f"further tokens. Type model.mtp_layers={self._mtp_layers}."
             )
+        if mtp_layers and self.family.latent and not self.model.experts:
+            raise ValueError(
+                f"model.mtp_layers={mtp_layers}: the layers of {self.path / CONFIG} that predict further tokens have "
+                "experts, the others have none. Type model.mtp_layers=0."
+            )
         self.model = dataclasses.replace(self.model, mtp_layers=mtp_layers)
         self._tensors: dict[str, Tensor] = {}
 
