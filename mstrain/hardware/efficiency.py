@@ -26,6 +26,7 @@ class Efficiency:
       launch: seconds between dependent kernels.
       schedule: measured over compiled seconds of a TPU's step.
       overlap: share that compute hides of gathers of weights and sums of gradients over replicas of a slice.
+      others_overlap: the same in programs of other systems, from runs that were measured; None: as `overlap`.
       network_overlap: the same over several TPU slices.
       spread: relative standard deviation of the speed of devices of one kind.
       error: relative standard error of `matmul`, and its source.
@@ -43,6 +44,7 @@ class Efficiency:
     launch: float = 0.0
     schedule: float = 1.0
     overlap: float = 1.0
+    others_overlap: float | None = None
     network_overlap: float = 1.0
     spread: float = 0.0
     error: tuple[float, str] = (0.1, "assumed")
@@ -65,6 +67,12 @@ class Efficiency:
         else:
             summed = rows * math.ceil(k / rows)
         return 2.0 * count * rows * columns * summed / relative
+
+    def hidden_of_replicas(self, slices: int, native: bool) -> float:
+        """The share that compute hides of gathers and sums over replicas on so many slices; `native`: of train.py."""
+        if slices > 1:
+            return self.network_overlap
+        return self.overlap if native or self.others_overlap is None else self.others_overlap
 
     def attention_rate(self, chip: Chip, head_dim: int, dtype: str = "bf16") -> float:
         """FLOP/s of a fused attention kernel; heads narrower than a TPU's systolic array use a part of it."""

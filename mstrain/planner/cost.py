@@ -326,9 +326,8 @@ class Step:
         gather, scatter = seconds("all_gather", 2.0), seconds("reduce_scatter", style.gradient_bytes)
         spread = seconds("all_gather", style.gradient_bytes)
         hides = "data" in style.hides and (plan.shard == "parameters" or not style.native)
-        pod, known = self.request.pod, self.request.pod.efficiency
-        hidden = known.overlap if pod.slices == 1 else known.network_overlap
-        share = hides * (hidden if pod.derived else 1.0)
+        pod = self.request.pod
+        share = hides * (pod.efficiency.hidden_of_replicas(pod.slices, style.native) if pod.derived else 1.0)
         layers, platform = max(1, stage.layers), pod.chip.platform
 
         def exposed(seconds: float, under: float) -> float:

@@ -3,7 +3,8 @@
     python -m tests.docs.compile_step target=v5p-64 models=gpt3_175b layers=24 batch=16 seq=2048 meshes="4x8 8x4" \
         algorithms="meshslice collective"
 
-The keys are those of benchmark.py. A row replaces that of the same step, algorithm, mesh, shard and options.
+The keys are those of benchmark.py. A row replaces that of the same step, algorithm, mesh, shard and options. After a
+change that makes steps faster or slower, the column `program` of the rows that are there becomes `earlier`.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from mstrain.models.plan import ModelPlan
 from mstrain.program.memory import GIB
 from mstrain.tuning.compiled import parts
 from tests.docs.rows import replace_rows, write_rows
-from tests.docs.steps import POD, STEP, STEPS, pod_rows, read_steps
+from tests.docs.steps import POD, STEP, STEPS, TODAY, pod_rows, read_steps
 
 KEY = (*STEP, "algorithm", "mesh", "shard", "options")  # columns of what is compiled
 PARTS = {
@@ -58,6 +59,7 @@ def compile_steps(config: BenchmarkConfig) -> Iterator[Step]:
                 "target": tpu_slice.name, "model": case.model.name, "layers": case.model.layers, "batch": case.batch,
                 "seq": config.seq, "remat": config.remat, "algorithm": case.algorithm, "mesh": mesh,
                 "shard": config.shard, "plan": work.plan, "options": own_options(tpu_slice.chip, plan.algorithm),
+                "program": TODAY,
             }  # fmt: skip
             schedule = predict(program)
             row |= _numbers(schedule, work, case.mesh.devices, tpu_slice.chip)

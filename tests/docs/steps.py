@@ -14,6 +14,7 @@ STEP = ("target", "model", "layers", "batch", "seq", "remat")  # columns that th
 NAMES = {"meshslice": "MeshSlice", "collective": "Collective", "wang": "Wang", "fsdp": "FSDP", "megatron": "Megatron",
          "cannon": "Cannon", "summa": "SUMMA", "gspmd": "GSPMD"}  # fmt: skip
 WHOLE = {"gpt3_175b": "96", "megatron_nlg_530b": "105", "llama2_70b": "80", "llama3_70b": "80"}  # layers
+TODAY = "today"  # in the column `program`, where others are `earlier`
 HEAD = "| step | algorithm, mesh | ms (low, high) | MFU | exposed ms | GiB | time over MeshSlice's (low, high) |"
 
 
@@ -22,8 +23,9 @@ def read_steps() -> list[dict[str, str]]:
 
 
 def pod_rows() -> list[dict[str, str]]:
-    """Those of the table that belong into `POD`."""
-    return [row for row in read_steps() if (row["target"], row["model"]) == ("v5p-512", "gpt3_175b")]
+    """Those of the table that belong into `POD`: of one program."""
+    wanted = ("v5p-512", "gpt3_175b", TODAY)
+    return [row for row in read_steps() if (row["target"], row["model"], row["program"]) == wanted]
 
 
 def groups(rows: list[dict[str, str]]) -> dict[tuple, list[dict[str, str]]]:
@@ -49,7 +51,7 @@ def step_name(step: tuple) -> str:
 
 
 def line(row: dict[str, str], ours: dict[str, str], first: bool, step: tuple) -> str:
-    name, ms = name_of(row), f"{float(row['ms']):.0f}"
+    name, ms = name_of(row) + " †" * (row["program"] != TODAY), f"{float(row['ms']):.0f}"
     if first and row["algorithm"] == "meshslice":
         name, ms = name.replace("MeshSlice", "**MeshSlice**"), f"**{ms}**"
     low, high = (f"{float(row[key]):.0f}" for key in ("low_ms", "high_ms"))

@@ -4,6 +4,7 @@ import copy
 import csv
 import json
 import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from mstrain.planner.published.predict import predict
 from mstrain.planner.published.rows import read_rows
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "published.json"
+PAGE = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()
 MORE = Path(__file__).parents[3] / "docs" / "data" / "published.json"
 
 
@@ -26,6 +28,20 @@ def predictions():
 def test_most_errors_are_within_two_of_the_stated_standard_errors(predictions):
     inside = [abs(prediction.ratio - 1) < 2 * prediction.costed.uncertainty for prediction in predictions]
     assert sum(inside) >= 0.9 * len(inside)
+
+
+def test_the_page_has_these_predictions(predictions):
+    for prediction in predictions:
+        (line,) = [line for line in PAGE.splitlines() if line.startswith(f"| {prediction.row.name} |")]
+        assert f" | {prediction.ratio:.3f} | {100 * prediction.costed.uncertainty:.0f} % | " in line
+
+
+def test_the_page_counts_what_is_within_15_percent():
+    ratios = [predict(row).ratio for row in read_rows(str(MORE))]
+    errors = [abs(ratio - 1) for ratio in ratios]
+    inside = sum(error < 0.15 for error in errors)
+    text = f"Median error {100 * statistics.median(errors):.1f} %, largest {100 * max(errors):.1f} %"
+    assert f"{text}; {inside} of {len(errors)} are" in PAGE
 
 
 def test_terms_add_up_and_rows_do_not_know_their_names(predictions, tmp_path):
