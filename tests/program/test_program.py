@@ -21,6 +21,7 @@ from mstrain.models.transformer import Transformer
 from mstrain.program.memory import memory_of
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer, schedule_of
 from mstrain.program.parts import layer_program
+from mstrain.program.program import FAILING_PASS, Program
 from mstrain.program.step import init_state, step_program
 from mstrain.training.prepare import prepare
 from tests.training.runs import ARGUMENTS
@@ -112,3 +113,34 @@ def test_a_program_for_absent_devices_takes_the_options_of_their_chip(name, tpu_
     program = layer_program(MODEL, plan.groups[0][0], 8 * 512, 512, jnp.bfloat16)
     assert program.mesh == target.mesh
     assert program.compiler_options == compiler_options(target.tpu_slice.chip) != {}
+
+
+@pytest.mark.parametrize("given", [{}, {"xla_disable_hlo_passes": "dce"}])
+def test_a_step_on_which_a_pass_of_xla_fails_is_compiled_without_it(given):
+    tried = []
+
+    class Lowered:
+        def lower(self, *_):
+            return self
+
+        def compile(self, compiler_options):
+            tried.append(compiler_options)
+            if FAILING_PASS not in compiler_options.get("xla_disable_hlo_passes", ""):
+                raise jax.errors.JaxRuntimeError("RET_CHECK failure (xla/while_loop_all_reduce_code_motion.cc:1125)")
+            return "compiled"
+
+    assert Program("step", Lowered(), ()).compile(given) == "compiled"
+    wanted = ",".join([*given.values(), FAILING_PASS])
+    assert tried == [given, {"xla_disable_hlo_passes": wanted}]
+
+
+def test_other_errors_of_the_compiler_are_raised():
+    class Lowered:
+        def lower(self, *_):
+            return self
+
+        def compile(self, compiler_options):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="EXHAUSTED"):
+        Program("step", Lowered(), ()).compile({})
