@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mstrain.benchmarks.config import PRODUCTS, BenchmarkConfig
@@ -85,9 +84,7 @@ def step_of(case: Case, config: BenchmarkConfig, mesh: Mesh, dtype) -> StepConfi
     return step if mesh.shape["data"] * mesh.shape["context"] > 1 else dataclasses.replace(step, shard="none")
 
 
-def plan_case(
-    case: Case, config: BenchmarkConfig, mesh: Mesh, machine: Chip | TpuSlice | None, dtype=jnp.bfloat16
-) -> ModelPlan:
+def plan_case(case: Case, config: BenchmarkConfig, mesh: Mesh, machine: Chip | TpuSlice | None, dtype) -> ModelPlan:
     """The plan of a case on a mesh with the configured slice counts; raises ValueError if it is illegal.
 
     `machine` has the devices of the mesh; None is an unknown one.

@@ -22,7 +22,8 @@ def step_probe(config: BenchmarkConfig, algorithm: str, keys: dict[str, Any], ke
     one = dataclasses.replace(config, bench="step", check=False, calibration=None, algorithms=algorithm, **chosen)
     (case,) = make_cases(one, [parse_mesh(keys["meshes"])])
     mesh = make_mesh(case.mesh, jax.devices()[: case.mesh.devices])
-    work = step_work(case, one, plan_case(case, one, mesh, None), dtype_on("cpu", one.dtype))
+    dtype = dtype_on("cpu", one.dtype)
+    work = step_work(case, one, plan_case(case, one, mesh, None, dtype), dtype)
     compiled = work.program.compile()
     state, *rest = work.start()
 

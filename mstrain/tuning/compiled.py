@@ -51,11 +51,8 @@ class TuningTask:
     def candidate(self, slices: str) -> StepConfig:
         """The step with a choice of slices, and with `remat=auto` the remat that fits wherever one does."""
         parallel = dataclasses.replace(self.step.parallel, slices=slices)
-        return dataclasses.replace(self.step, parallel=parallel, remat=self.compiled_remat)
-
-    @property
-    def compiled_remat(self) -> str:
-        return "full" if self.step.remat == AUTO else self.step.remat
+        remat = "full" if self.step.remat == AUTO else self.step.remat
+        return dataclasses.replace(self.step, parallel=parallel, remat=remat)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,9 +197,9 @@ def describe_slices(plan: ModelPlan) -> str:
 
 def model_seconds(task: TuningTask, shape: MeshShape, slices: str) -> float | None:
     """The cost model's seconds for the products of one step; None with an algorithm that it does not know."""
-    parallel, request, step = dataclasses.replace(task.step.parallel, slices=slices), task.request, task.step
+    step, request = task.candidate(slices), task.request
     stages = make_stages(step.pipeline, shape.stage, step.model.layer_groups[-1][1])
-    remat = request.fixed.remat or task.compiled_remat
-    plan = PodPlan.on(shape, parallel, step.accumulate, remat, step.shard, stages)
-    costed = cost_step(dataclasses.replace(request, parallel=(parallel,)), plan)
+    remat = request.fixed.remat or step.remat
+    plan = PodPlan.on(shape, step.parallel, step.accumulate, remat, step.shard, stages)
+    costed = cost_step(dataclasses.replace(request, parallel=(step.parallel,)), plan)
     return costed.terms.products + costed.terms.tensor_exposed if costed else None

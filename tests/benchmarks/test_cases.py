@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import pytest
 
 from mstrain.benchmarks.cases import describe, make_cases, plan_case, products, shrink
@@ -39,7 +40,7 @@ def test_a_mesh_cannot_emulate_a_smaller_one():
 def test_every_product_has_its_own_slice_count():
     config = load(["algorithms=meshslice", "meshes=2x4", "slices=4 1 8 2"])
     (case,) = make_cases(config, config.mesh_shapes)
-    plan = plan_case(case, config, make_mesh(case.mesh), None)
+    plan = plan_case(case, config, make_mesh(case.mesh), None, jnp.float32)
     assert [p.slices for p in products(plan.groups[0][0]).values()] == [4, 1, 8, 2]
     assert describe(plan.groups[0][0]) == "os ls os ls S=4 1 8 2"
 
@@ -48,11 +49,11 @@ def test_an_illegal_slice_count_names_legal_ones():
     config = load(["algorithms=meshslice", "meshes=2x4", "slices=4 4 5 4"])
     (case,) = make_cases(config, config.mesh_shapes)
     with pytest.raises(ValueError, match="mlp in: slice count 5 is illegal"):
-        plan_case(case, config, make_mesh(case.mesh), None)
+        plan_case(case, config, make_mesh(case.mesh), None, jnp.float32)
 
 
 def test_one_order_of_sequences_needs_one_slice_count():
     config = load(["algorithms=meshslice", "meshes=2x4", "slices=1 1 2 1", "dataflow=rs", "batch=16"])
     (case,) = make_cases(config, config.mesh_shapes)
     with pytest.raises(ValueError, match="same slice count"):
-        plan_case(case, config, make_mesh(case.mesh), None)
+        plan_case(case, config, make_mesh(case.mesh), None, jnp.float32)

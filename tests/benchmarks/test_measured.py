@@ -35,7 +35,7 @@ def rows(config):
 def works(*arguments):
     config = load([*TINY, *arguments])
     case = make_cases(config, config.mesh_shapes)[0]
-    plan = plan_case(case, config, make_mesh(case.mesh, jax.devices()[:4]), None)
+    plan = plan_case(case, config, make_mesh(case.mesh, jax.devices()[:4]), None, jnp.float32)
     return make_works(case, config, plan, jnp.float32)
 
 

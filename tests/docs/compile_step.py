@@ -52,8 +52,9 @@ def compile_steps(config: BenchmarkConfig) -> Iterator[Step]:
         one = dataclasses.replace(config, meshes=mesh)
         for case in make_cases(one, one.mesh_shapes):
             target = make_target(tpu_slice, case.mesh)
-            plan = plan_case(case, config, target.mesh, tpu_slice)
-            work = step_work(case, config, plan, jnp.dtype("bfloat16"))
+            dtype = jnp.dtype("bfloat16")
+            plan = plan_case(case, config, target.mesh, tpu_slice, dtype)
+            work = step_work(case, config, plan, dtype)
             program = compile_program(work.program, target, dump=config.dump)
             row = {
                 "target": tpu_slice.name, "model": case.model.name, "layers": case.model.layers, "batch": case.batch,

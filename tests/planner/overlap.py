@@ -45,8 +45,9 @@ SCHEDULED = {"all-gather": "all_gather", "reduce-scatter": "reduce_scatter", "al
 def compile_entry(case: Case, config: BenchmarkConfig, tpu_slice: TpuSlice) -> Entry:
     """Compiles one training step; raises ValueError where it does not fit or is illegal."""
     place = make_target(tpu_slice, case.mesh)
-    plan = plan_case(case, config, place.mesh, tpu_slice)
-    program = compile_program(step_work(case, config, plan, dtype_on("tpu", config.dtype)).program, place)
+    dtype = dtype_on("tpu", config.dtype)
+    plan = plan_case(case, config, place.mesh, tpu_slice, dtype)
+    program = compile_program(step_work(case, config, plan, dtype).program, place)
     schedule = predict(program)
     if config.remat != "none":
         raise ValueError(f"remat={config.remat}: the table has steps that recompute nothing. Type remat=none.")
@@ -160,6 +161,7 @@ def write_entry(algorithm: str, entry: Entry) -> None:
     lines = [
         "# Shares of what can be hidden of collectives, in compiled training steps (mstrain/hardware/overlap.py).",
         "# Made by: python -m tests.planner.overlap with the target, model and mesh of an entry (its docstring).",
+        "# Shares of v6e, but for Megatron, are not those of their step alone: docs/planning.md.",
     ]
     for chip in sorted(document):
         for name, row in document[chip].items():

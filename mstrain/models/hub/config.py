@@ -143,10 +143,11 @@ def _write_latent(model: ModelConfig, family: Family) -> dict[str, Any]:
     method = "noaux_tc" if family.model_type == "deepseek_v3" else "greedy"
     if model.router_groups > 1 and method == "greedy":
         method = "group_limited_greedy"
+    dense = {}
     if not model.experts:
         dense = {"first_k_dense_replace": model.layers}
-    else:
-        dense = {} if model.dense_layers else {"intermediate_size": 4 * model.width}
+    elif not model.dense_layers:
+        dense = {"intermediate_size": 4 * model.width}
     return of | dense | {"topk_method": method, "qk_nope_head_dim": model.head_dim - model.latent.rotary_dim}
 
 
