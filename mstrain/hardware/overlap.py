@@ -17,11 +17,13 @@ class Hidden:
     """Shares, 0 to 1, of what can be hidden of a collective: its time, or the products beside it if they are shorter.
 
     Of a product in one slice they are shares of all its collectives, of one in several slices of those of the first and
-    last slice, which its own slices leave exposed.
+    last slice, which its own slices leave exposed. `left`: the share of the time of all collectives of such a product
+    that is exposed beside that.
     """
 
     all_gather: float = 0.0
     reduce_scatter: float = 0.0
+    left: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """Cost model of the three GeMMs of a projection (MeshSlice paper section 3.2.2)."""
 
+import math
 from dataclasses import dataclass
 
-from mstrain.hardware import collective_seconds
+from mstrain.hardware import Chip, collective_seconds
 from mstrain.hardware.constants import OVERLAPS, AxisLinks, Constants
-from mstrain.hardware.overlap import Hidden
+from mstrain.hardware.overlap import Hidden, hidden_shares
 from mstrain.parallel.dataflow import MOVING, Projection, check_dataflow, swapped
 
 # GeMM -> (collective between columns, collective between rows)
@@ -118,6 +119,15 @@ def _combine(weights: tuple[float, float], a: float, b: float) -> float:
     return weights[0] * max(a, b) + weights[1] * min(a, b)
 
 
+def contended(multiply: float, memory: float) -> float:
+    """Seconds of a multiplication that takes so long at the rate of its units, and so long at that of HBM.
+
+    Each is in the way of the other when both take about as long: the power is fitted to the products of a step on 256
+    v6e in 2, 4 and 6 slices (docs/planning.md).
+    """
+    return math.hypot(multiply**2, memory**2) ** 0.5
+
+
 def sliced_cost(
     terms: tuple[Terms, ...],
     gemm_seconds: float,
@@ -129,18 +139,17 @@ def sliced_cost(
     """Prologue + (S - 1) * max(communicate, multiply) + last GeMM, summed over the three GeMMs.
 
     The prologue has the first all_gathers and, for LS and RS, the last reduce_scatter. S = 1 is Collective. The time of
-    a slice of OS is at least its HBM time, from `accumulating`, the result of `Layout.accumulating_seconds`.
+    a slice of OS is that of `contended`, its HBM time from `accumulating`, the result of `Layout.accumulating_seconds`.
 
     With `hidden`, the GeMMs need nothing of each other, as the two gradients of a product, and run in a step. Of each
     collective of the prologue that share of what can be hidden is hidden: its time, or that of all multiplications if
     it is shorter. The slices of one GeMM run beside those of the others. Together they take as long as the slowest of
-    multiplications with prologues, links between columns, and links between rows.
+    multiplications with prologues, links between columns, and links between rows, and what `hidden.left` adds.
     """
     rule = OVERLAPS[overlap]
     operands, accumulator = (0.0, 0.0) if slices == 1 else accumulating
-    multiplies = [
-        max(gemm_seconds / slices, operands / slices + accumulator if term.gemm == "OS" else 0.0) for term in terms
-    ]
+    plain, memory = gemm_seconds / slices, operands / slices + accumulator
+    multiplies = [contended(plain, memory) if term.gemm == "OS" else plain for term in terms]
     compute = slices * sum(multiplies)
     total = cols = rows = prologues = 0.0
     for term, multiply in zip(terms, multiplies):
@@ -156,7 +165,7 @@ def sliced_cost(
         cols += slices * col
         rows += slices * row
     if hidden and rule.hides:
-        total = max(prologues + compute, cols, rows)
+        total = max(prologues + compute, cols, rows) + (slices > 1) * hidden.left * (cols + rows)
     return Cost(total, compute, cols + rows)
 
 
@@ -179,6 +188,16 @@ def pass_costs(
         cost(tuple(term for term in terms if term.gemm == ahead), forward),
         cost(behind if hidden is None else _gathering_once(behind), backward),
     )
+
+
+def shares_of(chip: Chip, algorithm: str, layout: Layout, slices: int) -> tuple[Hidden, Hidden] | None:
+    """Shares that steps of an algorithm hide in the (forward, backward) pass; None where no schedule has been read.
+
+    Over rows alone, in one slice, weights alone travel, and the compiler hides as much as of FSDP, whose program it is,
+    unless the chip has compiler options for FSDP alone.
+    """
+    weights_alone = slices == layout.cols == 1 and layout.dataflow != "rs" and "fsdp" not in chip.algorithm_options
+    return hidden_shares(chip.name, algorithm) and hidden_shares(chip.name, "fsdp" if weights_alone else algorithm)
 
 
 def _gathering_once(gradients: tuple[Terms, ...]) -> tuple[Terms, ...]:

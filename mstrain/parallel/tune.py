@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from mstrain.hardware import Chip
 from mstrain.hardware.constants import Constants
 from mstrain.hardware.efficiency import efficiency_of, product_seconds
-from mstrain.hardware.overlap import hidden_shares
 from mstrain.parallel.dataflow import (
     Projection,
     check_slices,
@@ -22,7 +21,7 @@ from mstrain.parallel.dataflow import (
     orientations,
 )
 from mstrain.parallel.gemms import gemm_times
-from mstrain.parallel.product_cost import Cost, Layout, pass_costs
+from mstrain.parallel.product_cost import Cost, Layout, pass_costs, shares_of
 
 TIE = 0.01  # of a product's time: less than what the model leaves out of more slices, smaller products and more copies
 
@@ -80,7 +79,13 @@ def tune_block(block: Block, mesh: tuple[int, int]) -> tuple[Choice, ...]:
             faults.append(error)
     if not found:
         raise faults[0]
-    return min(found, key=lambda choices: sum(choice.seconds for choice in choices))
+    return min(found, key=lambda choices: _seconds(block, choices))
+
+
+def _seconds(block: Block, choices: tuple[Choice, ...]) -> float:
+    """Of all projections; those in slices have to win by more than `TIE`."""
+    ahead = 1 + TIE if block.chip is not None and any(choice.slices > 1 for choice in choices) else 1.0
+    return ahead * sum(choice.seconds for choice in choices)
 
 
 def families(block: Block) -> dict[str, list[list[str]]]:
@@ -147,7 +152,7 @@ def _cost(block: Block, layout: Layout, slices: int) -> Cost:
         layout = replace(layout, rows=layout.cols, cols=layout.rows, transposed=True)
     constants = block.constants.along(layout.rows, layout.cols, turned)
     _, flops = gemm_times(layout, slices, lambda dims: product_seconds(chip, constants, dims))
-    hidden = hidden_shares(chip.name, "meshslice" if slices > 1 else "collective")
+    hidden = shares_of(chip, "meshslice" if slices > 1 else "collective", layout, slices)
     forward, backward = pass_costs(layout, slices, replace(constants, flops=flops), hidden)
     if slices == 1 or not constants.hbm_bandwidth:
         return forward + backward
@@ -160,6 +165,8 @@ def _fastest(
     block: Block, projection: Projection, mesh: tuple[int, int], dataflows: Sequence[str], least: int
 ) -> Choice:
     found, faults = [], []
+    if block.chip is not None and mesh[1] == 1:  # weights alone travel, and OS copies less (docs/performance.md)
+        dataflows = sorted(dataflows, key=lambda dataflow: dataflow != "os")
     for dataflow in dataflows:
         try:
             found.append(_choice(block, projection, mesh, dataflow, False, least))

@@ -190,18 +190,18 @@ class Step:
         return 2 * max(0.0, one_way / self.request.pod.efficiency.host - work.backward.seconds / 2)
 
     def _stacked(self, remat: Remat, kind: PlanRequest) -> Pass:
-        """Copies, in each pass, of what a layer's kernels for experts made, to or from the stack of all layers.
+        """Copies, in each pass, of what a layer keeps, to or from the stack of all layers.
 
-        XLA writes results of other products into the stack themselves.
+        Results of kernels for experts are copied more often: XLA cannot write them into the stack itself.
         """
-        passes = self.style.stacked_passes
-        if kind.model.experts is None or not passes:
-            return NONE
         sizes = saved_values(kind, self.plan)
-        values = sizes["mlp_in"] * (not remat.recomputes("mlp_in"))
-        if remat.name == "none":  # the activation, and sorted or sent rows
-            values += sizes["elementwise"] - 3 * sizes["input"]
-        moved = passes * values * self.products.tokens * self.request.element_bytes
+        copied = self.style.stacked_passes * sum(sizes[part] for part in remat.saved)
+        if kind.model.experts:
+            values = sizes["mlp_in"] * (not remat.recomputes("mlp_in"))
+            if remat.name == "none":  # the activation, and sorted or sent rows
+                values += sizes["elementwise"] - 3 * sizes["input"]
+            copied += self.style.kernel_passes * values
+        moved = copied * self.products.tokens * self.request.element_bytes
         return Pass(elementwise=moved / self.request.pod.memory_bandwidth(self.constants))
 
     def _stages(self) -> list[Stage]:

@@ -50,6 +50,8 @@ class ExecutionStyle:
     expert_tile: tuple[int, int, int] | None = None
     expert_bytes: float = 0.0
     stacked_passes: float = 0.0
+    kernel_passes: float = 0.0
+    sorted_passes: float = 1.0
 
 
 @functools.cache

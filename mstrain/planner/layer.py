@@ -23,7 +23,7 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.products import attention_features, hidden_features
 from mstrain.parallel.exchange import Exchange, join_seconds
 from mstrain.parallel.gemms import gemm_times, gemms_of, local_dims
-from mstrain.parallel.product_cost import communication_terms, pass_costs
+from mstrain.parallel.product_cost import communication_terms, pass_costs, shares_of
 from mstrain.planner.execution import ExecutionStyle
 from mstrain.planner.experts import GroupedKernels, exchange_of, router_seconds
 from mstrain.planner.plan import PodPlan, Product, Products
@@ -241,7 +241,7 @@ def _block_passes(at: Setting, block: tuple[Product, ...]) -> list[tuple[Pass, P
         layout = product.layout
         times, rate = at.rates(product)
         if at.style.native:
-            hidden = hidden_shares(at.pod.chip.name, product.algorithm)
+            hidden = shares_of(at.pod.chip, product.algorithm, layout, product.slices)
             ahead, behind = (Pass(c.compute, c.exposed) for c in pass_costs(layout, product.slices, rate, hidden))
         else:
             ahead, behind = Pass(times[0]), Pass(times[1] + times[2])
@@ -301,7 +301,7 @@ def _sorting(at: Setting, product: Product) -> float:
     if projection.rows == 1:
         return 0.0
     width = projection.in_dim if projection.rows_in == 1 else projection.out_dim
-    read_and_written = (1 + projection.rows) * layout.tokens / layout.rows * width
+    read_and_written = at.style.sorted_passes * (1 + projection.rows) * layout.tokens / layout.rows * width
     return read_and_written * at.element_bytes / at.memory_bandwidth
 
 

@@ -10,9 +10,10 @@ the link. Values of 0 bytes order operations that share no data.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mstrain.hardware.overlap import Hidden, hidden_shares
+from mstrain.hardware import Chip
+from mstrain.hardware.overlap import Hidden
 from mstrain.parallel.gemms import Gemm, local_dims
-from mstrain.parallel.product_cost import GEMMS
+from mstrain.parallel.product_cost import GEMMS, shares_of
 from mstrain.planner.plan import Product
 from mstrain.simulator.placement import COL, LOCAL, ROW, TENSOR
 from mstrain.simulator.program import OpSpec
@@ -46,7 +47,7 @@ def axes_of(product: Product, mesh: tuple[int, int]) -> tuple[int, int]:
 class Emit:
     """Where operations are appended: `ops`, values from `value(nbytes, category)`, on `stage` of a rows x cols `mesh`.
 
-    `chunk` is the part of the model they belong to, which the products need not know. `chip` is the generation whose
+    `chunk` is the part of the model they belong to, which the products need not know. `chip` is that whose
     compiled steps say what is hidden; None hides what the order of operations hides.
     """
 
@@ -55,7 +56,7 @@ class Emit:
     stage: int
     mesh: tuple[int, int]
     chunk: int
-    chip: str | None = None
+    chip: Chip | None = None
 
     def add(
         self, spec: OpSpec, inputs: Sequence[int], nbytes: float, category: str, axis: int = LOCAL, label: tuple = ()
@@ -78,7 +79,7 @@ class Emit:
 
     def hidden(self, product: Product, gemm: Gemm) -> Hidden:
         """Shares of the collectives of the first and last slice of a product."""
-        shares = hidden_shares(self.chip, product.algorithm) if self.chip else None
+        shares = shares_of(self.chip, product.algorithm, product.layout, product.slices) if self.chip else None
         return shares[gemm.kind != "MatMul"] if shares else Hidden()
 
 
@@ -88,7 +89,7 @@ def emit_gemm(
     """One sliced GEMM of `part` of the model, which reads `inputs`; returns its result of `nbytes` on this device.
 
     Labels are (*part, product, gemm, what, slice); `what` is "multiply", or the mesh direction along which a matrix is
-    communicated: "columns" or "rows".
+    communicated: "columns" or "rows". What slices leave exposed comes first: (..., "columns", "exposed").
     """
     layout, slices, size = product.layout, product.slices, product.layout.dtype_bytes
     counts, directions = (layout.cols, layout.rows), ("columns", "rows")
@@ -101,6 +102,10 @@ def emit_gemm(
         if count > 1
     ]
     scatters, hidden = [move for move in moves if move[0] == "ReduceScatter"], emit.hidden(product, gemm)
+    for kind, axis, shard, every, between in moves if slices > 1 and hidden.left else ():
+        left = max(1, round(hidden.left * slices * (every if kind == "ReduceScatter" else shard)))
+        what = (*part, product.name, gemm.kind, between, "exposed")
+        inputs = (*inputs, emit.add(OpSpec(kind, ((left,),), size), inputs, 0.0, "workspace", axis, what))
     multiply, results, done = multiplication(product, gemm), [], []
     for index in range(slices):
         label, last = (*part, product.name, gemm.kind), index == slices - 1

@@ -71,6 +71,7 @@ class PodResult:
 def layouts(request: PlanRequest) -> Iterator[PodPlan]:
     """Every plan but for its microbatches, remat, shard and schedule; small pipelines first."""
     devices, fixed = request.pod.devices, request.fixed
+    in_rings = sorted(request.parallel, key=lambda parallel: not _in_rings(parallel, request.model.layers))
     for pipeline in divisors(devices):
         if pipeline > request.layer_groups[-1][1] or not fixed.allows("pipeline", pipeline):
             continue
@@ -85,7 +86,7 @@ def layouts(request: PlanRequest) -> Iterator[PodPlan]:
                 shapes = request.pod.meshes(data * context, pipeline)
                 if fixed.shape:
                     shapes = [fixed.shape] if math.prod(fixed.shape) == tensor else []
-                for parallel in request.parallel[: 1 if tensor == 1 else None]:
+                for parallel in request.parallel[:1] if tensor == 1 else in_rings:
                     for rows, cols in _distinct(parallel, request.model.layers, shapes):
                         for expert in _experts(request, data):
                             yield PodPlan(data, parallel, rows, cols, pipeline, context=context, expert=expert)
@@ -106,10 +107,17 @@ def _experts(request: PlanRequest, data: int) -> list[int]:
     return [count for count in divisors(most) if fixed.allows("expert", count)]
 
 
+def _in_rings(parallel: ParallelConfig, layers: int) -> bool:
+    """Whether all products use a ring of all devices, whatever their rows and columns.
+
+    Of plans that take equally long such a one comes first: MeshSlice and Collective over rows alone may be its program.
+    """
+    return all(find_algorithm(name).one_dimensional for pair in layer_algorithms(parallel, layers) for name in pair)
+
+
 def _distinct(parallel: ParallelConfig, layers: int, shapes) -> list[tuple[int, int]]:
     """The shapes that differ for these algorithms: a ring of all devices has the squarest only."""
-    names = {name for pair in layer_algorithms(parallel, layers) for name in pair}
-    if shapes and all(find_algorithm(name).one_dimensional for name in names):
+    if shapes and _in_rings(parallel, layers):
         return [min(shapes, key=lambda shape: (abs(math.log(shape[0] / shape[1])), shape))]
     return list(shapes)
 
@@ -141,7 +149,11 @@ def search(
     except OutOfTime:
         result.finished = False
     result.ranked, result.trainable = (
-        sorted(found.values(), key=lambda c: (c.seconds, c.fullest.total)) for found in (every.best, every.trainable)
+        sorted(
+            found.values(),
+            key=lambda c: (c.seconds, c.fullest.total, not _in_rings(c.plan.parallel, request.model.layers)),
+        )
+        for found in (every.best, every.trainable)
     )
     result.seconds = clock.seconds
     result.summary = clock.summary(result.costed, "plans evaluated", result.finished)

@@ -57,7 +57,7 @@ class Layer:
       pieces: of PIECES, in order; `bytes` of their results. last: place of the layer's result.
       saved: the parts that are kept for the backward pass.
       count, experts: parameters, and those of experts among them.
-      ahead: seconds in front of a product, forward and backward, by its name.
+      ahead: seconds in front of a product, forward, backward and where it is computed again, by its name.
     """
 
     def __init__(self, costed: Costed, number: int):
@@ -82,7 +82,7 @@ class Layer:
         self.experts = held.experts
         copies = step.copies(held.over(plan.tensor)) if plan.shard == "parameters" and plan.replicas > 1 else 0.0
         (first, second), stacked = (each / 2 for each in self.work.exchange), step.stacked[number].elementwise
-        self.ahead = {"mlp in": (first + stacked, second + stacked + copies), "mlp out": (first, second)}
+        self.ahead = {"mlp in": (first + stacked, second + stacked + copies, first), "mlp out": (first, second, first)}
 
     def seconds(self, piece: str, work) -> float:
         if piece == "attention":  # beside it runs the traffic to and from host memory
@@ -148,7 +148,7 @@ class TransformerStep(PipelineStep):
 
     def _emit(self, ops: list[RankOp], chunk: int) -> Emit:
         mesh = self.plan.rows, self.plan.cols
-        chip = self.request.pod.chip.name if self.request.style.native else None
+        chip = self.request.pod.chip if self.request.style.native else None
         return Emit(ops, lambda size, category: self._new(size, chunk, category), self.stage(chunk), mesh, chunk, chip)
 
     def begin(self) -> list[RankOp]:
@@ -228,14 +228,14 @@ class TransformerStep(PipelineStep):
         category, nbytes = "activations" if part in saved else "workspace", kind.bytes[place]
         if piece in kind.blocks:
             product, inputs = kind.blocks[piece], (*inputs, *self.ready[emit.chunk, layer])
-            inputs += self._ahead(emit, layer, piece, 0, inputs)
+            inputs += self._ahead(emit, layer, piece, 2 if gate else 0, inputs)
             return emit_gemm(emit, product, gemms_of(product.layout)[0], inputs, nbytes, category, (layer,))
         seconds = kind.seconds(piece, kind.work.forward)
         return emit.add(timed(KINDS[piece], seconds), inputs, nbytes, category, label=(layer, piece))
 
-    def _ahead(self, emit: Emit, layer: int, piece: str, backward: int, inputs: Values) -> Values:
+    def _ahead(self, emit: Emit, layer: int, piece: str, when: int, inputs: Values) -> Values:
         """What a product waits for; nothing where it does not wait."""
-        seconds = self.layers[layer].ahead.get(piece, (0.0, 0.0))[backward]
+        seconds = self.layers[layer].ahead.get(piece, (0.0, 0.0, 0.0))[when]
         if not seconds:
             return ()
         return (emit.add(timed(KINDS["elementwise"], seconds), inputs, 0.0, "workspace", label=(layer, piece, "wait")),)

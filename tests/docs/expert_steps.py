@@ -13,7 +13,7 @@ from mstrain.hardware.clusters import find_pod
 from mstrain.mesh import parse_mesh
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.zoo import load_preset
-from mstrain.planner.cost import cost_step
+from mstrain.planner.cost import Costed, cost_step
 from mstrain.planner.plan import PodPlan
 from mstrain.planner.request import PlanRequest
 from tests.docs.compile_step import compile_steps
@@ -33,14 +33,19 @@ def read() -> list[dict[str, str]]:
     return sorted(read_rows(FILE), key=lambda row: (row["target"], float(row["ms"])))
 
 
-def planned(row: dict[str, str]) -> float:
-    """The planner's milliseconds of a row, without stragglers."""
+def cost_of(row: dict[str, str]) -> Costed:
+    """A row by the planner."""
     parallel = ParallelConfig(row["algorithm"])
     request = PlanRequest(load_preset(MODEL), find_pod(row["target"]), (parallel,), BATCH, SEQ)
     plan = PodPlan.on(parse_mesh(row["mesh"]), parallel, int(row["accumulate"]), row["remat"], row["shard"])
     costed = cost_step(request, plan)
     assert costed is not None, "a step that was compiled is legal"
-    return 1e3 * costed.scheduled_seconds
+    return costed
+
+
+def planned(row: dict[str, str]) -> float:
+    """The planner's milliseconds of a row, without stragglers."""
+    return 1e3 * cost_of(row).scheduled_seconds
 
 
 def table() -> str:

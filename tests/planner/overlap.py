@@ -161,7 +161,7 @@ def write_entry(algorithm: str, entry: Entry) -> None:
     lines = [
         "# Shares of what can be hidden of collectives, in compiled training steps (mstrain/hardware/overlap.py).",
         "# Made by: python -m tests.planner.overlap with the target, model and mesh of an entry (its docstring).",
-        "# Shares of v6e, but for Megatron, are not those of their step alone: docs/planning.md.",
+        "# Scaled to all compiled steps by: python -m tests.planner.rescale.",
     ]
     for chip in sorted(document):
         for name, row in document[chip].items():
@@ -172,7 +172,8 @@ def write_entry(algorithm: str, entry: Entry) -> None:
 
 def _toml(value) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items()) + "}"
+        told = {key: inner for key, inner in value.items() if key in KINDS or inner}
+        return "{" + ", ".join(f"{key} = {_toml(inner)}" for key, inner in told.items()) + "}"
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 

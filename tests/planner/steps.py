@@ -14,9 +14,10 @@ from mstrain.mesh import parse_mesh
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.zoo import load_preset
 from mstrain.planner.cost import Costed, cost_plan, cost_step
+from mstrain.planner.memory import stage_parameters
 from mstrain.planner.plan import PodPlan, Product, Products, plan_products
 from mstrain.planner.request import PlanRequest
-from tests.docs.steps import STEP, name_of, read_steps, step_name
+from tests.docs.steps import STEP, TODAY, name_of, read_steps, step_name
 
 PARTS = ("products", "kernels", "copies", "other", "exposed")  # of a compiled step, in docs/data/steps.csv
 CHOICES = (*STEP, "algorithm", "mesh", "shard")
@@ -57,6 +58,15 @@ def as_compiled(products: Products | str, text: str) -> Products:
     return dataclasses.replace(products, groups=((block, share),))
 
 
+def exposed_seconds(costed: Costed) -> float:
+    """Seconds of collectives that the planner exposes of a step of one stage, as a schedule counts them."""
+    terms, (stage,), step = costed.terms, costed.stages, costed.step
+    held = stage_parameters(step.request.model, stage.holds, True, True).over(costed.plan.tensor)
+    sharded = costed.plan.shard == "parameters" and costed.plan.replicas > 1
+    copies = step.copies(held) if sharded else 0.0  # of gathered weights, among `gradient_sum`
+    return terms.tensor_exposed + stage.repeated.exposed + terms.gradient_sum - copies
+
+
 def entries() -> Iterator[tuple[str, Entry, float]]:
     """(algorithm, entry, the planner's milliseconds) of every step of the table of overlap."""
     plans = {tuple(row[name] for name in CHOICES): row["plan"] for row in read_steps()}
@@ -82,35 +92,39 @@ def compared() -> Iterator[tuple[dict[str, str], float]]:
             yield row, found / float(row["ms"])
 
 
-def term_errors() -> Iterator[tuple[str, list[float]]]:
-    """(term, the planner's seconds over the compiled ones) of the steps without recomputation, whose parts are alike.
+def term_errors() -> Iterator[tuple[str, list[float], list[float]]]:
+    """(term, planner minus compiled, compiled values), over the time of each step of today's program.
 
     Exposed collectives of steps that made no entry of the table of overlap come once more.
     """
     made = {(e.target, e.mesh, str(e.batch), name) for (_, name), e in overlap_table().items()}
-    found: dict[str, list[float]] = {}
+    found: dict[str, tuple[list[float], list[float]]] = {}
     for row, _ in compared():
-        costed = cost_of(row)
-        if row["remat"] != "none" or costed is None:
+        if row["program"] != TODAY:
             continue
-        terms, compiled = costed.terms, {name: float(row[f"{name}_ms"]) / 1e3 for name in PARTS}
-        exposed = (terms.tensor_exposed + terms.gradient_sum) / compiled["exposed"]
-        ratios = {
-            "products": terms.products / compiled["products"],
-            "attention": terms.attention / compiled["kernels"],
-            "elementwise, update": (terms.elementwise + terms.update) / (compiled["copies"] + compiled["other"]),
-            "exposed": exposed,
+        costed = cost_of(row)
+        assert costed, "it is priced above"
+        terms, again = costed.terms, costed.stages[0].repeated
+        compiled = {name: float(row[f"{name}_ms"]) / 1e3 for name in PARTS}
+        planned = {
+            "products": (terms.products + again.gemm, compiled["products"]),
+            "attention": (terms.attention + again.attention, compiled["kernels"]),
+            "exposed": (exposed_seconds(costed), compiled["exposed"]),
         }
+        beside = costed.scheduled_seconds - sum(ours for ours, _ in planned.values())
+        planned["elementwise, update"] = beside, compiled["copies"] + compiled["other"]
         if (row["target"], row["mesh"], row["batch"], row["algorithm"]) not in made:
-            ratios["exposed, not an entry"] = exposed
-        for name, ratio in ratios.items():
-            found.setdefault(name, []).append(ratio)
-    yield from found.items()
+            planned["exposed, not an entry"] = planned["exposed"]
+        for name, (ours, theirs) in planned.items():
+            differences, values = found.setdefault(name, ([], []))
+            differences.append(1e3 * (ours - theirs) / float(row["ms"]))
+            values.append(1e3 * theirs / float(row["ms"]))
+    yield from ((name, *columns) for name, columns in found.items())
 
 
 def main() -> None:
     hidden = "hidden all_gather, reduce_scatter: forward; backward"
-    print(f"| target, step | algorithm | planner ms | compiled ms | ratio | {hidden} |")
+    print(f"| target, step | algorithm | planner ms | compiled ms | ratio | {hidden} |\n|---|---|---|---|---|---|")
     for algorithm, entry, ms in entries():
         hidden = (
             f"{100 * s.all_gather:.0f} %, {100 * s.reduce_scatter:.0f} %" for s in (entry.forward, entry.backward)
@@ -126,10 +140,16 @@ def main() -> None:
         named = "" if step == before else step_name(step)
         print(f"| {named} | {name_of(row)} | {ratio * compiled:.0f} | {compiled:.0f} | {ratio:.2f} |")
         before = step
-    print("", "| term | steps | planner / compiled | root mean square of the error |\n|---|---|---|---|", sep="\n")
-    for name, ratios in term_errors():
-        error = math.sqrt(statistics.fmean((ratio - 1) ** 2 for ratio in ratios))
-        print(f"| {name} | {len(ratios)} | {min(ratios):.2f} to {max(ratios):.2f} | {100 * error:.1f} % |")
+    print("", "| term | steps | share of the step | error, of the step | error, of the term |", sep="\n")
+    print("|---|---|---|---|---|")
+    for name, differences, values in term_errors():
+        error, size = root_mean_square(differences), root_mean_square(values)
+        shares = f"{100 * min(values):.0f} to {100 * max(values):.0f} %"
+        print(f"| {name} | {len(values)} | {shares} | {100 * error:.1f} % | {100 * error / size:.0f} % |")
+
+
+def root_mean_square(values: list[float]) -> float:
+    return math.sqrt(statistics.fmean(value**2 for value in values))
 
 
 if __name__ == "__main__":

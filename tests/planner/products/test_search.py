@@ -54,7 +54,7 @@ def naive_seconds(p, tokens, rows, cols, flow, slices, turned, k):
         accumulating = (gathered / slices + 2 * 4 * stationary / chips) / k.hbm_bandwidth
 
     for scatter_cols, scatter_rows in ((False, False), (True, False), (False, True)):
-        multiply = gemm if scatter_cols or scatter_rows else max(gemm, accumulating)
+        multiply = gemm if scatter_cols or scatter_rows else (gemm**4 + accumulating**4) ** 0.25
         a = travel(k.col, cols, along_cols, scatter_cols)
         b = travel(k.row, rows, along_rows, scatter_rows)
         fill = a + b if scatter_cols or scatter_rows else max(a, b)
