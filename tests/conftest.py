@@ -1,8 +1,10 @@
 """Settings of the whole suite: sixteen emulated CPU devices and exact products."""
 
+import functools
 import gc
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.quick import QUICK_FLAGS
@@ -16,11 +18,11 @@ import pytest
 from hypothesis import settings
 
 from mstrain.mesh import emulate_devices
+from mstrain.training import prepare
 
 emulate_devices(16)
 jax.devices()  # from here on nobody changes their number
 jax.config.update("jax_default_matmul_precision", "highest")
-jax.config.update("jax_enable_compilation_cache", False)  # train.py would take that of the user
 # A checkout passes or fails every time; `pytest tests --hypothesis-profile=default` looks for new counterexamples.
 settings.register_profile("suite", derandomize=True)
 settings.load_profile("suite")
@@ -63,6 +65,20 @@ def shared_bytecode(tmp_path_factory):
             patch.setenv("PYTHONPYCACHEPREFIX", str(folder))
             patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_programs(tmp_path_factory):
+    """Runs in these processes share what they compiled, and leave the user's cache alone."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "_keep_compiled", functools.partial(_keep_in, folder, prepare._keep_compiled))
+        yield
+
+
+def _keep_in(own: Path, keep: Callable[[str | None], None], folder: str | None) -> None:
+    keep(folder and str(own))
 
 
 @pytest.fixture(autouse=True, scope="module")
