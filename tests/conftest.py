@@ -55,11 +55,16 @@ def pytest_collection_finish():
     gc.set_threshold(100_000)  # as train.py
 
 
+def shared_folder(tmp_path_factory) -> Path:
+    """The temporary folder of all processes of this test run."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 @pytest.fixture(autouse=True, scope="session")
 def shared_bytecode(tmp_path_factory):
     """Where Python writes no bytecode, processes that tests start would each compile every module they import."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "bytecode"
+    folder = shared_folder(tmp_path_factory) / "bytecode"
     with pytest.MonkeyPatch.context() as patch:
         if sys.dont_write_bytecode:
             patch.setenv("PYTHONPYCACHEPREFIX", str(folder))
@@ -70,8 +75,7 @@ def shared_bytecode(tmp_path_factory):
 @pytest.fixture(autouse=True, scope="session")
 def shared_programs(tmp_path_factory):
     """Runs in these processes share what they compiled, and leave the user's cache alone."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    folder = shared_folder(tmp_path_factory) / "compiled"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "_keep_compiled", functools.partial(_keep_in, folder, prepare._keep_compiled))
         yield
