@@ -6,7 +6,7 @@ from mstrain.gemm.linear import Flows, linear
 from mstrain.gemm.lowering import LoweringOptions
 from mstrain.gemm.padding import Heads, Span
 from mstrain.gemm.plan import Plan, PlanPair, grid_of, legal_slices
-from mstrain.gemm.registry import ALGORITHMS, any_sliced, find_algorithm
+from mstrain.gemm.registry import ALGORITHMS, MESHSLICE, any_sliced, find_algorithm, same_program
 from mstrain.gemm.storage import Storage
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "DATAFLOWS",
     "Flows",
     "LoweringOptions",
+    "MESHSLICE",
     "Grid",
     "Heads",
     "Layout",
@@ -27,4 +28,5 @@ __all__ = [
     "grid_of",
     "legal_slices",
     "linear",
+    "same_program",
 ]

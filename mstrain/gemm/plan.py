@@ -11,7 +11,7 @@ from mstrain.gemm.grid import Grid, Layout
 from mstrain.gemm.lowering import LoweringOptions
 from mstrain.gemm.padding import Span
 from mstrain.gemm.precision import Precision
-from mstrain.gemm.registry import ALGORITHMS, find_algorithm
+from mstrain.gemm.registry import ALGORITHMS, find_algorithm, same_program
 from mstrain.gemm.storage import Storage
 
 
@@ -40,6 +40,11 @@ class Plan:
     def kind(self) -> Algorithm:
         """The `Algorithm` called `algorithm`."""
         return ALGORITHMS[self.algorithm]
+
+    @property
+    def program(self) -> str:
+        """The algorithm whose program the product is, and whose compiler options it takes."""
+        return same_program(self.algorithm, self.dataflow, self.grid.num_cols, self.slices)
 
     @property
     def input_layout(self) -> Layout:

@@ -10,6 +10,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     module.ALGORITHM.name: module.ALGORITHM
     for module in (meshslice, collective, wang, summa, cannon, megatron, fsdp, gspmd)
 }
+MESHSLICE = meshslice.ALGORITHM.name
 
 
 def find_algorithm(name: str) -> Algorithm:
@@ -19,6 +20,18 @@ def find_algorithm(name: str) -> Algorithm:
         hint = f"Did you mean {near[0]}? " if near else ""
         raise ValueError(f"Unknown algorithm {name!r}. {hint}Choose one of {', '.join(ALGORITHMS)}.")
     return ALGORITHMS[name]
+
+
+def same_program(algorithm: str, dataflow: str, cols: int, slices: int) -> str:
+    """The algorithm whose program a product of `algorithm` is.
+
+    In one slice MeshSlice is Collective, which is FSDP where activations do not travel: over rows alone.
+    """
+    if slices == 1 and find_algorithm(algorithm).sliced:
+        algorithm = collective.ALGORITHM.name
+    if algorithm == collective.ALGORITHM.name and cols == 1 and dataflow != "rs":
+        return fsdp.ALGORITHM.name
+    return algorithm
 
 
 def any_sliced(names: Iterable[str]) -> bool:

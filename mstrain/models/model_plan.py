@@ -38,8 +38,8 @@ class BlockPlan:
 
     @property
     def algorithm(self) -> str | None:
-        """The algorithm of all products; None where there are several."""
-        return _sole({plan.algorithm for plan in self.products})
+        """The algorithm whose program all products are; None where there are several."""
+        return _sole({plan.program for plan in self.products})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ModelPlan:
 
     @property
     def algorithm(self) -> str | None:
-        """The algorithm of all products of the layers, which chooses compiler options; None where there are several.
+        """The algorithm whose program all products of the layers are, which chooses compiler options; None for several.
 
         `fsdp` where copies gather weights, whatever computes the products.
         """

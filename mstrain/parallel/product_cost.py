@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from mstrain.hardware import Chip, collective_seconds
+from mstrain.hardware import collective_seconds
 from mstrain.hardware.constants import OVERLAPS, AxisLinks, Constants
-from mstrain.hardware.overlap import Hidden, hidden_shares
+from mstrain.hardware.overlap import Hidden
 from mstrain.parallel.dataflow import MOVING, Projection, check_dataflow, swapped
 
 # GeMM -> (collective between columns, collective between rows)
@@ -188,16 +188,6 @@ def pass_costs(
         cost(tuple(term for term in terms if term.gemm == ahead), forward),
         cost(behind if hidden is None else _gathering_once(behind), backward),
     )
-
-
-def shares_of(chip: Chip, algorithm: str, layout: Layout, slices: int) -> tuple[Hidden, Hidden] | None:
-    """Shares that steps of an algorithm hide in the (forward, backward) pass; None where no schedule has been read.
-
-    Over rows alone, in one slice, weights alone travel, and the compiler hides as much as of FSDP, whose program it is,
-    unless the chip has compiler options for FSDP alone.
-    """
-    weights_alone = slices == layout.cols == 1 and layout.dataflow != "rs" and "fsdp" not in chip.algorithm_options
-    return hidden_shares(chip.name, algorithm) and hidden_shares(chip.name, "fsdp" if weights_alone else algorithm)
 
 
 def _gathering_once(gradients: tuple[Terms, ...]) -> tuple[Terms, ...]:

@@ -10,9 +10,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mstrain.gemm import MESHSLICE, same_program
 from mstrain.hardware import Chip
 from mstrain.hardware.constants import Constants
 from mstrain.hardware.efficiency import efficiency_of, product_seconds
+from mstrain.hardware.overlap import hidden_shares
 from mstrain.parallel.dataflow import (
     Projection,
     check_slices,
@@ -21,7 +23,7 @@ from mstrain.parallel.dataflow import (
     orientations,
 )
 from mstrain.parallel.gemms import gemm_times
-from mstrain.parallel.product_cost import Cost, Layout, pass_costs, shares_of
+from mstrain.parallel.product_cost import Cost, Layout, pass_costs
 
 TIE = 0.01  # of a product's time: less than what the model leaves out of more slices, smaller products and more copies
 
@@ -152,7 +154,7 @@ def _cost(block: Block, layout: Layout, slices: int) -> Cost:
         layout = replace(layout, rows=layout.cols, cols=layout.rows, transposed=True)
     constants = block.constants.along(layout.rows, layout.cols, turned)
     _, flops = gemm_times(layout, slices, lambda dims: product_seconds(chip, constants, dims))
-    hidden = shares_of(chip, "meshslice" if slices > 1 else "collective", layout, slices)
+    hidden = hidden_shares(chip.name, same_program(MESHSLICE, layout.dataflow, layout.cols, slices))
     forward, backward = pass_costs(layout, slices, replace(constants, flops=flops), hidden)
     if slices == 1 or not constants.hbm_bandwidth:
         return forward + backward

@@ -23,7 +23,7 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.products import attention_features, hidden_features
 from mstrain.parallel.exchange import Exchange, join_seconds
 from mstrain.parallel.gemms import gemm_times, gemms_of, local_dims
-from mstrain.parallel.product_cost import communication_terms, pass_costs, shares_of
+from mstrain.parallel.product_cost import communication_terms, pass_costs
 from mstrain.planner.execution import ExecutionStyle
 from mstrain.planner.experts import GroupedKernels, exchange_of, router_seconds
 from mstrain.planner.plan import PodPlan, Product, Products
@@ -241,7 +241,7 @@ def _block_passes(at: Setting, block: tuple[Product, ...]) -> list[tuple[Pass, P
         layout = product.layout
         times, rate = at.rates(product)
         if at.style.native:
-            hidden = shares_of(at.pod.chip, product.algorithm, layout, product.slices)
+            hidden = hidden_shares(at.pod.chip.name, product.program)
             ahead, behind = (Pass(c.compute, c.exposed) for c in pass_costs(layout, product.slices, rate, hidden))
         else:
             ahead, behind = Pass(times[0]), Pass(times[1] + times[2])

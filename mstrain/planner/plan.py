@@ -128,14 +128,13 @@ class PodPlan:
 class Product:
     """One projection on the mesh: its layout, in `slices` slices.
 
-    `turned`: the rows of the layout lie along the columns of the mesh. `algorithm`: what computes it; MeshSlice in one
-    slice is Collective.
+    `turned`: the rows of the layout lie along the columns of the mesh. `program`: the algorithm whose program it is.
     """
 
     layout: Layout
     slices: int
     turned: bool = False
-    algorithm: str = "collective"
+    program: str = "collective"
 
     @property
     def name(self) -> str:
@@ -283,5 +282,4 @@ def _product(projection: Projection, plan, tokens: int, size: int) -> Product:
     # The tuner's "rs" swaps rows and columns unless its input arrives transposed; the trainer's plan has done so.
     rows, cols, turned = plan.grid.num_rows, plan.grid.num_cols, plan.grid.rows == ("col",)
     layout = Layout(projection, tokens, rows, cols, plan.dataflow, plan.dataflow == "rs", size)
-    algorithm = "collective" if plan.kind.sliced and plan.slices == 1 else plan.algorithm
-    return Product(layout, plan.slices, turned, algorithm)
+    return Product(layout, plan.slices, turned, plan.program)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mstrain.hardware import Chip
-from mstrain.hardware.overlap import Hidden
+from mstrain.hardware.overlap import Hidden, hidden_shares
 from mstrain.parallel.gemms import Gemm, local_dims
-from mstrain.parallel.product_cost import GEMMS, shares_of
+from mstrain.parallel.product_cost import GEMMS
 from mstrain.planner.plan import Product
 from mstrain.simulator.placement import COL, LOCAL, ROW, TENSOR
 from mstrain.simulator.program import OpSpec
@@ -79,7 +79,7 @@ class Emit:
 
     def hidden(self, product: Product, gemm: Gemm) -> Hidden:
         """Shares of the collectives of the first and last slice of a product."""
-        shares = shares_of(self.chip, product.algorithm, product.layout, product.slices) if self.chip else None
+        shares = hidden_shares(self.chip.name, product.program) if self.chip else None
         return shares[gemm.kind != "MatMul"] if shares else Hidden()
 
 

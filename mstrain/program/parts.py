@@ -39,5 +39,5 @@ def product_program(
 
     name = f"{plan.algorithm} {plan.dataflow} {tokens}x{in_dim}x{out_dim} S={plan.slices}"
     if backward:
-        return Program(name, with_pullback(forward), (x_TxI, w, dy_TxO), plan.algorithm)
-    return Program(name, forward, (x_TxI, w), plan.algorithm)
+        return Program(name, with_pullback(forward), (x_TxI, w, dy_TxO), plan.program)
+    return Program(name, forward, (x_TxI, w), plan.program)

@@ -37,7 +37,7 @@ def flow_program(plan: Plan, tokens: int, in_dim: int, out_dim: int) -> Program:
     operands = {"os": (x, w), "ls": (y, w), "rs": (x, y)}[flow]
     arguments = tuple(abstract(shape, jnp.bfloat16, plan.grid.mesh, spec) for shape in operands)
     function = jax.jit(flows.on_mesh(getattr(flows, flow), (spec, spec), spec))
-    return Program(f"{plan.algorithm} {flow} S={plan.slices}", function, arguments, plan.algorithm)
+    return Program(f"{plan.algorithm} {flow} S={plan.slices}", function, arguments, plan.program)
 
 
 def compile_flow(

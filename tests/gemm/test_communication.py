@@ -149,6 +149,30 @@ def test_a_training_step_is_three_products_and_one_sum_over_data(dataflow):
     assert reduction.in_bytes == 4 * I * O // 4
 
 
+def moved_in_a_step(plan: Plan) -> list[tuple]:
+    """What travels in the forward and backward pass of one product; collectives of one device are left out."""
+    T, I, O = DIMS
+    shapes = [(T, I), (O, I) if plan.dataflow == "ls" else (I, O), (T, O)]
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    ops = collectives(operations(jax.jit(lambda *a: step(plan, *a)).lower(*arguments).as_text()))
+    return sorted((op.kind, sorted(op.groups), op.in_bytes, op.out_bytes) for op in ops if len(min(op.groups)) > 1)
+
+
+@pytest.mark.parametrize("algorithm", ["meshslice", "collective"])
+@pytest.mark.parametrize("dataflow", FLOWS)
+@pytest.mark.parametrize("mesh", ["8x1", "4x2"])
+def test_a_product_called_fsdp_s_program_moves_what_fsdp_moves(algorithm, dataflow, mesh):
+    plan = Plan(algorithm, dataflow, grid_of(algorithm, mesh_of(mesh)))
+    fsdp = Plan("fsdp", "os", grid_of("fsdp", mesh_of(mesh)))
+    assert (plan.program == fsdp.program) == (moved_in_a_step(plan) == moved_in_a_step(fsdp))
+    assert (plan.program == "fsdp") == (mesh == "8x1" and dataflow != "rs")
+
+
+def test_meshslice_in_one_slice_is_called_collective_s_program():
+    grid = grid_of("meshslice", mesh_of("4x2"))
+    assert [Plan("meshslice", "os", grid, slices).program for slices in (1, 2)] == ["collective", "meshslice"]
+
+
 @pytest.mark.parametrize("dataflow", FLOWS)
 def test_compiled_weight_gradient_keeps_its_collectives(dataflow):
     plan = Plan("meshslice", dataflow, grid_of("meshslice", mesh_of("2x4")), 2)

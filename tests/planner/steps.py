@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping
 
+from mstrain.gemm import MESHSLICE, same_program
 from mstrain.hardware.clusters import find_pod
 from mstrain.hardware.overlap import Entry, overlap_table
 from mstrain.mesh import parse_mesh
@@ -49,9 +50,9 @@ def as_compiled(products: Products | str, text: str) -> Products:
         return products
 
     def compiled(product: Product, flow: str, count: int) -> Product:
-        algorithm = "collective" if count == 1 else "meshslice"
         layout = dataclasses.replace(product.layout, dataflow=flow)
-        return dataclasses.replace(product, layout=layout, slices=count, algorithm=algorithm)
+        program = same_program(MESHSLICE, flow, layout.cols, count)
+        return dataclasses.replace(product, layout=layout, slices=count, program=program)
 
     ((block, share),) = products.groups
     block = tuple(compiled(*each) for each in zip(block, flows.split(), map(int, counts.split())))

@@ -139,10 +139,10 @@ SMALL_SLICES = ("v5p:2x2x1", "v5p:2x2x4", "v6e:2x2", "v6e:4x4", "tpu7x:2x2x1", "
 
 
 @pytest.mark.parametrize("target, name", itertools.product(SMALL_SLICES, ("gpt3_1_3b", "llama3_8b")))
-def test_on_four_to_sixteen_chips_meshslice_is_within_four_percent_of_the_best(target, name):
+def test_on_four_to_sixteen_chips_meshslice_is_the_best(target, name):
     """Four sequences a device, nothing computed again, every mesh and `shard`; Llama 3 8B does not fit four v6e.
 
-    FSDP is chosen where it is faster: on v5p, where it has compiler options of its own, by at most 3.2 %.
+    Mostly because over rows alone it is FSDP's program.
     """
     pod, fixed = find_pod(target), Fixed(pipeline=1, context=1, schedule="1f1b", remat="none")
     found = {}
@@ -155,4 +155,4 @@ def test_on_four_to_sixteen_chips_meshslice_is_within_four_percent_of_the_best(t
     if (target, name) == ("v6e:2x2", "llama3_8b"):
         assert set(found.values()) == {None}
     else:
-        assert found["meshslice"] <= 1.04 * min(filter(None, found.values()))
+        assert found["meshslice"] <= 1.001 * min(filter(None, found.values()))

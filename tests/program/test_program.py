@@ -66,21 +66,22 @@ CONFIG = OptimizerConfig(learning_rate=1e-6, clip=1e-6)
 OPTIMIZER = make_optimizer(CONFIG)
 
 
-def small_module(algorithm="collective"):
+def small_module(algorithm="collective", mesh="1x1"):
     model = ModelConfig(layers=1, width=32, heads=4, vocab_size=64, context=16)
-    return Transformer(model, make_plan(ParallelConfig(algorithm), model, make_mesh(parse_mesh("1x1")), 4, 16), 16)
+    return Transformer(model, make_plan(ParallelConfig(algorithm), model, make_mesh(parse_mesh(mesh)), 4, 16), 16)
 
 
-def small_step(algorithm="collective"):
-    """The training step of a small model on one CPU device; nothing is compiled."""
-    return step_program(small_module(algorithm), OPTIMIZER, 4)
+def small_step(algorithm="collective", mesh="1x1"):
+    """The training step of a small model on CPU devices; nothing is compiled."""
+    return step_program(small_module(algorithm, mesh), OPTIMIZER, 4)
 
 
 def test_a_program_of_one_algorithm_takes_its_options_too(monkeypatch):
     monkeypatch.setattr("mstrain.program.program.chip_for", lambda kind: chip_named("v5p"))
-    options = {name: small_step(name).compiler_options for name in ("fsdp", "collective")}
+    options = {name: small_step(name, "2x2").compiler_options for name in ("fsdp", "collective", "meshslice")}
     assert options == {name: compiler_options(chip_named("v5p"), name) for name in options}
     assert options["fsdp"] != options["collective"]
+    assert small_step("meshslice", "4x1").compiler_options == options["fsdp"]  # its program, over rows alone
 
 
 def test_a_step_donates_its_state_and_nothing_else():

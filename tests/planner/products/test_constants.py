@@ -104,6 +104,6 @@ def test_closed_rings_use_both_directions_and_gpu_axes_share_the_ports():
     assert constants_for(chip_named("h100")).col.all_gather.bandwidth == 225e9
 
 
-def test_tuning_imports_neither_jax_nor_matplotlib():
-    code = "import sys, mstrain.parallel.tune; sys.exit(bool({'jax', 'matplotlib'} & set(sys.modules)))"
+def test_tuning_imports_no_matplotlib():
+    code = "import sys, mstrain.parallel.tune; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
