@@ -336,7 +336,7 @@ class Step:
         if plan.shard == "parameters":  # nothing hides the first gather, of every pass of a stage, nor the last sum
             passes = 2 * plan.microbatches * plan.chunks if plan.pipeline > 1 else 1
             once = exposed(gather, stage.forward) + exposed(gather + scatter, stage.backward)
-            once += self.copies(parameters)
+            once += self.copies(plan, parameters)
             return plan.microbatches * once + (passes * gather + scatter) / layers
         each = style.native and plan.pipeline == 1 and plan.shard == "none"
         sums = plan.microbatches if each or plan.shard == "gradients" else 1
@@ -346,8 +346,10 @@ class Step:
             return waited + (sums if each else 1) * max(spread / layers, exposed(spread, stage.backward))
         return waited + max(gather / layers, exposed(gather, stage.forward))
 
-    def copies(self, parameters: Count) -> float:
-        """Seconds of a microbatch in which gathered weights and their gradients are copied, with shard=parameters."""
+    def copies(self, plan: PodPlan, parameters: Count) -> float:
+        """Seconds of a microbatch in which weights gathered from the replicas, and their gradients, are copied."""
+        if plan.shard != "parameters" or plan.replicas == 1:
+            return 0.0
         style, experts = self.style, parameters.experts / self.plan.expert
         dense = parameters.held(self.plan.expert) - experts
         copied = style.gathered_bytes * dense + (style.expert_bytes or style.gathered_bytes) * experts

@@ -80,7 +80,7 @@ class Layer:
         only = (int(each == number) for each in range(len(step.works)))
         held = stage_parameters(step.request.model, tuple(only), False, False)
         self.experts = held.experts
-        copies = step.copies(held.over(plan.tensor)) if plan.shard == "parameters" and plan.replicas > 1 else 0.0
+        copies = step.copies(plan, held.over(plan.tensor))
         (first, second), stacked = (each / 2 for each in self.work.exchange), step.stacked[number].elementwise
         self.ahead = {"mlp in": (first + stacked, second + stacked + copies, first), "mlp out": (first, second, first)}
 

@@ -63,9 +63,7 @@ def exposed_seconds(costed: Costed) -> float:
     """Seconds of collectives that the planner exposes of a step of one stage, as a schedule counts them."""
     terms, (stage,), step = costed.terms, costed.stages, costed.step
     held = stage_parameters(step.request.model, stage.holds, True, True).over(costed.plan.tensor)
-    sharded = costed.plan.shard == "parameters" and costed.plan.replicas > 1
-    copies = step.copies(held) if sharded else 0.0  # of gathered weights, among `gradient_sum`
-    return terms.tensor_exposed + stage.repeated.exposed + terms.gradient_sum - copies
+    return terms.tensor_exposed + stage.repeated.exposed + terms.gradient_sum - step.copies(costed.plan, held)
 
 
 def entries() -> Iterator[tuple[str, Entry, float]]:

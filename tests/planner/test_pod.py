@@ -113,7 +113,7 @@ def test_simulated_devices_compute_what_the_cost_model_says(name):
     for (seconds, *_), stage, terms in zip(use, plan.stages, plan.stage_terms):
         passes = stage.useful_forward + stage.useful_backward + stage.repeated
         layers = stage_parameters(request.model, stage.holds, False, False).over(plan.plan.tensor)
-        copies = plan.step.copies(layers) if plan.plan.shard == "parameters" else 0.0  # of gathered weights
+        copies = plan.step.copies(plan.plan, layers)  # of gathered weights
         wanted = count * (passes.seconds - passes.exposed + stage.host + copies) + terms.update
         assert 0.97 * wanted < seconds < 1.02 * wanted
 
