@@ -171,6 +171,11 @@ def make_mesh(shape: MeshShape, devices=None) -> Mesh:
     return Mesh(arrange(shape, devices[: shape.devices], slices), AXES, axis_types=axis_types)
 
 
+def abstract_mesh(shape: MeshShape) -> AbstractMesh:
+    """A mesh without devices, for plans."""
+    return AbstractMesh(shape.sizes, AXES)
+
+
 def arrange(shape: MeshShape, devices, slices: int = 1) -> np.ndarray:
     """`devices` as an array of `shape.sizes`, whose axis `replica` runs over the TPU slices.
 

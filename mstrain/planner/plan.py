@@ -5,13 +5,11 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from jax.sharding import AbstractMesh
-
 from mstrain.gemm import find_algorithm
 from mstrain.hardware import Chip
 from mstrain.hardware.constants import Constants
 from mstrain.layers.latent_attention import LatentPlans
-from mstrain.mesh import AXES, MeshShape
+from mstrain.mesh import MeshShape, abstract_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.model_plan import BlockPlan
 from mstrain.models.parallel import ParallelConfig
@@ -200,7 +198,7 @@ def plan_on(
     constants: Constants | None = None,
 ) -> ModelPlan:  # fmt: skip
     """The trainer's plan on a mesh without devices; raises ValueError when it is illegal."""
-    return make_plan(parallel, model, AbstractMesh(shape.sizes, AXES), microbatch, seq, chip, constants)
+    return make_plan(parallel, model, abstract_mesh(shape), microbatch, seq, chip, constants)
 
 
 def plan_products(request: PlanRequest, plan: PodPlan) -> Products | str:

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
-from jax.sharding import AbstractMesh
 
 from mstrain.compiler.compile import DoesNotFit, OutOfScratch, compile_program
 from mstrain.compiler.schedule import Schedule, predict
@@ -18,7 +17,7 @@ from mstrain.display.tables import most_grown
 from mstrain.gemm import any_sliced
 from mstrain.hardware import TpuSlice
 from mstrain.hardware.pod import pod_of
-from mstrain.mesh import AXES, MeshShape, make_mesh, parse_mesh
+from mstrain.mesh import MeshShape, abstract_mesh, make_mesh, parse_mesh
 from mstrain.models.parallel import layer_algorithms
 from mstrain.models.plan import ModelPlan
 from mstrain.models.remat import AUTO
@@ -148,7 +147,7 @@ def counts_to_try(task: TuningTask, shape: MeshShape) -> list[str]:
 
 
 def _abstract_plan(task: TuningTask, shape: MeshShape, slices: str) -> ModelPlan:
-    return task.candidate(slices).plan(AbstractMesh(shape.sizes, AXES), task.tpu_slice)
+    return task.candidate(slices).plan(abstract_mesh(shape), task.tpu_slice)
 
 
 def compile_candidate(task: TuningTask, shape: MeshShape, slices: str, place: Place = make_target) -> Candidate:

@@ -1,10 +1,9 @@
 """Which axes split sequences, how keys are exchanged, and what the planner makes of it."""
 
 import pytest
-from jax.sharding import AbstractMesh
 
 from mstrain.hardware import chip_named
-from mstrain.mesh import AXES, parse_mesh
+from mstrain.mesh import abstract_mesh, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import ParallelConfig, make_plan
 
@@ -13,7 +12,7 @@ SEQ = 8192
 
 def split_of(mesh: str, sequences: int, chip=None, seq: int = SEQ, keys: int = 32, **parallel):
     model = ModelConfig(layers=1, width=4096, heads=32, num_kv_heads=keys, mlp_dim=8192, vocab_size=64, position="none")
-    devices = AbstractMesh(parse_mesh(mesh).sizes, AXES)
+    devices = abstract_mesh(parse_mesh(mesh))
     plan = make_plan(ParallelConfig(**parallel), model, devices, sequences, seq, chip)
     return plan.groups[0][0].split, plan
 
@@ -52,4 +51,4 @@ def test_layers_that_need_different_orders_are_refused():
     model = ModelConfig(layers=2, width=64, heads=8, vocab_size=64)
     mixed = ParallelConfig(rows="context", layers="0:fsdp")
     with pytest.raises(ValueError, match="layers whose attention has other rows"):
-        make_plan(mixed, model, AbstractMesh(parse_mesh("4x4").sizes, AXES), 1, 64)
+        make_plan(mixed, model, abstract_mesh(parse_mesh("4x4")), 1, 64)

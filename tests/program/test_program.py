@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
 
 from mstrain.commands.train import load_config
 from mstrain.compiler import make_target
 from mstrain.data import Batch
 from mstrain.gemm import LoweringOptions
 from mstrain.hardware import chip_named, compiler_options
-from mstrain.mesh import AXES, make_mesh, parse_mesh
+from mstrain.mesh import abstract_mesh, make_mesh, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import make_plan
@@ -101,7 +100,7 @@ def test_the_norm_is_that_of_the_gradients_before_they_are_clipped():
 @pytest.mark.parametrize("chip", ["v5p", "v6e", "tpu7x"])
 def test_every_product_of_a_plan_is_lowered_as_its_chip_wants(chip):
     chip = chip_named(chip)
-    plan = make_plan(ParallelConfig(), MODEL, AbstractMesh(parse_mesh("2x4").sizes, AXES), 16, 512, chip)
+    plan = make_plan(ParallelConfig(), MODEL, abstract_mesh(parse_mesh("2x4")), 16, 512, chip)
     wanted = LoweringOptions(**chip.lowering)
     assert wanted != LoweringOptions()
     assert all(product.lowering == wanted for block, _ in plan.groups for product in block.products)
