@@ -25,7 +25,8 @@ from mstrain.parallel.dataflow import (
 from mstrain.parallel.gemms import gemm_times
 from mstrain.parallel.product_cost import Cost, Layout, pass_costs
 
-TIE = 0.01  # of a product's time: less than what the model leaves out of more slices, smaller products and more copies
+# Shares of a product's time that the model leaves out: of more slices, and of slices beside none (docs/performance.md).
+TIE, SLICING = 0.005, 0.01
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ def tune_block(block: Block, mesh: tuple[int, int]) -> tuple[Choice, ...]:
 
 
 def _seconds(block: Block, choices: tuple[Choice, ...]) -> float:
-    """Of all projections; those in slices have to win by more than `TIE`."""
-    ahead = 1 + TIE if block.chip is not None and any(choice.slices > 1 for choice in choices) else 1.0
+    """Of all projections; those in slices have to win by more than `SLICING`."""
+    ahead = 1 + SLICING if block.chip is not None and any(choice.slices > 1 for choice in choices) else 1.0
     return ahead * sum(choice.seconds for choice in choices)
 
 
