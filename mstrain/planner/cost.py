@@ -350,8 +350,8 @@ class Step:
         """Seconds of a microbatch in which weights gathered from the replicas, and their gradients, are copied."""
         if plan.shard != "parameters" or plan.replicas == 1:
             return 0.0
-        style, experts = self.style, parameters.experts / self.plan.expert
-        dense = parameters.held(self.plan.expert) - experts
+        style, experts = self.style, parameters.experts / plan.expert
+        dense = parameters.held(plan.expert) - experts
         copied = style.gathered_bytes * dense + (style.expert_bytes or style.gathered_bytes) * experts
         return copied / self.request.pod.memory_bandwidth(self.constants)
 
