@@ -14,9 +14,14 @@ def ls(a, b, rows, cols, slices=1, dot=dot):
     return reduce_scatter(dot(a, all_gather(b.astype(a.dtype), rows, -2), NT), cols, 1)
 
 
+def ls_transposed(a, b, rows, cols, slices=1, dot=dot):
+    """Y^T = B A^T: `ls` with a transposed result, which no device transposes in memory."""
+    return reduce_scatter(dot(all_gather(b.astype(a.dtype), rows, -2), a, NT), cols, 0)
+
+
 def rs(a, b, rows, cols, slices=1, dot=dot):
     """Y = A^T B. Right-stationary: all-gathers A_KxM along the columns, reduce-scatters Y_MxN along the rows."""
     return reduce_scatter(dot(all_gather(a, cols, 1), b, TN), rows, -2)
 
 
-ALGORITHM = Algorithm("collective", os, ls, rs, costed=True, grouped=DATAFLOWS)
+ALGORITHM = Algorithm("collective", os, ls, rs, ls_transposed=ls_transposed, costed=True, grouped=DATAFLOWS)

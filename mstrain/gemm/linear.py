@@ -8,7 +8,8 @@ transposed in memory (MeshSlice paper, Table 1):
     ls         LS(x, w)      OS(dy, w)      RS(dy, x)          w stored [out, in]
     rs         RS(x.T, w)    LS(w, dy).T    OS(x.T, dy)        x and y exchange rows and columns
 
-The transposes of `rs` are local to a device, and the compiler folds them into the product. The residuals of the
+The transposes of x are local to a device, and the compiler folds them into the product. dx comes out of its product
+as it is sent (`ls_transposed`): the TPU compiler copies a transposed result before it scatters it. The residuals of the
 backward pass are the shards of x and w; no gathered matrix is saved.
 """
 

@@ -6,8 +6,9 @@ over tokens.
 """
 
 from mstrain.gemm.algorithm import Algorithm
-from mstrain.gemm.collective import ls, os, rs
+from mstrain.gemm.collective import ls, ls_transposed, os, rs
 
 ALGORITHM = Algorithm(
-    "megatron", os, ls, rs, dataflows=("rs",), rows=(), cols=("row", "col"), costed=True, grouped=("rs",)
-)
+    "megatron", os, ls, rs, ls_transposed=ls_transposed, dataflows=("rs",), rows=(), cols=("row", "col"), costed=True,
+    grouped=("rs",),
+)  # fmt: skip

@@ -89,7 +89,7 @@ def ls(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
 def ls_transposed(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
     """Y^T = B A^T: `ls` with a transposed result."""
     if slices == 1:
-        return collective.ls(a, b, rows, cols, dot=dot).T
+        return collective.ls_transposed(a, b, rows, cols, dot=dot)
     return _ls_pipeline(a, b, rows, cols, slices, lowering, lambda b_s: dot(b_s, a, NT), 0)
 
 
