@@ -1,8 +1,9 @@
 """The compiled inner search of Metis for one inter-stage plan: walk, layer balancer, memory check and cost.
 
-All in one file because numba's cache looks for changes only there. Sums run left to right in float64, as in the
-reference: another order may change which plans tie. A *row* is a profile, a *demand* the memory of a stage's layers,
-*left* its capacity less that (MB); a *share* is part of the speed. `work`: missing profile, replicas' types, samples.
+All in one file because numba's cache looks for changes only there. Loops over stages compile faster than operations on
+arrays. Sums run left to right in float64, as in the reference: another order may change which plans tie. A *row* is a
+profile, a *demand* the memory of a stage's layers, *left* its capacity less that (MB); a *share* is part of the speed.
+`work`: missing profile, replicas' types, samples.
 """
 
 import numba
@@ -127,8 +128,9 @@ def stage_demands(t, types, starts, dp, bounds, batches, work, demand):
 def spread_sub_layers(weight, capacity, owner, room):
     """Give out the sub-layers: stages fill up in order, the last one from the end, then gaps by room."""
     stages, end = len(capacity), len(owner)
-    room[:] = capacity
     owner[:] = -1
+    for i in range(stages):
+        room[i] = capacity[i]
     k, last, held, lowest = 0, stages - 1, 0, end
     for i in range(last):
         while k <= end - CUTS - 2:
@@ -156,8 +158,7 @@ def fill_gaps(weight, owner, room):
     smallest, largest = np.full(stages, end), np.full(stages, -1)
     for q in range(end):
         if owner[q] >= 0:
-            smallest[owner[q]] = min(smallest[owner[q]], q)
-            largest[owner[q]] = q
+            smallest[owner[q]], largest[owner[q]] = min(smallest[owner[q]], q), q
     for q in range(end):
         if owner[q] >= 0:
             continue
@@ -173,8 +174,7 @@ def fill_gaps(weight, owner, room):
             best = i if room[i] > room[best] else best
         owner[q] = best
         room[best] -= weight[q // CUTS] / CUTS
-        smallest[best] = min(smallest[best], q)
-        largest[best] = max(largest[best], q)
+        smallest[best], largest[best] = min(smallest[best], q), max(largest[best], q)
 
 
 @numba.njit(cache=True)
@@ -191,14 +191,13 @@ def balance(weight, capacity, owner, room, keeper, bounds):
         keeper[layer] = stage if 2 * held[layer, stage] > CUTS else -1
         if keeper[layer] == stage:
             kept[stage] += 1
-            first[stage] = min(first[stage], layer)
-            last[stage] = layer
+            first[stage], last[stage] = min(first[stage], layer), layer
     slack, one_row = capacity.copy(), weight.reshape(1, layers)
     for i in range(stages):
         slack[i] -= range_sum(one_row, 0, first[i], last[i] + 1)
     shift_layers(weight, keeper, kept, slack)
-    bounds[0] = 0
-    bounds[1:] = np.cumsum(kept)
+    for i in range(stages):
+        bounds[i + 1] = bounds[i] + kept[i]
 
 
 @numba.njit(cache=True)
@@ -216,35 +215,37 @@ def shift_layers(weight, keeper, kept, slack):
             if keeper[layer] == giver and not (above and moved >= 0):
                 moved = layer
         before = slack[most]
-        slack[most] -= weight[moved]
-        slack[giver] += weight[moved]
+        slack[most], slack[giver] = slack[most] - weight[moved], slack[giver] + weight[moved]
         if slack.max() > before:
             return
         keeper[moved] = most
-        kept[giver] -= 1
-        kept[most] += 1
+        kept[giver], kept[most] = kept[giver] - 1, kept[most] + 1
 
 
 @numba.njit(cache=True)
 def adjust_capacities(share, capacity, demand):
     """Move share from stages out of memory to those with memory to spare; False if there is too little."""
-    enough = capacity > demand
-    kept = np.where(enough, share, share * (capacity / demand) * SHRINK)
-    spare = np.where(enough, share * capacity / demand - share, 0.0)
-    extra, missing = np.zeros(len(share)), (share - kept).sum()
-    if spare.sum() < missing:
+    stages = len(share)
+    kept, spare, extra = np.empty(stages), np.empty(stages), np.zeros(stages)
+    missing = to_spare = 0.0
+    for i in range(stages):
+        enough = capacity[i] > demand[i]
+        kept[i] = share[i] if enough else share[i] * (capacity[i] / demand[i]) * SHRINK
+        spare[i] = share[i] * capacity[i] / demand[i] - share[i] if enough else 0.0
+        missing, to_spare = missing + (share[i] - kept[i]), to_spare + spare[i]
+    if to_spare < missing:
         return False
     for _ in range(ADJUST_PASSES):
         if not missing > 0.01:
-            share[:] = extra + kept
+            for i in range(stages):
+                share[i] = extra[i] + kept[i]
             return True
-        takers = spare > 0.001
-        total = share[takers].sum()
-        for i in range(len(share)):
-            part = min(missing * (share[i] / total), spare[i]) if takers[i] else 0.0
-            extra[i] += part
-            spare[i] -= part
-            missing -= part
+        total = 0.0
+        for i in range(stages):
+            total += share[i] if spare[i] > 0.001 else 0.0
+        for i in range(stages):
+            part = min(missing * (share[i] / total), spare[i]) if spare[i] > 0.001 else 0.0
+            extra[i], spare[i], missing = extra[i] + part, spare[i] - part, missing - part
     return False
 
 
@@ -260,8 +261,7 @@ def fit(t, types, starts, dp, batches, share, work, scratch, found):
         for i in range(len(dp)):
             left[i] = capacity[i] - demand[i]
             fits = fits and left[i] >= 0.0
-            if attempt == 1:
-                first_left[i] = left[i]
+            first_left[i] = left[i] if attempt == 1 else first_left[i]
         if fits:
             return attempt
         if not adjust_capacities(share, capacity, demand):
@@ -341,8 +341,8 @@ def walk(t, layout, groups, num_stage, batches, use_strat, number, plans, found)
     """
     types, missing, layers, stages = layout.rank_type, found.missing, len(t.weight), len(groups)
     starts, capacity = np.zeros(stages + 1, np.int64), np.zeros(stages)
-    starts[1:] = np.cumsum(groups)
     for i in range(stages):
+        starts[i + 1] = starts[i] + groups[i]
         for rank in range(starts[i], starts[i + 1]):
             capacity[i] += t.memory_mb[types[rank]]
     work = missing, np.empty(len(types), np.int64), np.empty(len(types), np.int64)
@@ -365,9 +365,9 @@ def walk(t, layout, groups, num_stage, batches, use_strat, number, plans, found)
             if attempt > 0:
                 steps, pending = steps + pending, 0
                 found.walk[plans], found.attempt[plans] = number, attempt
-                found.dp[plans], found.bounds[plans] = dp, bounds
-                cost = plan_cost(t, layout, starts, num_stage, batches, dp, bounds, work)
-                found.cost[plans] = cost
+                for i in range(stages):
+                    found.dp[plans, i], found.bounds[plans, i + 1] = dp[i], bounds[i + 1]
+                found.cost[plans] = plan_cost(t, layout, starts, num_stage, batches, dp, bounds, work)
                 missing[0] = -1
                 plans += 1
             if attempt == 1:

@@ -115,4 +115,4 @@ def room_for_plans(num_plans: int, num_stages: int) -> Found:
     number = np.empty(num_plans, np.int64)
     shape = num_plans, num_stages
     return Found(np.empty(num_plans), number, number.copy(), np.empty(shape, np.int64),
-                 np.empty((num_plans, num_stages + 1), np.int64), np.full(3, -1, np.int64))  # fmt: skip
+                 np.zeros((num_plans, num_stages + 1), np.int64), np.full(3, -1, np.int64))  # fmt: skip
