@@ -1,5 +1,7 @@
 """Samples: from the distribution that the loss trains, the same in any batch, and ended where they should."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,8 +42,8 @@ def test_the_logits_of_a_sample_are_those_of_the_loss(made):
     module, params = made
     tokens = jnp.arange(SEQ, dtype=jnp.int32)
     targets = jnp.roll(tokens, 1)
-    logits = module.apply({"params": params}, tokens)
-    loss = module.apply({"params": params}, tokens, targets, method="loss")
+    logits = jax.jit(module.apply)({"params": params}, tokens)
+    loss = jax.jit(functools.partial(module.apply, method="loss"))({"params": params}, tokens, targets)
     expected = -jax.nn.log_softmax(logits)[jnp.arange(SEQ), targets]
     assert logits.shape == (SEQ, 64) and float(jnp.abs(logits).max()) <= 1.001e-3
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
@@ -49,7 +51,8 @@ def test_the_logits_of_a_sample_are_those_of_the_loss(made):
 
 def test_a_soft_cap_flattens_what_is_sampled_and_a_batch_changes_no_sample(made, generator):
     module, params = made
-    uncapped = module.apply({"params": params}, jnp.arange(SEQ, dtype=jnp.int32), method="raw_logits")
+    raw_logits = jax.jit(functools.partial(module.apply, method="raw_logits"))
+    uncapped = raw_logits({"params": params}, jnp.arange(SEQ, dtype=jnp.int32))
     assert float(jnp.ptp(uncapped)) > 10  # without the cap one token has it all
     request = Request(28, Draw(1.0), seed=3)
     both = [stream.ids for stream in generator(prompts(1, 4), request)]
