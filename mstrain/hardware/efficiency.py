@@ -28,6 +28,7 @@ class Efficiency:
       overlap: share that compute hides of gathers of weights and sums of gradients over replicas of a slice.
       others_overlap: the same in programs of other systems, from runs that were measured; None: as `overlap`.
       network_overlap: the same over several TPU slices.
+      elementwise: bytes/s of element-wise work in programs of train.py over those of a long stream, relative to v5p.
       spread: relative standard deviation of the speed of devices of one kind.
       error: relative standard error of `matmul`, and its source.
     """
@@ -46,6 +47,7 @@ class Efficiency:
     overlap: float = 1.0
     others_overlap: float | None = None
     network_overlap: float = 1.0
+    elementwise: float = 1.0
     spread: float = 0.0
     error: tuple[float, str] = (0.1, "assumed")
 

@@ -130,6 +130,11 @@ class Pod:
         bandwidth = constants.hbm_bandwidth or self.chip.hbm_bandwidth or math.inf
         return bandwidth * self.efficiency.memory if self.derived else bandwidth
 
+    def elementwise_bandwidth(self, constants: Constants, native: bool) -> float:
+        """Bytes/s of element-wise work; `native`: in programs of train.py."""
+        bandwidth = self.memory_bandwidth(constants)
+        return bandwidth * self.efficiency.elementwise if native and self.derived else bandwidth
+
     @property
     def memory_bytes(self) -> float:
         """Of one device; infinite where the table of chips does not say."""

@@ -52,6 +52,8 @@ class ExecutionStyle:
     stacked_passes: float = 0.0
     kernel_passes: float = 0.0
     sorted_passes: float = 1.0
+    sent_passes: float = 0.0
+    column_passes: float = 0.0
 
 
 @functools.cache

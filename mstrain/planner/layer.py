@@ -119,9 +119,10 @@ def exposed_beside(collective: float, compute: float, platform: str) -> float:
     return max(0.0, collective - HIDDEN_PART * compute)
 
 
-def elementwise_values(model: ModelConfig, style: ExecutionStyle) -> tuple[float, float]:
+def elementwise_values(model: ModelConfig, style: ExecutionStyle, columns: int) -> tuple[float, float]:
     """Values per token that a layer reads or writes beside products, forward: (norms and residuals, the rest)."""
-    around = style.width_passes * model.width * (0.6 if model.parallel_block else 1.0)
+    around = style.width_passes + (style.column_passes if columns > 1 else 0.0)
+    around *= model.width * (0.6 if model.parallel_block else 1.0)
     passes = style.mlp_passes * hidden_features(model) * (1.5 if model.gated else 1.0)
     return around, style.head_passes * sum(attention_features(model)) + passes
 
@@ -158,6 +159,10 @@ class Setting:
     def memory_bandwidth(self) -> float:
         return self.pod.memory_bandwidth(self.constants)
 
+    @cached_property
+    def elementwise_bandwidth(self) -> float:
+        return self.pod.elementwise_bandwidth(self.constants, self.style.native)
+
     def product_seconds(self, dims) -> float:
         """Of a product of (rows, summed, columns) on one device."""
         return product_seconds(self.pod.chip, self.constants, dims, self.dtype)
@@ -187,9 +192,9 @@ def layer_works(request: PlanRequest, plan: PodPlan, products: Products) -> tupl
 
 @lru_cache(maxsize=1 << 14)
 def _work(at: Setting, products: Products) -> Work:
-    model, style, tensor, bandwidth = at.model, at.style, at.tensor, at.memory_bandwidth
+    model, style, tensor, bandwidth = at.model, at.style, at.tensor, at.elementwise_bandwidth
     launch = at.pod.efficiency.launch if at.pod.derived else 0.0
-    around, inside = elementwise_values(model, style)
+    around, inside = elementwise_values(model, style, products.block[0].layout.cols)
     nbytes = at.element_bytes * products.tokens * (around / (tensor if at.sequence_parallel else 1) + inside / tensor)
     moved = nbytes / bandwidth + style.kernels * launch
     ahead, behind = _attention(at, products.tokens)
@@ -249,7 +254,7 @@ def _block_passes(at: Setting, block: tuple[Product, ...]) -> list[tuple[Pass, P
             ways = [t.traffic_col + t.latency_col for t in terms if t.gemm in ("OS", "LS")]
             sums.append(sum(ways) if product.name != "output" and layout.dataflow == "ls" else 0.0)
         moved = _sorting(at, product)
-        moved += layout.copied_bytes() / at.memory_bandwidth if product.slices > 1 else 0.0
+        moved += layout.copied_bytes() / at.elementwise_bandwidth if product.slices > 1 else 0.0
         found.append((ahead + Pass(elementwise=moved), behind + Pass(elementwise=2 * moved), times[2]))
     return _with_sums(at, found, sums) if any(sums) else found
 
@@ -290,9 +295,10 @@ def _with_experts(
     weights, links = at.element_bytes * values / at.tensor, at.pod.links(at.sizes, at.dtype)
     exchange = exchange_of(link, sent, under, weights, links.row, at.memory_bandwidth, layouts[0].rows)
     forward, behind = exchange.seconds(products.expert_slices)
+    copied = at.style.sent_passes * sent / at.elementwise_bandwidth
     for name in ("mlp in", "mlp out"):
-        each[name] += Pass(exposed=forward / 2)
-    return backward + Pass(exposed=behind), (forward, behind)
+        each[name] += Pass(exposed=forward / 2, elementwise=copied / 2)
+    return backward + Pass(exposed=behind, elementwise=2 * copied), (forward, behind)
 
 
 def _sorting(at: Setting, product: Product) -> float:
