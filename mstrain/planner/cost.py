@@ -172,7 +172,7 @@ class Step:
         pod, self.style = request.pod, request.style
         self.constants = pod.constants(plan.sizes, request.dtype)
         self.links = pod.links(plan.sizes, request.dtype)
-        self.bandwidth = pod.elementwise_bandwidth(self.constants, self.style.native)
+        self.elementwise_bandwidth = pod.elementwise_bandwidth(self.constants, self.style.native)
         remat = parse_remat(plan.remat)
         fused = fused_attention(request)
         self.repeated = [work.repeated(remat, self.style, fused) for work in works]
@@ -203,7 +203,7 @@ class Step:
                 values += sizes["elementwise"] - 3 * sizes["input"]
             copied += self.style.kernel_passes * values
         moved = copied * self.products.tokens * self.request.element_bytes
-        return Pass(elementwise=moved / self.bandwidth)
+        return Pass(elementwise=moved / self.elementwise_bandwidth)
 
     def _stages(self) -> list[Stage]:
         plan, work, counts = self.plan, self.works[-1], [count for _, count in self.request.layer_groups]
@@ -307,7 +307,7 @@ class Step:
         if plan.microbatches > 1:
             kept = weights / plan.replicas if plan.shard in ("gradients", "parameters") else held
             moved += style.accumulate_bytes * plan.microbatches * kept
-        return summed, moved / self.bandwidth
+        return summed, moved / self.elementwise_bandwidth
 
     def _replicas(self, plan: PodPlan, parameters: Count, stage: Stage) -> float:
         """Exposed gathers of weights and sums of gradients over the replicas, per step."""
@@ -354,7 +354,7 @@ class Step:
         style, experts = self.style, parameters.experts / plan.expert
         dense = parameters.held(plan.expert) - experts
         copied = style.gathered_bytes * dense + (style.expert_bytes or style.gathered_bytes) * experts
-        return copied / self.bandwidth
+        return copied / self.elementwise_bandwidth
 
     def memory(self, plan: PodPlan, number: int) -> Memory:
         stage = self.stages[number]

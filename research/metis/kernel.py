@@ -261,7 +261,8 @@ def fit(t, types, starts, dp, batches, share, work, scratch, found):
         for i in range(len(dp)):
             left[i] = capacity[i] - demand[i]
             fits = fits and left[i] >= 0.0
-            first_left[i] = left[i] if attempt == 1 else first_left[i]
+            if attempt == 1:
+                first_left[i] = left[i]
         if fits:
             return attempt
         if not adjust_capacities(share, capacity, demand):
