@@ -12,6 +12,8 @@ from mstrain.hardware.chips import Chip, element_bytes
 from mstrain.hardware.constants import Constants
 from mstrain.hardware.gemm_times import gemm_seconds
 
+HEAD = 128  # features of the heads of which `Efficiency.attention` is
+
 
 @dataclass(frozen=True)
 class Efficiency:
@@ -19,6 +21,8 @@ class Efficiency:
 
     Attributes:
       matmul, memory, attention, link, network: fractions of the peaks in the table of chips.
+      flash2: as `attention`, of FlashAttention 2, where kernels for this generation are faster; None: the same.
+      softmax: features of a head in whose products its exponentials take as long.
       tiles: (rows, columns, relative rate) of the thread blocks of a GPU; a TPU has one, its systolic array.
       host: bytes/s to or from host memory, one way.
       units: SMs of a GPU; 0 on a TPU, whose products are not rounded up to waves.
@@ -39,6 +43,8 @@ class Efficiency:
     network: float
     tiles: tuple[tuple[int, int, float], ...]
     host: float
+    flash2: float | None = None
+    softmax: float = 0.0
     link: float = 1.0
     units: int = 0
     fill: int = 0
@@ -76,9 +82,12 @@ class Efficiency:
             return self.network_overlap
         return self.overlap if native or self.others_overlap is None else self.others_overlap
 
-    def attention_rate(self, chip: Chip, head_dim: int, dtype: str = "bf16") -> float:
+    def attention_rate(self, chip: Chip, head_dim: int, dtype: str = "bf16", flash2: bool = False) -> float:
         """FLOP/s of a fused attention kernel; heads narrower than a TPU's systolic array use a part of it."""
+        if flash2 and self.flash2 is not None:
+            return chip.known_peak(dtype) * self.flash2
         filled = 1.0 if self.units else min(1.0, head_dim / self.tiles[0][0])
+        filled *= (1 + self.softmax / HEAD) / (1 + self.softmax / head_dim)
         return chip.known_peak(dtype) * self.attention * filled
 
 

@@ -13,6 +13,8 @@ FRAMEWORKS = {"gspmd": "jax", "fsdp": "torch"}  # of runs on GPUs, by the stated
 WORDS = {  # of a published run's texts -> its style, the first that occurs
     "transformer_shmap": "shmap",
     "maxtext": "maxtext",
+    "hugging face": "transformers",
+    "huggingface": "transformers",
     "torch.compile": "torch-compile",
     "plain jax": "jax",
     "llm-foundry": "llm-foundry",
@@ -39,6 +41,7 @@ class ExecutionStyle:
     gathered_bytes: float = 0.0
     hides: tuple[str, ...] = ()
     attention: float = 1.0
+    flash2: bool = False
     native: bool = False
     lockstep: bool = False
     backward_passes: float = 1.5

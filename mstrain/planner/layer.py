@@ -31,7 +31,8 @@ from mstrain.planner.remat import Remat
 from mstrain.planner.request import PlanRequest
 
 FLASH_BLOCK = 128  # tokens; sequences of whole blocks in 16 bits use a kernel that skips what is masked
-FUSED_BLOCK = {"gpu": 128, "tpu": 1024, "cpu": 128}  # tokens; a causal kernel visits whole blocks
+# Tokens: a causal kernel visits whole blocks; on GPUs as 512 to 4096 tokens lose on an H100 (Shah et al., 2024, figure 5).
+FUSED_BLOCK = {"gpu": 256, "tpu": 1024, "cpu": 128}
 FUSED_BACKWARD = 2.5  # products of a fused attention kernel's backward pass over those of its forward pass
 HIDDEN_PART = 0.8  # of the product that a collective of a TPU runs under: both use memory
 SLOWED = 0.16  # of a collective's time is lost by what a GPU computes beside it, 18.9 % slower (Lee et al., 2025)
@@ -341,7 +342,7 @@ def _attention(at: Setting, tokens: int) -> tuple[float, float]:
         flops = 4.0 * tokens * attended * heads * wide
         if not constants.shaped:
             return flops / constants.flops, FUSED_BACKWARD * flops / constants.flops
-        rate = at.style.attention * pod.efficiency.attention_rate(pod.chip, model.head_dim, at.dtype)
+        rate = pod.efficiency.attention_rate(pod.chip, model.head_dim, at.dtype, at.style.flash2) * at.style.attention
         forward = flops / rate
         return forward, FUSED_BACKWARD * forward
     sequences, queries = tokens * context / seq, seq // context

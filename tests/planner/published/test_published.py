@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from mstrain.commands.plans.modes import run
+from mstrain.hardware import all_chips
+from mstrain.hardware.efficiency import efficiency_of
 from mstrain.planner.execution import infer_style
 from mstrain.planner.layer import exposed_beside
 from mstrain.planner.published.predict import predict
@@ -135,7 +137,8 @@ def test_what_the_prediction_leaves_out_or_assumes_is_printed(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", [
     "megatron-2021 1008B", "megatron-2022 22B full", "bloom 176B", "mpt a100-80gb 1b 2048 8", "torchtitan 70B full",
-    "llama3 405B 16384 131072", "maxtext 64B 1xv5p-64", "maxtext 16B 2xv5e-256", "maxtext llama3.1-405b 2xv6e-256",
+    "llama3 405B 16384 131072", "mpt h100 3b 8192 8", "h200 gpt2-124m torch.compile, batch 32",
+    "maxtext 64B 1xv5p-64", "maxtext 16B 2xv5e-256", "maxtext llama3.1-405b 2xv6e-256",
 ])  # fmt: skip
 def test_runs_that_chose_nothing_of_the_model_are_within_15_percent(name, tmp_path):
     path = tmp_path / "rows.json"
@@ -146,6 +149,7 @@ def test_runs_that_chose_nothing_of_the_model_are_within_15_percent(name, tmp_pa
 @pytest.mark.parametrize(("style", "platform", "algorithm", "text"), [
     ("megatron-2022", "gpu", "megatron", "BLOOM, 2022; Megatron-DeepSpeed"), ("torch", "gpu", "ddp", "DeepSpeed, 2023"),
     ("llm-foundry", "gpu", "fsdp", "MosaicML, PyTorch"), ("maxtext", "tpu", "fsdp", "any"),
+    ("transformers", "gpu", "gspmd", "Llama in Hugging Face with torch.compile"),
 ])  # fmt: skip
 def test_the_execution_style_follows_from_the_texts(style, platform, algorithm, text):
     assert infer_style(platform, algorithm, text, "full").name == style
@@ -154,3 +158,12 @@ def test_the_execution_style_follows_from_the_texts(style, platform, algorithm, 
 def test_a_hidden_collective_slows_what_a_gpu_computes():
     assert exposed_beside(1.0, 10.0, "tpu") == 0 < exposed_beside(1.0, 10.0, "gpu") < 0.2
     assert exposed_beside(10.0, 1.0, "gpu") == 9
+
+
+def test_rates_of_attention_on_hopper_are_the_published_ones():
+    """Shah et al., 2024, figures 5 and 6, 16,384 tokens without a mask: TFLOP/s forward and backward."""
+    chip = all_chips()["h100"]
+    for published, head_dim, flash2 in (((413, 433), 64, False), ((595, 516), 128, False), ((370, 322), 128, True)):
+        both = 3.5 / (1 / published[0] + 2.5 / published[1])
+        rate = 1e-12 * efficiency_of(chip).attention_rate(chip, head_dim, flash2=flash2)
+        assert 0.8 * both < rate < both  # less with a mask, and at the power limit
