@@ -31,7 +31,7 @@ from mstrain.planner.remat import Remat
 from mstrain.planner.request import PlanRequest
 
 FLASH_BLOCK = 128  # tokens; sequences of whole blocks in 16 bits use a kernel that skips what is masked
-# Tokens: a causal kernel visits whole blocks; on GPUs as 512 to 4096 tokens lose on an H100 (Shah et al., 2024, figure 5).
+# Tokens: a causal kernel visits whole blocks; on GPUs from losses at 512 to 4096 tokens (Shah et al., 2024, figure 5).
 FUSED_BLOCK = {"gpu": 256, "tpu": 1024, "cpu": 128}
 FUSED_BACKWARD = 2.5  # products of a fused attention kernel's backward pass over those of its forward pass
 HIDDEN_PART = 0.8  # of the product that a collective of a TPU runs under: both use memory
