@@ -93,11 +93,11 @@ def _theirs(model, further, tokens, targets):
     for module in model.modules():
         if type(module).__name__.lower().endswith("topkrouter"):
             module.register_forward_hook(lambda _, __, out: chosen.append(out[2].flatten()))
-    features = model.model(tokens).last_hidden_state
-    logits = model.lm_head(features)
+    logits = model(tokens).logits
     counts = [torch.bincount(x, minlength=experts).tolist() for x in chosen]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     if further is not None:
+        features = model.model(tokens).last_hidden_state
         loss = loss + ModelConfig.mtp_loss * _of_further_tokens(further, features, targets)
     loss.backward()
     slopes = {name: weight.grad for name, weight in model.named_parameters()}

@@ -42,7 +42,10 @@ def folders(tmp_path_factory):
 
 
 # The whole table is `python -m tests.models.hub_parity`.
-@pytest.mark.parametrize("name, mesh, algorithm", [("gpt_oss", "2x4", "meshslice"), ("deepseek_v3", "4x2", "megatron")])
+@pytest.mark.parametrize("name, mesh, algorithm", [
+    ("gpt_oss", "2x4", "meshslice"), ("deepseek_v3", "4x2", "megatron"), ("gpt2", "1x1", "megatron"),
+    ("gemma2", "1x1", "megatron"),
+])  # fmt: skip
 def test_an_imported_model_computes_what_transformers_computes(name, mesh, algorithm):
     found = measure(name, mesh, algorithm)
     assert found.logits < 1e-4 and found.gradients < 1e-3 and found.tokens and found.identical, found
