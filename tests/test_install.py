@@ -290,6 +290,20 @@ def test_the_package_states_its_extras_its_command_and_its_version():
     assert (ROOT / "mstrain" / "conf" / "config.yaml").is_file(), "conf/ does not reach an installed package"
 
 
+def test_what_pip_installs_needs_no_checkout(tmp_path):
+    """The packages without the folders beside them, in another working folder."""
+    for name in ("mstrain", "research"):
+        shutil.copytree(ROOT / name, tmp_path / "site" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    words = "plan model=gpt3_125m cluster=v5e-4 batch=8 seq=128 max_seconds=10 simulate=false run_dir=found".split()
+    ended = subprocess.run(
+        [sys.executable, "-m", "mstrain", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "train.py model=gpt3_125m mesh=" in ended.stdout
+    assert (tmp_path / "found" / "plan.json").is_file()
+
+
 def test_the_readme_has_both_commands():
     """And each makes the environment it runs in, as a Python may refuse packages outside of one (PEP 668)."""
     readme = (ROOT / "README.md").read_text()

@@ -19,10 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mstrain.checks import one_of
 from mstrain.cli.fields import build, default_of, known_keys
+from mstrain.conf_folder import CONF
 
-_PACKAGE = Path(__file__).resolve().parent.parent
-# An installed package carries the folder inside; a checkout has it beside the package.
-CONF = next(folder for folder in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if folder.is_dir())
 EXPERIMENT = "experiment"
 _added: contextvars.ContextVar[Path | None] = contextvars.ContextVar("config_dir", default=None)
 

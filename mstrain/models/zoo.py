@@ -10,11 +10,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.table import Table
 
+from mstrain.conf_folder import CONF
 from mstrain.display.tables import make_table
 from mstrain.models.config import ModelConfig
 from mstrain.models.size import count_parameters
 
-PRESETS = Path(__file__).resolve().parents[2] / "conf" / "model"
+PRESETS = CONF / "model"
 BYTES = 256  # tokens of the default tokenizer
 FAMILIES = {
     "gpt2": "GPT-2",
