@@ -83,7 +83,10 @@ class Efficiency:
         return self.overlap if native or self.others_overlap is None else self.others_overlap
 
     def attention_rate(self, chip: Chip, head_dim: int, dtype: str = "bf16", flash2: bool = False) -> float:
-        """FLOP/s of a fused attention kernel; heads narrower than a TPU's systolic array use a part of it."""
+        """FLOP/s of a fused attention kernel, or of FlashAttention 2.
+
+        Heads narrower than a TPU's systolic array use a part of it, and on GPUs exponentials take more of their time.
+        """
         if flash2 and self.flash2 is not None:
             return chip.known_peak(dtype) * self.flash2
         filled = 1.0 if self.units else min(1.0, head_dim / self.tiles[0][0])
