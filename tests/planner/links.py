@@ -1,6 +1,10 @@
-"""The least time in which the links of a step move what its products communicate: bytes over bandwidth, no latency.
+"""Two bounds on the exposed communication of a step: by its links, and by the order of its forward pass.
 
-python -m tests.planner.links    steps of docs/data/steps.csv on two-dimensional grids: least exposed, exposed
+Links move what the products of a step communicate: bytes over bandwidth, no latency. The order is that of a step whose
+products take all tokens at once: a norm needs all features, attention all queries, keys and values. So activations of a
+product move beside its own multiplication and nothing else, in the forward pass; weights move at any time.
+
+python -m tests.planner.links    steps of docs/data/steps.csv on two-dimensional grids: both bounds, exposed
 """
 
 from typing import NamedTuple
@@ -13,8 +17,9 @@ from tests.planner.steps import cost_of
 
 BUSY = ("products_ms", "kernels_ms", "copies_ms", "other_ms")
 GRIDS = ("meshslice", "collective")
-HEAD = """| step | algorithm, mesh | links of rows, columns, ms | computes, ms | least exposed | exposed |
-|---|---|---|---|---|---|"""
+MOST_SLICES = 16
+HEAD = """| step | algorithm, mesh | links of rows, columns, ms | compute, ms | least exposed: links | order | exposed |
+|---|---|---|---|---|---|---|"""
 
 
 class LinkSeconds(NamedTuple):
@@ -59,18 +64,43 @@ def _product_seconds(costed: Costed, product: Product, repeated: bool) -> tuple[
     return (col, row) if product.turned else (row, col)
 
 
-def bound(row: dict[str, str]) -> tuple[LinkSeconds, float]:
-    """(seconds of the links, those in which the device computes) of a compiled step."""
+def in_order(costed: Costed) -> float:
+    """Seconds that the forward pass exposes at least; products have the planner's rate and the best slice counts."""
+    step, plan, total = costed.step, costed.plan, 0.0
+    constants = step.request.pod.constants(plan.sizes, step.request.dtype)
+    for block, share in step.products.groups:
+        for product in block:
+            layout = product.layout
+            rates = constants.along(layout.rows, layout.cols, product.turned)
+            terms = {term.gemm: term for term in communication_terms(layout, rates)}[layout.dataflow.upper()]
+            computes = layout.gemm_seconds(constants)
+            total += share * min(
+                exposed_in_slices(terms.traffic_col, terms.latency_col, computes, slices)
+                for slices in range(1, MOST_SLICES + 1)
+            )
+    return plan.microbatches * step.request.model.layers * total
+
+
+def exposed_in_slices(traffic: float, latency: float, computes: float, slices: int) -> float:
+    """Seconds that a product exposes at least of one collective: nothing is multiplied beside the first slice that is
+    gathered (the last that is scattered), and the links are busy until the last product (from the first one on)."""
+    one = traffic / slices + latency
+    return max(one, slices * one - computes * (1 - 1 / slices))
+
+
+def bounds(row: dict[str, str]) -> tuple[LinkSeconds, float, float]:
+    """Of a compiled step, seconds of the links, those that its order exposes, those in which the device computes."""
     costed = cost_of(row)
     assert costed is not None, "the planner prices these algorithms"
-    return link_seconds(costed), sum(float(row[name]) for name in BUSY) / 1e3
+    return link_seconds(costed), in_order(costed), sum(float(row[name]) for name in BUSY) / 1e3
 
 
 def main() -> None:
     print(HEAD)
     for row in (row for row in read_steps() if row["algorithm"] in GRIDS):
-        links, busy = bound(row)
-        shares = f"{links.exposed(busy):.1%} | {float(row['exposed_ms']) / float(row['ms']):.1%}"
+        links, waits, busy = bounds(row)
+        least = f"{links.exposed(busy):.1%} | {waits / (busy + waits):.1%}"
+        shares = f"{least} | {float(row['exposed_ms']) / float(row['ms']):.1%}"
         times = f"{1e3 * links.row:.0f}, {1e3 * links.col:.0f} | {1e3 * busy:.0f}"
         print(f"| {step_name(tuple(row[name] for name in STEP))} | {name_of(row)} | {times} | {shares} |")
 
