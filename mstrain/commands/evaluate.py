@@ -20,10 +20,11 @@ class EvaluateConfig(Source):
     split: str = "validation"
     """Part of the data: `validation`, `train`, or `all` of it."""
     batches: int | None = None
-    """Only so many validation batches, those of a run's own evaluations; null takes every token of the split once."""
+    """Number of validation batches, the same as in evaluations of the run; null evaluates every token of the split
+    once."""
     documents: str | None = None
-    """New file for the loss of every document, one JSON object each. Documents are then read one by one, without those
-    before."""
+    """New file for the loss of every document, one JSON object each. Documents are then evaluated one by one, without
+    preceding documents as context."""
     out: str | None = None
     """New file for the results, a JSON object."""
 

@@ -26,18 +26,19 @@ class ContinueConfig(Source):
     prompt: str | None = None
     """Text to continue; null takes that of the run (sample.prompt)."""
     prompts: str | None = None
-    """File of prompts instead, one per line, or `.jsonl` with objects that have `prompt` (with chat=true also
-    `messages`). batch= of them run at once."""
+    """File of prompts, one per line, or `.jsonl` with objects that have `prompt` (with chat=true also `messages`),
+    instead of prompt=. batch= of them run at once."""
     chat: bool = False
-    """Write a prompt as the question of a conversation, by the chat template of the tokenizer."""
+    """Format a prompt as the question of a conversation, with the chat template of the tokenizer."""
     tokens: int = 100
-    """Most tokens to sample for a prompt. Positions that a model learns end at its `model.context`."""
+    """Largest number of tokens to sample for a prompt. With learned positions, prompt and sample have at most
+    `model.context` tokens."""
     temperature: float = 0.7
     """Sampling temperature; 0 takes the most likely token."""
     top_k: int = 0
-    """Sample among so many most likely tokens; 0 for all."""
+    """Sample from this number of most likely tokens; 0 for all."""
     top_p: float = 1.0
-    """Sample among the fewest most likely tokens whose probabilities add up to this; 1 for all."""
+    """Sample from the smallest set of most likely tokens whose probabilities add up to this; 1 for all."""
     seed: int = 0
     """Seed of the samples. A prompt's sample does not depend on the other prompts, batch= or mesh=, up to rounding."""
     stop: str | None = None

@@ -21,14 +21,14 @@ class PipelineConfig:
     """The pipeline over mesh axis `stage`."""
 
     schedule: str | None = None
-    """Order of passes: `gpipe`, `1f1b`, `interleaved`, or `zero-bubble`, which makes the gradients of weights where
-    stages of 1f1b wait, for more memory; null takes 1f1b. All stages run in lockstep, so 1f1b and zero-bubble hold up
-    to 2 x stages - 1 microbatches. `accumulate` is the number of microbatches."""
+    """Pipeline schedule: `gpipe`, `1f1b`, `interleaved`, or `zero-bubble`, which computes gradients of weights where
+    stages of 1f1b wait, and needs more memory; null takes 1f1b. All stages run in lockstep, so 1f1b and zero-bubble
+    hold up to 2 x stages - 1 microbatches. `accumulate` is the number of microbatches."""
     interleave: int | None = None
     """Chunks of layers per stage of schedule=interleaved; null takes 2."""
     layers: str | None = None
-    """Layers of every chunk, such as `9 8 7`, first chunk first, without the first, dense ones; null divides them
-    evenly, the first chunks with one more."""
+    """Number of layers of every chunk in order, such as `9 8 7`, without the dense layers of `model.dense_layers`; null
+    divides them evenly, with one more in the first chunks if needed."""
 
     def __post_init__(self):
         if self.schedule is not None:
