@@ -61,8 +61,8 @@ def calibrate(config: BenchmarkConfig, console: Console) -> int:
     calibration.save(path)
     console.print(_table(calibration))
     console.print(
-        f"Written: {path}, in {time.monotonic() - begun:.0f} s. Predictions take it: calibration={path} for train.py, "
-        f"plan.py and benchmark.py.", soft_wrap=True,
+        f"Written: {path}, in {time.monotonic() - begun:.0f} s. To predict with it, type calibration={path} behind "
+        f"train.py, plan.py or benchmark.py.", soft_wrap=True,
     )  # fmt: skip
     return 0
 

@@ -139,7 +139,7 @@ class BenchmarkConfig:
         for key, allowed in (("bench", BENCHES), ("dtype", DTYPES), ("shard", SHARD), ("tune", TUNE)):
             one_of(key, getattr(self, key), allowed)
         if self.remat == AUTO:
-            raise ValueError("remat=auto is of train.py, check=true included. Type remat=none or remat=full.")
+            raise ValueError("remat=auto works with train.py only. Type remat=none or remat=full.")
         check_remat(self.remat, None)
         given = [key for key in ("layers", "batch", "seq") if getattr(self, key) is not None]
         at_least("", self, **dict.fromkeys([*given, "accumulate", "repeats", "warmup"], 1), seed=0)

@@ -114,7 +114,7 @@ class Checkpoints:
         damaged = self.directory.parent / "damaged"
         if damaged.is_symlink() or (damaged.exists() and not damaged.is_dir()):
             kind = "a link" if damaged.is_symlink() else "not a folder"
-            raise ValueError(f"Checkpoint {step} is damaged, and its place {damaged} is {kind}. Move that away.")
+            raise ValueError(f"Checkpoint {step} is damaged. It cannot be moved to {damaged}, {kind}. Remove that.")
         target = damaged / str(step)
         while os.path.lexists(target):
             target = target.with_name(target.name + "-again")

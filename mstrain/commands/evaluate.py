@@ -34,7 +34,7 @@ class EvaluateConfig(Source):
         if self.batches is not None:
             at_least("", self, batches=1)
             if self.split != "validation" or self.documents:
-                raise ValueError("batches= are validation batches. Remove batches=, or split= and documents=.")
+                raise ValueError("batches= counts validation batches. Remove batches=, or split= and documents=.")
         check_new_file("documents", self.documents)
         check_new_file("out", self.out)
         if self.out is not None and self.out == self.documents:
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
     with joined(process, config.hosts, config.run_dir, devices) as job:
         run = prepare(config, job, shard_if_possible=True)
         if own.split != "validation" and run.corpus.stream:
-            raise ValueError(f"split={own.split} needs all tokens, and data.window keeps some. Remove data.window.")
+            raise ValueError(f"split={own.split} needs all tokens, but data.window keeps some. Remove data.window.")
         name, params = own.parameters(job, run.module)
         begun = time.perf_counter()
         results = _in_batches(own.batches, run, params) if own.batches else _measured(own, run, params)

@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
             console.print(origin.left_out)
         if module.model.mtp_layers and not target.family.mtp:
             console.print(
-                f"A {target.family.model_type} has no tensors for layers that predict further tokens: left out."
+                f"The multi-token prediction layers are left out: {target.family.model_type} has no tensors for them."
             )
         if not tokenizer and not origin:
             console.print("The run has no tokenizer, so the folder has none.")

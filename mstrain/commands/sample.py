@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
     with joined(process, config.hosts, config.run_dir, devices) as job:
         module, tokenizer, _ = build_module(with_weights_in_place(config), job, any_batch=True)
         if tokenizer is None:
-            raise ValueError(f"{own} has no tokenizer, so it continues no text. Type tokenizer= of the model.")
+            raise ValueError(f"{own} has no tokenizer to encode a prompt. Type tokenizer= of the model.")
         _sample(own, config, prompts or [own.prompt or config.sample.prompt], job, module, tokenizer)
     return 0
 

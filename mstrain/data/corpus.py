@@ -133,7 +133,7 @@ def _streamed(config: DataConfig, tokenizer: str, seed: int, on_progress: Callab
         raise ValueError("tokenizer=bpe is trained on a whole corpus, not on data.window: type tokenizer=FILE of one")
     files, held_out, _ = split_files(config)
     if held_out is None:
-        raise ValueError("data.window reads some files at a time, so it holds nothing out: add data.validation=PATH")
+        raise ValueError("data.window cannot hold out validation data: add data.validation=PATH")
     cache = Path(config.cache_dir).expanduser()
 
     def make(names: tuple[str, ...]) -> Corpus:

@@ -74,7 +74,7 @@ def _named(text: str, cluster: str) -> Pod:
             raise ValueError(f"{gpus[4]}Gb/s are gigabits. Type gigabytes: @{float(gpus[4]) / 8:g}GB/s.")
         network = float(gpus[4]) * 1e9 if gpus[4] else None
         if network == 0:
-            raise ValueError("A network of 0 GB/s carries nothing. Type its bandwidth a node one way.")
+            raise ValueError("The network has 0 GB/s. Type its bandwidth per node in one direction.")
         return gpu_pod(chip, devices, first if second else None, network, cluster)
     named = (gpu_named(part.strip()) for part in (text.partition(":")[0], *re.split(r"[\s:]|^\d+\s*x|-(?=\d+$)", text)))
     if chip := next(filter(None, named), None):

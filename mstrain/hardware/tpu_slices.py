@@ -94,7 +94,7 @@ class TpuSlice:
                 }
             )
             raise ValueError(
-                f"{self.name}: {data} data-parallel copies do not divide into whole torus axes {self.physical_axes}; "
+                f"{self.name}: {data} data-parallel replicas do not divide into whole torus axes {self.physical_axes}; "
                 f"use data={_nearest(data, sizes)} (possible: {', '.join(map(str, sizes))})"
             )
         return tuple(sorted(shapes))

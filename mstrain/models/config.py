@@ -269,7 +269,7 @@ class ModelConfig:
         if self.shared_experts < 0:
             raise ValueError(f"model.shared_experts={self.shared_experts} is negative. Type 0 for none.")
         if self.router_scale <= 0:
-            raise ValueError(f"model.router_scale={self.router_scale} must be above 0. Type 1 for none.")
+            raise ValueError(f"model.router_scale={self.router_scale} must be above 0. Type 1 for no scaling.")
         for field in BALANCE_FIELDS:
             if getattr(self, field) < 0:
                 raise ValueError(f"model.{field}={getattr(self, field)} is negative. Type 0 for none.")

@@ -158,7 +158,7 @@ def describe_sharding(module: Transformer) -> str | None:
         f"; {len(whole)} of {len(shapes)} parameters, {size / 2**20:.2f} MiB per device, have no dim that divides"
     )
     copies = plan.head.grid.size(SHARED)
-    return f"{plan.shard} over {copies} copies" + (f"{replicated} and are replicated" if whole else "")
+    return f"{plan.shard} over {copies} data-parallel replicas" + (f"{replicated} and are replicated" if whole else "")
 
 
 def from_layers(module: Transformer, read: Callable[[Path, int, tuple[slice, ...]], np.ndarray]):

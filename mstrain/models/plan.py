@@ -232,7 +232,7 @@ class _Planner:
         if self.parallel.dataflow != "auto":
             if grouped and self.parallel.dataflow not in kind.grouped:
                 raise ValueError(
-                    f"parallel.dataflow={self.parallel.dataflow}: {algorithm} has no such products of experts. Type "
+                    f"parallel.dataflow={self.parallel.dataflow}: {algorithm} does not support it for experts. Type "
                     f"parallel.dataflow={_or(kind.grouped)}, or parallel.mlp=collective."
                 )
             return self.parallel.dataflow

@@ -29,7 +29,7 @@ def check_shard(shard: str, mesh) -> None:
     """Raises ValueError if `shard` has no effect on `mesh`."""
     if shard != "none" and all(mesh.shape[axis] == 1 for axis in SHARED):
         raise ValueError(
-            f"shard={shard} has no effect: the mesh has one data-parallel copy. Type shard=none, or a mesh= with a "
+            f"shard={shard} has no effect: the mesh has one data-parallel replica. Type shard=none, or a mesh= with a "
             "data axis, such as mesh=2x2x2 (data x rows x columns)."
         )
 

@@ -116,8 +116,8 @@ def make_stages(config: PipelineConfig, count: int, layers: int) -> Stages | Non
         advice = f"Type a mesh= with up to {fits[-1]} stages" if fits else "Type a mesh= without stage"
         raise ValueError(
             f"model.layers={layers} is less than the {chunks} chunks of {count} stages with "
-            f"pipeline.schedule={schedule}: every chunk needs a layer (first, dense ones do not count). {advice}, or a "
-            "model with more layers."
+            f"pipeline.schedule={schedule}: every chunk needs a layer (model.dense_layers do not count). {advice}, or "
+            "a model with more layers."
         )
     if config.layers is None:
         return Stages(count, schedule, even_layers(layers, chunks))

@@ -190,7 +190,7 @@ class RunConfig:
             )
         if self.model.position == "learned" and self.seq > self.model.context:
             raise ValueError(
-                f"seq={self.seq} is longer than the {self.model.context} positions model {self.model.name} learns. "
+                f"seq={self.seq} is longer than the {self.model.context} learned positions of model {self.model.name}. "
                 f"Type seq={self.model.context} or model.context={self.seq}."
             )
         if self.model.mtp_layers >= self.seq:

@@ -184,8 +184,8 @@ def _pod(chip: Chip | None, key: str) -> Pod:
     """The devices present for the planner; raises ValueError about `key` if they are unknown."""
     if chip is None or chip.platform == "cpu":
         raise ValueError(
-            f"{key} does not know the {jax.devices()[0].device_kind}. Type a mesh, such as mesh=2x4, or plan for an "
-            "absent TPU slice: check=true target=v5p-64."
+            f"{key}: the cost model has no {jax.devices()[0].device_kind}. Type a mesh, such as mesh=2x4, or plan for "
+            "an absent TPU slice: check=true target=v5p-64."
         )
     return pod_of(tpu_slice_of(jax.devices()) or chip, jax.device_count())
 

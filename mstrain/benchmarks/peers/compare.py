@@ -42,7 +42,7 @@ def compare_peers(config: BenchmarkConfig) -> Comparison:
         left = ends - time.monotonic()
         if left < 1:
             advice = f"Type peers={case.algorithm} models={case.model.name} for this row alone."
-            raise RuntimeError(f"not started, because the {BUDGET} s of the command are over. {advice}")
+            raise RuntimeError(f"not started, because the time limit of {BUDGET} s has passed. {advice}")
         yield row_of(case, config, head.peak, min(SECONDS, left))
 
     return Comparison(head, cases, 1, rows_of)

@@ -100,12 +100,12 @@ class PodConfig:
                 )
         self._check_expert()
         if not 0 <= self.memory_margin < 1:
-            raise ValueError(f"memory_margin={self.memory_margin} is not a part of a memory. Type memory_margin=0.1.")
+            raise ValueError(f"memory_margin={self.memory_margin} is not from 0 to below 1. Type memory_margin=0.1.")
         check_budget(self.max_seconds)
         if self.model.position == "learned" and self.seq > self.model.context:
             raise ValueError(
-                f"seq={self.seq} is longer than the {self.model.context} positions model {self.model.name} "
-                f"learns. Type seq={self.model.context} or model.context={self.seq}."
+                f"seq={self.seq} is longer than the {self.model.context} learned positions of model {self.model.name}. "
+                f"Type seq={self.model.context} or model.context={self.seq}."
             )
 
     def _check_expert(self) -> None:
@@ -116,7 +116,7 @@ class PodConfig:
         if self.model.experts is None:
             raise ValueError(f"expert={parts} has no effect: the MLP of {self.model.name} is dense. Type expert=auto.")
         raise ValueError(
-            f"expert={parts}: the {experts} experts of {self.model.name} do not divide into as many parts. Type one "
+            f"expert={parts}: the {experts} experts of {self.model.name} do not divide into {parts} parts. Type one "
             f"of {fits}, or expert=auto."
         )
 
