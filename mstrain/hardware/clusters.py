@@ -1,8 +1,8 @@
 """Names of clusters: TPU slices, several of them, and GPUs in nodes.
 
 `v5p-512` and `v6e:8x8` are TPU slices, `4xv5p-512` is four of them joined by the data-center network. `h100:16384` is
-GPUs in nodes of eight (fewer: one node). `a100-80gb:8x64@200GB/s` is 8 GPUs a node, 64 nodes, and 200 GB/s of network
-a node, one way; nodes, links and network that are not given are those of the table of chips.
+GPUs in nodes of eight (fewer: one node). `a100-80gb:8x64@200GB/s` is 64 nodes of 8 GPUs with 200 GB/s of network per
+node in one direction; nodes, links and network that are not given are those of the table of chips.
 """
 
 import re
