@@ -1,4 +1,5 @@
-"""bench=calibrate: measures the devices present and writes calibration.json, which predictions take as calibration=."""
+"""bench=calibrate: measures the devices present and writes calibration.json, which predictions read with
+calibration=."""
 
 import dataclasses
 import datetime
@@ -48,7 +49,7 @@ LEAST = 1e-9  # seconds: lower bound of a difference of two noisy times
 
 
 def calibrate(config: BenchmarkConfig, console: Console) -> int:
-    """Measures one mesh and leaves calibration.json in run_dir."""
+    """Measures one mesh and writes calibration.json to run_dir."""
     mesh = start_mesh(config)
     begun = time.monotonic()
     with console.status("Compiling") as status:
@@ -78,7 +79,8 @@ def start_mesh(config: BenchmarkConfig) -> Mesh:
 def compile_probes(
     mesh: Mesh, config: BenchmarkConfig, end: float, progress: Callable[[str], None]
 ) -> tuple[list[Probe], str | None]:
-    """All probes of this kind of device and, on emulated ones, the text of the reference step that is the last probe.
+    """All probes of this kind of device and, on emulated ones, the compiled text of the reference step, which is the
+    last probe.
 
     Raises ValueError if time.monotonic() is `end` before all are compiled.
     """

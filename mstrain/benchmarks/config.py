@@ -53,7 +53,7 @@ IDLE = {
 
 
 def _explain(key: str, value: str) -> str | None:
-    """The advice of train.py on a key of another framework, if the key to type is one of benchmark.py, too."""
+    """The advice of train.py on a key of another framework, if benchmark.py also has the advised key."""
     advice = answer(key, value) or ""
     typed = re.search(r"[Tt]ype ([\w.]+)=", advice)
     known = {field.name for field in dataclasses.fields(BenchmarkConfig)} | SYNONYMS.keys()

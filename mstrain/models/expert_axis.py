@@ -44,7 +44,7 @@ def expert_slices(
 
     Args:
       into: of the first product of an expert.
-      tokens: of a microbatch of one data-parallel copy, or part of its sequences.
+      tokens: of a microbatch of one data-parallel replica, or part of its sequences.
       chip, constants: as in `mstrain.models.plan.make_plan`.
       overlaps: whether collectives of the devices run beside products.
     """

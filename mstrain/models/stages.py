@@ -1,9 +1,9 @@
 """The stages of a pipeline over mesh axis `stage`: the layers of each, and the schedule in which they run.
 
-The first, dense layers of a model with experts are before the stages, with the embedding. Consecutive layers of the
-others form chunks; chunk c runs on stage c mod the number of stages (interleaved: several chunks per
-stage). The parameters of all layers are one stack of rows, sharded over `stage`: stage by stage, chunk by chunk. Chunks
-with fewer layers than others are padded with rows that are never applied.
+The first, dense layers of a model with experts are computed before the stages, with the embedding. Consecutive layers
+of the others form chunks; chunk c runs on stage c mod the number of stages (interleaved: several chunks per stage). The
+parameters of all layers are one stack of rows, sharded over `stage`: stage by stage, chunk by chunk. Chunks with fewer
+layers than others are padded with rows that are never applied.
 """
 
 import dataclasses
@@ -133,7 +133,8 @@ def make_stages(config: PipelineConfig, count: int, layers: int) -> Stages | Non
 
 
 def check_division(stages: Stages, algorithms: list[tuple[str, str]], model: ModelConfig) -> None:
-    """Raises ValueError for layers that the stages of a pipeline do not support; those before the stages are free."""
+    """Raises ValueError for layers that the stages of a pipeline do not support; layers before the stages are not
+    restricted."""
     if min(stages.rows) < 0 and (model.balance_loss or model.router_z_loss):
         raise ValueError(
             f"model.balance_loss and model.router_z_loss need as many layers in every stage, not {stages}. Type a "

@@ -50,7 +50,7 @@ class Block:
     """The projections of a block to tune.
 
     Attributes:
-      tokens: of one data-parallel copy.
+      tokens: of one data-parallel replica.
       dataflow: `auto`, `os`, `ls` or `rs`.
       slices: slice count of all projections; None searches up to `max_slices`.
       chip: whose products cost by shape and whose schedules hide collectives, as in the planner; None: one rate, and

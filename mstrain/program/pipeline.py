@@ -154,7 +154,7 @@ class _Pipeline:
         return self.sums.zeros(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), weights))
 
     def _zero_gradients(self):
-        """Of the rows [P, V, L, ...]: shards of data-parallel copies where sums are; a vector's are of every shard of
+        """Of the rows [P, V, L, ...]: shards of data-parallel replicas where sums are; a vector's are of every shard of
         tokens."""
         scattered, mesh = self.module.plan.shard in ("gradients", "parameters"), self.module.plan.mesh
 
