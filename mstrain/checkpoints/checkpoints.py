@@ -208,7 +208,7 @@ class Checkpoints:
                 manifest.join(epath.Path(folder), STATE, self._job.processes)
 
     def _read(self, step: int, target: State) -> State:
-        """The canonical arrays that `target` names, sharded as it says."""
+        """The canonical arrays that `target` names, with its shardings."""
         folder = self.directory / str(step) / STATE
         with ocp.PyTreeCheckpointer() as reader:
             saved = reader.metadata(folder).item_metadata.tree["params"]

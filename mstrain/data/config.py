@@ -93,7 +93,7 @@ class DataConfig:
         mounted("data.cache_dir", self.cache_dir)
         self._check_used()
         if "path" in self.options_read and not self.path and not self.mixture:
-            raise ValueError(f"data={self.source} needs to know what to read: add data.path=FILE_OR_FOLDER")
+            raise ValueError(f"data={self.source} needs a path: add data.path=FILE_OR_FOLDER")
         self._check_together()
         if not 0 < self.validation_fraction <= 0.5:
             raise ValueError(

@@ -187,7 +187,7 @@ def _flat(config: DataConfig, spec: str, vocab_size: int | None) -> Corpus:
     known = load_tokenizer(spec) if config.has_tokenizer(spec) else None
     if known is None and vocab_size is None:
         raise ValueError(
-            "data=tokens needs to know the vocabulary of its tokens: type vocab_size=50257 (that of GPT-2), or "
+            "data=tokens needs the size of the vocabulary: type vocab_size=50257 (that of GPT-2), or "
             "tokenizer=FILE of the tokenizer that made them"
         )
     if known and vocab_size not in (None, known.vocab_size):

@@ -1,4 +1,4 @@
-"""`y = x @ w` as a plan says, with its backward pass.
+"""`y = x @ w` computed by a plan, with its backward pass.
 
 The backward pass of a dataflow uses the other two dataflows. The stationary matrix stays the same, and no matrix is
 transposed in memory (MeshSlice paper, Table 1):

@@ -11,7 +11,7 @@ from mstrain.models.flops import mlp_parameters
 from mstrain.models.parallel import ParallelConfig, parse_slices
 from mstrain.parallel.token_exchange import TokenExchange
 
-SLICES = (1, 2, 4, 8)  # that the exchange may have without being told
+SLICES = (1, 2, 4, 8)  # slice counts among which `auto` chooses
 UNTUNED = 4  # the most on unknown accelerators
 BYTES = 2  # of an activation and of a gradient
 

@@ -145,7 +145,7 @@ def rate_of(kind: str, schedule, count):
 
 
 def make_optimizer(config: OptimizerConfig, seed: int = 0) -> optax.GradientTransformationExtraArgs:
-    """Clipping and the whole update; moments are float32 like the parameters, or as `config.moments` says.
+    """Clipping and the whole update; moments are float32 like the parameters, or have the dtype of `config.moments`.
 
     `update(gradients, moments, params, schedule=schedule_of(config, steps))`: the learning rate is that of the update's
     number, which the moments count. Muon's takes the `module` of the parameters too, and stochastic rounding, of which

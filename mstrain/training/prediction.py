@@ -1,4 +1,4 @@
-"""The predicted time of a training step, beside which the run puts the measured one."""
+"""The predicted time of a training step, which the run prints with the measured one."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +24,7 @@ TOLERANCE = 0.2  # of a prediction; a larger difference is reported with its ter
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Seconds of one step: `terms` add up to them. `source` says what predicts."""
+    """Seconds of one step: `terms` add up to them. `source` is the model that predicts."""
 
     terms: dict[str, float]
     source: str
