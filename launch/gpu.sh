@@ -4,8 +4,8 @@
 #   bash launch/gpu.sh                                        # GPT-3 1.3B with 2,048 tokens
 #   bash launch/gpu.sh models=tiny seq=32 repeats=1           # a check on emulated CPU devices
 #
-# Arguments are keys of benchmark.py for all tables. Send back runs/gpu.tar.gz: tables, versions and devices. Every table
-# ends after four minutes, with the rows that it has by then.
+# Arguments are keys of benchmark.py for all tables. runs/gpu.tar.gz has the tables, versions and devices. Every table
+# ends after four minutes, with the rows that are finished by then.
 set -uo pipefail
 [ $# -gt 0 ] || set -- models=gpt3_1_3b seq=2048
 rm -rf runs/gpu && mkdir -p runs/gpu
