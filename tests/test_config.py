@@ -18,6 +18,7 @@ from mstrain.__main__ import main as module_main
 from mstrain.benchmarks.config import load as load_benchmark
 from mstrain.cli import Command, build, known_keys, run_command
 from mstrain.cli.compose import CONF
+from mstrain.commands import COMMANDS, command_named
 from mstrain.commands.evaluate import COMMAND as EVALUATE
 from mstrain.commands.train import COMMAND, load_config
 from mstrain.gemm import ALGORITHMS
@@ -257,6 +258,17 @@ def test_help_explains_every_key(monkeypatch, capsys):
     for key in known_keys(RunConfig):
         if key != "parallel":  # short for parallel.algorithm
             assert re.search(rf"^  {re.escape(key)}=.*\n      \([a-z| ]+\) [A-Z`]", shown, re.MULTILINE), key
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_what_can_be_typed(name, capsys):
+    """The command itself, the keys of train where it takes them, and experiments where it composes them."""
+    with pytest.raises(SystemExit) as left:
+        run_command(command_named(name), ["--help"])
+    shown = capsys.readouterr().out
+    assert left.value.code == 0 and f"mstrain {name} [key=value ...], or python -m mstrain {name} " in shown
+    assert ("mstrain train --help" in shown) == (name in ("evaluate", "sample", "export", "supervise"))
+    assert ("\n  experiment=NAME" in shown) == (name == "train")
 
 
 def test_cfg_job_prints_what_builds_the_same_configuration(monkeypatch, capsys):

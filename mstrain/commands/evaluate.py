@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mstrain.checks import at_least, one_of
-from mstrain.cli import Command, describe_keys, own_config
-from mstrain.commands.recorded import Source, check_new_file
+from mstrain.cli import Command, own_config
+from mstrain.commands.recorded import Source, check_new_file, help_of
 
 SPLITS = ("validation", "train", "all")
 
@@ -158,7 +158,7 @@ def _show(results: dict[str, Any], console) -> None:
 
 
 def help_lines(_: list[str]) -> list[str]:
-    return describe_keys(EvaluateConfig, "evaluate")
+    return help_of(EvaluateConfig, "evaluate")
 
 
 COMMAND = Command("evaluate", main, (__doc__ or "").strip(), load_config, help_lines, folder=None)

@@ -9,9 +9,9 @@ from pathlib import Path
 import yaml
 
 from mstrain.checks import at_least
-from mstrain.cli import Command, describe_keys, own_config
+from mstrain.cli import Command, own_config
 from mstrain.commands.prompts import read_prompts, text_of
-from mstrain.commands.recorded import Source, check_new_file, on_one_device
+from mstrain.commands.recorded import Source, check_new_file, help_of, on_one_device
 from mstrain.program.inference import Draw
 from mstrain.training.config import RunConfig
 
@@ -142,7 +142,7 @@ def _sample(own: ContinueConfig, config: RunConfig, prompts: list, job, module, 
 
 
 def help_lines(_: list[str]) -> list[str]:
-    return describe_keys(ContinueConfig, "sample")
+    return help_of(ContinueConfig, "sample")
 
 
 COMMAND = Command("sample", main, (__doc__ or "").strip(), load_config, help_lines, folder=None)
