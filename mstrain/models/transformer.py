@@ -357,7 +357,7 @@ class Transformer(nn.Module):
         return scan_layers(block, plan, params, x_TxD, windows, segments_T), None
 
     def _block(self, scanned: bool = True) -> type[nn.Module]:
-        """The module of a layer, which saves the values of `remat`."""
+        """The module of a layer, with what `remat` saves of it."""
         policy = policy_of(self.remat, self.offload)
         return nn.remat(Block, policy=policy, prevent_cse=not scanned) if policy else Block
 
