@@ -111,7 +111,7 @@ MISTAKES = {
     "no path": (["data=text"], ["add data.path="]),
     "profile without steps": (["profile.start=3"], ["Type profile.start=10 profile.steps=3"]),
     "profile after the end": (["profile.start=9", "profile.steps=1"], ["profile.start=9", "up to 2"]),
-    "sequence beyond positions": (["seq=512"], ["256 positions", "Type seq=256 or model.context=512"]),
+    "sequence beyond positions": (["seq=512"], ["256 learned positions", "Type seq=256 or model.context=512"]),
     "sequence beyond corpus": (["seq=300", "model.context=300", "data.num_tokens=1024"], ["seq="]),
     "tokenizer outgrows model": (["model.vocab_size=100"], ["=100 is less than the 256", "model.vocab_size=null"]),
     "vocabulary of bytes": (["data=stdlib", "vocab_size=300"], ["=300 has no effect", "tokenizer=bpe"]),
