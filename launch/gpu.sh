@@ -4,8 +4,8 @@
 #   bash launch/gpu.sh                                        # GPT-3 1.3B with 2,048 tokens
 #   bash launch/gpu.sh models=tiny seq=32 repeats=1           # a check on emulated CPU devices
 #
-# Arguments are keys of benchmark.py for all tables. Send back runs/gpu.tar.gz: tables, versions and devices. Every table
-# ends after four minutes, with the rows that it has by then.
+# Arguments are keys of benchmark.py for all tables. runs/gpu.tar.gz has the tables, versions and devices. Every table
+# ends after four minutes, with the rows that are finished by then.
 set -uo pipefail
 [ $# -gt 0 ] || set -- models=gpt3_1_3b seq=2048
 rm -rf runs/gpu && mkdir -p runs/gpu
@@ -21,4 +21,4 @@ table algorithms "$@" meshes="2x4 1x8 8x1"
 table sharded "$@" meshes="2x2x2 8x1x1" shard=parameters algorithms="meshslice collective cannon megatron fsdp"
 table context "$@" meshes="context2-row2-col2" algorithms="meshslice fsdp"
 table pipelined "$@" meshes="stage2-row2-col2 data2-stage4-row1-col1" accumulate=4 algorithms="meshslice megatron"
-tar -czf runs/gpu.tar.gz -C runs gpu && echo "Send back runs/gpu.tar.gz"
+tar -czf runs/gpu.tar.gz -C runs gpu && echo "Written: runs/gpu.tar.gz"

@@ -138,7 +138,7 @@ def fit_to_devices(shape: MeshShape, available: int) -> MeshShape:
     if available % shape.devices:
         raise ValueError(
             f"mesh={shape} uses {shape.devices} of {available} devices, and the others do not divide into "
-            f"data-parallel copies. Type {_suggest(available)}."
+            f"data-parallel replicas. Type {_suggest(available)}."
         )
     return dataclasses.replace(shape, data=shape.data * (available // shape.devices))
 

@@ -19,7 +19,7 @@ def test_names(name, devices, per_node, network):
 
 
 @pytest.mark.parametrize("name, fix", [
-    ("h100:0", "between 1"), ("h100:12", "nodes of 8"), ("a900:8", "h100"), ("h100:8x2@0GB/s", "carries nothing"),
+    ("h100:0", "between 1"), ("h100:12", "nodes of 8"), ("a900:8", "h100"), ("h100:8x2@0GB/s", "has 0 GB/s"),
     ("0xv5p-512", "4xv5p-512"), ("h100:999999999", "10000000"), ("4xv5p-511", "v5p-512"), ("", "v5p-512"),
     ("h100", "GPUs are h100:16"), ("h100:8x0", "between 1"), ("h100:8x64@200Gb/s", "gigabits. Type gigabytes: @25GB/s"),
     ("16384xh100", "GPUs are h100:16"), ("h100-64", "GPUs are h100:16"), ("4 x a100:8", "GPUs are a100-80gb:16"),

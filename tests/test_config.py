@@ -18,6 +18,7 @@ from mstrain.__main__ import main as module_main
 from mstrain.benchmarks.config import load as load_benchmark
 from mstrain.cli import Command, build, known_keys, run_command
 from mstrain.cli.compose import CONF
+from mstrain.commands import COMMANDS, command_named
 from mstrain.commands.evaluate import COMMAND as EVALUATE
 from mstrain.commands.train import COMMAND, load_config
 from mstrain.gemm import ALGORITHMS
@@ -110,7 +111,7 @@ MISTAKES = {
     "no path": (["data=text"], ["add data.path="]),
     "profile without steps": (["profile.start=3"], ["Type profile.start=10 profile.steps=3"]),
     "profile after the end": (["profile.start=9", "profile.steps=1"], ["profile.start=9", "up to 2"]),
-    "sequence beyond positions": (["seq=512"], ["256 positions", "Type seq=256 or model.context=512"]),
+    "sequence beyond positions": (["seq=512"], ["256 learned positions", "Type seq=256 or model.context=512"]),
     "sequence beyond corpus": (["seq=300", "model.context=300", "data.num_tokens=1024"], ["seq="]),
     "tokenizer outgrows model": (["model.vocab_size=100"], ["=100 is less than the 256", "model.vocab_size=null"]),
     "vocabulary of bytes": (["data=stdlib", "vocab_size=300"], ["=300 has no effect", "tokenizer=bpe"]),
@@ -257,6 +258,17 @@ def test_help_explains_every_key(monkeypatch, capsys):
     for key in known_keys(RunConfig):
         if key != "parallel":  # short for parallel.algorithm
             assert re.search(rf"^  {re.escape(key)}=.*\n      \([a-z| ]+\) [A-Z`]", shown, re.MULTILINE), key
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_what_can_be_typed(name, capsys):
+    """The command itself, the keys of train where it takes them, and experiments where it composes them."""
+    with pytest.raises(SystemExit) as left:
+        run_command(command_named(name), ["--help"])
+    shown = capsys.readouterr().out
+    assert left.value.code == 0 and f"mstrain {name} [key=value ...], or python -m mstrain {name} " in shown
+    assert ("mstrain train --help" in shown) == (name in ("evaluate", "sample", "export", "supervise"))
+    assert ("\n  experiment=NAME" in shown) == (name == "train")
 
 
 def test_cfg_job_prints_what_builds_the_same_configuration(monkeypatch, capsys):

@@ -1,1 +1,1 @@
-"""What `python benchmark.py` does: MFU tables, measured or predicted, the tuner's answers, link fits."""
+"""The command `python benchmark.py`: MFU tables, measured or predicted; rankings of meshes; fits of links."""

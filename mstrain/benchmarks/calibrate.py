@@ -1,4 +1,5 @@
-"""bench=calibrate: measures the devices present and writes calibration.json, which predictions take as calibration=."""
+"""bench=calibrate: measures the devices present and writes calibration.json, which predictions read with
+calibration=."""
 
 import dataclasses
 import datetime
@@ -48,7 +49,7 @@ LEAST = 1e-9  # seconds: lower bound of a difference of two noisy times
 
 
 def calibrate(config: BenchmarkConfig, console: Console) -> int:
-    """Measures one mesh and leaves calibration.json in run_dir."""
+    """Measures one mesh and writes calibration.json to run_dir."""
     mesh = start_mesh(config)
     begun = time.monotonic()
     with console.status("Compiling") as status:
@@ -61,8 +62,8 @@ def calibrate(config: BenchmarkConfig, console: Console) -> int:
     calibration.save(path)
     console.print(_table(calibration))
     console.print(
-        f"Written: {path}, in {time.monotonic() - begun:.0f} s. Predictions take it: calibration={path} for train.py, "
-        f"plan.py and benchmark.py.", soft_wrap=True,
+        f"Written: {path}, in {time.monotonic() - begun:.0f} s. To predict with it, type calibration={path} behind "
+        f"train.py, plan.py or benchmark.py.", soft_wrap=True,
     )  # fmt: skip
     return 0
 
@@ -78,7 +79,8 @@ def start_mesh(config: BenchmarkConfig) -> Mesh:
 def compile_probes(
     mesh: Mesh, config: BenchmarkConfig, end: float, progress: Callable[[str], None]
 ) -> tuple[list[Probe], str | None]:
-    """All probes of this kind of device and, on emulated ones, the text of the reference step that is the last probe.
+    """All probes of this kind of device and, on emulated ones, the compiled text of the reference step, which is the
+    last probe.
 
     Raises ValueError if time.monotonic() is `end` before all are compiled.
     """

@@ -1,7 +1,7 @@
-"""bench=calibrate check=true: predicted beside measured step times of ten small configurations.
+"""bench=calibrate check=true: predicted and measured step times of ten small configurations.
 
-Calibration and steps are measured in the same rounds, in turn, so that both see the same machine. With
-calibration=FILE the steps alone are measured.
+Calibration and steps are measured in turn, in the same rounds, so that the same load of the machine affects both. With
+calibration=FILE only the steps are measured.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Checked:
 
 
 def check(config: BenchmarkConfig, console: Console) -> int:
-    """Prints and writes the table; the exit code is 1 when a ratio is off by more than `TOLERANCE`."""
+    """Prints and writes the table; the exit code is 1 when a ratio differs from 1 by more than `TOLERANCE`."""
     mesh = start_mesh(config)
     if jax.devices()[0].platform != "cpu":
         raise ValueError("check=true predicts steps of emulated CPU devices. Type JAX_PLATFORMS=cpu before python.")

@@ -79,7 +79,7 @@ def _scaled(name: str, size: int, part: int, whole: int, physical: MeshShape) ->
 
 
 def step_of(case: Case, config: BenchmarkConfig, mesh: Mesh, dtype) -> StepConfig:
-    """The training step of a case; a mesh with one copy shares nothing."""
+    """The training step of a case; `shard` is none on a mesh without data parallelism."""
     step = config.step_config(case.model, case.batch, config.parallel(case.algorithm), dtype)
     return step if mesh.shape["data"] * mesh.shape["context"] > 1 else dataclasses.replace(step, shard="none")
 
@@ -87,7 +87,7 @@ def step_of(case: Case, config: BenchmarkConfig, mesh: Mesh, dtype) -> StepConfi
 def plan_case(case: Case, config: BenchmarkConfig, mesh: Mesh, machine: Chip | TpuSlice | None, dtype) -> ModelPlan:
     """The plan of a case on a mesh with the configured slice counts; raises ValueError if it is illegal.
 
-    `machine` has the devices of the mesh; None is an unknown one.
+    `machine` has the devices of the mesh; None if they are unknown.
     """
     plan = step_of(case, config, mesh, dtype).plan(mesh, machine)
     if config.slice_counts is None or not find_algorithm(case.algorithm).sliced:

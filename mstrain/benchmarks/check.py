@@ -61,7 +61,7 @@ class Step:
         """Compiles the step; raises DoesNotFit if a device has too little memory."""
         hbm, state = self.target.tpu_slice.chip.hbm_bytes, sum(self.state_bytes.values())
         if hbm and state > hbm:
-            raise DoesNotFit(f"weights and moments alone are {_of(state, hbm)} of a device", state, hbm)
+            raise DoesNotFit(f"weights and moments alone need {_of(state, hbm)} of a device", state, hbm)
         program = compile_program(self._step.program(self.module, self._optimizer, self.config.seed), self.target)
         program.check_fits()
         return program
@@ -119,7 +119,7 @@ def _propose(config: RunConfig, error: DoesNotFit, console: Console) -> int:
         cost = f"predicted {remedy.seconds:.4g} s a step"
         console.print(f"It fits with: {remedy.keys} ({cost})", soft_wrap=True)
     else:
-        console.print("No change that was tried fits: remat, accumulate, larger TPU slices.")
+        console.print("None of the changes that were tried fits (remat=, accumulate=, larger TPU slices).")
     return 1
 
 

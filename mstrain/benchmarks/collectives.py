@@ -63,7 +63,7 @@ def measure_links(config: BenchmarkConfig, console: Console) -> int:
     _plot(groups, fits, source, folder / "collectives.png")
     console.print(_table(fits, rate, source))
     console.print(
-        f"Written: {folder}/constants.json collectives.csv collectives.png. The tuner reads the first: "
+        f"Written: {folder}/constants.json collectives.csv collectives.png. To predict with the first, type "
         f"python benchmark.py bench=tune meshes={shape} constants={shlex.quote(str(folder / 'constants.json'))}",
         soft_wrap=True,
     )  # fmt: skip

@@ -28,8 +28,8 @@ class Comparison:
     def rows(self, starts: Callable[[Case], None] = lambda case: None) -> Iterator[tuple[int, Row]]:
         """Yields (number of finished planned rows, row) and calls `starts` before each case.
 
-        A case that fails yields one row with the reason, in the place of its remaining rows. Raises the first
-        ValueError if every case begins with one: what was typed fits none.
+        A case that fails yields one row with the reason, instead of its remaining rows. Raises the first ValueError if
+        every case begins with one, because the arguments are then invalid for all.
         """
         mistakes: list[ValueError] = []
         for index, case in enumerate(self.cases):

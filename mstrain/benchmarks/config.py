@@ -53,7 +53,7 @@ IDLE = {
 
 
 def _explain(key: str, value: str) -> str | None:
-    """The advice of train.py on a key of another framework, if the key to type is one of benchmark.py, too."""
+    """The advice of train.py on a key of another framework, if benchmark.py also has the advised key."""
     advice = answer(key, value) or ""
     typed = re.search(r"[Tt]ype ([\w.]+)=", advice)
     known = {field.name for field in dataclasses.fields(BenchmarkConfig)} | SYNONYMS.keys()
@@ -67,28 +67,29 @@ class BenchmarkConfig:
     explain: ClassVar = staticmethod(_explain)
 
     bench: str = "step"
-    """What is compared: `step` (forward, backward, update), `layer` or `gemm` (forward, backward), `nongemm` (a
-    layer without its products), `collectives` (measure links and fit them), `calibrate` (measure products, memory,
-    launches and links into one file for calibration=), `data` (reading and making token files), `tune` (the tuner
-    explains its choice) or `peers` (our step on one device beside PyTorch's and Flax's own)."""
+    """What is measured or predicted: `step` (forward, backward, update), `layer` or `gemm` (the products of a block;
+    forward, backward), `nongemm` (a layer without its products), `collectives` (fits launch time and bandwidth of
+    links), `calibrate` (products, memory, launches and links, written to one file for calibration=), `data` (reading
+    and writing token files), `tune` (the planner's ranking of meshes, with reasons) or `peers` (the step of mstrain,
+    Flax, PyTorch and transformers on one device)."""
     models: str = "tiny"
-    """Presets of the zoo, separated by spaces."""
+    """Model presets, separated by spaces."""
     peers: str = "all"
     """With bench=peers: `mstrain`, `flax`, `torch` and `transformers`, separated by spaces, or `all`."""
     layers: int | None = None
-    """Number of layers instead of the preset's."""
+    """Number of layers; null takes the preset's."""
     algorithms: str = "all"
     """Algorithms of `parallel=`, separated by spaces, or `all`."""
     meshes: str = "auto"
-    """Meshes separated by spaces; `auto` is one mesh for the devices; `all`, with target=, every mesh that fits
-    its torus."""
+    """Meshes separated by spaces; `auto` is one mesh for the devices; `all`, with target=, is every mesh that its torus
+    supports."""
     slices: str = "auto"
     """MeshSlice's slice count, or one for each product of a block (attention in and out, mlp in and out), or `auto`."""
     dataflow: str = "auto"
     """`os`, `ls`, `rs` or `auto`."""
     batch: int | None = None
-    """Sequences per step of the whole job; null is one per device and microbatch, and with bench=peers
-    32,768 tokens."""
+    """Sequences per step of the whole job; null is one per device and microbatch, and as many as 32,768 tokens have
+    with bench=peers."""
     seq: Automatic = None  # type: ignore
     """Tokens per sequence; null is 128, and the model's context with bench=peers."""
     dtype: str = "auto"
@@ -98,45 +99,47 @@ class BenchmarkConfig:
     travel: str = "bf16"
     """Operands that are all-gathered, as in train.py: `bf16` or `int8`."""
     remat: str = "none"
-    """What a layer keeps, as in train.py: `none`, `dots`, `full`, or names joined by `+`; not `auto`."""
+    """Activation checkpointing, as in train.py: `none`, `dots`, `full`, or names joined by `+`; not `auto`."""
     accumulate: int = 1
     """Microbatches per step."""
     shard: str = "none"
-    """What data-parallel copies share: `none`, `optimizer`, `gradients` or `parameters`. Without effect on meshes with
-    one copy."""
+    """What is sharded over data-parallel replicas, as in train.py: `none`, `optimizer`, `gradients` or `parameters`. No
+    effect on meshes without data parallelism."""
     target: str | None = None
-    """An absent TPU slice such as v5p-64, or several (2xv5p-64), for which programs are compiled and their schedules
-    read."""
+    """TPU slice such as v5p-64, or several slices (2xv5p-64), for which programs are compiled and predicted from their
+    schedules. No TPU is needed. Null measures the devices present."""
     dump: str | None = None
-    """Folder for the compiled programs as text, one file per row."""
+    """Folder to which compiled programs are written as text, one file per row. Null writes none."""
     emulate: str | None = None
-    """A larger mesh. Batch, heads and widths shrink so that a device's activations have the shapes they have there."""
+    """A larger mesh, such as 32x8. Batch, heads and widths are reduced so that shards of activations have the shapes
+    that they have on that mesh."""
     preset: str | None = None
-    """`v2` or `v3`: the table of transformer_shmap as a prediction."""
+    """`v2` or `v3`: predicts the published results of transformer_shmap on that TPU generation."""
     repeats: int = 5
-    """Timed executions; the median counts."""
+    """Number of timed executions, whose median is reported."""
     warmup: int = 2
-    """Executions before the timed ones."""
+    """Number of executions before the timed ones."""
     tune: str = "model"
-    """With bench=tune: `model` (cost model) or `compile` (compiled steps of its best candidates on the target)."""
+    """With bench=tune: `model` (rank by the cost model) or `compile` (compile its best candidates for target= and rank
+    them by their schedules)."""
     constants: str | None = None
     """Constants of the cost model: a file of bench=collectives or bench=calibrate, or a shipped one; null takes the
     chip's."""
     calibration: str | None = None
     """A calibration.json of bench=calibrate. Predictions of these devices use its measured rates."""
     check: bool = False
-    """With bench=calibrate: print predicted beside measured step times of ten small configurations."""
+    """With bench=calibrate: print predicted and measured step times of ten small configurations."""
     seed: int = 0
     """Seed of the random arguments."""
     run_dir: str = "runs/benchmark"
-    """Folder of tables."""
+    """Folder for tables."""
 
     def __post_init__(self):
         mounted("run_dir", self.run_dir)
         for key, allowed in (("bench", BENCHES), ("dtype", DTYPES), ("shard", SHARD), ("tune", TUNE)):
             one_of(key, getattr(self, key), allowed)
         if self.remat == AUTO:
-            raise ValueError("remat=auto is of train.py, check=true included. Type remat=none or remat=full.")
+            raise ValueError("remat=auto works with train.py only. Type remat=none or remat=full.")
         check_remat(self.remat, None)
         given = [key for key in ("layers", "batch", "seq") if getattr(self, key) is not None]
         at_least("", self, **dict.fromkeys([*given, "accumulate", "repeats", "warmup"], 1), seed=0)

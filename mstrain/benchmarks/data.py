@@ -1,4 +1,5 @@
-"""bench=data: tokens per second that one core reads from a ready corpus, and the rate of tokenizing beside the library.
+"""bench=data: tokens per second that one core reads from a tokenized corpus, and the rate of tokenizing compared with
+the library.
 
 Rates are per second of CPU time, of all threads, because other processes do not change it. The text is that of the
 running Python's standard library.
@@ -66,7 +67,7 @@ def _reading(path: Path, config: BenchmarkConfig, pack: str) -> float:
 
 
 def _tokenizing(folder: Path, repeats: int) -> tuple[float, float]:
-    """Bytes per second of text that the corpus is made at, and that the library alone encodes."""
+    """Bytes of text per second: of making the corpus, and of encoding by the library alone."""
     texts, size = [], 0
     for document in TextFiles.of_stdlib().documents(Skips("files")):
         texts.append("".join(document.chunks))

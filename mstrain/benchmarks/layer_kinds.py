@@ -28,7 +28,8 @@ def kind_of(op_name: str) -> str:
 def seconds_by_kind(program: Compiled, schedule: Schedule) -> dict[str, tuple[float, float]]:
     """Seconds of (compute, exposed communication) of each kind of the program; their sum is the time of the schedule.
 
-    Idle time of the TensorCore is attributed to the transfers that end in it, each from the end of the previous one.
+    Idle time of the TensorCore is attributed to the transfers that end in it; each gets the time from the end of the
+    previous transfer.
     """
     timeline = schedule.timeline
     number = [KINDS.index(kind) for kind in _kinds_of_names(program.text, timeline.names)]

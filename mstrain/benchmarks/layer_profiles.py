@@ -1,7 +1,7 @@
 """Measures the Metis profile of a model on the devices present, for one tensor degree and batch.
 
-The time and memory of a layer are the difference between models of three layers and one layer, over two. The output
-layer is the model of one layer minus its layer and the embedding.
+The time and memory of a layer are the difference between models of three layers and one layer, over two. The time of
+the output layer is that of the model of one layer without its layer and the embedding.
 """
 
 import dataclasses

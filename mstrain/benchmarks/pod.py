@@ -1,4 +1,5 @@
-"""Predicted steps of a pod, below the table that a laptop measures: emulated devices say nothing about a TPU."""
+"""Predicted steps of a pod, printed below the table that a laptop measures, because emulated devices do not predict a
+TPU."""
 
 import csv
 import itertools

@@ -3,8 +3,8 @@
 transformer_shmap's README has two rows, derived from effective TFLOP/s: 2.8 B parameters on a
 v2-32 at 454 TFLOP/s, 63 % of 16 chips x 45 TFLOP/s, and 6.9 B on a v3-32 at 867 TFLOP/s, 44 % of 16 chips x
 123. Its benchmark feeds 32 sequences of 1024 tokens per host (four hosts) in 32 microbatches, recomputes
-whole blocks, and splits tensors over one axis of the mesh, data over the other. Whole moments in every data-parallel
-copy do not fit next to its activations, hence shard=optimizer.
+whole blocks, and splits tensors over one axis of the mesh, data over the other. Replicated moments do not
+fit next to the activations, hence shard=optimizer.
 """
 
 _COMMON = {

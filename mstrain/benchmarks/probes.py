@@ -86,7 +86,7 @@ def sizes_on(mesh: Mesh) -> Sizes:
 
 
 def make_probes(mesh: Mesh, dtype: jnp.dtype) -> Iterator[Probe]:
-    """Compiles them one by one; products are of `dtype`."""
+    """Compiles the probes one by one; products are of `dtype`."""
     sizes = sizes_on(mesh)
     yield Probe((DISPATCH,), 1, _program(mesh, lambda x: x + 1, (1,), 0))
     yield Probe((ARGUMENT,), 1, _many_arguments(mesh))
@@ -174,7 +174,8 @@ def _gemm(mesh: Mesh, shape: tuple[int, int, int], dtype: jnp.dtype, repeats: in
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Median seconds of one execution of every probe by its key: those that are used, and the wall clock."""
+    """Median seconds of one execution of every probe by its key: those that predictions use (CPU time on emulated
+    devices), and wall-clock time."""
 
     counted: dict[tuple, float]
     wall: dict[tuple, float]

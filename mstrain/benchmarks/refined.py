@@ -69,7 +69,7 @@ def _meshes(config: BenchmarkConfig, task: TuningTask) -> tuple[str, ...]:
 
 
 def basis(task: TuningTask) -> str:
-    """The source of the numbers, for the title of the table and the files."""
+    """The source of the figures, for the title of the table and the files."""
     q, tpu_slice = task.step, task.tpu_slice
     keys = {
         "accumulate": q.accumulate, "remat": q.remat, "shard": q.shard, "precision": q.products.products,

@@ -2,8 +2,8 @@
 
 Changes are tried in groups, from small to large: one key of the same run (more recomputation or more accumulation);
 both keys; a larger TPU slice of the same generation. A group has one or more sequences of changes. Each sequence is
-tried in order until a change fits: later changes recompute more or gather weights more often, so the first is the
-fastest. Of the changes that fit in a group, the one with the fastest compiled schedule is proposed.
+tried in order until a change fits: later changes recompute more or gather weights more often, so the first one that
+fits is the fastest. Of the changes that fit in a group, the one with the fastest compiled schedule is proposed.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class Remedies:
         self._needed: dict[tuple, tuple[int, float]] = {}  # (remat, target) -> (accumulate, bytes)
 
     def learn(self, config: RunConfig, error: DoesNotFit) -> None:
-        """Stores the memory that a configuration needs which does not fit."""
+        """Records the memory that a configuration needs which does not fit."""
         if error.needed:
             self._needed[config.remat, config.target] = (config.accumulate, error.needed)
 
@@ -114,7 +114,7 @@ def groups(config: RunConfig, larger: Callable[[str], RunConfig | None]) -> Iter
 
 
 def _stronger(remat: str) -> tuple[str, ...]:
-    """Those of STRONGER that keep less than `remat`; names keep as little as `full` or more."""
+    """The policies of STRONGER that keep less than `remat`; lists of names keep as much as `full` or more."""
     if remat == AUTO:
         return ()
     below = LADDER[LADDER.index(remat) + 1 :] if remat in LADDER else ("full",)

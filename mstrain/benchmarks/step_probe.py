@@ -1,4 +1,4 @@
-"""Training steps as probes: they are timed whole, and their compiled text is predicted."""
+"""Training steps as probes: the whole step is timed, and predicted from its compiled text."""
 
 import dataclasses
 from typing import Any

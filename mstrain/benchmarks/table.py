@@ -87,7 +87,7 @@ class Report:
 
     @property
     def basis(self) -> str:
-        """The formula and the peak of MFU, and how far measured steps are from predicted ones."""
+        """The formula and the peak of MFU, and the ratio of measured to predicted times of published steps."""
         peak = f"{self.peak / 1e12:g} TFLOP/s ({self.dtype})" if self.peak else "unknown, so MFU is n/a"
         basis = f"{FORMULA}; peak of a device: {peak}"
         return f"{basis}\nMeasured steps took up to {self.beyond:.2f} times their schedules" if self.beyond else basis

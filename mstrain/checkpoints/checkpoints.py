@@ -114,7 +114,7 @@ class Checkpoints:
         damaged = self.directory.parent / "damaged"
         if damaged.is_symlink() or (damaged.exists() and not damaged.is_dir()):
             kind = "a link" if damaged.is_symlink() else "not a folder"
-            raise ValueError(f"Checkpoint {step} is damaged, and its place {damaged} is {kind}. Move that away.")
+            raise ValueError(f"Checkpoint {step} is damaged. It cannot be moved to {damaged}, {kind}. Remove that.")
         target = damaged / str(step)
         while os.path.lexists(target):
             target = target.with_name(target.name + "-again")
@@ -208,7 +208,7 @@ class Checkpoints:
                 manifest.join(epath.Path(folder), STATE, self._job.processes)
 
     def _read(self, step: int, target: State) -> State:
-        """The canonical arrays that `target` names, sharded as it says."""
+        """The canonical arrays that `target` names, with its shardings."""
         folder = self.directory / str(step) / STATE
         with ocp.PyTreeCheckpointer() as reader:
             saved = reader.metadata(folder).item_metadata.tree["params"]

@@ -64,7 +64,7 @@ class _Part:
         self._limit = handler.limit
 
     def result(self, timeout: float | None = None) -> None:
-        """Returns when all is written; the limit replaces Orbax's `timeout`, which knows no size."""
+        """Returns when all is written; the limit replaces Orbax's `timeout`, which does not depend on the size."""
         del timeout
         for future in self._futures:
             left = self._limit - (time.perf_counter() - self._begun)

@@ -1,7 +1,7 @@
 """Writes the shards of a state as files of one host, and restores arrays from them and from replicas on other hosts.
 
-A shard is named by its leaf and the range of the array that it holds, so data-parallel copies of a shard have the same
-name on every host. Arrays are treated as unsigned integers of the same width, which preserves every bit.
+A shard is named by its leaf and the range of the array that it holds, so data-parallel replicas of a shard have the
+same name on every host. Arrays are treated as unsigned integers of the same width, which preserves every bit.
 """
 
 import functools

@@ -57,7 +57,7 @@ def _run(command: Command, options: argparse.Namespace, pairs: list[str]) -> int
         print(f"mstrain {mstrain.__version__}")
         return 0
     if options.help:
-        usage = f"mstrain {command.name} [key=value ...], or python {command.name}.py [key=value ...]"
+        usage = f"mstrain {command.name} [key=value ...], or python -m mstrain {command.name} [key=value ...]"
         print("\n".join([command.summary, "", usage, "", OPTIONS, "", *command.help_lines(pairs)]))
         return 0
     if not (options.cfg or options.multirun):

@@ -123,7 +123,7 @@ def _quoted(key: str, value: str) -> str:
 
 
 def _expand(kind: type, key: str, value: str, groups: list[str]) -> str:
-    """`parallel=wang` is short for `parallel.algorithm=wang` where the nested config says so."""
+    """`parallel=wang` is short for `parallel.algorithm=wang` where the nested config defines this."""
     nested = typing.get_type_hints(kind).get(key)
     shorthand = getattr(nested, "SHORTHAND", None)
     if key in groups or shorthand is None:

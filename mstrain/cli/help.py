@@ -19,14 +19,17 @@ OPTIONS = """Options:
   --version          print the version"""
 
 
-def describe_keys(kind: type, name: str) -> list[str]:
-    """The keys of the config `kind`, composed from NAME.yaml: files to choose from, then every key by section."""
+def describe_keys(kind: type, name: str, experiments: bool = True) -> list[str]:
+    """The keys of the config `kind`, composed from NAME.yaml: files to choose from, then every key by section.
+
+    `experiments`: whether the command takes the files of conf/experiment/.
+    """
     hints, defaults = typing.get_type_hints(kind), defaults_of(kind, name)
     groups = groups_of(kind)
     lines = ["Files to choose from (conf/):"] if groups else []
     for group in groups:
         lines += _wrapped(f"{group}=NAME", " ".join(choices(group)))
-    if groups and choices(EXPERIMENT):
+    if groups and experiments and choices(EXPERIMENT):
         lines += _wrapped(f"{EXPERIMENT}=NAME", " ".join(choices(EXPERIMENT)))
     nested = {name: hint for name, hint in hints.items() if is_config(hint)}
     lines += ["", "Keys, each with its default:", *_section(kind, "", defaults, skip=nested)]

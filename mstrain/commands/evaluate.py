@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mstrain.checks import at_least, one_of
-from mstrain.cli import Command, describe_keys, own_config
-from mstrain.commands.recorded import Source, check_new_file
+from mstrain.cli import Command, own_config
+from mstrain.commands.recorded import Source, check_new_file, help_of
 
 SPLITS = ("validation", "train", "all")
 
@@ -20,10 +20,11 @@ class EvaluateConfig(Source):
     split: str = "validation"
     """Part of the data: `validation`, `train`, or `all` of it."""
     batches: int | None = None
-    """Only so many validation batches, those of a run's own evaluations; null takes every token of the split once."""
+    """Number of validation batches, the same as in evaluations of the run; null evaluates every token of the split
+    once."""
     documents: str | None = None
-    """New file for the loss of every document, one JSON object each. Documents are then read one by one, without those
-    before."""
+    """New file for the loss of every document, one JSON object each. Documents are then evaluated one by one, without
+    preceding documents as context."""
     out: str | None = None
     """New file for the results, a JSON object."""
 
@@ -33,7 +34,7 @@ class EvaluateConfig(Source):
         if self.batches is not None:
             at_least("", self, batches=1)
             if self.split != "validation" or self.documents:
-                raise ValueError("batches= are validation batches. Remove batches=, or split= and documents=.")
+                raise ValueError("batches= counts validation batches. Remove batches=, or split= and documents=.")
         check_new_file("documents", self.documents)
         check_new_file("out", self.out)
         if self.out is not None and self.out == self.documents:
@@ -58,7 +59,7 @@ def main(arguments: list[str]) -> int:
     with joined(process, config.hosts, config.run_dir, devices) as job:
         run = prepare(config, job, shard_if_possible=True)
         if own.split != "validation" and run.corpus.stream:
-            raise ValueError(f"split={own.split} needs all tokens, and data.window keeps some. Remove data.window.")
+            raise ValueError(f"split={own.split} needs all tokens, but data.window keeps some. Remove data.window.")
         name, params = own.parameters(job, run.module)
         begun = time.perf_counter()
         results = _in_batches(own.batches, run, params) if own.batches else _measured(own, run, params)
@@ -157,7 +158,7 @@ def _show(results: dict[str, Any], console) -> None:
 
 
 def help_lines(_: list[str]) -> list[str]:
-    return describe_keys(EvaluateConfig, "evaluate")
+    return help_of(EvaluateConfig, "evaluate")
 
 
 COMMAND = Command("evaluate", main, (__doc__ or "").strip(), load_config, help_lines, folder=None)

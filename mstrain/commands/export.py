@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 
 from mstrain.checks import one_of
-from mstrain.cli import Command, describe_keys, own_config
-from mstrain.commands.recorded import Source, on_one_device
+from mstrain.cli import Command, own_config
+from mstrain.commands.recorded import Source, help_of, on_one_device
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
             console.print(origin.left_out)
         if module.model.mtp_layers and not target.family.mtp:
             console.print(
-                f"A {target.family.model_type} has no tensors for layers that predict further tokens: left out."
+                f"The multi-token prediction layers are left out: {target.family.model_type} has no tensors for them."
             )
         if not tokenizer and not origin:
             console.print("The run has no tokenizer, so the folder has none.")
@@ -96,7 +96,7 @@ def _target(own: ExportConfig, model, tokenizer):
 
 
 def help_lines(_: list[str]) -> list[str]:
-    return describe_keys(ExportConfig, "export")
+    return help_of(ExportConfig, "export")
 
 
 COMMAND = Command("export", main, (__doc__ or "").strip(), load_config, help_lines)

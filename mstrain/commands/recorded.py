@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from mstrain.cli import compose
+from mstrain.cli import compose, describe_keys
 from mstrain.commands import train
 from mstrain.job.job import ALONE, Job
 from mstrain.models.hub.folder import Folder
@@ -12,6 +12,11 @@ from mstrain.training.config import RunConfig
 from mstrain.training.record import RUN, argument_of, read, recorded_overrides
 
 _OF_PATH = [f"data.{key}" for key in ("path", "mixture", "validation", "name", "split", "revision")]
+
+
+def help_of(kind: type, command: str) -> list[str]:
+    """The keys of a command that reads a model, and where those of train are listed."""
+    return [*describe_keys(kind, command), "", "Keys of train choose mesh, algorithms and data: mstrain train --help."]
 
 
 @dataclasses.dataclass(frozen=True)

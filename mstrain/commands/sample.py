@@ -9,9 +9,9 @@ from pathlib import Path
 import yaml
 
 from mstrain.checks import at_least
-from mstrain.cli import Command, describe_keys, own_config
+from mstrain.cli import Command, own_config
 from mstrain.commands.prompts import read_prompts, text_of
-from mstrain.commands.recorded import Source, check_new_file, on_one_device
+from mstrain.commands.recorded import Source, check_new_file, help_of, on_one_device
 from mstrain.program.inference import Draw
 from mstrain.training.config import RunConfig
 
@@ -26,18 +26,19 @@ class ContinueConfig(Source):
     prompt: str | None = None
     """Text to continue; null takes that of the run (sample.prompt)."""
     prompts: str | None = None
-    """File of prompts instead, one per line, or `.jsonl` with objects that have `prompt` (with chat=true also
-    `messages`). batch= of them run at once."""
+    """File of prompts, one per line, or `.jsonl` with objects that have `prompt` (with chat=true also `messages`),
+    instead of prompt=. batch= of them run at once."""
     chat: bool = False
-    """Write a prompt as the question of a conversation, by the chat template of the tokenizer."""
+    """Format a prompt as the question of a conversation, with the chat template of the tokenizer."""
     tokens: int = 100
-    """Most tokens to sample for a prompt. Positions that a model learns end at its `model.context`."""
+    """Largest number of tokens to sample for a prompt. With learned positions, prompt and sample have at most
+    `model.context` tokens."""
     temperature: float = 0.7
     """Sampling temperature; 0 takes the most likely token."""
     top_k: int = 0
-    """Sample among so many most likely tokens; 0 for all."""
+    """Sample from this number of most likely tokens; 0 for all."""
     top_p: float = 1.0
-    """Sample among the fewest most likely tokens whose probabilities add up to this; 1 for all."""
+    """Sample from the smallest set of most likely tokens whose probabilities add up to this; 1 for all."""
     seed: int = 0
     """Seed of the samples. A prompt's sample does not depend on the other prompts, batch= or mesh=, up to rounding."""
     stop: str | None = None
@@ -89,7 +90,7 @@ def main(arguments: list[str]) -> int:
     with joined(process, config.hosts, config.run_dir, devices) as job:
         module, tokenizer, _ = build_module(with_weights_in_place(config), job, any_batch=True)
         if tokenizer is None:
-            raise ValueError(f"{own} has no tokenizer, so it continues no text. Type tokenizer= of the model.")
+            raise ValueError(f"{own} has no tokenizer to encode a prompt. Type tokenizer= of the model.")
         _sample(own, config, prompts or [own.prompt or config.sample.prompt], job, module, tokenizer)
     return 0
 
@@ -141,7 +142,7 @@ def _sample(own: ContinueConfig, config: RunConfig, prompts: list, job, module, 
 
 
 def help_lines(_: list[str]) -> list[str]:
-    return describe_keys(ContinueConfig, "sample")
+    return help_of(ContinueConfig, "sample")
 
 
 COMMAND = Command("sample", main, (__doc__ or "").strip(), load_config, help_lines, folder=None)

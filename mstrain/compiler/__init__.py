@@ -1,4 +1,4 @@
-"""Compile for a TPU that is not there, and read from its schedule what a step will cost.
+"""Compiles programs for a TPU that is not present, and predicts their time from the schedule.
 
 target = make_target("v5p-64", "4x8")
 schedule = predict(compile_program(product_program(plan, tokens, in_dim, out_dim, jnp.bfloat16), target))

@@ -1,4 +1,4 @@
-"""Which collective an instruction is, over which links it runs and how long that takes."""
+"""The collective of an instruction: its kind, the links that it uses, and its time."""
 
 import dataclasses
 import json
@@ -53,7 +53,8 @@ def find_collective(module: Module, computation: str, instruction: Instruction, 
 
 
 def _true_kind(kind: str, instruction: Instruction, inside: list[Instruction]) -> str:
-    """A fusion that sums everything and keeps its own part moves what a reduce-scatter moves."""
+    """The kind by the bytes that are sent: a fusion that sums everything and keeps its own part counts as a
+    reduce-scatter."""
     fused = instruction.opcode == "fusion" and kind == "all-reduce"
     return "reduce-scatter" if fused and any(i.opcode == "dynamic-slice" for i in inside) else kind
 
@@ -96,7 +97,7 @@ _HBM_ACCESSES = {"all_gather": 2, "reduce_scatter": 3}
 
 
 def find_rings(attributes: str, group: list[int], torus: Torus) -> Rings:
-    """The rings that the compiler chose, where it prints them, and those that use all links elsewhere.
+    """The rings that the compiler chose, where it prints them; otherwise rings that use all links.
 
     The SparseCore prints colors: each carries an equal share of the data in one direction, through its rings one after
     the other. The TensorCore prints the name of an emitter: `1D` is one ring through all devices.
@@ -143,9 +144,8 @@ def _ring(ring: dict) -> tuple[int, tuple[Lane, ...], float] | None:
 
 
 def across_slices(module: Module, computation: str, send: Instruction, machine: Machine) -> Collective:
-    """The collective among the devices at the same place of all TPU slices that a `send` to the host starts.
-
-    The host's runtime carries it out: every device sends the parts of a ring, all over the network of its slice.
+    """The collective that a `send` to the host starts, among the devices at the same position in all TPU slices. The
+    host's runtime executes it: every device sends the parts of a ring over the network of its slice.
     """
     transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', send.attributes)
     kind = (transfer[1] if transfer else "ALL_REDUCE").lower().replace("_", "-")

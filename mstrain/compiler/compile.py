@@ -29,7 +29,7 @@ class Compiled:
     seconds: float
 
     def check_fits(self) -> None:
-        """Raises DoesNotFit when a device has too little memory: XLA compiles some that nothing holds."""
+        """Raises DoesNotFit when a device has too little memory: XLA compiles some programs that do not fit."""
         if not self.memory.fits:
             message = _does_not_fit(self.name, self.target, self.memory.peak)
             raise DoesNotFit(message, self.memory.peak, self.memory.limit)
@@ -44,7 +44,7 @@ class DoesNotFit(ValueError):
 
 
 class OutOfScratch(ValueError):
-    """A kernel needs more of a memory on the chip, such as VMEM, than its limit: no smaller step mends that."""
+    """A kernel needs more of a memory on the chip, such as VMEM, than its limit; a smaller step does not help."""
 
 
 def compile_program(

@@ -14,7 +14,7 @@ from mstrain.program.program import Program
 
 def target_mesh(target: str, mesh: str) -> Mesh:
     """A mesh of the absent devices of a TPU slice: `target_mesh("v5p-64", "4x8")` has axes `row` and `col`, and
-    `replica` and `data` of size 1. A mesh of one's own may be made of its `devices`.
+    `replica` and `data` of size 1. Other meshes can be constructed from its `devices`.
 
     Raises ValueError for an unknown slice, a mesh that does not fit, and without the TPU compiler (libtpu).
     """

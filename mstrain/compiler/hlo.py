@@ -1,4 +1,4 @@
-"""Scheduled HLO text as computations of instructions: the printed form, no operation's meaning."""
+"""Scheduled HLO text parsed into computations of instructions, without the semantics of operations."""
 
 import dataclasses
 import functools
@@ -86,7 +86,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Reads a module; raises ValueError if it is not scheduled, because its order would mean nothing."""
+    """Reads a module; raises ValueError if it is not scheduled, because its order is not that of execution then."""
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError("this HLO text is not scheduled: compile the program, then take compiled.as_text()")
     computations, entry, name, body = {}, "", None, []

@@ -1,4 +1,5 @@
-"""Cycles of custom kernels, for which XLA estimates nothing: what they visit, at the rates of the chip's units."""
+"""Cycles of custom kernels, for which XLA has no estimate: from the blocks that they visit and the rates of the chip's
+units."""
 
 import math
 import re
@@ -19,8 +20,8 @@ PRODUCTS = {"fwd": 2, "bwd": 5}  # scores and values; scores again and the gradi
 
 
 def kernel_cycles(kernel: Instruction, operands: list[Instruction], machine: Machine) -> float:
-    """Cycles of a custom kernel: of what a grouped product visits, or of its own cost estimate, or of its attention,
-    or of its bytes."""
+    """Cycles of a custom kernel: from the blocks that a grouped product visits, or its own cost estimate, or its
+    attention, or its bytes."""
     if match := GROUPED.search(kernel.attributes):
         return _grouped_cycles(kernel, operands, match[1] == "tgmm", machine)
     cost = kernel.cost_estimate
@@ -39,7 +40,7 @@ def kernel_cycles(kernel: Instruction, operands: list[Instruction], machine: Mac
 def _grouped_cycles(kernel: Instruction, operands: list[Instruction], summed: bool, machine: Machine) -> float:
     """Cycles of a product of rows with the weights of their groups (`mstrain.gemm.ragged`).
 
-    All rows have a group, but those in the margin of a round of `mstrain.gemm.expert_exchange`: kernels skip them.
+    All rows have a group, except those in the margin of a round of `mstrain.gemm.expert_exchange`, which kernels skip.
     """
     shapes = [re.match(r"(\w+)\[([\d,]+)\]", part.shape) for part in (*operands, kernel)]
     matrices = [[int(n) for n in match[2].split(",")] for match in shapes if match and match[1] != "s32"]
@@ -74,9 +75,8 @@ def _attention_cycles(kernel: Instruction, operands: list[Instruction], machine:
 
 
 def visited(kernel: Instruction, part: str, queries: int, keys: int) -> float:
-    """Share of the score matrix in blocks that a causal mask leaves something of, from the blocks the kernel states.
-
-    Half of the matrix where it states none.
+    """Share of the score matrix in blocks that a causal mask does not remove entirely, from the block sizes that the
+    kernel states; half of the matrix where it states none.
     """
     names = ("block_q", "block_kv") if part == "fwd" else ("block_q_dkv", "block_kv_dkv")
     stated = (re.search(rf'\\*"{name}\\*": *(\d+)', kernel.attributes) for name in names)

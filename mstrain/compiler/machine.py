@@ -1,4 +1,4 @@
-"""What a schedule is timed on: rates of a chip, the torus, and the range in which its unknown numbers lie."""
+"""The machine that a schedule is timed on: rates of a chip, the torus, and ranges of unpublished constants."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ VECTOR_UNITS = {"v2": (1, 2), "v3": (1, 2), "v4": (2, 2), "v5e": (1, 4), "v5p": 
 
 @dataclasses.dataclass(frozen=True)
 class KernelRates:
-    """What a custom kernel, for which XLA estimates nothing, is held to.
+    """Rates of the units that determine the time of a custom kernel, for which XLA has no estimate.
 
     Attributes:
       vector: operations a cycle of the vector units.
@@ -72,13 +72,13 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Unknowns:
-    """Numbers that nobody has published for these chips, as one end or the middle of what is plausible.
+    """Unpublished constants of these chips: one end, or the middle, of a plausible range.
 
     Attributes:
       latency: factor on launch and sync times. The table's were fitted on TPU v4; "How to Scale Your Model" gives about
         1 us a hop, a fifth of the fit.
       hbm: share of the published HBM bandwidth that a program reaches.
-      overlap: see `KernelRates`. Between kernels whose units work one after the other and perfectly pipelined ones.
+      overlap: see `KernelRates`. From units that work one after the other (0) to perfectly pipelined ones (1).
     """
 
     latency: float
@@ -118,7 +118,7 @@ def machine_for(target: Target, unknowns: Unknowns = EXPECTED) -> Machine:
 def torus_for(target: Target) -> Torus:
     """The places of a target's devices, and the network between its slices.
 
-    Dims of two chips have one link between them, however they are wired.
+    Dims of two chips have one link between them, with any wiring.
     """
     tpu_slice = target.tpu_slice
     sizes = (*tpu_slice.topology, tpu_slice.chip.slice_rules.devices_per_chip)

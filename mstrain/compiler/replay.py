@@ -1,8 +1,8 @@
 """Executes the steps of a schedule: one TensorCore, one HBM, and every direction of every link.
 
 A direction of a link carries one collective at a time. An operation takes the compiler's estimate, or the time in which
-its own bytes and those of the collectives beside it pass the HBM, whichever is longer. Copies between memories use what
-the others leave of the HBM; who waits for one waits for what is left of it.
+its own bytes and those of the collectives beside it pass the HBM, whichever is longer. Copies between memories use the
+remaining HBM bandwidth; an operation that waits for a copy waits for the rest of it.
 """
 
 import dataclasses

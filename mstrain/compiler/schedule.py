@@ -1,8 +1,9 @@
-"""Read a TPU compiler's scheduled program: what a device computes, which collectives run meanwhile, what is exposed.
+"""Reads the scheduled program of a TPU compiler: what a device computes, which collectives run at the same time, and
+which are exposed.
 
-Order is the program's, cycles of compute operations are the compiler's estimates, and times of collectives come
-from bytes, links and the rings that the compiler chose (`mstrain.compiler.collectives`). Not modelled: devices that
-run late.
+The order is that of the program, cycles of compute operations are the compiler's estimates, and times of collectives
+follow from bytes, links and the rings that the compiler chose (`mstrain.compiler.collectives`). Not modelled: devices
+that run late.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from mstrain.timeline import Timeline, exposed_communication
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What one device does in one execution of a program.
+    """The activity of one device in one execution of a program.
 
     Attributes:
       seconds: predicted time.

@@ -1,4 +1,4 @@
-"""The scheduled program as what a device does, one step after the other: compute, start, copy, wait, loop."""
+"""The scheduled program as a sequence of steps of a device: compute, start, copy, wait, loop."""
 
 import dataclasses
 import re
@@ -34,7 +34,7 @@ class Compute:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Starts a collective, which runs beside what follows. `handle` is known to `Wait`."""
+    """Starts a collective, which runs beside the following steps. `Wait` refers to its `handle`."""
 
     name: str
     handle: str
@@ -43,7 +43,8 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """Starts a copy between memories of the device, which runs beside what follows. `handle` is known to `Wait`."""
+    """Starts a copy between memories of the device, which runs beside the following steps. `Wait` refers to its
+    `handle`."""
 
     handle: str
     hbm_bytes: float
@@ -51,7 +52,7 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True)
 class Wait:
-    """Continues when the collective or copy behind `handle` is done."""
+    """Continues when the collective or copy of `handle` is done."""
 
     handle: str
 
@@ -137,7 +138,7 @@ class Translator:
         return [Compute(i.name, kind, cycles, moved)] if cycles else []
 
     def _copy(self, computation: str, i: Instruction) -> list:
-        """What is copied is the result of the `-done`; memory on the chip costs the HBM nothing."""
+        """The copied value is the result of the `-done`; memory on the chip takes no HBM bandwidth."""
         if i.opcode.endswith("-done"):
             return [Wait(i.operands[0])] if i.operands else []
         if i.opcode == "copy-start":  # its shape is (target, source, ...)
@@ -170,7 +171,7 @@ class Translator:
         return [Wait(start.name)] if phase == "done" else [Start(i.name, start.name, collective)]
 
     def _start_of(self, computation: str, i: Instruction) -> Instruction | None:
-        """The start of a done or an update, behind tuples, updates and GeMMs that carry it on."""
+        """The start of a done or an update, found through tuples, updates and GeMMs that pass it on."""
         for name in i.operands:
             operand = self.module.find(computation, name)
             if operand is None:
@@ -197,8 +198,8 @@ class Translator:
         return "move" if opcodes & MOVES and opcodes <= MOVES | FREE | joins | {"fusion"} else "other"
 
     def _trips(self, loop: Instruction) -> int:
-        """The known trip count, or the bound that the counter of a scan is compared with; 0 for what an even load of
-        experts does not need."""
+        """The known trip count, or the bound that the counter of a scan is compared with; 0 for rounds that an even
+        load of experts does not need."""
         if FURTHER in loop.attributes:
             return 0
         if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
@@ -219,12 +220,12 @@ def _phase(i: Instruction) -> str | None:
 
 
 def _continues(computation: str) -> bool:
-    """Whether a fusion's computation carries on a collective that an earlier fusion has started."""
+    """Whether a fusion's computation continues a collective that an earlier fusion has started."""
     return computation.startswith("async_collective_fusion")
 
 
 def _is_index(i: Instruction) -> bool:
-    """Scalars compute where a slice begins, not data."""
+    """Whether an instruction is a scalar: these compute start indices of slices, not data."""
     return bool(re.match(r"[su]\d+\[\]", i.shape))
 
 

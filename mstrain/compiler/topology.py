@@ -1,4 +1,4 @@
-"""The devices of a pod slice that is not there, and a mesh over them.
+"""The devices of a TPU slice that is not present, and a mesh over them.
 
 JAX's topology descriptions come from libtpu, which holds the whole XLA:TPU compiler and runs on any Linux
 machine.
@@ -25,14 +25,15 @@ _ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A mesh of the absent devices of `tpu_slice`: nothing can be put on them, programs are compiled for them."""
+    """A mesh of the absent devices of `tpu_slice`, for which programs can be compiled but on which no array can be
+    placed."""
 
     tpu_slice: TpuSlice
     mesh: Mesh
 
 
 def missing_compiler() -> str | None:
-    """Why nothing can be compiled for a TPU here and what to type, or None when it can."""
+    """Why programs cannot be compiled for a TPU on this machine, and what to type; None if they can."""
     wanted = next(
         (
             match[1]
@@ -53,7 +54,7 @@ def missing_compiler() -> str | None:
 
 @contextlib.contextmanager
 def quiet():
-    """Keeps what the compiler's C++ library writes to standard output and error from the user."""
+    """Discards what the compiler's C++ library writes to standard output and error."""
     with tempfile.TemporaryFile() as sink, contextlib.ExitStack() as stack:
         for stream in (1, 2):
             saved = os.dup(stream)
@@ -83,10 +84,10 @@ def tpu_slice_devices(tpu_slice: TpuSlice) -> tuple:
 
 
 def make_target(tpu_slice: str | TpuSlice, mesh: str | MeshShape) -> Target:
-    """Lays a mesh on a slice: `make_target("v5p-64", "4x8")`.
+    """Places a mesh on a slice: `make_target("v5p-64", "4x8")`.
 
-    A mesh axis takes whole torus axes where it can (`TpuSlice.mesh_shapes`) and part of one otherwise. Surplus
-    devices of one slice become data-parallel copies. Over several slices, axis `replica` has as many.
+    A mesh axis takes whole torus axes where it can (`TpuSlice.mesh_shapes`) and part of one otherwise. Surplus devices
+    of one slice become data-parallel replicas. Over several slices, the size of axis `replica` is their number.
 
     Raises:
       ValueError: no such slice or mesh, sizes that do not match, or no compiler.

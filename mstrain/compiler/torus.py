@@ -1,7 +1,7 @@
-"""Where the devices of a mesh are on the torus, and which links their messages load.
+"""The places of a mesh's devices on the torus, and the links that their messages use.
 
-Every link has two directions that do not wait for each other. A `Lane` is one direction of all links along one torus
-dim; dims are numbered as in the topology, and the cores of a chip are one more dim behind them.
+Every link has two independent directions. A `Lane` is one direction of all links along one torus dim; dims are numbered
+as in the topology, and the cores of a chip are one more, last dim.
 """
 
 import collections
@@ -82,8 +82,8 @@ class Torus:
         """The rings on which a collective among `group` runs when its data is split over all links it has.
 
         Both directions of a closed dim carry a share each; an open line carries one, because the device at its end
-        receives everything over one link. Data over several dims is split again by the order of the dims, so that
-        the links of all are busy, and the way is as long as the dims together ("How to Scale Your Model", sharding).
+        receives everything over one link. Data over several dims is divided among the orders of the dims, so that the
+        links of all dims are in use, and a path is as long as the dims together ("How to Scale Your Model", sharding).
         """
         block = self._block(group)
         links = sum(2 if block.closed[dim] else 1 for dim in block.chips)

@@ -46,8 +46,8 @@ class DataConfig:
     """File, folder, pattern such as `texts/**/*.md`, or address that fsspec opens, such as gs://bucket/texts; gzip and
     Zstandard are decompressed. With data=hf, file or folder, or a dataset's name on the Hugging Face Hub."""
     mixture: str | None = None
-    """Several paths with weights instead of data.path, such as `web:0.7 code/*.jsonl:0.3`; a word may begin with its
-    own source, `parquet=web:0.7`. A weight is a fraction of the sequences."""
+    """Several paths with weights instead of data.path, such as `web:0.7 code/*.jsonl:0.3`; a path may be preceded by
+    its own source, as in `parquet=web:0.7`. A weight is a fraction of the sequences."""
     validation: str | None = None
     """Path of the validation data, or with data=hf a split. Null takes the data's own validation split, and holds out
     `validation_fraction` of the documents if it has none."""
@@ -64,11 +64,11 @@ class DataConfig:
     """Largest fraction of lines or rows (jsonl, parquet, chat), from 0 to 1, that may be skipped because they are not
     JSON or have no text under `field`. They are counted; skipped.txt beside the tokens lists them."""
     bos: str = "auto"
-    """Token before every document: `none`, a token's text, or `auto` (the one that the tokenizer puts before a text).
+    """Token before every document: `none`, a token's text, or `auto` (the token that the tokenizer adds before a text).
     The choice is printed."""
     eos: str = "auto"
-    """Token after every document: `none`, a token's text, or `auto` (that of the tokenizer's folder, or else a
-    well-known name). The choice is printed."""
+    """Token after every document: `none`, a token's text, or `auto` (that of the tokenizer's folder, or else a token
+    with a well-known name). The choice is printed."""
     template: str | None = None
     """Jinja file of the chat template (chat). Null takes the tokenizer's, or a default template."""
     window: int | None = None
@@ -93,7 +93,7 @@ class DataConfig:
         mounted("data.cache_dir", self.cache_dir)
         self._check_used()
         if "path" in self.options_read and not self.path and not self.mixture:
-            raise ValueError(f"data={self.source} needs to know what to read: add data.path=FILE_OR_FOLDER")
+            raise ValueError(f"data={self.source} needs a path: add data.path=FILE_OR_FOLDER")
         self._check_together()
         if not 0 < self.validation_fraction <= 0.5:
             raise ValueError(

@@ -133,7 +133,7 @@ def _streamed(config: DataConfig, tokenizer: str, seed: int, on_progress: Callab
         raise ValueError("tokenizer=bpe is trained on a whole corpus, not on data.window: type tokenizer=FILE of one")
     files, held_out, _ = split_files(config)
     if held_out is None:
-        raise ValueError("data.window reads some files at a time, so it holds nothing out: add data.validation=PATH")
+        raise ValueError("data.window cannot hold out validation data: add data.validation=PATH")
     cache = Path(config.cache_dir).expanduser()
 
     def make(names: tuple[str, ...]) -> Corpus:
@@ -187,7 +187,7 @@ def _flat(config: DataConfig, spec: str, vocab_size: int | None) -> Corpus:
     known = load_tokenizer(spec) if config.has_tokenizer(spec) else None
     if known is None and vocab_size is None:
         raise ValueError(
-            "data=tokens needs to know the vocabulary of its tokens: type vocab_size=50257 (that of GPT-2), or "
+            "data=tokens needs the size of the vocabulary: type vocab_size=50257 (that of GPT-2), or "
             "tokenizer=FILE of the tokenizer that made them"
         )
     if known and vocab_size not in (None, known.vocab_size):

@@ -24,8 +24,8 @@ class Rows:
         self._file, self._seq, self._pack = file, seq, pack
         if pack != "concat" and not file.marks and file.eod is None:
             raise ValueError(
-                f"pack={pack} needs to know where documents end, and {file.path} has no token for it: type "
-                "data.eos=TOKEN or pack=concat"
+                f"pack={pack} needs an end-of-document token, and {file.path} has none: type data.eos=TOKEN or "
+                "pack=concat"
             )
         grid = pack == "concat" or (pack == "segments" and not file.marks)
         starts = np.zeros(1, np.int64) if grid else document_starts(file)

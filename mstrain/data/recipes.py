@@ -105,7 +105,7 @@ def text_recipe(config: DataConfig, spec: str, vocab_size: int | None, window: t
             if chosen.vocab_size < vocab_size:
                 warnings.append(f"the text yields {chosen.vocab_size} of vocab_size={vocab_size} tokens")
         if chosen.eod is None and config.eos == "auto":
-            warnings.append(f"tokenizer={spec} has no end-of-document token: documents follow without a mark")
+            warnings.append(f"tokenizer={spec} has no end-of-document token: nothing separates documents")
         chosen.save(folder)
         reading = [(source, split, Skips(source.unit, limit))]
         if held_out:

@@ -38,7 +38,7 @@ def read_header(path: Path, descriptor: int) -> dict:
         raise ValueError(f"{path} is not an mstrain token file of version {VERSION}, or its header is damaged: {FIX}")
     expected = HEADER_BYTES + header["num_tokens"] * dtype_of(header["vocab_size"]).itemsize
     if size != expected:
-        raise ValueError(f"{path} has {size} bytes where its header promises {expected}: {FIX}")
+        raise ValueError(f"{path} has {size} bytes, but its header states {expected}: {FIX}")
     return {key: header[key] for key in ("vocab_size", "num_tokens", "num_documents", "text_bytes", "digest")}
 
 

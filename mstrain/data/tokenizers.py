@@ -238,7 +238,7 @@ def marked(tokenizer: Tokenizer, bos: str, eos: str) -> str:
 def describe_marks(tokenizer: Tokenizer) -> str:
     """For example: documents end with token 50256."""
     begin = f"begin with token {tokenizer.bos} and " if tokenizer.bos is not None else ""
-    end = f"end with token {tokenizer.eod}" if tokenizer.eod is not None else "end without a mark"
+    end = f"end with token {tokenizer.eod}" if tokenizer.eod is not None else "end without a token"
     return f"documents {begin}{end}"
 
 

@@ -1,4 +1,4 @@
-"""The loss of the best model without context, a baseline for trained models."""
+"""The loss of the best unigram model (without context), a baseline for trained models."""
 
 from typing import Any
 

@@ -30,7 +30,7 @@ class Layout:
 class Grid:
     """Mesh axes used as rows and as columns of a product; either may be empty.
 
-    `scatter`: whether gradients of weights are summed over data-parallel copies by reduce_scatter where they divide.
+    `scatter`: whether gradients of weights are summed over data-parallel replicas by reduce_scatter where they divide.
     """
 
     mesh: Mesh | AbstractMesh
@@ -53,7 +53,7 @@ class Grid:
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """The mesh axes of data-parallel copies."""
+        """The mesh axes of data-parallel replicas."""
         return tuple(axis for axis in COPIES if axis in self.mesh.shape)
 
     @property

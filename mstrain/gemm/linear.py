@@ -1,4 +1,4 @@
-"""`y = x @ w` as a plan says, with its backward pass.
+"""`y = x @ w` computed by a plan, with its backward pass.
 
 The backward pass of a dataflow uses the other two dataflows. The stationary matrix stays the same, and no matrix is
 transposed in memory (MeshSlice paper, Table 1):
@@ -38,14 +38,14 @@ def linear(
       x_TxI: tokens x features, sharded as `plan.input_layout`; its dtype is the dtype of the product.
       w: [in, out], or [out, in] for dataflow `ls`, sharded as `plan.grid.weight_spec`; any float dtype.
       plan: algorithm, dataflow, grid and slice count.
-      sink: unused zeros [copies, *w.shape] whose gradient is that of w before it is summed over data-parallel copies
+      sink: unused zeros [copies, *w.shape] whose gradient is that of w before it is summed over data-parallel replicas
         (`mstrain.models.prefetch`); w then has none. Not for algorithms that JAX differentiates.
       groups, rows: for weights of several experts [E, *w.shape], the experts of the tokens (`group_choices`), and the
         order of the rows of x and y, where rows replace tokens.
 
     Returns:
       y_TxO in the dtype of x, sharded as `plan.output_layout`. The gradient of w has the dtype of w, is summed over
-      data-parallel copies in float32 and sharded as `plan.grid.gradient_spec`.
+      data-parallel replicas in float32 and sharded as `plan.grid.gradient_spec`.
     """
     if plan.kind.product:
         assert sink is None

@@ -60,7 +60,7 @@ class Plan:
         Args:
           in_dim: input features.
           out_dim: output features.
-          batch: sequences in one microbatch of one data-parallel copy.
+          batch: sequences in one microbatch of one data-parallel replica.
           what: the projection's name, for the message.
         """
         rows, cols = self.grid.num_rows, self.grid.num_cols

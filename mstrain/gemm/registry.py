@@ -25,7 +25,7 @@ def find_algorithm(name: str) -> Algorithm:
 def same_program(algorithm: str, dataflow: str, cols: int, slices: int) -> str:
     """The algorithm whose program a product of `algorithm` is.
 
-    In one slice MeshSlice is Collective, which is FSDP where activations do not travel: over rows alone.
+    In one slice MeshSlice is Collective, which is FSDP where activations are not communicated: with one column.
     """
     if slices == 1 and find_algorithm(algorithm).sliced:
         algorithm = collective.ALGORITHM.name

@@ -1,7 +1,7 @@
 """The file that `bench=calibrate` writes and predictions read: measured times of the devices present.
 
-The name of every number has its unit. Times are those of one device while all devices of the mesh do the
-same, so the times of emulated devices include that they share cores.
+The name of every number contains its unit. Times are those of one device while all devices of the mesh do the same, so
+times of emulated devices include the effect of sharing cores.
 """
 
 import dataclasses
@@ -39,13 +39,14 @@ class Calibration:
     """Measured times of one kind of device.
 
     Attributes:
-      device_kind: as JAX names it; platform: as JAX names it; devices: that worked at once.
+      device_kind: as JAX names it; platform: as JAX names it; devices: number of devices that ran at the same time.
       dtype: of the products. jax: its version. date: ISO 8601, UTC. source: the measurement in words.
-      dispatch_seconds: to start a program on all devices. argument_seconds: for each argument or result more.
-      exponential_seconds, reduction_seconds, transpose_seconds: per element, beside the memory traffic.
-      kernels: element-wise kernels by size, the smallest one first. It is bound by its launch.
+      dispatch_seconds: time to start a program on all devices. argument_seconds: additional time of each argument or
+        result.
+      exponential_seconds, reduction_seconds, transpose_seconds: per element, in addition to the memory traffic.
+      kernels: element-wise kernels by size, the smallest one first, whose time is that of its launch.
       step_ratio: measured time of a small training step over the sum of its instructions' times, each measured in a
-        loop of its own: cold caches, new pages of memory and waiting threads add to it. 1 if not measured.
+        loop: in a step, cold caches, new pages of memory and waiting threads add time. 1 if not measured.
       gemm: a full grid of shapes.
       links: a `Link` for each of `KINDS`, by mesh axis; empty where one device was measured.
     """
@@ -105,7 +106,7 @@ class Calibration:
             )
 
     def constants(self, derived: Constants) -> Constants:
-        """The constants of the planner's cost model; those of `derived` for what was not measured."""
+        """The constants of the planner's cost model; constants that were not measured are those of `derived`."""
         axes = {
             axis: AxisLinks(*(self.links[axis][kind] for kind in COLLECTIVES)) if axis in self.links else links
             for axis, links in (("row", derived.row), ("col", derived.col))

@@ -55,7 +55,8 @@ class TpuSliceRules:
     """Names and shapes of the slices of a generation; shapes count chips along the torus axes.
 
     `one_ring`: the compiler runs a collective over several open torus axes in one ring through all its devices.
-    `one_ring_scatters`: so it does a reduce_scatter over several torus axes, open or closed, with all cores of chips.
+    `one_ring_scatters`: the same for a reduce_scatter over several torus axes, open or closed, with all cores of their
+    chips.
     """
 
     prefixes: tuple[str, ...]

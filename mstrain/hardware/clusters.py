@@ -1,8 +1,8 @@
 """Names of clusters: TPU slices, several of them, and GPUs in nodes.
 
 `v5p-512` and `v6e:8x8` are TPU slices, `4xv5p-512` is four of them joined by the data-center network. `h100:16384` is
-GPUs in nodes of eight (fewer: one node). `a100-80gb:8x64@200GB/s` is 8 GPUs a node, 64 nodes, and 200 GB/s of network
-a node, one way; nodes, links and network that are not given are those of the table of chips.
+GPUs in nodes of eight (fewer: one node). `a100-80gb:8x64@200GB/s` is 64 nodes of 8 GPUs with 200 GB/s of network per
+node in one direction; nodes, links and network that are not given are those of the table of chips.
 """
 
 import re
@@ -74,7 +74,7 @@ def _named(text: str, cluster: str) -> Pod:
             raise ValueError(f"{gpus[4]}Gb/s are gigabits. Type gigabytes: @{float(gpus[4]) / 8:g}GB/s.")
         network = float(gpus[4]) * 1e9 if gpus[4] else None
         if network == 0:
-            raise ValueError("A network of 0 GB/s carries nothing. Type its bandwidth a node one way.")
+            raise ValueError("The network has 0 GB/s. Type its bandwidth per node in one direction.")
         return gpu_pod(chip, devices, first if second else None, network, cluster)
     named = (gpu_named(part.strip()) for part in (text.partition(":")[0], *re.split(r"[\s:]|^\d+\s*x|-(?=\d+$)", text)))
     if chip := next(filter(None, named), None):

@@ -79,7 +79,8 @@ class Constants:
             raise ValueError(f"{self.name}: hbm_bandwidth must be positive (bytes/s) or null, not {self.hbm_bandwidth}")
 
     def along(self, rows: int, cols: int, turned: bool) -> "Constants":
-        """For a product in `rows` x `cols` parts: of its own rows and columns, which lie `turned` on the mesh."""
+        """The constants of a product on a `rows` x `cols` grid; with `turned`, the rows of its grid are the columns of
+        the mesh."""
         if self.ring and 1 in (rows, cols):
             return dataclasses.replace(self, row=self.ring, col=self.ring)
         return dataclasses.replace(self, row=self.col, col=self.row) if turned else self

@@ -21,16 +21,17 @@ class Efficiency:
 
     Attributes:
       matmul, memory, attention, link, network: fractions of the peaks in the table of chips.
-      flash2: as `attention`, of FlashAttention 2, where kernels for this generation are faster; None: the same.
-      softmax: features of a head in whose products its exponentials take as long.
+      flash2: `attention` of FlashAttention 2, which is slower than kernels for this generation; None: the same.
+      softmax: number of features of a head for which its products take as long as its exponentials.
       tiles: (rows, columns, relative rate) of the thread blocks of a GPU; a TPU has one, its systolic array.
-      host: bytes/s to or from host memory, one way.
+      host: bytes/s to or from host memory, in one direction.
       units: SMs of a GPU; 0 on a TPU, whose products are not rounded up to waves.
       fill: cost of starting a tile, as elements added to the contracted dim.
       launch: seconds between dependent kernels.
       schedule: measured over compiled seconds of a TPU's step.
-      overlap: share that compute hides of gathers of weights and sums of gradients over replicas of a slice.
-      others_overlap: the same in programs of other systems, from runs that were measured; None: as `overlap`.
+      overlap: share of the time of gathers of weights and sums of gradients over replicas of a slice that compute
+        hides.
+      others_overlap: the same in programs of other systems, from measured runs; None: as `overlap`.
       network_overlap: the same over several TPU slices.
       elementwise: bytes/s of element-wise work in programs of train.py over those of a long stream, relative to v5p.
       spread: relative standard deviation of the speed of devices of one kind.
@@ -77,7 +78,8 @@ class Efficiency:
         return 2.0 * count * rows * columns * summed / relative
 
     def hidden_of_replicas(self, slices: int, native: bool) -> float:
-        """The share that compute hides of gathers and sums over replicas on so many slices; `native`: of train.py."""
+        """The share of gathers and sums over replicas on so many slices that compute hides; `native`: in programs of
+        train.py."""
         if slices > 1:
             return self.network_overlap
         return self.overlap if native or self.others_overlap is None else self.others_overlap

@@ -1,7 +1,7 @@
-"""The links of axis `expert`, which divides the copies of a mesh into groups that exchange tokens by all-to-all.
+"""The links of axis `expert`, which divides the replicas of a mesh into groups that exchange tokens by all-to-all.
 
-On a torus half of a device's bytes cross the middle of each axis, so an exchange takes the time of the longest axis of
-those that a group spans, whatever their number.
+On a torus half of a device's bytes cross the middle of each axis, so the time of an exchange is that of the longest
+axis that a group spans, independent of the number of axes.
 """
 
 from mstrain.hardware.constants import AxisLinks
@@ -27,7 +27,8 @@ def owner_links(pod: Pod, sizes: tuple[int, ...], expert: int) -> AxisLinks:
 
 
 def exchange_link(pod: Pod, sizes: tuple[int, ...], expert: int) -> Link:
-    """The link with which a device sends what it exchanges along axis `expert`, a factor of the copies in `sizes`.
+    """The link that an exchange along axis `expert` takes, for a device; the axis is a factor of the replicas in
+    `sizes`.
 
     Seconds of bytes sent, those for the device itself included: launch + sync + bytes / bandwidth.
     """

@@ -1,8 +1,8 @@
 """Host file and cluster file of Metis: the hosts of a cluster and their links.
 
 A host file has one host per line, `ADDRESS slots=K` (or `ADDRESS K`), K being its number of devices, at most 9999. An
-address in several lines stands for as many hosts, as in the files of Metis. A cluster file is a JSON object from
-address to device type, bandwidths in GB/s and memory in GB per device.
+address in several lines denotes as many hosts, as in the files of Metis. A cluster file is a JSON object from address
+to device type, bandwidths in GB/s and memory in GB per device.
 """
 
 import re

@@ -14,11 +14,10 @@ KINDS = ("all_gather", "reduce_scatter")
 
 @dataclass(frozen=True)
 class Hidden:
-    """Shares, 0 to 1, of what can be hidden of a collective: its time, or the products beside it if they are shorter.
-
-    Of a product in one slice they are shares of all its collectives, of one in several slices of those of the first and
-    last slice, which its own slices leave exposed. `left`: the share of the time of all collectives of such a product
-    that is exposed beside that.
+    """Hidden shares, 0 to 1, of the part of a collective that can be hidden: its time, or that of the products beside
+    it if they are shorter. For a product in one slice they apply to all its collectives. For a product in several
+    slices they apply to those of the first and last slice, which its own slices leave exposed; `left` is the share of
+    the time of all its collectives that is exposed in addition.
     """
 
     all_gather: float = 0.0

@@ -137,11 +137,11 @@ class Pod:
 
     @property
     def memory_bytes(self) -> float:
-        """Of one device; infinite where the table of chips does not say."""
+        """Memory of one device; infinite where the table of chips has no value."""
         return self.chip.hbm_bytes or math.inf
 
     def meshes(self, outside: int, stages: int = 1) -> tuple[tuple[int, int], ...]:
-        """The (rows, cols) of the tensor devices of a plan with `outside` data x context devices.
+        """The (rows, cols) grids of the tensor-parallel devices of a plan with `outside` data x context devices.
 
         On a torus, without stages, each of them is made of whole axes of one slice, or is a part of one axis.
         """
@@ -191,7 +191,7 @@ def _links(pod: Pod, sizes: tuple[int, ...]) -> Links:
 
 
 def _laid(physical: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Parts, ...] | None:
-    """How the axes (stage, data, context, row, col) lie on a torus, where the planner knows their links."""
+    """How the axes (stage, data, context, row, col) are placed on a torus, where the planner can derive their links."""
     parts = torus_parts(physical, sizes) or ()
     whole = [all(part.size == physical[part.axis] for part in axis) for axis in parts]
     known = sizes[0] == 1 and all(full or len(axis) == 1 for full, axis in zip(whole[3:], parts[3:]))
@@ -208,7 +208,7 @@ def _joined(axes: tuple[Parts, ...]) -> Parts:
 
 
 def _winding_ring(pod: Pod, tensor: int) -> AxisLinks | None:
-    """One ring through all devices of a slice in both directions: XLA takes it where axes are parts of torus axes."""
+    """One ring in both directions through all devices of a slice, which XLA uses where axes are parts of torus axes."""
     if pod.tpu_slice is None or tensor != pod.tpu_slice.devices or len(pod.tpu_slice.physical_axes) < 2:
         return None
     one = constants_for(pod.chip).row
@@ -251,9 +251,8 @@ def _local(pod: Pod, parts: Parts, share: int) -> AxisLinks:
 
 
 def _two_levels(pod: Pod, local: AxisLinks, inner: int, outer: int) -> AxisLinks:
-    """Links with which a ring costs what its two levels do: first inside nodes, so that the network sees one part.
-
-    Across nodes the latency is that of a tree, which large sums of many nodes use.
+    """Links with which one ring takes the time of two levels: inside nodes first, so that each device sends one part
+    over the network. Across nodes the latency is that of a tree, which large sums over many nodes use.
     """
     size, network = inner * outer, pod.network_bandwidth()
     if outer == 1:

@@ -1,4 +1,4 @@
-"""How JAX lays the axes of a mesh on a torus, where some take only a part of a torus axis."""
+"""How JAX places the axes of a mesh on a torus, where some axes take only a part of a torus axis."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Part(NamedTuple):
-    """What a mesh axis has of a torus axis: `size` devices, every `stride`-th one.
+    """The part of a torus axis in a mesh axis: `size` devices, every `stride`-th one.
 
     `axis` is the number of the torus axis. The devices in between belong to later axes of the mesh.
     """
@@ -37,10 +37,9 @@ def torus_axes(physical: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple
 
 @lru_cache(maxsize=4096)
 def torus_parts(physical: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Parts, ...] | None:
-    """The parts of torus axes that each axis of a mesh is made of: `torus_axes`, or as JAX splits torus axes.
-
-    JAX lays the last mesh axis first, on as many devices of whole torus axes as it can, and then prefers torus axes
-    that are in use already. None where `sizes` cannot be all devices.
+    """The parts of torus axes that each axis of a mesh consists of: whole ones (`torus_axes`), or parts as JAX splits
+    torus axes. JAX places the last mesh axis first, on as many devices of whole torus axes as it can, and then prefers
+    torus axes that are in use already. None where `sizes` cannot be all devices.
     """
     if owned := torus_axes(physical, sizes):
         return tuple(tuple(Part(axis, physical[axis], 1) for axis in axes) for axes in owned)

@@ -56,12 +56,11 @@ class TpuSlice:
         return all(n % wrap == 0 for n in self.topology)
 
     def ring(self, parts: Parts, collective: str) -> tuple[float, int]:
-        """(links one way, steps) of a collective over parts of `physical_axes`, with all the links they have.
-
-        Both directions of a closed axis carry data; cores of a chip share its links ("How to Scale Your Model"), and so
-        do groups of devices that alternate along an axis. Over several torus axes some generations take one ring in
-        both directions through all devices instead, where the axes are open (`one_ring`), and in a reduce_scatter among
-        all devices of their chips (`one_ring_scatters`).
+        """(links in one direction, steps) of a collective over parts of `physical_axes` that uses all their links. Both
+        directions of a closed axis carry data; cores of a chip share its links ("How to Scale Your Model"), and so do
+        groups of devices that alternate along an axis. Over several torus axes some generations take one ring in both
+        directions through all devices instead, where the axes are open (`one_ring`), and in a reduce_scatter among all
+        devices of their chips (`one_ring_scatters`).
         """
         rules, chips = self.chip.slice_rules, sum(n > 1 for n in self.topology)
         along = [part for part in parts if part.axis < chips]
@@ -73,11 +72,11 @@ class TpuSlice:
         return links * cores / max((part.stride for part in along), default=1), sum(part.size - 1 for part in parts)
 
     def _closed(self, part: Part) -> bool:
-        """Whether a part of an axis has two ways between its devices."""
+        """Whether a part of an axis is a closed ring, with two paths between its devices."""
         return self.wraps and part.size > 2 and part.size * part.stride == self.physical_axes[part.axis]
 
     def mesh_shapes(self, data: int = 1) -> tuple[tuple[int, int], ...]:
-        """The (rows, cols) made of whole physical axes, with `data` data-parallel copies of the 2-D mesh."""
+        """The (rows, cols) made of whole physical axes, with `data` data-parallel replicas of the 2-D mesh."""
         shapes = set()
         for owners in itertools.product(range(3), repeat=len(self.physical_axes)):  # data, row or col
             sizes = [1, 1, 1]
@@ -94,7 +93,7 @@ class TpuSlice:
                 }
             )
             raise ValueError(
-                f"{self.name}: {data} data-parallel copies do not divide into whole torus axes {self.physical_axes}; "
+                f"{self.name}: {data} data-parallel replicas do not divide into whole torus axes {self.physical_axes}; "
                 f"use data={_nearest(data, sizes)} (possible: {', '.join(map(str, sizes))})"
             )
         return tuple(sorted(shapes))

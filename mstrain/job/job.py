@@ -167,7 +167,7 @@ class Job:
             elif len(self._early) < MAX_EARLY:  # another process is ahead of this one
                 self._early.append((process, message))
             else:
-                raise ValueError(f"nothing here handles {message['kind']!r}")
+                raise ValueError(f"unknown kind of message {message['kind']!r}")
 
     def _drop(self, process: int, error: Exception) -> None:
         self._dropped += 1

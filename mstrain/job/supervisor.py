@@ -44,7 +44,7 @@ class SuperviseConfig:
 
     def __post_init__(self):
         if "{host}" not in self.launch:
-            raise ValueError(f"launch={self.launch!r} names no {{host}}. Type launch='ssh -tt {{host}}'.")
+            raise ValueError(f"launch={self.launch!r} does not contain {{host}}. Type launch='ssh -tt {{host}}'.")
         if len(set(self.names)) != len(self.names) or not all(self.names):
             raise ValueError(f"hosts={self.hosts!r} is not a list of different hosts. Type hosts=a,b,c.")
         for name, least in (("port", 1), ("max_failures", 1), ("wait_seconds", 0), ("end_seconds", 1)):

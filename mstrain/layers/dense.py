@@ -29,7 +29,7 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(module: nn.Module, plan: Plan, storage: Storage, initializer: Callable) -> Kernel:
-    """The parameter `kernel` of a module that multiplies by it as `plan` says."""
+    """The parameter `kernel` of a module, for products of `plan`."""
     value = parameter(module, "kernel", initializer, storage, plan.grid.spec_of(storage.shape))
     return Kernel(value, module.get_variable("sinks", "kernel") if module.has_variable("sinks", "kernel") else None)
 

@@ -2,7 +2,7 @@
 
 The rounds of slices do not depend on each other, so the exchange of one runs beside the products of another. Further
 rounds, which only an uneven load needs, are a loop. Its backward pass computes each of them again, so nothing is saved
-that grows with their number. Gradients of kernels are sums over rounds, and then once over data-parallel copies.
+that grows with their number. Gradients of kernels are sums over rounds, and then once over data-parallel replicas.
 """
 
 import functools
@@ -97,7 +97,7 @@ def _further_rounds(round_of: Callable, first: int, count, kernels, x, weights, 
 
 
 def _sum_later(kernel: Kernel, dtype, plan: Plan) -> Kernel:
-    """`kernel` with a sink, whose gradient is summed over data-parallel copies once for all products with it."""
+    """`kernel` with a sink, whose gradient is summed over data-parallel replicas once for all products with it."""
     if plan.kind.product or kernel.sink is not None:
         return kernel
     with_sink: Any = _with_sink(kernel.value, dtype, plan)

@@ -14,8 +14,8 @@ def tune_products(
 ) -> dict[str, Choice]:  # fmt: skip
     """The tuner's dataflow and slice count of every product on a fixed mesh of `shape` (rows, columns).
 
-    `constants` replace those of the chip, which have one link for every axis. Returns an empty dict if nothing is
-    `auto`, if the chip is unknown, or if no choice is legal (the checks of the plan then report the reason).
+    `constants` replace those of the chip, which have one link per axis. Returns an empty dict if nothing is `auto`, if
+    the chip is unknown, or if no choice is legal (the checks of the plan then report the reason).
     """
     if chip is None or (constants is None and chip.platform == "cpu"):
         return {}

@@ -67,7 +67,7 @@ class ModelConfig:
     rotary_base: float = 10000.0
     """Base of the rotary frequencies."""
     rotary_fraction: float = 1.0
-    """Fraction of a head that is rotated (Phi-4 mini: 0.75)."""
+    """Fraction of the features of a head that are rotated (Phi-4 mini: 0.75)."""
     rotary_scaling: str | None = None
     """Scaling of the rotary frequencies: `linear:FACTOR`, `llama3:FACTOR:LOW:HIGH:CONTEXT` (Llama 3.1),
     `yarn:FACTOR:HIGH:LOW:CONTEXT:GAIN` or `yarn-unrounded:...` (gpt-oss), or null."""
@@ -78,8 +78,8 @@ class ModelConfig:
     gated: bool = False
     """Whether the MLP multiplies its activation by a second projection."""
     bias: str = "all"
-    """Biases of linear layers: `all` (with experts, of these and of routers), `attention` (both projections), `qkv`
-    alone, or `none`."""
+    """Biases of linear layers: `all` (including experts and routers), `attention` (both projections), `qkv` (only the
+    projection to queries, keys and values), or `none`."""
     parallel_block: bool = False
     """Whether attention and MLP read the same norm and are added in parallel."""
     tied: bool = True
@@ -87,7 +87,7 @@ class ModelConfig:
     qk_norm: bool = False
     """Whether queries and keys have a norm per head."""
     qk_norm_whole: bool = False
-    """Whether that norm is over all heads together (OLMo 2)."""
+    """Whether the norm of qk_norm is over all heads together (OLMo 2)."""
     pre_norm: bool = True
     """Whether a norm precedes each half of a block; without it, post_norm is needed (OLMo 2)."""
     post_norm: bool = False
@@ -99,7 +99,7 @@ class ModelConfig:
     attention_soft_cap: float | None = None
     """Soft cap of attention scores, cap x tanh(score / cap); null for none."""
     attention_sinks: bool = False
-    """Whether every query head has a learned score of no key in its softmax (gpt-oss)."""
+    """Whether the softmax of every query head has an additional learned logit without a key (gpt-oss)."""
     logit_soft_cap: float | None = None
     """Soft cap of the logits; null for none."""
     attention_scale: float | None = None
@@ -114,42 +114,47 @@ class ModelConfig:
     """Standard deviation of initial weights; of projections out of attention and MLP it is divided by the square root
     of twice the layers (GPT-2). Widths below 1000 learn faster from about 1 / sqrt(width)."""
     mtp_layers: int = 0
-    """Further tokens that training predicts (multi-token prediction, DeepSeek-V3), each by a layer behind the others
-    with the embedding and output projection of the model. Evaluation and sampling do not use these layers."""
+    """Number of further tokens that training predicts (multi-token prediction, DeepSeek-V3). Each is predicted by an
+    additional last layer, with the embedding and output projection of the model. Evaluation and sampling do not use
+    these layers."""
     mtp_loss: float = 0.3
-    """Factor of the mean loss of these predictions. The reported loss is without it."""
+    """Factor of the mean loss of these predictions. The reported loss does not include it."""
     experts: int | None = None
     """Experts of every MLP (E), each with `mlp_dim` hidden features; null for a dense MLP."""
     experts_per_token: int = 2
     """Experts that compute a token (K)."""
     router: str = "softmax"
-    """Scores by which a token chooses experts, of all of them: `softmax` or `sigmoid`."""
+    """How scores of all experts are computed from the router's logits: `softmax` or `sigmoid`. A token chooses experts
+    by score."""
     router_normalized: bool = True
-    """Whether the scores of the chosen experts are divided by their sum; with softmax, a softmax over the chosen."""
+    """Whether the scores of the chosen experts are divided by their sum, which with softmax is a softmax over the
+    chosen experts."""
     router_scale: float = 1.0
     """Factor on the weights of the chosen experts."""
     router_groups: int = 1
-    """Groups of consecutive experts, such as those of one node; a token chooses experts of the best groups only."""
+    """Number of groups of consecutive experts, such as those of one node; a token chooses experts of the best groups
+    only."""
     router_best_groups: int = 1
-    """Groups whose experts a token may choose: those with the highest score, or with `sigmoid` the highest sum of
-    two."""
+    """Number of groups whose experts a token may choose: those with the highest score, or with `sigmoid` the highest
+    sum of two scores."""
     shared_experts: int = 0
-    """Experts that compute every token beside those that it chooses."""
+    """Number of experts that compute every token, in addition to the chosen ones."""
     dense_layers: int = 0
-    """First layers with a dense MLP in place of experts."""
+    """Number of first layers that have a dense MLP instead of experts."""
     dense_mlp_dim: int | None = None
     """Hidden features of the MLP of these layers."""
     balance_loss: float = 0.0
     """Factor of the loss E x sum over experts of (share of the choices) x (mean share of the scores), a mean over the
-    layers and tokens of a microbatch; 1 if the load is even. The reported loss is without it. 0 for none."""
+    layers and tokens of a microbatch, which is 1 if the load is even. The reported loss does not include it. 0 for
+    none."""
     router_z_loss: float = 0.0
     """Factor of the mean of logsumexp(router logits) squared, which keeps these small; 0 for none."""
     balance_rate: float = 0.0
-    """Change per step of a bias that is added to the scores for the choice only: up for experts with less than the mean
-    load, down for others (balance without a loss). 0 for none."""
+    """Change per step of a bias that is added to the scores when experts are chosen: up for experts with less than the
+    mean load, down for others (balance without a loss). 0 for none."""
     expert_capacity: float | None = None
-    """Tokens that an expert computes at most, over the mean per expert of a microbatch; later tokens are not computed
-    by it. Null computes all."""
+    """Largest number of tokens of an expert, relative to the mean per expert of a microbatch; the expert does not
+    compute later tokens. Null computes all."""
 
     def __post_init__(self):
         for field, choices in CHOICES.items():
@@ -264,7 +269,7 @@ class ModelConfig:
         if self.shared_experts < 0:
             raise ValueError(f"model.shared_experts={self.shared_experts} is negative. Type 0 for none.")
         if self.router_scale <= 0:
-            raise ValueError(f"model.router_scale={self.router_scale} must be above 0. Type 1 for none.")
+            raise ValueError(f"model.router_scale={self.router_scale} must be above 0. Type 1 for no scaling.")
         for field in BALANCE_FIELDS:
             if getattr(self, field) < 0:
                 raise ValueError(f"model.{field}={getattr(self, field)} is negative. Type 0 for none.")

@@ -71,7 +71,7 @@ def check_one_order(attention: Iterable[PlanPair]) -> None:
 
 
 def sequence_split(axes: tuple[str, ...], mesh: Mesh | AbstractMesh) -> SequenceSplit:
-    """The split over `axes`, none of them for whole sequences."""
+    """The split of sequences over `axes`; without axes, sequences are whole."""
     return SequenceSplit(axes, _devices(mesh, axes)) if axes else SequenceSplit()
 
 
@@ -79,7 +79,7 @@ def choose_exchange(
     parallel: ParallelConfig, heads: Heads, split: SequenceSplit, tokens: int, seq: int, chip: Chip | None,
     constants: Constants | None,
 ) -> str:  # fmt: skip
-    """`gather` or `ring`: as asked for, or what costs less in bfloat16 on `chip`.
+    """`gather` or `ring`: the configured one, or the one that costs less in bfloat16 on `chip`.
 
     For an unknown chip: `gather` with grouped queries. `tokens` are those of a device.
     """

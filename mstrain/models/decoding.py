@@ -1,4 +1,4 @@
-"""A model that continues sequences a few tokens at a time: its plan, and where the past of its attention is."""
+"""A model that continues sequences by a few tokens at a time: its plan, and the shapes of kept keys and values."""
 
 import dataclasses
 import math

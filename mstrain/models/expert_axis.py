@@ -11,7 +11,7 @@ from mstrain.models.flops import mlp_parameters
 from mstrain.models.parallel import ParallelConfig, parse_slices
 from mstrain.parallel.token_exchange import TokenExchange
 
-SLICES = (1, 2, 4, 8)  # that the exchange may have without being told
+SLICES = (1, 2, 4, 8)  # slice counts among which `auto` chooses
 UNTUNED = 4  # the most on unknown accelerators
 BYTES = 2  # of an activation and of a gradient
 
@@ -44,7 +44,7 @@ def expert_slices(
 
     Args:
       into: of the first product of an expert.
-      tokens: of a microbatch of one data-parallel copy, or part of its sequences.
+      tokens: of a microbatch of one data-parallel replica, or part of its sequences.
       chip, constants: as in `mstrain.models.plan.make_plan`.
       overlaps: whether collectives of the devices run beside products.
     """

@@ -1,9 +1,9 @@
-"""A backward pass in two halves: what the layer before waits for, and the rest, computed later.
+"""A backward pass in two halves: the gradients that the previous layer needs, and the rest, which is computed later.
 
 The equations of the pass are divided. The first half has those that its results need. The second half has the others,
-and reads what both need: values that the first half hands over, unless they follow without a product from what the
-forward pass saved. For the gradients of kernels these are the gradients of all products' results, and those inputs of
-products that `remat=` recomputed with products; so no product is computed in both halves.
+and reads the values that both need: the first half returns them, unless they follow without a product from values that
+the forward pass saved. For the gradients of kernels these are the gradients of all products' results, and those inputs
+of products that `remat=` recomputed with products; so no product is computed in both halves.
 
 An equation that makes results for both halves, such as a product's `shard_map`, is in both; the compiler removes what a
 half does not use.

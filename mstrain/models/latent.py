@@ -8,15 +8,16 @@ class LatentConfig:
     """Multi-head latent attention (DeepSeek-V2, 2024)."""
 
     key_rank: int | None = None
-    """Features that keys and values follow from (DeepSeek-V3: 512); null for ordinary attention."""
+    """Features of the latent from which keys and values are projected (DeepSeek-V3: 512); null for ordinary
+    attention."""
     query_rank: int | None = None
-    """Features that queries follow from (1536); null projects queries directly."""
+    """Features of the latent from which queries are projected (DeepSeek-V3: 1536); null projects queries directly."""
     rotary_dim: int = 64
-    """The last features of a head's head_dim, which are rotated; of keys, all heads share them."""
+    """Number of last features of head_dim that are rotated; those of keys are shared by all heads."""
     value_dim: int = 128
     """Features of a value per head."""
     alternating: bool = True
-    """Whether consecutive features are rotated as pairs, and not those half of rotary_dim apart."""
+    """Whether pairs of consecutive features are rotated; false rotates pairs that are half of rotary_dim apart."""
 
     def check(self, heads: int, num_kv_heads: int, head_dim: int) -> None:
         """Raises ValueError for sizes that do not fit these heads."""

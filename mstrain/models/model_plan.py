@@ -38,7 +38,7 @@ class BlockPlan:
 
     @property
     def algorithm(self) -> str | None:
-        """The algorithm whose program all products are; None where there are several."""
+        """The algorithm of all products' programs; None where there are several."""
         return _sole({plan.program for plan in self.products})
 
 
@@ -47,7 +47,7 @@ class ModelPlan:
     """Plans of consecutive groups of equal layers with their lengths, and of the output projection.
 
     Attributes:
-      dense: the first, dense layers of a model with experts, one group or none; `groups` are the layers behind them.
+      dense: the first, dense layers of a model with experts, one group or none; `groups` are the layers after them.
       padded: whether the vocabulary is padded to equal shards; False for canonical parameters.
       shard: one of `mstrain.models.sharding.SHARD`.
       sequence_unit: the sequences of a microbatch of the whole job are padded to a multiple of it.
@@ -73,7 +73,7 @@ class ModelPlan:
     def algorithm(self) -> str | None:
         """The algorithm whose program all products of the layers are, which chooses compiler options; None for several.
 
-        `fsdp` where copies gather weights, whatever computes the products.
+        `fsdp` where replicas gather weights, independent of the algorithm of the products.
         """
         return "fsdp" if self.shard == "parameters" else _sole({block.algorithm for block, _ in self.every_group})
 

@@ -1,6 +1,6 @@
 """Multi-token prediction (DeepSeek-V3 technical report, 2024, section 2.2): layers that predict further tokens.
 
-Layer k of K sees, in the place of token i, the features that predict token i + k, of the model or of layer k - 1, and
+The inputs of layer k of K at position i are the features that predict token i + k, of the model or of layer k - 1, and
 the embedding of token i + k; its own features predict token i + k + 1. As in the published weights, features are those
 after their norm, and the embedding comes first in the product.
 """
@@ -47,7 +47,8 @@ def ahead(x_T, seq: int):
 
 
 def at_targets(losses_T, segments_T, depth: int, seq: int):
-    """Losses of layer `depth` at the targets that they are of: 0 for the first ones of a sequence or segment."""
+    """Losses of layer `depth`, moved to the positions of their targets: 0 for the first ones of a sequence or
+    segment."""
     losses_BxT = losses_T.reshape(-1, seq)
     moved = jnp.pad(losses_BxT, ((0, 0), (depth, 0)))[:, :seq]
     if segments_T is not None:

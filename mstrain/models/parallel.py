@@ -26,15 +26,17 @@ class ParallelConfig:
     slices: str = "auto"
     """MeshSlice's slice count, or `auto`."""
     expert_slices: str = "auto"
-    """Parts of a device's tokens, each exchanged over mesh axis `expert` while another one is multiplied, or `auto`."""
+    """Number of slices of a device's tokens, each exchanged over mesh axis `expert` while another one is multiplied, or
+    `auto`."""
     rows: str = "auto"
-    """What the rows of the mesh split: the batch (`sequences`), or every sequence, as axis `context` does (`context`).
+    """What the rows of the mesh divide: the batch (`sequences`), or every sequence, like axis `context` (`context`).
     `auto` takes `context` where a microbatch has too few sequences for the rows."""
     context: str = "auto"
-    """How devices that split a sequence exchange keys and values: `gather` before attention, `ring` during it, or
-    `auto`, which takes what costs less."""
+    """How devices that divide a sequence exchange keys and values: `gather` before attention, `ring` during attention,
+    or `auto` (the one that costs less)."""
     dataflow: str = "auto"
-    """Dataflow of every product: `os`, `ls`, `rs`, or `auto` (input, weight or output, the largest, stays in place)."""
+    """Dataflow of every product: `os` (the output stays in place), `ls` (the input), `rs` (the weight), or `auto` (the
+    largest of the three stays in place)."""
 
 
 def layer_algorithms(parallel: ParallelConfig, layers: int) -> list[tuple[str, str]]:

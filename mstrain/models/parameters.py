@@ -129,7 +129,7 @@ def compile_from_canonical(module: Transformer) -> None:
 
 
 def gather_parameters(module: Transformer, stored):
-    """Stored parameters as the model uses them: gathered over data-parallel copies, except kernels that are gathered
+    """Stored parameters as the model uses them: gathered over data-parallel replicas, except kernels that are gathered
     layer by layer."""
     if module.plan.shard == "none":
         return stored
@@ -142,12 +142,13 @@ def gather_parameters(module: Transformer, stored):
 
 
 def gradient_shards(module: Transformer, gradients):
-    """Gradients of gathered parameters as float32 shards of data-parallel copies."""
+    """Gradients of gathered parameters as float32 shards of data-parallel replicas."""
     return gradients if module.plan.shard == "none" else jax.tree.map(to_shard, gradients, parameter_shardings(module))
 
 
 def describe_sharding(module: Transformer) -> str | None:
-    """What data-parallel copies share, and which parameters they replicate; None if they share nothing."""
+    """What is sharded over data-parallel replicas, and how many parameters are replicated; None if nothing is
+    sharded."""
     plan = module.plan
     if plan.shard == "none":
         return None
@@ -158,7 +159,7 @@ def describe_sharding(module: Transformer) -> str | None:
         f"; {len(whole)} of {len(shapes)} parameters, {size / 2**20:.2f} MiB per device, have no dim that divides"
     )
     copies = plan.head.grid.size(SHARED)
-    return f"{plan.shard} over {copies} copies" + (f"{replicated} and are replicated" if whole else "")
+    return f"{plan.shard} over {copies} data-parallel replicas" + (f"{replicated} and are replicated" if whole else "")
 
 
 def from_layers(module: Transformer, read: Callable[[Path, int, tuple[slice, ...]], np.ndarray]):
@@ -177,7 +178,7 @@ def from_layers(module: Transformer, read: Callable[[Path, int, tuple[slice, ...
         placement, ndim = _canonical_sharding(box, shape, mesh), len(box.storage.shape)
 
         def canonical(layer):
-            parts: dict[str, np.ndarray] = {}  # data-parallel copies read once
+            parts: dict[str, np.ndarray] = {}  # data-parallel replicas read once
 
             def part(index):
                 if str(index) not in parts:
@@ -390,7 +391,7 @@ def _without_data(axes) -> tuple[tuple[str, ...], ...]:
 
 
 def _devices(mesh: Mesh, axes) -> int:
-    """Tensor-parallel devices, times data-parallel copies if one of the two dims has their axes."""
+    """Tensor-parallel devices, times data-parallel replicas if one of the two dims has their axes."""
     names = {"row", "col", *(axis for of_dim in axes for axis in of_dim if axis in SHARED)}
     return math.prod(mesh.shape[axis] for axis in names)
 

@@ -70,7 +70,7 @@ def make_plan(
       chip: the chip for which MeshSlice's automatic dataflows and slice counts are tuned; None takes the paper's rule,
         and one slice on CPUs, few on other devices.
       constants: measured constants that replace those derived from the chip.
-      shard: what data-parallel copies share, one of `mstrain.models.sharding.SHARD`.
+      shard: what is sharded over data-parallel replicas, one of `mstrain.models.sharding.SHARD`.
       pipeline: schedule and division of the layers where `mesh` has several stages.
 
     Raises:
@@ -232,7 +232,7 @@ class _Planner:
         if self.parallel.dataflow != "auto":
             if grouped and self.parallel.dataflow not in kind.grouped:
                 raise ValueError(
-                    f"parallel.dataflow={self.parallel.dataflow}: {algorithm} has no such products of experts. Type "
+                    f"parallel.dataflow={self.parallel.dataflow}: {algorithm} does not support it for experts. Type "
                     f"parallel.dataflow={_or(kind.grouped)}, or parallel.mlp=collective."
                 )
             return self.parallel.dataflow
@@ -297,7 +297,8 @@ class _Planner:
             )
 
     def _sequence_unit(self, pairs: dict, head: Plan) -> int:
-        """What the sequences of one data-parallel copy are padded to: whole ones on each device in attention."""
+        """The multiple to which the sequences of one data-parallel replica are padded, so that devices have whole
+        sequences in attention."""
         units = []
         for (_, half), pair in pairs.items():
             inside, residual = (pair.grid.size(x.tokens[len(COPIES) :]) for x in (pair.inside, pair.residual))

@@ -1,4 +1,4 @@
-"""8-bit products of a model's layers, as `precision=` and `travel=` say."""
+"""8-bit products of a model's layers: `precision=` and `travel=`."""
 
 import dataclasses
 from collections.abc import Iterable

@@ -1,13 +1,13 @@
-"""A scan over equal layers whose kernels are sharded over data-parallel copies (`shard=parameters`).
+"""A scan over equal layers whose kernels are sharded over data-parallel replicas (`shard=parameters`).
 
 Iteration i computes layer i with weights that iteration i - 1 gathered, and gathers those of layer i + 1. The backward
 scan does the same in reverse order and sums the weight gradients of layer i + 1, which iteration i + 1 left in the
 carry, by reduce_scatter. No collective of weights depends on the compute of its iteration, so a scheduler can run them
 side by side. At most two layers have gathered weights at a time.
 
-The scan has its own derivative: JAX's would save the gathered weights of all layers. What a layer saves otherwise is
-decided by `remat=`, as in the scan of Flax. Weight gradients before their sum reach the carry as gradients of `sinks`,
-a Flax collection of zeros with a leading dim of copies (`mstrain.gemm.linear`).
+The scan has its own derivative: JAX's would save the gathered weights of all layers. `remat=` determines what else a
+layer saves, as in the scan of Flax. Weight gradients before their sum reach the carry as gradients of `sinks`, a Flax
+collection of zeros with a leading dim of replicas (`mstrain.gemm.linear`).
 """
 
 import dataclasses
@@ -108,7 +108,7 @@ class _Layers:
         return gather_layer(params, self.shardings, i, dtype)
 
     def sinks(self, weights):
-        """Zeros for the gradient of every sharded kernel in every copy; none if JAX differentiates its product."""
+        """Zeros for the gradient of every sharded kernel in every replica; none if JAX differentiates its product."""
         found: dict = {}
         for path, weight in jax.tree_util.tree_leaves_with_path(weights):
             keys = [part.key for part in path]
@@ -122,7 +122,7 @@ class _Layers:
         return found
 
     def store_sums(self, gradients, partial, i):
-        """`gradients` with the sums over copies of the `partial` gradients of layer `i`."""
+        """`gradients` with the sums over replicas of the `partial` gradients of layer `i`."""
 
         def store(path, stack):
             keys = [part.key for part in path]
@@ -183,7 +183,7 @@ def layer_shardings(block: nn.Module, plan: BlockPlan, params, x, window, segmen
 
 
 def _sum(partial, sharding: NamedSharding):
-    """The float32 shard of the sum of `partial` [copies, ...]."""
+    """The float32 shard of the sum of `partial` [replicas, ...]."""
     local = jax.shard_map(
         lambda x: sum_copies(x[0].astype(jnp.float32), sharding.spec),
         mesh=sharding.mesh,

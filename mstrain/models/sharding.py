@@ -1,4 +1,4 @@
-"""Sharding of the training state over data-parallel copies (ZeRO; Rajbhandari et al., 2020), by the names of `shard=`.
+"""Sharding of the training state over data-parallel replicas (ZeRO; Rajbhandari et al., 2020): values of `shard=`.
 
 Every stage but `none` shards weights and moments over mesh axes `data`, `expert` and `context`, in addition to rows and
 columns, on a dim of each tensor that divides; a tensor without one is replicated. The stages differ in when weights are
@@ -29,20 +29,20 @@ def check_shard(shard: str, mesh) -> None:
     """Raises ValueError if `shard` has no effect on `mesh`."""
     if shard != "none" and all(mesh.shape[axis] == 1 for axis in SHARED):
         raise ValueError(
-            f"shard={shard} has no effect: the mesh has one data-parallel copy. Type shard=none, or a mesh= with a "
+            f"shard={shard} has no effect: the mesh has one data-parallel replica. Type shard=none, or a mesh= with a "
             "data axis, such as mesh=2x2x2 (data x rows x columns)."
         )
 
 
 def sharded_box(box: Stored, mesh: Mesh) -> Stored:
-    """`box` sharded over data-parallel copies too, on a dim of its own and not that of stacked layers or experts."""
+    """`box` sharded over data-parallel replicas too, on a dim of its own and not that of stacked layers or experts."""
     shape = box.value.shape
     return box.replace(spec=shard_over_data(box.spec, shape, mesh, len(shape) - min(2, len(box.storage.shape))))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather(x, sharding: NamedSharding, dtype):
-    """All-gathers float32 `x` over data-parallel copies in `dtype`. The cotangent is constrained to `sharding`."""
+    """All-gathers float32 `x` over data-parallel replicas in `dtype`. The cotangent is constrained to `sharding`."""
     dim = data_dim(sharding.spec)
     if dim is None:
         return x.astype(dtype)

@@ -115,7 +115,8 @@ class StageLayers:
         return (dx, only(False)), only(True)
 
     def one_by_one(self, stack, x_TxD, segments_T):
-        """x_TxD after all layers, chunk by chunk: every stage computes every time, and one of the results counts."""
+        """x_TxD after all layers, chunk by chunk: all stages compute each chunk, and the result of one stage is
+        used."""
         stages, rows = self.stages, self.split_rows(stack)
         segments = None if segments_T is None else jnp.broadcast_to(segments_T, (stages.count, *segments_T.shape))
 

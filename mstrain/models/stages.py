@@ -1,9 +1,9 @@
 """The stages of a pipeline over mesh axis `stage`: the layers of each, and the schedule in which they run.
 
-The first, dense layers of a model with experts are before the stages, with the embedding. Consecutive layers of the
-others form chunks; chunk c runs on stage c mod the number of stages (interleaved: several chunks per
-stage). The parameters of all layers are one stack of rows, sharded over `stage`: stage by stage, chunk by chunk. Chunks
-with fewer layers than others are padded with rows that are never applied.
+The first, dense layers of a model with experts are computed before the stages, with the embedding. Consecutive layers
+of the others form chunks; chunk c runs on stage c mod the number of stages (interleaved: several chunks per stage). The
+parameters of all layers are one stack of rows, sharded over `stage`: stage by stage, chunk by chunk. Chunks with fewer
+layers than others are padded with rows that are never applied.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ class PipelineConfig:
     """The pipeline over mesh axis `stage`."""
 
     schedule: str | None = None
-    """Order of passes: `gpipe`, `1f1b`, `interleaved`, or `zero-bubble`, which makes the gradients of weights where
-    stages of 1f1b wait, for more memory; null takes 1f1b. All stages run in lockstep, so 1f1b and zero-bubble hold up
-    to 2 x stages - 1 microbatches. `accumulate` is the number of microbatches."""
+    """Pipeline schedule: `gpipe`, `1f1b`, `interleaved`, or `zero-bubble`, which computes gradients of weights where
+    stages of 1f1b wait, and needs more memory; null takes 1f1b. All stages run in lockstep, so 1f1b and zero-bubble
+    hold up to 2 x stages - 1 microbatches. `accumulate` is the number of microbatches."""
     interleave: int | None = None
     """Chunks of layers per stage of schedule=interleaved; null takes 2."""
     layers: str | None = None
-    """Layers of every chunk, such as `9 8 7`, first chunk first, without the first, dense ones; null divides them
-    evenly, the first chunks with one more."""
+    """Number of layers of every chunk in order, such as `9 8 7`, without the dense layers of `model.dense_layers`; null
+    divides them evenly, with one more in the first chunks if needed."""
 
     def __post_init__(self):
         if self.schedule is not None:
@@ -116,8 +116,8 @@ def make_stages(config: PipelineConfig, count: int, layers: int) -> Stages | Non
         advice = f"Type a mesh= with up to {fits[-1]} stages" if fits else "Type a mesh= without stage"
         raise ValueError(
             f"model.layers={layers} is less than the {chunks} chunks of {count} stages with "
-            f"pipeline.schedule={schedule}: every chunk needs a layer (first, dense ones do not count). {advice}, or a "
-            "model with more layers."
+            f"pipeline.schedule={schedule}: every chunk needs a layer (model.dense_layers do not count). {advice}, or "
+            "a model with more layers."
         )
     if config.layers is None:
         return Stages(count, schedule, even_layers(layers, chunks))
@@ -133,7 +133,8 @@ def make_stages(config: PipelineConfig, count: int, layers: int) -> Stages | Non
 
 
 def check_division(stages: Stages, algorithms: list[tuple[str, str]], model: ModelConfig) -> None:
-    """Raises ValueError for layers that the stages of a pipeline do not support; those before the stages are free."""
+    """Raises ValueError for layers that the stages of a pipeline do not support; layers before the stages are not
+    restricted."""
     if min(stages.rows) < 0 and (model.balance_loss or model.router_z_loss):
         raise ValueError(
             f"model.balance_loss and model.router_z_loss need as many layers in every stage, not {stages}. Type a "

@@ -1,4 +1,4 @@
-"""The order of the tokens in x_TxD: such that every device has whole sequences, or its part of each of its sequences.
+"""The order of the tokens in x_TxD, in which every device has whole sequences, or its part of each of its sequences.
 
 The orders are reshapes and transposes, so the compiler communicates tokens and losses by all-to-alls.
 """
@@ -13,8 +13,8 @@ class TokenOrder:
     """Sequences in the order of the batch, or split into `context` x `rows` parts (`mstrain.layers.sequence_split`).
 
     Attributes:
-      copies: data-parallel copies, which have different sequences.
-      context, rows: devices of a copy along axis `context`, and those of the rows of a grid that split sequences.
+      copies: number of data-parallel replicas, which have different sequences.
+      context, rows: devices of a replica along axis `context`, and rows of a grid that split sequences.
       slices, columns: if attention is computed between products with dataflow `rs`: their slice count, and the columns
         over which tokens are sharded outside of attention. Such a product regroups tokens.
     """
@@ -52,7 +52,8 @@ class TokenOrder:
         return chunks.reshape(-1, *rest)
 
     def _regroup(self, x_T, shards: int, others: int):
-        """What a product with dataflow `rs` does to tokens: slice s of all `shards` becomes slice s of all `others`."""
+        """The order of tokens after a product with dataflow `rs`: slice s of all `shards` becomes slice s of all
+        `others`."""
         if self.slices == 1:
             return x_T
         rest = x_T.shape[1:]

@@ -1,7 +1,7 @@
 """A decoder-only transformer; `ModelConfig` selects the family.
 
-Activations are x_TxD: the tokens of all sequences, concatenated, by features. The model uses plans and layouts and does
-not depend on algorithms. Consecutive layers with equal plans are one scan, so compile time does not depend on depth.
+Activations are x_TxD: the tokens of all sequences, concatenated, by features. The model depends on plans and layouts,
+not on algorithms. Consecutive layers with equal plans are one scan, so compile time does not depend on depth.
 """
 
 import functools
@@ -155,7 +155,8 @@ class Transformer(nn.Module):
       plan: plans of all products.
       seq: tokens per sequence.
       dtype: of activations and products; parameters are float32.
-      remat, offload: what layers keep for the backward pass, and what of it in host memory (`mstrain.models.remat`).
+      remat, offload: the values that layers keep for the backward pass, and those of them in host memory
+        (`mstrain.models.remat`).
     """
 
     model: ModelConfig
@@ -246,8 +247,8 @@ class Transformer(nn.Module):
         return x_TxD
 
     def stage_input(self, tokens_T, segments_T=None):
-        """Input of the first stage of a pipeline: the embedding behind the first, dense layers, which all stages
-        compute."""
+        """Input of the first stage of a pipeline: the output of the embedding and of the first, dense layers, which all
+        stages compute."""
         x_TxD, windows = self.embed(tokens_T, segments_T), self._windows()
         segments_T = self.ordered_segments(segments_T, len(tokens_T))
         for blocks, (block, count) in zip(self.dense, self.plan.dense, strict=True):
@@ -324,8 +325,8 @@ class Transformer(nn.Module):
         return self.plan.order.apply(padded.reshape(-1, self.seq))
 
     def ordered_segments(self, segments_T, tokens: int):
-        """Segments of so many tokens `in_order`, below 0 in padding. Without segments None, but not where experts count
-        tokens and some are padding."""
+        """Segments of so many tokens `in_order`, below 0 in padding. None without segments, unless experts count tokens
+        and some tokens are padding."""
         if segments_T is None:
             if not (self.model.experts and self._padding(tokens)):
                 return None

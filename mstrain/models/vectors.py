@@ -1,9 +1,10 @@
-"""Scales and biases of scanned layers with a row for every shard of tokens, so that their gradients are summed once.
+"""Repeats scales and biases of scanned layers for every shard of tokens, so that their gradients are summed once per
+step.
 
-The gradient of a vector is a sum over all tokens. Summed in its layer, it is an all_reduce of a few kilobytes per layer
-that waits for every transfer in flight: 2.4 % of a compiled step of GPT-3 on 256 v6e. With a row for every shard of
-tokens, the gradient of a layer is that of each device's own row, and one all_reduce behind the backward pass sums the
-rows of all layers.
+The gradient of a vector is a sum over all tokens. If each layer sums it, there is an all_reduce of a few kilobytes per
+layer, which waits for every transfer in flight: 2.4 % of a compiled step of GPT-3 on 256 v6e. With a row for every
+shard of tokens, the gradient of a layer is that of each device's own row, and one all_reduce after the backward pass
+sums the rows of all layers.
 """
 
 import math

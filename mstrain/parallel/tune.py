@@ -50,7 +50,7 @@ class Block:
     """The projections of a block to tune.
 
     Attributes:
-      tokens: of one data-parallel copy.
+      tokens: of one data-parallel replica.
       dataflow: `auto`, `os`, `ls` or `rs`.
       slices: slice count of all projections; None searches up to `max_slices`.
       chip: whose products cost by shape and whose schedules hide collectives, as in the planner; None: one rate, and
@@ -86,7 +86,7 @@ def tune_block(block: Block, mesh: tuple[int, int]) -> tuple[Choice, ...]:
 
 
 def _seconds(block: Block, choices: tuple[Choice, ...]) -> float:
-    """Of all projections; those in slices have to win by more than `SLICING`."""
+    """Seconds of all projections; sliced ones are chosen if they are faster by more than `SLICING`."""
     ahead = 1 + SLICING if block.chip is not None and any(choice.slices > 1 for choice in choices) else 1.0
     return ahead * sum(choice.seconds for choice in choices)
 
@@ -168,7 +168,7 @@ def _fastest(
     block: Block, projection: Projection, mesh: tuple[int, int], dataflows: Sequence[str], least: int
 ) -> Choice:
     found, faults = [], []
-    if block.chip is not None and mesh[1] == 1:  # weights alone travel, and OS copies less (docs/performance.md)
+    if block.chip is not None and mesh[1] == 1:  # only weights are communicated; OS copies less (docs/performance.md)
         dataflows = sorted(dataflows, key=lambda dataflow: dataflow != "os")
     for dataflow in dataflows:
         try:

@@ -1,4 +1,4 @@
-"""Which memory XLA says is exhausted, and how much of it a program needs."""
+"""The memory that an error of XLA reports as exhausted, and how much of it a program needs."""
 
 import re
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 HBM = "hbm"
 _SPACE = r"Ran out of memory (?:on|in memory space) (\w+)"
 _AMOUNT = r"([\d.]+)([KMGT])"
-# What XLA:TPU says; the amount of HBM includes arguments and results, whatever it calls them.
+# Messages of XLA:TPU; the amount of HBM includes arguments and results in all of them.
 _NEEDED = (
     rf"total memory required for HLO temporaries \({_AMOUNT}\)",  # before anything has a place
     rf"Used {_AMOUNT} of \S+ \w+",  # when places are given out
@@ -21,7 +21,7 @@ _LIMIT = (
 
 
 class Exhausted(NamedTuple):
-    """A memory by XLA's name (`hbm`, `vmem`), bytes of it that are needed and that there are; None where unknown."""
+    """A memory by XLA's name (`hbm`, `vmem`), the bytes that are needed and that are available; None where unknown."""
 
     space: str
     needed: float | None
@@ -29,7 +29,7 @@ class Exhausted(NamedTuple):
 
 
 def read_exhausted(error: Exception) -> Exhausted | None:
-    """What an error of XLA says of memory; HBM where it names none, None for another error."""
+    """The exhausted memory of an error of XLA, HBM where it names none; None for another error."""
     text = str(error)
     if "RESOURCE_EXHAUSTED" not in text:
         return None

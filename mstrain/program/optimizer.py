@@ -30,14 +30,14 @@ class OptimizerConfig:
     """Optimizer and schedule of the learning rate, with clipping by global norm and linear warm-up."""
 
     name: str = "adamw"
-    """`adamw`; `lion`, which has one moment and a smaller learning rate; `adafactor`, which has no first moment and
-    keeps means over rows and columns of the second; or `muon`, whose update of a layer's kernel is its momentum with
-    equal singular values, and AdamW for all other parameters."""
+    """`adamw`; `lion`, which has one moment and needs a smaller learning rate; `adafactor`, which has no first moment
+    and stores means over rows and columns of the second; or `muon`, which orthogonalizes the momentum of layers'
+    kernels and uses AdamW for all other parameters."""
     schedule: str = "cosine"
     """Learning rate after the warm-up: `cosine`, `linear`, `constant`, `inverse_sqrt` of the step, or `wsd` (constant,
     then linear over the last `decay_share` of the steps)."""
     decay_share: float = 0.1
-    """Share of the steps over which `wsd` decays, from 0 to 1."""
+    """Fraction of the steps over which `wsd` decays, from 0 to 1."""
     moments: str = "f32"
     """Dtype in which moments are stored: `f32` or `bf16`. They are computed in float32."""
     gradients: str = "f32"
@@ -145,7 +145,7 @@ def rate_of(kind: str, schedule, count):
 
 
 def make_optimizer(config: OptimizerConfig, seed: int = 0) -> optax.GradientTransformationExtraArgs:
-    """Clipping and the whole update; moments are float32 like the parameters, or as `config.moments` says.
+    """Clipping and the whole update; moments are float32 like the parameters, or have the dtype of `config.moments`.
 
     `update(gradients, moments, params, schedule=schedule_of(config, steps))`: the learning rate is that of the update's
     number, which the moments count. Muon's takes the `module` of the parameters too, and stochastic rounding, of which

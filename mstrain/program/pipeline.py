@@ -154,7 +154,7 @@ class _Pipeline:
         return self.sums.zeros(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), weights))
 
     def _zero_gradients(self):
-        """Of the rows [P, V, L, ...]: shards of data-parallel copies where sums are; a vector's are of every shard of
+        """Of the rows [P, V, L, ...]: shards of data-parallel replicas where sums are; a vector's are of every shard of
         tokens."""
         scattered, mesh = self.module.plan.shard in ("gradients", "parameters"), self.module.plan.mesh
 
@@ -185,11 +185,11 @@ class _Pipeline:
         return lax.scan(tick, carry, jax.tree.map(jnp.asarray, (part, ends)))[0]
 
     def _at_ends(self, part) -> dict[str, np.ndarray]:
-        """By tick: whether a microbatch enters, reaches the loss, returns from it, leaves; bool [ticks]."""
+        """By tick: whether the embedding, the loss, or the backward pass of either runs; bool [ticks]."""
         first, last = (part["active"] & (part["chunk"] == chunk) for chunk in (0, self.deepest_chunk))
         return {
-            "embeds": first[:, FORWARD, 0], "loses": last[:, FORWARD, self.last],
-            "returns": last[:, BACKWARD, self.last], "leaves": first[:, BACKWARD, 0],
+            "embedding": first[:, FORWARD, 0], "loss": last[:, FORWARD, self.last],
+            "loss_gradient": last[:, BACKWARD, self.last], "embedding_gradient": first[:, BACKWARD, 0],
         }  # fmt: skip
 
     def _embed(self, outer, microbatch):
@@ -212,18 +212,20 @@ class _Pipeline:
 
     def _forward(self, carry, of, ends, ever):
         x = carry["x"]
-        if ever["embeds"]:
-            with jax.named_scope(ever["embeds"]):
+        if ever["embedding"]:
+            with jax.named_scope(ever["embedding"]):
                 entering = lax.cond(
-                    ends["embeds"], lambda: self._embed(self.outer, of["microbatch"][0]), lambda: jnp.zeros_like(x[0])
+                    ends["embedding"],
+                    lambda: self._embed(self.outer, of["microbatch"][0]),
+                    lambda: jnp.zeros_like(x[0]),
                 )
-            x = x.at[0].set(jnp.where(ends["embeds"], entering, x[0]))
+            x = x.at[0].set(jnp.where(ends["embedding"], entering, x[0]))
         y, saved = self.layers.forward(self.rows, x, self._segments_of(of["microbatch"]), of["chunk"])
         carry = {**carry, "x": self.layers.shift(y, 1), "saved": _store(carry["saved"], saved, of["slot"])}
-        if not ever["loses"]:
+        if not ever["loss"]:
             return carry
 
-        def lose(loss, outer, dy):
+        def add_loss(loss, outer, dy):
             x_TxD, microbatch = self.layers.of_stage(y, self.last), of["microbatch"][self.last]
             minimized = jax.value_and_grad(self._loss, argnums=(0, 1), has_aux=True)
             (_, value), (d_outer, dx) = minimized(self.outer, x_TxD, microbatch)
@@ -232,14 +234,14 @@ class _Pipeline:
             return loss + value, outer, lax.dynamic_update_index_in_dim(dy, dx, slot, 0)
 
         before = carry["loss"], carry["outer"], carry["dy"]
-        with jax.named_scope(ever["loses"]):
-            loss, outer, dy = lax.cond(ends["loses"], lose, lambda *same: same, *before)
+        with jax.named_scope(ever["loss"]):
+            loss, outer, dy = lax.cond(ends["loss"], add_loss, lambda *same: same, *before)
         return {**carry, "loss": loss, "outer": outer, "dy": dy}
 
     def _backward(self, carry, of, ends, ever, dy):
-        if ever["returns"]:
+        if ever["loss_gradient"]:
             returning = lax.dynamic_index_in_dim(carry["dy"], of["slot"][self.last], keepdims=False)
-            dy = dy.at[self.last].set(jnp.where(ends["returns"], returning, dy[self.last]))
+            dy = dy.at[self.last].set(jnp.where(ends["loss_gradient"], returning, dy[self.last]))
         arguments = (self.rows, _load(carry["saved"], of["slot"]), dy, self._segments_of(of["microbatch"]), of["chunk"])
         if self.table.deferred_slots:
             dx, gradients, rest = self.layers.backward_of_inputs(*arguments)
@@ -247,16 +249,19 @@ class _Pipeline:
         else:
             dx, gradients = self.layers.backward(*arguments)
         carry = {**carry, "dx": dx, "rows": self._accumulate(carry["rows"], gradients, of)}
-        if not ever["leaves"]:
+        if not ever["embedding_gradient"]:
             return carry
 
-        def leave(outer):
+        def add_gradient(outer):
             _, pullback = jax.vjp(lambda outer: self._embed(outer, of["microbatch"][0]), self.outer)
             added = len(self.inputs) + of["microbatch"][0]  # after as many additions of losses
             return self.sums.add(self.module, outer, pullback(self.layers.of_stage(dx, 0))[0], self.step, added)
 
-        with jax.named_scope(ever["leaves"]):
-            return {**carry, "outer": lax.cond(ends["leaves"], leave, lambda outer: outer, carry["outer"])}
+        with jax.named_scope(ever["embedding_gradient"]):
+            return {
+                **carry,
+                "outer": lax.cond(ends["embedding_gradient"], add_gradient, lambda outer: outer, carry["outer"]),
+            }
 
     def _weights(self, carry, of):
         saved, rest = _load(carry["saved"], of["slot"]), _load(carry["deferred"], of["deferred"])

@@ -58,14 +58,15 @@ class RunConfig:
     hosts: HostsConfig = dataclasses.field(default_factory=HostsConfig)
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     mesh: str = "auto"
-    """Mesh of devices: `ROWxCOL`, `DATAxROWxCOL`, named axes such as `data2-row4-col8`, or `auto` (the cost model
-    chooses, stages and split sequences too; 2x4 on a CPU)."""
+    """Mesh of devices: `ROWxCOL`, `DATAxROWxCOL`, named axes such as `data2-row4-col8`, or `auto` (chosen by the cost
+    model, axes `stage` and `context` included; 2x4 on a CPU)."""
     plan: str | None = None
     """A plan.json file written by `mstrain plan`. It sets mesh, parallel, accumulate, remat, offload, shard and
     pipeline, except those that are also given. `auto` searches the best plan for the devices present (with check=true,
-    of target=), and sets those of these keys that have their defaults."""
+    for those of target=) and sets those of these keys that have their defaults."""
     tokenizer: str = "bytes"
-    """Tokenizer: `bytes`, `bpe` (trained on the corpus), a tokenizer.json file, or a Hugging Face name."""
+    """Tokenizer: `bytes`, `bpe` (trained on the corpus), a tokenizer.json or SentencePiece .model file, a folder with
+    one of them, or a Hugging Face name."""
     vocab_size: int | None = None
     """Vocabulary size for tokenizer=bpe (default 8192) or data=synthetic (default 256)."""
     batch: int = 32
@@ -73,9 +74,9 @@ class RunConfig:
     seq: int = 128
     """Tokens per sequence."""
     pack: str = "auto"
-    """How documents share a sequence: `concat` (one after the other, seeing each other), `segments` (attention and
-    positions stay within a document), `none` (one document per sequence), or `auto` (segments for data=chat, else
-    concat)."""
+    """How documents are packed into sequences: `concat` (concatenated, with attention across documents), `segments`
+    (concatenated, with attention and positions restricted to a document), `none` (one document per sequence), or `auto`
+    (segments for data=chat, else concat)."""
     steps: int = 300
     """Total number of optimizer updates. The learning rate schedule ends at the last one."""
     seed: int = 0
@@ -101,24 +102,25 @@ class RunConfig:
     """Operands that the layers' products all-gather: `int8` sends them in 8 bits and multiplies them in `dtype`; `bf16`
     sends them in `dtype`."""
     remat: str = "none"
-    """What a layer keeps for its backward pass: `none` recomputes nothing, `dots` keeps the results of products and of
-    attention, `dots-but-mlp-in`, `attention`, `full` keeps none of them; `auto` compiles and takes the first of these
-    that fits. Or names joined by `+`: `layer-input`, `attention-norm`, `attention-in`, `attention`, `attention-out`,
-    `mlp-norm`, `mlp-in`, `mlp-out`."""
+    """Activation checkpointing: `none` recomputes nothing; `dots` keeps the results of products and of attention;
+    `dots-but-mlp-in` keeps these except that of the product into the MLP; `attention` keeps the result of attention;
+    `full` keeps the input of a layer only; `auto` compiles these in this order and takes the first that fits in memory.
+    Or names of values to keep, joined by `+`: `layer-input`, `attention-norm`, `attention-in`, `attention`,
+    `attention-out`, `mlp-norm`, `mlp-in`, `mlp-out`."""
     offload: str | None = None
-    """What is kept in host memory until it is needed: names as in `remat`, joined by `+`, and `moments` of the
-    optimizer. Null for nothing."""
+    """Values that are kept in host memory until they are needed: names as in `remat`, joined by `+`, and `moments` of
+    the optimizer. Null offloads nothing."""
     shard: str = "none"
-    """What data-parallel copies share: `none`; `optimizer` shards float32 weights and moments over mesh axis `data` too
-    and gathers weights once per step (ZeRO 1); `gradients` also sums gradients by reduce_scatter (ZeRO 2); `parameters`
-    also gathers the weights of each layer while the layer before computes (ZeRO 3)."""
+    """What is sharded over data-parallel replicas: `none`; `optimizer` shards float32 weights and moments over mesh
+    axis `data`, with one all_gather of weights per step (ZeRO 1); `gradients` also sums gradients by reduce_scatter
+    (ZeRO 2); `parameters` also gathers the weights of each layer while the previous layer computes (ZeRO 3)."""
     accumulate: int = 1
     """Microbatches per step; their gradients are averaged. Must divide batch. A mesh with stages pipelines them."""
     log_every: int = 1
     """Steps between lines of metrics.jsonl."""
     wandb: str | None = None
-    """Project of Weights & Biases that metrics are sent to as well, by its own client (pip install wandb), which reads
-    its own environment variables, such as WANDB_MODE=offline."""
+    """Weights & Biases project to which metrics are also sent. Its client (pip install wandb) reads its own environment
+    variables, such as WANDB_MODE=offline. Null sends nothing."""
     compile_cache: str | None = "~/.cache/mstrain/compiled"
     """Folder of JAX's persistent compilation cache; null disables it."""
     tune: str = "model"
@@ -128,7 +130,8 @@ class RunConfig:
     """A calibration.json that `python benchmark.py bench=calibrate` measured on these devices. Predicted step times
     use it."""
     target: str | None = None
-    """TPU slice, such as v5p-64, that check=true compiles the step for, or several: 2xv5p-64. No TPU is needed."""
+    """TPU slice, such as v5p-64, or several slices, such as 2xv5p-64, for which check=true compiles the step. No TPU is
+    needed."""
     check: bool = False
     """Compile the step for target= and report memory and time instead of training."""
     coordinator: str | None = None
@@ -187,7 +190,7 @@ class RunConfig:
             )
         if self.model.position == "learned" and self.seq > self.model.context:
             raise ValueError(
-                f"seq={self.seq} is longer than the {self.model.context} positions model {self.model.name} learns. "
+                f"seq={self.seq} is longer than the {self.model.context} learned positions of model {self.model.name}. "
                 f"Type seq={self.model.context} or model.context={self.seq}."
             )
         if self.model.mtp_layers >= self.seq:

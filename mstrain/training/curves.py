@@ -9,7 +9,7 @@ from mstrain.training.reporter import EVALUATIONS, METRICS
 
 
 def plot_loss(directory: Path, unigram: float) -> None:
-    """Plots training and validation loss of a run into its loss.png, beside that of a model without context."""
+    """Plots training and validation loss of a run into its loss.png, and the loss of a unigram model."""
     figure, axes = _axes("Loss")
     for name, key, style in ((METRICS, "loss", "-"), (EVALUATIONS, "validation_loss", "o-")):
         if points := _points(directory / name, key):

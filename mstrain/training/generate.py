@@ -73,7 +73,7 @@ def check_positions(model: ModelConfig, prompt: int, tokens: int) -> None:
     fix = f"Type tokens={left} or less" if left > 0 else f"Give a prompt of less than {model.context} tokens"
     raise ValueError(
         f"A prompt of {prompt} tokens and tokens={tokens} more need {prompt + tokens - 1} positions, and model "
-        f"{model.name} has learned {model.context}. {fix}."
+        f"{model.name} has {model.context} learned ones. {fix}."
     )
 
 

@@ -1,4 +1,4 @@
-"""The predicted time of a training step, beside which the run puts the measured one."""
+"""The predicted time of a training step, which the run prints with the measured one."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +24,7 @@ TOLERANCE = 0.2  # of a prediction; a larger difference is reported with its ter
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Seconds of one step: `terms` add up to them. `source` says what predicts."""
+    """Seconds of one step: `terms` add up to them. `source` is the model that predicts."""
 
     terms: dict[str, float]
     source: str
@@ -105,21 +105,21 @@ def compare(prediction: Prediction, measured: Measured, emulated: bool) -> list[
     too_large = [name.replace("_", " ") for name, value in prediction.terms.items() if value > seconds]
     largest = max(prediction.terms, key=lambda name: prediction.terms[name])
     if measured.waited > 0 and _agree(predicted, seconds - measured.waited):
-        off = f"input, for which a step waits {1e3 * measured.waited:,.1f} ms; the prediction includes none."
+        off = f"input: a step waits for it {1e3 * measured.waited:,.1f} ms, which the prediction does not include."
     elif emulated and seconds - measured.busy > abs(measured.busy - predicted):
         off = (
-            f"the cores. This process had them for {1e3 * measured.busy:,.1f} ms a step, which is what is predicted "
-            f"(ratio {predicted / measured.busy:.2f}). For the rest of the time they were idle or ran other programs."
+            f"the CPU cores. This process used them for {1e3 * measured.busy:,.1f} ms a step, as predicted "
+            f"(ratio {predicted / measured.busy:.2f}); for the rest of the step they were idle or ran other programs."
         )
     elif too_large:
-        off = f"{' and '.join(too_large)}, predicted above the whole measured step."
+        off = f"{' and '.join(too_large)}, predicted to take longer than the whole measured step."
     else:
         off = (
             f"a term that cannot be separated without a profile (profile.start=3). The largest predicted one is "
             f"{largest.replace('_', ' ')}, {1e3 * prediction.terms[largest]:,.1f} ms."
         )
-        off += f" This process had the cores for {1e3 * measured.busy:,.1f} ms a step." if emulated else ""
-    return [*lines, f"Off by more than {TOLERANCE:.0%}: {off}"]
+        off += f" This process used the CPU cores for {1e3 * measured.busy:,.1f} ms a step." if emulated else ""
+    return [*lines, f"The prediction differs by more than {TOLERANCE:.0%}. Cause: {off}"]
 
 
 def _agree(predicted: float, measured: float) -> bool:

@@ -45,7 +45,8 @@ VALIDATION_SEED = 0  # the validation batches of every run of one corpus are the
 def prepare(config: RunConfig, job: Job = ALONE, shard_if_possible: bool = False) -> Run:
     """Checks and builds a run. Raises ValueError, with what to type instead, for a configuration that cannot run.
 
-    With `shard_if_possible`, a mesh without data-parallel copies ignores `shard=`, and one without stages `pipeline.`.
+    With `shard_if_possible`, a mesh without data-parallel replicas ignores `shard=`, and one without stages ignores
+    `pipeline.`.
     """
     console = Console(highlight=False, soft_wrap=True, quiet=not job.leads)
     chip = _start_devices(config, job)
@@ -151,7 +152,7 @@ def _choose_plan(
 ) -> ModelPlan:  # fmt: skip
     """The plan on the mesh asked for, or on the best by the cost model (tune=compile: by schedules).
 
-    Devices beyond a mesh become data-parallel copies; without `all_devices` those of a single process stay idle.
+    Devices beyond a mesh become data-parallel replicas; without `all_devices` those of a single process stay idle.
     """
     if config.tune == "compile":
         config = _compile_candidates(config, model, console)
@@ -184,8 +185,8 @@ def _pod(chip: Chip | None, key: str) -> Pod:
     """The devices present for the planner; raises ValueError about `key` if they are unknown."""
     if chip is None or chip.platform == "cpu":
         raise ValueError(
-            f"{key} does not know the {jax.devices()[0].device_kind}. Type a mesh, such as mesh=2x4, or plan for an "
-            "absent TPU slice: check=true target=v5p-64."
+            f"{key}: the cost model has no {jax.devices()[0].device_kind}. Type a mesh, such as mesh=2x4, or plan for "
+            "an absent TPU slice: check=true target=v5p-64."
         )
     return pod_of(tpu_slice_of(jax.devices()) or chip, jax.device_count())
 

@@ -136,7 +136,7 @@ def new_state(run: Run) -> State:
 
 def _announce_local(run: Run, local: LocalCheckpoints, state: State, step: int, lost: list[int]) -> tuple[State, int]:
     local.drop_after(step)
-    copied = f"; copies replace what {', '.join(map(run.job.name, lost))} lost" if lost else ""
+    copied = f"; replicas replace the shards that {', '.join(map(run.job.name, lost))} lost" if lost else ""
     run.console.print(
         f"[bold]Resume[/] after step {step} from the hosts' own {run.config.checkpoint.local_dir}{copied}"
     )
@@ -240,7 +240,7 @@ def _check_tokenizer(config: RunConfig, previous: PreviousAttempts) -> None:
     if config.tokenizer == "bpe":
         if file:
             raise ValueError(
-                f"tokenizer=bpe is new, and the model of init={config.init} has {file}. Remove tokenizer=."
+                f"tokenizer=bpe trains a tokenizer, but the model of init={config.init} has {file}. Remove tokenizer=."
             )
         return
     own, size = load_tokenizer(tokenizer_of(config, previous)), config.model.known_vocab_size
@@ -251,8 +251,8 @@ def _check_tokenizer(config: RunConfig, previous: PreviousAttempts) -> None:
         )
     if file and "tokenizer" not in _allowed(config) and load_tokenizer(str(file)).digest != own.digest:
         raise ValueError(
-            f"tokenizer={config.tokenizer} is not that of init={config.init}, whose tokens the model knows. Remove "
-            "tokenizer=, or type allow=tokenizer to train the model on other tokens."
+            f"tokenizer={config.tokenizer} is not the tokenizer of init={config.init}, with which the model was "
+            "trained. Remove tokenizer=, or type allow=tokenizer to train the model on other tokens."
         )
 
 

@@ -29,7 +29,7 @@ def plan_request(config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dty
 
 
 def cost_model(config: RunConfig) -> str:
-    """What predicts and chooses, in the words of a message; it does not know 8 bits."""
+    """The name of the cost model that predicts and chooses, for messages; it prices 8-bit products as bf16."""
     return "the planner's cost model" + ("" if config.products.is_full else " (products and gathers priced in bf16)")
 
 

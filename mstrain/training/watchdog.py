@@ -33,7 +33,7 @@ class WatchdogConfig:
     """Limits for a step that hangs. First the stacks of all threads are written, then the process ends."""
 
     factor: float = 10.0
-    """Multiple of the median step time after which a step counts as stuck and the stacks are written."""
+    """Multiple of the median step time after which a step counts as stuck and stack traces are written."""
     least_seconds: float = 60.0
     """Minimum seconds before a step counts as stuck."""
     limit_seconds: float = 1800.0

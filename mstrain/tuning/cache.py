@@ -44,7 +44,7 @@ def find_result(
         return ranked(candidates), True
     found = {(candidate.mesh, candidate.slices): candidate for candidate in candidates}
     if found:
-        say(f"continues after {len(found)} finished candidate{'s' * (len(found) > 1)}, found in {path}")
+        say(f"resumes after {len(found)} finished candidate{'s' * (len(found) > 1)}, found in {path}")
 
     def run(shape: MeshShape, slices: str) -> Candidate:
         if candidate := found.get((str(shape), slices)):

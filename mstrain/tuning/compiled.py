@@ -1,4 +1,4 @@
-"""tune=compile: the cost model's best candidates, each compiled as the whole training step; the fastest wins.
+"""tune=compile: compiles the cost model's best candidates as whole training steps and chooses the fastest.
 
 The step and not its layers, because forward and backward, norms, loss and update share links and memory, and
 a layer that is fast alone may expose more in the step. First the best meshes at the cost model's own slice
@@ -195,7 +195,8 @@ def describe_slices(plan: ModelPlan) -> str:
 
 
 def model_seconds(task: TuningTask, shape: MeshShape, slices: str) -> float | None:
-    """The cost model's seconds for the products of one step; None with an algorithm that it does not know."""
+    """The cost model's seconds for the products of one step; None with an algorithm that the cost model does not
+    support."""
     step, request = task.candidate(slices), task.request
     stages = make_stages(step.pipeline, shape.stage, step.model.layer_groups[-1][1])
     remat = request.fixed.remat or step.remat

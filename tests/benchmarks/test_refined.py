@@ -82,7 +82,7 @@ def test_a_call_after_an_interruption_says_what_it_found(compiled, tmp_path, mon
     capsys.readouterr()
     assert run(arguments) == 0 and compiled.count(("row2-col2", "auto")) == 1
     out = shown(capsys)
-    assert "continues after 1 finished candidate, found in" in out and "type mesh=row2-col2 parallel.slices=2" in out
+    assert "resumes after 1 finished candidate, found in" in out and "type mesh=row2-col2 parallel.slices=2" in out
 
 
 def test_nothing_that_fits_is_exit_code_1(compiled, tmp_path, capsys):

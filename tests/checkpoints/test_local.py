@@ -153,7 +153,9 @@ def test_a_host_that_lost_its_disk_continues_from_copies(tmp_path):
     shutil.rmtree(lost)
     job = Job(tmp_path, words, 2, 1)
     assert job.wait() == [0, 0], job.output[-4000:]
-    assert "after step 4 from the hosts' own" in job.output and "copies replace what process 1" in job.output
+    assert (
+        "after step 4 from the hosts' own" in job.output and "replicas replace the shards that process 1" in job.output
+    )
     after = {row["step"]: row["loss"] for row in rows(run)}
     assert list(after) == [*range(1, 9)] and {step: after[step] for step in before} == before
     assert not [*local.iterdir()], "a finished run leaves nothing on its hosts"

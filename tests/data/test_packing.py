@@ -96,7 +96,7 @@ def test_conversations_stay_whole_where_they_fit_and_only_answers_count(tmp_path
 
 
 def test_documents_that_cannot_be_told_apart_are_refused(make_file):
-    with pytest.raises(ValueError, match="pack=segments needs to know where documents end.*data.eos=TOKEN"):
+    with pytest.raises(ValueError, match="pack=segments needs an end-of-document token.*data.eos=TOKEN"):
         Batches(make_file(np.arange(100)), 9, 1, pack="segments")
 
 

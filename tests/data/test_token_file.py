@@ -47,9 +47,9 @@ def with_header(data, **changes):
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (lambda data: data[:-1], "header promises"),
-        (lambda data: data + b"\0", "header promises"),
-        (lambda data: data[:4096], "header promises"),
+        (lambda data: data[:-1], "its header states"),
+        (lambda data: data + b"\0", "its header states"),
+        (lambda data: data[:4096], "its header states"),
         (lambda data: data[:100], "not an mstrain token file"),
         (lambda data: b"", "not an mstrain token file"),
         (lambda data: np.arange(9000, dtype=np.uint16).tobytes(), "not an mstrain token file"),
@@ -61,7 +61,7 @@ def with_header(data, **changes):
         (lambda data: with_header(data, num_tokens="100"), "not an mstrain token file"),
         (lambda data: with_header(data, vocab_size=0), "not an mstrain token file"),
         (lambda data: with_header(data, dtype="object"), "not an mstrain token file"),
-        (lambda data: with_header(data, num_tokens=2**61), "header promises"),
+        (lambda data: with_header(data, num_tokens=2**61), "its header states"),
     ],
 )
 def test_a_damaged_or_foreign_file_is_named_with_the_fix(make_file, damage, message):

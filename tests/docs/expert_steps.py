@@ -22,6 +22,7 @@ from tests.docs.steps import ROOT
 from tests.planner.mixtral import CHIPS, PUBLISHED, SEQ
 
 FILE = ROOT / "docs" / "data" / "expert_steps.csv"
+HEAD = "| target | plan | compiled, s (low to high), memory | planner / compiled | tokens/s per chip | over published |"
 MODEL, BATCH = "mixtral_8x7b", 8 * CHIPS
 KEY = ("target", "mesh", "algorithm", "shard", "accumulate", "remat")
 COLUMNS = (*KEY, "ms", "low_ms", "high_ms", "products_ms", "kernels_ms", "copies_ms", "other_ms", "exposed_ms",
@@ -49,7 +50,7 @@ def planned(row: dict[str, str]) -> float:
 
 
 def table() -> str:
-    lines = ["| target | plan | compiled | planner / compiled | tokens/s a chip | over published |\n|" + " --- |" * 6]
+    lines = [HEAD, "|" + " --- |" * 6]
     for row in read():
         rate, shard = 1e3 * BATCH * SEQ / CHIPS / float(row["ms"]), row["shard"]
         keys = [f"mesh={row['mesh']} parallel={row['algorithm']}", f"shard={shard}" * (shard != "none")]

@@ -15,7 +15,7 @@ NAMES = {"meshslice": "MeshSlice", "collective": "Collective", "wang": "Wang", "
          "cannon": "Cannon", "summa": "SUMMA", "gspmd": "GSPMD"}  # fmt: skip
 WHOLE = {"gpt3_175b": "96", "megatron_nlg_530b": "105", "llama2_70b": "80", "llama3_70b": "80"}  # layers
 TODAY = "today"  # in the column `program`, where others are `earlier`
-HEAD = "| step | algorithm, mesh | ms (low, high) | MFU | exposed ms | GiB | time over MeshSlice's (low, high) |"
+HEAD = "| step | algorithm, mesh | ms (low, high) | MFU | exposed, ms | memory, GiB | time over MeshSlice (low, high) |"
 
 
 def read_steps() -> list[dict[str, str]]:

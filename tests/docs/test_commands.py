@@ -15,6 +15,7 @@ import pytest
 from mstrain.cli.command import _options, run_command
 from mstrain.cli.compose import config_dir
 from mstrain.commands import COMMANDS, command_named
+from mstrain.commands.train import load_config
 from mstrain.training.session import train
 from tests.docs import options, steps
 from tests.training.runs import make
@@ -80,6 +81,16 @@ def test_the_page_s_tables_are_those_of_the_files():
     """Type: python -m tests.docs.steps, python -m tests.docs.options."""
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert steps.table() in page and options.table() in page
+
+
+def test_an_experiment_expects_what_was_compiled():
+    """The step of the experiment, MeshSlice with automatic slices, is in docs/data/steps.csv."""
+    config = load_config(["experiment=gpt3_175b_v5p_512"])
+    wanted = ("v5p-512", "gpt3_175b", str(config.batch), str(config.seq), config.remat, "meshslice", config.mesh)
+    columns = ("target", "model", "batch", "seq", "remat", "algorithm", "mesh")
+    (row,) = [row for row in steps.read_steps() if tuple(row[name] for name in columns) == wanted]
+    text = (ROOT / "conf" / "experiment" / "gpt3_175b_v5p_512.yaml").read_text()
+    assert f"# Expected: {float(row['ms']) / 1e3:.2f} s a step, {row['mfu_percent']} % MFU" in text
 
 
 def test_a_page_s_command_runs(tmp_path):

@@ -147,7 +147,7 @@ def test_a_damaged_checkpoint_is_not_moved_out_of_the_run_directory(kind, made, 
         (directory / "damaged").symlink_to(other)
     else:
         (directory / "damaged").write_text("")
-    with pytest.raises(ValueError, match=f"and its place .*damaged is {kind}. Move that away"):
+    with pytest.raises(ValueError, match=f"cannot be moved to .*damaged, {kind}. Remove that"):
         train(again(made, directory))
     assert saved_steps(directory) == [2, 4, 6] and not [*other.iterdir()]
 

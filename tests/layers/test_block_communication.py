@@ -76,7 +76,7 @@ def check_block(lowered):
         assert made <= asked, f"{kind} beyond those of the products: {made - asked}"
     for shape in found["all-reduce"]:
         # One number per token (norm statistics), one per feature (gradients of scales and biases), and the
-        # sum of weight gradients over data-parallel copies.
+        # sum of weight gradients over data-parallel replicas.
         dims = [dim for dim in shape if dim > 1]
         assert len(dims) <= 1 or ("all_reduce", shape) in asked, f"an all-reduce of {shape}"
         assert math.prod(shape) <= SEQUENCES * SEQ * 4 or ("all_reduce", shape) in asked

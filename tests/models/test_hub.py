@@ -270,9 +270,9 @@ def test_layers_that_predict_further_tokens_are_read_if_asked_for(folders, tmp_p
     assert names == load_file(folder / "model.safetensors").keys() and further.left_out is None
     count = sum(name.startswith("model.layers.4.") for name in names)
     assert plain.left_out == (
-        f"{count} tensors of layers that predict further tokens are left out; model.mtp_layers=1 reads them."
+        f"{count} tensors of multi-token prediction layers are left out; model.mtp_layers=1 reads them."
     )
-    with pytest.raises(ValueError, match="has 1 layers that predict further tokens. Type model.mtp_layers=1"):
+    with pytest.raises(ValueError, match="has 1 multi-token prediction layers. Type model.mtp_layers=1"):
         Folder(folder, 2)
     with pytest.raises(ValueError, match="Type model.mtp_layers=0"):
         Folder(folders / "llama2", 1)

@@ -1,4 +1,4 @@
-"""Weights, gradients and moments sharded over data-parallel copies."""
+"""Weights, gradients and moments sharded over data-parallel replicas."""
 
 import dataclasses
 import functools

@@ -92,7 +92,7 @@ def variant_cases() -> list[Case]:
 
 
 def sharded_cases() -> list[Case]:
-    """Every stage of `shard=` with every algorithm, on two meshes with data-parallel copies, one accumulating."""
+    """Every stage of `shard=` with every algorithm, on two meshes with data-parallel replicas, one accumulating."""
     return [
         Case(mesh, parallel, accumulate, remat, shard=shard)
         for mesh, accumulate, remat in (("2x2x2", 1, "none"), ("4x2x1", 2, "full"))

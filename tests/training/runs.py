@@ -20,7 +20,7 @@ ARGUMENTS = [
 def make(directory: Path, *arguments: str) -> Run:
     """A prepared run in `directory`, its corpus beside it: compiled fast, on the mesh asked for.
 
-    The suite emulates more devices than most meshes need; elsewhere they would become data-parallel copies.
+    The suite emulates more devices than most meshes need; elsewhere they would become data-parallel replicas.
     """
     places = [f"run_dir={directory}", f"data.cache_dir={directory.parent / 'corpora'}"]
     keys = {argument.partition("=")[0] for argument in arguments}

@@ -65,7 +65,7 @@ def test_a_soft_cap_flattens_what_is_sampled_and_a_batch_changes_no_sample(made,
 
 def test_learned_positions_end(generator):
     assert len(generator(prompts(4), Request(29, Draw(1.0)))[0].ids) == 29  # positions 0 to 31
-    with pytest.raises(ValueError, match=r"4 tokens and tokens=30 .* has learned 32. Type tokens=29 or less"):
+    with pytest.raises(ValueError, match=r"4 tokens and tokens=30 .* has 32 learned ones. Type tokens=29 or less"):
         generator(prompts(4), Request(30))
 
 

@@ -184,9 +184,7 @@ def test_an_interrupted_search_goes_on_where_it_stopped(tmp_path, number):
     result, kept, made, said = ask(tmp_path)
     assert (result, kept, made) == (WHOLE, False, everything[number - 1 :])
     plural = "s" if number > 2 else ""
-    assert said[0] == (
-        f"continues after {number - 1} finished candidate{plural}, found in {result_file(TASK, tmp_path)}"
-    )
+    assert said[0] == (f"resumes after {number - 1} finished candidate{plural}, found in {result_file(TASK, tmp_path)}")
     assert len(said) == 1 + len(made) and ask(tmp_path) == (WHOLE, True, [], [])
 
 

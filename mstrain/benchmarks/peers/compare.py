@@ -27,7 +27,7 @@ BUDGET = 450  # seconds of all processes together: the command takes less than e
 
 
 def compare_peers(config: BenchmarkConfig) -> Comparison:
-    """The comparison of every peer on every model, on one device, within BUDGET: peer by peer, ours first."""
+    """The comparison of every peer on every model, on one device, within BUDGET: peer by peer, mstrain first."""
     cases = [
         Case(model, MeshShape(), peer, config.batch or max(TOKENS // (config.seq or model.context), 1))
         for peer in config.peer_names
@@ -42,7 +42,7 @@ def compare_peers(config: BenchmarkConfig) -> Comparison:
         left = ends - time.monotonic()
         if left < 1:
             advice = f"Type peers={case.algorithm} models={case.model.name} for this row alone."
-            raise RuntimeError(f"not started, because the {BUDGET} s of the command are over. {advice}")
+            raise RuntimeError(f"not started, because the time limit of {BUDGET} s has passed. {advice}")
         yield row_of(case, config, head.peak, min(SECONDS, left))
 
     return Comparison(head, cases, 1, rows_of)
@@ -65,7 +65,8 @@ def row_of(case: Case, config: BenchmarkConfig, peak: float | None, limit: float
 
 
 def device() -> tuple[str, str]:
-    """Kind and platform of the first device, asked of another process: one that knows it holds its memory."""
+    """Kind and platform of the first device, determined in another process, because a process that initializes the
+    device keeps its memory."""
     return tuple(json.loads(_answer(WORKER, "device", SECONDS)))
 
 

@@ -1,4 +1,4 @@
-"""A transformer of Flax's own layers on one device: what one writes without mstrain."""
+"""A transformer of Flax's own layers on one device, as one writes it without mstrain."""
 
 import functools
 from typing import Any, Literal
@@ -93,7 +93,7 @@ def check(model: ModelConfig) -> None:
         or model.position not in ("learned", "rotary")
     )  # fmt: skip
     if kind not in known or extra:
-        raise ValueError(f"{model.name} is neither a GPT nor a Llama, which are the peers. Type models=gpt2.")
+        raise ValueError(f"{model.name} is neither a GPT nor a Llama, which bench=peers compares. Type models=gpt2.")
 
 
 def _is_decayed(params):

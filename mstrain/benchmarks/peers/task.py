@@ -1,4 +1,4 @@
-"""What one process of bench=peers is asked for and what it answers, as JSON."""
+"""The task and the outcome of one process of bench=peers, as JSON."""
 
 import dataclasses
 import json

@@ -12,8 +12,8 @@ from mstrain.planner.mixed.simulated import simulate_mixed
 from mstrain.planner.mixed.times import filled_in
 
 NOT_TRAINABLE = (
-    "train.py runs none of these plans: the devices of all its stages are equal, while these plans have stages of "
-    "unequal devices. For the hosts of one kind alone, type planner=pod cluster=CHIP:N."
+    "train.py cannot run these plans: its stages have equal devices, and these plans have stages of unequal devices. "
+    "To plan for hosts of one kind, type planner=pod cluster=CHIP:N."
 )
 
 

@@ -74,7 +74,8 @@ def run(arguments: list[str]) -> int:
 def help_lines(arguments: list[str]) -> list[str]:
     """The modes, and the keys of the one that `arguments` choose."""
     modes = [f"{key}={value}" for key, values in MODES.items() for value in values]
-    lines = [f"modes: {' '.join(modes)} profile=MODEL published=FILE (--help beside a mode lists its keys)", ""]
+    lines = ["Modes, of which one is typed (planner=pod by default); --help after a mode lists its keys:"]
+    lines += [f"  {' '.join(modes)}", "  profile=MODEL published=FILE", ""]
     key, value, _ = choose(arguments)
     _, kind, file = mode(key, value)
-    return [*lines, f"keys of {key}={value}:", *describe_keys(kind, file)]
+    return [*lines, f"Keys of {key}={value}:", *describe_keys(kind, file, experiments=False)]

@@ -37,19 +37,20 @@ class PodConfig:
     tensor: str = "auto"
     """Degree of tensor parallelism, or auto."""
     context: str = "auto"
-    """Parts of each sequence, on as many devices, or auto."""
+    """Number of parts into which sequences are divided, or auto."""
     expert: str = "auto"
-    """Parts among which replicas divide experts, a divisor of their number and of replicas, or auto."""
+    """Number of parts into which replicas divide the experts, a divisor of the number of experts and of replicas=, or
+    auto."""
     pipeline: str = "auto"
-    """Pipeline stages, or auto."""
+    """Number of pipeline stages, or auto."""
     accumulate: str = "auto"
-    """Microbatches per step and replica, or auto."""
+    """Number of microbatches per step and replica, or auto."""
     shard: str = "auto"
     """What is sharded over data-parallel devices: auto, none, optimizer, gradients or parameters (ZeRO 1, 2, 3)."""
     schedule: str = "auto"
     """Pipeline schedule: auto, 1f1b, gpipe, interleaved or zero-bubble."""
     interleave: int | None = None
-    """Chunks per stage of schedule=interleaved; null tries 2 and 4."""
+    """Number of chunks per stage with schedule=interleaved; null tries 2 and 4."""
     remat: str = "auto"
     """Activation checkpointing: auto, none, dots, full, dots-but-mlp-in, save_qkv_proj, minimal_offloaded, or
     `save: PARTS` and `offload: PARTS` (to host memory) of input, qkv, context, out, mlp_in, mlp_out."""
@@ -58,17 +59,18 @@ class PodConfig:
     optimizer: str = "adamw"
     """Optimizer of train.py, whose state is in memory: adamw, lion, adafactor or muon."""
     moments: str = "f32"
-    """Dtype in which its moments are stored: f32 or bf16."""
+    """Dtype in which the optimizer's moments are stored: f32 or bf16."""
     memory_margin: float = MEMORY_MARGIN
-    """Part of a device's memory that stays free, from 0 to below 1."""
+    """Fraction of a device's memory that plans leave free, from 0 to below 1."""
     top_k: int = 5
     """Number of distinct plans shown."""
     max_seconds: float = 60.0
-    """Time budget in seconds of search and simulation, without compiling kernels. Then: the best plans so far."""
+    """Time limit in seconds of search and simulation, not counting the compilation of kernels. When it ends the search,
+    the best plans so far are printed."""
     simulate: bool = True
     """Simulate the best plan and write a trace and pictures, where the time budget allows."""
     simulated_microbatches: int = 8
-    """Most microbatches simulated; a pipeline takes at least two per stage."""
+    """Largest number of microbatches simulated; a pipeline has at least two per stage."""
     calibration: str | None = None
     """A calibration.json that `python benchmark.py bench=calibrate` measured on devices of the cluster's kind."""
     run_dir: str = "runs/plan"
@@ -98,12 +100,12 @@ class PodConfig:
                 )
         self._check_expert()
         if not 0 <= self.memory_margin < 1:
-            raise ValueError(f"memory_margin={self.memory_margin} is not a part of a memory. Type memory_margin=0.1.")
+            raise ValueError(f"memory_margin={self.memory_margin} is not from 0 to below 1. Type memory_margin=0.1.")
         check_budget(self.max_seconds)
         if self.model.position == "learned" and self.seq > self.model.context:
             raise ValueError(
-                f"seq={self.seq} is longer than the {self.model.context} positions model {self.model.name} "
-                f"learns. Type seq={self.model.context} or model.context={self.seq}."
+                f"seq={self.seq} is longer than the {self.model.context} learned positions of model {self.model.name}. "
+                f"Type seq={self.model.context} or model.context={self.seq}."
             )
 
     def _check_expert(self) -> None:
@@ -114,7 +116,7 @@ class PodConfig:
         if self.model.experts is None:
             raise ValueError(f"expert={parts} has no effect: the MLP of {self.model.name} is dense. Type expert=auto.")
         raise ValueError(
-            f"expert={parts}: the {experts} experts of {self.model.name} do not divide into as many parts. Type one "
+            f"expert={parts}: the {experts} experts of {self.model.name} do not divide into {parts} parts. Type one "
             f"of {fits}, or expert=auto."
         )
 

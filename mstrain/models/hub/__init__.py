@@ -1,1 +1,1 @@
-"""Hugging Face folders in and out: one table per family serves both directions."""
+"""Reads and writes Hugging Face folders; one table per family serves both directions."""

@@ -110,7 +110,7 @@ def family_for(model: ModelConfig) -> tuple[Family, dict[str, Any]]:
         if config := config_of(model, family):
             return family, config
     raise ValueError(
-        f"model {model.name}: no architecture of transformers that mstrain knows has position={model.position}, "
+        f"model {model.name}: no supported architecture of transformers has position={model.position}, "
         f"norm={model.norm}, activation={model.activation}, gated={model.gated}, bias={model.bias}, "
         f"parallel_block={model.parallel_block} together. Known: {', '.join(FAMILIES)}."
     )

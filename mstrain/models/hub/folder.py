@@ -66,12 +66,12 @@ class Folder:
         self._mtp_layers = stated if self.family.mtp and isinstance(stated, int) else 0
         if mtp_layers > self._mtp_layers:
             raise ValueError(
-                f"model.mtp_layers={mtp_layers}: {self.path / CONFIG} has {self._mtp_layers} layers that predict "
-                f"further tokens. Type model.mtp_layers={self._mtp_layers}."
+                f"model.mtp_layers={mtp_layers}: {self.path / CONFIG} has {self._mtp_layers} multi-token prediction "
+                f"layers. Type model.mtp_layers={self._mtp_layers}."
             )
         if mtp_layers and self.family.latent and not self.model.experts:
             raise ValueError(
-                f"model.mtp_layers={mtp_layers}: the layers of {self.path / CONFIG} that predict further tokens have "
+                f"model.mtp_layers={mtp_layers}: the multi-token prediction layers of {self.path / CONFIG} have "
                 "experts, the others have none. Type model.mtp_layers=0."
             )
         self.model = dataclasses.replace(self.model, mtp_layers=mtp_layers)
@@ -114,7 +114,7 @@ class Folder:
         if not count:
             return None
         return (
-            f"{count} tensors of layers that predict further tokens are left out; model.mtp_layers={self._mtp_layers} "
+            f"{count} tensors of multi-token prediction layers are left out; model.mtp_layers={self._mtp_layers} "
             "reads them."
         )
 

@@ -1,4 +1,4 @@
-"""Tensors of 4 or 8 bits with scales of blocks, read as the numbers that they stand for.
+"""Tensors of 4 or 8 bits with block scales, dequantized when they are read.
 
 Float8 (DeepSeek-V3, 2024): NAME [out, in] of four bits of exponent and three of mantissa is multiplied by
 `NAME_scale_inv`, float32, one for every block of `weight_block_size` elements; the last ones may be smaller.
@@ -49,7 +49,7 @@ def check_quantization(config: Any, known: str | None) -> None:
 
 
 def dequantized(tensors: dict[str, Tensor], block: tuple[int, int] | None) -> dict[str, Tensor]:
-    """`tensors` by name, every pair of values and scales replaced by what they stand for, as bf16.
+    """`tensors` by name, with every pair of values and scales replaced by the dequantized tensor in bf16.
 
     `block`: elements of float8 with one scale; None for none of these. Raises ValueError for scales of another shape.
     """

@@ -107,7 +107,7 @@ def write_model(folder: Path, module: Transformer, params, target: Target, leads
     if (rate := module.model.balance_rate) and f"{STACK}/mlp/{BALANCE}" not in target.family.tensors:
         raise ValueError(
             f"The routers have biases of model.balance_rate={rate:g}, and {target.family.model_type} has no tensor for "
-            "them. Train with model.balance_loss=0.01 in its place."
+            "them. Train with model.balance_loss=0.01 instead."
         )
     parts = _all_parts(module.model, target)
     sizes = _sizes(parts, target)
