@@ -1,4 +1,4 @@
-"""A multi-layer perceptron, the options of its training step, and the check of its parallel degrees."""
+"""A multi-layer perceptron, and the check of its parallel degrees."""
 
 from __future__ import annotations
 
@@ -29,15 +29,6 @@ class Mlp:
         """(in, out) of one layer's weight."""
         last = layer == self.layers - 1
         return self.hidden_dim if layer else self.input_dim, self.output_dim if last else self.hidden_dim
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """Choices beside the degrees; None: those of the rule set."""
-
-    schedule: str | None = None
-    optimizer: bool = True
-    gather_outputs: bool | None = None
 
 
 def check_mlp(mlp: Mlp, degrees: Degrees, rules: RuleSet) -> None:

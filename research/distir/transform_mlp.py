@@ -16,7 +16,7 @@ from mstrain.simulator.placement import DATA, LOCAL, TENSOR, Degrees
 from mstrain.simulator.program import OpSpec
 from mstrain.simulator.replicas import Step
 from mstrain.simulator.slots import Slots
-from research.distir.mlp import Mlp, StepOptions, check_mlp, chunk_bounds
+from research.distir.mlp import Mlp, check_mlp, chunk_bounds
 from research.distir.rules import RuleSet, rule_set
 from research.distir.schedules import schedule as find_schedule
 
@@ -26,9 +26,9 @@ Shape = tuple[int, ...]
 class MlpStep(PipelineStep):
     """Writes the operations of one rank, pass by pass."""
 
-    def __init__(self, mlp: Mlp, degrees: Degrees, rules: RuleSet, options: StepOptions):
+    def __init__(self, mlp: Mlp, degrees: Degrees, rules: RuleSet):
         super().__init__(degrees, degrees.pipeline * degrees.interleave)
-        self.mlp, self.rules, self.options = mlp, rules, options
+        self.mlp, self.rules = mlp, rules
         self.rows = mlp.batch // (degrees.data * degrees.microbatches)
         self.bounds = chunk_bounds(mlp.layers, self.chunks)
         self.stage_of = [self.stage(chunk) for chunk, (begin, end) in enumerate(self.bounds) for _ in range(begin, end)]
@@ -149,7 +149,6 @@ class MlpStep(PipelineStep):
 
     def finish(self) -> None:
         """Sums and gathers over the replicas, then the optimizer."""
-        gathers = self.rules.gather_outputs if self.options.gather_outputs is None else self.options.gather_outputs
         for name in ("l", *range(self.mlp.layers - 1, 0, -1), "g", 0) if self.degrees.data > 1 else ():
             if isinstance(name, int):
                 if not self.rules.gradients_early:
@@ -157,29 +156,24 @@ class MlpStep(PipelineStep):
             elif name == "l" and not self.rules.original:
                 made = ("loss sum", (1,))
                 self._op("AllReduce", ((1,),), self.stage_of[-1], (self.totals["l"],), made, axis=DATA)
-            elif gathers and name in self.totals:
+            elif self.rules.gather_outputs and name in self.totals:
                 width, stage = (self.mlp.output_dim, self.stage_of[-1]) if name == "l" else (self.mlp.input_dim, 0)
                 rows = self.mlp.batch // self.degrees.data
                 made = (("whole", name), (self.mlp.batch, width))
                 self._op("AllGather", ((rows, width),), stage, (self.totals[name],), made, axis=DATA)
-        updates = self.options.optimizer and self.rules.optimizer != "none"
-        for stage in range(self.degrees.pipeline) if updates else ():
+        for stage in range(self.degrees.pipeline) if self.rules.optimizer != "none" else ():
             layers = [layer for layer, its_stage in enumerate(self.stage_of) if its_stage == stage]
             inputs = (*(self.weights[layer] for layer in layers), *(self.totals[layer] for layer in layers))
             self._op("SGD", tuple(self.shapes[layer] for layer in layers), stage, inputs)
 
 
-def schedule_name(degrees: Degrees, rules: RuleSet, options: StepOptions) -> str:
-    """The pipeline schedule of a step: the one of the options, else that of interleaving or of the rule set."""
-    return options.schedule or ("interleaved" if degrees.interleave > 1 else "distir" if rules.original else "1f1b")
+def schedule_name(degrees: Degrees, rules: RuleSet) -> str:
+    return "interleaved" if degrees.interleave > 1 else rules.schedule
 
 
-def mlp_step(
-    mlp: Mlp, degrees: Degrees = Degrees(), rules: str | RuleSet = "corrected", options: StepOptions = StepOptions()
-) -> Step:
+def mlp_step(mlp: Mlp, degrees: Degrees = Degrees(), rules: str | RuleSet = "corrected") -> Step:
     """The training step of `mlp` under `degrees`. Raises ValueError when they do not fit each other."""
     rules = rule_set(rules)
     check_mlp(mlp, degrees, rules)
-    writer = MlpStep(mlp, degrees, rules, options)
-    name = schedule_name(degrees, rules, options)
+    writer, name = MlpStep(mlp, degrees, rules), schedule_name(degrees, rules)
     return writer.write(find_schedule(name, degrees.pipeline, degrees.microbatches, writer.chunks))

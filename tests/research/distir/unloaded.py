@@ -3,7 +3,7 @@
 from mstrain.parallel.schedules import FORWARD
 from mstrain.simulator.placement import GROUP, SEND, Degrees, Placement
 from mstrain.simulator.replicas import Step
-from research.distir.mlp import Mlp, StepOptions
+from research.distir.mlp import Mlp
 from research.distir.rules import RuleSet
 from research.distir.schedules import schedule
 from research.distir.transform_mlp import MlpStep, schedule_name
@@ -46,8 +46,8 @@ class UnloadedStep(MlpStep):
                 on_all("Split", shape, worker(*divmod(rank, h), 0))
 
 
-def unloaded_step(mlp: Mlp, degrees: Degrees, rules: RuleSet, options: StepOptions) -> Step:
+def unloaded_step(mlp: Mlp, degrees: Degrees, rules: RuleSet) -> Step:
     """The training step of `mlp` with the operations that distribute its inputs."""
-    writer = UnloadedStep(mlp, degrees, rules, options)
-    name = schedule_name(degrees, rules, options)
+    writer = UnloadedStep(mlp, degrees, rules)
+    name = schedule_name(degrees, rules)
     return writer.write(schedule(name, degrees.pipeline, degrees.microbatches, writer.chunks))
