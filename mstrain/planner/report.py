@@ -69,7 +69,7 @@ def write_tables(request: PlanRequest, result: PodResult, folder: Path, top: int
         "devices": request.pod.devices,
         "batch": request.batch,
         "seq": request.seq,
-        "link_constants": result.best.step.constants.source,
+        "link_constants": result.best.step.at.constants.source,
         "searched_whole_space": result.finished,
         "plans_costed": result.costed,
         "search_seconds": result.seconds,

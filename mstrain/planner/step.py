@@ -157,7 +157,7 @@ class TransformerStep(ProductStep):
         if plan.expert == 1 or not isinstance(key[1], int):
             return count, count
         experts, copies = self.layers[key[1]].experts / plan.tensor, plan.replicas // plan.expert
-        links = pod.links(plan.sizes, self.request.dtype).replica, owner_links(pod, plan.sizes, plan.expert)
+        links = self.costed.step.at.links.replica, owner_links(pod, plan.sizes, plan.expert)
         over = plan.replicas, copies
         every, few = ((n - 1) / n / link.all_gather.bandwidth for n, link in zip(over, links))
         held = experts / plan.expert

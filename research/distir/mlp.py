@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
-from mstrain.models.stages import even_layers
 from mstrain.simulator.placement import Degrees
 from research.distir.rules import RuleSet
 
@@ -58,8 +56,3 @@ def check_mlp(mlp: Mlp, degrees: Degrees, rules: RuleSet) -> None:
     for wrong, message in problems:
         if wrong:
             raise ValueError(message)
-
-
-def chunk_bounds(layers: int, chunks: int) -> list[tuple[int, int]]:
-    """Layers [begin, end) of each chunk; when they do not divide, the first chunks get one more."""
-    return list(pairwise(accumulate(even_layers(layers, chunks), initial=0)))

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from math import prod
 
+from mstrain.models.stages import even_layers
 from mstrain.parallel.schedules import FORWARD
+from mstrain.planner.stages import bounds_of
 from mstrain.simulator.pipeline import PipelineStep
 from mstrain.simulator.placement import DATA, LOCAL, TENSOR, Degrees
 from mstrain.simulator.program import OpSpec
 from mstrain.simulator.replicas import Step
 from mstrain.simulator.slots import Slots
-from research.distir.mlp import Mlp, check_mlp, chunk_bounds
+from research.distir.mlp import Mlp, check_mlp
 from research.distir.rules import RuleSet, rule_set
 from research.distir.schedules import schedule as find_schedule
 
@@ -30,7 +32,7 @@ class MlpStep(PipelineStep):
         super().__init__(degrees, degrees.pipeline * degrees.interleave)
         self.mlp, self.rules = mlp, rules
         self.rows = mlp.batch // (degrees.data * degrees.microbatches)
-        self.bounds = chunk_bounds(mlp.layers, self.chunks)
+        self.bounds = bounds_of(even_layers(mlp.layers, self.chunks))
         self.stage_of = [self.stage(chunk) for chunk, (begin, end) in enumerate(self.bounds) for _ in range(begin, end)]
         # Local shapes of the weights: even layers are cut by columns, odd ones by rows.
         h, dims = degrees.tensor, [mlp.dims(layer) for layer in range(mlp.layers)]

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mstrain.models.stages import even_layers
+from mstrain.planner.stages import bounds_of
 from mstrain.simulator.pipeline import PipelineStep
 from mstrain.simulator.placement import LOCAL, TENSOR, Degrees
 from mstrain.simulator.program import OpSpec
 from mstrain.simulator.replicas import Step
 from mstrain.simulator.slots import Slots
-from research.distir.mlp import chunk_bounds
 from research.distir.schedules import alternating
 
 
@@ -54,7 +55,7 @@ class _GptStep(PipelineStep):
         super().__init__(degrees, gpt.layers + 1)
         self.gpt = gpt
         self.rows = gpt.rows // (degrees.data * degrees.microbatches)
-        bounds = chunk_bounds(gpt.layers + 1, degrees.pipeline)
+        bounds = bounds_of(even_layers(gpt.layers + 1, degrees.pipeline))
         self.stage_of_block = [stage for stage, (begin, end) in enumerate(bounds) for _ in range(begin, end)]
         self.x = self._tensor(gpt.width, 0, resident=True)
         self.result = -1
