@@ -5,8 +5,6 @@ Collectives are rings on links beside the compute units: communication can be hi
 does not stop its devices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod

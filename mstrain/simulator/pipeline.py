@@ -4,8 +4,6 @@ A subclass of `PipelineStep` states what a pass consists of: DistIR's perceptron
 profiled layers of a mixed cluster. A pass adds its operations once; they are repeated for every microbatch.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 

@@ -5,8 +5,6 @@ size) on a group of devices. One device computes; several devices communicate. A
 specs and groups are stored once, so that the cost of each pair is computed once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -45,7 +43,7 @@ class Ragged(NamedTuple):
     items: np.ndarray
 
     @classmethod
-    def of(cls, lists: Sequence[Sequence[int]]) -> Ragged:
+    def of(cls, lists: Sequence[Sequence[int]]) -> "Ragged":
         offsets = np.concatenate([[0], np.cumsum([len(items) for items in lists], dtype=np.int64)])
         return cls(offsets, np.fromiter(chain.from_iterable(lists), np.int64, int(offsets[-1])))
 
@@ -53,7 +51,7 @@ class Ragged(NamedTuple):
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
 
-    def take(self, rows: np.ndarray) -> Ragged:
+    def take(self, rows: np.ndarray) -> "Ragged":
         """The lists at `rows`, in that order."""
         lengths = self.lengths[rows]
         offsets = np.concatenate([[0], np.cumsum(lengths)])

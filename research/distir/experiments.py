@@ -4,8 +4,6 @@
 the right units, where the notebook's conclusion does not hold.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Simulated plans of a perceptron as rows of a table, and the search over data, tensor and pipeline degrees."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from math import log2
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A multi-layer perceptron, and the check of its parallel degrees."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from mstrain.simulator.placement import Degrees
@@ -20,7 +18,7 @@ class Mlp:
     element_bytes: int = 4
 
     @classmethod
-    def square(cls, layers: int, width: int, batch: int, element_bytes: int = 4) -> Mlp:
+    def square(cls, layers: int, width: int, batch: int, element_bytes: int = 4) -> "Mlp":
         return cls(layers, width, width, width, batch, element_bytes)
 
     def dims(self, layer: int) -> tuple[int, int]:

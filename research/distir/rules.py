@@ -14,8 +14,6 @@ digit, defects included: the notebook of February 2021 (commit cec2907), the tab
 - the gradient of the network's input, which has no reader, is not computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations

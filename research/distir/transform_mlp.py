@@ -6,8 +6,6 @@ consecutive layers. The step is the one that DistIR builds (`mlp_dhp_transform`)
 number by number; `RuleSet` states what the corrected step does differently.
 """
 
-from __future__ import annotations
-
 from math import prod
 
 from mstrain.models.stages import even_layers
