@@ -38,11 +38,14 @@ FUSED_BLOCK = {"gpu": 256, "tpu": 1024, "cpu": 128}
 FUSED_BACKWARD = 2.5  # products of a fused attention kernel's backward pass over those of its forward pass
 HIDDEN_PART = 0.8  # of the product that a collective of a TPU runs under: both use memory
 SLOWED = 0.16  # of a collective's time is lost by what a GPU computes beside it, 18.9 % slower (Lee et al., 2025)
-PARTS = {
-    "attention in": "qkv", "queries in": "qkv", "keys in": "qkv", "attention out": "out", "mlp in": "mlp_in",
-    "shared in": "mlp_in", "mlp out": "mlp_out", "shared out": "mlp_out",
-}  # fmt: skip
-"""Names of `mstrain.planner.remat` of what the products of a block leave."""
+PIECES = (
+    ("elementwise", "elementwise"), ("attention in", "qkv"), ("queries in", "qkv"), ("keys in", "qkv"),
+    ("attention", "context"), ("attention out", "out"), ("elementwise", "elementwise"), ("mlp in", "mlp_in"),
+    ("shared in", "mlp_in"), ("elementwise", "elementwise"), ("mlp out", "mlp_out"), ("shared out", "mlp_out"),
+    ("elementwise", "input"),
+)  # fmt: skip
+"""Of a layer, in order, each with what it makes, in the words of `mstrain.planner.remat`; a layer has those products
+that its model has."""
 
 
 class Pass(NamedTuple):
@@ -84,7 +87,7 @@ class Work:
 
     def repeated(self, remat: Remat, style: ExecutionStyle, fused: bool) -> frozenset[str]:
         """What the backward pass of a layer computes again: names of products, "attention", "elementwise"."""
-        again = {name for name, _ in self.products if remat.recomputes(PARTS[name])}
+        again = {name for name, _ in self.products if remat.recomputes(dict(PIECES)[name])}
         if style.dead_code:  # only the sum behind them needs the last products
             again -= {"mlp out", "shared out"}
         scores = remat.recomputes("context" if fused else "scores")

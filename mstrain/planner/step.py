@@ -14,6 +14,7 @@ from mstrain.hardware.expert_links import owner_links
 from mstrain.parallel.gemms import gemms_of
 from mstrain.parallel.schedules import FORWARD, WHOLE, schedule, ticks, with_waits
 from mstrain.planner.cost import Costed
+from mstrain.planner.layer import PIECES
 from mstrain.planner.memory import (
     WEIGHT_BYTES,
     Count,
@@ -31,14 +32,6 @@ from mstrain.simulator.placement import DATA, LOCAL, SEND, STAGES, Degrees
 from mstrain.simulator.program import OpSpec, timed
 from mstrain.simulator.replicas import Step
 
-PIECES = (
-    ("elementwise", "elementwise"), ("attention in", "qkv"), ("queries in", "qkv"), ("keys in", "qkv"),
-    ("attention", "context"), ("attention out", "out"), ("elementwise", "elementwise"), ("mlp in", "mlp_in"),
-    ("shared in", "mlp_in"), ("elementwise", "elementwise"), ("mlp out", "mlp_out"), ("shared out", "mlp_out"),
-    ("elementwise", "input"),
-)  # fmt: skip
-"""Of a layer, in order, each with what it makes, in the words of `mstrain.planner.remat`; a layer has those products
-that its model has."""
 INPUT = -1  # place of the layer's input
 ELEMENTWISE = 4  # pieces, which share its time evenly
 KINDS = {"attention": "Attention", "elementwise": "Elementwise"}

@@ -30,9 +30,14 @@ class OpSpec(NamedTuple):
     def communicates(self) -> bool:
         return self.kind in COMMUNICATION
 
+    @property
+    def known_seconds(self) -> float | None:
+        """Of an operation that `timed` made; None for others."""
+        return None if self.element_bytes else 1e-9 * self.shapes[0][0]
+
 
 def timed(kind: str, seconds: float) -> OpSpec:
-    """An operation of a kind in `mstrain.simulator.costs.TIMED`, whose time is known: its shape is nanoseconds."""
+    """An operation whose time is measured or predicted elsewhere: its shape is nanoseconds, of elements of 0 bytes."""
     return OpSpec(kind, ((round(1e9 * seconds),),), 0)
 
 
