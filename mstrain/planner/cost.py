@@ -220,8 +220,10 @@ class Step:
                 computes = *(last * count for count in counts[:-1]), plan.chunks * rows[0]
             if (computes, last) not in seen:
                 seen[computes, last] = self._passes(computes, last)
-            in_flight = microbatches_in_flight(plan, number, self.style.lockstep)
-            stages.append(Stage(mine, holds, computes, *seen[computes, last], in_flight))
+            counted = plan, number, self.style.lockstep
+            held = microbatches_in_flight(*counted), microbatches_deferred(*counted)
+            ends = self.lockstep or number == 0, self.lockstep or last
+            stages.append(Stage(mine, holds, computes, *seen[computes, last], *held, ends))
         return stages
 
     def _passes(self, layers: tuple[int, ...], last: bool) -> tuple[Pass, Pass, Pass, float, float]:
@@ -242,10 +244,6 @@ class Step:
     def lockstep(self) -> bool:
         """Whether all stages run one program, in which each computes what the deepest does."""
         return self.style.lockstep and self.plan.pipeline > 1
-
-    def _holds(self, number: int) -> tuple[bool, bool]:
-        """Whether a stage has the embedding, and the output projection."""
-        return self.lockstep or number == 0, self.lockstep or number == self.plan.pipeline - 1
 
     def _message(self) -> float:
         """An activation to the next stage: each device sends its part, and parts of a whole one are gathered."""
@@ -290,11 +288,10 @@ class Step:
     def _end(self, plan: PodPlan, number: int) -> tuple[float, float]:
         """(sums and gathers over the replicas, update) of one stage, in seconds per step."""
         stage, style, model = self.stages[number], self.style, self.request.model
-        ends = self._holds(number)
-        parameters = stage_parameters(model, stage.holds, *ends).over(plan.tensor)
+        parameters = stage_parameters(model, stage.holds, *stage.ends).over(plan.tensor)
         weights, held = sum(parameters), parameters.held(plan.expert)
         summed = self._replicas(plan, parameters, stage)
-        if model.tied and plan.pipeline > 1 and any(ends) and not self.lockstep:  # both have a copy of the table
+        if model.tied and plan.pipeline > 1 and any(stage.ends) and not self.lockstep:  # both have a copy of the table
             table = WEIGHT_BYTES * parameter_counts(model)[2] / plan.tensor
             summed += collective_seconds(self.at.links.stage.permute, table, 2)
         moved = style.update_bytes * weights
@@ -354,11 +351,7 @@ class Step:
         return copied / self.at.elementwise_bandwidth
 
     def memory(self, plan: PodPlan, number: int) -> Memory:
-        stage = self.stages[number]
-        deferred, ends = microbatches_deferred(plan, number, self.style.lockstep), self._holds(number)
-        counts = [count for _, count in self.request.layer_groups]
-        chunks = [layers_by_group(chunk, counts) for chunk in stage.chunks]
-        return stage_memory(self.request, self.products, plan, ends, chunks, (stage.in_flight, deferred))
+        return stage_memory(self.request, self.products, plan, self.stages[number])
 
     def _ends(self, plan: PodPlan) -> dict[int, tuple[float, float]]:
         """(sums, update) of the first and the last stage; no other has more weights, layers or activations."""

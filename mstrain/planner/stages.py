@@ -21,6 +21,8 @@ class Stage:
       useful_forward, useful_backward, repeated: passes; the last is recomputation. host: seconds added by offloading.
       weights: seconds of the products of weight gradients.
       in_flight: microbatches between their passes; parts of one where the schedule is interleaved.
+      deferred: microbatches whose gradients of weights are made later.
+      ends: whether it has the embedding, and the output projection.
     """
 
     chunks: tuple[tuple[int, int], ...]
@@ -32,6 +34,8 @@ class Stage:
     host: float
     weights: float
     in_flight: float
+    deferred: int
+    ends: tuple[bool, bool]
 
     @property
     def layers(self) -> int:
