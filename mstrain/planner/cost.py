@@ -14,9 +14,9 @@ compute is charged. train.py sums gradients over the replicas once per microbatc
 slowest of N devices, sqrt(2 ln N) standard deviations longer than the mean, and TPUs take longer than their schedules.
 """
 
+import functools
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from mstrain.gemm import find_algorithm
 from mstrain.hardware import collective_seconds
@@ -100,12 +100,12 @@ class Costed:
     def stages(self) -> list[Stage]:
         return self.step.stages
 
-    @cached_property
+    @functools.cached_property
     def memory(self) -> tuple[Memory, ...]:
         """Of every stage."""
         return tuple(self.step.memory(self.plan, number) for number in range(len(self.stages)))
 
-    @cached_property
+    @functools.cached_property
     def stage_terms(self) -> tuple[Terms, ...]:
         """Of every stage."""
         return tuple(self.step.terms(self.plan, number) for number in range(len(self.stages)))
@@ -119,7 +119,7 @@ class Costed:
         """Of a compiled or simulated step, in which all devices are equally fast."""
         return self.seconds - self.terms.stragglers
 
-    @cached_property
+    @functools.cached_property
     def errors(self) -> tuple[TermError, ...]:
         """Of the terms of the step, the largest first."""
         pod = self.step.request.pod
@@ -210,20 +210,17 @@ class Step:
             layer = work.forward.seconds + work.backward.seconds + self.again[-1].seconds + self.host[-1]
             head = (work.head_forward.seconds + work.head_backward.seconds) / layer if self.style.native else 0.0
             bounds = split_layers(sum(counts), chunks, head)
-        stages: list[Stage] = []
-        seen: dict[tuple, tuple[Pass, Pass, Pass, float, float]] = {}
+        stages, passes = [], functools.cache(self._passes)
         for number in range(plan.pipeline):
             mine, last = tuple(bounds[number :: plan.pipeline]), number == plan.pipeline - 1
             holds = computes = tuple(map(sum, zip(*(layers_by_group(each, counts) for each in mine))))
             if self.lockstep:  # all have the first, dense layers, which run beside no stage, as the projection does
                 holds = *counts[:-1], holds[-1]
                 computes = *(last * count for count in counts[:-1]), plan.chunks * rows[0]
-            if (computes, last) not in seen:
-                seen[computes, last] = self._passes(computes, last)
             counted = plan, number, self.style.lockstep
             held = microbatches_in_flight(*counted), microbatches_deferred(*counted)
             ends = self.lockstep or number == 0, self.lockstep or last
-            stages.append(Stage(mine, holds, computes, *seen[computes, last], *held, ends))
+            stages.append(Stage(mine, holds, computes, *passes(computes, last), *held, ends))
         return stages
 
     def _passes(self, layers: tuple[int, ...], last: bool) -> tuple[Pass, Pass, Pass, float, float]:

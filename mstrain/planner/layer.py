@@ -181,9 +181,8 @@ class Setting:
         """(seconds of its three GEMMs on one device, the mean rate of them and the links of its rows and columns)."""
         layout = product.layout
         times, flops = gemm_times(layout, product.slices, self.product_seconds)
-        if _by_kernels(self, product):
-            plain, times = times, _grouped_times(self, product)
-            flops *= sum(plain) / sum(times)
+        if grouped := _grouped_times(self, product):
+            times, flops = grouped, flops * (sum(times) / sum(grouped))
         return times, replace(self.constants, flops=flops).along(layout.rows, layout.cols, product.turned)
 
 
@@ -269,14 +268,12 @@ def _block_passes(at: Setting, block: tuple[Product, ...]) -> list[tuple[Pass, P
     return _with_sums(at, found, sums) if any(sums) else found
 
 
-def _by_kernels(at: Setting, product: Product) -> bool:
-    """Whether kernels for several groups of rows compute a product whose rate follows from its shape."""
-    experts = at.model.experts and product.name.startswith("mlp")
-    return bool(experts) and at.constants.shaped and not at.constants.gemm and at.pod.chip.platform == "tpu"
-
-
 def _grouped_times(at: Setting, product: Product) -> tuple[float, ...]:
-    """Seconds of the three products of all experts of one device."""
+    """Seconds of the three products of all experts of one device, where kernels for several groups of rows compute them
+    and rates follow from shapes; none elsewhere."""
+    shaped = at.constants.shaped and not at.constants.gemm
+    if not (at.model.experts and product.name.startswith("mlp") and shaped and at.pod.chip.platform == "tpu"):
+        return ()
     layout, experts = product.layout, product.layout.projection.experts
     dims = ((gemm.kind, local_dims(gemm, layout.rows, layout.cols, product.slices)) for gemm in gemms_of(layout))
     return tuple(
