@@ -203,8 +203,8 @@ class Step:
     def _stages(self) -> list[Stage]:
         plan, work, counts = self.plan, self.works[-1], [count for _, count in self.request.layer_groups]
         chunks, first = plan.pipeline * plan.chunks, sum(counts[:-1])
-        rows = even_layers(counts[-1], chunks)
-        if self.lockstep:  # every stage computes as many rows of layers as the first
+        rows, lockstep = even_layers(counts[-1], chunks), self.lockstep
+        if lockstep:  # every stage computes as many rows of layers as the first
             bounds = bounds_of((first + rows[0], *rows[1:]))
         else:
             layer = work.forward.seconds + work.backward.seconds + self.again[-1].seconds + self.host[-1]
@@ -214,12 +214,12 @@ class Step:
         for number in range(plan.pipeline):
             mine, last = tuple(bounds[number :: plan.pipeline]), number == plan.pipeline - 1
             holds = computes = tuple(map(sum, zip(*(layers_by_group(each, counts) for each in mine))))
-            if self.lockstep:  # all have the first, dense layers, which run beside no stage, as the projection does
+            if lockstep:  # all have the first, dense layers, which run beside no stage, as the projection does
                 holds = *counts[:-1], holds[-1]
                 computes = *(last * count for count in counts[:-1]), plan.chunks * rows[0]
             counted = plan, number, self.style.lockstep
             held = microbatches_in_flight(*counted), microbatches_deferred(*counted)
-            ends = self.lockstep or number == 0, self.lockstep or last
+            ends = lockstep or number == 0, lockstep or last
             stages.append(Stage(mine, holds, computes, *passes(computes, last), *held, ends))
         return stages
 

@@ -46,6 +46,7 @@ PIECES = (
 )  # fmt: skip
 """Of a layer, in order, each with what it makes, in the words of `mstrain.planner.remat`; a layer has those products
 that its model has."""
+MADE = dict(PIECES)
 
 
 class Pass(NamedTuple):
@@ -87,7 +88,7 @@ class Work:
 
     def repeated(self, remat: Remat, style: ExecutionStyle, fused: bool) -> frozenset[str]:
         """What the backward pass of a layer computes again: names of products, "attention", "elementwise"."""
-        again = {name for name, _ in self.products if remat.recomputes(dict(PIECES)[name])}
+        again = {name for name, _ in self.products if remat.recomputes(MADE[name])}
         if style.dead_code:  # only the sum behind them needs the last products
             again -= {"mlp out", "shared out"}
         scores = remat.recomputes("context" if fused else "scores")
