@@ -84,7 +84,7 @@ def explain_all(config: BenchmarkConfig, console: Console) -> int:
         rows = [plan_row(request, rank, costed, best) for rank, costed in enumerate(found, 1)]
         document = {
             "model": model.name,
-            "constants": best.step.constants.source,
+            "constants": best.step.at.constants.source,
             "mesh": str(best.shape),
             "candidates": rows,
         }
@@ -113,4 +113,4 @@ def to_table(request: PlanRequest, found: list[Costed]) -> Table:
             f"{costed.fullest.total / GB:.2f}",
         ))  # fmt: skip
     columns = (*left, "ms", "products ms", "exposed ms", "GB")
-    return make_table(title, columns, rows, left, found[0].step.constants.source, wrapped=left)
+    return make_table(title, columns, rows, left, found[0].step.at.constants.source, wrapped=left)

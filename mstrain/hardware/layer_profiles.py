@@ -53,7 +53,7 @@ class Profile:
 
 def sequential_sum(values) -> float:
     """Left-to-right float64 sum. The built-in compensates since Python 3.12, which would change results."""
-    return float(np.cumsum(np.asarray(values, np.float64))[-1])
+    return float(np.cumsum([0.0, *values])[-1])
 
 
 def profile_name(key: Key) -> str:

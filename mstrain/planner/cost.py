@@ -14,10 +14,9 @@ compute is charged. train.py sums gradients over the replicas once per microbatc
 slowest of N devices, sqrt(2 ln N) standard deviations longer than the mean, and TPUs take longer than their schedules.
 """
 
-import itertools
+import functools
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from mstrain.gemm import find_algorithm
 from mstrain.hardware import collective_seconds
@@ -27,7 +26,7 @@ from mstrain.models.parallel import layer_algorithms
 from mstrain.models.stages import even_layers
 from mstrain.parallel.schedules import WHOLE
 from mstrain.planner.errors import MEASURED, TermError, standard_error, term_errors
-from mstrain.planner.layer import Pass, Work, exposed_beside, fused_attention, layer_works
+from mstrain.planner.layer import Pass, Work, exposed_beside, layer_works, setting_of
 from mstrain.planner.memory import (
     WEIGHT_BYTES,
     Count,
@@ -43,6 +42,7 @@ from mstrain.planner.remat import Remat, parse_remat
 from mstrain.planner.request import PlanRequest
 from mstrain.planner.stages import (
     Stage,
+    bounds_of,
     cycle_seconds,
     layers_by_group,
     microbatches_deferred,
@@ -100,12 +100,12 @@ class Costed:
     def stages(self) -> list[Stage]:
         return self.step.stages
 
-    @cached_property
+    @functools.cached_property
     def memory(self) -> tuple[Memory, ...]:
         """Of every stage."""
         return tuple(self.step.memory(self.plan, number) for number in range(len(self.stages)))
 
-    @cached_property
+    @functools.cached_property
     def stage_terms(self) -> tuple[Terms, ...]:
         """Of every stage."""
         return tuple(self.step.terms(self.plan, number) for number in range(len(self.stages)))
@@ -119,7 +119,7 @@ class Costed:
         """Of a compiled or simulated step, in which all devices are equally fast."""
         return self.seconds - self.terms.stragglers
 
-    @cached_property
+    @functools.cached_property
     def errors(self) -> tuple[TermError, ...]:
         """Of the terms of the step, the largest first."""
         pod = self.step.request.pod
@@ -169,13 +169,8 @@ class Step:
 
     def __init__(self, request: PlanRequest, plan: PodPlan, products: Products, works: tuple[Work, ...]):
         self.request, self.plan, self.products, self.works = request, plan, products, works
-        pod, self.style = request.pod, request.style
-        self.constants = pod.constants(plan.sizes, request.dtype)
-        self.links = pod.links(plan.sizes, request.dtype)
-        self.elementwise_bandwidth = pod.elementwise_bandwidth(self.constants, self.style.native)
-        remat = parse_remat(plan.remat)
-        fused = fused_attention(request)
-        self.repeated = [work.repeated(remat, self.style, fused) for work in works]
+        self.style, self.at, remat = request.style, setting_of(request, plan), parse_remat(plan.remat)
+        self.repeated = [work.repeated(remat, self.style, self.at.fused) for work in works]
         self.again = [work.recomputed(repeated) for work, repeated in zip(works, self.repeated)]
         self.host = [self._offload(remat.offloaded, kind, work) for (kind, _), work in zip(request.layer_groups, works)]
         self.stacked = [self._stacked(remat, kind) for kind, _ in request.layer_groups]
@@ -203,30 +198,29 @@ class Step:
                 values += sizes["elementwise"] - 3 * sizes["input"]
             copied += self.style.kernel_passes * values
         moved = copied * self.products.tokens * self.request.element_bytes
-        return Pass(elementwise=moved / self.elementwise_bandwidth)
+        return Pass(elementwise=moved / self.at.elementwise_bandwidth)
 
     def _stages(self) -> list[Stage]:
         plan, work, counts = self.plan, self.works[-1], [count for _, count in self.request.layer_groups]
         chunks, first = plan.pipeline * plan.chunks, sum(counts[:-1])
-        rows = even_layers(counts[-1], chunks)
-        if self.lockstep:  # every stage computes as many rows of layers as the first
-            bounds = list(itertools.pairwise((0, *(first + end for end in itertools.accumulate(rows)))))
+        rows, lockstep = even_layers(counts[-1], chunks), self.lockstep
+        if lockstep:  # every stage computes as many rows of layers as the first
+            bounds = bounds_of((first + rows[0], *rows[1:]))
         else:
             layer = work.forward.seconds + work.backward.seconds + self.again[-1].seconds + self.host[-1]
             head = (work.head_forward.seconds + work.head_backward.seconds) / layer if self.style.native else 0.0
             bounds = split_layers(sum(counts), chunks, head)
-        stages: list[Stage] = []
-        seen: dict[tuple, tuple[Pass, Pass, Pass, float, float]] = {}
+        stages, passes = [], functools.cache(self._passes)
         for number in range(plan.pipeline):
             mine, last = tuple(bounds[number :: plan.pipeline]), number == plan.pipeline - 1
             holds = computes = tuple(map(sum, zip(*(layers_by_group(each, counts) for each in mine))))
-            if self.lockstep:  # all have the first, dense layers, which run beside no stage, as the projection does
+            if lockstep:  # all have the first, dense layers, which run beside no stage, as the projection does
                 holds = *counts[:-1], holds[-1]
                 computes = *(last * count for count in counts[:-1]), plan.chunks * rows[0]
-            if (computes, last) not in seen:
-                seen[computes, last] = self._passes(computes, last)
-            in_flight = microbatches_in_flight(plan, number, self.style.lockstep)
-            stages.append(Stage(mine, holds, computes, *seen[computes, last], in_flight))
+            counted = plan, number, self.style.lockstep
+            held = microbatches_in_flight(*counted), microbatches_deferred(*counted)
+            ends = lockstep or number == 0, lockstep or last
+            stages.append(Stage(mine, holds, computes, *passes(computes, last), *held, ends))
         return stages
 
     def _passes(self, layers: tuple[int, ...], last: bool) -> tuple[Pass, Pass, Pass, float, float]:
@@ -248,17 +242,15 @@ class Step:
         """Whether all stages run one program, in which each computes what the deepest does."""
         return self.style.lockstep and self.plan.pipeline > 1
 
-    def _holds(self, number: int) -> tuple[bool, bool]:
-        """Whether a stage has the embedding, and the output projection."""
-        return self.lockstep or number == 0, self.lockstep or number == self.plan.pipeline - 1
-
     def _message(self) -> float:
         """An activation to the next stage: each device sends its part, and parts of a whole one are gathered."""
         if self.plan.pipeline == 1:
             return 0.0
-        gather = collective_seconds((self.links.ring or self.links.row).all_gather, self._part_bytes, self.plan.tensor)
+        gather = collective_seconds(
+            (self.at.links.ring or self.at.links.row).all_gather, self._part_bytes, self.plan.tensor
+        )
         whole = 0.0 if self.plan.sequence_parallel else gather
-        return collective_seconds(self.links.stage.permute, self._part_bytes, 2) + whole
+        return collective_seconds(self.at.links.stage.permute, self._part_bytes, 2) + whole
 
     @property
     def _part_bytes(self) -> float:
@@ -271,7 +263,7 @@ class Step:
         one's gradient, for the embedding, go to all of them; each is an all_reduce in which the others are zero."""
         if not self.lockstep:
             return 0.0
-        links, count = self.links.stage, self.plan.pipeline
+        links, count = self.at.links.stage, self.plan.pipeline
         halves = (links.reduce_scatter, links.all_gather)
         return 2 * sum(collective_seconds(link, self._part_bytes / count, count) for link in halves)
 
@@ -293,13 +285,12 @@ class Step:
     def _end(self, plan: PodPlan, number: int) -> tuple[float, float]:
         """(sums and gathers over the replicas, update) of one stage, in seconds per step."""
         stage, style, model = self.stages[number], self.style, self.request.model
-        ends = self._holds(number)
-        parameters = stage_parameters(model, stage.holds, *ends).over(plan.tensor)
+        parameters = stage_parameters(model, stage.holds, *stage.ends).over(plan.tensor)
         weights, held = sum(parameters), parameters.held(plan.expert)
         summed = self._replicas(plan, parameters, stage)
-        if model.tied and plan.pipeline > 1 and any(ends) and not self.lockstep:  # both have a copy of the table
+        if model.tied and plan.pipeline > 1 and any(stage.ends) and not self.lockstep:  # both have a copy of the table
             table = WEIGHT_BYTES * parameter_counts(model)[2] / plan.tensor
-            summed += collective_seconds(self.links.stage.permute, table, 2)
+            summed += collective_seconds(self.at.links.stage.permute, table, 2)
         moved = style.update_bytes * weights
         if style.native:  # its bytes are AdamW's, which reads and writes two moments
             moved += 2 * (moment_bytes(self.request, parameters) - style.state_bytes[2] * weights)
@@ -307,7 +298,7 @@ class Step:
         if plan.microbatches > 1:
             kept = weights / plan.replicas if plan.shard in ("gradients", "parameters") else held
             moved += style.accumulate_bytes * plan.microbatches * kept
-        return summed, moved / self.elementwise_bandwidth
+        return summed, moved / self.at.elementwise_bandwidth
 
     def _replicas(self, plan: PodPlan, parameters: Count, stage: Stage) -> float:
         """Exposed gathers of weights and sums of gradients over the replicas, per step."""
@@ -315,11 +306,11 @@ class Step:
         if count == 1:
             return 0.0
         weights = parameters.held(plan.expert)
-        parts = [(self.links.replica, weights, count)]
+        parts = [(self.at.links.replica, weights, count)]
         if plan.expert > 1:  # experts have fewer copies
             few = owner_links(self.request.pod, plan.sizes, plan.expert)
             experts = parameters.experts / plan.expert
-            parts = [(self.links.replica, weights - experts, count), (few, experts, count // plan.expert)]
+            parts = [(self.at.links.replica, weights - experts, count), (few, experts, count // plan.expert)]
 
         def seconds(kind: str, size: float) -> float:
             return sum(collective_seconds(getattr(links, kind), size * part / n, n) for links, part, n in parts)
@@ -354,14 +345,10 @@ class Step:
         style, experts = self.style, parameters.experts / plan.expert
         dense = parameters.held(plan.expert) - experts
         copied = style.gathered_bytes * dense + (style.expert_bytes or style.gathered_bytes) * experts
-        return copied / self.elementwise_bandwidth
+        return copied / self.at.elementwise_bandwidth
 
     def memory(self, plan: PodPlan, number: int) -> Memory:
-        stage = self.stages[number]
-        deferred, ends = microbatches_deferred(plan, number, self.style.lockstep), self._holds(number)
-        counts = [count for _, count in self.request.layer_groups]
-        chunks = [layers_by_group(chunk, counts) for chunk in stage.chunks]
-        return stage_memory(self.request, self.products, plan, ends, chunks, (stage.in_flight, deferred))
+        return stage_memory(self.request, self.products, plan, self.stages[number])
 
     def _ends(self, plan: PodPlan) -> dict[int, tuple[float, float]]:
         """(sums, update) of the first and the last stage; no other has more weights, layers or activations."""

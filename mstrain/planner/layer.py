@@ -12,20 +12,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from mstrain.gemm.expert_exchange import MARGIN
 from mstrain.hardware import collective_seconds
 from mstrain.hardware.constants import Constants
 from mstrain.hardware.efficiency import product_seconds
 from mstrain.hardware.expert_links import exchange_link
 from mstrain.hardware.overlap import Hidden, hidden_shares
-from mstrain.hardware.pod import Pod
+from mstrain.hardware.pod import Links, Pod
 from mstrain.layers.attention_kernels import CUDNN_WIDEST_HEAD
 from mstrain.models.config import ModelConfig
 from mstrain.models.products import attention_features, hidden_features
 from mstrain.parallel.exchange import Exchange, join_seconds
 from mstrain.parallel.gemms import gemm_times, gemms_of, local_dims
 from mstrain.parallel.product_cost import communication_terms, pass_costs
+from mstrain.parallel.token_exchange import TokenExchange
 from mstrain.planner.execution import ExecutionStyle
-from mstrain.planner.experts import GroupedKernels, exchange_of, router_seconds
+from mstrain.planner.experts import grouped_seconds, router_seconds
 from mstrain.planner.plan import PodPlan, Product, Products
 from mstrain.planner.remat import Remat
 from mstrain.planner.request import PlanRequest
@@ -36,11 +38,15 @@ FUSED_BLOCK = {"gpu": 256, "tpu": 1024, "cpu": 128}
 FUSED_BACKWARD = 2.5  # products of a fused attention kernel's backward pass over those of its forward pass
 HIDDEN_PART = 0.8  # of the product that a collective of a TPU runs under: both use memory
 SLOWED = 0.16  # of a collective's time is lost by what a GPU computes beside it, 18.9 % slower (Lee et al., 2025)
-PARTS = {
-    "attention in": "qkv", "queries in": "qkv", "keys in": "qkv", "attention out": "out", "mlp in": "mlp_in",
-    "shared in": "mlp_in", "mlp out": "mlp_out", "shared out": "mlp_out",
-}  # fmt: skip
-"""Names of `mstrain.planner.remat` of what the products of a block leave."""
+PIECES = (
+    ("elementwise", "elementwise"), ("attention in", "qkv"), ("queries in", "qkv"), ("keys in", "qkv"),
+    ("attention", "context"), ("attention out", "out"), ("elementwise", "elementwise"), ("mlp in", "mlp_in"),
+    ("shared in", "mlp_in"), ("elementwise", "elementwise"), ("mlp out", "mlp_out"), ("shared out", "mlp_out"),
+    ("elementwise", "input"),
+)  # fmt: skip
+"""Of a layer, in order, each with what it makes, in the words of `mstrain.planner.remat`; a layer has those products
+that its model has."""
+MADE = dict(PIECES)
 
 
 class Pass(NamedTuple):
@@ -82,7 +88,7 @@ class Work:
 
     def repeated(self, remat: Remat, style: ExecutionStyle, fused: bool) -> frozenset[str]:
         """What the backward pass of a layer computes again: names of products, "attention", "elementwise"."""
-        again = {name for name, _ in self.products if remat.recomputes(PARTS[name])}
+        again = {name for name, _ in self.products if remat.recomputes(MADE[name])}
         if style.dead_code:  # only the sum behind them needs the last products
             again -= {"mlp out", "shared out"}
         scores = remat.recomputes("context" if fused else "scores")
@@ -130,7 +136,7 @@ def elementwise_values(model: ModelConfig, style: ExecutionStyle, columns: int) 
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides the time of products and kernels: the key of their cache.
+    """What decides the time of products and kernels: the key of their cache; and the rates and links that follow.
 
     Attributes:
       fused: whether one kernel computes attention.
@@ -157,6 +163,10 @@ class Setting:
         return self.pod.constants(self.sizes, self.dtype)
 
     @cached_property
+    def links(self) -> Links:
+        return self.pod.links(self.sizes, self.dtype)
+
+    @cached_property
     def memory_bandwidth(self) -> float:
         return self.pod.memory_bandwidth(self.constants)
 
@@ -172,9 +182,8 @@ class Setting:
         """(seconds of its three GEMMs on one device, the mean rate of them and the links of its rows and columns)."""
         layout = product.layout
         times, flops = gemm_times(layout, product.slices, self.product_seconds)
-        if _by_kernels(self, product):
-            plain, times = times, _grouped_times(self, product)
-            flops *= sum(plain) / sum(times)
+        if grouped := _grouped_times(self, product):
+            times, flops = grouped, flops * (sum(times) / sum(grouped))
         return times, replace(self.constants, flops=flops).along(layout.rows, layout.cols, product.turned)
 
 
@@ -227,7 +236,7 @@ def _exchange(at: Setting, products: Products, ahead: float, behind: float) -> t
     """Seconds that attention adds to each pass where sequences are split, by axis `context` or also by rows."""
     if products.parts == 1:
         return 0.0, 0.0
-    model, links, size = at.model, at.pod.links(at.sizes, at.dtype), at.element_bytes
+    model, links, size = at.model, at.links, at.element_bytes
     kv = products.tokens * model.num_kv_heads * (model.head_dim + model.value_dim) / at.tensor
     axis = links.context if products.parts == at.sizes[2] else links.row
     if not at.style.native:
@@ -260,21 +269,18 @@ def _block_passes(at: Setting, block: tuple[Product, ...]) -> list[tuple[Pass, P
     return _with_sums(at, found, sums) if any(sums) else found
 
 
-def _by_kernels(at: Setting, product: Product) -> bool:
-    """Whether kernels for several groups of rows compute a product whose rate follows from its shape."""
-    experts = at.model.experts and product.name.startswith("mlp")
-    return bool(experts) and at.constants.shaped and not at.constants.gemm and at.pod.chip.platform == "tpu"
-
-
 def _grouped_times(at: Setting, product: Product) -> tuple[float, ...]:
-    """Seconds of the three products of all experts of one device."""
-    layout, kernels = product.layout, GroupedKernels(at.pod, at.dtype, at.memory_bandwidth, at.style.expert_tile)
+    """Seconds of the three products of all experts of one device, where kernels for several groups of rows compute them
+    and rates follow from shapes; none elsewhere."""
+    shaped = at.constants.shaped and not at.constants.gemm
+    if not (at.model.experts and product.name.startswith("mlp") and shaped and at.pod.chip.platform == "tpu"):
+        return ()
+    layout, experts = product.layout, product.layout.projection.experts
+    dims = ((gemm.kind, local_dims(gemm, layout.rows, layout.cols, product.slices)) for gemm in gemms_of(layout))
     return tuple(
         product.slices
-        * kernels.seconds(
-            gemm.kind, local_dims(gemm, layout.rows, layout.cols, product.slices), layout.projection.experts
-        )
-        for gemm in gemms_of(layout)
+        * grouped_seconds(at.pod, at.memory_bandwidth, each, experts, kind, at.dtype, at.style.expert_tile)
+        for kind, each in dims
     )
 
 
@@ -293,8 +299,10 @@ def _with_experts(
     under = sum(each[name].gemm for name in ("mlp in", "mlp out"))
     layouts = [product.layout for product in products.block if product.name.startswith("mlp")]
     values = sum(layout.projection.experts * layout.projection.in_dim * layout.projection.out_dim for layout in layouts)
-    weights, links = at.element_bytes * values / at.tensor, at.pod.links(at.sizes, at.dtype)
-    exchange = exchange_of(link, sent, under, weights, links.row, at.memory_bandwidth, layouts[0].rows)
+    weights = at.element_bytes * values / at.tensor  # gathered on one row
+    gather = collective_seconds(at.links.row.all_gather, weights, layouts[0].rows)
+    way, add = MARGIN * sent / link.bandwidth, 3 * weights / at.memory_bandwidth
+    exchange = TokenExchange(way, link.launch + link.sync, under, gather, add)
     forward, behind = exchange.seconds(products.expert_slices)
     copied = at.style.sent_passes * sent / at.elementwise_bandwidth
     for name in ("mlp in", "mlp out"):

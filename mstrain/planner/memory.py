@@ -27,6 +27,7 @@ from mstrain.planner.layer import fused_attention
 from mstrain.planner.plan import PodPlan, Product, Products
 from mstrain.planner.remat import parse_remat
 from mstrain.planner.request import SHARDS, PlanRequest
+from mstrain.planner.stages import Stage, layers_by_group
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 
 WEIGHT_BYTES = 4
@@ -199,26 +200,24 @@ def state_bytes(request: PlanRequest, plan: PodPlan, parameters: Count) -> tuple
 
 
 def held_bytes(request: PlanRequest, plan: PodPlan, tokens: int, held: tuple[float, int]) -> list[float]:
-    """Activations of one layer of each group with so many microbatches `held`, as in `stage_memory`."""
+    """Activations of one layer of each group with so many microbatches between their passes, and for gradients of
+    weights that are made later."""
     return [
         layer_bytes(kind, plan, tokens, plan.remat) * held[0] + deferred_bytes(kind, plan, tokens) * held[1]
         for kind, _ in request.layer_groups
     ]
 
 
-def stage_memory(
-    request: PlanRequest, products: Products, plan: PodPlan, ends: tuple[bool, bool], chunks, held: tuple[float, int]
-) -> Memory:
-    """Memory of a device of a stage, whose `chunks` have so many layers of each of `PlanRequest.layer_groups`, with so
-    many microbatches `held` between their passes, and for the gradients of weights that are made later.
+def stage_memory(request: PlanRequest, products: Products, plan: PodPlan, stage: Stage) -> Memory:
+    """Memory of a device of a stage.
 
-    `ends`: whether the stage has the embedding, and the output projection. Where chunks differ, all that is held is
-    taken to be of the largest; in lockstep so are the weights.
+    Where chunks differ, all that is held is taken to be of the largest; in lockstep so are the weights.
     """
-    in_flight, kinds = held[0], request.layer_groups
+    kinds, held = request.layer_groups, (stage.in_flight, stage.deferred)
     model, size, tokens, tensor = request.model, request.element_bytes, products.tokens, plan.tensor
-    (first, last), lockstep = ends, request.style.lockstep and plan.pipeline > 1
-    layers, counts = tuple(map(sum, zip(*chunks))), [count for _, count in kinds]
+    (first, last), lockstep = stage.ends, request.style.lockstep and plan.pipeline > 1
+    counts = [count for _, count in kinds]
+    layers, chunks = stage.holds, [layers_by_group(chunk, counts) for chunk in stage.chunks]
     if lockstep:  # all stages have the first, dense layers, and compute them again in the backward pass
         deepest = max(chunk[-1] for chunk in chunks)
         layers, chunks = (*counts[:-1], deepest * len(chunks)), [(*[0] * len(counts[1:]), deepest)] * len(chunks)
@@ -236,8 +235,7 @@ def stage_memory(
         moments.append(gathered + whole + again)
     ahead = plan.microbatches if plan.schedule == "gpipe" else 1  # forward passes not yet turned back
     if last:  # in lockstep every stage has a slot for each gradient of the last activations
-        kept += size * model.width * tokens / tensor * (in_flight * len(chunks) if lockstep else ahead)
-    if last:
+        kept += size * model.width * tokens / tensor * (stage.in_flight * len(chunks) if lockstep else ahead)
         if request.style.native:  # chunks, in both passes
             moments.append(sum(loss_bytes(products.head, size)))
         else:  # logits with a float32 copy between their passes, and the gradient of one microbatch's
@@ -246,5 +244,5 @@ def stage_memory(
             moments.append(gathered + (2 * size + 4) * logits)
     table = gathered_table(products.head) if first else 0.0  # ready for lookups during the whole step
     if first:  # its gradient comes when a microbatch's activations are gone
-        moments.append(WEIGHT_BYTES * table - kept / in_flight)
+        moments.append(WEIGHT_BYTES * table - kept / stage.in_flight)
     return Memory(*state, kept, max(moments) + waiting + size * table)

@@ -13,7 +13,7 @@ from mstrain.mesh import MeshShape, abstract_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.model_plan import BlockPlan
 from mstrain.models.parallel import ParallelConfig
-from mstrain.models.plan import ModelPlan, make_plan
+from mstrain.models.plan import make_plan
 from mstrain.models.products import SHARED, further_products, projections
 from mstrain.models.stages import Stages
 from mstrain.parallel.dataflow import Projection
@@ -193,14 +193,6 @@ class Products:
         return self.head.layout.tokens
 
 
-def plan_on(
-    shape: MeshShape, parallel: ParallelConfig, model: ModelConfig, microbatch: int, seq: int, chip: Chip | None,
-    constants: Constants | None = None,
-) -> ModelPlan:  # fmt: skip
-    """The trainer's plan on a mesh without devices; raises ValueError when it is illegal."""
-    return make_plan(parallel, model, abstract_mesh(shape), microbatch, seq, chip, constants)
-
-
 def plan_products(request: PlanRequest, plan: PodPlan) -> Products | str:
     """The products of a replica's part of a microbatch on the mesh of a plan; for an illegal plan a string, the reason.
 
@@ -227,7 +219,7 @@ def _products(
     dense = min(1, model.dense_layers)
     alike = model if parallel.layers else dataclasses.replace(model, layers=1 + dense, dense_layers=dense)
     try:
-        made = plan_on(shape, parallel, alike, microbatch, seq, chip, constants)
+        made = make_plan(parallel, alike, abstract_mesh(shape), microbatch, seq, chip, constants)
     except ValueError as error:
         return str(error)
     tokens = made.padded_sequences(microbatch) // shape.copies * seq // shape.context

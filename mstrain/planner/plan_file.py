@@ -81,10 +81,9 @@ def closing_lines(request: PlanRequest, result: PodResult, path: Path) -> list[s
     if why := best.why_not_trainable:
         lines.append(f"The best plan, {best.plan.name}, is not for train.py: {why}.")
     if not result.trainable:
+        fix = "type pipeline=1 context=1 shard=none to see why, then a larger cluster= or batch=."
         if (stages := request.fixed.pipeline or 1) > 1:
             fix = f"type schedule=1f1b shard=optimizer, or drop pipeline={stages}."
-            return [*lines, f"No plan that train.py can run fits: {fix}"]
-        fix = "type pipeline=1 context=1 shard=none to see why, then a larger cluster= or batch=."
         return [*lines, f"No plan that train.py can run fits: {fix}"]
     runs = result.trainable[0]
     if why:

@@ -7,17 +7,16 @@ are in two parts: nothing waits for the part that compiled steps hide (`mstrain.
 the link. Values of 0 bytes order operations that share no data.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from mstrain.hardware import Chip
 from mstrain.hardware.overlap import Hidden, hidden_shares
 from mstrain.parallel.gemms import Gemm, local_dims
 from mstrain.parallel.product_cost import GEMMS
 from mstrain.planner.plan import Product
-from mstrain.simulator.placement import COL, LOCAL, ROW, TENSOR
+from mstrain.simulator.pipeline import PipelineStep
+from mstrain.simulator.placement import COL, LOCAL, ROW, TENSOR, Degrees
 from mstrain.simulator.program import OpSpec
-from mstrain.simulator.slots import RankOp
 
 PREFETCH = 2  # slices gathered ahead
 KINDS = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter"}
@@ -43,83 +42,86 @@ def axes_of(product: Product, mesh: tuple[int, int]) -> tuple[int, int]:
     return TENSOR, TENSOR
 
 
-@dataclass(frozen=True)
-class Emit:
-    """Where operations are appended: `ops`, values from `value(nbytes, category)`, on `stage` of a rows x cols `mesh`.
+class ProductStep(PipelineStep):
+    """Adds operations of one output each, and products slice by slice.
 
-    `chunk` is the part of the model they belong to, which the products need not know. `chip` is that whose
-    compiled steps say what is hidden; None hides what the order of operations hides.
+    `chip` is that whose compiled steps say what is hidden; None hides what the order of operations hides.
     """
 
-    ops: list[RankOp]
-    value: Callable[[float, str], int]
-    stage: int
-    mesh: tuple[int, int]
-    chunk: int
-    chip: Chip | None = None
+    def __init__(self, degrees: Degrees, chunks: int, chip: Chip | None):
+        super().__init__(degrees, chunks)
+        self.chip = chip
 
-    def add(
-        self, spec: OpSpec, inputs: Sequence[int], nbytes: float, category: str, axis: int = LOCAL, label: tuple = ()
-    ) -> int:
-        """Appends an operation with one output of `nbytes`; returns it."""
-        output = self.value(nbytes, category)
-        self.ops.append(RankOp(spec, axis, self.stage, tuple(inputs), (output,), label=label))
+    def new(self, nbytes: float, chunk: int, category: str) -> int:
+        """A value per microbatch."""
+        return self.slots.value(round(nbytes), self.stage(chunk), category=category)
+
+    def emit(
+        self, chunk: int, spec: OpSpec, inputs: Sequence[int], nbytes: float, category: str, axis: int = LOCAL,
+        label: tuple = (),
+    ) -> int:  # fmt: skip
+        """Adds an operation of a chunk with one output of `nbytes`; returns it."""
+        output = self.new(nbytes, chunk, category)
+        self.add(spec, axis, self.stage(chunk), inputs, (output,), label=label)
         return output
 
-    def add_collective(
-        self, spec: OpSpec, hidden: float, inputs: Sequence[int], nbytes: float, category: str, axis: int, label: tuple
-    ) -> int:
-        """`add`, of a collective; nothing waits for the share `hidden` of it."""
+    def _emit_collective(self, hidden: float, chunk: int, spec: OpSpec, *operation) -> int:
+        """`emit`, of a collective; nothing waits for the share `hidden` of it."""
         ((elements,),) = spec.shapes
         behind = round(hidden * elements)
-        output = self.add(spec._replace(shapes=((elements - behind,),)), inputs, nbytes, category, axis, label)
+        output = self.emit(chunk, spec._replace(shapes=((elements - behind,),)), *operation)
         if behind:
-            self.add(spec._replace(shapes=((behind,),)), inputs, 0.0, category, axis, label)
+            inputs, _, *others = operation
+            self.emit(chunk, spec._replace(shapes=((behind,),)), inputs, 0.0, *others)
         return output
 
-    def hidden(self, product: Product, gemm: Gemm) -> Hidden:
+    def _hidden(self, product: Product, gemm: Gemm) -> Hidden:
         """Shares of the collectives of the first and last slice of a product."""
         shares = hidden_shares(self.chip.name, product.program) if self.chip else None
         return shares[gemm.kind != "MatMul"] if shares else Hidden()
 
+    def _moves(self, product: Product, gemm: Gemm) -> list[tuple[str, int, int, int, str]]:
+        """(operation, axis, elements of a shard, of all shards, between what) of the collectives of a slice."""
+        layout, mesh = product.layout, (self.degrees.rows, self.degrees.cols)
+        parts = layout.rows * layout.cols * product.slices * layout.dtype_bytes
+        whole = [max(1, round(moved / parts)) for moved in layout.moving_bytes()]
+        sides = zip(axes_of(product, mesh), whole, (layout.cols, layout.rows), ("columns", "rows"))
+        return [
+            (KINDS[kind], axis, shard, shard * count, between)
+            for kind, (axis, shard, count, between) in zip(GEMMS[gemm.dataflow], sides)
+            if count > 1
+        ]
 
-def emit_gemm(
-    emit: Emit, product: Product, gemm: Gemm, inputs: Sequence[int], nbytes: float, category: str, part: tuple
-) -> int:
-    """One sliced GEMM of `part` of the model, which reads `inputs`; returns its result of `nbytes` on this device.
+    def emit_gemm(
+        self, chunk: int, product: Product, gemm: Gemm, inputs: Sequence[int], nbytes: float, category: str, part: tuple
+    ) -> int:
+        """Adds one sliced GEMM of `part` of the model, which reads `inputs`; returns its result of `nbytes`.
 
-    Labels are (*part, product, gemm, what, slice); `what` is "multiply", or the mesh direction along which a matrix is
-    communicated: "columns" or "rows". What slices leave exposed comes first: (..., "columns", "exposed").
-    """
-    layout, slices, size = product.layout, product.slices, product.layout.dtype_bytes
-    counts, directions = (layout.cols, layout.rows), ("columns", "rows")
-    whole = [max(1, round(moved / layout.rows / layout.cols / slices / size)) for moved in layout.moving_bytes()]
-    moves = [  # (operation, axis, elements of a shard, of all shards, between what)
-        (KINDS[kind], axis, shard, shard * count, between)
-        for kind, axis, shard, count, between in zip(
-            GEMMS[gemm.dataflow], axes_of(product, emit.mesh), whole, counts, directions
-        )
-        if count > 1
-    ]
-    scatters, hidden = [move for move in moves if move[0] == "ReduceScatter"], emit.hidden(product, gemm)
-    for kind, axis, shard, every, between in moves if slices > 1 and hidden.left else ():
-        left = max(1, round(hidden.left * slices * (every if kind == "ReduceScatter" else shard)))
-        what = (*part, product.name, gemm.kind, between, "exposed")
-        inputs = (*inputs, emit.add(OpSpec(kind, ((left,),), size), inputs, 0.0, "workspace", axis, what))
-    multiply, results, done = multiplication(product, gemm), [], []
-    for index in range(slices):
-        label, last = (*part, product.name, gemm.kind), index == slices - 1
-        waits = (*inputs, *done[index - PREFETCH : index - PREFETCH + 1]) if index >= PREFETCH else inputs
-        pieces = []
-        for kind, axis, shard, every, between in (move for move in moves if move[0] == "AllGather"):
-            spec, share = OpSpec(kind, ((shard,),), size), (index == 0) * hidden.all_gather
-            what = (*label, between, index)
-            pieces.append(emit.add_collective(spec, share, waits, every * size, "workspace", axis, what))
-        partial = scatters[0][3] * size if scatters else nbytes if last else 0.0
-        kept, reads = "workspace" if scatters else category, (*inputs, *pieces, *done[-1:])
-        done.append(emit.add(multiply, reads, partial, kept, label=(*label, "multiply", index)))
-        for kind, axis, _, every, between in scatters:
-            spec, reads, what = OpSpec(kind, ((every,),), size), (done[-1], *results[-1:]), (*label, between, index)
-            made, share = nbytes if last else 0.0, last * hidden.reduce_scatter
-            results.append(emit.add_collective(spec, share, reads, made, category, axis, what))
-    return (results or done)[-1]
+        Labels are (*part, product, gemm, what, slice); `what` is "multiply", or the mesh direction along which a matrix
+        is communicated: "columns" or "rows". What slices leave exposed comes first: (..., "columns", "exposed").
+        """
+        slices, size, label = product.slices, product.layout.dtype_bytes, (*part, product.name, gemm.kind)
+        moves, hidden = self._moves(product, gemm), self._hidden(product, gemm)
+        scatters = [move for move in moves if move[0] == "ReduceScatter"]
+        for kind, axis, shard, every, between in moves if slices > 1 and hidden.left else ():
+            left = max(1, round(hidden.left * slices * (every if kind == "ReduceScatter" else shard)))
+            spec, what = OpSpec(kind, ((left,),), size), (*label, between, "exposed")
+            inputs = (*inputs, self.emit(chunk, spec, inputs, 0.0, "workspace", axis, what))
+        multiply, results, done = multiplication(product, gemm), [], []
+        for index in range(slices):
+            last = index == slices - 1
+            waits = (*inputs, *done[index - PREFETCH : index - PREFETCH + 1]) if index >= PREFETCH else inputs
+            pieces = []
+            for kind, axis, shard, every, between in (move for move in moves if move[0] == "AllGather"):
+                share, spec, what = (index == 0) * hidden.all_gather, OpSpec(kind, ((shard,),), size), (between, index)
+                operation = spec, waits, every * size, "workspace", axis, (*label, *what)
+                pieces.append(self._emit_collective(share, chunk, *operation))
+            partial = scatters[0][3] * size if scatters else nbytes if last else 0.0
+            kept, reads = "workspace" if scatters else category, (*inputs, *pieces, *done[-1:])
+            done.append(self.emit(chunk, multiply, reads, partial, kept, label=(*label, "multiply", index)))
+            for kind, axis, _, every, between in scatters:
+                share, spec, what = last * hidden.reduce_scatter, OpSpec(kind, ((every,),), size), (between, index)
+                reads, made = (done[-1], *results[-1:]), nbytes if last else 0.0
+                operation = spec, reads, made, category, axis, (*label, *what)
+                results.append(self._emit_collective(share, chunk, *operation))
+        return (results or done)[-1]

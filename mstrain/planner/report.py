@@ -49,16 +49,12 @@ def plan_row(request: PlanRequest, rank: int, costed: Costed, best: Costed) -> d
     }
 
 
-def rejected_rows(result: PodResult) -> list[dict]:
-    return [{**item.plan.flat(), "why": item.reason} for item in result.rejected]
-
-
 def write_tables(request: PlanRequest, result: PodResult, folder: Path, top: int) -> None:
     """plans.csv (every distinct plan, then those that do not fit), stages.csv (each stage of the top plans)
     and plans.json (the top plans with their stages).
     """
     rows = [plan_row(request, rank, costed, result.best) for rank, costed in enumerate(result.ranked, 1)]
-    refused = rejected_rows(result)
+    refused = [{**item.plan.flat(), "why": item.reason} for item in result.rejected]
     write_csv([*rows, *refused], folder / "plans.csv")
     stages = stage_rows(result, top)
     write_csv(stages, folder / "stages.csv")
@@ -69,7 +65,7 @@ def write_tables(request: PlanRequest, result: PodResult, folder: Path, top: int
         "devices": request.pod.devices,
         "batch": request.batch,
         "seq": request.seq,
-        "link_constants": result.best.step.constants.source,
+        "link_constants": result.best.step.at.constants.source,
         "searched_whole_space": result.finished,
         "plans_costed": result.costed,
         "search_seconds": result.seconds,

@@ -13,14 +13,12 @@ from mstrain.simulator.simulate import CORRECTED, place, simulate
 
 def plan_cluster(request: PlanRequest, costed: Costed) -> Cluster:
     """The devices, at the mean rate of the plan's products, and one link per axis of the plan."""
-    plan, pod = costed.plan, request.pod
-    constants, links = pod.constants(plan.sizes, request.dtype), pod.links(plan.sizes, request.dtype)
+    plan, pod, at = costed.plan, request.pod, costed.step.at
     axes = Axes(
         ("pipeline", "data", "row", "col"), (plan.pipeline, plan.replicas, plan.rows, plan.cols),
-        (links.stage, links.replica, links.row, links.col), constants.ring,
+        (at.links.stage, at.links.replica, at.links.row, at.links.col), at.constants.ring,
     )  # fmt: skip
-    bandwidth = pod.memory_bandwidth(constants)
-    device = Device(costed.product_rate, bandwidth, pod.memory_bytes, kind=pod.chip.name)
+    device = Device(costed.product_rate, at.memory_bandwidth, pod.memory_bytes, kind=pod.chip.name)
     return Cluster.homogeneous(pod.devices, device, axes)
 
 

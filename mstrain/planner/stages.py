@@ -1,9 +1,11 @@
 """The stages of a planned pipeline: their layers and passes, and the microbatches that each holds."""
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from mstrain.models.stages import even_layers
 from mstrain.parallel.schedules import WHOLE, deferred_slots, lockstep_slots, warm_up
 from mstrain.planner.layer import Pass
 from mstrain.planner.plan import PodPlan
@@ -19,6 +21,8 @@ class Stage:
       useful_forward, useful_backward, repeated: passes; the last is recomputation. host: seconds added by offloading.
       weights: seconds of the products of weight gradients.
       in_flight: microbatches between their passes; parts of one where the schedule is interleaved.
+      deferred: microbatches whose gradients of weights are made later.
+      ends: whether it has the embedding, and the output projection.
     """
 
     chunks: tuple[tuple[int, int], ...]
@@ -30,6 +34,8 @@ class Stage:
     host: float
     weights: float
     in_flight: float
+    deferred: int
+    ends: tuple[bool, bool]
 
     @property
     def layers(self) -> int:
@@ -73,18 +79,18 @@ def split_layers(layers: int, pipeline: int, head: float) -> list[tuple[int, int
     fewest = min(
         range(1, layers - others + 1), key=lambda last: (max(-(-(layers - last) // others), last + head), -last)
     )
-    small, extra = divmod(layers - fewest, others)
-    bounds = [0]
-    for stage in range(others):
-        bounds.append(bounds[-1] + small + (stage < extra))
-    return list(zip(bounds, [*bounds[1:], layers]))
+    return bounds_of((*even_layers(layers - fewest, others), fewest))
+
+
+def bounds_of(counts: Iterable[int]) -> list[tuple[int, int]]:
+    """[begin, end) of consecutive parts with so many layers each."""
+    return list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
 
 
 def layers_by_group(layers: tuple[int, int], counts: list[int]) -> tuple[int, ...]:
     """Layers [begin, end) of each group, of a model whose groups have `counts` of layers in order."""
     begin, end = layers
-    bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
-    return tuple(max(0, min(end, last) - max(begin, first)) for first, last in bounds)
+    return tuple(max(0, min(end, last) - max(begin, first)) for first, last in bounds_of(counts))
 
 
 def microbatches_in_flight(plan: PodPlan, stage: int, lockstep: bool) -> float:

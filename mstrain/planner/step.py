@@ -8,13 +8,13 @@ Experts that replicas divide among them are gathered and summed over their own c
 their tokens, and copies of gathered weights, take time of the device in front of the products.
 """
 
-import dataclasses
 import itertools
 
 from mstrain.hardware.expert_links import owner_links
 from mstrain.parallel.gemms import gemms_of
 from mstrain.parallel.schedules import FORWARD, WHOLE, schedule, ticks, with_waits
 from mstrain.planner.cost import Costed
+from mstrain.planner.layer import PIECES
 from mstrain.planner.memory import (
     WEIGHT_BYTES,
     Count,
@@ -25,23 +25,13 @@ from mstrain.planner.memory import (
     stage_parameters,
     state_bytes,
 )
-from mstrain.planner.products import Emit, emit_gemm
+from mstrain.planner.products import ProductStep
 from mstrain.planner.remat import parse_remat
 from mstrain.planner.request import PlanRequest
-from mstrain.simulator.pipeline import PipelineStep
 from mstrain.simulator.placement import DATA, LOCAL, SEND, STAGES, Degrees
 from mstrain.simulator.program import OpSpec, timed
 from mstrain.simulator.replicas import Step
-from mstrain.simulator.slots import RankOp
 
-PIECES = (
-    ("elementwise", "elementwise"), ("attention in", "qkv"), ("queries in", "qkv"), ("keys in", "qkv"),
-    ("attention", "context"), ("attention out", "out"), ("elementwise", "elementwise"), ("mlp in", "mlp_in"),
-    ("shared in", "mlp_in"), ("elementwise", "elementwise"), ("mlp out", "mlp_out"), ("shared out", "mlp_out"),
-    ("elementwise", "input"),
-)  # fmt: skip
-"""Of a layer, in order, each with what it makes, in the words of `mstrain.planner.remat`; a layer has those products
-that its model has."""
 INPUT = -1  # place of the layer's input
 ELEMENTWISE = 4  # pieces, which share its time evenly
 KINDS = {"attention": "Attention", "elementwise": "Elementwise"}
@@ -90,13 +80,14 @@ class Layer:
         return work.elementwise / ELEMENTWISE
 
 
-class TransformerStep(PipelineStep):
+class TransformerStep(ProductStep):
     """Writes the operations of one rank, pass by pass."""
 
     def __init__(self, request: PlanRequest, costed: Costed):
         plan = costed.plan
         degrees = Degrees(plan.replicas, plan.tensor, plan.pipeline, plan.microbatches, plan.chunks, plan.cols)
-        super().__init__(degrees, plan.pipeline * plan.chunks)
+        chip = request.pod.chip if request.style.native else None
+        super().__init__(degrees, plan.pipeline * plan.chunks, chip)
         self.request, self.costed, self.plan, self.products = request, costed, plan, costed.products
         self.work, self.size = costed.step.works[-1], request.element_bytes  # for the head; every layer has its own
         self.bounds = sorted(bounds for stage in costed.stages for bounds in stage.chunks)
@@ -113,8 +104,8 @@ class TransformerStep(PipelineStep):
         self.totals: dict[Part, int] = {}  # of gradients, over the microbatches
         self.weights = {key: self._state(key, count / plan.tensor) for key, count in self.counts.items()}
         self.ready: dict[Part, Values] = {key: (slot,) for key, slot in self.weights.items()}  # what products read
-        self.received = [self._new(self.message_bytes, s, "activations") for s in range(self.chunks)]
-        self.returned = [self._new(self.message_bytes, s, "workspace") for s in range(self.chunks)]
+        self.received = [self.new(self.message_bytes, s, "activations") for s in range(self.chunks)]
+        self.returned = [self.new(self.message_bytes, s, "workspace") for s in range(self.chunks)]
 
     def _counts(self) -> dict[Part, int]:
         _, embedding, head = parameter_counts(self.request.model)
@@ -143,24 +134,12 @@ class TransformerStep(PipelineStep):
     def _shards_gradients(self) -> bool:
         return self.plan.shard in ("gradients", "parameters") and self.plan.replicas > 1
 
-    def _new(self, nbytes: float, chunk: int, category: str) -> int:
-        return self.slots.value(round(nbytes), self.stage(chunk), category=category)
-
-    def _emit(self, ops: list[RankOp], chunk: int) -> Emit:
-        mesh = self.plan.rows, self.plan.cols
-        chip = self.request.pod.chip if self.request.style.native else None
-        return Emit(ops, lambda size, category: self._new(size, chunk, category), self.stage(chunk), mesh, chunk, chip)
-
-    def begin(self) -> list[RankOp]:
+    def begin(self) -> None:
         """Gathers the embedding's table, and the weights that the replicas updated in parts."""
-        ops: list[RankOp] = []
         table = self.size * gathered_table(self.products.head)
         self.ready[0, "embedding"] += (self.slots.resident(round(table), 0, "workspace"),)
         for key in self.counts if self.plan.shard in ("optimizer", "gradients") else ():
-            emit = self._emit(ops, key[0])
-            emit = dataclasses.replace(emit, value=lambda nbytes, what, at=emit.stage: self.slots.once(0, at, what))
-            self.ready[key] += self._gather(emit, key, ())
-        return ops
+            self.ready[key] += self._gather(key)
 
     def _held(self, key) -> tuple[float, float]:
         """Parameters of a part on one device, and how many take as long to gather over all replicas as they do.
@@ -171,182 +150,176 @@ class TransformerStep(PipelineStep):
         if plan.expert == 1 or not isinstance(key[1], int):
             return count, count
         experts, copies = self.layers[key[1]].experts / plan.tensor, plan.replicas // plan.expert
-        links = pod.links(plan.sizes, self.request.dtype).replica, owner_links(pod, plan.sizes, plan.expert)
+        links = self.costed.step.at.links.replica, owner_links(pod, plan.sizes, plan.expert)
         over = plan.replicas, copies
         every, few = ((n - 1) / n / link.all_gather.bandwidth for n, link in zip(over, links))
         held = experts / plan.expert
         return count - experts + held, count - experts + held * few / every
 
-    def _gather(self, emit: Emit, key, gate: Values) -> Values:
-        """The weights of a part from all replicas; nothing where each has all."""
+    def _gather(self, key, gate: int | None = None) -> Values:
+        """The weights of a part from all replicas, for every microbatch once `gate` has come, or for all without one.
+
+        Nothing where each has all.
+        """
         if self.plan.replicas == 1:
             return ()
-        held, moved = self._held(key)
+        (held, moved), stage = self._held(key), self.stage(key[0])
         spec = OpSpec("AllGather", ((max(1, round(moved / self.plan.replicas)),),), GATHERED_BYTES)
-        inputs, nbytes = (self.weights[key], *gate), GATHERED_BYTES * held
-        return (emit.add(spec, inputs, nbytes, "workspace", DATA, ("weights", key[1])),)
+        if gate is None:  # the memory model has them among the weights
+            inputs, made = (self.weights[key],), self.slots.once(0, stage, "workspace")
+        else:
+            inputs, made = (self.weights[key], gate), self.new(GATHERED_BYTES * held, key[0], "workspace")
+        self.add(spec, DATA, stage, inputs, (made,), label=("weights", key[1]))
+        return (made,)
 
-    def _gathered(self, emit: Emit, layers: list[int], number: int, gate: int) -> None:
+    def _gathered(self, chunk: int, layers: list[int], number: int, gate: int) -> None:
         """Starts the gather of a layer's weights where only passes have them; `number` is its place in `layers`."""
         if self.plan.shard == "parameters" and number < len(layers):
-            key = emit.chunk, layers[number]
-            self.ready[key] = (self.weights[key], *self._gather(emit, key, (gate,)))
+            key = chunk, layers[number]
+            self.ready[key] = (self.weights[key], *self._gather(key, gate))
 
-    def forward(self, chunk: int) -> list[RankOp]:
-        ops: list[RankOp] = []
-        emit, x, layers = self._emit(ops, chunk), self.received[chunk], list(range(*self.bounds[chunk]))
+    def forward(self, chunk: int) -> None:
+        x, layers = self.received[chunk], list(range(*self.bounds[chunk]))
         if chunk == 0:
             label = ("embedding", "lookup")
             spec = OpSpec("Identity", ((1,),), self.size)
-            x = emit.add(spec, self.ready[0, "embedding"], self.message_bytes, "activations", label=label)
-        self._gathered(emit, layers, 0, x)
+            x = self.emit(chunk, spec, self.ready[0, "embedding"], self.message_bytes, "activations", label=label)
+        self._gathered(chunk, layers, 0, x)
         for number, layer in enumerate(layers):
-            self._gathered(emit, layers, number + 1, x)
+            self._gathered(chunk, layers, number + 1, x)
             made, kind = {INPUT: x}, self.layers[layer]
             for place in range(len(kind.pieces)):
-                made[place] = self._piece(emit, layer, place, made, kind.saved)
+                made[place] = self._piece(chunk, layer, place, made, kind.saved)
             kept = [place for place in range(kind.last) if kind.pieces[place][1] in kind.saved]
             self.kept[layer] = {place: made[place] for place in (INPUT, *kept)}
             x = made[kind.last]
-        self.stream[chunk] = self._head(emit, self._to_all_stages(emit, x)) if chunk == self.chunks - 1 else x
-        return ops
+        self.stream[chunk] = self._head(self._to_all_stages(chunk, x)) if chunk == self.chunks - 1 else x
 
-    def _to_all_stages(self, emit: Emit, value: int) -> int:
+    def _to_all_stages(self, chunk: int, value: int) -> int:
         """An activation, or its gradient, on the devices of all stages in lockstep: a sum in which theirs are zero."""
         if not self.costed.step.lockstep:
             return value
         elements, count = max(1, round(self.message_bytes / self.size)), self.plan.pipeline
         for kind, shard in (("ReduceScatter", elements), ("AllGather", max(1, elements // count))):
             spec = OpSpec(kind, ((shard,),), self.size)
-            value = emit.add(spec, (value,), self.message_bytes, "workspace", STAGES, ("to all stages",))
+            value = self.emit(chunk, spec, (value,), self.message_bytes, "workspace", STAGES, ("to all stages",))
         return value
 
-    def _piece(self, emit: Emit, layer: int, place: int, made: dict[int, int], saved, gate: Values = ()) -> int:
+    def _piece(self, chunk: int, layer: int, place: int, made: dict[int, int], saved, gate: Values = ()) -> int:
         """One piece of a layer's forward pass, from the results before it; its result is kept if it is `saved`."""
         kind, inputs = self.layers[layer], (made.get(place - 1, made[INPUT]), *gate)
         piece, part = kind.pieces[place]
         category, nbytes = "activations" if part in saved else "workspace", kind.bytes[place]
         if piece in kind.blocks:
-            product, inputs = kind.blocks[piece], (*inputs, *self.ready[emit.chunk, layer])
-            inputs += self._ahead(emit, layer, piece, 2 if gate else 0, inputs)
-            return emit_gemm(emit, product, gemms_of(product.layout)[0], inputs, nbytes, category, (layer,))
+            product, inputs = kind.blocks[piece], (*inputs, *self.ready[chunk, layer])
+            inputs += self._ahead(chunk, layer, piece, 2 if gate else 0, inputs)
+            return self.emit_gemm(chunk, product, gemms_of(product.layout)[0], inputs, nbytes, category, (layer,))
         seconds = kind.seconds(piece, kind.work.forward)
-        return emit.add(timed(KINDS[piece], seconds), inputs, nbytes, category, label=(layer, piece))
+        return self.emit(chunk, timed(KINDS[piece], seconds), inputs, nbytes, category, label=(layer, piece))
 
-    def _ahead(self, emit: Emit, layer: int, piece: str, when: int, inputs: Values) -> Values:
+    def _ahead(self, chunk: int, layer: int, piece: str, when: int, inputs: Values) -> Values:
         """What a product waits for; nothing where it does not wait."""
         seconds = self.layers[layer].ahead.get(piece, (0.0, 0.0, 0.0))[when]
         if not seconds:
             return ()
-        return (emit.add(timed(KINDS["elementwise"], seconds), inputs, 0.0, "workspace", label=(layer, piece, "wait")),)
+        wait, label = timed(KINDS["elementwise"], seconds), (layer, piece, "wait")
+        return (self.emit(chunk, wait, inputs, 0.0, "workspace", label=label),)
 
-    def _head(self, emit: Emit, x: int) -> int:
-        key = self.chunks - 1, "head"
-        self.head_key = key if key in self.counts else (0, "embedding")
+    def _head(self, x: int) -> int:
+        last = self.chunks - 1
+        self.head_key = (last, "head") if (last, "head") in self.counts else (0, "embedding")
         self.head_ready = self.ready[self.head_key]
-        self.head_input, logits = x, self._logits(emit, x)
+        self.head_input, logits = x, self._logits(x)
         loss = timed("Logits", self.work.head_forward.elementwise)
-        return emit.add(loss, (logits,), 0.0, "workspace", label=("head", "loss"))
+        return self.emit(last, loss, (logits,), 0.0, "workspace", label=("head", "loss"))
 
-    def _logits(self, emit: Emit, x: int) -> int:
-        head = self.products.head
+    def _logits(self, x: int) -> int:
+        head, inputs, last = self.products.head, (x, *self.head_ready), self.chunks - 1
         nbytes = loss_bytes(head, self.size)[0]
-        return emit_gemm(emit, head, gemms_of(head.layout)[0], (x, *self.head_ready), nbytes, "workspace", ("head",))
+        return self.emit_gemm(last, head, gemms_of(head.layout)[0], inputs, nbytes, "workspace", ("head",))
 
-    def backward(self, chunk: int, last_microbatch: bool) -> list[RankOp]:
+    def backward(self, chunk: int, last_microbatch: bool) -> None:
         """The backward pass of a chunk, its gradients summed and accumulated."""
-        ops: list[RankOp] = []
-        emit, slope = self._emit(ops, chunk), self.returned[chunk]
-        if chunk == self.chunks - 1:
-            slope = self._head_backward(emit)
+        slope = self._head_backward() if chunk == self.chunks - 1 else self.returned[chunk]
         layers = list(reversed(range(*self.bounds[chunk])))
-        self._gathered(emit, layers, 0, slope)
+        self._gathered(chunk, layers, 0, slope)
         for number, layer in enumerate(layers):
-            self._gathered(emit, layers, number + 1, slope)
-            slope = self._layer_backward(emit, layer, slope, last_microbatch)
+            self._gathered(chunk, layers, number + 1, slope)
+            slope = self._layer_backward(chunk, layer, slope, last_microbatch)
         if chunk == 0:
-            key, spec = (0, "embedding"), OpSpec("Identity", ((1,),), self.size)
+            key, spec, label = (0, "embedding"), OpSpec("Identity", ((1,),), self.size), ("embedding", "lookup")
             before = self.gradients[key] if self.head_key == key else ()  # of the output projection
-            inputs = self._to_all_stages(emit, slope), *before
+            inputs = self._to_all_stages(chunk, slope), *before
             nbytes = WEIGHT_BYTES * self.counts[key] / self.plan.tensor
-            self.gradients[key] = (emit.add(spec, inputs, nbytes, self._gradient, label=("embedding", "lookup")),)
+            self.gradients[key] = (self.emit(chunk, spec, inputs, nbytes, self._gradient, label=label),)
         self.slope[chunk] = slope
         for key in [key for key in self.counts if key[0] == chunk and not (self.divided and isinstance(key[1], int))]:
-            self._complete(emit, key, last_microbatch)
-        return ops
+            self._complete(key, last_microbatch)
 
-    def weight_gradients(self, chunk: int, last_microbatch: bool) -> list[RankOp]:
+    def weight_gradients(self, chunk: int, last_microbatch: bool) -> None:
         """The weight gradients of a chunk's layers, summed and accumulated."""
-        ops: list[RankOp] = []
-        emit = self._emit(ops, chunk)
         for layer in reversed(range(*self.bounds[chunk])):
             operands = self.deferred[layer, last_microbatch]
-            self.gradients[chunk, layer] = tuple(self._weight_gradient(emit, *each) for each in operands)
-            self._complete(emit, (chunk, layer), last_microbatch)
-        return ops
+            self.gradients[chunk, layer] = tuple(self._weight_gradient(chunk, *each) for each in operands)
+            self._complete((chunk, layer), last_microbatch)
 
-    def wait(self, chunk: int, direction: int) -> list[RankOp]:
+    def wait(self, chunk: int, direction: int) -> None:
         """As long as the pass of that direction."""
         stage = self.costed.stages[self.stage(chunk)]
         seconds = (stage.forward, stage.backward - stage.weights, stage.weights)[direction]
-        return [RankOp(timed(KINDS["elementwise"], seconds), LOCAL, self.stage(chunk), label=("lockstep", "wait"))]
+        self.add(timed(KINDS["elementwise"], seconds), LOCAL, self.stage(chunk), label=("lockstep", "wait"))
 
     @property
     def _gradient(self) -> str:
         return "workspace" if self._shards_gradients else "gradients"
 
-    def _head_backward(self, emit: Emit) -> int:
-        head, key = self.products.head, self.head_key
-        logits = self._logits(emit, self.head_input)  # computed again, in chunks
-        loss, inputs = timed("LogitsGrad", self.work.head_backward.elementwise), (logits, self.stream[emit.chunk])
-        slope = emit.add(loss, inputs, 0.0, "workspace", label=("head", "loss"))
-        slope, gradient = self._product_backward(emit, head, ("head",), slope, self.head_input, self.head_ready)
-        self.gradients[key] = (gradient,)
-        return slope
+    def _head_backward(self) -> int:
+        head, part, last = self.products.head, ("head",), self.chunks - 1
+        logits = self._logits(self.head_input)  # computed again, in chunks
+        loss, inputs = timed("LogitsGrad", self.work.head_backward.elementwise), (logits, self.stream[last])
+        slope = self.emit(last, loss, inputs, 0.0, "workspace", label=("head", "loss"))
+        back = self._input_gradient(last, head, part, slope, self.head_ready)
+        self.gradients[self.head_key] = (self._weight_gradient(last, head, part, self.head_input, slope),)
+        return back
 
-    def _product_backward(self, emit: Emit, product, part, slope: int, source: int, weights) -> tuple[int, int]:
-        """(gradient of the input, of the weight) of a product with the input `source`."""
-        back = self._input_gradient(emit, product, part, slope, weights)
-        return back, self._weight_gradient(emit, product, part, source, slope)
-
-    def _input_gradient(self, emit: Emit, product, part, slope: int, weights) -> int:
+    def _input_gradient(self, chunk: int, product, part, slope: int, weights) -> int:
         nbytes = self.size * self.products.tokens * product.layout.projection.in_dim / self.plan.tensor
-        return emit_gemm(emit, product, gemms_of(product.layout)[1], (slope, *weights), nbytes, "workspace", part)
+        return self.emit_gemm(chunk, product, gemms_of(product.layout)[1], (slope, *weights), nbytes, "workspace", part)
 
-    def _weight_gradient(self, emit: Emit, product, part, source: int, slope: int) -> int:
+    def _weight_gradient(self, chunk: int, product, part, source: int, slope: int) -> int:
         projection = product.layout.projection
         nbytes = WEIGHT_BYTES * projection.in_dim * projection.out_dim / self.plan.tensor
         tied = product is self.products.head and self.head_key[1] == "embedding"  # the table's gradient comes later
         category = "workspace" if tied else self._gradient
-        return emit_gemm(emit, product, gemms_of(product.layout)[2], (source, slope), nbytes, category, part)
+        return self.emit_gemm(chunk, product, gemms_of(product.layout)[2], (source, slope), nbytes, category, part)
 
-    def _layer_backward(self, emit: Emit, layer: int, slope: int, last_microbatch: bool) -> int:
+    def _layer_backward(self, chunk: int, layer: int, slope: int, last_microbatch: bool) -> int:
         """Recomputation, then every gradient in reverse; returns that of the layer's input."""
-        made, gradients, deferred, kind = self._again(emit, layer, slope), [], [], self.layers[layer]
+        made, gradients, deferred, kind = self._again(chunk, layer, slope), [], [], self.layers[layer]
         for place in reversed(range(len(kind.pieces))):
             (piece, _), source = kind.pieces[place], made.get(place - 1, made[INPUT])
             if piece in kind.blocks:
-                weights, product = self.ready[emit.chunk, layer], kind.blocks[piece]
+                weights, product = self.ready[chunk, layer], kind.blocks[piece]
                 operands = product, (layer,), source, slope
-                weights += self._ahead(emit, layer, piece, 1, (slope, source))
-                slope = self._input_gradient(emit, product, (layer,), slope, weights)
-                deferred.append(operands) if self.divided else gradients.append(self._weight_gradient(emit, *operands))
+                weights += self._ahead(chunk, layer, piece, 1, (slope, source))
+                slope = self._input_gradient(chunk, product, (layer,), slope, weights)
+                deferred.append(operands) if self.divided else gradients.append(self._weight_gradient(chunk, *operands))
                 continue
             seconds, inputs = kind.seconds(piece, kind.work.backward), (slope, source)
             spec, nbytes = timed(f"{KINDS[piece]}Grad", seconds), kind.bytes[place - 1]  # before the first: the last
-            slope = emit.add(spec, inputs, nbytes, "workspace", label=(layer, piece))
-        self.gradients[emit.chunk, layer], self.deferred[layer, last_microbatch] = tuple(gradients), deferred
+            slope = self.emit(chunk, spec, inputs, nbytes, "workspace", label=(layer, piece))
+        self.gradients[chunk, layer], self.deferred[layer, last_microbatch] = tuple(gradients), deferred
         return slope
 
-    def _again(self, emit: Emit, layer: int, slope: int) -> dict[int, int]:
+    def _again(self, chunk: int, layer: int, slope: int) -> dict[int, int]:
         """What the backward pass needs, recomputed where remat kept less, once the gradient has come."""
         made, kind = dict(self.kept[layer]), self.layers[layer]
         for place in range(kind.last):
             if kind.pieces[place][0] in kind.repeated:
-                made[place] = self._piece(emit, layer, place, made, (), (slope,))
+                made[place] = self._piece(chunk, layer, place, made, (), (slope,))
         return made
 
-    def _complete(self, emit: Emit, key, last_microbatch: bool) -> None:
+    def _complete(self, key, last_microbatch: bool) -> None:
         """Sums a part's gradients over the replicas and adds them to those of earlier microbatches."""
         parts, plan, label = self.gradients[key], self.plan, ("gradients", key[1])
         each = self._shards_gradients or (plan.shard == "none" and plan.pipeline == 1)
@@ -354,11 +327,11 @@ class TransformerStep(PipelineStep):
             elements = max(1, round(self._held(key)[1]))
             kind = "AllReduce" if plan.shard == "none" else "ReduceScatter"
             spec = OpSpec(kind, ((elements,),), round(self.request.style.gradient_bytes))
-            summed = emit.add(spec, parts, 0.0, "gradients", DATA, label)
+            summed = self.emit(key[0], spec, parts, 0.0, "gradients", DATA, label)
             parts = (summed,) if self._shards_gradients else (summed, *parts)
         if plan.microbatches > 1:
-            inputs = (*parts, self.totals[key])
-            parts = (emit.add(OpSpec("Identity", ((1,),), WEIGHT_BYTES), inputs, 0.0, "gradients", label=label),)
+            spec, inputs = OpSpec("Identity", ((1,),), WEIGHT_BYTES), (*parts, self.totals[key])
+            parts = (self.emit(key[0], spec, inputs, 0.0, "gradients", label=label),)
         self.gradients[key] = parts
 
     def variant(self, chunk: int, direction: int, microbatch: int) -> tuple:
@@ -370,25 +343,23 @@ class TransformerStep(PipelineStep):
         arrival = self.received[other] if direction == FORWARD else self.returned[other]
         return [(OpSpec("Send", ((max(1, round(self.message_bytes / self.size)),),), self.size), value, arrival)]
 
-    def finish(self) -> list[RankOp]:
+    def finish(self) -> None:
         """The two copies of a tied table exchange their gradients, unless every stage makes them; then one optimizer
         operation per stage."""
-        ops: list[RankOp] = []
         copies = (0, "embedding"), (self.chunks - 1, "head")
         exchange = self.plan.pipeline > 1 and not self.costed.step.lockstep
         if self.request.model.tied and copies[1] in self.counts and exchange:
             elements = max(1, round(self.counts[copies[1]] / self.plan.tensor))
             spec, sent = OpSpec("Send", ((elements,),), WEIGHT_BYTES), [self.gradients[key][0] for key in copies]
             for (here, _), key, value in zip(copies, reversed(copies), sent):
-                arrived = self._new(WEIGHT_BYTES * elements, key[0], "workspace")
+                arrived = self.new(WEIGHT_BYTES * elements, key[0], "workspace")
                 there, label = self.stage(key[0]), ("gradients", "tied")
-                ops.append(RankOp(spec, SEND, self.stage(here), (value,), (arrived,), there, label))
+                self.add(spec, SEND, self.stage(here), (value,), (arrived,), there, label)
                 self.gradients[key] += (arrived,)
         for stage, terms in enumerate(self.costed.stage_terms):
             keys = [key for key in self.counts if self.stage(key[0]) == stage]
             inputs = [value for key in keys for value in (self.weights[key], *self.gradients[key])]
-            ops.append(RankOp(timed("Adam", terms.update), LOCAL, stage, tuple(inputs), label=("update",)))
-        return ops
+            self.add(timed("Adam", terms.update), LOCAL, stage, inputs, label=("update",))
 
 
 def transformer_step(request: PlanRequest, costed: Costed) -> Step:

@@ -4,8 +4,6 @@ A network gives the wires and the time of a message, and the ring of a group of 
 direction, latencies seconds.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -142,5 +140,5 @@ class Cluster:
     network: Network
 
     @classmethod
-    def homogeneous(cls, num_devices: int, device: Device, network: Network) -> Cluster:
+    def homogeneous(cls, num_devices: int, device: Device, network: Network) -> "Cluster":
         return cls((device,) * num_devices, network)

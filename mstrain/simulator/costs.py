@@ -5,8 +5,6 @@ Collectives are rings on links beside the compute units: communication can be hi
 does not stop its devices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -19,11 +17,6 @@ from mstrain.simulator.program import OpSpec
 READS: dict[str, int] = dict.fromkeys(("Relu", "Softmax", "Tanh", "Sqrt", "Transpose", "ReduceMean", "Cast"), 1)
 READS |= dict.fromkeys(("ReluGrad", "Add", "Sub", "Mul", "Div", "Pow", "Loss", "LossGrad"), 2)
 MOVES = frozenset({"Concat", "Split", "Slice", "Reshape", "Shape", "Squeeze", "Unsqueeze", "Lookup", "Identity"})
-# Measured or predicted elsewhere (`mstrain.simulator.program.timed`).
-TIMED = frozenset({
-    "Profiled", "ProfiledGrad", "ProfiledUpdate", "Attention", "AttentionGrad", "Elementwise", "ElementwiseGrad",
-    "Logits", "LogitsGrad", "Adam",
-})  # fmt: skip
 PRODUCTS = frozenset({"MatMul", "Gemm", "InputGrad", "MatMulGrad", "WeightGrad"})
 
 
@@ -44,8 +37,8 @@ class Rules:
     def compute_seconds(self, spec: OpSpec, device: Device) -> float:
         """Seconds of a single-device operation. Raises ValueError for an operation without a rule."""
         kind, shapes, size = spec
-        if kind in TIMED:
-            return 1e-9 * shapes[0][0]
+        if (seconds := spec.known_seconds) is not None:
+            return seconds
         if kind in ("MatMulGrad", "WeightGrad"):
             (m, k), (_, p) = shapes
             weight = self.matmul_seconds((k, m), (m, p), size, device)
@@ -61,7 +54,7 @@ class Rules:
         if kind == "SGD":
             elements = sum(map(prod, shapes))
             return self.kernel_seconds(device, 3 * size * elements, 2 * elements)
-        known = " ".join(sorted([*READS, *MOVES, *TIMED, *PRODUCTS, "SGD"]))
+        known = " ".join(sorted([*READS, *MOVES, *PRODUCTS, "SGD"]))
         raise ValueError(f"no cost rule for operation {kind!r}; known: {known}")
 
     def kernel_seconds(self, device: Device, nbytes: float, flops: float) -> float:

@@ -5,8 +5,6 @@ that it reads (`inputs`) and writes (`outputs`); and the numbers of lanes, of va
 program order. It returns the start and end of every operation and the end of every lane, in seconds.
 """
 
-from __future__ import annotations
-
 import heapq
 
 import numba

@@ -5,8 +5,6 @@ a reader (results) stay. An operation holds its inputs and outputs at once. This
 fragmentation.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

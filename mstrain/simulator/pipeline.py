@@ -1,13 +1,11 @@
 """The one writer of pipelined step programs: passes in the order of a schedule, each followed by its messages.
 
 A subclass of `PipelineStep` states what a pass consists of: DistIR's perceptron, the transformer of a plan, or the
-profiled layers of a mixed cluster. A pass is written once and repeated for every microbatch.
+profiled layers of a mixed cluster. A pass adds its operations once; they are repeated for every microbatch.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -23,7 +21,15 @@ class PipelineStep(ABC):
 
     def __init__(self, degrees: Degrees, chunks: int):
         self.degrees, self.chunks, self.slots = degrees, chunks, Slots()
+        self.ops: list[RankOp] = []
         self.groups: dict[tuple[int, ...], int] = {}  # devices of operations along GROUP -> number
+
+    def add(
+        self, spec: OpSpec, axis: int, stage: int, inputs: Iterable[int] = (), outputs: Iterable[int] = (),
+        peer: int = -1, label: tuple = (),
+    ) -> None:  # fmt: skip
+        """Adds an operation to the pass that is being written; its parts are those of `RankOp`."""
+        self.ops.append(RankOp(spec, axis, stage, tuple(inputs), tuple(outputs), peer, label))
 
     def stage(self, chunk: int) -> int:
         """The stage of a chunk."""
@@ -33,23 +39,22 @@ class PipelineStep(ABC):
         """What distinguishes this pass from other microbatches; further arguments of `forward` and `backward`."""
         return ()
 
-    def begin(self) -> Sequence[RankOp]:
+    def begin(self) -> None:  # noqa: B027 - most steps have none
         """The operations before all passes."""
-        return ()
 
     @abstractmethod
-    def forward(self, chunk: int, *variant) -> Sequence[RankOp]:
+    def forward(self, chunk: int, *variant) -> None:
         """The forward pass of a chunk."""
 
-    def backward(self, chunk: int, *variant) -> Sequence[RankOp]:
+    def backward(self, chunk: int, *variant) -> None:
         """The backward pass of a chunk; the schedule of a step without one has no such tasks."""
         raise AssertionError("this step has no backward pass")
 
-    def weight_gradients(self, chunk: int, *variant) -> Sequence[RankOp]:
+    def weight_gradients(self, chunk: int, *variant) -> None:
         """The gradients of a chunk's weights, where the schedule makes them after the backward pass."""
         raise AssertionError("this step makes all gradients in its backward passes")
 
-    def wait(self, chunk: int, direction: int) -> Sequence[RankOp]:
+    def wait(self, chunk: int, direction: int) -> None:
         """A pass of a chunk whose results do not count, where the stages run in lockstep."""
         raise AssertionError("this step has no lockstep")
 
@@ -57,49 +62,44 @@ class PipelineStep(ABC):
         """(operation, value, its copy on arrival) of every message from `chunk` to the chunk `other`."""
         return ()
 
-    def send(self, chunk: int, direction: int) -> Sequence[RankOp]:
+    def send(self, chunk: int, direction: int) -> None:
         """The messages that follow a pass."""
         other = chunk + 1 if direction == FORWARD else chunk - 1
         if direction == WEIGHTS or not 0 <= other < self.chunks or self.stage(other) == self.stage(chunk):
-            return ()
-        here, there, label = self.stage(chunk), self.stage(other), ("to chunk", other)
-        return [
-            RankOp(spec, SEND, here, (value,), (arrival,), there, label)
-            for spec, value, arrival in self.messages(chunk, other, direction)
-        ]
+            return
+        for spec, value, arrival in self.messages(chunk, other, direction):
+            self.add(spec, SEND, self.stage(chunk), (value,), (arrival,), self.stage(other), ("to chunk", other))
 
-    def finish(self) -> Sequence[RankOp]:
+    def finish(self) -> None:  # noqa: B027 - inference has none
         """The operations after all passes."""
-        return ()
 
     def write(self, schedule: Schedule) -> Step:
         """The whole step."""
-        ops: list[RankOp] = []
         written: dict[tuple, np.ndarray] = {}  # rows of `ops` by kind of pass
         order: list[tuple[np.ndarray, int]] = []  # rows and microbatch of every pass
 
-        def add(microbatch, variant, write, *arguments):
+        def run(microbatch, variant, write, *arguments):
             key = write, *arguments, variant
             if key not in written:
-                begin = len(ops)
-                ops.extend(write(*arguments))
-                written[key] = np.arange(begin, len(ops))
+                begin = len(self.ops)
+                write(*arguments)
+                written[key] = np.arange(begin, len(self.ops))
             order.append((written[key], microbatch))
 
-        add(0, (), self.begin)
+        run(0, (), self.begin)
         kinds = self.forward, self.backward, self.weight_gradients
         for tasks in schedule:
             passes = []
             for _, chunk, direction, microbatch in tasks:
                 if microbatch == WAIT:
-                    add(0, (), self.wait, chunk, direction)
+                    run(0, (), self.wait, chunk, direction)
                     continue
                 variant = self.variant(chunk, direction, microbatch)
                 passes.append((chunk, direction, microbatch, variant))
-                add(microbatch, (), kinds[direction], chunk, *variant)
+                run(microbatch, (), kinds[direction], chunk, *variant)
             for chunk, direction, microbatch, variant in passes:  # every variant has values of its own
-                add(microbatch, variant, self.send, chunk, direction)
-        add(self.degrees.microbatches - 1, (), self.finish)
+                run(microbatch, variant, self.send, chunk, direction)
+        run(self.degrees.microbatches - 1, (), self.finish)
         rows, microbatches = zip(*order)
         microbatch = np.repeat(microbatches, [len(part) for part in rows])
-        return Step(self.degrees, ops, np.concatenate(rows), microbatch, self.slots, tuple(self.groups))
+        return Step(self.degrees, self.ops, np.concatenate(rows), microbatch, self.slots, tuple(self.groups))

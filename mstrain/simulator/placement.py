@@ -1,7 +1,5 @@
 """How many ways a step is split, and which device does which part."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ size) on a group of devices. One device computes; several devices communicate. A
 specs and groups are stored once, so that the cost of each pair is computed once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -32,9 +30,14 @@ class OpSpec(NamedTuple):
     def communicates(self) -> bool:
         return self.kind in COMMUNICATION
 
+    @property
+    def known_seconds(self) -> float | None:
+        """Of an operation that `timed` made; None for others."""
+        return None if self.element_bytes else 1e-9 * self.shapes[0][0]
+
 
 def timed(kind: str, seconds: float) -> OpSpec:
-    """An operation of a kind in `mstrain.simulator.costs.TIMED`, whose time is known: its shape is nanoseconds."""
+    """An operation whose time is measured or predicted elsewhere: its shape is nanoseconds, of elements of 0 bytes."""
     return OpSpec(kind, ((round(1e9 * seconds),),), 0)
 
 
@@ -45,7 +48,7 @@ class Ragged(NamedTuple):
     items: np.ndarray
 
     @classmethod
-    def of(cls, lists: Sequence[Sequence[int]]) -> Ragged:
+    def of(cls, lists: Sequence[Sequence[int]]) -> "Ragged":
         offsets = np.concatenate([[0], np.cumsum([len(items) for items in lists], dtype=np.int64)])
         return cls(offsets, np.fromiter(chain.from_iterable(lists), np.int64, int(offsets[-1])))
 
@@ -53,7 +56,7 @@ class Ragged(NamedTuple):
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
 
-    def take(self, rows: np.ndarray) -> Ragged:
+    def take(self, rows: np.ndarray) -> "Ragged":
         """The lists at `rows`, in that order."""
         lengths = self.lengths[rows]
         offsets = np.concatenate([[0], np.cumsum(lengths)])

@@ -1,7 +1,5 @@
 """From the operations of one tensor rank of one data replica to the program of its devices."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ duration. Devices compute in program order. With `rules.link_lanes` a message us
 serve messages as they become ready; otherwise it uses the compute lanes of its devices (DistIR's rendezvous).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod

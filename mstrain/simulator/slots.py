@@ -1,7 +1,5 @@
 """The operations and values of one tensor rank of one data replica."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

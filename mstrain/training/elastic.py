@@ -8,8 +8,9 @@ of the full job are preferred: no device then holds more state.
 import dataclasses
 import math
 
-from mstrain.mesh import MeshShape, parse_mesh
-from mstrain.planner.plan import plan_on
+from mstrain.mesh import MeshShape, abstract_mesh, parse_mesh
+from mstrain.models.plan import make_plan
+from mstrain.planner.clock import divisors
 from mstrain.training.config import RunConfig
 
 
@@ -68,7 +69,7 @@ def largest_layout(config: RunConfig, total: int, left: int) -> Layout:
 
 def _shapes(devices: int, full: MeshShape) -> list[MeshShape]:
     """All meshes of `devices`, sorted by similarity of their sharding to `full`."""
-    pairs = [(r, c) for r in _divisors(devices) for c in _divisors(devices // r)]
+    pairs = [(r, c) for r in divisors(devices) for c in divisors(devices // r)]
     shapes = [MeshShape(devices // (r * c), r, c) for r, c in pairs]
 
     def difference(shape: MeshShape) -> tuple:
@@ -81,16 +82,12 @@ def _shapes(devices: int, full: MeshShape) -> list[MeshShape]:
 def _accumulate(config: RunConfig, shape: MeshShape, full: MeshShape) -> int | None:
     """The fewest microbatches that `shape` supports without more tokens per device than before; None if there are
     none."""
-    for accumulate in _divisors(config.batch):
+    for accumulate in divisors(config.batch):
         if accumulate * shape.devices < config.accumulate * full.devices:
             continue
         try:
-            plan_on(shape, config.parallel, config.model, config.batch // accumulate, config.seq, None)
+            make_plan(config.parallel, config.model, abstract_mesh(shape), config.batch // accumulate, config.seq)
         except ValueError:
             continue
         return accumulate
     return None
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]

@@ -4,12 +4,11 @@
 the right units, where the notebook's conclusion does not hold.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from mstrain.display.gantt import plot_gantt
@@ -19,7 +18,7 @@ from mstrain.simulator.placement import Degrees
 from mstrain.simulator.simulate import place, simulate
 from mstrain.timeline import Timeline, write_perfetto
 from research.distir.grid import grid_search, plan_row, simulate_mlp, write_table
-from research.distir.mlp import Mlp, StepOptions
+from research.distir.mlp import Mlp
 from research.distir.plots import plot_columns
 from research.distir.rules import DISTIR_NAMES, RuleSet, rule_set
 from research.distir.transform_mlp import mlp_step
@@ -40,21 +39,22 @@ def notebook_cluster(num_workers: int, rules: RuleSet) -> Cluster:
     return Cluster.homogeneous(num_workers + rules.first, device, Switch(200 * GIGABIT))
 
 
-def options_for(rules: RuleSet) -> StepOptions:
+def notebook_rules(name: str) -> RuleSet:
     """The notebook's step has no optimizer and no gathers; only the corrected step updates its weights."""
-    return StepOptions(optimizer=not rules.original, gather_outputs=False)
+    rules = rule_set(name)
+    return replace(rules, optimizer="none", gather_outputs=False) if rules.original else rules
 
 
 def one_plan(degrees: Degrees = Degrees(), rules: str = "corrected", mlp: Mlp = MODEL) -> dict:
     """The row of one plan, by default that of one device with the whole batch."""
-    chosen = rule_set(rules)
-    return plan_row(mlp, degrees, notebook_cluster(degrees.world, chosen), chosen, options_for(chosen))
+    chosen = notebook_rules(rules)
+    return plan_row(mlp, degrees, notebook_cluster(degrees.world, chosen), chosen)
 
 
 def grid(rules: str = "corrected") -> tuple[list[dict], list[tuple[Degrees, str]]]:
     """Every (data, tensor, pipeline, microbatches) plan for WORLD devices, and those that cannot run with reasons."""
-    chosen = rule_set(rules)
-    return grid_search(MODEL, WORLD, notebook_cluster(WORLD, chosen), chosen, options_for(chosen))
+    chosen = notebook_rules(rules)
+    return grid_search(MODEL, WORLD, notebook_cluster(WORLD, chosen), chosen)
 
 
 def isolated(axis: str, rules: str = "corrected") -> list[dict]:
@@ -77,10 +77,10 @@ def simulator_scaling(rules: str = "corrected", trials: int = 5) -> list[dict]:
 
     The program is built and compiled code warmed up before the clock starts, as in the notebook.
     """
-    chosen, rows = rule_set(rules), []
+    chosen, rows = notebook_rules(rules), []
     cluster = notebook_cluster(1, chosen)
     for layers in (32 << power for power in range(8)):
-        step = mlp_step(Mlp.square(layers, 64, 64), Degrees(), chosen, options_for(chosen))
+        step = mlp_step(Mlp.square(layers, 64, 64), Degrees(), chosen)
         program, ends = place(step, cluster, chosen), []
         for _ in range(trials + 2):
             simulate(program, cluster, chosen)
@@ -108,7 +108,7 @@ def run_notebook(out: Path, rules: str = "corrected", trials: int = 5) -> dict:
     Returns a summary with throughputs in samples/s: `sequential`, `best` (the best row of the grid),
     `best_pipeline`, `plans`, `rejected` and the directory `out_dir`.
     """
-    chosen, alone = rule_set(rules), one_plan(rules=rules)
+    chosen, alone = notebook_rules(rules), one_plan(rules=rules)
     rows, rejected = grid(rules)
     scaling = simulator_scaling(rules, trials)
     tables = {f"{axis}_parallelism": isolated(axis, rules) for axis in ISOLATED}
@@ -123,7 +123,7 @@ def run_notebook(out: Path, rules: str = "corrected", trials: int = 5) -> dict:
     plot_columns(rows, "throughput", "peak_memory", memory, "pp_degree", log="", line="")
     piped = max((row for row in rows if row["pp_degree"] > 1), key=lambda row: row["throughput"])
     plan = Degrees(*(piped[name] for name in ("dp_degree", "hp_degree", "pp_degree", "num_microbatches")))
-    timeline = simulate_mlp(MODEL, plan, notebook_cluster(WORLD, chosen), chosen, options_for(chosen)).timeline()
+    timeline = simulate_mlp(MODEL, plan, notebook_cluster(WORLD, chosen), chosen).timeline()
     plot_gantt(timeline, out / "best_pipeline.pdf")
     plot_memory(timeline, out / "best_pipeline_memory.pdf")
     write_perfetto(timeline, out / "best_pipeline.json.gz")

@@ -1,7 +1,5 @@
 """Simulated plans of a perceptron as rows of a table, and the search over data, tensor and pipeline degrees."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from math import log2
 from pathlib import Path
@@ -13,19 +11,16 @@ from mstrain.simulator.cluster import Cluster
 from mstrain.simulator.placement import Degrees
 from mstrain.simulator.simulate import Simulation, simulate_step
 from mstrain.timeline import device_use
-from research.distir.mlp import Mlp, StepOptions
+from research.distir.mlp import Mlp
 from research.distir.rules import RuleSet, rule_set
 from research.distir.schedules import bubble_fraction, schedule
 from research.distir.transform_mlp import mlp_step, schedule_name
 
 
-def simulate_mlp(
-    mlp: Mlp, degrees: Degrees, cluster: Cluster, rules: str | RuleSet = "corrected",
-    options: StepOptions = StepOptions(),
-) -> Simulation:  # fmt: skip
+def simulate_mlp(mlp: Mlp, degrees: Degrees, cluster: Cluster, rules: str | RuleSet = "corrected") -> Simulation:
     """Simulate a training step of `mlp`. Raises ValueError, with the fix, for a plan that does not fit."""
     rules = rule_set(rules)
-    return simulate_step(mlp_step(mlp, degrees, rules, options), cluster, rules)
+    return simulate_step(mlp_step(mlp, degrees, rules), cluster, rules)
 
 
 def degrees_grid(world: int, batch: int) -> Iterator[Degrees]:
@@ -41,19 +36,19 @@ def degrees_grid(world: int, batch: int) -> Iterator[Degrees]:
 
 
 def grid_search(
-    mlp: Mlp, world: int, cluster: Cluster, rules: str | RuleSet = "corrected", options: StepOptions = StepOptions()
+    mlp: Mlp, world: int, cluster: Cluster, rules: str | RuleSet = "corrected"
 ) -> tuple[list[dict], list[tuple[Degrees, str]]]:
     """The rows of every plan of `degrees_grid` that runs on `world` devices, in that order; the others with reasons."""
     rows, rejected = [], []
     for degrees in degrees_grid(world, mlp.batch):
         try:
-            rows.append(plan_row(mlp, degrees, cluster, rule_set(rules), options))
+            rows.append(plan_row(mlp, degrees, cluster, rule_set(rules)))
         except ValueError as error:
             rejected.append((degrees, str(error)))
     return rows, rejected
 
 
-def plan_row(mlp: Mlp, degrees: Degrees, cluster: Cluster, rules: RuleSet, options: StepOptions) -> dict:
+def plan_row(mlp: Mlp, degrees: Degrees, cluster: Cluster, rules: RuleSet) -> dict:
     """One simulated plan; the columns up to peak_memory are those of DistIR's grid search (seconds, samples/s, bytes).
 
     Mean parts of the devices: `communication_fraction`, of the time in which they compute or use a link, that of
@@ -61,14 +56,14 @@ def plan_row(mlp: Mlp, degrees: Degrees, cluster: Cluster, rules: RuleSet, optio
     computing nothing; `bubble_fraction`, idle in the pipeline schedule if all tasks take equally long.
     Raises ValueError for a plan that cannot run, or needs more memory than a device has.
     """
-    result = simulate_mlp(mlp, degrees, cluster, rules, options)
+    result = simulate_mlp(mlp, degrees, cluster, rules)
     for device, peak in result.memory.peak_bytes.items():
         if peak > (limit := cluster.devices[device].memory_bytes):
             raise ValueError(
                 f"needs {peak / 1e9:.1f} GB on device {device}, which has {limit / 1e9:.1f} GB; "
                 "raise a degree or lower the batch"
             )
-    name = schedule_name(degrees, rules, options)
+    name = schedule_name(degrees, rules)
     steps = schedule(name, degrees.pipeline, degrees.microbatches, degrees.pipeline * degrees.interleave)
     compute, links, exposed = map(sum, zip(*device_use(result.timeline()).values()))
     whole = len(result.program.devices) * result.seconds

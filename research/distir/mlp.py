@@ -1,11 +1,7 @@
-"""A multi-layer perceptron, the options of its training step, and the check of its parallel degrees."""
-
-from __future__ import annotations
+"""A multi-layer perceptron, and the check of its parallel degrees."""
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
-from mstrain.models.stages import even_layers
 from mstrain.simulator.placement import Degrees
 from research.distir.rules import RuleSet
 
@@ -22,22 +18,13 @@ class Mlp:
     element_bytes: int = 4
 
     @classmethod
-    def square(cls, layers: int, width: int, batch: int, element_bytes: int = 4) -> Mlp:
+    def square(cls, layers: int, width: int, batch: int, element_bytes: int = 4) -> "Mlp":
         return cls(layers, width, width, width, batch, element_bytes)
 
     def dims(self, layer: int) -> tuple[int, int]:
         """(in, out) of one layer's weight."""
         last = layer == self.layers - 1
         return self.hidden_dim if layer else self.input_dim, self.output_dim if last else self.hidden_dim
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    """Choices beside the degrees; None: those of the rule set."""
-
-    schedule: str | None = None
-    optimizer: bool = True
-    gather_outputs: bool | None = None
 
 
 def check_mlp(mlp: Mlp, degrees: Degrees, rules: RuleSet) -> None:
@@ -67,8 +54,3 @@ def check_mlp(mlp: Mlp, degrees: Degrees, rules: RuleSet) -> None:
     for wrong, message in problems:
         if wrong:
             raise ValueError(message)
-
-
-def chunk_bounds(layers: int, chunks: int) -> list[tuple[int, int]]:
-    """Layers [begin, end) of each chunk; when they do not divide, the first chunks get one more."""
-    return list(pairwise(accumulate(even_layers(layers, chunks), initial=0)))

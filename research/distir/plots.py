@@ -1,7 +1,5 @@
 """The pictures of DistIR's notebook: columns of a table against each other."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path

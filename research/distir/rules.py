@@ -14,8 +14,6 @@ digit, defects included: the notebook of February 2021 (commit cec2907), the tab
 - the gradient of the network's input, which has no reader, is not computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -50,13 +48,13 @@ class RuleSet(Rules):
       moves: seconds of operations that move data; others cost one launch.
       gigabit_bytes: bytes that a link of 1 Gbit/s moves per second.
       double_counted: communication whose bytes are multiplied by the element size once more.
+      schedule: of pipelines whose stages have one chunk each.
       rings: collectives are those of the simulator; otherwise DistIR's mean-bandwidth formulas and power-of-two groups.
       gradient_axis: "data", or "tensor" for the notebook's wrong group.
       gradients_early: reduce each gradient when it is complete rather than after the last backward pass.
       optimizer: "all" weights, "last" weight only, or "none".
-      gather_outputs: all-gather the loss and the input gradient over the replicas unless a step decides otherwise.
+      gather_outputs: all-gather the loss and the input gradient over the replicas.
       batch_count: the batch size is a further program input (4 bytes on the last stage).
-      allreduce_fit: {size: (a, b, c)}: all-reduce takes a * gigabits-worth + b * size + c seconds.
     """
 
     original: ClassVar[bool] = False
@@ -67,12 +65,12 @@ class RuleSet(Rules):
     gigabit_bytes: float = GIGABIT
     double_counted: frozenset[str] = frozenset()
     rings: bool = True
+    schedule: str = "1f1b"
     gradient_axis: str = "data"
     gradients_early: bool = True
     optimizer: str = "all"
     gather_outputs: bool = False
     batch_count: bool = False
-    allreduce_fit: Mapping[int, tuple[float, float, float]] = field(default_factory=dict)
 
     def compute_seconds(self, spec: OpSpec, device: Device) -> float:
         if spec.kind == "SGD" and self.optimizer == "last":
@@ -124,9 +122,6 @@ class Original(RuleSet):
                 "choose power-of-two degrees or rules=corrected"
             )
         if kind in ("AllReduce", "AllGather"):
-            if size in self.allreduce_fit:
-                slope, per_member, constant = self.allreduce_fit[size]
-                return slope * nbytes / self.gigabit_bytes + per_member * size + constant
             return 2 * nbytes * (size - 1) / size / (per_second * mean_bandwidth(cluster.network, members))
         if kind in ("Gather", "Reduce"):
             paths = (cluster.network.path(source, members[-1]) for source in members[:-1])
@@ -143,8 +138,9 @@ def mean_bandwidth(network: Network, members: Sequence[int]) -> float:
 
 
 _DISTIR: dict[str, Any] = dict(
-    rings=False, link_lanes=False, gradients_early=False, first=1, axis_order=("data", "tensor", "pipeline")
-)
+    rings=False, link_lanes=False, schedule="distir", gradients_early=False, first=1,
+    axis_order=("data", "tensor", "pipeline"),
+)  # fmt: skip
 _EARLY: dict[str, Any] = dict(
     **_DISTIR, bytes_as_flops=True, optimizer="none",
     moves={"Concat": 0.0, "Identity": 0.0, "Shape": 0.0, "Split": 1e-6, "Slice": 1e-6},

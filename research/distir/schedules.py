@@ -1,7 +1,5 @@
 """DistIR's own pipeline schedule, beside those of the simulator."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

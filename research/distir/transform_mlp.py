@@ -6,17 +6,17 @@ consecutive layers. The step is the one that DistIR builds (`mlp_dhp_transform`)
 number by number; `RuleSet` states what the corrected step does differently.
 """
 
-from __future__ import annotations
-
 from math import prod
 
+from mstrain.models.stages import even_layers
 from mstrain.parallel.schedules import FORWARD
+from mstrain.planner.stages import bounds_of
 from mstrain.simulator.pipeline import PipelineStep
 from mstrain.simulator.placement import DATA, LOCAL, TENSOR, Degrees
 from mstrain.simulator.program import OpSpec
 from mstrain.simulator.replicas import Step
-from mstrain.simulator.slots import RankOp, Slots
-from research.distir.mlp import Mlp, StepOptions, check_mlp, chunk_bounds
+from mstrain.simulator.slots import Slots
+from research.distir.mlp import Mlp, check_mlp
 from research.distir.rules import RuleSet, rule_set
 from research.distir.schedules import schedule as find_schedule
 
@@ -26,11 +26,11 @@ Shape = tuple[int, ...]
 class MlpStep(PipelineStep):
     """Writes the operations of one rank, pass by pass."""
 
-    def __init__(self, mlp: Mlp, degrees: Degrees, rules: RuleSet, options: StepOptions):
+    def __init__(self, mlp: Mlp, degrees: Degrees, rules: RuleSet):
         super().__init__(degrees, degrees.pipeline * degrees.interleave)
-        self.mlp, self.rules, self.options = mlp, rules, options
+        self.mlp, self.rules = mlp, rules
         self.rows = mlp.batch // (degrees.data * degrees.microbatches)
-        self.bounds = chunk_bounds(mlp.layers, self.chunks)
+        self.bounds = bounds_of(even_layers(mlp.layers, self.chunks))
         self.stage_of = [self.stage(chunk) for chunk, (begin, end) in enumerate(self.bounds) for _ in range(begin, end)]
         # Local shapes of the weights: even layers are cut by columns, odd ones by rows.
         h, dims = degrees.tensor, [mlp.dims(layer) for layer in range(mlp.layers)]
@@ -54,11 +54,10 @@ class MlpStep(PipelineStep):
             self.values[name] = self.slots.value(self._bytes(shape), stage, **kinds)
         return self.values[name]
 
-    def _op(self, ops, kind: str, shapes, stage: int, inputs, *outputs, axis: int = LOCAL, peer: int = -1) -> list[int]:
-        """Append an operation; `outputs` are (name, shape) pairs. Returns their values."""
+    def _op(self, kind: str, shapes, stage: int, inputs, *outputs, axis: int = LOCAL, peer: int = -1) -> list[int]:
+        """Adds an operation; `outputs` are (name, shape) pairs. Returns their values."""
         made = [self._value(name, shape, stage) for name, shape in outputs]
-        spec = OpSpec(kind, shapes, self.mlp.element_bytes)
-        ops.append(RankOp(spec, axis, stage, tuple(inputs), tuple(made), peer))
+        self.add(OpSpec(kind, shapes, self.mlp.element_bytes), axis, stage, inputs, made, peer)
         return made
 
     def _out(self, layer: int) -> Shape:
@@ -72,30 +71,28 @@ class MlpStep(PipelineStep):
             return self._value(("arrived", layer), self._out(layer - 1), self.stage_of[layer])
         return self.values["a", layer - 1]
 
-    def forward(self, chunk: int, first: bool) -> list[RankOp]:
+    def forward(self, chunk: int, first: bool) -> None:
         """The forward pass of `chunk`; `first`: for microbatch 0."""
-        ops: list[RankOp] = []
         stage = self.stage(chunk)
         for j in range(*self.bounds[chunk]):
             weight, out, value = self.shapes[j], self._out(j), self._input(j)
             shapes = (self.rows, weight[0]), weight
-            (y,) = self._op(ops, "MatMul", shapes, stage, (value, self.weights[j]), (("y", j), out))
+            (y,) = self._op("MatMul", shapes, stage, (value, self.weights[j]), (("y", j), out))
             if self.degrees.tensor > 1 and j % 2:
-                (y,) = self._op(ops, "AllReduce", (out,), stage, (y,), (("sum", j), out), axis=TENSOR)
+                (y,) = self._op("AllReduce", (out,), stage, (y,), (("sum", j), out), axis=TENSOR)
             self.sums[j] = y
-            self._op(ops, "Relu", (out,), stage, (y,), (("a", j), out))
+            self._op("Relu", (out,), stage, (y,), (("a", j), out))
         if chunk == self.chunks - 1:
-            self._loss(ops, stage, first)
-        return ops
+            self._loss(stage, first)
 
-    def _loss(self, ops: list[RankOp], stage: int, first: bool) -> None:
+    def _loss(self, stage: int, first: bool) -> None:
         shape, scalar = (self.rows, self.mlp.output_dim), not self.rules.original
         inputs, loss_shape = (self.values["a", self.mlp.layers - 1], self.z, *self.count), (1,) if scalar else shape
-        (loss,) = self._op(ops, "Loss", (shape,), stage, inputs, ("loss", loss_shape))
-        self._total(ops, "l", loss, loss_shape, stage, first, "Add" if scalar else "Concat")
-        self._op(ops, "LossGrad", (shape,), stage, inputs, ("loss gradient", shape))
+        (loss,) = self._op("Loss", (shape,), stage, inputs, ("loss", loss_shape))
+        self._total("l", loss, loss_shape, stage, first, "Add" if scalar else "Concat")
+        self._op("LossGrad", (shape,), stage, inputs, ("loss gradient", shape))
 
-    def _total(self, ops, name, value: int, shape: Shape, stage: int, first: bool, combine: str) -> None:
+    def _total(self, name, value: int, shape: Shape, stage: int, first: bool, combine: str) -> None:
         """Combine a result over microbatches: later ones are added or appended to the first."""
         if self.degrees.microbatches == 1:
             self.totals[name] = value
@@ -103,11 +100,10 @@ class MlpStep(PipelineStep):
         total = self._value(("total", name), shape, stage, grows=combine == "Concat")
         self.totals.setdefault(name, total)
         inputs = (value,) if first else (Slots.previous(total), value)
-        self._op(ops, "Identity" if first else combine, (shape,), stage, inputs, (("total", name), shape))
+        self._op("Identity" if first else combine, (shape,), stage, inputs, (("total", name), shape))
 
-    def backward(self, chunk: int, first: bool, last: bool) -> list[RankOp]:
+    def backward(self, chunk: int, first: bool, last: bool) -> None:
         """The backward pass of `chunk`; `last`: gradients are complete after it and reduced at once."""
-        ops: list[RankOp] = []
         stage, (begin, end) = self.stage(chunk), self.bounds[chunk]
         gradient = self.values["loss gradient"]
         if chunk < self.chunks - 1:
@@ -115,27 +111,26 @@ class MlpStep(PipelineStep):
         for j in reversed(range(begin, end)):
             weight, out, value = self.shapes[j], self._out(j), self._input(j)
             into = (self.rows, weight[0])
-            (da,) = self._op(ops, "ReluGrad", (out,), stage, (self.sums[j], gradient), (("da", j), out))
+            (da,) = self._op("ReluGrad", (out,), stage, (self.sums[j], gradient), (("da", j), out))
             if j or self.rules.original:
                 inputs, made = (value, self.weights[j], da), ((("g", j), into), (("dw", j), weight))
-                gradient, dw = self._op(ops, "MatMulGrad", (into, weight), stage, inputs, *made)
+                gradient, dw = self._op("MatMulGrad", (into, weight), stage, inputs, *made)
                 if self.degrees.tensor > 1 and j % 2 == 0:
                     made = (("g sum", j), into)
-                    (gradient,) = self._op(ops, "AllReduce", (into,), stage, (gradient,), made, axis=TENSOR)
+                    (gradient,) = self._op("AllReduce", (into,), stage, (gradient,), made, axis=TENSOR)
                 if j == 0:
-                    self._total(ops, "g", gradient, into, stage, first, "Concat")
+                    self._total("g", gradient, into, stage, first, "Concat")
             else:
-                (dw,) = self._op(ops, "WeightGrad", (into, out), stage, (value, da), (("dw", j), weight))
-            self._total(ops, j, dw, weight, stage, first, "Add")
+                (dw,) = self._op("WeightGrad", (into, out), stage, (value, da), (("dw", j), weight))
+            self._total(j, dw, weight, stage, first, "Add")
             if last and self.degrees.data > 1:
-                self._reduce_gradient(ops, j)
+                self._reduce_gradient(j)
         self.gradients[chunk] = gradient
-        return ops
 
-    def _reduce_gradient(self, ops: list[RankOp], j: int) -> None:
+    def _reduce_gradient(self, j: int) -> None:
         axis = TENSOR if self.rules.gradient_axis == "tensor" and self.degrees.tensor > 1 else DATA
         shape, made = self.shapes[j], (("reduced", j), self.shapes[j])
-        (self.totals[j],) = self._op(ops, "AllReduce", (shape,), self.stage_of[j], (self.totals[j],), made, axis=axis)
+        (self.totals[j],) = self._op("AllReduce", (shape,), self.stage_of[j], (self.totals[j],), made, axis=axis)
 
     def variant(self, chunk: int, direction: int, microbatch: int) -> tuple[bool, ...]:
         first = microbatch == 0
@@ -152,41 +147,33 @@ class MlpStep(PipelineStep):
             arrival = self._value(("returned", other), self._out(begin - 1), self.stage(other))
         return [(OpSpec("Send", ((self.rows, width),), self.mlp.element_bytes), value, arrival)]
 
-    def finish(self) -> list[RankOp]:
+    def finish(self) -> None:
         """Sums and gathers over the replicas, then the optimizer."""
-        ops: list[RankOp] = []
-        gathers = self.rules.gather_outputs if self.options.gather_outputs is None else self.options.gather_outputs
         for name in ("l", *range(self.mlp.layers - 1, 0, -1), "g", 0) if self.degrees.data > 1 else ():
             if isinstance(name, int):
                 if not self.rules.gradients_early:
-                    self._reduce_gradient(ops, name)
+                    self._reduce_gradient(name)
             elif name == "l" and not self.rules.original:
                 made = ("loss sum", (1,))
-                self._op(ops, "AllReduce", ((1,),), self.stage_of[-1], (self.totals["l"],), made, axis=DATA)
-            elif gathers and name in self.totals:
+                self._op("AllReduce", ((1,),), self.stage_of[-1], (self.totals["l"],), made, axis=DATA)
+            elif self.rules.gather_outputs and name in self.totals:
                 width, stage = (self.mlp.output_dim, self.stage_of[-1]) if name == "l" else (self.mlp.input_dim, 0)
                 rows = self.mlp.batch // self.degrees.data
                 made = (("whole", name), (self.mlp.batch, width))
-                self._op(ops, "AllGather", ((rows, width),), stage, (self.totals[name],), made, axis=DATA)
-        updates = self.options.optimizer and self.rules.optimizer != "none"
-        for stage in range(self.degrees.pipeline) if updates else ():
+                self._op("AllGather", ((rows, width),), stage, (self.totals[name],), made, axis=DATA)
+        for stage in range(self.degrees.pipeline) if self.rules.optimizer != "none" else ():
             layers = [layer for layer, its_stage in enumerate(self.stage_of) if its_stage == stage]
             inputs = (*(self.weights[layer] for layer in layers), *(self.totals[layer] for layer in layers))
-            self._op(ops, "SGD", tuple(self.shapes[layer] for layer in layers), stage, inputs)
-        return ops
+            self._op("SGD", tuple(self.shapes[layer] for layer in layers), stage, inputs)
 
 
-def schedule_name(degrees: Degrees, rules: RuleSet, options: StepOptions) -> str:
-    """The pipeline schedule of a step: the one of the options, else that of interleaving or of the rule set."""
-    return options.schedule or ("interleaved" if degrees.interleave > 1 else "distir" if rules.original else "1f1b")
+def schedule_name(degrees: Degrees, rules: RuleSet) -> str:
+    return "interleaved" if degrees.interleave > 1 else rules.schedule
 
 
-def mlp_step(
-    mlp: Mlp, degrees: Degrees = Degrees(), rules: str | RuleSet = "corrected", options: StepOptions = StepOptions()
-) -> Step:
+def mlp_step(mlp: Mlp, degrees: Degrees = Degrees(), rules: str | RuleSet = "corrected") -> Step:
     """The training step of `mlp` under `degrees`. Raises ValueError when they do not fit each other."""
     rules = rule_set(rules)
     check_mlp(mlp, degrees, rules)
-    writer = MlpStep(mlp, degrees, rules, options)
-    name = schedule_name(degrees, rules, options)
+    writer, name = MlpStep(mlp, degrees, rules), schedule_name(degrees, rules)
     return writer.write(find_schedule(name, degrees.pipeline, degrees.microbatches, writer.chunks))

@@ -33,7 +33,6 @@ from mstrain.mesh import shape_of
 from mstrain.models.plan import ModelPlan
 from mstrain.parallel.product_cost import GEMMS, communication_terms, pass_costs
 from mstrain.planner.cost import Step, cost_step
-from mstrain.planner.layer import setting_of
 from mstrain.planner.plan import PodPlan, Product
 from mstrain.planner.request import PlanRequest
 from mstrain.program.dtype import dtype_on
@@ -76,7 +75,7 @@ def fit_shares(step: Step, read: Shares, exposed: float) -> Shares:
     A step in which even perfect overlap leaves more than that exposed does not tell the shares: the least count that
     leave at most 2 % more than that.
     """
-    at, microbatches = setting_of(step.request, step.plan), step.plan.microbatches
+    at, microbatches = step.at, step.plan.microbatches
     rates = [(product, *at.rates(product)) for product in (*step.products.block, step.products.head)]
     stretch = _stretch(rates)
 

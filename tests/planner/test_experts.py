@@ -12,7 +12,7 @@ from mstrain.models.zoo import load_preset
 from mstrain.parallel.token_exchange import TokenExchange
 from mstrain.planner.cost import cost_step
 from mstrain.planner.execution import style_named
-from mstrain.planner.experts import GroupedKernels
+from mstrain.planner.experts import grouped_seconds
 from mstrain.planner.plan import PodPlan, plan_products
 from mstrain.planner.request import Fixed, PlanRequest
 from mstrain.planner.search import layouts, search
@@ -49,15 +49,15 @@ def test_slices_leave_one_part_of_the_exchange_exposed():
 
 
 def test_tiles_of_two_experts_are_multiplied_twice():
-    kernels = GroupedKernels(POD, "bf16", POD.chip.number("hbm_bandwidth"))
-    one, eight = (kernels.seconds("MatMul", (16384, 4096, 14336), groups) for groups in (1, 8))
+    bandwidth = POD.chip.number("hbm_bandwidth")
+    one, eight = (grouped_seconds(POD, bandwidth, (16384, 4096, 14336), groups) for groups in (1, 8))
     assert eight / one == pytest.approx((16384 / 512 + 7) / (16384 / 512), rel=0.01)
 
 
 def test_a_narrow_tile_reads_so_much_again_that_memory_limits_it():
     pod = find_pod("v6e-256")
     own, narrow = (
-        GroupedKernels(pod, "bf16", pod.chip.number("hbm_bandwidth"), tile).seconds("MatMul", (65536, 4096, 28672), 8)
+        grouped_seconds(pod, pod.chip.number("hbm_bandwidth"), (65536, 4096, 28672), 8, tile=tile)
         for tile in (None, (512, 512, 512))
     )
     assert narrow > 1.5 * own

@@ -10,15 +10,15 @@ from mstrain.hardware import chip_named, parse_target, tpu_slice_of
 from mstrain.hardware.clusters import find_pod
 from mstrain.hardware.pod import tuning_constants
 from mstrain.hardware.torus_parts import torus_parts
-from mstrain.mesh import MeshShape, parse_mesh
+from mstrain.mesh import MeshShape, abstract_mesh, parse_mesh
 from mstrain.models.auto import tune_products
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
-from mstrain.models.plan import chip_lowering
+from mstrain.models.plan import chip_lowering, make_plan
 from mstrain.models.zoo import load_preset
 from mstrain.parallel.tune import TIE
 from mstrain.planner.cost import cost_step
-from mstrain.planner.plan import PodPlan, plan_on
+from mstrain.planner.plan import PodPlan
 from mstrain.planner.request import TENSOR, Fixed, PlanRequest
 from mstrain.planner.search import search
 from tests.planner.absent import absent_devices
@@ -40,11 +40,12 @@ def test_only_meshes_with_a_legal_plan_remain(parallel):
     for data in (1, 2, 4, 8, 16, 32):
         for row, col in SLICE.mesh_shapes(data) if data in (1, 2, 4, 8, 16) else ():
             shape = MeshShape(data, row, col)
+            asked = parallel, SMALL, abstract_mesh(shape), 16, 256, SLICE.chip
             if shape in legal:
-                plan_on(shape, parallel, SMALL, 16, 256, SLICE.chip)
+                make_plan(*asked)
             else:
                 with pytest.raises(ValueError, match="heads|sequences|divide"):
-                    plan_on(shape, parallel, SMALL, 16, 256, SLICE.chip)
+                    make_plan(*asked)
 
 
 def test_few_sequences_leave_few_rows():
@@ -106,7 +107,7 @@ def test_the_same_mesh_is_chosen_for_a_slice_present_and_absent():
 def test_all_products_have_slices_and_few_where_more_gain_little(target, mesh):
     shape, tpu_slice = parse_mesh(mesh), parse_target(target)
     chip, constants, model = tpu_slice.chip, tuning_constants(tpu_slice, shape), load_preset("gpt3_175b")
-    plan = plan_on(shape, ParallelConfig(), model, shape.devices // 2, 2048, chip, constants)
+    plan = make_plan(ParallelConfig(), model, abstract_mesh(shape), shape.devices // 2, 2048, chip, constants)
     products = plan.groups[0][0].products
     assert all(1 < p.slices <= chip.most_slices for p in products)
     tuned = tune_products(model, ParallelConfig(), (shape.row, shape.col), shape.devices // 2 * 2048, chip, constants)
@@ -131,7 +132,8 @@ def test_automatic_slices_and_dataflows_never_lose_to_collective(target):
 
 
 def test_no_product_is_sliced_where_nothing_overlaps():
-    plan = plan_on(MeshShape(1, 4, 8), ParallelConfig(), load_preset("gpt3_175b"), 16, 2048, chip_named("v3"))
+    mesh = abstract_mesh(MeshShape(1, 4, 8))
+    plan = make_plan(ParallelConfig(), load_preset("gpt3_175b"), mesh, 16, 2048, chip_named("v3"))
     assert {p.slices for p in (*plan.groups[0][0].products, plan.head)} == {1}
 
 

@@ -358,7 +358,8 @@ def test_what_is_ranked_fits_and_the_trainer_gets_what_it_can_run():
 
 
 def stage(seconds: float) -> Stage:
-    return Stage(((0, 1),), (1,), (1,), Pass(seconds / 3), Pass(2 * seconds / 3), Pass(), 0.0, 0.0, 1)
+    passes = Pass(seconds / 3), Pass(2 * seconds / 3), Pass()
+    return Stage(((0, 1),), (1,), (1,), *passes, 0.0, 0.0, 1, 0, (True, True))
 
 
 def test_cycle_is_the_slowest_stage_or_the_round_trip():

@@ -31,7 +31,6 @@ from mstrain.simulator.pipeline import PipelineStep
 from mstrain.simulator.placement import LOCAL, Degrees
 from mstrain.simulator.program import OpSpec, timed
 from mstrain.simulator.simulate import simulate_step
-from mstrain.simulator.slots import RankOp
 from tests.quick import QUICK
 
 CASES = [("gpipe", 2, 4), ("1f1b", 2, 4), ("interleaved", 2, 4), ("zero-bubble", 2, 4)]
@@ -89,21 +88,21 @@ class Sleeping(PipelineStep):
             [[self.slots.value(1, self.stage(chunk)) for chunk in range(chunks)] for _ in DIRECTIONS] for _ in range(2)
         )
 
-    def _pass(self, chunk: int, direction: int, *inputs: int) -> list[RankOp]:
+    def _pass(self, chunk: int, direction: int, *inputs: int) -> None:
         spec, made = timed("Profiled", self.seconds[direction]), self.made[direction][chunk]
-        return [RankOp(spec, LOCAL, self.stage(chunk), inputs, (made,))]
+        self.add(spec, LOCAL, self.stage(chunk), inputs, (made,))
 
-    def forward(self, chunk: int) -> list[RankOp]:
-        return self._pass(chunk, FORWARD, self.received[FORWARD][chunk])
+    def forward(self, chunk: int) -> None:
+        self._pass(chunk, FORWARD, self.received[FORWARD][chunk])
 
-    def backward(self, chunk: int) -> list[RankOp]:
-        return self._pass(chunk, BACKWARD, self.made[FORWARD][chunk], self.received[BACKWARD][chunk])
+    def backward(self, chunk: int) -> None:
+        self._pass(chunk, BACKWARD, self.made[FORWARD][chunk], self.received[BACKWARD][chunk])
 
-    def weight_gradients(self, chunk: int) -> list[RankOp]:
-        return self._pass(chunk, WEIGHTS, self.made[BACKWARD][chunk])
+    def weight_gradients(self, chunk: int) -> None:
+        self._pass(chunk, WEIGHTS, self.made[BACKWARD][chunk])
 
-    def wait(self, chunk: int, direction: int) -> list[RankOp]:
-        return [RankOp(timed("Profiled", self.seconds[direction]), LOCAL, self.stage(chunk))]
+    def wait(self, chunk: int, direction: int) -> None:
+        self.add(timed("Profiled", self.seconds[direction]), LOCAL, self.stage(chunk))
 
     def messages(self, chunk: int, other: int, direction: int) -> list[tuple[OpSpec, int, int]]:
         return [(OpSpec("Send", ((1,),), 1), self.made[direction][chunk], self.received[direction][other])]

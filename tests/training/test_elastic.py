@@ -3,7 +3,8 @@
 import pytest
 
 from mstrain.commands.train import load_config
-from mstrain.planner.plan import plan_on
+from mstrain.mesh import abstract_mesh
+from mstrain.models.plan import make_plan
 from mstrain.training.elastic import largest_layout
 
 
@@ -38,7 +39,7 @@ def test_every_number_of_hosts_left_has_a_layout_that_holds_no_more_per_device(m
         found = largest_layout(config, total, left)
         assert found.hosts <= left and found.mesh.devices * total == full.mesh.devices * found.hosts
         assert found.mesh.devices * found.accumulate >= full.mesh.devices * accumulate
-        plan_on(found.mesh, config.parallel, config.model, batch // found.accumulate, 16, None)
+        make_plan(config.parallel, config.model, abstract_mesh(found.mesh), batch // found.accumulate, 16)
         could_keep_state = found.mesh.devices >= full.mesh.row * full.mesh.col
         assert found.mesh.row * found.mesh.col >= full.mesh.row * full.mesh.col or not could_keep_state
 

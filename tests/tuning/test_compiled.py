@@ -20,11 +20,11 @@ from mstrain.commands.train import load_config
 from mstrain.compiler import DoesNotFit
 from mstrain.gemm.precision import Precision
 from mstrain.hardware import parse_target
-from mstrain.mesh import MeshShape, parse_mesh
+from mstrain.mesh import MeshShape, abstract_mesh, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
+from mstrain.models.plan import make_plan
 from mstrain.models.stages import PipelineConfig
-from mstrain.planner.plan import plan_on
 from mstrain.program import step_config
 from mstrain.program.optimizer import OptimizerConfig
 from mstrain.program.step_config import StepConfig
@@ -119,7 +119,7 @@ def test_only_legal_slice_counts_with_another_plan_are_compiled():
     plans = []
     for slices in ("auto", *counts):
         parallel = ParallelConfig(slices=slices)
-        plans.append(plan_on(shape, parallel, MODEL, 16, 64, TASK.tpu_slice.chip).groups)
+        plans.append(make_plan(parallel, MODEL, abstract_mesh(shape), 16, 64, TASK.tpu_slice.chip).groups)
     assert all(plan not in plans[:i] for i, plan in enumerate(plans))
     # 18 features on each of two devices
     narrow = dataclasses.replace(MODEL, width=36, heads=2, num_kv_heads=2, head_dim=18)

@@ -149,7 +149,9 @@ def run_pod(config: PodConfig) -> int:
     path = write_plan(request, result, folder)
     plot_plans(request, result.ranked, folder / "throughput_against_memory.png")
     say.print(plans_table(request, result, config.top_k))
-    say.print(f"{result.summary} {len(result.rejected)} layouts do not fit; links: {result.best.step.constants.source}")
+    say.print(
+        f"{result.summary} {len(result.rejected)} layouts do not fit; links: {result.best.step.at.constants.source}"
+    )
     say.print(terms_table(result, config.top_k))
     if result.best.plan.pipeline > 1:
         say.print(stages_table(result))

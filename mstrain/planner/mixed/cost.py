@@ -15,7 +15,6 @@ link unless there is a single node.
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 
 from mstrain.hardware import Link
@@ -87,6 +86,23 @@ class Stage:
     update_ms: float  # per parameter byte
     state_bytes: float  # per parameter byte and device
     memory_bytes: np.ndarray  # (kinds,) usable per device
+
+    def layer_ms(self, model: Model, begin, end) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ms of layers [begin, end), their tensor collectives and, on the last stage, no layer: (kinds, ...) each.
+
+        `begin` and `end` are layers, or arrays of them that broadcast.
+        """
+        compute = self.compute_ms[:, end] - self.compute_ms[:, begin]
+        tensor = np.multiply.outer(self.tensor_ms, model.middle[end] - model.middle[begin])
+        return compute, tensor, np.multiply.outer(self.sync_ms, end == model.layers)
+
+    def fitting(self, parameter_bytes: np.ndarray, sample_bytes: np.ndarray) -> np.ndarray:
+        """Microbatches that fit beside the state of layers with such parameters and activations; -1 without room for
+        the state."""
+        room = np.subtract.outer(self.memory_bytes, self.state_bytes * parameter_bytes)
+        held = np.multiply.outer(np.array(self.shares) / self.choice.tp, sample_bytes)
+        most = np.floor(np.divide(room, held, out=np.full_like(room, UNLIMITED), where=held > 0))
+        return np.where(room < 0, -1, np.minimum(most, UNLIMITED)).min(axis=0)
 
 
 def build_stage(model: Model, choice: Choice, samples: int) -> Stage | None:
@@ -160,53 +176,18 @@ def gradient_exchange(model: Model, choice: Choice) -> tuple[float, float]:
 def stage_tables(model: Model, stages: list[Stage], fewest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Stage ms, end-of-iteration ms, microbatches that fit: (begin, end, stage) for layers [begin, end).
 
-    Stage ms are those of the slowest kind, infinite where memory does not hold the `fewest` microbatches that may be in
-    flight. Entries with begin >= end mean nothing.
+    Stage ms are infinite where memory does not hold the `fewest` microbatches that may be in flight. Entries with
+    begin >= end mean nothing.
     """
-    shape = len(model.kinds), len(stages)
-    compute_ms = np.zeros((model.layers + 1, *shape))
-    terms = np.zeros((4, *shape))  # ms per transformer layer and on the last stage, samples, usable bytes
-    terms[3] = np.inf
-    for number, stage in enumerate(stages):
-        present = list(stage.choice.kinds)
-        compute_ms[:, present, number] = stage.compute_ms.T
-        samples = np.array(stage.shares) / stage.choice.tp
-        terms[:, present, number] = stage.tensor_ms, stage.sync_ms, samples, stage.memory_bytes
-    fixed = np.array(
-        [(s.boundary_ms, s.exchange_ms + s.update_ms, s.exchange_latency_ms, s.state_bytes) for s in stages]
-    )
-    prefixes = model.parameter_bytes, model.activation_bytes, model.middle
-    return fill_tables(compute_ms, terms, np.ascontiguousarray(fixed.T), prefixes, fewest)
-
-
-@numba.njit(cache=True)
-def fill_tables(compute_ms, terms, fixed, prefixes, fewest):
-    """The arrays of `stage_tables`; `compute_ms` is (L + 1, K, stages), a prefix, zero for absent kinds."""
-    tensor_ms, sync_ms, samples, memory = terms
-    boundary_ms, per_byte_ms, latency_ms, state = fixed
-    parameter_bytes, activation_bytes, middle = prefixes
-    layers, (kinds, stages) = len(middle) - 1, memory.shape
-    shape = (layers + 1, layers + 1, stages)
-    stage_ms, end_ms, flights = np.empty(shape), np.empty(shape), np.empty(shape, np.int32)
-    for begin in range(layers):
-        for end in range(begin + 1, layers + 1):
-            parameters = parameter_bytes[end] - parameter_bytes[begin]
-            kept = activation_bytes[end] - activation_bytes[begin]
-            for stage in range(stages):
-                slowest, fitting = 0.0, UNLIMITED
-                for kind in range(kinds):
-                    ms = compute_ms[end, kind, stage] - compute_ms[begin, kind, stage]
-                    ms += tensor_ms[kind, stage] * (middle[end] - middle[begin])
-                    ms += sync_ms[kind, stage] if end == layers else 0.0
-                    slowest = max(slowest, ms)
-                    room = memory[kind, stage] - state[stage] * parameters
-                    held = samples[kind, stage] * kept
-                    if room < 0:
-                        fitting = -1
-                    elif room < held * fitting:
-                        fitting = int(room / held)
-                flights[begin, end, stage] = fitting
-                end_ms[begin, end, stage] = per_byte_ms[stage] * parameters + latency_ms[stage]
-                slowest += boundary_ms[stage] if begin else 0.0
-                stage_ms[begin, end, stage] = slowest if fitting >= fewest else np.inf
+    bounds = np.arange(model.layers + 1)
+    begin, end = bounds[:, None], bounds[None]
+    parameters, kept = (prefix[end] - prefix[begin] for prefix in (model.parameter_bytes, model.activation_bytes))
+    rows = []
+    for stage in stages:
+        compute, tensor, sync = stage.layer_ms(model, begin, end)
+        slowest = (compute + tensor + sync).max(axis=0) + stage.boundary_ms * (begin > 0)
+        fitting = stage.fitting(parameters, kept)
+        end_ms = (stage.exchange_ms + stage.update_ms) * parameters + stage.exchange_latency_ms
+        rows.append((np.where(fitting >= fewest, slowest, np.inf), end_ms, fitting.astype(np.int32)))
+    stage_ms, end_ms, flights = (np.stack(each, axis=-1) for each in zip(*rows))
     return stage_ms, end_ms, flights

@@ -103,17 +103,15 @@ def report_stage(model: Model, stage: Stage, begin: int, end: int, flight: int) 
     """Terms of one stage of a plan, with `flight` microbatches in flight."""
     choice, labels = stage.choice, kind_labels(model.kinds)
 
-    def of(prefix: np.ndarray):
-        return prefix[..., end] - prefix[..., begin]
-
     def by_kind(values) -> dict:
         return dict(zip((labels[kind] for kind in choice.kinds), values))
 
-    compute, tensor = of(stage.compute_ms), stage.tensor_ms * of(model.middle)
-    sync = stage.sync_ms * (end == model.layers)
+    compute, tensor, sync = stage.layer_ms(model, begin, end)
     slowest = int(np.argmax(compute + tensor + sync))
     boundary = stage.boundary_ms if begin > 0 else 0.0
-    parameters, kept = float(of(model.parameter_bytes)), float(of(model.activation_bytes)) / choice.tp
+    prefixes = model.parameter_bytes, model.activation_bytes
+    parameters, kept = (float(prefix[end] - prefix[begin]) for prefix in prefixes)
+    kept /= choice.tp
     activation = [share * kept * flight for share in stage.shares]
     fullest = int(np.argmin(stage.memory_bytes - activation))
     return StagePlan(

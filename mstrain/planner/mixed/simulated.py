@@ -22,7 +22,6 @@ from mstrain.simulator.pipeline import PipelineStep
 from mstrain.simulator.placement import GROUP, SEND, Degrees, Placement
 from mstrain.simulator.program import OpSpec, timed
 from mstrain.simulator.simulate import simulate
-from mstrain.simulator.slots import RankOp
 from mstrain.timeline import device_use
 
 FORWARD_PART = 1 / 3  # of a profiled forward and backward pass
@@ -131,18 +130,18 @@ class MixedStep(PipelineStep):
         factors = {"parameters": 1.0, "gradients": options.gradient_factor, "optimizer": optimizer}
         return tuple(self.slots.resident(round(factor * mine), device, name) for name, factor in factors.items())
 
-    def _add(self, ops, spec: OpSpec, members, inputs, label, nbytes: float = 0, category="workspace") -> list[int]:
-        """An operation on all of `members`, with an output of `nbytes` on each."""
+    def _on_all(self, members, spec: OpSpec, inputs, label, nbytes: float = 0, category="workspace") -> list[int]:
+        """Adds an operation on all of `members`, with an output of `nbytes` on each."""
         outputs = [self.slots.value(round(nbytes), device, category=category) for device in members]
         group = self.groups.setdefault(tuple(members), len(self.groups))
-        ops.append(RankOp(spec, GROUP, members[0], tuple(inputs), tuple(outputs), group, label))
+        self.add(spec, GROUP, members[0], inputs, outputs, group, label)
         return outputs
 
-    def _timed(self, ops, kind: str, ms: float, devices, inputs, label, *output) -> list[int]:
-        return self._add(ops, timed(kind, 1e-3 * ms), devices, inputs, label, *output)
+    def _timed(self, devices, kind: str, ms: float, inputs, label, *output) -> list[int]:
+        return self._on_all(devices, timed(kind, 1e-3 * ms), inputs, label, *output)
 
-    def _sum(self, ops, members, nbytes: float, values, label) -> list[int]:
-        return self._add(ops, OpSpec("AllReduce", ((max(1, round(nbytes)),),), 1), members, values, label)
+    def _sum(self, members, nbytes: float, values, label) -> list[int]:
+        return self._on_all(members, OpSpec("AllReduce", ((max(1, round(nbytes)),),), 1), values, label)
 
     def _by_node(self, members) -> dict[int, tuple[int, ...]]:
         node_of = self.network.node_of
@@ -150,7 +149,7 @@ class MixedStep(PipelineStep):
             node: tuple(d for d in members if node_of[d] == node) for node in dict.fromkeys(node_of[d] for d in members)
         }
 
-    def _tensor_sums(self, ops, replica: Replica, stage: StagePlan, values: list[int], label) -> list[int]:
+    def _tensor_sums(self, replica: Replica, stage: StagePlan, values: list[int], label) -> list[int]:
         """The all-reduces of one pass that are not in the profiles: inside nodes and between them."""
         nodes, last = self._by_node(replica.devices).values(), self.options.num_layers - 1
         middle = sum(0 < layer < last for layer in range(stage.first_layer, stage.end_layer))
@@ -159,59 +158,54 @@ class MixedStep(PipelineStep):
         groups.append(tuple(node[0] for node in nodes))
         for members in groups * (2 * middle if message and replica.tensor_ms else 0):
             if len(members) > 1:
-                values = [*values, *self._sum(ops, members, message, values, label)]
+                values = [*values, *self._sum(members, message, values, label)]
         return values
 
-    def forward(self, s: int) -> list[RankOp]:
-        stage, ops, label = self.plan.stages[s], [], ("layers", self.plan.stages[s].layers, "forward")
+    def forward(self, s: int) -> None:
+        stage, label = self.plan.stages[s], ("layers", self.plan.stages[s].layers, "forward")
         for r, replica in enumerate(self.replicas[s]):
             inputs = self.arrived[FORWARD, s, r]
             if s == 0:
                 ms = self.plan.generator_ms / self.plan.microbatches
-                inputs = self._timed(ops, "Profiled", ms, replica.devices, (), ("batch generator",))
+                inputs = self._timed(replica.devices, "Profiled", ms, (), ("batch generator",))
             kept, ms = (replica.end - replica.begin) * stage.sample_bytes, FORWARD_PART * replica.compute_ms
-            done = self._timed(ops, "Profiled", ms, replica.devices, inputs, label, kept, "activations")
-            self.done[FORWARD, s, r] = self._tensor_sums(ops, replica, stage, done, label)
-        return ops
+            done = self._timed(replica.devices, "Profiled", ms, inputs, label, kept, "activations")
+            self.done[FORWARD, s, r] = self._tensor_sums(replica, stage, done, label)
 
-    def backward(self, s: int) -> list[RankOp]:
-        stage, ops, label = self.plan.stages[s], [], ("layers", self.plan.stages[s].layers, "backward")
+    def backward(self, s: int) -> None:
+        stage, label = self.plan.stages[s], ("layers", self.plan.stages[s].layers, "backward")
         for r, replica in enumerate(self.replicas[s]):
             inputs = [*self.done[FORWARD, s, r], *self.arrived[BACKWARD, s, r]]
             ms = (1 - FORWARD_PART) * replica.compute_ms
-            done = self._timed(ops, "ProfiledGrad", ms, replica.devices, inputs, label)
-            self.done[BACKWARD, s, r] = self._tensor_sums(ops, replica, stage, done, label)
-        return ops
+            done = self._timed(replica.devices, "ProfiledGrad", ms, inputs, label)
+            self.done[BACKWARD, s, r] = self._tensor_sums(replica, stage, done, label)
 
-    def send(self, chunk: int, direction: int) -> list[RankOp]:
+    def send(self, chunk: int, direction: int) -> None:
         """Sends the samples of every replica to the replicas of the next stage that process them."""
-        to, ops = chunk + (1 if direction == FORWARD else -1), []
+        to = chunk + (1 if direction == FORWARD else -1)
         for r, mine in enumerate(self.replicas[chunk] if 0 <= to < self.chunks else ()):
             for q, other in enumerate(self.replicas[to]):
                 samples = min(mine.end, other.end) - max(mine.begin, other.begin)
                 if samples > 0:
                     here, there, nbytes = mine.devices[0], other.devices[0], samples * self.options.message_bytes
                     arrival = self.slots.value(nbytes, there, category="workspace")
-                    spec, values = OpSpec("Send", ((nbytes,),), 1), tuple(self.done[direction, chunk, r])
-                    ops.append(RankOp(spec, SEND, here, values, (arrival,), there, ("to stage", to)))
+                    spec, values = OpSpec("Send", ((nbytes,),), 1), self.done[direction, chunk, r]
+                    self.add(spec, SEND, here, values, (arrival,), there, ("to stage", to))
                     self.arrived[direction, to, q].append(arrival)
-        return ops
 
-    def finish(self) -> list[RankOp]:
+    def finish(self) -> None:
         """Gradient sums over the replicas of every stage, and its update."""
-        ops: list[RankOp] = []
         for s, (stage, replicas) in enumerate(zip(self.plan.stages, self.replicas)):
             label = "layers", stage.layers
             many = len(replicas) > 1
-            sums = [self._gradient_sums(ops, s, rank, (*label, "gradients")) for rank in range(stage.tp) if many]
+            sums = [self._gradient_sums(s, rank, (*label, "gradients")) for rank in range(stage.tp) if many]
             for r, replica in enumerate(replicas):
                 state = [value for device in replica.devices for value in self.state[device]]
                 whole = [by_node[self.network.node_of[device]] for device, by_node in zip(replica.devices, sums)]
                 inputs = (*self.done[BACKWARD, s, r], *state, *whole)
-                self._timed(ops, "ProfiledUpdate", stage.update_ms, replica.devices, inputs, (*label, "update"))
-        return ops
+                self._timed(replica.devices, "ProfiledUpdate", stage.update_ms, inputs, (*label, "update"))
 
-    def _gradient_sums(self, ops, s: int, rank: int, label) -> dict[int, int]:
+    def _gradient_sums(self, s: int, rank: int, label) -> dict[int, int]:
         """Sums over the replicas of what one tensor rank has: inside nodes, then between them; by node."""
         stage, sums = self.plan.stages[s], {}
         owner = {replica.devices[rank]: r for r, replica in enumerate(self.replicas[s])}
@@ -219,10 +213,10 @@ class MixedStep(PipelineStep):
         for node, members in nodes.items():
             done = [self.done[BACKWARD, s, owner[device]] for device in members]
             values = [value for mine in done for value in (mine[rank], *mine[stage.tp :])]
-            sums[node] = self._sum(ops, members, nbytes, values, label)[0] if len(members) > 1 else values[-1]
+            sums[node] = self._sum(members, nbytes, values, label)[0] if len(members) > 1 else values[-1]
         if len(nodes) > 1:
             leaders = [members[0] for members in nodes.values()]
-            sums = dict(zip(sums, self._sum(ops, leaders, nbytes, list(sums.values()), label)))
+            sums = dict(zip(sums, self._sum(leaders, nbytes, list(sums.values()), label)))
         return sums
 
 

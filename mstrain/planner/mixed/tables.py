@@ -19,8 +19,7 @@ class Space:
 
     unit: int
     choices: tuple[Choice, ...]
-    groups: tuple[tuple[int, ...], ...]  # distinct device counts, each after its subsets
-    group_of: np.ndarray  # (C,) of a choice
+    group_of: np.ndarray  # (C,) number of the distinct device counts of a choice, each after its subsets
     offsets: np.ndarray  # (G,)
     fits: np.ndarray  # (G, S)
     contains: np.ndarray  # (G, G) whether the first group has the devices of the second
@@ -40,7 +39,7 @@ def build_space(model: Model, unit: int, choices: tuple[Choice, ...]) -> Space:
     fits[:, numbers] = (states[None] >= units[:, None, :]).all(axis=2)
     group_of = np.array([groups.index(choice.devices) for choice in choices])
     contains = np.asarray((units[:, None, :] >= units[None]).all(axis=2))
-    return Space(unit, choices, groups, group_of, units @ strides, fits, contains, real)
+    return Space(unit, choices, group_of, units @ strides, fits, contains, real)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ and `measured`, and may have a `note`. Its names of model fields are those of pa
 
 import contextlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mstrain.checks import one_of
 from mstrain.fields import Fields, kind
@@ -191,10 +191,9 @@ def _tpu(chip: Chip, devices: int, slices: int | None, topology: str) -> Pod:
     rules, first = chip.slice_rules, None
     for count in [slices] if slices else [n for n in range(1, MOST_SLICES + 1) if devices % n == 0]:
         size = devices // count * rules.name_counts_per_chip // rules.devices_per_chip
+        one = f"{rules.prefixes[0]}{':' + topology if topology else f'-{size}'}"
         try:
-            one = parse_target(f"{rules.prefixes[0]}{':' + topology if topology else f'-{size}'}")
-            name = one.name if count == 1 else f"{count}x{one.name}"
-            pod = pod_of(replace(one, name=name, count=count), devices)
+            pod = pod_of(parse_target(one if count == 1 else f"{count}x{one}"), devices)
         except ValueError as problem:
             first = first or problem
             continue

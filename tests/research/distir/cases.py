@@ -1,14 +1,17 @@
 """Golden cases of distir.json as they are stated: their programs, their results under its names."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from math import prod
 
 import numpy as np
 
 from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees, Placement
+from mstrain.simulator.program import OpSpec
 from mstrain.simulator.simulate import Simulation, simulate, simulate_step
-from research.distir.mlp import Mlp, StepOptions
-from research.distir.rules import DISTIR_NAMES, RULES, RuleSet, rule_set
+from research.distir.mlp import Mlp
+from research.distir.rules import DISTIR_NAMES, RULES, Original, RuleSet, rule_set
 from research.distir.transform_mlp import mlp_step
 from tests.research.distir.gpt import GptStack, gpt_step
 from tests.research.distir.unloaded import unloaded_step
@@ -21,9 +24,31 @@ ROOT = {"notebook": Device(1e14, 1.2e12), "march": Device(1e14, 1.2e12), "head":
 W = (512, 512)
 
 
+@dataclasses.dataclass(frozen=True)
+class Fitted(Original):
+    """DistIR's all-reduce of measured devices: a * gigabits-worth + b * members + c seconds, by number of members."""
+
+    fit: Mapping[int, tuple[float, float, float]] = dataclasses.field(default_factory=dict)
+
+    def communication_seconds(self, spec: OpSpec, members: Sequence[int], cluster: Cluster):
+        size = len(members)
+        if spec.kind not in ("AllReduce", "AllGather") or size not in self.fit:
+            return super().communication_seconds(spec, members, cluster)
+        slope, per_member, constant = self.fit[size]
+        nbytes = (
+            prod(spec.shapes[0]) * spec.element_bytes * (spec.element_bytes if spec.kind in self.double_counted else 1)
+        )
+        return slope * nbytes / self.gigabit_bytes + per_member * size + constant
+
+
 def rules_of(case: dict) -> RuleSet:
-    fit = {int(size): tuple(values) for size, values in case["inputs"].get("allreduce_parameters", {}).items()}
-    return dataclasses.replace(rule_set(case["rules"]), allreduce_fit=fit)
+    rules, given = rule_set(case["rules"]), case["inputs"]
+    if "allreduce_parameters" in given:
+        rules = Fitted(**vars(rules), fit={int(size): tuple(v) for size, v in given["allreduce_parameters"].items()})
+    if "layers" not in given:
+        return rules
+    updates = rules.optimizer if given.get("optimizer", False) else "none"
+    return dataclasses.replace(rules, optimizer=updates, gather_outputs=not given.get("skip_allgathers", True))
 
 
 def degrees_of(given: dict) -> Degrees:
@@ -41,17 +66,13 @@ def plan_of_case(case: dict):
         *(given[name] for name in ("layers", "input_dim", "hidden_dim", "output_dim", "batch")),
         ELEMENT_BYTES[given.get("dtype", "fp32")],
     )
-    options = StepOptions(
-        optimizer=given.get("optimizer", False),
-        gather_outputs=not given.get("skip_allgathers", True),
-    )
     # Device 0 keeps the default hardware; untransformed programs run on it.
     cluster = Cluster(
         (ROOT[case["rules"]],) + (device_of(given),) * degrees.world, Switch(given["bandwidth_gbps"] * GIGABIT)
     )
     placement = Placement(degrees, rules.axis_order, 1 if given["transformed"] else 0)
     make = mlp_step if given.get("filtered", True) else unloaded_step
-    return make(mlp, degrees, rules, options), placement, cluster, rules, mlp.batch
+    return make(mlp, degrees, rules), placement, cluster, rules, mlp.batch
 
 
 def simulations(case: dict) -> list[tuple[Simulation, int | None]]:
@@ -178,9 +199,10 @@ PROGRAMS = {
 
 def tiny_step() -> Simulation:
     """Four layers of 4x4 over two stages."""
-    step = mlp_step(Mlp.square(4, 4, 8), Degrees(pipeline=2, microbatches=2), "head", StepOptions(gather_outputs=False))
+    rules = dataclasses.replace(rule_set("head"), gather_outputs=False)
+    step = mlp_step(Mlp.square(4, 4, 8), Degrees(pipeline=2, microbatches=2), rules)
     cluster = Cluster.homogeneous(3, Device(1.4e13, 9e11), Switch(25 * GIGABIT))
-    return simulate(expand(step, Placement(step.degrees, first=1)), cluster, rule_set("head"))
+    return simulate(expand(step, Placement(step.degrees, first=1)), cluster, rules)
 
 
 def measured_row(table: dict, row: dict) -> Simulation:
@@ -196,6 +218,6 @@ def scaling_row(row: dict) -> Simulation:
     """A sequential program of the simulator's own timing."""
     bytes_of = ELEMENT_BYTES[row.get("dtype", "fp32")]
     shape = Mlp(row["layers"], *[row["dim"]] * 3, row["batch"], bytes_of)
-    step = mlp_step(shape, rules=row["rules"], options=StepOptions(optimizer=False))
+    step = mlp_step(shape, rules=dataclasses.replace(rule_set(row["rules"]), optimizer="none"))
     cluster = Cluster.homogeneous(1, ROOT[row["rules"]], Switch(1.0))
     return simulate(expand(step, Placement(Degrees())), cluster, rule_set(row["rules"]))

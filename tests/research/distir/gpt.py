@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mstrain.models.stages import even_layers
+from mstrain.planner.stages import bounds_of
 from mstrain.simulator.pipeline import PipelineStep
 from mstrain.simulator.placement import LOCAL, TENSOR, Degrees
 from mstrain.simulator.program import OpSpec
 from mstrain.simulator.replicas import Step
-from mstrain.simulator.slots import RankOp, Slots
-from research.distir.mlp import chunk_bounds
+from mstrain.simulator.slots import Slots
 from research.distir.schedules import alternating
 
 
@@ -54,7 +55,7 @@ class _GptStep(PipelineStep):
         super().__init__(degrees, gpt.layers + 1)
         self.gpt = gpt
         self.rows = gpt.rows // (degrees.data * degrees.microbatches)
-        bounds = chunk_bounds(gpt.layers + 1, degrees.pipeline)
+        bounds = bounds_of(even_layers(gpt.layers + 1, degrees.pipeline))
         self.stage_of_block = [stage for stage, (begin, end) in enumerate(bounds) for _ in range(begin, end)]
         self.x = self._tensor(gpt.width, 0, resident=True)
         self.result = -1
@@ -68,15 +69,14 @@ class _GptStep(PipelineStep):
         size = self.gpt.element_bytes
         return self.slots.resident(fan_in * fan_out * size, stage), self.slots.resident(fan_out * size, stage)
 
-    def _op(self, ops, kind, shapes, stage, inputs, *widths, axis=LOCAL) -> int:
-        """Append an operation with one output of each of `widths` (consecutive slots); return the first."""
+    def _op(self, kind, shapes, stage, inputs, *widths, axis=LOCAL) -> int:
+        """Adds an operation with one output of each of `widths` (consecutive slots); returns the first."""
         outputs = tuple(self._tensor(width, stage) for width in widths)
-        ops.append(RankOp(OpSpec(kind, shapes, self.gpt.element_bytes), axis, stage, tuple(inputs), outputs))
+        self.add(OpSpec(kind, shapes, self.gpt.element_bytes), axis, stage, inputs, outputs)
         return outputs[0]
 
-    def _gemm(self, ops, value: int, fan_in: int, fan_out: int, stage: int, reduce: bool = False) -> int:
+    def _gemm(self, value: int, fan_in: int, fan_out: int, stage: int, reduce: bool = False) -> int:
         out = self._op(
-            ops,
             "Gemm",
             ((self.rows, fan_in), (fan_in, fan_out)),
             stage,
@@ -84,49 +84,40 @@ class _GptStep(PipelineStep):
             fan_out,
         )
         if reduce and self.degrees.tensor > 1:
-            out = self._op(ops, "AllReduce", ((self.rows, fan_out),), stage, (out,), fan_out, axis=TENSOR)
+            out = self._op("AllReduce", ((self.rows, fan_out),), stage, (out,), fan_out, axis=TENSOR)
         return out
 
-    def forward(self, b: int, first: bool) -> list[RankOp]:
+    def forward(self, b: int, first: bool) -> None:
         """Block `b` of one microbatch; `first`: of microbatch 0."""
-        ops: list[RankOp] = []
         stage, width = self.stage_of_block[b], self.gpt.width
         local, full = width // self.degrees.tensor, ((self.rows, width),)
         stream = self.x
         if b:
-            stream = self._op(ops, "Add", full, stage, self.carried[b - 1], width)
+            stream = self._op("Add", full, stage, self.carried[b - 1], width)
         if b == self.gpt.layers:
-            self._output(ops, self._op(ops, "Tanh", full, stage, (stream,), width), stage, first)
-            return ops
+            self._output(self._op("Tanh", full, stage, (stream,), width), stage, first)
+            return
         part = ((self.rows, local),)
-        qkv = self._gemm(ops, stream, width, 3 * local, stage)
-        query = self._op(ops, "Split", ((self.rows, 3 * local),), stage, (qkv,), local, local, local)
-        scores = self._op(ops, "Add", part, stage, (query, query + 1), local)
-        scores = self._op(ops, "Softmax", part, stage, (scores,), local)
-        mixed = self._op(ops, "Mul", part, stage, (scores, query + 2), local)
-        attention = self._gemm(ops, mixed, local, width, stage, reduce=True)
-        stream = self._op(ops, "Add", full, stage, (stream, attention), width)
-        hidden = self._gemm(ops, stream, width, 4 * local, stage)
-        hidden = self._op(ops, "Tanh", ((self.rows, 4 * local),), stage, (hidden,), 4 * local)
-        self.carried[b] = (stream, self._gemm(ops, hidden, 4 * local, width, stage, reduce=True))
-        return ops
+        qkv = self._gemm(stream, width, 3 * local, stage)
+        query = self._op("Split", ((self.rows, 3 * local),), stage, (qkv,), local, local, local)
+        scores = self._op("Add", part, stage, (query, query + 1), local)
+        scores = self._op("Softmax", part, stage, (scores,), local)
+        mixed = self._op("Mul", part, stage, (scores, query + 2), local)
+        attention = self._gemm(mixed, local, width, stage, reduce=True)
+        stream = self._op("Add", full, stage, (stream, attention), width)
+        hidden = self._gemm(stream, width, 4 * local, stage)
+        hidden = self._op("Tanh", ((self.rows, 4 * local),), stage, (hidden,), 4 * local)
+        self.carried[b] = (stream, self._gemm(hidden, 4 * local, width, stage, reduce=True))
 
-    def _output(self, ops, value: int, stage: int, first: bool) -> None:
+    def _output(self, value: int, stage: int, first: bool) -> None:
         if self.degrees.microbatches == 1:
             return
         shape = ((self.rows, self.gpt.width),)
         if self.result < 0:
             self.result = self._tensor(self.gpt.width, stage, grows=True)
         inputs = (value,) if first else (Slots.previous(self.result), value)
-        ops.append(
-            RankOp(
-                OpSpec("Identity" if first else "Concat", shape, self.gpt.element_bytes),
-                LOCAL,
-                stage,
-                inputs,
-                (self.result,),
-            )
-        )
+        spec = OpSpec("Identity" if first else "Concat", shape, self.gpt.element_bytes)
+        self.add(spec, LOCAL, stage, inputs, (self.result,))
 
     def stage(self, chunk: int) -> int:
         return self.stage_of_block[chunk]

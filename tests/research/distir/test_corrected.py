@@ -13,7 +13,7 @@ from mstrain.simulator.program import OpSpec
 from mstrain.simulator.simulate import simulate, simulate_step
 from mstrain.timeline import device_use, exposed_communication
 from research.distir.grid import simulate_mlp
-from research.distir.mlp import Mlp, StepOptions
+from research.distir.mlp import Mlp
 from research.distir.rules import RULES, rule_set
 from research.distir.transform_mlp import mlp_step
 from tests.simulator.builder import ProgramBuilder
@@ -175,7 +175,8 @@ def test_schedules_trade_memory_for_time():
     mlp = Mlp.square(16, 1024, 4096, 2)
 
     def run(schedule, interleave=1):
-        return simulate_mlp(mlp, Degrees(1, 1, 4, 16, interleave), cluster_of(4), options=StepOptions(schedule))
+        rules = dataclasses.replace(CORRECTED, schedule=schedule)
+        return simulate_mlp(mlp, Degrees(1, 1, 4, 16, interleave), cluster_of(4), rules)
 
     gpipe, textbook, eager, interleaved = run("gpipe"), run("1f1b"), run("distir"), run("interleaved", 2)
     assert textbook.peak_bytes < eager.peak_bytes < gpipe.peak_bytes

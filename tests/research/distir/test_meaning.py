@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mstrain.simulator.placement import Degrees, Placement
-from research.distir.mlp import Mlp, StepOptions
+from research.distir.mlp import Mlp
 from research.distir.rules import RULES
 from research.distir.transform_mlp import mlp_step
 from tests.simulator.everything import expand
@@ -98,7 +98,8 @@ def results_of(kind, args):
 
 def gradients_of(degrees, rules, schedule=None):
     """Per replica, the gradients the optimizers of the expanded program see, joined from their shards."""
-    step = mlp_step(MLP, degrees, rules, StepOptions(schedule, gather_outputs=False))
+    rules = dataclasses.replace(rules, schedule=schedule or rules.schedule, gather_outputs=False)
+    step = mlp_step(MLP, degrees, rules)
     program = expand(step, Placement(degrees, rules.axis_order))
     values = resident_values(step, degrees, rules)
     updates, losses = execute(program, values)

@@ -173,6 +173,17 @@ def test_homogeneous_planner_refuses_a_mixed_cluster(files):
         run_homogeneous(*files, OPTIONS)
 
 
+def test_homogeneous_planner_costs_more_stages_than_layers(files):
+    """Sixteen devices and ten layers: some stages of the deepest plans have none, and take no time."""
+    hostfile, *others = files
+    with open(hostfile, "w") as file:
+        file.write("0.0.0.4 slots=4\n" * 4)
+    result = run_homogeneous(hostfile, *others, OPTIONS)
+    deepest = next(plan for plan in result.ranking if (plan.pp, plan.microbatch) == (16, OPTIONS.gbs))
+    whole = read_profiles(others[1])["A100", 1, OPTIONS.gbs].forward_backward_ms  # one microbatch through all layers
+    assert whole < deepest.cost < 1.1 * whole
+
+
 def test_generator_arguments(tmp_path):
     samples = sample_documents()
     with pytest.raises(ValueError, match="max_batch=96: give a power of two"):
