@@ -1,6 +1,7 @@
 """Every mistake in a configuration is one message with its fix and exit code 2; nothing is written."""
 
 import dataclasses
+import os
 import re
 import signal
 import subprocess
@@ -269,6 +270,18 @@ def test_help_names_what_can_be_typed(name, capsys):
     assert left.value.code == 0 and f"mstrain {name} [key=value ...], or python -m mstrain {name} " in shown
     assert ("mstrain train --help" in shown) == (name in ("evaluate", "sample", "export", "supervise"))
     assert ("\n  experiment=NAME" in shown) == (name == "train")
+
+
+@pytest.mark.parametrize("option", [["--help"], ["--cfg", "job"]], ids=" ".join)
+def test_a_listing_whose_reader_is_gone_ends_without_a_traceback(option):
+    """As in `mstrain train --help | head`."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run([sys.executable, "-m", "mstrain", "train", *option], stdout=write, stderr=subprocess.PIPE)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_cfg_job_prints_what_builds_the_same_configuration(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import signal
 import sys
 import typing
@@ -58,8 +59,7 @@ def _run(command: Command, options: argparse.Namespace, pairs: list[str]) -> int
         return 0
     if options.help:
         usage = f"mstrain {command.name} [key=value ...], or python -m mstrain {command.name} [key=value ...]"
-        print("\n".join([command.summary, "", usage, "", OPTIONS, "", *command.help_lines(pairs)]))
-        return 0
+        return _show("\n".join([command.summary, "", usage, "", OPTIONS, "", *command.help_lines(pairs)]))
     if not (options.cfg or options.multirun):
         return command.main(pairs)
     if command.config is None:
@@ -69,7 +69,16 @@ def _run(command: Command, options: argparse.Namespace, pairs: list[str]) -> int
         if not options.cfg:
             return run_sweep(command.name, sweep, options.config_dir, command.results)
     configs = [run.config for run in sweep] if options.multirun else [command.config(pairs)]
-    print(*map(to_yaml, configs), sep="---\n", end="")
+    return _show("---\n".join(map(to_yaml, configs)).removesuffix("\n"))
+
+
+def _show(text: str) -> int:
+    """Prints a text that `| head` may cut; returns the exit code."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it exits
+        return SIGNALED + signal.SIGPIPE
     return 0
 
 
