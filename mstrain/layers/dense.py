@@ -47,6 +47,7 @@ class Dense(nn.Module):
       initializer: initializer of the canonical [in, out] kernel.
       bias: whether to add a bias.
       saved: name of the result for `remat=`.
+      apart: whether to return (y_TxO, bias_NxO) and leave the bias to `add_bias`.
 
     Returns y_TxO in the dtype of x; column shard j holds its part of every segment contiguously.
     """
@@ -57,6 +58,7 @@ class Dense(nn.Module):
     initializer: Callable
     bias: bool = False
     saved: str = "product"
+    apart: bool = False
 
     @nn.compact
     def __call__(self, x_TxI):
@@ -66,13 +68,24 @@ class Dense(nn.Module):
         y_TxO = unless_initializing(
             self, lambda: linear(x_TxI, kernel.value, self.plan, kernel.sink), (len(x_TxI), features), x_TxI.dtype
         )
+        bias_NxO = None
         if self.bias:
             order = Storage(storage.shape[1:], segments=self.segments, columns=grid.num_cols)
             bias_NxO = vector(self, "bias", nn.initializers.zeros, order, self.plan.output_layout)
-            # In float32, so that its gradient is summed in float32: TPUs take five times as long for a sum of bfloat16.
-            rows = y_TxO.reshape(len(bias_NxO), -1, features) + bias_NxO[:, None]
-            y_TxO = rows.reshape(y_TxO.shape).astype(y_TxO.dtype)
-        return checkpoint_name(y_TxO, self.saved)
+        if self.apart:
+            return checkpoint_name(y_TxO, self.saved), bias_NxO
+        return checkpoint_name(add_bias(y_TxO, bias_NxO), self.saved)
+
+
+def add_bias(y_TxO, bias_NxO):
+    """y with the bias of its N shards of tokens, or with none for None.
+
+    In float32, so that its gradient is summed in float32: TPUs take five times as long for a sum of bfloat16.
+    """
+    if bias_NxO is None:
+        return y_TxO
+    rows = y_TxO.reshape(len(bias_NxO), -1, y_TxO.shape[1]) + bias_NxO[:, None]
+    return rows.reshape(y_TxO.shape).astype(y_TxO.dtype)
 
 
 class DensePair(nn.Module):
