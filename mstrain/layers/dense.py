@@ -1,7 +1,8 @@
 """A projection: `y = x @ w + b`, computed by a plan, with its parameters in stored order."""
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -86,6 +87,18 @@ def add_bias(y_TxO, bias_NxO):
         return y_TxO
     rows = y_TxO.reshape(len(bias_NxO), -1, y_TxO.shape[1]) + bias_NxO[:, None]
     return rows.reshape(y_TxO.shape).astype(y_TxO.dtype)
+
+
+def split_segments(y_TxO, widths: Sequence[int], platform: str) -> list[jax.Array]:
+    """The segments, `widths` wide, of a fused projection on one column shard.
+
+    The gradient of a split joins those of the segments: a copy. On a GPU it is a sum of padded ones, which XLA fuses
+    with what made them.
+    """
+    ends = list(itertools.accumulate(widths))
+    if platform != "gpu":
+        return jnp.split(y_TxO, ends[:-1], axis=-1)
+    return [y_TxO[..., end - width : end] for width, end in zip(widths, ends, strict=True)]
 
 
 class DensePair(nn.Module):

@@ -10,7 +10,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm import PlanPair, Span
-from mstrain.layers.dense import Dense, Inits, add_bias
+from mstrain.layers.dense import Dense, Inits, add_bias, split_segments
 from mstrain.layers.parameter import unless_initializing, vector_spec
 
 ACTIVATIONS = {
@@ -85,7 +85,7 @@ def activate(h, plans: PlanPair, activation: str, gated: bool, scales=None, bias
     def plain(h, scales, bias):
         h = add_bias(h, bias)
         if gated:
-            h = gate_of(activation)(*jnp.split(h, 2, axis=-1))
+            h = gate_of(activation)(*split_segments(h, (h.shape[-1] // 2,) * 2, platform))
         else:
             h = ACTIVATIONS[activation](h)
         return h if scales is None else h * scales[:, None].astype(h.dtype)
