@@ -3,7 +3,7 @@
 On a GPU every instruction of the entry computation and of the loops in it is one kernel or one copy by the driver:
 fusions, library calls and single operations. Bytes are those of operands and results, each once, as if a kernel kept
 what it reads twice; of an operand that is only sliced or gathered from, those that are taken, and of a result that is
-an update in place, those that are written.
+an update in place (a dynamic-update-slice or scatter), those that are written.
 """
 
 import collections
@@ -28,6 +28,7 @@ _MOVES = _VIEWS | {
     "concatenate", "pad", "broadcast", "iota", "reverse",
 }  # fmt: skip
 _TAKES = ("dynamic-slice", "slice", "gather")
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place, with the number of the operand that is written
 _PRODUCTS = re.compile(r"__cublas\$|__cutlass|cublas")
 _SCORES = re.compile(r"__cudnn\$fmha\w*?(Backward)?[\"$]")
 CAUSAL = 0.5  # share of the scores that a causal kernel computes
@@ -138,8 +139,8 @@ class _Reader:
     def _taken(self, body: tuple[Instruction, ...], user: Instruction, value: Instruction) -> int:
         if user.opcode in _VIEWS:
             return self._read(body, user)
-        if user.opcode == "dynamic-update-slice":
-            return 0  # in place
+        if user.opcode in _UPDATES:
+            return 0
         return user.bytes
 
     def _written(self, body: tuple[Instruction, ...], root: Instruction) -> int:
@@ -149,8 +150,8 @@ class _Reader:
         inner = root
         while inner.opcode in _VIEWS and inner.operands[0] in by_name:
             inner = by_name[inner.operands[0]]
-        if inner.opcode == "dynamic-update-slice":
-            return by_name[inner.operands[1]].bytes
+        if inner.opcode in _UPDATES:
+            return by_name[inner.operands[_UPDATES[inner.opcode]]].bytes
         return root.bytes
 
 
@@ -163,7 +164,7 @@ def _trips(loop: Instruction) -> int:
 
 def _is_partial(user: Instruction, value: Instruction) -> bool:
     """Whether `user` takes or updates only a part of `value`."""
-    return user.opcode in (*_TAKES, "dynamic-update-slice") and user.operands[0] == value.name
+    return user.opcode in (*_TAKES, *_UPDATES) and user.operands[0] == value.name
 
 
 def _kind(instruction: Instruction, inside: list[Instruction]) -> str:

@@ -9,7 +9,17 @@ from mstrain.benchmarks.peers.task import Task
 from mstrain.hardware import chip_named
 from mstrain.models.config import ModelConfig
 from mstrain.program.program import text_of
-from tests.compiler.gpu_kernels import ATTENTION, COPY, ELEMENTWISE, FILL, MATMUL, REDUCTION, read_kernels, totals
+from tests.compiler.gpu_kernels import (
+    ATTENTION,
+    COPY,
+    ELEMENTWISE,
+    FILL,
+    INDEXED,
+    MATMUL,
+    REDUCTION,
+    read_kernels,
+    totals,
+)
 from tests.compiler.gpu_step import compile_step, describe
 from tests.compiler.gpu_target import absent_gpu, missing_compiler
 
@@ -82,10 +92,19 @@ PROGRAM = """HloModule step, is_scheduled=true
   ROOT %e = bf16[128,64]{1,0} exponential(%e0)
 }
 
-ENTRY %main (x: bf16[128,64], w: bf16[3,64,32], q: bf16[2,256,4,64]) -> f32[32] {
+%replace (u0: bf16[128,64], u1: s32[8,1], u2: bf16[8,64]) -> bf16[128,64] {
+  %u0 = bf16[128,64]{1,0} parameter(0)
+  %u1 = s32[8,1]{1,0} parameter(1)
+  %u2 = bf16[8,64]{1,0} parameter(2)
+  ROOT %rows = bf16[128,64]{1,0} scatter(%u0, %u1, %u2), update_window_dims={1}, to_apply=%add
+}
+
+ENTRY %main (x: bf16[128,64], w: bf16[3,64,32], q: bf16[2,256,4,64], p: s32[8,1], v: bf16[8,64]) -> f32[32] {
   %x.1 = bf16[128,64]{1,0} parameter(0)
   %w.1 = bf16[3,64,32]{2,1,0} parameter(1)
   %q.1 = bf16[2,256,4,64]{3,2,1,0} parameter(2)
+  %places = s32[8,1]{1,0} parameter(3)
+  %values = bf16[8,64]{1,0} parameter(4)
   %first = s32[] constant(0)
   %e.1 = bf16[128,64]{1,0} fusion(%x.1), kind=kLoop, calls=%exponential
   %empty = bf16[3,128,32]{2,1,0} fusion(), kind=kLoop, calls=%clear
@@ -95,6 +114,7 @@ ENTRY %main (x: bf16[128,64], w: bf16[3,64,32], q: bf16[2,256,4,64]) -> f32[32] 
   %scores = (bf16[2,256,4,64]{3,2,1,0}, u8[0]{0}) custom-call(%q.1, %q.1, %q.1), custom_call_target="__cudnn$fmhaSoftmax"
   %slopes = (bf16[2,256,4,64]{3,2,1,0}, u8[0]{0}) custom-call(%q.1, %q.1, %q.1), custom_call_target="__cudnn$fmhaSoftmaxBackward"
   %summed = (f32[32]{0}, bf16[3,128,32]{2,1,0}) fusion(%stack), kind=kInput, calls=%sum
+  %replaced = bf16[128,64]{1,0} fusion(%x.1, %places, %values), kind=kInput, calls=%replace
   ROOT %result = f32[32]{0} get-tuple-element(%summed), index=0
 }
 """  # noqa: E501
@@ -111,6 +131,7 @@ SCORES = 2 * 4 * 256 * 256 / 2  # below the diagonal
         ("empty", FILL, 1, 3 * 128 * 32 * 2, 0),
         ("e.1", ELEMENTWISE, 1, 2 * 128 * 64 * 2, 0),
         ("summed", REDUCTION, 1, 2 * (3 * 128 * 32 * 2) + 32 * 4, 0),
+        ("replaced", INDEXED, 1, 2 * (8 * 64 * 2) + 8 * 4, 0),
         ("scores", ATTENTION, 1, 4 * HEADS, 2 * 2 * SCORES * 64),
         ("slopes", ATTENTION, 1, 4 * HEADS, 5 * 2 * SCORES * 64),
     ],
@@ -122,7 +143,7 @@ def test_a_kernel_moves_and_computes_what_it_touches(name, kind, launches, moved
 
 def test_a_class_takes_the_longer_of_bytes_and_flops_kernel_by_kernel():
     kernels = read_kernels(PROGRAM)
-    assert sum(kernel.launches for kernel in kernels) == 3 * 3 + 5
+    assert sum(kernel.launches for kernel in kernels) == 3 * 3 + 6
     found = totals(kernels, peak=1e9, bandwidth=1e9)
     assert found[MATMUL].launches == 3 and found[MATMUL].seconds == pytest.approx(3 * 2 * 128 * 64 * 32 / 1e9)
     assert found[COPY].seconds == pytest.approx(found[COPY].bytes / 1e9)

@@ -78,7 +78,6 @@ def test_value_and_gradients_equal_the_dense_loss(where, few, soft_cap, monkeypa
 @pytest.mark.parametrize("where", ["one", "copies"])
 def test_kept_slopes_have_the_value_and_gradients_of_the_dense_loss(where, chunks, soft_cap, monkeypatch):
     monkeypatch.setattr(kept_loss, "keeps_slopes", lambda *of: True)
-    monkeypatch.setattr(kept_loss, "WIDEST", 24)  # blocks of 16 columns, the last ones all padding
     x, w, targets, g = inputs()
     head = head_on(where, soft_cap)
     monkeypatch.setattr(kept_loss, "CHUNK", 4 * TOKENS * PADDED // head.plan.grid.mesh.size // chunks)
