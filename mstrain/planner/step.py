@@ -250,7 +250,7 @@ class TransformerStep(PipelineStep):
 
     def _logits(self, emit: Emit, x: int) -> int:
         head = self.products.head
-        nbytes = loss_bytes(head, self.size)[0]
+        nbytes = loss_bytes(head, self.size, self.request.pod.chip.platform)[0]
         return emit_gemm(emit, head, gemms_of(head.layout)[0], (x, *self.head_ready), nbytes, "workspace", ("head",))
 
     def backward(self, chunk: int, last_microbatch: bool) -> list[RankOp]:
