@@ -30,8 +30,11 @@ def keeps_slopes(head: LogitsHead, x_TxD, w_DxV) -> bool:
 
 
 def forward(x_TxD, w_DxV, targets_T, head: LogitsHead):
-    """(losses, sums of exponentials, slopes times these): float32 [T] twice, and a tuple of chunks [T / count, V] of
-    every device in the dtype of x."""
+    """(losses, float32 [T], what `backward` takes as `kept`).
+
+    That is sums of exponentials, float32 [T], and slopes times these, a tuple of chunks [T / count, V] of every device
+    in the dtype of x.
+    """
 
     def local(x, w, targets):
         count = _divisor(len(x), at_least=math.ceil(4 * len(x) * w.shape[1] / CHUNK))
@@ -41,24 +44,25 @@ def forward(x_TxD, w_DxV, targets_T, head: LogitsHead):
                 chunk, parts[-1] = lax.optimization_barrier((chunk, parts[-1]))
             parts.append(_of_chunk(head, dot(chunk, w, NN, jnp.float32), ids, x.dtype))
         losses, totals, slopes = zip(*parts, strict=True)
-        return jnp.concatenate(losses), jnp.concatenate(totals), slopes
+        return jnp.concatenate(losses), (jnp.concatenate(totals), slopes)
 
-    return head.on_mesh(local, (head.per_token,), (head.per_token,) * 3)(x_TxD, w_DxV, targets_T)
+    return head.on_mesh(local, (head.per_token,), (head.per_token,) * 2)(x_TxD, w_DxV, targets_T)
 
 
-def backward(x_TxD, w_DxV, total_T, slopes, g_T, head: LogitsHead):
+def backward(x_TxD, w_DxV, kept, g_T, head: LogitsHead):
     """Gradients of x and w."""
     summed = head.plan.grid.gradient_spec(w_DxV.shape)
 
-    def local(x, w, total, slopes, g):
+    def local(x, w, kept, g):
+        total, slopes = kept
         weights = (g / total)[:, None]
         dx = jnp.concatenate([dot(slope, w.astype(x.dtype), NT, jnp.float32) for slope in slopes]) * weights
         weighted = jnp.split((x.astype(jnp.float32) * weights).astype(x.dtype), len(slopes))
         dw = sum(dot(x, slope, TN, jnp.float32) for x, slope in zip(weighted, slopes, strict=True))
         return dx.astype(x.dtype), sum_copies(dw, summed).astype(w.dtype)
 
-    per_token = (head.per_token,) * 3
-    return head.on_mesh(local, per_token, (head.plan.input_layout.spec, summed))(x_TxD, w_DxV, total_T, slopes, g_T)
+    per_token = (head.per_token,) * 2
+    return head.on_mesh(local, per_token, (head.plan.input_layout.spec, summed))(x_TxD, w_DxV, kept, g_T)
 
 
 def _of_chunk(head: LogitsHead, logits_TxV, targets_T, dtype):

@@ -37,7 +37,7 @@ def cross_entropy(x_TxD: jax.Array, w_DxV: jax.Array, targets_T: jax.Array, head
 
 def _forward(x, w, targets, head: LogitsHead):
     if kept_loss.keeps_slopes(head, x, w):
-        loss, *kept = kept_loss.forward(x, w, targets, head)
+        loss, kept = kept_loss.forward(x, w, targets, head)
         return loss, (x, w, kept)
 
     def local(x, w, targets):
@@ -60,7 +60,7 @@ def _forward(x, w, targets, head: LogitsHead):
 def _backward(head: LogitsHead, saved, g_T):
     x_TxD, w_DxV, rest = saved
     if kept_loss.keeps_slopes(head, x_TxD, w_DxV):
-        return *kept_loss.backward(x_TxD, w_DxV, *rest, g_T, head), None
+        return *kept_loss.backward(x_TxD, w_DxV, rest, g_T, head), None
     plan = head.plan
     summed = plan.grid.gradient_spec(w_DxV.shape)
 

@@ -46,7 +46,7 @@ class Keys:
     dump: str | None = None
 
 
-def compile_step(task: Task, device: jax.Device, options: Mapping[str, Any]) -> jax.stages.Compiled:
+def compile_step(task: Task, device, options: Mapping[str, Any]) -> jax.stages.Compiled:
     """The step of the peer `mstrain` or `flax` for an absent device."""
     if task.peer == "mstrain":
         return own.work_of(task, device).program.compile(options or None)
@@ -99,6 +99,7 @@ def main(name: str, arguments: list[str]) -> None:
             with quiet():
                 compiled = compile_step(Task(peer, model, batch, seq), device, options)
             text, memory = text_of(compiled), compiled.memory_analysis()
+            assert memory is not None, "XLA:GPU analyzes memory"
             if keys.dump:
                 Path(keys.dump).mkdir(parents=True, exist_ok=True)
                 (Path(keys.dump) / f"{peer}_{preset}.hlo").write_text(text)

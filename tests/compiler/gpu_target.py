@@ -1,5 +1,7 @@
 """A GPU that is not there, to compile for: XLA's CUDA compiler needs only a description of it."""
 
+import importlib.metadata
+
 import jax
 from jax.experimental import topologies
 
@@ -38,15 +40,16 @@ device_description_str: "{kind}"
 
 def missing_compiler() -> str | None:
     """Why nothing can be compiled for a GPU here and what to type, or None when it can."""
-    try:
-        import jax_plugins.xla_cuda12  # noqa: F401  XLA's compiler for CUDA
-        import nvidia.cudnn  # noqa: F401  JAX asks for its version when it traces attention
-    except ImportError:
-        return f'Compiling for a GPU needs its compiler. Type: pip install "jax[cuda12]=={jax.__version__}"'
+    fix = f'Compiling for a GPU needs its compiler. Type: pip install "jax[cuda12]=={jax.__version__}"'
+    for package in ("jax-cuda12-pjrt", "jax-cuda12-plugin", "nvidia-cudnn-cu12"):  # JAX asks for the version of cuDNN
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return f"The package {package} is not installed. {fix}"
     return None
 
 
-def absent_gpu(chip: Chip) -> jax.Device:
+def absent_gpu(chip: Chip):
     """One H100 or H200 that is not present; ValueError with the remedy when the compiler is not installed."""
     if problem := missing_compiler():
         raise ValueError(problem)

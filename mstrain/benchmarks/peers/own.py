@@ -27,7 +27,7 @@ def make(task: Task) -> Peer:
     return carried(work.program.compile, state, rest, dtype, device)
 
 
-def work_of(task: Task, device: jax.Device) -> Work:
+def work_of(task: Task, device) -> Work:
     """The step for one device, present or absent; raises ValueError as `make`."""
     mesh, dtype = make_mesh(MeshShape(), [device]), jnp.dtype(dtype_on(device.platform, task.dtype))
     plan = make_plan(ParallelConfig(), task.model, mesh, task.batch, task.seq, chip_for(device.device_kind))
