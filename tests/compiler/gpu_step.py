@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from mstrain.benchmarks.config import load
 from mstrain.benchmarks.peers import flax_model, own
 from mstrain.benchmarks.peers.compare import TOKENS
 from mstrain.benchmarks.peers.own import random_tokens
@@ -25,13 +26,16 @@ from mstrain.benchmarks.peers.task import Task
 from mstrain.benchmarks.presets import PEER_MODELS
 from mstrain.compiler.topology import quiet
 from mstrain.hardware import Chip, chip_named
+from mstrain.models.config import ModelConfig
 from mstrain.models.flops import training_flops_per_token
-from mstrain.models.zoo import load_preset
+from mstrain.models.size import count_parameters
 from mstrain.program.memory import GIB
 from mstrain.program.program import text_of
 from tests.compiler.arguments import read_arguments
 from tests.compiler.gpu_kernels import Kernel, read_kernels, totals
 from tests.compiler.gpu_target import absent_gpu
+
+ADAMW = 28  # bytes a parameter: it, its gradient and two moments are read, it and the moments written, in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +62,8 @@ def compile_step(task: Task, device, options: Mapping[str, Any]) -> jax.stages.C
     return step.lower(*arguments).compile(compiler_options=dict(options))
 
 
-def describe(kernels: list[Kernel], chip: Chip, flops: float) -> list[str]:
-    """Lines of a table, one for each class, then all together; `flops` are the model's."""
+def describe(kernels: list[Kernel], chip: Chip, model: ModelConfig, batch: int, seq: int) -> list[str]:
+    """Lines of a table, one for each class, then all together, the floor of any step, and the MFU that they allow."""
     peak, bandwidth = chip.known_peak("bf16"), chip.number("hbm_bandwidth")
     lines = ["| kernels | launches | GB | TFLOPs | ms |", "|---|---|---|---|---|"]
     found = totals(kernels, peak, bandwidth)
@@ -67,8 +71,14 @@ def describe(kernels: list[Kernel], chip: Chip, flops: float) -> list[str]:
         lines.append(_line(kind, total.launches, total.bytes, total.flops, total.seconds))
     sums = [sum(getattr(total, name) for total in found.values()) for name in ("launches", "bytes", "flops", "seconds")]
     lines.append(_line("**all**", *sums))
-    floor = f"{1e3 * flops / peak:.2f} ms for the model's {flops / 1e12:.2f} TFLOPs (full attention) at peak"
-    return [*lines, "", f"{floor}: at most {flops / peak / sums[-1]:.1%} MFU with these kernels."]
+    causal, full = (batch * seq * training_flops_per_token(model, seq, kind) for kind in ("causal", "full"))
+    floor = causal / peak + ADAMW * count_parameters(model) / bandwidth
+    return [
+        *lines, "",
+        f"Floor {1e3 * floor:.1f} ms: {causal / 1e12:.1f} TFLOPs (causal attention) at peak, then {ADAMW} bytes for "
+        f"each of {count_parameters(model) / 1e9:.2f} billion parameters.",
+        f"At most {full / peak / sums[-1]:.1%} MFU (full attention) with these kernels.",
+    ]  # fmt: skip
 
 
 def _line(kind: str, launches: int, moved: float, flops: float, seconds: float) -> str:
@@ -90,8 +100,7 @@ def main(name: str, arguments: list[str]) -> None:
     keys, options = read_arguments(Keys, arguments)
     chip = chip_named(name)
     device = absent_gpu(chip)
-    for preset in keys.models.split():
-        model = load_preset(preset)
+    for model in load(["bench=peers", f"models={keys.models}"]).model_configs:
         seq = keys.seq or model.context
         batch = keys.batch or max(TOKENS // seq, 1)
         model = dataclasses.replace(model, context=max(model.context, seq))
@@ -102,12 +111,12 @@ def main(name: str, arguments: list[str]) -> None:
             assert memory is not None, "XLA:GPU analyzes memory"
             if keys.dump:
                 Path(keys.dump).mkdir(parents=True, exist_ok=True)
-                (Path(keys.dump) / f"{peer}_{preset}.hlo").write_text(text)
+                (Path(keys.dump) / f"{peer}_{model.name}.hlo").write_text(text)
             kernels = read_kernels(text)
             whole = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-            title = f"{peer}, {preset}, {batch} x {seq}, one {chip.name}"
+            title = f"{peer}, {model.name}, {batch} x {seq}, one {chip.name}"
             print(f"\n{title}: {whole / GIB:.1f} GiB (temporary {memory.temp_size_in_bytes / GIB:.1f})\n")
-            print(*describe(kernels, chip, batch * seq * training_flops_per_token(model, seq)), sep="\n")
+            print(*describe(kernels, chip, model, batch, seq), sep="\n")
             print(*largest(kernels, chip, keys.top), sep="\n")
 
 

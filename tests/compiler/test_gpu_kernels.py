@@ -1,5 +1,7 @@
 """Launches, bytes and FLOPs of kernels in optimized HLO of XLA:GPU, against counts by hand."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -20,7 +22,7 @@ from tests.compiler.gpu_kernels import (
     read_kernels,
     totals,
 )
-from tests.compiler.gpu_step import compile_step, describe
+from tests.compiler.gpu_step import compile_step, describe, main
 from tests.compiler.gpu_target import absent_gpu, missing_compiler
 
 # Three turns of a loop over layers: the weight of a layer is taken from a stack of three and multiplied, the product is
@@ -155,6 +157,17 @@ def test_a_loop_of_unknown_length_is_an_error():
         read_kernels(PROGRAM.replace("known_trip_count", "another"))
 
 
+def test_the_floor_is_the_products_at_peak_and_then_the_update():
+    """By hand: 6 FLOPs a parameter of a product and token, three times causal attention's, 28 bytes a parameter."""
+    model = ModelConfig(name="one", layers=1, width=64, heads=2, vocab_size=256, context=128, bias="none")
+    products = 12 * 64 * 64 + 64 * 256
+    flops = 2 * 128 * (6 * products + 3 * 2 * 64 * 128)
+    held = products + 128 * 64 + 3 * 2 * 64  # with positions, and three norms of scale and bias
+    chip = dataclasses.replace(chip_named("h200"), peak_bf16=1e9, hbm_bandwidth=1e8)
+    floor, most = describe(read_kernels(PROGRAM), chip, model, batch=2, seq=128)[-2:]
+    assert floor.startswith(f"Floor {1e3 * (flops / 1e9 + 28 * held / 1e8):.1f} ms") and "MFU" in most
+
+
 @pytest.fixture(scope="module")
 def h200():
     if problem := missing_compiler():
@@ -180,5 +193,16 @@ def test_a_step_compiled_without_a_gpu_attends_by_cudnn(h200, peer):
     scores = 0.5 * 2 * 2 * 128 * 128  # causal, of all sequences and heads
     attention = sum(kernel.flops * kernel.launches for kernel in kernels if kernel.kind == ATTENTION)
     assert attention == pytest.approx(2 * (2 + 5) * 2 * scores * 64)
-    lines = describe(kernels, chip_named("h200"), 1e9)
-    assert lines[-1].startswith("0.00 ms for the model's 0.00 TFLOPs") and "MFU" in lines[-1]
+
+
+def test_the_command_prints_classes_and_the_largest_kernels(h200, capsys, tmp_path):
+    main("h200", ["models=tiny", "peers=mstrain", "batch=2", "seq=128", "top=3", f"dump={tmp_path}"])
+    printed = capsys.readouterr().out
+    assert "mstrain, tiny, 2 x 128, one h200: " in printed and f"| {MATMUL} | " in printed
+    assert sum(" ms " in line and " GFLOPs " in line for line in printed.splitlines()) == 3
+    assert read_kernels((tmp_path / "mstrain_tiny.hlo").read_text())
+
+
+def test_other_gpus_are_refused(h200):
+    with pytest.raises(ValueError, match="Type h100 or h200"):
+        absent_gpu(chip_named("b200"))
