@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from mstrain.data import Batch
-from mstrain.gemm import Grid
 from mstrain.layers import kept_loss
-from mstrain.layers.norm import NormConfig
 from mstrain.mesh import make_mesh, parse_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
@@ -18,6 +16,7 @@ from mstrain.models.parameters import init_parameters
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
 from mstrain.program.step import mean_loss
+from tests.models.as_gpu import as_gpu
 from tests.quick import QUICK
 
 GPT = ModelConfig(layers=3, width=32, heads=4, vocab_size=60, context=16)
@@ -35,11 +34,6 @@ def losses_and_slopes(model, mesh, remat="none"):
     tokens = jax.random.randint(jax.random.key(1), (2, 17), 0, model.known_vocab_size)
     step = jax.jit(jax.value_and_grad(lambda params: mean_loss(module, params, Batch(tokens)))).lower(params)
     return step.as_text(), *step.compile(compiler_options=QUICK)(params)
-
-
-def as_gpu(patch):
-    patch.setattr(Grid, "platform", property(lambda self: "gpu"))
-    patch.setattr(NormConfig, "on_gpu", property(lambda self: True))
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
