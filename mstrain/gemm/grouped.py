@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from mstrain.gemm.grid import Grid
-from mstrain.gemm.local import NN, NT, TN, dot
+from mstrain.gemm.local import NN, NT, TN, dot, rounded_dot
 from mstrain.gemm.ragged import multiply, sum_products
 
 TOKENS, CHOICES, SORTED = "tokens", "choices", "sorted"
@@ -129,4 +129,6 @@ class GroupedDot:
 
 def dot_of(groups: Groups | None, rows: Rows | None, grid: Grid):
     """The local product on `grid` of dense weights, or of those of experts."""
-    return dot if groups is None or rows is None else GroupedDot(groups, rows, grid.platform)
+    if groups is None or rows is None:
+        return rounded_dot if grid.platform == "gpu" else dot
+    return GroupedDot(groups, rows, grid.platform)

@@ -37,6 +37,16 @@ def dot(a, b, contract, dtype=None):
     return y.astype(dtype or a.dtype)
 
 
+def rounded_dot(a, b, contract, dtype=None):
+    """`dot`, rounded to the inputs' dtype by the kernel that sums in float32.
+
+    For GPUs: XLA lets cuBLAS write the sums of `dot`, and rounds them in a kernel of its own.
+    """
+    if isinstance(a, Scaled) or isinstance(b, Scaled) or a.dtype != b.dtype or dtype not in (None, a.dtype):
+        return dot(a, b, contract, dtype)
+    return lax.dot_general(a, b, (contract, ((), ())))
+
+
 def _values(x, in_8_bits: bool) -> jax.Array:
     """What a product multiplies."""
     if not isinstance(x, Scaled):

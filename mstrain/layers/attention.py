@@ -19,7 +19,7 @@ from mstrain.gemm import Heads, Layout, PlanPair, Span, Storage
 from mstrain.gemm.local import all_gather_among, all_reduce, axis_index, constrain_layout
 from mstrain.layers.attention_kernels import AttentionConfig, attend, attend_by_splash, by_splash
 from mstrain.layers.context_attention import attend_parts
-from mstrain.layers.dense import Dense, Inits
+from mstrain.layers.dense import Dense, Inits, split_segments
 from mstrain.layers.norm import normalize
 from mstrain.layers.parameter import vector, vector_spec
 from mstrain.layers.past import KeysValues, Past, attend_past
@@ -178,8 +178,8 @@ class Attention(nn.Module):
     def _split(self, qkv, seq, scales):
         """Queries, keys and values of this column's heads, [B, T, heads, H] each, the former two normalized."""
         heads, axes, norm = self.heads, self.plans.inside.features, self.qk_norm
-        query, key = (span.stored // heads.columns for span in heads.segments[:2])
-        q, k, v = jnp.split(qkv, [query, query + key], axis=-1)
+        widths = [span.stored // heads.columns for span in heads.segments]
+        q, k, v = split_segments(qkv, widths, self.plans.grid.platform)
         if norm and norm.whole:
             pairs = zip((q, k), scales, heads.segments, strict=False)
             q, k = (self._normalize_whole(x, scale, span.size) for x, scale, span in pairs)

@@ -1,7 +1,8 @@
 """A projection: `y = x @ w + b`, computed by a plan, with its parameters in stored order."""
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,6 +48,7 @@ class Dense(nn.Module):
       initializer: initializer of the canonical [in, out] kernel.
       bias: whether to add a bias.
       saved: name of the result for `remat=`.
+      apart: whether to return (y_TxO, bias_NxO) and leave the bias to `add_bias`.
 
     Returns y_TxO in the dtype of x; column shard j holds its part of every segment contiguously.
     """
@@ -57,6 +59,7 @@ class Dense(nn.Module):
     initializer: Callable
     bias: bool = False
     saved: str = "product"
+    apart: bool = False
 
     @nn.compact
     def __call__(self, x_TxI):
@@ -66,13 +69,36 @@ class Dense(nn.Module):
         y_TxO = unless_initializing(
             self, lambda: linear(x_TxI, kernel.value, self.plan, kernel.sink), (len(x_TxI), features), x_TxI.dtype
         )
+        bias_NxO = None
         if self.bias:
             order = Storage(storage.shape[1:], segments=self.segments, columns=grid.num_cols)
             bias_NxO = vector(self, "bias", nn.initializers.zeros, order, self.plan.output_layout)
-            # In float32, so that its gradient is summed in float32: TPUs take five times as long for a sum of bfloat16.
-            rows = y_TxO.reshape(len(bias_NxO), -1, features) + bias_NxO[:, None]
-            y_TxO = rows.reshape(y_TxO.shape).astype(y_TxO.dtype)
-        return checkpoint_name(y_TxO, self.saved)
+        if self.apart:
+            return checkpoint_name(y_TxO, self.saved), bias_NxO
+        return checkpoint_name(add_bias(y_TxO, bias_NxO), self.saved)
+
+
+def add_bias(y_TxO, bias_NxO):
+    """y with the bias of its N shards of tokens, or with none for None.
+
+    In float32, so that its gradient is summed in float32: TPUs take five times as long for a sum of bfloat16.
+    """
+    if bias_NxO is None:
+        return y_TxO
+    rows = y_TxO.reshape(len(bias_NxO), -1, y_TxO.shape[1]) + bias_NxO[:, None]
+    return rows.reshape(y_TxO.shape).astype(y_TxO.dtype)
+
+
+def split_segments(y_TxO, widths: Sequence[int], platform: str) -> list[jax.Array]:
+    """The segments, `widths` wide, of a fused projection on one column shard.
+
+    The gradient of a split joins those of the segments: a copy. On a GPU it is a sum of padded ones, which XLA fuses
+    with what made them.
+    """
+    ends = list(itertools.accumulate(widths))
+    if platform != "gpu":
+        return jnp.split(y_TxO, ends[:-1], axis=-1)
+    return [y_TxO[..., end - width : end] for width, end in zip(widths, ends, strict=True)]
 
 
 class DensePair(nn.Module):

@@ -7,69 +7,23 @@ whole. The logits stay sharded over the vocabulary (Megatron-LM; Shoeybi et al.,
 logit per token are reduced, and no logits.
 """
 
-import dataclasses
 import functools
 import math
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
-from mstrain.gemm import Plan, Span, Storage
 from mstrain.gemm.copies import sum_copies
 from mstrain.gemm.local import NN, NT, TN, all_gather, all_reduce, axis_index, axis_size, dot, reduce_scatter
 from mstrain.gemm.tiles import LANES
-from mstrain.layers.parameter import parameter
+from mstrain.layers import kept_loss
+from mstrain.layers.logits import LogitsHead
 
 WHOLE = 4 * 2**20  # bytes of float32 logits of a device that are one chunk
 LARGEST = 64 * 2**20  # bytes of a chunk of larger logits
+LARGEST_ON_GPU = 2**30  # where the gradient that all chunks add to does not stay near the product
 FEWEST = 8  # chunks of larger logits
-
-
-class HeadKernel(nn.Module):
-    """The [D, V] kernel of an output projection that is not tied to the embedding, in stored order."""
-
-    plan: Plan
-    width: Span
-    vocabulary: Span
-    initializer: nn.initializers.Initializer
-
-    @nn.compact
-    def __call__(self):
-        shape = (self.width.size, self.vocabulary.size)
-        storage = Storage(shape, (self.vocabulary,), first=self.width)
-        return parameter(self, "kernel", self.initializer, storage, self.plan.grid.weight_spec)
-
-
-@dataclasses.dataclass(frozen=True)
-class LogitsHead:
-    """The output projection.
-
-    Attributes:
-      vocab_size: number of tokens; further columns are padding, which the loss ignores.
-      plan: of the product, with dataflow `os` or `rs` and one slice.
-      soft_cap: c of c * tanh(logits / c), applied before the loss (Gemma 2); None for none.
-    """
-
-    vocab_size: int
-    plan: Plan
-    soft_cap: float | None = None
-
-    def capped(self, logits):
-        """Logits in float32 after the soft cap."""
-        logits = logits.astype(jnp.float32)
-        return self.soft_cap * jnp.tanh(logits / self.soft_cap) if self.soft_cap else logits
-
-    @property
-    def per_token(self) -> P:
-        return P(self.plan.output_layout.tokens)
-
-    def on_mesh(self, function, in_specs, out_specs):
-        mesh, plan = self.plan.grid.mesh, self.plan
-        in_specs = (plan.input_layout.spec, plan.grid.weight_spec, *in_specs)
-        return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -82,6 +36,10 @@ def cross_entropy(x_TxD: jax.Array, w_DxV: jax.Array, targets_T: jax.Array, head
 
 
 def _forward(x, w, targets, head: LogitsHead):
+    if kept_loss.keeps_slopes(head, x, w):
+        loss, kept = kept_loss.forward(x, w, targets, head)
+        return loss, (x, w, kept)
+
     def local(x, w, targets):
         chunks = _Chunks(head, x, w, targets)
 
@@ -96,12 +54,15 @@ def _forward(x, w, targets, head: LogitsHead):
         return log_total - all_reduce(target, axes), log_total
 
     loss, log_total = head.on_mesh(local, (head.per_token,), (head.per_token, head.per_token))(x, w, targets)
-    return loss, (x, w, targets, log_total)
+    return loss, (x, w, (targets, log_total))
 
 
 def _backward(head: LogitsHead, saved, g_T):
+    x_TxD, w_DxV, rest = saved
+    if kept_loss.keeps_slopes(head, x_TxD, w_DxV):
+        return *kept_loss.backward(x_TxD, w_DxV, rest, g_T, head), None
     plan = head.plan
-    summed = plan.grid.gradient_spec(saved[1].shape)
+    summed = plan.grid.gradient_spec(w_DxV.shape)
 
     def local(x, w, targets, log_total, g):
         chunks = _Chunks(head, x, w, targets)
@@ -114,7 +75,7 @@ def _backward(head: LogitsHead, saved, g_T):
         return dx.astype(x.dtype), sum_copies(dw.astype(jnp.float32), summed).astype(w.dtype)
 
     per_token = (head.per_token,) * 3
-    dx, dw = head.on_mesh(local, per_token, (plan.input_layout.spec, summed))(*saved, g_T)
+    dx, dw = head.on_mesh(local, per_token, (plan.input_layout.spec, summed))(x_TxD, w_DxV, *rest, g_T)
     return dx, dw, None
 
 
@@ -135,7 +96,8 @@ class _Chunks:
         self._shards = axis_size(self._cols) if self._swap else 1  # that a gathered chunk of tokens consists of
         tokens, width = targets.shape[0] // self._shards, w.shape[1]
         scattered = self._swap and axis_size(self._rows) > 1
-        self._of_tokens, self._size = cut_logits(tokens, self._shards, width, may_cut_tokens=not scattered)
+        largest = LARGEST_ON_GPU if grid.platform == "gpu" else LARGEST
+        self._of_tokens, self._size = cut_logits(tokens, self._shards, width, not scattered, largest)
         self._here = tokens if self._of_tokens else width
         self.count = math.ceil(self._here / self._size)
         if self._of_tokens:
@@ -232,12 +194,12 @@ class _Chunks:
 _MASKED = -1e30
 
 
-def cut_logits(tokens: int, shards: int, width: int, may_cut_tokens: bool) -> tuple[bool, int]:
+def cut_logits(tokens: int, shards: int, width: int, may_cut_tokens: bool, largest: int = LARGEST) -> tuple[bool, int]:
     """(whether tokens are cut and not the vocabulary, size of a chunk) of logits [shards x tokens, width]."""
     size = 4 * shards * tokens * width
     if size <= WHOLE:
         return False, width
-    count = max(FEWEST, math.ceil(size / LARGEST))
+    count = max(FEWEST, math.ceil(size / largest))
     if may_cut_tokens and shards * tokens > width and tokens >= count:
         divides = max(n for n in range(1, tokens // count + 1) if tokens % n == 0)
         if divides >= tokens // (4 * count):

@@ -10,8 +10,8 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm import PlanPair, Span
-from mstrain.layers.dense import Dense, Inits
-from mstrain.layers.parameter import unless_initializing
+from mstrain.layers.dense import Dense, Inits, add_bias, split_segments
+from mstrain.layers.parameter import unless_initializing, vector_spec
 
 ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -63,39 +63,46 @@ class Mlp(nn.Module):
         segments = (self.hidden,) * (2 if self.gated else 1)
         into = (self.plans.into, self.width, segments, self.inits.into, self.bias, "mlp-in")
         out = (self.plans.out, self.hidden, (self.width,), self.inits.out, self.bias, "mlp-out")
-        h_TxF = Dense(*into, name="up")(x_TxD)
+        # The backward pass of a GPU adds the bias again: it keeps no sum.
+        apart = not self.is_initializing() and self.plans.grid.platform == "gpu"
+        up = Dense(*into, apart=apart, name="up")(x_TxD)
+        h_TxF, bias_NxF = up if apart else (up, None)
         shape = len(x_TxD), self.hidden.stored
         g_TxF = unless_initializing(
-            self, lambda: activate(h_TxF, self.plans, self.activation, self.gated), shape, x_TxD.dtype
+            self, lambda: activate(h_TxF, self.plans, self.activation, self.gated, bias=bias_NxF), shape, x_TxD.dtype
         )
         return Dense(*out, name="down")(g_TxF)
 
 
-def activate(h, plans: PlanPair, activation: str, gated: bool, scales=None) -> jax.Array:
+def activate(h, plans: PlanPair, activation: str, gated: bool, scales=None, bias=None) -> jax.Array:
     """The activation between the products of `plans`; with `gated`, of [gate, up] on each feature shard of h.
 
-    `scales`, one of each row of h, multiply the result.
+    `scales`, one of each row of h, multiply the result; `bias`, a `vector`, is added to h first.
     """
-    by_kernel = plans.grid.platform == "tpu" and gated and activation not in WITHOUT_KERNEL and scales is not None
+    platform = plans.grid.platform
+    by_kernel = platform == "tpu" and gated and activation not in WITHOUT_KERNEL and scales is not None
 
-    def plain(h, scales):
+    def plain(h, scales, bias):
+        h = add_bias(h, bias)
         if gated:
-            h = gate_of(activation)(*jnp.split(h, 2, axis=-1))
+            h = gate_of(activation)(*split_segments(h, (h.shape[-1] // 2,) * 2, platform))
         else:
             h = ACTIVATIONS[activation](h)
         return h if scales is None else h * scales[:, None].astype(h.dtype)
 
-    # Recomputing an activation costs less than saving its intermediate values.
-    plain = jax.checkpoint(plain, prevent_cse=False)
+    # Recomputing an activation costs less than saving its intermediate values. On a GPU layers are no loop: without a
+    # barrier, XLA would save them after all.
+    plain = jax.checkpoint(plain, prevent_cse=platform == "gpu")
 
-    def local(h, scales) -> Any:
+    def local(h, scales, bias) -> Any:
         if by_kernel:
             from mstrain.layers import gated_kernel  # here, because it imports Pallas
 
             if gated_kernel.fits(h):
                 return gated_kernel.activate_scaled(h, scales, gate_of(activation))
-        return plain(h, scales)
+        return plain(h, scales, bias)
 
     spec = plans.inside.spec
-    specs = (spec, None if scales is None else P(spec[0]))
-    return jax.shard_map(local, mesh=plans.grid.mesh, in_specs=specs, out_specs=spec, check_vma=False)(h, scales)
+    specs = spec, None if scales is None else P(spec[0]), None if bias is None else vector_spec(bias, plans.inside)
+    map_over = functools.partial(jax.shard_map, mesh=plans.grid.mesh, check_vma=False)
+    return map_over(local, in_specs=specs, out_specs=spec)(h, scales, bias)

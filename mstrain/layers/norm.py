@@ -37,6 +37,10 @@ class NormConfig:
     width: Span
     epsilon: float = 1e-5
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.mesh.devices.flat[0].platform == "gpu"
+
     def on_mesh(self, function, in_specs, out_specs):
         # check_vma=False: results that are not sharded over an axis are summed over it explicitly.
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -102,6 +106,8 @@ def _forward(x, scale, bias, config):
 
 def _backward(config, saved, dy):
     x, scale, biasless, mean, rsqrt = saved
+    if config.on_gpu:  # else computed again from x by kernels that then write normal * dy in float32 for its sum
+        mean, rsqrt = lax.optimization_barrier((mean, rsqrt))
     axes, tokens = config.layout.features, config.layout.tokens
 
     def local(x, scale, mean, rsqrt, dy):

@@ -19,7 +19,8 @@ from mstrain.layers.dense import Inits
 from mstrain.layers.embedding import Embedding, Positions
 from mstrain.layers.experts import Experts
 from mstrain.layers.latent_attention import LatentAttention, LatentPlans
-from mstrain.layers.loss import HeadKernel, LogitsHead, cross_entropy
+from mstrain.layers.logits import HeadKernel, LogitsHead
+from mstrain.layers.loss import cross_entropy
 from mstrain.layers.mlp import Mlp
 from mstrain.layers.norm import Norm, NormConfig
 from mstrain.layers.parameter import unless_initializing
@@ -33,6 +34,9 @@ from mstrain.models.products import SHARED
 from mstrain.models.remat import policy_of
 from mstrain.models.staged import StageLayers
 
+MOST_UNROLLED = 48
+"""Layers of a scan that becomes no loop on a GPU. XLA:GPU fills the stacks of what a loop saves with zeros, and copies
+every value into them and out again: an eighth of the time of a GPT-3 1.3B step. More layers compile for too long."""
 DENSE = "dense"  # prefix of the parameters of first, dense layers; `dense_0` in canonical form, too
 
 
@@ -357,7 +361,7 @@ class Transformer(nn.Module):
         return scan_layers(block, plan, params, x_TxD, windows, segments_T), None
 
     def _block(self, scanned: bool = True) -> type[nn.Module]:
-        """The module of a layer, with what `remat` saves of it."""
+        """The module of a layer, `scanned` for one in the body of a loop, with what `remat` saves of it."""
         policy = policy_of(self.remat, self.offload)
         return nn.remat(Block, policy=policy, prevent_cse=not scanned) if policy else Block
 
@@ -366,9 +370,10 @@ class Transformer(nn.Module):
 
     def _scan(self, plan: BlockPlan, count: int, model: ModelConfig):
         per_layer: Any = (0, nn.broadcast, 0)  # windows and the past have a dim of layers, segments have none
+        unrolls = not self.is_initializing() and count <= MOST_UNROLLED and plan.attention.grid.platform == "gpu"
         scanned = nn.scan(
-            self._block(), variable_axes={"params": 0}, split_rngs={"params": True}, length=count, metadata_params={},
-            in_axes=per_layer,
+            self._block(not unrolls), variable_axes={"params": 0}, split_rngs={"params": True}, length=count,
+            metadata_params={}, in_axes=per_layer, unroll=count if unrolls else 1,
         )  # fmt: skip
         return scanned(model, plan, self.seq)
 

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import jax
 
 from mstrain.gemm.expert_exchange import MARGIN
-from mstrain.layers.loss import cut_logits
+from mstrain.layers import kept_loss
+from mstrain.layers.loss import LARGEST, LARGEST_ON_GPU, cut_logits
 from mstrain.models.config import ModelConfig
 from mstrain.models.flops import mlp_parameters
 from mstrain.models.parameters import canonical_model_shapes
@@ -169,14 +170,19 @@ def gathered_table(head: Product) -> float:
     return entries * count / (layout.rows * layout.cols) if count > 1 else 0.0
 
 
-def loss_bytes(head: Product, size: int) -> tuple[float, float]:
+def loss_bytes(head: Product, size: int, platform: str = "tpu") -> tuple[float, float]:
     """What train.py's loss holds at the most: (a chunk of logits with its gradient, what all chunks share).
 
-    The latter is the operand that is not cut, gathered, with its gradient in float32 (`mstrain.layers.loss`).
+    The latter is the operand that is not cut, gathered, with its gradient in float32 (`mstrain.layers.loss`). Where a
+    GPU keeps all slopes (`mstrain.layers.kept_loss`), it is these, and the kernel with its gradient.
     """
     layout = head.layout
     tokens, width = layout.tokens // layout.rows, layout.projection.out_dim // layout.cols
-    of_tokens, length = cut_logits(tokens, 1, width, layout.dataflow == "os" or layout.rows == 1)
+    if platform == "gpu" and layout.rows * layout.cols == 1 and size * tokens * width <= kept_loss.KEPT:
+        shared = size * tokens * width + (4 + size) * width * layout.projection.in_dim
+        return float(min(4 * tokens * width, kept_loss.CHUNK)), float(shared)
+    largest = LARGEST_ON_GPU if platform == "gpu" else LARGEST
+    of_tokens, length = cut_logits(tokens, 1, width, layout.dataflow == "os" or layout.rows == 1, largest)
     chunk, whole = (length * width, width) if of_tokens else (tokens * length, tokens)
     return (4 + size) * chunk, (4 + size) * whole * layout.projection.in_dim
 
@@ -237,7 +243,7 @@ def stage_memory(request: PlanRequest, products: Products, plan: PodPlan, stage:
     if last:  # in lockstep every stage has a slot for each gradient of the last activations
         kept += size * model.width * tokens / tensor * (stage.in_flight * len(chunks) if lockstep else ahead)
         if request.style.native:  # chunks, in both passes
-            moments.append(sum(loss_bytes(products.head, size)))
+            moments.append(sum(loss_bytes(products.head, size, request.pod.chip.platform)))
         else:  # logits with a float32 copy between their passes, and the gradient of one microbatch's
             logits = tokens * products.head.layout.projection.out_dim / tensor
             waiting = (size + 4) * logits * (ahead - 1)

@@ -235,7 +235,7 @@ class TransformerStep(ProductStep):
 
     def _logits(self, x: int) -> int:
         head, inputs, last = self.products.head, (x, *self.head_ready), self.chunks - 1
-        nbytes = loss_bytes(head, self.size)[0]
+        nbytes = loss_bytes(head, self.size, self.request.pod.chip.platform)[0]
         return self.emit_gemm(last, head, gemms_of(head.layout)[0], inputs, nbytes, "workspace", ("head",))
 
     def backward(self, chunk: int, last_microbatch: bool) -> None:

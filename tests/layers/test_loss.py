@@ -6,9 +6,11 @@ import numpy as np
 import optax
 import pytest
 
-from mstrain.gemm import Plan, grid_of
+from mstrain.gemm import Grid, Plan, grid_of
+from mstrain.layers import kept_loss
 from mstrain.layers import loss as chunked
-from mstrain.layers.loss import LogitsHead, cross_entropy
+from mstrain.layers.logits import LogitsHead
+from mstrain.layers.loss import cross_entropy
 from tests.gemm.products import mesh_of
 from tests.quick import QUICK
 
@@ -20,10 +22,11 @@ PLANS = {
     "fsdp": ("fsdp", "2x4", "os"),
     "transposed": ("collective", "4x2", "rs"),
 }
+WHOLE = {"one": ("meshslice", "1x1", "os"), "copies": ("meshslice", "4x1x1", "os")}
 
 
 def head_on(where, soft_cap=None, vocab_size=VOCABULARY):
-    algorithm, mesh, flow = PLANS[where]
+    algorithm, mesh, flow = (PLANS | WHOLE)[where]
     return LogitsHead(vocab_size, Plan(algorithm, flow, grid_of(algorithm, mesh_of(mesh))), soft_cap)
 
 
@@ -68,6 +71,31 @@ def test_value_and_gradients_equal_the_dense_loss(where, few, soft_cap, monkeypa
     np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(dw, want_dw, rtol=1e-5, atol=1e-5)
     assert not np.asarray(dw[:, VOCABULARY:]).any()  # padding learns nothing
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+@pytest.mark.parametrize("where", ["one", "copies"])
+def test_kept_slopes_have_the_value_and_gradients_of_the_dense_loss(where, chunks, soft_cap, monkeypatch):
+    monkeypatch.setattr(kept_loss, "keeps_slopes", lambda *of: True)
+    x, w, targets, g = inputs()
+    head = head_on(where, soft_cap)
+    monkeypatch.setattr(kept_loss, "CHUNK", 4 * TOKENS * PADDED // head.plan.grid.mesh.size // chunks)
+    value, dx, dw = results(head, x, w, targets, g)
+    want, want_dx, want_dw = value_and_slopes(lambda x, w: dense(x, w, targets, soft_cap), x, w, g)
+    np.testing.assert_allclose(value, want, rtol=1e-6, atol=2e-6)
+    np.testing.assert_allclose(dx, want_dx, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dw, want_dw, rtol=1e-5, atol=1e-5)
+    assert not np.asarray(dw[:, VOCABULARY:]).any()
+
+
+def test_slopes_are_kept_on_gpus_whose_logits_are_whole_and_few(monkeypatch):
+    x, w, *_ = inputs()
+    assert not kept_loss.keeps_slopes(head_on("one"), x, w)
+    monkeypatch.setattr(Grid, "platform", property(lambda self: "gpu"))
+    assert kept_loss.keeps_slopes(head_on("one"), x, w) and not kept_loss.keeps_slopes(head_on("2x4"), x, w)
+    monkeypatch.setattr(kept_loss, "KEPT", 4 * TOKENS * PADDED // 4)
+    assert kept_loss.keeps_slopes(head_on("copies"), x, w) and not kept_loss.keeps_slopes(head_on("one"), x, w)
 
 
 def test_padding_would_count_if_it_were_not_masked():

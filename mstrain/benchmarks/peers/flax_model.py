@@ -1,6 +1,7 @@
 """A transformer of Flax's own layers on one device, as one writes it without mstrain."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -57,16 +58,29 @@ class Model(nn.Module):
 
 def make(task: Task) -> Peer:
     """The peer; raises ValueError for an architecture that it does not have."""
-    check(task.model)
     device = jax.devices()[0]
-    dtype = jnp.dtype(dtype_on(device.platform, task.dtype))
-    module = Model(task.model, dtype, "cudnn" if device.platform == "gpu" and dtype != jnp.float32 else "xla")
+    start, step, how = build(task, device.platform)
+    ids = random_tokens(task)
+    state = jax.jit(start)(ids)
+    return carried(lambda: step.lower(state, ids).compile(), state, [ids], how, device)
+
+
+def build(task: Task, platform: str) -> tuple[Callable, Any, str]:
+    """`start(ids) -> state`, the jitted `step(state, ids) -> (state, metrics)`, which donates its state, and dtype and
+    attention in words; ids are int32 [batch, seq + 1]. Raises ValueError as `make`."""
+    check(task.model)
+    dtype = jnp.dtype(dtype_on(platform, task.dtype))
+    module = Model(task.model, dtype, "cudnn" if platform == "gpu" and dtype != jnp.float32 else "xla")
     adam = optax.adamw(LEARNING_RATE, b2=0.95, weight_decay=WEIGHT_DECAY, mask=_is_decayed)
     optimizer = optax.chain(optax.clip_by_global_norm(CLIP), adam)
 
     def loss(params, ids):
         logits: Any = module.apply({"params": params}, ids[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), ids[:, 1:]).mean()
+
+    def start(ids):
+        params = module.init(jax.random.key(task.seed), ids[:1, :-1])["params"]
+        return params, optimizer.init(params)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state, ids):
@@ -75,11 +89,7 @@ def make(task: Task) -> Peer:
         updates, moments = optimizer.update(gradients, moments, params)
         return (optax.apply_updates(params, updates), moments), {"loss": value}
 
-    ids = random_tokens(task)
-    params = jax.jit(lambda key: module.init(key, ids[:1, :-1])["params"])(jax.random.key(task.seed))
-    state = (params, jax.jit(optimizer.init)(params))
-    how = f"{dtype.name}, attention {module.kernel}"
-    return carried(lambda: step.lower(state, ids).compile(), state, [ids], how, device)
+    return start, step, f"{dtype.name}, attention {module.kernel}"
 
 
 def check(model: ModelConfig) -> None:

@@ -10,6 +10,7 @@ from mstrain.benchmarks.cases import Case
 from mstrain.benchmarks.config import BenchmarkConfig
 from mstrain.benchmarks.peers.task import Peer, Task
 from mstrain.benchmarks.programs import step_work
+from mstrain.benchmarks.work import Work
 from mstrain.hardware import chip_for
 from mstrain.mesh import MeshShape, make_mesh
 from mstrain.models.parallel import ParallelConfig
@@ -20,13 +21,18 @@ from mstrain.program.dtype import dtype_on
 def make(task: Task) -> Peer:
     """The peer; raises ValueError for a model that does not run."""
     device = jax.devices()[0]
-    mesh = make_mesh(MeshShape(), [device])
-    dtype = jnp.dtype(dtype_on(device.platform, task.dtype))
+    work = work_of(task, device)
+    state, *rest = work.start()
+    dtype = jnp.dtype(dtype_on(device.platform, task.dtype)).name
+    return carried(work.program.compile, state, rest, dtype, device)
+
+
+def work_of(task: Task, device) -> Work:
+    """The step for one device, present or absent; raises ValueError as `make`."""
+    mesh, dtype = make_mesh(MeshShape(), [device]), jnp.dtype(dtype_on(device.platform, task.dtype))
     plan = make_plan(ParallelConfig(), task.model, mesh, task.batch, task.seq, chip_for(device.device_kind))
     case = Case(task.model, MeshShape(), "meshslice", task.batch)
-    work = step_work(case, BenchmarkConfig(seq=task.seq, seed=task.seed), plan, dtype)
-    state, *rest = work.start()
-    return carried(work.program.compile, state, rest, dtype.name, device)
+    return step_work(case, BenchmarkConfig(seq=task.seq, seed=task.seed), plan, dtype)
 
 
 def random_tokens(task: Task):
