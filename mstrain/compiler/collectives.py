@@ -28,6 +28,7 @@ class Collective:
       seconds: on free links.
       lanes: directions of links that it occupies.
       hbm_bytes: read from and written to the device's HBM by the transfer itself.
+      cores: SparseCores that run it, one collective at a time; none for one that the TensorCore runs.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Collective:
     seconds: float
     lanes: tuple[Lane, ...]
     hbm_bytes: float
+    cores: tuple[int, ...] = ()
 
 
 def find_collective(module: Module, computation: str, instruction: Instruction, machine: Machine) -> Collective | None:
@@ -48,8 +50,15 @@ def find_collective(module: Module, computation: str, instruction: Instruction, 
             kind = _true_kind(kind, instruction, [i for _, i in inside])
             if kind == "collective-permute":
                 return _permute(module, where, found, machine)
-            return _collective(kind, found, _payload(module, where, found), machine)
+            collective = _collective(kind, found, _payload(module, where, found), machine)
+            return collective and dataclasses.replace(collective, cores=_sparse_cores(instruction.attributes))
     return None
+
+
+def _sparse_cores(attributes: str) -> tuple[int, ...]:
+    """Those to which the compiler offloads an instruction."""
+    ids = re.search(r'"offload":"OFFLOAD_COLLECTIVE".*?"core_ids":\[([^\]]*)\]', attributes)
+    return tuple(int(core) for core in re.findall(r"\d+", ids[1])) if ids else ()
 
 
 def _true_kind(kind: str, instruction: Instruction, inside: list[Instruction]) -> str:

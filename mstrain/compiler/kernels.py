@@ -30,7 +30,7 @@ def kernel_cycles(kernel: Instruction, operands: list[Instruction], machine: Mac
     if not cost and kernel.name.startswith("splash_"):
         units = _attention_cycles(kernel, operands, machine)
     else:
-        matrix = cost.get("flops", 0.0) / machine.flops * machine.clock
+        matrix = cost.get("flops", 0.0) / machine.kernels.flops * machine.clock
         units = [matrix, cost.get("transcendentals", 0.0) / machine.kernels.exponentials]
     busiest = max(units)
     together = busiest + (1 - machine.kernels.overlap) * (sum(units) - busiest)
@@ -50,7 +50,7 @@ def _grouped_cycles(kernel: Instruction, operands: list[Instruction], summed: bo
     groups, N = (result[0], result[2]) if summed else (other[0], result[1])
     rows, moved = visits_of(M, K, N, groups, summed)
     size = shape_bytes(operands[-1].shape) / math.prod(other)
-    matrix = 2.0 * rows * K * N / machine.flops
+    matrix = 2.0 * rows * K * N / machine.kernels.flops
     return max(matrix, size * moved / machine.hbm_bandwidth) * machine.clock
 
 
@@ -70,7 +70,7 @@ def _attention_cycles(kernel: Instruction, operands: list[Instruction], machine:
     causal = any(re.match(POSITIONS, operand.shape) for operand in operands)
     scores = math.prod(q[:-1]) * k[-2] * (visited(kernel, part, q[-2], k[-2]) if causal else 1.0)
     padded = rates.matrix_unit * math.ceil(width / rates.matrix_unit)
-    matrix = PRODUCTS[part] * 2 * scores * padded / machine.flops * machine.clock
+    matrix = PRODUCTS[part] * 2 * scores * padded / machine.kernels.flops * machine.clock
     return [matrix, VECTOR_OPERATIONS[part] * scores / rates.vector, scores / rates.exponentials]
 
 

@@ -34,12 +34,14 @@ class KernelRates:
     """Rates of the units that determine the time of a custom kernel, for which XLA has no estimate.
 
     Attributes:
+      flops: FLOP/s of the matrix units.
       vector: operations a cycle of the vector units.
       exponentials: transcendental functions a cycle.
       matrix_unit: rows and columns of the matrix unit; a narrower product leaves the rest of it idle.
       overlap: share of the work of the less busy units that runs beside the busiest one, 0 to 1.
     """
 
+    flops: float
     vector: float
     exponentials: float
     matrix_unit: int
@@ -53,21 +55,23 @@ class Machine:
     Attributes:
       name: of the chip, for the picture.
       clock: cycles per second of the TensorCore.
-      flops, hbm_bandwidth: FLOP/s and bytes/s of one device.
+      hbm_bandwidth: bytes/s of one device.
       axes: size of every mesh axis, in the order of the mesh.
       torus: where the devices are.
       link: launch and sync of each kind of collective, and the bandwidth of one link one way.
       kernels: rates for custom kernels.
+      in_order: whether a SparseCore finishes a collective before it starts the next one; else collectives that use
+        different links run side by side.
     """
 
     name: str
     clock: float
-    flops: float
     hbm_bandwidth: float
     axes: Mapping[str, int]
     torus: Torus
     link: AxisLinks
     kernels: KernelRates
+    in_order: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,17 +83,20 @@ class Unknowns:
         1 us a hop, a fifth of the fit.
       hbm: share of the published HBM bandwidth that a program reaches.
       overlap: see `KernelRates`. From units that work one after the other (0) to perfectly pipelined ones (1).
+      in_order: see `Machine`. It matters where the compiler starts several collectives on one SparseCore, as by default
+        for tpu7x: all all-gathers there have the same one.
     """
 
     latency: float
     hbm: float
     overlap: float
+    in_order: bool = False
 
 
 EXPECTED = Unknowns(latency=1.0, hbm=1.0, overlap=0.5)
 LOW = Unknowns(latency=0.2, hbm=1.0, overlap=1.0)
-HIGH = Unknowns(latency=2.0, hbm=0.8, overlap=0.0)
-NAMES = {"latency": "latency", "hbm": "HBM", "overlap": "attention"}  # in tables
+HIGH = Unknowns(latency=2.0, hbm=0.8, overlap=0.0, in_order=True)
+NAMES = {"latency": "latency", "hbm": "HBM", "overlap": "attention", "in_order": "SparseCore"}  # in tables
 
 
 def clock(chip: Chip) -> float:
@@ -109,10 +116,11 @@ def machine_for(target: Target, unknowns: Unknowns = EXPECTED) -> Machine:
     cores, units = VECTOR_UNITS[chip.name]
     lanes = SUBLANES * LANES
     matrix_unit = int(chip.lowering.get("matrix_unit", 128))
-    kernels = KernelRates(cores * lanes * units, cores * lanes, matrix_unit, unknowns.overlap)
-    hbm = unknowns.hbm * chip.number("hbm_bandwidth")
     flops = chip.known_peak("bf16")
-    return Machine(chip.name, clock(chip), flops, hbm, dict(mesh.shape), torus_for(target), link, kernels)
+    kernels = KernelRates(flops, cores * lanes * units, cores * lanes, matrix_unit, unknowns.overlap)
+    hbm = unknowns.hbm * chip.number("hbm_bandwidth")
+    axes = dict(mesh.shape)
+    return Machine(chip.name, clock(chip), hbm, axes, torus_for(target), link, kernels, unknowns.in_order)
 
 
 def torus_for(target: Target) -> Torus:

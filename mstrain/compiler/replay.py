@@ -1,8 +1,9 @@
 """Executes the steps of a schedule: one TensorCore, one HBM, and every direction of every link.
 
-A direction of a link carries one collective at a time. An operation takes the compiler's estimate, or the time in which
-its own bytes and those of the collectives beside it pass the HBM, whichever is longer. Copies between memories use the
-remaining HBM bandwidth; an operation that waits for a copy waits for the rest of it.
+A direction of a link carries one collective at a time; on a machine with `in_order` so does a SparseCore, in the order
+of their starts. An operation takes the compiler's estimate, or the time in which its own bytes and those of the
+collectives beside it pass the HBM, whichever is longer. Copies between memories use the remaining HBM bandwidth; an
+operation that waits for a copy waits for the rest of it.
 """
 
 import dataclasses
@@ -46,6 +47,7 @@ class Replay:
         self._machine = machine
         self._trip = 0  # of the loop that runs
         self._free_at = dict.fromkeys(machine.torus.lanes, 0.0)
+        self._core_free_at: dict[int, float] = {}  # of a SparseCore
         self._pending: dict[str, Transfer] = {}
         self._done: list[Transfer] = []
         self._copies: dict[str, float] = {}  # bytes that are left, oldest first
@@ -132,8 +134,11 @@ class Replay:
         self._flows = [flow for flow in self._flows if flow[1] > self.time]
 
     def _send(self, name: str, collective: Collective, asynchronous: bool) -> Transfer:
-        begin = max([self.time, *(self._free_at[lane] for lane in collective.lanes)])
+        cores = collective.cores if self._machine.in_order else ()
+        free = [*(self._free_at[lane] for lane in collective.lanes), *(self._core_free_at.get(c, 0.0) for c in cores)]
+        begin = max([self.time, *free])
         end = begin + collective.seconds
+        self._core_free_at |= dict.fromkeys(cores, end)
         for lane in collective.lanes:
             self._free_at[lane] = end
             thread = self._machine.torus.lane_name(lane)

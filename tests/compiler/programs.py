@@ -12,7 +12,7 @@ from mstrain.hardware.constants import AxisLinks
 
 LINK = Link(launch=0.0, sync=0.0, bandwidth=1e9)  # 1000 bytes in a microsecond
 LINKS = AxisLinks(LINK, LINK, LINK)
-KERNELS = KernelRates(vector=1e6, exponentials=1e6, matrix_unit=128, overlap=1.0)
+KERNELS = KernelRates(flops=1e12, vector=1e6, exponentials=1e6, matrix_unit=128, overlap=1.0)
 AXES = {"data": 1, "row": 2, "col": 4}
 
 
@@ -21,7 +21,7 @@ def machine(axes=AXES, closed=(False, False, False), **changes) -> Machine:
     sizes = tuple(axes.values())
     places = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes), -1)
     torus = Torus((*sizes, 1), (*closed, False), np.pad(places, ((0, 0), (0, 1))))
-    built = Machine("toy", 1e9, 1e12, 1e12, axes, torus, LINKS, KERNELS)
+    built = Machine("toy", 1e9, 1e12, axes, torus, LINKS, KERNELS)
     return dataclasses.replace(built, **changes)
 
 

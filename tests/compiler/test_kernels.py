@@ -47,7 +47,7 @@ def test_a_head_narrower_than_the_matrix_unit_leaves_the_rest_idle():
 @pytest.mark.parametrize(("overlap", "beside"), [(1.0, 0.0), (0.5, 0.5), (0.0, 1.0)])
 def test_softmax_and_exponentials_count_on_the_vector_unit(overlap, beside, kernel, products, operations):
     """The busiest unit takes its whole time, the others run beside it in part; one exponential a score."""
-    rates = KernelRates(vector=10, exponentials=10, matrix_unit=128, overlap=overlap)
+    rates = KernelRates(flops=1e12, vector=10, exponentials=10, matrix_unit=128, overlap=overlap)
     visited = 3 / 4 * SCORES
     units = [3 / 4 * products * PRODUCT / 1e3, operations * visited / 10, visited / 10]
     found = cycles_of(f"splash_mha_{kernel}.1", on=dataclasses.replace(MACHINE, kernels=rates))

@@ -105,10 +105,11 @@ SPARSE = f"""
 """
 
 
-def sparse_start(name, operand):
+def sparse_start(name, operand, called="on_sparse_core", core=0):
     shape = "((bf16[64,64]{1,0}, token[]), bf16[32,64]{1,0})"
-    thread = 'async_execution_thread="sparsecore", to_apply=%on_sparse_core'
-    return f"%{name} = {shape} call-start(%{operand}, %t), {thread}"
+    thread = f'async_execution_thread="sparsecore", to_apply=%{called}'
+    config = f'backend_config={{"sparse_core_config":{{"offload":"OFFLOAD_COLLECTIVE","core_ids":["{core}"]}}}}'
+    return f"%{name} = {shape} call-start(%{operand}, %t), {thread}, {config}"
 
 
 def test_a_sparse_core_call_is_the_collective_it_calls():
@@ -125,6 +126,23 @@ def test_a_sparse_core_call_is_the_collective_it_calls():
     assert transfer.collective.bytes == 64 * 64 * 2 / 2
     assert transfer.asynchronous and transfer.overlapped
     assert schedule.seconds == pytest.approx(10 * US)
+
+
+@pytest.mark.parametrize("core, in_order, seconds", [(0, True, 0.5 + 0.75), (1, True, 0.75), (0, False, 0.75)])
+def test_a_sparse_core_in_order_runs_one_collective_at_a_time(core, in_order, seconds):
+    """Half a HOP for two rows, three quarters for four columns: on links of their own, but perhaps on one core."""
+    over_columns = SPARSE.replace("on_sparse_core", "over_columns").replace(ROW, COL).replace("[32,64]", "[16,64]")
+    text = module(
+        f"""{X}
+        {sparse_start("s", "x")}
+        {sparse_start("u", "x", "over_columns", core)}
+        %d = bf16[32,64]{{1,0}} call-done(%s)
+        ROOT %e = bf16[16,64]{{1,0}} call-done(%u)""",
+        SPARSE,
+        over_columns,
+    )
+    schedule = read_schedule(text, dataclasses.replace(MACHINE, in_order=in_order))
+    assert schedule.seconds == pytest.approx(seconds * HOP)
 
 
 def test_a_transfer_begins_with_the_update_that_hands_it_its_operand():
