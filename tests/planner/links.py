@@ -67,7 +67,7 @@ def _product_seconds(costed: Costed, product: Product, repeated: bool) -> tuple[
 def in_order(costed: Costed) -> float:
     """Seconds that the forward pass exposes at least; products have the planner's rate and the best slice counts."""
     step, plan, total = costed.step, costed.plan, 0.0
-    constants = step.request.pod.constants(plan.sizes, step.request.dtype)
+    constants = step.at.constants
     for block, share in step.products.groups:
         for product in block:
             layout = product.layout

@@ -37,7 +37,7 @@ def test_the_order_of_the_forward_pass_exposes_what_its_two_halves_wait_for():
     """Of GPT-3 on 16x16 chips of v6e, whose links need longer than its multiplications, in 1 to 16 slices."""
     costed = cost_of(STEP)
     assert costed
-    rate = costed.step.constants.flops
+    rate = costed.step.at.constants.flops
     tokens, width = 128 * 2048 / 16, 12288
     traffic = tokens * width * 2 * 15 / 16 / (2 * 9e10)
     seconds = 0.0
