@@ -147,8 +147,7 @@ def gradient_shards(module: Transformer, gradients):
 
 
 def describe_sharding(module: Transformer) -> str | None:
-    """What is sharded over data-parallel replicas, and how many parameters are replicated; None if nothing is
-    sharded."""
+    """What data-parallel replicas share, and how many parameters are replicated; None if nothing is sharded."""
     plan = module.plan
     if plan.shard == "none":
         return None

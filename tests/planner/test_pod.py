@@ -15,8 +15,6 @@ from mstrain.hardware.clusters import find_pod
 from mstrain.hardware.constants import constants_for
 from mstrain.hardware.overlap import KINDS
 from mstrain.hardware.torus_parts import torus_axes
-from mstrain.layers import kept_loss
-from mstrain.layers.loss import LARGEST
 from mstrain.mesh import MeshShape, make_mesh, parse_mesh
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.parallel import ParallelConfig
@@ -29,7 +27,7 @@ from mstrain.models.zoo import load_preset
 from mstrain.planner.clock import divisors
 from mstrain.planner.cost import cost_plan
 from mstrain.planner.layer import Pass
-from mstrain.planner.memory import deferred_bytes, loss_bytes, stage_parameters
+from mstrain.planner.memory import deferred_bytes, stage_parameters
 from mstrain.planner.plan import PodPlan, plan_products
 from mstrain.planner.request import SHARDS, PlanRequest
 from mstrain.planner.search import REMATS, search_pod
@@ -295,28 +293,6 @@ def test_state_is_what_the_trainer_keeps(optimizer, shape, shard):
     assert memory.parameters == pytest.approx(weights + gathered, rel=0.06, abs=norms)
     assert memory.optimizer == pytest.approx(moments, rel=0.06, abs=2 * norms)
     assert memory.gradients == pytest.approx(8 * entries / (2 if shard == "gradients" else 1), rel=0.06)
-
-
-def test_the_loss_holds_chunks_of_logits():
-    """Four times the sequences have four times the logits, of which chunks of the same size exist at once."""
-    model = dataclasses.replace(MODEL, vocab_size=256 * 1024)
-    for batch in (512, 2048):
-        request = config_for(model, batch=batch)
-        head = plan_products(request, pod_plan(1, "meshslice", 8, 4, 1, 1, "full")).head
-        logits = 4 * head.layout.tokens * head.layout.projection.out_dim / 32
-        chunk, shared = loss_bytes(head, 2)
-        assert chunk == pytest.approx(6 / 4 * LARGEST, rel=0.2) and chunk < logits / 8
-        assert shared == 6 * model.width * min(head.layout.tokens // 8, head.layout.projection.out_dim // 4)
-
-
-def test_the_loss_of_a_gpu_that_has_the_whole_head_holds_its_slopes():
-    request = config_for(dataclasses.replace(MODEL, vocab_size=32 * 1024), batch=64)
-    head = plan_products(request, pod_plan(64, "meshslice", 1, 1, 1, 1, "full")).head
-    tokens, (inside, vocabulary) = head.layout.tokens, (head.layout.projection.in_dim, head.layout.projection.out_dim)
-    chunk, shared = loss_bytes(head, 2, "gpu")
-    assert chunk == min(4 * tokens * vocabulary, kept_loss.CHUNK)
-    assert shared == 2 * tokens * vocabulary + 6 * vocabulary * inside
-    assert sum(loss_bytes(head, 2)) < chunk + shared
 
 
 @pytest.mark.parametrize("name", ["gpt3_1_3b", "llama3_8b", "gemma2_2b", "mixtral_8x7b", "deepseek_v3"])
