@@ -28,7 +28,7 @@ class Collective:
       seconds: on free links.
       lanes: directions of links that it occupies.
       hbm_bytes: read from and written to the device's HBM by the transfer itself.
-      cores: SparseCores that run it, one collective at a time; none for one that the TensorCore runs.
+      cores: SparseCores that run it (`Machine.in_order`); none for one that the TensorCore runs.
     """
 
     kind: str

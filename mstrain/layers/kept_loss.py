@@ -14,11 +14,10 @@ from jax import lax
 
 from mstrain.gemm.copies import sum_copies
 from mstrain.gemm.local import NN, NT, TN, dot
-from mstrain.layers.logits import LogitsHead
+from mstrain.layers.logits import MASKED, LogitsHead
 
 KEPT = 4 * 2**30  # most bytes of slopes of a device
 CHUNK = 2**31  # most bytes of float32 logits at a time
-MASKED = -1e30
 
 
 def keeps_slopes(head: LogitsHead, x_TxD, w_DxV) -> bool:

@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 from mstrain.gemm import Plan, Span, Storage
 from mstrain.layers.parameter import parameter
 
+MASKED = -1e30  # a logit of the padded vocabulary, which the loss ignores
+
 
 class HeadKernel(nn.Module):
     """The [D, V] kernel of an output projection that is not tied to the embedding, in stored order."""

@@ -18,7 +18,7 @@ from mstrain.gemm.copies import sum_copies
 from mstrain.gemm.local import NN, NT, TN, all_gather, all_reduce, axis_index, axis_size, dot, reduce_scatter
 from mstrain.gemm.tiles import LANES
 from mstrain.layers import kept_loss
-from mstrain.layers.logits import LogitsHead
+from mstrain.layers.logits import MASKED, LogitsHead
 
 WHOLE = 4 * 2**20  # bytes of float32 logits of a device that are one chunk
 LARGEST = 64 * 2**20  # bytes of a chunk of larger logits
@@ -131,7 +131,7 @@ class _Chunks:
         slope = jnp.exp(logits - log_total[:, None]) - is_target
         if self._head.soft_cap:
             slope = slope * (1 - jnp.square(logits / self._head.soft_cap))
-        slope = jnp.where(logits > _MASKED, slope * g[:, None], 0).astype(x.dtype)
+        slope = jnp.where(logits > MASKED, slope * g[:, None], 0).astype(x.dtype)
         if self._swap:
             slope = all_gather(slope, self._rows, 0)
         if self._of_tokens:
@@ -186,12 +186,9 @@ class _Chunks:
         counts = token_ids < self._head.vocab_size
         if not self._of_tokens:
             counts &= columns >= i * self._size
-        logits = jnp.where(counts, self._head.capped(logits), _MASKED)
+        logits = jnp.where(counts, self._head.capped(logits), MASKED)
         is_target = counts & (token_ids == self._tokens(self._targets, begin)[:, None])
         return logits, is_target, x, w
-
-
-_MASKED = -1e30
 
 
 def cut_logits(tokens: int, shards: int, width: int, may_cut_tokens: bool, largest: int = LARGEST) -> tuple[bool, int]:

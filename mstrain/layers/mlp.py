@@ -90,7 +90,7 @@ def activate(h, plans: PlanPair, activation: str, gated: bool, scales=None, bias
             h = ACTIVATIONS[activation](h)
         return h if scales is None else h * scales[:, None].astype(h.dtype)
 
-    # Recomputing an activation costs less than saving its intermediate values. On a GPU layers are no loop: without a
+    # Recomputing an activation costs less than saving its intermediate values. On a GPU layers are unrolled: without a
     # barrier, XLA would save them after all.
     plain = jax.checkpoint(plain, prevent_cse=platform == "gpu")
 

@@ -35,7 +35,7 @@ from mstrain.models.remat import policy_of
 from mstrain.models.staged import StageLayers
 
 MOST_UNROLLED = 48
-"""Layers of a scan that becomes no loop on a GPU. XLA:GPU fills the stacks of what a loop saves with zeros, and copies
+"""Most layers of a scan that is unrolled on a GPU. XLA:GPU fills the stacks of what a loop saves with zeros, and copies
 every value into them and out again: an eighth of the time of a GPT-3 1.3B step. More layers compile for too long."""
 DENSE = "dense"  # prefix of the parameters of first, dense layers; `dense_0` in canonical form, too
 
