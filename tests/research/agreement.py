@@ -16,12 +16,8 @@ import numpy as np
 from mstrain.hardware.hosts import read_hosts
 from mstrain.hardware.layer_profiles import read_profiles
 from mstrain.planner.mixed import PlanOptions, plan_optimal
-from mstrain.planner.mixed.cost import (
-    build_model,
-    build_stage,
-    generator_ms,
-    stage_tables,
-)
+from mstrain.planner.mixed.bounds import iteration_terms
+from mstrain.planner.mixed.cost import build_model, build_stage
 from mstrain.planner.mixed.space import Choice, kinds_of
 from mstrain.simulator.cluster import Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees, Placement
@@ -169,14 +165,14 @@ def correct_cost(files, options: PlanOptions, best) -> str:
         stage = build_stage(model, choice, samples)
         if stage is None:
             return f"none: no profile for stage {number}'s share of {samples} samples"
-        stage_ms, end_ms, _ = stage_tables(model, [stage], 1)
         if begin == end:
             return f"none: stage {number} has no layers"
-        if not np.isfinite(stage_ms[begin, end, 0]):
+        if stage.fitting(*model.held(begin, end)) < 1:
             return f"none: stage {number} does not fit in memory"
-        times.append(float(stage_ms[begin, end, 0]))
-        ends.append(float(end_ms[begin, end, 0]))
-    cost = (best["batches"] - 1) * max(times) + sum(times) + max(ends) + best["batches"] * generator_ms(model)
+        found = stage.times(model, begin, end)
+        times.append(float(found.stage))
+        ends.append(float(found.end))
+    cost = sum(iteration_terms(best["batches"], max(times), sum(times), max(ends), model.generator_ms))
     return f"{cost:.1f} ms"
 
 

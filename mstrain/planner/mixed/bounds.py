@@ -1,13 +1,24 @@
-"""Bounds of the search from below, compiled.
+"""The time of an iteration, and bounds of the search from below, compiled.
 
-`least_totals` is an exact relaxation of the rest of a pipeline, by dynamic programming: for every number of
-leading layers and every combination of devices left, the least sum of stage times, when only stages are
-allowed that respect a limit on their own time and on their end-of-iteration time. `child_costs` adds it to
-what a tail has, for every stage that may come before it.
+All in one file because numba's cache looks for changes only there. `least_totals` is an exact relaxation of the rest
+of a pipeline, by dynamic programming: for every number of leading layers and every combination of devices left, the
+least sum of stage times, when only stages are allowed that respect a limit on their own time and on their
+end-of-iteration time. `child_costs` adds it to the `iteration_terms` of a tail, for every stage that may come before.
 """
 
 import numba
 import numpy as np
+
+
+@numba.njit(cache=True)
+def iteration_terms(microbatches, slowest, total, finish, generator_ms):
+    """(steady, fill, end, batch generator): the parts of an iteration in ms, which add up to its time.
+
+    It is that of a synchronous pipeline (1F1B or GPipe) whose stages all run every microbatch: `slowest` is the time of
+    the slowest stage, `total` the sum over all stages and `generator_ms` that of the batch generator, each for one
+    microbatch; `finish` is the longest gradient exchange and update of a stage.
+    """
+    return (microbatches - 1) * slowest, total, finish, microbatches * generator_ms
 
 
 @numba.njit(cache=True)
@@ -71,13 +82,13 @@ def lower(least, before, ms):
 
 
 @numba.njit(cache=True)
-def child_costs(tables, box, tail, flight, steady):
-    """Least ms, without batch generation, of the plans in which a choice runs the layers [begin, tail's).
+def child_costs(tables, box, tail, flight, microbatches, generator_ms):
+    """Least ms of the plans in which a choice runs the layers [begin, tail's).
 
     (begin, C), infinite where the stage is not allowed. `tables` are `stage_ms` and `end_ms` as in `least_totals`,
     `flights` (L + 1, L + 1, C), the microbatches that fit in memory, `offsets` (C,) and `fits` (S, C) of choices; `box`
     is its total, and the ranges of its slowest stage and finish. `tail` is its first layer, the devices it leaves, and
-    its slowest stage, sum and end; `flight` the microbatches in flight, `steady` the weight of the slowest stage.
+    its slowest stage, sum and end; `flight` the microbatches in flight. The others are as in `iteration_terms`.
     """
     (stage_ms, end_ms, flights, offsets, fits), (total, slowest, finish) = tables, box
     end, state, tail_slowest, tail_total, tail_finish = tail
@@ -93,5 +104,6 @@ def child_costs(tables, box, tail, flight, steady):
             if ms <= slowest[1] and last_ms <= finish[1]:
                 longest, last = max(least_slowest, ms), max(least_finish, last_ms)
                 rest = total[begin, state - offsets[choice]]
-                costs[begin, choice] = steady * longest + tail_total + ms + rest + last
+                steady, fill, final, data = iteration_terms(microbatches, longest, tail_total, last, generator_ms)
+                costs[begin, choice] = steady + fill + ms + rest + final + data
     return costs

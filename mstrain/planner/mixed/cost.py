@@ -1,11 +1,5 @@
-"""Cost and memory of a stage, and of a plan.
+"""Time and memory of a stage, from which `iteration_terms` makes the time of a plan.
 
-One iteration of B microbatches takes
-
-    (B - 1) * max stage time + sum of stage times + max over stages of (exchange + update) + B * batch
-    generator
-
-milliseconds, the time of a synchronous pipeline (1F1B or GPipe) whose stages all run every microbatch.
 The time of a stage is that of its slowest type: layers, tensor collectives that are not in the profiles, on the
 last stage the profiled time of no layer; and, but for the first stage, receiving the activation and
 returning its gradient. Rings move 2 (n - 1) / n of their bytes, within a node at the intra-node and
@@ -14,6 +8,8 @@ link unless there is a single node.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,6 +41,16 @@ class Model:
     def layers(self) -> int:
         return self.options.num_layers
 
+    @cached_property
+    def generator_ms(self) -> float:
+        """Batch generator time per microbatch: the slowest type's, at its smallest degree and batch."""
+        smallest = {kind: min(tp for index, tp in self.times if index == kind) for kind, _ in self.times}
+        return max(self.times[kind, tp].generator_ms for kind, tp in smallest.items())
+
+    def held(self, begin, end):
+        """Bytes of (parameters, activations per sample) of layers [begin, end), or of arrays of them."""
+        return tuple(prefix[end] - prefix[begin] for prefix in (self.parameter_bytes, self.activation_bytes))
+
 
 def build_model(options: PlanOptions, kinds: tuple[Kind, ...], profiles: dict[Key, Profile]) -> Model:
     """Interpolate all profiles; the parameters are those of the first profile."""
@@ -63,12 +69,27 @@ def build_model(options: PlanOptions, kinds: tuple[Kind, ...], profiles: dict[Ke
     return Model(options, kinds, times, prefix_sums(parameters), prefix_sums(activation), prefix_sums(middle))
 
 
-def generator_ms(model: Model) -> float:
-    """Batch generator time per microbatch: the slowest type's, at its smallest degree and batch."""
-    return max(
-        model.times[kind, min(tp for index, tp in model.times if index == kind)].generator_ms
-        for kind in range(len(model.kinds))
-    )
+class StageTimes(NamedTuple):
+    """Ms of a stage: the first four per microbatch, the others per iteration. Shapes: (kinds, ...), then (...)."""
+
+    compute: np.ndarray  # of its layers
+    tensor: np.ndarray  # collectives that are not in the profiles
+    sync: np.ndarray  # on the last stage, the profiled time of no layer
+    boundary: np.ndarray  # but for the first stage: an activation received, its gradient returned
+    exchange: np.ndarray  # of gradients
+    update: np.ndarray
+
+    @property
+    def by_kind(self) -> np.ndarray:
+        return self.compute + self.tensor + self.sync
+
+    @property
+    def stage(self) -> np.ndarray:
+        return self.by_kind.max(axis=0) + self.boundary
+
+    @property
+    def end(self) -> np.ndarray:
+        return self.exchange + self.update
 
 
 @dataclass(frozen=True)
@@ -87,14 +108,17 @@ class Stage:
     state_bytes: float  # per parameter byte and device
     memory_bytes: np.ndarray  # (kinds,) usable per device
 
-    def layer_ms(self, model: Model, begin, end) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ms of layers [begin, end), their tensor collectives and, on the last stage, no layer: (kinds, ...) each.
-
-        `begin` and `end` are layers, or arrays of them that broadcast.
-        """
-        compute = self.compute_ms[:, end] - self.compute_ms[:, begin]
-        tensor = np.multiply.outer(self.tensor_ms, model.middle[end] - model.middle[begin])
-        return compute, tensor, np.multiply.outer(self.sync_ms, end == model.layers)
+    def times(self, model: Model, begin, end) -> StageTimes:
+        """Of layers [begin, end); `begin` and `end` are layers, or arrays of them that broadcast."""
+        parameters, _ = model.held(begin, end)
+        return StageTimes(
+            compute=self.compute_ms[:, end] - self.compute_ms[:, begin],
+            tensor=np.multiply.outer(self.tensor_ms, model.middle[end] - model.middle[begin]),
+            sync=np.multiply.outer(self.sync_ms, end == model.layers),
+            boundary=self.boundary_ms * (begin > 0),
+            exchange=self.exchange_ms * parameters + self.exchange_latency_ms,
+            update=self.update_ms * parameters,
+        )
 
     def fitting(self, parameter_bytes: np.ndarray, sample_bytes: np.ndarray) -> np.ndarray:
         """Microbatches that fit beside the state of layers with such parameters and activations; -1 without room for
@@ -171,23 +195,3 @@ def gradient_exchange(model: Model, choice: Choice) -> tuple[float, float]:
     shards = min(1, slots / choice.tp)  # part of the parameters in one node
     per_byte = all_reduce_ms(inside, 1 / choice.tp, intra, 0.0) + all_reduce_ms(groups, shards, inter, 0.0)
     return per_byte, 2 * model.options.latency_ms * (inside - 1 + groups - 1)
-
-
-def stage_tables(model: Model, stages: list[Stage], fewest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Stage ms, end-of-iteration ms, microbatches that fit: (begin, end, stage) for layers [begin, end).
-
-    Stage ms are infinite where memory does not hold the `fewest` microbatches that may be in flight. Entries with
-    begin >= end mean nothing.
-    """
-    bounds = np.arange(model.layers + 1)
-    begin, end = bounds[:, None], bounds[None]
-    parameters, kept = (prefix[end] - prefix[begin] for prefix in (model.parameter_bytes, model.activation_bytes))
-    rows = []
-    for stage in stages:
-        compute, tensor, sync = stage.layer_ms(model, begin, end)
-        slowest = (compute + tensor + sync).max(axis=0) + stage.boundary_ms * (begin > 0)
-        fitting = stage.fitting(parameters, kept)
-        end_ms = (stage.exchange_ms + stage.update_ms) * parameters + stage.exchange_latency_ms
-        rows.append((np.where(fitting >= fewest, slowest, np.inf), end_ms, fitting.astype(np.int32)))
-    stage_ms, end_ms, flights = (np.stack(each, axis=-1) for each in zip(*rows))
-    return stage_ms, end_ms, flights

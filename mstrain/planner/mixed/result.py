@@ -9,7 +9,8 @@ import numpy as np
 
 from mstrain.display.tables import write_csv
 from mstrain.json_files import write_json
-from mstrain.planner.mixed.cost import Model, Stage, generator_ms
+from mstrain.planner.mixed.bounds import iteration_terms
+from mstrain.planner.mixed.cost import Model, Stage
 from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.space import kind_labels
 from mstrain.planner.mixed.tables import Tables
@@ -53,7 +54,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A complete plan: cost = steady + fill + end + generator, in ms per iteration."""
+    """A complete plan; the cost is the sum of the `iteration_terms`, in ms per iteration."""
 
     cost_ms: float
     microbatch: int  # samples
@@ -106,11 +107,9 @@ def report_stage(model: Model, stage: Stage, begin: int, end: int, flight: int) 
     def by_kind(values) -> dict:
         return dict(zip((labels[kind] for kind in choice.kinds), values))
 
-    compute, tensor, sync = stage.layer_ms(model, begin, end)
-    slowest = int(np.argmax(compute + tensor + sync))
-    boundary = stage.boundary_ms if begin > 0 else 0.0
-    prefixes = model.parameter_bytes, model.activation_bytes
-    parameters, kept = (float(prefix[end] - prefix[begin]) for prefix in prefixes)
+    times = stage.times(model, begin, end)
+    slowest = int(np.argmax(times.by_kind))
+    parameters, kept = map(float, model.held(begin, end))
     kept /= choice.tp
     activation = [share * kept * flight for share in stage.shares]
     fullest = int(np.argmin(stage.memory_bytes - activation))
@@ -118,11 +117,10 @@ def report_stage(model: Model, stage: Stage, begin: int, end: int, flight: int) 
         by_kind(choice.devices[kind] for kind in choice.kinds), begin, end, choice.tp,
         replicas=by_kind(1 if choice.spans else choice.replicas[kind] for kind in choice.kinds),
         samples=by_kind(stage.shares), slowest_type=labels[choice.kinds[slowest]],
-        type_ms=by_kind((compute + sync).tolist()), type_tensor_ms=by_kind(tensor.tolist()),
-        compute_ms=float(compute[slowest]), tensor_ms=float(tensor[slowest]), sync_ms=float(sync[slowest]),
-        boundary_ms=boundary, stage_ms=float(compute[slowest] + tensor[slowest] + sync[slowest]) + boundary,
-        exchange_ms=float(stage.exchange_ms * parameters + stage.exchange_latency_ms),
-        update_ms=stage.update_ms * parameters, state_gb=stage.state_bytes * parameters / 1e9,
+        type_ms=by_kind((times.compute + times.sync).tolist()), type_tensor_ms=by_kind(times.tensor.tolist()),
+        compute_ms=float(times.compute[slowest]), tensor_ms=float(times.tensor[slowest]),
+        sync_ms=float(times.sync[slowest]), boundary_ms=float(times.boundary), stage_ms=float(times.stage),
+        exchange_ms=float(times.exchange), update_ms=float(times.update), state_gb=stage.state_bytes * parameters / 1e9,
         activation_gb=activation[fullest] / 1e9, usable_gb=float(stage.memory_bytes[fullest] / 1e9),
         microbatches_in_flight=flight, parameter_bytes=parameters, sample_bytes=kept,
     )  # fmt: skip
@@ -137,14 +135,14 @@ def report_plan(model: Model, tables: Tables, stages: Sequence[tuple[int, int, i
         for (choice, begin, end), flight in zip(stages, flights)
     )
     times = [report.stage_ms for report in reports]
-    steady, fill, generator = (count - 1) * max(times), sum(times), count * generator_ms(model)
     end_ms = max(report.exchange_ms + report.update_ms for report in reports)
-    cost = steady + fill + end_ms + generator
+    terms = iteration_terms(count, max(times), sum(times), end_ms, model.generator_ms)
+    cost, (steady, fill, *_) = sum(terms), terms
     assert math.isclose(cost, expected_ms, rel_tol=1e-9), (cost, expected_ms)
     assert all(report.state_gb + report.activation_gb <= report.usable_gb * (1 + 1e-9) for report in reports)
     idle = sum(kind.devices for kind in model.kinds) - sum(sum(report.devices.values()) for report in reports)
     bubble = 1 - count * fill / (len(times) * (steady + fill))
-    return Plan(cost, tables.samples, count, reports, steady, fill, end_ms, generator, bubble, idle)
+    return Plan(cost, tables.samples, count, reports, *terms, bubble, idle)
 
 
 def write_result(result: OptimalResult, path: str | Path) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 from mstrain.hardware.hosts import read_hosts
 from mstrain.hardware.layer_profiles import check_layers, profile_name, read_profiles
 from mstrain.planner.clock import Clock
-from mstrain.planner.mixed.bounds import child_costs
-from mstrain.planner.mixed.cost import Model, build_model, generator_ms
+from mstrain.planner.mixed.bounds import child_costs, iteration_terms
+from mstrain.planner.mixed.cost import Model, build_model
 from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.result import Certificate, OptimalResult, report_plan
 from mstrain.planner.mixed.space import check_size, choices, choose_unit, kinds_of
@@ -77,7 +77,6 @@ class Search:
 
     def __init__(self, model: Model, space: Space, clock: Clock):
         self.model, self.space, self.clock = model, space, clock
-        self.generator_ms = generator_ms(model)
         self.order = itertools.count()
         self.queue: list[tuple] = []
         self.found: list[tuple[float, tuple, Label]] = []  # cost, signature, plan: the cheapest top_k
@@ -119,8 +118,8 @@ class Search:
         if bound < self.limit:
             heapq.heappush(self.queue, (bound, layers_left, next(self.order), work, arguments))
 
-    def cost(self, microbatches: int, slowest, total, finish):
-        return (microbatches - 1) * slowest + total + finish + microbatches * self.generator_ms
+    def cost(self, microbatches: int, slowest: float, total: float, finish: float) -> float:
+        return sum(iteration_terms(microbatches, slowest, total, finish, self.model.generator_ms))
 
     def start(self, samples: int, microbatches: int, stages: dict, slowest: float, bound: float) -> None:
         """Build the tables of a microbatch size; enter the box of its plans that may beat the limit."""
@@ -167,14 +166,14 @@ class Search:
         box, tables = label.box, label.box.tables
         gpipe = self.model.options.schedule == "gpipe"
         flight = tables.microbatches if gpipe else min(tables.microbatches, len(label.stages) + 1)
-        costs = child_costs(
+        return child_costs(
             (tables.stage_ms, tables.end_ms, tables.flights, tables.offsets, tables.fits),
             (box.total, box.slowest, box.finish),
             (label.begin, label.state, label.slowest, label.total, label.finish),
             flight,
-            tables.microbatches - 1.0,
+            tables.microbatches,
+            self.model.generator_ms,
         )
-        return costs + tables.microbatches * self.generator_ms
 
     def child(self, label: Label, choice: int, begin: int) -> Label:
         tables, end = label.box.tables, label.begin

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from mstrain.hardware.hosts import Hosts, Node
 from mstrain.parallel.schedules import BACKWARD, FORWARD, schedule
 from mstrain.planner.clock import Clock
+from mstrain.planner.mixed.bounds import iteration_terms
 from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.result import Plan, StagePlan, named_counts
 from mstrain.planner.mixed.space import node_labels
@@ -239,8 +240,8 @@ def simulate_mixed(plan: Plan, options: PlanOptions, hosts: Hosts, clock: Clock 
     clock.check(len(program.spec))
     result = simulate(program, cluster)
     slowest = max(stage.stage_ms for stage in plan.stages)
-    generator = plan.generator_ms * count / plan.microbatches
-    predicted = (count - 1) * slowest + plan.fill_ms + plan.end_ms + generator
+    terms = iteration_terms(count, slowest, plan.fill_ms, plan.end_ms, plan.generator_ms / plan.microbatches)
+    predicted, generator = sum(terms), terms[-1]
     devices = tuple(tuple(sorted(d for part in found.values() for d in part)) for found in writer.devices)
     use = device_use(result.timeline())
     rows = []

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mstrain.planner.mixed.bounds import least_totals
-from mstrain.planner.mixed.cost import Model, Stage, build_stage, stage_tables
+from mstrain.planner.mixed.cost import Model, Stage, build_stage
 from mstrain.planner.mixed.space import Choice
 
 
@@ -83,12 +83,19 @@ def usable_stages(model: Model, space: Space, samples: int) -> dict[int, Stage]:
 
 
 def build_tables(model: Model, space: Space, samples: int, microbatches: int, stages: dict[int, Stage]) -> Tables:
-    """The tables of a microbatch size, of `stages` by number of the choice."""
-    fewest = microbatches if model.options.schedule == "gpipe" else 1
+    """The tables of a microbatch size, of `stages` by number of the choice. Entries with begin >= end mean nothing."""
+    fewest = microbatches if model.options.schedule == "gpipe" else 1  # that may be in flight
+    bounds = np.arange(model.layers + 1)
+    layers, rows = (bounds[:, None], bounds[None]), []
+    for stage in stages.values():
+        times, fitting = stage.times(model, *layers), stage.fitting(*model.held(*layers))
+        rows.append((np.where(fitting >= fewest, times.stage, np.inf), times.end, fitting.astype(np.int32)))
+    stage_ms, end_ms, flights = (np.stack(each, axis=-1) for each in zip(*rows))
     groups = space.group_of[list(stages)]
-    arrays = stage_tables(model, list(stages.values()), fewest)
-    offsets, fits = space.offsets[groups], space.fits[groups].T
-    return Tables(samples, microbatches, tuple(stages.values()), offsets, fits, *arrays, groups)
+    return Tables(
+        samples, microbatches, tuple(stages.values()), space.offsets[groups], space.fits[groups].T, stage_ms, end_ms,
+        flights, groups,
+    )  # fmt: skip
 
 
 def quick_bound(model: Model, stages: dict[int, Stage]) -> tuple[float, float]:

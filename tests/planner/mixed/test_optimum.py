@@ -10,7 +10,7 @@ import pytest
 from mstrain.hardware.hosts import read_hosts
 from mstrain.hardware.layer_profiles import read_profiles
 from mstrain.planner.mixed import PlanOptions, plan_optimal
-from mstrain.planner.mixed.cost import build_model, build_stage, generator_ms
+from mstrain.planner.mixed.cost import build_model, build_stage
 from mstrain.planner.mixed.space import choices, choose_unit, kinds_of
 from mstrain.planner.mixed.tables import Box
 from mstrain.planner.mixed.times import degrees_of
@@ -80,7 +80,7 @@ def brute_force(files, options):
                     if parts[-1] is None:
                         continue
                     times, ends = zip(*parts)
-                    cost = (count - 1) * max(times) + sum(times) + max(ends) + count * generator_ms(model)
+                    cost = (count - 1) * max(times) + sum(times) + max(ends) + count * model.generator_ms
                     name = samples, tuple(sorted(map(repr, plan)))
                     costs[name] = min(cost, costs.get(name, math.inf))
     return sorted(costs.values())
