@@ -45,16 +45,6 @@ def _flat(values: dict) -> dict:
     return dict(itertools.chain.from_iterable(each.items() for each in inner))
 
 
-def train_line(request: PlanRequest, plan) -> str:
-    """The command that runs `plan`, every key spelled out."""
-    keys = {**model_keys(request), **train_keys(plan, request.pod.slices), **_step_keys(request)}
-    return f"python train.py {spelled(keys)}"
-
-
-def _step_keys(request: PlanRequest) -> dict:
-    return {"batch": request.batch, "seq": request.seq, "dtype": request.dtype, **request.optimizer_keys}
-
-
 def write_plan(request: PlanRequest, result: PodResult, folder: Path) -> Path:
     """plan.json: the winner, and the best plan that train.py can run with its keys (null if it can run none)."""
     best, runs = result.best, result.trainable[0] if result.trainable else None
@@ -76,7 +66,7 @@ def write_plan(request: PlanRequest, result: PodResult, folder: Path) -> Path:
 
 
 def closing_lines(request: PlanRequest, result: PodResult, path: Path) -> list[str]:
-    """What train.py can run, and what it cannot and why."""
+    """What train.py can run, and what it cannot and why; the last line is a command without the file."""
     best, lines = result.best, []
     if why := best.why_not_trainable:
         lines.append(f"The best plan, {best.plan.name}, is not for train.py: {why}.")
@@ -89,8 +79,11 @@ def closing_lines(request: PlanRequest, result: PodResult, path: Path) -> list[s
     if why:
         more = 100 * (runs.seconds / best.seconds - 1)
         lines.append(f"The best that train.py runs takes {1e3 * runs.seconds:.1f} ms a step, {more:.1f} % more.")
-    keys = spelled({**model_keys(request), **_step_keys(request), "plan": path})
-    return [*lines, f"This file: python train.py {keys}", train_line(request, runs.plan)]
+    model = model_keys(request)
+    step = {"batch": request.batch, "seq": request.seq, "dtype": request.dtype, **request.optimizer_keys}
+    every = {**model, **train_keys(runs.plan, request.pod.slices), **step}  # spelled out
+    file = f"This file: python train.py {spelled({**model, **step, 'plan': path})}"
+    return [*lines, file, f"python train.py {spelled(every)}"]
 
 
 def plan_overrides(arguments: list[str]) -> list[str]:

@@ -39,8 +39,12 @@ class Compared:
         return sum(waits.values()) / len(waits) / self.result.seconds
 
     def write(self, folder: Path) -> list[str]:
-        """Trace, pictures (of the first device of each stage) and simulation.json; returns their names."""
-        result = self.result
+        """simulation.json, trace.json.gz for ui.perfetto.dev, and pictures; returns their names.
+
+        Pictures show lanes over time, memory over time (both of the first device of each stage only), and memory of the
+        fullest device by category.
+        """
+        result, timeline = self.result, self.result.timeline()
         document = {
             "microbatches": self.microbatches,
             "step_seconds": result.seconds,
@@ -55,8 +59,14 @@ class Compared:
             "stages": list(self.stages),
         }
         write_json(document, folder / "simulation.json")
+        write_perfetto(first_events(timeline, TRACE_EVENTS), folder / "trace.json.gz")
         shown = [devices[0] for devices in self.devices] or None
-        return [*write_pictures(result, folder, shown), "simulation.json"]
+        plot_gantt(timeline, folder / "gantt.png", GANTT_LANES, shown)
+        plot_memory(timeline, folder / "memory.png", shown)
+        peaks = result.memory.peak_bytes
+        plot_memory(timeline, folder / "memory_by_category.png", [max(peaks, key=peaks.__getitem__)], by_category=True)
+        names = ("trace.json.gz (ui.perfetto.dev)", "gantt.png", "memory.png", "memory_by_category.png")
+        return [*names, "simulation.json"]
 
     def summary(self, microbatches: int) -> list[str]:
         """Simulated against predicted time and memory, of a plan with so many microbatches."""
@@ -69,17 +79,3 @@ class Compared:
             f"Simulated memory: {result.peak_bytes / 1e9:.1f} GB on the fullest device, cost model "
             f"{self.predicted_bytes / 1e9:.1f} GB",
         ]
-
-
-def write_pictures(result: Simulation, folder: Path, devices: Sequence[int] | None = None) -> list[str]:
-    """trace.json.gz for ui.perfetto.dev, and pictures; returns their names.
-
-    They show lanes over time, memory over time (both of `devices` only), and memory of the fullest device by category.
-    """
-    timeline = result.timeline()
-    write_perfetto(first_events(timeline, TRACE_EVENTS), folder / "trace.json.gz")
-    plot_gantt(timeline, folder / "gantt.png", GANTT_LANES, devices)
-    plot_memory(timeline, folder / "memory.png", devices)
-    peaks = result.memory.peak_bytes
-    plot_memory(timeline, folder / "memory_by_category.png", [max(peaks, key=peaks.__getitem__)], by_category=True)
-    return ["trace.json.gz (ui.perfetto.dev)", "gantt.png", "memory.png", "memory_by_category.png"]

@@ -33,7 +33,8 @@ class Step:
         place, places = distinct([(op.axis, op.stage, op.peer) for op in self.ops])
         label, labels = distinct([op.label for op in self.ops])
         groups = [self._devices(placement, *where) for where in places]
-        copies = np.array([self._copies(axis) for axis, _, _ in places])
+        ranks = self.degrees.data * self.degrees.tensor
+        copies = np.array([1 if axis == GROUP else ranks // len(self.degrees.members(axis)) for axis, *_ in places])
         nbytes, stage, resident, category = self.slots.table(self.degrees.microbatches)
         stages = placement.worker(0, 0, np.arange(self.degrees.pipeline)).tolist()
         return Program(
@@ -53,10 +54,6 @@ class Step:
             labels=labels,
             label=label[self.row] if any(labels) else None,
         )
-
-    def _copies(self, axis: int) -> int:
-        ranks = self.degrees.data * self.degrees.tensor
-        return 1 if axis == GROUP else ranks // len(self.degrees.members(axis))
 
     def _devices(self, placement: Placement, axis: int, stage: int, peer: int) -> Sequence[int]:
         """The devices of an operation."""

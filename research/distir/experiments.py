@@ -13,11 +13,13 @@ from pathlib import Path
 
 from mstrain.display.gantt import plot_gantt
 from mstrain.display.plots import plot_memory
+from mstrain.display.tables import write_csv
+from mstrain.json_files import write_json
 from mstrain.simulator.cluster import GIGABIT, Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees
 from mstrain.simulator.simulate import place, simulate
 from mstrain.timeline import Timeline, write_perfetto
-from research.distir.grid import grid_search, plan_row, simulate_mlp, write_table
+from research.distir.grid import grid_search, plan_row, simulate_mlp
 from research.distir.mlp import Mlp
 from research.distir.plots import plot_columns
 from research.distir.rules import DISTIR_NAMES, RuleSet, rule_set
@@ -116,7 +118,8 @@ def run_notebook(out: Path, rules: str = "corrected", trials: int = 5) -> dict:
         shown = [row for row in table if row["degree"] <= 64]  # the notebook simulates 128 replicas but draws 64
         plot_columns(shown, "degree", "throughput", out / f"{name}.pdf", ISOLATED[axis][0])
     for name, table in {**tables, "simulator_scaling": scaling, "grid_search": [alone, *rows]}.items():
-        write_table(table, out / name)
+        write_csv(table, out / f"{name}.csv")
+        write_json(table, out / f"{name}.json")
     plot_columns(scaling, "operations", "milliseconds", out / "simulator_scaling.pdf")
     plot_columns(rows, "hp_degree", "throughput", out / "grid_search.pdf", "num_microbatches", "dp_degree")
     memory = out / "memory_against_throughput.pdf"

@@ -1,11 +1,8 @@
 """Simulated plans of a perceptron as rows of a table, and the search over data, tensor and pipeline degrees."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from math import log2
-from pathlib import Path
 
-from mstrain.display.tables import write_csv
-from mstrain.json_files import write_json
 from mstrain.planner.clock import divisors
 from mstrain.simulator.cluster import Cluster
 from mstrain.simulator.placement import Degrees
@@ -76,11 +73,3 @@ def plan_row(mlp: Mlp, degrees: Degrees, cluster: Cluster, rules: RuleSet) -> di
         "idle_fraction": 1.0 - compute / whole, "bubble_fraction": bubble_fraction(steps, degrees.pipeline),
         "schedule": name, "rules": rules.name,
     }  # fmt: skip
-
-
-def write_table(table: Sequence[Mapping], path: str | Path) -> None:
-    """Write rows with equal keys as `path`.csv and `path`.json. Raises ValueError without rows."""
-    if not table:
-        raise ValueError("no plan fits, so no table is written. See the rejected plans for the reasons.")
-    write_csv(table, f"{path}.csv")
-    write_json(table, f"{path}.json")

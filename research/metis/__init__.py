@@ -1,7 +1,1 @@
 """Metis, compatible with the reference: counts, costs and best plans, defects included."""
-
-from research.metis.options import MetisOptions
-from research.metis.result import MetisPlan, MetisResult, SearchStopped, reference_lines
-from research.metis.search import run_metis
-
-__all__ = ["MetisOptions", "MetisPlan", "MetisResult", "SearchStopped", "reference_lines", "run_metis"]

@@ -9,9 +9,10 @@ from mstrain.commands.plans.output import make_folder, progress
 from mstrain.hardware.hosts import CLUSTER_FIELDS
 from mstrain.json_files import write_json
 from mstrain.planner.clock import Clock
-from research.metis import MetisOptions, SearchStopped, reference_lines
-from research.metis import run_metis as search_metis
 from research.metis.homogeneous import run_homogeneous as search_homogeneous
+from research.metis.options import MetisOptions
+from research.metis.result import SearchStopped, reference_lines
+from research.metis.search import run_metis as search_metis
 from research.metis.synthetic import SAMPLES, read_samples, write_hostfile, write_profiles
 
 # Type and address of the hosts that `write_hostfile` writes; inter and intra GB/s and GB per device.

@@ -18,7 +18,7 @@ from research.metis.groups import device_groups
 from research.metis.kernel import walk_all
 from research.metis.options import MetisOptions
 from research.metis.result import MetisResult, SearchStopped
-from research.metis.tables import Tables, build_layout, build_tables, most_plans, room_for_plans
+from research.metis.tables import Tables, build_layout, build_tables, room_for_plans
 
 CHUNK = 64  # device groups walked between looks at the clock
 
@@ -42,12 +42,10 @@ def run_metis(
         )
     reference = reference_profile(options, profiles)
     tables = build_tables(options, cluster, profiles, reference)
-    name, seconds = profile_name((reference.device_type, reference.tp, reference.batch)), 0.0
-    for _ in range(options.trials - 1):
-        seconds += search(MetisResult(options, order, name), cluster, tables)
-    result = MetisResult(options, order, name)
-    result.seconds = (seconds + search(result, cluster, tables)) / options.trials
-    return result
+    name = profile_name((reference.device_type, reference.tp, reference.batch))
+    results = [MetisResult(options, order, name) for _ in range(options.trials)]
+    results[-1].seconds = sum(search(result, cluster, tables) for result in results) / options.trials
+    return results[-1]
 
 
 def check_slots(hostfile, cluster: Hosts) -> None:
@@ -104,7 +102,8 @@ def search(result: MetisResult, cluster: Hosts, tables: Tables) -> float:
     for index, sequence in enumerate(itertools.permutations(result.device_order)):
         layout = build_layout(cluster, sequence)
         for num_stage, groups in group_lists(options, devices, index == 0):
-            most, at = most_plans(devices, groups.shape[1]), 0
+            # Steps of a walk: every stage halves its replicas at most log2(devices) times.
+            most, at = groups.shape[1] * devices.bit_length() + 1, 0
             found = room_for_plans(max(most, 4096), groups.shape[1])
             while at < groups.shape[0] * len(batch_counts):
                 left = options.max_plans - result.inter_stage_plans

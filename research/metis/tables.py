@@ -106,11 +106,6 @@ def build_layout(cluster: Hosts, node_sequence: tuple[str, ...]) -> Layout:
     )
 
 
-def most_plans(num_devices: int, num_stages: int) -> int:
-    """Steps of a walk at most: every stage halves its replicas at most log2(devices) times."""
-    return num_stages * num_devices.bit_length() + 1
-
-
 def room_for_plans(num_plans: int, num_stages: int) -> Found:
     number = np.empty(num_plans, np.int64)
     shape = num_plans, num_stages

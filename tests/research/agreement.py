@@ -15,9 +15,10 @@ import numpy as np
 
 from mstrain.hardware.hosts import read_hosts
 from mstrain.hardware.layer_profiles import read_profiles
-from mstrain.planner.mixed import PlanOptions, plan_optimal
 from mstrain.planner.mixed.bounds import iteration_terms
 from mstrain.planner.mixed.cost import build_model, build_stage
+from mstrain.planner.mixed.options import PlanOptions
+from mstrain.planner.mixed.search import plan_optimal
 from mstrain.planner.mixed.space import Choice, kinds_of
 from mstrain.simulator.cluster import Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees, Placement

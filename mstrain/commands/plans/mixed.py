@@ -6,8 +6,10 @@ from mstrain.commands.plans.output import console, make_folder, no_time_to_simul
 from mstrain.hardware.hosts import read_hosts
 from mstrain.hardware.layer_profiles import read_profiles
 from mstrain.planner.clock import SEARCH_PART, Clock, OutOfTime
-from mstrain.planner.mixed import PlanOptions, plan_optimal, write_result, write_stages
+from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.report import plans_table, simulated_table, stages_table
+from mstrain.planner.mixed.result import write_result, write_stages
+from mstrain.planner.mixed.search import plan_optimal
 from mstrain.planner.mixed.simulated import simulate_mixed
 from mstrain.planner.mixed.times import filled_in
 

@@ -71,6 +71,10 @@ class PlanOptions:
         """Of the activation of one sample between layers."""
         return self.sequence_length * self.hidden_size * self.element_bytes
 
+    def in_flight(self, microbatches: int, stages: int) -> int:
+        """Microbatches between their passes that the first of so many `stages` holds at the most."""
+        return microbatches if self.schedule == "gpipe" else min(microbatches, stages)
+
     def microbatches(self) -> Iterator[tuple[int, int]]:
         """(samples per microbatch, microbatches): every size that a smaller number of microbatches needs.
 

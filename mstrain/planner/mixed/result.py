@@ -128,11 +128,10 @@ def report_stage(model: Model, stage: Stage, begin: int, end: int, flight: int) 
 
 def report_plan(model: Model, tables: Tables, stages: Sequence[tuple[int, int, int]], expected_ms: float) -> Plan:
     """The plan of stages (choice, begin, end) with all its terms; asserts that the search computed the same."""
-    count, behind = tables.microbatches, range(len(stages), 0, -1)
-    flights = [count if model.options.schedule == "gpipe" else min(count, left) for left in behind]
+    count = tables.microbatches
     reports = tuple(
-        report_stage(model, tables.stages[choice], begin, end, flight)
-        for (choice, begin, end), flight in zip(stages, flights)
+        report_stage(model, tables.stages[choice], begin, end, model.options.in_flight(count, len(stages) - number))
+        for number, (choice, begin, end) in enumerate(stages)
     )
     times = [report.stage_ms for report in reports]
     end_ms = max(report.exchange_ms + report.update_ms for report in reports)

@@ -164,13 +164,11 @@ class Search:
     def children(self, label: Label) -> np.ndarray:
         """Bound of the plans in which a choice comes before the tail, by first layer: (begin, C)."""
         box, tables = label.box, label.box.tables
-        gpipe = self.model.options.schedule == "gpipe"
-        flight = tables.microbatches if gpipe else min(tables.microbatches, len(label.stages) + 1)
         return child_costs(
             (tables.stage_ms, tables.end_ms, tables.flights, tables.offsets, tables.fits),
             (box.total, box.slowest, box.finish),
             (label.begin, label.state, label.slowest, label.total, label.finish),
-            flight,
+            self.model.options.in_flight(tables.microbatches, len(label.stages) + 1),
             tables.microbatches,
             self.model.generator_ms,
         )

@@ -20,9 +20,9 @@ from mstrain.planner.mixed.space import node_labels
 from mstrain.simulator.cluster import Cluster, Device, Network, Path, Wire
 from mstrain.simulator.compared import Compared
 from mstrain.simulator.pipeline import PipelineStep
-from mstrain.simulator.placement import GROUP, SEND, Degrees, Placement
+from mstrain.simulator.placement import GROUP, SEND, Degrees
 from mstrain.simulator.program import OpSpec, timed
-from mstrain.simulator.simulate import simulate
+from mstrain.simulator.simulate import CORRECTED, place, simulate
 from mstrain.timeline import device_use
 
 FORWARD_PART = 1 / 3  # of a profiled forward and backward pass
@@ -236,7 +236,7 @@ def simulate_mixed(plan: Plan, options: PlanOptions, hosts: Hosts, clock: Clock 
     cluster = mixed_cluster(hosts, options.latency_ms)
     assert isinstance(cluster.network, Nodes)
     writer = MixedStep(plan, options, hosts, cluster.network, count)
-    program = writer.write(schedule(options.schedule, stages, count, stages)).program(Placement(writer.degrees))
+    program = place(writer.write(schedule(options.schedule, stages, count, stages)), cluster, CORRECTED)
     clock.check(len(program.spec))
     result = simulate(program, cluster)
     slowest = max(stage.stage_ms for stage in plan.stages)

@@ -84,7 +84,7 @@ def usable_stages(model: Model, space: Space, samples: int) -> dict[int, Stage]:
 
 def build_tables(model: Model, space: Space, samples: int, microbatches: int, stages: dict[int, Stage]) -> Tables:
     """The tables of a microbatch size, of `stages` by number of the choice. Entries with begin >= end mean nothing."""
-    fewest = microbatches if model.options.schedule == "gpipe" else 1  # that may be in flight
+    fewest = model.options.in_flight(microbatches, 1)
     bounds = np.arange(model.layers + 1)
     layers, rows = (bounds[:, None], bounds[None]), []
     for stage in stages.values():

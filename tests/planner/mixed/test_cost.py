@@ -11,8 +11,10 @@ import pytest
 
 from mstrain.hardware.hosts import read_hosts
 from mstrain.hardware.layer_profiles import read_profiles
-from mstrain.planner.mixed import PlanOptions, plan_optimal, write_result, write_stages
 from mstrain.planner.mixed.cost import all_reduce_ms, build_model, build_stage
+from mstrain.planner.mixed.options import PlanOptions
+from mstrain.planner.mixed.result import write_result, write_stages
+from mstrain.planner.mixed.search import plan_optimal
 from mstrain.planner.mixed.space import Choice, Kind, check_size, choose_unit, divisor_chain, kinds_of, stage_sizes
 from mstrain.planner.mixed.times import interpolate, share_samples
 

@@ -9,8 +9,9 @@ import pytest
 
 from mstrain.hardware.hosts import read_hosts
 from mstrain.hardware.layer_profiles import read_profiles
-from mstrain.planner.mixed import PlanOptions, plan_optimal
 from mstrain.planner.mixed.cost import build_model, build_stage
+from mstrain.planner.mixed.options import PlanOptions
+from mstrain.planner.mixed.search import plan_optimal
 from mstrain.planner.mixed.space import choices, choose_unit, kinds_of
 from mstrain.planner.mixed.tables import Box
 from mstrain.planner.mixed.times import degrees_of

@@ -9,7 +9,9 @@ import pytest
 from mstrain.commands import plan as command
 from mstrain.hardware.hosts import read_hosts
 from mstrain.planner.clock import Clock, OutOfTime
-from mstrain.planner.mixed import PlanOptions, plan_optimal, simulated
+from mstrain.planner.mixed import simulated
+from mstrain.planner.mixed.options import PlanOptions
+from mstrain.planner.mixed.search import plan_optimal
 from mstrain.planner.mixed.simulated import allocate, mixed_cluster, simulate_mixed
 
 SIZES = {"hidden_size": 64, "sequence_length": 128, "vocab_size": 512}

@@ -13,7 +13,7 @@ from mstrain.simulator import compared
 from mstrain.simulator.cluster import Cluster, Device, Switch
 from mstrain.simulator.placement import Degrees
 from research.distir import experiments
-from research.distir.grid import degrees_grid, grid_search, simulate_mlp, write_table
+from research.distir.grid import degrees_grid, grid_search, simulate_mlp
 from research.distir.mlp import Mlp
 
 CHIP = Device(1e14, 1e12, memory_bytes=1.5e8)
@@ -118,8 +118,6 @@ def test_rejected_plans_come_with_reasons():
     ):
         assert text in reasons
     assert all(row["peak_memory"] <= CHIP.memory_bytes for row in rows)
-    with pytest.raises(ValueError, match="no plan fits"):
-        write_table([], "nowhere")
 
 
 def test_gantt_shows_exactly_the_busy_time(tmp_path):
@@ -144,6 +142,6 @@ def test_the_picture_of_a_long_step_shows_its_end(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(gantt, "draw", lambda axis, timeline, kinds, rows, *span: drawn.append((timeline, span)))
     monkeypatch.setattr(compared, "TRACE_EVENTS", 20)
-    compared.write_pictures(result, tmp_path)
+    compared.Compared(result, 4, result.seconds, result.peak_bytes).write(tmp_path)
     timeline, span = drawn[0]
     assert span == (0.0, result.seconds) and timeline.seconds == result.seconds

@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 
 from mstrain.hardware.layer_profiles import profile_name
-from research.metis import MetisOptions, SearchStopped, run_metis
 from research.metis.homogeneous import run_homogeneous
+from research.metis.options import MetisOptions
+from research.metis.result import SearchStopped
+from research.metis.search import run_metis
 from research.metis.synthetic import write_hostfile, write_profiles
 from tests.golden_option import FOLDER
 

@@ -7,8 +7,10 @@ import pytest
 
 from mstrain.hardware.hosts import read_hosts
 from mstrain.hardware.layer_profiles import read_profiles
-from research.metis import MetisOptions, SearchStopped, run_metis
 from research.metis.homogeneous import run_homogeneous
+from research.metis.options import MetisOptions
+from research.metis.result import SearchStopped
+from research.metis.search import run_metis
 from research.metis.synthetic import read_samples, write_profiles
 from tests.research.metis.cases import CLUSTER, sample_documents, write_clusterfile
 

@@ -13,13 +13,16 @@ from itertools import islice, permutations, product
 import pytest
 
 from mstrain.json_files import write_json
-from research.metis import MetisOptions, SearchStopped, reference_lines, run_metis
 from research.metis.groups import device_groups, merge_bundles, multiset_permutations
+from research.metis.options import MetisOptions
+from research.metis.result import SearchStopped, reference_lines
+from research.metis.search import run_metis
 
 OPTIONS = MetisOptions(num_layers=10, gbs=128, device_order=("V100", "A100"))
 SCRIPT = """
 import sys
-from research.metis import MetisOptions, run_metis
+from research.metis.options import MetisOptions
+from research.metis.search import run_metis
 result = run_metis(*sys.argv[1:], MetisOptions(num_layers=10, gbs=128))
 print(result.count, result.sum_of_costs.hex(), result.ranking)
 """
