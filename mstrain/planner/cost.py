@@ -25,7 +25,7 @@ from mstrain.mesh import MeshShape
 from mstrain.models.parallel import layer_algorithms
 from mstrain.models.stages import even_layers
 from mstrain.parallel.schedules import WHOLE
-from mstrain.planner.errors import MEASURED, TermError, standard_error, term_errors
+from mstrain.planner.errors import MEASURED, TermError, term_errors
 from mstrain.planner.layer import Pass, Work, exposed_beside, layer_works, setting_of
 from mstrain.planner.memory import (
     WEIGHT_BYTES,
@@ -127,8 +127,8 @@ class Costed:
 
     @property
     def uncertainty(self) -> float:
-        """Relative standard error of the step."""
-        return standard_error(self.errors)
+        """Relative standard error of the step; errors of terms are taken to be independent."""
+        return math.hypot(*(each.of_step for each in self.errors))
 
     @property
     def product_rate(self) -> float:
@@ -296,7 +296,7 @@ class Step:
             moved += 2 * (moment_bytes(self.request, parameters) - style.state_bytes[2] * weights)
         moved *= 1 / plan.replicas if plan.shard != "none" else held / weights if weights else 1
         if plan.microbatches > 1:
-            kept = weights / plan.replicas if plan.shard in ("gradients", "parameters") else held
+            kept = weights / plan.replicas if plan.shards_gradients else held
             moved += style.accumulate_bytes * plan.microbatches * kept
         return summed, moved / self.at.elementwise_bandwidth
 

@@ -1,9 +1,8 @@
 """The standard error of a predicted step: what each term contributes, and the source of its error (errors.toml)."""
 
 import functools
-import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,8 +52,3 @@ def term_errors(seconds: Mapping[str, float], products: tuple[float, str]) -> tu
     table["recomputation"] = (max(products[0], again[0]), *again[1:])
     found = [TermError(name, seconds.get(name, 0.0) / total, *entry) for name, entry in table.items()]
     return tuple(sorted((each for each in found if each.of_step), key=lambda each: -each.of_step))
-
-
-def standard_error(errors: Sequence[TermError]) -> float:
-    """Of the step, relative: errors of terms are taken to be independent."""
-    return math.hypot(*(each.of_step for each in errors))

@@ -77,6 +77,11 @@ class PodPlan:
         """Devices that hold the same weights: data x context."""
         return self.data * self.context
 
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether each replica keeps a part of the gradients only, summed once per microbatch."""
+        return self.shard in ("gradients", "parameters") and self.replicas > 1
+
     def sequences(self, batch: int) -> int:
         """Of a microbatch of one replica."""
         return batch // self.data // self.microbatches

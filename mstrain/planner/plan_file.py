@@ -14,17 +14,10 @@ from mstrain.planner.trainer import spelled, train_keys
 PLAN_FILE = "plan.json"
 AUTO_PLAN = "auto"  # instead of a file: the best plan for the devices present
 DEFAULTS = {"accumulate": "1", "remat": "none", "shard": "none"}  # of train.py, beside which plan=auto chooses
-KEYS = (
-    "mesh",
-    "parallel",
-    "parallel.slices",
-    "accumulate",
-    "remat",
-    "shard",
-    "offload",
-    "pipeline.schedule",
+KEYS = (  # of train.py, that a file may supply
+    "mesh", "parallel", "parallel.slices", "accumulate", "remat", "shard", "offload", "pipeline.schedule",
     "pipeline.interleave",
-)  # of train.py, that a file may supply
+)  # fmt: skip
 
 
 def model_keys(request: PlanRequest) -> dict:

@@ -126,13 +126,9 @@ class TransformerStep(ProductStep):
         weights, gradients, optimizer = state_bytes(self.request, self.plan, parameters)
         self.slots.resident(round(optimizer), stage, "optimizer")
         if self.plan.microbatches > 1:
-            one = 0.0 if self._shards_gradients else WEIGHT_BYTES * count  # of a microbatch: values of their own
+            one = 0.0 if self.plan.shards_gradients else WEIGHT_BYTES * count  # of a microbatch: values of their own
             self.totals[key] = self.slots.resident(round(gradients - one), stage, "gradients")
         return self.slots.resident(round(weights), stage)
-
-    @property
-    def _shards_gradients(self) -> bool:
-        return self.plan.shard in ("gradients", "parameters") and self.plan.replicas > 1
 
     def begin(self) -> None:
         """Gathers the embedding's table, and the weights that the replicas updated in parts."""
@@ -271,7 +267,7 @@ class TransformerStep(ProductStep):
 
     @property
     def _gradient(self) -> str:
-        return "workspace" if self._shards_gradients else "gradients"
+        return "workspace" if self.plan.shards_gradients else "gradients"
 
     def _head_backward(self) -> int:
         head, part, last = self.products.head, ("head",), self.chunks - 1
@@ -322,13 +318,13 @@ class TransformerStep(ProductStep):
     def _complete(self, key, last_microbatch: bool) -> None:
         """Sums a part's gradients over the replicas and adds them to those of earlier microbatches."""
         parts, plan, label = self.gradients[key], self.plan, ("gradients", key[1])
-        each = self._shards_gradients or (plan.shard == "none" and plan.pipeline == 1)
+        each = self.plan.shards_gradients or (plan.shard == "none" and plan.pipeline == 1)
         if plan.replicas > 1 and (each or last_microbatch):
             elements = max(1, round(self._held(key)[1]))
             kind = "AllReduce" if plan.shard == "none" else "ReduceScatter"
             spec = OpSpec(kind, ((elements,),), round(self.request.style.gradient_bytes))
             summed = self.emit(key[0], spec, parts, 0.0, "gradients", DATA, label)
-            parts = (summed,) if self._shards_gradients else (summed, *parts)
+            parts = (summed,) if self.plan.shards_gradients else (summed, *parts)
         if plan.microbatches > 1:
             spec, inputs = OpSpec("Identity", ((1,),), WEIGHT_BYTES), (*parts, self.totals[key])
             parts = (self.emit(key[0], spec, inputs, 0.0, "gradients", label=label),)

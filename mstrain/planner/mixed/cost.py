@@ -18,7 +18,7 @@ from mstrain.hardware.layer_profiles import Key, Profile
 from mstrain.hardware.link import ring_seconds
 from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.space import Choice, Kind, nodes_per_replica
-from mstrain.planner.mixed.times import Times, interpolate, prefix_sums, share_samples
+from mstrain.planner.mixed.times import Times, degrees_of, interpolate, prefix_sums, share_samples
 
 BYTES_PER_MS = 1e6  # of one GB/s
 TENSOR_COLLECTIVES = 4  # all-reduces per layer: attention and MLP, forward and backward
@@ -57,7 +57,7 @@ def build_model(options: PlanOptions, kinds: tuple[Kind, ...], profiles: dict[Ke
     times = {
         (index, tp): interpolate(profiles, kind.name, tp, options.batch)
         for index, kind in enumerate(kinds)
-        for tp in {tp for name, tp, _ in profiles if name == kind.name}
+        for tp in degrees_of(profiles, kind.name)
     }
     token = options.sequence_length * options.hidden_size
     activation = np.full(options.num_layers, options.activation_bytes * token)

@@ -103,12 +103,11 @@ def quick_bound(model: Model, stages: dict[int, Stage]) -> tuple[float, float]:
 
     Devices are weighted by their speed; any weights give a valid bound.
     """
-    weights = np.array(
-        [
-            1.0 / min(times.total_ms[1] for (index, _), times in model.times.items() if index == kind)
-            for kind in range(len(model.kinds))
-        ]
-    )
+    every = model.times.items()
+    fastest = [
+        min(times.total_ms[1] for (index, _), times in every if index == kind) for kind in range(len(model.kinds))
+    ]
+    weights = np.array([1.0 / ms for ms in fastest])
     slowest_kind = [stage.compute_ms[stage.compute_ms[:, -1].argmax()] for stage in stages.values()]
     layer_ms = np.diff(np.array(slowest_kind), axis=1)
     power = np.array([stage.choice.devices for stage in stages.values()]) @ weights

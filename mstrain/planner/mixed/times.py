@@ -65,7 +65,7 @@ def filled_in(profiles: dict[Key, Profile]) -> list[str]:
     return lines
 
 
-def degrees_of(profiles: dict[Key, Profile], device_type: str, max_tp: int) -> set[int]:
+def degrees_of(profiles: dict[Key, Profile], device_type: str, max_tp: int = 0) -> set[int]:
     return {tp for name, tp, _ in profiles if name == device_type and (max_tp == 0 or tp <= max_tp)}
 
 
