@@ -74,13 +74,13 @@ def degrees(num_devices: int, options: MetisOptions) -> Iterator[tuple[int, int,
                 yield dp, pp, tp
 
 
-def split_layers(num_layers: int, pp: int) -> list[int]:
-    """First layer of each stage, and the end: even, the rest to the first stages after stage 0."""
+def split_layers(num_layers: int, pp: int) -> Iterator[tuple[int, int]]:
+    """Layers [begin, end) of each stage: even, the rest to the first stages after stage 0."""
     even, rest = divmod(num_layers - 2, pp)
     counts = [even + (1 <= stage <= rest) for stage in range(pp)]
     counts[0] += 1
     counts[-1] += 1
-    return [0, *itertools.accumulate(counts)]
+    return itertools.pairwise(itertools.accumulate(counts, initial=0))
 
 
 def plan_cost(
@@ -88,12 +88,11 @@ def plan_cost(
 ) -> float:
     """Milliseconds per iteration."""
     dp, pp, tp = plan
-    bounds = split_layers(options.num_layers, pp)
     batches = options.gbs // profile.batch // dp
     speed = bandwidth_gb_s * BYTES_PER_MS
     embedding, middle, output = (reference.parameter_bytes[index] / tp for index in (0, 1, -1))
     stage_ms, stage_parameters, p2p = [], [], 0.0
-    for begin, end in itertools.pairwise(bounds):
+    for begin, end in split_layers(options.num_layers, pp):
         stage_ms.append(sequential_sum(profile.layer_ms[begin:end]))
         first, last = begin == 0, end == options.num_layers
         stage_parameters.append(middle * (end - begin - first - last) + embedding * first + output * last)

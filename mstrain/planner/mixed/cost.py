@@ -145,7 +145,6 @@ def build_stage(model: Model, choice: Choice, samples: int) -> Stage | None:
     link = model.kinds[0].intra_gb_s if one_node else min(kind.inter_gb_s for kind in model.kinds)
     exchange_ms, exchange_latency = gradient_exchange(model, choice)
     sharded = choice.dp if options.shard_optimizer else 1
-    state = 1 + options.gradient_factor + options.optimizer_factor / sharded
     return Stage(
         choice,
         tuple(shares),
@@ -156,7 +155,7 @@ def build_stage(model: Model, choice: Choice, samples: int) -> Stage | None:
         exchange_ms=exchange_ms,
         exchange_latency_ms=exchange_latency,
         update_ms=max(time.optimizer_ms for time in times) / model.parameter_bytes[-1] / sharded,
-        state_bytes=state / choice.tp,
+        state_bytes=sum(options.state_factors(choice.dp).values()) / choice.tp,
         memory_bytes=np.array([kind.memory_gb * 1e9 * (1 - options.memory_margin) for kind in kinds]),
     )
 

@@ -71,6 +71,11 @@ class PlanOptions:
         """Of the activation of one sample between layers."""
         return self.sequence_length * self.hidden_size * self.element_bytes
 
+    def state_factors(self, replicas: int) -> dict[str, float]:
+        """Bytes of a device per byte of its parameters, by category of memory, of a stage with so many replicas."""
+        shards = replicas if self.shard_optimizer else 1
+        return {"parameters": 1.0, "gradients": self.gradient_factor, "optimizer": self.optimizer_factor / shards}
+
     def in_flight(self, microbatches: int, stages: int) -> int:
         """Microbatches between their passes that the first of so many `stages` holds at the most."""
         return microbatches if self.schedule == "gpipe" else min(microbatches, stages)

@@ -16,12 +16,12 @@ import numpy as np
 from mstrain.hardware.hosts import read_hosts
 from mstrain.hardware.layer_profiles import check_layers, profile_name, read_profiles
 from mstrain.planner.clock import Clock
-from mstrain.planner.mixed.bounds import child_costs, iteration_terms
+from mstrain.planner.mixed.bounds import child_costs, iteration_terms, least_totals
 from mstrain.planner.mixed.cost import Model, build_model
 from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.result import Certificate, OptimalResult, report_plan
 from mstrain.planner.mixed.space import check_size, choices, choose_unit, kinds_of
-from mstrain.planner.mixed.tables import Box, Space, build_box, build_space, build_tables, quick_bound, usable_stages
+from mstrain.planner.mixed.tables import Box, Space, Tables, build_space, build_tables, quick_bound, usable_stages
 from mstrain.planner.mixed.times import degrees_of
 
 
@@ -126,13 +126,17 @@ class Search:
         tables = build_tables(self.model, self.space, samples, microbatches, stages)
         spare = self.limit - bound
         highest = slowest + spare / max(microbatches - 1, 1e-12)
-        self.enter(build_box(self.space, tables, (slowest, highest), (0.0, spare)))
+        self.enter(tables, (slowest, highest), (0.0, spare))
 
-    def enter(self, box: Box) -> None:
-        """Queue a box; dive for a plan in it first."""
-        if np.inf in (box.slowest[0], box.finish[0]):
+    def enter(self, tables: Tables, slowest: tuple[float, float], finish: tuple[float, float]) -> None:
+        """Queue a box, shrunk to times that stages really take; dive for a plan in it first."""
+        space = self.space
+        total, slowest, finish = least_totals(
+            tables.stage_ms, tables.end_ms, slowest, finish, tables.groups, space.offsets, space.contains, space.real
+        )
+        if np.inf in (slowest[0], finish[0]):
             return  # no stage takes a time within the limits
-        root = Label(box, self.model.layers, len(self.space.real) - 1)
+        root = Label(Box(tables, slowest, finish, total), self.model.layers, len(space.real) - 1)
         self.dive(root)
         self.queue_box(root)
 
@@ -153,12 +157,12 @@ class Search:
             return self.expand(root)
         if any(high - low < SHRINK * (old - low) for high, ((low, old), _) in zip(highs, sides)):
             ranges = ((low, high) for high, ((low, _), _) in zip(highs, sides))
-            return self.enter(build_box(self.space, box.tables, *ranges))
+            return self.enter(box.tables, *ranges)
         name = "slowest" if widths[0] > widths[1] else "finish"
         low, high = getattr(box, name)
         middle = (low + high) / 2
         limits = {"slowest": box.slowest, "finish": box.finish, name: (low, middle)}
-        self.enter(build_box(self.space, box.tables, **limits))
+        self.enter(box.tables, **limits)
         self.queue_box(replace(root, box=replace(box, **{name: (middle, high)})))
 
     def children(self, label: Label) -> np.ndarray:

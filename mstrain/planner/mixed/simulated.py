@@ -126,10 +126,8 @@ class MixedStep(PipelineStep):
         self.arrived: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
 
     def _state(self, stage: StagePlan, replicas: int, device: int) -> tuple[int, ...]:
-        mine, options = stage.parameter_bytes / stage.tp, self.options
-        optimizer = options.optimizer_factor / (replicas if options.shard_optimizer else 1)
-        factors = {"parameters": 1.0, "gradients": options.gradient_factor, "optimizer": optimizer}
-        return tuple(self.slots.resident(round(factor * mine), device, name) for name, factor in factors.items())
+        mine, factors = stage.parameter_bytes / stage.tp, self.options.state_factors(replicas).items()
+        return tuple(self.slots.resident(round(factor * mine), device, name) for name, factor in factors)
 
     def _on_all(self, members, spec: OpSpec, inputs, label, nbytes: float = 0, category="workspace") -> list[int]:
         """Adds an operation on all of `members`, with an output of `nbytes` on each."""

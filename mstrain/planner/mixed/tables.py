@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mstrain.planner.mixed.bounds import least_totals
 from mstrain.planner.mixed.cost import Model, Stage, build_stage
 from mstrain.planner.mixed.space import Choice
 
@@ -66,14 +65,6 @@ class Box:
     finish: tuple[float, float]
     total: np.ndarray  # (L + 1, S) least sum of stage times of the first layers on the devices left
     expanded: dict[tuple[int, int], list] = field(init=False, default_factory=dict)  # its tails, see search
-
-
-def build_box(space: Space, tables: Tables, slowest: tuple[float, float], finish: tuple[float, float]) -> Box:
-    """Bound the box, shrunk to times that stages really take; an empty one gets an infinite low end."""
-    total, slowest, finish = least_totals(
-        tables.stage_ms, tables.end_ms, slowest, finish, tables.groups, space.offsets, space.contains, space.real
-    )
-    return Box(tables, slowest, finish, total)
 
 
 def usable_stages(model: Model, space: Space, samples: int) -> dict[int, Stage]:
