@@ -1,4 +1,4 @@
-"""plan.py planner=optimal: plans for mixed clusters described by Metis's files."""
+"""plan.py planner=optimal: the optimal plan of a mixed cluster, which files in the formats of Metis describe."""
 
 from dataclasses import dataclass
 
@@ -19,16 +19,18 @@ NOT_TRAINABLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """Where a mixed cluster is described."""
+    """The files that describe a mixed cluster."""
 
     hostfile: str
-    """One line `ADDRESS slots=K` per host."""
+    """Required. File with one line `ADDRESS slots=K` per host; K is the number of devices of the host."""
     clusterfile: str
-    """JSON object, ADDRESS -> instance_type, inter_bandwidth and intra_bandwidth (GB/s), memory (GB)."""
+    """Required. JSON file that maps each ADDRESS to instance_type (device type), inter_bandwidth and intra_bandwidth
+    (GB/s between hosts and within one) and memory (GB per device)."""
     profiles: str
-    """Folder of DeviceType.<TYPE>_tp<T>_bs<S>.json files."""
+    """Required. Folder of measured profiles of the model, one file DeviceType.<TYPE>_tp<T>_bs<S>.json for each device
+    type, tensor-parallel degree T and batch of S samples."""
     run_dir: str = "runs/plan"
-    """Folder of tables and pictures."""
+    """Folder in which the result is written: tables (JSON, CSV), and the trace and pictures of a simulation."""
 
     @property
     def paths(self) -> tuple[str, str, str]:
@@ -41,7 +43,7 @@ class OptimalConfig(PlanOptions, Files):
 
 
 def run_optimal(config: OptimalConfig) -> int:
-    """Prints the best plans with their terms and the certificate, simulates the best; writes all of it."""
+    """Prints the best plans with the terms of their cost and the certificate, simulates the best plan, writes files."""
     folder, say = make_folder(config.run_dir), console()
     clock = Clock((SEARCH_PART if config.simulate else 1) * config.max_seconds)
     with progress("planner=optimal", clock):
