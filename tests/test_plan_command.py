@@ -103,9 +103,11 @@ def test_modes_are_chosen_by_key_by_host_file_or_by_default():
 
 
 def test_help_lists_the_keys_of_the_mode(capsys):
+    """With their defaults, also those of the mode's file in conf/, and which keys are required."""
     assert command("planner=metis", "--help") == 0
     printed = capsys.readouterr().out
-    assert "max_permute_len=128" in printed and "JSON object, ADDRESS" in printed
+    assert "max_permute_len=128" in printed and "JSON file that maps each ADDRESS" in printed
+    assert "hostfile=VALUE (required)" in printed and "run_dir=runs/plan_metis" in printed
 
 
 POD = ["model=tiny", "model.vocab_size=256", "cluster=h200:8", "batch=16", "seq=64", "simulate=false"]

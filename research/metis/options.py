@@ -15,9 +15,9 @@ class MetisOptions:
     ValueError for a value out of its range."""
 
     num_layers: int
-    """Required. Number of layers, including the embedding and the output layer, as in the profiles."""
+    """Number of layers, including the embedding and the output layer, as in the profiles."""
     gbs: int
-    """Required. Global batch size: samples (sequences) per step."""
+    """Global batch size: samples (sequences) per step."""
     hidden_size: int = 4096
     """Width of the model: features per token of the activations between layers."""
     sequence_length: int = 1024
@@ -42,7 +42,7 @@ class MetisOptions:
     device_order: tuple[str, ...] = ()
     """Order of the device types in the first node sequence, such as '[A100,V100]'; empty for alphabetical order."""
     reference_profile: str = ""
-    """File name of the profile that supplies the times of optimizer and batch generator and the sizes of the parameters;
+    """File name of the profile that supplies the times of optimizer and batch generator and the sizes of parameters;
     empty for the first type, its largest tensor-parallel degree and its largest batch."""
     top_k: int = 10
     """Number of plans in the ranking that is written."""

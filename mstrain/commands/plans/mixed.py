@@ -22,15 +22,15 @@ class Files:
     """The files that describe a mixed cluster."""
 
     hostfile: str
-    """Required. File with one line `ADDRESS slots=K` per host; K is the number of devices of the host."""
+    """File with one line `ADDRESS slots=K` per host; K is the number of devices of the host."""
     clusterfile: str
-    """Required. JSON file that maps each ADDRESS to instance_type (device type), inter_bandwidth and intra_bandwidth
+    """JSON file that maps each ADDRESS to instance_type (device type), inter_bandwidth and intra_bandwidth
     (GB/s between hosts and within one) and memory (GB per device)."""
     profiles: str
-    """Required. Folder of measured profiles of the model, one file DeviceType.<TYPE>_tp<T>_bs<S>.json for each device
+    """Folder of measured profiles of the model, one file DeviceType.<TYPE>_tp<T>_bs<S>.json for each device
     type, tensor-parallel degree T and batch of S samples."""
     run_dir: str = "runs/plan"
-    """Folder in which the result is written: tables (JSON, CSV), and the trace and pictures of a simulation."""
+    """Folder in which tables, and the trace and pictures of a simulation, are written."""
 
     @property
     def paths(self) -> tuple[str, str, str]:

@@ -16,9 +16,9 @@ class PlanOptions:
     """Options of a search for the optimal plan of a mixed cluster. Raises ValueError for a value out of its range."""
 
     num_layers: int
-    """Required. Number of layers, including the embedding and the output layer, as in the profiles."""
+    """Number of layers, including the embedding and the output layer, as in the profiles."""
     batch: int
-    """Required. Global batch size: samples (sequences) per step. It need not be a power of two."""
+    """Global batch size: samples (sequences) per step. It need not be a power of two."""
     hidden_size: int = 4096
     """Width of the model: features per token of the activations between layers."""
     sequence_length: int = 1024
@@ -36,7 +36,7 @@ class PlanOptions:
     gradient_factor: float = 1.0
     """Bytes of gradients per byte of parameters."""
     optimizer_factor: float = 6.0
-    """Bytes of optimizer state per byte of parameters: 6 for Adam with bf16 parameters (a float32 copy, two moments)."""
+    """Bytes of optimizer state per byte of parameters: 6 for Adam with bf16 parameters (float32 copy and moments)."""
     shard_optimizer: bool = False
     """Shard the optimizer state and the update over the data-parallel replicas of a stage (ZeRO 1)."""
     activation_bytes: float = 34.0
