@@ -1,4 +1,4 @@
-"""Metis, compatible with the reference: counts, costs and best plans, defects included."""
+"""The planners of Metis (SamsungLabs/Metis) reproduced: same counts, costs and best plans, including their defects."""
 
 from research.metis.options import MetisOptions
 from research.metis.result import MetisPlan, MetisResult, SearchStopped, reference_lines
