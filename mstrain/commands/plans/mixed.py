@@ -56,7 +56,7 @@ def run_optimal(config: OptimalConfig) -> int:
     say.print(plans_table(result))
     say.print(stages_table(result.best))
     proof = result.certificate
-    reason = "proven optimal over the space" if proof.proven else "not proven optimal"
+    reason = "proven optimal in the space of plans" if proof.proven else "not proven optimal"
     say.print(f"{proof.summary} Lower bound {proof.lower_bound_ms:.3f} ms, gap {100 * result.gap:.2f} %: {reason}.")
     written = ["optimal.json", "optimal.csv"]
     if config.simulate:
