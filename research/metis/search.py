@@ -58,13 +58,13 @@ def check_slots(hostfile, cluster: Hosts) -> None:
         if node.slots > 9:
             raise ValueError(
                 f"{hostfile}: {node.address} slots={node.slots}: Metis reads one digit, "
-                f"here {str(node.slots)[0]}; write several hosts of at most 9 slots or use the "
-                "optimal planner, which takes any count"
+                f"here {str(node.slots)[0]}; write several hosts of at most 9 slots or type "
+                "planner=optimal, which reads any count"
             )
     if cluster.num_devices > slots * len(cluster.nodes):
         raise ValueError(
             f"{hostfile}: Metis takes the first host's {slots} slots for all hosts; put the "
-            "host with the most slots first or use the optimal planner: it takes unequal hosts"
+            "host with the most slots first, or type planner=optimal, which supports unequal hosts"
         )
 
 
@@ -149,6 +149,6 @@ def missing_profile_message(options: MetisOptions, key: Key, batches: int) -> st
     if key[2] & (key[2] - 1):
         fix = (
             f"gbs={options.gbs} in {batches} microbatches is not divisible into profiled batches; use a "
-            "power of two, add the profile, or use the optimal planner, which takes any batch"
+            "power of two, add the profile, or type planner=optimal, which supports any batch"
         )
     return f"{profile_name(key)} is missing: {fix}"
