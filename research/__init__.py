@@ -1,1 +1,4 @@
-"""References reproduced, defects included. Nothing in mstrain imports this but the registry of plan.py."""
+"""Reproductions of published planners and simulators, including their defects.
+
+In mstrain, only the registry of modes of plan.py refers to this package.
+"""

@@ -14,7 +14,7 @@ import pytest
 
 from mstrain.cli import run_command
 from mstrain.commands import plan
-from mstrain.commands.plans.modes import choose
+from mstrain.commands.plans.modes import ABOUT, MODES, choose
 from mstrain.commands.train import load_config
 from mstrain.hardware.layer_profiles import read_profiles
 from mstrain.models.size import count_parameters
@@ -103,9 +103,13 @@ def test_modes_are_chosen_by_key_by_host_file_or_by_default():
 
 
 def test_help_lists_the_keys_of_the_mode(capsys):
+    """With their defaults, also those of the mode's file in conf/, and which keys are required."""
     assert command("planner=metis", "--help") == 0
     printed = capsys.readouterr().out
-    assert "max_permute_len=128" in printed and "JSON object, ADDRESS" in printed
+    assert "max_permute_len=128" in printed and "JSON file that maps each ADDRESS" in printed
+    assert "hostfile=VALUE (required)" in printed and "run_dir=runs/plan_metis" in printed
+    modes = {f"{key}={value}" for key, values in MODES.items() for value in values}
+    assert modes | {"profile=MODEL", "published=FILE"} == set(ABOUT) and all(mode in printed for mode in ABOUT)
 
 
 POD = ["model=tiny", "model.vocab_size=256", "cluster=h200:8", "batch=16", "seq=64", "simulate=false"]

@@ -39,6 +39,11 @@ def config_dir(folder: Path | None):
 
 def compose(kind: type, name: str, arguments: list[str]) -> Any:
     """The dataclass `kind` from NAME.yaml and command-line overrides; raises ValueError with the fix."""
+    return build(kind, compose_values(kind, name, arguments))
+
+
+def compose_values(kind: type, name: str, arguments: list[str]) -> dict:
+    """Values by key, as `compose` but without the checks of `kind`; None for a required key that is not given."""
     overrides = _checked(kind, arguments)
     schema = {field.name: default_of(field) for field in dataclasses.fields(kind)}
     ConfigStore.instance().store(name="schema", node=schema)
@@ -51,7 +56,7 @@ def compose(kind: type, name: str, arguments: list[str]) -> Any:
         assert isinstance(values, dict)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(f"Cannot read the command line: {str(error).splitlines()[0]}") from None
-    return build(kind, values)
+    return values
 
 
 def to_yaml(config) -> str:

@@ -46,8 +46,7 @@ def build(kind: type, values: dict, path: str = "") -> Any:
     if unknown:
         raise ValueError(f"{path}{min(unknown)} is not a key. Known: {', '.join(path + name for name in names)}.")
     for field in dataclasses.fields(kind):
-        required = field.default is field.default_factory is dataclasses.MISSING
-        if required and values.get(field.name) is None:
+        if is_required(field) and values.get(field.name) is None:
             raise ValueError(f"{path}{field.name}= is missing. Type {path}{field.name}=VALUE (--help lists the keys).")
     explain = getattr(kind, "explain", lambda key, value: None)
     return kind(**{name: _typed(hints[name], value, path + name, explain) for name, value in values.items()})
@@ -105,6 +104,11 @@ def _typed(hint: Any, value: Any, path: str, explain: Explain) -> Any:
 def types_of(hint) -> tuple[type, ...]:
     """The members of a union, or the one type."""
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def is_required(field: dataclasses.Field) -> bool:
+    """Whether a field has no default, so that its key must be typed."""
+    return field.default is field.default_factory is dataclasses.MISSING
 
 
 def default_of(field: dataclasses.Field):

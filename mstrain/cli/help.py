@@ -6,8 +6,9 @@ import typing
 
 from omegaconf import OmegaConf
 
-from mstrain.cli.compose import EXPERIMENT, choices, compose, groups_of
-from mstrain.cli.fields import default_of, field_docs, is_config, types_of
+from mstrain.cli.compose import EXPERIMENT, choices, compose, compose_values, groups_of
+from mstrain.cli.fields import default_of, field_docs, is_config, is_required, types_of
+from mstrain.conf_folder import CONF
 
 WIDTH = 110
 TYPES = {int: "int", float: "float", bool: "true|false", str: "text", type(None): "null"}
@@ -48,18 +49,22 @@ def _group(path: str, kind: type, defaults: dict) -> list[str]:
 
 
 def defaults_of(kind: type, name: str) -> dict:
-    """The defaults of a command; those of the fields if some key is required."""
+    """The defaults of a command, those of its file in conf/ included; None for a required key."""
     try:
         return dataclasses.asdict(compose(kind, name, []))
-    except ValueError:
+    except ValueError:  # a key is required, or the command has no file
+        if (CONF / f"{name}.yaml").is_file():
+            return compose_values(kind, name, [])
         return {field.name: default_of(field) for field in dataclasses.fields(kind)}
 
 
 def _section(kind: type, prefix: str, defaults: dict, skip=()) -> list[str]:
     docs, hints, lines = field_docs(kind), typing.get_type_hints(kind), []
-    for name in (field.name for field in dataclasses.fields(kind) if field.name not in skip):
+    for field in (field for field in dataclasses.fields(kind) if field.name not in skip):
+        name = field.name
         allowed = " or ".join(TYPES.get(kind, "list") for kind in types_of(hints[name]))
-        lines += _wrapped(f"{prefix}{name}={shown(defaults[name])}", f"({allowed}) {docs.get(name, '')}".rstrip())
+        head = f"{name}=VALUE (required)" if is_required(field) else f"{name}={shown(defaults[name])}"
+        lines += _wrapped(prefix + head, f"({allowed}) {docs.get(name, '')}".rstrip())
     return lines
 
 

@@ -1,1 +1,1 @@
-"""Step programs of a cluster, simulated: events on devices and links, and live memory."""
+"""Simulator of training steps on a cluster: events on devices and links, and live memory over time."""

@@ -1,7 +1,7 @@
-"""Devices and the links between them.
+"""Devices, and the network that connects them.
 
-A network gives the wires and the time of a message, and the ring of a group of devices. Bandwidths are bytes/s per
-direction, latencies seconds.
+A `Network` gives the path of a message between two devices and the link of a collective on a ring of devices.
+Bandwidths are in bytes/s per direction, latencies in seconds.
 """
 
 from abc import ABC, abstractmethod
@@ -14,12 +14,20 @@ from typing import NamedTuple
 from mstrain.hardware import Link
 from mstrain.hardware.constants import AxisLinks
 
-GIGABIT = 1.25e8  # bytes
+GIGABIT = 1.25e8  # bytes in 10^9 bits
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator: flop/s, bytes/s to memory, bytes of memory, seconds per kernel launch."""
+    """One accelerator.
+
+    Attributes:
+      flops: FLOP/s.
+      memory_bandwidth: bytes/s of device memory.
+      memory_bytes: capacity of device memory.
+      launch_seconds: time to launch a kernel.
+      kind: name in messages and traces, followed by the device number.
+    """
 
     flops: float
     memory_bandwidth: float
@@ -29,7 +37,15 @@ class Device:
 
 
 class Wire(NamedTuple):
-    """One end of one direction of a link; `device` is where it is drawn, `name` its name there."""
+    """One direction of a link, at one of the two devices it connects.
+
+    A link between two devices has a wire at its sender and another one at its receiver.
+
+    Attributes:
+      device: the device with this end of the link.
+      name: name of the lane in the timeline of that device, such as "link out".
+      bandwidth: bytes/s.
+    """
 
     device: int
     name: str
@@ -37,7 +53,7 @@ class Wire(NamedTuple):
 
 
 class Path(NamedTuple):
-    """The wires a message crosses, the slowest one's bandwidth, and its latency."""
+    """The wires that a message crosses, the bandwidth of the slowest one (bytes/s), and the latency (seconds)."""
 
     wires: tuple[Wire, ...]
     bandwidth: float
@@ -45,7 +61,7 @@ class Path(NamedTuple):
 
 
 class Network(ABC):
-    """The links of a cluster; `launch` is the seconds to start a message or a collective."""
+    """The links of a cluster; `launch` is the time in seconds to start a message or a collective."""
 
     launch = 0.0
 
@@ -54,18 +70,18 @@ class Network(ABC):
         """The path of a message from `source` to `destination`."""
 
     def hops(self, here: int, there: int) -> Sequence[Path]:
-        """The paths over which a ring sends equal parts from one member to the next."""
+        """The paths between two consecutive members of a ring, over which their data is divided equally."""
         return (self.path(here, there),)
 
     def link(self, kind: str, members: Sequence[int]) -> Link:
-        """The link of a collective of `kind` on the ring through `members` in order.
+        """The link of a collective of `kind` on the ring of `members`, in this order.
 
-        A wire that several hops cross is shared by them; `sync` is the latency of the slowest hop.
+        Hops that cross the same wire divide its bandwidth. `sync` is the latency of the slowest hop.
         """
         return self._ring(members)[0]
 
     def ring_wires(self, members: Sequence[int]) -> Sequence[Wire]:
-        """The wires that the ring through `members` occupies."""
+        """The wires that a collective on the ring of `members` occupies."""
         return self._ring(members)[1]
 
     @lru_cache(maxsize=1 << 14)  # noqa: B019 - networks are few and small
@@ -78,13 +94,13 @@ class Network(ABC):
                 latency = max(latency, path.latency - self.launch)
                 for wire in path.wires:
                     load[wire] = load.get(wire, 0.0) + 1.0 / len(paths)
-        bandwidth = min(wire.bandwidth / share for wire, share in load.items())
+        bandwidth = min(wire.bandwidth / hops for wire, hops in load.items())
         return Link(self.launch, latency, bandwidth), tuple(load)
 
 
 @dataclass(frozen=True)
 class Switch(Network):
-    """One full-duplex port of `bandwidth` per device."""
+    """A switch to which every device has one full-duplex port of `bandwidth` bytes/s."""
 
     bandwidth: float
     latency: float = 0.0
@@ -97,11 +113,14 @@ class Switch(Network):
 
 @dataclass(frozen=True)
 class Axes(Network):
-    """Devices numbered row-major over the axes of a plan, one full-duplex link per device and axis.
+    """Devices numbered row-major over the axes of a plan, with one full-duplex link per device and axis.
 
-    The cost of a product assumes this network: axes do not slow each other, and every collective has its own launch.
-    `links` has one entry per axis; messages use the link of the axis along which they go. `ring` is the link of
-    collectives among the devices of the last two axes together.
+    The cost model of products assumes this network: communication along one axis does not slow communication along
+    another one, and every collective has its own launch.
+
+    Attributes:
+      names, sizes, links: one entry per axis. A message uses the link of the axis along which it is sent.
+      ring: link of collectives over the devices of the last two axes together.
     """
 
     names: tuple[str, ...]
@@ -134,7 +153,7 @@ class Axes(Network):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices 0..n-1 and the network between them."""
+    """Devices 0 to n - 1 and the network that connects them."""
 
     devices: tuple[Device, ...]
     network: Network

@@ -1,4 +1,4 @@
-"""A simulated step beside its cost model: the result of every planner's simulation."""
+"""A simulated step and the cost model's prediction of it: what the simulation of a plan returns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,18 +11,19 @@ from mstrain.json_files import write_json
 from mstrain.simulator.simulate import Simulation
 from mstrain.timeline import exposed_communication, first_events, write_perfetto
 
-TRACE_EVENTS = 150_000  # written; a longer simulation is cut there, so that the trace can be opened
-GANTT_LANES = 24
+TRACE_EVENTS = 150_000  # at most, the first ones; ui.perfetto.dev does not open much larger traces
+GANTT_LANES = 24  # at most
 
 
 @dataclass(frozen=True, eq=False)
 class Compared:
-    """A simulated step of `microbatches`.
+    """A simulated step of `microbatches` microbatches.
 
     Attributes:
-      predicted_seconds, predicted_bytes: of the same step and its fullest device, by the cost model.
-      devices: of every stage; empty if one device represents a stage.
-      stages: rows of numbers of every stage, both ways.
+      predicted_seconds: time of the same step by the cost model.
+      predicted_bytes: peak memory of its fullest device by the memory model.
+      devices: the devices of each stage; empty if one device represents a stage.
+      stages: one dict per stage with its simulated and predicted figures.
     """
 
     result: Simulation
@@ -34,7 +35,7 @@ class Compared:
 
     @cached_property
     def exposed(self) -> float:
-        """Mean part of the step in which a device waits for a link and computes nothing."""
+        """Mean fraction of the step in which a device waits for communication and does not compute."""
         waits = exposed_communication(self.result.timeline())
         return sum(waits.values()) / len(waits) / self.result.seconds
 
@@ -69,13 +70,13 @@ class Compared:
         return [*names, "simulation.json"]
 
     def summary(self, microbatches: int) -> list[str]:
-        """Simulated against predicted time and memory, of a plan with so many microbatches."""
+        """Lines with simulated and predicted time and memory; `microbatches` is the number that the plan has."""
         result, predicted = self.result, self.predicted_seconds
-        part = "" if self.microbatches == microbatches else f", {self.microbatches} of the {microbatches} microbatches"
+        part = "" if self.microbatches == microbatches else f" ({self.microbatches} of {microbatches} microbatches)"
         return [
-            f"Simulated{part}: {1e3 * result.seconds:.1f} ms, cost model {1e3 * predicted:.1f} ms "
-            f"({100 * (result.seconds / predicted - 1):+.1f} %); {result.program.num_ops:,} operations "
-            f"of the whole job; devices wait for links {100 * self.exposed:.1f} % of the step",
-            f"Simulated memory: {result.peak_bytes / 1e9:.1f} GB on the fullest device, cost model "
+            f"Simulated step{part}: {1e3 * result.seconds:.1f} ms, {100 * (result.seconds / predicted - 1):+.1f} % "
+            f"relative to the cost model ({1e3 * predicted:.1f} ms); exposed communication {100 * self.exposed:.1f} % "
+            f"of the step; {result.program.num_ops:,} operations on all devices",
+            f"Simulated peak memory: {result.peak_bytes / 1e9:.1f} GB on the fullest device, cost model "
             f"{self.predicted_bytes / 1e9:.1f} GB",
         ]

@@ -1,8 +1,8 @@
 """The time of an operation.
 
-A kernel takes the longer of its arithmetic and its memory traffic, inputs and outputs included, and its launch.
-Collectives are rings on links beside the compute units: communication can be hidden and messages can compete. A message
-does not stop its devices.
+A kernel takes the time of its launch plus the longer of its arithmetic and its memory traffic (inputs and outputs).
+Collectives are rings. Communication occupies links and no compute units, so it can overlap with compute; messages over
+the same link wait for each other.
 """
 
 from collections.abc import Sequence
@@ -13,20 +13,25 @@ from mstrain.hardware.link import ring_seconds
 from mstrain.simulator.cluster import Cluster, Device
 from mstrain.simulator.program import OpSpec
 
-# Operands read by each elementwise operation.
+# Elementwise operations and reductions, each with the number of operands that it reads.
 READS: dict[str, int] = dict.fromkeys(("Relu", "Softmax", "Tanh", "Sqrt", "Transpose", "ReduceMean", "Cast"), 1)
 READS |= dict.fromkeys(("ReluGrad", "Add", "Sub", "Mul", "Div", "Pow", "Loss", "LossGrad"), 2)
+# Operations that move data and compute nothing.
 MOVES = frozenset({"Concat", "Split", "Slice", "Reshape", "Shape", "Squeeze", "Unsqueeze", "Lookup", "Identity"})
+# Matrix multiplications.
 PRODUCTS = frozenset({"MatMul", "Gemm", "InputGrad", "MatMulGrad", "WeightGrad"})
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How operations are charged and workers numbered; other rule sets derive from this one.
+    """The cost of operations and the numbering of workers; other rule sets are subclasses.
 
     Attributes:
-      link_lanes: communication runs on the links, beside compute; otherwise it stops all its devices.
-      axis_order: parallel axes from the outermost to the innermost, for numbering workers from `first`.
+      name: name in messages and tables.
+      link_lanes: communication occupies links and overlaps with compute; otherwise it occupies the compute units of all
+        devices that take part.
+      axis_order: parallel axes from the outermost to the innermost, in which workers are numbered.
+      first: number of the first worker.
     """
 
     name: str = "corrected"
@@ -58,31 +63,31 @@ class Rules:
         raise ValueError(f"no cost rule for operation {kind!r}; known: {known}")
 
     def kernel_seconds(self, device: Device, nbytes: float, flops: float) -> float:
-        """Seconds of a kernel that moves `nbytes` and does `flops`."""
+        """Seconds of a kernel that reads and writes `nbytes` and computes `flops` FLOPs."""
         return device.launch_seconds + max(nbytes / device.memory_bandwidth, flops / device.flops)
 
     def matmul_seconds(self, left: Sequence[int], right: Sequence[int], size: int, device: Device) -> float:
-        """Seconds of a product, batched over the leading dims."""
+        """Seconds of a matrix multiplication of shapes `left` and `right`, batched over the leading dims."""
         (m, k), p, batch = left[-2:], right[-1], prod(left[:-2])
         elements = batch * m * k + prod(right[:-2]) * k * p + batch * m * p
         return self.kernel_seconds(device, size * elements, 2.0 * batch * m * k * p)
 
     def elementwise_seconds(self, kind: str, shape: Sequence[int], size: int, device: Device) -> float:
-        """Seconds of an operation of one result per element."""
+        """Seconds of an operation that computes one result per element of `shape`."""
         count, writes = prod(shape), kind != "Loss"
         return self.kernel_seconds(device, size * count * (READS[kind] + writes), count)
 
     def move_seconds(self, kind: str, shape: Sequence[int], size: int, device: Device) -> float:
-        """Concat copies the new piece behind the old ones, into memory set aside for all; others are views."""
+        """Seconds of an operation of `MOVES`: Concat copies an operand into an allocated result, others are views."""
         return self.kernel_seconds(device, 2 * size * prod(shape), 0.0) if kind == "Concat" else 0.0
 
     def communication_seconds(
         self, spec: OpSpec, members: Sequence[int], cluster: Cluster
     ) -> float | tuple[float | None, ...]:
-        """Seconds of a communication over `members`: one number, or one per member (None: no event there).
+        """Seconds of a communication operation: one number, or one per member (None: no event is recorded).
 
-        Send is from the first member to the second; Gather and Reduce end on the last member; Scatter and
-        Broadcast start from the first.
+        Send is from the first of `members` to the second. The last one is the root of Gather and Reduce, the first one
+        the root of Scatter and Broadcast.
         """
         nbytes = prod(spec.shapes[0]) * spec.element_bytes
         if len(members) == 1:
@@ -94,7 +99,7 @@ class Rules:
 
 
 def operation_work(spec: OpSpec) -> float:
-    """Floating-point operations of one operation on one device (0 for communication and data movement)."""
+    """FLOPs of one operation on one device; 0 for communication and data movement."""
     kind, shapes, _ = spec
     if kind in PRODUCTS:
         once = 2.0 * prod(shapes[0]) * shapes[1][-1]

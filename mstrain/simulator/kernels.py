@@ -1,8 +1,7 @@
-"""The compiled loop of the simulator: lanes keep to program order, or serve first come, first served.
+"""The event loop of the simulator, compiled by numba.
 
-It takes `Ragged` lists per operation: the lanes that it holds, with `seconds` for each (NaN for no event), the values
-that it reads (`inputs`) and writes (`outputs`); and the numbers of lanes, of values and of the first lanes that keep to
-program order. It returns the start and end of every operation and the end of every lane, in seconds.
+An operation starts when its inputs exist and all its lanes are free, and then holds these lanes. A lane is the compute
+unit of a device or one direction of a link.
 """
 
 import heapq
@@ -13,9 +12,12 @@ import numpy as np
 
 @numba.njit(cache=True)
 def _dependencies(held, inputs, outputs, num_ordered, num_values):
-    """How many things every operation waits for, the next operation per event, and the readers per value in lists.
+    """What every operation waits for; an event is an operation on one of its lanes. Arguments as in `first_come`.
 
-    An operation waits for the writers of its inputs, and on the first `num_ordered` lanes for the one before it.
+    Returns:
+      pending: int array of shape (operations,): on how many inputs and earlier operations of ordered lanes each waits.
+      after: int array of shape (events,): the next operation on the same ordered lane; -1 for none and on other lanes.
+      reader_offsets, readers: the operations that read value v are `readers[reader_offsets[v]:reader_offsets[v + 1]]`.
     """
     (offsets, lanes), (in_offsets, in_items) = held, inputs
     pending = np.zeros(len(offsets) - 1, np.int64)
@@ -48,12 +50,23 @@ def _release(op, time, pending, ready, queue):
 
 @numba.njit(cache=True)
 def first_come(held, seconds, inputs, outputs, num_lanes, num_values, num_ordered):
-    """Lanes serve operations as they become ready; the first `num_ordered` lanes keep to program order."""
+    """Runs all operations.
+
+    Args:
+      held: `Ragged`, the lanes that each operation holds.
+      seconds: float array of shape (events,), how long each of these lanes is held; NaN for no event.
+      inputs, outputs: `Ragged`, the values that each operation reads and writes.
+      num_ordered: the first `num_ordered` lanes run operations in program order; other lanes run them in the order in
+        which they become ready.
+
+    Returns:
+      Start and end of every operation (NaN if it waits forever) and end of every lane, float arrays in seconds.
+    """
     pending, after, reader_offsets, readers = _dependencies(held, inputs, outputs, num_ordered, num_values)
     (offsets, lanes), (out_offsets, out_items) = held, outputs
     free, ready = np.zeros(num_lanes), np.zeros(len(pending))
     starts, ends = np.full(len(pending), np.nan), np.full(len(pending), np.nan)
-    queue = [(0.0, op) for op in range(len(pending)) if pending[op] == 0]  # sorted, so a heap
+    queue = [(0.0, op) for op in range(len(pending)) if pending[op] == 0]  # a sorted list is a heap
     while len(queue):
         start, op = heapq.heappop(queue)
         for lane in lanes[offsets[op] : offsets[op + 1]]:

@@ -1,8 +1,8 @@
 """Live memory of a program over time, from the lifetimes of its values.
 
-A value takes memory from the operation that writes it until its last reader is done. Program inputs and values without
-a reader (results) stay. An operation holds its inputs and outputs at once. This is DistIR's model: no workspace, no
-fragmentation.
+A value is allocated by the operation that writes it and freed after the last operation that reads it. Program inputs,
+and values that no operation reads (results), are never freed. Inputs and outputs of an operation are allocated at the
+same time. This is the memory model of DistIR: it has no workspace and no fragmentation.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,11 @@ from mstrain.simulator.program import Program
 class MemoryUse:
     """Changes of live memory, sorted by device and time.
 
-    Attributes: `device`, `time` (seconds), `total` (bytes after the change) and `moment` (changes with one
-    number happen together), int or float arrays of shape (changes,).
+    Attributes:
+      device: int array of shape (changes,).
+      time: float array of shape (changes,), seconds.
+      total: int array of shape (changes,), live bytes of the device after the change.
+      moment: int array of shape (changes,); consecutive changes with the same number are simultaneous.
     """
 
     device: np.ndarray
@@ -28,10 +31,11 @@ class MemoryUse:
 
     @cached_property
     def peak_bytes(self) -> dict[int, int]:
+        """Peak of live memory by device."""
         return {device: int(totals.max()) for device, (_, totals) in self.timelines().items()}
 
     def timelines(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """Per device, times and totals, one entry for all changes that happen together."""
+        """Times (seconds) and totals (bytes) by device, with one entry for simultaneous changes."""
         shown = (np.append(np.diff(self.device), 1) != 0) | (np.append(np.diff(self.moment), 1) != 0)
         device, time, total = self.device[shown], self.time[shown], self.total[shown]
         devices, begin = np.unique(device, return_index=True)
@@ -42,9 +46,9 @@ class MemoryUse:
 def memory_use(
     program: Program, allocate: np.ndarray, free: np.ndarray, counted: np.ndarray | None = None
 ) -> MemoryUse:
-    """Live memory if operation i takes its outputs at `allocate[i]` and drops its inputs at `free[i]`.
+    """Live memory if operation i allocates its outputs at `allocate[i]` and frees its inputs at `free[i]` (seconds).
 
-    `counted`, a bool array of shape (values,), leaves out the values where it is false.
+    `counted` is a bool array of shape (values,): only values where it is true are counted; None counts all.
     """
     reader = np.full(len(program.value_bytes), -1)
     reader[program.inputs.items] = program.inputs.owner()
@@ -52,7 +56,7 @@ def memory_use(
     freed = freed[np.argsort(reader[freed], kind="stable")]
     written, writer = program.outputs.items, program.outputs.owner()
     value = np.concatenate([resident, written, freed])
-    # Moments count up in program order: inputs, then per operation first the outputs, then what it frees.
+    # Moments follow program order: program inputs, then for each operation its outputs, then the values it frees.
     moment = np.concatenate([np.full(len(resident), -1), 2 * writer, 2 * reader[freed] + 1])
     time = np.concatenate([np.zeros(len(resident)), allocate[writer], free[reader[freed]]])
     sign = np.repeat([1, 1, -1], [len(resident), len(written), len(freed)])
@@ -60,6 +64,6 @@ def memory_use(
     order = kept[np.lexsort((moment[kept], time[kept], program.value_device[value[kept]]))]
     device, total = program.value_device[value[order]], np.cumsum((program.value_bytes[value] * sign)[order])
     begin = np.flatnonzero(np.diff(device, prepend=-1))
-    before = np.append(0, total)[begin]  # of the devices in front
+    before = np.append(0, total)[begin]  # the cumulative sum includes all devices in front
     total -= np.repeat(before, np.diff(np.append(begin, len(total))))
     return MemoryUse(device, time[order], total, moment[order])

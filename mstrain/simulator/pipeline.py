@@ -1,7 +1,8 @@
-"""The one writer of pipelined step programs: passes in the order of a schedule, each followed by its messages.
+"""Writes the operations of a pipelined step: the passes in the order of a schedule, each followed by its messages.
 
-A subclass of `PipelineStep` states what a pass consists of: DistIR's perceptron, the transformer of a plan, or the
-profiled layers of a mixed cluster. A pass adds its operations once; they are repeated for every microbatch.
+A subclass of `PipelineStep` defines the operations of a pass: those of DistIR's perceptron, of the transformer of a
+plan, or of the profiled layers of a mixed cluster. The operations of a pass are added once and repeated for every
+microbatch.
 """
 
 from abc import ABC, abstractmethod
@@ -28,7 +29,7 @@ class PipelineStep(ABC):
         self, spec: OpSpec, axis: int, stage: int, inputs: Iterable[int] = (), outputs: Iterable[int] = (),
         peer: int = -1, label: tuple = (),
     ) -> None:  # fmt: skip
-        """Adds an operation to the pass that is being written; its parts are those of `RankOp`."""
+        """Adds an operation to the pass that is being written; the arguments are the fields of `RankOp`."""
         self.ops.append(RankOp(spec, axis, stage, tuple(inputs), tuple(outputs), peer, label))
 
     def stage(self, chunk: int) -> int:
@@ -36,34 +37,34 @@ class PipelineStep(ABC):
         return chunk % self.degrees.pipeline
 
     def variant(self, chunk: int, direction: int, microbatch: int) -> tuple:
-        """What distinguishes this pass from other microbatches; further arguments of `forward` and `backward`."""
+        """Further arguments of the function that writes this pass; passes with equal ones have the same operations."""
         return ()
 
     def begin(self) -> None:  # noqa: B027 - most steps have none
-        """The operations before all passes."""
+        """Adds the operations before all passes."""
 
     @abstractmethod
     def forward(self, chunk: int, *variant) -> None:
-        """The forward pass of a chunk."""
+        """Adds the forward pass of a chunk."""
 
     def backward(self, chunk: int, *variant) -> None:
-        """The backward pass of a chunk; the schedule of a step without one has no such tasks."""
+        """Adds the backward pass of a chunk; not called if the schedule has no backward passes."""
         raise AssertionError("this step has no backward pass")
 
     def weight_gradients(self, chunk: int, *variant) -> None:
-        """The gradients of a chunk's weights, where the schedule makes them after the backward pass."""
+        """Adds the weight gradients of a chunk, if the schedule computes them after the backward pass (zero-bubble)."""
         raise AssertionError("this step makes all gradients in its backward passes")
 
     def wait(self, chunk: int, direction: int) -> None:
-        """A pass of a chunk whose results do not count, where the stages run in lockstep."""
+        """Adds a pass whose results are discarded: stages in lockstep compute also in ticks without a microbatch."""
         raise AssertionError("this step has no lockstep")
 
     def messages(self, chunk: int, other: int, direction: int) -> Sequence[tuple[OpSpec, int, int]]:
-        """(operation, value, its copy on arrival) of every message from `chunk` to the chunk `other`."""
+        """(operation, value sent, value received) of every message from `chunk` to the chunk `other`."""
         return ()
 
     def send(self, chunk: int, direction: int) -> None:
-        """The messages that follow a pass."""
+        """Adds the messages that follow a pass."""
         other = chunk + 1 if direction == FORWARD else chunk - 1
         if direction == WEIGHTS or not 0 <= other < self.chunks or self.stage(other) == self.stage(chunk):
             return
@@ -71,10 +72,10 @@ class PipelineStep(ABC):
             self.add(spec, SEND, self.stage(chunk), (value,), (arrival,), self.stage(other), ("to chunk", other))
 
     def finish(self) -> None:  # noqa: B027 - inference has none
-        """The operations after all passes."""
+        """Adds the operations after all passes."""
 
     def write(self, schedule: Schedule) -> Step:
-        """The whole step."""
+        """The step with the passes of `schedule`."""
         written: dict[tuple, np.ndarray] = {}  # rows of `ops` by kind of pass
         order: list[tuple[np.ndarray, int]] = []  # rows and microbatch of every pass
 
@@ -97,7 +98,7 @@ class PipelineStep(ABC):
                 variant = self.variant(chunk, direction, microbatch)
                 passes.append((chunk, direction, microbatch, variant))
                 run(microbatch, (), kinds[direction], chunk, *variant)
-            for chunk, direction, microbatch, variant in passes:  # every variant has values of its own
+            for chunk, direction, microbatch, variant in passes:  # variants send different values
                 run(microbatch, variant, self.send, chunk, direction)
         run(self.degrees.microbatches - 1, (), self.finish)
         rows, microbatches = zip(*order)

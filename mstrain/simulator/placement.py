@@ -1,13 +1,19 @@
-"""How many ways a step is split, and which device does which part."""
+"""The parallel degrees of a step, and the devices of its ranks."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-# Which devices an operation involves: its own, its tensor ranks, its data replicas, its own and that of the stage
-# `peer`; where the tensor ranks form a mesh those of its column, which differ in their row, and those of its row; a
-# group that the step lists; or its own of every stage.
+# The devices that take part in an operation of a rank:
+#   LOCAL   its own device
+#   TENSOR  all tensor-parallel ranks of its replica and stage
+#   DATA    the same rank of all data-parallel replicas
+#   SEND    its own device and that of the same rank on stage `peer`
+#   ROW     the ranks of its mesh column, which differ in the row (if the tensor-parallel ranks form a mesh)
+#   COL     the ranks of its mesh row, which differ in the column
+#   GROUP   a group of `Step.groups`
+#   STAGES  the same rank on all stages
 LOCAL, TENSOR, DATA, SEND, ROW, COL, GROUP, STAGES = range(8)
 
 
@@ -15,8 +21,9 @@ LOCAL, TENSOR, DATA, SEND, ROW, COL, GROUP, STAGES = range(8)
 class Degrees:
     """Parallel degrees of a plan.
 
-    `interleave` is the number of model chunks per pipeline stage; `cols` the columns of the mesh that the
-    tensor ranks form, numbered row by row (1 where they form none).
+    Attributes:
+      interleave: number of chunks of layers per pipeline stage.
+      cols: columns of the mesh of the tensor-parallel ranks, which are numbered row by row; 1 if they form no mesh.
     """
 
     data: int = 1
@@ -35,7 +42,7 @@ class Degrees:
         return self.data * self.tensor * self.pipeline
 
     def members(self, axis: int) -> np.ndarray:
-        """The tensor ranks, numbered replica by replica, that an operation of the first one along `axis` involves."""
+        """The ranks that take part in an operation of rank 0 along `axis`, numbered replica by replica."""
         first, count = {
             LOCAL: (1, 1), SEND: (1, 1), STAGES: (1, 1), TENSOR: (1, self.tensor), DATA: (self.tensor, self.data),
             ROW: (self.cols, self.rows), COL: (1, self.cols),
@@ -45,7 +52,7 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Placement:
-    """Numbers the workers from `first` up; `order` lists the axes from outermost to innermost."""
+    """The device of every rank: devices are numbered from `first`, over the axes `order`, the last one fastest."""
 
     degrees: Degrees
     order: tuple[str, ...] = ("data", "tensor", "pipeline")

@@ -1,8 +1,8 @@
 """A program of operations over devices, as flat arrays (after the IR of DistIR, microsoft/dist-ir).
 
-A program holds the operations of all devices in one order. An operation is an `OpSpec` (kind, operand shapes, element
-size) on a group of devices. One device computes; several devices communicate. A value is stored on one device. Distinct
-specs and groups are stored once, so that the cost of each pair is computed once.
+A program lists the operations of all devices in one order. An operation is an `OpSpec` (kind, operand shapes, element
+size) on a group of devices: one device for compute, several for communication. A value is stored on one device.
+Distinct specs and groups are stored once, so that the cost of each pair is computed once.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ import numpy as np
 COMMUNICATION = frozenset(
     {"Send", "Scatter", "Broadcast", "Gather", "Reduce", "AllReduce", "AllGather", "ReduceScatter"}
 )
-# What a value is for, in the order in which memory is reported.
+# Categories of values, in the order in which reports list their memory.
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "workspace")
 
 
 class OpSpec(NamedTuple):
-    """An operation's kind, the operand shapes that decide its cost, and bytes per element."""
+    """The kind of an operation, the operand shapes that determine its cost, and the bytes per element."""
 
     kind: str
     shapes: tuple[tuple[int, ...], ...]
@@ -32,12 +32,12 @@ class OpSpec(NamedTuple):
 
     @property
     def known_seconds(self) -> float | None:
-        """Of an operation that `timed` made; None for others."""
+        """Seconds of an operation made by `timed`; None for others."""
         return None if self.element_bytes else 1e-9 * self.shapes[0][0]
 
 
 def timed(kind: str, seconds: float) -> OpSpec:
-    """An operation whose time is measured or predicted elsewhere: its shape is nanoseconds, of elements of 0 bytes."""
+    """An operation of a given time. It is stored as a shape of that many nanoseconds, with elements of 0 bytes."""
     return OpSpec(kind, ((round(1e9 * seconds),),), 0)
 
 
@@ -64,6 +64,7 @@ class Ragged(NamedTuple):
         return Ragged(offsets, self.items[positions])
 
     def owner(self) -> np.ndarray:
+        """For each of `items`, the number of its list."""
         return np.repeat(np.arange(len(self.offsets) - 1), self.lengths)
 
 
@@ -79,15 +80,15 @@ class Program:
 
     Attributes:
       specs, groups: distinct specs and device groups; `spec` and `group` (int arrays of shape (ops,)) index them.
-      microbatch: int array of shape (ops,), -1 where it does not apply.
-      copies: int array of shape (ops,): how many operations of the job each one represents.
-      inputs, outputs: values read and written by each operation.
+      microbatch: int array of shape (ops,), -1 for an operation that belongs to no microbatch.
+      copies: int array of shape (ops,): the number of operations of the job that each one represents.
+      inputs, outputs: the values that each operation reads and writes.
       value_bytes, value_device: int arrays of shape (values,).
       resident: bool array of shape (values,): a program input, in memory from the start and never freed.
-      devices: the devices whose time is kept. A group may name others: they only decide the cost.
+      devices: the devices that are simulated. A group may contain others, which affect only its cost.
       category: int array of shape (values,), an index into `CATEGORIES`; None if unknown.
-      labels: distinct names of parts of the model; `label` (int array of shape (ops,)) indexes them, None if there
-        are none.
+      labels: distinct names of parts of the model; `label` (int array of shape (ops,)) indexes them and is None if the
+        operations have no labels.
     """
 
     specs: tuple[OpSpec, ...]
@@ -108,5 +109,5 @@ class Program:
 
     @property
     def num_ops(self) -> int:
-        """Operations of the whole job."""
+        """Number of operations on all devices of the job."""
         return int(self.copies.sum())

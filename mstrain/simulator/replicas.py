@@ -1,4 +1,4 @@
-"""From the operations of one tensor rank of one data replica to the program of its devices."""
+"""Makes a program from the operations of one tensor-parallel rank of one data-parallel replica."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +12,13 @@ from mstrain.simulator.slots import RankOp, Slots
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One training step of one rank, which stands for all: they have equal devices and links.
+    """The training step of one rank, which represents all ranks because their devices and links are equal.
 
     Attributes:
       ops: the distinct operations; `row` (int array of shape (operations,)) lists them in program order.
       microbatch: int array of shape (operations,).
-      groups: the devices of the operations along GROUP, whose `peer` numbers them.
+      slots: the values.
+      groups: devices of operations along GROUP; the `peer` of such an operation is an index into this list.
     """
 
     degrees: Degrees
@@ -28,7 +29,7 @@ class Step:
     groups: Sequence[Sequence[int]] = ()
 
     def program(self, placement: Placement) -> Program:
-        """The program of the first rank of the first replica; `copies` counts the operations of the others."""
+        """The program of the first rank of the first replica; `copies` counts the operations of all ranks."""
         spec, specs = distinct([op.spec for op in self.ops])
         place, places = distinct([(op.axis, op.stage, op.peer) for op in self.ops])
         label, labels = distinct([op.label for op in self.ops])

@@ -1,8 +1,9 @@
-"""Runs a program on a cluster: when each operation starts, what each device holds, and a timeline of both.
+"""Simulates a program on a cluster: start and end of each operation, live memory of each device, and a timeline.
 
-An operation starts when its inputs exist and every lane it uses is free; it then holds those lanes for its
-duration. Devices compute in program order. With `rules.link_lanes` a message uses the links it crosses, which
-serve messages as they become ready; otherwise it uses the compute lanes of its devices (DistIR's rendezvous).
+An operation starts when its inputs exist and all its lanes are free, and holds these lanes until it ends. A lane is the
+compute unit of a device or one direction of a link. Devices compute in program order. With `rules.link_lanes`, a
+message holds the links that it crosses, which process messages in the order in which they become ready; otherwise it
+holds the compute lanes of its devices, as in DistIR.
 """
 
 from dataclasses import dataclass
@@ -24,11 +25,15 @@ CORRECTED = Rules()
 
 
 def _actions(program: Program, cluster: Cluster, rules: Rules) -> tuple[list[Lane], np.ndarray, Ragged, np.ndarray]:
-    """The lanes: compute of every device, then links; per operation its action; per action its lanes and seconds."""
+    """The lanes of a program, and what its operations do on them.
+
+    An action is a distinct pair of spec and group. Returns the lanes (compute of every device, then links), the action
+    of each operation, the lanes of each action, and the seconds for which it holds each of them.
+    """
     pairs, action = np.unique(program.spec * len(program.groups) + program.group, return_inverse=True)
     compute, links = {device: number for number, device in enumerate(program.devices)}, {}
     held, seconds = [], []
-    cost: dict[tuple[int, int], float] = {}  # by identity: hashing a device costs more than its cost
+    cost: dict[tuple[int, int], float] = {}  # by id: hashing a device takes longer than this cost
     for spec, group in zip(*(part.tolist() for part in np.divmod(pairs, len(program.groups)))):
         what, members = program.specs[spec], program.groups[group]
         if what.communicates and rules.link_lanes:
@@ -63,12 +68,13 @@ def _per_operation(action: np.ndarray, held: Ragged, seconds: np.ndarray) -> tup
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """A simulated step, in seconds and bytes; see `Program` for operations and devices.
+    """A simulated step; times are float arrays in seconds. `Program` describes operations and devices.
 
     Attributes:
-      start, end: when each operation holds its lanes, shape (ops,); `lane_end`: when each lane is done.
-      action: number of each operation's (what, where) pair, shape (ops,).
-      held, action_seconds: the lanes that an action holds, and for how long (NaN: no event is recorded).
+      start, end: start and end of each operation, shape (ops,).
+      lane_end: end of the last operation on each lane, shape (lanes,).
+      action: int array of shape (ops,), the action of each operation: its distinct pair of spec and group.
+      held, action_seconds: the lanes that each action holds, and for how long (NaN: no event is recorded).
     """
 
     program: Program
@@ -83,7 +89,7 @@ class Simulation:
 
     @property
     def seconds(self) -> float:
-        """Length of the step: when the last lane is done."""
+        """Time of the step."""
         return float(self.lane_end.max(initial=0.0))
 
     def _memory(self, counted: np.ndarray | None = None) -> MemoryUse:
@@ -91,22 +97,23 @@ class Simulation:
 
     @cached_property
     def memory(self) -> MemoryUse:
+        """Live memory per device over time."""
         return self._memory()
 
     @cached_property
     def memory_by_category(self) -> dict[str, MemoryUse]:
-        """Live memory per device over time of the categories that the program has."""
+        """Live memory per device over time, by category; empty for a program without categories."""
         category = self.program.category
         present = [] if category is None else np.unique(category).tolist()
         return {CATEGORIES[index]: self._memory(category == index) for index in present}
 
     @property
     def peak_bytes(self) -> int:
-        """The largest live total of any device."""
+        """Peak of live memory on the fullest device."""
         return max(self.memory.peak_bytes.values(), default=0)
 
     def timeline(self) -> Timeline:
-        """Events on lanes, with operator, shape, bytes, flops and microbatch of each, and live memory."""
+        """Events on lanes, each with kind, shapes, bytes, FLOPs and microbatch of its operation, and live memory."""
         program, specs = self.program, self.program.specs
         taken, seconds = _per_operation(self.action, self.held, self.action_seconds)
         kept = ~np.isnan(seconds)
@@ -135,7 +142,7 @@ class Simulation:
 
 
 def simulate(program: Program, cluster: Cluster, rules: Rules = CORRECTED) -> Simulation:
-    """Run `program` on `cluster` under `rules`. Raises ValueError for an operation without a cost rule."""
+    """Simulates `program` on `cluster` under `rules`. Raises ValueError for an operation without a cost rule."""
     assert max(program.devices, default=-1) < len(cluster.devices), "the program has devices that the cluster lacks"
     lanes, action, held, seconds = _actions(program, cluster, rules)
     taken, durations = _per_operation(action, held, seconds)
@@ -147,7 +154,7 @@ def simulate(program: Program, cluster: Cluster, rules: Rules = CORRECTED) -> Si
 
 
 def place(step: Step, cluster: Cluster, rules: Rules) -> Program:
-    """The program of `step` on the workers of `cluster`. Raises ValueError when there are too few."""
+    """The program of `step` on the devices of `cluster`. Raises ValueError if the cluster has too few."""
     placement = Placement(step.degrees, rules.axis_order, rules.first)
     workers = range(placement.first, placement.first + step.degrees.world)
     if workers.stop > len(cluster.devices):
@@ -159,5 +166,5 @@ def place(step: Step, cluster: Cluster, rules: Rules) -> Program:
 
 
 def simulate_step(step: Step, cluster: Cluster, rules: Rules = CORRECTED) -> Simulation:
-    """Simulate a step as `place` puts it on the cluster. Raises ValueError when the cluster is too small."""
+    """Simulates `step` on `cluster`. Raises ValueError if the cluster has too few devices."""
     return simulate(place(step, cluster, rules), cluster, rules)

@@ -8,9 +8,14 @@ from mstrain.simulator.program import CATEGORIES, OpSpec
 
 
 class RankOp(NamedTuple):
-    """One operation of one rank: what it does, along which axis, on which stage (a Send: to stage `peer`).
+    """One operation of one rank.
 
-    `label` names the part of the model it belongs to, in words and numbers; empty if unknown.
+    Attributes:
+      axis: the devices that take part, such as TENSOR (`mstrain.simulator.placement`).
+      stage: its pipeline stage.
+      inputs, outputs: slots of the values that it reads and writes.
+      peer: the stage that receives a Send; for operations along GROUP, the number of the group.
+      label: words and numbers that name its part of the model; empty if unknown.
     """
 
     spec: OpSpec
@@ -23,38 +28,38 @@ class RankOp(NamedTuple):
 
 
 class Slots:
-    """Numbers the values of one rank: one per program (negative) or one per microbatch (from 0 up)."""
+    """Numbers the values of one rank: negative for one value of the step, from 0 for one value per microbatch."""
 
     _PREVIOUS = 1 << 40
 
     def __init__(self):
-        # Bytes, stage, whether they are inputs, whether they grow with the microbatch, category.
+        # (bytes, stage, whether it is a program input, whether it grows with the microbatch, category)
         self.single: list[tuple[int, int, bool, bool, int]] = []
         self.repeated: list[tuple[int, int, bool, bool, int]] = []
 
     def resident(self, nbytes: int, stage: int, category: str = "parameters") -> int:
-        """A program input that exists once, such as a weight."""
+        """A program input that all microbatches share, such as a weight."""
         return self.once(nbytes, stage, category, resident=True)
 
     def once(self, nbytes: int, stage: int, category: str, resident: bool = False) -> int:
-        """A value that one operation writes for all microbatches."""
+        """A value that exists once per step."""
         self.single.append((nbytes, stage, resident, False, CATEGORIES.index(category)))
         return -len(self.single)
 
     def value(
         self, nbytes: int, stage: int, resident: bool = False, grows: bool = False, category: str = "activations"
     ) -> int:
-        """A value per microbatch; `resident`: an input; `grows`: microbatch m has m + 1 times `nbytes`."""
+        """A value per microbatch. `resident`: a program input. `grows`: that of microbatch m has (m + 1) x `nbytes`."""
         self.repeated.append((nbytes, stage, resident, grows, CATEGORIES.index(category)))
         return len(self.repeated) - 1
 
     @classmethod
     def previous(cls, slot: int) -> int:
-        """The same value of the microbatch before."""
+        """The slot of the same value of the previous microbatch."""
         return slot + cls._PREVIOUS
 
     def numbers(self, slots: np.ndarray, microbatch: np.ndarray) -> np.ndarray:
-        """Value numbers of `slots` as seen from `microbatch` (both int arrays of one shape)."""
+        """Value numbers of `slots` in `microbatch` (int arrays of the same shape)."""
         before, slot = np.divmod(slots, self._PREVIOUS)
         at = len(self.single) + (microbatch - before) * len(self.repeated) + slot
         return np.where(slots < 0, -slots - 1, at)

@@ -1,1 +1,1 @@
-"""DistIR (microsoft/dist-ir): its perceptron and GPT-2 steps, its rule sets and its notebook."""
+"""DistIR (microsoft/dist-ir) reproduced: its training step of a perceptron, its cost rules and its notebook."""

@@ -10,14 +10,15 @@ from research.distir.rules import rule_set
 
 @dataclass(frozen=True)
 class DistirConfig:
-    """The experiments of DistIR's notebook on a perceptron of 64 layers of width 8192."""
+    """The experiments of DistIR's notebook on a multi-layer perceptron (64 layers of width 8192)."""
 
     rules: str = "corrected"
-    """What operations cost: corrected, notebook, march or head (research/distir/rules.py)."""
+    """Rule set for the cost of operations: corrected, or a version of DistIR including its defects: notebook (February
+    2021), march (April 2021) or head (January 2022). research/distir/rules.py lists the differences."""
     trials: int = 5
-    """Simulations timed per program size."""
+    """Number of timed simulations per program size, of which the median is reported."""
     run_dir: str = "runs/plan_distir_mlp"
-    """Folder of tables, plots and traces."""
+    """Folder in which tables, plots and traces are written."""
 
     def __post_init__(self):
         rule_set(self.rules)
@@ -26,7 +27,7 @@ class DistirConfig:
 
 
 def run_distir_mlp(config: DistirConfig) -> int:
-    """Runs them all; prints throughputs, writes CSV, JSON, plots and a trace."""
+    """Runs all experiments; prints throughputs, writes CSV, JSON, plots and a trace."""
     folder = make_folder(config.run_dir)
     summary = run_notebook(folder, config.rules, config.trials)
     write_json(summary, folder / "summary.json")

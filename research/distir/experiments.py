@@ -1,7 +1,7 @@
-"""The experiments of DistIR's notebook, `euromlsys21_mlp_grid_search_results.ipynb`, under any rule set.
+"""The experiments of DistIR's notebook, `euromlsys21_mlp_grid_search_results.ipynb`, with any rule set.
 
-`python plan.py experiment=distir_mlp rules=notebook` repeats them; `rules=corrected` (the default) repeats them with
-the right units, where the notebook's conclusion does not hold.
+`python plan.py experiment=distir_mlp rules=notebook` reproduces them. `rules=corrected` (the default) runs them without
+the defects of DistIR; the best plan is then a different one.
 """
 
 import json
@@ -27,7 +27,8 @@ from research.distir.transform_mlp import mlp_step
 
 MODEL = Mlp.square(64, 8192, 8192)
 WORLD = 16
-# Per axis: what its lines differ in, the values of that, the degree that grows, its values, and the microbatches.
+# By axis: the parameter of the model that has one line per value, its values, the degree on the x axis, its values,
+# and the number of microbatches.
 ISOLATED = {
     "data": ("batch", (512, 1024, 2048, 4096), "data", (2, 4, 8, 16, 32, 64, 128), 1),
     "horizontal": ("width", (1024, 2048, 4096, 8192), "tensor", (2, 4, 8, 16, 32, 64), 1),
@@ -36,31 +37,31 @@ ISOLATED = {
 
 
 def notebook_cluster(num_workers: int, rules: RuleSet) -> Cluster:
-    """The notebook's devices: 1e14 flop/s, 1.2e12 bytes/s, 200 Gbit/s; a root if the rules have one."""
+    """Devices of the notebook: 1e14 FLOP/s, memory of 1.2e12 bytes/s, 200 Gbit/s; DistIR's rules add a root device."""
     device = Device(flops=1e14, memory_bandwidth=1.2e12)
     return Cluster.homogeneous(num_workers + rules.first, device, Switch(200 * GIGABIT))
 
 
 def notebook_rules(name: str) -> RuleSet:
-    """The notebook's step has no optimizer and no gathers; only the corrected step updates its weights."""
+    """The rule set `name`; DistIR's rule sets without optimizer and without gathers, as in the notebook."""
     rules = rule_set(name)
     return replace(rules, optimizer="none", gather_outputs=False) if rules.original else rules
 
 
 def one_plan(degrees: Degrees = Degrees(), rules: str = "corrected", mlp: Mlp = MODEL) -> dict:
-    """The row of one plan, by default that of one device with the whole batch."""
+    """The table row of one plan; by default, of one device with the whole batch."""
     chosen = notebook_rules(rules)
     return plan_row(mlp, degrees, notebook_cluster(degrees.world, chosen), chosen)
 
 
 def grid(rules: str = "corrected") -> tuple[list[dict], list[tuple[Degrees, str]]]:
-    """Every (data, tensor, pipeline, microbatches) plan for WORLD devices, and those that cannot run with reasons."""
+    """Rows of all plans for WORLD devices that can run, and (plan, reason) of those that cannot."""
     chosen = notebook_rules(rules)
     return grid_search(MODEL, WORLD, notebook_cluster(WORLD, chosen), chosen)
 
 
 def isolated(axis: str, rules: str = "corrected") -> list[dict]:
-    """Throughput as one degree grows and the others stay 1: rows with the series value, degree and throughput.
+    """Throughput by one parallel degree, the others being 1: rows with model parameter, degree and samples/s.
 
     `axis` is data, horizontal (tensor) or pipeline (8 microbatches).
     """
@@ -77,7 +78,7 @@ def isolated(axis: str, rules: str = "corrected") -> list[dict]:
 def simulator_scaling(rules: str = "corrected", trials: int = 5) -> list[dict]:
     """Milliseconds to simulate 32 to 4096 layers on one device (median of `trials`), by number of operations.
 
-    The program is built and compiled code warmed up before the clock starts, as in the notebook.
+    As in the notebook, the time does not include building the program and compiling the simulator.
     """
     chosen, rows = notebook_rules(rules), []
     cluster = notebook_cluster(1, chosen)
@@ -93,7 +94,7 @@ def simulator_scaling(rules: str = "corrected", trials: int = 5) -> list[dict]:
 
 
 def chrome_events(timeline: Timeline, rename: Mapping[str, str] = {}, scale: float = 1.0) -> list[dict]:
-    """The bare event array of DistIR's simulator: name, ph, ts, dur (seconds times `scale`), pid 0, tid = device."""
+    """The list of Chrome trace events that DistIR's simulator returns; `ts` and `dur` are seconds times `scale`."""
     names = [rename.get(name, name) for name in timeline.names]
     columns = zip(timeline.name.tolist(), timeline.start.tolist(), timeline.duration.tolist(), timeline.device.tolist())
     return [
@@ -103,19 +104,23 @@ def chrome_events(timeline: Timeline, rename: Mapping[str, str] = {}, scale: flo
 
 
 def run_notebook(out: Path, rules: str = "corrected", trials: int = 5) -> dict:
-    """All experiments: CSV and JSON tables, the five plots, pictures and a trace of the best pipelined plan in `out`.
+    """Runs all experiments.
 
-    DistIR's rule sets also write the trace as DistIR does (`best_pipeline_distir.json`).
+    Writes tables (CSV and JSON), the five plots of the notebook, and pictures and a trace of the fastest pipelined plan
+    into `out`.
 
-    Returns a summary with throughputs in samples/s: `sequential`, `best` (the best row of the grid),
-    `best_pipeline`, `plans`, `rejected` and the directory `out_dir`.
+    With DistIR's rule sets, the trace is also written in DistIR's format (`best_pipeline_distir.json`).
+
+    Returns:
+      `rules`; `sequential`, samples/s of one device; `best` and `best_pipeline`, the fastest rows of all plans and of
+      those with pipeline parallelism; the numbers `plans` and `rejected`; and the folder `out_dir`.
     """
     chosen, alone = notebook_rules(rules), one_plan(rules=rules)
     rows, rejected = grid(rules)
     scaling = simulator_scaling(rules, trials)
     tables = {f"{axis}_parallelism": isolated(axis, rules) for axis in ISOLATED}
     for axis, (name, table) in zip(ISOLATED, tables.items()):
-        shown = [row for row in table if row["degree"] <= 64]  # the notebook simulates 128 replicas but draws 64
+        shown = [row for row in table if row["degree"] <= 64]  # the notebook simulates 128 replicas but plots up to 64
         plot_columns(shown, "degree", "throughput", out / f"{name}.pdf", ISOLATED[axis][0])
     for name, table in {**tables, "simulator_scaling": scaling, "grid_search": [alone, *rows]}.items():
         write_csv(table, out / f"{name}.csv")

@@ -1,4 +1,4 @@
-"""Simulated plans of a perceptron as rows of a table, and the search over data, tensor and pipeline degrees."""
+"""The exhaustive search over data, tensor and pipeline degrees of a perceptron; every simulated plan is a table row."""
 
 from collections.abc import Iterator
 from math import log2
@@ -15,15 +15,15 @@ from research.distir.transform_mlp import mlp_step, schedule_name
 
 
 def simulate_mlp(mlp: Mlp, degrees: Degrees, cluster: Cluster, rules: str | RuleSet = "corrected") -> Simulation:
-    """Simulate a training step of `mlp`. Raises ValueError, with the fix, for a plan that does not fit."""
+    """Simulates a training step of `mlp`. Raises ValueError, with the fix, if `degrees` do not divide the model."""
     rules = rule_set(rules)
     return simulate_step(mlp_step(mlp, degrees, rules), cluster, rules)
 
 
 def degrees_grid(world: int, batch: int) -> Iterator[Degrees]:
-    """Every (data, tensor, pipeline) with product `world`, in that order, for all microbatch counts.
+    """All (data, tensor, pipeline) with product `world`, in lexicographic order, with all numbers of microbatches.
 
-    Those are DistIR's: 1 without a pipeline, else powers of two up to sqrt(batch / data) / 4.
+    As in DistIR, these are 1 without a pipeline, otherwise the powers of two from 2 to sqrt(batch / data) / 2.
     """
     for data in divisors(world):
         for tensor in divisors(world // data):
@@ -35,7 +35,7 @@ def degrees_grid(world: int, batch: int) -> Iterator[Degrees]:
 def grid_search(
     mlp: Mlp, world: int, cluster: Cluster, rules: str | RuleSet = "corrected"
 ) -> tuple[list[dict], list[tuple[Degrees, str]]]:
-    """The rows of every plan of `degrees_grid` that runs on `world` devices, in that order; the others with reasons."""
+    """The rows of all plans of `degrees_grid` that can run, and (plan, reason) of those that cannot."""
     rows, rejected = [], []
     for degrees in degrees_grid(world, mlp.batch):
         try:
@@ -46,12 +46,15 @@ def grid_search(
 
 
 def plan_row(mlp: Mlp, degrees: Degrees, cluster: Cluster, rules: RuleSet) -> dict:
-    """One simulated plan; the columns up to peak_memory are those of DistIR's grid search (seconds, samples/s, bytes).
+    """The table row of one simulated plan. Raises ValueError if it cannot run or a device has too little memory.
 
-    Mean parts of the devices: `communication_fraction`, of the time in which they compute or use a link, that of
-    links; `exposed_fraction`, of the step, waiting for a link and computing nothing; `idle_fraction`, of the step,
-    computing nothing; `bubble_fraction`, idle in the pipeline schedule if all tasks take equally long.
-    Raises ValueError for a plan that cannot run, or needs more memory than a device has.
+    The columns up to `peak_memory` are those of DistIR's grid search, in seconds, samples/s and bytes. Then follow
+    means over devices:
+
+      communication_fraction: time of communication / (time of communication + time of compute).
+      exposed_fraction: part of the step in which a device waits for communication and does not compute.
+      idle_fraction: part of the step in which a device does not compute.
+      bubble_fraction: idle part of the pipeline schedule if all passes take the same time.
     """
     result = simulate_mlp(mlp, degrees, cluster, rules)
     for device, peak in result.memory.peak_bytes.items():

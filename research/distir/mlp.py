@@ -1,4 +1,4 @@
-"""A multi-layer perceptron, and the check of its parallel degrees."""
+"""A multi-layer perceptron, and the check that parallel degrees divide it."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from research.distir.rules import RuleSet
 
 @dataclass(frozen=True)
 class Mlp:
-    """A perceptron and its batch: `layers` matmuls, widths input -> hidden -> ... -> output."""
+    """A perceptron of `layers` matrix multiplications, input_dim -> hidden_dim -> ... -> output_dim, and its batch."""
 
     layers: int
     input_dim: int
@@ -22,13 +22,13 @@ class Mlp:
         return cls(layers, width, width, width, batch, element_bytes)
 
     def dims(self, layer: int) -> tuple[int, int]:
-        """(in, out) of one layer's weight."""
+        """Shape (in, out) of the weight of a layer."""
         last = layer == self.layers - 1
         return self.hidden_dim if layer else self.input_dim, self.output_dim if last else self.hidden_dim
 
 
 def check_mlp(mlp: Mlp, degrees: Degrees, rules: RuleSet) -> None:
-    """Raise ValueError, with the fix, when the model cannot be cut by `degrees`."""
+    """Raises ValueError, with the fix, if `degrees` do not divide the model."""
     d, h, p, k = degrees.data, degrees.tensor, degrees.pipeline, degrees.microbatches
     chunks = p * degrees.interleave
     cut = [mlp.dims(layer)[1 - layer % 2] for layer in range(mlp.layers)]
@@ -39,7 +39,7 @@ def check_mlp(mlp: Mlp, degrees: Degrees, rules: RuleSet) -> None:
         (d * k and mlp.batch % (d * k),
          f"batch {mlp.batch} does not split over {d} replicas x {k} microbatches; use a multiple of {d * k}"),
         (h > 1 and mlp.layers % 2,
-         f"tensor parallelism cuts layers in pairs (columns, then rows), but there are {mlp.layers} "
+         f"tensor parallelism splits layers in pairs (columns, then rows), but there are {mlp.layers} "
          f"layers; use {mlp.layers + 1} layers or tensor degree 1"),
         (h > 1 and cut[odd] % h,
          f"layer {odd} is {cut[odd]} wide, which {h} tensor ranks do not divide; "

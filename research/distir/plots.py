@@ -1,4 +1,4 @@
-"""The pictures of DistIR's notebook: columns of a table against each other."""
+"""The plots of DistIR's notebook: one column of a table against another."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -22,10 +22,12 @@ def plot_columns(
     table: Sequence[Mapping], x: str, y: str, path: str | Path, series: str | None = None, panel: str | None = None,
     log: str = "x", line: str = "-",
 ) -> Path:  # fmt: skip
-    """Column `y` against column `x` of `table`; one panel per value of `panel`, one line per value of `series`.
+    """Plots column `y` of `table` against column `x` and writes the figure to `path`, whose suffix is its format.
 
-    `log`: the axes that are logarithmic; x then has base 2. `line` is its style, "" for points only. The suffix of
-    `path` picks the format.
+    Args:
+      series: column with one line per value; panel: column with one subplot per value.
+      log: the axes with a logarithmic scale, "x" (base 2), "y", "xy" or "".
+      line: line style of matplotlib; "" plots points only.
     """
     panels, names = (sorted({row[column] for row in table}) if column else [None] for column in (panel, series))
     figure = Figure(figsize=(5 if panel is None else 3 * len(panels), 3.5), layout="constrained")

@@ -1,17 +1,19 @@
 """Rule sets: the cost of operations and the content of a training step.
 
-`corrected` is for users. `notebook`, `march` and `head` repeat three versions of DistIR (microsoft/dist-ir) to the last
-digit, defects included: the notebook of February 2021 (commit cec2907), the table of `euromlsys21_results.ipynb`
-(commit 83d7fc3, April 2021) and the last commit (7cfa1b0, January 2022). `corrected` mends these defects:
+`corrected` is the rule set to use. `notebook`, `march` and `head` reproduce three versions of DistIR
+(microsoft/dist-ir) exactly, including their defects: the notebook of February 2021 (commit cec2907), the table of
+`euromlsys21_results.ipynb` (commit 83d7fc3, April 2021) and the last commit (7cfa1b0, January 2022). `corrected` fixes
+these defects:
 
-- units: a gigabit is 1.25e8 bytes (notebook: 8e9); elements are counted once; elementwise work is flops, not bytes;
+- a gigabit is 1.25e8 bytes (notebook: 8e9); no byte count is multiplied by the element size twice; the time of
+  elementwise operations follows from FLOPs and bytes (notebook, march: from bytes divided by FLOP/s);
 - the output of every operation is memory traffic; a batched matmul counts its batch; the loss reads predictions and
-  labels and gives one number; the launch overhead is the device's own;
-- a kernel takes the longer of its arithmetic and its memory traffic, which overlap, not their sum;
-- collectives are rings with latency over groups of any size, on links beside the compute units;
-- gradients are summed over the data replicas (notebook: over the tensor group) as soon as they are complete, and the
-  optimizer updates every weight (head: is charged for the last one only);
-- the gradient of the network's input, which has no reader, is not computed.
+  labels and returns one number; the launch overhead is that of the device;
+- a kernel takes the longer of its arithmetic and its memory traffic, which overlap, and not their sum;
+- collectives are rings with latency over groups of any size, and overlap with compute;
+- gradients are summed over the data-parallel replicas (notebook: over the tensor-parallel ranks) as soon as they are
+  complete, and the optimizer updates every weight (head: only the last one has a cost);
+- the gradient of the network's input, which nothing reads, is not computed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,19 +44,21 @@ class RuleSet(Rules):
     """Costs of operations, and the content of a training step.
 
     Attributes:
-      original: whether it is one of DistIR's (`Original`).
-      matmul_element_bytes: bytes per matmul element; None: those of the operands.
-      bytes_as_flops: elementwise operations cost (bytes of the first input) / (flop/s).
-      moves: seconds of operations that move data; others cost one launch.
-      gigabit_bytes: bytes that a link of 1 Gbit/s moves per second.
-      double_counted: communication whose bytes are multiplied by the element size once more.
-      schedule: of pipelines whose stages have one chunk each.
-      rings: collectives are those of the simulator; otherwise DistIR's mean-bandwidth formulas and power-of-two groups.
-      gradient_axis: "data", or "tensor" for the notebook's wrong group.
-      gradients_early: reduce each gradient when it is complete rather than after the last backward pass.
-      optimizer: "all" weights, "last" weight only, or "none".
-      gather_outputs: all-gather the loss and the input gradient over the replicas.
-      batch_count: the batch size is a further program input (4 bytes on the last stage).
+      original: whether it is a rule set of DistIR (`Original`).
+      launch_seconds: launch overhead of every kernel in DistIR's rule sets.
+      matmul_element_bytes: bytes per element of a matmul; None: those of the operands.
+      bytes_as_flops: elementwise operations take (bytes of the first input) / (FLOP/s).
+      moves: seconds of operations that move data, by kind; other kinds take `launch_seconds`.
+      gigabit_bytes: bytes/s of a link of 1 Gbit/s.
+      double_counted: kinds of communication whose bytes are multiplied by the element size twice.
+      rings: collectives have the cost of rings; otherwise the formulas of DistIR, with the mean bandwidth of the group
+        and for group sizes that are powers of two.
+      schedule: pipeline schedule of stages with one chunk each.
+      gradient_axis: axis over which gradients are summed: "data", or "tensor" as in the notebook.
+      gradients_early: each gradient is reduced when it is complete; otherwise all after the last backward pass.
+      optimizer: weights whose update has a cost: "all", "last" or "none".
+      gather_outputs: the loss and the input gradient are all-gathered over the replicas.
+      batch_count: the batch size is an additional program input (4 bytes on the last stage).
     """
 
     original: ClassVar[bool] = False
@@ -79,9 +83,10 @@ class RuleSet(Rules):
 
 
 class Original(RuleSet):
-    """DistIR's kernels, which take `launch_seconds` each; its schedule; its step, which keeps the gradient of the
-    network's input and has a loss of the shape of the prediction. Workers count from 1: device 0 is a root that holds
-    the untransformed inputs.
+    """A rule set of DistIR.
+
+    Its training step computes the gradient of the network's input, and its loss has the shape of the prediction.
+    Workers are devices 1 and up; device 0 is a root that stores the inputs before they are distributed.
     """
 
     original = True
@@ -90,7 +95,7 @@ class Original(RuleSet):
         return self.launch_seconds + (nbytes / device.memory_bandwidth + flops / device.flops)
 
     def matmul_seconds(self, left: Sequence[int], right: Sequence[int], size: int, device: Device) -> float:
-        # DistIR looks at the first two dims of each operand, whatever their rank, and never at the result.
+        # DistIR counts the first two dims of each operand, whatever its rank, and not the result.
         (m, k), p = left[:2], right[1]
         return self.kernel_seconds(device, (self.matmul_element_bytes or size) * (m * k + k * p), 2.0 * m * k * p)
 
@@ -106,7 +111,7 @@ class Original(RuleSet):
     def communication_seconds(
         self, spec: OpSpec, members: Sequence[int], cluster: Cluster
     ) -> float | tuple[float | None, ...]:
-        """As in `Rules`. Raises ValueError for a group size that the rule set does not know."""
+        """As in `Rules`. Raises ValueError for a group size for which the rule set has no cost."""
         kind, size = spec.kind, len(members)
         if self.rings or size == 1:
             return super().communication_seconds(spec, members, cluster)
@@ -131,7 +136,7 @@ class Original(RuleSet):
 
 
 def mean_bandwidth(network: Network, members: Sequence[int]) -> float:
-    """Mean over the unordered pairs of `members`, as DistIR's collectives see a group."""
+    """Mean bandwidth (bytes/s) over the unordered pairs of `members`, which DistIR's collectives use."""
     if isinstance(network, Switch):
         return network.bandwidth
     return float(np.mean([network.path(a, b).bandwidth for a, b in combinations(members, 2)]))

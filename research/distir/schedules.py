@@ -1,4 +1,4 @@
-"""DistIR's own pipeline schedule, beside those of the simulator."""
+"""The pipeline schedule of DistIR, and those of `mstrain.parallel.schedules` by name."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -8,7 +8,7 @@ from mstrain.parallel.schedules import BACKWARD, FORWARD, WHOLE, Schedule, Task
 
 
 def schedule(name: str, pipeline: int, microbatches: int, chunks: int) -> Schedule:
-    """The schedule called `name`. Raises ValueError for an unknown name or more chunks than it can use."""
+    """The schedule called `name`. Raises ValueError for an unknown name or an unsupported number of chunks."""
     if name == "distir" and chunks == pipeline:
         return alternating(tuple(range(pipeline)), microbatches)
     if name not in ("distir", *WHOLE):
@@ -18,10 +18,10 @@ def schedule(name: str, pipeline: int, microbatches: int, chunks: int) -> Schedu
 
 @lru_cache(maxsize=256)
 def alternating(stage_of_chunk: Sequence[int], microbatches: int, backward: bool = True) -> Schedule:
-    """DistIR's "PipeDream 1F1B": stages alternate directions, and nothing limits the warm-up.
+    """The schedule that DistIR calls "PipeDream 1F1B": stages alternate between forward and backward passes.
 
-    Stage s of p holds up to min(microbatches, 2 (p - s) - 1) microbatches in flight. Without `backward` all passes are
-    forward.
+    The number of forward passes before the first backward pass is not limited, so stage s of p has up to
+    min(microbatches, 2 (p - s) - 1) microbatches in flight. Without `backward` there are only forward passes.
     """
     stages, chunks = max(stage_of_chunk) + 1, len(stage_of_chunk)
     last = [BACKWARD] * stages
@@ -49,5 +49,5 @@ def alternating(stage_of_chunk: Sequence[int], microbatches: int, backward: bool
 
 
 def bubble_fraction(steps: Schedule, pipeline: int) -> float:
-    """Idle stage-steps over all stage-steps, counting every task as one step."""
+    """Idle fraction of the stages if every task takes one step."""
     return 1.0 - sum(map(len, steps)) / (len(steps) * pipeline)

@@ -1,9 +1,9 @@
 """The training step of a multi-layer perceptron under data, tensor and pipeline parallelism.
 
-Layers are MatMul + Relu. Even layers are split over the tensor ranks by columns, odd ones by rows, so that an
-all-reduce is needed after every odd layer forward and every even layer backward (Shoeybi et al., 2019). A stage owns
-consecutive layers. The step is the one that DistIR builds (`mlp_dhp_transform`), so that its rule sets can be compared
-number by number; `RuleSet` states what the corrected step does differently.
+Layers are MatMul and Relu. The weights of even layers are sharded over the tensor-parallel ranks by columns, those of
+odd layers by rows, so the forward pass needs an all-reduce after every odd layer and the backward pass after every even
+one (Shoeybi et al., 2019). A stage has consecutive layers. The step is that of DistIR (`mlp_dhp_transform`), so results
+under DistIR's rule sets are equal to DistIR's; `RuleSet` states the differences of the corrected step.
 """
 
 from math import prod
@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 
 class MlpStep(PipelineStep):
-    """Writes the operations of one rank, pass by pass."""
+    """The training step of one rank of a perceptron."""
 
     def __init__(self, mlp: Mlp, degrees: Degrees, rules: RuleSet):
         super().__init__(degrees, degrees.pipeline * degrees.interleave)
@@ -32,7 +32,7 @@ class MlpStep(PipelineStep):
         self.rows = mlp.batch // (degrees.data * degrees.microbatches)
         self.bounds = bounds_of(even_layers(mlp.layers, self.chunks))
         self.stage_of = [self.stage(chunk) for chunk, (begin, end) in enumerate(self.bounds) for _ in range(begin, end)]
-        # Local shapes of the weights: even layers are cut by columns, odd ones by rows.
+        # Local shapes of the weights: even layers are sharded by columns, odd ones by rows.
         h, dims = degrees.tensor, [mlp.dims(layer) for layer in range(mlp.layers)]
         self.shapes = [(i // h, o) if layer % 2 else (i, o // h) for layer, (i, o) in enumerate(dims)]
         self.values: dict[object, int] = {}
@@ -42,9 +42,10 @@ class MlpStep(PipelineStep):
         self.weights = [
             self.slots.resident(self._bytes(shape), stage) for shape, stage in zip(self.shapes, self.stage_of)
         ]
-        self.sums: dict[int, int] = {}  # by layer: its product, all-reduced
+        self.sums: dict[int, int] = {}  # by layer: its all-reduced product
         self.gradients: dict[int, int] = {}  # by chunk: the gradient of its input
-        self.totals: dict[object, int] = {}  # of the loss "l", the input gradient "g", weight gradients by layer
+        # Sums over microbatches: "l" the loss, "g" the input gradient, a layer its weight gradient.
+        self.totals: dict[object, int] = {}
 
     def _bytes(self, shape: Shape) -> int:
         return self.mlp.element_bytes * prod(shape)
@@ -55,7 +56,7 @@ class MlpStep(PipelineStep):
         return self.values[name]
 
     def _op(self, kind: str, shapes, stage: int, inputs, *outputs, axis: int = LOCAL, peer: int = -1) -> list[int]:
-        """Adds an operation; `outputs` are (name, shape) pairs. Returns their values."""
+        """Adds an operation; `outputs` are (name, shape) pairs. Returns the slots of its outputs."""
         made = [self._value(name, shape, stage) for name, shape in outputs]
         self.add(OpSpec(kind, shapes, self.mlp.element_bytes), axis, stage, inputs, made, peer)
         return made
@@ -72,7 +73,7 @@ class MlpStep(PipelineStep):
         return self.values["a", layer - 1]
 
     def forward(self, chunk: int, first: bool) -> None:
-        """The forward pass of `chunk`; `first`: for microbatch 0."""
+        """Adds the forward pass of `chunk`; `first`: of microbatch 0."""
         stage = self.stage(chunk)
         for j in range(*self.bounds[chunk]):
             weight, out, value = self.shapes[j], self._out(j), self._input(j)
@@ -93,7 +94,7 @@ class MlpStep(PipelineStep):
         self._op("LossGrad", (shape,), stage, inputs, ("loss gradient", shape))
 
     def _total(self, name, value: int, shape: Shape, stage: int, first: bool, combine: str) -> None:
-        """Combine a result over microbatches: later ones are added or appended to the first."""
+        """Accumulates a result over microbatches with `combine`, "Add" or "Concat"; `first`: of microbatch 0."""
         if self.degrees.microbatches == 1:
             self.totals[name] = value
             return
@@ -103,7 +104,7 @@ class MlpStep(PipelineStep):
         self._op("Identity" if first else combine, (shape,), stage, inputs, (("total", name), shape))
 
     def backward(self, chunk: int, first: bool, last: bool) -> None:
-        """The backward pass of `chunk`; `last`: gradients are complete after it and reduced at once."""
+        """Adds the backward pass of `chunk`; `last`: weight gradients are complete after it and are reduced."""
         stage, (begin, end) = self.stage(chunk), self.bounds[chunk]
         gradient = self.values["loss gradient"]
         if chunk < self.chunks - 1:
@@ -134,7 +135,7 @@ class MlpStep(PipelineStep):
 
     def variant(self, chunk: int, direction: int, microbatch: int) -> tuple[bool, ...]:
         first = microbatch == 0
-        if direction == FORWARD:  # for the loss; elsewhere all are alike
+        if direction == FORWARD:  # only the accumulation of the loss differs between microbatches
             return (first and chunk == self.chunks - 1,)
         return first, self.rules.gradients_early and microbatch == self.degrees.microbatches - 1
 
@@ -148,7 +149,7 @@ class MlpStep(PipelineStep):
         return [(OpSpec("Send", ((self.rows, width),), self.mlp.element_bytes), value, arrival)]
 
     def finish(self) -> None:
-        """Sums and gathers over the replicas, then the optimizer."""
+        """Adds all-reduces and all-gathers over the replicas, then the optimizer."""
         for name in ("l", *range(self.mlp.layers - 1, 0, -1), "g", 0) if self.degrees.data > 1 else ():
             if isinstance(name, int):
                 if not self.rules.gradients_early:
@@ -172,7 +173,7 @@ def schedule_name(degrees: Degrees, rules: RuleSet) -> str:
 
 
 def mlp_step(mlp: Mlp, degrees: Degrees = Degrees(), rules: str | RuleSet = "corrected") -> Step:
-    """The training step of `mlp` under `degrees`. Raises ValueError when they do not fit each other."""
+    """The training step of `mlp`. Raises ValueError if `degrees` do not divide the model."""
     rules = rule_set(rules)
     check_mlp(mlp, degrees, rules)
     writer, name = MlpStep(mlp, degrees, rules), schedule_name(degrees, rules)

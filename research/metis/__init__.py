@@ -1,1 +1,1 @@
-"""Metis, compatible with the reference: counts, costs and best plans, defects included."""
+"""The planners of Metis (SamsungLabs/Metis) reproduced: same counts, costs and best plans, including their defects."""

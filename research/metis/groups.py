@@ -1,4 +1,4 @@
-"""Device groups of Metis: the number of devices of each pipeline stage, in the order of the reference."""
+"""Device groups of Metis (the number of devices of each pipeline stage), in the order of the reference."""
 
 from collections.abc import Iterator
 
@@ -6,9 +6,9 @@ Bundle = tuple[int, ...]
 
 
 def device_groups(num_devices: int, num_stages: int, variance: int, max_permute_len: int) -> Iterator[Bundle]:
-    """All lists of `num_stages` powers of two that sum to `num_devices`, none below the even share.
+    """All lists of `num_stages` powers of two with sum `num_devices`, none below `variance` x devices / stages.
 
-    The even share is scaled by `variance`. Lists longer than `max_permute_len` are permuted in bundles.
+    Lists longer than `max_permute_len` are joined into bundles, which are permuted instead of single stages.
     """
     lower = max(num_devices // num_stages, num_stages // num_devices) * variance
     shapes = [1 << power for power in range(num_devices.bit_length()) if 1 << power >= lower]
@@ -32,10 +32,10 @@ def _ascending_sums(shapes: list[int], total: int, length: int) -> Iterator[Bund
 
 
 def _has_sum(smallest: int, largest: int, total: int, length: int) -> bool:
-    """Whether `length` powers of two from smallest to largest can sum to `total`; bounds the enumeration.
+    """Whether `length` powers of two from `smallest` to `largest` can have the sum `total`.
 
-    The fewest terms are the largest ones and the binary digits of the rest; any term above the smallest can be halved
-    to get one more.
+    The fewest terms are copies of `largest` and the binary digits of the remainder. Halving a term gives one more term,
+    until all terms are `smallest`.
     """
     units, rest = divmod(total, smallest)
     whole, digits = divmod(units, largest // smallest)
@@ -43,7 +43,7 @@ def _has_sum(smallest: int, largest: int, total: int, length: int) -> bool:
 
 
 def merge_bundles(bundles: list[Bundle], limit: int) -> list[Bundle]:
-    """Join neighboring bundles of the smallest size until `limit` are left or nothing can be joined."""
+    """Joins neighboring bundles of the smallest size until `limit` are left or none can be joined."""
     need = len(bundles) - limit
     while need > 0:
         run = next((at for at, bundle in enumerate(bundles, 1) if bundle != bundles[0]), len(bundles))
@@ -54,13 +54,13 @@ def merge_bundles(bundles: list[Bundle], limit: int) -> list[Bundle]:
             merged += [pair[0] + pair[1]] if [sum(bundle) for bundle in pair] == [size, size] else pair
         bundles = merged + bundles[2 * pairs :]
         need = len(bundles) - limit
-        if need == pairs:  # nothing was joined
+        if need == pairs:  # none was joined
             break
     return bundles
 
 
 def multiset_permutations(items: list) -> Iterator[list]:
-    """Every distinct arrangement once, in cool-lex order (A. Williams, SODA 2009), the largest first."""
+    """Every distinct permutation once, in cool-lex order (A. Williams, SODA 2009), starting with the descending one."""
     start = sorted(items, reverse=True)
     current, length = start, len(items)
     while True:

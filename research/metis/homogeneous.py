@@ -1,4 +1,4 @@
-"""The reference's planner for one device type: equal stages, one (dp, pp, tp, microbatch) for all."""
+"""The planner of Metis for one device type: all stages have the same (dp, tp) and microbatch size."""
 
 import itertools
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from research.metis.search import reference_profile
 
 @dataclass(frozen=True)
 class HomogeneousPlan:
-    """Cost in milliseconds per iteration; `microbatch` in samples."""
+    """A plan: `cost` in milliseconds per step, parallel degrees, and `microbatch` in samples."""
 
     cost: float
     dp: int
@@ -26,7 +26,7 @@ class HomogeneousPlan:
 
 @dataclass(frozen=True)
 class HomogeneousResult:
-    """All costed plans, cheapest first, and the keys of the profiles that others lacked."""
+    """The number of plans, the costed ones in order of cost, and the file names of profiles that are missing."""
 
     num_plans: int
     ranking: tuple[HomogeneousPlan, ...]
@@ -36,16 +36,15 @@ class HomogeneousResult:
 def run_homogeneous(
     hostfile: str | Path, clusterfile: str | Path, profile_dir: str | Path, options: MetisOptions
 ) -> HomogeneousResult:
-    """Cost every plan as the reference does (its bandwidth is always the first host's intra-node one).
+    """Costs every plan as the reference does, which takes the intra-node bandwidth of the first host for all links.
 
-    Raises ValueError for bad input, for a cluster of several types, and when no plan has its profile.
+    Raises ValueError for invalid input, a cluster of several device types, or if no plan has a profile.
     """
     cluster = read_hosts(hostfile, clusterfile)
     device_type, *others = cluster.device_types
     if others:
         raise ValueError(
-            f"{hostfile}: types {', '.join(cluster.device_types)}; keep hosts of one type, "
-            "or use the planner for mixed clusters"
+            f"{hostfile}: types {', '.join(cluster.device_types)}; keep hosts of one type, or type planner=metis"
         )
     profiles = read_profiles(profile_dir, cluster.device_types)
     check_layers(profiles, options.num_layers, ["layer_ms"])
@@ -61,12 +60,12 @@ def run_homogeneous(
             cost = plan_cost(options, profiles[key], reference, (dp, pp, tp), cluster.nodes[0].intra_gb_s)
             costed.append(HomogeneousPlan(cost, dp, pp, tp, microbatch))
     if not costed:
-        raise ValueError(f"{profile_dir}: no plan has its profile; add e.g. {missing[0]}")
+        raise ValueError(f"{profile_dir}: no plan has a profile; add one, such as {missing[0]}")
     return HomogeneousResult(plans, tuple(sorted(costed, key=lambda plan: plan.cost)), tuple(missing))
 
 
 def degrees(num_devices: int, options: MetisOptions) -> Iterator[tuple[int, int, int]]:
-    """(dp, pp, tp) that use every device; with many stages some have no layers."""
+    """All (dp, pp, tp) that use every device. With more stages than layers, some stages have no layers."""
     for pp in range(1, num_devices + 1):
         for tp in range(1, options.max_profiled_tp_degree + 1):
             dp = num_devices // pp // tp
@@ -75,7 +74,7 @@ def degrees(num_devices: int, options: MetisOptions) -> Iterator[tuple[int, int,
 
 
 def split_layers(num_layers: int, pp: int) -> Iterator[tuple[int, int]]:
-    """Layers [begin, end) of each stage: even, the rest to the first stages after stage 0."""
+    """Layers [begin, end) of each stage; stages from 1 on have the remainder of an even split."""
     even, rest = divmod(num_layers - 2, pp)
     counts = [even + (1 <= stage <= rest) for stage in range(pp)]
     counts[0] += 1
@@ -86,7 +85,7 @@ def split_layers(num_layers: int, pp: int) -> Iterator[tuple[int, int]]:
 def plan_cost(
     options: MetisOptions, profile: Profile, reference: Profile, plan: tuple[int, int, int], bandwidth_gb_s: float
 ) -> float:
-    """Milliseconds per iteration."""
+    """Milliseconds per step of a plan (dp, pp, tp)."""
     dp, pp, tp = plan
     batches = options.gbs // profile.batch // dp
     speed = bandwidth_gb_s * BYTES_PER_MS

@@ -1,25 +1,25 @@
-"""The compiled inner search of Metis for one inter-stage plan: walk, layer balancer, memory check and cost.
+"""The search within one inter-stage plan of Metis, compiled by numba: walk, layer balancer, memory check and cost.
 
-All in one file because numba's cache looks for changes only there. Loops over stages compile faster than operations on
-arrays. Sums run left to right in float64, as in the reference: another order may change which plans tie. A *row* is a
-profile, a *demand* the memory of a stage's layers, *left* its capacity less that (MB); a *share* is part of the speed.
-`work`: missing profile, replicas' types, samples.
+It is one file because numba's cache detects changes of the file of a function only. Loops over stages compile faster
+than operations on arrays. Sums run left to right in float64, as in the reference: another order may change which plans
+tie. Names: `row`, index of a profile; `demand`, memory of the layers of a stage, and `left`, its capacity minus that
+(MB); `share`, a fraction of the total speed; `work`, (missing profile, type and samples of each replica).
 """
 
 import numba
 import numpy as np
 
-CUTS = 7  # sub-layers per layer in the balancer
-MAX_ATTEMPTS = 3  # partitions tried per strategy
-MEMORY_FACTOR = 5.0  # the reference's allowance over the profiled memory
-SHRINK = 0.9  # further cut of the share of a stage that does not fit
-ADJUST_PASSES = 10_000  # a guard; the reference would not end
-BYTES_PER_MS = 1024.0 * 1024.0  # of one GB/s, as the reference counts
+CUTS = 7  # sub-layers of a layer in the balancer
+MAX_ATTEMPTS = 3  # layer partitions tried per strategy
+MEMORY_FACTOR = 5.0  # memory that the reference assumes, over the profiled memory
+SHRINK = 0.9  # factor on the share of a stage that does not fit
+ADJUST_PASSES = 10_000  # at most; the reference has no limit and may not end
+BYTES_PER_MS = 1024.0 * 1024.0  # of 1 GB/s, as the reference counts
 
 
 @numba.njit(cache=True)
 def profile_row(rows, missing, kind, tp, batch):
-    """Index of a profile. Without it -1, the index of a row of NaN; its key is then written to `missing`."""
+    """Index of a profile. If it is missing, writes its key to `missing` and returns -1, the index of a row of NaN."""
     row = rows[kind, tp, batch] if tp < rows.shape[1] and batch < rows.shape[2] else -1
     if row < 0:
         missing[0], missing[1], missing[2] = kind, tp, batch
@@ -36,7 +36,7 @@ def range_sum(table, row, begin, end):
 
 @numba.njit(cache=True)
 def split_batch(t, types, ranks, dp, tp, samples, work):
-    """Samples per replica of the `ranks` [begin, end), by the speed of the type of the replica's first device."""
+    """Divides `samples` among the replicas of `ranks` (begin, end) by the speed of the type of their first device."""
     (begin, end), (missing, kinds, shares) = ranks, work
     fraction, total = np.empty(dp), 0.0
     for i in range(dp):
@@ -51,7 +51,7 @@ def split_batch(t, types, ranks, dp, tp, samples, work):
         shares[i] = int(np.floor(exact))
         fraction[i] = exact - shares[i]
         left -= shares[i]
-    while left > 0:  # replicas of one type are neighbours with equal fractions, so they take the rest in turn
+    while left > 0:  # replicas of one type are neighbors with equal fractions, and take the remainder in turn
         i = int(np.argmax(fraction))
         kind = kinds[i]
         while left > 0 and i < dp and kinds[i] == kind:
@@ -64,7 +64,7 @@ def split_batch(t, types, ranks, dp, tp, samples, work):
 
 @numba.njit(cache=True)
 def compute_ms(t, types, ranks, dp, layers, samples, max_bit, work):
-    """Ms of `layers` on `ranks`; replicas of several types run shares as powers of two. NaN without a profile."""
+    """Ms of `layers` on `ranks`; NaN without a profile. Replicas of several types run powers of two in sequence."""
     (begin, end), (layer, next_layer), (missing, kinds, shares) = ranks, layers, work
     tp = (end - begin) // dp
     if types[begin] == types[end - 1]:
@@ -87,7 +87,7 @@ def compute_ms(t, types, ranks, dp, layers, samples, max_bit, work):
 
 @numba.njit(cache=True)
 def stage_speeds(t, types, starts, dp, batches, work, speed):
-    """Normalised speed of every stage if it ran the whole model; False without a profile."""
+    """Writes the speed of every stage for the whole model, normalized to sum 1; False without a profile."""
     total, samples = 0.0, t.gbs // batches
     for i in range(len(dp)):
         ms = compute_ms(t, types, (starts[i], starts[i + 1]), dp[i], (0, len(t.weight)), samples, t.gbs, work)
@@ -99,9 +99,9 @@ def stage_speeds(t, types, starts, dp, batches, work, speed):
 
 @numba.njit(cache=True)
 def stage_demands(t, types, starts, dp, bounds, batches, work, demand):
-    """MB the reference expects: one replica's, by profiles of the first type. False without a profile.
+    """Writes the MB that the reference assumes: of one replica, by profiles of the first type. False without a profile.
 
-    The batch of a stage of several types is split over the whole cluster.
+    The reference divides the batch of a stage of several types over the whole cluster.
     """
     samples, kind, (missing, _, shares) = t.gbs // batches, types[0], work
     for i in range(len(dp)):
@@ -125,36 +125,36 @@ def stage_demands(t, types, starts, dp, bounds, batches, work, demand):
 
 
 @numba.njit(cache=True)
-def spread_sub_layers(weight, capacity, owner, room):
-    """Give out the sub-layers: stages fill up in order, the last one from the end, then gaps by room."""
+def spread_sub_layers(weight, capacity, owner, remaining):
+    """Assigns sub-layers to stages in order, up to their capacity, the last stage from the end; then fills gaps."""
     stages, end = len(capacity), len(owner)
     owner[:] = -1
     for i in range(stages):
-        room[i] = capacity[i]
+        remaining[i] = capacity[i]
     k, last, held, lowest = 0, stages - 1, 0, end
     for i in range(last):
         while k <= end - CUTS - 2:
             unit = weight[k // CUTS] / CUTS
             k += 1
-            if not room[i] > unit:
+            if not remaining[i] > unit:
                 break
             owner[k - 1] = i
-            room[i] -= unit
+            remaining[i] -= unit
     for q in range(end - 1, -1, -1):
         if owner[q] >= 0:
             continue
         unit = weight[q // CUTS] / CUTS
-        if held >= CUTS and not (q + 1 == lowest and room[last] > unit):
+        if held >= CUTS and not (q + 1 == lowest and remaining[last] > unit):
             break
         owner[q], held, lowest = last, held + 1, q
-        room[last] -= unit
-    fill_gaps(weight, owner, room)
+        remaining[last] -= unit
+    fill_gaps(weight, owner, remaining)
 
 
 @numba.njit(cache=True)
-def fill_gaps(weight, owner, room):
-    """A sub-layer left over goes to the stage with the most room from the last ending below it to the first above."""
-    stages, end = len(room), len(owner)
+def fill_gaps(weight, owner, remaining):
+    """Assigns each other sub-layer to the stage, from that below to that above it, with the most capacity left."""
+    stages, end = len(remaining), len(owner)
     smallest, largest = np.full(stages, end), np.full(stages, -1)
     for q in range(end):
         if owner[q] >= 0:
@@ -171,17 +171,17 @@ def fill_gaps(weight, owner, room):
                 high, above = i, smallest[i]
         best = low
         for i in range(low + 1, high + 1):
-            best = i if room[i] > room[best] else best
+            best = i if remaining[i] > remaining[best] else best
         owner[q] = best
-        room[best] -= weight[q // CUTS] / CUTS
+        remaining[best] -= weight[q // CUTS] / CUTS
         smallest[best], largest[best] = min(smallest[best], q), max(largest[best], q)
 
 
 @numba.njit(cache=True)
-def balance(weight, capacity, owner, room, keeper, bounds):
-    """Layer bounds per stage. Layers cut in too many parts are lost; stages may be empty."""
+def balance(weight, capacity, owner, remaining, keeper, bounds):
+    """Writes the bounds of stages. A layer of which no stage has more than half is lost; stages may be empty."""
     stages, layers = len(capacity), len(weight)
-    spread_sub_layers(weight, capacity, owner, room)
+    spread_sub_layers(weight, capacity, owner, remaining)
     held, kept = np.zeros((layers, stages), np.int64), np.zeros(stages, np.int64)
     first, last = np.full(stages, layers), np.full(stages, -1)
     for q in range(len(owner)):
@@ -202,7 +202,7 @@ def balance(weight, capacity, owner, room, keeper, bounds):
 
 @numba.njit(cache=True)
 def shift_layers(weight, keeper, kept, slack):
-    """Up to three times, give the stage with most slack a layer, unless the largest slack grows."""
+    """Moves a layer to the stage with the most slack, up to three times while the largest slack does not grow."""
     stages, layers = len(kept), len(weight)
     for _ in range(3 if stages > 1 else 0):
         most = int(np.argmax(slack))
@@ -224,7 +224,7 @@ def shift_layers(weight, keeper, kept, slack):
 
 @numba.njit(cache=True)
 def adjust_capacities(share, capacity, demand):
-    """Move share from stages out of memory to those with memory to spare; False if there is too little."""
+    """Moves share from stages without enough memory to stages with unused memory; False if this does not suffice."""
     stages = len(share)
     kept, spare, extra = np.empty(stages), np.empty(stages), np.zeros(stages)
     missing = to_spare = 0.0
@@ -251,10 +251,10 @@ def adjust_capacities(share, capacity, demand):
 
 @numba.njit(cache=True)
 def fit(t, types, starts, dp, batches, share, work, scratch, found):
-    """Partition until memory suffices: the attempt that fitted, minus the failures, or 0 without profile."""
-    (owner, room, keeper, capacity, demand), (bounds, left, first_left) = scratch, found
+    """The number of the first layer partition that fits; minus the number tried if none does, 0 without a profile."""
+    (owner, remaining, keeper, capacity, demand), (bounds, left, first_left) = scratch, found
     for attempt in range(1, MAX_ATTEMPTS + 1):
-        balance(t.weight, share, owner, room, keeper, bounds)
+        balance(t.weight, share, owner, remaining, keeper, bounds)
         if not stage_demands(t, types, starts, dp, bounds, batches, work, demand):
             return 0
         fits = True
@@ -272,7 +272,7 @@ def fit(t, types, starts, dp, batches, share, work, scratch, found):
 
 @numba.njit(cache=True)
 def bandwidth(rank_node, node_intra, node_least, begin, end, stride):
-    """GB/s the reference assumes between the nodes of every stride-th rank of a range."""
+    """GB/s that the reference assumes between every `stride`-th rank from `begin` to `end`."""
     node = rank_node[begin]
     one_node, least = True, node_least[node]
     for rank in range(begin, end, stride):
@@ -284,7 +284,7 @@ def bandwidth(rank_node, node_intra, node_least, begin, end, stride):
 
 @numba.njit(cache=True)
 def plan_cost(t, layout, starts, num_stage, batches, dp, bounds, work):
-    """Milliseconds per iteration of the first `num_stage` stages; NaN without a needed profile."""
+    """Milliseconds per step of the first `num_stage` stages; NaN without a profile."""
     types, nodes, intra, least = layout
     samples, layers = t.gbs // batches, len(t.weight)
     embedding, middle, output = t.parameters[0], t.parameters[1], t.parameters[2]
@@ -319,13 +319,13 @@ def plan_cost(t, layout, starts, num_stage, batches, dp, bounds, work):
 
 @numba.njit(cache=True)
 def is_valid(samples, max_batch, max_tp, groups, dp):
-    """Every replica gets 1 to max_batch samples, rounded down, and tp is within its limit."""
+    """Whether each replica has 1 to `max_batch` samples (rounded down), and tp is at most `max_tp`."""
     return ((dp <= samples) & (dp * (max_batch + 1) > samples) & (groups <= max_tp * dp)).all()
 
 
 @numba.njit(cache=True)
 def stage_to_split(dp, key):
-    """The stage with the least key (without keys: most replicas) that has replicas to halve; -1 if none."""
+    """The stage with several replicas and the smallest key (without keys, the most replicas); -1 if there is none."""
     best = -1
     for i in range(len(dp)):
         if dp[i] != 1 and (best < 0 or (key[i] < key[best] if len(key) else dp[i] > dp[best])):
@@ -335,10 +335,10 @@ def stage_to_split(dp, key):
 
 @numba.njit(cache=True)
 def walk(t, layout, groups, num_stage, batches, use_strat, number, plans, found):
-    """Walk number `number`, from data to tensor parallelism until a partition fits at the first attempt.
+    """Walk number `number`: halves dp and doubles tp of one stage at a time until the first layer partition fits.
 
-    Its plans go to `found` from row `plans` on. Returns (rows of `found` used, steps counted). A walk without a
-    needed profile stops; `found.missing` then has its key.
+    Writes plans to `found` from row `plans` on. Returns (rows of `found` in use, steps counted). A missing profile ends
+    the walk; `found.missing` then has its key.
     """
     types, missing, layers, stages = layout.rank_type, found.missing, len(t.weight), len(groups)
     starts, capacity = np.zeros(stages + 1, np.int64), np.zeros(stages)
@@ -383,10 +383,10 @@ def walk(t, layout, groups, num_stage, batches, use_strat, number, plans, found)
 
 @numba.njit(cache=True)
 def walk_all(t, layout, groups, num_stage, batch_counts, use_strat, limits, found):
-    """Walks of every group with every number of microbatches; `limits`: first walk, most walks, most plans of a walk.
+    """Walks of every group with every number of microbatches.
 
-    Returns (the walk to continue with, plans found, steps counted). Ends early when the `most_plans` of another walk
-    do not fit into `found`, or after a walk without a needed profile.
+    `limits` are the first walk, the largest number of walks, and the largest number of plans of a walk. Returns (the
+    next walk, plans found, steps counted). Ends early if `found` could be too small or a profile is missing.
     """
     number, most_walks, most_plans = limits
     plans = steps = np.int64(0)  # a literal 0 would compile `walk` twice

@@ -1,4 +1,4 @@
-"""Options of a Metis search: model sizes, profile limits, and the inputs that the reference leaves to chance."""
+"""Options of a Metis search: model, limits of the profiles, and choices that the reference leaves undetermined."""
 
 from dataclasses import dataclass
 
@@ -11,41 +11,46 @@ POSITIVE = ("gbs", "hidden_size", "sequence_length", "vocab_size", "max_profiled
 
 @dataclass(frozen=True, kw_only=True)
 class MetisOptions:
-    """Options of the reference under its own names, then ours. Raises ValueError for a value out of its range."""
+    """Options of the reference implementation, up to use_strat under its own names, then those added here. Raises
+    ValueError for a value out of its range."""
 
     num_layers: int
-    """Layers of the model, embedding and output layer included."""
+    """Number of layers, including the embedding and the output layer, as in the profiles."""
     gbs: int
-    """Global batch size in samples."""
+    """Global batch size: samples (sequences) per step."""
     hidden_size: int = 4096
-    """Width of the model: values per token between layers."""
+    """Width of the model: features per token of the activations between layers."""
     sequence_length: int = 1024
     """Tokens per sample."""
     vocab_size: int = 51200
-    """Entries of the vocabulary."""
+    """Number of tokens in the vocabulary, which is the width of the output layer."""
     max_profiled_tp_degree: int = 128
-    """Largest profiled tensor parallel degree."""
+    """Largest tensor-parallel degree that has a profile."""
     max_profiled_batch_size: int = 128
-    """Largest profiled batch in samples."""
+    """Largest batch, in samples, that has a profile."""
     min_group_scale_variance: int = 1
-    """Fewest devices of a stage, as a multiple of the even share; 0 for no limit, which takes minutes from 32
-    devices on and ends with max_plans or max_seconds on large clusters."""
+    """Lower limit on the devices of a stage, relative to devices / stages: 1 admits no smaller stage, 0 admits all
+    sizes. With 0, a search takes minutes from 32 devices on, and max_plans or max_seconds ends it on large clusters."""
     max_permute_len: int = 128
-    """Stages beyond which device groups are permuted in bundles."""
+    """Largest number of stages whose sizes are permuted one by one. With more stages, neighboring ones are
+    joined into this many bundles (if possible), which are permuted."""
     use_strat: bool = False
-    """The improved walk, guided by the first attempt's memory."""
+    """Use the improved search of livingshade/Metis, which replaces data by tensor parallelism in the stage that had the
+    least memory left at the first layer partition."""
     trials: int = 1
-    """Number of searches whose times are averaged."""
+    """Number of times the search is run; the printed time is their mean."""
     device_order: tuple[str, ...] = ()
-    """First node sequence; empty for the alphabetical one."""
+    """Order of the device types in the first node sequence, such as '[A100,V100]'; empty for alphabetical order."""
     reference_profile: str = ""
-    """File name of the profile of optimizer and batch generator; empty for the first type, largest tp and batch."""
+    """File name of the profile that supplies the times of optimizer and batch generator and the sizes of parameters;
+    empty for the first type, its largest tensor-parallel degree and its largest batch."""
     top_k: int = 10
-    """Number of plans kept in the result."""
+    """Number of plans in the ranking that is written."""
     max_seconds: float = 3600.0
-    """Time budget in seconds of a search; compiling kernels does not count. Then: the plans found so far."""
+    """Time limit in seconds of a search, not counting the compilation of kernels. When it ends the search, the plans
+    found so far are ranked."""
     max_plans: int = 10_000_000
-    """Inter-stage plans after which the plans found so far are returned."""
+    """Largest number of inter-stage plans that are evaluated; the plans found so far are then ranked."""
 
     def __post_init__(self):
         at_least("", self, num_layers=2, min_group_scale_variance=0, **dict.fromkeys(POSITIVE, 1))

@@ -1,4 +1,4 @@
-"""Result of a Metis search: ranking, statistics, the reference's printed lines and JSON."""
+"""Result of a Metis search: ranking, statistics, and the lines that the reference prints."""
 
 import math
 import operator
@@ -15,7 +15,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class MetisPlan:
-    """One costed plan. Cost in milliseconds per iteration, of its first `num_stage` stages only."""
+    """One costed plan. `cost` is milliseconds per step of the first `num_stage` stages only."""
 
     cost: float
     node_sequence: tuple[str, ...]
@@ -29,7 +29,7 @@ class MetisPlan:
 
 @dataclass
 class MetisResult:
-    """The plans and statistics of a search, which `add` collects; `exhausted`: a budget ended it early."""
+    """Ranking and statistics of a search, which `add` updates; `exhausted`: max_seconds or max_plans ended it early."""
 
     options: MetisOptions
     device_order: tuple[str, ...]
@@ -54,7 +54,7 @@ class MetisResult:
         return self.ranking[0]
 
     def add(self, sequence, num_stage: int, groups: np.ndarray, batches, found, plans: int) -> None:
-        """Enter the first `plans` rows of `found`: plans of walk `found.walk[i]` in the batch (groups, batches)."""
+        """Adds the first `plans` rows of `found`; row i is a plan of walk `found.walk[i]` over (groups, batches)."""
         kept = np.flatnonzero(~np.isnan(found.cost[:plans]))
         cost, bounds = found.cost[kept], found.bounds[kept, : groups.shape[1] + 1]
         lost, empty = bounds[:, -1] < self.options.num_layers, (np.diff(bounds) == 0).any(axis=1)
@@ -91,12 +91,12 @@ class MetisResult:
         most = self.options.top_k
         limit = self.ranking[-1].cost if len(self.ranking) == most else np.inf
         better = [index for index in np.argsort(cost, kind="stable")[:most] if cost[index] < limit]
-        # Of equal costs the first found comes first.
+        # Plans of equal cost are ranked in the order in which they were found.
         self.ranking = tuple(sorted([*self.ranking, *map(plan, better)], key=lambda plan: plan.cost)[:most])
 
 
 class SearchStopped(ValueError):
-    """The search cannot continue; `partial` is the MetisResult up to here."""
+    """The search cannot continue; `partial` is the `MetisResult` so far."""
 
     def __init__(self, message: str, partial: MetisResult):
         super().__init__(message)
@@ -104,7 +104,7 @@ class SearchStopped(ValueError):
 
 
 def reference_lines(result: MetisResult) -> list[str]:
-    """The lines the reference prints: time, count, header, best plan."""
+    """The lines that the reference prints: time, count, header, best plan."""
     best = result.best
     sequence = ", ".join(f"<DeviceType.{name}: '{name.lower()}'>" for name in best.node_sequence)
     sequence = f"({sequence},)" if len(best.node_sequence) == 1 else f"({sequence})"

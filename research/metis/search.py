@@ -1,8 +1,9 @@
-"""The whole Metis search: every inter-stage plan, walked by the compiled kernel, ranked by cost.
+"""The search of Metis: all inter-stage plans (node sequence, device groups, microbatches), ranked by cost.
 
-`run_metis` reproduces the reference (SamsungLabs/Metis, with the improved walk of livingshade/Metis), defects
-included: half-costed and incomplete plans are ranked too, and counted in the result. The reference leaves the order of
-the types and the profile that supplies the optimizer time to chance; here they are options.
+`run_metis` reproduces the reference (SamsungLabs/Metis, with the improved search of livingshade/Metis) including its
+defects: plans of which only some stages are costed, and plans without some of the layers, are ranked, too; the result
+counts them. In the reference, the order of the device types and the profile that supplies the optimizer time are
+undetermined; here they are options.
 """
 
 import itertools
@@ -18,18 +19,18 @@ from research.metis.groups import device_groups
 from research.metis.kernel import walk_all
 from research.metis.options import MetisOptions
 from research.metis.result import MetisResult, SearchStopped
-from research.metis.tables import Tables, build_layout, build_tables, room_for_plans
+from research.metis.tables import Tables, allocate_plans, build_layout, build_tables
 
-CHUNK = 64  # device groups walked between looks at the clock
+CHUNK = 64  # device groups evaluated between checks of the time limit
 
 
 def run_metis(
     hostfile: str | Path, clusterfile: str | Path, profile_dir: str | Path, options: MetisOptions
 ) -> MetisResult:
-    """Search as the reference does and return the ranking and its statistics.
+    """Searches as the reference does; returns the ranking and statistics.
 
-    Raises ValueError for bad input, with the file and the fix; SearchStopped, a ValueError that holds the
-    plans found so far in `partial`, when a profile turns out to be missing or no plan at all was found.
+    Raises ValueError for invalid input, with the file and the fix; SearchStopped, a ValueError with the plans found so
+    far in `partial`, if a profile is missing or no plan was found.
     """
     cluster = read_hosts(hostfile, clusterfile)
     profiles = read_profiles(profile_dir, cluster.device_types)
@@ -49,24 +50,24 @@ def run_metis(
 
 
 def check_slots(hostfile, cluster: Hosts) -> None:
-    """The reference reads one digit of the slot count and takes the first host's count for all."""
+    """Raises ValueError for slot counts that the reference misreads: it reads one digit, that of the first host."""
     slots = cluster.nodes[0].slots
     for node in cluster.nodes:
         if node.slots > 9:
             raise ValueError(
                 f"{hostfile}: {node.address} slots={node.slots}: Metis reads one digit, "
-                f"here {str(node.slots)[0]}; write several hosts of at most 9 slots or use the "
-                "optimal planner, which takes any count"
+                f"here {str(node.slots)[0]}; write several hosts of at most 9 slots or type "
+                "planner=optimal, which reads any count"
             )
     if cluster.num_devices > slots * len(cluster.nodes):
         raise ValueError(
             f"{hostfile}: Metis takes the first host's {slots} slots for all hosts; put the "
-            "host with the most slots first or use the optimal planner: it takes unequal hosts"
+            "host with the most slots first, or type planner=optimal, which supports unequal hosts"
         )
 
 
 def reference_profile(options: MetisOptions, profiles: dict[Key, Profile]) -> Profile:
-    """The profile that supplies what the reference takes from whichever file the directory lists first."""
+    """The profile of the times and sizes that the reference reads from the first file in the directory listing."""
     if not options.reference_profile:
         first_type = next(iter(profiles))[0]
         return profiles[max(key for key in profiles if key[0] == first_type)]
@@ -74,7 +75,7 @@ def reference_profile(options: MetisOptions, profiles: dict[Key, Profile]) -> Pr
     if options.reference_profile not in by_name:
         raise ValueError(
             f"reference_profile={options.reference_profile}: no such profile; choose one of "
-            f"the folder, e.g. {next(iter(by_name))}"
+            f"the folder, such as {next(iter(by_name))}"
         )
     return by_name[options.reference_profile]
 
@@ -82,29 +83,30 @@ def reference_profile(options: MetisOptions, profiles: dict[Key, Profile]) -> Pr
 def group_lists(options: MetisOptions, num_devices: int, first_sequence: bool) -> Iterator[tuple[int, np.ndarray]]:
     """(number of stages costed, (n, stages) device groups) in the order of the reference.
 
-    After the first node sequence, one stage is never tried again; instead the groups of the next number of
-    stages come once with only their first stage costed. This slip of the reference is kept for equal counts.
+    After the first node sequence, plans of one stage are not evaluated again. Instead, the groups of the next number of
+    stages are evaluated twice, the first time with the cost of their first stage only. This defect of the reference is
+    reproduced, so that its counts are, too.
     """
-    slip = not first_sequence
+    first_stage_only = not first_sequence
     for stages in range(1 if first_sequence else 2, min(num_devices, options.num_layers) + 1):
-        for costed in (1, stages) if slip else (stages,):
+        for costed in (1, stages) if first_stage_only else (stages,):
             groups = device_groups(num_devices, stages, options.min_group_scale_variance, options.max_permute_len)
             while chunk := list(itertools.islice(groups, CHUNK)):
-                slip = False
+                first_stage_only = False
                 yield costed, np.array(chunk, np.int64)
 
 
 def search(result: MetisResult, cluster: Hosts, tables: Tables) -> float:
-    """Walk every inter-stage plan within the budget; fills the result and returns the seconds."""
+    """Evaluates all inter-stage plans within the limits; adds plans to `result` and returns the seconds."""
     options, devices = result.options, cluster.num_devices
     clock = Clock(options.max_seconds)
     batch_counts = np.array(divisors(options.gbs)[::-1])
     for index, sequence in enumerate(itertools.permutations(result.device_order)):
         layout = build_layout(cluster, sequence)
         for num_stage, groups in group_lists(options, devices, index == 0):
-            # Steps of a walk: every stage halves its replicas at most log2(devices) times.
+            # The largest number of plans of a walk: every stage halves its replicas at most log2(devices) times.
             most, at = groups.shape[1] * devices.bit_length() + 1, 0
-            found = room_for_plans(max(most, 4096), groups.shape[1])
+            found = allocate_plans(max(most, 4096), groups.shape[1])
             while at < groups.shape[0] * len(batch_counts):
                 left = options.max_plans - result.inter_stage_plans
                 if left <= 0 or clock.over:
@@ -128,6 +130,7 @@ def search(result: MetisResult, cluster: Hosts, tables: Tables) -> float:
 
 
 def check_found(result: MetisResult) -> None:
+    """Raises SearchStopped if no plan was costed."""
     if result.plans_costed:
         return
     reason = (
@@ -136,7 +139,7 @@ def check_found(result: MetisResult) -> None:
     )
     if result.exhausted:
         tried = result.inter_stage_plans
-        reason = f"no plan among the {tried} tried within the budget; raise max_seconds or max_plans"
+        reason = f"none of the {tried} inter-stage plans evaluated so far fits; raise max_seconds or max_plans"
     raise SearchStopped(reason, result)
 
 
@@ -145,6 +148,6 @@ def missing_profile_message(options: MetisOptions, key: Key, batches: int) -> st
     if key[2] & (key[2] - 1):
         fix = (
             f"gbs={options.gbs} in {batches} microbatches is not divisible into profiled batches; use a "
-            "power of two, add the profile, or use the optimal planner, which takes any batch"
+            "power of two, add the profile, or type planner=optimal, which supports any batch"
         )
     return f"{profile_name(key)} is missing: {fix}"

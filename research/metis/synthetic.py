@@ -1,7 +1,7 @@
-"""Synthetic profiles, grown from nine measured samples of one device type as the reference grows them.
+"""Synthetic profiles, extrapolated from nine measured samples of one device type as the reference does.
 
-The samples are profile documents for tp and batch in {1, 2, 4}. Layers are repeated, larger batches double
-the compute time, larger tp degrees halve it, and a second, slower device type gets every time multiplied.
+The samples are profiles for tp and batch in {1, 2, 4}. Layers are repeated; twice the batch takes twice the compute
+time, twice the tp degree half of it; the times of a second, slower device type are longer by a factor.
 """
 
 import copy
@@ -46,9 +46,9 @@ def read_samples(folder: str | Path) -> dict[tuple[int, int], dict]:
 def write_profiles(
     folder: str | Path, samples: dict[tuple[int, int], dict], num_layers: int, max_batch: int, slowdown: float = 3.5
 ) -> int:
-    """Write the profiles of A100 and V100 for tp and batch 1, 2, 4 ... max_batch; returns the number of files.
+    """Writes profiles of A100 and V100 for tp and batch 1, 2, 4 ... max_batch; returns the number of files.
 
-    Existing profiles in the folder are removed, other files stay.
+    Profiles that are in the folder are removed; other files are kept.
     """
     if num_layers < 3:
         raise ValueError(f"num_layers={num_layers}: embedding, output and a layer between need 3 or more")
@@ -88,7 +88,7 @@ def scale_layers(sample: dict, num_layers: int) -> dict:
 
 
 def grow(samples: dict[tuple[int, int], dict], max_batch: int) -> dict[tuple[int, int], dict]:
-    """All (tp, batch) up to max_batch: doubling the batch doubles the compute time, doubling tp halves it."""
+    """Profiles for all (tp, batch) up to max_batch: compute time is proportional to batch and to 1 / tp."""
     grown, last = dict(samples), SAMPLE_DEGREES[-1]
     larger = [last << power for power in range((max_batch // last).bit_length() - 1)]
     for tp in SAMPLE_DEGREES:
@@ -101,7 +101,7 @@ def grow(samples: dict[tuple[int, int], dict], max_batch: int) -> dict[tuple[int
 
 
 def _rescaled(document: dict, names, factor: float) -> dict:
-    """A copy with the times `names` multiplied, and their total."""
+    """A copy with the times `names` multiplied by `factor`, and with the new total."""
     document = copy.deepcopy(document)
     times = document["execution_time"]
     for name in names:

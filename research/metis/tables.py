@@ -12,15 +12,15 @@ from research.metis.options import MetisOptions
 class Tables(NamedTuple):
     """Profiles, model and limits as arrays; R profiles, L layers, K device types.
 
-    The tables by profile have a last row of NaN, which index -1 of an absent profile finds.
+    The last row of the tables by profile is NaN: an absent profile has index -1.
     """
 
     row: np.ndarray  # int32 (K, tp + 1, batch + 1): index of the profile, -1 when absent
     layer_ms: np.ndarray  # (R + 1, L)
     layer_mb: np.ndarray  # (R + 1, L)
     total_ms: np.ndarray  # (R + 1,)
-    sync_ms: np.ndarray  # (R + 1,) NaN for 0 too, which the reference takes for absent
-    weight: np.ndarray  # (L,) share of each layer in the compute time
+    sync_ms: np.ndarray  # (R + 1,) NaN also for 0, which the reference treats as absent
+    weight: np.ndarray  # (L,) fraction of the compute time of the model
     memory_mb: np.ndarray  # (K,) per device
     parameters: np.ndarray  # (3,) bytes of the first, a middle and the last layer
     optimizer_ms: float
@@ -34,30 +34,30 @@ class Tables(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """One node sequence: the type and node of each rank."""
+    """Type and node of each of N ranks in one node sequence."""
 
     rank_type: np.ndarray  # (N,) type index
     rank_node: np.ndarray  # (N,)
     node_intra: np.ndarray  # (nodes,) GB/s of the first host of the node's type
-    node_least: np.ndarray  # (nodes,) GB/s, least over the hosts of the node's type
+    node_least: np.ndarray  # (nodes,) GB/s, smallest of the hosts of the node's type
 
 
 class Found(NamedTuple):
-    """The plans of several walks over S stages; a cost of NaN marks a plan without a needed profile."""
+    """Plans of several walks, of S stages; the cost is NaN if a profile is missing."""
 
     cost: np.ndarray  # (n,) ms
-    attempt: np.ndarray  # (n,) partition attempt that fitted
+    attempt: np.ndarray  # (n,) number of the layer partition that fits, from 1
     walk: np.ndarray  # (n,) number of the walk
     dp: np.ndarray  # (n, S)
-    bounds: np.ndarray  # (n, S + 1) first layer of each stage, and the end
+    bounds: np.ndarray  # (n, S + 1) first layer of each stage, and the end of the last
     missing: np.ndarray  # (3,) type, tp, batch of a profile that the last walk needs
 
 
 def build_tables(options: MetisOptions, cluster: Hosts, profiles: dict[Key, Profile], reference: Profile) -> Tables:
     """Arrays over the types of the cluster, numbered in alphabetical order.
 
-    The reference profile alone supplies the optimizer and batch generator times, the parameters, and (by its
-    type's smallest profile) the relative weight of the layers. ValueError when that profile is absent.
+    `reference` supplies the times of optimizer and batch generator and the parameters; the profile of its type with tp
+    and batch 1 supplies the fraction of the compute time of each layer. Raises ValueError if the latter is missing.
     """
     types = cluster.device_types
     smallest = (reference.device_type, 1, 1)
@@ -94,7 +94,7 @@ def build_tables(options: MetisOptions, cluster: Hosts, profiles: dict[Key, Prof
 
 
 def build_layout(cluster: Hosts, node_sequence: tuple[str, ...]) -> Layout:
-    """Ranks and nodes type by type in the order of the node sequence, all nodes as large as the first."""
+    """Ranks and nodes in the order of the node sequence; as in the reference, all nodes have the size of the first."""
     by_type = [cluster.nodes_of(device_type) for device_type in node_sequence]
     nodes = [(node, mine[0].intra_gb_s, min(each.intra_gb_s for each in mine)) for mine in by_type for node in mine]
     rank_type = [cluster.device_types.index(node.device_type) for node, _, _ in nodes for _ in range(node.slots)]
@@ -106,7 +106,8 @@ def build_layout(cluster: Hosts, node_sequence: tuple[str, ...]) -> Layout:
     )
 
 
-def room_for_plans(num_plans: int, num_stages: int) -> Found:
+def allocate_plans(num_plans: int, num_stages: int) -> Found:
+    """Uninitialized arrays for `num_plans` plans."""
     number = np.empty(num_plans, np.int64)
     shape = num_plans, num_stages
     return Found(np.empty(num_plans), number, number.copy(), np.empty(shape, np.int64),

@@ -1,4 +1,4 @@
-"""Keys that a command of this folder reads beside XLA options."""
+"""Reads the arguments of the commands of this folder: keys of the command, and XLA options."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,10 +1,10 @@
-"""What the order of heads costs splash attention on a TPU: plain transposes and rotary embedding by cuts and joins,
-beside `mstrain.layers.splash.heads_first` and `Rotary.rotate_heads`.
+"""Compares two ways to bring heads into the order of splash attention on a TPU: plain transposes and `Rotary.rotate`,
+or `mstrain.layers.splash.heads_first` and `Rotary.rotate_heads`.
 
     python -m tests.compiler.attention_layout v6e-32 4x8
 
-Prints the time of one attention half with its projections, both passes, of two sequences of 2,048 tokens with 24 heads
-of 128 features on every device, compiled for a TPU slice that is not present.
+Prints the predicted time of the attention half of a block, with its projections, forward and backward, for two
+sequences of 2,048 tokens with 24 heads of 128 features per device. No TPU is needed.
 """
 
 import functools
@@ -37,7 +37,7 @@ def half(x_TxD, into, out, rotary: Rotary | None, by_tiles: bool):
 
 
 def microseconds(target: str, mesh_text: str, rotary: Rotary | None, by_tiles: bool) -> float:
-    """Of both passes."""
+    """Predicted microseconds of the forward and the backward pass."""
     mesh = target_mesh(target, mesh_text)
     axes = tuple(mesh.shape)
 

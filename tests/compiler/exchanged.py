@@ -1,11 +1,11 @@
-"""How much of the exchange of tokens runs beside compute in a compiled layer with experts.
+"""How much of the exchange of tokens overlaps with compute in a compiled layer with experts.
 
     python -m tests.compiler.exchanged v5p-16 expert8-row1-col1 collective slices=2 batch=8 [OPTION=VALUE ...]
 
-compiles one block of `model` (mixtral_8x7b) with its gradients, `batch` sequences of 4096 tokens, and prints for each
-kind of collective and its axes: their number, how many are asynchronous, their time and the share of it beside compute.
-`dump=FOLDER` keeps the program, `margin=8` shows the memory with room for eight times an even load; other keys are XLA
-options.
+compiles one block of `model` (mixtral_8x7b) with its gradients, for `batch` sequences of 4096 tokens. For each kind of
+collective and its mesh axes it prints the number of collectives, how many are asynchronous, their time, and the
+fraction that overlaps with compute. `dump=FOLDER` writes the program to a folder. `margin=8` allocates buffers for
+eight times an even load. Other keys are XLA options.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ SEQ = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """What is compiled: `slices` of the exchange, `margin` of its room over an even load, and the folder in which the
-    program is left."""
+    """What is compiled: `slices` of the exchange, `margin`, the size of its buffers relative to an even load, and the
+    folder `dump` for the program."""
 
     model: str = "mixtral_8x7b"
     batch: int = 8

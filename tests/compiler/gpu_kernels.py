@@ -1,9 +1,9 @@
-"""The kernels of a step in optimized HLO of XLA:GPU: how often each is launched, what it moves and computes.
+"""The kernels of a step in optimized HLO of XLA:GPU: launches, bytes and FLOPs of each.
 
-On a GPU every instruction of the entry computation and of the loops in it is one kernel or one copy by the driver:
-fusions, library calls and single operations. Bytes are those of operands and results, each once, as if a kernel kept
-what it reads twice; of an operand that is only sliced or gathered from, those that are taken, and of a result that is
-an update in place (a dynamic-update-slice or scatter), those that are written.
+On a GPU every instruction of the entry computation and of its loops is one kernel or one copy by the driver: a fusion,
+a library call or a single operation. The bytes of a kernel are those of its operands and results, each counted once. Of
+an operand that is only sliced or gathered from, the bytes that are read count; of a result that is updated in place
+(dynamic-update-slice, scatter), the bytes that are written.
 """
 
 import collections
@@ -18,8 +18,8 @@ from mstrain.compiler.hlo import Instruction, Module, parse, shape_bytes
 MATMUL, ATTENTION, REDUCTION, ELEMENTWISE = "matmul", "attention", "reduction", "elementwise"
 CONVERT, COPY, FILL, INDEXED, OTHER = "convert", "copy", "fill", "gather and scatter", "other"
 CLASSES = (MATMUL, ATTENTION, REDUCTION, ELEMENTWISE, CONVERT, COPY, FILL, INDEXED, OTHER)
-"""Reductions compute elementwise, too. A `convert` changes only a dtype, a `copy` only a place or an order (slices,
-transposes), a `fill` reads nothing."""
+"""Reductions include their elementwise operations. A `convert` changes only the dtype, a `copy` only the position or
+order of values (slices, transposes); a `fill` reads nothing."""
 
 _SILENT = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 _VIEWS = {"bitcast", "reshape", "get-tuple-element"}
@@ -31,13 +31,13 @@ _TAKES = ("dynamic-slice", "slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place, with the number of the operand that is written
 _PRODUCTS = re.compile(r"__cublas\$|__cutlass|cublas")
 _SCORES = re.compile(r"__cudnn\$fmha\w*?(Backward)?[\"$]")
-CAUSAL = 0.5  # share of the scores that a causal kernel computes
+CAUSAL = 0.5  # fraction of the scores that a causal kernel computes
 SCORE_PRODUCTS = {False: 2, True: 5}  # forward; backward: scores again, gradients of scores, values, keys, queries
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One instruction: `launches` a step, each with so many bytes read and written, and FLOPs."""
+    """One instruction: its launches per step, and the bytes (read and written) and FLOPs of one launch."""
 
     name: str
     kind: str
@@ -47,7 +47,7 @@ class Kernel:
     scope: str
 
     def seconds(self, peak: float, bandwidth: float) -> float:
-        """Of all launches, each at its peak FLOP/s or its bytes/s, whichever takes longer."""
+        """Seconds of all launches; one takes the longer of its FLOPs at `peak` and its bytes at `bandwidth`."""
         return self.launches * max(self.flops / peak, self.bytes / bandwidth)
 
 
@@ -58,7 +58,7 @@ def read_kernels(text: str) -> list[Kernel]:
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """What the kernels of one class add up to in a step."""
+    """Sums over the kernels of one class in a step."""
 
     launches: int = 0
     bytes: float = 0.0
@@ -107,7 +107,7 @@ class _Reader:
         )  # fmt: skip
 
     def _flops(self, computation: str, instruction: Instruction) -> float:
-        """Of a product or of attention; 0 for other instructions."""
+        """FLOPs of a product or of attention; 0 for other instructions."""
         operands = [self._module.find(computation, name) for name in instruction.operands]
         shapes = [_dims(x.shape) for x in operands if x is not None]
         attributes = instruction.attributes
@@ -158,7 +158,7 @@ class _Reader:
 def _trips(loop: Instruction) -> int:
     found = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if found is None:
-        raise ValueError(f"how often the loop {loop.name} runs is not known when it is compiled")
+        raise ValueError(f"the trip count of the loop {loop.name} is not a constant of the program")
     return int(found[1])
 
 
@@ -191,7 +191,7 @@ def _kind(instruction: Instruction, inside: list[Instruction]) -> str:
 
 @functools.cache
 def _dims(shape: str) -> tuple[int, ...]:
-    """Of an array, or of the first part of a tuple."""
+    """Dims of an array, or of the first element of a tuple."""
     found = re.search(r"\[([\d,]*)\]", shape)
     return tuple(int(n) for n in found[1].split(",") if n) if found else ()
 

@@ -1,12 +1,12 @@
-"""The kernels of a training step compiled for one GPU that is not there, and the time that their bytes and FLOPs take.
+"""Lower bounds on the time of the kernels of a training step that is compiled for a GPU that is not present.
 
     python -m tests.compiler.gpu_step h200 models="gpt3_1_3b gpt2" peers="mstrain flax" [batch=16 seq=2048]
 
-needs `pip install "jax[cuda12]"`, no GPU, and about ten seconds a step. Peers are those of `python benchmark.py
-bench=peers` that are written in JAX. Prints for each class of kernels launches, bytes, FLOPs and milliseconds at the
-chip's peak FLOP/s or bytes/s, whichever takes longer, kernel by kernel: a floor for these kernels, not a time that
-anybody measured. `top=N` lists the N kernels with most of it, `dump=FOLDER` keeps the programs; other keys are XLA
-options.
+needs `pip install "jax[cuda12]"` but no GPU, and takes about ten seconds per step. Peers are those of `python
+benchmark.py bench=peers` that use JAX. Prints launches, bytes, FLOPs and milliseconds of each class of kernels. The
+time of a kernel is the longer of its FLOPs at the peak FLOP/s and its bytes at the memory bandwidth of the chip: a
+lower bound, which is not measured. `top=N` lists the N kernels with the longest times; `dump=FOLDER` writes the
+programs to a folder; other keys are XLA options.
 """
 
 import dataclasses
@@ -35,12 +35,12 @@ from tests.compiler.arguments import read_arguments
 from tests.compiler.gpu_kernels import Kernel, read_kernels, totals
 from tests.compiler.gpu_target import absent_gpu
 
-ADAMW = 28  # bytes a parameter: it, its gradient and two moments are read, it and the moments written, in float32
+ADAMW = 28  # bytes per parameter: reads it, its gradient and two moments, writes it and the moments, in float32
 
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """Models and shapes, those of bench=peers by default."""
+    """Models and shapes; the defaults are those of bench=peers."""
 
     models: str = PEER_MODELS
     peers: str = "mstrain flax"
@@ -51,7 +51,7 @@ class Keys:
 
 
 def compile_step(task: Task, device, options: Mapping[str, Any]) -> jax.stages.Compiled:
-    """The step of the peer `mstrain` or `flax` for an absent device."""
+    """The step of the peer `mstrain` or `flax`, compiled for a device that is not present."""
     if task.peer == "mstrain":
         return own.work_of(task, device).program.compile(options or None)
     start, step, _ = flax_model.build(task, "gpu")
@@ -63,7 +63,7 @@ def compile_step(task: Task, device, options: Mapping[str, Any]) -> jax.stages.C
 
 
 def describe(kernels: list[Kernel], chip: Chip, model: ModelConfig, batch: int, seq: int) -> list[str]:
-    """Lines of a table, one for each class, then all together, the floor of any step, and the MFU that they allow."""
+    """A table with a line per class of kernels and their sum; then a lower bound of any step, and the highest MFU."""
     peak, bandwidth = chip.known_peak("bf16"), chip.number("hbm_bandwidth")
     lines = ["| kernels | launches | GB | TFLOPs | ms |", "|---|---|---|---|---|"]
     found = totals(kernels, peak, bandwidth)
@@ -75,8 +75,8 @@ def describe(kernels: list[Kernel], chip: Chip, model: ModelConfig, batch: int, 
     floor = causal / peak + ADAMW * count_parameters(model) / bandwidth
     return [
         *lines, "",
-        f"Floor {1e3 * floor:.1f} ms: {causal / 1e12:.1f} TFLOPs (causal attention) at peak, then {ADAMW} bytes for "
-        f"each of {count_parameters(model) / 1e9:.2f} billion parameters.",
+        f"Lower bound of any step {1e3 * floor:.1f} ms: {causal / 1e12:.1f} TFLOPs (causal attention) at peak, then "
+        f"{ADAMW} bytes for each of {count_parameters(model) / 1e9:.2f} billion parameters.",
         f"At most {full / peak / sums[-1]:.1%} MFU (full attention) with these kernels.",
     ]  # fmt: skip
 
@@ -86,7 +86,7 @@ def _line(kind: str, launches: int, moved: float, flops: float, seconds: float) 
 
 
 def largest(kernels: list[Kernel], chip: Chip, count: int) -> list[str]:
-    """The kernels that take longest, one a line."""
+    """The kernels with the longest times, one per line."""
     peak, bandwidth = chip.known_peak("bf16"), chip.number("hbm_bandwidth")
     ordered = sorted(kernels, key=lambda kernel: -kernel.seconds(peak, bandwidth))[:count]
     return [

@@ -1,4 +1,4 @@
-"""A GPU that is not there, to compile for: XLA's CUDA compiler needs only a description of it."""
+"""GPUs that are not present, as targets of compilation: XLA's CUDA compiler needs only a description of a GPU."""
 
 import importlib.metadata
 
@@ -39,7 +39,7 @@ device_description_str: "{kind}"
 
 
 def missing_compiler() -> str | None:
-    """Why nothing can be compiled for a GPU here and what to type, or None when it can."""
+    """Why this installation cannot compile for a GPU and what to type, or None if it can."""
     fix = f'Compiling for a GPU needs its compiler. Type: pip install "jax[cuda12]=={jax.__version__}"'
     for package in ("jax-cuda12-pjrt", "jax-cuda12-plugin", "nvidia-cudnn-cu12"):  # JAX asks for the version of cuDNN
         try:
@@ -50,11 +50,11 @@ def missing_compiler() -> str | None:
 
 
 def absent_gpu(chip: Chip):
-    """One H100 or H200 that is not present; ValueError with the remedy when the compiler is not installed."""
+    """One H100 or H200 that is not present. Raises ValueError, with the fix, if the compiler is not installed."""
     if problem := missing_compiler():
         raise ValueError(problem)
     if chip.name not in ("h100", "h200"):
-        raise ValueError(f"the GPU {chip.name} is not described here. Type h100 or h200.")
+        raise ValueError(f"GPU {chip.name} is unknown. Type h100 or h200.")
     if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]  JAX's stub lacks its flags
         jax.config.update("jax_platforms", "cpu")  # the host of the compilation needs no accelerator
     numbers = {"bandwidth": int(chip.number("hbm_bandwidth")), "memory": int(chip.number("hbm_bytes"))}

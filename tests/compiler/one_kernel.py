@@ -1,16 +1,17 @@
-"""OS as one Pallas kernel: rings of remote DMA in both directions of both mesh axes beside the products of slices.
+"""Dataflow OS as one Pallas kernel: rings of remote DMA along both mesh axes overlap with the products of slices.
 
-    python -m tests.compiler.one_kernel run 2 4 3                  grid and slices; interpreted on emulated devices
+    python -m tests.compiler.one_kernel run 2 4 3                  rows, columns and slices, on emulated devices
     python -m tests.compiler.one_kernel compile v5p-512 32x8 262144x12288x49152 4
     python -m tests.compiler.one_kernel roofline v5p-512 32x8 262144x12288x49152
 
-A trial, not an algorithm of train.py: docs/performance.md has its figures and the reasons. `run` compares it with
-MeshSlice bit by bit and looks for races, `compile` needs libtpu, `roofline` states its time.
+This is an experiment and not an algorithm of train.py; docs/performance.md has its figures and the reasons. `run`
+interprets the kernel, compares it with MeshSlice bit by bit and detects races. `compile` compiles it for a TPU slice
+and needs libtpu. `roofline` prints its time by a roofline model.
 
-While slice s multiplies, slice s + 1 is gathered: half of every shard goes round each direction of a ring, one
-neighbor per hop, and the kernel forwards a hop between two tiles of the product. Two slices are in HBM, so a neighbor
-sends slice s + 2 when slice s was multiplied. On chips of two cores each core gathers half of the rows of A and half
-of the columns of B.
+While slice s is multiplied, slice s + 1 is gathered: half of every shard is sent in each direction of a ring, to one
+neighbor per hop, and the kernel forwards a hop between two tiles of the product. HBM has buffers for two slices, so a
+neighbor sends slice s + 2 after slice s was multiplied. On chips with two cores, each core gathers half of the rows of
+A and half of the columns of B.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ from mstrain.compiler.topology import quiet
 from mstrain.gemm import meshslice
 
 CORE, ROW, COL = "core", "row", "col"
-CORES = {"v4": 2, "v5p": 2}  # that one device has
+CORES = {"v4": 2, "v5p": 2}  # cores per device; others have one
 WAYS = (1, -1)
 DMA = pltpu.SemaphoreType.DMA
 COUNTER = pltpu.SemaphoreType.REGULAR
@@ -41,7 +42,7 @@ COUNTER = pltpu.SemaphoreType.REGULAR
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How a product is divided: slices of the summed features, tiles of the result, `cores` of a device."""
+    """How a product is divided: slices of the contracted dim, tiles of the result, and cores of a device."""
 
     slices: int
     tile: tuple[int, int]
@@ -80,14 +81,14 @@ class Ring:
         place = self.half(self.place(s, (lax.axis_index(self.axis) - way * hop) % self.size), way)
         source = self.half(self.own(s), way) if isinstance(hop, int) and hop == 0 else place
         n = WAYS.index(way)
-        received = self.received.at[s % 2, hop, n]  # of its own: nobody promises that hops arrive in order
+        received = self.received.at[s % 2, hop, n]  # one semaphore per hop, because hops may arrive in any order
         return pltpu.make_async_remote_copy(source, place, self.sent.at[n], received, self._neighbor(way))
 
     def _copy(self, s):
         return pltpu.make_async_copy(self.own(s), self.place(s, lax.axis_index(self.axis)), self.copied)
 
     def start(self, s):
-        """Copies this device's part of slice s to its place and to both neighbors, whose places are free."""
+        """Copies this device's part of slice s to its own buffer and, when free, to those of both neighbors."""
         self._copy(s).start()
         for n, way in enumerate(WAYS):
             if s >= 2:
@@ -105,7 +106,7 @@ class Ring:
         self._copy(s).wait()
 
     def release(self):
-        """Tells both neighbors that the slice that was multiplied may be overwritten."""
+        """Signals both neighbors that the buffer of the multiplied slice is free."""
         for n, way in enumerate(WAYS):
             pl.semaphore_signal(self.free.at[n], 1, device_id=self._neighbor(-way))
 
@@ -115,7 +116,7 @@ class Ring:
 
 
 def _rings(of_a, of_b, semaphores, cut: Cut) -> tuple[Ring, Ring]:
-    """Of A along the columns and of B along the rows; refs of (the shard, two gathered slices) of each."""
+    """The rings of A along the columns and of B along the rows; `of_a` and `of_b` are (shard, two gathered slices)."""
     (a, whole_a), (b, whole_b) = of_a, of_b
     core, (rows, k), (l, columns) = lax.axis_index(CORE), a.shape, b.shape
     deep, high, tall, wide = k // cut.slices, l // cut.slices, rows // cut.cores, columns // cut.cores
@@ -216,7 +217,7 @@ def on_mesh(function, mesh):
 
 
 def run(rows: int, cols: int, slices: int) -> None:
-    """Compares the interpreted kernel with MeshSlice, and looks for races."""
+    """Compares the interpreted kernel with MeshSlice, and detects races."""
     from jax._src.pallas.mosaic import tpu_info
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 
@@ -233,7 +234,7 @@ def run(rows: int, cols: int, slices: int) -> None:
 
 
 def compile_for(name: str, shape: str, sizes: tuple[int, int, int], slices: int, vmem: int = 49152) -> None:
-    """Compiles the kernel for an absent TPU slice; `vmem` in KiB."""
+    """Compiles the kernel for a TPU slice that is not present; `vmem` in KiB."""
     target = make_target(name, shape)
     t, i, o = sizes
     sharding = NamedSharding(target.mesh, P(ROW, COL))
@@ -244,13 +245,14 @@ def compile_for(name: str, shape: str, sizes: tuple[int, int, int], slices: int,
     with quiet():
         compiled = lowered.compile(compiler_options={"xla_tpu_scoped_vmem_limit_kib": vmem + 1024})
     memory = compiled.memory_analysis()
-    print(f"{name} {shape}: compiled, temporaries {memory.temp_size_in_bytes / 2**20:.0f} MiB a device")
+    print(f"{name} {shape}: compiled, temporary buffers {memory.temp_size_in_bytes / 2**20:.0f} MiB per device")
 
 
 def seconds(machine: Machine, shape: tuple[int, int], sizes: tuple[int, int, int], slices: int) -> float:
-    """Barrier, first slice, then the slowest of product, HBM and links for each slice; the last is multiplied alone.
+    """Time of the barrier, the first all_gather, then for each slice the slowest of product, HBM and links.
 
-    Products run at the chip's peak, a hop takes a sync and its bytes over one link (half of a shard each way).
+    No communication overlaps with the last product. Products run at the peak of the chip; a hop takes a sync and the
+    time of half of a shard on one link.
     """
     (rows, cols), (t, i, o) = shape, sizes
     m, n, deep = t // rows, o // cols, i // slices
@@ -272,7 +274,8 @@ def roofline(name: str, shape: str, sizes: tuple[int, int, int]) -> None:
         first = seconds(machine_for(target), (rows, cols), sizes, slices) - 2 * sizes[0] * sizes[1] * sizes[2] / (
             rows * cols * machine_for(target).flops
         )
-        print(f"S={slices}: {times[0]:.2f} ({times[1]:.2f}, {times[2]:.2f}) ms, {1e3 * first:.2f} above the product")
+        spread = f"{times[0]:.2f} ({times[1]:.2f}, {times[2]:.2f}) ms"
+        print(f"S={slices}: {spread}, {1e3 * first:.2f} ms more than the product at the peak of the chip")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""A search over XLA options by algorithm and TPU generation. It compiles, and reads the schedules.
+"""Searches XLA options for an algorithm and a TPU generation by compiling, and reading the predicted times.
 
     python -m tests.compiler.options v6e-32 --algorithms fsdp meshslice              one layer, minutes per algorithm
     python -m tests.compiler.options v6e-32 --algorithms fsdp --step 8 --vmem 98304  a training step of 8 layers
     python -m tests.compiler.options v5p-64 --algorithms wang --groups "layer scheduler"    one group only
 
 The program is a part of GPT-3 175B, compiled with the options of the chip (`mstrain/hardware/chips.toml`) and a group
-of `GROUPS`. A group that makes it faster by more than 1 % is kept and the following groups are tried beside it. Every
-trial is a row of docs/data/options.csv. A low VMEM limit compiles fast and makes products slow, so more of the
-collectives is hidden: a group that wins there has to win in a step at the chip's limit before it goes into the table of
-chips.
+of options of `GROUPS`. A group that reduces the time by more than 1 % is kept while further groups are tried. Every
+trial is a row of docs/data/options.csv. A low VMEM limit compiles fast but makes products slow, so more of the
+collectives is hidden. Before a group is added to the table of chips, it therefore has to reduce the time of a step at
+the VMEM limit of the chip, too.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from mstrain.program.step import step_program
 from tests.docs.rows import replace_rows
 
 MODEL, SEQ, MESH = "gpt3_175b", 2048, "4x8"
-GAIN = 0.99  # a group is kept if it reduces the time to less than this share
+GAIN = 0.99  # a group is kept if it reduces the time by more than this factor
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
 TABLE = Path(__file__).parents[2] / "docs/data/options.csv"
 SEARCH = ("target", "algorithm", "program", "vmem_kib")  # columns that every row of one search shares
@@ -76,9 +76,9 @@ ONLY: dict[str, tuple[str, ...]] = dict.fromkeys(_PARTITIONED, ("gspmd",))
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One compilation: the groups beside the chip's options, predicted seconds with their range, and collectives.
+    """One compilation with the options of the chip and of `groups`: predicted seconds, their range, and collectives.
 
-    `problem` is the reason for a missing result.
+    `problem` is the error message if there is no result.
     """
 
     groups: tuple[str, ...]
@@ -97,7 +97,7 @@ class Trial:
 
 
 def trial_program(algorithm: str, target: Target, layers: int = 0) -> Program:
-    """A training step of `layers` layers, or one layer for 0; half a sequence per device, for FSDP a whole one."""
+    """A training step of `layers` layers, or for 0 one layer, with half a sequence per device (FSDP: a whole one)."""
     model, devices, dtype = load_preset(MODEL), target.mesh.size, jnp.dtype("bfloat16")
     model = dataclasses.replace(model, layers=layers or 1)
     batch = max(devices // 2, grid_of(algorithm, target.mesh).num_rows)
@@ -123,7 +123,7 @@ def compile_trial(
 
 
 def search(attempt: Callable[[tuple[str, ...]], Trial], names: tuple[str, ...]) -> Iterator[tuple[Trial, bool]]:
-    """Every trial with whether its groups are kept, those of no group first; ends if that has no result."""
+    """(trial, whether its groups are kept) of every trial. The first one has no groups; without its result, it ends."""
     best = attempt(())
     yield best, best.seconds is not None
     for name in names if best.seconds is not None else ():
@@ -134,7 +134,7 @@ def search(attempt: Callable[[tuple[str, ...]], Trial], names: tuple[str, ...]) 
 
 
 def groups_of(algorithm: str, chosen: Collection[str] = tuple(GROUPS)) -> tuple[str, ...]:
-    """Of the `chosen` groups, those that change programs of an algorithm."""
+    """Those of the `chosen` groups that change programs of `algorithm`."""
     return tuple(name for name in GROUPS if name in chosen and (name not in ONLY or algorithm in ONLY[name]))
 
 

@@ -1,11 +1,11 @@
-"""How much of the gathers and sums over copies runs beside compute in a compiled step of `shard=parameters`.
+"""How much of the all_gathers and reduce_scatters over replicas overlaps in a compiled step of `shard=parameters`.
 
     python -m tests.compiler.prefetched v5p-64 data4-row1-col8 megatron width=4096 layers=4 [OPTION=VALUE ...]
 
-compiles the step of a small GPT with remat=full, one sequence of 2048 tokens a device, and prints for each pass and
-kind of collective along `data`, those in the scans over layers and the others: their number, how many are asynchronous,
-the share of their time beside compute, and that with neither compute nor a collective along another axis beside it.
-`dump=FOLDER` keeps the program; other keys are XLA options.
+compiles the step of a small GPT with remat=full and one sequence of 2048 tokens per device. For each pass and kind of
+collective along `data`, within the scan over layers and outside of it, it prints the number of collectives, how many
+are asynchronous, their time, the fraction that overlaps with compute, and the fraction that overlaps neither with
+compute nor with collectives along other axes. `dump=FOLDER` writes the program to a folder; other keys are XLA options.
 """
 
 import collections
@@ -33,7 +33,7 @@ SEQ, VOCABULARY = 2048, 512
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """Sizes of the model, and the folder in which the program is left."""
+    """Sizes of the model, and the folder `dump` for the program."""
 
     width: int = 4096
     layers: int = 4
@@ -54,25 +54,25 @@ def compile_step(target: str, mesh: str, algorithm: str, keys: Keys, options) ->
 
 
 def along_data(schedule: Schedule, text: str) -> dict[tuple, list[Transfer]]:
-    """The collectives along `data` by pass, kind and place; what runs more than once is in a scan."""
+    """The collectives along `data` by pass, kind and position. An instruction that runs several times is in a scan."""
     backward, times = backward_names(text), collections.Counter(t.name for t in schedule.transfers)
 
     def key(t: Transfer) -> tuple[str, str, str]:
-        place = "in scans" if times[t.name] > 1 else "once"
+        place = "in scans" if times[t.name] > 1 else "outside"
         return ("forward", "backward")[t.name in backward], t.collective.kind, place
 
     return grouped((t for t in schedule.transfers if t.collective.axes == ("data",)), key)
 
 
 def busy_times(schedule: Schedule) -> list[tuple[float, float]]:
-    """Disjoint intervals with compute or with a collective along another axis than `data`."""
+    """Disjoint intervals in which the device computes or has a collective along an axis other than `data`."""
     line = schedule.timeline
     busy = [(begin, begin + size) for lane, begin, size in zip(line.lane, line.start, line.duration) if lane == 0]
     return merged(busy + [(t.begin, t.end) for t in schedule.transfers if t.collective.axes != ("data",)])
 
 
 def merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Disjoint intervals that cover the same."""
+    """Disjoint intervals with the same union."""
     found: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
@@ -90,8 +90,9 @@ def main(target: str, mesh: str, algorithm: str, *arguments: str) -> None:
           f"{1e3 * schedule.exposed:.2f} exposed, {program.seconds:.0f} s to compile")  # fmt: skip
     busy = busy_times(schedule)
     for key, group in along_data(schedule, program.text).items():
-        beside = sum(max(0.0, min(end, t.end) - max(begin, t.begin)) for t in group for begin, end in busy)
-        print(f"{' '.join(key)}: {describe(group)}, {1 - beside / seconds(group):.0%} alone")
+        overlap = sum(max(0.0, min(end, t.end) - max(begin, t.begin)) for t in group for begin, end in busy)
+        alone = 1 - overlap / seconds(group)
+        print(f"{' '.join(key)}: {describe(group)}, {alone:.0%} overlaps with nothing")
 
 
 if __name__ == "__main__":

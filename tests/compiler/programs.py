@@ -1,4 +1,4 @@
-"""Hand-written schedules for a machine on which everything takes a round number of microseconds."""
+"""Hand-written schedules, and a machine on which their operations take round numbers of microseconds."""
 
 import dataclasses
 import math
@@ -51,7 +51,7 @@ def cycles(number: int) -> str:
 
 
 def gemm(name: str, operand: str, number: int = 10_000) -> str:
-    """A product of 10 us unless told otherwise."""
+    """A product of `number` cycles, by default 10 us."""
     shape = "bf16[64,64]{1,0:T(8,128)(2,1)}"
     return f"%{name} = {shape} fusion(%{operand}, %{operand}), kind=kOutput, calls=%product, {cycles(number)}"
 

@@ -1,4 +1,4 @@
-"""Collectives of a schedule by a key of each, and how much of their time is beside compute."""
+"""Groups the collectives of a schedule, and describes how much of their time overlaps with compute."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ def seconds(transfers: Iterable[Transfer]) -> float:
 
 
 def describe(transfers: list[Transfer]) -> str:
-    """Their number, how many are asynchronous, their time and the share of it beside compute."""
+    """The number of transfers, how many are asynchronous, their time, and the fraction that overlaps with compute."""
     asynchronous, total = sum(t.asynchronous for t in transfers), seconds(transfers)
-    beside = sum(t.hidden for t in transfers) / total
-    return f"{len(transfers)}, {asynchronous} asynchronous, {1e3 * total:.2f} ms, {beside:.0%} beside compute"
+    hidden = sum(t.hidden for t in transfers) / total
+    return f"{len(transfers)}, {asynchronous} asynchronous, {1e3 * total:.2f} ms, {hidden:.0%} overlaps with compute"

@@ -1,8 +1,9 @@
-"""The transfers of attention of split sequences in the schedule of a layer compiled for four v5p devices.
+"""The transfers of context-parallel attention in the schedule of a layer compiled for four v5p devices.
 
-    python -m tests.compiler.split_attention ring 32768      exchange, tokens per sequence; two CPU minutes
+    python -m tests.compiler.split_attention ring 32768      exchange (gather or ring), tokens per sequence
 
-Prints every transfer with its seconds and those in which the device computed, and the predicted time of the layer.
+Prints the time of every transfer, how much of it overlaps with compute, and the predicted time of the layer. Takes two
+CPU minutes.
 """
 
 import sys
@@ -20,7 +21,7 @@ MODEL = ModelConfig(
     layers=1, width=1024, heads=8, num_kv_heads=2, head_dim=128, mlp_dim=2048, vocab_size=1024, norm="rmsnorm",
     position="rotary", bias="none", gated=True,
 )  # fmt: skip
-QUICK = {"xla_tpu_scoped_vmem_limit_kib": 16384}  # most of the compile time is the search for tiles
+QUICK = {"xla_tpu_scoped_vmem_limit_kib": 16384}  # a lower limit than the chip's shortens the search for tiles
 
 
 def main(exchange: str, seq: int) -> None:

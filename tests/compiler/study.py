@@ -1,9 +1,9 @@
-"""Does MeshSlice overlap where the compiler decides? A table of the three products of one projection.
+"""Overlap of MeshSlice in schedules of the TPU compiler: a table of the three products of one projection.
 
     python -m tests.compiler.study v5p-64 v6e-32 --slices 4 8
 
-Default sizes are the first feed-forward projection of GPT-3 175B with 65536 tokens on 4x8 devices (MeshSlice
-paper, section 4). Everything is read from schedules; nothing has run on a chip.
+The default sizes are those of the first projection of the MLP of GPT-3 175B with 65536 tokens on 4x8 devices (MeshSlice
+paper, section 4). All figures are predicted from compiled schedules. No TPU is needed.
 """
 
 import argparse
@@ -28,9 +28,9 @@ COLUMNS = (
 
 
 def flow_program(plan: Plan, tokens: int, in_dim: int, out_dim: int) -> Program:
-    """One of the three products of a projection in bf16, that of `plan.dataflow`.
+    """The product of a projection with the dataflow `plan.dataflow`, in bf16.
 
-    They are os: Y = X W, ls: dX = dY W^T, rs: dW = X^T dY; X is tokens x `in_dim`, Y tokens x `out_dim`.
+    os is Y = X W, ls is dX = dY W^T, rs is dW = X^T dY, with X [tokens, in_dim] and Y [tokens, out_dim].
     """
     flow, flows, spec = plan.dataflow, Flows(plan), plan.grid.weight_spec
     x, w, y = (tokens, in_dim), (in_dim, out_dim), (tokens, out_dim)
@@ -51,7 +51,7 @@ def compile_flow(
 def row(
     flow: str, slices: int, target: Target, sizes: tuple[int, ...], collective: CompiledSchedule, **keywords
 ) -> tuple[str, ...]:
-    """One line of the table: MeshSlice in `slices` slices against `collective`, the same product unsliced."""
+    """One line of the table: MeshSlice in `slices` slices, compared with `collective`, the same product unsliced."""
     program = compile_flow("meshslice", flow, slices, target, sizes, **keywords)
     s = predict(program)
     return (

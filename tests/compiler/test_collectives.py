@@ -43,7 +43,7 @@ def test_a_group_may_be_part_of_an_axis():
 
 
 def test_a_mesh_may_list_its_devices_in_another_order():
-    """Of 4 x 4 x 2 devices with the last two dims exchanged, the neighbours on the part of size 2 are 0 and 1."""
+    """Of 4 x 4 x 2 devices with the last two dims exchanged, the neighbors on the part of size 2 are 0 and 1."""
     mesh = "mesh['a'=8,'b'=4], device_ids=([4,4,2]T(0,2,1))"
     assert replica_group(f"replica_groups={mesh} {{'a':(4)2}}, dimensions={{0}}", 32) == [0, 1]
     assert replica_group(f"replica_groups={mesh} {{'b'}}", 32) == [0, 2, 4, 6]

@@ -1,4 +1,4 @@
-"""What the real compilers make of MeshSlice: small sizes, 32 devices; skipped where libtpu is missing."""
+"""MeshSlice compiled by the TPU compiler, with small sizes on 32 devices; skipped if libtpu is not installed."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Who waits for the HBM: collectives beside products, copies between memories, and products fused with collectives."""
+"""Contention for HBM: of collectives that overlap with products, copies between memories, and fused products."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Custom kernels cost what they visit, on the unit that is busiest, against counts by hand."""
+"""The cost of custom kernels, by the tiles that they visit and their busiest unit, against counts by hand."""
 
 import dataclasses
 

@@ -21,7 +21,7 @@ QUICK = {"xla_tpu_scoped_vmem_limit_kib": 8192}
 
 @pytest.mark.usefixtures("tpu_compiler")
 def test_slices_send_each_other_shards_of_gradients():
-    """Over the data-center network goes what a device has after the sums within its slice: a part of the parameters."""
+    """A device sends its shard of the gradients, summed within its slice, over the data-center network."""
     target = make_target("2xv5p-16", "replica2-data4-row1-col2")
     mesh = target.mesh
     assert [{d.slice_index for d in part.flat} for part in mesh.devices] == [{0}, {1}]

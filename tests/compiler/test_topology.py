@@ -45,7 +45,7 @@ def rings(found, axis):
     ("v5p:8x8x4", (0, 1, 2), (1, 64, 4), 4, 2, 3),
     ("v6e:16x16", (0, 1), (1, 32, 8), 4 / 8, 1, 7),  # half a torus axis is an open line, and the other half shares it
     ("v6e:16x16", (0, 1), (2, 8, 16), 1, 2, 15),
-    ("tpu7x:2x2x4", (2, 0, 1, 3), (1, 4, 8), 1 / 2, 2, 1 + 1 + 1),  # of a chip, whose two devices are neighbours in col
+    ("tpu7x:2x2x4", (2, 0, 1, 3), (1, 4, 8), 1 / 2, 2, 1 + 1 + 1),  # of a chip, whose two devices are neighbors in col
 ])  # fmt: skip
 def test_links_follow_from_the_places_of_the_devices(name, order, sizes, row, col, steps):
     found = target(name, order, sizes)
@@ -53,7 +53,7 @@ def test_links_follow_from_the_places_of_the_devices(name, order, sizes, row, co
     assert rings(found, 2).steps == steps
 
 
-def test_neighbours_three_chips_apart_share_the_links_between():
+def test_neighbors_three_chips_apart_share_the_links_between():
     spread = target("v6e:4x8", (1, 0), (1, 8, 4))
     spread.mesh.devices = spread.mesh.devices[:, ::4, :]
     assert rings(spread, 1).links == 1 / 4

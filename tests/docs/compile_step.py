@@ -1,10 +1,10 @@
-"""Compiles training steps for absent TPU slices and writes their rows of docs/data/steps.csv.
+"""Compiles training steps for TPU slices that need not be present, and writes their rows of docs/data/steps.csv.
 
     python -m tests.docs.compile_step target=v5p-64 models=gpt3_175b layers=24 batch=16 seq=2048 meshes="4x8 8x4" \
         algorithms="meshslice collective"
 
 The keys are those of benchmark.py. A row replaces that of the same step, algorithm, mesh, shard and options. After a
-change that makes steps faster or slower, the column `program` of the rows that are there becomes `earlier`.
+change that makes steps faster or slower, set the column `program` of the existing rows to `earlier`.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ from mstrain.models.plan import ModelPlan
 from mstrain.program.memory import GIB
 from mstrain.tuning.compiled import parts
 from tests.docs.rows import replace_rows, write_rows
-from tests.docs.steps import POD, STEP, STEPS, TODAY, pod_rows, read_steps
+from tests.docs.steps import CURRENT, POD, STEP, STEPS, pod_rows, read_steps
 
-KEY = (*STEP, "algorithm", "mesh", "shard", "options")  # columns of what is compiled
+KEY = (*STEP, "algorithm", "mesh", "shard", "options")  # columns that identify a row
 PARTS = {
     "exposed": "exposed_ms", "gemm": "products_ms", "kernel": "kernels_ms", "move": "copies_ms", "rest": "other_ms",
 }  # fmt: skip
@@ -44,7 +44,7 @@ class Step(NamedTuple):
 
 
 def compile_steps(config: BenchmarkConfig) -> Iterator[Step]:
-    """Every mesh and algorithm of a configuration with one model and a target."""
+    """Compiles the step of every mesh and algorithm of a configuration with one model and a target."""
     tpu_slice = config.tpu_slice
     assert tpu_slice is not None and config.bench == "step", "the table has steps that were compiled"
     tpu_slice_devices(tpu_slice)  # before JAX initializes its backends, because it silences the compiler's log
@@ -60,7 +60,7 @@ def compile_steps(config: BenchmarkConfig) -> Iterator[Step]:
                 "target": tpu_slice.name, "model": case.model.name, "layers": case.model.layers, "batch": case.batch,
                 "seq": config.seq, "remat": config.remat, "algorithm": case.algorithm, "mesh": mesh,
                 "shard": config.shard, "plan": work.plan, "options": own_options(tpu_slice.chip, plan.algorithm),
-                "program": TODAY,
+                "program": CURRENT,
             }  # fmt: skip
             schedule = predict(program)
             row |= _numbers(schedule, work, case.mesh.devices, tpu_slice.chip)
@@ -68,7 +68,7 @@ def compile_steps(config: BenchmarkConfig) -> Iterator[Step]:
 
 
 def own_options(chip: Chip, algorithm: str | None) -> str:
-    """The compiler options that the chip takes for plans of this algorithm only (`ModelPlan.algorithm`)."""
+    """The compiler options that the table of chips sets for this algorithm only (`ModelPlan.algorithm`)."""
     common = compiler_options(chip)
     found = {name: value for name, value in compiler_options(chip, algorithm).items() if name not in common}
     return " ".join(f"{name}={str(value).lower()}" for name, value in found.items())
@@ -89,7 +89,7 @@ def _numbers(schedule: CompiledSchedule, work: Work, devices: int, chip: Chip) -
 
 
 def write_row(row: dict[str, str]) -> None:
-    """Replaces the row of the same program, or adds it behind the rows of its step."""
+    """Replaces the row with the same `KEY`, or adds the row after those of its step."""
     columns = list(read_steps()[0])
     replace_rows(STEPS, columns, KEY, [row], near=STEP)
     write_rows(POD, columns, pod_rows())

@@ -1,9 +1,10 @@
-"""Whole steps of Mixtral 8x7B compiled for 256 chips, beside what the planner says and what MaxText published.
+"""Compiled steps of Mixtral 8x7B on 256 chips, compared with the planner and with the figures that MaxText published.
 
     python -m tests.docs.expert_steps                                  prints the table of docs/howto/experts.md
     python -m tests.docs.expert_steps target=v5p-512 meshes=16x16 algorithms=fsdp remat=full [KEY=VALUE ...]
 
-The second form compiles a step of 8 sequences of 4096 tokens a chip and writes its row of docs/data/expert_steps.csv.
+The second form compiles a step with 8 sequences of 4096 tokens per chip, writes its row of docs/data/expert_steps.csv
+and prints the table.
 """
 
 import sys
@@ -30,12 +31,12 @@ COLUMNS = (*KEY, "ms", "low_ms", "high_ms", "products_ms", "kernels_ms", "copies
 
 
 def read() -> list[dict[str, str]]:
-    """Rows by target, the fastest first."""
+    """Rows by target, in order of time."""
     return sorted(read_rows(FILE), key=lambda row: (row["target"], float(row["ms"])))
 
 
 def cost_of(row: dict[str, str]) -> Costed:
-    """A row by the planner."""
+    """The planner's cost of the step of a row."""
     parallel = ParallelConfig(row["algorithm"])
     request = PlanRequest(load_preset(MODEL), find_pod(row["target"]), (parallel,), BATCH, SEQ)
     plan = PodPlan.on(parse_mesh(row["mesh"]), parallel, int(row["accumulate"]), row["remat"], row["shard"])
@@ -45,7 +46,7 @@ def cost_of(row: dict[str, str]) -> Costed:
 
 
 def planned(row: dict[str, str]) -> float:
-    """The planner's milliseconds of a row, without stragglers."""
+    """The planner's milliseconds of the step of a row, without stragglers."""
     return 1e3 * cost_of(row).scheduled_seconds
 
 

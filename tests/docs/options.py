@@ -1,6 +1,6 @@
-"""The table of compiler options of docs/benchmarks.md, from docs/data/options.csv.
+"""Prints the table of compiler options of docs/benchmarks.md, from docs/data/options.csv.
 
-python -m tests.docs.options    prints it
+Command: python -m tests.docs.options
 """
 
 import itertools
@@ -13,7 +13,7 @@ HEAD = "| target | algorithm | program | scoped VMEM, KiB | ms (low, high) | exp
 
 
 def line(search: tuple[str, ...], rows: list[dict[str, str]]) -> str:
-    """One search: its first row, and what every further group changed beside those kept before it."""
+    """One search: its first row, and the change of the time by every further group, added to the groups kept so far."""
     target, algorithm, program, vmem = search
     kept, *others = rows
     digits = 1 if float(kept["seconds"]) < 0.2 else 0
@@ -34,7 +34,7 @@ def line(search: tuple[str, ...], rows: list[dict[str, str]]) -> str:
 
 
 def table() -> str:
-    """Every search of the file."""
+    """The table, one line per search."""
     searches = itertools.groupby(read_rows(TABLE), lambda row: tuple(row[key] for key in SEARCH))
     return "\n".join(
         [HEAD, "|---|---|---|---|---|---|---|", *(line(search, list(group)) for search, group in searches)]

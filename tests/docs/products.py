@@ -1,8 +1,8 @@
-"""Compiles the first MLP product of two models for absent TPU slices and writes docs/data/products.csv.
+"""Compiles the first product of the MLP of two models for TPU slices and writes docs/data/products.csv.
 
     python -m tests.docs.products [TARGET ...]
 
-Rows of the targets that are named are replaced; without a name, those of all targets.
+Replaces the rows of each TARGET; without an argument, those of all targets. No TPU is needed.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ TOKENS = {"4x8": 65536, "32x8": 262144, "16x16": 262144}
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One row: a dataflow of MeshSlice in `slices` slices beside Collective. Times are predicted milliseconds."""
+    """One row: a dataflow of MeshSlice in `slices` slices, compared with Collective; times are predicted, in ms."""
 
     model: str
     target: str
@@ -53,7 +53,7 @@ def slices_of(model: str, target: str) -> tuple[int, ...]:
 
 
 def compile_products(name: str) -> Iterator[Product]:
-    """Every row of one target."""
+    """Compiles the rows of one target."""
     target = make_target(name, MESHES[name])
     for model, features in FEATURES.items():
         sizes = (TOKENS[MESHES[name]], *features)

@@ -1,4 +1,4 @@
-"""The CSV files of docs/data: rows of texts by columns."""
+"""Reads and writes the CSV files of docs/data."""
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ Row = Mapping[str, object]
 
 
 def read_rows(file: Path) -> list[dict[str, str]]:
-    """The rows of a file; none where there is no file."""
+    """The rows of a file, as texts by column; none if the file does not exist."""
     if not file.exists():
         return []
     with file.open(newline="") as text:
@@ -16,7 +16,7 @@ def read_rows(file: Path) -> list[dict[str, str]]:
 
 
 def write_rows(file: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
-    """Writes a file; keys of rows that are not columns are left out."""
+    """Writes a file; keys of a row that are not in `columns` are not written."""
     with file.open("w", newline="") as text:
         writer = csv.DictWriter(text, columns, lineterminator="\n")
         writer.writeheader()
@@ -26,9 +26,9 @@ def write_rows(file: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
 def replace_rows(
     file: Path, columns: Sequence[str], key: Sequence[str], rows: Sequence[Row], near: Sequence[str] = ()
 ) -> None:
-    """Writes `rows`, which have one value of each column of `key`, in place of the rows that have these, too.
+    """Replaces the rows that have the same values in the columns `key` as `rows`, which all have the same ones.
 
-    Where there are none, they follow the last row with their values of `near`.
+    If the file has no such rows, `rows` are added after the last row with the same values in the columns `near`.
     """
     old, first = read_rows(file), rows[0]
 

@@ -1,6 +1,6 @@
-"""The table of compiled steps of docs/benchmarks.md, from docs/data/steps.csv.
+"""Prints the table of compiled steps of docs/benchmarks.md, from docs/data/steps.csv.
 
-python -m tests.docs.steps    prints it
+Command: python -m tests.docs.steps
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ STEP = ("target", "model", "layers", "batch", "seq", "remat")  # columns that th
 NAMES = {"meshslice": "MeshSlice", "collective": "Collective", "wang": "Wang", "fsdp": "FSDP", "megatron": "Megatron",
          "cannon": "Cannon", "summa": "SUMMA", "gspmd": "GSPMD"}  # fmt: skip
 WHOLE = {"gpt3_175b": "96", "megatron_nlg_530b": "105", "llama2_70b": "80", "llama3_70b": "80"}  # layers
-TODAY = "today"  # in the column `program`, where others are `earlier`
+CURRENT = "today"  # column `program` of steps compiled with the current code; `earlier`: with an earlier version
 HEAD = "| step | algorithm, mesh | ms (low, high) | MFU | exposed, ms | memory, GiB | time over MeshSlice (low, high) |"
 
 
@@ -23,13 +23,13 @@ def read_steps() -> list[dict[str, str]]:
 
 
 def pod_rows() -> list[dict[str, str]]:
-    """Those of the table that belong into `POD`: of one program."""
-    wanted = ("v5p-512", "gpt3_175b", TODAY)
+    """The rows of `POD`: GPT-3 175B on v5p-512, compiled with the current code."""
+    wanted = ("v5p-512", "gpt3_175b", CURRENT)
     return [row for row in read_steps() if (row["target"], row["model"], row["program"]) == wanted]
 
 
 def groups(rows: list[dict[str, str]]) -> dict[tuple, list[dict[str, str]]]:
-    """Rows by step, the fastest first, in the order of the file."""
+    """Rows by step, in the order of the file; the rows of a step in order of time."""
     found: dict[tuple, list] = {}
     for row in rows:
         found.setdefault(tuple(row[name] for name in STEP), []).append(row)
@@ -51,7 +51,7 @@ def step_name(step: tuple) -> str:
 
 
 def line(row: dict[str, str], ours: dict[str, str], first: bool, step: tuple) -> str:
-    name, ms = name_of(row) + " †" * (row["program"] != TODAY), f"{float(row['ms']):.0f}"
+    name, ms = name_of(row) + " †" * (row["program"] != CURRENT), f"{float(row['ms']):.0f}"
     if first and row["algorithm"] == "meshslice":
         name, ms = name.replace("MeshSlice", "**MeshSlice**"), f"**{ms}**"
     low, high = (f"{float(row[key]):.0f}" for key in ("low_ms", "high_ms"))
@@ -63,7 +63,7 @@ def line(row: dict[str, str], ours: dict[str, str], first: bool, step: tuple) ->
 
 
 def table() -> str:
-    """Every step of the file with a row of MeshSlice; the others are published runs, which have their own table."""
+    """The table, of steps with a row of MeshSlice. Other steps are published runs, which have a table of their own."""
     lines = [HEAD, "|---|---|---|---|---|---|---|"]
     for step, group in groups(read_steps()).items():
         ours = next((row for row in group if row["algorithm"] == "meshslice"), None)

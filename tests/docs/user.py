@@ -1,5 +1,5 @@
 # pyright: strict
-"""A file of a user, which pyright checks strictly (.ci/check): everything public has types, also from outside."""
+"""Code of a user of the library. pyright checks it strictly (.ci/check), so that all public functions have types."""
 
 import jax
 from flax import linen as nn

@@ -1,10 +1,13 @@
-"""Two bounds on the exposed communication of a step: by its links, and by the order of its forward pass.
+"""Two lower bounds on the exposed communication of a step: by its links, and by the order of its forward pass.
 
-Links move what the products of a step communicate: bytes over bandwidth, no latency. The order is that of a step whose
-products take all tokens at once: a norm needs all features, attention all queries, keys and values. So activations of a
-product move beside its own multiplication and nothing else, in the forward pass; weights move at any time.
+    python -m tests.planner.links
 
-python -m tests.planner.links    steps of docs/data/steps.csv on two-dimensional grids: both bounds, exposed
+Prints both bounds and the exposed time of the steps of docs/data/steps.csv with MeshSlice and Collective.
+
+Links: the bytes that the products of a step communicate over the bandwidth of the links, without latency. Order: a norm
+needs all features, and attention all queries, keys and values of all tokens. In the forward pass, collectives of the
+activations of a product therefore overlap only with the multiplication of the same product; those of weights may
+overlap with anything.
 """
 
 from typing import NamedTuple
@@ -23,21 +26,21 @@ HEAD = """| step | algorithm, mesh | links of rows, columns, ms | compute, ms | 
 
 
 class LinkSeconds(NamedTuple):
-    """Seconds of one step in which the links of each mesh axis are busy at least."""
+    """Lower bound on the seconds of a step in which the links of each mesh axis are busy."""
 
     row: float
     col: float
 
     def exposed(self, busy: float) -> float:
-        """Least share of the step that waits for links where the device computes for `busy` seconds."""
+        """Lower bound on the exposed fraction of a step in which the device computes for `busy` seconds."""
         longest = max(self)
         return max(0.0, 1 - busy / longest)
 
 
 def link_seconds(costed: Costed) -> LinkSeconds:
-    """The bound of a plan of train.py in one stage.
+    """The bound by links of a plan without pipeline stages.
 
-    Nothing is gathered twice for the two gradients of a product. The output projection runs forward twice.
+    A matrix that both gradients of a product need is gathered once. The output projection runs forward twice.
     """
     step, plan = costed.step, costed.plan
     layers, total = step.request.model.layers, [0.0, 0.0]
@@ -50,7 +53,7 @@ def link_seconds(costed: Costed) -> LinkSeconds:
 
 
 def _product_seconds(costed: Costed, product: Product, repeated: bool) -> tuple[float, float]:
-    """(rows, columns) of the mesh, for the three GEMMs of one microbatch, the first again if it is `repeated`."""
+    """Seconds along (rows, columns) of the three GEMMs of one microbatch; `repeated`: with the first one twice."""
     pod, plan, layout = costed.step.request.pod, costed.plan, product.layout
     rates = pod.constants(plan.sizes, costed.step.request.dtype).along(layout.rows, layout.cols, product.turned)
     terms = {term.gemm: (term.traffic_row, term.traffic_col) for term in communication_terms(layout, rates)}
@@ -65,7 +68,7 @@ def _product_seconds(costed: Costed, product: Product, repeated: bool) -> tuple[
 
 
 def in_order(costed: Costed) -> float:
-    """Seconds that the forward pass exposes at least; products have the planner's rate and the best slice counts."""
+    """The bound by order, in seconds, with the planner's rate of products and the best slice count of each product."""
     step, plan, total = costed.step, costed.plan, 0.0
     constants = step.at.constants
     for block, share in step.products.groups:
@@ -82,14 +85,17 @@ def in_order(costed: Costed) -> float:
 
 
 def exposed_in_slices(traffic: float, latency: float, computes: float, slices: int) -> float:
-    """Seconds that a product exposes at least of one collective: nothing is multiplied beside the first slice that is
-    gathered (the last that is scattered), and the links are busy until the last product (from the first one on)."""
+    """Lower bound on the exposed seconds of one collective of a product.
+
+    No multiplication overlaps with the first slice of an all_gather (the last one of a reduce_scatter), nor a slice of
+    the collective with the last (first) multiplication.
+    """
     one = traffic / slices + latency
     return max(one, slices * one - computes * (1 - 1 / slices))
 
 
 def bounds(row: dict[str, str]) -> tuple[LinkSeconds, float, float]:
-    """Of a compiled step, seconds of the links, those that its order exposes, those in which the device computes."""
+    """(bound by links, seconds exposed by order, seconds of compute) of a compiled step."""
     costed = cost_of(row)
     assert costed is not None, "the planner prices these algorithms"
     return link_seconds(costed), in_order(costed), sum(float(row[name]) for name in BUSY) / 1e3

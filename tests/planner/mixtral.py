@@ -1,9 +1,10 @@
-"""Mixtral 8x7B on 256 chips: what MaxText published, what the planner predicts of its plan, and the best one.
+"""Mixtral 8x7B on 256 chips: the published figures of MaxText, predictions of the same plan, and the best plan.
 
     python -m tests.planner.mixtral [SEQUENCES]
 
-MaxText's plan is FSDP over all chips with full recomputation, in the tile of its grouped products. It does not state
-its batch: SEQUENCES of 4096 tokens a chip, 8 without an argument. The best plan is of those without stages.
+The plan of MaxText is FSDP over all chips with full recomputation. It is predicted with the tiles of grouped products
+of MaxText and of mstrain. MaxText does not state its batch; SEQUENCES is the number of sequences of 4096 tokens per
+chip, by default 8. The best plan is that of all plans without pipeline stages.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from mstrain.planner.search import search
 from mstrain.planner.trainer import spelled, train_keys
 from tests.planner.plans import ask
 
-PUBLISHED = {"v5p-512": (52.6, 2909), "v6e-256": (35.2, 3899)}  # MFU in %, tokens/s of a chip
+PUBLISHED = {"v5p-512": (52.6, 2909), "v6e-256": (35.2, 3899)}  # MFU in %, tokens/s per chip
 CHIPS, SEQ = 256, 4096
 THEIRS = {
     "algorithm": "fsdp", "replicas": "1", "tensor": "256", "pipeline": "1", "context": "1", "shard": "none",
@@ -43,7 +44,8 @@ def line(target: str, sequences: int) -> str:
 
 if __name__ == "__main__":
     print(
-        "| target | published | predicted, their tile | predicted, our tiles | best plan | its keys |\n|" + " --- |" * 6
+        "| target | published | predicted, tiles of MaxText | predicted, tiles of mstrain | best plan | its "
+        "keys |\n|" + " --- |" * 6
     )
     for target in PUBLISHED:
         print(line(target, int([*sys.argv[1:], "8"][0])), flush=True)

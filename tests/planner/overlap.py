@@ -1,14 +1,15 @@
-"""The table of what compiled training steps hide of their collectives, which the planner reads.
+"""Writes mstrain/hardware/overlap.toml: which fraction of collectives compiled training steps hide behind compute.
 
     python -m tests.planner.overlap target=v5p-64 models=gpt3_175b layers=24 meshes=4x8 batch=16 algorithms=fsdp
 
-compiles the steps and writes their entries into mstrain/hardware/overlap.toml; its keys are those of `bench=step`.
-Other entries stay. `python -m tests.planner.steps` prints the planner beside the steps of the table.
+compiles the steps and writes their entries; other entries are kept. The keys are those of `bench=step`. The planner
+reads the file. `python -m tests.planner.steps` compares the planner with the steps of the file.
 
-A schedule gives the share of the time of each kind of collective that runs beside compute. It depends on the size of
-the step: where links need longer than products, a large part is exposed whatever the schedule. So the table has shares
-of what can be hidden (`mstrain.hardware.overlap.Hidden`), all scaled so that the cost model exposes as many seconds of
-this step as its schedule, in which time that several collectives wait counts once.
+A schedule gives the fraction of the time of each kind of collective that overlaps with compute. This fraction depends
+on the size of the step: if communication takes longer than the products, some of it is exposed in any schedule. The
+file therefore has fractions of the time that can be hidden (`mstrain.hardware.overlap.Hidden`). All fractions of a step
+are scaled such that the cost model predicts the exposed time of the schedule, which counts time in which several
+collectives are exposed once.
 """
 
 import dataclasses
@@ -42,14 +43,14 @@ SCHEDULED = {"all-gather": "all_gather", "reduce-scatter": "reduce_scatter", "al
 
 
 def compile_entry(case: Case, config: BenchmarkConfig, tpu_slice: TpuSlice) -> Entry:
-    """Compiles one training step; raises ValueError where it does not fit or is illegal."""
+    """Compiles one training step. Raises ValueError if it is illegal or does not fit in memory."""
     place = make_target(tpu_slice, case.mesh)
     dtype = dtype_on("tpu", config.dtype)
     plan = plan_case(case, config, place.mesh, tpu_slice, dtype)
     program = compile_program(step_work(case, config, plan, dtype).program, place)
     schedule = predict(program)
     if config.remat != "none":
-        raise ValueError(f"remat={config.remat}: the table has steps that recompute nothing. Type remat=none.")
+        raise ValueError(f"remat={config.remat}: overlap.toml has steps without recomputation. Type remat=none.")
     shape = shape_of(place.mesh)
     request = PlanRequest(
         case.model, pod_of(tpu_slice, tpu_slice.devices), (config.parallel(case.algorithm),), case.batch, config.seq
@@ -67,13 +68,13 @@ def compile_entry(case: Case, config: BenchmarkConfig, tpu_slice: TpuSlice) -> E
 
 
 def fit_shares(step: Step, read: Shares, exposed: float) -> Shares:
-    """Shares of what can be hidden with which the cost model exposes `exposed` seconds of `step`.
+    """Hidden fractions with which the cost model predicts `exposed` seconds of exposed communication for `step`.
 
     Args:
-      read: shares of the time of collectives, from the schedule; what they leave is scaled for all kinds alike.
+      read: hidden fractions of the time of collectives, from the schedule; 1 minus each is scaled by the same factor.
 
-    A step in which even perfect overlap leaves more than that exposed does not tell the shares: the least count that
-    leave at most 2 % more than that.
+    If the cost model predicts more than `exposed` seconds even with all fractions at 1, the result is the smallest
+    fractions with which it predicts at most 2 % more than that minimum.
     """
     at, microbatches = step.at, step.plan.microbatches
     rates = [(product, *at.rates(product)) for product in (*step.products.block, step.products.head)]
@@ -101,7 +102,7 @@ def fit_shares(step: Step, read: Shares, exposed: float) -> Shares:
 
 
 def _stretch(rates: list[tuple[Product, tuple[float, ...], Constants]]) -> dict[tuple[str, str], float]:
-    """The time of the collectives of each pass and kind over what can be hidden of it."""
+    """For each pass and kind of collective, its time / the time that can be hidden."""
     total = dict.fromkeys(((phase, kind) for phase in PHASES for kind in KINDS), 0.0)
     most = dict(total)
     for product, (first, *others), rate in rates[:-1]:  # without the output projection
@@ -116,16 +117,16 @@ def _stretch(rates: list[tuple[Product, tuple[float, ...], Constants]]) -> dict[
 
 
 def mean_slices(plan: ModelPlan) -> float:
-    """The mean slice count of the products of the layers."""
+    """Mean slice count of the products of all layers."""
     counts = [product.slices for block, count in plan.groups for product in block.products for _ in range(count)]
     return sum(counts) / len(counts)
 
 
 def hidden_of(schedule: Schedule, text: str, slices: float = 1.0) -> Shares:
-    """Shares hidden in the (forward, backward) pass of a training step.
+    """Hidden fractions of collectives in the (forward, backward) pass of a training step.
 
-    With slices, all but one of which hide by themselves, they are shares of the one that is left. Collectives of a kind
-    that a pass does not have count as exposed.
+    With several `slices`, all but one of the slices overlap within the product, and the fractions are those of the
+    remaining one. The fraction of a kind of collective that a pass does not have is 0.
     """
     transposed = backward_names(text)
     total = dict.fromkeys(((phase, kind) for phase in PHASES for kind in KINDS), 0.0)
@@ -141,7 +142,7 @@ def hidden_of(schedule: Schedule, text: str, slices: float = 1.0) -> Shares:
 
 
 def backward_names(text: str) -> set[str]:
-    """Instructions of a compiled step that belong to its backward pass, from the names that JAX gives operations."""
+    """Names of the instructions of the backward pass of a compiled step, found by the operation names of JAX."""
     module = parse(text)
     found = set()
     for body in module.computations.values():
@@ -153,7 +154,7 @@ def backward_names(text: str) -> set[str]:
 
 
 def write_entry(algorithm: str, entry: Entry) -> None:
-    """Writes an entry into the table."""
+    """Writes an entry of overlap.toml."""
     document = tomllib.loads(TABLE.read_text())
     generation = parse_target(entry.target).chip.name
     document.setdefault(generation, {})[algorithm] = dataclasses.asdict(entry)
@@ -180,7 +181,7 @@ def main(arguments: list[str]) -> None:
     try:
         config = load(["bench=step", *arguments])
         if config.tpu_slice is None:
-            raise ValueError("There is nothing to compile for. Type target=v5p-64, or another TPU slice.")
+            raise ValueError("target= is missing. Type target=v5p-64, or another TPU slice.")
         for case in make_cases(config, choose_meshes(config, config.tpu_slice)):
             write_entry(case.algorithm, compile_entry(case, config, config.tpu_slice))
     except ValueError as error:

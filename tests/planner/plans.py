@@ -1,4 +1,4 @@
-"""Plans and their costs in few words."""
+"""Helpers that make plans and cost them."""
 
 from mstrain.commands.plans.pod import PodConfig
 from mstrain.hardware.clusters import find_pod
@@ -17,13 +17,13 @@ def pod_plan(data, algorithm, rows, cols, pipeline=1, microbatches=1, remat="non
 
 
 def ask(model, **keys) -> PlanRequest:
-    """The request of plan.py's keys."""
+    """The planning request of keys of plan.py."""
     config = PodConfig(model, **keys)
     return config.request(find_pod(config.cluster))
 
 
 def ranked(model, batch, seq, machine, devices=0, parallel=ParallelConfig(), remat="none") -> list[Costed]:
-    """The plans of mesh=auto on a TPU slice or so many `devices` of a chip."""
+    """The plans that mesh=auto ranks, on a TPU slice or on `devices` devices of a chip."""
     pod, fixed = pod_of(machine, devices), Fixed(microbatches=1, remat=remat, shard="none")
     return rank_meshes(PlanRequest(model, pod, (parallel,), batch, seq, fixed=fixed))
 

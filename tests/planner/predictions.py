@@ -1,14 +1,16 @@
-"""The best plan of large models before and after sharded copies, stages and split sequences, by the cost model.
+"""Predicts the best plans of large models with the cost model, in two spaces of plans, and prints their table.
 
-    python -m tests.planner.predictions            writes docs/data/predictions.csv, and prints the table of the page
-    python -m tests.planner.predictions again      costs the plans of the file with today's cost model
+    python -m tests.planner.predictions            searches the steps that docs/data/predictions.csv lacks
+    python -m tests.planner.predictions again      updates the file after a change of the cost model
     python -m tests.planner.predictions print      prints the table
 
-`before` is the best MeshSlice plan with data-parallel copies of everything (for the models of transformer_shmap the
-best plan of its layout), `after` the best of all plans that train.py runs. Rows in the file are not searched again.
-After a change of the cost model, `again` searches `before`, whose space is small, and costs the plan of every `after`;
-where `before` is faster now, it is that of `after`, too. `cost_model` says which one found a plan: `today`'s or an
-`earlier` one.
+Space `before` has the MeshSlice plans whose data-parallel replicas are not sharded, without pipeline stages and without
+split sequences (for the models of transformer_shmap, all plans on data 4 x tensor 8). Space `after` has all plans that
+train.py runs.
+
+`again` searches `before`, which is small, and costs the plan of every row of `after` without a search; where the plan
+of `before` is faster, it replaces that of `after`. The column `cost_model` states which cost model chose a plan:
+`today`, the current one, or an `earlier` one.
 """
 
 import sys
@@ -37,14 +39,14 @@ SPACES = {
     "before": {"algorithm": "meshslice", "shard": "none", "pipeline": "1", "context": "1", "optimizer": "adamw"},
     "after": {},
 }
-SEEDS = {"seed_2_8b": "v2-32", "seed_6_9b": "v3-32"}  # of transformer_shmap, which ran data 4 x tensor 8
-OF_SEEDS = {"replicas": "4", "tensor": "8", "pipeline": "1", "context": "1"}  # their `before`
+SEEDS = {"seed_2_8b": "v2-32", "seed_6_9b": "v3-32"}  # models of transformer_shmap, which ran on data 4 x tensor 8
+SEEDS_BEFORE = {"replicas": "4", "tensor": "8", "pipeline": "1", "context": "1"}  # their space `before`
 ALL = "attention-in+attention+attention-out+mlp-in+mlp-out"
-EACH = (1, 0.5, 2, 4)  # sequences per device
+SEQUENCES = (1, 0.5, 2, 4)  # per device
 
 
 class Step(NamedTuple):
-    """A training step: its columns."""
+    """A training step: the columns of the file that identify it."""
 
     model: str
     target: str
@@ -53,6 +55,7 @@ class Step(NamedTuple):
 
 
 def steps() -> Iterator[Step]:
+    """The steps of the table."""
     cases = [
         (model, target, 256, 2048)
         for model in ("gpt3_175b", "megatron_nlg_530b")
@@ -61,16 +64,16 @@ def steps() -> Iterator[Step]:
     cases += [(model, "v6e-256", 256, 8192) for model in ("llama3_8b", "llama3_70b")]
     cases += [("llama3_405b", "v5p-1024", 512, seq) for seq in (8192, 131072)]
     yield from (Step(model, target, 1024, 512) for model, target in SEEDS.items())
-    yield from (Step(model, target, seq, int(devices * n)) for n in EACH for model, target, devices, seq in cases)
+    yield from (Step(model, target, seq, int(devices * n)) for n in SEQUENCES for model, target, devices, seq in cases)
 
 
 def request_of(step: Step, space: str) -> PlanRequest:
-    given = OF_SEEDS if space == "before" and step.model in SEEDS else SPACES[space]
+    given = SEEDS_BEFORE if space == "before" and step.model in SEEDS else SPACES[space]
     return ask(load_preset(step.model), cluster=step.target, batch=step.batch, seq=step.seq, **given)
 
 
 def predict(step: Step, space: str) -> dict[str, str]:
-    """A row of the file; without keys where no plan fits."""
+    """Searches the best plan of a step; its row, with empty columns if no plan fits in memory."""
     request = request_of(step, space)
     result = search(request, best_only=True)
     row = {**{name: str(value) for name, value in step._asdict().items()}, "space": space}
@@ -79,7 +82,7 @@ def predict(step: Step, space: str) -> dict[str, str]:
 
 
 def costs(request: PlanRequest, plan: Costed) -> dict[str, str]:
-    """The columns of a plan."""
+    """The columns of the file that describe a plan."""
     return {
         "keys": spelled(train_keys(plan.plan)),
         "seconds": f"{plan.seconds:.3f}",
@@ -90,7 +93,7 @@ def costs(request: PlanRequest, plan: Costed) -> dict[str, str]:
 
 
 def plan_of(keys: dict[str, str], layers: int) -> PodPlan:
-    """The plan of `train_keys`."""
+    """The plan with the keys of train.py `keys`, the inverse of `train_keys`."""
     shape, stages = parse_mesh(keys["mesh"]), None
     if shape.stage > 1:
         chunks = int(keys["pipeline.interleave"]) if "pipeline.interleave" in keys else None
@@ -101,7 +104,7 @@ def plan_of(keys: dict[str, str], layers: int) -> PodPlan:
 
 
 def fill() -> None:
-    """Searches what the file lacks; each row is written as soon as it is known."""
+    """Searches the steps that the file lacks; writes each row when it is found."""
     rows = read_rows(FILE)
     known = {tuple(row[name] for name in COLUMNS[:5]) for row in rows}
     for step in steps():
@@ -112,7 +115,7 @@ def fill() -> None:
 
 
 def again() -> None:
-    """Costs the file with today's cost model; the rows that it found are left."""
+    """Updates the rows that an earlier cost model found."""
     found = {tuple(row[name] for name in COLUMNS[:5]): row for row in read_rows(FILE)}
     for step in steps():
         before, after = ((*map(str, step), space) for space in SPACES)
@@ -132,7 +135,7 @@ def again() -> None:
 
 
 def table() -> str:
-    """A line per step: both plans, and how much less time the better one takes."""
+    """One line per step: the plans of both spaces, and the time that the second one saves."""
     lines = ["| step | before | after | time saved |", "|---|---|---|---|"]
     found = {tuple(row[name] for name in COLUMNS[:5]): row for row in read_rows(FILE)}
     for step in steps():

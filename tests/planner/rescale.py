@@ -1,13 +1,13 @@
-"""Scales the table of overlap to all compiled steps, after tests.planner.overlap or a change of the cost model.
+"""Fits the entries of mstrain/hardware/overlap.toml to all compiled steps.
 
     python -m tests.planner.rescale
 
-A schedule tells which kinds of collectives a step hides, and in which pass. How much is left depends on more than the
-cost model knows: by the shares of one step, others of its algorithm and generation were priced up to 14 % too short.
-So what an entry leaves exposed is scaled by one factor; an entry of an algorithm in slices takes the share of their
-collectives that is exposed beside its first and last slice. Both are chosen so that the seconds that the cost model
-exposes of all steps in docs/data/steps.csv, and of FSDP in docs/data/expert_steps.csv, are the nearest, by the mean
-square of the difference over the time of the step.
+Run it after tests.planner.overlap or a change of the cost model. An entry has the hidden fractions of one step. With
+these, the predicted times of other steps of its algorithm and TPU generation are up to 14 % too short, because exposed
+time depends on more than the terms of the cost model. The command therefore fits one number per entry: a factor on its
+exposed fractions or, for algorithms with slices, the exposed fraction of collectives of slices other than the first and
+the last. The fit minimizes the mean square of (predicted - compiled exposed time) / (time of the step) over all steps
+in docs/data/steps.csv, and those of FSDP in docs/data/expert_steps.csv.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ from tests.planner.steps import compared, cost_of, exposed_seconds, root_mean_sq
 Row = dict[str, str]
 Cost = Callable[[Row], Costed | None]
 FACTORS = [n / 20 for n in range(8, 61)]
-LEFT = range(31)  # percent
+LEFT = range(31)  # exposed percent of the collectives of slices
 
 
 def scaled(entry: Entry, factor: float) -> Entry:
-    """What the entry leaves exposed times `factor`."""
+    """The entry with its exposed fractions multiplied by `factor`."""
 
     def each(part: Hidden) -> Hidden:
         shares = (1 - factor * (1 - getattr(part, kind)) for kind in KINDS)
@@ -41,23 +41,21 @@ def scaled(entry: Entry, factor: float) -> Entry:
 
 
 def leaving(entry: Entry, left: float) -> Entry:
-    """The entry with this share of the collectives of products in slices exposed."""
+    """The entry with the exposed fraction `left` of collectives of slices."""
     forward, backward = (dataclasses.replace(part, left=left) for part in (entry.forward, entry.backward))
     return dataclasses.replace(entry, forward=forward, backward=backward)
 
 
 def candidates(algorithm: str, entry: Entry) -> dict[str, Entry]:
-    """What the entry may become; first as it is without what slices leave."""
+    """The candidates of the fit by description; the first one is the entry before the fit."""
     if find_algorithm(algorithm).sliced:
-        return {
-            f"{percent} % of the collectives of slices is exposed": leaving(entry, percent / 100) for percent in LEFT
-        }
+        return {f"{percent} % of the collectives of slices exposed": leaving(entry, percent / 100) for percent in LEFT}
     factors = sorted(FACTORS, key=lambda factor: abs(factor - 1))
-    return {f"what is exposed times {factor:.2f}": scaled(entry, factor) for factor in factors}
+    return {f"exposed fractions times {factor:.2f}": scaled(entry, factor) for factor in factors}
 
 
 def read() -> dict[tuple[str, str], list[tuple[Row, Cost]]]:
-    """Steps, and how each is priced, by (generation, algorithm)."""
+    """(row of a step, function that costs it) by (TPU generation, algorithm)."""
     found: dict[tuple[str, str], list[tuple[Row, Cost]]] = {}
     experts = ((row, expert_steps.cost_of) for row in expert_steps.read() if row["algorithm"] == "fsdp")
     for row, cost in [*((row, cost_of) for row, _ in compared()), *experts]:
@@ -67,9 +65,9 @@ def read() -> dict[tuple[str, str], list[tuple[Row, Cost]]]:
 
 
 def error(key: tuple[str, str], entry: Entry, steps: list[tuple[Row, Cost]]) -> float:
-    """Root mean square of the difference of exposed seconds, over the time of each step, if `key` had this entry."""
+    """RMS of (predicted - compiled exposed time) / (time of the step), if `entry` is the entry of `key`."""
     with patch.object(overlap, "overlap_table", lambda: {**overlap_table(), key: entry}):
-        layer._work.cache_clear()  # its key does not hold the table
+        layer._work.cache_clear()  # its key does not include overlap.toml
         costs = [(row, costed) for row, cost in steps if (costed := cost(row))]
     layer._work.cache_clear()
     return root_mean_square(
@@ -84,7 +82,7 @@ def main() -> None:
         errors = {text: error(key, each, steps[key]) for text, each in found.items()}
         best, first = min(errors, key=errors.__getitem__), next(iter(errors))
         print(f"{'.'.join(key)}: {len(steps[key])} steps, {best},", end=" ")
-        print(f"error {100 * errors[first]:.1f} % of a step before, {100 * errors[best]:.1f} % now")
+        print(f"RMS error of exposed time / step {100 * errors[first]:.1f} % before, {100 * errors[best]:.1f} % after")
         write_entry(key[1], found[best])
 
 

@@ -1,6 +1,9 @@
-"""The planner beside compiled steps: those of the table of overlap, and those of docs/data/steps.csv that it can price.
+"""Compares the planner's predicted times with compiled steps.
 
-python -m tests.planner.steps    prints the two tables of docs/planning.md, and the error of the terms of steps
+    python -m tests.planner.steps
+
+Prints the three tables of docs/planning.md: the steps of mstrain/hardware/overlap.toml, those of docs/data/steps.csv
+that the cost model can price, and the errors of the terms of the latter.
 """
 
 import dataclasses
@@ -18,15 +21,15 @@ from mstrain.planner.cost import Costed, cost_plan, cost_step
 from mstrain.planner.memory import stage_parameters
 from mstrain.planner.plan import PodPlan, Product, Products, plan_products
 from mstrain.planner.request import PlanRequest
-from tests.docs.steps import STEP, TODAY, name_of, read_steps, step_name
+from tests.docs.steps import CURRENT, STEP, name_of, read_steps, step_name
 
-PARTS = ("products", "kernels", "copies", "other", "exposed")  # of a compiled step, in docs/data/steps.csv
+PARTS = ("products", "kernels", "copies", "other", "exposed")  # columns of docs/data/steps.csv: parts of a step
 CHOICES = (*STEP, "algorithm", "mesh", "shard")
 HEAD = "| step | algorithm, mesh | planner ms | compiled ms | ratio |\n|---|---|---|---|---|"
 
 
 def cost_of(row: Mapping) -> Costed | None:
-    """A compiled step by the planner; None if it cannot price it."""
+    """The planner's cost of a compiled step; None if it cannot price the step."""
     model = dataclasses.replace(load_preset(row["model"]), layers=int(row["layers"]))
     parallel = ParallelConfig(row["algorithm"])
     request = PlanRequest(model, find_pod(row["target"]), (parallel,), int(row["batch"]), int(row["seq"]))
@@ -37,13 +40,13 @@ def cost_of(row: Mapping) -> Costed | None:
 
 
 def planned(row: Mapping) -> float | None:
-    """The planner's milliseconds of a step, without stragglers; None if it cannot price it."""
+    """The planner's milliseconds of a step, without stragglers; None if it cannot price the step."""
     costed = cost_of(row)
     return 1e3 * costed.scheduled_seconds if costed else None
 
 
 def as_compiled(products: Products | str, text: str) -> Products:
-    """The products with the dataflows and slice counts of a compiled plan in slices: `os ls os ls S=4 3 4 4`."""
+    """The products with the dataflows and slice counts of a compiled plan such as `os ls os ls S=4 3 4 4`."""
     assert isinstance(products, Products), products
     flows, _, counts = text.partition(" S=")
     if not counts:
@@ -60,14 +63,14 @@ def as_compiled(products: Products | str, text: str) -> Products:
 
 
 def exposed_seconds(costed: Costed) -> float:
-    """Seconds of collectives that the planner exposes of a step of one stage, as a schedule counts them."""
+    """Seconds of exposed communication that the planner predicts for a step of one stage, as a schedule counts them."""
     terms, (stage,), step = costed.terms, costed.stages, costed.step
     held = stage_parameters(step.request.model, stage.holds, True, True).over(costed.plan.tensor)
     return terms.tensor_exposed + stage.repeated.exposed + terms.gradient_sum - step.copies(costed.plan, held)
 
 
 def entries() -> Iterator[tuple[str, Entry, float]]:
-    """(algorithm, entry, the planner's milliseconds) of every step of the table of overlap."""
+    """(algorithm, entry, the planner's milliseconds) of every entry of mstrain/hardware/overlap.toml."""
     plans = {tuple(row[name] for name in CHOICES): row["plan"] for row in read_steps()}
     for (_, algorithm), entry in overlap_table().items():
         row = {**dataclasses.asdict(entry), "algorithm": algorithm, "shard": "none"}
@@ -77,9 +80,9 @@ def entries() -> Iterator[tuple[str, Entry, float]]:
 
 
 def compared() -> Iterator[tuple[dict[str, str], float]]:
-    """(row, the planner's milliseconds over the compiled ones).
+    """(row of docs/data/steps.csv, the planner's milliseconds over the compiled ones).
 
-    Of equal steps with different compiler options the fastest counts: that of the options in the table of chips.
+    Of steps that differ only in compiler options, the fastest is compared; it has the options of the table of chips.
     """
     best: dict[tuple, dict[str, str]] = {}
     for row in read_steps():
@@ -92,14 +95,14 @@ def compared() -> Iterator[tuple[dict[str, str], float]]:
 
 
 def term_errors() -> Iterator[tuple[str, list[float], list[float]]]:
-    """(term, planner minus compiled, compiled values), over the time of each step of today's program.
+    """(term, planner minus compiled, compiled) of steps compiled with the current code, as fractions of their time.
 
-    Exposed collectives of steps that made no entry of the table of overlap come once more.
+    The last term is exposed communication of only those steps that are not an entry of overlap.toml.
     """
     made = {(e.target, e.mesh, str(e.batch), name) for (_, name), e in overlap_table().items()}
     found: dict[str, tuple[list[float], list[float]]] = {}
     for row, _ in compared():
-        if row["program"] != TODAY:
+        if row["program"] != CURRENT:
             continue
         costed = cost_of(row)
         assert costed, "it is priced above"
@@ -113,7 +116,7 @@ def term_errors() -> Iterator[tuple[str, list[float], list[float]]]:
         beside = costed.scheduled_seconds - sum(ours for ours, _ in planned.values())
         planned["elementwise, update"] = beside, compiled["copies"] + compiled["other"]
         if (row["target"], row["mesh"], row["batch"], row["algorithm"]) not in made:
-            planned["exposed, not an entry"] = planned["exposed"]
+            planned["exposed, steps not in `overlap.toml`"] = planned["exposed"]
         for name, (ours, theirs) in planned.items():
             differences, values = found.setdefault(name, ([], []))
             differences.append(1e3 * (ours - theirs) / float(row["ms"]))
@@ -122,7 +125,7 @@ def term_errors() -> Iterator[tuple[str, list[float], list[float]]]:
 
 
 def main() -> None:
-    hidden = "hidden all_gather, reduce_scatter: forward; backward"
+    hidden = "hidden part of all_gather, reduce_scatter: forward; backward"
     print(f"| target, step | algorithm | planner ms | compiled ms | ratio | {hidden} |\n|---|---|---|---|---|---|")
     for algorithm, entry, ms in entries():
         hidden = (
@@ -139,7 +142,7 @@ def main() -> None:
         named = "" if step == before else step_name(step)
         print(f"| {named} | {name_of(row)} | {ratio * compiled:.0f} | {compiled:.0f} | {ratio:.2f} |")
         before = step
-    print("", "| term | steps | share of the step | error, of the step | error, of the term |", sep="\n")
+    print("", "| term | steps | fraction of step time | RMS error, of step time | RMS error, of the term |", sep="\n")
     print("|---|---|---|---|---|")
     for name, differences, values in term_errors():
         error, size = root_mean_square(differences), root_mean_square(values)

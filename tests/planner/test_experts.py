@@ -1,4 +1,5 @@
-"""What experts cost: exchanges by the middle of a torus, kernels by the tiles they visit, memory by experts held."""
+"""Cost of experts: exchanges by the bisection of the torus, kernels by the tiles they visit, memory by the experts of
+a device."""
 
 import dataclasses
 

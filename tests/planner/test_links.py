@@ -1,4 +1,4 @@
-"""The least time that links need for a step, and the least that its order exposes."""
+"""Lower bounds on the exposed communication of a step: by its links, and by the order of its forward pass."""
 
 import pytest
 

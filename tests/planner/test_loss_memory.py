@@ -1,4 +1,4 @@
-"""What the memory model says that the loss holds."""
+"""The memory of the loss in the memory model."""
 
 import dataclasses
 

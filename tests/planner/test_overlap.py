@@ -1,4 +1,4 @@
-"""What compiled steps hide of their collectives: read from a schedule, kept in a table, believed by the planner."""
+"""Hidden collectives of compiled steps: read from a schedule, stored in overlap.toml, used by the planner."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from mstrain.hardware.overlap import Hidden, hidden_shares, overlap_table
 from mstrain.parallel.dataflow import Projection
 from mstrain.parallel.product_cost import Layout, communication_terms, pass_costs
 from tests.compiler.programs import MACHINE, ROW, gather_done, gather_start, gemm, module
-from tests.docs.steps import STEP, TODAY
+from tests.docs.steps import CURRENT, STEP
 from tests.planner.overlap import hidden_of
 from tests.planner.steps import CHOICES, compared, entries
 
@@ -50,14 +50,14 @@ def test_hidden_shares_take_their_part_of_exposed_seconds_and_no_more_than_the_l
 
 
 def test_the_planner_is_within_a_tenth_of_every_compiled_step_of_the_table():
-    """`python -m tests.planner.steps` prints these; the compiled ones are stored."""
+    """`python -m tests.planner.steps` prints them; compiled times are stored in overlap.toml."""
     ratios = {(entry.target, name): ms / entry.milliseconds for name, entry, ms in entries()}
     assert len(ratios) == len(overlap_table()) > 0
     assert {key: ratio for key, ratio in ratios.items() if not 0.9 <= round(ratio, 2) <= 1.1} == {}
 
 
 def test_the_planner_is_within_a_tenth_of_compiled_steps_of_the_pages():
-    """Of other slices, models, meshes, remat and shard than those that made the table of overlap, too."""
+    """The steps of docs/data/steps.csv; most of them are not entries of overlap.toml."""
     ratios = {tuple(row[name] for name in CHOICES): round(ratio, 2) for row, ratio in compared()}
     assert len(ratios) >= 12 and {key[6] for key in ratios} >= {"meshslice", "collective", "fsdp", "megatron"}
     outside = {key[0::7]: ratio for key, ratio in ratios.items() if not 0.9 <= ratio <= 1.1}
@@ -69,11 +69,11 @@ SWAPPED = {("v5p-64", "collective", "4x8 8x4"), ("v5p-512", "meshslice", "32x8 6
 
 
 def test_the_planner_ranks_compiled_steps_as_their_schedules_do():
-    """Of today's program, on every mesh that was compiled; on 64x4 of v5p MeshSlice and FSDP keep their distance within
-    2 %, though columns divide the features of one of them."""
+    """All meshes compiled with the current code. On 64x4 of v5p, the planner's ratio of MeshSlice to FSDP differs by at
+    most 2 % from that of the schedules, although only MeshSlice divides features by columns."""
     steps = {}
     for row, ratio in compared():
-        if row["program"] == TODAY:
+        if row["program"] == CURRENT:
             steps.setdefault(tuple(row[name] for name in STEP), []).append((row, ratio))
     pairs = [(step, one, other) for step, rows in steps.items() for one, other in itertools.combinations(rows, 2)]
     assert len(pairs) >= 80

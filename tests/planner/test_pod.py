@@ -58,7 +58,7 @@ def costed(plan, **keys):
 
 
 def without_lockstep(plan, **keys):
-    """As the simulator runs a pipeline: each stage holds what its own place in the schedule needs."""
+    """The plan as the simulator runs it: each stage has only the memory that its position in the schedule needs."""
     request = config_for(**keys)
     request = dataclasses.replace(request, stated_style=dataclasses.replace(request.style, lockstep=False))
     return request, cost(request, plan)
@@ -174,7 +174,7 @@ def test_simulated_products_are_those_of_the_model(name):
 
 @pytest.mark.parametrize("name", PLANS)
 def test_terms_of_every_stage_add_up_to_the_step(name):
-    """And a step takes what its formula says, written out once more."""
+    """The time of a step is also that of the formula, which the test computes independently."""
     request, plan = costed(PLANS[name])
     assert all(terms.seconds == pytest.approx(plan.seconds, rel=1e-12) for terms in plan.stage_terms)
     assert all(min(dataclasses.astuple(terms)) >= 0 for terms in plan.stage_terms)

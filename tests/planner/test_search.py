@@ -1,4 +1,4 @@
-"""A search that its time budget ends early: what it has seen by then, and what it computes once only."""
+"""A search that its time limit ends early: which plans it has evaluated, and what it computes only once."""
 
 import dataclasses
 import math

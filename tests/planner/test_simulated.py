@@ -1,4 +1,4 @@
-"""The simulated step of a plan beside its cost model: what crosses all stages, and what compiled steps hide."""
+"""The simulated step of a plan compared with its cost model: broadcasts to all stages, and hidden collectives."""
 
 import dataclasses
 

@@ -1,8 +1,9 @@
-"""Golden agreement and speed in figures, and Metis's best plans beside the optimal ones.
+"""Agreement of the reproductions of DistIR and Metis with golden files, their speed, and Metis compared with the
+optimal planner.
 
-    python -m tests.research.agreement
+    python -m tests.research.agreement [--golden DIR]
 
-Takes under a minute. `--golden DIR` reads other golden files of the same format.
+takes less than a minute. DIR has other golden files of the same format.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from tests.simulator.networks import Pairs
 
 
 class Agreement:
-    """Counts cases and figures; keeps the largest relative difference."""
+    """Counts cases and figures; records the largest relative difference."""
 
     def __init__(self):
         self.cases, self.figures, self.worst, self.unequal = 0, 0, 0.0, 0
@@ -58,7 +59,7 @@ class Agreement:
 
 
 def distir(golden: dict) -> None:
-    """Every case, all devices simulated and one of each kind."""
+    """Compares every case, with all devices simulated and with one of each kind."""
     agreement = Agreement()
     for case in golden.get("cases", ()):
         for result, batch in simulations(case):
@@ -67,7 +68,7 @@ def distir(golden: dict) -> None:
 
 
 def speed() -> None:
-    """The simulator on one core, compiled code warm: processor seconds, operations per second."""
+    """Prints CPU seconds and operations per second of the simulator on one core, after its compilation."""
     experiments.grid("notebook")
     started = time.process_time()
     rows, _ = experiments.grid("notebook")
@@ -76,10 +77,10 @@ def speed() -> None:
     bandwidths = 25e9 * np.random.default_rng(0).uniform(0.5, 1.0, (64, 64))
     pairs = Cluster.homogeneous(64, device, Pairs((bandwidths + bandwidths.T) / 2))
     program = expand(mlp_step(Mlp.square(64, 1024, 4096), degrees), Placement(degrees))
-    rate("64 devices, no two links alike", lambda: simulate(program, pairs))
+    rate("64 devices, all links different", lambda: simulate(program, pairs))
     for name, degrees, mlp in (
-        ("1,024 devices alike", Degrees(16, 16, 4, 16), Mlp.square(64, 8192, 8192, 2)),
-        ("65,536 devices alike", Degrees(64, 16, 64, 128), Mlp.square(128, 16384, 64 * 128 * 4, 2)),
+        ("1,024 equal devices", Degrees(16, 16, 4, 16), Mlp.square(64, 8192, 8192, 2)),
+        ("65,536 equal devices", Degrees(64, 16, 64, 128), Mlp.square(128, 16384, 64 * 128 * 4, 2)),
     ):
         cluster = Cluster.homogeneous(degrees.world, device, Switch(25e9, 1e-6))
         rate(name, lambda mlp=mlp, degrees=degrees, cluster=cluster: simulate_mlp(mlp, degrees, cluster))
@@ -94,7 +95,7 @@ def rate(name: str, work) -> None:
 
 
 def metis(golden: dict, root: Path, folder: Path) -> None:
-    """Every run of the golden file; then a table of its best plans and the optimal ones."""
+    """Compares every run of the golden file, then prints its best plans and the optimal ones."""
     agreement, table, slowest = Agreement(), [], (0.0, "")
     cases = CaseFiles(root, golden, folder)
     for config in golden.get("configs", ()):
@@ -114,14 +115,14 @@ def metis(golden: dict, root: Path, folder: Path) -> None:
 
 
 def flat(figures_of: dict) -> dict:
-    """The figures with those of the best plans beside them."""
+    """The figures, with those of the best plans under names of their own."""
     plans = {name: value for name, value in figures_of.items() if name in ("best", "best_complete") and value}
     inner = {f"{name} {key}": value for name, plan in plans.items() for key, value in plan.items()}
     return {name: value for name, value in figures_of.items() if name not in plans} | inner
 
 
 def compare(name: str, files, given: dict, best) -> None:
-    """Metis's cheapest plan over both device orders beside the optimal one, each reckoned by both."""
+    """Prints the best plan of Metis, over both device orders, and the optimal one, both with the correct cost."""
     options = PlanOptions(num_layers=given["num_layers"], batch=given["gbs"])
     started = time.process_time()
     result = plan_optimal(*files, options)
@@ -147,7 +148,7 @@ def compare(name: str, files, given: dict, best) -> None:
 
 
 def correct_cost(files, options: PlanOptions, best) -> str:
-    """What the optimal planner's cost says of a Metis plan with all of its stages, or why it says nothing."""
+    """The cost of a plan of Metis with all stages by the cost model of the optimal planner, or why there is none."""
     cluster = read_hosts(*files[:2])
     kinds = kinds_of(cluster)
     model = build_model(options, kinds, read_profiles(files[2], cluster.device_types))

@@ -1,4 +1,4 @@
-"""The references are sealed: the registry of plan.py's modes names their commands, and no module imports them."""
+"""No module of mstrain imports research; the registry of modes of plan.py names its commands."""
 
 import ast
 from pathlib import Path

@@ -10,10 +10,7 @@ from mstrain.simulator.program import CATEGORIES, OpSpec, Program, Ragged
 
 
 class ProgramBuilder:
-    """Builds a program one operation at a time; values are integers.
-
-    Use it for hand-written programs; regular ones (`replicas.py`) are assembled from arrays.
-    """
+    """Builds a program of a test one operation at a time; values are integers."""
 
     def __init__(self, element_bytes: int = 4):
         self.element_bytes = element_bytes
@@ -58,7 +55,7 @@ class ProgramBuilder:
         microbatch: int = -1,
         label: tuple = (),
     ) -> tuple[int, ...]:
-        """As `op`, and what the outputs are for, the microbatch, and the part of the model."""
+        """As `op`, with the category of the outputs, the microbatch, and the part of the model (`label`)."""
         results = tuple(self._value(shape, device, False, category) for shape, device in outputs)
         self._ops.append(
             (

@@ -1,4 +1,4 @@
-"""Steps on all of their devices: what the program of one rank, which stands for all, is held against."""
+"""Programs of all devices of a step, with which tests compare the program of one rank."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from mstrain.simulator.simulate import CORRECTED, Simulation, simulate
 
 
 def rank_groups(degrees: Degrees) -> list[np.ndarray]:
-    """By axis, (groups, members): the tensor ranks, numbered replica by replica, that an operation involves."""
+    """For each axis, an int array (groups, members) of the ranks that take part in an operation."""
     ranks = np.arange(degrees.data * degrees.tensor).reshape(degrees.data, degrees.rows, degrees.cols)
     replicas, own = ranks.reshape(degrees.data, -1), ranks.reshape(-1, 1)
     by_column = ranks.swapaxes(1, 2).reshape(-1, degrees.rows)

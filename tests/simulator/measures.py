@@ -1,4 +1,4 @@
-"""What tests ask of programs and simulations."""
+"""Figures of programs and simulations that tests compare."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ def op_counts(program: Program) -> dict[str, int]:
 
 
 def device_seconds(result: Simulation) -> dict[int, float]:
-    """When each kept device is done, on its compute unit and its links."""
+    """Seconds until each simulated device has ended its last operation, on its compute unit and its links."""
     done: dict[int, float] = {}
     for lane, end in zip(result.lanes, result.lane_end.tolist()):
         done[lane.device] = max(done.get(lane.device, 0.0), end)
@@ -25,13 +25,13 @@ def device_seconds(result: Simulation) -> dict[int, float]:
 
 
 def communication_fraction(result: Simulation) -> float:
-    """Time in which devices use a link, over that and the time in which they compute."""
+    """Time of communication / (time of communication + time of compute)."""
     compute, links, _ = map(sum, zip(*device_use(result.timeline()).values()))
     return links / (compute + links)
 
 
 def num_events(result: Simulation) -> int:
-    """Trace events of the whole job: one per operation and device, those of ranks left out included."""
+    """Trace events of the job, one per operation and device, including ranks that are not simulated."""
     members = np.array([len(group) for group in result.program.groups])[result.program.group]
     silent = np.bincount(
         result.held.owner(), weights=np.isnan(result.action_seconds), minlength=len(result.held.lengths)

@@ -1,4 +1,4 @@
-"""Networks that only tests need: a torus link by link, and arbitrary pairs. They check the rings of `Network`."""
+"""Networks of tests: a torus with single links, and links of arbitrary pairs. They check the rings of `Network`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from mstrain.simulator.cluster import Network, Path, Wire
 
 @dataclass(frozen=True)
 class Torus(Network):
-    """Devices numbered row-major over `shape`; each has a link of `bandwidth` to both neighbours in every
-    dim.
+    """Devices numbered row-major over `shape`; each has a link of `bandwidth` to both neighbors in every dim.
 
-    Messages go dim by dim, the shorter way round. `wrap=False` makes a mesh (no links around).
+    Messages are routed dim by dim, in the shorter direction. `wrap=False` makes a mesh without wraparound links.
     """
 
     shape: tuple[int, ...]
@@ -26,10 +25,10 @@ class Torus(Network):
     wrap: bool = True
 
     def hops(self, here: int, there: int) -> tuple[Path, Path]:
-        return self.path(here, there), self.path(there, here)  # half of a ring's data goes each way round
+        return self.path(here, there), self.path(there, here)  # half of the data of a ring in each direction
 
     def _step(self, device: int, dim: int, positive: bool) -> int:
-        """The neighbour of `device` along `dim`."""
+        """The neighbor of `device` along `dim`."""
         stride = prod(self.shape[dim + 1 :])
         at = device // stride % self.shape[dim]
         return device + ((at + (1 if positive else -1)) % self.shape[dim] - at) * stride
@@ -53,8 +52,8 @@ class Torus(Network):
 class Pairs(Network):
     """A symmetric matrix of bandwidths (bytes/s), NaN where two devices have no link; one latency for all.
 
-    This is DistIR's notion of a topology: no pair slows another. Rings go one way only, because a measured
-    pair bandwidth is usually that of a port which both directions of a ring would share.
+    This is the topology of DistIR: pairs do not slow each other. Rings have one direction only, because the measured
+    bandwidth of a pair is usually that of a port, which both directions of a ring would share.
     """
 
     bandwidths: np.ndarray
@@ -73,7 +72,7 @@ class Pairs(Network):
         bandwidth = float(self.bandwidths[source, destination])
         if np.isnan(bandwidth):
             raise ValueError(
-                f"devices {source} and {destination} must talk but have no link; "
+                f"devices {source} and {destination} communicate but have no link; "
                 f"add ({source}, {destination}, bytes_per_second) to the topology"
             )
         wires = Wire(source, f"link to {destination}", bandwidth), Wire(destination, f"link from {source}", bandwidth)

@@ -1,4 +1,4 @@
-"""Clusters made of chips from the hardware table."""
+"""Clusters of chips of the hardware table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""plan.py planner=optimal: plans for mixed clusters described by Metis's files."""
+"""plan.py planner=optimal: the optimal plan of a mixed cluster, which files in the formats of Metis describe."""
 
 from dataclasses import dataclass
 
@@ -21,16 +21,18 @@ NOT_TRAINABLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """Where a mixed cluster is described."""
+    """The files that describe a mixed cluster."""
 
     hostfile: str
-    """One line `ADDRESS slots=K` per host."""
+    """File with one line `ADDRESS slots=K` per host; K is the number of devices of the host."""
     clusterfile: str
-    """JSON object, ADDRESS -> instance_type, inter_bandwidth and intra_bandwidth (GB/s), memory (GB)."""
+    """JSON file that maps each ADDRESS to instance_type (device type), inter_bandwidth and intra_bandwidth
+    (GB/s between hosts and within one) and memory (GB per device)."""
     profiles: str
-    """Folder of DeviceType.<TYPE>_tp<T>_bs<S>.json files."""
+    """Folder of measured profiles of the model, one file DeviceType.<TYPE>_tp<T>_bs<S>.json for each device
+    type, tensor-parallel degree T and batch of S samples."""
     run_dir: str = "runs/plan"
-    """Folder of tables and pictures."""
+    """Folder in which tables, and the trace and pictures of a simulation, are written."""
 
     @property
     def paths(self) -> tuple[str, str, str]:
@@ -43,7 +45,7 @@ class OptimalConfig(PlanOptions, Files):
 
 
 def run_optimal(config: OptimalConfig) -> int:
-    """Prints the best plans with their terms and the certificate, simulates the best; writes all of it."""
+    """Prints the best plans with the terms of their cost and the certificate, simulates the best plan, writes files."""
     folder, say = make_folder(config.run_dir), console()
     clock = Clock((SEARCH_PART if config.simulate else 1) * config.max_seconds)
     with progress("planner=optimal", clock):
@@ -56,7 +58,7 @@ def run_optimal(config: OptimalConfig) -> int:
     say.print(plans_table(result))
     say.print(stages_table(result.best))
     proof = result.certificate
-    reason = "proven optimal over the space" if proof.proven else "not proven optimal"
+    reason = "proven optimal in the space of plans" if proof.proven else "not proven optimal"
     say.print(f"{proof.summary} Lower bound {proof.lower_bound_ms:.3f} ms, gap {100 * result.gap:.2f} %: {reason}.")
     written = ["optimal.json", "optimal.csv"]
     if config.simulate:

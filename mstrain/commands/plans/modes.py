@@ -26,13 +26,23 @@ VALUES = {
     "published": ("file", "mstrain.commands.plans.published", "PublishedConfig", "planner/published"),
 }
 
+ABOUT = {
+    "planner=pod": "best plans of a model on TPU slices or GPUs (default)",
+    "planner=optimal": "optimal plan of a cluster of unequal devices (default with hostfile=)",
+    "planner=metis": "search of Metis for a cluster of unequal devices, reproduced",
+    "planner=homogeneous": "planner of Metis for devices of one type, reproduced",
+    "experiment=distir_mlp": "experiments of DistIR's notebook, reproduced",
+    "experiment=metis_inputs": "synthetic inputs of planner=optimal and planner=metis",
+    "profile=MODEL": "measures the profiles of a model that planner=optimal and planner=metis read",
+    "published=FILE": "predictions of published runs, compared with their measurements",
+}
+
 
 def choose(arguments: list[str]) -> tuple[str, str, list[str]]:
-    """(key, value, other arguments) of the mode asked for.
+    """(key, value, other arguments) of the mode that the arguments choose.
 
-    Without one: planner=optimal where a host file is given, else planner=pod. profile=MODEL and published=FILE
-    are modes, too.
-    Raises ValueError for an unknown mode or two of them.
+    Without a mode: planner=optimal if a host file is given, else planner=pod. profile=MODEL and published=FILE are
+    modes, too. Raises ValueError for an unknown mode or several modes.
     """
     given = [argument.partition("=")[::2] for argument in arguments]
     chosen = [(key, value) for key, value in given if key in MODES or key in VALUES]
@@ -73,9 +83,8 @@ def run(arguments: list[str]) -> int:
 
 def help_lines(arguments: list[str]) -> list[str]:
     """The modes, and the keys of the one that `arguments` choose."""
-    modes = [f"{key}={value}" for key, values in MODES.items() for value in values]
-    lines = ["Modes, of which one is typed (planner=pod by default); --help after a mode lists its keys:"]
-    lines += [f"  {' '.join(modes)}", "  profile=MODEL published=FILE", ""]
+    lines = ["Modes; type one of them. `mstrain plan MODE --help` lists its keys:"]
+    lines += [*(f"  {name:26}{about}" for name, about in ABOUT.items()), ""]
     key, value, _ = choose(arguments)
     _, kind, file = mode(key, value)
     return [*lines, f"Keys of {key}={value}:", *describe_keys(kind, file, experiments=False)]

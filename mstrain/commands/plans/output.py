@@ -39,13 +39,13 @@ def no_time_to_simulate(max_seconds: float) -> str:
 
 @contextlib.contextmanager
 def progress(what: str, clock: Clock):
-    """Says on standard error every few seconds for how long `what` has run."""
+    """Prints to standard error, every few seconds, for how long `what` has run."""
     done = threading.Event()
 
     def say():
         while not done.wait(PROGRESS_SECONDS):
             spent = clock.seconds + clock.compiled
-            print(f"plan: {what}: {spent:.0f} s; at most {clock.budget:g} s besides compiling, once", file=sys.stderr)
+            print(f"plan: {what}: {spent:.0f} s; limit {clock.budget:g} s after compilation", file=sys.stderr)
 
     thread = threading.Thread(target=say, daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""Options of the optimal planner: model, batch, how memory and links are counted, and the budgets."""
+"""Options of the optimal planner: model, batch, assumptions about memory and links, and limits of the search."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,50 +13,54 @@ NOT_NEGATIVE = ("latency_ms", "gradient_factor", "optimizer_factor", "activation
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """A plan for a mixed cluster. Raises ValueError for a value out of its range."""
+    """Options of a search for the optimal plan of a mixed cluster. Raises ValueError for a value out of its range."""
 
     num_layers: int
-    """Layers of the model, embedding and output layer included, as in the profiles."""
+    """Number of layers, including the embedding and the output layer, as in the profiles."""
     batch: int
-    """Samples per step of the whole job, any number."""
+    """Global batch size: samples (sequences) per step. It need not be a power of two."""
     hidden_size: int = 4096
-    """Width of the model: values per token between layers."""
+    """Width of the model: features per token of the activations between layers."""
     sequence_length: int = 1024
     """Tokens per sample."""
     vocab_size: int = 51200
-    """Entries of the vocabulary."""
+    """Number of tokens in the vocabulary, which is the width of the output layer."""
     max_tp: int = 0
-    """Largest tensor parallel degree; 0 for the largest profiled."""
+    """Largest tensor-parallel degree; 0 for the largest one that has a profile."""
     element_bytes: int = 2
-    """Bytes of an activation and of a gradient in a message."""
+    """Bytes per element of activations and their gradients in messages: 2 for bf16, 4 for float32."""
     latency_ms: float = 0.01
-    """Latency of one message in milliseconds."""
+    """Latency of a message, in milliseconds."""
     schedule: str = "1f1b"
-    """Pipeline schedule: 1f1b, or gpipe (all microbatches are in flight at once)."""
+    """Pipeline schedule: 1f1b, or gpipe (all forward passes first, which keeps all microbatches in memory)."""
     gradient_factor: float = 1.0
-    """Gradient bytes per parameter byte."""
+    """Bytes of gradients per byte of parameters."""
     optimizer_factor: float = 6.0
-    """Optimizer bytes per parameter byte; 6 is Adam's float32 copy and two moments for bfloat16 parameters."""
+    """Bytes of optimizer state per byte of parameters: 6 for Adam with bf16 parameters (float32 copy and moments)."""
     shard_optimizer: bool = False
-    """Divide optimizer state and update over the data-parallel replicas of a stage (ZeRO stage 1)."""
+    """Shard the optimizer state and the update over the data-parallel replicas of a stage (ZeRO 1)."""
     activation_bytes: float = 34.0
-    """Bytes of activations that a layer keeps per token and unit of hidden_size (34: Korthikanti et al., 2022)."""
+    """Bytes of activations that a layer keeps for its backward pass, per token and feature of hidden_size (34:
+    Korthikanti et al., 2022)."""
     memory_margin: float = 0.1
-    """Part of a device's memory that stays free, from 0 to below 1."""
+    """Fraction of the memory of a device that plans leave free, from 0 to below 1."""
     collectives_in_profile: bool = True
-    """Whether the profiled times contain the tensor-parallel collectives inside a node."""
+    """Whether profiled times include tensor-parallel collectives within a node; if not, the cost model adds them."""
     unit: int = 0
-    """Devices per unit of a stage; 0 for the finest that keeps the search small."""
+    """The number of devices of a stage is a multiple of this divisor of the devices per node; 0 for the smallest with
+    which the cluster has at most max_states states."""
     max_states: int = 3000
-    """Most combinations of stage sizes that unit=0 allows; the time of a search grows with it."""
+    """Largest number of states that unit=0 allows. A state is the number of free devices of each kind of host; the time
+    of a search grows with the number of states."""
     top_k: int = 5
-    """Number of distinct plans shown."""
+    """Number of distinct plans printed."""
     max_seconds: float = 60.0
-    """Time budget in seconds of search and simulation, without compiling kernels. Then: the best plans so far."""
+    """Time limit in seconds of search and simulation, not counting the compilation of kernels. When it ends the search,
+    the best plans so far are printed."""
     simulate: bool = True
-    """Simulate the best plan on every device, where the time budget allows."""
+    """Simulate the best plan on all devices, if the time limit allows."""
     simulated_microbatches: int = 32
-    """Most microbatches simulated, but at least two per stage."""
+    """Largest number of microbatches simulated; a pipeline has at least two per stage."""
 
     def __post_init__(self):
         at_least("", self, **dict.fromkeys((*POSITIVE, "simulated_microbatches", "max_states"), 1))
@@ -68,7 +72,7 @@ class PlanOptions:
 
     @property
     def message_bytes(self) -> int:
-        """Of the activation of one sample between layers."""
+        """Bytes of the activation of one sample between two layers."""
         return self.sequence_length * self.hidden_size * self.element_bytes
 
     def state_factors(self, replicas: int) -> dict[str, float]:
@@ -81,9 +85,9 @@ class PlanOptions:
         return microbatches if self.schedule == "gpipe" else min(microbatches, stages)
 
     def microbatches(self) -> Iterator[tuple[int, int]]:
-        """(samples per microbatch, microbatches): every size that a smaller number of microbatches needs.
+        """(samples per microbatch, number of microbatches): for each number of microbatches, the smallest size.
 
-        Powers of two come first, so that a search whose time ends has seen sizes of every order.
+        Powers of two come first, so that a search that stops early has covered sizes of every magnitude.
         """
         powers = [1 << power for power in range(self.batch.bit_length())]
         sizes = dict.fromkeys(-(-self.batch // -(-self.batch // size)) for size in powers)

@@ -7,36 +7,46 @@ from rich.table import Table
 from mstrain.display.tables import make_table, most_grown
 from mstrain.planner.mixed.result import OptimalResult, Plan, named_counts
 
+TERMS = {
+    "steady_ms": "steady state", "fill_ms": "fill", "end_ms": "gradients, update", "generator_ms": "batch generator",
+}  # fmt: skip
+
 
 def plans_table(result: OptimalResult) -> Table:
-    """The distinct plans, fastest first, with the terms of their cost."""
-    columns = ("", "ms", "steady", "fill", "end", "data", "stages", "batches", "bubble", "why")
+    """The distinct plans in order of time, with the terms of their cost in ms per step.
+
+    The terms are the steady state and the fill of the pipeline, the exchange of gradients with the update, and the
+    batch generator.
+    """
+    columns = ("plan", "ms", *TERMS.values(), "stages", "microbatches", "bubble", "slower by")
     rows = (
         (
             str(rank),
-            *(f"{t:.1f}" for t in (plan.cost_ms, plan.steady_ms, plan.fill_ms, plan.end_ms, plan.generator_ms)),
+            *(f"{getattr(plan, term):.1f}" for term in ("cost_ms", *TERMS)),
             str(len(plan.stages)),
-            f"{plan.microbatches}x{plan.microbatch}",
+            f"{plan.microbatches} x {plan.microbatch}",
             f"{100 * plan.bubble:.0f} %",
             why_slower(plan, result.best),
         )
         for rank, plan in enumerate(result.plans, 1)
     )
-    return make_table("Plans, predicted from the profiles (ms per iteration)", columns, rows, ("why",))
+    title = "Plans, predicted from the profiles (ms per step; microbatches: number x samples)"
+    return make_table(title, columns, rows, ("slower by",))
 
 
 def why_slower(plan: Plan, best: Plan) -> str:
+    """The term that exceeds that of the best plan most, and by how much."""
     if plan is best:
         return "best"
-    term, ms = most_grown(("steady_ms", "fill_ms", "end_ms", "generator_ms"), plan, best)
-    return f"{term.removesuffix('_ms')} +{ms:.1f} ms"
+    term, ms = most_grown(tuple(TERMS), plan, best)
+    return f"{TERMS[term]} +{ms:.1f} ms"
 
 
 def stages_table(plan: Plan) -> Table:
-    """Every term of a plan's stages: ms per microbatch, of the exchange and update per iteration."""
+    """The terms of every stage of a plan: ms per microbatch; gradient exchange and update in ms per step."""
     left = ("devices", "replicas", "samples")
     columns = ("stage", "layers", "devices", "tp", "replicas", "samples")
-    columns += ("compute", "tensor", "pipeline", "stage", "exchange", "update", "GB", "of")
+    columns += ("compute", "tensor", "pipeline", "sum", "gradients", "update", "GB", "usable GB")
     rows = []
     for number, stage in enumerate(plan.stages):
         terms = (stage.compute_ms + stage.sync_ms, stage.tensor_ms, stage.boundary_ms, stage.stage_ms)
@@ -46,13 +56,13 @@ def stages_table(plan: Plan) -> Table:
             *(f"{term:.2f}" for term in (*terms, stage.exchange_ms, stage.update_ms)),
             *(f"{stage.state_gb + stage.activation_gb:.1f}", f"{stage.usable_gb:.1f}"),
         ))  # fmt: skip
-    title = "Stages of plan 1 (ms per microbatch; exchange and update per iteration)"
+    title = "Stages of plan 1 (ms per microbatch; exchange of gradients and update: ms per step)"
     return make_table(title, columns, rows, left)
 
 
 def simulated_table(rows: Sequence[dict]) -> Table:
-    """Cost model and simulator side by side, stage by stage."""
-    title = "Stages of plan 1: cost model | simulator (ms of a step, GB of a device)"
+    """The figures of every stage by the cost model and by the simulator."""
+    title = "Stages of plan 1: cost model | simulator (ms per step, GB per device)"
     cells = (
         (
             *(str(row["stage"]), row["layers"], row["devices"]),
@@ -60,4 +70,4 @@ def simulated_table(rows: Sequence[dict]) -> Table:
         )
         for row in rows
     )
-    return make_table(title, ("stage", "layers", "devices", "compute", "idle", "memory"), cells, ("devices",))
+    return make_table(title, ("stage", "layers", "devices", "compute, ms", "idle, ms", "GB"), cells, ("devices",))

@@ -1,4 +1,4 @@
-"""What the planner takes where a profile is missing is said."""
+"""The planner reports what it assumes where a profile is missing."""
 
 from types import SimpleNamespace
 

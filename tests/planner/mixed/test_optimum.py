@@ -162,7 +162,7 @@ def test_random_clusters_are_planned_as_by_brute_force(tmp_path):
 
 
 def test_a_box_knows_only_its_own_tails():
-    """Tails of another box, even one whose address it inherited, say nothing about its plans."""
+    """A box does not use cached tails of another box, even if it has the same address in memory."""
     box = Box(None, (0.0, 1.0), (0.0, 1.0), None)
     box.expanded[0, 0] = ["a tail"]
     assert replace(box, slowest=(0.5, 1.0)).expanded == {}
@@ -170,7 +170,7 @@ def test_a_box_knows_only_its_own_tails():
 
 
 def test_memory_changes_the_plan(small_cluster):
-    """Otherwise the memory cases above would prove nothing."""
+    """The cases above test memory limits only if the optimum depends on them."""
     ample, tight = (
         brute_force(
             small_cluster([("fast", 2), ("slow", 2)], seed=3, memory_gb=memory).files,

@@ -100,7 +100,7 @@ def test_command_writes_the_simulation(small_cluster, tmp_path, capsys):
     sizes = [f"{name}={value}" for name, value in SIZES.items()]
     assert command.main([*arguments, *sizes, "num_layers=4", "batch=6"]) == 0
     printed = capsys.readouterr().out
-    assert "cost model | simulator" in printed and "Simulated: " in printed
+    assert "cost model | simulator" in printed and "Simulated step: " in printed
     document = json.loads((folder / "simulation.json").read_text())
     assert document["stages"][0]["simulated_compute_ms"] > 0
     trace = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))

@@ -1,4 +1,4 @@
-"""The search of the MeshSlice reference program, kept to compare with published figures.
+"""The search of the reference program of MeshSlice, with which published figures are compared.
 
 Its first stage ranks mesh shapes by communication alone; its second adds the GeMMs and scans slice counts
 upwards until the first that does not improve. `tests.planner.products.tuner.tune` ranks them as mstrain does.
@@ -32,7 +32,7 @@ SLICE_COUNTS = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one block's projections, forward and both gradients."""
+    """Seconds of the communication of the projections of a block: forward products and both gradients."""
 
     traffic: float
     latency: float
@@ -40,7 +40,7 @@ class Estimate:
 
 
 def slice_counts(projection: Projection, tokens: int, rows: int, cols: int, dataflow: str) -> tuple[int, ...]:
-    """The reference's candidates for one projection; ValueError when a shard is thinner than a block."""
+    """The slice counts that the reference tries for one projection. Raises ValueError for shards below a block."""
     sizes = {"in": projection.in_dim, "out": projection.out_dim, "tokens": tokens}
     blocks = sizes[DIMS[dataflow][0]] // math.lcm(rows, cols) // BLOCK
     if blocks == 0:
@@ -71,9 +71,9 @@ def analytic(projections: Iterable[Projection], tokens: int, rows: int, cols: in
 def emulated(
     projections: Iterable[Projection], tokens: int, rows: int, cols: int, constants: Constants
 ) -> tuple[float, tuple[int, ...]]:
-    """Second stage, with an analytic GeMM time: seconds, and the slice counts of the projections in order.
+    """Second stage, with an analytic GeMM time: (seconds, slice counts of the projections).
 
-    The reference reports a leftover of its loop instead of the counts it found; here they are what was found.
+    The reference returns the last counts that its loop tried; this function returns those it chose.
     """
     total, chosen = 0.0, []
     for layout, counts in _layouts(projections, tokens, rows, cols):

@@ -53,7 +53,7 @@ def test_a_limit_cuts():
     assert legal_slices(128, 128, 128, 2, 2, "os", max_slices=4) == (1, 2, 4)
 
 
-def test_an_illegal_count_names_its_neighbours():
+def test_an_illegal_count_names_its_neighbors():
     assert check_slices(4, (1, 2, 4, 8), "ff1") == 4
     with pytest.raises(ValueError, match="ff1: slice count 5 is illegal. Use 4 or 8"):
         check_slices(5, (1, 2, 4, 8), "ff1")

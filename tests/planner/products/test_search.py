@@ -1,4 +1,4 @@
-"""The search finds what a naive loop finds, keeps its constraints, and says why losers lost."""
+"""The search finds what a naive loop finds, keeps its constraints, and states why candidates are slower."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The paper's autotuner: mesh shapes ranked by their products alone, on top of `mstrain.parallel.tune`."""
+"""The autotuner of the MeshSlice paper, which ranks mesh shapes by the time of products only."""
 
 import math
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ def choose_dataflow(in_dim: int, out_dim: int, tokens: int) -> str:
 
 
 def _families(problem: Block) -> dict[str, list[list[str]]]:
-    """Those of the tuner, or for `rule` the paper's rule."""
+    """The families of dataflows of the tuner, or for `rule` that of `choose_dataflow`."""
     if problem.dataflow != "rule":
         return families(problem)
     flows = [choose_dataflow(p.in_dim, p.out_dim, problem.tokens) for p in problem.projections]
@@ -36,7 +36,7 @@ def _families(problem: Block) -> dict[str, list[list[str]]]:
 
 
 def layout_cost(layout: Layout, slices: int, constants: Constants) -> Cost:
-    """Cost of forward and both gradients of one projection in `slices` slices."""
+    """Cost of one projection in `slices` slices: its forward product and both gradients."""
     forward, backward = pass_costs(layout, slices, constants)
     return forward + backward
 
@@ -49,7 +49,7 @@ def traffic_bytes(layout: Layout) -> tuple[float, float]:
 
 
 def first_slice(terms: Terms) -> float:
-    """Traffic that cannot overlap: both all_gathers at once in OS; all_gather, then reduce_scatter in LS and RS."""
+    """Traffic of one slice that cannot overlap: in OS both all_gathers at the same time, in LS and RS both in turn."""
     pair = terms.traffic_col, terms.traffic_row
     return max(pair) if terms.gemm == "OS" else sum(pair)
 
@@ -108,7 +108,7 @@ def _mesh(rows: int, cols: int) -> str:
 
 
 def _nothing_fits(problem: Block, rejected) -> str:
-    """The first reason; where the mesh is at fault, also the nearest that fits, of its size or smaller."""
+    """The first reason and, if the mesh is the cause, the nearest mesh of the same or a smaller size that fits."""
     rows, cols, reason = rejected[0]
     free = replace(problem, slices=None)
     if _search(free, [(rows, cols)])[0]:
@@ -136,7 +136,7 @@ def tune(
     `tokens` and `devices` are those of one data-parallel replica. `meshes` restricts the shapes: a `TpuSlice` to
     whole torus axes (the rest of its devices are replicas), a list to its entries, None to nothing.
     `choices` are those of `Block`. `algorithm` is "meshslice" or "collective", which is S = 1.
-    Raises ValueError naming the nearest legal value when a mesh or slice count cannot be had.
+    Raises ValueError for a mesh or slice count that does not fit, with the nearest one that does.
     """
     if algorithm not in (MESHSLICE, COLLECTIVE):
         raise ValueError(f"the cost model knows {MESHSLICE} and {COLLECTIVE}, not {algorithm!r}")

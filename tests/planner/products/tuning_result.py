@@ -1,11 +1,11 @@
-"""What the autotuner returns."""
+"""Result of the autotuner of `tests.planner.products.tuner`."""
 
 from dataclasses import dataclass
 
 from mstrain.hardware.constants import Constants
 from mstrain.parallel.tune import Choice
 
-TOO_FEW = "slices too few: fill and drain exposed"
+TOO_FEW = "too few slices: first and last one exposed"
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,15 @@ class AxisPair:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One mesh with one family of dataflows ("os/ls", "os", "ls", "rs", "rule"), at its best slice counts.
+    """One mesh with one family of dataflows ("os/ls", "os", "ls", "rs", "rule") and its best slice counts.
 
-    Seconds of one device in one step, of these projections only. `traffic_bytes` and `traffic` are what it
-    receives per axis, `latency` its launches and syncs, `pipeline` the first slices and last scatters.
+    Times are seconds of one device in one step, for the projections of the block only.
+
+    Attributes:
+      traffic_bytes, traffic: bytes that a device receives along each axis, and their time.
+      latency: time of launches and syncs along each axis.
+      pipeline: time of the first all_gathers and last reduce_scatters, which cannot overlap.
+      why: the reason why it is slower than the best candidate.
     """
 
     rows: int
@@ -53,7 +58,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The winner, every candidate from best to worst, and (rows, cols, reason) of shapes that do not fit."""
+    """The best candidate, all candidates in order of time, and (rows, cols, reason) of shapes that do not fit."""
 
     best: Candidate
     candidates: tuple[Candidate, ...]
@@ -75,7 +80,7 @@ class Tuning:
 
 
 def why_slower(loser: Candidate, best: Candidate) -> str:
-    """What made the loser slower: the part of its communication that grew most over the best one's."""
+    """Why `loser` is slower: the part of its communication that exceeds that of `best` most."""
     same_mesh = (loser.rows, loser.cols) == (best.rows, best.cols)
     place = f"{loser.family} instead of {best.family}: " if same_mesh else ""
     growth = {
@@ -86,7 +91,7 @@ def why_slower(loser: Candidate, best: Candidate) -> str:
     growth["pipeline", ""] = loser.pipeline - best.pipeline
     kind, axis = max(growth, key=growth.get)
     if growth[kind, axis] <= 0:
-        return place + "no more to send, but less of it hidden"
+        return place + "the same communication, of which less is hidden"
     if kind == "latency":
         return place + f"latency of the {getattr(loser, axis + 's')}-device {axis} axis"
     if kind == "pipeline":

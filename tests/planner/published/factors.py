@@ -1,9 +1,10 @@
-"""Which terms of published TPU runs take longer than the cost model's schedule: factors by least squares.
+"""Fits, by least squares, a factor for each term of the cost model to the measured times of runs on TPUs (MaxText).
 
-python -m tests.planner.published.factors [FILE ...]    of the runs on TPUs in the files
+    python -m tests.planner.published.factors [FILE ...]
 
-A run's measured seconds are the sum of its terms without stragglers, each times a factor that all runs share. The
-factors of small terms are kept near 1: as if one more run had each with the standard error of its term.
+The measured time of a run is approximated by the sum of its predicted terms, without stragglers, each multiplied by a
+factor that is the same for all runs. The fit keeps factors near 1 by one additional equation per term, with weight
+RUN_ERROR / (standard error of the term).
 """
 
 import sys
@@ -16,12 +17,13 @@ from mstrain.planner.published.rows import read_rows
 
 ROOT = Path(__file__).parents[3]
 FILES = [str(ROOT / "tests" / "golden" / "published.json"), str(ROOT / "docs" / "data" / "published.json")]
+# Groups of terms, with their standard errors.
 GROUPS = {"products": 0.15, "attention": 0.3, "elementwise, update": 0.3, "collectives": 0.5, "offload": 0.5}
-RUN_ERROR = 0.05  # of a measured run
+RUN_ERROR = 0.05  # standard error of a measured run
 
 
 def shares(prediction: Prediction) -> list[float]:
-    """Seconds of the schedule over the measured step, by group; recomputation is divided among them."""
+    """Predicted seconds / measured seconds of the step, by group; a group includes its recomputation."""
     costed = prediction.costed
     terms, again = costed.terms, costed.step.stages[0].repeated * costed.plan.microbatches
     measured = costed.seconds * prediction.ratio
@@ -44,11 +46,12 @@ def main(files: list[str]) -> None:
     )
     one = 1 / parts.sum(axis=1)
     for row, ratio in zip(rows, one):
-        print(f"{row.name}: measured over scheduled {ratio:.2f}")
-    print(f"one factor for all terms: {one.mean():.2f}, residual {100 * np.std(parts.sum(axis=1) * one.mean()):.1f} %")
+        print(f"{row.name}: measured / predicted time without stragglers {ratio:.2f}")
+    spread = 100 * np.std(parts.sum(axis=1) * one.mean())
+    print(f"same factor for all terms: {one.mean():.2f}, residual {spread:.1f} % of the measured time")
     left = np.sqrt(np.mean((parts @ factors - 1) ** 2))
     named = ", ".join(f"{name} {factor:.2f}" for name, factor in zip(GROUPS, factors))
-    print(f"a factor per term: {named}, residual {100 * left:.1f} %")
+    print(f"one factor per term: {named}, residual {100 * left:.1f} % of the measured time")
 
 
 if __name__ == "__main__":

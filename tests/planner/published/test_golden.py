@@ -1,4 +1,4 @@
-"""Predictions beside published runs: one test per row of published.json, and per source the order of its rows."""
+"""Predictions compared with published runs: one test per row of published.json, and one per source for the order."""
 
 import json
 import statistics

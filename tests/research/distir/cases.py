@@ -1,4 +1,4 @@
-"""Golden cases of distir.json as they are stated: their programs, their results under its names."""
+"""Golden cases of distir.json: their programs, and results under the names of the file."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -76,7 +76,7 @@ def plan_of_case(case: dict):
 
 
 def simulations(case: dict) -> list[tuple[Simulation, int | None]]:
-    """Every way to simulate a case, and its batch: all devices, and one of each kind where devices are alike."""
+    """Simulations of a case, each with its batch: of all devices and, if devices are equal, of one of each kind."""
     given, rules = case["inputs"], rules_of(case)
     kind = given["experiment"]
     if kind in PROGRAMS:

@@ -1,4 +1,4 @@
-"""The notebook's experiments: its headline numbers, what becomes of them when corrected, and the files."""
+"""The experiments of the notebook: its results, the corrected results, and the files."""
 
 import csv
 import gzip

@@ -1,4 +1,4 @@
-"""The loop: causal, exclusive, work-conserving, and in program order where lanes keep it."""
+"""The event loop: causal, exclusive, work-conserving, and in program order on ordered lanes."""
 
 import numpy as np
 import pytest

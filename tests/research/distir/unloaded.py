@@ -1,4 +1,4 @@
-"""Steps that start with the untransformed inputs on the root device, as DistIR counts them before it filters."""
+"""Steps whose inputs are on the root device at first, as DistIR counts them before it removes their distribution."""
 
 from mstrain.parallel.schedules import FORWARD
 from mstrain.simulator.placement import GROUP, SEND, Degrees, Placement

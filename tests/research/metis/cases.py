@@ -1,4 +1,4 @@
-"""Golden runs of the Metis planners as they are stated in metis.json: their files, their results under its names."""
+"""Golden runs of metis.json: the input files of the Metis planners, and results under the names of the file."""
 
 import json
 import re
@@ -170,7 +170,7 @@ def plan_figures(plan) -> dict | None:
 
 
 def search_figures(files, given: dict, run: dict, reference_profile: str) -> dict:
-    """A search under the names of the golden file, also of one that had to stop."""
+    """A search under the names of the golden file, also if it was stopped."""
     walk = {"use_strat": run.get("use_strat", run.get("mode") == "strat")}
     order = tuple(run.get("first_node_sequence", ()))
     options = options_of(given, device_order=order, reference_profile=reference_profile, **walk)
