@@ -66,7 +66,7 @@ def test_device_kind_finds_its_chip(kind, name, peak):
 
 
 @pytest.mark.parametrize("kind", ["TPU v5 litepod", "TPU v8", "NVIDIA H100 NVL", "NVIDIA L40", "H200", ""])
-def test_unknown_kind_is_none_never_a_neighbour(kind):
+def test_unknown_kind_is_none_never_a_neighbor(kind):
     assert chip_for(kind) is None
     assert compiler_options(chip_for(kind)) == {}
 

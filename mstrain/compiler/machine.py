@@ -83,19 +83,19 @@ class Unknowns:
         1 us a hop, a fifth of the fit.
       hbm: share of the published HBM bandwidth that a program reaches.
       overlap: see `KernelRates`. From units that work one after the other (0) to perfectly pipelined ones (1).
-      in_order: see `Machine`. It matters where the compiler starts several collectives on one SparseCore, as by default
-        for tpu7x: all all-gathers there have the same one.
+      in_order: see `Machine`. Expected, because the compiler calls what it gives a SparseCore a queue. It matters where
+        several collectives are in flight on one SparseCore, which the options of the table of chips avoid.
     """
 
     latency: float
     hbm: float
     overlap: float
-    in_order: bool = False
+    in_order: bool = True
 
 
 EXPECTED = Unknowns(latency=1.0, hbm=1.0, overlap=0.5)
-LOW = Unknowns(latency=0.2, hbm=1.0, overlap=1.0)
-HIGH = Unknowns(latency=2.0, hbm=0.8, overlap=0.0, in_order=True)
+LOW = Unknowns(latency=0.2, hbm=1.0, overlap=1.0, in_order=False)
+HIGH = Unknowns(latency=2.0, hbm=0.8, overlap=0.0)
 NAMES = {"latency": "latency", "hbm": "HBM", "overlap": "attention", "in_order": "SparseCore"}  # in tables
 
 

@@ -2,7 +2,7 @@
 which are exposed.
 
 The order is that of the program, cycles of compute operations are the compiler's estimates, and times of collectives
-follow from bytes, links and the rings that the compiler chose (`mstrain.compiler.collectives`). Not modelled: devices
+follow from bytes, links and the rings that the compiler chose (`mstrain.compiler.collectives`). Not modeled: devices
 that run late.
 """
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-UNMODELLED = "unmodelled"  # of errors.toml: relative to the whole step
+UNMODELED = "unmodeled"  # of errors.toml: relative to the whole step
 MEASURED = (0.05, "products measured by bench=calibrate")
 
 
@@ -15,9 +15,9 @@ class TermError:
     """The error of one term of a step.
 
     Attributes:
-      name: of the term, or `unmodelled`, which no term covers.
-      share: of the step's time; 0 for `unmodelled`.
-      relative: standard error of the term, relative to the term (`unmodelled`: to the step).
+      name: of the term, or `unmodeled`, which no term covers.
+      share: of the step's time; 0 for `unmodeled`.
+      relative: standard error of the term, relative to the term (`unmodeled`: to the step).
       unknown, source: what is not known, and where `relative` comes from.
     """
 
@@ -30,7 +30,7 @@ class TermError:
     @property
     def of_step(self) -> float:
         """Standard error relative to the step."""
-        return self.relative * (1.0 if self.name == UNMODELLED else self.share)
+        return self.relative * (1.0 if self.name == UNMODELED else self.share)
 
 
 @functools.cache

@@ -152,13 +152,13 @@ def stage_rows(result: PodResult, top: int) -> list[dict]:
 
 
 def plot_plans(request: PlanRequest, plans: list[Costed], path: Path) -> Path:
-    """Throughput against memory of every distinct plan, coloured by pipeline degree; the line is what is
+    """Throughput against memory of every distinct plan, colored by pipeline degree; the line is what is
     usable.
     """
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     pipelines = sorted({costed.plan.pipeline for costed in plans})
-    colours = dict(zip(pipelines, colormaps["viridis"](np.linspace(0, 0.9, len(pipelines)))))
+    colors = dict(zip(pipelines, colormaps["viridis"](np.linspace(0, 0.9, len(pipelines)))))
     for marker, algorithm in zip(MARKERS, dict.fromkeys(costed.plan.algorithm for costed in plans)):
         mine = [costed for costed in plans if costed.plan.algorithm == algorithm]
         axes.scatter(
@@ -166,11 +166,11 @@ def plot_plans(request: PlanRequest, plans: list[Costed], path: Path) -> Path:
             [request.tokens / costed.seconds for costed in mine],
             marker=marker,
             s=18,
-            color=[colours[costed.plan.pipeline] for costed in mine],
+            color=[colors[costed.plan.pipeline] for costed in mine],
             label=algorithm,
         )
-    for pipeline, colour in colours.items():
-        axes.plot([], [], linewidth=4, color=colour, label=f"pipeline {pipeline}")
+    for pipeline, color in colors.items():
+        axes.plot([], [], linewidth=4, color=color, label=f"pipeline {pipeline}")
     if math.isfinite(request.usable_bytes):
         axes.axvline(request.usable_bytes / GB, color="black", linewidth=0.8, linestyle="--")
     axes.set(

@@ -64,7 +64,7 @@ def test_an_axis_of_one_device_takes_the_links_of_the_other():
 
 
 @pytest.mark.parametrize(("axis", "group"), [("row", 2), ("col", 2), ("col", 4)])
-def test_groups_are_neighbours_along_their_axis(axis, group):
+def test_groups_are_neighbors_along_their_axis(axis, group):
     devices = np.arange(8).reshape(MeshShape(row=2, col=4).sizes)
     mesh_devices = split_axis(devices, axis, group).devices
     along = np.moveaxis(mesh_devices, AXES.index(axis) + 1, -1).reshape(-1, group)

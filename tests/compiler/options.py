@@ -50,6 +50,12 @@ GROUPS = {
         "xla_tpu_enable_sparse_core_offload_queuing_in_lhs": True,
         "xla_tpu_use_single_sparse_core_for_all_gather_offload": True,
     },
+    "one collective a SparseCore": {
+        "xla_tpu_enable_sparse_core_offload_queuing_in_lhs": False,
+        "xla_tpu_enable_concurrent_sparse_core_offloading": True,
+        "xla_max_concurrent_async_all_gathers": 2,
+        "xla_max_concurrent_async_reduce_scatters": 2,
+    },
     "layer scheduler": {
         **_AGGREGATOR,
         "xla_tpu_enable_latency_hiding_layer_scheduler": True,

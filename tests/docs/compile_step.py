@@ -5,6 +5,11 @@
 
 The keys are those of benchmark.py. A row replaces that of the same step, algorithm, mesh, shard and options. After a
 change that makes steps faster or slower, set the column `program` of the existing rows to `earlier`.
+
+    python -m tests.docs.compile_step --slices KEY=VALUE ...
+
+writes the rows of docs/data/slices.csv instead: steps in slice counts that steps.csv does not have, for the fit of
+tests.planner.rescale. There a row is also identified by its plan.
 """
 
 import dataclasses
@@ -26,7 +31,7 @@ from mstrain.models.plan import ModelPlan
 from mstrain.program.memory import GIB
 from mstrain.tuning.compiled import parts
 from tests.docs.rows import replace_rows, write_rows
-from tests.docs.steps import CURRENT, POD, STEP, STEPS, pod_rows, read_steps
+from tests.docs.steps import CURRENT, POD, SLICES, STEP, STEPS, pod_rows, read_steps
 
 KEY = (*STEP, "algorithm", "mesh", "shard", "options")  # columns that identify a row
 PARTS = {
@@ -95,7 +100,14 @@ def write_row(row: dict[str, str]) -> None:
     write_rows(POD, columns, pod_rows())
 
 
+def write_slices(row: dict[str, str]) -> None:
+    """The same for docs/data/slices.csv."""
+    replace_rows(SLICES, list(read_steps()[0]), (*KEY, "plan"), [row], near=STEP)
+
+
 if __name__ == "__main__":
-    for step in compile_steps(load(sys.argv[1:])):
-        write_row(step.row)
+    first, *keys = sys.argv[1:]
+    write, keys = (write_slices, keys) if first == "--slices" else (write_row, sys.argv[1:])
+    for step in compile_steps(load(keys)):
+        write(step.row)
         print(step.row, flush=True)

@@ -9,6 +9,7 @@ from tests.docs.rows import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = ROOT / "docs" / "data" / "steps.csv"
+SLICES = ROOT / "docs" / "data" / "slices.csv"  # the same columns: steps of STEPS in other slice counts
 POD = ROOT / "mstrain" / "benchmarks" / "pod.csv"  # the rows that a laptop shows
 STEP = ("target", "model", "layers", "batch", "seq", "remat")  # columns that the rows of one step share
 NAMES = {"meshslice": "MeshSlice", "collective": "Collective", "wang": "Wang", "fsdp": "FSDP", "megatron": "Megatron",

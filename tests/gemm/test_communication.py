@@ -209,7 +209,7 @@ def check_pipelined(ops, slices):
 
 @pytest.mark.parametrize("lowering", [LoweringOptions(), LoweringOptions(matrix_unit=10**6)])
 @pytest.mark.parametrize("name", FLOWS)
-def test_meshslice_issues_the_neighbouring_slices_first(name, lowering):
+def test_meshslice_issues_the_neighboring_slices_first(name, lowering):
     function = functools.partial(getattr(meshslice, name), lowering=lowering)
     ops = flow(function, name, grid_of("meshslice", mesh_of("2x4")), 4)
     check_pipelined(ops, 4)

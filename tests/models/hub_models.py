@@ -93,9 +93,9 @@ def make(name: str, seed: int = 0):
 def _random(model, draw: torch.Generator):
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            centre = 1.0 if weight.ndim == 1 and bool((weight == 1).all()) else 0.0
+            center = 1.0 if weight.ndim == 1 and bool((weight == 1).all()) else 0.0
             spread = 5.0 if name.endswith("gate_up_proj_bias") else 0.2  # some beyond the limits of gpt-oss
-            weight.copy_(centre + spread * torch.randn(weight.shape, generator=draw))
+            weight.copy_(center + spread * torch.randn(weight.shape, generator=draw))
         for name, bias in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 bias.copy_(0.2 * torch.randn(bias.shape, generator=draw))

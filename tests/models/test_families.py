@@ -58,8 +58,8 @@ def weights(name):
     draw = np.random.default_rng(7)
 
     def leaf(path, shape):
-        centre = 1.0 if path[-1].key.endswith("scale") and not shrink(name).unit_offset_norm else 0.0
-        return (centre + draw.normal(0, 0.2, shape.shape)).astype(np.float32)
+        center = 1.0 if path[-1].key.endswith("scale") and not shrink(name).unit_offset_norm else 0.0
+        return (center + draw.normal(0, 0.2, shape.shape)).astype(np.float32)
 
     return jax.tree_util.tree_map_with_path(leaf, canonical_shapes(module(name, "1x1", "gspmd")))
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from mstrain.display.tables import make_table, write_csv
 from mstrain.json_files import write_json
-from mstrain.planner.errors import UNMODELLED, TermError
+from mstrain.planner.errors import UNMODELED, TermError
 from mstrain.planner.published.predict import Prediction
 
 AIM = 0.15  # of a row's ratio from 1
@@ -86,7 +86,7 @@ def sources_table(predictions: list[Prediction]) -> Table:
     for each in predictions:
         for error in _large(each.costed.errors):
             found.setdefault((error.name, error.relative, error.source), error)
-    order = sorted(found.values(), key=lambda error: (error.name == UNMODELLED, error.name, error.relative))
+    order = sorted(found.values(), key=lambda error: (error.name == UNMODELED, error.name, error.relative))
     rows = [(_words(each.name), f"{100 * each.relative:.0f} %", each.unknown, each.source) for each in order]
     columns = ("term", "+-", "what is not known", "source of +-")
     return make_table("Standard errors of terms", columns, rows, (columns[0], *columns[2:]), wrapped=columns[2:])
@@ -97,8 +97,8 @@ def _large(errors: Sequence[TermError]) -> list[TermError]:
 
 
 def _share(error: TermError) -> str:
-    if error.name == UNMODELLED:
-        return f"{UNMODELLED} {100 * error.of_step:.1f}"
+    if error.name == UNMODELED:
+        return f"{UNMODELED} {100 * error.of_step:.1f}"
     return f"{_words(error.name)} {100 * error.share:.0f} x {100 * error.relative:.0f} = {100 * error.of_step:.1f}"
 
 
