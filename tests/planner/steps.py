@@ -28,15 +28,27 @@ CHOICES = (*STEP, "algorithm", "mesh", "shard")
 HEAD = "| step | algorithm, mesh | planner ms | compiled ms | ratio |\n|---|---|---|---|---|"
 
 
-def cost_of(row: Mapping) -> Costed | None:
-    """The planner's cost of a compiled step; None if it cannot price the step."""
+def request_and_plan(row: Mapping) -> tuple[PlanRequest, PodPlan]:
+    """What the planner is asked for a compiled step, and its plan with one microbatch."""
     model = dataclasses.replace(load_preset(row["model"]), layers=int(row["layers"]))
     parallel = ParallelConfig(row["algorithm"])
     request = PlanRequest(model, find_pod(row["target"]), (parallel,), int(row["batch"]), int(row["seq"]))
-    plan = PodPlan.on(parse_mesh(row["mesh"]), parallel, 1, row["remat"], row["shard"])
+    return request, PodPlan.on(parse_mesh(row["mesh"]), parallel, 1, row["remat"], row["shard"])
+
+
+def automatic_products(row: Mapping) -> Products:
+    """The products of a step with the dataflows and slice counts that the tuner chooses."""
+    products = plan_products(*request_and_plan(row))
+    assert isinstance(products, Products), products
+    return products
+
+
+def cost_of(row: Mapping) -> Costed | None:
+    """The planner's cost of a compiled step; None if it cannot price the step."""
+    request, plan = request_and_plan(row)
     if cost_step(request, plan) is None:
         return None
-    return cost_plan(request, plan, as_compiled(plan_products(request, plan), row.get("plan", "")))
+    return cost_plan(request, plan, as_compiled(automatic_products(row), row.get("plan", "")))
 
 
 def planned(row: Mapping) -> float | None:
@@ -45,9 +57,8 @@ def planned(row: Mapping) -> float | None:
     return 1e3 * costed.scheduled_seconds if costed else None
 
 
-def as_compiled(products: Products | str, text: str) -> Products:
+def as_compiled(products: Products, text: str) -> Products:
     """The products with the dataflows and slice counts of a compiled plan such as `os ls os ls S=4 3 4 4`."""
-    assert isinstance(products, Products), products
     flows, _, counts = text.partition(" S=")
     if not counts:
         return products

@@ -11,9 +11,10 @@ from mstrain.hardware.overlap import Hidden, hidden_shares, overlap_table
 from mstrain.parallel.dataflow import Projection
 from mstrain.parallel.product_cost import Layout, communication_terms, pass_costs
 from tests.compiler.programs import MACHINE, ROW, gather_done, gather_start, gemm, module
-from tests.docs.steps import CURRENT, STEP
+from tests.docs.rows import read_rows
+from tests.docs.steps import CURRENT, SLICES, STEP, read_steps
 from tests.planner.overlap import hidden_of
-from tests.planner.steps import CHOICES, compared, entries
+from tests.planner.steps import CHOICES, automatic_products, compared, entries
 
 NAMES = ('metadata={op_name="jit(step)/jvp(loss)/all_gather"}', 'metadata={op_name="jit(step)/transpose(jvp(loss))/x"}')
 
@@ -91,6 +92,25 @@ def test_the_planner_ranks_compiled_steps_as_their_schedules_do():
         if on_64x4 and {one["algorithm"], other["algorithm"]} == {"meshslice", "fsdp"}:
             assert here / there == pytest.approx(1, abs=0.02), step
     assert wrong == SWAPPED
+
+
+def test_rows_of_meshslice_have_the_automatic_plan():
+    """Dataflows and slice counts of docs/data/steps.csv are those that the tuner chooses now."""
+    rows = [row for row in read_steps() if row["algorithm"] == "meshslice"]
+    assert len(rows) > 20
+    for row in rows:
+        ((block, _),) = automatic_products(row).groups
+        flows, counts = zip(*((product.layout.dataflow, str(product.slices)) for product in block))
+        assert f"{' '.join(flows)} S={' '.join(counts)}" == row["plan"], row
+
+
+def test_automatic_slices_are_within_a_hundredth_of_the_fastest_compiled_ones():
+    """Steps that were compiled in several slice counts, docs/data/slices.csv."""
+    automatic = {tuple(row[name] for name in CHOICES): float(row["ms"]) for row in read_steps()}
+    others = read_rows(SLICES)
+    assert len(others) >= 10
+    for row in others:
+        assert automatic[tuple(row[name] for name in CHOICES)] <= 1.01 * float(row["ms"]), row
 
 
 def test_nothing_is_hidden_where_no_schedule_was_read():
