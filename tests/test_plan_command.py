@@ -79,7 +79,7 @@ def test_metis_stopped_by_a_missing_profile_keeps_what_it_found(mixed, tmp_path,
 def test_optimal_is_the_default_for_mixed_clusters(mixed, tmp_path, capsys):
     assert command(*files(mixed), "num_layers=10", "batch=128", f"run_dir={tmp_path}") == 0
     printed = capsys.readouterr().out
-    assert printed.count("several lines of the host file count as so many hosts: 0.0.0.1 (4), 0.0.0.4 (4).") == 1
+    assert printed.count("several lines of the host file count as one host per line: 0.0.0.1 (4), 0.0.0.4 (4).") == 1
     assert "proven optimal" in printed and "gap 0.00 %" in printed and "train.py cannot run these plans" in printed
     result = json.loads((tmp_path / "optimal.json").read_text())
     assert sum(result["plans"][0]["stages"][0]["devices"].values()) >= 1

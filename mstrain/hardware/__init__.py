@@ -1,4 +1,4 @@
-"""Chips, TPU slices, the cost of links, and the utilization (MFU) of a step."""
+"""Chips, TPU slices, the time of collectives on links, and model FLOP/s utilization (MFU)."""
 
 from mstrain.hardware.chips import (
     Chip,

@@ -1,7 +1,7 @@
-"""The file that `bench=calibrate` writes and predictions read: measured times of the devices present.
+"""Calibration files: measured times of the devices present, which `bench=calibrate` writes and predictions read.
 
-The name of every number contains its unit. Times are those of one device while all devices of the mesh do the same, so
-times of emulated devices include the effect of sharing cores.
+The name of every number contains its unit. Times are those of one device while all devices of the mesh do the same
+work, so times of emulated devices include the effect of sharing CPU cores.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _LINK = {"launch": "launch_seconds", "sync": "sync_seconds", "bandwidth": "bandw
 
 @dataclass(frozen=True)
 class KernelTime:
-    """Seconds of an element-wise kernel that reads and writes `bytes` in all."""
+    """Seconds of an element-wise kernel; `bytes` is the sum of bytes that it reads and writes."""
 
     bytes: int
     seconds: float
@@ -39,16 +39,20 @@ class Calibration:
     """Measured times of one kind of device.
 
     Attributes:
-      device_kind: as JAX names it; platform: as JAX names it; devices: number of devices that ran at the same time.
-      dtype: of the products. jax: its version. date: ISO 8601, UTC. source: the measurement in words.
-      dispatch_seconds: time to start a program on all devices. argument_seconds: additional time of each argument or
-        result.
+      device_kind, platform: as JAX names them.
+      devices: number of devices that ran at the same time.
+      dtype: dtype of the products, as JAX names it.
+      jax: version of JAX.
+      date: ISO 8601, UTC.
+      source: description of the measurement.
+      dispatch_seconds: time to start a program on all devices.
+      argument_seconds: additional time of each argument or result.
       exponential_seconds, reduction_seconds, transpose_seconds: per element, in addition to the memory traffic.
-      kernels: element-wise kernels by size, the smallest one first, whose time is that of its launch.
       step_ratio: measured time of a small training step over the sum of its instructions' times, each measured in a
         loop: in a step, cold caches, new pages of memory and waiting threads add time. 1 if not measured.
-      gemm: a full grid of shapes.
-      links: a `Link` for each of `KINDS`, by mesh axis; empty where one device was measured.
+      kernels: element-wise kernels in ascending order of bytes; the time of the first one is that of its launch.
+      gemm: products on a full grid of shapes.
+      links: a `Link` for each of `KINDS`, by mesh axis; empty if one device was measured.
     """
 
     device_kind: str
@@ -74,11 +78,11 @@ class Calibration:
 
     @property
     def memory_bandwidth(self) -> float:
-        """Bytes/s of the largest kernel."""
+        """Bytes/s of the largest element-wise kernel."""
         return self.kernels[-1].bytes / self.kernels[-1].seconds
 
     def kernel_seconds(self, nbytes: float) -> float:
-        """Seconds of an element-wise kernel that reads and writes so many bytes."""
+        """Seconds of an element-wise kernel that reads and writes `nbytes` bytes, interpolated between `kernels`."""
         largest = self.kernels[-1]
         if nbytes > largest.bytes:
             return largest.seconds * nbytes / largest.bytes
@@ -90,7 +94,7 @@ class Calibration:
         return max(time.rate for time in self.gemm)
 
     def check_device(self, device_kinds: tuple[str, ...], path: str | Path) -> None:
-        """Raises ValueError when the file is of another kind of device than `device_kinds`."""
+        """Raises ValueError if the file was measured on another kind of device than `device_kinds`."""
         if self.device_kind.lower() not in (kind.lower() for kind in device_kinds):
             raise ValueError(
                 f"calibration={path} was measured on {self.device_kind}, and the prediction is for "
@@ -98,7 +102,7 @@ class Calibration:
             )
 
     def check_dtype(self, dtype: str, path: str | Path) -> None:
-        """Raises ValueError when its products are not of `dtype` ("bf16", "f32" or JAX's names)."""
+        """Raises ValueError if the measured products do not have `dtype` ("bf16", "f32" or JAX's names)."""
         if jax_name(dtype) != self.dtype:
             raise ValueError(
                 f"calibration={path} measured products of {self.dtype}, and the prediction is for {dtype}. Measure "
@@ -131,7 +135,7 @@ class Calibration:
 def load_calibration(path: str | Path) -> Calibration:
     """Reads a file that `Calibration.save` wrote.
 
-    Raises ValueError, with the reason and the command that makes a file, for anything else.
+    Raises ValueError for any other file, with the reason and the command that writes a calibration.
     """
     try:
         return parse_calibration(read_json(path, "file"))
@@ -141,9 +145,9 @@ def load_calibration(path: str | Path) -> Calibration:
 
 
 def read_constants(name_or_path: str | Path) -> Constants:
-    """The constants that `constants=` names: a shipped file, a file of bench=collectives, or a calibration.
+    """The constants that `constants=` names: a shipped file, a file written by bench=collectives, or a calibration.
 
-    Raises ValueError for anything else.
+    Raises ValueError for any other name or file.
     """
     try:
         document = read_json(name_or_path, "file")
@@ -154,17 +158,17 @@ def read_constants(name_or_path: str | Path) -> Constants:
     calibration = load_calibration(name_or_path)
     chip = chip_for(calibration.device_kind)
     if chip is None:
-        raise ValueError(f"{name_or_path} was measured on {calibration.device_kind}, which the table of chips lacks.")
+        raise ValueError(f"{name_or_path}: the table of chips has no device kind {calibration.device_kind!r}.")
     return calibration.constants(constants_for(chip, calibration.dtype))
 
 
 def is_calibration(document: Any) -> bool:
-    """Whether a JSON document is a calibration, of any version."""
+    """Whether a parsed JSON document is a calibration, of any version."""
     return isinstance(document, dict) and document.get("format") == FORMAT
 
 
 def parse_calibration(document: Any) -> Calibration:
-    """A calibration from parsed JSON; raises ValueError that names the first entry which is wrong."""
+    """The calibration in a parsed JSON document; raises ValueError, with the first invalid entry, if it is invalid."""
     if not is_calibration(document):
         raise ValueError(f'it is not a calibration of mstrain ("format" is not "{FORMAT}").')
     if document.get("version") != VERSION:

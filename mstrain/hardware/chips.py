@@ -1,4 +1,4 @@
-"""The table of chips (chips.toml), counted per JAX device."""
+"""The table of chips (chips.toml). All numbers are per JAX device."""
 
 import functools
 import tomllib
@@ -23,26 +23,28 @@ _NUMBERS = (
     "node_devices",
     "node_bandwidth",
 )
-# A step of `tiny` has 1.5e9 FLOPs. Compiled fast, it takes 0.38 CPU seconds, not 0.24, but compiles in 1.1, not 5.7.
-SHORT_FLOPS = 2e10
-FUSION = ("xla_cpu_use_fusion_emitters",)  # without it, bits depend on the shapes of shards
-ONCE_VALUES = 1 << 24  # random numbers: 1.5 s saved by not optimizing, 0.065 s per million lost
+# A step of `tiny` has 1.5e9 FLOPs. With `quick_options` it takes 0.38 CPU seconds instead of 0.24, but compiles in 1.1
+# seconds instead of 5.7.
+SHORT_FLOPS = 2e10  # FLOPs of a run on CPUs below which `quick_options` are used
+FUSION = ("xla_cpu_use_fusion_emitters",)  # if disabled, the last bits of results depend on the shapes of shards
+ONCE_VALUES = 1 << 24  # without optimization, compiling random numbers takes 1.5 s less, and a million 0.065 s more
 
-JAX_NAMES = {"bf16": "bfloat16", "f32": "float32"}  # of the dtypes of products
+JAX_NAMES = {"bf16": "bfloat16", "f32": "float32"}  # short name of a dtype -> JAX's name
 
 
 def jax_name(dtype: str) -> str:
+    """JAX's name of a dtype, such as bfloat16 for bf16."""
     return JAX_NAMES.get(dtype, dtype)
 
 
 def element_bytes(dtype: str) -> int:
-    """Of `bf16` or `f32`, or of JAX's names."""
+    """Bytes per element of `bf16` or `f32`, or of JAX's names. Raises KeyError for any other dtype."""
     return {"bfloat16": 2, "float32": 4}[jax_name(dtype)]
 
 
 @dataclass(frozen=True)
 class CompilerOption:
-    """One XLA option with its reason and the source of its effect."""
+    """One XLA option with its reason and the source for its effect."""
 
     name: str
     value: bool | int | str
@@ -52,11 +54,20 @@ class CompilerOption:
 
 @dataclass(frozen=True)
 class TpuSliceRules:
-    """Names and shapes of the slices of a generation; shapes count chips along the torus axes.
+    """Names and shapes of the slices of a TPU generation.
 
-    `one_ring`: the compiler runs a collective over several open torus axes in one ring through all its devices.
-    `one_ring_scatters`: the same for a reduce_scatter over several torus axes, open or closed, with all cores of their
-    chips.
+    Attributes:
+      prefixes: prefixes of cloud names, such as `v5p`.
+      name_counts_per_chip: how much one chip adds to the number in a cloud name: 2 if the name counts cores.
+      devices_per_chip: JAX devices per chip.
+      shapes: topologies with a cloud name, in chips along the torus axes, such as `4x4`.
+      max_axis: largest number of chips along an axis.
+      wrap_axis: an axis whose length is a multiple of it is a closed ring.
+      max_chips: largest number of chips of a slice of 4x4x4 cubes; None if `shapes` are all shapes.
+      one_ring: whether the compiler runs a collective over several open torus axes in one ring through all its devices.
+      one_ring_scatters: the same for a reduce_scatter over several torus axes, open or closed, with all cores of their
+        chips.
+      topology_options: arguments of `jax.experimental.topologies.get_topology_desc`.
     """
 
     prefixes: tuple[str, ...]
@@ -73,15 +84,16 @@ class TpuSliceRules:
 
 @dataclass(frozen=True)
 class Chip:
-    """One JAX device. Units: dense FLOP/s, bytes, bytes/s, seconds. None if no value is published.
+    """One JAX device. Units: dense FLOP/s, bytes, bytes/s, seconds. A number is None if no value is published.
 
-    `ici_bandwidth` is one way, per link; on GPUs the links are NVLink ports, and `torus_rank` is 0.
-    `node_devices` share a host and its network of `node_bandwidth`, one way; on TPUs, the data-center network.
+    `ici_bandwidth` is that of one link in one direction; on GPUs the links are NVLink ports, and `torus_rank` is 0.
+    `node_devices` is the number of devices of a host, which share its network of `node_bandwidth` in one direction (on
+    TPUs, the data-center network). `launch_*` and `sync` are the latencies of `mstrain.hardware.link.Link`.
     `most_slices` limits automatic slice counts, because the cost model omits some cycles and copies of more slices.
-    `lowering` has fields of `mstrain.gemm.LoweringOptions` for its compiler. `overlap` is how its compiler overlaps
-    collectives, a key of `mstrain.hardware.constants.OVERLAPS`.
-    `algorithm_options` are added to `options` for programs of one algorithm.
-    `sources` has the origin of every number that is not None.
+    `lowering` has fields of `mstrain.gemm.LoweringOptions` for its compiler. `overlap`, a key of
+    `mstrain.hardware.constants.OVERLAPS`, states how its compiler overlaps collectives.
+    `options` are XLA options; `algorithm_options` are added to them for programs of one algorithm.
+    `sources` has the source of every number that is not None.
     """
 
     name: str
@@ -109,7 +121,10 @@ class Chip:
     tpu_slices: TpuSliceRules | None = field(default=None, compare=False)
 
     def peak(self, dtype: str) -> float | None:
-        """Peak FLOP/s for GeMMs of `dtype` ("bf16", "f32", or JAX's names); None if unknown."""
+        """Peak FLOP/s of GeMMs in `dtype` ("bf16", "f32", or JAX's names); None if it is not published.
+
+        Raises ValueError for any other dtype.
+        """
         known = {"bfloat16": self.peak_bf16, "float32": self.peak_f32}
         if jax_name(dtype) not in known:
             names = ", ".join((*JAX_NAMES, *known))
@@ -132,7 +147,7 @@ class Chip:
 
     @property
     def slice_rules(self) -> TpuSliceRules:
-        """The rules of its slices; only for chips in TPU slices."""
+        """The names and shapes of its TPU slices; asserts that it comes in TPU slices."""
         assert self.tpu_slices is not None, f"{self.name} does not come in TPU slices"
         return self.tpu_slices
 
@@ -171,7 +186,7 @@ def all_chips() -> Mapping[str, Chip]:
 
 
 def chip_for(device_kind: str) -> Chip | None:
-    """The chip whose JAX name is `device_kind`; None if it is not in the table. Matches exact names only."""
+    """The chip whose JAX name is `device_kind`, ignoring case; None if it is not in the table."""
     kind = device_kind.lower()
     return next((c for c in all_chips().values() if kind in (k.lower() for k in c.device_kinds)), None)
 
@@ -185,21 +200,22 @@ def chip_named(name: str) -> Chip:
 
 
 def quick_options() -> dict[str, bool | int]:
-    """XLA options of CPUs that save two thirds or more of the time to compile and make programs slower.
+    """XLA options for CPUs that reduce the compilation time by two thirds or more and make programs slower.
 
     They change neither the partitioned program nor the precision of its products.
     """
     options: dict[str, bool | int] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    if tuple(map(int, version("jaxlib").split(".")[:3])) <= (0, 11, 0):  # later ones end at flags that they do not know
+    if tuple(map(int, version("jaxlib").split(".")[:3])) <= (0, 11, 0):  # later versions exit at unknown flags
         options |= dict.fromkeys(FUSION, False)
     return options
 
 
 def once_options(platform: str, values: int, moves: bool = False) -> dict[str, bool | int]:
-    """XLA options for a program that makes `values` numbers once, such as initial parameters, on JAX's `platform`.
+    """XLA options for a program that runs once and makes `values` numbers, such as initial parameters.
 
-    On CPUs they halve the time to compile it and triple that of its run, so they apply where the run is short. Those of
-    a program that only `moves` numbers compile faster still; they change the last bits of computed ones.
+    `platform` is JAX's name. On CPUs the options halve the compilation time and triple the run time, so they are used
+    only for few values. A program that only `moves` numbers gets options that compile faster still; they would change
+    the last bits of computed numbers.
     """
     if platform != "cpu" or values > ONCE_VALUES:
         return {}
@@ -208,9 +224,9 @@ def once_options(platform: str, values: int, moves: bool = False) -> dict[str, b
 
 
 def step_options(platform: str, flops: float) -> dict[str, bool | int]:
-    """XLA options for the step of a run of `flops` in all its steps on JAX's `platform`, beside those of the chip.
+    """XLA options for the step of a run with `flops` FLOPs in all its steps, in addition to those of the chip.
 
-    On CPUs, a run that is shorter than the compilation of its step compiles fast.
+    `platform` is JAX's name. On CPUs, a run that is shorter than the compilation of its step gets `quick_options`.
     """
     return quick_options() if platform == "cpu" and flops < SHORT_FLOPS else {}
 
@@ -218,8 +234,8 @@ def step_options(platform: str, flops: float) -> dict[str, bool | int]:
 def compiler_options(chip: Chip | None, algorithm: str | None = None) -> dict[str, bool | int | str]:
     """XLA options for `jax.jit(...).lower(...).compile(compiler_options=...)` that enable overlap of collectives.
 
-    Those of the chip and those of the algorithm of all products of a program; None where there are several. Empty for
-    an unknown chip. `chip.options` and `chip.algorithm_options` have the reasons.
+    They are the options of the chip and those of `algorithm`, the algorithm of all products of the program (None if
+    there are several). Empty for an unknown chip. `chip.options` and `chip.algorithm_options` state the reasons.
     """
     if chip is None:
         return {}

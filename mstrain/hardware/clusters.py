@@ -1,8 +1,8 @@
 """Names of clusters: TPU slices, several of them, and GPUs in nodes.
 
-`v5p-512` and `v6e:8x8` are TPU slices, `4xv5p-512` is four of them joined by the data-center network. `h100:16384` is
-GPUs in nodes of eight (fewer: one node). `a100-80gb:8x64@200GB/s` is 64 nodes of 8 GPUs with 200 GB/s of network per
-node in one direction; nodes, links and network that are not given are those of the table of chips.
+`v5p-512` and `v6e:8x8` are TPU slices; `4xv5p-512` is four slices joined by the data-center network. `h100:16384` is
+GPUs in nodes of eight (up to eight GPUs are one node). `a100-80gb:8x64@200GB/s` is 64 nodes of 8 GPUs with 200 GB/s of
+network bandwidth per node in one direction. What the name omits (nodes, links, network) is that of the table of chips.
 """
 
 import re
@@ -15,11 +15,11 @@ ALIASES = {
     "h100-80gb": "h100", "h200-sxm": "h200", "b200-sxm": "b200",
 }  # fmt: skip
 MOST_DEVICES = 10**7
-SPELLINGS = "v5p-512 | 4xv5p-512 | h100:16384 | a100-80gb:8x64@200GB/s (8 a node, 64 nodes, network a node one way)"
+SPELLINGS = "v5p-512 | 4xv5p-512 | h100:16384 | a100-80gb:8x64@200GB/s (8 per node, 64 nodes, GB/s per node one way)"
 
 
 def gpu_named(name: str) -> Chip | None:
-    """The GPU called `name`, by one of its aliases or as its driver names it; None for any other chip."""
+    """The GPU called `name`: its name in the table of chips, an alias, or its JAX name; None for any other chip."""
     chip = all_chips().get(ALIASES.get(name.lower(), name.lower())) or chip_for(name)
     return chip if chip is not None and chip.platform == "gpu" else None
 
@@ -27,9 +27,10 @@ def gpu_named(name: str) -> Chip | None:
 def gpu_pod(
     chip: Chip, devices: int, per_node: int | None = None, node_bandwidth: float | None = None, name: str = ""
 ) -> Pod:
-    """`devices` GPUs; nodes and network are those of the table of chips where they are None.
+    """A pod of `devices` GPUs in nodes of `per_node`, with `node_bandwidth` bytes/s per node in one direction.
 
-    Raises ValueError for incomplete nodes, and for a number that is missing in the table.
+    Values that are None are those of the table of chips. Raises ValueError if the devices do not fill their nodes, and
+    if the table has no network bandwidth.
     """
     usual = chip.node_devices or 8
     per_node = per_node or min(usual, devices)
@@ -47,9 +48,9 @@ def gpu_pod(
 
 
 def find_pod(cluster: str, dtype: str = "bf16") -> Pod:
-    """The cluster called `cluster` (see above).
+    """The cluster called `cluster`, as in the docstring of this module.
 
-    Raises ValueError with the spellings, or with the number of its chip that is missing.
+    Raises ValueError for an unknown name, with the spellings, and if the table of chips lacks a number.
     """
     try:
         pod = _named(cluster.strip(), cluster)
@@ -79,6 +80,6 @@ def _named(text: str, cluster: str) -> Pod:
     named = (gpu_named(part.strip()) for part in (text.partition(":")[0], *re.split(r"[\s:]|^\d+\s*x|-(?=\d+$)", text)))
     if chip := next(filter(None, named), None):
         name = chip.name
-        raise ValueError(f"GPUs are {name}:16, {name}:8x2 (8 a node, 2 nodes) or {name}:8x2@100GB/s.")
+        raise ValueError(f"GPUs are {name}:16, {name}:8x2 (8 per node, 2 nodes) or {name}:8x2@100GB/s.")
     tpu_slice = parse_target(text)
     return pod_of(tpu_slice, tpu_slice.devices)

@@ -1,4 +1,4 @@
-"""Link and compute constants of the cost model, from shipped files, a user's file, or the table of chips."""
+"""Link and compute constants of the cost model, from a shipped file, a user's file, or the table of chips."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from mstrain.json_files import parse_json, write_json
 
 FOLDER = Path(__file__).parent / "constants_files"
 COLLECTIVES = ("all_gather", "reduce_scatter", "permute")
-GEMM_FRACTION = 249 / 272  # of the peak, as the MeshSlice authors fitted to their simulated TPU v4
+GEMM_FRACTION = 249 / 272  # fraction of the peak that the MeshSlice authors fitted to their simulated TPU v4
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,13 @@ class AxisLinks:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How the times of two collectives combine, as weights on (the longer, the shorter).
+    """How the times of two collectives combine: weights of (the longer, the shorter) in their sum.
 
-    `gathers`: the first two all_gathers of OS. `chain`: the first all_gather and the last reduce_scatter of LS and RS.
-    `steady`: the two collectives of a slice, which overlap with its product if `hides`, and precede it otherwise.
+    Attributes:
+      gathers: weights of the first two all_gathers of OS.
+      chain: weights of the first all_gather and the last reduce_scatter of LS and RS.
+      steady: weights of the two collectives of a slice.
+      hides: whether the collectives of a slice overlap with a product; otherwise they precede it.
     """
 
     gathers: tuple[float, float]
@@ -54,9 +57,11 @@ class Constants:
       row, col: links along the two mesh axes.
       overlap: a key of `OVERLAPS`.
       hbm_bandwidth: bytes/s of one device's memory, which limits the accumulation of slices; None for no limit.
-      shaped: whether a product's rate is that of its shape in the table of efficiencies; `flops` is of a large one.
-      gemm: measured products by shape, of a calibration; empty for one rate.
-      ring: links of both axes together, for algorithms on one ring of all devices; None: those of one axis.
+      shaped: whether the rate of a product depends on its shape (table of efficiencies); `flops` is for large products.
+      gemm: measured times of products by shape, from a calibration; empty if not measured.
+      ring: links of both axes together, for algorithms on one ring of all devices; None for the links of one axis.
+
+    Raises ValueError for an unknown overlap, and unless `flops` and `hbm_bandwidth` are positive.
     """
 
     name: str
@@ -79,8 +84,10 @@ class Constants:
             raise ValueError(f"{self.name}: hbm_bandwidth must be positive (bytes/s) or null, not {self.hbm_bandwidth}")
 
     def along(self, rows: int, cols: int, turned: bool) -> "Constants":
-        """The constants of a product on a `rows` x `cols` grid; with `turned`, the rows of its grid are the columns of
-        the mesh."""
+        """The constants with the links of a product on a `rows` x `cols` grid.
+
+        With `turned`, the rows of the grid are the columns of the mesh. A grid of one row or column uses `ring`.
+        """
         if self.ring and 1 in (rows, cols):
             return dataclasses.replace(self, row=self.ring, col=self.ring)
         return dataclasses.replace(self, row=self.col, col=self.row) if turned else self
@@ -124,9 +131,9 @@ def load_constants(name_or_path: str | Path) -> Constants:
 def constants_for(target: Chip | TpuSlice, dtype: str = "bf16") -> Constants:
     """Constants derived from the table of chips; for "cpu" the shipped `cpu_emulated`.
 
-    A collective along a TPU axis uses one link, or two where the `TpuSlice` has closed rings. The row and col axes of a
-    GPU use half of its ports each. GeMMs run at GEMM_FRACTION of the peak.
-    Raises ValueError if the table lacks a number.
+    A collective along a TPU axis uses one link, or two if the `TpuSlice` has closed rings. On GPUs, the row and col
+    axes use half of the ports each. GeMMs run at GEMM_FRACTION of the peak. Raises ValueError if the table lacks a
+    number.
     """
     chip = target.chip if isinstance(target, TpuSlice) else target
     if chip.platform == "cpu":

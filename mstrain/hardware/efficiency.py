@@ -12,16 +12,16 @@ from mstrain.hardware.chips import Chip, element_bytes
 from mstrain.hardware.constants import Constants
 from mstrain.hardware.gemm_times import gemm_seconds
 
-HEAD = 128  # features of the heads of which `Efficiency.attention` is
+HEAD = 128  # features per head for which `Efficiency.attention` is stated
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Fractions of a chip's peaks, and parameters of the model of products by shape.
+    """Sustained fractions of a chip's peaks, and parameters of the time of a product as a function of its shape.
 
     Attributes:
       matmul, memory, attention, link, network: fractions of the peaks in the table of chips.
-      flash2: `attention` of FlashAttention 2, which is slower than kernels for this generation; None: the same.
+      flash2: `attention` of FlashAttention 2, which is slower than kernels for this generation; None if it is not.
       softmax: number of features of a head for which its products take as long as its exponentials.
       tiles: (rows, columns, relative rate) of the thread blocks of a GPU; a TPU has one, its systolic array.
       host: bytes/s to or from host memory, in one direction.
@@ -29,9 +29,9 @@ class Efficiency:
       fill: cost of starting a tile, as elements added to the contracted dim.
       launch: seconds between dependent kernels.
       schedule: measured over compiled seconds of a TPU's step.
-      overlap: share of the time of gathers of weights and sums of gradients over replicas of a slice that compute
-        hides.
-      others_overlap: the same in programs of other systems, from measured runs; None: as `overlap`.
+      overlap: fraction of the time of all-gathers of weights and gradient sums, over replicas of one slice, that
+        compute can hide.
+      others_overlap: the same in programs of other systems, from measured runs; None if it equals `overlap`.
       network_overlap: the same over several TPU slices.
       elementwise: bytes/s of element-wise work in programs of train.py over those of a long stream, relative to v5p.
       spread: relative standard deviation of the speed of devices of one kind.
@@ -78,16 +78,19 @@ class Efficiency:
         return 2.0 * count * rows * columns * summed / relative
 
     def hidden_of_replicas(self, slices: int, native: bool) -> float:
-        """The share of gathers and sums over replicas on so many slices that compute hides; `native`: in programs of
-        train.py."""
+        """The fraction of all-gathers and gradient sums over replicas on `slices` TPU slices that compute can hide.
+
+        `native`: whether the program is that of train.py.
+        """
         if slices > 1:
             return self.network_overlap
         return self.overlap if native or self.others_overlap is None else self.others_overlap
 
     def attention_rate(self, chip: Chip, head_dim: int, dtype: str = "bf16", flash2: bool = False) -> float:
-        """FLOP/s of a fused attention kernel, or of FlashAttention 2.
+        """FLOP/s of a fused attention kernel, or of FlashAttention 2 with `flash2`.
 
-        Heads narrower than a TPU's systolic array use a part of it, and on GPUs exponentials take more of their time.
+        Heads narrower than a TPU's systolic array use only a part of it. On GPUs, exponentials take a larger fraction
+        of the time of narrow heads.
         """
         if flash2 and self.flash2 is not None:
             return chip.known_peak(dtype) * self.flash2
@@ -121,9 +124,10 @@ def efficiency_of(chip: Chip) -> Efficiency:
 
 
 def product_seconds(chip: Chip, constants: Constants, dims: tuple[int, int, int], dtype: str = "bf16") -> float:
-    """Of a product (m, k) x (k, n) on one device: measured, by its shape in the table of efficiencies, or at one rate.
+    """Seconds of a product (m, k) x (k, n) on one device.
 
-    Raises ValueError if the table has no such chip.
+    It is measured (`constants.gemm`), follows from the shape (`constants.shaped`), or has the rate `constants.flops`.
+    Raises ValueError if the table of efficiencies lacks the chip.
     """
     if constants.gemm:
         return gemm_seconds(constants.gemm, *dims)

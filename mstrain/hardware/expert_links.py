@@ -1,7 +1,7 @@
-"""The links of axis `expert`, which divides the replicas of a mesh into groups that exchange tokens by all-to-all.
+"""The links of axis `expert`: groups of replicas that exchange the tokens of experts by all-to-all.
 
-On a torus half of a device's bytes cross the middle of each axis, so the time of an exchange is that of the longest
-axis that a group spans, independent of the number of axes.
+On a torus, half of a device's bytes cross the middle of each axis. The time of an exchange is therefore that of the
+longest axis that a group spans, whatever the number of axes.
 """
 
 from mstrain.hardware.constants import AxisLinks
@@ -11,7 +11,7 @@ from mstrain.hardware.torus_parts import torus_axes
 
 
 def _torus_axes(pod: Pod, sizes: tuple[int, ...], expert: int) -> tuple[tuple[int, ...], ...] | None:
-    """The torus axes of the axes (stage, data, expert, context, row, col) of a plan, if they have whole ones."""
+    """The torus axes of the axes (stage, data, expert, context, row, col) of a plan; None if one has a part of one."""
     stage, data, *rest = sizes
     if pod.tpu_slice is None or data % (expert * pod.slices):
         return None
@@ -19,7 +19,7 @@ def _torus_axes(pod: Pod, sizes: tuple[int, ...], expert: int) -> tuple[tuple[in
 
 
 def owner_links(pod: Pod, sizes: tuple[int, ...], expert: int) -> AxisLinks:
-    """The links between devices that have the same experts."""
+    """The links between the devices that have the same experts, for gradient sums."""
     owned = _torus_axes(pod, sizes, expert)
     if owned is None or pod.slices > 1:
         return pod.links(sizes).replica
@@ -27,10 +27,9 @@ def owner_links(pod: Pod, sizes: tuple[int, ...], expert: int) -> AxisLinks:
 
 
 def exchange_link(pod: Pod, sizes: tuple[int, ...], expert: int) -> Link:
-    """The link that an exchange along axis `expert` takes, for a device; the axis is a factor of the replicas in
-    `sizes`.
+    """The effective link of one device for an exchange along axis `expert`, a factor of the replicas in `sizes`.
 
-    Seconds of bytes sent, those for the device itself included: launch + sync + bytes / bandwidth.
+    An exchange takes launch + sync + bytes / bandwidth seconds, where bytes include those that stay on the device.
     """
     _, _, context, rows, cols = sizes
     link = pod.links(sizes).replica.permute
@@ -43,6 +42,6 @@ def exchange_link(pod: Pod, sizes: tuple[int, ...], expert: int) -> Link:
     one, axes = pod.links((1, 1, 1, 1, 1)).replica.permute, pod.tpu_slice.physical_axes
     if owned := _torus_axes(pod, sizes, expert):
         longest, directions = max(axes[number] for number in owned[2]), 2 if pod.tpu_slice.wraps else 1
-    else:  # a part of a torus axis, an open line
+    else:  # part of a torus axis, which is not a closed ring
         longest, directions = min(expert, max(axes)), 1
     return Link(one.launch, one.sync * longest / 2, 4 * directions * one.bandwidth / longest)

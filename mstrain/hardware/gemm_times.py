@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class GemmTime:
-    """Seconds of one local product of (m, k) and (k, n)."""
+    """Seconds of one product (m, k) x (k, n) on one device."""
 
     m: int
     k: int
@@ -25,10 +25,10 @@ class GemmTime:
 
 
 def gemm_seconds(times: tuple[GemmTime, ...], m: int, k: int, n: int) -> float:
-    """Seconds of a product, from a full grid of shapes.
+    """Seconds of a product (m, k) x (k, n), interpolated between `times` on a full grid of shapes.
 
-    Times are interpolated on logarithms. Beyond the grid a product has the rate of the largest shape, below it the time
-    of the smallest.
+    The interpolation is linear in logarithms. Above the grid, a product has the rate of the largest size of the grid;
+    below it, the time of the smallest.
     """
     edges, interpolate = _interpolator(times)
     inside = [min(max(size, edge[0]), edge[-1]) for size, edge in zip((m, k, n), edges)]
@@ -38,7 +38,7 @@ def gemm_seconds(times: tuple[GemmTime, ...], m: int, k: int, n: int) -> float:
 
 @functools.lru_cache(maxsize=8)
 def _interpolator(times: tuple[GemmTime, ...]) -> tuple[list[list[int]], Callable]:
-    from scipy.interpolate import RegularGridInterpolator  # a sixth of all imports of a run that needs no table
+    from scipy.interpolate import RegularGridInterpolator  # a sixth of the import time of a run that does not need it
 
     seconds: dict[tuple[int, ...], float] = {(t.m, t.k, t.n): t.seconds for t in times}
     edges = [sorted({shape[axis] for shape in seconds}) for axis in range(3)]
@@ -46,6 +46,6 @@ def _interpolator(times: tuple[GemmTime, ...]) -> tuple[list[list[int]], Callabl
     grid = []
     for axis, edge in enumerate(edges):
         grid.append(np.log(edge if len(edge) > 1 else [edge[0], 2 * edge[0]]))
-        if len(edge) == 1:  # the interpolator needs two
+        if len(edge) == 1:  # the interpolator needs two grid points
             logs = np.repeat(logs, 2, axis)
     return edges, RegularGridInterpolator(grid, logs)

@@ -1,8 +1,8 @@
 """Host file and cluster file of Metis: the hosts of a cluster and their links.
 
-A host file has one host per line, `ADDRESS slots=K` (or `ADDRESS K`), K being its number of devices, at most 9999. An
-address in several lines denotes as many hosts, as in the files of Metis. A cluster file is a JSON object from address
-to device type, bandwidths in GB/s and memory in GB per device.
+A host file has one host per line, `ADDRESS slots=K` (or `ADDRESS K`), where K is its number of devices, at most 9999.
+An address in n lines stands for n hosts, as in the files of Metis. A cluster file is a JSON object from address to
+device type, bandwidths in GB/s and memory in GB per device.
 """
 
 import re
@@ -30,7 +30,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The nodes in host file order; Metis takes a type's memory from its first cluster file entry."""
+    """The nodes in the order of the host file.
+
+    `type_memory_gb` is the memory of the first entry of each device type in the cluster file, which Metis uses.
+    """
 
     nodes: tuple[Node, ...]
     type_memory_gb: dict[str, float]
@@ -45,17 +48,17 @@ class Hosts:
 
     @property
     def repeated(self) -> str:
-        """One line that names the addresses of several lines of the host file; empty where every host has its own."""
+        """A message about addresses that are in several lines of the host file; empty if there are none."""
         counts = Counter(node.address for node in self.nodes)
         names = ", ".join(f"{address} ({count})" for address, count in counts.items() if count > 1)
-        return names and f"Addresses in several lines of the host file count as so many hosts: {names}."
+        return names and f"Addresses in several lines of the host file count as one host per line: {names}."
 
     def nodes_of(self, device_type: str) -> tuple[Node, ...]:
         return tuple(node for node in self.nodes if node.device_type == device_type)
 
 
 def read_hosts(hostfile: str | Path, clusterfile: str | Path) -> Hosts:
-    """Join the two files. ValueError names the file, the line or entry, and what to write instead."""
+    """The hosts of the two files. Raises ValueError, with file, line or entry, and the fix, if a file is invalid."""
     entries = read_clusterfile(clusterfile)
     nodes = []
     for line_number, line in enumerate(read_text(hostfile, "host file").splitlines(), start=1):
@@ -81,7 +84,7 @@ def read_hosts(hostfile: str | Path, clusterfile: str | Path) -> Hosts:
 
 
 def read_clusterfile(path: str | Path) -> dict[str, tuple]:
-    """The values of CLUSTER_FIELDS by address, checked."""
+    """The checked values of CLUSTER_FIELDS by address. Raises ValueError if one is invalid."""
     document = read_json(path, "cluster file")
     if not isinstance(document, dict) or not document:
         raise ValueError(f"{path}: expected an object from address to {', '.join(CLUSTER_FIELDS)}")

@@ -1,7 +1,7 @@
-"""Metis profiles: measured times and memory per layer for one device type, tensor parallel degree and batch.
+"""Metis profiles: measured times and memory per layer for one device type, tensor-parallel degree and batch.
 
-A profile is a file `DeviceType.<TYPE>_tp<T>_bs<S>.json`. Times are milliseconds for forward and backward of
-one microbatch of S samples; memory is in MB, parameters in bytes, all per layer.
+A profile is a file `DeviceType.<TYPE>_tp<T>_bs<S>.json`. Times per layer are in milliseconds, for the forward and
+backward pass of one microbatch of S samples; memory per layer is in MB, parameters per layer are in bytes.
 """
 
 import functools
@@ -18,7 +18,7 @@ from mstrain.json_files import read_json
 
 FILE_NAME = re.compile(r"DeviceType\.([^_]+)_tp(\d+)_bs(\d+)\.json")
 Key = tuple[str, int, int]  # device type, tensor parallel degree, samples per microbatch
-# Where the numbers of a profile are in its file; those per layer are lists.
+# Field of `Profile` -> keys in the file; the values of PER_LAYER are lists.
 PER_LAYER = {
     "layer_ms": ("execution_time", "layer_compute_total_ms"),
     "layer_mb": ("execution_memory", "layer_memory_total_mb"),
@@ -47,12 +47,12 @@ class Profile:
 
     @property
     def sync_ms(self) -> float:
-        """Forward and backward time that no layer accounts for."""
+        """Forward and backward time, in ms, that belongs to no layer."""
         return self.forward_backward_ms - sequential_sum(self.layer_ms)
 
 
 def sequential_sum(values) -> float:
-    """Left-to-right float64 sum. The built-in compensates since Python 3.12, which would change results."""
+    """Left-to-right float64 sum. The built-in `sum` is compensated since Python 3.12, which would change results."""
     return float(np.cumsum([0.0, *values])[-1])
 
 
@@ -62,9 +62,10 @@ def profile_name(key: Key) -> str:
 
 
 def read_profiles(folder: str | Path, device_types: Collection[str] | None = None) -> dict[Key, Profile]:
-    """All profiles of a folder, sorted by (type, tp, batch) whatever the order of the directory.
+    """All profiles of a folder, sorted by (type, tp, batch).
 
-    With `device_types`, other types are skipped and a type without any profile is a ValueError.
+    With `device_types`, profiles of other types are skipped. Raises ValueError for an invalid folder, file name or
+    file, and for one of `device_types` without a profile.
     """
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: no such folder; give one of DeviceType.<TYPE>_tp<T>_bs<S>.json files")
@@ -100,7 +101,7 @@ def _read_profile(path: Path, key: Key) -> Profile:
 
 
 def check_layers(profiles: dict[Key, Profile], num_layers: int, names: Sequence[str]) -> None:
-    """ValueError unless the tuples `names` of every profile have `num_layers` entries."""
+    """Raises ValueError unless the tuples `names` of every profile have `num_layers` entries."""
     for name in names:
         for key, profile in profiles.items():
             if len(getattr(profile, name)) != num_layers:

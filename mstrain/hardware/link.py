@@ -2,12 +2,16 @@
 
 from dataclasses import dataclass
 
-NETWORK_HOP = 10e-6  # seconds of a message between nodes: NCCL tuning constants, ring, Simple: 14 us; TPU hosts alike
+NETWORK_HOP = 10e-6  # seconds per message between nodes; NCCL's tuning constants (ring, Simple): 14 us; TPUs: the same
 
 
 @dataclass(frozen=True)
 class Link:
-    """One kind of collective along one mesh axis: launch and sync in seconds, bandwidth in bytes/s."""
+    """The link of one kind of collective along one mesh axis.
+
+    `launch` is the latency of the collective and `sync` that of each of its steps, in seconds; `bandwidth` is in
+    bytes/s. Raises ValueError unless the bandwidth is positive and the latencies are not negative.
+    """
 
     launch: float
     sync: float

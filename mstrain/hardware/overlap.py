@@ -1,4 +1,4 @@
-"""Shares of collectives that run beside compute in compiled steps (overlap.toml), by generation and algorithm."""
+"""Hidden fractions of collectives in compiled training steps (overlap.toml), by TPU generation and algorithm."""
 
 import functools
 import tomllib
@@ -14,10 +14,12 @@ KINDS = ("all_gather", "reduce_scatter")
 
 @dataclass(frozen=True)
 class Hidden:
-    """Hidden shares, 0 to 1, of the part of a collective that can be hidden: its time, or that of the products beside
-    it if they are shorter. For a product in one slice they apply to all its collectives. For a product in several
-    slices they apply to those of the first and last slice, which its own slices leave exposed; `left` is the share of
-    the time of all its collectives that is exposed in addition.
+    """Fractions, 0 to 1, of the hideable time of a collective that is hidden, by kind of collective.
+
+    The hideable time is the time of the collective, or that of the overlapping products if it is shorter. For a product
+    in one slice, the fractions apply to all its collectives. For a product in several slices, they apply to the
+    collectives of the first and last slice, which its own slices cannot hide; `left` is the fraction of the time of all
+    its collectives that is exposed in addition.
     """
 
     all_gather: float = 0.0
@@ -27,12 +29,13 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Entry:
-    """What one compiled training step hides, and the step.
+    """The hidden fractions of one compiled training step, and the step.
 
     Attributes:
-      forward, backward: shares in the forward and in the backward pass.
-      target, mesh, model, layers, batch, seq, remat: the step.
-      milliseconds: predicted from its schedule; exposed: of them, those in which a link works and the device does not.
+      forward, backward: fractions in the forward and in the backward pass.
+      target, mesh, model, layers, batch, seq, remat: the configuration of the step.
+      milliseconds: step time predicted from its compiled schedule.
+      exposed: milliseconds of it in which a link is busy and the device waits.
       libtpu: version of the compiler.
     """
 
@@ -64,6 +67,6 @@ def overlap_table() -> Mapping[tuple[str, str], Entry]:
 
 
 def hidden_shares(generation: str, algorithm: str) -> tuple[Hidden, Hidden] | None:
-    """Shares in the (forward, backward) pass; None where no schedule has been read."""
+    """Hidden fractions in the (forward, backward) pass; None if the table has no such step."""
     entry = overlap_table().get((generation, algorithm))
     return (entry.forward, entry.backward) if entry else None

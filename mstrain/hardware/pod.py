@@ -1,7 +1,7 @@
-"""The devices of a job: their chip, their nodes or slices, and the links of the axes of a mesh on two levels.
+"""The devices of a job: chip, nodes or slices, and the links of mesh axes, which have two levels.
 
-Inside a TPU slice the links are those of the torus, inside a node of GPUs they are NVLink or PCI Express; the network
-joins slices and nodes.
+The links within a TPU slice are those of the torus, those within a node of GPUs are NVLink or PCI Express. The network
+joins slices or nodes.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from mstrain.mesh import MeshShape
 
 @dataclass(frozen=True)
 class Links:
-    """The links of the axes of a plan; `replica` is data x context, `ring` is row x col."""
+    """The links of the axes of a plan; `replica` is data x context, `ring` is row x col (None if unknown)."""
 
     stage: AxisLinks
     context: AxisLinks
@@ -36,11 +36,11 @@ class Pod:
     """`devices` equal devices in equal nodes or TPU slices.
 
     Attributes:
-      tpu_slice: the torus of one slice; None for other devices.
-      per_node: devices of a GPU node; those of a slice; 0 for devices whose nodes are unknown.
-      node_bandwidth: bytes/s of the network of a node or slice, one way, shared by its devices.
-      measured: link and compute constants of these devices, instead of those derived from the table of chips.
-      calibration: measured rates of these devices, instead of those derived; links where it has them.
+      tpu_slice: one TPU slice; None for other devices.
+      per_node: number of devices of a GPU node or of a TPU slice; 0 if nodes are unknown.
+      node_bandwidth: bytes/s of the network of a node or slice in one direction, shared by its devices.
+      measured: measured link and compute constants, which replace those derived from the table of chips.
+      calibration: measured rates, which replace those derived; also links, if it has them.
     """
 
     name: str
@@ -53,9 +53,9 @@ class Pod:
     calibration: Calibration | None = None
 
     def calibrated(self, path: str | Path | None, dtype: str) -> "Pod":
-        """With the rates of the calibration file `path`; as it is without one.
+        """The pod with the rates of the calibration file `path`; unchanged if `path` is None.
 
-        Raises ValueError for a bad file, and for one of other devices or another dtype.
+        Raises ValueError for an invalid file, and for one with other devices or another dtype.
         """
         if path is None:
             return self
@@ -70,16 +70,16 @@ class Pod:
 
     @property
     def slices(self) -> int:
-        """TPU slices; 1 for other devices."""
+        """Number of TPU slices; 1 for other devices."""
         return self.devices // self.tpu_slice.devices if self.tpu_slice else 1
 
     @property
     def derived(self) -> bool:
-        """Whether rates follow from the tables of chips and efficiencies, none of them measured here."""
+        """Whether all rates are derived from the tables of chips and efficiencies, and none is measured."""
         return not (self.measured or self.calibration or self.chip.platform == "cpu")
 
     def links(self, sizes: tuple[int, ...], dtype: str = "bf16") -> Links:
-        """Links of a plan whose axes have `sizes`: those of (stage, data, context, row, col)."""
+        """Links of a plan; `sizes` are those of its (stage, data, context, row, col) axes."""
         if self.measured or self.chip.platform == "cpu":
             known = self.measured or constants_for(self.chip, dtype)
             return Links(known.row, known.row, known.row, known.row, known.col, known.ring)
@@ -90,12 +90,15 @@ class Pod:
         return found
 
     def links_over(self, axes: tuple[int, ...]) -> AxisLinks:
-        """Links of a collective over some of the torus axes of a slice."""
+        """Links of a collective over the torus axes `axes` of a slice, given by their numbers."""
         whole = self.tpu_slice.physical_axes if self.tpu_slice else ()
         return _local(self, tuple(Part(axis, whole[axis], 1) for axis in axes), 1)
 
     def constants(self, sizes: tuple[int, ...], dtype: str) -> Constants:
-        """Rates and tensor-parallel links of a plan whose axes have `sizes`; raises ValueError if one is unknown."""
+        """Rates and tensor-parallel links of a plan; `sizes` are those of its (stage, data, context, row, col) axes.
+
+        Raises ValueError if a number is unknown.
+        """
         if self.measured or self.chip.platform == "cpu":
             known = self.measured or constants_for(self.chip, dtype)
             return self.calibration.constants(known) if self.calibration else known
@@ -103,9 +106,9 @@ class Pod:
         return self.calibration.constants(known) if self.calibration else known
 
     def tuning_constants(self, sizes: tuple[int, ...], dtype: str) -> Constants | None:
-        """Those by which train.py chooses dataflows and slices, without calibration.
+        """The constants by which train.py chooses dataflows and slice counts, without calibration.
 
-        None where it chooses by rule: on emulated CPU devices, and where a rate is unknown.
+        None if it chooses by rule: on emulated CPU devices, and if a rate is unknown.
         """
         if self.measured or self.chip.platform == "cpu":
             return self.measured
@@ -126,24 +129,24 @@ class Pod:
         )
 
     def memory_bandwidth(self, constants: Constants) -> float:
-        """Bytes/s of long streams to and from the memory of one device."""
+        """Bytes/s of long contiguous reads and writes in the memory of one device."""
         bandwidth = constants.hbm_bandwidth or self.chip.hbm_bandwidth or math.inf
         return bandwidth * self.efficiency.memory if self.derived else bandwidth
 
     def elementwise_bandwidth(self, constants: Constants, native: bool) -> float:
-        """Bytes/s of element-wise work; `native`: in programs of train.py."""
+        """Bytes/s of element-wise work; `native`: whether the program is that of train.py."""
         bandwidth = self.memory_bandwidth(constants)
         return bandwidth * self.efficiency.elementwise if native and self.derived else bandwidth
 
     @property
     def memory_bytes(self) -> float:
-        """Memory of one device; infinite where the table of chips has no value."""
+        """Bytes of memory of one device; infinite if the table of chips has no value."""
         return self.chip.hbm_bytes or math.inf
 
     def meshes(self, outside: int, stages: int = 1) -> tuple[tuple[int, int], ...]:
-        """The (rows, cols) grids of the tensor-parallel devices of a plan with `outside` data x context devices.
+        """The (rows, cols) grids of the tensor-parallel devices of a plan with `outside` data x context replicas.
 
-        On a torus, without stages, each of them is made of whole axes of one slice, or is a part of one axis.
+        On a torus and with one stage, rows and cols each consist of whole axes of one slice, or are a part of one axis.
         """
         tensor = self.devices // outside // stages
         if self.tpu_slice is None or stages > 1:
@@ -154,7 +157,7 @@ class Pod:
         return tuple(s for s in shapes if _laid(one.physical_axes, (1, outside // self.slices, 1, *s)))
 
     def network_bandwidth(self) -> float:
-        """Bytes/s, one way, of one device's share of its node's network."""
+        """Bytes/s in one direction of the network of a node, divided by its number of devices."""
         return self.node_bandwidth * self.efficiency.network / max(1, self.per_node)
 
 
@@ -167,9 +170,9 @@ def factorizations(devices: int) -> tuple[tuple[int, int], ...]:
 def _links(pod: Pod, sizes: tuple[int, ...]) -> Links:
     """Links derived from the table of chips.
 
-    Where every tensor axis inside a slice is made of whole torus axes, or is a part of one, collectives use all links
-    of those; otherwise, and with stages that split a torus axis, some rings are lines, and all have one link.
-    Neighbors of the last axis are neighboring devices.
+    If every tensor-parallel axis within a slice consists of whole torus axes, or is a part of one, its collectives use
+    all links of these torus axes. Otherwise, and if stages split a torus axis, some rings are open lines, and all axes
+    have one link. Neighbors along the last axis are neighboring devices.
     """
     stage, data, context, rows, cols = sizes
     tensor = rows * cols
@@ -182,7 +185,7 @@ def _links(pod: Pod, sizes: tuple[int, ...]) -> Links:
         local = _local(pod, _joined(mine), share)
         return _two_levels(pod, local, inner, outer) if pod.per_node else local
 
-    share = 2 if rows > 1 and cols > 1 else 1  # both tensor axes use a GPU's links at once
+    share = 2 if rows > 1 and cols > 1 else 1  # both tensor-parallel axes use the links of a GPU at the same time
     ring = links(3, tensor, 1, 4) if owned or pod.chip.platform == "gpu" else _winding_ring(pod, tensor)
     return Links(
         links(0, stage, tensor * context * data), links(2, context, tensor), links(1, data * context, tensor, 2),
@@ -191,7 +194,7 @@ def _links(pod: Pod, sizes: tuple[int, ...]) -> Links:
 
 
 def _laid(physical: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Parts, ...] | None:
-    """How the axes (stage, data, context, row, col) are placed on a torus, where the planner can derive their links."""
+    """Torus parts of the axes (stage, data, context, row, col); None if the planner cannot derive their links."""
     parts = torus_parts(physical, sizes) or ()
     whole = [all(part.size == physical[part.axis] for part in axis) for axis in parts]
     known = sizes[0] == 1 and all(full or len(axis) == 1 for full, axis in zip(whole[3:], parts[3:]))
@@ -199,7 +202,7 @@ def _laid(physical: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Parts, ...
 
 
 def _joined(axes: tuple[Parts, ...]) -> Parts:
-    """The parts of several neighboring mesh axes together."""
+    """The torus parts of several neighboring mesh axes, merged."""
     found: dict[int, Part] = {}
     for part in itertools.chain(*axes):
         old = found.get(part.axis, Part(part.axis, 1, part.stride))
@@ -208,7 +211,7 @@ def _joined(axes: tuple[Parts, ...]) -> Parts:
 
 
 def _winding_ring(pod: Pod, tensor: int) -> AxisLinks | None:
-    """One ring in both directions through all devices of a slice, which XLA uses where axes are parts of torus axes."""
+    """A bidirectional ring through all devices of a slice, which XLA uses if axes are parts of torus axes, or None."""
     if pod.tpu_slice is None or tensor != pod.tpu_slice.devices or len(pod.tpu_slice.physical_axes) < 2:
         return None
     one = constants_for(pod.chip).row
@@ -217,7 +220,7 @@ def _winding_ring(pod: Pod, tensor: int) -> AxisLinks | None:
 
 
 def _inside(pod: Pod, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The part of `sizes` inside one slice: slices are crossed by data, then by stages. None if they do not divide."""
+    """The `sizes` of the axes within one slice: data, then stages, span the slices. None if they do not divide."""
     across = math.gcd(sizes[1], pod.slices)
     if sizes[0] % (pod.slices // across):
         return None
@@ -231,7 +234,7 @@ def node_group(per_node: int, size: int, stride: int) -> tuple[int, int]:
 
 
 def _local(pod: Pod, parts: Parts, share: int) -> AxisLinks:
-    """Links of a collective inside a node, or over `parts` of the torus of a slice."""
+    """Links of a collective within a node, divided among `share` axes, or over `parts` of the torus of a slice."""
     chip = pod.chip
     if chip.platform != "gpu":
         one = constants_for(chip).row
@@ -251,8 +254,10 @@ def _local(pod: Pod, parts: Parts, share: int) -> AxisLinks:
 
 
 def _two_levels(pod: Pod, local: AxisLinks, inner: int, outer: int) -> AxisLinks:
-    """Links with which one ring takes the time of two levels: inside nodes first, so that each device sends one part
-    over the network. Across nodes the latency is that of a tree, which large sums over many nodes use.
+    """Links with which one ring takes as long as collectives on two levels: within nodes, and between nodes.
+
+    Each of the `inner` devices of a node sends its part over the network to `outer` nodes. The latency between nodes is
+    that of a tree, which large sums over many nodes use.
     """
     size, network = inner * outer, pod.network_bandwidth()
     if outer == 1:
@@ -269,9 +274,10 @@ def _two_levels(pod: Pod, local: AxisLinks, inner: int, outer: int) -> AxisLinks
 
 
 def pod_of(machine: Chip | TpuSlice, devices: int) -> Pod:
-    """The pod that TPU slices are, or `devices` of one chip: GPUs in the nodes of the table where they fill them.
+    """The pod of a `TpuSlice`, or of `devices` devices of one chip.
 
-    Raises ValueError if the bandwidth between several slices is unknown.
+    GPUs are in the nodes of the table of chips if they fill several, else in one node. Raises ValueError if the
+    bandwidth between several slices is unknown.
     """
     if isinstance(machine, TpuSlice):
         one, network = machine.one, machine.network if machine.count > 1 else math.inf

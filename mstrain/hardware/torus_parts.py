@@ -1,4 +1,4 @@
-"""How JAX places the axes of a mesh on a torus, where some axes take only a part of a torus axis."""
+"""How JAX places the axes of a mesh on a torus, including axes that are only a part of a torus axis."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Part(NamedTuple):
-    """The part of a torus axis in a mesh axis: `size` devices, every `stride`-th one.
+    """The part of a torus axis that belongs to a mesh axis: `size` devices, `stride` apart.
 
     `axis` is the number of the torus axis. The devices in between belong to later axes of the mesh.
     """
@@ -22,10 +22,11 @@ Parts = tuple[Part, ...]
 
 @lru_cache(maxsize=4096)
 def torus_axes(physical: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:
-    """The numbers of the physical axes that each axis of a plan is the product of; None where that takes a part of one.
+    """The numbers of the whole torus axes of which each mesh axis is the product; None if that is impossible.
 
-    Together they are all physical axes. As in `jax.experimental.mesh_utils`, the last axis takes the most physical axes
-    that it can, the first of several such choices, then the axis before it.
+    `physical` are the sizes of the torus axes, all of which are used, and `sizes` those of the mesh axes. As in
+    `jax.experimental.mesh_utils`, the last mesh axis takes as many torus axes as it can, then the axis before it; of
+    several such choices the first is taken.
     """
     found, several = [], [axis for axis, size in enumerate(sizes) if size > 1]
     for owners in itertools.product(several, repeat=len(physical)):
@@ -37,9 +38,10 @@ def torus_axes(physical: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple
 
 @lru_cache(maxsize=4096)
 def torus_parts(physical: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Parts, ...] | None:
-    """The parts of torus axes that each axis of a mesh consists of: whole ones (`torus_axes`), or parts as JAX splits
-    torus axes. JAX places the last mesh axis first, on as many devices of whole torus axes as it can, and then prefers
-    torus axes that are in use already. None where `sizes` cannot be all devices.
+    """The parts of torus axes of which each mesh axis consists; None if `sizes` cannot be placed on all devices.
+
+    They are whole torus axes (`torus_axes`) if possible. Otherwise torus axes are split as in JAX, which places the
+    last mesh axis first, on as many devices of whole torus axes as it can, and then prefers torus axes already in use.
     """
     if owned := torus_axes(physical, sizes):
         return tuple(tuple(Part(axis, physical[axis], 1) for axis in axes) for axes in owned)
@@ -56,7 +58,7 @@ def torus_parts(physical: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Part
 
 
 def _preference(choice: tuple[int, ...], physical: tuple[int, ...], taken: list[int]) -> tuple:
-    """By which `jax.experimental.mesh_utils` prefers an assignment of torus axes to a mesh axis; the largest wins."""
+    """Sort key of an assignment of torus axes to a mesh axis; `jax.experimental.mesh_utils` takes the largest."""
     whole = [part for part, size in zip(choice, physical) if part == size]
     in_use = math.prod(part for part, used in zip(choice, taken) if used > 1)
     return math.prod(whole), sum(part > 1 for part in whole), in_use, choice

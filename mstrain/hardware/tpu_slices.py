@@ -1,4 +1,4 @@
-"""TPU slices: devices, torus axes and possible meshes of a slice, from its cloud name or topology."""
+"""TPU slices by cloud name or topology: their devices, torus axes and possible meshes."""
 
 import functools
 import itertools
@@ -10,15 +10,15 @@ from dataclasses import dataclass, field, replace
 from mstrain.hardware.chips import Chip, all_chips, chip_for
 from mstrain.hardware.torus_parts import Part, Parts
 
-CUBE = 4  # chips along an edge of the blocks that optical switches connect (TPU v4 paper, section 2)
+CUBE = 4  # chips along an edge of the cubes that optical switches connect (TPU v4 paper, section 2)
 
 
 @dataclass(frozen=True)
 class TpuSlice:
     """A TPU slice, or `count` equal ones joined by the data-center network.
 
-    `topology` counts chips along each torus axis of one slice, `devices` JAX devices of all slices. `topology_name` and
-    `topology_options` are what `jax.experimental.topologies.get_topology_desc` takes.
+    `topology` has the number of chips along each torus axis of one slice; `devices` is the number of JAX devices of all
+    slices. `topology_name` and `topology_options` are arguments of `jax.experimental.topologies.get_topology_desc`.
     """
 
     name: str
@@ -34,33 +34,34 @@ class TpuSlice:
 
     @property
     def one(self) -> "TpuSlice":
-        """One of the slices, by its topology's name where there are several."""
+        """One of the slices; if there are several, its name is `topology_name`."""
         return self if self.count == 1 else replace(self, name=self.topology_name, count=1)
 
     @property
     def network(self) -> float:
-        """Bytes/s, one way, of a slice on the data-center network; raises ValueError if the table of chips has none."""
+        """Bytes/s in one direction of one slice on the data-center network; raises ValueError if it is unknown."""
         if self.chip.node_bandwidth is None:
             raise ValueError(f"The table of chips has no data-center network of {self.chip.name}.")
         return self.chip.node_bandwidth * self.one.devices / (self.chip.node_devices or 1)
 
     @property
     def physical_axes(self) -> tuple[int, ...]:
-        """Devices along each physical axis longer than 1; the cores of a chip are one more axis."""
+        """Devices along each torus axis longer than 1; several cores per chip are one more axis."""
         return tuple(n for n in (*self.topology, self.chip.slice_rules.devices_per_chip) if n > 1)
 
     @property
     def wraps(self) -> bool:
-        """Whether every torus axis is a closed ring, on which collectives use both directions."""
+        """Whether every torus axis is a closed ring, on which collectives use both directions of the links."""
         wrap = self.chip.slice_rules.wrap_axis
         return all(n % wrap == 0 for n in self.topology)
 
     def ring(self, parts: Parts, collective: str) -> tuple[float, int]:
-        """(links in one direction, steps) of a collective over parts of `physical_axes` that uses all their links. Both
-        directions of a closed axis carry data; cores of a chip share its links ("How to Scale Your Model"), and so do
-        groups of devices that alternate along an axis. Over several torus axes some generations take one ring in both
-        directions through all devices instead, where the axes are open (`one_ring`), and in a reduce_scatter among all
-        devices of their chips (`one_ring_scatters`).
+        """(number of links in one direction, number of steps) of a collective over parts of `physical_axes`.
+
+        The collective uses all links of the parts, in both directions of a closed axis. Cores of a chip share its links
+        ("How to Scale Your Model"), and so do groups of devices that alternate along an axis. Over several torus axes,
+        some generations use one bidirectional ring through all devices instead: on open axes (`one_ring`), and in a
+        reduce_scatter over all devices of their chips (`one_ring_scatters`).
         """
         rules, chips = self.chip.slice_rules, sum(n > 1 for n in self.topology)
         along = [part for part in parts if part.axis < chips]
@@ -72,11 +73,11 @@ class TpuSlice:
         return links * cores / max((part.stride for part in along), default=1), sum(part.size - 1 for part in parts)
 
     def _closed(self, part: Part) -> bool:
-        """Whether a part of an axis is a closed ring, with two paths between its devices."""
+        """Whether a part of an axis is a closed ring of more than two devices, with two paths between any two."""
         return self.wraps and part.size > 2 and part.size * part.stride == self.physical_axes[part.axis]
 
     def mesh_shapes(self, data: int = 1) -> tuple[tuple[int, int], ...]:
-        """The (rows, cols) made of whole physical axes, with `data` data-parallel replicas of the 2-D mesh."""
+        """The (rows, cols) of whole torus axes, with `data` data-parallel replicas; raises ValueError if none exist."""
         shapes = set()
         for owners in itertools.product(range(3), repeat=len(self.physical_axes)):  # data, row or col
             sizes = [1, 1, 1]
@@ -109,7 +110,7 @@ def _text(topology) -> str:
 
 @functools.cache
 def _named_shapes(chip: Chip) -> dict[int, tuple[int, ...]]:
-    """Topology by the number of the cloud name. Large 3-D slices are the most cubic arrangement of 4x4x4 cubes."""
+    """Topology by the number in the cloud name. Large 3-D slices are the most cubic arrangement of 4x4x4 cubes."""
     rules = chip.slice_rules
     shapes = [tuple(map(int, shape.split("x"))) for shape in rules.shapes]
     if rules.max_chips:
@@ -185,9 +186,9 @@ def parse_target(text: str) -> TpuSlice:
 
 
 def tpu_slice_of(devices: Sequence) -> TpuSlice | None:
-    """The TPU slice that JAX's `devices` are, by their kind and places; None for anything else.
+    """The TPU slice that consists of JAX's `devices`, from their kind and coordinates; None if they are not a slice.
 
-    Torus axes are sorted by length, as in the names of slices; their order does not matter to a mesh.
+    Torus axes are sorted by length, as in the names of slices; their order does not matter for a mesh.
     """
     chip = chip_for(devices[0].device_kind)
     if chip is None or chip.tpu_slices is None:

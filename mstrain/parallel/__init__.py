@@ -1,1 +1,1 @@
-"""Cost model of sharded products and the tuner of dataflows and slice counts."""
+"""Cost models of sharded matrix products and exchanges, the tuner of dataflows and slices, pipeline schedules."""

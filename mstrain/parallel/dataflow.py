@@ -20,8 +20,11 @@ DIMS = {"os": ("in", "tokens", "out"), "ls": ("out", "tokens", "in"), "rs": ("to
 
 @dataclass(frozen=True)
 class Projection:
-    """A fully connected layer (in_dim -> out_dim). Of `experts`, inputs have `rows_in` and outputs `rows_out` rows for
-    every token."""
+    """A fully connected layer (in_dim -> out_dim).
+
+    `experts` is its number of experts, 1 for a dense weight. Its input has `rows_in` and its output `rows_out` rows per
+    token. Raises ValueError unless both dims are positive.
+    """
 
     name: str
     in_dim: int
@@ -32,7 +35,7 @@ class Projection:
 
     @property
     def rows(self) -> int:
-        """Rows that are multiplied for every token."""
+        """Rows that are multiplied per token."""
         return max(self.rows_in, self.rows_out)
 
     def __post_init__(self):
@@ -41,6 +44,7 @@ class Projection:
 
 
 def check_dataflow(dataflow: str) -> str:
+    """Returns `dataflow`; raises ValueError, with the known ones, for an unknown one."""
     if dataflow not in MOVING:
         raise ValueError(f"Unknown dataflow {dataflow!r}. Choose one of {', '.join(MOVING)}.")
     return dataflow
@@ -56,7 +60,7 @@ def orientations(dataflows: Iterable[str]) -> tuple[bool, ...]:
 
 
 def swapped(dataflow: str, transposed: bool) -> bool:
-    """Whether rows and columns are exchanged relative to MOVING and DIMS, where "rs" has transposed input."""
+    """Whether rows and columns are exchanged relative to MOVING and DIMS, in which the input of "rs" is transposed."""
     return transposed != (dataflow == "rs")
 
 

@@ -1,11 +1,11 @@
-"""The three GEMMs of a projection, and what one device multiplies in each of their slices."""
+"""The three GEMMs of a projection, and the local products of their slices on one device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mstrain.parallel.product_cost import GEMMS, Layout
 
-Dims = tuple[int, int, int]  # rows, summed, columns of a product
+Dims = tuple[int, int, int]  # (rows, contracted dim, columns) of a product
 
 
 @dataclass(frozen=True)
@@ -13,9 +13,9 @@ class Gemm:
     """One of the three GEMMs of a projection.
 
     Attributes:
-      kind: of the operation that multiplies: MatMul, InputGrad or WeightGrad.
-      dataflow: OS, LS or RS, which decides what is communicated (`GEMMS`).
-      dims: (rows, summed, columns) of the whole product.
+      kind: MatMul (forward), InputGrad or WeightGrad.
+      dataflow: OS, LS or RS, which determines the collectives (`GEMMS`).
+      dims: (rows, contracted dim, columns) of the product on the whole mesh.
     """
 
     kind: str
@@ -24,11 +24,11 @@ class Gemm:
 
 
 def gemms_of(layout: Layout) -> tuple[Gemm, Gemm, Gemm]:
-    """The forward GEMM, that of the input's gradient and that of the weight's."""
+    """The forward GEMM, the GEMM of the input gradient, and that of the weight gradient."""
     tokens = layout.tokens * layout.projection.rows
     fan_in, fan_out = layout.projection.in_dim, layout.projection.out_dim
     forward = layout.dataflow.upper()
-    weight = "OS" if forward == "RS" else "RS"  # the gradient stays or is communicated as its weight is
+    weight = "OS" if forward == "RS" else "RS"  # a weight gradient is communicated if the weight is
     (other,) = set(GEMMS) - {forward, weight}
     return (
         Gemm("MatMul", forward, (tokens, fan_in, fan_out)),
@@ -38,7 +38,7 @@ def gemms_of(layout: Layout) -> tuple[Gemm, Gemm, Gemm]:
 
 
 def of_one_expert(layout: Layout, gemm: Gemm) -> Gemm:
-    """The part of a GEMM that one expert of the projection has; all of it for a dense weight."""
+    """The GEMM of one expert of the projection, with tokens divided evenly; the whole GEMM for a dense weight."""
     a, b, c = gemm.dims
     experts = layout.projection.experts
     dims = (a, max(1, b // experts), c) if gemm.kind == "WeightGrad" else (max(1, a // experts), b, c)
@@ -46,7 +46,7 @@ def of_one_expert(layout: Layout, gemm: Gemm) -> Gemm:
 
 
 def local_dims(gemm: Gemm, rows: int, cols: int, slices: int) -> Dims:
-    """(rows, summed, columns) of one slice on one device."""
+    """(rows, contracted dim, columns) of one of `slices` slices on one device of a rows x cols mesh."""
     a, b, c = gemm.dims
     over_a, over_b, over_c = {"OS": (rows, slices, cols), "LS": (rows, cols, slices), "RS": (slices, rows, cols)}[
         gemm.dataflow
@@ -55,7 +55,7 @@ def local_dims(gemm: Gemm, rows: int, cols: int, slices: int) -> Dims:
 
 
 def gemm_times(layout: Layout, slices: int, seconds: Callable[[Dims], float]) -> tuple[tuple[float, ...], float]:
-    """(seconds of the three GEMMs on one device, their mean FLOP/s); `seconds` are those of a product of dims."""
+    """(seconds of each of the three GEMMs on one device, their mean FLOP/s); `seconds(dims)` is that of one product."""
     gemms = [of_one_expert(layout, gemm) for gemm in gemms_of(layout)]
     dims = [local_dims(gemm, layout.rows, layout.cols, slices) for gemm in gemms]
     count = slices * layout.projection.experts

@@ -18,7 +18,10 @@ GEMMS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """A projection on a mesh of rows x cols with its dataflow and whether its input is transposed."""
+    """A projection on a rows x cols mesh, for `tokens` tokens of one replica.
+
+    `dataflow` is os, ls or rs; `transposed`: whether the input is transposed; `dtype_bytes`: bytes per element.
+    """
 
     projection: Projection
     tokens: int
@@ -35,25 +38,23 @@ class Layout:
         return {"x": t * p.rows_in * p.in_dim, "w": w, "y": t * p.rows_out * p.out_dim}
 
     def moving_bytes(self) -> tuple[int, int]:
-        """Bytes of the whole matrices communicated between (columns, rows)."""
+        """Bytes of the whole matrices that are communicated between (columns, rows)."""
         values = self._values()
         col, row = (values[m] * self.dtype_bytes for m in MOVING[check_dataflow(self.dataflow)])
         return (row, col) if swapped(self.dataflow, self.transposed) else (col, row)
 
     def copied_bytes(self) -> float:
-        """Read and written by one GEMM on one device, which cuts the matrices that are communicated into slices."""
+        """Bytes that one GEMM reads and writes on one device to copy communicated matrices from or to slices."""
         return 2 * sum(self.moving_bytes()) / (self.rows * self.cols)
 
     @property
     def multiplications(self) -> int:
-        """Per token."""
+        """Multiplications per token."""
         return self.projection.rows * self.projection.in_dim * self.projection.out_dim
 
     def accumulating_seconds(self, constants: Constants) -> tuple[float, float]:
-        """HBM seconds of the OS GeMM: (both gathered operands, the float32 accumulator per slice).
-
-        Zeros if the bandwidth is unknown.
-        """
+        """HBM seconds of the OS GeMM: (reading both gathered operands, reading and writing the float32 accumulator
+        in every slice). Zeros if the bandwidth is unknown."""
         if constants.hbm_bandwidth is None:
             return 0.0, 0.0
         (still,) = (n for matrix, n in self._values().items() if matrix not in MOVING[self.dataflow])
@@ -120,10 +121,10 @@ def _combine(weights: tuple[float, float], a: float, b: float) -> float:
 
 
 def contended(multiply: float, memory: float) -> float:
-    """Seconds of a multiplication that takes so long at the rate of its units, and so long at that of HBM.
+    """Seconds of a multiplication whose arithmetic takes `multiply` seconds and whose HBM traffic `memory` seconds.
 
-    Each is in the way of the other when both take about as long: the power is fitted to the products of a step on 256
-    v6e in 2, 4 and 6 slices (docs/planning.md).
+    They overlap, but slow each other down if both take about as long. The exponent is fitted to the products of a step
+    on 256 v6e in 2, 4 and 6 slices (docs/planning.md).
     """
     return math.hypot(multiply**2, memory**2) ** 0.5
 
@@ -136,15 +137,15 @@ def sliced_cost(
     accumulating: tuple[float, float] = (0.0, 0.0),
     hidden: Hidden | None = None,
 ) -> Cost:
-    """Prologue + (S - 1) * max(communicate, multiply) + last GeMM, summed over the three GeMMs.
+    """Prologue + (S - 1) * max(communicate, multiply) + last multiplication, summed over the GeMMs in `terms`.
 
-    The prologue has the first all_gathers and, for LS and RS, the last reduce_scatter. S = 1 is Collective. The time of
-    a slice of OS is that of `contended`, its HBM time from `accumulating`, the result of `Layout.accumulating_seconds`.
+    The prologue is the first all_gathers and, for LS and RS, the last reduce_scatter. S = 1 is Collective. A slice of
+    OS takes the time of `contended`; its HBM time is from `accumulating`, the result of `Layout.accumulating_seconds`.
 
-    With `hidden`, the GeMMs need nothing of each other, as the two gradients of a product, and run in a step. Of each
-    collective of the prologue that share of what can be hidden is hidden: its time, or that of all multiplications if
-    it is shorter. The slices of one GeMM run beside those of the others. Together they take as long as the slowest of
-    multiplications with prologues, links between columns, and links between rows, and what `hidden.left` adds.
+    With `hidden`, the GeMMs do not depend on each other, as the two gradients of a product, and are part of a training
+    step. Then a fraction of each collective of the prologue is hidden: `hidden` applies to its time, or to that of all
+    multiplications if that is shorter. Slices of different GeMMs overlap: the total is the maximum of three times
+    (multiplications with prologues, links between columns, links between rows), plus the time of `hidden.left`.
     """
     rule = OVERLAPS[overlap]
     operands, accumulator = (0.0, 0.0) if slices == 1 else accumulating
@@ -172,9 +173,10 @@ def sliced_cost(
 def pass_costs(
     layout: Layout, slices: int, constants: Constants, hidden: tuple[Hidden, Hidden] | None = None
 ) -> tuple[Cost, Cost]:
-    """Costs of (forward, both gradients) of one projection in `slices` slices; `hidden` in each.
+    """Costs of the (forward, backward) pass of one projection in `slices` slices, with the `hidden` fractions of each.
 
-    In a step, which `hidden` is of, the compiler gathers dy once where both gradients gather the same slices of it.
+    With `hidden`, the product is part of a training step, in which the compiler all-gathers dy once if both gradients
+    gather the same slices of it.
     """
     terms, memory = communication_terms(layout, constants), layout.accumulating_seconds(constants)
     ahead, gemm = layout.dataflow.upper(), layout.gemm_seconds(constants)
@@ -191,7 +193,7 @@ def pass_costs(
 
 
 def _gathering_once(gradients: tuple[Terms, ...]) -> tuple[Terms, ...]:
-    """Terms of the two gradients of a product; the second has none for a matrix that both gather."""
+    """Terms of the two gradients of a product; those of the second are 0 for a matrix that both all-gather."""
     first, second = gradients
     col, row = (0 if a == b == "all_gather" else 1 for a, b in zip(GEMMS[first.gemm], GEMMS[second.gemm], strict=True))
     once = Terms(

@@ -1,18 +1,19 @@
 """Pipeline schedules: which stage runs which microbatch, in which order.
 
-A schedule is a list of time steps; a step is the tasks that different stages run side by side. The steps fix an order;
-the simulator computes the times. Chunks are consecutive parts of the model; with `pipeline` stages, chunk c runs on
-stage c mod `pipeline` (more chunks than stages: interleaved).
+A schedule is a sequence of steps; a step is a set of tasks that different stages run concurrently. The steps define an
+order; the simulator computes the times. Chunks are consecutive parts of the model; with `pipeline` stages, chunk c runs
+on stage c mod `pipeline` (with more chunks than stages the schedule is interleaved).
 
-In schedule zero-bubble, a backward pass (BACKWARD) makes the gradients of activations only, for which the stage before
-waits. The products that make the gradients of weights (WEIGHTS) run later, where a stage would wait: the schedule is
-ZB-H1 of Qi et al., 2024, which holds as many microbatches as 1F1B's first stage. Its bubble is p - 1 times
-F + B - W on each of p stages, that of 1F1B (p - 1) (F + B + W).
+In schedule zero-bubble, a backward pass (BACKWARD) computes the gradients of activations only, for which the previous
+stage waits. The weight gradients (WEIGHTS) are deferred to times at which a stage would otherwise wait. The schedule is
+ZB-H1 of Qi et al., 2024; every stage has at most as many microbatches in flight as the first stage of 1F1B. With
+seconds F, B and W of the three kinds of pass, its bubble is (p - 1) (F + B - W) on each of p stages; that of 1F1B is
+(p - 1) (F + B + W).
 
 The program that train.py compiles runs all stages in lockstep (`ticks`): in a tick, every stage runs at most one pass
 of each direction, in their order. With equal stages the bubble is that of the schedule without lockstep: p - 1 forward
-and backward passes of a chunk on each of p stages; with zero-bubble it is (p - 1) (F + B), because no stage can run the
-products of weights while another runs a pass.
+and backward passes of a chunk on each of p stages. With zero-bubble it is (p - 1) (F + B), because no stage can compute
+weight gradients while another runs a pass.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 FORWARD, BACKWARD, WEIGHTS = DIRECTIONS = 0, 1, 2
-WAIT = -1
-WHOLE = ("gpipe", "1f1b", "interleaved")  # their backward passes make all gradients
+WAIT = -1  # microbatch of a task whose result is not used
+WHOLE = ("gpipe", "1f1b", "interleaved")  # schedules whose backward passes compute all gradients
 SCHEDULES = (*WHOLE, "zero-bubble")
-IN_TICKS = "in_ticks_"  # name of what only some ticks of a loop compute, before a 0 or 1 for every tick
+IN_TICKS = "in_ticks_"  # prefix of the name of a computation that runs in some ticks only; a 0 or 1 per tick follows
 
 
 class Task(NamedTuple):
@@ -41,11 +42,11 @@ Schedule = tuple[tuple[Task, ...], ...]
 
 
 def warm_up(name: str, pipeline: int, stage: int, passes: int, per_stage: int, lockstep: bool = False) -> int:
-    """Forward passes of a stage before its first backward pass.
+    """Number of forward passes of a stage before its first backward pass.
 
-    GPipe runs all (Huang et al., 2019); 1F1B and its interleaved form (Narayanan et al., 2021, section 2.2) as few as
-    keep the later stages busy, and zero-bubble as many as 1F1B. In lockstep, 1F1B needs as many as the interleaved form
-    with one chunk per stage: a microbatch returns after 2 x later ticks.
+    GPipe runs all forward passes first (Huang et al., 2019). 1F1B and its interleaved form (Narayanan et al., 2021,
+    section 2.2) run as few as keep the later stages busy; zero-bubble runs as many as 1F1B. In lockstep, 1F1B runs as
+    many as the interleaved form with one chunk per stage: with n later stages, a microbatch returns after 2 n ticks.
     """
     later = pipeline - stage - 1
     one = 2 * later if lockstep else later
@@ -54,37 +55,40 @@ def warm_up(name: str, pipeline: int, stage: int, passes: int, per_stage: int, l
 
 
 def lockstep_slots(name: str, pipeline: int, microbatches: int, per_stage: int) -> int:
-    """Passes whose saved values every stage has memory for in lockstep: stages run one program, and the first holds
-    most. A slot that the schedule leaves free is for passes that do not count.
+    """Number of passes for whose saved values every stage allocates memory in lockstep.
+
+    All stages run one program, so it is the number that the first stage needs. Passes whose results are not used write
+    to slots that the schedule leaves free.
     """
     return warm_up(name, pipeline, 0, microbatches * per_stage, per_stage, lockstep=True) + 1
 
 
 def deferred_slots(name: str, pipeline: int, microbatches: int) -> int:
-    """Backward passes whose weight gradients every stage has memory to make later, in lockstep: the last stage holds
-    most. None but with zero-bubble.
+    """Number of backward passes with deferred weight gradients for which every stage allocates memory in lockstep.
+
+    It is the number that the last stage needs; 0 for all schedules but zero-bubble.
     """
     return 0 if name in WHOLE else min(microbatches + 1, pipeline)
 
 
 @lru_cache(maxsize=256)
 def schedule(name: str, pipeline: int, microbatches: int, chunks: int) -> Schedule:
-    """The schedule called `name`. Raises ValueError for an unknown name, or chunks or microbatches it cannot use."""
+    """The schedule called `name`; raises ValueError if it is unknown or cannot run these chunks or microbatches."""
     return _time_steps(_stage_orders(name, pipeline, microbatches, chunks), chunks)
 
 
 @lru_cache(maxsize=256)
 def ticks(name: str, pipeline: int, microbatches: int, chunks: int) -> Schedule:
-    """The same in lockstep: a step has at most one pass of each direction of every stage, in their order.
+    """The schedule in lockstep: in a step, every stage runs at most one pass of each direction, in their order.
 
-    A pass reads what the neighbor stage made in the step before. All stages make the weight gradients of a microbatch
-    in one step, when it has left the first stage. Raises ValueError as `schedule`.
+    A pass reads the result of the neighboring stage from the previous step. All stages compute the weight gradients of
+    a microbatch in the same step, after its backward pass on the first stage. Raises ValueError as `schedule` does.
     """
     return _time_steps(_stage_orders(name, pipeline, microbatches, chunks, lockstep=True), chunks, lockstep=True)
 
 
 def with_waits(schedule: Schedule, pipeline: int) -> Schedule:
-    """`schedule`, one of `ticks`, with a task of microbatch WAIT for every stage that computes what does not count."""
+    """`schedule`, a result of `ticks`, with a task of microbatch WAIT for each pass whose result is not used."""
     steps = []
     for step in schedule:
         of = [[task for task in step if task.direction == direction] for direction in DIRECTIONS]
@@ -96,7 +100,7 @@ def with_waits(schedule: Schedule, pipeline: int) -> Schedule:
 
 
 def _stage_orders(name: str, pipeline: int, microbatches: int, chunks: int, lockstep: bool = False) -> list[list[Task]]:
-    """The tasks of every stage, the next one last."""
+    """The tasks of every stage in reverse order: the next task is last. Raises ValueError as `schedule` does."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r} is unknown; choose one of {' '.join(SCHEDULES)}")
     if chunks != pipeline and name != "interleaved":
@@ -131,7 +135,7 @@ def _stage_orders(name: str, pipeline: int, microbatches: int, chunks: int, lock
 
 
 def _with_weights(order: list[Task], lag: int) -> list[Task]:
-    """`order` with the weight gradients of every microbatch, `lag` backward passes after its own (ZB-H1)."""
+    """`order` with the weight gradients of every microbatch, `lag` backward passes after that of the microbatch."""
     found, waiting = [], []
     for task in order:
         found.append(task)
@@ -143,7 +147,7 @@ def _with_weights(order: list[Task], lag: int) -> list[Task]:
 
 
 def _time_steps(orders: list[list[Task]], chunks: int, lockstep: bool = False) -> Schedule:
-    """Steps in which every stage runs its next task as soon as what the task needs is done."""
+    """The steps in which every stage runs its next task as soon as the tasks that it depends on are done."""
     done: set[tuple[int, int, int]] = set()
 
     def ready(task: Task) -> bool:

@@ -1,6 +1,6 @@
-"""What it costs to exchange tokens between the devices of their experts, in slices that run beside the products.
+"""Cost of exchanging tokens between the devices of their experts, in slices that overlap with the products.
 
-The first slice to go and the last one to come back run beside nothing. Every further slice gathers the weights along
+The first slice to the experts and the last slice back are exposed. Every further slice all-gathers the weights along
 the rows again, and adds its part to their gradients.
 """
 
@@ -10,14 +10,14 @@ from collections.abc import Iterable
 
 @dataclasses.dataclass(frozen=True)
 class TokenExchange:
-    """The expert layer of one microbatch on one device.
+    """The exchange of tokens of one expert layer and microbatch on one device.
 
     Attributes:
-      way: seconds of the bytes of all slices to the experts, or back.
-      launch: seconds of a slice besides.
-      products: seconds of the forward products of experts; the backward pass has two of each.
-      gather: seconds in which the weights are gathered along the rows.
-      add: seconds in which gradients of weights are added to others.
+      way: seconds to transfer the bytes of all slices in one direction, to the experts or back.
+      launch: seconds that each slice adds to a transfer in one direction.
+      products: seconds of the forward products of experts; the backward products take twice as long.
+      gather: seconds to all-gather the weights along the rows.
+      add: seconds to add weight gradients of a slice to those of earlier slices.
     """
 
     way: float
@@ -27,7 +27,7 @@ class TokenExchange:
     add: float = 0.0
 
     def seconds(self, slices: int) -> tuple[float, float]:
-        """What the exchange in so many slices adds to the forward and to the backward pass."""
+        """Seconds that the exchange in `slices` slices adds to the (forward, backward) pass."""
         both, more = 2 * (self.way + slices * self.launch), slices - 1
 
         def waits(products: float) -> float:
@@ -36,5 +36,5 @@ class TokenExchange:
         return waits(self.products) + more * self.gather, waits(2 * self.products) + more * (2 * self.gather + self.add)
 
     def cheapest(self, counts: Iterable[int]) -> int:
-        """The one of several slice counts that adds least."""
+        """The slice count that adds the least time."""
         return min(counts, key=lambda slices: sum(self.seconds(slices)))

@@ -1,4 +1,4 @@
-"""Dataflow and slice count of every product of a block on one mesh, by exhaustive search.
+"""Tuner: dataflow and slice count of every product of a block on one mesh, by exhaustive search.
 
 The MeshSlice paper (section 3.2) fixes dataflows by a rule and searches the slice count. The tuner also searches the
 dataflow. "os" and "ls" keep the orientation of the activations, so each projection takes the faster of the two. "rs"
@@ -25,13 +25,13 @@ from mstrain.parallel.dataflow import (
 from mstrain.parallel.gemms import gemm_times
 from mstrain.parallel.product_cost import Cost, Layout, pass_costs
 
-# Shares of a product's time that the model leaves out: of more slices, and of slices beside none (docs/performance.md).
+# Fractions of a product's time that the cost model omits: for more slices, and for slices at all (docs/performance.md).
 TIE, SLICING = 0.005, 0.01
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The tuned dataflow and slice count of one projection; costs are of the forward pass and both gradients."""
+    """The tuned dataflow and slice count of one projection; `cost` covers the forward pass and both gradients."""
 
     name: str
     dataflow: str
@@ -50,11 +50,12 @@ class Block:
     """The projections of a block to tune.
 
     Attributes:
-      tokens: of one data-parallel replica.
+      tokens: number of tokens of one data-parallel replica.
+      constants: FLOP/s and links of the mesh.
       dataflow: `auto`, `os`, `ls` or `rs`.
       slices: slice count of all projections; None searches up to `max_slices`.
-      chip: whose products cost by shape and whose schedules hide collectives, as in the planner; None: one rate, and
-        the overlap of the paper.
+      chip: with a chip, the time of a product depends on its shape and collectives are hidden as in compiled steps, as
+        in the planner; with None, all products have one rate and the overlap is that of the paper.
     """
 
     projections: tuple[Projection, ...]
@@ -69,8 +70,8 @@ class Block:
 def tune_block(block: Block, mesh: tuple[int, int]) -> tuple[Choice, ...]:
     """The fastest choices on `mesh` (rows, cols); raises ValueError if the mesh cannot shard the block.
 
-    In a step no projection has one slice beside others in several: the barriers between their slices leave its
-    collectives exposed (schedules compiled for v6e, docs/performance.md).
+    With a chip, either all projections have one slice or all have several where that is legal: the barriers between
+    slices expose the collectives of a product in one slice (schedules compiled for v6e, docs/performance.md).
     """
     found, faults, ranges = [], [], [(block, 1)]
     if block.chip is not None and block.slices is None:
@@ -86,13 +87,13 @@ def tune_block(block: Block, mesh: tuple[int, int]) -> tuple[Choice, ...]:
 
 
 def _seconds(block: Block, choices: tuple[Choice, ...]) -> float:
-    """Seconds of all projections; sliced ones are chosen if they are faster by more than `SLICING`."""
+    """Seconds by which choices are compared: with a chip, those of sliced projections are increased by `SLICING`."""
     ahead = 1 + SLICING if block.chip is not None and any(choice.slices > 1 for choice in choices) else 1.0
     return ahead * sum(choice.seconds for choice in choices)
 
 
 def families(block: Block) -> dict[str, list[list[str]]]:
-    """The dataflows that each projection can choose from, by family name; the first of equally fast ones is chosen."""
+    """The dataflows of each projection by name of the family; of equally fast dataflows the first is chosen."""
     count = len(block.projections)
     if block.dataflow == "auto":
         found: dict[str, list[list[str]]] = {
@@ -105,8 +106,10 @@ def families(block: Block) -> dict[str, list[list[str]]]:
 
 
 def family_choices(block: Block, mesh: tuple[int, int], allowed: list[list[str]], least: int = 1) -> tuple[Choice, ...]:
-    """The best choices of one family, in at least so many slices where that is legal; raises ValueError if the mesh
-    cannot shard a projection."""
+    """The best choices of one family, with at least `least` slices where that is legal.
+
+    Raises ValueError if the mesh cannot shard a projection.
+    """
     if allowed[0] != ["rs"]:
         return tuple(_fastest(block, p, mesh, flows, least) for p, flows in zip(block.projections, allowed))
     *flags, turned = orientations(["rs"] * len(allowed))
@@ -120,7 +123,7 @@ def family_choices(block: Block, mesh: tuple[int, int], allowed: list[list[str]]
 def _choice(
     block: Block, projection: Projection, mesh: tuple[int, int], dataflow: str, transposed: bool, least: int
 ) -> Choice:
-    """The best legal slice count; raises ValueError if the mesh or the requested count is illegal."""
+    """The choice with the best legal slice count; raises ValueError if the mesh or the requested count is illegal."""
     (rows, cols), sizes = mesh, (projection.in_dim, projection.out_dim, block.tokens)
     fault = mesh_fault(*sizes, rows, cols, dataflow, transposed)
     if fault:
@@ -140,17 +143,17 @@ def _choice(
 
 
 def fewest_slices(seconds: Mapping[int, float], tie: float = TIE) -> int:
-    """The smallest slice count whose time is at most that of the fastest and a share `tie` more."""
+    """The smallest slice count whose time exceeds that of the fastest by a fraction of at most `tie`."""
     most = (1 + tie) * min(seconds.values())
     return min(slices for slices, time in seconds.items() if time <= most)
 
 
 def _cost(block: Block, layout: Layout, slices: int) -> Cost:
-    """Of forward and both gradients; one slice is Collective."""
+    """Cost of the forward pass and both gradients; one slice is Collective."""
     chip = block.chip
     if chip is None:
         return sum(pass_costs(layout, slices, block.constants), Cost(0.0, 0.0, 0.0))
-    turned = layout.dataflow == "rs" and not layout.transposed  # as train.py lays it out: with rows that are its own
+    turned = layout.dataflow == "rs" and not layout.transposed  # train.py exchanges rows and columns of such a product
     if turned:
         layout = replace(layout, rows=layout.cols, cols=layout.rows, transposed=True)
     constants = block.constants.along(layout.rows, layout.cols, turned)
@@ -167,6 +170,7 @@ def _cost(block: Block, layout: Layout, slices: int) -> Cost:
 def _fastest(
     block: Block, projection: Projection, mesh: tuple[int, int], dataflows: Sequence[str], least: int
 ) -> Choice:
+    """The fastest choice among `dataflows`; raises ValueError if all of them are illegal."""
     found, faults = [], []
     if block.chip is not None and mesh[1] == 1:  # only weights are communicated; OS copies less (docs/performance.md)
         dataflows = sorted(dataflows, key=lambda dataflow: dataflow != "os")

@@ -1,1 +1,1 @@
-"""Searches parallel plans: candidates, cost model, memory model, ranking, tuning cache."""
+"""Planner for parallel training: enumerates plans, predicts their time and memory, and ranks them."""

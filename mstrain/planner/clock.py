@@ -1,12 +1,12 @@
-"""The time budget of a search: one clock that all of its phases check."""
+"""The time budget of a search: all of its phases check one clock."""
 
 import math
 import sys
 import time
 from functools import lru_cache
 
-SEARCH_PART = 0.8  # of a budget, the rest is for the simulation of the winner
-OPERATIONS_PER_SECOND = 3e5  # simulated at the least, on a busy core
+SEARCH_PART = 0.8  # fraction of a time budget for the search; the remainder is for simulating the best plan
+OPERATIONS_PER_SECOND = 3e5  # lower bound of the simulator's speed, on a busy core
 
 
 class OutOfTime(Exception):
@@ -14,20 +14,21 @@ class OutOfTime(Exception):
 
 
 def check_budget(max_seconds: float) -> None:
-    """Raises ValueError for a time budget in which nothing can be done."""
+    """Raises ValueError unless the time budget `max_seconds` is positive."""
     if not max_seconds > 0:
         raise ValueError(f"max_seconds={max_seconds} leaves no time. Type max_seconds=60.")
 
 
 class Clock:
-    """Seconds since it was made, without those in which numba compiled or loaded kernels (`compiled`).
+    """Measures the seconds since its construction, except those in which numba compiles or loads kernels.
 
-    Kernels are compiled and cached once per installation; that does not count against the budget of a search.
+    Kernels are compiled and cached once per installation, so their compilation does not count against the budget of a
+    search. `budget` is in seconds; the default is no limit.
     """
 
     def __init__(self, budget: float = math.inf):
         self.budget, self.began, self.listener = budget, time.monotonic(), None
-        if "numba" in sys.modules:  # without the import nothing is compiled
+        if "numba" in sys.modules:  # otherwise the search compiles no kernels
             from numba.core import event
 
             self.listener = event.TimingListener()
@@ -35,23 +36,26 @@ class Clock:
 
     @property
     def compiled(self) -> float:
+        """Seconds in which numba compiled or loaded kernels."""
         return self.listener.duration if self.listener and self.listener.done else 0.0
 
     @property
     def seconds(self) -> float:
+        """Seconds since construction, without `compiled`."""
         return time.monotonic() - self.began - self.compiled
 
     @property
     def over(self) -> bool:
+        """Whether the budget is spent."""
         return self.seconds > self.budget
 
     def check(self, operations: int = 0) -> None:
-        """OutOfTime when the budget is spent, or too little is left to simulate so many operations."""
+        """Raises OutOfTime if the budget is spent, or if the time left is too short to simulate `operations`."""
         if self.seconds + operations / OPERATIONS_PER_SECOND > self.budget:
             raise OutOfTime
 
     def summary(self, count: int, things: str, finished: bool) -> str:
-        """What a search did, in one sentence, and the time of compiling from 1 s up."""
+        """Reports in words how many `things` a search evaluated, and the compilation time if it is 1 s or more."""
         if finished:
             done = f"Search finished in {self.seconds:.1f} s: {count:,} {things}, exhaustive."
         else:
@@ -63,7 +67,7 @@ class Clock:
 
 @lru_cache(maxsize=1024)
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, ascending. Raises ValueError above 10^12, where they take too long."""
+    """All divisors of `number` in ascending order. Raises ValueError above 10^12, where the search takes too long."""
     if number > 10**12:
         raise ValueError(f"{number} is beyond every batch and cluster. Type a number up to 1e12.")
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]

@@ -1,17 +1,21 @@
-"""The cost model: seconds of a step by term with their error, memory of the fullest stage.
+"""The cost model: seconds of a step by term with their standard errors, and the memory of every stage.
 
-    step = (M - 1) * cycle + slowest stage + others * share / V + messages + sums over replicas + update + stragglers
+    step = (M - 1) * cycle + slowest + fill / V + messages + gradient sums + update + stragglers
 
-for M microbatches and V chunks a stage; a stage takes the forward and the backward pass of one microbatch. The cycle
-of 1F1B is the slowest stage, or a round trip through the stages behind stage s shared by the P - s microbatches in
-flight there; that of GPipe the slowest forward plus the slowest backward. `share` is 1; the other stages of a
-zero-bubble schedule wait for a pass without the gradients of weights, and make as many while they wait, which stages in
-lockstep cannot. Stages of train.py run in lockstep: each computes as many layers as the deepest. Gradient sums, gathers
-of sharded weights and messages run under compute where the execution style says so; then what is longer than the
-compute is charged. train.py sums gradients over the replicas once per microbatch, and in a pipeline once per step.
+M is the number of microbatches, V the number of chunks per stage, and the time of a stage is that of the forward and
+backward pass of one microbatch. `slowest` is the time of the slowest stage, `fill` the sum over the other stages.
 
-`stragglers` is what measured steps take beyond compiled or simulated ones: a synchronous step takes as long as the
-slowest of N devices, sqrt(2 ln N) standard deviations longer than the mean, and TPUs take longer than their schedules.
+`cycle` is the time between microbatches in a full pipeline. For GPipe it is the slowest forward pass plus the slowest
+backward pass. For 1F1B it is the slowest stage or, if longer, the round trip through stages s to P - 1, divided by the
+P - s microbatches in flight there. For other schedules it is the slowest stage. With zero-bubble, `fill` excludes the
+weight gradients, for which no stage waits; without lockstep it excludes them twice, because stages compute weight
+gradients while they would otherwise wait. Pipeline stages of train.py run in lockstep: each computes as many layers as
+the deepest stage.
+
+Gradient sums, all-gathers of sharded weights and messages overlap with compute where the execution style says so; only
+their exposed time is charged. train.py sums gradients over the replicas once per microbatch, in a pipeline once per
+step. `stragglers` is the time of measured steps beyond that of compiled or simulated ones: a synchronous step waits for
+the slowest of N devices, sqrt(2 ln N) standard deviations above the mean, and TPUs are slower than their schedules.
 """
 
 import functools
@@ -56,9 +60,10 @@ NONE = Pass()
 
 @dataclass(frozen=True)
 class Terms:
-    """Seconds of a step of a device of one stage by term; they add up to the step.
+    """Seconds by term of a step of one device of a stage; the terms add up to the step time.
 
-    `messages` are those between stages and to all of them, `bubble` is the rest of the time in which the device waits.
+    `tensor_exposed` and `context` are exposed communication. `messages` are sends between stages and broadcasts to all
+    stages; `bubble` is the remaining time in which the device waits.
     """
 
     products: float
@@ -81,9 +86,9 @@ class Terms:
 
 @dataclass(frozen=True)
 class Costed:
-    """A plan with the terms of its slowest stage; those and the memory of every stage on demand.
+    """A plan with the `terms` of its slowest stage and the memory of the stage that needs most (`fullest`).
 
-    `fits`: whether the fullest stage, whose memory is `fullest`, fits in a device's usable memory.
+    `fits`: whether `fullest` fits in the usable memory of a device. `step` computes terms and memory of any stage.
     """
 
     plan: PodPlan
@@ -102,12 +107,12 @@ class Costed:
 
     @functools.cached_property
     def memory(self) -> tuple[Memory, ...]:
-        """Of every stage."""
+        """Memory of a device of each stage."""
         return tuple(self.step.memory(self.plan, number) for number in range(len(self.stages)))
 
     @functools.cached_property
     def stage_terms(self) -> tuple[Terms, ...]:
-        """Of every stage."""
+        """Terms of each stage."""
         return tuple(self.step.terms(self.plan, number) for number in range(len(self.stages)))
 
     @property
@@ -116,23 +121,23 @@ class Costed:
 
     @property
     def scheduled_seconds(self) -> float:
-        """Of a compiled or simulated step, in which all devices are equally fast."""
+        """Seconds without `stragglers`: of a compiled or simulated step, in which all devices are equally fast."""
         return self.seconds - self.terms.stragglers
 
     @functools.cached_property
     def errors(self) -> tuple[TermError, ...]:
-        """Of the terms of the step, the largest first."""
+        """Standard errors of the terms, the largest contribution first."""
         pod = self.step.request.pod
         return term_errors(vars(self.terms), pod.efficiency.error if pod.derived else MEASURED)
 
     @property
     def uncertainty(self) -> float:
-        """Relative standard error of the step; errors of terms are taken to be independent."""
+        """Relative standard error of the step time, assuming that the errors of terms are independent."""
         return math.hypot(*(each.of_step for each in self.errors))
 
     @property
     def product_rate(self) -> float:
-        """Mean FLOP/s of a device in the products of the first stage."""
+        """Mean FLOP/s of one device during the matrix products of the first stage."""
         stage, tensor = self.stages[0], self.plan.tensor
         values = sum(
             count * sum(share * sum(p.layout.multiplications for p in block) for block, share in kind.groups)
@@ -149,23 +154,24 @@ class Costed:
 
     @property
     def why_not_trainable(self) -> str:
-        """Why train.py cannot run the plan; empty where it can."""
+        """The reason why train.py cannot run the plan; empty if it can."""
         return why_not_trainable(self.plan, self.step.request.pod.slices)
 
 
 def cost_plan(request: PlanRequest, plan: PodPlan, products: Products) -> Costed:
+    """Predicts the time and memory of a plan with the given products."""
     return Step(request, plan, products, layer_works(request, plan, products)).cost(plan)
 
 
 def cost_step(request: PlanRequest, plan: PodPlan) -> Costed | None:
-    """All terms of one given step; None with an algorithm or a mesh that the cost model does not know."""
+    """Predicts the time and memory of a plan; None if the plan is illegal or its algorithm is not in the cost model."""
     used = {name for pair in layer_algorithms(plan.parallel, request.model.layers) for name in pair}
     products = plan_products(request, plan) if all(find_algorithm(name).costed for name in used) else "unknown"
     return None if isinstance(products, str) else cost_plan(request, plan, products)
 
 
 class Step:
-    """A step of a plan but for what it shards: `scheduled`, the seconds of all microbatches, and `cost`."""
+    """A step of a plan, whatever its `shard`: its stages, and `scheduled`, the seconds of all microbatches."""
 
     def __init__(self, request: PlanRequest, plan: PodPlan, products: Products, works: tuple[Work, ...]):
         self.request, self.plan, self.products, self.works = request, plan, products, works
@@ -178,7 +184,7 @@ class Step:
         self.scheduled, self.messages = self._pipeline(self._message())
 
     def _offload(self, parts: frozenset[str], kind: PlanRequest, work: Work) -> float:
-        """What the traffic of a layer to and from host memory adds: it runs under compute, one way in each pass."""
+        """Exposed seconds of a layer's transfers to and from host memory, which overlap with compute in both passes."""
         if not parts:
             return 0.0
         sizes = saved_values(kind, self.plan)
@@ -186,15 +192,15 @@ class Step:
         return 2 * max(0.0, one_way / self.request.pod.efficiency.host - work.backward.seconds / 2)
 
     def _stacked(self, remat: Remat, kind: PlanRequest) -> Pass:
-        """Copies, in each pass, of what a layer keeps, to or from the stack of all layers.
+        """Time, in each pass, to copy the saved values of a layer to or from the stacked values of all layers.
 
-        Results of kernels for experts are copied more often: XLA cannot write them into the stack itself.
+        Results of expert kernels are copied more often, because XLA cannot write them into the stack directly.
         """
         sizes = saved_values(kind, self.plan)
         copied = self.style.stacked_passes * sum(sizes[part] for part in remat.saved)
         if kind.model.experts:
             values = sizes["mlp_in"] * (not remat.recomputes("mlp_in"))
-            if remat.name == "none":  # the activation, and sorted or sent rows
+            if remat.name == "none":  # the result of the activation function, and sorted or exchanged rows
                 values += sizes["elementwise"] - 3 * sizes["input"]
             copied += self.style.kernel_passes * values
         moved = copied * self.products.tokens * self.request.element_bytes
@@ -204,7 +210,7 @@ class Step:
         plan, work, counts = self.plan, self.works[-1], [count for _, count in self.request.layer_groups]
         chunks, first = plan.pipeline * plan.chunks, sum(counts[:-1])
         rows, lockstep = even_layers(counts[-1], chunks), self.lockstep
-        if lockstep:  # every stage computes as many rows of layers as the first
+        if lockstep:  # every stage computes as many layers as the first
             bounds = bounds_of((first + rows[0], *rows[1:]))
         else:
             layer = work.forward.seconds + work.backward.seconds + self.again[-1].seconds + self.host[-1]
@@ -214,7 +220,7 @@ class Step:
         for number in range(plan.pipeline):
             mine, last = tuple(bounds[number :: plan.pipeline]), number == plan.pipeline - 1
             holds = computes = tuple(map(sum, zip(*(layers_by_group(each, counts) for each in mine))))
-            if lockstep:  # all have the first, dense layers, which run beside no stage, as the projection does
+            if lockstep:  # all stages have the first, dense layers, which run outside the pipeline, as the projection
                 holds = *counts[:-1], holds[-1]
                 computes = *(last * count for count in counts[:-1]), plan.chunks * rows[0]
             counted = plan, number, self.style.lockstep
@@ -224,7 +230,7 @@ class Step:
         return stages
 
     def _passes(self, layers: tuple[int, ...], last: bool) -> tuple[Pass, Pass, Pass, float, float]:
-        """Passes, recomputation, host traffic and weight gradients of a stage with so many layers of each group."""
+        """(forward, backward, recomputation, host transfers, weight gradients) of a stage with `layers` per group."""
         head = self.works[-1]
         forward, backward = (head.head_forward, head.head_backward) if last else (NONE, NONE)
         weights, repeated, host = last * head.weights[1], NONE, 0.0
@@ -233,17 +239,17 @@ class Step:
             forward += (work.forward + stacked) * count
             backward += (work.backward + stacked) * count
             weights, host = weights + work.weights[0] * count, host + self.host[number] * count
-            twice = self.lockstep and number + 1 < len(layers)  # the backward pass starts from the tokens
+            twice = self.lockstep and number + 1 < len(layers)  # first layers: the backward pass starts from the tokens
             repeated += (self.again[number] + (work.forward if twice else NONE)) * count
         return forward, backward, repeated, host, weights
 
     @property
     def lockstep(self) -> bool:
-        """Whether all stages run one program, in which each computes what the deepest does."""
+        """Whether all stages run one program, in which each computes as many layers as the deepest stage."""
         return self.style.lockstep and self.plan.pipeline > 1
 
     def _message(self) -> float:
-        """An activation to the next stage: each device sends its part, and parts of a whole one are gathered."""
+        """Seconds to send an activation, in shards, to the next stage; all-gathered there if not sequence-parallel."""
         if self.plan.pipeline == 1:
             return 0.0
         gather = collective_seconds(
@@ -254,13 +260,13 @@ class Step:
 
     @property
     def _part_bytes(self) -> float:
-        """A device's part of the activations of a microbatch between layers."""
+        """Bytes of one device's shard of the activations of a microbatch between two layers."""
         return self.products.tokens * self.request.model.width * self.request.element_bytes / self.plan.tensor
 
     @property
     def broadcasts(self) -> float:
-        """Seconds of a microbatch, over stages in lockstep: the last one's activations, for the loss, and the first
-        one's gradient, for the embedding, go to all of them; each is an all_reduce in which the others are zero."""
+        """Seconds per microbatch to broadcast, in lockstep, the activations of the last stage (for the loss) and the
+        gradient of the first (for the embedding) to all stages: all_reduces to which other stages contribute zeros."""
         if not self.lockstep:
             return 0.0
         links, count = self.at.links.stage, self.plan.pipeline
@@ -268,13 +274,13 @@ class Step:
         return 2 * sum(collective_seconds(link, self._part_bytes / count, count) for link in halves)
 
     def _pipeline(self, message: float) -> tuple[float, float]:
-        """Seconds of (all microbatches through all stages, of those for messages)."""
+        """(seconds of all microbatches in all stages, seconds of messages among them)."""
         plan, stages = self.plan, self.stages
         longest = max(range(len(stages)), key=lambda number: stages[number].seconds)
         fill = 0.0
-        moved = 0 if plan.schedule in WHOLE else 1 if self.style.lockstep else 2  # weight gradients (ZB-H1)
+        excluded = 0 if plan.schedule in WHOLE else 1 if self.style.lockstep else 2  # times of weight gradients (ZB-H1)
         for stage in stages[:longest] + stages[longest + 1 :]:
-            fill += max(0.0, stage.seconds - moved * stage.weights)
+            fill += max(0.0, stage.seconds - excluded * stage.weights)
         crossings = 2 * (plan.pipeline - 1)
         if plan.pipeline > 1 and not self.style.native and "pipeline" not in self.style.hides:
             crossings += 2 * (plan.microbatches * plan.chunks - 1)
@@ -283,16 +289,16 @@ class Step:
         return cycles + stages[longest].seconds + fill / plan.chunks + messages, messages
 
     def _end(self, plan: PodPlan, number: int) -> tuple[float, float]:
-        """(sums and gathers over the replicas, update) of one stage, in seconds per step."""
+        """(exposed communication between replicas, optimizer update) of one stage, in seconds per step."""
         stage, style, model = self.stages[number], self.style, self.request.model
         parameters = stage_parameters(model, stage.holds, *stage.ends).over(plan.tensor)
         weights, held = sum(parameters), parameters.held(plan.expert)
         summed = self._replicas(plan, parameters, stage)
-        if model.tied and plan.pipeline > 1 and any(stage.ends) and not self.lockstep:  # both have a copy of the table
+        if model.tied and plan.pipeline > 1 and any(stage.ends) and not self.lockstep:  # both ends have the table
             table = WEIGHT_BYTES * parameter_counts(model)[2] / plan.tensor
             summed += collective_seconds(self.at.links.stage.permute, table, 2)
         moved = style.update_bytes * weights
-        if style.native:  # its bytes are AdamW's, which reads and writes two moments
+        if style.native:  # update_bytes is for AdamW, which reads and writes two moments; another optimizer differs
             moved += 2 * (moment_bytes(self.request, parameters) - style.state_bytes[2] * weights)
         moved *= 1 / plan.replicas if plan.shard != "none" else held / weights if weights else 1
         if plan.microbatches > 1:
@@ -301,13 +307,13 @@ class Step:
         return summed, moved / self.at.elementwise_bandwidth
 
     def _replicas(self, plan: PodPlan, parameters: Count, stage: Stage) -> float:
-        """Exposed gathers of weights and sums of gradients over the replicas, per step."""
+        """Exposed seconds per step of all-gathers of weights and sums of gradients over the replicas."""
         style, count = self.style, plan.replicas
         if count == 1:
             return 0.0
         weights = parameters.held(plan.expert)
         parts = [(self.at.links.replica, weights, count)]
-        if plan.expert > 1:  # experts have fewer copies
+        if plan.expert > 1:  # experts have fewer replicas
             few = owner_links(self.request.pod, plan.sizes, plan.expert)
             experts = parameters.experts / plan.expert
             parts = [(self.at.links.replica, weights - experts, count), (few, experts, count // plan.expert)]
@@ -325,21 +331,21 @@ class Step:
         def exposed(seconds: float, under: float) -> float:
             return seconds - share * (seconds - exposed_beside(seconds, under, platform))
 
-        if plan.shard == "parameters":  # nothing hides the first gather, of every pass of a stage, nor the last sum
+        if plan.shard == "parameters":  # the first all-gather of every pass of a stage and the last sum are exposed
             passes = 2 * plan.microbatches * plan.chunks if plan.pipeline > 1 else 1
             once = exposed(gather, stage.forward) + exposed(gather + scatter, stage.backward)
             once += self.copies(plan, parameters)
             return plan.microbatches * once + (passes * gather + scatter) / layers
         each = style.native and plan.pipeline == 1 and plan.shard == "none"
         sums = plan.microbatches if each or plan.shard == "gradients" else 1
-        under = stage.backward if sums == 1 else stage.seconds  # the next microbatch runs beside a sum
+        under = stage.backward if sums == 1 else stage.seconds  # a sum overlaps with the next microbatch
         waited = sums * max(scatter / layers, exposed(scatter, under))
         if plan.shard == "none":  # the second half of an all-reduce
             return waited + (sums if each else 1) * max(spread / layers, exposed(spread, stage.backward))
         return waited + max(gather / layers, exposed(gather, stage.forward))
 
     def copies(self, plan: PodPlan, parameters: Count) -> float:
-        """Seconds of a microbatch in which weights gathered from the replicas, and their gradients, are copied."""
+        """Seconds per microbatch to copy all-gathered weights and their gradients, with `shard=parameters`."""
         if plan.shard != "parameters" or plan.replicas == 1:
             return 0.0
         style, experts = self.style, parameters.experts / plan.expert
@@ -348,20 +354,22 @@ class Step:
         return copied / self.at.elementwise_bandwidth
 
     def memory(self, plan: PodPlan, number: int) -> Memory:
+        """Memory of a device of stage `number`."""
         return stage_memory(self.request, self.products, plan, self.stages[number])
 
     def _ends(self, plan: PodPlan) -> dict[int, tuple[float, float]]:
-        """(sums, update) of the first and the last stage; no other has more weights, layers or activations."""
+        """`_end` of the first and the last stage; no other stage has more weights, layers or activations."""
         return {number: self._end(plan, number) for number in {0, plan.pipeline - 1}}
 
     def cost(self, plan: PodPlan) -> Costed:
+        """Predicts the step of `plan`, which differs from `self.plan` in `shard` only."""
         ends = self._ends(plan)
         slowest = max(ends, key=lambda number: (self.stages[number].seconds, sum(ends[number])))
         fullest = max((self.memory(plan, number) for number in ends), key=lambda memory: memory.total)
         return Costed(plan, self.terms(plan, slowest, ends), fullest, fullest.total <= self.request.usable_bytes, self)
 
     def terms(self, plan: PodPlan, number: int, ends: dict[int, tuple[float, float]] | None = None) -> Terms:
-        """Terms of a stage; the bubble is the remainder."""
+        """Terms of stage `number`; the bubble is the time that the other terms leave."""
         stage, pod, ends = self.stages[number], self.request.pod, ends or self._ends(plan)
         useful, count = stage.useful_forward + stage.useful_backward, self.plan.microbatches
         scheduled = self.scheduled + max(map(sum, ends.values()))

@@ -1,4 +1,4 @@
-"""The standard error of a predicted step: what each term contributes, and the source of its error (errors.toml)."""
+"""The standard error of a predicted step time: the contribution of each term and its source (errors.toml)."""
 
 import functools
 import tomllib
@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-UNMODELED = "unmodeled"  # of errors.toml: relative to the whole step
-MEASURED = (0.05, "products measured by bench=calibrate")
+UNMODELED = "unmodeled"  # entry of errors.toml whose error is relative to the whole step
+MEASURED = (0.05, "products measured by bench=calibrate")  # relative standard error, source
 
 
 @dataclass(frozen=True)
 class TermError:
-    """The error of one term of a step.
+    """The standard error of one term of a step.
 
     Attributes:
-      name: of the term, or `unmodeled`, which no term covers.
-      share: of the step's time; 0 for `unmodeled`.
-      relative: standard error of the term, relative to the term (`unmodeled`: to the step).
-      unknown, source: what is not known, and where `relative` comes from.
+      name: name of the term, or `unmodeled` for effects that no term covers.
+      share: fraction of the step's time that the term takes; 0 for `unmodeled`.
+      relative: standard error of the term divided by the term (`unmodeled`: divided by the step time).
+      unknown: the unknown quantity that causes the error.
+      source: source of `relative`.
     """
 
     name: str
@@ -29,7 +30,7 @@ class TermError:
 
     @property
     def of_step(self) -> float:
-        """Standard error relative to the step."""
+        """Standard error of the term divided by the step time."""
         return self.relative * (1.0 if self.name == UNMODELED else self.share)
 
 
@@ -40,11 +41,11 @@ def _table() -> dict[str, tuple[float, str, str]]:
 
 
 def term_errors(seconds: Mapping[str, float], products: tuple[float, str]) -> tuple[TermError, ...]:
-    """Errors of the terms of a step, the largest contribution first.
+    """Nonzero errors of the terms of a step, the largest contribution first.
 
     Args:
-      seconds: of every term of the step.
-      products: relative standard error of products, and its source.
+      seconds: seconds of each term of the step, by name.
+      products: relative standard error of the time of matrix products, and its source.
     """
     total = sum(seconds.values())
     table = {**_table(), "products": (products[0], "rate of large products", products[1])}

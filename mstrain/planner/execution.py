@@ -1,4 +1,4 @@
-"""Execution styles (execution.toml): how a training system runs the step that a plan states."""
+"""Execution styles (execution.toml): how a training system executes the step of a plan."""
 
 import functools
 import re
@@ -8,9 +8,9 @@ from pathlib import Path
 
 from mstrain.checks import one_of
 
-LATEST_UNFUSED = 2022  # FlashAttention is of that year; the large GPU systems adopted it after
-FRAMEWORKS = {"gspmd": "jax", "fsdp": "torch"}  # of runs on GPUs, by the stated algorithm
-WORDS = {  # of a published run's texts -> its style, the first that occurs
+LATEST_UNFUSED = 2022  # FlashAttention appeared in this year; the large GPU systems adopted it later
+FRAMEWORKS = {"gspmd": "jax", "fsdp": "torch"}  # stated algorithm of a run on GPUs -> style
+WORDS = {  # word in the text about a published run -> style; the first match counts
     "transformer_shmap": "shmap",
     "maxtext": "maxtext",
     "hugging face": "transformers",
@@ -26,7 +26,7 @@ WORDS = {  # of a published run's texts -> its style, the first that occurs
 
 @dataclass(frozen=True)
 class ExecutionStyle:
-    """How a system runs a step; execution.toml explains the fields and gives reasons."""
+    """How a system executes a step. execution.toml documents the fields and the sources of their values."""
 
     name: str
     fused_attention: bool
@@ -61,6 +61,7 @@ class ExecutionStyle:
 
 @functools.cache
 def execution_styles() -> dict[str, ExecutionStyle]:
+    """All styles of execution.toml by name."""
     table = tomllib.loads(Path(__file__).with_name("execution.toml").read_text())
     entries: dict[str, dict] = {}
     for name, entry in table.items():
@@ -71,19 +72,19 @@ def execution_styles() -> dict[str, ExecutionStyle]:
 
 
 def style_named(name: str) -> ExecutionStyle:
-    """The style called `name`; raises ValueError with the names."""
+    """The style called `name`. Raises ValueError, which lists the known names, for any other name."""
     one_of("execution", name, list(execution_styles()))
     return execution_styles()[name]
 
 
 def infer_style(platform: str, algorithm: str, text: str, remat: str) -> ExecutionStyle:
-    """The style of a run that names none.
+    """Infers the style of a run that does not state one.
 
     Args:
-      platform: of the chip: tpu or gpu.
-      algorithm: as stated; gspmd is JAX, and fsdp on a GPU is PyTorch.
-      text: what is written about the run; names a framework or a year.
-      remat: as stated. `selective` recomputes attention scores, so they are in memory.
+      platform: platform of the chip: tpu or gpu.
+      algorithm: the stated algorithm. On GPUs, gspmd implies JAX and fsdp implies PyTorch.
+      text: name, source and notes of the run, which may name a framework or a year.
+      remat: the stated remat. `selective` recomputes attention scores, which implies attention that is not fused.
     """
     text = text.lower()
     for word, style in WORDS.items():

@@ -1,7 +1,8 @@
-"""What experts add to the cost of a layer: kernels of grouped products, and the router.
+"""Costs that experts add to a layer: grouped products and the router.
 
-A grouped product takes the longer of its arithmetic on the rows that its kernel visits and of what the kernel reads and
-writes (`mstrain.gemm.ragged.visits_of`). The load of experts and devices is taken as even.
+The time of a grouped product is the maximum of two times: that of the arithmetic on the rows that its kernel visits,
+and that of the bytes that the kernel reads and writes (`mstrain.gemm.ragged.visits_of`). The model assumes that tokens
+are distributed evenly over experts and devices.
 """
 
 import math
@@ -11,8 +12,8 @@ from mstrain.hardware.chips import element_bytes
 from mstrain.hardware.pod import Pod
 from mstrain.models.config import ModelConfig
 
-ROUTER_PASSES = 6  # products in 16 bits that a float32 product takes on a TPU
-UNIT = 128  # columns of the matrix unit, to which the router's are padded
+ROUTER_PASSES = 6  # a TPU computes a float32 product as this many 16-bit products
+UNIT = 128  # columns of the matrix unit; the router's output is padded to a multiple of it
 
 Dims = tuple[int, int, int]
 
@@ -21,10 +22,14 @@ def grouped_seconds(
     pod: Pod, bandwidth: float, dims: Dims, groups: int, kind: str = "MatMul", dtype: str = "bf16",
     tile: Dims | None = None,
 ) -> float:  # fmt: skip
-    """Of a grouped product of (rows, summed, columns) of all `groups` on one device; of kind WeightGrad, rows are
-    summed.
+    """Seconds of one grouped product on one device.
 
-    `bandwidth`: of the device's memory; `tile`: of the kernel, where it is not that of the trainer.
+    Args:
+      bandwidth: memory bandwidth of the device, in bytes/s.
+      dims: (rows, contracted dim, columns); the tokens of all groups are rows, of WeightGrad the contracted dim.
+      groups: number of groups (experts) on the device.
+      kind: MatMul, InputGrad or WeightGrad.
+      tile: tile sizes of the kernel; None for those of train.py.
     """
     summed, (first, second, N) = kind == "WeightGrad", dims
     M, K = (second, first) if summed else (first, second)
@@ -35,6 +40,6 @@ def grouped_seconds(
 
 
 def router_seconds(model: ModelConfig, tokens: float, tensor: int, rate: float) -> float:
-    """Of the router's logits on one device, forward; `rate` in FLOP/s of products in 16 bits."""
+    """Seconds of the router's logits on one device in the forward pass; `rate` is the FLOP/s of 16-bit products."""
     columns = UNIT * math.ceil((model.experts or 0) / UNIT)
     return ROUTER_PASSES * 2.0 * tokens * model.width * columns / tensor / rate

@@ -1,9 +1,10 @@
 """Seconds of the parts of a layer and of the output projection on one device, per microbatch.
 
-Products cost what their shapes do (`mstrain.hardware.efficiency`), their collectives what
-`mstrain.parallel.product_cost` says: MeshSlice overlaps its slices (paper section 3.2.2), and of the other collectives
-of train.py is hidden what compiled steps of that algorithm hide (`mstrain.hardware.overlap`). Other systems hide what
-their execution style says. Element-wise work and attention cost what the style moves and computes.
+The time of a matrix product follows from its shape (`mstrain.hardware.efficiency`), that of its collectives from
+`mstrain.parallel.product_cost`. MeshSlice overlaps its slices (paper section 3.2.2). The hidden fractions of the other
+collectives of train.py are those of compiled steps with the same algorithm (`mstrain.hardware.overlap`); for other
+systems the execution style states which collectives are hidden. The times of element-wise work and attention follow
+from the bytes and FLOPs of the execution style.
 """
 
 import math
@@ -32,25 +33,29 @@ from mstrain.planner.plan import PodPlan, Product, Products
 from mstrain.planner.remat import Remat
 from mstrain.planner.request import PlanRequest
 
-FLASH_BLOCK = 128  # tokens; sequences of whole blocks in 16 bits use a kernel that skips what is masked
-# Tokens: a causal kernel visits whole blocks; on GPUs from losses at 512 to 4096 tokens (Shah et al., 2024, figure 5).
+FLASH_BLOCK = 128  # tokens; train.py uses a fused kernel for 16-bit sequences of a multiple of this length
+# Tokens per block: a causal kernel computes whole blocks. GPUs: fitted to the slowdown at 512 to 4096 tokens of Shah et
+# al., 2024, figure 5.
 FUSED_BLOCK = {"gpu": 256, "tpu": 1024, "cpu": 128}
-FUSED_BACKWARD = 2.5  # products of a fused attention kernel's backward pass over those of its forward pass
-HIDDEN_PART = 0.8  # of the product that a collective of a TPU runs under: both use memory
-SLOWED = 0.16  # of a collective's time is lost by what a GPU computes beside it, 18.9 % slower (Lee et al., 2025)
+FUSED_BACKWARD = 2.5  # FLOPs of a fused attention kernel's backward pass over those of its forward pass
+HIDDEN_PART = 0.8  # fraction of a TPU's compute time that can hide a collective; both use memory bandwidth
+SLOWED = 0.16  # overlapping GPU compute, 18.9 % slower, loses this fraction of the collective's time (Lee et al., 2025)
 PIECES = (
     ("elementwise", "elementwise"), ("attention in", "qkv"), ("queries in", "qkv"), ("keys in", "qkv"),
     ("attention", "context"), ("attention out", "out"), ("elementwise", "elementwise"), ("mlp in", "mlp_in"),
     ("shared in", "mlp_in"), ("elementwise", "elementwise"), ("mlp out", "mlp_out"), ("shared out", "mlp_out"),
     ("elementwise", "input"),
 )  # fmt: skip
-"""Of a layer, in order, each with what it makes, in the words of `mstrain.planner.remat`; a layer has those products
-that its model has."""
+"""(operation, value that it computes) for all operations of a layer in order; values are parts of
+`mstrain.planner.remat`. A model's layer has a subset of the products."""
 MADE = dict(PIECES)
 
 
 class Pass(NamedTuple):
-    """Seconds of one pass of one microbatch through some layers on one device; `exposed` and `context` are waits."""
+    """Seconds of one pass of one microbatch on one device, by kind of work.
+
+    `exposed` is exposed communication of matrix products, `context` that of attention over split sequences.
+    """
 
     gemm: float = 0.0
     exposed: float = 0.0
@@ -71,11 +76,15 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """One microbatch through one layer (the mean over all of a kind), and through the output projection with its loss.
+    """Times of one microbatch in one layer (the mean over a group of layers) and in output projection and loss.
 
-    `products` are the forward passes of the layer's products by name; `weights` seconds of the products that make the
-    gradients of weights, in a layer and in the projection. `exchange` is what is waited for tokens of experts in either
-    pass of a layer, among what the passes expose.
+    Attributes:
+      forward, backward: passes of the layer, without recomputation.
+      products: forward passes of the layer's matrix products by name.
+      head_forward, head_backward: passes of the output projection and the loss.
+      weights: seconds of the weight gradients (in the layer, in the output projection).
+      exchange: seconds of exposed exchange of expert tokens in the layer's (forward, backward) pass; `forward.exposed`
+        and `backward.exposed` include them.
     """
 
     forward: Pass
@@ -87,17 +96,18 @@ class Work:
     exchange: tuple[float, float] = (0.0, 0.0)
 
     def repeated(self, remat: Remat, style: ExecutionStyle, fused: bool) -> frozenset[str]:
-        """What the backward pass of a layer computes again: names of products, "attention", "elementwise"."""
+        """What the backward pass of a layer recomputes: names of products, "attention", "elementwise"."""
         again = {name for name, _ in self.products if remat.recomputes(MADE[name])}
-        if style.dead_code:  # only the sum behind them needs the last products
+        if style.dead_code:  # no gradient needs the results of the last products
             again -= {"mlp out", "shared out"}
         scores = remat.recomputes("context" if fused else "scores")
         again |= {name for name, runs in (("attention", scores), ("elementwise", remat.elementwise)) if runs}
         return frozenset(again)
 
     def recomputed(self, again: frozenset[str]) -> Pass:
+        """Time of recomputing `again`, a result of `repeated`, in one layer."""
         repeated = sum((work for name, work in self.products if name in again), Pass())
-        if "elementwise" in again:  # with that of products
+        if "elementwise" in again:  # this includes the element-wise work of products
             repeated = repeated._replace(elementwise=self.forward.elementwise)
         if "attention" in again:
             repeated = repeated._replace(attention=self.forward.attention, context=self.forward.context)
@@ -105,7 +115,7 @@ class Work:
 
 
 def fused_attention(request: PlanRequest) -> bool:
-    """Whether one kernel computes attention, which keeps no scores and skips most of what is masked."""
+    """Whether a fused kernel computes attention; it saves no scores and skips most of the masked ones."""
     if not request.style.fused_attention or not request.style.native:
         return request.style.fused_attention
     model, seq = request.model, request.seq
@@ -117,9 +127,9 @@ def fused_attention(request: PlanRequest) -> bool:
 
 
 def exposed_beside(collective: float, compute: float, platform: str) -> float:
-    """Seconds that a collective adds to the compute that it runs beside.
+    """Exposed seconds of a collective that overlaps with `compute` seconds of compute.
 
-    On GPUs both use SMs and memory: Lee et al., 2025, Characterizing Compute-Communication Overlap.
+    On GPUs both use SMs and memory (Lee et al., 2025, Characterizing Compute-Communication Overlap).
     """
     if platform == "gpu":
         return max(collective - compute, SLOWED * collective)
@@ -127,7 +137,10 @@ def exposed_beside(collective: float, compute: float, platform: str) -> float:
 
 
 def elementwise_values(model: ModelConfig, style: ExecutionStyle, columns: int) -> tuple[float, float]:
-    """Values per token that a layer reads or writes beside products, forward: (norms and residuals, the rest)."""
+    """Values per token that element-wise work of a layer's forward pass reads or writes.
+
+    Returns those of (norms and residuals, attention heads and MLP); `columns` is the number of mesh columns.
+    """
     around = style.width_passes + (style.column_passes if columns > 1 else 0.0)
     around *= model.width * (0.6 if model.parallel_block else 1.0)
     passes = style.mlp_passes * hidden_features(model) * (1.5 if model.gated else 1.0)
@@ -136,11 +149,12 @@ def elementwise_values(model: ModelConfig, style: ExecutionStyle, columns: int) 
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides the time of products and kernels: the key of their cache; and the rates and links that follow.
+    """Everything that determines the times of products and kernels, which are cached by it, with rates and links.
 
     Attributes:
-      fused: whether one kernel computes attention.
-      sizes: of the (stage, data, context, row, col) axes of the plan; `expert`: parts of data that divide experts.
+      fused: whether a fused kernel computes attention.
+      sizes: sizes of the (stage, data, context, row, col) axes of the plan.
+      expert: number of replicas over which experts are sharded, a divisor of data.
     """
 
     model: ModelConfig
@@ -175,11 +189,11 @@ class Setting:
         return self.pod.elementwise_bandwidth(self.constants, self.style.native)
 
     def product_seconds(self, dims) -> float:
-        """Of a product of (rows, summed, columns) on one device."""
+        """Seconds of a product with `dims` (rows, contracted dim, columns) on one device."""
         return product_seconds(self.pod.chip, self.constants, dims, self.dtype)
 
     def rates(self, product: Product) -> tuple[tuple[float, ...], Constants]:
-        """(seconds of its three GEMMs on one device, the mean rate of them and the links of its rows and columns)."""
+        """(seconds of each of the three GEMMs on one device, constants with their mean FLOP/s and the links used)."""
         layout = product.layout
         times, flops = gemm_times(layout, product.slices, self.product_seconds)
         if grouped := _grouped_times(self, product):
@@ -188,6 +202,7 @@ class Setting:
 
 
 def setting_of(request: PlanRequest, plan: PodPlan) -> Setting:
+    """The setting of a plan."""
     return Setting(
         request.model, request.style, request.pod, request.seq, request.dtype, request.element_bytes,
         fused_attention(request), plan.sizes, plan.sequence_parallel, plan.expert,
@@ -195,7 +210,7 @@ def setting_of(request: PlanRequest, plan: PodPlan) -> Setting:
 
 
 def layer_works(request: PlanRequest, plan: PodPlan, products: Products) -> tuple[Work, ...]:
-    """Of a layer of every group of `PlanRequest.layer_groups`."""
+    """The times of a layer of each group of `PlanRequest.layer_groups`."""
     kinds = zip(request.layer_groups, products.kinds, strict=True)
     return tuple(_work(setting_of(kind, plan), each) for (kind, _), each in kinds)
 
@@ -227,13 +242,16 @@ def _work(at: Setting, products: Products) -> Work:
         table = at.product_seconds((columns, products.tokens, model.width))
         first, second, weight = first + Pass(lookup), second + Pass(table), weight + table
     loss = Pass(elementwise=style.logit_bytes / 2 * products.tokens * columns / bandwidth)
-    if style.native:  # the loss computes its logits again
+    if style.native:  # the backward pass of the loss recomputes the logits
         second = second + first
     return Work(forward, backward, tuple(each.items()), first + loss, second + loss, (weights, weight), exchange)
 
 
 def _exchange(at: Setting, products: Products, ahead: float, behind: float) -> tuple[float, float]:
-    """Seconds that attention adds to each pass where sequences are split, by axis `context` or also by rows."""
+    """Exposed seconds that the exchange of keys and values adds to the (forward, backward) pass of attention.
+
+    Sequences are split over axis `context`, or also over rows; 0 without a split.
+    """
     if products.parts == 1:
         return 0.0, 0.0
     model, links, size = at.model, at.links, at.element_bytes
@@ -250,7 +268,7 @@ def _exchange(at: Setting, products: Products, ahead: float, behind: float) -> t
 
 
 def _block_passes(at: Setting, block: tuple[Product, ...]) -> list[tuple[Pass, Pass, float]]:
-    """(forward, backward, seconds of the weight's gradient) of every product of a block."""
+    """(forward pass, backward pass, seconds of the weight gradient) of each product of a layer."""
     found, sums = [], []
     for product in block:
         layout = product.layout
@@ -270,8 +288,10 @@ def _block_passes(at: Setting, block: tuple[Product, ...]) -> list[tuple[Pass, P
 
 
 def _grouped_times(at: Setting, product: Product) -> tuple[float, ...]:
-    """Seconds of the three products of all experts of one device, where kernels for several groups of rows compute them
-    and rates follow from shapes; none elsewhere."""
+    """Seconds of the three grouped products of all experts of one device.
+
+    Empty where no grouped kernel computes them, or where rates do not follow from shapes.
+    """
     shaped = at.constants.shaped and not at.constants.gemm
     if not (at.model.experts and product.name.startswith("mlp") and shaped and at.pod.chip.platform == "tpu"):
         return ()
@@ -287,8 +307,11 @@ def _grouped_times(at: Setting, product: Product) -> tuple[float, ...]:
 def _with_experts(
     at: Setting, products: Products, each: dict[str, Pass], backward: Pass
 ) -> tuple[Pass, tuple[float, float]]:
-    """Adds the router and the exchange of tokens to the forward passes of `each` product; returns the backward pass and
-    what of both passes is the exchange."""
+    """Adds the router and the exchange of expert tokens to both passes of a layer.
+
+    Updates the forward passes of `each` product in place. Returns the backward pass, and the exposed seconds of the
+    exchange in the (forward, backward) pass.
+    """
     router = router_seconds(at.model, products.tokens, at.tensor, at.constants.flops)
     each["mlp in"] += Pass(elementwise=router)
     backward += Pass(elementwise=2 * router)
@@ -299,7 +322,7 @@ def _with_experts(
     under = sum(each[name].gemm for name in ("mlp in", "mlp out"))
     layouts = [product.layout for product in products.block if product.name.startswith("mlp")]
     values = sum(layout.projection.experts * layout.projection.in_dim * layout.projection.out_dim for layout in layouts)
-    weights = at.element_bytes * values / at.tensor  # gathered on one row
+    weights = at.element_bytes * values / at.tensor  # all-gathered along the rows
     gather = collective_seconds(at.links.row.all_gather, weights, layouts[0].rows)
     way, add = MARGIN * sent / link.bandwidth, 3 * weights / at.memory_bandwidth
     exchange = TokenExchange(way, link.launch + link.sync, under, gather, add)
@@ -311,7 +334,7 @@ def _with_experts(
 
 
 def _sorting(at: Setting, product: Product) -> float:
-    """Seconds in which a device repeats and sorts gathered tokens by expert, or adds them up; 0 for a dense weight."""
+    """Seconds to copy and sort all-gathered tokens by expert, or to sum them up; 0 for a dense weight."""
     layout, projection = product.layout, product.layout.projection
     if projection.rows == 1:
         return 0.0
@@ -321,7 +344,10 @@ def _sorting(at: Setting, product: Product) -> float:
 
 
 def _with_sums(at: Setting, found: list[tuple[Pass, Pass, float]], sums: list[float]):
-    """Adds the sum over the tensor devices behind each half of a block, and the same in the backward pass."""
+    """Adds the sum over the tensor-parallel devices after attention and after the MLP, in both passes.
+
+    `found` is the result of `_block_passes`, `sums` the seconds of the sum after each product (0 for none).
+    """
     sums = [each / (2 if at.model.parallel_block else 1) for each in sums]
     parts = [1.0, 1.0]
     if "tensor" in at.style.hides and at.pod.chip.platform == "tpu":  # a sum is a reduce_scatter and an all_gather
@@ -337,7 +363,7 @@ def _with_sums(at: Setting, found: list[tuple[Pass, Pass, float]], sums: list[fl
 
 
 def _attention(at: Setting, tokens: int) -> tuple[float, float]:
-    """Forward and backward pass of the attention between the projections."""
+    """Seconds of the (forward, backward) pass of attention without its projections."""
     model, pod, constants, seq, context = at.model, at.pod, at.constants, at.seq, at.sizes[2]
     heads = model.heads / at.tensor  # FSDP splits sequences instead
     heads = heads if at.style.native else math.ceil(heads)

@@ -1,11 +1,12 @@
-"""Bytes per device by category, stage by stage.
+"""Bytes per device by category, for each stage.
 
-Weights, gradients and optimizer state have the bytes of the execution style, sharded over the tensor devices; train.py
-keeps float32 weights and the state of its optimizer, and two sets of gradients while microbatches accumulate. What a
-plan shards over its replicas is divided by them; train.py shards float32 weights with the optimizer, and then holds
-them once more, gathered, in the compute dtype. Where stages run in lockstep, all of them have the embedding, the output
-projection and as many rows of layers as the deepest. Activations are what the backward pass needs: the parts that remat
-saves, those in host memory not counted. No fragmentation, no compiler workspace beyond what is named.
+Weights, gradients and optimizer state have the bytes per parameter of the execution style, and are sharded over the
+tensor-parallel devices. train.py keeps float32 weights and the state of its optimizer, and two sets of gradients while
+it accumulates microbatches. States that a plan shards over its replicas are divided by their number; train.py shards
+float32 weights with the optimizer, and then has a second, all-gathered copy in the compute dtype. In lockstep, all
+stages have the embedding, the output projection and as many layers as the deepest stage. Activations are the values
+that remat saves for the backward pass, without those in host memory. Fragmentation is not modeled, and of the
+compiler's workspace only the buffers in `stage_memory`.
 """
 
 import dataclasses
@@ -31,8 +32,8 @@ from mstrain.planner.request import SHARDS, PlanRequest
 from mstrain.planner.stages import Stage, layers_by_group
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer
 
-WEIGHT_BYTES = 4
-SCORE_BYTES = 6  # of one score where attention keeps them: float32, and the 16-bit probability
+WEIGHT_BYTES = 4  # float32
+SCORE_BYTES = 6  # per attention score, if they are saved: a float32 score and a 16-bit probability
 
 
 @dataclass(frozen=True)
@@ -51,19 +52,22 @@ class Memory:
 
     @property
     def state(self) -> float:
-        """What stays however little is computed at once."""
+        """Bytes that do not depend on the number of microbatches in flight: all but activations and workspace."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def largest(self) -> str:
-        """The category that takes most."""
+        """The category with the most bytes."""
         return max((field.name for field in dataclasses.fields(self)), key=lambda name: getattr(self, name))
 
 
 @lru_cache(maxsize=64)
 def parameter_counts(model: ModelConfig) -> tuple[int, int, int]:
-    """(of one layer, of the embedding and positions, of the output projection and final norm); a layer behind the
-    first, dense ones."""
+    """Parameters of (one layer, embedding and positions, output projection).
+
+    The layer is one after the first, dense layers. Embedding and positions include the final norm, and the output
+    projection if it is tied.
+    """
     model = model.later_layers
     one, two = (count_parameters(dataclasses.replace(model, layers=layers)) for layers in (1, 2))
     head = model.width * model.known_vocab_size
@@ -72,26 +76,33 @@ def parameter_counts(model: ModelConfig) -> tuple[int, int, int]:
 
 
 class Count(NamedTuple):
-    """Parameters of a stage or device: of layers but their experts, of these, and of the embedding, positions, final
-    norm and projection."""
+    """Parameters of a stage or device.
+
+    Attributes:
+      layers: parameters of layers, without experts.
+      experts: parameters of experts.
+      outside: parameters of embedding, positions, final norm and output projection.
+    """
 
     layers: float
     experts: float
     outside: float
 
     def over(self, devices: int) -> "Count":
-        """Of one of so many devices."""
+        """The parameters of one of `devices` devices that share them evenly."""
         return Count(*(count / devices for count in self))
 
     def held(self, expert: int) -> float:
-        """The sum on a device of axis `expert` without `shard=`."""
+        """Parameters on one device of an axis `expert` of this size, not sharded over replicas."""
         return self.layers + self.experts / expert + self.outside
 
 
 @lru_cache(maxsize=4096)
 def stage_parameters(model: ModelConfig, layers: tuple[int, ...], first: bool, last: bool) -> Count:
-    """Of a stage with so many `layers` of each of `ModelConfig.layer_groups`; a table that is tied is on both ends of a
-    pipeline."""
+    """Parameters of a stage with `layers` layers of each of `ModelConfig.layer_groups`.
+
+    `first` and `last`: whether the stage has the embedding, and the output projection. A tied table is in both stages.
+    """
     _, embedding, head = parameter_counts(model)
     dense = total = 0
     for (kind, _), count in zip(model.layer_groups, layers, strict=True):
@@ -102,8 +113,10 @@ def stage_parameters(model: ModelConfig, layers: tuple[int, ...], first: bool, l
 
 @lru_cache(maxsize=64)
 def moment_rates(model: ModelConfig, optimizer: OptimizerConfig) -> tuple[float, float]:
-    """Bytes of the optimizer's state per parameter (of layers, of all others), from the state itself; of the first,
-    dense layers as of the others."""
+    """Bytes of optimizer state per parameter of (layers, all others), from the shapes of the state.
+
+    The rate of the first, dense layers is taken to be that of the later layers.
+    """
     model = model.later_layers
 
     def size(layers: int) -> int:
@@ -118,7 +131,7 @@ def moment_rates(model: ModelConfig, optimizer: OptimizerConfig) -> tuple[float,
 
 
 def moment_bytes(request: PlanRequest, parameters: Count) -> float:
-    """The state of the optimizer of so many parameters."""
+    """Bytes of optimizer state of `parameters`, before sharding over replicas."""
     if not request.style.native:
         return request.style.state_bytes[2] * sum(parameters)
     layers, outside = moment_rates(request.model, request.optimizer)
@@ -126,12 +139,12 @@ def moment_bytes(request: PlanRequest, parameters: Count) -> float:
 
 
 def saved_values(request: PlanRequest, plan: PodPlan) -> dict[str, float]:
-    """Values per token and device of what a layer may keep, by the names of `mstrain.planner.remat`."""
+    """Elements per token and device of each value that a layer may save, by the names of `mstrain.planner.remat`."""
     model, tensor = request.model, plan.tensor
     wide = model.width / (tensor if plan.sequence_parallel else 1)
     into, out = attention_features(model)
     hidden, sent = hidden_features(model), 0.0
-    if plan.expert > 1 and model.experts:  # rows of rounds, with their margin
+    if plan.expert > 1 and model.experts:  # rows of the token exchange, with their margin
         hidden += (MARGIN - 1) * model.mlp_dim * model.experts_per_token
         sent = MARGIN * model.experts_per_token * model.width / tensor
     scores = 0.0 if fused_attention(request) else SCORE_BYTES / request.element_bytes * model.heads * request.seq
@@ -143,15 +156,15 @@ def saved_values(request: PlanRequest, plan: PodPlan) -> dict[str, float]:
 
 
 def layer_bytes(request: PlanRequest, plan: PodPlan, tokens: int, remat: str) -> float:
-    """Activations that one layer keeps of one microbatch on one device."""
+    """Bytes of activations that one layer saves in device memory, for one microbatch on one device."""
     sizes, policy = saved_values(request, plan), parse_remat(remat)
     return request.element_bytes * tokens * sum(sizes[part] for part in policy.saved - policy.offloaded)
 
 
 def deferred_bytes(request: PlanRequest, plan: PodPlan, tokens: int) -> float:
-    """What the gradients of a layer's weights need of one microbatch besides `layer_bytes`, when they are made later.
+    """Bytes, besides `layer_bytes`, that deferred weight gradients of a layer need for one microbatch on one device.
 
-    The gradients of its products' results, and those inputs of products that only products recompute
+    They are the gradients of the results of its products, and the inputs of products that only products can recompute
     (`mstrain.models.halves`).
     """
     sizes, policy = saved_values(request, plan), parse_remat(plan.remat)
@@ -163,7 +176,7 @@ def deferred_bytes(request: PlanRequest, plan: PodPlan, tokens: int) -> float:
 
 
 def gathered_table(head: Product) -> float:
-    """Entries of the embedding's table that one device gathers along the vocabulary; none if it has all."""
+    """Elements of the embedding table that one device all-gathers along the vocabulary; 0 if it has the whole table."""
     layout = head.layout
     count = layout.cols if layout.dataflow == "rs" else layout.rows
     entries = layout.projection.in_dim * layout.projection.out_dim
@@ -171,10 +184,11 @@ def gathered_table(head: Product) -> float:
 
 
 def loss_bytes(head: Product, size: int, platform: str = "tpu") -> tuple[float, float]:
-    """What train.py's loss holds at the most: (a chunk of logits with its gradient, what all chunks share).
+    """Peak bytes of train.py's loss on one device: (a chunk of logits with its gradient, buffers of all chunks).
 
-    The latter is the operand that is not cut, gathered, with its gradient in float32 (`mstrain.layers.loss`). Where a
-    GPU keeps all slopes (`mstrain.layers.kept_loss`), it is these, and the kernel with its gradient.
+    The buffers of all chunks are the all-gathered operand that is not divided into chunks and its float32 gradient
+    (`mstrain.layers.loss`). Where a GPU saves the gradients of all logits (`mstrain.layers.kept_loss`), they are these
+    gradients, and the output projection with its gradient. `size` is the number of bytes of an activation.
     """
     layout = head.layout
     tokens, width = layout.tokens // layout.rows, layout.projection.out_dim // layout.cols
@@ -188,10 +202,12 @@ def loss_bytes(head: Product, size: int, platform: str = "tpu") -> tuple[float, 
 
 
 def state_bytes(request: PlanRequest, plan: PodPlan, parameters: Count) -> tuple[float, float, float]:
-    """Bytes of (weights, gradients, optimizer state) of so many parameters of one device before sharding over
-    replicas."""
+    """Bytes of (weights, gradients, optimizer state) of one device.
+
+    `parameters` are those of the device before sharding over replicas and over axis `expert`.
+    """
     weights, gradients = (size * sum(parameters) for size in request.style.state_bytes[:2])
-    held = parameters.held(plan.expert) / sum(parameters) if sum(parameters) else 1.0  # where nothing else is sharded
+    held = parameters.held(plan.expert) / sum(parameters) if sum(parameters) else 1.0  # fraction left by axis `expert`
     if request.style.native and plan.microbatches > 1:
         gradients *= 2 if request.optimizer.gradients == "f32" else 1.5
     sharded = SHARDS.index(plan.shard)
@@ -206,8 +222,10 @@ def state_bytes(request: PlanRequest, plan: PodPlan, parameters: Count) -> tuple
 
 
 def held_bytes(request: PlanRequest, plan: PodPlan, tokens: int, held: tuple[float, int]) -> list[float]:
-    """Activations of one layer of each group with so many microbatches between their passes, and for gradients of
-    weights that are made later."""
+    """Bytes of saved activations of one layer of each group on one device.
+
+    `held`: microbatches in flight, and microbatches with deferred weight gradients.
+    """
     return [
         layer_bytes(kind, plan, tokens, plan.remat) * held[0] + deferred_bytes(kind, plan, tokens) * held[1]
         for kind, _ in request.layer_groups
@@ -217,7 +235,8 @@ def held_bytes(request: PlanRequest, plan: PodPlan, tokens: int, held: tuple[flo
 def stage_memory(request: PlanRequest, products: Products, plan: PodPlan, stage: Stage) -> Memory:
     """Memory of a device of a stage.
 
-    Where chunks differ, all that is held is taken to be of the largest; in lockstep so are the weights.
+    If the chunks of a stage differ, the activations of each are taken to be those of the largest; in lockstep, the
+    weights too.
     """
     kinds, held = request.layer_groups, (stage.in_flight, stage.deferred)
     model, size, tokens, tensor = request.model, request.element_bytes, products.tokens, plan.tensor
@@ -231,24 +250,24 @@ def stage_memory(request: PlanRequest, products: Products, plan: PodPlan, stage:
     each = held_bytes(request, plan, tokens, held)
     kept = len(chunks) * max(sum(map(operator.mul, chunk, each)) for chunk in chunks)
     gathered = products.gathered_bytes
-    if plan.shard == "parameters":  # the weights of this layer and of the next, and those of the first, dense layers
+    if plan.shard == "parameters":  # all-gathered: two consecutive layers, and the first, dense layers
         ready = stage_parameters(model, (*layers[:-1], 2), False, False)
         gathered += size * ready.over(tensor).held(plan.expert)
     whole = 0.0 if plan.remat == "none" else max(layer_bytes(kind, plan, tokens, "none") for kind, _ in kinds)
-    moments, waiting = [gathered + whole], 0.0  # a layer's backward pass
+    moments, waiting = [gathered + whole], 0.0  # workspace at several times; first: a layer's backward pass
     if lockstep:
         again = sum(map(operator.mul, counts[:-1], held_bytes(request, plan, tokens, (1, 0))))
         moments.append(gathered + whole + again)
-    ahead = plan.microbatches if plan.schedule == "gpipe" else 1  # forward passes not yet turned back
-    if last:  # in lockstep every stage has a slot for each gradient of the last activations
+    ahead = plan.microbatches if plan.schedule == "gpipe" else 1  # microbatches between the passes of the last stage
+    if last:  # in lockstep, every stage has a buffer for each gradient of the last activations
         kept += size * model.width * tokens / tensor * (stage.in_flight * len(chunks) if lockstep else ahead)
-        if request.style.native:  # chunks, in both passes
+        if request.style.native:  # computed in chunks in both passes
             moments.append(sum(loss_bytes(products.head, size, request.pod.chip.platform)))
-        else:  # logits with a float32 copy between their passes, and the gradient of one microbatch's
+        else:  # logits with a float32 copy between their passes, and the gradient of one microbatch's logits
             logits = tokens * products.head.layout.projection.out_dim / tensor
             waiting = (size + 4) * logits * (ahead - 1)
             moments.append(gathered + (2 * size + 4) * logits)
-    table = gathered_table(products.head) if first else 0.0  # ready for lookups during the whole step
-    if first:  # its gradient comes when a microbatch's activations are gone
+    table = gathered_table(products.head) if first else 0.0  # all-gathered during the whole step, for lookups
+    if first:  # its gradient is computed after the activations of the microbatch are freed
         moments.append(WEIGHT_BYTES * table - kept / stage.in_flight)
     return Memory(*state, kept, max(moments) + waiting + size * table)

@@ -1,4 +1,4 @@
-"""One plan, and how it computes the products of a block: exactly as train.py does, or as another system states it."""
+"""One plan and the layouts of its matrix products: those of train.py, or those of another system."""
 
 import dataclasses
 import math
@@ -26,14 +26,17 @@ class PodPlan:
     """Parallel degrees and choices of one plan.
 
     Attributes:
-      data: replicas; `shard`: what each keeps a part of only (`mstrain.planner.request.SHARDS`).
-      expert: replicas that divide the experts of a layer among them, a divisor of data.
-      parallel: the algorithms of the tensor products; Megatron and FSDP use rows x cols devices as one ring.
-      pipeline: stages; schedule: of them, with `interleave` chunks each if it is interleaved.
-      microbatches: per step and replica.
-      remat: what a layer keeps for its backward pass (`mstrain.planner.remat`).
-      context: parts of each sequence. sequence_parallel: whether norms and residuals are sharded over the tensor
-        devices, as train.py does.
+      data: number of data-parallel replicas.
+      parallel: the algorithms of the tensor-parallel products.
+      rows, cols: mesh of the tensor-parallel devices; Megatron and FSDP use rows x cols devices as one ring.
+      pipeline: number of pipeline stages.
+      microbatches: number of microbatches per step and replica.
+      remat: activation checkpointing (`mstrain.planner.remat`).
+      shard: what is sharded over the replicas, one of `mstrain.planner.request.SHARDS`.
+      context: number of parts into which each sequence is split.
+      schedule: pipeline schedule, with `interleave` chunks per stage if it is `interleaved`.
+      sequence_parallel: whether norms and residuals are sharded over the tensor-parallel devices, as in train.py.
+      expert: number of replicas over which the experts of a layer are sharded, a divisor of data.
     """
 
     data: int
@@ -55,7 +58,7 @@ class PodPlan:
         cls, shape: MeshShape, parallel: ParallelConfig, microbatches: int, remat: str, shard: str,
         stages: Stages | None = None,
     ) -> "PodPlan":  # fmt: skip
-        """The plan of a step of train.py on a mesh, with its `stages` if it has several."""
+        """The plan of a step of train.py on a mesh; `stages` describes its pipeline, if it has one."""
         if stages:
             one = cls.on(shape, parallel, microbatches, remat, shard)
             return dataclasses.replace(one, pipeline=stages.count, schedule=stages.schedule, interleave=stages.chunks)
@@ -70,42 +73,43 @@ class PodPlan:
 
     @property
     def tensor(self) -> int:
+        """Number of tensor-parallel devices."""
         return self.rows * self.cols
 
     @property
     def replicas(self) -> int:
-        """Devices that hold the same weights: data x context."""
+        """Number of devices with the same weights: data x context."""
         return self.data * self.context
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether each replica keeps a part of the gradients only, summed once per microbatch."""
+        """Whether gradients are sharded over the replicas, and so reduce-scattered once per microbatch."""
         return self.shard in ("gradients", "parameters") and self.replicas > 1
 
     def sequences(self, batch: int) -> int:
-        """Of a microbatch of one replica."""
+        """Sequences of one microbatch of one replica, for a global batch of `batch` sequences."""
         return batch // self.data // self.microbatches
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """Of the (stage, data x expert, context, row, col) axes."""
+        """Sizes of the (stage, data x expert, context, row, col) axes."""
         return self.pipeline, self.data, self.context, self.rows, self.cols
 
     @property
     def chunks(self) -> int:
-        """Parts of the model per stage."""
+        """Chunks of consecutive layers per stage."""
         return self.interleave if self.schedule == "interleaved" and self.pipeline > 1 else 1
 
     @property
     def name(self) -> str:
-        """The degrees, which make plans distinct; microbatches, remat, shard and schedule do not."""
+        """The degrees in words. Plans with equal names count as one plan, whatever their other choices."""
         context = f", context {self.context}" if self.context > 1 else ""
         expert = f", expert {self.expert}" if self.expert > 1 else ""
         return f"data {self.data}{expert}, {self.tensor_name}{context}, pipeline {self.pipeline}"
 
     @property
     def tensor_name(self) -> str:
-        """The algorithm, with its rows and columns or the number of devices in its ring."""
+        """The algorithm with its rows and columns, or with the number of devices of its ring."""
         shape = self.tensor if find_algorithm(self.algorithm).one_dimensional else f"{self.rows}x{self.cols}"
         return f"{self.algorithm} {shape}"
 
@@ -115,12 +119,12 @@ class PodPlan:
         return MeshShape(self.data // self.expert, self.rows, self.cols, context=self.context, expert=self.expert)
 
     def mesh(self, slices: int = 1) -> MeshShape:
-        """The mesh of train.py over so many TPU slices, which axis `replica` crosses; they divide data / expert."""
+        """The mesh of train.py on `slices` TPU slices, a divisor of data / expert; axis `replica` spans the slices."""
         data = self.data // slices // self.expert
         return dataclasses.replace(self.shape, stage=self.pipeline, replica=slices, data=data)
 
     def flat(self) -> dict:
-        """Plain columns."""
+        """The plan as a flat dictionary, for CSV and JSON."""
         names = (
             "data", "expert", "algorithm", "rows", "cols", "context", "pipeline", "schedule", "microbatches", "remat",
         )  # fmt: skip
@@ -129,9 +133,13 @@ class PodPlan:
 
 @dataclass(frozen=True)
 class Product:
-    """One projection on the mesh: its layout, in `slices` slices.
+    """One projection on the mesh.
 
-    `turned`: the rows of the layout lie along the columns of the mesh. `program`: the algorithm whose program it is.
+    Attributes:
+      layout: the projection with its dataflow and its rows and columns.
+      slices: number of slices (MeshSlice).
+      turned: whether the rows of the layout are the columns of the mesh.
+      program: the algorithm whose compiled program computes the product.
     """
 
     layout: Layout
@@ -145,7 +153,7 @@ class Product:
 
     @property
     def gathered_bytes(self) -> float:
-        """What one device holds of gathered matrices: two slices, or the whole where there is one."""
+        """Bytes of all-gathered matrices on one device: of at most two slices at a time."""
         layout = self.layout
         col, row = layout.moving_bytes()
         whole = (col / layout.rows if layout.cols > 1 else 0) + (row / layout.cols if layout.rows > 1 else 0)
@@ -154,11 +162,16 @@ class Product:
 
 @dataclass(frozen=True)
 class Products:
-    """The products of groups of equal layers by name, each group with its share of the layers, and the head's.
+    """The matrix products of all layers and of the output projection.
 
-    `first` are those of the first, dense layers of a model with experts; `groups` are then the others. Attention splits
-    every sequence into `parts`, whose keys and values it exchanges by `exchange`. Experts exchange tokens in
-    `expert_slices`.
+    Attributes:
+      groups: groups of layers with equal layouts: the products of one layer, and the group's fraction of the layers.
+      head: the output projection.
+      parts: number of parts into which attention splits every sequence.
+      exchange: how these parts exchange keys and values: `ring` or `gather`.
+      expert_slices: number of slices in which tokens are exchanged between the devices of their experts.
+      first: products of a dense layer, for a model with experts whose first layers are dense; `groups` then covers the
+        other layers.
     """
 
     groups: tuple[tuple[tuple[Product, ...], float], ...]
@@ -170,7 +183,7 @@ class Products:
 
     @cached_property
     def kinds(self) -> tuple["Products", ...]:
-        """Those of every group of `PlanRequest.layer_groups`."""
+        """The products of each group of `PlanRequest.layer_groups`."""
         if not self.first:
             return (self,)
         others = dataclasses.replace(self, first=())
@@ -178,31 +191,31 @@ class Products:
 
     @property
     def block(self) -> tuple[Product, ...]:
-        """Those of the first of `groups`."""
+        """The products of a layer of the first of `groups`."""
         return self.groups[0][0]
 
     @property
     def by_name(self) -> dict[str, Product]:
-        """Those of the first of `groups`."""
+        """The products of `block` by name."""
         return {product.name: product for product in self.block}
 
     @cached_property
     def gathered_bytes(self) -> float:
-        """The most that a product of a block gathers on one device."""
+        """The largest `Product.gathered_bytes` of any product of a layer."""
         blocks = self.first, *(block for block, _ in self.groups)
         return max(product.gathered_bytes for block in blocks for product in block)
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch of one replica or part of a sequence."""
+        """Tokens of one microbatch on one replica (on one context part of it)."""
         return self.head.layout.tokens
 
 
 def plan_products(request: PlanRequest, plan: PodPlan) -> Products | str:
-    """The products of a replica's part of a microbatch on the mesh of a plan; for an illegal plan a string, the reason.
+    """The products of one microbatch of one replica on the mesh of a plan; for an illegal plan, the reason as a string.
 
-    The checks, dataflows and slice counts of train.py are those of `mstrain.models.plan`. Another system has one ring
-    of tensor devices, whose products leave tokens where they are.
+    For train.py, `mstrain.models.plan` checks the plan and chooses dataflows and slice counts. For another system, the
+    tensor-parallel devices are one ring, and its products do not communicate between rows.
     """
     if not request.style.native:
         tokens = plan.sequences(request.batch) * request.seq // plan.context
@@ -242,7 +255,7 @@ def _products(
 
 
 def _block(model: ModelConfig, block: BlockPlan, expert: int, tokens: int, size: int) -> tuple[Product, ...]:
-    """The products of a block, with the experts that the devices of one place along axis `expert` have."""
+    """The products of a layer, with the number of experts that one device along axis `expert` has."""
     made = [
         _product(dataclasses.replace(p, experts=p.experts // expert) if p.experts > 1 else p, plan, tokens, size)
         for p, plan in zip(projections(model, sizes=block.sizes), block.products, strict=True)
@@ -274,7 +287,7 @@ def _ring_products(model: ModelConfig, tokens: int, tensor: int, size: int) -> P
 
 
 def _product(projection: Projection, plan, tokens: int, size: int) -> Product:
-    # The tuner's "rs" swaps rows and columns unless its input arrives transposed; the trainer's plan has done so.
+    # `Layout` swaps rows and columns for "rs" unless its input is transposed; the plan of train.py has swapped them.
     rows, cols, turned = plan.grid.num_rows, plan.grid.num_cols, plan.grid.rows == ("col",)
     layout = Layout(projection, tokens, rows, cols, plan.dataflow, plan.dataflow == "rs", size)
     return Product(layout, plan.slices, turned, plan.program)

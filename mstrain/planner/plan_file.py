@@ -1,4 +1,4 @@
-"""plan.json, which carries a plan from plan.py to train.py: its keys of train.py, or why train.py cannot run it."""
+"""plan.json, which plan.py writes and train.py reads: the keys of a plan, or why train.py cannot run it."""
 
 import dataclasses
 import itertools
@@ -12,17 +12,19 @@ from mstrain.planner.search import PodResult
 from mstrain.planner.trainer import spelled, train_keys
 
 PLAN_FILE = "plan.json"
-AUTO_PLAN = "auto"  # instead of a file: the best plan for the devices present
-DEFAULTS = {"accumulate": "1", "remat": "none", "shard": "none"}  # of train.py, beside which plan=auto chooses
-KEYS = (  # of train.py, that a file may supply
+AUTO_PLAN = "auto"  # value of plan= instead of a file: the best plan for the devices present
+DEFAULTS = {"accumulate": "1", "remat": "none", "shard": "none"}  # defaults of train.py that plan=auto replaces
+KEYS = (  # keys of train.py that a plan file may contain
     "mesh", "parallel", "parallel.slices", "accumulate", "remat", "shard", "offload", "pipeline.schedule",
     "pipeline.interleave",
 )  # fmt: skip
 
 
 def model_keys(request: PlanRequest) -> dict:
-    """model=NAME, and the fields in which the model differs from that preset: of a model with a name of its own, the
-    preset with the fewest other fields."""
+    """The keys of train.py for the model: model=NAME, and every field in which it differs from that preset.
+
+    For a model that is not a preset, NAME is the preset with the fewest different fields.
+    """
     given, names = _flat(dataclasses.asdict(request.model)), preset_names()
     presets = [request.model.name] if request.model.name in names else names
     changed = {preset: given.items() - _flat(dataclasses.asdict(load_preset(preset))).items() for preset in presets}
@@ -32,14 +34,14 @@ def model_keys(request: PlanRequest) -> dict:
 
 
 def _flat(values: dict) -> dict:
-    """Nested fields by their keys, such as `latent.key_rank`."""
+    """Nested fields by their dotted keys, such as `latent.key_rank`."""
     inner = ({f"{name}.{key}": v for key, v in _flat(value).items()} if isinstance(value, dict) else {name: value}
              for name, value in values.items())  # fmt: skip
     return dict(itertools.chain.from_iterable(each.items() for each in inner))
 
 
 def write_plan(request: PlanRequest, result: PodResult, folder: Path) -> Path:
-    """plan.json: the winner, and the best plan that train.py can run with its keys (null if it can run none)."""
+    """Writes plan.json: the best plan, and the keys of the best plan that train.py can run (null if there is none)."""
     best, runs = result.best, result.trainable[0] if result.trainable else None
     document = {
         "model": model_keys(request)["model"],
@@ -59,10 +61,13 @@ def write_plan(request: PlanRequest, result: PodResult, folder: Path) -> Path:
 
 
 def closing_lines(request: PlanRequest, result: PodResult, path: Path) -> list[str]:
-    """What train.py can run, and what it cannot and why; the last line is a command without the file."""
+    """Lines that report whether train.py can run the best plan, and the commands for the best plan that it can run.
+
+    The last line is a command that does not need the file.
+    """
     best, lines = result.best, []
     if why := best.why_not_trainable:
-        lines.append(f"The best plan, {best.plan.name}, is not for train.py: {why}.")
+        lines.append(f"train.py cannot run the best plan, {best.plan.name}: {why}.")
     if not result.trainable:
         fix = "type pipeline=1 context=1 shard=none to see why, then a larger cluster= or batch=."
         if (stages := request.fixed.pipeline or 1) > 1:
@@ -71,19 +76,20 @@ def closing_lines(request: PlanRequest, result: PodResult, path: Path) -> list[s
     runs = result.trainable[0]
     if why:
         more = 100 * (runs.seconds / best.seconds - 1)
-        lines.append(f"The best that train.py runs takes {1e3 * runs.seconds:.1f} ms a step, {more:.1f} % more.")
+        took = f"{1e3 * runs.seconds:.1f} ms per step, {more:.1f} % more"
+        lines.append(f"The best plan that train.py can run takes {took}.")
     model = model_keys(request)
     step = {"batch": request.batch, "seq": request.seq, "dtype": request.dtype, **request.optimizer_keys}
-    every = {**model, **train_keys(runs.plan, request.pod.slices), **step}  # spelled out
-    file = f"This file: python train.py {spelled({**model, **step, 'plan': path})}"
+    every = {**model, **train_keys(runs.plan, request.pod.slices), **step}
+    file = f"With this file: python train.py {spelled({**model, **step, 'plan': path})}"
     return [*lines, file, f"python train.py {spelled(every)}"]
 
 
 def plan_overrides(arguments: list[str]) -> list[str]:
-    """Arguments that `plan=FILE` among `arguments` stands for, without those given on the command line.
+    """The arguments that `plan=FILE` adds to the command-line `arguments`, except those that are given explicitly.
 
-    Raises ValueError for a file that is not a plan, one that train.py cannot run, and one made for another
-    model, and beside plan=auto for a key that it chooses.
+    Raises ValueError for a file that is not a plan, that train.py cannot run, or that was made for another model; and
+    if plan=auto is given with the default value of a key that it chooses.
     """
     given = {key: value for key, _, value in (argument.partition("=") for argument in arguments)}
     if given.get("plan") in (None, "null"):
@@ -91,20 +97,20 @@ def plan_overrides(arguments: list[str]) -> list[str]:
     if given["plan"] == AUTO_PLAN:
         if same := next((f"{key}={value}" for key, value in DEFAULTS.items() if given.get(key) == value), None):
             raise ValueError(
-                f"plan=auto chooses what has its default, such as {same}. Remove it, or type it to plan.py and "
-                "plan=FILE with the file that it writes."
+                f"plan=auto chooses every key that has its default value, such as {same}. Remove it, or type it to "
+                "plan.py, and type plan=FILE with the file that plan.py writes."
             )
         return []
     path = given["plan"]
     document = _read(path)
     if document.get("train") is None:
-        why = document.get("why_not_trainable") or "it holds no plan for train.py"
+        why = document.get("why_not_trainable") or "it contains no plan for train.py"
         raise ValueError(f"plan={path}: {why}. Type pipeline=1 to plan.py, with a cluster= that is large enough.")
     keys = document["train"]
     unknown = sorted(set(keys) - set(KEYS))
     if unknown:
         raise ValueError(
-            f"plan={path}: {unknown[0]!r} is not for a plan. It may hold {', '.join(KEYS)}; run plan.py again."
+            f"plan={path}: unknown key {unknown[0]!r}. The known keys are {', '.join(KEYS)}. Run plan.py again."
         )
     if given.get("model") != document["model"]:
         raise ValueError(f"plan={path} was made for model {document['model']}. Type model={document['model']}.")

@@ -1,10 +1,10 @@
-"""The operations of one product on one device: slices that are gathered, multiplied and scattered (MeshSlice
-section 3.1).
+"""The simulated operations of one matrix product on one device, slice by slice (MeshSlice paper section 3.1).
 
-For each slice the collectives of the dataflow and one multiplication. At most two slices are gathered ahead
-of the one that multiplies. No multiplication of the product hides the collectives of the first and last slice. They
-are in two parts: nothing waits for the part that compiled steps hide (`mstrain.hardware.overlap`), which only occupies
-the link. Values of 0 bytes order operations that share no data.
+Each slice has the collectives of the dataflow and one multiplication. At most two slices are gathered ahead of the
+slice that is multiplied. The product's own multiplications cannot hide the collectives of its first and last slice.
+Each of these collectives is divided into two operations: an exposed part, for which other operations wait, and the
+part that compiled steps hide (`mstrain.hardware.overlap`), which occupies the link but delays no operation. Values of
+0 bytes order operations that share no data.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,12 @@ from mstrain.simulator.pipeline import PipelineStep
 from mstrain.simulator.placement import COL, LOCAL, ROW, TENSOR, Degrees
 from mstrain.simulator.program import OpSpec
 
-PREFETCH = 2  # slices gathered ahead
+PREFETCH = 2  # slices gathered before the slice that is multiplied
 KINDS = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter"}
 
 
 def multiplication(product: Product, gemm: Gemm) -> OpSpec:
+    """The local multiplication of one slice of a GEMM."""
     layout = product.layout
     m, k, n = local_dims(gemm, layout.rows, layout.cols, product.slices)
     shapes = ((k, m), (k, n)) if gemm.kind == "WeightGrad" else ((m, k), (k, n))
@@ -30,9 +31,9 @@ def multiplication(product: Product, gemm: Gemm) -> OpSpec:
 
 
 def axes_of(product: Product, mesh: tuple[int, int]) -> tuple[int, int]:
-    """(between columns, between rows) of the layout, as axes of a device mesh of rows x cols.
+    """The axes of the (rows, cols) device mesh along which a layout communicates (between columns, between rows).
 
-    A layout that is not the mesh or its transpose is a ring of all devices (Megatron, FSDP).
+    A layout that is neither the mesh nor its transpose is a ring of all tensor-parallel devices (Megatron, FSDP).
     """
     layout = product.layout
     if (layout.rows, layout.cols) == mesh and not product.turned:
@@ -43,9 +44,10 @@ def axes_of(product: Product, mesh: tuple[int, int]) -> tuple[int, int]:
 
 
 class ProductStep(PipelineStep):
-    """Adds operations of one output each, and products slice by slice.
+    """Writes operations with one output each, and products slice by slice.
 
-    `chip` is that whose compiled steps say what is hidden; None hides what the order of operations hides.
+    `chip` selects the measured hidden fractions of collectives (`mstrain.hardware.overlap`). With None, only the order
+    of operations decides which collectives are hidden.
     """
 
     def __init__(self, degrees: Degrees, chunks: int, chip: Chip | None):
@@ -53,20 +55,20 @@ class ProductStep(PipelineStep):
         self.chip = chip
 
     def new(self, nbytes: float, chunk: int, category: str) -> int:
-        """A value per microbatch."""
+        """Allocates a value of `nbytes` for every microbatch, on the stage of a chunk; returns its number."""
         return self.slots.value(round(nbytes), self.stage(chunk), category=category)
 
     def emit(
         self, chunk: int, spec: OpSpec, inputs: Sequence[int], nbytes: float, category: str, axis: int = LOCAL,
         label: tuple = (),
     ) -> int:  # fmt: skip
-        """Adds an operation of a chunk with one output of `nbytes`; returns it."""
+        """Adds an operation of a chunk with one output of `nbytes` bytes; returns the output."""
         output = self.new(nbytes, chunk, category)
         self.add(spec, axis, self.stage(chunk), inputs, (output,), label=label)
         return output
 
     def _emit_collective(self, hidden: float, chunk: int, spec: OpSpec, *operation) -> int:
-        """`emit`, of a collective; nothing waits for the share `hidden` of it."""
+        """As `emit`, for a collective; no operation waits for the fraction `hidden` of it."""
         ((elements,),) = spec.shapes
         behind = round(hidden * elements)
         output = self.emit(chunk, spec._replace(shapes=((elements - behind,),)), *operation)
@@ -76,12 +78,12 @@ class ProductStep(PipelineStep):
         return output
 
     def _hidden(self, product: Product, gemm: Gemm) -> Hidden:
-        """Shares of the collectives of the first and last slice of a product."""
+        """Hidden fractions of the collectives of the first and last slice of a product."""
         shares = hidden_shares(self.chip.name, product.program) if self.chip else None
         return shares[gemm.kind != "MatMul"] if shares else Hidden()
 
     def _moves(self, product: Product, gemm: Gemm) -> list[tuple[str, int, int, int, str]]:
-        """(operation, axis, elements of a shard, of all shards, between what) of the collectives of a slice."""
+        """(operation, axis, elements of a shard, elements of all shards, direction) of each collective of a slice."""
         layout, mesh = product.layout, (self.degrees.rows, self.degrees.cols)
         parts = layout.rows * layout.cols * product.slices * layout.dtype_bytes
         whole = [max(1, round(moved / parts)) for moved in layout.moving_bytes()]
@@ -95,10 +97,11 @@ class ProductStep(PipelineStep):
     def emit_gemm(
         self, chunk: int, product: Product, gemm: Gemm, inputs: Sequence[int], nbytes: float, category: str, part: tuple
     ) -> int:
-        """Adds one sliced GEMM of `part` of the model, which reads `inputs`; returns its result of `nbytes`.
+        """Adds the sliced GEMM of `part` of the model, which reads `inputs`; returns its result of `nbytes` bytes.
 
         Labels are (*part, product, gemm, what, slice); `what` is "multiply", or the mesh direction along which a matrix
-        is communicated: "columns" or "rows". What slices leave exposed comes first: (..., "columns", "exposed").
+        is communicated: "columns" or "rows". The exposed time that slices add (`Hidden.left`) comes first, with labels
+        (..., "columns", "exposed").
         """
         slices, size, label = product.slices, product.layout.dtype_bytes, (*part, product.name, gemm.kind)
         moves, hidden = self._moves(product, gemm), self._hidden(product, gemm)

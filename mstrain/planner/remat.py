@@ -1,4 +1,4 @@
-"""What a layer recomputes for its backward pass, and what of it waits in host memory."""
+"""Activation checkpointing: which values of a layer are saved, offloaded to host memory or recomputed."""
 
 import functools
 import re
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from mstrain.models import remat
 
 PARTS = ("input", "qkv", "scores", "context", "out", "mlp_in", "mlp_out")
-"""Of a layer: its input; queries, keys and values; attention scores; attention's result; the output projection's
-result; the MLP's hidden features; the MLP's result."""
+"""The values of a layer: its input; queries, keys and values; attention scores; the result of attention; that of the
+output projection of attention; the hidden features of the MLP; the result of the MLP."""
 
 NAMES = {
     "input": "layer-input", "qkv": "attention-in", "context": "attention", "out": "attention-out", "mlp_in": "mlp-in",
     "mlp_out": "mlp-out",
 }  # fmt: skip
-"""Those that `mstrain.models.remat` names, by its names."""
+"""Part -> its name in `mstrain.models.remat`, for the parts that train.py can save."""
 OWN = {
     policy: frozenset({"input"} | {part for part, name in NAMES.items() if name in kept})
     for policy, kept in remat.POLICIES.items()
-}  # of train.py
+}  # the policies of train.py
 DOTS = OWN["dots"]
 POLICIES = {
     "none": frozenset({"input", "qkv", "scores", "context", "mlp_in", "elementwise"}),
@@ -34,7 +34,7 @@ POLICIES = {
     "save_dot_with_context_except_mlp": DOTS - {"mlp_in", "mlp_out"},
     "minimal_with_context": DOTS,
 }
-WORDS = {  # of published recipes
+WORDS = {  # part -> its names in published recipes
     "input": "layer_input layer_inputs decoder_layer_input residual",
     "qkv": "query_proj key_proj value_proj qkv_proj q k v query key value",
     "context": "attention attention_output attention_out",
@@ -51,9 +51,10 @@ class Remat:
     """Activation checkpointing of a layer.
 
     Attributes:
-      saved: the PARTS kept for the backward pass; the rest is recomputed. "elementwise" among them: the results of
-        norms, dropout and activation functions, too.
-      offloaded: those of them that wait in host memory.
+      name: the text that describes it.
+      saved: the PARTS saved for the backward pass; the other parts are recomputed. If it contains "elementwise", the
+        results of norms, dropout and activation functions are saved, too.
+      offloaded: the saved parts that are offloaded to host memory.
     """
 
     name: str
@@ -65,16 +66,16 @@ class Remat:
 
     @property
     def elementwise(self) -> bool:
-        """Whether norms and activation functions run again."""
+        """Whether norms and activation functions are recomputed."""
         return self.name != "none" and "elementwise" not in self.saved
 
 
 @functools.cache
 def parse_remat(text: str) -> Remat:
-    """`none`, `dots`, `full`, ..., or names of values joined by `+`, or one of these and `offload: NAMES`, those that
-    wait in host memory.
+    """Parses a remat policy: a key of POLICIES, or names of saved values joined by `+`.
 
-    Raises ValueError for any other text.
+    Either may be followed by `offload: NAMES`, the values that are offloaded to host memory. Raises ValueError for any
+    other text.
     """
     lowered = text.strip().lower()
     if lowered in POLICIES:
@@ -89,7 +90,7 @@ def parse_remat(text: str) -> Remat:
 
 
 def _parts(text: str, names: str, stated: bool) -> set[str]:
-    """The parts called `names`; `stated` where the text says that these are names. Raises ValueError for others."""
+    """The parts called `names`. Raises ValueError for an unknown name; if `stated`, `text` can only contain names."""
     words = ["_".join(word.split()) for word in re.split(r"[,+]|\band\b", names) if word.strip()]
     unknown = [word for word in words if word not in PART_OF]
     if not words or (unknown and not stated):

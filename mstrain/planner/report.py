@@ -1,4 +1,4 @@
-"""Reports of plans: tables, CSV, JSON and a plot."""
+"""Reports of a search: tables, CSV and JSON files, and a plot."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ def _percent(share: float | None) -> str:
 
 
 def plan_row(request: PlanRequest, rank: int, costed: Costed, best: Costed) -> dict:
-    """One plan as flat columns: seconds by term, bytes of the fullest stage by category."""
+    """One plan as a flat row: seconds by term, and bytes by category of the stage that needs most memory."""
     plan, fullest = costed.plan, costed.fullest
     memory = {f"{name}_bytes": round(value) for name, value in dataclasses.asdict(fullest).items()}
     return {
@@ -50,8 +50,10 @@ def plan_row(request: PlanRequest, rank: int, costed: Costed, best: Costed) -> d
 
 
 def write_tables(request: PlanRequest, result: PodResult, folder: Path, top: int) -> None:
-    """plans.csv (every distinct plan, then those that do not fit), stages.csv (each stage of the top plans)
-    and plans.json (the top plans with their stages).
+    """Writes plans.csv, stages.csv and plans.json to `folder`.
+
+    plans.csv has every distinct plan, then the rejected ones; stages.csv each stage of the `top` plans; plans.json the
+    `top` plans with their stages.
     """
     rows = [plan_row(request, rank, costed, result.best) for rank, costed in enumerate(result.ranked, 1)]
     refused = [{**item.plan.flat(), "why": item.reason} for item in result.rejected]
@@ -77,7 +79,7 @@ def write_tables(request: PlanRequest, result: PodResult, folder: Path, top: int
 
 
 def plans_table(request: PlanRequest, result: PodResult, top: int) -> Table:
-    """The top plans: degrees, milliseconds of a step, GB of the fullest device, and why each is slower."""
+    """The `top` plans: degrees, milliseconds per step, GB of the device that needs most, and why each is slower."""
     pod = request.pod
     title = f"{request.model.name} on {pod.name} ({pod.devices} devices), predicted by the cost model"
     columns = (
@@ -102,22 +104,22 @@ def plans_table(request: PlanRequest, result: PodResult, top: int) -> Table:
 
 
 def terms_table(result: PodResult, count: int) -> Table:
-    """Milliseconds of a step of the top plans by term; the columns are their ranks."""
+    """Milliseconds per step by term of the first `count` plans; the column headings are their ranks."""
     top = result.ranked[:count]
     rows = (
         (name.replace("_", " "), *(f"{1e3 * getattr(costed.terms, name):.1f}" for costed in top))
         for name in Terms.__dataclass_fields__
     )
-    return make_table("Where the step goes (ms)", ("", *map(str, range(1, len(top) + 1))), rows, ("",))
+    return make_table("Step time by term (ms)", ("", *map(str, range(1, len(top) + 1))), rows, ("",))
 
 
 def stages_table(result: PodResult) -> Table:
-    """Milliseconds of a step of every stage of the best plan by term; each row adds up to the step."""
+    """Milliseconds per step by term of every stage of the best plan; each row adds up to the step time."""
     return _stages("Stages of plan 1 (ms)", result, "seconds", 1e3, 1, {"stage": "stage"})
 
 
 def memory_table(result: PodResult) -> Table:
-    """GB per device of every stage of the best plan by category."""
+    """GB per device by category of every stage of the best plan."""
     names = {"stage": "stage", "layers": "layers", "microbatches_in_flight": "in flight"}
     return _stages("Memory per device (GB)", result, "bytes", 1 / GB, 2, names)
 
@@ -135,7 +137,7 @@ def _stages(title: str, result: PodResult, unit: str, scale: float, digits: int,
 
 
 def stage_rows(result: PodResult, top: int) -> list[dict]:
-    """One row per stage of every top plan: layers, seconds by term, bytes by category."""
+    """One row per stage of each of the `top` plans: layers, seconds by term, bytes by category."""
     return [
         {
             "rank": rank,
@@ -152,8 +154,9 @@ def stage_rows(result: PodResult, top: int) -> list[dict]:
 
 
 def plot_plans(request: PlanRequest, plans: list[Costed], path: Path) -> Path:
-    """Throughput against memory of every distinct plan, colored by pipeline degree; the line is what is
-    usable.
+    """Plots throughput against memory of `plans`, colored by pipeline degree; a dashed line marks the usable memory.
+
+    Returns `path`.
     """
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()

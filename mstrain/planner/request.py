@@ -1,4 +1,4 @@
-"""The input of a search: a training step, the devices it may use, and the fixed choices."""
+"""The input of a search: a training step, the devices, and the choices that are fixed."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,25 +17,26 @@ from mstrain.planner.execution import ExecutionStyle, style_named
 from mstrain.program.optimizer import OptimizerConfig
 from mstrain.program.step_config import StepConfig
 
-MEMORY_MARGIN = 0.1  # of a device's memory, for fragmentation and the compiler's workspace
+MEMORY_MARGIN = 0.1  # fraction of a device's memory left free for fragmentation and the compiler's workspace
 SHARDS = ("none", "optimizer", "gradients", "parameters")
-"""What is sharded over the data-parallel devices: nothing, or ZeRO 1, 2 and 3."""
+"""State that is sharded over the data-parallel devices: none, or that of ZeRO 1, 2 and 3."""
 TENSOR = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.costed)
 """The algorithms of tensor products that the cost model knows."""
 SCHEDULES = tuple(sorted(schedules.SCHEDULES))
-"""1f1b first: of plans that take the same time, the first one counts."""
+"""In the order of the search, 1f1b first: of plans with equal times, the first one is chosen."""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """Choices that are fixed; None leaves a choice to the search.
+    """Fixed choices; the search chooses those that are None.
 
     Attributes:
-      data, tensor, context, pipeline, expert: parallel degrees; experts are divided among some of the `data` replicas.
-      shape: (rows, cols) of the tensor devices.
-      microbatches: per step and replica; train.py's accumulate=.
-      remat: train.py's remat=, or another of `mstrain.planner.remat`.
-      shard: of SHARDS. schedule: of SCHEDULES, with `interleave` chunks per stage of an interleaved one.
+      data, tensor, context, pipeline, expert: parallel degrees; expert divides data.
+      shape: (rows, cols) of the tensor-parallel devices.
+      microbatches: number per step and replica, accumulate= of train.py.
+      remat: remat= of train.py, or another policy of `mstrain.planner.remat`.
+      shard: one of SHARDS.
+      schedule: one of SCHEDULES; the interleaved one has `interleave` chunks per stage.
     """
 
     data: int | None = None
@@ -51,11 +52,12 @@ class Fixed:
     expert: int | None = None
 
     def allows(self, name: str, degree) -> bool:
+        """Whether the choice `name` is open, or fixed to `degree`."""
         return getattr(self, name) in (None, degree)
 
     @classmethod
     def of(cls, step: StepConfig) -> "Fixed":
-        """What a step fixes; `remat=auto` leaves remat open."""
+        """The choices that the configuration of a step fixes; `remat=auto` leaves remat open."""
         pipeline = step.pipeline
         per_stage = pipeline.interleave or (2 if pipeline.schedule == "interleaved" else 1)
         return cls(
@@ -65,7 +67,7 @@ class Fixed:
         )  # fmt: skip
 
     def on(self, mesh: MeshShape) -> "Fixed":
-        """With the degrees of a mesh of train.py."""
+        """A copy with the degrees of a mesh of train.py fixed."""
         shape = mesh.row, mesh.col
         return replace(
             self, data=mesh.copies, expert=mesh.expert, context=mesh.context, pipeline=mesh.stage, shape=shape
@@ -77,12 +79,16 @@ class PlanRequest:
     """A training step of `model` on `pod`.
 
     Attributes:
-      parallel: the algorithms to choose from.
-      batch: sequences per step of the whole job; seq: tokens per sequence.
-      dtype: of activations and products: bf16 or f32, or JAX's names.
-      optimizer: of train.py, whose state is in memory.
-      memory_margin: part of a device's memory that must stay free.
-      stated_style: of another system than train.py.
+      parallel: the tensor-parallel algorithms to choose from.
+      batch: sequences per step of the whole job.
+      seq: tokens per sequence.
+      dtype: dtype of activations and products: bf16 or f32, or JAX's names.
+      fixed: the choices that are fixed.
+      memory_margin: fraction of a device's memory that must stay free.
+      stated_style: execution style of another system than train.py.
+      optimizer: optimizer of train.py, for the size of its state.
+
+    Raises ValueError for a model with `mtp_layers`, which the planner does not support.
     """
 
     model: ModelConfig
@@ -106,48 +112,48 @@ class PlanRequest:
 
     @classmethod
     def of(cls, step: StepConfig, pod: Pod) -> "PlanRequest":
-        """The request about a step, with all of its keys fixed."""
+        """The request for a step of train.py, with the choices of its configuration fixed."""
         parallel, fixed = (step.parallel,), Fixed.of(step)
         return cls(step.model, pod, parallel, step.batch, step.seq, step.dtype, fixed, optimizer=step.optimizer)
 
     @cached_property
     def layer_groups(self) -> tuple[tuple["PlanRequest", int], ...]:
-        """Groups of equal layers in order: this request for a model whose layers are all of that kind, and their
-        number."""
+        """Groups of equal layers in order: (this request for a model with only such layers, number of layers)."""
         groups = self.model.layer_groups
         return tuple((replace(self, model=model) if len(groups) > 1 else self, count) for model, count in groups)
 
     @property
     def optimizer_keys(self) -> dict[str, str]:
-        """The keys of train.py for an optimizer with other state than the default."""
+        """The keys of train.py for an optimizer whose state differs from that of the default optimizer."""
         given = {"optimizer.name": self.optimizer.name, "optimizer.moments": self.optimizer.moments}
         default = OptimizerConfig()
         return {key: value for key, value in given.items() if value != getattr(default, key.partition(".")[2])}
 
     @cached_property
     def style(self) -> ExecutionStyle:
-        """How the system that runs the step executes it; train.py where nothing else is stated."""
+        """The execution style of the system that runs the step; train.py unless another is stated."""
         return self.stated_style or style_named("mstrain-gpu" if self.pod.chip.platform == "gpu" else "mstrain")
 
     @cached_property
     def element_bytes(self) -> int:
-        """Of an activation."""
+        """Bytes of one element of an activation."""
         return self.style.activation_bytes or element_bytes(self.dtype)
 
     @cached_property
     def usable_bytes(self) -> float:
-        """Memory of one device that a plan may use."""
+        """Bytes of one device's memory that a plan may use."""
         return self.pod.memory_bytes * (1 - self.memory_margin)
 
     @property
     def tokens(self) -> int:
+        """Tokens per step."""
         return self.batch * self.seq
 
     def utilization(self, seconds: float, attention: str = "full", extra: float = 0.0) -> float | None:
-        """Model FLOP/s over peak of a step of `seconds`; None for a chip without a peak.
+        """MFU, a fraction of the peak, of a step that takes `seconds`; None for a chip without a known peak.
 
-        `attention`: `full` counts the whole square of scores (PaLM, appendix B), or `causal`. `extra`: FLOPs per token
-        besides those of the model.
+        `attention`: `full` counts all attention scores (PaLM, appendix B), `causal` only those that are not masked.
+        `extra`: FLOPs per token in addition to those of the model.
         """
         flops = training_flops_per_token(self.model, self.seq, attention) + extra
         return mfu(self.tokens * flops, seconds, self.pod.devices, self.pod.chip.peak(self.dtype))

@@ -1,12 +1,12 @@
-"""Every plan of the space, costed, within a time budget: the one ranking behind plan, mesh=auto, meshes=auto and tune=.
+"""Exhaustive search for the fastest plan within a time budget, for plan.py, mesh=auto, meshes=auto and tune=.
 
-The space: data x context x tensor x pipeline degrees with product the number of devices; tensor by MeshSlice on rows x
-cols, by Megatron or FSDP on a ring; every number of microbatches that divides the batch; every remat, shard and
-schedule. A plan of one stage takes the meshes whose links are known (`Pod.meshes`), as train.py lays them out; a
-pipeline may split a torus axis. The search is exhaustive, so that its winner is the best of the space by the cost
-model: a plan is left out only if all its microbatches take longer than a whole step that fits, or if its state alone
-does not fit. `PodResult.finished` is False where the budget ends it early; so with a budget, the layouts whose layers
-take least time come first.
+The space has all data x context x tensor x pipeline degrees whose product is the number of devices; tensor parallelism
+by MeshSlice on rows x cols, or by Megatron or FSDP on a ring; every number of microbatches that divides the batch; and
+every remat, shard and schedule. A plan with one stage uses the meshes whose links are known (`Pod.meshes`), placed as
+by train.py; a pipeline may split a torus axis. The result is the best plan of the space by the cost model: a plan is
+skipped only if its microbatches alone take longer than a whole step that fits, or if its state alone does not fit.
+`PodResult.finished` is False if the time budget ends the search early. With a time budget, the search therefore starts
+with the layouts whose layers take the least time.
 """
 
 import itertools
@@ -27,17 +27,17 @@ from mstrain.planner.plan import PodPlan, Products, plan_products
 from mstrain.planner.request import SCHEDULES, SHARDS, PlanRequest
 from mstrain.planner.trainer import why_not_trainable
 
-PROGRESS_SECONDS = 5.0
-SHORTEST_PART = 1024  # tokens of a sequence that is split over devices
+PROGRESS_SECONDS = 5.0  # between lines of progress
+SHORTEST_PART = 1024  # tokens per device of a sequence that is split over devices
 REMATS = (*LADDER, "attention-in", "minimal_offloaded")
 CHUNKS = (2, 4)  # per stage of an interleaved schedule
-ORDER_PART = 0.4  # of a time budget, for the order of layouts
-PASSES = 4  # microbatches per stage beside the first, by which layouts are ordered
+ORDER_PART = 0.4  # fraction of a time budget for sorting the layouts
+PASSES = 4  # microbatches per stage after the first that are assumed when sorting layouts
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """An illegal plan, or one that does not fit, and the reason; `costed` if only memory is missing."""
+    """A plan that is illegal or does not fit, with the reason; `costed` is None if it is illegal."""
 
     plan: PodPlan
     reason: str
@@ -46,13 +46,16 @@ class Rejected:
 
 @dataclass
 class PodResult:
-    """What the search found.
+    """The result of a search.
 
     Attributes:
-      ranked: the best plan of each name, fastest first. trainable: those of plans that train.py can run.
-      rejected: one per name of which no plan fits.
-      costed: plans costed; finished: whether the whole space was searched, else the time budget ended it.
-      seconds: of the search; summary: how far it came, in a sentence.
+      ranked: the best plan of each `PodPlan.name`, fastest first.
+      trainable: the same, of the plans that train.py can run.
+      rejected: one rejected plan for each name without a plan that fits.
+      costed: number of plans evaluated.
+      finished: whether the whole space was searched; False if the time budget ended the search.
+      seconds: duration of the search.
+      summary: a sentence that reports the number of plans and the duration.
     """
 
     ranked: list[Costed] = field(default_factory=list)
@@ -69,7 +72,7 @@ class PodResult:
 
 
 def layouts(request: PlanRequest) -> Iterator[PodPlan]:
-    """Every plan but for its microbatches, remat, shard and schedule; small pipelines first."""
+    """All layouts: plans without a choice of microbatches, remat, shard and schedule; small pipelines first."""
     devices, fixed = request.pod.devices, request.fixed
     in_rings = sorted(request.parallel, key=lambda parallel: not _in_rings(parallel, request.model.layers))
     for pipeline in divisors(devices):
@@ -93,7 +96,7 @@ def layouts(request: PlanRequest) -> Iterator[PodPlan]:
 
 
 def _contexts(request: PlanRequest, devices: int) -> list[int]:
-    """Numbers of parts of a sequence."""
+    """The context degrees to search: numbers of parts into which each sequence is split."""
     if request.fixed.context:
         return [request.fixed.context] if devices % request.fixed.context == 0 else []
     most = max(1, request.seq // SHORTEST_PART)
@@ -101,22 +104,23 @@ def _contexts(request: PlanRequest, devices: int) -> list[int]:
 
 
 def _experts(request: PlanRequest, data: int) -> list[int]:
-    """Parts among which replicas of one TPU slice divide the experts."""
+    """The expert degrees to search; experts are sharded over replicas of one TPU slice."""
     inside, fixed = data // math.gcd(data, request.pod.slices), request.fixed
     most = math.gcd(inside, request.model.experts or 1) if request.style.native else 1
     return [count for count in divisors(most) if fixed.allows("expert", count)]
 
 
 def _in_rings(parallel: ParallelConfig, layers: int) -> bool:
-    """Whether all products use a ring of all devices, whatever their rows and columns.
+    """Whether all products use a ring of all tensor-parallel devices, whatever the rows and columns.
 
-    Of plans that take equally long such a one comes first: MeshSlice and Collective over rows alone may be its program.
+    Among plans with equal times such a plan comes first: MeshSlice and Collective on a mesh of rows only may compile to
+    the same program.
     """
     return all(find_algorithm(name).one_dimensional for pair in layer_algorithms(parallel, layers) for name in pair)
 
 
 def _distinct(parallel: ParallelConfig, layers: int, shapes) -> list[tuple[int, int]]:
-    """The shapes that differ for these algorithms: a ring of all devices has the squarest only."""
+    """The `shapes` that are distinct plans for these algorithms; for a ring, the one closest to a square."""
     if shapes and _in_rings(parallel, layers):
         return [min(shapes, key=lambda shape: (abs(math.log(shape[0] / shape[1])), shape))]
     return list(shapes)
@@ -126,9 +130,10 @@ def search(
     request: PlanRequest, clock: Clock | None = None, say: Callable[[str], None] = lambda line: None,
     best_only: bool = False,
 ) -> PodResult:  # fmt: skip
-    """Costs every plan until the clock is over; calls `say` with progress. Raises ValueError without a vocabulary.
+    """Evaluates all plans until the time budget is spent; calls `say` with lines of progress.
 
-    With `best_only`, plans that cannot be faster than one of train.py that fits are left out, whatever their name.
+    With `best_only`, plans that cannot be faster than a plan of train.py that fits are skipped, whatever their name.
+    Raises ValueError for a model without a vocabulary size.
     """
     if request.model.vocab_size is None:
         raise ValueError(
@@ -161,7 +166,7 @@ def search(
 
 
 class _Search:
-    """The best plan of every layout so far: of all plans, and of those that train.py can run."""
+    """The state of a search: the best plan of every name so far, of all plans and of those that train.py can run."""
 
     def __init__(self, request: PlanRequest, clock: Clock, best_only: bool):
         self.request, self.clock, self.best_only, self.result = request, clock, best_only, PodResult()
@@ -169,10 +174,10 @@ class _Search:
         self.trainable: dict[str, Costed] = {}
 
     def in_order(self, layouts: list[PodPlan]) -> list[PodPlan]:
-        """`layouts` for a search with a time budget: those whose layers take least time first.
+        """`layouts` in the order of a search with a time budget: those whose layers take the least time first.
 
-        Where the part of the budget that this may take ends, the others follow in a mixed order, so that a search that
-        stops has seen all degrees.
+        If sorting spends ORDER_PART of the budget, the remaining layouts follow in random order, so that a search that
+        stops early has seen all degrees.
         """
         if math.isinf(self.clock.budget):
             return layouts
@@ -186,7 +191,7 @@ class _Search:
         return [layouts[number] for number in (*first, *(number for number in mixed if number not in seconds))]
 
     def _outlook(self, layout: PodPlan) -> float:
-        """Seconds of a step at the least with a usual number of microbatches; infinite if it is illegal."""
+        """Lower bound of the step's seconds with a typical number of microbatches; infinite for an illegal layout."""
         counts = divisors(self.request.batch // layout.data)
         few = next((count for count in counts if count >= PASSES * (layout.pipeline - 1)), counts[-1])
         plan = replace(layout, microbatches=self.request.fixed.microbatches or few)
@@ -194,7 +199,7 @@ class _Search:
         return math.inf if isinstance(products, str) else self._least(plan, layer_works(self.request, plan, products))
 
     def layout(self, layout: PodPlan) -> None:
-        """Costs a layout with every number of microbatches, remat, schedule and shard. Raises OutOfTime."""
+        """Evaluates a layout with every number of microbatches, remat, schedule and shard. Raises OutOfTime."""
         request, fixed, name = self.request, self.request.fixed, layout.name
         tight, reason, refusal = None, "", ""
         if self.best_only and self.trainable and self._least_state(layout) > request.usable_bytes:
@@ -207,7 +212,7 @@ class _Search:
             products = plan_products(request, plan)
             if isinstance(products, str):
                 if products == refusal:
-                    break  # it does not depend on the microbatch
+                    break  # the reason does not depend on the number of microbatches
                 reason, refusal = reason or products, products
                 continue
             works, choices = layer_works(request, plan, products), list(self._choices(plan))
@@ -222,7 +227,7 @@ class _Search:
                 self.clock.check()
                 tight = self._cost(step, name, tight)
             if tight and name not in self.best and self._least_state(layout) > request.usable_bytes:
-                break  # no number of microbatches helps
+                break  # the state does not fit, whatever the number of microbatches
         if name in self.best or self.best_only and self.best:
             return
         if tight:
@@ -237,7 +242,7 @@ class _Search:
         self.result.rejected.append(Rejected(layout, reason, tight))
 
     def _least(self, plan: PodPlan, works: tuple[Work, ...]) -> float:
-        """Seconds of a step at the least: its layers, and the smallest bubble of the schedules that are searched."""
+        """Lower bound of the step's seconds: layers, and the smallest bubble of all schedules that are searched."""
         whole = self.request.fixed.schedule in ("1f1b", "gpipe")
         bubble = (plan.pipeline - 1) / (1 if whole else self.request.fixed.interleave or max(CHUNKS))
         kinds = zip(works, self.request.layer_groups)
@@ -245,7 +250,7 @@ class _Search:
         return (plan.microbatches + bubble) * layers / plan.pipeline
 
     def _slowest(self, found: dict[str, Costed], name: str) -> float:
-        """Seconds of a step that is not worth costing."""
+        """Seconds from which a step need not be evaluated, because a better plan is in `found`."""
         if self.best_only:
             return min((costed.seconds for costed in found.values()), default=math.inf)
         return found[name].seconds if name in found else math.inf
@@ -257,7 +262,7 @@ class _Search:
     def _too_large(
         self, plan: PodPlan, choices: list[PodPlan], products: Products, works: tuple[Work, ...]
     ) -> Costed | None:
-        """The choice that needs least memory, if it does not fit: one that keeps nothing or recomputes nothing."""
+        """The choice that needs the least memory, if it does not fit, else None; its remat is `full` or `none`."""
         shard, ends = self._shards(plan)[-1], {"none", "full", self.request.fixed.remat}
         least = [choice for choice in choices if choice.schedule == choices[0].schedule and choice.remat in ends]
         every = [Step(self.request, each, products, works).cost(replace(each, shard=shard)) for each in least]
@@ -265,7 +270,7 @@ class _Search:
         return None if smallest is None or smallest.fits else smallest
 
     def _cost(self, step: Step, name: str, tight: Costed | None) -> Costed | None:
-        """Costs a step with every shard; returns what needs least memory so far where nothing fits."""
+        """Evaluates a step with every shard; returns the plan with the least memory among those that do not fit."""
         for shard in self._shards(step.plan):
             self.result.costed += 1
             plan = step.plan if shard == step.plan.shard else replace(step.plan, shard=shard)
@@ -282,7 +287,7 @@ class _Search:
         return tight
 
     def _choices(self, plan: PodPlan) -> Iterator[PodPlan]:
-        """The plan with every remat and schedule, those that recompute least first."""
+        """The plan with every remat and schedule; remats that recompute least come first."""
         fixed, stages = self.request.fixed, plan.pipeline
         schedules = [fixed.schedule] if fixed.schedule else SCHEDULES if stages > 1 else SCHEDULES[:1]
         for remat, schedule in itertools.product([fixed.remat] if fixed.remat else REMATS, schedules):
@@ -294,7 +299,7 @@ class _Search:
                     yield replace(plan, remat=remat, schedule=schedule, interleave=chunks)
 
     def _least_state(self, layout: PodPlan) -> float:
-        """Bytes of state that some device of the layout holds at the least."""
+        """Lower bound of the bytes of state on the device that has most."""
         shard = self.request.fixed.shard or (SHARDS[-1] if layout.replicas > 1 else SHARDS[0])
         *first, (_, others) = self.request.layer_groups
         layers = -(-others // layout.pipeline) - 1
@@ -306,7 +311,7 @@ def search_pod(
     request: PlanRequest, clock: Clock | None = None, say: Callable[[str], None] = lambda line: None,
     best_only: bool = False,
 ) -> PodResult:  # fmt: skip
-    """As `search`; raises ValueError, with the nearest miss and the fix, when no plan fits."""
+    """As `search`, but raises ValueError if no plan fits, with the plan that is closest to fitting and the fix."""
     clock = clock or Clock()
     result = search(request, clock, say, best_only)
     if not result.ranked:
@@ -317,9 +322,10 @@ def search_pod(
 def rank_meshes(request: PlanRequest, best_only: bool = False) -> list[Costed]:
     """The plans that train.py can run: those that fit, fastest first, then those that do not fit.
 
-    They differ in their meshes: a schedule or shard that is not fixed is the default of train.py. If none fits with the
-    fixed choices, the first is the best mesh with another remat or number of microbatches, which plan.py names. With
-    `best_only` only the first one counts. Raises ValueError, with the reason of the squarest mesh, if none is legal.
+    The plans differ in their meshes; a schedule or shard that is not fixed has the default of train.py. If no plan fits
+    with the fixed choices, the first plan has the mesh that is best with another remat or number of microbatches, which
+    plan.py reports. With `best_only`, the ranking is exact for the first plan only. Raises ValueError if no plan is
+    legal, with the reason for the mesh that is closest to a square.
     """
     shard, schedule = request.fixed.shard or "none", request.fixed.schedule or SCHEDULES[0]
     fixed = replace(request.fixed, shard=shard, schedule=schedule)
@@ -344,7 +350,7 @@ def rank_meshes(request: PlanRequest, best_only: bool = False) -> list[Costed]:
 
 
 def why_slower(loser: Costed, best: Costed) -> str:
-    """The term that grew most over the best plan's."""
+    """The term that exceeds that of the best plan most, and by how much."""
     if loser is best:
         return "best"
     term, seconds = most_grown(Terms.__dataclass_fields__, loser.terms, best.terms)

@@ -1,4 +1,4 @@
-"""Simulates the best plan: one rank of every stage, with its links, its memory and a trace."""
+"""Simulates a plan: one device of every stage, with its links and memory, and a trace."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from mstrain.simulator.simulate import CORRECTED, place, simulate
 
 
 def plan_cluster(request: PlanRequest, costed: Costed) -> Cluster:
-    """The devices, at the mean rate of the plan's products, and one link per axis of the plan."""
+    """The simulated cluster: devices with the mean FLOP/s of the plan's products, and one link per axis of the plan."""
     plan, pod, at = costed.plan, request.pod, costed.step.at
     axes = Axes(
         ("pipeline", "data", "row", "col"), (plan.pipeline, plan.replicas, plan.rows, plan.cols),
@@ -23,9 +23,9 @@ def plan_cluster(request: PlanRequest, costed: Costed) -> Cluster:
 
 
 def simulate_plan(request: PlanRequest, costed: Costed, microbatches: int = 8, clock: Clock | None = None) -> Compared:
-    """Simulates the plan; long steps with so many `microbatches`, at least two per stage, instead of all.
+    """Simulates a plan with at most `microbatches` of its microbatches, but with at least two per stage.
 
-    Raises OutOfTime when the clock leaves too little time for it.
+    Raises OutOfTime if the time left on the clock is too short.
     """
     plan = costed.plan
     count = min(plan.microbatches, max(microbatches, 2 * plan.pipeline))

@@ -1,4 +1,4 @@
-"""The stages of a planned pipeline: their layers and passes, and the microbatches that each holds."""
+"""The stages of a planned pipeline: layers, times of passes, and microbatches in flight."""
 
 import itertools
 from collections.abc import Iterable
@@ -13,16 +13,19 @@ from mstrain.planner.plan import PodPlan
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage: its layers, and the passes of a microbatch.
+    """One pipeline stage: its layers, and the times of one microbatch on one device.
 
     Attributes:
-      chunks: layers [begin, end); several where the schedule is interleaved.
-      holds, computes: layers of each of `PlanRequest.layer_groups` whose weights it has, and that it computes.
-      useful_forward, useful_backward, repeated: passes; the last is recomputation. host: seconds added by offloading.
+      chunks: layers [begin, end) of each chunk; several chunks if the schedule is interleaved.
+      holds: number of layers of each of `PlanRequest.layer_groups` whose weights it has.
+      computes: number of layers of each group that it computes.
+      useful_forward, useful_backward: the passes without recomputation.
+      repeated: recomputation in the backward pass.
+      host: exposed seconds of offloading.
       weights: seconds of the products of weight gradients.
-      in_flight: microbatches between their passes; parts of one where the schedule is interleaved.
-      deferred: microbatches whose gradients of weights are made later.
-      ends: whether it has the embedding, and the output projection.
+      in_flight: microbatches between their forward and backward passes; a fraction if the schedule is interleaved.
+      deferred: microbatches with deferred weight gradients.
+      ends: whether it has (the embedding, the output projection).
     """
 
     chunks: tuple[tuple[int, int], ...]
@@ -55,7 +58,7 @@ class Stage:
 
 
 def cycle_seconds(stages: list[Stage], message: float, schedule: str) -> float:
-    """Seconds between microbatches once the pipeline is full."""
+    """Seconds between microbatches in a full pipeline; `message` is the seconds of a send between stages."""
     if schedule == "gpipe":
         return max(stage.forward for stage in stages) + max(stage.backward for stage in stages)
     if schedule in ("interleaved", "zero-bubble"):
@@ -68,10 +71,10 @@ def cycle_seconds(stages: list[Stage], message: float, schedule: str) -> float:
 
 
 def split_layers(layers: int, pipeline: int, head: float) -> list[tuple[int, int]]:
-    """Layers [begin, end) per stage; fewer for the last, whose output projection takes `head` layers' time.
+    """Layers [begin, end) of each stage, so that the slowest stage takes the least time.
 
-    The other stages share evenly, the first ones taking one more; of all such splits one with the least
-    maximum.
+    The last stage has fewer layers, because its output projection takes the time of `head` layers. The other stages
+    divide the remaining layers evenly; if there is a remainder, the first of them have one layer more.
     """
     if pipeline == 1:
         return [(0, layers)]
@@ -83,18 +86,21 @@ def split_layers(layers: int, pipeline: int, head: float) -> list[tuple[int, int
 
 
 def bounds_of(counts: Iterable[int]) -> list[tuple[int, int]]:
-    """[begin, end) of consecutive parts with so many layers each."""
+    """[begin, end) of consecutive parts with `counts` layers."""
     return list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
 
 
 def layers_by_group(layers: tuple[int, int], counts: list[int]) -> tuple[int, ...]:
-    """Layers [begin, end) of each group, of a model whose groups have `counts` of layers in order."""
+    """How many of the layers [begin, end) are in each group, in a model whose groups have `counts` layers in order."""
     begin, end = layers
     return tuple(max(0, min(end, last) - max(begin, first)) for first, last in bounds_of(counts))
 
 
 def microbatches_in_flight(plan: PodPlan, stage: int, lockstep: bool) -> float:
-    """Microbatches that `stage` holds between their passes, at most, by itself or in `lockstep` with the others."""
+    """Largest number of microbatches between their forward and backward passes on `stage`.
+
+    In `lockstep`, every stage has memory for as many as the first stage needs.
+    """
     passes, name = plan.microbatches * plan.chunks, plan.schedule
     if lockstep and plan.pipeline > 1:
         return lockstep_slots(name, plan.pipeline, plan.microbatches, plan.chunks) / plan.chunks
@@ -104,7 +110,7 @@ def microbatches_in_flight(plan: PodPlan, stage: int, lockstep: bool) -> float:
 
 
 def microbatches_deferred(plan: PodPlan, stage: int, lockstep: bool) -> int:
-    """Microbatches of which `stage` holds what the gradients of weights need, at most, when they are made later."""
+    """Largest number of microbatches with deferred weight gradients on `stage`; 0 for schedules that defer none."""
     if plan.schedule in WHOLE or plan.pipeline == 1:
         return 0
     if lockstep:

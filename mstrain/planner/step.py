@@ -1,11 +1,11 @@
-"""The step of a plan that is simulated: the passes of its cost model on one rank of every stage, and their links.
+"""The simulated step of a plan: the operations of one device of every stage, with the times of the cost model.
 
-A layer is a chain of products, attention and element-wise work. Products are written slice by slice, with the
-collectives that run beside them (`mstrain.planner.products`); everything else takes the seconds of the cost model, and
-values have the bytes of the memory model. Gradients are summed over the replicas, and sharded weights gathered, when
-the cost model says so; a layer's gather starts with the layer before it, its sum when its gradients are complete.
-Experts that replicas divide among them are gathered and summed over their own copies; what the cost model waits for
-their tokens, and copies of gathered weights, take time of the device in front of the products.
+A layer is a chain of products, attention and element-wise work. Products are written slice by slice, with their
+collectives (`mstrain.planner.products`); all other operations take the seconds of the cost model, and values have the
+bytes of the memory model. Gradients are summed over the replicas, and sharded weights are all-gathered, as often as in
+the cost model; the all_gather of a layer starts with the layer before it, its gradient sum when its gradients are
+complete. Experts that are sharded over replicas are all-gathered and summed over the replicas that have the same
+experts. The exposed exchange of their tokens, and copies of all-gathered weights, take device time before the products.
 """
 
 import itertools
@@ -32,22 +32,25 @@ from mstrain.simulator.placement import DATA, LOCAL, SEND, STAGES, Degrees
 from mstrain.simulator.program import OpSpec, timed
 from mstrain.simulator.replicas import Step
 
-INPUT = -1  # place of the layer's input
-ELEMENTWISE = 4  # pieces, which share its time evenly
+INPUT = -1  # index of a layer's input in its list of results
+ELEMENTWISE = 4  # number of element-wise pieces, among which the time of element-wise work is divided evenly
 KINDS = {"attention": "Attention", "elementwise": "Elementwise"}
-Part = tuple[int, object]  # a chunk, and the number of a layer, "embedding" or "head"
-Values = tuple[int, ...]  # of the step
-GATHERED_BYTES = 2  # of a weight that is sharded over the replicas
+Part = tuple[int, object]  # (chunk, number of a layer or "embedding" or "head")
+Values = tuple[int, ...]  # numbers of values of the simulated step
+GATHERED_BYTES = 2  # per all-gathered weight that is sharded over the replicas
 
 
 class Layer:
-    """A layer of one of `PlanRequest.layer_groups`: its pieces, their products, seconds and bytes.
+    """A layer of one of `PlanRequest.layer_groups`: its pieces with their products, seconds and bytes.
 
     Attributes:
-      pieces: of PIECES, in order; `bytes` of their results. last: place of the layer's result.
-      saved: the parts that are kept for the backward pass.
-      count, experts: parameters, and those of experts among them.
-      ahead: seconds in front of a product, forward, backward and where it is computed again, by its name.
+      pieces: the entries of PIECES that the layer has, in order.
+      last: index of the last piece, whose result is that of the layer.
+      bytes: bytes of the result of each piece.
+      saved: the parts that are saved in device memory for the backward pass.
+      count: parameters of the layer.
+      experts: parameters of its experts.
+      ahead: seconds of device time before a product by its name: (forward, backward, recomputation).
     """
 
     def __init__(self, costed: Costed, number: int):
@@ -75,13 +78,14 @@ class Layer:
         self.ahead = {"mlp in": (first + stacked, second + stacked + copies, first), "mlp out": (first, second, first)}
 
     def seconds(self, piece: str, work) -> float:
-        if piece == "attention":  # beside it runs the traffic to and from host memory
+        """Seconds of a piece that is not a product, in a pass `work`."""
+        if piece == "attention":  # includes the exposed transfers to and from host memory
             return work.attention + work.context + self.host / 2
         return work.elementwise / ELEMENTWISE
 
 
 class TransformerStep(ProductStep):
-    """Writes the operations of one rank, pass by pass."""
+    """Writes the operations of one device of every stage, pass by pass."""
 
     def __init__(self, request: PlanRequest, costed: Costed):
         plan = costed.plan
@@ -89,21 +93,21 @@ class TransformerStep(ProductStep):
         chip = request.pod.chip if request.style.native else None
         super().__init__(degrees, plan.pipeline * plan.chunks, chip)
         self.request, self.costed, self.plan, self.products = request, costed, plan, costed.products
-        self.work, self.size = costed.step.works[-1], request.element_bytes  # for the head; every layer has its own
+        self.work, self.size = costed.step.works[-1], request.element_bytes  # `work` is used for the head only
         self.bounds = sorted(bounds for stage in costed.stages for bounds in stage.chunks)
         kinds = ([Layer(costed, number)] * count for number, (_, count) in enumerate(request.layer_groups))
         self.layers = [*itertools.chain(*kinds)]
         self.message_bytes = self.layers[-1].bytes[-1]
-        self.kept: dict[int, dict[int, int]] = {}  # by layer: values for its backward pass, by place
+        self.kept: dict[int, dict[int, int]] = {}  # by layer: values saved for its backward pass, by index of the piece
         self.gradients: dict[Part, Values] = {}
-        self.divided = plan.pipeline > 1 and plan.schedule not in WHOLE  # whether weights have passes of their own
+        self.divided = plan.pipeline > 1 and plan.schedule not in WHOLE  # whether weight gradients are a separate pass
         self.deferred: dict[tuple, list[tuple]] = {}  # by layer and variant: arguments of `_weight_gradient`
-        self.stream: dict[int, int] = {}  # by chunk: what its last layer makes
+        self.stream: dict[int, int] = {}  # by chunk: the result of its last layer
         self.slope: dict[int, int] = {}  # by chunk: the gradient of its input
         self.counts = self._counts()
-        self.totals: dict[Part, int] = {}  # of gradients, over the microbatches
+        self.totals: dict[Part, int] = {}  # gradients accumulated over the microbatches
         self.weights = {key: self._state(key, count / plan.tensor) for key, count in self.counts.items()}
-        self.ready: dict[Part, Values] = {key: (slot,) for key, slot in self.weights.items()}  # what products read
+        self.ready: dict[Part, Values] = {key: (slot,) for key, slot in self.weights.items()}  # weights products read
         self.received = [self.new(self.message_bytes, s, "activations") for s in range(self.chunks)]
         self.returned = [self.new(self.message_bytes, s, "workspace") for s in range(self.chunks)]
 
@@ -117,7 +121,10 @@ class TransformerStep(ProductStep):
         return counts
 
     def _state(self, key, count: float) -> int:
-        """Weights and moments; with several microbatches also the sum of gradients so far."""
+        """Allocates weights and optimizer state and, with several microbatches, the accumulated gradients of a part.
+
+        `count` is its number of parameters on one device. Returns the number of the weights.
+        """
         stage = self.stage(key[0])
         parameters = Count(0.0, 0.0, count)
         if isinstance(key[1], int):
@@ -126,21 +133,21 @@ class TransformerStep(ProductStep):
         weights, gradients, optimizer = state_bytes(self.request, self.plan, parameters)
         self.slots.resident(round(optimizer), stage, "optimizer")
         if self.plan.microbatches > 1:
-            one = 0.0 if self.plan.shards_gradients else WEIGHT_BYTES * count  # of a microbatch: values of their own
+            one = 0.0 if self.plan.shards_gradients else WEIGHT_BYTES * count  # one microbatch's gradients are separate
             self.totals[key] = self.slots.resident(round(gradients - one), stage, "gradients")
         return self.slots.resident(round(weights), stage)
 
     def begin(self) -> None:
-        """Gathers the embedding's table, and the weights that the replicas updated in parts."""
+        """All-gathers the embedding table, and the weights whose update is sharded over the replicas."""
         table = self.size * gathered_table(self.products.head)
         self.ready[0, "embedding"] += (self.slots.resident(round(table), 0, "workspace"),)
         for key in self.counts if self.plan.shard in ("optimizer", "gradients") else ():
             self.ready[key] += self._gather(key)
 
     def _held(self, key) -> tuple[float, float]:
-        """Parameters of a part on one device, and how many take as long to gather over all replicas as they do.
+        """(parameters of a part on one device, number of parameters whose all_gather over all replicas takes as long).
 
-        The replicas divide experts among them, which have fewer copies.
+        The numbers differ for sharded experts, which are all-gathered over fewer replicas.
         """
         plan, pod, count = self.plan, self.request.pod, self.counts[key] / self.plan.tensor
         if plan.expert == 1 or not isinstance(key[1], int):
@@ -153,15 +160,15 @@ class TransformerStep(ProductStep):
         return count - experts + held, count - experts + held * few / every
 
     def _gather(self, key, gate: int | None = None) -> Values:
-        """The weights of a part from all replicas, for every microbatch once `gate` has come, or for all without one.
+        """Adds the all_gather of a part's weights over the replicas; returns its result, empty for one replica.
 
-        Nothing where each has all.
+        With `gate`, it runs for every microbatch after the value `gate`; without, once for all microbatches.
         """
         if self.plan.replicas == 1:
             return ()
         (held, moved), stage = self._held(key), self.stage(key[0])
         spec = OpSpec("AllGather", ((max(1, round(moved / self.plan.replicas)),),), GATHERED_BYTES)
-        if gate is None:  # the memory model has them among the weights
+        if gate is None:  # 0 bytes: the memory model counts them as weights
             inputs, made = (self.weights[key],), self.slots.once(0, stage, "workspace")
         else:
             inputs, made = (self.weights[key], gate), self.new(GATHERED_BYTES * held, key[0], "workspace")
@@ -169,7 +176,7 @@ class TransformerStep(ProductStep):
         return (made,)
 
     def _gathered(self, chunk: int, layers: list[int], number: int, gate: int) -> None:
-        """Starts the gather of a layer's weights where only passes have them; `number` is its place in `layers`."""
+        """With `shard=parameters`, starts the all_gather of the weights of `layers[number]`, if there is one."""
         if self.plan.shard == "parameters" and number < len(layers):
             key = chunk, layers[number]
             self.ready[key] = (self.weights[key], *self._gather(key, gate))
@@ -192,7 +199,7 @@ class TransformerStep(ProductStep):
         self.stream[chunk] = self._head(self._to_all_stages(chunk, x)) if chunk == self.chunks - 1 else x
 
     def _to_all_stages(self, chunk: int, value: int) -> int:
-        """An activation, or its gradient, on the devices of all stages in lockstep: a sum in which theirs are zero."""
+        """Broadcasts an activation or its gradient to all stages in lockstep: an all_reduce to which others add 0."""
         if not self.costed.step.lockstep:
             return value
         elements, count = max(1, round(self.message_bytes / self.size)), self.plan.pipeline
@@ -202,7 +209,10 @@ class TransformerStep(ProductStep):
         return value
 
     def _piece(self, chunk: int, layer: int, place: int, made: dict[int, int], saved, gate: Values = ()) -> int:
-        """One piece of a layer's forward pass, from the results before it; its result is kept if it is `saved`."""
+        """Adds piece `place` of a layer's forward pass, from the results `made` of earlier pieces; returns its result.
+
+        The result is an activation if its part is in `saved`, else workspace. `gate`: values for which it also waits.
+        """
         kind, inputs = self.layers[layer], (made.get(place - 1, made[INPUT]), *gate)
         piece, part = kind.pieces[place]
         category, nbytes = "activations" if part in saved else "workspace", kind.bytes[place]
@@ -214,7 +224,10 @@ class TransformerStep(ProductStep):
         return self.emit(chunk, timed(KINDS[piece], seconds), inputs, nbytes, category, label=(layer, piece))
 
     def _ahead(self, chunk: int, layer: int, piece: str, when: int, inputs: Values) -> Values:
-        """What a product waits for; nothing where it does not wait."""
+        """Adds the device time before a product; returns the value to wait for, or nothing if the time is 0.
+
+        `when` is an index into `Layer.ahead`: forward, backward or recomputation.
+        """
         seconds = self.layers[layer].ahead.get(piece, (0.0, 0.0, 0.0))[when]
         if not seconds:
             return ()
@@ -235,7 +248,7 @@ class TransformerStep(ProductStep):
         return self.emit_gemm(last, head, gemms_of(head.layout)[0], inputs, nbytes, "workspace", ("head",))
 
     def backward(self, chunk: int, last_microbatch: bool) -> None:
-        """The backward pass of a chunk, its gradients summed and accumulated."""
+        """The backward pass of a chunk; its gradients are summed and accumulated, unless they are deferred."""
         slope = self._head_backward() if chunk == self.chunks - 1 else self.returned[chunk]
         layers = list(reversed(range(*self.bounds[chunk])))
         self._gathered(chunk, layers, 0, slope)
@@ -244,7 +257,7 @@ class TransformerStep(ProductStep):
             slope = self._layer_backward(chunk, layer, slope, last_microbatch)
         if chunk == 0:
             key, spec, label = (0, "embedding"), OpSpec("Identity", ((1,),), self.size), ("embedding", "lookup")
-            before = self.gradients[key] if self.head_key == key else ()  # of the output projection
+            before = self.gradients[key] if self.head_key == key else ()  # gradient of the tied output projection
             inputs = self._to_all_stages(chunk, slope), *before
             nbytes = WEIGHT_BYTES * self.counts[key] / self.plan.tensor
             self.gradients[key] = (self.emit(chunk, spec, inputs, nbytes, self._gradient, label=label),)
@@ -253,14 +266,14 @@ class TransformerStep(ProductStep):
             self._complete(key, last_microbatch)
 
     def weight_gradients(self, chunk: int, last_microbatch: bool) -> None:
-        """The weight gradients of a chunk's layers, summed and accumulated."""
+        """The deferred weight gradients of a chunk's layers, which are summed and accumulated."""
         for layer in reversed(range(*self.bounds[chunk])):
             operands = self.deferred[layer, last_microbatch]
             self.gradients[chunk, layer] = tuple(self._weight_gradient(chunk, *each) for each in operands)
             self._complete((chunk, layer), last_microbatch)
 
     def wait(self, chunk: int, direction: int) -> None:
-        """As long as the pass of that direction."""
+        """Adds device time as long as a pass of that direction: in lockstep, a stage computes an unused result."""
         stage = self.costed.stages[self.stage(chunk)]
         seconds = (stage.forward, stage.backward - stage.weights, stage.weights)[direction]
         self.add(timed(KINDS["elementwise"], seconds), LOCAL, self.stage(chunk), label=("lockstep", "wait"))
@@ -271,7 +284,7 @@ class TransformerStep(ProductStep):
 
     def _head_backward(self) -> int:
         head, part, last = self.products.head, ("head",), self.chunks - 1
-        logits = self._logits(self.head_input)  # computed again, in chunks
+        logits = self._logits(self.head_input)  # recomputed, in chunks
         loss, inputs = timed("LogitsGrad", self.work.head_backward.elementwise), (logits, self.stream[last])
         slope = self.emit(last, loss, inputs, 0.0, "workspace", label=("head", "loss"))
         back = self._input_gradient(last, head, part, slope, self.head_ready)
@@ -285,12 +298,12 @@ class TransformerStep(ProductStep):
     def _weight_gradient(self, chunk: int, product, part, source: int, slope: int) -> int:
         projection = product.layout.projection
         nbytes = WEIGHT_BYTES * projection.in_dim * projection.out_dim / self.plan.tensor
-        tied = product is self.products.head and self.head_key[1] == "embedding"  # the table's gradient comes later
+        tied = product is self.products.head and self.head_key[1] == "embedding"  # the embedding adds to it later
         category = "workspace" if tied else self._gradient
         return self.emit_gemm(chunk, product, gemms_of(product.layout)[2], (source, slope), nbytes, category, part)
 
     def _layer_backward(self, chunk: int, layer: int, slope: int, last_microbatch: bool) -> int:
-        """Recomputation, then every gradient in reverse; returns that of the layer's input."""
+        """Recomputation, then all gradients in reverse order; returns the gradient of the layer's input."""
         made, gradients, deferred, kind = self._again(chunk, layer, slope), [], [], self.layers[layer]
         for place in reversed(range(len(kind.pieces))):
             (piece, _), source = kind.pieces[place], made.get(place - 1, made[INPUT])
@@ -302,13 +315,13 @@ class TransformerStep(ProductStep):
                 deferred.append(operands) if self.divided else gradients.append(self._weight_gradient(chunk, *operands))
                 continue
             seconds, inputs = kind.seconds(piece, kind.work.backward), (slope, source)
-            spec, nbytes = timed(f"{KINDS[piece]}Grad", seconds), kind.bytes[place - 1]  # before the first: the last
+            spec, nbytes = timed(f"{KINDS[piece]}Grad", seconds), kind.bytes[place - 1]  # the input has bytes[-1]
             slope = self.emit(chunk, spec, inputs, nbytes, "workspace", label=(layer, piece))
         self.gradients[chunk, layer], self.deferred[layer, last_microbatch] = tuple(gradients), deferred
         return slope
 
     def _again(self, chunk: int, layer: int, slope: int) -> dict[int, int]:
-        """What the backward pass needs, recomputed where remat kept less, once the gradient has come."""
+        """The saved values of a layer, and those that are recomputed after its gradient `slope` has arrived."""
         made, kind = dict(self.kept[layer]), self.layers[layer]
         for place in range(kind.last):
             if kind.pieces[place][0] in kind.repeated:
@@ -316,7 +329,7 @@ class TransformerStep(ProductStep):
         return made
 
     def _complete(self, key, last_microbatch: bool) -> None:
-        """Sums a part's gradients over the replicas and adds them to those of earlier microbatches."""
+        """Sums a part's gradients over the replicas and accumulates them over the microbatches."""
         parts, plan, label = self.gradients[key], self.plan, ("gradients", key[1])
         each = self.plan.shards_gradients or (plan.shard == "none" and plan.pipeline == 1)
         if plan.replicas > 1 and (each or last_microbatch):
@@ -334,14 +347,17 @@ class TransformerStep(ProductStep):
         return () if direction == FORWARD else (microbatch == self.plan.microbatches - 1,)
 
     def messages(self, chunk: int, other: int, direction: int) -> list[tuple[OpSpec, int, int]]:
-        """The activation to the next chunk, or the gradient back to the one before."""
+        """The message with the activation for the next chunk, or with the gradient for the previous one."""
         value = self.stream[chunk] if direction == FORWARD else self.slope[chunk]
         arrival = self.received[other] if direction == FORWARD else self.returned[other]
         return [(OpSpec("Send", ((max(1, round(self.message_bytes / self.size)),),), self.size), value, arrival)]
 
     def finish(self) -> None:
-        """The two copies of a tied table exchange their gradients, unless every stage makes them; then one optimizer
-        operation per stage."""
+        """Sends the gradients of a tied table between the first and the last stage, then updates the weights.
+
+        In lockstep every stage computes the gradients of the table, so none are sent. The update is one operation per
+        stage.
+        """
         copies = (0, "embedding"), (self.chunks - 1, "head")
         exchange = self.plan.pipeline > 1 and not self.costed.step.lockstep
         if self.request.model.tied and copies[1] in self.counts and exchange:
@@ -359,8 +375,9 @@ class TransformerStep(ProductStep):
 
 
 def transformer_step(request: PlanRequest, costed: Costed) -> Step:
+    """The simulated step of a plan."""
     writer, plan = TransformerStep(request, costed), costed.plan
     degrees = plan.schedule, plan.pipeline, plan.microbatches, writer.chunks
-    if writer.divided and request.style.lockstep:  # which makes other schedules no longer
+    if writer.divided and request.style.lockstep:  # lockstep does not lengthen the other schedules
         return writer.write(with_waits(ticks(*degrees), plan.pipeline))
     return writer.write(schedule(*degrees))

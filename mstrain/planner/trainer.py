@@ -1,4 +1,4 @@
-"""Which plans train.py can run, and the keys for them."""
+"""Which plans train.py can run, and their keys of train.py."""
 
 import shlex
 from collections.abc import Mapping
@@ -10,18 +10,18 @@ from mstrain.planner.remat import NAMES, parse_remat
 
 
 def why_not_trainable(plan: PodPlan, slices: int = 1) -> str:
-    """Why train.py cannot run a plan over so many TPU slices; empty where it can."""
+    """The reason why train.py cannot run a plan on `slices` TPU slices; empty if it can."""
     if plan.data % slices:
-        return f"train.py has copies of the model on each of the {slices} TPU slices, this plan has stages across them"
+        return f"train.py needs whole replicas on each of the {slices} TPU slices, and this plan has stages across them"
     if plan.shard not in SHARD:
-        return f"train.py has no shard={plan.shard}, only {', '.join(SHARD)}"
+        return f"train.py does not support shard={plan.shard}, only {', '.join(SHARD)}"
     if plan.remat not in LADDER and not parse_remat(plan.remat).saved <= set(NAMES):
-        return f"train.py has no remat={plan.remat}: it names no element-wise values"
+        return f"train.py does not support remat={plan.remat}: it saves values without a name in train.py"
     return ""
 
 
 def train_keys(plan: PodPlan, slices: int = 1) -> dict[str, str | int]:
-    """The keys of train.py that `plan=FILE` supplies, for a plan over so many TPU slices."""
+    """The keys of train.py that `plan=FILE` sets, for a plan on `slices` TPU slices."""
     remat = parse_remat(plan.remat)
     kept, moved = (
         "+".join(name for part, name in NAMES.items() if part in parts)
@@ -38,5 +38,5 @@ def train_keys(plan: PodPlan, slices: int = 1) -> dict[str, str | int]:
 
 
 def spelled(keys: Mapping[str, object]) -> str:
-    """`KEY=VALUE ...`, quoted for a shell."""
+    """The keys as `KEY=VALUE ...`, quoted for a shell."""
     return " ".join(f"{key}={shlex.quote(str(value))}" for key, value in keys.items())

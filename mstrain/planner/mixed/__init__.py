@@ -1,1 +1,1 @@
-"""The optimal planner: complete plans only, exact over a stated space, with a certificate."""
+"""The optimal planner for mixed clusters: an exact search of a defined space of plans, with a certificate."""

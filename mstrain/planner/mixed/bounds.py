@@ -1,9 +1,10 @@
-"""The time of an iteration, and bounds of the search from below, compiled.
+"""The time of an iteration and lower bounds of the search, compiled with numba.
 
-All in one file because numba's cache looks for changes only there. `least_totals` is an exact relaxation of the rest
-of a pipeline, by dynamic programming: for every number of leading layers and every combination of devices left, the
-least sum of stage times, when only stages are allowed that respect a limit on their own time and on their
-end-of-iteration time. `child_costs` adds it to the `iteration_terms` of a tail, for every stage that may come before.
+The functions are in one file because numba's cache detects changes only in the file of the compiled function.
+`least_totals` computes, by dynamic programming, an exact relaxation of the remaining head of a pipeline: for every
+number of leading layers and every combination of remaining devices, the least sum of stage times, over stages whose own
+time and end-of-iteration time are within limits. `child_costs` combines it with the `iteration_terms` of a tail, for
+every stage that may precede the tail.
 """
 
 import numba
@@ -12,26 +13,31 @@ import numpy as np
 
 @numba.njit(cache=True)
 def iteration_terms(microbatches, slowest, total, finish, generator_ms):
-    """(steady, fill, end, batch generator): the parts of an iteration in ms, which add up to its time.
+    """(steady state, fill, end, batch generator): terms of an iteration in ms, which add up to its time.
 
-    It is that of a synchronous pipeline (1F1B or GPipe) whose stages all run every microbatch: `slowest` is the time of
-    the slowest stage, `total` the sum over all stages and `generator_ms` that of the batch generator, each for one
-    microbatch; `finish` is the longest gradient exchange and update of a stage.
+    The iteration is that of a synchronous pipeline (1F1B or GPipe) in which every stage runs every microbatch. All
+    times are in ms. For one microbatch, `slowest` is the time of the slowest stage, `total` the sum over all stages and
+    `generator_ms` the time of the batch generator. `finish` is the longest gradient exchange and update of a stage.
     """
     return (microbatches - 1) * slowest, total, finish, microbatches * generator_ms
 
 
 @numba.njit(cache=True)
 def least_totals(stage_ms, end_ms, slowest, finish, group_of, offsets, contains, real):
-    """Least sum of stage times of the first l layers on the devices of state s: (L + 1, S), or infinity.
+    """Least sums of stage times, for L layers, C choices of a stage, G device groups and S states.
 
-    Also gives the ranges of `slowest` and `finish`, shrunk to the times that allowed stages really take.
+    Args:
+      stage_ms: (L + 1, L + 1, C) ms of a stage with layers [begin, end); infinite if memory does not suffice.
+      end_ms: (L + 1, L + 1, C) ms of its gradient exchange and update.
+      slowest, finish: (low, high) limits of the largest `stage_ms` and `end_ms` in a plan.
+      group_of: (C,) device group of each choice; a group has a larger number than the groups that it contains.
+      offsets: (G,) difference of the state index when the devices of a group are taken.
+      contains: (G, G) whether the first group has the devices of the second.
+      real: (S,) whether an index is that of a state; taking devices that a state lacks leads to an index that is not.
 
-    `stage_ms` (infinite where memory does not suffice) and `end_ms` are (L + 1, L + 1, C), of each choice
-    for layers [begin, end); `slowest` and `finish` are the ranges of their greatest in a plan. `group_of`
-    (C,) is the device group of a choice; groups come after those they contain. `offsets` (G,) is how far the
-    state index falls when a group's devices are taken, `contains` (G, G) whether the first group has the
-    devices of the second. `real` (S,) marks the states; taking devices that one lacks leads to none.
+    Returns:
+      (L + 1, S) the least sum of stage times of the first l layers on the devices of state s, or infinity, and the
+      ranges `slowest` and `finish`, shrunk to times that allowed stages take.
     """
     groups, layers, states = len(offsets), len(stage_ms) - 1, len(real)
     total = np.full((layers + 1, states), np.inf)
@@ -54,7 +60,7 @@ def least_totals(stage_ms, end_ms, slowest, finish, group_of, offsets, contains,
                 if best[group] == np.inf:
                     continue
                 needed = True
-                for other in useful[:count]:  # devices may idle, so fewer that are as fast do
+                for other in useful[:count]:  # devices may idle, so a contained group that is as fast is sufficient
                     if best[other] <= best[group] and contains[group, other]:
                         needed = False
                         break
@@ -72,9 +78,9 @@ def least_totals(stage_ms, end_ms, slowest, finish, group_of, offsets, contains,
 
 @numba.njit(cache=True)
 def lower(least, before, ms):
-    """Lower each of `least` to the one of `before` plus `ms` where that is less, in place.
+    """Sets `least` to the elementwise minimum of `least` and `before + ms`, in place.
 
-    One loop without a branch over all states, so that it is compiled to vector instructions.
+    The loop over all states has no branch, so that it compiles to vector instructions.
     """
     for index in range(len(least)):
         candidate = before[index] + ms
@@ -83,18 +89,24 @@ def lower(least, before, ms):
 
 @numba.njit(cache=True)
 def child_costs(tables, box, tail, flight, microbatches, generator_ms):
-    """Least ms of the plans in which a choice runs the layers [begin, tail's).
+    """Lower bounds, in ms, of plans in which a choice runs layers from `begin` to the first layer of a tail.
 
-    (begin, C), infinite where the stage is not allowed. `tables` are `stage_ms` and `end_ms` as in `least_totals`,
-    `flights` (L + 1, L + 1, C), the microbatches that fit in memory, `offsets` (C,) and `fits` (S, C) of choices; `box`
-    is its total, and the ranges of its slowest stage and finish. `tail` is its first layer, the devices it leaves, and
-    its slowest stage, sum and end; `flight` the microbatches in flight. The others are as in `iteration_terms`.
+    Args:
+      tables: `stage_ms` and `end_ms` as in `least_totals`; (L + 1, L + 1, C) microbatches that fit in memory; (C,)
+        `offsets` and (S, C) `fits` of the choices.
+      box: the result of `least_totals`, and the ranges of the slowest stage and of the finish.
+      tail: first layer of the tail, state of the remaining devices, its slowest stage, sum of stages and finish (ms).
+      flight: number of microbatches in flight in the new stage.
+      microbatches, generator_ms: as in `iteration_terms`.
+
+    Returns:
+      (first layer of the tail, C) bounds by `begin` and choice, infinite if the stage is not allowed.
     """
     (stage_ms, end_ms, flights, offsets, fits), (total, slowest, finish) = tables, box
     end, state, tail_slowest, tail_total, tail_finish = tail
     costs = np.full((end, len(offsets)), np.inf)
     for begin in range(end):
-        # A plan that begins here is complete; another one reaches the low ends of its box.
+        # With begin = 0 the plan is complete. Otherwise its largest times are at least the low ends of the box.
         least_slowest = max(tail_slowest, slowest[0]) if begin else tail_slowest
         least_finish = max(tail_finish, finish[0]) if begin else tail_finish
         for choice in range(len(offsets)):

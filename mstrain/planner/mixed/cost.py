@@ -1,10 +1,10 @@
-"""Time and memory of a stage, from which `iteration_terms` makes the time of a plan.
+"""Time and memory of a stage; `iteration_terms` computes the time of a plan from those of its stages.
 
-The time of a stage is that of its slowest type: layers, tensor collectives that are not in the profiles, on the
-last stage the profiled time of no layer; and, but for the first stage, receiving the activation and
-returning its gradient. Rings move 2 (n - 1) / n of their bytes, within a node at the intra-node and
-between nodes at the inter-node bandwidth (one link per node). Stage boundaries use the slowest inter-node
-link unless there is a single node.
+The time of a stage is that of its slowest device type: its layers, tensor-parallel collectives that are not in the
+profiles and, on the last stage, the profiled time that belongs to no layer. Every stage but the first also receives an
+activation and returns its gradient. A ring all-reduce over n members sends 2 (n - 1) / n of its bytes, at the
+intra-node bandwidth within a node and at the inter-node bandwidth (one link per node) between nodes. Messages between
+stages use the slowest inter-node link, unless the cluster is a single node.
 """
 
 from dataclasses import dataclass
@@ -20,22 +20,25 @@ from mstrain.planner.mixed.options import PlanOptions
 from mstrain.planner.mixed.space import Choice, Kind, nodes_per_replica
 from mstrain.planner.mixed.times import Times, degrees_of, interpolate, prefix_sums, share_samples
 
-BYTES_PER_MS = 1e6  # of one GB/s
+BYTES_PER_MS = 1e6  # bytes/ms in one GB/s
 TENSOR_COLLECTIVES = 4  # all-reduces per layer: attention and MLP, forward and backward
-LOGIT_BYTES = 4.0
-UNLIMITED = 1 << 30
+LOGIT_BYTES = 4.0  # float32
+UNLIMITED = 1 << 30  # microbatches that fit where a stage saves no activations
 
 
 @dataclass(frozen=True)
 class Model:
-    """Options, kinds and what layers need; prefixes have L + 1 entries, a range of layers is a difference."""
+    """Options, kinds of nodes, and times and memory of layers.
+
+    Prefix sums have L + 1 entries; the sum over a range of layers is a difference of two entries.
+    """
 
     options: PlanOptions
     kinds: tuple[Kind, ...]
     times: dict[tuple[int, int], Times]  # by kind and tensor parallel degree
     parameter_bytes: np.ndarray  # (L + 1,) prefix
-    activation_bytes: np.ndarray  # (L + 1,) prefix, kept per sample for the backward pass
-    middle: np.ndarray  # (L + 1,) prefix of the number of transformer layers
+    activation_bytes: np.ndarray  # (L + 1,) prefix, saved per sample for the backward pass
+    middle: np.ndarray  # (L + 1,) prefix, number of transformer layers (all but the first and the last layer)
 
     @property
     def layers(self) -> int:
@@ -43,7 +46,7 @@ class Model:
 
     @cached_property
     def generator_ms(self) -> float:
-        """Batch generator time per microbatch: the slowest type's, at its smallest degree and batch."""
+        """Ms of the batch generator per microbatch: of the slowest type, at its smallest degree and batch."""
         smallest = {kind: min(tp for index, tp in self.times if index == kind) for kind, _ in self.times}
         return max(self.times[kind, tp].generator_ms for kind, tp in smallest.items())
 
@@ -53,7 +56,7 @@ class Model:
 
 
 def build_model(options: PlanOptions, kinds: tuple[Kind, ...], profiles: dict[Key, Profile]) -> Model:
-    """Interpolate all profiles; the parameters are those of the first profile."""
+    """The model with all profiles interpolated; bytes of parameters are those of the first profile."""
     times = {
         (index, tp): interpolate(profiles, kind.name, tp, options.batch)
         for index, kind in enumerate(kinds)
@@ -70,14 +73,17 @@ def build_model(options: PlanOptions, kinds: tuple[Kind, ...], profiles: dict[Ke
 
 
 class StageTimes(NamedTuple):
-    """Ms of a stage: the first four per microbatch, the others per iteration. Shapes: (kinds, ...), then (...)."""
+    """Ms of a stage: the first four per microbatch, the last two per iteration.
 
-    compute: np.ndarray  # of its layers
-    tensor: np.ndarray  # collectives that are not in the profiles
-    sync: np.ndarray  # on the last stage, the profiled time of no layer
-    boundary: np.ndarray  # but for the first stage: an activation received, its gradient returned
-    exchange: np.ndarray  # of gradients
-    update: np.ndarray
+    The first three have shape (kinds, ...), the others (...), where ... is the shape of the layer ranges.
+    """
+
+    compute: np.ndarray  # layers
+    tensor: np.ndarray  # tensor-parallel collectives that are not in the profiles
+    sync: np.ndarray  # on the last stage, the profiled time that belongs to no layer
+    boundary: np.ndarray  # receiving an activation and returning its gradient; 0 on the first stage
+    exchange: np.ndarray  # all-reduce of gradients over replicas
+    update: np.ndarray  # optimizer update
 
     @property
     def by_kind(self) -> np.ndarray:
@@ -94,10 +100,13 @@ class StageTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """A choice and a microbatch size, ready to be costed for any layers; arrays by its kinds."""
+    """A choice at one microbatch size, with the rates to compute its time for any layers.
+
+    Arrays have one entry per kind of the choice.
+    """
 
     choice: Choice
-    shares: tuple[int, ...]  # samples per replica, by kind of the choice
+    shares: tuple[int, ...]  # samples per replica and microbatch, by kind of the choice
     compute_ms: np.ndarray  # (kinds, L + 1) prefix
     sync_ms: np.ndarray  # (kinds,)
     tensor_ms: np.ndarray  # (kinds,) per transformer layer
@@ -109,7 +118,7 @@ class Stage:
     memory_bytes: np.ndarray  # (kinds,) usable per device
 
     def times(self, model: Model, begin, end) -> StageTimes:
-        """Of layers [begin, end); `begin` and `end` are layers, or arrays of them that broadcast."""
+        """Times of the stage with layers [begin, end); `begin` and `end` are numbers, or arrays that broadcast."""
         parameters, _ = model.held(begin, end)
         return StageTimes(
             compute=self.compute_ms[:, end] - self.compute_ms[:, begin],
@@ -121,16 +130,21 @@ class Stage:
         )
 
     def fitting(self, parameter_bytes: np.ndarray, sample_bytes: np.ndarray) -> np.ndarray:
-        """Microbatches that fit beside the state of layers with such parameters and activations; -1 without room for
-        the state."""
-        room = np.subtract.outer(self.memory_bytes, self.state_bytes * parameter_bytes)
+        """Microbatches whose activations fit in memory with the state of the layers; -1 if the state does not fit.
+
+        `parameter_bytes` and `sample_bytes` are bytes of parameters, and of activations per sample, of layer ranges.
+        """
+        free = np.subtract.outer(self.memory_bytes, self.state_bytes * parameter_bytes)
         held = np.multiply.outer(np.array(self.shares) / self.choice.tp, sample_bytes)
-        most = np.floor(np.divide(room, held, out=np.full_like(room, UNLIMITED), where=held > 0))
-        return np.where(room < 0, -1, np.minimum(most, UNLIMITED)).min(axis=0)
+        most = np.floor(np.divide(free, held, out=np.full_like(free, UNLIMITED), where=held > 0))
+        return np.where(free < 0, -1, np.minimum(most, UNLIMITED)).min(axis=0)
 
 
 def build_stage(model: Model, choice: Choice, samples: int) -> Stage | None:
-    """Share the samples of a microbatch over the replicas; None when the profiles have too few samples."""
+    """The stage of a choice, with the `samples` of a microbatch distributed over its replicas.
+
+    None if a replica gets more samples than the largest profiled batch.
+    """
     options, present = model.options, choice.kinds
     kinds, times = [model.kinds[kind] for kind in present], [model.times[kind, choice.tp] for kind in present]
     totals = [time.total_ms for time in times]
@@ -161,11 +175,15 @@ def build_stage(model: Model, choice: Choice, samples: int) -> Stage | None:
 
 
 def all_reduce_ms(members: int, num_bytes: float, gb_s: float, latency_ms: float) -> float:
+    """Ms of a ring all-reduce of `num_bytes` bytes over links of `gb_s` GB/s."""
     return 1e3 * ring_seconds("AllReduce", num_bytes, members, Link(0.0, 1e-3 * latency_ms, 1e9 * gb_s))
 
 
 def tensor_collectives(model: Model, choice: Choice, kind: int, share: int) -> float:
-    """All-reduces of one transformer layer between nodes, and inside one unless the profile has them."""
+    """Ms of the tensor-parallel all-reduces of one transformer layer and microbatch that are not in the profiles.
+
+    They are those between nodes and, unless the profiles include them, those within a node.
+    """
     options, spec = model.options, model.kinds[kind]
     if share == 0:
         return 0.0
@@ -179,7 +197,7 @@ def tensor_collectives(model: Model, choice: Choice, kind: int, share: int) -> f
 
 
 def gradient_exchange(model: Model, choice: Choice) -> tuple[float, float]:
-    """(ms per parameter byte, fixed ms) of the all-reduce over replicas: inside nodes, then between them."""
+    """(ms per parameter byte, latency in ms) of the all-reduce of gradients: within nodes, then between nodes."""
     if choice.dp == 1:
         return 0.0, 0.0
     present = [(model.kinds[index], index) for index in choice.kinds]
@@ -191,6 +209,6 @@ def gradient_exchange(model: Model, choice: Choice) -> tuple[float, float]:
     slots, intra, inter = (
         min(getattr(kind, name) for kind, _ in present) for name in ("slots", "intra_gb_s", "inter_gb_s")
     )
-    shards = min(1, slots / choice.tp)  # part of the parameters in one node
+    shards = min(1, slots / choice.tp)  # fraction of the parameters in one node
     per_byte = all_reduce_ms(inside, 1 / choice.tp, intra, 0.0) + all_reduce_ms(groups, shards, inter, 0.0)
     return per_byte, 2 * model.options.latency_ms * (inside - 1 + groups - 1)

@@ -67,21 +67,21 @@ class PlanOptions:
         at_least("", self, num_layers=2, **dict.fromkeys(NOT_NEGATIVE, 0))
         one_of("schedule", self.schedule, SCHEDULES)
         if not 0 <= self.memory_margin < 1:
-            raise ValueError(f"memory_margin={self.memory_margin} is not a part of a memory. Type memory_margin=0.1.")
+            raise ValueError(f"memory_margin={self.memory_margin} is not a fraction below 1. Type memory_margin=0.1.")
         check_budget(self.max_seconds)
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of the activation of one sample between two layers."""
+        """Bytes of the activations of one sample between two layers."""
         return self.sequence_length * self.hidden_size * self.element_bytes
 
     def state_factors(self, replicas: int) -> dict[str, float]:
-        """Bytes of a device per byte of its parameters, by category of memory, of a stage with so many replicas."""
+        """Bytes of state per byte of parameters, by category of memory, on a device of a stage with `replicas`."""
         shards = replicas if self.shard_optimizer else 1
         return {"parameters": 1.0, "gradients": self.gradient_factor, "optimizer": self.optimizer_factor / shards}
 
     def in_flight(self, microbatches: int, stages: int) -> int:
-        """Microbatches between their passes that the first of so many `stages` holds at the most."""
+        """Largest number of microbatches between their forward and backward passes on the first of `stages` stages."""
         return microbatches if self.schedule == "gpipe" else min(microbatches, stages)
 
     def microbatches(self) -> Iterator[tuple[int, int]]:
@@ -95,6 +95,6 @@ class PlanOptions:
         size = 1
         while size <= self.batch:
             count = -(-self.batch // size)
-            if size not in sizes:  # the least of its count
+            if size not in sizes:  # the smallest size with this number of microbatches
                 yield size, count
             size = (self.batch - 1) // (count - 1) + 1 if count > 1 else self.batch + 1

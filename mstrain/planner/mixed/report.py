@@ -1,4 +1,4 @@
-"""Tables of the optimal planner's plans."""
+"""Tables of the plans of the optimal planner."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ TERMS = {
 
 
 def plans_table(result: OptimalResult) -> Table:
-    """The distinct plans in order of time, with the terms of their cost in ms per step.
+    """The distinct plans in order of step time, with its terms in ms.
 
     The terms are the steady state and the fill of the pipeline, the exchange of gradients with the update, and the
     batch generator.
@@ -61,7 +61,7 @@ def stages_table(plan: Plan) -> Table:
 
 
 def simulated_table(rows: Sequence[dict]) -> Table:
-    """The figures of every stage by the cost model and by the simulator."""
+    """Compute time, idle time and memory of every stage by the cost model and by the simulator."""
     title = "Stages of plan 1: cost model | simulator (ms per step, GB per device)"
     cells = (
         (

@@ -1,4 +1,4 @@
-"""Plans of the optimal planner with every term of their cost, and how they are written."""
+"""Plans of the optimal planner with all terms of their time, and the files in which they are saved."""
 
 import math
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from mstrain.planner.mixed.tables import Tables
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage; ms per microbatch (exchange and update: per iteration), GB of its fullest device.
+    """One stage; times in ms per microbatch (exchange and update: per iteration), GB of the device that needs most.
 
-    Types are those of the devices; a number distinguishes unequal nodes of one type.
+    Device types of unequal nodes have a number appended.
     """
 
     devices: dict[str, int]  # per device type
@@ -30,9 +30,9 @@ class StagePlan:
     replicas: dict[str, int]  # per type; one replica spanning types is listed under all of them
     samples: dict[str, int]  # per replica of the type and microbatch
     slowest_type: str
-    type_ms: dict[str, float]  # per type: its layers, on the last stage the profiled time of no layer too
-    type_tensor_ms: dict[str, float]  # per type: tensor collectives that are not in the profiles
-    compute_ms: float  # this and what follows: of the slowest type
+    type_ms: dict[str, float]  # per type: layers and, on the last stage, the profiled time that belongs to no layer
+    type_tensor_ms: dict[str, float]  # per type: tensor-parallel collectives that are not in the profiles
+    compute_ms: float  # of the slowest type, as `tensor_ms` and `sync_ms`
     tensor_ms: float
     sync_ms: float
     boundary_ms: float
@@ -44,7 +44,7 @@ class StagePlan:
     usable_gb: float
     microbatches_in_flight: int
     parameter_bytes: float  # of its layers
-    sample_bytes: float  # activations that a device keeps per sample
+    sample_bytes: float  # activations that a device saves per sample
 
     @property
     def layers(self) -> str:
@@ -54,7 +54,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A complete plan; the cost is the sum of the `iteration_terms`, in ms per iteration."""
+    """A complete plan; its cost is the sum of the `iteration_terms`, in ms per iteration."""
 
     cost_ms: float
     microbatch: int  # samples
@@ -64,22 +64,22 @@ class Plan:
     fill_ms: float  # sum of the stages
     end_ms: float  # largest exchange + update
     generator_ms: float
-    bubble: float  # part of the pipeline's device time in which a stage waits
+    bubble: float  # fraction of the pipeline's device time in which stages wait
     idle_devices: int
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """Why the first plan is the best of the space: nothing in it costs less than the lower bound."""
+    """The proof that the first plan is optimal: no plan of the space costs less than the lower bound."""
 
     lower_bound_ms: float
-    proven: bool  # False: the time budget ended the search
-    expanded: int  # labels
-    seconds: float
-    summary: str  # how far the search came, in a sentence
-    unit: int  # devices; every stage has a multiple
-    choices: int  # device counts and tensor parallel degrees per stage
-    states: int  # combinations of devices left
+    proven: bool  # False if the time budget ended the search
+    expanded: int  # number of partial plans evaluated
+    seconds: float  # duration of the search
+    summary: str  # a sentence that reports the number of plans and the duration
+    unit: int  # the number of devices of every stage is a multiple of it
+    choices: int  # number of combinations of device counts and tensor-parallel degree of a stage
+    states: int  # number of combinations of remaining devices
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,12 @@ class OptimalResult:
 
     @property
     def gap(self) -> float:
-        """How much cheaper than the best plan an unseen one could be, as a part of its cost."""
+        """Upper bound of how much cheaper an unseen plan can be, as a fraction of the best plan's cost."""
         return 1 - self.certificate.lower_bound_ms / self.best.cost_ms
 
 
 def report_stage(model: Model, stage: Stage, begin: int, end: int, flight: int) -> StagePlan:
-    """Terms of one stage of a plan, with `flight` microbatches in flight."""
+    """The report of a stage with layers [begin, end) and `flight` microbatches in flight."""
     choice, labels = stage.choice, kind_labels(model.kinds)
 
     def by_kind(values) -> dict:
@@ -127,7 +127,7 @@ def report_stage(model: Model, stage: Stage, begin: int, end: int, flight: int) 
 
 
 def report_plan(model: Model, tables: Tables, stages: Sequence[tuple[int, int, int]], expected_ms: float) -> Plan:
-    """The plan of stages (choice, begin, end) with all its terms; asserts that the search computed the same."""
+    """The plan of `stages` (choice, begin, end) with all terms; asserts that its cost is `expected_ms`."""
     count = tables.microbatches
     reports = tuple(
         report_stage(model, tables.stages[choice], begin, end, model.options.in_flight(count, len(stages) - number))
@@ -145,12 +145,12 @@ def report_plan(model: Model, tables: Tables, stages: Sequence[tuple[int, int, i
 
 
 def write_result(result: OptimalResult, path: str | Path) -> None:
-    """Everything: options, plans with all terms, certificate and gap."""
+    """Writes a JSON file with options, plans with all terms, certificate and gap."""
     write_json({**asdict(result), "gap": result.gap}, path)
 
 
 def write_stages(result: OptimalResult, path: str | Path) -> None:
-    """A CSV file with one line per stage of every plan."""
+    """Writes a CSV file with one line per stage of every plan."""
     rows = []
     for rank, plan in enumerate(result.plans, 1):
         own = {name: getattr(plan, name) for name in ("cost_ms", "microbatch", "microbatches")}
@@ -161,4 +161,5 @@ def write_stages(result: OptimalResult, path: str | Path) -> None:
 
 
 def named_counts(counts: dict, between: str = " ") -> str:
+    """The entries of `counts` as text, such as `A100 8 V100 4`."""
     return " ".join(f"{name}{between}{count}" for name, count in counts.items())

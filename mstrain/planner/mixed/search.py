@@ -1,9 +1,10 @@
 """Best-first branch and bound over pipelines, from the last stage to the first.
 
-A label is the tail of a pipeline: the stages from some layer on, and the devices they leave. Its bound adds the exact
-relaxation of the head (`bounds`). Labels are expanded by bound, so the first complete plans are the best ones, and the
-search ends with a certificate: no plan of the space is cheaper than the bound. Within the same layers and devices left,
-a label is dropped when `top_k` others are as good in every respect, which keeps the top k exact.
+A label is the tail of a pipeline: the stages that run the layers from some layer to the last, and the devices that
+remain. The lower bound of a label is that of its tail plus an exact relaxation of the remaining head
+(`mstrain.planner.mixed.bounds`). Labels are expanded in order of their bounds, so the first complete plans are the best
+ones, and the search ends with a certificate: no plan of the space is cheaper than the bound. A label is dropped if
+`top_k` others with the same remaining layers and devices are at least as good in every term; the top k stay exact.
 """
 
 import heapq
@@ -29,10 +30,10 @@ def plan_optimal(
     hostfile: str | Path, clusterfile: str | Path, profile_dir: str | Path, options: PlanOptions,
     clock: Clock | None = None,
 ) -> OptimalResult:  # fmt: skip
-    """The `top_k` cheapest plans of the space and a certificate; `clock`: of the options' `max_seconds` unless given.
+    """The `top_k` cheapest plans of the space and a certificate.
 
-    Raises ValueError for bad input, naming file and fix, and when no plan fits the cluster or none was
-    found in time.
+    `clock` has the time budget; by default that of `options.max_seconds`. Raises ValueError, with the file and the fix,
+    for invalid input, and if no plan fits the cluster or none was found in time.
     """
     clock = clock or Clock(options.max_seconds)
     cluster = read_hosts(hostfile, clusterfile)
@@ -49,14 +50,17 @@ def plan_optimal(
     return Search(model, build_space(model, unit, tuple(choices(kinds, unit, degrees))), clock).run()
 
 
-SETUP_PART = 0.5  # of the time budget
-SHRINK = 0.7  # a box is cut to this part of a side before it is halved
-NARROW = 0.01  # width of a box, as a part of the cost, below which it is searched and not halved
+SETUP_PART = 0.5  # fraction of the time budget for the first bounds
+SHRINK = 0.7  # a box is reduced without halving if a side becomes shorter than this fraction
+NARROW = 0.01  # width of a box, as a fraction of the bound, up to which its labels are expanded instead of halving it
 
 
 @dataclass(frozen=True)
 class Label:
-    """The tail of a pipeline: its stages run the layers from `begin` on and leave the devices of `state`."""
+    """The tail of a pipeline: its stages run layers `begin` to the last, and the devices of `state` remain.
+
+    `slowest`, `total` and `finish` are its slowest stage, sum of stages and longest exchange and update, in ms.
+    """
 
     box: Box
     begin: int
@@ -68,12 +72,12 @@ class Label:
 
     @property
     def signature(self) -> tuple[int, ...]:
-        """The choices in any order: plans with equal ones count as one."""
+        """The sorted choices of the stages; plans with equal signatures count as one plan."""
         return tuple(sorted(choice for choice, _, _ in self.stages))
 
 
 class Search:
-    """One search; `run` may be called once. The queue holds microbatch sizes, boxes and labels by bound."""
+    """One search; `run` may be called once. The queue has microbatch sizes, boxes and labels in order of bounds."""
 
     def __init__(self, model: Model, space: Space, clock: Clock):
         self.model, self.space, self.clock = model, space, clock
@@ -84,13 +88,13 @@ class Search:
 
     @property
     def limit(self) -> float:
-        """Cost that a plan must beat to be among the top k."""
+        """Ms that a plan must be below to be among the top k."""
         return self.found[-1][0] if len(self.found) == self.model.options.top_k else np.inf
 
     def run(self) -> OptimalResult:
-        """Work by bound until the k-th plan costs at most every bound, or time is up."""
+        """Processes the queue until the k-th plan costs no more than every bound, or the time budget is spent."""
         finished, bound = True, np.inf
-        # Bounds of all microbatch sizes may use half of the time; what remains unseen leaves a bound of 0.
+        # If the first bounds spend their part of the budget, some microbatch sizes have no bound: the result has 0.
         setup = SETUP_PART * self.clock.budget
         for samples, microbatches in self.model.options.microbatches():
             if self.clock.seconds > setup:
@@ -114,22 +118,23 @@ class Search:
         return self.result(finished, bound if seen else 0.0)
 
     def push(self, bound: float, layers_left: int, work, arguments: tuple) -> None:
-        """Queue work; of equal bounds the one with the fewest layers left comes first."""
+        """Queues a call; of calls with equal bounds, the one with the fewest remaining layers comes first."""
         if bound < self.limit:
             heapq.heappush(self.queue, (bound, layers_left, next(self.order), work, arguments))
 
     def cost(self, microbatches: int, slowest: float, total: float, finish: float) -> float:
+        """Ms of an iteration, as in `iteration_terms`."""
         return sum(iteration_terms(microbatches, slowest, total, finish, self.model.generator_ms))
 
     def start(self, samples: int, microbatches: int, stages: dict, slowest: float, bound: float) -> None:
-        """Build the tables of a microbatch size; enter the box of its plans that may beat the limit."""
+        """Builds the tables of a microbatch size, and queues the box of its plans that may be below the limit."""
         tables = build_tables(self.model, self.space, samples, microbatches, stages)
         spare = self.limit - bound
         highest = slowest + spare / max(microbatches - 1, 1e-12)
         self.enter(tables, (slowest, highest), (0.0, spare))
 
     def enter(self, tables: Tables, slowest: tuple[float, float], finish: tuple[float, float]) -> None:
-        """Queue a box, shrunk to times that stages really take; dive for a plan in it first."""
+        """Queues a box, shrunk to times that stages take, after a greedy search for a plan in it (`dive`)."""
         space = self.space
         total, slowest, finish = least_totals(
             tables.stage_ms, tables.end_ms, slowest, finish, tables.groups, space.offsets, space.contains, space.real
@@ -146,13 +151,13 @@ class Search:
         self.push(bound, root.begin, self.divide, (root, bound))
 
     def divide(self, root: Label, bound: float) -> None:
-        """Cuts off what is too expensive, or halves the side that loosens the bound most, or searches a narrow box."""
+        """Expands the label of a narrow box; otherwise removes the part above the limit, or halves the widest side."""
         box, steady = root.box, max(root.box.tables.microbatches - 1, 1e-12)
         spare = self.limit - bound
         sides = [(box.slowest, steady), (box.finish, 1.0)]
         highs = [min(high, low + spare / weight) for (low, high), weight in sides]
         widths = [weight * (high - low) for high, ((low, _), weight) in zip(highs, sides)]
-        narrow = NARROW if spare < np.inf else 1.0  # without k plans to compare with, plans are wanted first
+        narrow = NARROW if spare < np.inf else 1.0  # with fewer than k plans, finding plans has priority
         if max(widths) <= narrow * bound:
             return self.expand(root)
         if any(high - low < SHRINK * (old - low) for high, ((low, old), _) in zip(highs, sides)):
@@ -166,7 +171,7 @@ class Search:
         self.queue_box(replace(root, box=replace(box, **{name: (middle, high)})))
 
     def children(self, label: Label) -> np.ndarray:
-        """Bound of the plans in which a choice comes before the tail, by first layer: (begin, C)."""
+        """Lower bounds of plans in which a choice precedes the tail, by its first layer: (begin, C)."""
         box, tables = label.box, label.box.tables
         return child_costs(
             (tables.stage_ms, tables.end_ms, tables.flights, tables.offsets, tables.fits),
@@ -178,6 +183,7 @@ class Search:
         )
 
     def child(self, label: Label, choice: int, begin: int) -> Label:
+        """The tail with one more stage before it: `choice`, with layers from `begin`."""
         tables, end = label.box.tables, label.begin
         stage_ms = float(tables.stage_ms[begin, end, choice])
         return Label(
@@ -191,7 +197,7 @@ class Search:
         )
 
     def dive(self, label: Label) -> None:
-        """Follow the least bound down to a complete plan."""
+        """Greedily follows the least bound to a complete plan, and keeps that plan."""
         while label.begin > 0:
             bound = self.children(label)
             begin, choice = np.unravel_index(bound.argmin(), bound.shape)
@@ -201,7 +207,7 @@ class Search:
         self.keep(self.cost(label.box.tables.microbatches, label.slowest, label.total, label.finish), label)
 
     def keep(self, cost: float, label: Label) -> None:
-        """Enter a complete plan; of plans with the same stages in any order the cheapest stays."""
+        """Adds a complete plan to `found`; of plans with equal signatures only the cheapest is kept."""
         if cost < self.limit:
             name = (label.box.tables.samples, label.signature)
             others = [entry for entry in self.found if entry[1] != name]
@@ -210,7 +216,10 @@ class Search:
             self.found = sorted(entries, key=lambda entry: entry[0])[: self.model.options.top_k]
 
     def expand(self, parent: Label, choice: int = -1, begin: int = 0) -> None:
-        """Queue the tails one stage longer that may still be among the top k; keep complete plans."""
+        """Queues the tails with one more stage that may be among the top k; keeps complete plans.
+
+        `choice` and `begin` extend `parent` first, unless `choice` is negative.
+        """
         label = parent if choice < 0 else self.child(parent, choice, begin)
         if self.dominated(label):
             return
@@ -225,10 +234,10 @@ class Search:
             self.push(float(bound[begin, choice]), begin, self.expand, (label, int(choice), begin))
 
     def dominated(self, label: Label) -> bool:
-        """Whether the top k can do without this tail; if not, remember it.
+        """Whether the top k does not need this tail; if it does, the tail is recorded.
 
-        They can when an expanded tail of the same stages, or tails of top_k other combinations of stages,
-        have the same layers and devices left and are as good in every respect.
+        It does not if, with the same remaining layers and devices, one expanded tail with the same signature or tails
+        with top_k other signatures are at least as good in every term.
         """
         peers = label.box.expanded.setdefault((label.begin, label.state), [])
         values, name = (label.slowest, label.total, label.finish, len(label.stages)), label.signature
@@ -258,7 +267,7 @@ class Search:
         return OptimalResult(options, plans, certificate)
 
     def why_nothing_fits(self) -> str:
-        """The simplest reason: no profile for one sample, or a layer that no choice of devices can hold."""
+        """The reason: no stage can run one sample, a layer does not fit on any choice, or no division fits."""
         stages = usable_stages(self.model, self.space, 1)
         if not stages:
             return "no stage can be formed: no profiled tensor parallel degree divides the nodes; add tp=1"
@@ -271,6 +280,6 @@ class Search:
                 "add memory, profile larger tp degrees, or set shard_optimizer=True"
             )
         return (
-            "no division of the devices holds the model in memory; add devices, set shard_optimizer=True, "
+            "the model fits in memory with no division of the devices; add devices, set shard_optimizer=True, "
             "or lower activation_bytes by recomputation"
         )

@@ -1,9 +1,9 @@
-"""A plan for a mixed cluster, simulated: every device, and one link of every node to the others.
+"""Simulation of a plan for a mixed cluster: every device, and one link per node to the other nodes.
 
-Times of layers are those of the profiles, a third of them forward. The cost model adds up terms; the simulator finds
-how stages wait for each other, which messages share the link of a node, and what of the batch generator and the
-messages hides behind other work. Gradient sums follow the last backward pass of a stage, as in the cost model, but
-stages do not wait for each other with them.
+Times of layers are those of the profiles; one third is the forward pass. Unlike the cost model, which adds up terms,
+the simulator computes how stages wait for each other, which messages share the link of a node, and which parts of the
+batch generator and of the messages overlap with other work. Gradient sums follow the last backward pass of a stage, as
+in the cost model, but a stage does not wait for those of other stages.
 """
 
 import itertools
@@ -25,23 +25,23 @@ from mstrain.simulator.program import OpSpec, timed
 from mstrain.simulator.simulate import CORRECTED, place, simulate
 from mstrain.timeline import device_use
 
-FORWARD_PART = 1 / 3  # of a profiled forward and backward pass
+FORWARD_PART = 1 / 3  # fraction of a profiled time (forward and backward) that the forward pass takes
 GB = 1e9
 
 
 @dataclass(frozen=True, eq=False)
 class Nodes(Network):
-    """Devices of several nodes: a port per device inside a node, one link per node between them (bytes/s)."""
+    """The network of several nodes: one port per device within a node, one link per node between nodes."""
 
     nodes: tuple[Node, ...]
-    node_of: tuple[int, ...]  # by device
-    latency: float
+    node_of: tuple[int, ...]  # number of the node of each device
+    latency: float  # seconds per message
 
     def path(self, source: int, destination: int) -> Path:
         wires, inside = [], self.node_of[source] == self.node_of[destination]
         for device, way in ((source, "out"), (destination, "in")):
             number = self.node_of[device]
-            node, first = self.nodes[number], self.node_of.index(number)  # where the link of a node is drawn
+            node, first = self.nodes[number], self.node_of.index(number)  # the trace shows a node's link at `first`
             own, shared = Wire(device, f"link {way}", node.intra_gb_s * GB), f"node {number} {way}"
             wires.append(own if inside else Wire(first, shared, node.inter_gb_s * GB))
         return Path(tuple(wires), min(wire.bandwidth for wire in wires), self.latency)
@@ -49,7 +49,10 @@ class Nodes(Network):
 
 @dataclass(frozen=True)
 class Replica:
-    """One copy of a stage's layers: its devices, samples [begin, end) of a microbatch, and ms per pass."""
+    """A replica of a stage: its devices, its samples [begin, end) of a microbatch, and ms per microbatch.
+
+    `compute_ms` and `tensor_ms` are sums over the forward and the backward pass.
+    """
 
     devices: tuple[int, ...]
     begin: int
@@ -59,16 +62,16 @@ class Replica:
 
 
 def mixed_cluster(hosts: Hosts, latency_ms: float) -> Cluster:
-    """The devices in host file order."""
+    """The simulated cluster, with devices in the order of the host file."""
     numbered = [(number, node) for number, node in enumerate(hosts.nodes) for _ in range(node.slots)]
     devices = tuple(Device(1.0, 1.0, node.memory_gb * GB, kind=node.device_type) for _, node in numbered)
     return Cluster(devices, Nodes(hosts.nodes, tuple(number for number, _ in numbered), 1e-3 * latency_ms))
 
 
 def allocate(hosts: Hosts, stages: tuple[StagePlan, ...]) -> list[dict[str, tuple[int, ...]]]:
-    """The devices of every stage by kind: whole nodes first, then parts of nodes, largest first.
+    """The devices of every stage by kind of node; the stages with most devices are placed first.
 
-    Sizes are parts of a node in a chain of divisors or whole nodes, so nothing straddles.
+    Sizes are whole nodes, or parts of a node that divide each other, so that no part of a node spans two nodes.
     """
     free: dict[str, list[list[int]]] = {}
     begin = 0
@@ -91,7 +94,7 @@ def allocate(hosts: Hosts, stages: tuple[StagePlan, ...]) -> list[dict[str, tupl
 
 
 def replicas_of(stage: StagePlan, devices: dict[str, tuple[int, ...]], samples: int) -> list[Replica]:
-    """The replicas of a stage in order, the samples of a microbatch shared out among them."""
+    """The replicas of a stage in order, with the `samples` of a microbatch distributed over them."""
     if len(devices) > 1 and stage.tp == sum(map(len, devices.values())):  # one replica spans the kinds
         every = tuple(device for part in devices.values() for device in part)
         return [Replica(every, 0, samples, max(stage.type_ms.values()), max(stage.type_tensor_ms.values()))]
@@ -106,7 +109,7 @@ def replicas_of(stage: StagePlan, devices: dict[str, tuple[int, ...]], samples: 
 
 
 class MixedStep(PipelineStep):
-    """The step of a plan. Every device is a stage of its own to the simulator; the stages of the plan are chunks."""
+    """The step of a plan. Every device is one stage of the simulator; the stages of the plan are its chunks."""
 
     def __init__(self, plan: Plan, options: PlanOptions, hosts: Hosts, network: Nodes, microbatches: int):
         super().__init__(Degrees(pipeline=len(network.node_of), microbatches=microbatches), len(plan.stages))
@@ -121,11 +124,12 @@ class MixedStep(PipelineStep):
             for replica in replicas
             for device in replica.devices
         }
-        # The last values of a pass, and those that messages bring, by direction, stage and replica.
+        # The last values of a pass, and the received values, by (direction, stage, replica).
         self.done: dict[tuple[int, int, int], list[int]] = {}
         self.arrived: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
 
     def _state(self, stage: StagePlan, replicas: int, device: int) -> tuple[int, ...]:
+        """Allocates parameters, gradients and optimizer state of a device; returns their numbers."""
         mine, factors = stage.parameter_bytes / stage.tp, self.options.state_factors(replicas).items()
         return tuple(self.slots.resident(round(factor * mine), device, name) for name, factor in factors)
 
@@ -137,19 +141,22 @@ class MixedStep(PipelineStep):
         return outputs
 
     def _timed(self, devices, kind: str, ms: float, inputs, label, *output) -> list[int]:
+        """Adds an operation that takes `ms` milliseconds on all of `devices`."""
         return self._on_all(devices, timed(kind, 1e-3 * ms), inputs, label, *output)
 
     def _sum(self, members, nbytes: float, values, label) -> list[int]:
+        """Adds an all-reduce of `nbytes` bytes over `members`."""
         return self._on_all(members, OpSpec("AllReduce", ((max(1, round(nbytes)),),), 1), values, label)
 
     def _by_node(self, members) -> dict[int, tuple[int, ...]]:
+        """The devices of `members` in each node, by number of the node."""
         node_of = self.network.node_of
         return {
             node: tuple(d for d in members if node_of[d] == node) for node in dict.fromkeys(node_of[d] for d in members)
         }
 
     def _tensor_sums(self, replica: Replica, stage: StagePlan, values: list[int], label) -> list[int]:
-        """The all-reduces of one pass that are not in the profiles: inside nodes and between them."""
+        """Adds the tensor-parallel all-reduces of one pass that are not in the profiles, within and between nodes."""
         nodes, last = self._by_node(replica.devices).values(), self.options.num_layers - 1
         middle = sum(0 < layer < last for layer in range(stage.first_layer, stage.end_layer))
         message = (replica.end - replica.begin) * self.options.message_bytes
@@ -193,7 +200,7 @@ class MixedStep(PipelineStep):
                     self.arrived[direction, to, q].append(arrival)
 
     def finish(self) -> None:
-        """Gradient sums over the replicas of every stage, and its update."""
+        """Adds the gradient sums over the replicas of every stage, and its update."""
         for s, (stage, replicas) in enumerate(zip(self.plan.stages, self.replicas)):
             label = "layers", stage.layers
             many = len(replicas) > 1
@@ -205,7 +212,10 @@ class MixedStep(PipelineStep):
                 self._timed(replica.devices, "ProfiledUpdate", stage.update_ms, inputs, (*label, "update"))
 
     def _gradient_sums(self, s: int, rank: int, label) -> dict[int, int]:
-        """Sums over the replicas of what one tensor rank has: inside nodes, then between them; by node."""
+        """Adds the gradient sums of one tensor-parallel rank over the replicas: within nodes, then between nodes.
+
+        Returns the result of each node, by number of the node.
+        """
         stage, sums = self.plan.stages[s], {}
         owner = {replica.devices[rank]: r for r, replica in enumerate(self.replicas[s])}
         nodes, nbytes = self._by_node(owner), stage.parameter_bytes / stage.tp
@@ -220,17 +230,17 @@ class MixedStep(PipelineStep):
 
 
 def simulate_mixed(plan: Plan, options: PlanOptions, hosts: Hosts, clock: Clock | None = None) -> Compared:
-    """Simulate the plan with at most `simulated_microbatches` of its microbatches, two per stage at least.
+    """Simulates the plan with at most `simulated_microbatches` of its microbatches, but with at least two per stage.
 
-    The rows of stages: ms of a step in which a device computes or waits, GB of its memory, by both.
-    Raises OutOfTime when the clock leaves too little time for it.
+    The rows of the result have, for every stage, the ms per step in which a device computes or waits and the GB of its
+    memory, by the cost model and by the simulator. Raises OutOfTime if the time left on the clock is too short.
     """
     stages = len(plan.stages)
     count = min(plan.microbatches, max(options.simulated_microbatches, 2 * stages))
     clock = clock or Clock()
     replicas = [sum(stage.replicas.values()) for stage in plan.stages]
-    pairs = sum(mine * other for mine, other in itertools.pairwise(replicas))  # that may send to each other
-    clock.check(2 * count * (hosts.num_devices + pairs))  # at the least: writing the program takes time, too
+    pairs = sum(mine * other for mine, other in itertools.pairwise(replicas))  # pairs that may send to each other
+    clock.check(2 * count * (hosts.num_devices + pairs))  # a lower bound of the operations, before writing the program
     cluster = mixed_cluster(hosts, options.latency_ms)
     assert isinstance(cluster.network, Nodes)
     writer = MixedStep(plan, options, hosts, cluster.network, count)

@@ -1,8 +1,8 @@
-"""The space of plans: the devices that a stage may have and how it may split them.
+"""The space of plans: the devices that a stage may have, and how it may divide them into replicas.
 
-A stage owns whole *units* of devices: parts of a node in a chain of divisors (8, 4, 2, 1), or whole nodes in counts 1,
-2, 3, 4, 6, 8, 12 ... and all of a kind. So no stage straddles nodes. A stage of several kinds has replicas of one kind
-each, or one replica that spans them all. Devices may stay idle.
+A stage has whole *units* of devices: a part of a node from a chain of divisors (8, 4, 2, 1), or 1, 2, 3, 4, 6, 8, 12,
+... or all nodes of a kind. So a stage with part of a node never spans two nodes. A stage with several kinds of nodes
+has replicas that each use one kind, or one replica that spans all kinds. Devices may stay idle.
 """
 
 import itertools
@@ -16,15 +16,15 @@ from mstrain.hardware.hosts import Hosts, Node
 from mstrain.planner.mixed.options import PlanOptions
 
 LARGEST_TABLE = 2**31  # bytes
-VISITS_PER_SECOND = 4e9  # of a bound at most, on a fast core
+VISITS_PER_SECOND = 4e9  # upper bound of the inner iterations of `least_totals` per second, on a fast core
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Equal nodes: same device type, slots, bandwidths and memory."""
+    """All nodes with the same device type, slots, bandwidths (GB/s) and memory (GB per device)."""
 
     name: str  # device type
-    devices: int
+    devices: int  # in all nodes of the kind
     slots: int  # devices per node
     intra_gb_s: float
     inter_gb_s: float
@@ -33,19 +33,21 @@ class Kind:
 
 @dataclass(frozen=True)
 class Choice:
-    """How one stage may use devices: counts per kind, tp, and replicas per kind or one that spans."""
+    """The devices of a stage and how it uses them."""
 
-    devices: tuple[int, ...]
-    tp: int
-    replicas: tuple[int, ...]
-    spans: bool = False
+    devices: tuple[int, ...]  # by kind
+    tp: int  # tensor-parallel degree
+    replicas: tuple[int, ...]  # by kind; zeros if one replica spans all kinds
+    spans: bool = False  # whether one replica spans all kinds
 
     @property
     def dp(self) -> int:
+        """Number of replicas."""
         return 1 if self.spans else sum(self.replicas)
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
+        """Numbers of the kinds of which the stage has devices."""
         return tuple(kind for kind, count in enumerate(self.devices) if count)
 
 
@@ -54,18 +56,19 @@ def _kind(node: Node) -> tuple:
 
 
 def kinds_of(cluster: Hosts) -> tuple[Kind, ...]:
-    """Equal nodes together, sorted, so that the order of the host file does not matter."""
+    """The kinds of nodes of a cluster, sorted, so that the order of the host file does not matter."""
     counts = Counter(map(_kind, cluster.nodes))
     return tuple(Kind(kind[0], number * kind[1], *kind[1:]) for kind, number in sorted(counts.items()))
 
 
 def node_labels(cluster: Hosts) -> list[str]:
+    """The label of the kind of each node, as in `kind_labels`."""
     labels = dict(zip(sorted({*map(_kind, cluster.nodes)}), kind_labels(kinds_of(cluster))))
     return [labels[_kind(node)] for node in cluster.nodes]
 
 
 def kind_labels(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
-    """Device types; those with unequal nodes get a number."""
+    """The device type of each kind; types with several kinds of nodes have a number appended."""
     names = [kind.name for kind in kinds]
     return tuple(
         name if names.count(name) == 1 else f"{name}#{names[:index].count(name) + 1}"
@@ -74,13 +77,16 @@ def kind_labels(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
 
 
 def divisor_chain(slots: int) -> list[int]:
-    """slots, then repeatedly divided by its smallest prime factor, down to 1."""
+    """`slots`, and the results of dividing it repeatedly by its smallest prime factor, down to 1."""
     factor = next((factor for factor in range(2, slots + 1) if slots % factor == 0), 0)
     return [slots, *divisor_chain(slots // factor)] if factor else [slots]
 
 
 def choose_unit(options: PlanOptions, kinds: tuple[Kind, ...]) -> int:
-    """Devices per unit: the given one, or the finest with at most `max_states` combinations of counts."""
+    """Devices per unit: `options.unit`, or the smallest one with which there are at most `max_states` states.
+
+    Raises ValueError for a unit that does not divide every kind of node, and if every unit has too many states.
+    """
     common = sorted(set.intersection(*(set(divisor_chain(kind.slots)) for kind in kinds)))
     if options.unit and options.unit not in common:
         parts = ", ".join(map(str, common))
@@ -96,7 +102,7 @@ def choose_unit(options: PlanOptions, kinds: tuple[Kind, ...]) -> int:
 
 
 def _fix(options: PlanOptions, kinds: tuple[Kind, ...], unit: int, states: int) -> str:
-    """What to type for so many states, in units that `check_size` accepts then."""
+    """The part of the error message that says what to type for so many `states`, if `check_size` accepts them."""
     *_, table, seconds = _demand(options, kinds, unit)
     fewer = "plan for fewer kinds of nodes"
     if table > LARGEST_TABLE:
@@ -106,9 +112,9 @@ def _fix(options: PlanOptions, kinds: tuple[Kind, ...], unit: int, states: int) 
 
 
 def check_size(options: PlanOptions, kinds: tuple[Kind, ...], unit: int) -> None:
-    """Raises ValueError for a space whose tables are too large, or whose first bound alone outlasts the time budget.
+    """Raises ValueError if a table of the space is too large, or if its first bound takes longer than the time budget.
 
-    A bound visits every number of layers, size of a stage and state (`mstrain.planner.mixed.bounds`).
+    A bound visits every range of layers, size of a stage and state (`mstrain.planner.mixed.bounds`).
     """
     sizes, states, table, seconds = _demand(options, kinds, unit)
     if table > LARGEST_TABLE or seconds > options.max_seconds:
@@ -129,7 +135,7 @@ def _demand(options: PlanOptions, kinds: tuple[Kind, ...], unit: int) -> tuple[i
 
 
 def stage_sizes(kind: Kind, unit: int) -> list[int]:
-    """Devices of this kind a stage may have: parts of a node, then numbers of nodes."""
+    """Numbers of devices of a kind that a stage may have, ascending: parts of a node, and whole nodes."""
     nodes = kind.devices // kind.slots
     counts = {count for power in range(nodes.bit_length()) for count in (1 << power, 3 << power)} | {nodes}
     sizes = {part for part in divisor_chain(kind.slots) if part >= unit and part % unit == 0}
@@ -138,7 +144,7 @@ def stage_sizes(kind: Kind, unit: int) -> list[int]:
 
 
 def choices(kinds: tuple[Kind, ...], unit: int, degrees: list[set[int]]) -> Iterator[Choice]:
-    """Every choice; `degrees` are the tensor parallel degrees with profiles, per kind."""
+    """All choices of a stage; `degrees` are the tensor-parallel degrees with profiles, by kind."""
     for devices in itertools.product(*([0] + stage_sizes(kind, unit) for kind in kinds)):
         present = [index for index, count in enumerate(devices) if count]
         for tp in sorted(set.intersection(*(degrees[index] for index in present))) if present else ():
@@ -149,13 +155,13 @@ def choices(kinds: tuple[Kind, ...], unit: int, degrees: list[set[int]]) -> Iter
 
 
 def fits(kind: Kind, devices: int, tp: int) -> bool:
-    """Whether replicas of tp devices fill the stage and either share a node or fill nodes."""
+    """Whether replicas of `tp` devices use all `devices`, and each is within a node or fills whole nodes."""
     part = min(devices, kind.slots)
     return devices % tp == 0 and (part % tp == 0 or tp % kind.slots == 0)
 
 
 def nodes_per_replica(kinds: tuple[Kind, ...], choice: Choice, kind: int) -> int:
-    """Nodes one replica spans (a replica that spans kinds: all the stage's nodes)."""
+    """Number of nodes of one replica; a replica that spans kinds has all nodes of the stage."""
     if choice.spans:
         return sum(-(-choice.devices[index] // kinds[index].slots) for index in choice.kinds)
     return max(1, choice.tp // kinds[kind].slots)

@@ -1,4 +1,4 @@
-"""All choices of a stage as arrays for one microbatch size, with the bounds of the rest of the pipeline."""
+"""The choices of a stage as arrays, for all layer ranges at one microbatch size."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -11,21 +11,23 @@ from mstrain.planner.mixed.space import Choice
 
 @dataclass(frozen=True)
 class Space:
-    """Choices of a stage, and states: units left per kind, row-major, so taking devices lowers the index.
+    """The choices of a stage, and the states: numbers of remaining units by kind.
 
-    Rows are twice as long as they need to be, so that taking more than there is leads to no state.
+    The index of a state is row-major, so that taking devices subtracts a constant. Rows are twice as long as needed, so
+    that taking more devices than remain leads to an index that is not a state. C choices, G device groups, S indices.
     """
 
     unit: int
     choices: tuple[Choice, ...]
-    group_of: np.ndarray  # (C,) number of the distinct device counts of a choice, each after its subsets
-    offsets: np.ndarray  # (G,)
-    fits: np.ndarray  # (G, S)
+    group_of: np.ndarray  # (C,) device group of a choice: its device counts; a group comes after its subsets
+    offsets: np.ndarray  # (G,) difference of the state index when the devices of a group are taken
+    fits: np.ndarray  # (G, S) whether the state has the devices of the group
     contains: np.ndarray  # (G, G) whether the first group has the devices of the second
-    real: np.ndarray  # (S,) whether an index is that of a state; the last one is, with all devices
+    real: np.ndarray  # (S,) whether the index is that of a state; the last one is the state with all devices
 
 
 def build_space(model: Model, unit: int, choices: tuple[Choice, ...]) -> Space:
+    """The space of `choices` on the nodes of `model`, in units of `unit` devices."""
     groups = tuple(sorted({choice.devices for choice in choices}))
     counts = [kind.devices // unit for kind in model.kinds]
     strides = np.cumprod([1, *(2 * count + 1 for count in counts[:0:-1])])[::-1]
@@ -43,38 +45,38 @@ def build_space(model: Model, unit: int, choices: tuple[Choice, ...]) -> Space:
 
 @dataclass(frozen=True)
 class Tables:
-    """Stages for one microbatch size: C usable choices, G groups, L layers, S states."""
+    """Stages for one microbatch size: C usable choices, L layers, S state indices."""
 
-    samples: int
+    samples: int  # per microbatch
     microbatches: int
-    stages: tuple[Stage, ...]
-    offsets: np.ndarray  # (C,)
-    fits: np.ndarray  # (S, C)
-    stage_ms: np.ndarray  # (L + 1, L + 1, C) for layers [begin, end); infinite where memory never suffices
-    end_ms: np.ndarray  # (L + 1, L + 1, C)
+    stages: tuple[Stage, ...]  # C
+    offsets: np.ndarray  # (C,) difference of the state index when the devices of a choice are taken
+    fits: np.ndarray  # (S, C) whether the state has the devices of the choice
+    stage_ms: np.ndarray  # (L + 1, L + 1, C) ms for layers [begin, end); infinite if they never fit in memory
+    end_ms: np.ndarray  # (L + 1, L + 1, C) ms of gradient exchange and update
     flights: np.ndarray  # (L + 1, L + 1, C) microbatches that fit in memory
     groups: np.ndarray  # (C,) number of the device group of each choice
 
 
 @dataclass(frozen=True)
 class Box:
-    """Plans whose slowest stage and largest end of iteration (ms) lie between limits; their heads' bound."""
+    """The plans whose slowest stage and longest exchange and update (ms) are within limits."""
 
     tables: Tables
     slowest: tuple[float, float]
     finish: tuple[float, float]
-    total: np.ndarray  # (L + 1, S) least sum of stage times of the first layers on the devices left
-    expanded: dict[tuple[int, int], list] = field(init=False, default_factory=dict)  # its tails, see search
+    total: np.ndarray  # (L + 1, S) least sum of stage times of the first layers on the remaining devices, in ms
+    expanded: dict[tuple[int, int], list] = field(init=False, default_factory=dict)  # tails, see `Search.dominated`
 
 
 def usable_stages(model: Model, space: Space, samples: int) -> dict[int, Stage]:
-    """Stages by number of the choice, without those for which the profiles end too early."""
+    """Stages by number of the choice, except those whose replicas get more samples than the profiles have."""
     built = ((index, build_stage(model, choice, samples)) for index, choice in enumerate(space.choices))
     return {index: stage for index, stage in built if stage is not None}
 
 
 def build_tables(model: Model, space: Space, samples: int, microbatches: int, stages: dict[int, Stage]) -> Tables:
-    """The tables of a microbatch size, of `stages` by number of the choice. Entries with begin >= end mean nothing."""
+    """The tables of a microbatch size, for `stages` by number of the choice. Entries with begin >= end are invalid."""
     fewest = model.options.in_flight(microbatches, 1)
     bounds = np.arange(model.layers + 1)
     layers, rows = (bounds[:, None], bounds[None]), []
@@ -90,9 +92,10 @@ def build_tables(model: Model, space: Space, samples: int, microbatches: int, st
 
 
 def quick_bound(model: Model, stages: dict[int, Stage]) -> tuple[float, float]:
-    """Lower bounds without tables: of the slowest stage (device time needed / there) and of the sum of all.
+    """Lower bounds without tables, in ms: of the slowest stage and of the sum of all stages.
 
-    Devices are weighted by their speed; any weights give a valid bound.
+    The bound of the slowest stage is the device time that all layers need, divided by the number of devices. Devices
+    are weighted by their speed; any weights give a valid bound.
     """
     every = model.times.items()
     fastest = [

@@ -11,24 +11,25 @@ from mstrain.hardware.layer_profiles import Key, Profile
 
 @dataclass(frozen=True)
 class Times:
-    """Times of one type at one tensor parallel degree, for m = 0 ... M samples; all non-decreasing in m.
+    """Times of one device type at one tensor-parallel degree, for m = 0 ... M samples; non-decreasing in m.
 
-    Piecewise linear between the profiled batches. Fewer samples than the smallest batch take as long as it, more than
-    the largest are not possible, no samples take no time.
+    They are piecewise linear between the profiled batches. Fewer samples than the smallest profiled batch take as long
+    as that batch; M is at most the largest profiled batch; 0 samples take 0 ms.
     """
 
     layer_ms: np.ndarray  # (M + 1, L)
-    sync_ms: np.ndarray  # (M + 1,) forward and backward time of no layer, charged to the last stage
-    optimizer_ms: float  # whole model at this degree, smallest batch
-    generator_ms: float  # batch generator, smallest batch
+    sync_ms: np.ndarray  # (M + 1,) forward and backward time that belongs to no layer, charged to the last stage
+    optimizer_ms: float  # update of the whole model, from the profile of the smallest batch
+    generator_ms: float  # batch generator, from the profile of the smallest batch
 
     @cached_property
     def total_ms(self) -> np.ndarray:
+        """(M + 1,) sums over all layers."""
         return self.layer_ms.sum(axis=1)
 
     @cached_property
     def prefix_ms(self) -> np.ndarray:
-        """(M + 1, L + 1)"""
+        """(M + 1, L + 1) sums over the first 0, 1, ... L layers."""
         return prefix_sums(self.layer_ms)
 
 
@@ -38,7 +39,7 @@ def prefix_sums(values: np.ndarray) -> np.ndarray:
 
 
 def interpolate(profiles: dict[Key, Profile], device_type: str, tp: int, largest: int) -> Times:
-    """Times for up to `largest` samples, or the largest profiled batch if that is smaller."""
+    """Times for 0 to `largest` samples, or to the largest profiled batch if that is smaller."""
     batches = sorted(batch for name, degree, batch in profiles if (name, degree) == (device_type, tp))
     rows = [profiles[device_type, tp, batch] for batch in batches]
     samples = np.arange(1, min(largest, batches[-1]) + 1)
@@ -49,7 +50,7 @@ def interpolate(profiles: dict[Key, Profile], device_type: str, tp: int, largest
 
 
 def filled_in(profiles: dict[Key, Profile]) -> list[str]:
-    """One line for each type and degree without all profiled batches, and the times used instead."""
+    """One line for each type and degree without a profile of every batch, with the times used instead."""
     every, lines = {batch for _, _, batch in profiles}, []
     for name, tp in sorted({key[:2] for key in profiles}):
         mine = {batch for other, degree, batch in profiles if (other, degree) == (name, tp)}
@@ -66,14 +67,15 @@ def filled_in(profiles: dict[Key, Profile]) -> list[str]:
 
 
 def degrees_of(profiles: dict[Key, Profile], device_type: str, max_tp: int = 0) -> set[int]:
+    """The tensor-parallel degrees with a profile of `device_type`, up to `max_tp` unless it is 0."""
     return {tp for name, tp, _ in profiles if name == device_type and (max_tp == 0 or tp <= max_tp)}
 
 
 def share_samples(totals: list[np.ndarray], replicas: list[int], samples: int) -> list[int] | None:
-    """Samples per replica of each kind so that the slowest finishes first; None when the profiles end before.
+    """Samples per replica of each kind that minimize the time of the slowest replica; None if profiles have too few.
 
-    `totals[k][m]` is the non-decreasing time of m samples. The best deadline is one of those times: by each
-    deadline a replica can finish a known number; the earliest that is enough for all samples wins.
+    `totals[k][m]` is the time of m samples on kind k, non-decreasing in m; kind k has `replicas[k]` replicas. The
+    minimum is one of these times: the earliest deadline by which the replicas can process all samples.
     """
     deadlines = np.sort(np.concatenate(totals))
     done = np.array([np.searchsorted(total, deadlines, side="right") - 1 for total in totals])

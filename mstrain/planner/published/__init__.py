@@ -1,1 +1,1 @@
-"""Published training runs: reads their files, predicts them and compares."""
+"""Published training runs: reads a file of runs, predicts them, and compares with the measurements."""

@@ -1,4 +1,4 @@
-"""Predicts published runs with the cost model and compares with the measurements."""
+"""Predicts published runs with the cost model, for comparison with the measurements."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,43 +8,43 @@ from mstrain.planner.cost import Costed, cost_step
 from mstrain.planner.plan import PodPlan
 from mstrain.planner.published.rows import PublishedRow
 
-MOST_CHUNKS = 256  # of a stage
-MOST_MICROBATCH = 64  # sequences; larger ones do not change the prediction
-NEARLY = 1.02  # of the least memory
+MOST_CHUNKS = 256  # per stage
+MOST_MICROBATCH = 64  # sequences; larger microbatches do not change the prediction
+NEARLY = 1.02  # if no choice fits: largest memory of a choice over the least memory of all choices
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One row; `costed` has the microbatch and interleaving that the model chose where the row leaves them open."""
+    """The prediction of a row; `costed` has the microbatch and interleaving that the row states or the model chose."""
 
     row: PublishedRow
     costed: Costed
 
     @property
     def tokens_per_second(self) -> float:
-        """Predicted, a device."""
+        """Predicted tokens/s per device."""
         return self.row.request.tokens / self.row.request.pod.devices / self.costed.seconds
 
     @property
     def microbatch(self) -> int:
-        """Sequences of a microbatch of one replica."""
+        """Sequences of one microbatch on one replica."""
         return self.costed.plan.sequences(self.row.request.batch)
 
     def utilization(self, attention: str = "full", one_hot: bool = False) -> float:
-        """Predicted model FLOP/s over peak; `attention` is the convention, full or causal.
+        """Predicted MFU, a fraction of the peak; `attention` is the convention for its FLOPs, full or causal.
 
-        With `one_hot`, a one-hot embedding counts where the style multiplies it.
+        With `one_hot`, the FLOPs of a one-hot embedding are included if the execution style has one.
         """
         request, extra = self.row.request, 0.0
         if one_hot and request.style.one_hot:
             extra = 6.0 * request.model.width * request.model.known_vocab_size
-        share = request.utilization(self.costed.seconds, attention, extra)
-        assert share is not None, "reading a row checks that its chip has a peak"
-        return share
+        fraction = request.utilization(self.costed.seconds, attention, extra)
+        assert fraction is not None, "reading a row checks that its chip has a peak"
+        return fraction
 
     @property
     def compared(self) -> tuple[str, float, float]:
-        """(unit, predicted, measured)."""
+        """(unit, predicted, measured); MFU is a fraction."""
         if self.row.tokens_per_second is not None:
             return "tokens/s", self.tokens_per_second, self.row.tokens_per_second
         assert self.row.mfu is not None, "a row has one or the other"
@@ -52,14 +52,15 @@ class Prediction:
 
     @property
     def ratio(self) -> float:
+        """Predicted over measured."""
         _, predicted, measured = self.compared
         return predicted / measured
 
 
 def predict(row: PublishedRow) -> Prediction:
-    """The row as stated; microbatch and interleaving that it leaves open are the fastest legal ones that fit.
+    """Predicts a row; a microbatch or interleaving that it leaves open is the fastest legal one that fits.
 
-    Where none fits by the model's own count of memory, those that need least are taken: the run did fit.
+    If none fits by the memory model, the fastest of those that need the least memory is taken, because the run did fit.
     """
     costs = [costed for plan in _choices(row) if (costed := cost_step(row.request, plan))]
     least = min(costed.fullest.total for costed in costs)
@@ -68,6 +69,7 @@ def predict(row: PublishedRow) -> Prediction:
 
 
 def _choices(row: PublishedRow) -> Iterator[PodPlan]:
+    """The plans of a row, with every microbatch and interleaving that it leaves open."""
     plan, layers = row.plan, row.request.model.layers
     share, stages = row.request.batch // plan.data, plan.pipeline
     counts = [plan.microbatches]

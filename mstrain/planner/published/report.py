@@ -1,4 +1,4 @@
-"""Predicted beside measured, with the errors of the terms: tables, CSV, JSON and one plot."""
+"""Reports of predicted and measured runs with the errors of terms: tables, CSV and JSON files, and a plot."""
 
 import statistics
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from mstrain.json_files import write_json
 from mstrain.planner.errors import UNMODELED, TermError
 from mstrain.planner.published.predict import Prediction
 
-AIM = 0.15  # of a row's ratio from 1
-SMALL = 0.005  # of the step: smaller errors of terms are in the files only
+AIM = 0.15  # target of the deviation of predicted / measured from 1
+SMALL = 0.005  # errors of terms below this fraction of the step time are in the files only
 
 
 def published_row(prediction: Prediction) -> dict:
-    """One row as flat columns; seconds of the step by term."""
+    """A prediction as a flat row, with the seconds of the step by term."""
     row, costed = prediction.row, prediction.costed
     unit, predicted, measured = prediction.compared
     return {
@@ -36,7 +36,7 @@ def published_row(prediction: Prediction) -> dict:
 
 
 def write_published(predictions: list[Prediction], folder: Path) -> None:
-    """published.csv, a line per row with the errors of terms as columns, and published.json with their sources."""
+    """Writes published.csv, with errors of terms as columns, and published.json, with the sources of the errors."""
     rows = [published_row(prediction) for prediction in predictions]
     names = dict.fromkeys(error.name for prediction in predictions for error in prediction.costed.errors)
     blank = {f"{name}_{column}": 0.0 for name in names for column in ("share", "error", "error_of_step")}
@@ -54,8 +54,8 @@ def write_published(predictions: list[Prediction], folder: Path) -> None:
 
 
 def published_table(predictions: list[Prediction]) -> Table:
-    """Predicted and measured tokens/s a device, or MFU where nothing else was published."""
-    columns = ("run", "execution", "unit", "predicted", "measured", "ratio", "+-", "mostly of", "MFU full", "causal")
+    """Predicted and measured tokens/s per device, or MFU for runs that published nothing else."""
+    columns = ("run", "execution", "unit", "predicted", "measured", "ratio", "+-", "main errors", "MFU full", "causal")
     rows = []
     for each in predictions:
         unit, *values = each.compared
@@ -65,23 +65,23 @@ def published_table(predictions: list[Prediction]) -> Table:
         error = f"{100 * each.costed.uncertainty:.0f} %"
         mostly = ", ".join(_words(error.name) for error in each.costed.errors[:2])
         rows.append((each.row.name, style, unit, *numbers, f"{each.ratio:.3f}", error, mostly, *shares))
-    title = "Published runs as stated: tokens/s a device (MFU where nothing else was published)"
-    return make_table(title, columns, rows, ("run", "execution", "unit", "mostly of"))
+    title = "Published runs as stated: tokens/s per device (MFU if nothing else was published)"
+    return make_table(title, columns, rows, ("run", "execution", "unit", "main errors"))
 
 
 def errors_table(predictions: list[Prediction]) -> Table:
-    """What each term adds to the standard error of a run; smaller ones than SMALL of the step are left out."""
+    """The contributions of terms to the standard error of each run, without those below SMALL."""
     rows = [
         (each.row.name, f"{100 * each.costed.uncertainty:.1f}", ", ".join(map(_share, _large(each.costed.errors))))
         for each in predictions
     ]
-    title = "Where +- comes from: share of the step x standard error of the term = of the step, in %"
+    title = "Sources of +-: fraction of the step x standard error of the term = standard error of the step, in %"
     columns = ("run", "+-", "terms, the largest error first")
     return make_table(title, columns, rows, (columns[0], columns[2]), wrapped=columns[2:])
 
 
 def sources_table(predictions: list[Prediction]) -> Table:
-    """The standard error of every term that `errors_table` prints, what of it is not known, and the source."""
+    """The standard error of every term in `errors_table`, the unknown quantity that causes it, and its source."""
     found = {}
     for each in predictions:
         for error in _large(each.costed.errors):
@@ -107,22 +107,23 @@ def _words(name: str) -> str:
 
 
 def closing_line(predictions: list[Prediction]) -> str:
-    """The median and the largest error, and a legend of the marks."""
+    """The median and the largest error, and what `+-` and `*` mean."""
     errors = {prediction.row.name: abs(prediction.ratio - 1) for prediction in predictions}
     worst = max(errors, key=lambda name: errors[name])
     outside = sum(error > AIM for error in errors.values())
     return (
         f"{len(predictions)} runs: median error {100 * statistics.median(errors.values()):.1f} %, largest "
         f"{100 * errors[worst]:.1f} % ({worst}), {outside} outside {100 * AIM:.0f} %. "
-        "+- is the model's own standard error. "
-        "* the execution style follows from the row's texts; plan.execution states it."
+        "+- is the standard error that the model predicts. "
+        "* marks an execution style that is inferred from the row's texts; plan.execution states one."
     )
 
 
 def plot_published(predictions: list[Prediction], path: Path) -> Path:
-    """Predicted over measured of every row with the model's standard error, and the part of every term in it.
+    """Plots predicted / measured of every row with the model's standard error, and the fractions of its terms.
 
-    The band is the aim. A bar is as long as the standard error; its parts are shares of the variance.
+    The gray band is the target (AIM). The length of a bar is the standard error of a run; its parts are proportional to
+    the variances of the terms. Returns `path`.
     """
     figure = Figure(figsize=(12, 2 + 0.3 * len(predictions)), layout="constrained")
     axes, parts = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
@@ -142,7 +143,7 @@ def plot_published(predictions: list[Prediction], path: Path) -> Path:
 
 
 def _plot_errors(axes, predictions: list[Prediction]) -> None:
-    """A bar a row, as long as its standard error in %, divided among its terms as their variances are."""
+    """Plots one bar per row, as long as its standard error in %, divided in proportion to the variances of terms."""
     places = range(len(predictions))
     each = [{error.name: error.of_step**2 for error in prediction.costed.errors} for prediction in predictions]
     totals = {name: sum(row.get(name, 0.0) for row in each) for row in each for name in row}
@@ -151,5 +152,5 @@ def _plot_errors(axes, predictions: list[Prediction]) -> None:
         widths = [100 * row.get(name, 0.0) / p.costed.uncertainty for row, p in zip(each, predictions)]
         axes.barh(places, widths, left=left, color=colormaps["tab20"](number), label=_words(name))
         left = [begin + width for begin, width in zip(left, widths)]
-    axes.set(xlabel="standard error in % of the step; parts: shares of its variance", title="Where it comes from")
+    axes.set(xlabel="standard error in % of the step; parts: fractions of its variance", title="Standard error by term")
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))

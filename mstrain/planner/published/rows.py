@@ -1,7 +1,8 @@
-"""Reads a file of published runs into stated steps.
+"""Reads a JSON file of published runs.
 
-The file is an object with `rows`. A row has `name`, `source`, `model`, `cluster`, `plan`, `batch`, `seq`, `dtype`
-and `measured`, and may have a `note`. Its names of model fields are those of papers; they are mapped here.
+The file is an object with a list `rows`. A row has `name`, `source`, `model`, `cluster`, `plan`, `batch`, `seq`,
+`dtype` and `measured`, and may have a `note`. Model fields have the names that papers use, which this module maps to
+those of `ModelConfig`.
 """
 
 import contextlib
@@ -28,10 +29,10 @@ ALGORITHMS = (
 RING = ParallelConfig("megatron")  # tensor parallelism of other systems runs on one ring
 ZERO = {"zero1": "optimizer", "zero2": "gradients", "zero3": "parameters"}
 DTYPES = ("bf16", "f32")
-ALIKE = {"fp16": "bf16", "float16": "bf16", "bfloat16": "bf16", "fp32": "f32", "float32": "f32"}  # of one peak
+ALIKE = {"fp16": "bf16", "float16": "bf16", "bfloat16": "bf16", "fp32": "f32", "float32": "f32"}  # equal peaks
 MOST_SLICES = 64
 MEASURED = ("tokens_per_second_per_device", "step_seconds", "mfu")
-LARGEST = 10**8  # of a model's sizes
+LARGEST = 10**8  # upper limit of every size of a model
 KEYS = {
     "": "name source note model cluster plan batch seq dtype measured",
     "model": "layers width heads kv_heads head_width mlp_width gated vocabulary tied position parallel_block",
@@ -40,18 +41,20 @@ KEYS = {
     "execution",
     "measured": " ".join(MEASURED),
 }
-RESERVED = 0.08  # of a device's memory: contexts, communication buffers, fragmentation
+RESERVED = 0.08  # fraction of a device's memory for contexts, communication buffers and fragmentation
 
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One run.
+    """One published run.
 
     Attributes:
-      request, plan: as stated; sequences of a microbatch and interleaving are 1 where `search` names them.
-      inferred: whether the execution style follows from the row's texts instead of plan.execution.
-      tokens_per_second: measured, a device; `mfu`: measured, where nothing else was published.
-      notes: what the prediction leaves out or assumes, one sentence each.
+      request, plan: the stated step and plan.
+      search: choices that the row leaves to the model: `microbatch` and `interleave`, which are 1 in `plan`.
+      inferred: whether the execution style is inferred from the row's texts, because plan.execution is missing.
+      tokens_per_second: measured tokens/s per device.
+      mfu: measured MFU, a fraction, if nothing else was published.
+      notes: what the prediction ignores or assumes, one sentence each.
     """
 
     name: str
@@ -66,7 +69,7 @@ class PublishedRow:
 
 
 def read_rows(path: str) -> list[PublishedRow]:
-    """The rows of the file; raises ValueError that names row and key for whatever is wrong."""
+    """The rows of the file. Raises ValueError for an invalid file, with the row and the key."""
     document = read_json(path, "published file")
     rows = document.get("rows") if isinstance(document, dict) else None
     if not isinstance(rows, list) or not rows:
@@ -107,15 +110,15 @@ def _notes(fields: Fields, pod: Pod) -> tuple[str, ...]:
         for key in (fields.object(part).values if part else fields.values)
         if key not in known.split()
     ]
-    notes = [f"The prediction does not depend on {', '.join(unread)}: unknown here."] if unread else []
+    notes = [f"Unknown keys are ignored: {', '.join(unread)}."] if unread else []
     if pod.slices > 1 and "slices" not in fields.object("cluster").values:
-        notes.append(f"No slice has {pod.devices} devices: taken as {pod.name}.")
+        notes.append(f"No TPU slice has {pod.devices} devices: predicted for {pod.name}.")
     return tuple(notes)
 
 
 @contextlib.contextmanager
 def _located(where: str, part: str = ""):
-    """Puts the row, and what of it, before messages that do not name it."""
+    """Prefixes error messages with the row and its part, unless they already have this prefix."""
     try:
         yield
     except ValueError as error:
@@ -124,7 +127,7 @@ def _located(where: str, part: str = ""):
 
 
 def _check(request: PlanRequest, plan: PodPlan) -> None:
-    """Raises ValueError, with the numbers, for a step that cannot run as stated."""
+    """Raises ValueError, with the numbers, for a plan that cannot run on the stated cluster and model."""
     model, degrees = request.model, math.prod(plan.sizes)
     if degrees != request.pod.devices:
         raise ValueError(
@@ -145,11 +148,12 @@ def _check(request: PlanRequest, plan: PodPlan) -> None:
 
 
 def _measured(fields: Fields, tokens: float) -> tuple[float | None, float | None]:
+    """Measured (tokens/s per device, MFU), of which one is None; `tokens` per step and device."""
     rate, seconds, mfu = map(fields.number_or_none, MEASURED)
     if rate is None and seconds is not None:
         rate = tokens / seconds
     if mfu is not None and mfu > 1:
-        raise fields.error("mfu", f"is {mfu:g}; write a share of the peak up to 1.")
+        raise fields.error("mfu", f"is {mfu:g}; write a fraction of the peak, at most 1.")
     if rate is None and mfu is None:
         raise fields.error(MEASURED[0], f"is missing; write one of {', '.join(MEASURED)}.")
     return rate, mfu if rate is None else None
@@ -187,7 +191,10 @@ def _pod(fields: Fields) -> Pod:
 
 
 def _tpu(chip: Chip, devices: int, slices: int | None, topology: str) -> Pod:
-    """`devices` of one slice or, where no slice has so many, of the fewest equal ones; raises ValueError."""
+    """The pod of one TPU slice with `devices` devices or, if there is none, of the fewest equal slices.
+
+    Raises ValueError if no number of slices has as many devices.
+    """
     rules, first = chip.slice_rules, None
     for count in [slices] if slices else [n for n in range(1, MOST_SLICES + 1) if devices % n == 0]:
         size = devices // count * rules.name_counts_per_chip // rules.devices_per_chip
@@ -204,7 +211,7 @@ def _tpu(chip: Chip, devices: int, slices: int | None, topology: str) -> Pod:
 
 
 def _plan(fields: Fields, batch: int) -> tuple[PodPlan, frozenset[str]]:
-    """The plan, and what of it the row leaves to the model: `microbatch` and `interleave`."""
+    """The plan of a row, and the choices that the row leaves to the model: `microbatch` and `interleave`."""
     data, tensor, pipeline, context = (fields.whole(name, 1) for name in ("data", "tensor", "pipeline", "context"))
     one_of("plan.algorithm", fields.text("algorithm"), ALGORITHMS)
     shard, schedule = fields.text("shard", "none"), fields.text("schedule", "1f1b")
@@ -217,7 +224,7 @@ def _plan(fields: Fields, batch: int) -> tuple[PodPlan, frozenset[str]]:
     if isinstance(fields.values.get("microbatch", "best"), str):
         search.add("microbatch")
     else:
-        stated = fields.whole("microbatch")  # more than a replica's share counts the sequences of all replicas
+        stated = fields.whole("microbatch")  # if more than the batch of one replica, it counts all replicas together
         microbatch = stated // data if stated * data > batch and stated % data == 0 else stated
     if schedule == "interleaved" and "interleave" not in fields.values:
         search.add("interleave")

@@ -132,7 +132,7 @@ def test_what_the_prediction_leaves_out_or_assumes_is_printed(tmp_path, capsys):
     path.write_text(json.dumps({"rows": [row]}))
     assert run([f"published={path}", f"run_dir={tmp_path}"]) == 0
     printed = capsys.readouterr().out
-    assert "does not depend on comment, model.experts" in printed and "taken as 3xv5p-64" in printed
+    assert "ignored: comment, model.experts" in printed and "predicted for 3xv5p-64" in printed
 
 
 @pytest.mark.parametrize("name", [
