@@ -43,7 +43,7 @@ class Overlap:
 
 OVERLAPS = {
     "max": Overlap((1, 0), (1, 1), (1, 0)),  # MeshSlice paper section 3.2.2
-    "average": Overlap((0.5, 0.5), (0.5, 0.5), (0.5, 0.5)),  # the reference's refit to its simulator
+    "average": Overlap((0.5, 0.5), (0.5, 0.5), (0.5, 0.5)),  # refit of the reference code to its simulator
     "none": Overlap((1, 1), (1, 1), (1, 1), hides=False),  # every collective blocks
 }
 

@@ -11,7 +11,10 @@ from mstrain.hardware.torus_parts import torus_axes
 
 
 def _torus_axes(pod: Pod, sizes: tuple[int, ...], expert: int) -> tuple[tuple[int, ...], ...] | None:
-    """The torus axes of the axes (stage, data, expert, context, row, col) of a plan; None if one has a part of one."""
+    """The torus axes of the mesh axes (stage, data, expert, context, row, col) of a plan.
+
+    None if a mesh axis is only a part of a torus axis, and without a torus.
+    """
     stage, data, *rest = sizes
     if pod.tpu_slice is None or data % (expert * pod.slices):
         return None

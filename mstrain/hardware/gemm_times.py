@@ -38,7 +38,7 @@ def gemm_seconds(times: tuple[GemmTime, ...], m: int, k: int, n: int) -> float:
 
 @functools.lru_cache(maxsize=8)
 def _interpolator(times: tuple[GemmTime, ...]) -> tuple[list[list[int]], Callable]:
-    from scipy.interpolate import RegularGridInterpolator  # a sixth of the import time of a run that does not need it
+    from scipy.interpolate import RegularGridInterpolator  # here: a sixth of the import time of other runs
 
     seconds: dict[tuple[int, ...], float] = {(t.m, t.k, t.n): t.seconds for t in times}
     edges = [sorted({shape[axis] for shape in seconds}) for axis in range(3)]

@@ -25,7 +25,8 @@ from mstrain.parallel.dataflow import (
 from mstrain.parallel.gemms import gemm_times
 from mstrain.parallel.product_cost import Cost, Layout, pass_costs
 
-# Fractions of a product's time that the cost model omits: for more slices, and for slices at all (docs/performance.md).
+# Fractions of a product's time by which more slices (TIE), and several slices instead of one (SLICING), must be faster,
+# because the cost model omits a part of their cost (docs/performance.md).
 TIE, SLICING = 0.005, 0.01
 
 

@@ -239,7 +239,7 @@ class Step:
             forward += (work.forward + stacked) * count
             backward += (work.backward + stacked) * count
             weights, host = weights + work.weights[0] * count, host + self.host[number] * count
-            twice = self.lockstep and number + 1 < len(layers)  # first layers: the backward pass starts from the tokens
+            twice = self.lockstep and number + 1 < len(layers)  # first, dense layers are recomputed from the tokens
             repeated += (self.again[number] + (work.forward if twice else NONE)) * count
         return forward, backward, repeated, host, weights
 

@@ -365,11 +365,12 @@ def _with_sums(at: Setting, found: list[tuple[Pass, Pass, float]], sums: list[fl
 def _attention(at: Setting, tokens: int) -> tuple[float, float]:
     """Seconds of the (forward, backward) pass of attention without its projections."""
     model, pod, constants, seq, context = at.model, at.pod, at.constants, at.seq, at.sizes[2]
-    heads = model.heads / at.tensor  # FSDP splits sequences instead
+    heads = model.heads / at.tensor  # may be a fraction with FSDP, whose devices divide sequences instead of heads
     heads = heads if at.style.native else math.ceil(heads)
     if at.fused:
         block = min(FUSED_BLOCK[pod.chip.platform], seq)
-        wide = model.head_dim if pod.chip.platform == "tpu" else (model.head_dim + model.value_dim) / 2  # pads values
+        # TPU kernels pad values to head_dim.
+        wide = model.head_dim if pod.chip.platform == "tpu" else (model.head_dim + model.value_dim) / 2
         attended, local = (seq + block) / 2, sum(model.is_local) / model.layers
         if model.window is not None:
             attended = (1 - local) * attended + local * min(model.window + block, attended)

@@ -110,7 +110,7 @@ def plan_overrides(arguments: list[str]) -> list[str]:
     unknown = sorted(set(keys) - set(KEYS))
     if unknown:
         raise ValueError(
-            f"plan={path}: unknown key {unknown[0]!r}. The known keys are {', '.join(KEYS)}. Run plan.py again."
+            f"plan={path}: unknown key {unknown[0]!r}. The known keys are {', '.join(KEYS)}; run plan.py again."
         )
     if given.get("model") != document["model"]:
         raise ValueError(f"plan={path} was made for model {document['model']}. Type model={document['model']}.")

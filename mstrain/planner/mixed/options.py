@@ -67,7 +67,8 @@ class PlanOptions:
         at_least("", self, num_layers=2, **dict.fromkeys(NOT_NEGATIVE, 0))
         one_of("schedule", self.schedule, SCHEDULES)
         if not 0 <= self.memory_margin < 1:
-            raise ValueError(f"memory_margin={self.memory_margin} is not a fraction below 1. Type memory_margin=0.1.")
+            margin = f"memory_margin={self.memory_margin}"
+            raise ValueError(f"{margin} is not a fraction from 0 to below 1. Type memory_margin=0.1.")
         check_budget(self.max_seconds)
 
     @property

@@ -94,7 +94,7 @@ class Search:
     def run(self) -> OptimalResult:
         """Processes the queue until the k-th plan costs no more than every bound, or the time budget is spent."""
         finished, bound = True, np.inf
-        # If the first bounds spend their part of the budget, some microbatch sizes have no bound: the result has 0.
+        # If the first bounds spend their part of the budget, some microbatch sizes have none; the result is then 0.
         setup = SETUP_PART * self.clock.budget
         for samples, microbatches in self.model.options.microbatches():
             if self.clock.seconds > setup:

@@ -113,7 +113,7 @@ def test_cluster_on_which_nothing_fits_says_how_much_is_needed(small_cluster):
     [
         ({"batch": 0}, "batch=0 is too small"),
         ({"schedule": "zigzag"}, "schedule=zigzag is unknown"),
-        ({"memory_margin": 1.5}, "memory_margin=1.5 is not a part"),
+        ({"memory_margin": 1.5}, "memory_margin=1.5 is not a fraction"),
         ({"latency_ms": -1.0}, "latency_ms=-1.0 is too small"),
         ({"num_layers": 5}, "has 4 layers, the model has 5"),
     ],

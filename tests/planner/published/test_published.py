@@ -76,7 +76,7 @@ BAD = {
         lambda row: row["plan"].update(data=4, pipeline=8, schedule="interleaved", interleave=4)
     ),
     "remat 'some' is unknown": bad(lambda row: row["plan"].update(remat="some")),
-    "measured.mfu is 45; write a share": bad(lambda row: row.update(measured={"mfu": 45})),
+    "measured.mfu is 45; write a fraction": bad(lambda row: row.update(measured={"mfu": 45})),
     "model.vocabulary is 1000000000000": bad(lambda row: row["model"].update(vocabulary=10**12)),
     "measured.step_seconds is NaN": bad(lambda row: row.update(measured={"step_seconds": float("nan")})),
     "nested too deeply": "[" * 200_000,
