@@ -22,7 +22,7 @@ def _torus_axes(pod: Pod, sizes: tuple[int, ...], expert: int) -> tuple[tuple[in
 
 
 def owner_links(pod: Pod, sizes: tuple[int, ...], expert: int) -> AxisLinks:
-    """The links between the devices that have the same experts, for gradient sums."""
+    """The links between the devices with the same experts, over which their weights and gradients are communicated."""
     owned = _torus_axes(pod, sizes, expert)
     if owned is None or pod.slices > 1:
         return pod.links(sizes).replica
