@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mstrain.gemm import ALGORITHMS
 from mstrain.hardware import (
     CompilerOption,
     Link,
@@ -92,6 +93,7 @@ def test_unknown_chip_or_dtype_is_an_error_that_lists_the_known():
 
 def test_compiler_options_have_reasons_and_no_continuation_fusion():
     for chip in all_chips().values():
+        assert set(chip.algorithm_options) <= set(ALGORITHMS)
         for option in (*chip.options, *itertools.chain(*chip.algorithm_options.values())):
             assert option.reason and option.source
             if "async_collective_fusion" in option.name:  # refused by the compiler, except on v5e

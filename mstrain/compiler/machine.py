@@ -90,12 +90,12 @@ class Unknowns:
     latency: float
     hbm: float
     overlap: float
-    in_order: bool = True
+    in_order: bool
 
 
-EXPECTED = Unknowns(latency=1.0, hbm=1.0, overlap=0.5)
+EXPECTED = Unknowns(latency=1.0, hbm=1.0, overlap=0.5, in_order=True)
 LOW = Unknowns(latency=0.2, hbm=1.0, overlap=1.0, in_order=False)
-HIGH = Unknowns(latency=2.0, hbm=0.8, overlap=0.0)
+HIGH = Unknowns(latency=2.0, hbm=0.8, overlap=0.0, in_order=True)
 NAMES = {"latency": "latency", "hbm": "HBM", "overlap": "attention", "in_order": "SparseCore"}  # in tables
 
 

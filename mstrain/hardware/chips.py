@@ -155,7 +155,8 @@ class Chip:
 def _chip(name: str, entry: dict) -> Chip:
     numbers = entry.get("numbers", {})
     assert set(numbers) <= set(_NUMBERS), f"chips.toml: {name} has an unknown number"
-    of_algorithms = {key: _options(rows) for key, rows in entry.get("algorithm_options", {}).items()}
+    tables = entry.get("algorithm_options", {}).items()
+    of_algorithms = {name: _options(rows) for names, rows in tables for name in names.split()}
     rules = dict(entry["tpu_slices"]) if "tpu_slices" in entry else None
     if rules:
         rules.update(prefixes=tuple(rules["prefixes"]), shapes=tuple(rules["shapes"]))

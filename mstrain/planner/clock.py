@@ -22,8 +22,8 @@ def check_budget(max_seconds: float) -> None:
 class Clock:
     """Measures the seconds since its construction, except those in which numba compiles or loads kernels.
 
-    Kernels are compiled and cached once per installation, so their compilation does not count against the budget of a
-    search. `budget` is in seconds; the default is no limit.
+    Kernels are compiled and cached once per installation, so their compilation does not count against the time limit
+    of a search. `budget` is that limit in seconds, infinite by default.
     """
 
     def __init__(self, budget: float = math.inf):

@@ -106,8 +106,7 @@ def write_slices(row: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    first, *keys = sys.argv[1:]
-    write, keys = (write_slices, keys) if first == "--slices" else (write_row, sys.argv[1:])
-    for step in compile_steps(load(keys)):
-        write(step.row)
+    slices = sys.argv[1:2] == ["--slices"]
+    for step in compile_steps(load(sys.argv[1 + slices :])):
+        (write_slices if slices else write_row)(step.row)
         print(step.row, flush=True)

@@ -36,9 +36,9 @@ def request_and_plan(row: Mapping) -> tuple[PlanRequest, PodPlan]:
     return request, PodPlan.on(parse_mesh(row["mesh"]), parallel, 1, row["remat"], row["shard"])
 
 
-def automatic_products(row: Mapping) -> Products:
+def automatic_products(request: PlanRequest, plan: PodPlan) -> Products:
     """The products of a step with the dataflows and slice counts that the tuner chooses."""
-    products = plan_products(*request_and_plan(row))
+    products = plan_products(request, plan)
     assert isinstance(products, Products), products
     return products
 
@@ -48,7 +48,7 @@ def cost_of(row: Mapping) -> Costed | None:
     request, plan = request_and_plan(row)
     if cost_step(request, plan) is None:
         return None
-    return cost_plan(request, plan, as_compiled(automatic_products(row), row.get("plan", "")))
+    return cost_plan(request, plan, as_compiled(automatic_products(request, plan), row.get("plan", "")))
 
 
 def planned(row: Mapping) -> float | None:

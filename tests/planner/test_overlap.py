@@ -14,7 +14,7 @@ from tests.compiler.programs import MACHINE, ROW, gather_done, gather_start, gem
 from tests.docs.rows import read_rows
 from tests.docs.steps import CURRENT, SLICES, STEP, read_steps
 from tests.planner.overlap import hidden_of
-from tests.planner.steps import CHOICES, automatic_products, compared, entries
+from tests.planner.steps import CHOICES, automatic_products, compared, entries, request_and_plan
 
 NAMES = ('metadata={op_name="jit(step)/jvp(loss)/all_gather"}', 'metadata={op_name="jit(step)/transpose(jvp(loss))/x"}')
 
@@ -99,7 +99,7 @@ def test_rows_of_meshslice_have_the_automatic_plan():
     rows = [row for row in read_steps() if row["algorithm"] == "meshslice"]
     assert len(rows) > 20
     for row in rows:
-        ((block, _),) = automatic_products(row).groups
+        ((block, _),) = automatic_products(*request_and_plan(row)).groups
         flows, counts = zip(*((product.layout.dataflow, str(product.slices)) for product in block))
         assert f"{' '.join(flows)} S={' '.join(counts)}" == row["plan"], row
 
