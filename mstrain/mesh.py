@@ -86,7 +86,7 @@ def parse_mesh(text: str) -> MeshShape:
     if len(sizes) < len(parts) or not set(names) <= set(AXES):
         raise ValueError(
             f"mesh={text!r} is not a mesh. Write rows x columns (mesh=2x4), data x rows x columns "
-            "(mesh=2x4x8), named axes (mesh=data2-row4-col8), or mesh=auto."
+            f"(mesh=2x4x8), axes by name (mesh=data2-row4-col8; there are {', '.join(AXES)}), or mesh=auto."
         )
     return MeshShape(**dict(sizes))
 

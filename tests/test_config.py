@@ -26,6 +26,7 @@ from mstrain.gemm import ALGORITHMS
 from mstrain.job.exit_codes import STOPPED
 from mstrain.mesh import parse_mesh
 from mstrain.models.parallel import ParallelConfig, layer_algorithms, parse_slices
+from mstrain.training import answers
 from mstrain.training.config import RunConfig
 
 SMALL = ["model=tiny", "data=synthetic", "data.num_tokens=4096", "seq=16", "batch=16", "steps=2"]
@@ -52,6 +53,11 @@ MISTAKES = {
     "list": (["model.layers=[1]"], ["model.layers=[1]", "whole number"]),
     "unreadable": (["run_dir='a"], ["Cannot read the command line", "run_dir='a"]),
     "interpolation": (["tokenizer=${nothing}"], ["nothing"]),
+    "seed too large": (["seed=9223372036854775808"], ["too large", "Type a seed below 2**63"]),
+    "epsilon below 0": (["model.norm_epsilon=-1"], ["model.norm_epsilon=-1.0 must be above 0."]),
+    "cap of 0": (["model.logit_soft_cap=0"], ["model.logit_soft_cap=0.0", "Type model.logit_soft_cap=null for none"]),
+    "window of 0": (["model.window=0"], ["model.window=0", "Type model.window=null for none"]),
+    "axis that is none": (["mesh=model4-row2"], ["'model4-row2'", "replica, stage, data, expert, context, row, col"]),
     "too small": (["steps=0"], ["Type steps=1 or more"]),
     "negative rate": (["optimizer.learning_rate=-1"], ["optimizer.learning_rate=-1.0", "above 0"]),
     "empty run_dir": (["run_dir="], ["run_dir is empty", "Type run_dir="]),
@@ -234,6 +240,15 @@ FOREIGN = {
     "mesh=2,4": "Type mesh=2x4",
     "pipeline.layers=1,1": 'Type pipeline.layers="1 1"',
     "remat=true": "Type remat=full",
+    "optim=lion": "Type optimizer.name=lion.",
+    "optimizer.betas=0.9": "Type optimizer.b1=",
+    "lr_scheduler=cosine": "Type optimizer.schedule=cosine.",
+    "zero_stage=2": "shard=gradients for ZeRO 2",
+    "mixed_precision=fp16": "Type dtype=bf16",
+    "dataset=c4": "data.path=FILE",
+    "pp=2": "mesh=stage4-row2-col4",
+    "context_parallel=2": "mesh=context2-row2-col4",
+    "ep=4": "mesh=expert4-row2-col4",
     "seed=1,2": "Type -m",
 }
 
@@ -243,6 +258,12 @@ def test_keys_and_values_of_other_frameworks_are_answered(argument):
     with pytest.raises(ValueError) as raised:
         load_config([argument])
     assert FOREIGN[argument] in str(raised.value)
+
+
+def test_answers_name_keys_that_exist():
+    advice = " ".join([*(f"Type {key}=X." for key in answers._TYPE), *answers._SENTENCES.values()])
+    named = set(re.findall(r"([a-z][a-z_0-9.]*)=", advice)) - {"data"}  # a group of keys
+    assert {"optimizer.name", "data.path", "shard"} <= named <= set(known_keys(RunConfig))
 
 
 def test_benchmark_answers_with_its_own_keys():

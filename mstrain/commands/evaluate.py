@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ def main(arguments: list[str]) -> int:
         name, params = own.parameters(job, run.module)
         begun = time.perf_counter()
         results = _in_batches(own.batches, run, params) if own.batches else _measured(own, run, params)
+        if not math.isfinite(results["loss"]):
+            raise ValueError(f"the loss of {name} is not finite, so its weights are damaged. Type another checkpoint.")
         results |= {"model": name, "data": config.data.source, "split": own.split}
         results["seconds"] = time.perf_counter() - begun
         _show(results, run.console)

@@ -219,12 +219,14 @@ def _claimed(name: str, cache: Path, fingerprint: str) -> Iterator[Path]:
     """
     folder = cache / f".tmp-{fingerprint}"
     while True:
+        made = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            made = True
             descriptor = os.open(folder, os.O_RDONLY)
-        except FileNotFoundError:  # its holder has just finished
-            continue
         except OSError as error:
+            if made and isinstance(error, FileNotFoundError):  # its holder has just finished
+                continue
             raise ValueError(
                 f"cannot write to data.cache_dir={name} ({error}): type data.cache_dir= of a writable folder"
             ) from None

@@ -25,6 +25,10 @@ CHOICES = {
     "router": SCORES,
 }
 SIZES = ("layers", "width", "heads", "num_kv_heads", "head_dim", "mlp_dim", "vocab_size", "context", "experts")
+POSITIVE = (
+    "init_scale", "norm_epsilon", "rotary_base", "local_rotary_base", "attention_soft_cap", "logit_soft_cap",
+    "attention_scale", "window",
+)  # fmt: skip
 BALANCE_FIELDS = ("balance_loss", "router_z_loss", "balance_rate")
 MTP_FIELDS = ("mtp_layers", "mtp_loss")
 TRAINING_FIELDS = ("init_scale", *BALANCE_FIELDS, *MTP_FIELDS)  # they do not change what a model computes
@@ -180,8 +184,11 @@ class ModelConfig:
                 f"model.num_kv_heads={self.num_kv_heads} does not divide model.heads={self.heads}. "
                 f"Choose one of {[k for k in range(1, self.heads + 1) if self.heads % k == 0]}."
             )
-        if self.init_scale <= 0:
-            raise ValueError(f"model.init_scale={self.init_scale} must be above 0.")
+        for field in POSITIVE:
+            if (value := getattr(self, field)) is not None and not value > 0:
+                default = getattr(type(self), field)
+                advice = f" Type model.{field}=null for none." if default is None else ""
+                raise ValueError(f"model.{field}={value} must be above 0.{advice}")
         self._check_rotary()
         self._check_experts()
         self._check_latent()

@@ -49,7 +49,7 @@ class OptimizerConfig:
     """Peak learning rate, reached after `warmup` steps. Null takes 0.46 / model.width, which follows the GPT-3 paper's
     Table 2.1 from 125M to 175B within a factor of 1.7."""
     warmup: int = 50
-    """Number of steps of linear warm-up."""
+    """Number of steps of linear warm-up; at most all but the last step of the run."""
     final_fraction: float = 0.1
     """Fraction of the peak learning rate at the last step of `cosine`, `linear` and `wsd`, from 0 to 1."""
     b1: float = 0.9
@@ -83,6 +83,7 @@ class OptimizerConfig:
                 f"optimizer.rounding={self.rounding} has no effect with optimizer.moments=f32 and "
                 "optimizer.gradients=f32. Remove it, or type optimizer.moments=bf16."
             )
+        self._check_effects()
         for field in ("learning_rate", "clip", "epsilon"):
             if getattr(self, field) is not None and not getattr(self, field) > 0:
                 raise ValueError(f"optimizer.{field}={getattr(self, field)} must be above 0.")
@@ -92,6 +93,23 @@ class OptimizerConfig:
         for field in ("b1", "b2", "final_fraction", "decay_share"):
             if not 0 <= getattr(self, field) <= 1:
                 raise ValueError(f"optimizer.{field}={getattr(self, field)} must lie between 0 and 1.")
+
+    def _check_effects(self) -> None:
+        """Raises ValueError for a value that the optimizer or the schedule does not read."""
+        unread = {
+            "b1": self.name == "adafactor",
+            "b2": self.name == "adafactor",
+            "epsilon": self.name == "lion",
+            "decay_share": self.schedule != "wsd",
+            "final_fraction": self.schedule in ("constant", "inverse_sqrt"),
+        }
+        for field in dataclasses.fields(self):
+            if unread.get(field.name) and getattr(self, field.name) != field.default:
+                chosen = "schedule" if field.name in ("decay_share", "final_fraction") else "name"
+                raise ValueError(
+                    f"optimizer.{field.name}={getattr(self, field.name)} has no effect with "
+                    f"optimizer.{chosen}={getattr(self, chosen)}. Remove it, or type another optimizer.{chosen}=."
+                )
 
     def check_gradients(self, accumulate: int) -> None:
         """Raises ValueError if `gradients` has no effect on a step of so many microbatches."""

@@ -4,8 +4,10 @@ import re
 
 _TYPE = {
     "optimizer.learning_rate": "lr learning_rate optimizer.lr max_lr peak_lr",
+    "optimizer.name": "optim optimizer_name optimizer.type",
+    "optimizer.schedule": "lr_scheduler lr_scheduler_type scheduler schedule lr_schedule",
     "optimizer.warmup": "warmup warmup_steps warmup_iters optimizer.warmup_steps lr_warmup_steps",
-    "optimizer.weight_decay": "weight_decay wd",
+    "optimizer.weight_decay": "weight_decay wd optimizer.wd optimizer.decay",
     "optimizer.b1": "beta1 adam_beta1 optimizer.beta1",
     "optimizer.b2": "beta2 adam_beta2 optimizer.beta2",
     "optimizer.epsilon": "eps adam_epsilon adam_eps optimizer.eps",
@@ -20,29 +22,38 @@ _TYPE = {
     "model.head_dim": "head_dim head_width",
     "model.mlp_dim": "ffn_dim d_ff intermediate_size ffn_hidden_size mlp_width model.mlp_width",
     "model.width": "n_embd d_model hidden_size dim width",
-    "dtype": "compute_dtype mixed_precision torch_dtype",
+    "dtype": "compute_dtype torch_dtype",
     "checkpoint.every": "save_every save_steps checkpoint_interval save_interval checkpoint_every",
     "eval.every": "eval_every eval_steps eval_interval val_check_interval",
     "log_every": "logging_steps log_interval log_frequency",
     "init": "model_name_or_path pretrained_model_name_or_path from_pretrained hf_model base_model",
-    "data.path": "dataset data_path dataset_path train_file",
 }
 _BY_NAME = {name: key for key, names in _TYPE.items() for name in names.split()}
 _SENTENCES = {
     "per_device_batch_size per_device_train_batch_size micro_batch_size batch_size global_batch_size train_batch_size":
         "batch= counts the sequences of one step of the whole job: type batch=N, N = devices x sequences a device.",
-    "resume resume_from_checkpoint auto_resume load_checkpoint":
+    "resume resume_from resume_from_checkpoint auto_resume load_checkpoint checkpoint.resume checkpoint.load":
         "A run_dir= with a checkpoint is resumed without a key. init_from=RUN_DIR starts a new run from its weights.",
     "use_wandb wandb_project report_to logger":
         "Type wandb=PROJECT for Weights & Biases. Metrics are also in RUN_DIR/metrics.jsonl and RUN_DIR/tensorboard: "
         "type tensorboard --logdir RUN_DIR/tensorboard.",
     "epoch epochs num_epochs num_train_epochs max_epochs":
         "Type steps=N, N = epochs x training tokens / (batch x seq).",
-    "optimizer optim": "The optimizer is AdamW. Type its keys, such as optimizer.b2=0.99.",
-    "fsdp zero zero_stage": "Type parallel=fsdp.",
-    "fp16 bf16 amp": "Type dtype=bf16 or dtype=f32.",
+    "optimizer": "It is a group of keys: type optimizer.name=lion for another optimizer, or such as optimizer.b2=0.99.",
+    "optimizer.betas betas adam_betas": "Type optimizer.b1=0.9 optimizer.b2=0.95.",
+    "dataset data_path dataset_path train_file":
+        "Type data=text data.path=FILE (also data=jsonl, parquet, tokens or chat), or data=hf for a dataset of the hub.",
+    "fsdp": "Type parallel=fsdp for products whose weights are gathered, or shard=parameters for ZeRO 3.",
+    "zero zero_stage": "Type shard=optimizer for ZeRO 1, shard=gradients for ZeRO 2 or shard=parameters for ZeRO 3.",
+    "fp16 bf16 amp mixed_precision": "Type dtype=bf16 (weights and moments stay in float32) or dtype=f32.",
     "gradient_checkpointing activation_checkpointing checkpointing recompute":
         "Type remat=full (recompute every layer) or remat=dots (keep matmul outputs).",
+    "pp pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pipeline.stages stages":
+        "Type mesh=stageN-rowR-colC, such as mesh=stage4-row2-col4, for a pipeline of N stages.",
+    "cp sp context_parallel context_parallel_size sequence_parallel":
+        "Type mesh=contextN-rowR-colC, such as mesh=context2-row2-col4, to split sequences over N devices.",
+    "ep expert_parallel expert_parallel_size expert_model_parallel_size":
+        "Type mesh=expertN-rowR-colC, such as mesh=expert4-row2-col4, to put experts on N devices.",
     "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size dp data_parallel data_parallel_size":
         "Type mesh=DATAxROWxCOL, such as mesh=2x4x8, and parallel=megatron for one-dimensional tensor parallelism.",
     "vocabulary model.vocabulary": "Type model.vocab_size=N, or vocab_size=N for the size of a tokenizer=bpe.",

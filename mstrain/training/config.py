@@ -155,6 +155,8 @@ class RunConfig:
 
     def __post_init__(self):
         at_least("", self, batch=1, seq=1, steps=1, seed=0, accumulate=1, log_every=1)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed={self.seed} is too large. Type a seed below 2**63, such as seed=1.")
         one_of("dtype", self.dtype, DTYPES)
         check_remat(self.remat, self.offload)
         one_of("pack", self.pack, PACKS)

@@ -116,7 +116,15 @@ def test_a_failure_halfway_cleans_up(config, monkeypatch):
     assert folders(config) == []
 
 
-def test_a_cache_folder_that_cannot_be_written_is_refused(folder):
+@pytest.mark.parametrize("refusal", [None, FileNotFoundError(2, "No such file"), PermissionError(13, "Denied")])
+def test_a_cache_folder_that_cannot_be_written_is_refused(folder, monkeypatch, refusal):
+    """FileNotFoundError, too, with which /proc refuses a new folder: it also means that another process has finished."""
+
+    def refuse(*_, **__):
+        raise refusal
+
+    if refusal:
+        monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(ValueError, match="type data.cache_dir= of a writable folder"):
         prepare(DataConfig("text", str(folder), cache_dir=str(folder / "00.txt")))
 

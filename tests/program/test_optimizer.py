@@ -42,7 +42,8 @@ AFTER = {
 @pytest.mark.parametrize("kind", AFTER)
 def test_schedules_are_those_of_optax_after_the_same_warmup(kind):
     expected = optax.join_schedules([optax.linear_schedule(0.002, 0.01, 4), AFTER[kind]], [4])
-    config = dataclasses.replace(CONFIG, schedule=kind, decay_share=0.2)
+    unread = {"final_fraction": 0.1} if kind in ("constant", "inverse_sqrt") else {}
+    config = dataclasses.replace(CONFIG, schedule=kind, **({"decay_share": 0.2} if kind == "wsd" else unread))
     np.testing.assert_allclose(learning_rate(config, 20)(np.arange(25)), [expected(i) for i in range(25)], rtol=1e-6)
     program = jax.jit(functools.partial(rate_of, kind))
     rates = {steps: float(program(schedule_of(config, steps), jnp.int32(18))) for steps in (20, 40)}
@@ -136,6 +137,13 @@ def test_both_moments_are_found_as_parameter_trees_and_counters_are_not():
         ({"schedule": "cosin"}, "Did you mean optimizer.schedule=cosine"),
         ({"b2": 1.5}, "optimizer.b2=1.5 must lie between 0 and 1"),
         ({"name": "adafactor", "moments": "bf16"}, "type optimizer.name=adamw"),
+        ({"name": "adafactor", "b1": 0.99}, "optimizer.b1=0.99 has no effect with optimizer.name=adafactor"),
+        ({"name": "lion", "epsilon": 1e-6}, "optimizer.epsilon=1e-06 has no effect with optimizer.name=lion"),
+        ({"decay_share": 0.5}, "optimizer.decay_share=0.5 has no effect with optimizer.schedule=cosine"),
+        (
+            {"schedule": "constant", "final_fraction": 0.5},
+            "has no effect with optimizer.schedule=constant. Remove it, or type another optimizer.schedule=",
+        ),
         (
             {"rounding": "stochastic"},
             "with optimizer.moments=f32 and optimizer.gradients=f32. Remove it, or type optimizer.moments=bf16",

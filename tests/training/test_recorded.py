@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
@@ -50,6 +51,21 @@ def test_every_token_and_every_document_is_evaluated_once(copied, capsys):
     text_bytes = sum(one["nats"] / math.log(2) / one["bits_per_byte"] for one in (train, validation))
     assert text_bytes == pytest.approx(size) and found["loss"] == pytest.approx(found["nats"] / found["tokens"])
     assert "lowest loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", ["batches=8", "split=all"])
+def test_weights_that_are_not_finite_are_refused(copied, monkeypatch, part):
+    read = evaluate.EvaluateConfig.parameters
+
+    def damaged(*arguments):
+        name, params = read(*arguments)
+        return name, jax.tree.map(lambda x: x * math.nan, params)
+
+    monkeypatch.setattr(evaluate.EvaluateConfig, "parameters", damaged)
+    words = [f"run_dir={copied / 'copy'}", "mesh=1x1", "batch=32", part, f"out={copied / 'nan.json'}"]
+    with pytest.raises(ValueError, match="is not finite, so its weights are damaged. Type another checkpoint."):
+        evaluate.main(words)
+    assert not (copied / "nan.json").exists()
 
 
 def test_documents_without_a_token_to_predict_are_refused(copied, monkeypatch):
