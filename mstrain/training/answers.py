@@ -42,7 +42,7 @@ _SENTENCES = {
     "optimizer": "It is a group of keys: type optimizer.name=lion for another optimizer, or such as optimizer.b2=0.99.",
     "optimizer.betas betas adam_betas": "Type optimizer.b1=0.9 optimizer.b2=0.95.",
     "dataset data_path dataset_path train_file":
-        "Type data=text data.path=FILE (also data=jsonl, parquet, tokens or chat), or data=hf for a dataset of the hub.",
+        "Type data=text data.path=FILE (or data=jsonl, parquet, tokens or chat), and data=hf for one of the hub.",
     "fsdp": "Type parallel=fsdp for products whose weights are gathered, or shard=parameters for ZeRO 3.",
     "zero zero_stage": "Type shard=optimizer for ZeRO 1, shard=gradients for ZeRO 2 or shard=parameters for ZeRO 3.",
     "fp16 bf16 amp mixed_precision": "Type dtype=bf16 (weights and moments stay in float32) or dtype=f32.",

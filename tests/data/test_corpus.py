@@ -118,7 +118,7 @@ def test_a_failure_halfway_cleans_up(config, monkeypatch):
 
 @pytest.mark.parametrize("refusal", [None, FileNotFoundError(2, "No such file"), PermissionError(13, "Denied")])
 def test_a_cache_folder_that_cannot_be_written_is_refused(folder, monkeypatch, refusal):
-    """FileNotFoundError, too, with which /proc refuses a new folder: it also means that another process has finished."""
+    """FileNotFoundError, too: /proc refuses new folders with it, and it may mean that another process has finished."""
 
     def refuse(*_, **__):
         raise refusal

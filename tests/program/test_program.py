@@ -17,6 +17,7 @@ from mstrain.models.config import ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.models.plan import make_plan
 from mstrain.models.transformer import Transformer
+from mstrain.models.zoo import load_preset
 from mstrain.program.memory import memory_of
 from mstrain.program.optimizer import OptimizerConfig, make_optimizer, schedule_of
 from mstrain.program.parts import layer_program
@@ -98,12 +99,16 @@ def test_the_norm_is_that_of_the_gradients_before_they_are_clipped():
 
 
 @pytest.mark.parametrize("chip", ["v5p", "v6e", "tpu7x"])
-def test_every_product_of_a_plan_is_lowered_as_its_chip_wants(chip):
+@pytest.mark.parametrize("model", [MODEL, load_preset("deepseek_v2_lite")], ids=["gpt", "latent attention"])
+def test_every_product_of_a_plan_is_lowered_as_its_chip_wants(chip, model):
     chip = chip_named(chip)
-    plan = make_plan(ParallelConfig(), MODEL, abstract_mesh(parse_mesh("2x4")), 16, 512, chip)
+    plan = make_plan(ParallelConfig(), model, abstract_mesh(parse_mesh("2x4")), 16, 512, chip)
     wanted = LoweringOptions(**chip.lowering)
     assert wanted != LoweringOptions()
-    assert all(product.lowering == wanted for block, _ in plan.groups for product in block.products)
+    for block, _ in plan.every_group:
+        products = [*vars(block.attention).values(), *vars(block.mlp).values()]
+        assert len(products) == 4 + bool(model.latent.key_rank)
+        assert all(product.lowering == wanted for product in products)
 
 
 @pytest.mark.parametrize("name", ["v5p-8", "v6e-4"])
