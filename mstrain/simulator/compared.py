@@ -20,7 +20,7 @@ class Compared:
     """A simulated step of `microbatches` microbatches.
 
     Attributes:
-      predicted_seconds: time of the same step by the cost model.
+      predicted_seconds: time of the same step by the cost model, on equally fast devices.
       predicted_bytes: peak memory of its fullest device by the memory model.
       devices: the devices of each stage; empty if one device represents a stage.
       stages: one dict per stage with its simulated and predicted figures.
@@ -75,8 +75,8 @@ class Compared:
         part = "" if self.microbatches == microbatches else f" ({self.microbatches} of {microbatches} microbatches)"
         return [
             f"Simulated step{part}: {1e3 * result.seconds:.1f} ms, {100 * (result.seconds / predicted - 1):+.1f} % "
-            f"relative to the cost model ({1e3 * predicted:.1f} ms); exposed communication {100 * self.exposed:.1f} % "
-            f"of the step; {result.program.num_ops:,} operations on all devices",
+            f"relative to the cost model ({1e3 * predicted:.1f} ms without stragglers); exposed communication "
+            f"{100 * self.exposed:.1f} % of the step; {result.program.num_ops:,} operations on all devices",
             f"Simulated peak memory: {result.peak_bytes / 1e9:.1f} GB on the fullest device, cost model "
             f"{self.predicted_bytes / 1e9:.1f} GB",
         ]
