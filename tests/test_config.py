@@ -57,6 +57,9 @@ MISTAKES = {
     "epsilon below 0": (["model.norm_epsilon=-1"], ["model.norm_epsilon=-1.0 must be above 0."]),
     "cap of 0": (["model.logit_soft_cap=0"], ["model.logit_soft_cap=0.0", "Type model.logit_soft_cap=null for none"]),
     "window of 0": (["model.window=0"], ["model.window=0", "Type model.window=null for none"]),
+    "rotary without rotary": (["model.rotary_base=5000"], ["has no effect", "type model.position=rotary, too"]),
+    "pattern without a window": (["model.window_pattern=LLG"], ["has no effect", "type model.window=N, too"]),
+    "bias of an rmsnorm": (["model.norm=rmsnorm", "model.norm_bias=true"], ["has no effect", "model.norm=layernorm"]),
     "axis that is none": (["mesh=model4-row2"], ["'model4-row2'", "replica, stage, data, expert, context, row, col"]),
     "too small": (["steps=0"], ["Type steps=1 or more"]),
     "negative rate": (["optimizer.learning_rate=-1"], ["optimizer.learning_rate=-1.0", "above 0"]),
@@ -258,6 +261,11 @@ def test_keys_and_values_of_other_frameworks_are_answered(argument):
     with pytest.raises(ValueError) as raised:
         load_config([argument])
     assert FOREIGN[argument] in str(raised.value)
+
+
+@pytest.mark.parametrize("argument", ["model.qk_norm_whole=false", "model.norm_bias=false", "model.rotary_base=10000"])
+def test_typed_values_without_an_effect_that_are_off_are_accepted(argument):
+    assert load_config([*SMALL, "model.norm=rmsnorm", argument]).model.norm == "rmsnorm"
 
 
 def test_answers_name_keys_that_exist():
