@@ -186,8 +186,7 @@ class ModelConfig:
             )
         for field in POSITIVE:
             if (value := getattr(self, field)) is not None and not value > 0:
-                default = getattr(type(self), field)
-                advice = f" Type model.{field}=null for none." if default is None else ""
+                advice = f" Type model.{field}=null for none." if getattr(ModelConfig, field) is None else ""
                 raise ValueError(f"model.{field}={value} must be above 0.{advice}")
         self._check_rotary()
         self._check_experts()

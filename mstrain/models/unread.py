@@ -24,8 +24,8 @@ _OFF = {"norm_bias": False}  # values without an effect that are not the default
 def check_typed(model: ModelConfig, arguments: Iterable[str]) -> None:
     """Raises ValueError if one of the `arguments`, "key=value", sets a field that `model` does not read."""
     for argument in arguments:
-        field = argument.partition("=")[0].removeprefix("model.")
-        if field not in _NEEDS or not argument.startswith("model."):
+        group, _, field = argument.partition("=")[0].partition(".")
+        if group != "model" or field not in _NEEDS:
             continue
         needed, reads = _NEEDS[field]
         if not reads(model) and getattr(model, field) != _OFF.get(field, getattr(ModelConfig, field)):

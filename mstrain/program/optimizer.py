@@ -21,6 +21,15 @@ from mstrain.program.rounding import ROUNDINGS, GradientSums, moments_in_bf16
 
 OPTIMIZERS = ("adamw", "lion", "adafactor", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "inverse_sqrt", "wsd")
+_UNREAD = {  # key -> its value -> keys that have no effect then
+    "name": {"adafactor": ("b1", "b2"), "lion": ("epsilon",)},
+    "schedule": {
+        "cosine": ("decay_share",),
+        "linear": ("decay_share",),
+        "constant": ("decay_share", "final_fraction"),
+        "inverse_sqrt": ("decay_share", "final_fraction"),
+    },
+}
 MOMENTS = ("f32", "bf16")
 SMALLEST_FACTORED = 32  # both dims of a matrix whose second moment Adafactor factors
 
@@ -96,20 +105,13 @@ class OptimizerConfig:
 
     def _check_effects(self) -> None:
         """Raises ValueError for a value that the optimizer or the schedule does not read."""
-        unread = {
-            "b1": self.name == "adafactor",
-            "b2": self.name == "adafactor",
-            "epsilon": self.name == "lion",
-            "decay_share": self.schedule != "wsd",
-            "final_fraction": self.schedule in ("constant", "inverse_sqrt"),
-        }
-        for field in dataclasses.fields(self):
-            if unread.get(field.name) and getattr(self, field.name) != field.default:
-                chosen = "schedule" if field.name in ("decay_share", "final_fraction") else "name"
-                raise ValueError(
-                    f"optimizer.{field.name}={getattr(self, field.name)} has no effect with "
-                    f"optimizer.{chosen}={getattr(self, chosen)}. Remove it, or type another optimizer.{chosen}=."
-                )
+        for key, values in _UNREAD.items():
+            for field in values.get(chosen := getattr(self, key), ()):
+                if (value := getattr(self, field)) != getattr(OptimizerConfig, field):
+                    raise ValueError(
+                        f"optimizer.{field}={value} has no effect with optimizer.{key}={chosen}. Remove it, or type "
+                        f"another optimizer.{key}=."
+                    )
 
     def check_gradients(self, accumulate: int) -> None:
         """Raises ValueError if `gradients` has no effect on a step of so many microbatches."""
