@@ -6,16 +6,16 @@ from pathlib import Path
 
 from mstrain.cli import Command, Results, compose, describe_keys
 from mstrain.commands.folder import init_overrides
-from mstrain.models.unread import check_typed
 from mstrain.planner.plan_file import plan_overrides
 from mstrain.training.config import RunConfig
+from mstrain.training.unread import check_typed
 
 
 def load_config(arguments: list[str]) -> RunConfig:
     """Composes conf/ with command-line overrides into a checked run; raises ValueError with the fix otherwise."""
     words = [*arguments, *plan_overrides(arguments), *_recorded(arguments), *init_overrides(arguments)]
     config = compose(RunConfig, "config", words)
-    check_typed(config.model, arguments)
+    check_typed(config, arguments)
     return dataclasses.replace(config, optimizer=config.optimizer.for_width(config.model.width))
 
 

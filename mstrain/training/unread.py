@@ -1,0 +1,74 @@
+"""Typed keys that the rest of the run does not read.
+
+A preset, a folder of a hub or a plan may set them. Typed on the command line, they would have no effect without a
+message.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+
+from mstrain.mesh import parse_mesh
+from mstrain.models.parallel import layer_algorithms
+from mstrain.training.config import RunConfig
+
+
+def _is_used(half: int | None):
+    """Whether a layer computes half number `half` (either half by default) with the algorithm that the key names."""
+
+    def read(run: RunConfig) -> bool:
+        parallel = run.parallel
+        named = (parallel.attention, parallel.mlp)[half] if half is not None else parallel.algorithm
+        used = layer_algorithms(parallel, run.model.layers)
+        return any(named in (layer if half is None else layer[half : half + 1]) for layer in used)
+
+    return read
+
+
+def _gathers(run: RunConfig) -> bool:
+    if run.mesh == "auto":
+        return True
+    mesh = parse_mesh(run.mesh)
+    return mesh.row * mesh.col > 1
+
+
+_ROTARY = ("type model.position=rotary", lambda run: run.model.position == "rotary")
+_WINDOW = ("type model.window=N", lambda run: run.model.window is not None)
+_SAMPLE = ("type a number of tokens, such as sample.tokens=100", lambda run: run.sample.tokens > 0)
+_LAYERS = "change parallel.layers= or a half, which name other algorithms for every layer"
+_HALF = "change parallel.layers=, which names other algorithms for every layer"
+# Key -> what to do for it to have an effect, and whether it has one.
+_NEEDS: dict[str, tuple[str, Callable[[RunConfig], bool]]] = {
+    "model.rotary_base": _ROTARY,
+    "model.rotary_fraction": _ROTARY,
+    "model.rotary_scaling": _ROTARY,
+    "model.local_rotary_base": (
+        "type model.window=N",
+        lambda run: run.model.window is not None and run.model.position == "rotary",
+    ),
+    "model.window_pattern": _WINDOW,
+    "model.qk_norm_whole": ("type model.qk_norm=true", lambda run: run.model.qk_norm),
+    "model.norm_bias": ("type model.norm=layernorm", lambda run: run.model.norm == "layernorm"),
+    "sample.prompt": _SAMPLE,
+    "sample.temperature": _SAMPLE,
+    "guard.max_rollbacks": ("type guard.rollback=true", lambda run: run.guard.rollback),
+    "parallel.algorithm": (_LAYERS, _is_used(None)),
+    "parallel.attention": (_HALF, _is_used(0)),
+    "parallel.mlp": (_HALF, _is_used(1)),
+    "travel": ("type a mesh= whose rows or columns are several devices, such as mesh=2x2", _gathers),
+}
+_SHORT = {"parallel": "parallel.algorithm"}
+_OFF = {"model.norm_bias": False}  # values without an effect that are not the default
+
+
+def check_typed(run: RunConfig, arguments: Iterable[str]) -> None:
+    """Raises ValueError if one of the `arguments`, "key=value", sets a key that `run` does not read."""
+    for argument in arguments:
+        typed = argument.partition("=")[0]
+        key = _SHORT.get(typed, typed)
+        if key not in _NEEDS:
+            continue
+        needed, is_read = _NEEDS[key]
+        *group, field = key.split(".")
+        owner = functools.reduce(getattr, group, run)
+        if not is_read(run) and getattr(owner, field) != _OFF.get(key, getattr(type(owner), field)):
+            raise ValueError(f"{argument} has no effect on this run. Remove it, or {needed}.")
