@@ -195,6 +195,12 @@ def arrange(shape: MeshShape, devices, slices: int = 1) -> np.ndarray:
         return order(split=True)
 
 
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """JAX's name of the platform of the mesh's devices: cpu, gpu or tpu."""
+    assert isinstance(mesh, Mesh), "an abstract mesh has no devices"
+    return mesh.devices.flat[0].platform
+
+
 def shape_of(mesh: Mesh | AbstractMesh) -> MeshShape:
     """The `MeshShape` of a mesh from `make_mesh`, or of its abstract mesh."""
     return MeshShape(**mesh.shape)

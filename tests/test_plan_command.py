@@ -200,8 +200,9 @@ MISTAKES = {
     "batch on copies": (["replicas=32", "batch=31"], ["replicas=32", "batch=31"]),
     "nothing fits": (
         ["model=megatron_nlg_530b", "cluster=v4-64"],
-        ["no plan of megatron_nlg_530b", "GB", "larger cluster="],
+        ["no plan of megatron_nlg_530b", "GB", "larger cluster=, or another batch=."],
     ),
+    "nothing fits beside the margin": (["memory_margin=0.99"], ["no plan of", "or a smaller memory_margin=."]),
     "degrees that are not all devices": (
         ["cluster=v5p-1024", "replicas=128", "tensor=8"],
         ["no plan has replicas=128 and tensor=8", "whole axes of 8x8x8 chips or each a part of one"],

@@ -39,7 +39,7 @@ from mstrain.display.tables import make_table
 from mstrain.hardware import Link
 from mstrain.hardware.calibration import AXES, KINDS, Calibration, KernelTime
 from mstrain.hardware.gemm_times import GemmTime
-from mstrain.mesh import make_mesh, shape_of
+from mstrain.mesh import make_mesh, platform_of, shape_of
 from mstrain.program.dtype import dtype_on
 from mstrain.tuning.calibrated import predict_step
 
@@ -85,12 +85,12 @@ def compile_probes(
     Raises ValueError if time.monotonic() is `end` before all are compiled.
     """
     probes, text = [], None
-    for probe in make_probes(mesh, dtype_on(mesh.devices.flat[0].platform, config.dtype)):
+    for probe in make_probes(mesh, dtype_on(platform_of(mesh), config.dtype)):
         probes.append(probe)
         if time.monotonic() > end:
             raise ValueError(TOO_BUSY)
         progress("Compiled " + " ".join(map(str, probe.key)))
-    if mesh.devices.flat[0].platform == "cpu":
+    if platform_of(mesh) == "cpu":
         progress("Compiling the reference step")
         probe, text = reference_step(config, str(shape_of(mesh)))
         probes.append(probe)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from mstrain.benchmarks.collectives import collective_step, split_axis
 from mstrain.hardware.calibration import KINDS
-from mstrain.mesh import AXES
+from mstrain.mesh import AXES, platform_of
 from mstrain.program.program import Program
 
 UNROLLED = 4  # products and collectives in the body of a probe's loop; kernels, which would fuse, are one
@@ -82,7 +82,7 @@ SIZES = {
 
 
 def sizes_on(mesh: Mesh) -> Sizes:
-    return SIZES["cpu" if mesh.devices.flat[0].platform == "cpu" else "other"]
+    return SIZES["cpu" if platform_of(mesh) == "cpu" else "other"]
 
 
 def make_probes(mesh: Mesh, dtype: jnp.dtype) -> Iterator[Probe]:

@@ -7,6 +7,7 @@ import jax
 import optax
 
 from mstrain.hardware import once_options
+from mstrain.mesh import platform_of
 from mstrain.models import parameters
 from mstrain.models.transformer import Transformer
 from mstrain.program.offload import on_device
@@ -24,7 +25,7 @@ def to_canonical(module: Transformer, optimizer: optax.GradientTransformation):
         return jax.lax.with_sharding_constraint(canonical, shardings)
 
     values = sum(x.size for x in jax.tree.leaves(parameters.canonical_shapes(module)))
-    options: Any = once_options(module.plan.mesh.devices.flat[0].platform, values, moves=True)
+    options: Any = once_options(platform_of(module.plan.mesh), values, moves=True)
     return jax.jit(convert, compiler_options=options)
 
 

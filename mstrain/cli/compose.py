@@ -94,10 +94,7 @@ def _checked(kind: type, arguments: list[str]) -> list[str]:
     """The overrides as Hydra takes them. Unknown keys and choices get suggestions that Hydra would not make."""
     keys, groups, given, overrides = [*known_keys(kind), *groups_of(kind)], groups_of(kind), set(), []
     for argument in arguments:
-        key, equals, value = argument.partition("=")
-        key = key.removeprefix("+") if key == "+" + EXPERIMENT else key
-        if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
-            raise ValueError(f"Cannot read {argument!r}. Write key=value, such as mesh=2x4 (--help lists the keys).")
+        key, value = _parts(argument)
         if key == EXPERIMENT and EXPERIMENT not in keys and choices(EXPERIMENT):
             one_of(key, value, choices(EXPERIMENT))
             overrides.append(f"+{EXPERIMENT}={value}")
@@ -115,6 +112,24 @@ def _checked(kind: type, arguments: list[str]) -> list[str]:
             raise ValueError(advice or f"{argument} lists several values. Type -m to run each of them.")
         overrides.append(_quoted(key, value))
     return overrides
+
+
+def check_keys(kinds: tuple[type, ...], arguments: list[str]) -> None:
+    """Raises ValueError for an argument whose key none of the configs `kinds` has, as `compose` of the last one."""
+    keys = [EXPERIMENT, *(key for kind in kinds for key in (*known_keys(kind), *groups_of(kind)))]
+    for argument in arguments:
+        key, value = _parts(argument)
+        if key not in keys:
+            raise ValueError(_unknown(kinds[-1], key, value, keys))
+
+
+def _parts(argument: str) -> tuple[str, str]:
+    """Key and value of an argument."""
+    key, equals, value = argument.partition("=")
+    key = key.removeprefix("+") if key == "+" + EXPERIMENT else key
+    if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
+        raise ValueError(f"Cannot read {argument!r}. Write key=value, such as mesh=2x4 (--help lists the keys).")
+    return key, value
 
 
 def _quoted(key: str, value: str) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mstrain.checks import at_least, one_of
-from mstrain.cli import Command, own_config
-from mstrain.commands.recorded import Source, check_new_file, help_of
+from mstrain.cli import Command
+from mstrain.commands.recorded import Source, check_new_file, help_of, source_config
 
 SPLITS = ("validation", "train", "all")
 
@@ -43,7 +43,7 @@ class EvaluateConfig(Source):
 
 
 def load_config(arguments: list[str]) -> EvaluateConfig:
-    return own_config(EvaluateConfig, arguments)[0]
+    return source_config(EvaluateConfig, arguments)[0]
 
 
 def main(arguments: list[str]) -> int:
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     from mstrain.training.files import replace
     from mstrain.training.prepare import prepare
 
-    own, given = own_config(EvaluateConfig, arguments)
+    own, given = source_config(EvaluateConfig, arguments)
     config = own.config(given)
     if own.documents and (config.data.mixture or config.data.source == "synthetic"):
         raise ValueError("documents= needs documents of one source. Remove documents=, or type another data=.")

@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 
 from mstrain.checks import one_of
-from mstrain.cli import Command, own_config
-from mstrain.commands.recorded import Source, help_of, on_one_device
+from mstrain.cli import Command
+from mstrain.commands.recorded import Source, help_of, on_one_device, source_config
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
@@ -32,7 +32,7 @@ class ExportConfig(Source):
 
 
 def load_config(arguments: list[str]) -> ExportConfig:
-    return own_config(ExportConfig, arguments)[0]
+    return source_config(ExportConfig, arguments)[0]
 
 
 def main(arguments: list[str]) -> int:
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     from mstrain.models.hub.write import check_writable, new_folder, size_of, write_model
     from mstrain.training.prepare import build_module
 
-    own, given = own_config(ExportConfig, arguments)
+    own, given = source_config(ExportConfig, arguments)
     out = Path(own.out).expanduser()
     check_writable(out)
     config = own.config(on_one_device([*given, *(["data=synthetic"] if own.init else [])]))

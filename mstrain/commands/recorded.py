@@ -2,8 +2,9 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
-from mstrain.cli import compose, describe_keys
+from mstrain.cli import check_keys, compose, describe_keys, own_config
 from mstrain.commands import train
 from mstrain.job.job import ALONE, Job
 from mstrain.models.hub.folder import Folder
@@ -59,6 +60,15 @@ class Source:
         assert self.run_dir is not None
         step, params = newest_parameters(job, module, str(self), Path(self.run_dir), self.step)
         return f"{self.run_dir}, step {step}", params
+
+
+def source_config(kind: type, arguments: list[str]) -> tuple[Any, list[str]]:
+    """The config of a command from those of `arguments` that are its keys, and the others, which are keys of train.
+
+    Raises ValueError for a key of neither before any other mistake.
+    """
+    check_keys((kind, RunConfig), arguments)
+    return own_config(kind, arguments)
 
 
 def check_new_file(key: str, name: str | None) -> None:

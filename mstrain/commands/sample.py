@@ -9,9 +9,9 @@ from pathlib import Path
 import yaml
 
 from mstrain.checks import at_least
-from mstrain.cli import Command, own_config
+from mstrain.cli import Command
 from mstrain.commands.prompts import read_prompts, text_of
-from mstrain.commands.recorded import Source, check_new_file, help_of, on_one_device
+from mstrain.commands.recorded import Source, check_new_file, help_of, on_one_device, source_config
 from mstrain.program.inference import Draw
 from mstrain.training.config import RunConfig
 
@@ -72,7 +72,7 @@ class ContinueConfig(Source):
 
 
 def load_config(arguments: list[str]) -> ContinueConfig:
-    return own_config(ContinueConfig, arguments)[0]
+    return source_config(ContinueConfig, arguments)[0]
 
 
 def main(arguments: list[str]) -> int:
@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
     from mstrain.mesh import attached, parse_mesh
     from mstrain.training.prepare import build_module
 
-    own, given = own_config(ContinueConfig, arguments)
+    own, given = source_config(ContinueConfig, arguments)
     prompts = None if own.prompts is None else read_prompts(own.prompts, own.chat)
     config = own.config(given if attached() else on_one_device(given))
     if config.mesh != "auto" and parse_mesh(config.mesh).stage > 1:

@@ -92,7 +92,7 @@ def _does_not_fit(name: str, target: Target, needed: float | None, limit: float 
     used = f"{needed / GIB:.2f} GiB of {have}" if needed else f"more than {have}"
     return (
         f"{name} does not fit on {target.tpu_slice.name}: a device would need {used}. Type remat=full, a smaller "
-        "batch= or more accumulate=, or take a larger slice."
+        "batch= or more accumulate=, or take a larger TPU slice."
     )
 
 

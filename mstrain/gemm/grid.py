@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mstrain.gemm.copies import COPIES, EXPERT, shard_over_data
+from mstrain.mesh import platform_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +60,7 @@ class Grid:
     @property
     def platform(self) -> str:
         """JAX's name of the devices' platform: cpu, gpu or tpu."""
-        devices = self.mesh.devices
-        assert devices is not None, "an abstract mesh has no devices"
-        return devices.flat[0].platform
+        return platform_of(self.mesh)
 
     @property
     def layout(self) -> Layout:

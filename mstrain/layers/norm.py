@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from mstrain.gemm import Layout, Span, Storage
 from mstrain.gemm.local import all_reduce, axis_index, axis_size
 from mstrain.layers.parameter import unless_initializing, vector, vector_spec
+from mstrain.mesh import platform_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,7 @@ class NormConfig:
 
     @property
     def on_gpu(self) -> bool:
-        return self.mesh.devices.flat[0].platform == "gpu"
+        return platform_of(self.mesh) == "gpu"
 
     def on_mesh(self, function, in_specs, out_specs):
         # check_vma=False: results that are not sharded over an axis are summed over it explicitly.

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from mstrain.gemm.copies import EXPERT, SHARED, data_dim
 from mstrain.hardware import once_options
 from mstrain.layers.parameter import Stored, is_stored, partition_specs
+from mstrain.mesh import platform_of
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import canonical_plan
 from mstrain.models.sharding import gather_parameter, is_kernel, sharded_box, to_shard
@@ -89,7 +90,7 @@ def init_parameters(module: Transformer, seed: int):
         return from_canonical(module, init_canonical(module, seed))
 
     values = sum(x.size for x in jax.tree.leaves(canonical_shapes(module)))
-    options: Any = once_options(module.plan.mesh.devices.flat[0].platform, values)
+    options: Any = once_options(platform_of(module.plan.mesh), values)
     return jax.jit(create, out_shardings=parameter_shardings(module), compiler_options=options)()
 
 
@@ -316,7 +317,7 @@ def _from_canonical_program(boxes: tuple[Stored, ...], rows: tuple[int, ...] | N
         return _stored(x, boxes, rows, mesh)
 
     values = sum(math.prod(box.value.shape) for box in boxes)
-    options: Any = once_options(mesh.devices.flat[0].platform, values, moves=True)
+    options: Any = once_options(platform_of(mesh), values, moves=True)
     return jax.jit(convert_parameter, out_shardings=shardings, compiler_options=options)
 
 

@@ -376,8 +376,9 @@ def _nothing_fits(request: PlanRequest, result: PodResult, max_seconds: float) -
         )
     full = [(r.costed.fullest.total, r) for r in result.rejected if r.costed]
     shown = min(full, key=lambda pair: pair[0])[1] if full else result.rejected[0]
+    only_margin = shown.costed and shown.costed.fullest.total <= pod.memory_bytes
+    others = "another batch=, or a smaller memory_margin=" if only_margin else "or another batch="
     return (
         f"no plan of {request.model.name} with batch={request.batch} fits {pod.name}. The nearest, "
-        f"{shown.plan.name}: {shown.reason}. "
-        "Type a larger cluster=, another batch=, or a smaller memory_margin=."
+        f"{shown.plan.name}: {shown.reason}. Type a larger cluster=, {others}."
     )

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from mstrain.mesh import platform_of
+
 GIB = 1024**3
 
 
@@ -60,7 +62,7 @@ def read_memory(compiled, mesh: Mesh, limit: float | None) -> Memory:
     analysis = compiled.memory_analysis()
     outputs = max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)
     temporaries = analysis.temp_size_in_bytes
-    if analysis.peak_memory_in_bytes and mesh.devices.flat[0].platform != "cpu":
+    if analysis.peak_memory_in_bytes and platform_of(mesh) != "cpu":
         temporaries = max(0, analysis.peak_memory_in_bytes - analysis.argument_size_in_bytes - outputs)
     return Memory(
         analysis.argument_size_in_bytes, outputs, temporaries, analysis.generated_code_size_in_bytes, limit

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from mstrain.data import CONCATENATED, Batch
 from mstrain.gemm.copies import DATA, EXPERT, REPLICA
 from mstrain.hardware import once_options
+from mstrain.mesh import platform_of
 from mstrain.models.parameters import (
     gather_parameters,
     gradient_shards,
@@ -166,7 +167,7 @@ def first_state(module: Transformer, optimizer: optax.GradientTransformation, pa
     """Step 0 with the stored parameters `params` and zero moments."""
     shardings = state_shardings(module, optimizer)
     values = sum(x.size for x in jax.tree.leaves(params))
-    options: Any = once_options(module.plan.mesh.devices.flat[0].platform, values)
+    options: Any = once_options(platform_of(module.plan.mesh), values)
     create = jax.jit(
         lambda params: init_moments(module, optimizer, params), out_shardings=shardings["optimizer"],
         compiler_options=options,

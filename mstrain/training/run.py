@@ -13,6 +13,7 @@ from rich.console import Console
 from mstrain.data import Batch, Corpus, TrainBatches
 from mstrain.hardware import Chip, mfu, step_options
 from mstrain.job.job import ALONE, Job
+from mstrain.mesh import platform_of
 from mstrain.models.flops import training_flops_per_token
 from mstrain.models.transformer import Transformer
 from mstrain.program.memory import Memory, memory_of
@@ -45,7 +46,7 @@ class Run:
         parts = self.feed.batches.parts
         step = self.config.step_config(self.module.model, self.module.dtype)
         program = step.program(self.module, self.optimizer, self.config.seed, parts)
-        platform = self.module.plan.mesh.devices.flat[0].platform
+        platform = platform_of(self.module.plan.mesh)
         options = program.compiler_options | step_options(platform, self.flops * self.config.steps)
         with self.goodput.spend("compile"):
             return program.compile(options)

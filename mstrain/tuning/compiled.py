@@ -34,7 +34,7 @@ COUNTS = (1, 2, 4, 8)  # slice counts for all products that are compiled beside 
 
 @dataclasses.dataclass(frozen=True)
 class TuningTask:
-    """What is to be made fast: a training step on a slice. `meshes` restricts the search, empty does not;
+    """What is to be made fast: a training step on a TPU slice. `meshes` restricts the search, empty does not;
     `parallel.slices` of the step fixes the slice count where it is not `auto`.
     """
 
@@ -93,7 +93,7 @@ class TuningResult:
         if self.best is None:
             raise ValueError(
                 f"tune=compile: nothing fits. mesh={self.candidates[0].mesh}: {self.candidates[0].problem} "
-                "Type remat=full or more accumulate=, or take a larger slice."
+                "Type remat=full or more accumulate=, or take a larger TPU slice."
             )
         return self.best
 

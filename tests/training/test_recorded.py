@@ -115,6 +115,7 @@ def test_wrong_prompts_name_the_fix(words, message, tmp_path):
 @pytest.mark.parametrize("words, message", [
     (["run_dir=/nowhere"], "no run has saved there"), ([], "run_dir= is missing"),
     (["run_dir=COPY", "model.heads=2"], "model.heads"), (["run_dir=COPY", "foo=1"], "Unknown key 'foo'"),
+    (["run_dirr=COPY"], "Did you mean run_dir?"), (["foo"], "Cannot read 'foo'"),
     (["run_dir=COPY", "step=2"], "has no checkpoint of step=2. Type one of: 3"), (["init=/tmp", "step=2"], "step="),
 ])  # fmt: skip
 def test_mistakes_name_the_fix(command, words, message, copied):
