@@ -197,7 +197,7 @@ def arrange(shape: MeshShape, devices, slices: int = 1) -> np.ndarray:
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
     """JAX's name of the platform of the mesh's devices: cpu, gpu or tpu."""
-    assert isinstance(mesh, Mesh), "an abstract mesh has no devices"
+    assert not isinstance(mesh, AbstractMesh), "an abstract mesh has no devices"
     return mesh.devices.flat[0].platform
 
 

@@ -11,6 +11,7 @@ from mstrain.mesh import MeshShape, parse_mesh, shape_of
 from mstrain.models.config import ModelConfig
 from mstrain.models.plan import BlockPlan, ModelPlan
 from mstrain.models.products import projections
+from mstrain.models.scheduling import with_scheduling_groups
 from mstrain.program.step_config import StepConfig
 
 
@@ -95,7 +96,7 @@ def plan_case(case: Case, config: BenchmarkConfig, mesh: Mesh, machine: Chip | T
     counts = dict(zip(PRODUCTS, config.slice_counts, strict=True))
     sequences = plan.padded_sequences(case.microbatch) // shape_of(mesh).copies
     groups = tuple((_sliced(block, counts, case.model, sequences), count) for block, count in plan.groups)
-    return dataclasses.replace(plan, groups=groups)
+    return with_scheduling_groups(dataclasses.replace(plan, groups=groups), case.model)
 
 
 def products(block: BlockPlan) -> dict[str, Plan]:
@@ -104,7 +105,9 @@ def products(block: BlockPlan) -> dict[str, Plan]:
 
 
 def _sliced(block: BlockPlan, counts: dict[str, int], model: ModelConfig, sequences: int) -> BlockPlan:
-    plans = {name: dataclasses.replace(plan, slices=counts[name]) for name, plan in products(block).items()}
+    plans = {
+        name: dataclasses.replace(plan, slices=counts[name], scheduling=None) for name, plan in products(block).items()
+    }
     for projection in projections(model, sizes=block.sizes):
         plans[projection.name].check(projection.in_dim, projection.out_dim, sequences, projection.name)
     pairs = []

@@ -19,6 +19,8 @@ class Algorithm:
       os, ls, rs: the product of each dataflow on one device, `f(a, b, rows, cols, slices)`; called in `jax.shard_map`.
       product: `f(x_TxI, w_IxO, grid)` on global arrays, differentiated by JAX; replaces `os`, `ls` and `rs`.
       ls_transposed: computes Y^T of `ls` directly; None transposes the result of `ls`.
+      scheduled: (dx, dw) of a product with `Plan.scheduling`, `f(dataflow, groups, x, w, dy, rows, cols, slices)`; None
+        if it has no scheduling groups.
       dataflows: the dataflows that its plans may have.
       rows, cols: mesh axes that form the rows and the columns of its grid.
       sliced: whether it splits collectives into slices; its plans then have slice counts, its flows take `lowering`.
@@ -33,6 +35,7 @@ class Algorithm:
     rs: Callable | None = None
     product: Callable | None = None
     ls_transposed: Callable | None = None
+    scheduled: Callable | None = None
     dataflows: tuple[str, ...] = DATAFLOWS
     rows: tuple[str, ...] = ("row",)
     cols: tuple[str, ...] = ("col",)

@@ -2,6 +2,7 @@
 
 from mstrain.gemm.algorithm import DATAFLOWS, Algorithm
 from mstrain.gemm.local import NN, NT, TN, all_gather, dot, reduce_scatter
+from mstrain.gemm.scheduling import SchedulingGroups
 
 
 def os(a, b, rows, cols, slices=1, dot=dot):
@@ -24,4 +25,20 @@ def rs(a, b, rows, cols, slices=1, dot=dot):
     return reduce_scatter(dot(all_gather(a, cols, 1), b, TN), rows, -2)
 
 
-ALGORITHM = Algorithm("collective", os, ls, rs, ls_transposed=ls_transposed, costed=True, grouped=DATAFLOWS)
+def scheduled(dataflow, groups: SchedulingGroups, x, w, dy, rows, cols, slices=1):
+    """(dx, dw) of Y = OS(x, w) or LS(x, w) in scheduling groups. For LS dy is gathered once."""
+    assert slices == 1 and dataflow in ("os", "ls"), f"{dataflow} in {slices} slices has no scheduling groups"
+    (gather,), (product,) = groups.gathers or (None,), groups.products or (None,)
+    w = all_gather(w.astype(dy.dtype), rows, -2)
+    if dataflow == "os":
+        dx = reduce_scatter(dot(dy, w, NT), cols, 1, groups.last_sum)
+        dw = dot(all_gather(x, cols, 1), dy, TN, group=product)
+    else:
+        dy = all_gather(dy, cols, 1, gather)
+        dx, dw = dot(dy, w, NN), dot(dy, x, TN, group=product)
+    return dx, reduce_scatter(dw, rows, -2)
+
+
+ALGORITHM = Algorithm(
+    "collective", os, ls, rs, ls_transposed=ls_transposed, scheduled=scheduled, costed=True, grouped=DATAFLOWS
+)

@@ -80,6 +80,9 @@ def _backward(plan, rows, saved, dy):
     flows, summed = Flows(plan), plan.grid.gradient_spec(w.shape)
 
     def gradients(x, w, dy, ahead, back):
+        if plan.scheduling and plan.precision.is_full:
+            assert groups is None, "products of experts have no scheduling groups"
+            return flows.scheduled(x, w, dy)
         if plan.dataflow == "os":
             return flows.ls(dy, w, gradient=0, dot=back), flows.rs(x, dy, gradient=1, dot=ahead)
         if plan.dataflow == "ls":
@@ -123,6 +126,8 @@ class Flows:
         how = {"rows": plan.grid.rows, "cols": plan.grid.cols, "slices": plan.slices}
         if kind.sliced:
             how["lowering"] = plan.lowering
+        if plan.scheduling and kind.scheduled:
+            self.scheduled = functools.partial(kind.scheduled, plan.dataflow, plan.scheduling, **how)
         self._plan = plan
         self.os = self._flow("os", functools.partial(kind.os, **how))
         self.ls = self._flow("ls", functools.partial(ls, **how))

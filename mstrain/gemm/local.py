@@ -1,7 +1,7 @@
 """Per-device operations of a product: dot, all_gather, reduce_scatter, all_reduce, ppermute.
 
 Every function is called inside `jax.shard_map`. A collective over one device returns its input. Matrices are arrays, or
-`Scaled` with 8-bit values, whose scales are moved and cut with them.
+`Scaled` with 8-bit values, whose scales are moved and cut with them. `group` is a scheduling group's id or None.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from mstrain.gemm.lowering import LoweringOptions
 from mstrain.gemm.scaled import Scaled, check_sum
+from mstrain.gemm.scheduling import in_group
 
 Axes = tuple[str, ...]
 
@@ -22,14 +23,15 @@ NT = ((1,), (1,))  # a @ b.T
 TN = ((0,), (0,))  # a.T @ b
 
 
-def dot(a, b, contract, dtype=None):
+def dot(a, b, contract, dtype=None, group: int | None = None):
     """Matrix product with float32 accumulation (int32 of int8), rounded once to `dtype` (the inputs' by default)."""
     in_8_bits = all(isinstance(x, Scaled) and not x.widened for x in (a, b))
     left, right = (_values(x, in_8_bits) for x in (a, b))
     sums = jnp.int32 if left.dtype == jnp.int8 else jnp.float32
     if sums == jnp.int32:
         check_sum(left.shape[contract[0][0]])
-    y = lax.dot_general(left, right, (contract, ((), ())), preferred_element_type=sums)
+    with in_group(group):
+        y = lax.dot_general(left, right, (contract, ((), ())), preferred_element_type=sums)
     if isinstance(a, Scaled):
         y = y * a.scale.reshape(a.scale.shape + (1,) * (y.ndim - a.scale.ndim))
     if isinstance(b, Scaled):
@@ -62,10 +64,15 @@ def axis_index(axes: Axes):
     return lax.axis_index(axes) if axes else 0
 
 
-def all_gather(x, axes: Axes, dim: int):
+def all_gather(x, axes: Axes, dim: int, group: int | None = None):
     """All-gather of the shards of `x` along `axes`, joined on `dim`."""
     if axis_size(axes) == 1:
         return x
+    if group is not None:
+        x, dim = x[None], dim % x.ndim + 1  # else XLA may move the annotation to a reshape, which it fuses elsewhere
+        with in_group(group):
+            x = lax.all_gather(x, axes, axis=dim, tiled=True)
+        return x[0]
     return _along(x, dim, lambda x, dim: lax.all_gather(x, axes, axis=dim, tiled=True))
 
 
@@ -78,14 +85,15 @@ def all_gather_among(x, axes: Axes, dim: int, count: int):
     return lax.all_gather(x, axes, axis=dim, tiled=True, axis_index_groups=groups)
 
 
-def reduce_scatter(x, axes: Axes, dim: int):
+def reduce_scatter(x, axes: Axes, dim: int, group: int | None = None):
     """Reduce-scatter of the partial sums `x` along `axes`, split on `dim`."""
     if axis_size(axes) == 1:
         return x
     dim %= x.ndim
     if dim and len(x) == 1:  # XLA would move a leading dim of one, as of one expert, behind the dim that is split
-        return reduce_scatter(x[0], axes, dim - 1)[None]
-    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+        return reduce_scatter(x[0], axes, dim - 1, group)[None]
+    with in_group(group):
+        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
 def reduce_scatter_in_ring(partial, size: int, axes: Axes, dim: int):

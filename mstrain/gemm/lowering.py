@@ -17,9 +17,12 @@ class LoweringOptions:
         adds relayouts to every norm and saved activation, and may relayout the blocks of LS before they are sent.
       opaque_slices: MeshSlice slices a float32 weight at an offset hidden from the compiler. With a static offset the
         compiler casts the whole weight before it slices, which adds a copy per slice.
+      scheduling_groups: the algorithms, separated by spaces, in whose backward pass chosen collectives run beside
+        products of the MLP's weight gradients (`mstrain.models.scheduling`).
     """
 
     rs_in_rings: bool = False
     matrix_unit: int = 1
     row_major: bool = False
     opaque_slices: bool = False
+    scheduling_groups: str = ""

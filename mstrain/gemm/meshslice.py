@@ -42,6 +42,7 @@ from mstrain.gemm.local import (
     reduce_scatter_in_ring,
 )
 from mstrain.gemm.lowering import LoweringOptions
+from mstrain.gemm.scheduling import SchedulingGroups
 
 PLAIN = LoweringOptions()
 
@@ -50,11 +51,16 @@ def os(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
     """Y = A B: accumulates the products of slices of the contracted dim in float32."""
     if slices == 1:
         return collective.os(a, b, rows, cols, dot=dot)
+    return _os(a, b, rows, slices, lowering, dot, lambda a_s, s: all_gather(a_s, cols, 1))
+
+
+def _os(a, b, rows, slices, lowering, dot, gather):
+    """`os` with `gather(a_s, s)` of slice s of A."""
     pieces = [(piece(a, 1, s, slices), _rounded_piece(b, s, slices, a.dtype, lowering)) for s in range(slices)]
 
     def fetch(s):
         a_s, b_s = pieces[s]
-        return all_gather(a_s, cols, 1), all_gather(b_s, rows, -2)
+        return gather(a_s, s), all_gather(b_s, rows, -2)
 
     def add_product(y, operands):
         a_s, b_s = operands
@@ -71,8 +77,11 @@ def os(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
     return add_product(y, ready).astype(a.dtype)
 
 
-def ls(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
-    """Y = A B^T: all_gather slice s + 1 of B, multiply slice s and reduce_scatter slice s - 1 of Y overlap."""
+def ls(a, b, rows, cols, slices, lowering=PLAIN, dot=dot, last_sum: int | None = None):
+    """Y = A B^T: all_gather slice s + 1 of B, multiply slice s and reduce_scatter slice s - 1 of Y overlap.
+
+    `last_sum` is the scheduling group of the last reduce_scatter, unless Y is computed transposed.
+    """
     if slices == 1:
         return collective.ls(a, b, rows, cols, dot=dot)
     columns, width = axis_size(cols), b.shape[-2] // slices * axis_size(rows)
@@ -83,7 +92,7 @@ def ls(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
     def multiply(b_s):
         return _columns_below_each_other(columns, a, b_s, lowering, dot)
 
-    return constrain_layout(_ls_pipeline(a, b, rows, cols, slices, lowering, multiply, 1), lowering)
+    return constrain_layout(_ls_pipeline(a, b, rows, cols, slices, lowering, multiply, 1, last_sum), lowering)
 
 
 def ls_transposed(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
@@ -93,12 +102,13 @@ def ls_transposed(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
     return _ls_pipeline(a, b, rows, cols, slices, lowering, lambda b_s: dot(b_s, a, NT), 0)
 
 
-def _ls_pipeline(a, b, rows, cols, slices, lowering, multiply, joined):
+def _ls_pipeline(a, b, rows, cols, slices, lowering, multiply, joined, last_sum=None):
     slices_of_y = _pipeline(
         slices,
         fetch=lambda s: all_gather(_rounded_piece(b, s, slices, a.dtype, lowering), rows, -2),
-        multiply=multiply,
-        send=lambda y_s: constrain_layout(reduce_scatter(y_s, cols, 0), lowering),
+        multiply=lambda b_s, _: multiply(b_s),
+        send=lambda y_s, group: constrain_layout(reduce_scatter(y_s, cols, 0, group), lowering),
+        last_sum=last_sum,
     )
     return _join(slices_of_y, joined)
 
@@ -118,7 +128,16 @@ def rs(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
     if slices == 1:
         return collective.rs(a, b, rows, cols, dot=dot)
 
-    def send(y_s):
+    def fetch(s):
+        return all_gather(piece(a, 1, s, slices), cols, 1)
+
+    return _rs(b, rows, slices, lowering, fetch, lambda a_s, b, _: dot(a_s, b, TN))
+
+
+def _rs(b, rows, slices, lowering, fetch, multiply):
+    """`rs` with `fetch(s)`, slice s of A, gathered, and `multiply(a_s, b, s)`."""
+
+    def send(y_s, _):
         part: Any = constrain_layout(y_s, lowering)  # XLA may lay it out by columns, and then sends it by all_reduce
         if not lowering.rs_in_rings:
             return reduce_scatter(part, rows, -2)
@@ -130,11 +149,32 @@ def rs(a, b, rows, cols, slices, lowering=PLAIN, dot=dot):
     b = constrain_layout(b, lowering)
     slices_of_y = _pipeline(
         slices,
-        fetch=lambda s: all_gather(piece(a, 1, s, slices), cols, 1),
-        multiply=lambda a_s: dot(a_s, b, TN),
+        fetch=fetch,
+        multiply=lambda a_s, s: multiply(a_s, b, s),
         send=send,
     )
     return _join(slices_of_y, -2)
+
+
+def scheduled(dataflow, groups: SchedulingGroups, x, w, dy, rows, cols, slices, lowering=PLAIN):
+    """(dx, dw) of Y = OS(x, w) or LS(x, w) in scheduling groups. For LS every slice of dy is gathered once."""
+    if slices == 1:
+        return collective.scheduled(dataflow, groups, x, w, dy, rows, cols)
+    if dataflow == "os":
+        dx = ls(dy, w, rows, cols, slices, lowering, last_sum=groups.last_sum)
+        return dx, rs(x, dy, rows, cols, slices, lowering)
+    assert dataflow == "ls", f"{dataflow} has no scheduling groups"
+    gathered = []
+
+    def gather(dy_s, s):
+        gathered.append(all_gather(dy_s, cols, 1, groups.gathers[s] if groups.gathers else None))
+        return gathered[-1]
+
+    def multiply(dy_s, x, s):
+        return dot(dy_s, x, TN, group=groups.products[s] if groups.products else None)
+
+    dx = _os(dy, w, rows, slices, lowering, dot, gather)
+    return dx, _rs(x, rows, slices, lowering, gathered.__getitem__, multiply)
 
 
 def _rounded_piece(b, s, slices, dtype, lowering):
@@ -146,18 +186,21 @@ def _rounded_piece(b, s, slices, dtype, lowering):
     return lax.dynamic_slice_in_dim(b, begin, height, axis=b.ndim - 2).astype(dtype)
 
 
-def _pipeline(slices, fetch, multiply, send):
-    """Starts fetch(s + 1) before multiply(s) and overlaps send(s - 1) with it; send(s) waits for send(s - 1)."""
+def _pipeline(slices, fetch, multiply, send, last_sum: int | None = None):
+    """Starts fetch(s + 1) before multiply(s) and overlaps send(s - 1) with it; send(s) waits for send(s - 1).
+
+    `send` takes a product and a scheduling group, that of the last one is `last_sum`.
+    """
     sent, product, ready = [], None, fetch(0)
     for s in range(slices):
         coming = fetch(s + 1) if s + 1 < slices else None
         if product is not None:
-            sent.append(send(product))
-        product = multiply(ready)
+            sent.append(send(product, None))
+        product = multiply(ready, s)
         if sent:
             product, sent[-1] = lax.optimization_barrier((product, sent[-1]))
         ready = coming
-    return [*sent, send(product)]
+    return [*sent, send(product, last_sum)]
 
 
 def _join(pieces, dim):
@@ -172,4 +215,7 @@ def _join(pieces, dim):
     return y
 
 
-ALGORITHM = Algorithm("meshslice", os, ls, rs, ls_transposed=ls_transposed, sliced=True, costed=True, grouped=DATAFLOWS)
+ALGORITHM = Algorithm(
+    "meshslice", os, ls, rs, ls_transposed=ls_transposed, scheduled=scheduled, sliced=True, costed=True,
+    grouped=DATAFLOWS,
+)  # fmt: skip

@@ -12,6 +12,7 @@ from mstrain.gemm.lowering import LoweringOptions
 from mstrain.gemm.padding import Span
 from mstrain.gemm.precision import Precision
 from mstrain.gemm.registry import ALGORITHMS, find_algorithm, same_program
+from mstrain.gemm.scheduling import SchedulingGroups
 from mstrain.gemm.storage import Storage
 
 
@@ -27,6 +28,7 @@ class Plan:
       slices: slice count S; 1 for every algorithm but MeshSlice.
       lowering: options for the compiler of the target.
       precision: which operands have 8 bits.
+      scheduling: the scheduling groups of its backward pass; None for none. Products in 8 bits ignore them.
     """
 
     algorithm: str
@@ -35,6 +37,7 @@ class Plan:
     slices: int = 1
     lowering: LoweringOptions = LoweringOptions()
     precision: Precision = Precision()
+    scheduling: SchedulingGroups | None = None
 
     @property
     def kind(self) -> Algorithm:

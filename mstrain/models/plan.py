@@ -28,7 +28,7 @@ from mstrain.hardware import Chip
 from mstrain.hardware.constants import Constants
 from mstrain.layers.latent_attention import LatentPlans
 from mstrain.layers.sequence_split import SequenceSplit
-from mstrain.mesh import AXES, shape_of
+from mstrain.mesh import AXES, platform_of, shape_of
 from mstrain.models.auto import tune_products
 from mstrain.models.config import ModelConfig
 from mstrain.models.context import CONTEXT, check_one_order, choose_exchange, sequence_split, split_axes
@@ -46,6 +46,7 @@ from mstrain.models.products import (
     dense_products,
     latent_sizes,
 )
+from mstrain.models.scheduling import with_scheduling_groups
 from mstrain.models.sharding import check_shard
 from mstrain.models.stages import AXIS, PipelineConfig, check_division, make_stages
 from mstrain.parallel.tune import fewest_slices
@@ -84,12 +85,12 @@ def make_plan(
     if stages:
         check_division(stages, algorithms, model)
     plan = _Planner(parallel, model, mesh, microbatch, seq, chip, constants, shard).plan(algorithms)
-    return dataclasses.replace(plan, stages=stages)
+    return with_scheduling_groups(dataclasses.replace(plan, stages=stages), model)
 
 
 def _overlaps_nothing(mesh: Mesh | AbstractMesh) -> bool:
     """Whether the devices are CPUs, whose collectives never run beside a product."""
-    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+    return isinstance(mesh, Mesh) and platform_of(mesh) == "cpu"
 
 
 def chip_lowering(chip: Chip | None) -> LoweringOptions:

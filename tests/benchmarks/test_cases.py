@@ -7,6 +7,7 @@ import pytest
 
 from mstrain.benchmarks.cases import describe, make_cases, plan_case, products, shrink
 from mstrain.benchmarks.config import load
+from mstrain.gemm import LoweringOptions
 from mstrain.mesh import MeshShape, make_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.zoo import load_preset
@@ -43,6 +44,17 @@ def test_every_product_has_its_own_slice_count():
     plan = plan_case(case, config, make_mesh(case.mesh), None, jnp.float32)
     assert [p.slices for p in products(plan.groups[0][0]).values()] == [4, 1, 8, 2]
     assert describe(plan.groups[0][0]) == "os ls os ls S=4 1 8 2"
+
+
+def test_scheduling_groups_follow_the_slice_counts(monkeypatch):
+    lowering = LoweringOptions(scheduling_groups="meshslice")
+    monkeypatch.setattr("mstrain.models.plan.chip_lowering", lambda chip: lowering)
+    config = load(["algorithms=meshslice", "meshes=2x4", "slices=4 2 4 8"])
+    (case,) = make_cases(config, config.mesh_shapes)
+    plan = plan_case(case, config, make_mesh(case.mesh), None, jnp.float32)
+    _, out, _, down = products(plan.groups[0][0]).values()
+    assert out.scheduling.gathers == (2, 3)
+    assert down.scheduling.products == (1, 2, 2, 2, 3, 3, 3, None)
 
 
 def test_an_illegal_slice_count_names_legal_ones():

@@ -1,6 +1,8 @@
 """MeshSlice compiled by the TPU compiler, with small sizes on 32 devices; skipped if libtpu is not installed."""
 
+import dataclasses
 import functools
+import re
 
 import jax.numpy as jnp
 import optax
@@ -105,3 +107,20 @@ def test_what_does_not_fit_says_by_how_much():
     operands = 2 * (2**21 * 2**16 * 2 + 2**32) / 32  # bf16, a device
     gathered = 2 * (2**21 * 2**16 / 4 + 2**32 / 8)
     assert error.value.needed == pytest.approx(operands + gathered, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"gated": True, "activation": "silu", "norm": "rmsnorm", "num_kv_heads": 4}], ids=str
+)
+def test_the_gather_of_a_scheduling_group_runs_beside_its_product(changed):
+    chip, model = target("tpu7x:2x2x4").tpu_slice.chip, dataclasses.replace(SMALL, **changed)
+    plan = make_plan(ParallelConfig(slices="4"), model, target("tpu7x:2x2x4").mesh, 32, 512, chip)
+    assert plan.groups[0][0].attention.out.scheduling
+    layer = layer_program(model, plan.groups[0][0], 32 * 512, 512, jnp.bfloat16)
+    text = compile_program(layer, target("tpu7x:2x2x4"), options=QUICK).text
+    for group in "234":  # a gather starts, the product runs, the gather is done
+        member = rf'%(all-gather|\S*fusion)\S* = .*_scheduling_group_id="{group}"'
+        kinds = [found[1] for line in text.splitlines() if (found := re.search(member, line))]
+        first, *products, last = kinds
+        assert first == last == "all-gather"
+        assert products and "all-gather" not in products

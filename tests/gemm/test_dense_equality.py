@@ -6,8 +6,10 @@ import functools
 import jax
 import numpy as np
 import pytest
+from jax.interpreters.mlir import ir
 
 from mstrain.gemm import ALGORITHMS, LoweringOptions, Plan, grid_of
+from mstrain.gemm.scheduling import SchedulingGroups
 from tests.gemm.products import (
     DIMS,
     check,
@@ -82,6 +84,40 @@ def test_opaque_slices_of_a_float32_weight_are_rounded_as_plain_ones(dataflow):
     plain, opaque = run([plan, other], inputs)
     for a, b in zip(plain, opaque, strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+SUM = ["add", "reduce_scatter"]  # and the sum of two elements
+BOTH = ["all_gather", "dot_general"]
+GROUPS = {  # algorithm, dataflow, slices: groups, and the operations that are in groups 7 and 8
+    ("meshslice", "os", 3): (SchedulingGroups(last_sum=7), SUM, []),
+    ("meshslice", "ls", 3): (SchedulingGroups((None, 7, 8), products=(7, None, 8)), BOTH, BOTH),
+    ("meshslice", "os", 1): (SchedulingGroups(last_sum=7, products=(8,)), SUM, ["dot_general"]),
+    ("collective", "ls", 1): (SchedulingGroups((7,), products=(8,)), ["all_gather"], ["dot_general"]),
+}
+
+
+@pytest.mark.parametrize("how", GROUPS)
+def test_scheduling_groups_have_the_members_named_and_change_no_result(how):
+    scheduling, *members = GROUPS[how]
+    algorithm, dataflow, slices = how
+    plan = Plan(algorithm, dataflow, grid_of(algorithm, mesh_of("2x4")), slices, scheduling=scheduling)
+    arrays = place(plan, random_operands())
+    lowered = jax.jit(functools.partial(step, plan)).lower(*arrays).compiler_ir("stablehlo")
+    assert [operations_in(lowered, group) for group in (7, 8)] == members
+    check(run([plan], [arrays])[0], expected(plan, dense()), f"{how} in scheduling groups")
+
+
+def operations_in(module, group: int) -> list[str]:
+    """Sorted names of the operations in a scheduling group of a lowered program."""
+    found = []
+
+    def visit(operation):
+        if f'_scheduling_group_id = "{group}"' in str(operation.attributes.get("mhlo.frontend_attributes", "")):
+            found.append(operation.name.removeprefix("stablehlo."))
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(lambda operation: visit(operation.operation))
+    return sorted(found)
 
 
 def check_layouts(plan: Plan, results):

@@ -24,14 +24,14 @@ from mstrain.planner import layer
 from mstrain.planner.cost import Costed
 from tests.docs import expert_steps
 from tests.docs.rows import read_rows
-from tests.docs.steps import SLICES
+from tests.docs.steps import CURRENT, SLICES
 from tests.planner.overlap import write_entry
 from tests.planner.steps import compared, cost_of, exposed_seconds, root_mean_square
 
 Row = dict[str, str]
 Cost = Callable[[Row], Costed | None]
 FACTORS = [n / 20 for n in range(8, 61)]
-SLICED_FACTORS, LEFT = [n / 10 for n in range(3, 16)], range(16)  # LEFT: exposed percent of the collectives of slices
+SLICED_FACTORS, LEFT = [n / 10 for n in range(1, 16)], range(16)  # LEFT: exposed percent of the collectives of slices
 GAIN = 0.002  # of the time of a step
 
 
@@ -66,7 +66,7 @@ def read() -> dict[tuple[str, str], list[tuple[Row, Cost]]]:
     """(row of a step, function that costs it) by (TPU generation, algorithm)."""
     found: dict[tuple[str, str], list[tuple[Row, Cost]]] = {}
     experts = ((row, expert_steps.cost_of) for row in expert_steps.read() if row["algorithm"] == "fsdp")
-    steps = [*(row for row, _ in compared()), *read_rows(SLICES)]
+    steps = [*(row for row, _ in compared()), *(row for row in read_rows(SLICES) if row["program"] == CURRENT)]
     for row, cost in [*((row, cost_of) for row in steps), *experts]:
         key = find_pod(row["target"]).chip.name, row["algorithm"]
         found.setdefault(key, []).append((row, cost))
