@@ -41,10 +41,9 @@ def abstract_parameters(module: Transformer):
     tokens = jax.ShapeDtypeStruct((module.seq * _sequences(module),), jnp.int32)
     boxed = jax.eval_shape(module.init, jax.random.key(0), tokens)["params"]
     if module.plan.stages:
-        over_stages = jax.tree.map(
+        boxed[STACK] = jax.tree.map(
             lambda box: box.replace(spec=P(STAGE, *box.spec[1:])), boxed[STACK], is_leaf=is_stored
         )
-        boxed[STACK] = over_stages
     if module.plan.shard == "none":
         return boxed
     return jax.tree.map(lambda box: sharded_box(box, module.plan.mesh), boxed, is_leaf=is_stored)
