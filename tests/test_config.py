@@ -62,7 +62,6 @@ MISTAKES = {
     "prompt without a sample": (["sample.tokens=0", "sample.prompt=x"], ["prompt=x has no effect", "tokens=100"]),
     "no rollbacks": (["guard.max_rollbacks=5"], ["has no effect", "guard.rollback=true"]),
     "travel on one device": (["travel=int8", "mesh=4x1x1"], ["travel=int8 has no effect", "mesh=2x2"]),
-    "algorithm of no layer": (["parallel=wang", "parallel.layers=0-:fsdp"], ["wang has no effect", "parallel.layers="]),
     "halves of no layer": (["parallel.mlp=wang", "parallel.layers=0-:mlp:fsdp"], ["parallel.mlp=wang has no effect"]),
     "bias of an rmsnorm": (["model.norm=rmsnorm", "model.norm_bias=true"], ["has no effect", "model.norm=layernorm"]),
     "axis that is none": (["mesh=model4-row2"], ["'model4-row2'", "replica, stage, data, expert, context, row, col"]),

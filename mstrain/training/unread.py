@@ -12,14 +12,12 @@ from mstrain.models.parallel import layer_algorithms
 from mstrain.training.config import RunConfig
 
 
-def _is_used(half: int | None):
-    """Whether a layer computes half number `half` (either half by default) with the algorithm that the key names."""
+def _is_used(half: int):
+    """Whether a layer computes half number `half` with the algorithm that the key names."""
 
     def read(run: RunConfig) -> bool:
-        parallel = run.parallel
-        named = (parallel.attention, parallel.mlp)[half] if half is not None else parallel.algorithm
-        used = layer_algorithms(parallel, run.model.layers)
-        return any(named in (layer if half is None else layer[half : half + 1]) for layer in used)
+        named = (run.parallel.attention, run.parallel.mlp)[half]
+        return any(named == layer[half] for layer in layer_algorithms(run.parallel, run.model.layers))
 
     return read
 
@@ -34,7 +32,6 @@ def _gathers(run: RunConfig) -> bool:
 _ROTARY = ("type model.position=rotary", lambda run: run.model.position == "rotary")
 _WINDOW = ("type model.window=N", lambda run: run.model.window is not None)
 _SAMPLE = ("type a number of tokens, such as sample.tokens=100", lambda run: run.sample.tokens > 0)
-_LAYERS = "change parallel.layers= or a half, which name other algorithms for every layer"
 _HALF = "change parallel.layers=, which names other algorithms for every layer"
 # Key -> what to do for it to have an effect, and whether it has one.
 _NEEDS: dict[str, tuple[str, Callable[[RunConfig], bool]]] = {
@@ -51,20 +48,17 @@ _NEEDS: dict[str, tuple[str, Callable[[RunConfig], bool]]] = {
     "sample.prompt": _SAMPLE,
     "sample.temperature": _SAMPLE,
     "guard.max_rollbacks": ("type guard.rollback=true", lambda run: run.guard.rollback),
-    "parallel.algorithm": (_LAYERS, _is_used(None)),
     "parallel.attention": (_HALF, _is_used(0)),
     "parallel.mlp": (_HALF, _is_used(1)),
     "travel": ("type a mesh= whose rows or columns are several devices, such as mesh=2x2", _gathers),
 }
-_SHORT = {"parallel": "parallel.algorithm"}
 _OFF = {"model.norm_bias": False}  # values without an effect that are not the default
 
 
 def check_typed(run: RunConfig, arguments: Iterable[str]) -> None:
     """Raises ValueError if one of the `arguments`, "key=value", sets a key that `run` does not read."""
     for argument in arguments:
-        typed = argument.partition("=")[0]
-        key = _SHORT.get(typed, typed)
+        key = argument.partition("=")[0]
         if key not in _NEEDS:
             continue
         needed, is_read = _NEEDS[key]
