@@ -105,9 +105,7 @@ def products(block: BlockPlan) -> dict[str, Plan]:
 
 
 def _sliced(block: BlockPlan, counts: dict[str, int], model: ModelConfig, sequences: int) -> BlockPlan:
-    plans = {
-        name: dataclasses.replace(plan, slices=counts[name], scheduling=None) for name, plan in products(block).items()
-    }
+    plans = {name: dataclasses.replace(plan, slices=counts[name]) for name, plan in products(block).items()}
     for projection in projections(model, sizes=block.sizes):
         plans[projection.name].check(projection.in_dim, projection.out_dim, sequences, projection.name)
     pairs = []

@@ -28,14 +28,13 @@ def rs(a, b, rows, cols, slices=1, dot=dot):
 def scheduled(dataflow, groups: SchedulingGroups, x, w, dy, rows, cols, slices=1):
     """(dx, dw) of Y = OS(x, w) or LS(x, w) in scheduling groups. For LS dy is gathered once."""
     assert slices == 1 and dataflow in ("os", "ls"), f"{dataflow} in {slices} slices has no scheduling groups"
-    (gather,), (product,) = groups.gathers or (None,), groups.products or (None,)
     w = all_gather(w.astype(dy.dtype), rows, -2)
     if dataflow == "os":
         dx = reduce_scatter(dot(dy, w, NT), cols, 1, groups.last_sum)
-        dw = dot(all_gather(x, cols, 1), dy, TN, group=product)
+        dw = dot(all_gather(x, cols, 1), dy, TN, group=groups.product(0))
     else:
-        dy = all_gather(dy, cols, 1, gather)
-        dx, dw = dot(dy, w, NN), dot(dy, x, TN, group=product)
+        dy = all_gather(dy, cols, 1, groups.gather(0))
+        dx, dw = dot(dy, w, NN), dot(dy, x, TN, group=groups.product(0))
     return dx, reduce_scatter(dw, rows, -2)
 
 

@@ -126,7 +126,8 @@ class Flows:
         how = {"rows": plan.grid.rows, "cols": plan.grid.cols, "slices": plan.slices}
         if kind.sliced:
             how["lowering"] = plan.lowering
-        if plan.scheduling and kind.scheduled:
+        if plan.scheduling:
+            assert kind.scheduled, f"{kind.name} has no scheduling groups"
             self.scheduled = functools.partial(kind.scheduled, plan.dataflow, plan.scheduling, **how)
         self._plan = plan
         self.os = self._flow("os", functools.partial(kind.os, **how))

@@ -167,11 +167,11 @@ def scheduled(dataflow, groups: SchedulingGroups, x, w, dy, rows, cols, slices, 
     gathered = []
 
     def gather(dy_s, s):
-        gathered.append(all_gather(dy_s, cols, 1, groups.gathers[s] if groups.gathers else None))
+        gathered.append(all_gather(dy_s, cols, 1, groups.gather(s)))
         return gathered[-1]
 
     def multiply(dy_s, x, s):
-        return dot(dy_s, x, TN, group=groups.products[s] if groups.products else None)
+        return dot(dy_s, x, TN, group=groups.product(s))
 
     dx = _os(dy, w, rows, slices, lowering, dot, gather)
     return dx, _rs(x, rows, slices, lowering, gathered.__getitem__, multiply)

@@ -27,6 +27,12 @@ class SchedulingGroups:
     last_sum: int | None = None
     products: tuple[int | None, ...] = ()
 
+    def gather(self, s: int) -> int | None:
+        return self.gathers[s] if self.gathers else None
+
+    def product(self, s: int) -> int | None:
+        return self.products[s] if self.products else None
+
 
 _ignored = contextvars.ContextVar("scheduling groups are ignored", default=False)
 
