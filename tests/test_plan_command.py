@@ -15,6 +15,7 @@ import pytest
 from mstrain.cli import run_command
 from mstrain.commands import plan
 from mstrain.commands.plans.modes import ABOUT, MODES, choose
+from mstrain.commands.plans.output import make_folder
 from mstrain.commands.train import load_config
 from mstrain.hardware.layer_profiles import read_profiles
 from mstrain.models.size import count_parameters
@@ -135,6 +136,14 @@ def test_pod_writes_plans_with_terms_and_reasons(pod):
     document = json.loads((pod / "plans.json").read_text())
     assert document["searched_whole_space"] and len(document["plans"]) == 5 and document["plans"][0]["stages"]
     assert (pod / "throughput_against_memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folder_that_holds_files_is_named_before_they_are_replaced(tmp_path, capsys):
+    folder = make_folder(str(tmp_path / "plan"))
+    assert not capsys.readouterr().err
+    (folder / "plan.json").touch()
+    make_folder(str(folder))
+    assert f"{folder} holds files" in capsys.readouterr().err
 
 
 def test_pod_ends_with_a_line_that_train_composes(tmp_path, capsys):

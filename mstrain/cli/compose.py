@@ -127,6 +127,10 @@ def _parts(argument: str) -> tuple[str, str]:
     """Key and value of an argument."""
     key, equals, value = argument.partition("=")
     key = key.removeprefix("+") if key == "+" + EXPERIMENT else key
+    if key.startswith("+"):
+        raise ValueError(f"{argument}: every key has a default, so none is added. Type {argument.lstrip('+')}.")
+    if key.startswith("~"):
+        raise ValueError(f"{argument}: keys cannot be removed. Type {key[1:]}=VALUE (--help lists the keys).")
     if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key):
         raise ValueError(f"Cannot read {argument!r}. Write key=value, such as mesh=2x4 (--help lists the keys).")
     return key, value

@@ -1,4 +1,5 @@
-"""Accounts for the time of a run: steps, compilation, saving, restoring, input, evaluation, and steps lost to restarts.
+"""Accounts for the time of a run: steps, compilation, the first state, saving, restoring, input, evaluation, and steps
+lost to restarts.
 
 Input is the time in which the devices wait for data. A batch is made while the step before it runs, and counts only
 where that step has ended. `goodput.jsonl` in the run directory gets a line at every save and at the end. The last line
@@ -16,7 +17,7 @@ from mstrain.training.best_effort import BestEffort
 from mstrain.training.reporter import METRICS
 
 FILE = "goodput.jsonl"
-KINDS = ("steps", "compile", "save", "restore", "input", "evaluate", "lost")
+KINDS = ("steps", "compile", "initialize", "save", "restore", "input", "evaluate", "lost")
 
 
 class Goodput:

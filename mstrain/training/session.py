@@ -95,8 +95,9 @@ def _attempt(
     check_lock: Callable[[], None],
 ) -> int | None:
     """Trains from the newest checkpoint; returns the exit code, None after a rollback."""
-    with run.goodput.spend("restore"):
-        if checkpoints.steps or local:  # a resumed run reads verified tokens only
+    resumes = bool(checkpoints.steps or local)
+    with run.goodput.spend("restore" if resumes else "initialize"):
+        if resumes:  # a resumed run reads verified tokens only
             run.corpus.verification.wait()
         state, done = begin(run, checkpoints, local)
     assert done < run.config.steps, "finished_step has returned"

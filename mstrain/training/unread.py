@@ -22,11 +22,9 @@ def _is_used(half: int):
     return read
 
 
-def _gathers(run: RunConfig) -> bool:
-    if run.mesh == "auto":
-        return True
-    mesh = parse_mesh(run.mesh)
-    return mesh.row * mesh.col > 1
+def _has_several(of):
+    """Whether the mesh has several devices by `of`, a function of a `MeshShape`; a mesh that is searched may."""
+    return lambda run: run.mesh == "auto" or of(parse_mesh(run.mesh)) > 1
 
 
 _ROTARY = ("type model.position=rotary", lambda run: run.model.position == "rotary")
@@ -50,7 +48,14 @@ _NEEDS: dict[str, tuple[str, Callable[[RunConfig], bool]]] = {
     "guard.max_rollbacks": ("type guard.rollback=true", lambda run: run.guard.rollback),
     "parallel.attention": (_HALF, _is_used(0)),
     "parallel.mlp": (_HALF, _is_used(1)),
-    "travel": ("type a mesh= whose rows or columns are several devices, such as mesh=2x2", _gathers),
+    "travel": (
+        "type a mesh= whose rows or columns are several devices, such as mesh=2x2",
+        _has_several(lambda mesh: mesh.row * mesh.col),
+    ),
+    "check_replicas.every": (
+        "type a mesh= of several devices, such as mesh=2x2",
+        _has_several(lambda mesh: mesh.devices),
+    ),
 }
 _OFF = {"model.norm_bias": False}  # values without an effect that are not the default
 

@@ -18,14 +18,18 @@ def console() -> Console:
 
 
 def make_folder(path: str) -> Path:
-    """Creates `path`; raises ValueError where that cannot be."""
+    """Creates `path`, or says on standard error that it holds files; raises ValueError where it cannot be made."""
     if not path.strip():
         raise ValueError("run_dir is empty. Type run_dir=runs/plan, or the name of another folder.")
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        held = any(folder.iterdir())
     except OSError as error:
         raise ValueError(f"run_dir={path}: {error.strerror}. Type the name of a folder that can be written.") from None
+    if held:
+        print(f"plan: {path} holds files; those of the same names are replaced. To keep them, type another run_dir=.",
+              file=sys.stderr)  # fmt: skip
     return folder
 
 
