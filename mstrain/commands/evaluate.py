@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
         raise ValueError("documents= needs documents of one source. Remove documents=, or type another data=.")
     process, devices = find_process(config.coordinator, config.processes, config.process)
     with joined(process, config.hosts, config.run_dir, devices) as job:
-        run = prepare(config, job, shard_if_possible=True)
+        run = prepare(config, job, only_read=True)
         if own.split != "validation" and run.corpus.stream:
             raise ValueError(f"split={own.split} needs all tokens, but data.window keeps some. Remove data.window.")
         name, params = own.parameters(job, run.module)

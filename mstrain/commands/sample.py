@@ -118,7 +118,8 @@ def _sample(own: ContinueConfig, config: RunConfig, prompts: list, job, module, 
     request = Request(own.tokens, Draw(own.temperature, own.top_k, own.top_p), own.seed, own.stops)
     for ids in encoded:
         check_positions(module.model, len(ids), own.tokens)
-    generator = Generator(module, in_compute_dtype(module, own.parameters(job, module)[1]), tokenizer)
+    name, params = own.parameters(job, module)
+    generator = Generator(module, in_compute_dtype(module, params), tokenizer)
     show = functools.partial(print, end="", flush=True) if job.leads else lambda text: None
     results = []
     for first in range(0, len(prompts), config.batch):
@@ -138,7 +139,7 @@ def _sample(own: ContinueConfig, config: RunConfig, prompts: list, job, module, 
     if own.out and job.leads:
         replace(Path(own.out), "".join(results).encode())
     if job.leads:
-        print(generator.speed, file=sys.stderr)
+        print(f"{name}: {generator.speed}", file=sys.stderr)
 
 
 def help_lines(_: list[str]) -> list[str]:

@@ -42,11 +42,11 @@ UNITS = ("documents", "tokens")
 VALIDATION_SEED = 0  # the validation batches of every run of one corpus are the same
 
 
-def prepare(config: RunConfig, job: Job = ALONE, shard_if_possible: bool = False) -> Run:
+def prepare(config: RunConfig, job: Job = ALONE, only_read: bool = False) -> Run:
     """Checks and builds a run. Raises ValueError, with what to type instead, for a configuration that cannot run.
 
-    With `shard_if_possible`, a mesh without data-parallel replicas ignores `shard=`, and one without stages ignores
-    `pipeline.`.
+    With `only_read`, nothing is trained: a mesh without data-parallel replicas ignores `shard=`, one without stages
+    ignores `pipeline.`, and allowed differences from the record are not printed.
     """
     console = Console(highlight=False, soft_wrap=True, quiet=not job.leads)
     chip = _start_devices(config, job)
@@ -62,7 +62,7 @@ def prepare(config: RunConfig, job: Job = ALONE, shard_if_possible: bool = False
     if config.plan == AUTO_PLAN:
         config = with_plan(config, model, _pod(chip, "plan=auto"), _dtype(config.dtype), console)
         check_offload(config.offload, jax.local_devices()[0])
-    plan = _choose_plan(config, model, chip, console, shard_if_possible)
+    plan = _choose_plan(config, model, chip, console, shard_if_possible=only_read)
     job.agree("plan", f"{meshes.shape_of(plan.mesh)} {describe_plan(plan)}")
     mesh, step = plan.mesh, config.step_config(model, _dtype(config.dtype))
     feed, validation_feed = (
@@ -71,7 +71,7 @@ def prepare(config: RunConfig, job: Job = ALONE, shard_if_possible: bool = False
     )
     module, optimizer = step.module(plan), step.make_optimizer(config.seed)
     run = Run(config, corpus, module, optimizer, feed, validation_feed, chip, console, job)
-    check_resolved(run, previous)
+    check_resolved(run, previous, show=not only_read)
     return run
 
 

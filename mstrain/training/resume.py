@@ -8,6 +8,7 @@ is moved away and the next older one is used. `check` compares the configuration
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,14 +65,18 @@ def check(config: RunConfig, job: Job) -> PreviousAttempts:
     return previous
 
 
-def check_resolved(run: Run, previous: PreviousAttempts) -> None:
-    """Compares all of the run, its data included, with the record; prints every difference that is allowed."""
+def check_resolved(run: Run, previous: PreviousAttempts, show: bool = True) -> None:
+    """Compares all of the run, its data included, with the record; prints every difference that is allowed, if they
+    are to `show`.
+    """
     config, now, allowed = run.config, record.record_of(run), _allowed(run.config)
     if not previous.checkpoints:
         if config.init_from:
             _check_source(config, inspect_run_dir(Path(config.init_from), run.job), now)
         return
     _compare(config.run_dir, previous.record, now, allowed)
+    if not show:
+        return
     found = differences(previous.record, now, record.DEFAULTS) if previous.record else []
     for difference in found:
         run.console.print(f"[yellow]Resume:[/] {escape(str(difference))}")
@@ -304,16 +309,26 @@ def newest_state(run: Run) -> State:
 
 @contextlib.contextmanager
 def _newest(job: Job, given: str, directory: Path, only: int | None = None) -> Iterator[tuple[Checkpoints, int]]:
-    """The checkpoints in `directory`, to be read only, and the newest that is not damaged, or step `only`."""
+    """The checkpoints in `directory`, to be read only, and the newest that is not damaged, or step `only`.
+
+    Prints newer ones that are damaged, with the reason, on standard error.
+    """
     others = Checkpoints(directory / "checkpoints", keep=None)
     try:
         if only is not None and only not in others.steps:
             there = ", ".join(map(str, sorted(others.steps))) or "none"
             raise ValueError(f"{given} has no checkpoint of step={only}. Type one of: {there}.")
-        steps = others.steps if only is None else [only]
-        step = next((step for step in steps if not _damage(job, others.directory, step)), None)
-        if step is None:
-            raise ValueError(f"{given} has no checkpoint that can be read. Type another run.")
+        step, damaged = None, []
+        for step in others.steps if only is None else [only]:
+            if not (damage := _damage(job, others.directory, step)):
+                break
+            damaged.append(f"checkpoint {step} of {given} is damaged: {'; '.join(damage[:3])}")
+        else:
+            if only is not None:
+                raise ValueError(f"{damaged[0]}. Remove step= to read the newest good checkpoint.")
+            raise ValueError("\n".join([*damaged, f"{given} has no checkpoint that can be read. Type another run."]))
+        if damaged and job.leads:
+            print("\n".join([*damaged, f"Checkpoint {step} is read instead."]), file=sys.stderr)
         _check_format(others.facts(step), str(directory))
         yield others, step
     finally:

@@ -136,3 +136,19 @@ def test_the_last_answer_of_a_conversation_is_not_part_of_its_prompt(tmp_path):
     lines = [json.dumps({"messages": [question, *rest]}) for rest in ([], [{"role": "assistant", "content": "y"}])]
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
     assert read_prompts(str(tmp_path / "chats.jsonl"), chat=True) == [[question]] * 2
+
+
+def test_a_damaged_checkpoint_is_named_before_an_older_one_is_read(copied, tmp_path, capsys):
+    shutil.copytree(copied / "copy", tmp_path / "run")
+    checkpoints, words = tmp_path / "run" / "checkpoints", [f"run_dir={tmp_path / 'run'}", "mesh=1x1"]
+    shutil.copytree(checkpoints / "3", checkpoints / "5")
+    (checkpoints / "5" / "state" / "_METADATA").write_text("{}")
+    assert evaluate.main([*words, "batches=8", "log_every=2"]) == 0
+    shown = capsys.readouterr()
+    assert "checkpoint 5 of run_dir=" in shown.err and "_METADATA" in shown.err and "3 is read instead" in shown.err
+    assert "run, step 3" in shown.out and "Resume" not in shown.out  # `log_every` differs, and nothing is resumed
+    with pytest.raises(ValueError, match="checkpoint 5 .* is damaged: .*Remove step="):
+        sample.main([*words, "step=5"])
+    shutil.rmtree(checkpoints / "3")
+    with pytest.raises(ValueError, match="checkpoint 5 .* is damaged: (?s:.*)no checkpoint that can be read"):
+        sample.main(words)
