@@ -84,6 +84,7 @@ def main(arguments: list[str]) -> int:
     own, given = source_config(ContinueConfig, arguments)
     prompts = None if own.prompts is None else read_prompts(own.prompts, own.chat)
     config = own.config(given if attached() else on_one_device(given))
+    prompt = config.sample.prompt if own.prompt is None else own.prompt
     if config.mesh != "auto" and parse_mesh(config.mesh).stage > 1:
         raise ValueError(f"mesh={config.mesh}: sample does not use stages. Type a mesh= without axis stage.")
     process, devices = find_process(config.coordinator, config.processes, config.process)
@@ -91,7 +92,7 @@ def main(arguments: list[str]) -> int:
         module, tokenizer, _ = build_module(with_weights_in_place(config), job, any_batch=True)
         if tokenizer is None:
             raise ValueError(f"{own} has no tokenizer to encode a prompt. Type tokenizer= of the model.")
-        _sample(own, config, prompts or [own.prompt or config.sample.prompt], job, module, tokenizer)
+        _sample(own, config, prompts or [prompt], job, module, tokenizer)
     return 0
 
 

@@ -179,7 +179,7 @@ def parse_target(text: str) -> TpuSlice:
             near = _nearest(size, named)
             raise ValueError(
                 f"Unknown TPU slice {text!r}: {chip.name} has no slice of {size} {unit}; "
-                f"the nearest is {match[1]}-{near} ({_text(named[near])} chips)"
+                f"the nearest is {match[1]}-{near} ({_text(named[near])} chips)."
             )
         topology = named[size]
     return TpuSlice(text, chip, topology, f"{chip.name}:{_text(topology)}", dict(chip.slice_rules.topology_options))

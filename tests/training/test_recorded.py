@@ -94,6 +94,8 @@ def test_a_sample_needs_neither_the_text_nor_the_corpus(copied, capsys):
         assert both.splitlines()[-1] == f"[2] {alone.out.strip()}"
         assert lines[1] == {"prompt": "All work", "text": lines[1]["text"], "tokens": 8, "end": "length"}
         assert "All work" + lines[1]["text"] == alone.out.rstrip("\n")
+        assert sample.main([*words, "prompt=", "mesh=1x1"]) == 0
+        assert not capsys.readouterr().out.startswith("def")  # sample.prompt of the run
     finally:
         for path, place in hidden:
             place.rename(path)
