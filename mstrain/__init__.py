@@ -17,7 +17,23 @@ if TYPE_CHECKING:
     from mstrain.models.transformer import Transformer
 
 __version__ = "0.1.0"
-__all__ = ["MeshDense", "linear", "load", "predict", "target_mesh", "trainer"]
+__all__ = ["MeshDense", "emulate_devices", "linear", "load", "predict", "target_mesh", "trainer"]
+
+
+def emulate_devices(count: int) -> None:
+    """Splits the CPU into `count` emulated devices, to try a mesh without accelerators. Has no effect on accelerators.
+
+    Call it before the first use of JAX. Raises ValueError when JAX has started with fewer CPU devices.
+    """
+    importlib.import_module("mstrain.mesh").emulate_devices(count)
+    import jax
+
+    present = jax.devices()
+    if present[0].platform == "cpu" and len(present) < count:
+        raise ValueError(
+            f"JAX has started with {len(present)} CPU devices. Call emulate_devices({count}) before the first use of "
+            "JAX."
+        )
 
 
 def load(path: str | Path, *keys: str) -> tuple[Transformer, dict[str, Any]]:

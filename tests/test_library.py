@@ -1,7 +1,10 @@
 """mstrain as a library: products and layers of ordinary arrays on a mesh, a training loop of one's own."""
 
 import contextlib
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -45,6 +48,19 @@ def test_linear_takes_a_mesh_of_the_caller_within_jit():
     assert y.dtype == jnp.bfloat16 and (y == 6).all() and y.sharding.num_devices == 8
 
 
+def test_a_cpu_is_split_before_the_first_use_of_jax():
+    """As README.md says, and with only `import mstrain`; a call that comes too late is an error."""
+    lines = [
+        "import jax, mstrain",
+        "mstrain.emulate_devices(4)",
+        "print(mstrain.linear(jax.numpy.ones((2, 4)), jax.numpy.ones((4, 2)), mesh='2x2').sharding.num_devices)",
+        "mstrain.emulate_devices(8)",
+    ]
+    clean = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    ran = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, cwd=ROOT, env=clean)
+    assert ran.stdout.split() == ["4"] and "Call emulate_devices(8) before the first use of JAX" in ran.stderr
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -54,6 +70,7 @@ def test_linear_takes_a_mesh_of_the_caller_within_jit():
         ({"slices": 5}, "slice count 5 is illegal"),
         ({"algorithm": "collective", "slices": 2}, "does not slice"),
         ({"algorithm": "cannon"}, "square"),
+        ({"mesh": "8x4"}, r"needs 32 devices, .* Call mstrain.emulate_devices\(32\)"),
         ({"mesh": Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("x", "y"))}, "axes"),
     ],
 )

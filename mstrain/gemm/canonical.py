@@ -131,7 +131,13 @@ def _output_sharding(shape: tuple[int, ...], plan: Plan) -> NamedSharding:
 def _with_auto_axes(mesh: Mesh | str) -> Mesh:
     """The mesh, which the compiler shards over. Raises ValueError for other axes than those of mstrain."""
     if isinstance(mesh, str):
-        return make_mesh(parse_mesh(mesh))
+        shape, present = parse_mesh(mesh), jax.devices()
+        if len(present) < shape.devices and present[0].platform == "cpu":
+            raise ValueError(
+                f"mesh={mesh} needs {shape.devices} devices, and this CPU has {len(present)}. Call "
+                f"mstrain.emulate_devices({shape.devices}) before the first use of JAX, or pass a smaller mesh."
+            )
+        return make_mesh(shape)
     if mesh.axis_names != tuple(axis for axis in AXES if axis in mesh.axis_names):
         raise ValueError(f"mesh has axes {mesh.axis_names}: take some of {', '.join(AXES)}, in this order.")
     return _retyped(mesh, AxisType.Auto)
