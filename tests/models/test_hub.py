@@ -188,6 +188,7 @@ DAMAGE = {
     "null": (lambda f: _edit(f, rms_norm_eps=None), "rms_norm_eps is missing"),
     "not a number": (lambda f: _edit(f, rms_norm_eps=float("nan")), "rms_norm_eps=nan is not a number"),
     "depth": (lambda f: _edit(f, num_hidden_layers=10**9), "describes 1000000000 layers"),
+    "adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), "merge_and_unload"),
     "architecture": (lambda f: _edit(f, model_type="mamba"), "model_type=mamba"),
     "vocabulary": (lambda f: _edit(f, vocab_size=60), "model.embed_tokens.weight has shape [61, 32]"),
     "shape": (lambda f: _edit(f, intermediate_size=40), "mlp.down_proj.weight has shape [32, 48]"),

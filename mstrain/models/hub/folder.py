@@ -20,7 +20,7 @@ from mstrain.models.parameters import from_layers
 from mstrain.models.transformer import Transformer
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-TOKENIZER = "tokenizer.json"
+TOKENIZER, ADAPTER = "tokenizer.json", "adapter_config.json"
 SMALL = (CONFIG, "generation_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
          "merges.txt", "chat_template.jinja", "chat_template.json")  # fmt: skip
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -50,6 +50,11 @@ class Folder:
         self.path = Path(path).expanduser()
         if not self.path.is_dir():
             raise ValueError(f"init={path} is not a folder. Type the folder of a model with {CONFIG} and safetensors.")
+        if (self.path / ADAPTER).is_file():
+            raise ValueError(
+                f"init={path} has an adapter ({ADAPTER}), which mstrain does not apply. Merge it (in PEFT "
+                "model.merge_and_unload().save_pretrained(FOLDER)), or remove the file to take the model without it."
+            )
         if not (self.path / CONFIG).is_file():
             if (self.path / "checkpoints").is_dir():
                 raise ValueError(f"init={path} is the run_dir of a run of mstrain. Type init_from={path}.")
