@@ -14,6 +14,7 @@ from mstrain.data.file_digests import FileDigests
 from mstrain.data.listing import Files, is_address, listing
 from mstrain.data.token_file import TokenFile
 
+FLAT = (".bin", ".npy")  # ends of the names of files of token ids in a folder
 _BLOCK = 1 << 22  # tokens read at a time
 Range = tuple[TokenFile, int, int]
 
@@ -76,8 +77,8 @@ def open_flat_tokens(config: DataConfig, vocab_size: int, eod: int | None) -> tu
     """
     if is_address(str(config.path)):
         raise ValueError(f"data=tokens reads local files: copy data.path={config.path}, or mount it")
-    found = listing(str(config.path), (".bin",))
-    held_out = listing(config.validation, (".bin",), "data.validation") if config.validation else None
+    found = listing(str(config.path), FLAT)
+    held_out = listing(config.validation, FLAT, "data.validation") if config.validation else None
     if held_out is None:
         found, held_out, _ = found.by_split()
     train = _open_all(found, config, vocab_size, eod)
@@ -103,9 +104,9 @@ def _open_all(files: Files, config: DataConfig, vocab_size: int, eod: int | None
     opened = []
     for name in files.names:
         file = TokenFile.open_flat(files.path(name), vocab_size, config.token_dtype, eod)
-        stat = functools.partial(os.fstat, file.descriptor)
-        _check_ids(file, int(largest.of(name, stat, lambda file=file: str(_largest(file)))))
-        digest = digests.of(name, stat, file.hash_tokens)
+        stat, read_as = functools.partial(os.fstat, file.descriptor), f"{name} as {file.flat}"
+        _check_ids(file, int(largest.of(read_as, stat, lambda file=file: str(_largest(file)))))
+        digest = digests.of(read_as, stat, file.hash_tokens)
         opened.append(dataclasses.replace(file, descriptor=os.dup(file.descriptor), digest=digest))
     digests.save()
     largest.save()
@@ -115,10 +116,11 @@ def _open_all(files: Files, config: DataConfig, vocab_size: int, eod: int | None
 def _check_ids(file: TokenFile, largest: int) -> None:
     if largest >= file.vocab_size:
         place, token = _first_outside(file)
+        byte = file.first_byte + place * file.dtype.itemsize
+        dtype = "" if file.first_byte else ", or another data.token_dtype="
         raise ValueError(
-            f"{file.path}: token {place} (byte {place * file.dtype.itemsize}) is id {token}, outside the vocabulary of "
-            f"{file.vocab_size}: type vocab_size={largest + 1} or more, the tokenizer that made it, or another "
-            "data.token_dtype="
+            f"{file.path}: token {place} (byte {byte}) is id {token}, outside the vocabulary of {file.vocab_size}: "
+            f"type vocab_size={largest + 1} or more, or the tokenizer that made it{dtype}"
         )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from mstrain.checks import TransientError
+from mstrain.data.flat_layout import flat_layout
 from mstrain.data.token_header import FIX, HEADER_BYTES, MAGIC, VERSION, dtype_of, encode_header, read_header
 
 ANSWER, START = 1, 2  # marks of a token: it counts in the loss, it begins a document
@@ -48,7 +49,9 @@ class TokenFile:
     marks: "TokenFile | None" = None
     """Of a corpus of conversations: ANSWER and START of every token, as a file of as many tokens."""
     flat: str | None = None
-    """The dtype of a file without a header, which belongs to somebody else."""
+    """The dtype of a file that belongs to somebody else."""
+    first_byte: int = HEADER_BYTES
+    """Where the tokens begin."""
     _opened: os.stat_result = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +88,7 @@ class TokenFile:
     def unchecked_rows(self, starts: np.ndarray, length: int) -> np.ndarray:
         size = length * self.dtype.itemsize
         try:
-            offsets = ((0 if self.flat else HEADER_BYTES) + starts * self.dtype.itemsize).tolist()
+            offsets = (self.first_byte + starts * self.dtype.itemsize).tolist()
             data = bytearray().join([os.pread(self.descriptor, size, offset) for offset in offsets])
             if len(data) < size * len(offsets):
                 data = bytearray().join([self._complete(size, offset) for offset in offsets])
@@ -127,21 +130,22 @@ class TokenFile:
 
     @classmethod
     def open_flat(cls, path: str | Path, vocab_size: int, dtype: str, eod: int | None = None) -> "TokenFile":
-        """A file of token ids alone, as nanoGPT writes them; only ever read. Its digest is still to be set.
+        """A file of token ids alone, as nanoGPT writes them, or one of NumPy or llm.c, whose header states the dtype;
+        only ever read. Its digest is still to be set.
 
         Raises ValueError when it cannot be read or its size is not one of such a file.
         """
-        path, size = Path(path), np.dtype(dtype).itemsize
+        path = Path(path)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise ValueError(f"cannot read {path} ({error.strerror}): make it readable") from None
-        count, rest = divmod(os.fstat(descriptor).st_size, size)
-        if rest or not count:
+        try:
+            dtype, first, count = flat_layout(path, descriptor, dtype)
+        except ValueError:
             os.close(descriptor)
-            what = f"has {count * size + rest} bytes, not a whole number of {dtype}" if rest else "is empty"
-            raise ValueError(f"{path} {what}: give a file of token ids, or another data.token_dtype=")
-        return cls(path, vocab_size, count, 0, 0, "", descriptor, eod, flat=dtype)
+            raise
+        return cls(path, vocab_size, count, 0, 0, "", descriptor, eod, flat=dtype, first_byte=first)
 
     def _complete(self, size: int, offset: int) -> bytes:
         """`size` bytes: one call returns at most 2 GiB, and on some file systems less than asked for."""

@@ -1,6 +1,7 @@
 """Files of token ids that others wrote: read as they are, refused with their place, never changed."""
 
 import hashlib
+import io
 import os
 
 import numpy as np
@@ -8,11 +9,16 @@ import pytest
 
 from mstrain.data import DataConfig, prepare
 from mstrain.data.token_file import DamagedTokens
+from mstrain.data.token_header import MAGIC, VERSION, encode_header
 
 
 def write(path, ids, dtype="<u2"):
     np.asarray(ids, dtype).tofile(path)
     return path
+
+
+OURS = {"magic": MAGIC, "version": VERSION, "dtype": "uint16", "vocab_size": 256, "num_tokens": 10, "num_documents": 1,
+        "text_bytes": 10, "digest": "0" * 32}  # fmt: skip
 
 
 def flat(folder, **options):
@@ -77,12 +83,67 @@ def test_a_changed_file_is_named_and_left_alone(nano):
     assert contents(nano) == before
 
 
+def llm_c(ids, magic=20240520, count=None, dtype="<u2"):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, 1, len(ids) if count is None else count
+    return header.tobytes() + np.asarray(ids, dtype).tobytes()
+
+
+def as_npy(array) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+IDS = np.random.default_rng(1).integers(0, 50257, 5000)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [llm_c(IDS), llm_c(IDS, 20240801, dtype="<u4"), *(as_npy(IDS.astype(dtype)) for dtype in ("u2", "i4", "i8"))],
+)
+def test_a_header_states_the_dtype_and_is_no_text(nano, content):
+    (nano / "train.bin").write_bytes(content)
+    corpus = prepare(flat(nano), vocab_size=50257)
+    np.testing.assert_array_equal(corpus.train.read(), IDS)
+    corpus.verification.wait()
+    tokens = corpus.batches("train", 16, 4, seed=1).batch(0).tokens
+    assert tokens.dtype == np.int32 and {tuple(row) for row in tokens} <= set(sliding(IDS, 17))
+
+
+def sliding(ids, length):
+    return map(tuple, np.lib.stride_tricks.sliding_window_view(ids, length).tolist())
+
+
+def test_a_folder_of_npy_files(nano):
+    for path in list(nano.iterdir()):
+        np.save(path.with_suffix(".npy"), np.fromfile(path, "<u2"))
+        path.unlink()
+    assert prepare(flat(nano), vocab_size=50257).train.num_tokens == 5000
+
+
+def test_what_is_remembered_of_a_file_is_of_its_dtype(tmp_path, monkeypatch):
+    monkeypatch.setattr("mstrain.data.file_digests.SETTLED_SECONDS", 0.0)
+    (tmp_path / "a").mkdir()
+    write(tmp_path / "a" / "tokens.bin", np.full(1000, 80000), "<u4")
+    prepare(flat(tmp_path / "a"), vocab_size=65536)  # as uint16: no id is too large
+    with pytest.raises(ValueError, match="id 80000, outside the vocabulary of 70000"):
+        prepare(flat(tmp_path / "a", token_dtype="uint32"), vocab_size=70000)
+
+
 @pytest.mark.parametrize(
     "content, options, message",
     [
         (np.array([1, 60000, 2], "<u2").tobytes(), {}, r"train.bin: token 1 \(byte 2\) is id 60000, outside .* 50257"),
         (b"abc", {}, "train.bin has 3 bytes, not a whole number of uint16"),
         (b"", {}, "train.bin is empty"),
+        (llm_c([1, 2], count=3), {}, "has 2 token ids, but its header states 3"),
+        (llm_c([]), {}, "train.bin is empty"),
+        (as_npy(np.array([1, -1])), {}, r"token 1 \(byte 136\) is id 18446744073709551615, outside"),
+        (as_npy(np.zeros((2, 2), np.int32)), {}, r"is an array \[2, 2\] of <i4: save one dim"),
+        (as_npy(np.zeros(4)), {}, r"is an array \[4\] of <f8: save one dim"),
+        (as_npy(np.zeros(4))[:-1], {}, "is not an array that NumPy can read"),
+        (encode_header(OURS) + b"\0" * 20, {}, "of mstrain's own cache: type the data="),
         (b"abcd", {"vocab_size": None}, "type vocab_size=50257"),
         (b"abcd", {"tokenizer": "bpe"}, "bpe has no effect with data=tokens"),
     ],
