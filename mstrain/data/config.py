@@ -75,8 +75,8 @@ class DataConfig:
     """Number of files that are tokenized and kept on disk at a time, for a corpus larger than the disk. Null keeps all
     tokens."""
     token_dtype: str = "uint16"
-    """Dtype of files of data=tokens without a header: `uint16` or `uint32`, little-endian. `.npy` files and those of
-    llm.c state theirs."""
+    """Dtype of files of data=tokens without a header: `uint16` or `uint32`, little-endian. `.npy` files, those of
+    llm.c, and the index beside those of Megatron-LM state theirs."""
     num_tokens: int = 1 << 22
     """Number of tokens of the synthetic source, training and validation together, at least 1024."""
     validation_fraction: float = 0.05

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import struct
 
 import numpy as np
 import pytest
@@ -122,12 +123,20 @@ def test_a_folder_of_npy_files(nano):
     assert prepare(flat(nano), vocab_size=50257).train.num_tokens == 5000
 
 
+def test_the_index_of_megatron_states_the_dtype(nano):
+    write(nano / "train.bin", IDS, "<i4")
+    with pytest.raises(ValueError, match="its ids are uint32. Type data.token_dtype=uint32"):
+        prepare(flat(nano), vocab_size=50257)
+    (nano / "train.idx").write_bytes(b"MMIDIDX\0\0" + struct.pack("<QB", 1, 4) + b"\0" * 50)
+    np.testing.assert_array_equal(prepare(flat(nano), vocab_size=50257).train.read(), IDS)
+
+
 def test_what_is_remembered_of_a_file_is_of_its_dtype(tmp_path, monkeypatch):
     monkeypatch.setattr("mstrain.data.file_digests.SETTLED_SECONDS", 0.0)
     (tmp_path / "a").mkdir()
-    write(tmp_path / "a" / "tokens.bin", np.full(1000, 80000), "<u4")
+    write(tmp_path / "a" / "tokens.bin", np.full(1000, 10**6), "<u4")
     prepare(flat(tmp_path / "a"), vocab_size=65536)  # as uint16: no id is too large
-    with pytest.raises(ValueError, match="id 80000, outside the vocabulary of 70000"):
+    with pytest.raises(ValueError, match="id 1000000, outside the vocabulary of 70000"):
         prepare(flat(tmp_path / "a", token_dtype="uint32"), vocab_size=70000)
 
 
