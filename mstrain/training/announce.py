@@ -22,7 +22,7 @@ def announce(run: Run) -> None:
         "Plan": describe_plan(run.module.plan, run.config.batch // run.config.accumulate),
         "Shard": describe_sharding(run.module),
         "Data": f"{run.config.data.source}: {train.num_tokens:,} training tokens, "
-        f"{validation.num_tokens:,} validation tokens; {run.corpus.described}",
+        f"{validation.num_tokens:,} validation tokens; {run.corpus.described}{_repetition(run)}",
         "MFU": f"({flops_formula(model, run.config.seq)}) x tokens / seconds / peak; peak {peak}",
     }
     for name, text in lines.items():
@@ -32,3 +32,12 @@ def announce(run: Run) -> None:
         run.console.print(f"[bold]{'Memory':7}[/]{run.memory}")
     if run.prediction:
         run.console.print(f"[bold]{'Step':7}[/]predicted {run.prediction}")
+
+
+def _repetition(run: Run) -> str:
+    """How often the run reads its corpus, if more than once; a mixture and a stream repeat their parts differently."""
+    config = run.config
+    epochs = config.steps * config.batch * config.seq / run.corpus.train.num_tokens
+    if epochs <= 1 or run.corpus.parts or run.corpus.stream:
+        return ""
+    return f"; {config.steps} steps read the training tokens {epochs:,.1f} times"

@@ -1,11 +1,13 @@
 """What a finished run leaves in its directory, read back as a person's tools would."""
 
 import collections
+import dataclasses
 import json
 import math
 import re
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.image
 import numpy as np
@@ -19,6 +21,7 @@ from mstrain.cli import build
 from mstrain.data import unigram_nats_per_token
 from mstrain.program.optimizer import rate_of, schedule_of
 from mstrain.training import record
+from mstrain.training.announce import _repetition
 from mstrain.training.config import RunConfig
 from mstrain.training.goodput import KINDS
 from mstrain.training.json_lines import drop_after
@@ -95,6 +98,13 @@ def test_tensorboard_holds_the_same_numbers(finished, directory):
         assert found["goodput/" + kind, 6] == pytest.approx(seconds, rel=1e-6)
     assert min(spent[kind] for kind in ("steps", "compile", "initialize", "save", "input", "evaluate")) > 0
     assert spent["restore"] == 0  # nothing to resume from
+
+
+def test_a_corpus_that_is_read_several_times_is_announced(finished):
+    times = 1000 * 16 * 16 / finished.corpus.train.num_tokens
+    for steps, shown in ((6, ""), (1000, f"; 1000 steps read the training tokens {times:.1f} times")):
+        config = dataclasses.replace(finished.config, steps=steps, batch=16, seq=16)
+        assert _repetition(SimpleNamespace(config=config, corpus=finished.corpus)) == shown
 
 
 def test_the_trace_opens_in_the_profile_plugin_and_holds_the_steps(directory):
