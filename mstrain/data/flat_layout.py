@@ -67,7 +67,7 @@ def _beside(path: Path) -> str | None:
 
 def _numpy(path: Path) -> tuple[str, int, int]:
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.load(path, mmap_mode="r")  # pickled objects are refused by default
     except (ValueError, EOFError) as error:
         raise ValueError(f"{path} is not an array that NumPy can read ({error}): copy the file again") from None
     if array.ndim != 1 or array.dtype.kind not in "iu" or array.dtype.byteorder == ">":
