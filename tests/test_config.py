@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -20,16 +19,13 @@ from mstrain.benchmarks.config import load as load_benchmark
 from mstrain.cli import Command, build, known_keys, run_command
 from mstrain.cli.compose import CONF
 from mstrain.commands import COMMANDS, command_named
-from mstrain.commands.evaluate import COMMAND as EVALUATE
 from mstrain.commands.train import COMMAND, load_config
 from mstrain.gemm import ALGORITHMS
-from mstrain.job.exit_codes import STOPPED
 from mstrain.mesh import parse_mesh
 from mstrain.models.parallel import ParallelConfig, layer_algorithms, parse_slices
 from mstrain.training import answers
 from mstrain.training.config import RunConfig
-
-SMALL = ["model=tiny", "data=synthetic", "data.num_tokens=4096", "seq=16", "batch=16", "steps=2"]
+from tests.typed import SMALL, exit_code
 
 # Arguments, and words that the message must contain: what is wrong and what to type instead.
 MISTAKES = {
@@ -146,14 +142,6 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("corpora")
 
 
-def command(arguments, monkeypatch) -> int:
-    """Exit code of `python train.py arguments`."""
-    monkeypatch.setattr("sys.argv", ["train.py", *arguments])
-    with pytest.raises(SystemExit) as left:
-        run_command(COMMAND)
-    return left.value.code
-
-
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_message_with_its_fix(mistake, cache, tmp_path, monkeypatch, capsys):
     arguments, words = MISTAKES[mistake]
@@ -163,7 +151,7 @@ def test_a_mistake_is_one_message_with_its_fix(mistake, cache, tmp_path, monkeyp
     if any(argument.startswith("data=") for argument in arguments):
         usual.remove("data.num_tokens=4096")
     usual = [argument for argument in usual if argument.partition("=")[0] not in given_keys]
-    assert command(usual + arguments, monkeypatch) == 2
+    assert exit_code(COMMAND, *usual, *arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("train: ") and "Traceback" not in error
     assert all(word in error for word in words), error
@@ -288,9 +276,9 @@ def test_benchmark_answers_with_its_own_keys():
         load_benchmark(["lr=1"])  # train.py's answer would name a key that benchmark.py does not have
 
 
-def test_help_explains_every_key(monkeypatch, capsys):
+def test_help_explains_every_key(capsys):
     """Nested ones, too: type, default and a sentence."""
-    assert command(["--help"], monkeypatch) == 0
+    assert exit_code(COMMAND, "--help") == 0
     shown = capsys.readouterr().out
     for key in known_keys(RunConfig):
         if key != "parallel":  # short for parallel.algorithm
@@ -320,8 +308,8 @@ def test_a_listing_whose_reader_is_gone_ends_without_a_traceback(option):
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
-def test_cfg_job_prints_what_builds_the_same_configuration(monkeypatch, capsys):
-    assert command(["--cfg", "job", "model=tiny", "parallel=wang"], monkeypatch) == 0
+def test_cfg_job_prints_what_builds_the_same_configuration(capsys):
+    assert exit_code(COMMAND, "--cfg", "job", "model=tiny", "parallel=wang") == 0
     printed = build(RunConfig, OmegaConf.to_container(OmegaConf.create(capsys.readouterr().out)))
     assert printed == load_config(["model=tiny", "parallel=wang"])
 
@@ -334,10 +322,10 @@ def test_groups_of_ones_own_come_from_config_dir(tmp_path, monkeypatch, capsys):
         "# @package _global_\ndefaults:\n  - override /model: mine\nsteps: 77\n"
     )
     arguments = ["--config-dir", str(tmp_path), "--cfg", "job", "+experiment=sevens", "seed=5"]
-    assert command(arguments, monkeypatch) == 0
+    assert exit_code(COMMAND, *arguments) == 0
     printed = OmegaConf.create(capsys.readouterr().out)
     assert (printed.model.layers, printed.steps, printed.seed) == (7, 77, 5)
-    assert command(["model=mine"], monkeypatch) == 2  # without the folder
+    assert exit_code(COMMAND, "model=mine") == 2  # without the folder
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=lambda path: path.stem)
@@ -345,49 +333,6 @@ def test_experiments_state_command_hardware_and_result_and_compose(path):
     text = path.read_text()
     assert all(f"# {word}: " in text for word in ("Command", "Hardware", "Expected"))
     assert load_config([f"experiment={path.stem}"])
-
-
-def test_a_sweep_runs_every_combination_in_its_own_folder(tmp_path, monkeypatch, capfd):
-    arguments = [*SMALL, "-m", "seed=1,2", "parallel=fsdp,wang", f"run_dir={tmp_path / 'sweep'}"]
-    started = []
-    monkeypatch.setattr("mstrain.cli.sweep._Child.run", lambda self, name, pairs, folder: started.append(pairs) or 0)
-    assert command(arguments, monkeypatch) == 0
-    folders = {pair.partition("=")[2] for pairs in started for pair in pairs if pair.startswith("run_dir=")}
-    assert folders == {f"{tmp_path}/sweep/seed={s}_parallel={p}" for s in (1, 2) for p in ("fsdp", "wang")}
-    assert len((tmp_path / "sweep" / "sweep.csv").read_text().splitlines()) == 5
-    assert command([*SMALL, "-m", "seed=1,2", "steps=0"], monkeypatch) == 2  # before anything starts
-    assert command([*SMALL, "-m", "seed=1"], monkeypatch) == 2
-    assert len(started) == 4
-    capfd.readouterr()
-    assert command([*SMALL, "-m", "seed=1,2", "--cfg", "job"], monkeypatch) == 0 and len(started) == 4
-    printed = [OmegaConf.create(part) for part in capfd.readouterr().out.split("---\n")]
-    assert [config.seed for config in printed] == [1, 2]
-    assert command(["-m", f"run_dir={tmp_path}/a,{tmp_path}/b", "seed=1"], monkeypatch) == 0
-    assert [pairs[-1] for pairs in started[4:]] == [f"run_dir={tmp_path}/a", f"run_dir={tmp_path}/b"]
-    assert command(["-m", "data=text", "data.path='a,b','a b'"], monkeypatch) == 2  # one folder for both
-    with pytest.raises(SystemExit):
-        run_command(EVALUATE, ["-m", "run_dir=one,two", "mesh=2x4"])
-    assert started[6:] == [["run_dir=one", "mesh=2x4"], ["run_dir=two", "mesh=2x4"]]
-
-
-def test_a_signal_to_a_sweep_stops_its_run_and_the_sweep(tmp_path):
-    """The current run gets the signal and ends with 85; the next one is not started."""
-    script = tmp_path / "run"
-    script.write_text(f"#!/bin/sh\ntrap 'exit {STOPPED}' TERM\ntouch {tmp_path}/ready\nwhile :; do sleep 0.05; done\n")
-    script.chmod(0o755)
-    program = (
-        "import sys, types\nfrom mstrain.cli.sweep import plan_sweep, run_sweep\n"
-        f"sys.executable = {str(script)!r}\nconfig = lambda pairs: types.SimpleNamespace(run_dir={str(tmp_path)!r})\n"
-        "runs = plan_sweep(['seed=1,2'], config, 'run_dir')\n"
-        "sys.exit(run_sweep('train', runs, None))"
-    )
-    sweep = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
-    while not (tmp_path / "ready").exists():
-        assert sweep.poll() is None
-        time.sleep(0.01)
-    sweep.send_signal(signal.SIGTERM)
-    assert sweep.wait(60) == STOPPED
-    assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("words, code, shown", [
