@@ -25,14 +25,12 @@ def emulate_devices(count: int) -> None:
 
     Call it before the first use of JAX. Raises ValueError when JAX has started with fewer CPU devices.
     """
-    importlib.import_module("mstrain.mesh").emulate_devices(count)
-    import jax
-
-    present = jax.devices()
-    if present[0].platform == "cpu" and len(present) < count:
+    mesh = importlib.import_module("mstrain.mesh")
+    mesh.emulate_devices(count)
+    if mesh.lacks_emulated(count):
+        started = importlib.import_module("jax").device_count()
         raise ValueError(
-            f"JAX has started with {len(present)} CPU devices. Call emulate_devices({count}) before the first use of "
-            "JAX."
+            f"JAX has started with {started} CPU devices. Call emulate_devices({count}) before the first use of JAX."
         )
 
 

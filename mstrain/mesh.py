@@ -126,6 +126,11 @@ def emulate_devices(count: int) -> None:
         pass
 
 
+def lacks_emulated(count: int) -> bool:
+    """Whether JAX has started on a CPU with fewer than `count` devices."""
+    return jax.devices()[0].platform == "cpu" and jax.device_count() < count
+
+
 def fit_to_devices(shape: MeshShape, available: int) -> MeshShape:
     """Multiplies the data axis so that `shape` uses all available devices.
 

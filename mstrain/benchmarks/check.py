@@ -209,7 +209,7 @@ def _memory_table(step: Step, program: Compiled) -> Table:
 
 def _cost_lines(step: Step, program: Compiled) -> list:
     schedule, config = predict(program), step.config
-    devices, tokens = step.target.mesh.size, config.batch * config.seq
+    devices, tokens = step.target.mesh.size, config.tokens
     flops = tokens * training_flops_per_token(step.module.model, config.seq)
     peak = step.target.tpu_slice.chip.peak(jnp.dtype(step.module.dtype).name)
     share = mfu(flops, schedule.seconds, devices, peak)

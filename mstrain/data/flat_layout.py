@@ -29,8 +29,8 @@ def flat_layout(path: Path, descriptor: int, dtype: str) -> tuple[str, int, int]
     size, head = os.fstat(descriptor).st_size, os.pread(descriptor, HEADER_BYTES, 0)
     if head.startswith(np.lib.format.MAGIC_PREFIX):
         dtype, first, stated = _numpy(path)
-    elif len(head) >= LLM_C_BYTES and (magic := struct.unpack_from("<i", head)[0]) in LLM_C:
-        dtype, first, stated = LLM_C[magic], LLM_C_BYTES, struct.unpack_from("<3i", head)[2]
+    elif len(head) >= LLM_C_BYTES and (llm_c := struct.unpack_from("<3i", head))[0] in LLM_C:
+        dtype, first, stated = LLM_C[llm_c[0]], LLM_C_BYTES, llm_c[2]
     elif parse_header(head):
         raise ValueError(f"{path} is a token file of mstrain's own cache: type the data= that it was made from")
     else:

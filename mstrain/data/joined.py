@@ -14,7 +14,7 @@ from mstrain.data.file_digests import FileDigests
 from mstrain.data.listing import Files, is_address, listing
 from mstrain.data.token_file import TokenFile
 
-FLAT = (".bin", ".npy")  # ends of the names of files of token ids in a folder
+_SUFFIXES = (".bin", ".npy")  # ends of the names of files of token ids in a folder
 _BLOCK = 1 << 22  # tokens read at a time
 Range = tuple[TokenFile, int, int]
 
@@ -77,8 +77,8 @@ def open_flat_tokens(config: DataConfig, vocab_size: int, eod: int | None) -> tu
     """
     if is_address(str(config.path)):
         raise ValueError(f"data=tokens reads local files: copy data.path={config.path}, or mount it")
-    found = listing(str(config.path), FLAT)
-    held_out = listing(config.validation, FLAT, "data.validation") if config.validation else None
+    found = listing(str(config.path), _SUFFIXES)
+    held_out = listing(config.validation, _SUFFIXES, "data.validation") if config.validation else None
     if held_out is None:
         found, held_out, _ = found.by_split()
     train = _open_all(found, config, vocab_size, eod)

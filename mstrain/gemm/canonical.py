@@ -13,7 +13,7 @@ from mstrain.gemm.copies import axes_of
 from mstrain.gemm.linear import linear
 from mstrain.gemm.padding import Span
 from mstrain.gemm.plan import Plan, grid_of, legal_slices
-from mstrain.mesh import AXES, make_mesh, parse_mesh
+from mstrain.mesh import AXES, lacks_emulated, make_mesh, parse_mesh
 
 DATAFLOWS = ("os", "ls")  # rs exchanges the mesh axes of tokens and features, which pairs of products undo
 
@@ -131,10 +131,10 @@ def _output_sharding(shape: tuple[int, ...], plan: Plan) -> NamedSharding:
 def _with_auto_axes(mesh: Mesh | str) -> Mesh:
     """The mesh, which the compiler shards over. Raises ValueError for other axes than those of mstrain."""
     if isinstance(mesh, str):
-        shape, present = parse_mesh(mesh), jax.devices()
-        if len(present) < shape.devices and present[0].platform == "cpu":
+        shape = parse_mesh(mesh)
+        if lacks_emulated(shape.devices):
             raise ValueError(
-                f"mesh={mesh} needs {shape.devices} devices, and this CPU has {len(present)}. Call "
+                f"mesh={mesh} needs {shape.devices} devices, and this CPU has {jax.device_count()}. Call "
                 f"mstrain.emulate_devices({shape.devices}) before the first use of JAX, or pass a smaller mesh."
             )
         return make_mesh(shape)

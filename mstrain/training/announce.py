@@ -37,7 +37,7 @@ def announce(run: Run) -> None:
 def _repetition(run: Run) -> str:
     """How often the run reads its corpus, if more than once; a mixture and a stream repeat their parts differently."""
     config = run.config
-    epochs = config.steps * config.batch * config.seq / run.corpus.train.num_tokens
+    epochs = config.steps * config.tokens / run.corpus.train.num_tokens
     if epochs <= 1 or run.corpus.parts or run.corpus.stream:
         return ""
     return f"; {config.steps} steps read the training tokens {epochs:,.1f} times"

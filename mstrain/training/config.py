@@ -142,6 +142,11 @@ class RunConfig:
     """Index of this process, from 0. Requires coordinator= and processes=."""
 
     @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch * self.seq
+
+    @property
     def products(self) -> Precision:
         """The precision of the layers' products."""
         return Precision(self.precision, self.travel)

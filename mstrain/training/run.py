@@ -78,8 +78,7 @@ class Run:
     @functools.cached_property
     def flops(self) -> float:
         """Model FLOPs of one step, recomputation not counted."""
-        tokens = self.config.batch * self.config.seq
-        return tokens * training_flops_per_token(self.module.model, self.config.seq)
+        return self.config.tokens * training_flops_per_token(self.module.model, self.config.seq)
 
     @property
     def peak(self) -> float | None:

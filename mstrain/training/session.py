@@ -226,7 +226,7 @@ def _fields(run: Run):
     steps = run.config.steps
     # By NumPy: read from the device, a rate would wait for the next step.
     rates = rate_of(run.config.optimizer.schedule, schedule_of(run.config.optimizer, steps), np.arange(steps))
-    tokens = run.config.batch * run.config.seq
+    tokens = run.config.tokens
     predicted, device = run.prediction.seconds if run.prediction else None, jax.local_devices()[0]
 
     def fields(step: int, seconds: float) -> dict:

@@ -27,7 +27,7 @@ def summarize(
     if jax.process_index() != 0:
         return
     directory = Path(config.run_dir)
-    per_second = config.batch * config.seq * reporter.steps / reporter.seconds if reporter.steps else None
+    per_second = config.tokens * reporter.steps / reporter.seconds if reporter.steps else None
     results = {
         "steps": config.steps,
         "validation_loss": evaluator.nats,

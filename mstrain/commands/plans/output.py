@@ -28,8 +28,8 @@ def make_folder(path: str) -> Path:
     except OSError as error:
         raise ValueError(f"run_dir={path}: {error.strerror}. Type the name of a folder that can be written.") from None
     if held:
-        print(f"plan: {path} holds files; those of the same names are replaced. To keep them, type another run_dir=.",
-              file=sys.stderr)  # fmt: skip
+        text = f"plan: {path} holds files; those of the same names are replaced. To keep them, type another run_dir=."
+        print(text, file=sys.stderr)
     return folder
 
 
