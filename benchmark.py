@@ -1,5 +1,9 @@
 """An alias of `mstrain benchmark`: python benchmark.py [key=value ...]; --help lists the keys."""
 
+from mstrain.start import start
+
+start()
+
 from mstrain.cli import run_command
 from mstrain.commands.benchmark import COMMAND
 

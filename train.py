@@ -1,8 +1,8 @@
 """An alias of `mstrain train`: python train.py [key=value ...]; --help lists the keys."""
 
-import gc
+from mstrain.start import start
 
-gc.set_threshold(100_000)  # the objects of imports stay, and to look through them takes 0.2 s
+start()
 
 from mstrain.cli import run_command
 from mstrain.commands.train import COMMAND

@@ -1,10 +1,11 @@
 """The command line `mstrain COMMAND [key=value ...]`, also `python -m mstrain COMMAND [key=value ...]`."""
 
 import difflib
-import gc
 import sys
 
-gc.set_threshold(100_000)  # the objects of imports stay, and to look through them takes 0.2 s
+from mstrain.start import start
+
+start()
 
 from mstrain import __version__
 from mstrain.cli import run_command

@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import mstrain
+from mstrain import start as begin
 
 ROOT = Path(__file__).resolve().parent.parent
 PREPARE, CI = ROOT / "prepare_tpu_vm.sh", ROOT / ".ci" / "run"
@@ -302,6 +303,35 @@ def test_what_pip_installs_needs_no_checkout(tmp_path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "train.py model=gpt3_125m mesh=" in ended.stdout
     assert (tmp_path / "found" / "plan.json").is_file()
+
+
+@pytest.mark.parametrize("command", ["train.py", "benchmark.py", "plan.py", "-m mstrain train"])
+def test_a_python_without_packages_is_told_what_to_type(command, tmp_path):
+    """The first command of somebody who has not made the environment, or does not use it."""
+    shutil.copytree(ROOT / "mstrain", tmp_path / "mstrain", ignore=shutil.ignore_patterns("__pycache__"))
+    for script in ROOT.glob("*.py"):
+        shutil.copy(script, tmp_path)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def message() -> str:
+        words = [sys.executable, "-S", *command.split(), "run_dir=a b"]  # -S: without site-packages
+        ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 2, ended.stderr
+        return ended.stderr
+
+    typed = f".venv/bin/python {command} 'run_dir=a b'\n"
+    assert "lacks packages: jax, flax" in message()
+    assert message().endswith(f"Type python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && {typed}")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").touch()
+    assert message().endswith(f". Type {typed}")
+
+
+def test_an_old_python_is_told_which_one_it_takes(monkeypatch, capsys):
+    monkeypatch.setattr(begin, "OLDEST", (99, 0))
+    with pytest.raises(SystemExit) as ended:
+        begin.start()
+    assert ended.value.code == 2 and "mstrain needs Python 3.11 or 3.12. Type " in capsys.readouterr().err
 
 
 def test_the_readme_has_both_commands():
