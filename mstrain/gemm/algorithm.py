@@ -64,5 +64,5 @@ class Algorithm:
         if self.square and rows != cols:
             raise ValueError(
                 f"{what}: {self.name} needs a square mesh and this one is {rows}x{cols}. "
-                "Type mesh=2x2 or mesh=4x4, or parallel=collective."
+                "Type mesh=2x2 or mesh=4x4, or choose collective."
             )
