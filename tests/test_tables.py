@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from mstrain.display.tables import make_table
+from mstrain.display.tables import decimal, make_table
 
 COLUMNS = ("", "data", "remat", "ms", "+-", "MFU full", "train.py", "why")
 ROWS = (
@@ -34,3 +34,12 @@ def test_texts_and_headings_give_way_until_the_table_fits(width):
     assert max(map(len, lines)) <= width
     assert ("minimal_offloaded" in lines[-1]) == (width == 120) and lines[-1].startswith("2   16 min")
     assert ("MFU full train.py" in lines[1]) == (width > 60)
+
+
+@pytest.mark.parametrize("value, largest, least, text", [
+    (3100.04, None, 1, "3100.0"), (0.0, None, 1, "0.0"), (0.25, None, 1, "0.25"), (0.00131, None, 2, "0.0013"),
+    (0.0, 0.00131, 2, "0.0000"), (0.02, 7.0, 1, "0.0"), (2.0, 7.0, 2, "2.00"),
+])  # fmt: skip
+def test_small_numbers_have_more_decimals(value, largest, least, text):
+    """All numbers of a table those of its largest one."""
+    assert decimal(value, largest, least) == text

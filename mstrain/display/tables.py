@@ -1,6 +1,7 @@
 """Tables for a terminal and in files."""
 
 import csv
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -82,3 +83,12 @@ def most_grown(names: Iterable[str], loser, best) -> tuple[str, float]:
     """The attribute of `loser` among `names` that grew most over that of `best`, and by how much."""
     growth = {name: getattr(loser, name) - getattr(best, name) for name in names}
     return max(growth.items(), key=lambda pair: pair[1])
+
+
+def decimal(value: float, largest: float | None = None, least: int = 1) -> str:
+    """`value` with `least` decimals, or as many as show two digits of `largest`, the largest of its table, if that
+    takes more; by default of the value itself.
+    """
+    scale = abs(value if largest is None else largest)
+    digits = max(least, 1 - math.floor(math.log10(scale))) if 0 < scale < math.inf else least
+    return f"{value:.{digits}f}"

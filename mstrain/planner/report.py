@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from mstrain.display.plots import MARKERS
-from mstrain.display.tables import make_table, write_csv
+from mstrain.display.tables import decimal, make_table, write_csv
 from mstrain.json_files import write_json
 from mstrain.planner.cost import Costed, Terms
 from mstrain.planner.request import PlanRequest
@@ -86,7 +86,7 @@ def plans_table(request: PlanRequest, result: PodResult, top: int) -> Table:
         "", "data", "shard", "tensor", "context", "pipeline", "batches", "remat", "ms", "+-", "MFU full", "causal",
         "GB", "train.py", "why",
     )  # fmt: skip
-    rows = []
+    rows, first = [], result.ranked[0]
     for rank, costed in enumerate(result.ranked[:top], 1):
         plan = costed.plan
         schedule = f" {plan.schedule}{f' x{plan.chunks}' if plan.chunks > 1 else ''}" if plan.pipeline > 1 else ""
@@ -95,9 +95,9 @@ def plans_table(request: PlanRequest, result: PodResult, top: int) -> Table:
             str(rank), f"{plan.data}{experts}", plan.shard, plan.tensor_name, str(plan.context),
             f"{plan.pipeline}{schedule}",
             f"{plan.microbatches}x{plan.sequences(request.batch)}", plan.remat,
-            f"{1e3 * costed.seconds:.1f}", _percent(costed.uncertainty),
+            decimal(1e3 * costed.seconds, 1e3 * first.seconds), _percent(costed.uncertainty),
             *(_percent(request.utilization(costed.seconds, attention)) for attention in ("full", "causal")),
-            f"{costed.fullest.total / GB:.1f}", "no" if costed.why_not_trainable else "yes",
+            decimal(costed.fullest.total / GB, first.fullest.total / GB), "no" if costed.why_not_trainable else "yes",
             why_slower(costed, result.best),
         ))  # fmt: skip
     return make_table(title, columns, rows, ("shard", "tensor", "pipeline", "remat", "why"))
@@ -107,7 +107,7 @@ def terms_table(result: PodResult, count: int) -> Table:
     """Milliseconds per step by term of the first `count` plans; the column headings are their ranks."""
     top = result.ranked[:count]
     rows = (
-        (name.replace("_", " "), *(f"{1e3 * getattr(costed.terms, name):.1f}" for costed in top))
+        (name.replace("_", " "), *(decimal(1e3 * getattr(costed.terms, name), 1e3 * top[0].seconds) for costed in top))
         for name in Terms.__dataclass_fields__
     )
     return make_table("Step time by term (ms)", ("", *map(str, range(1, len(top) + 1))), rows, ("",))
@@ -127,9 +127,10 @@ def memory_table(result: PodResult) -> Table:
 def _stages(title: str, result: PodResult, unit: str, scale: float, digits: int, names: dict[str, str]) -> Table:
     rows = stage_rows(result, 1)
     columns = [name for name in rows[0] if name.endswith(f"_{unit}")]
+    largest = scale * max(row[name] for row in rows for name in columns)
     cells = (
         (*(f"{row[name]:g}" if name != "layers" else row[name] for name in names),
-         *(f"{scale * row[name]:.{digits}f}" for name in columns))
+         *(decimal(scale * row[name], largest, digits) for name in columns))
         for row in rows
     )  # fmt: skip
     headings = (name.removesuffix(f"_{unit}").replace("_", " ") for name in columns)

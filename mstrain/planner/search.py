@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from mstrain.display.tables import most_grown
+from mstrain.display.tables import decimal, most_grown
 from mstrain.gemm import find_algorithm
 from mstrain.models.parallel import ParallelConfig, layer_algorithms
 from mstrain.models.remat import LADDER
@@ -354,7 +354,7 @@ def why_slower(loser: Costed, best: Costed) -> str:
     if loser is best:
         return "best"
     term, seconds = most_grown(Terms.__dataclass_fields__, loser.terms, best.terms)
-    return f"{term.replace('_', ' ')} +{1e3 * seconds:.1f} ms"
+    return f"{term.replace('_', ' ')} +{decimal(1e3 * seconds, 1e3 * best.seconds)} ms"
 
 
 def _nothing_fits(request: PlanRequest, result: PodResult, max_seconds: float) -> str:

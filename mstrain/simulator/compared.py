@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mstrain.display.gantt import plot_gantt
 from mstrain.display.plots import plot_memory
+from mstrain.display.tables import decimal
 from mstrain.json_files import write_json
 from mstrain.simulator.simulate import Simulation
 from mstrain.timeline import exposed_communication, first_events, write_perfetto
@@ -73,10 +74,11 @@ class Compared:
         """Lines with simulated and predicted time and memory; `microbatches` is the number that the plan has."""
         result, predicted = self.result, self.predicted_seconds
         part = "" if self.microbatches == microbatches else f" ({self.microbatches} of {microbatches} microbatches)"
+        more = f"{100 * (result.seconds / predicted - 1):+.1f} %"
         return [
-            f"Simulated step{part}: {1e3 * result.seconds:.1f} ms, {100 * (result.seconds / predicted - 1):+.1f} % "
-            f"relative to the cost model ({1e3 * predicted:.1f} ms without stragglers); exposed communication "
+            f"Simulated step{part}: {decimal(1e3 * result.seconds)} ms, {more} relative to the cost model "
+            f"({decimal(1e3 * predicted)} ms without stragglers); exposed communication "
             f"{100 * self.exposed:.1f} % of the step; {result.program.num_ops:,} operations on all devices",
-            f"Simulated peak memory: {result.peak_bytes / 1e9:.1f} GB on the fullest device, cost model "
-            f"{self.predicted_bytes / 1e9:.1f} GB",
+            f"Simulated peak memory: {decimal(result.peak_bytes / 1e9)} GB on the fullest device, cost model "
+            f"{decimal(self.predicted_bytes / 1e9)} GB",
         ]
