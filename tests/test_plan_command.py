@@ -14,6 +14,7 @@ import pytest
 from mstrain.commands import plan
 from mstrain.commands.plans.modes import ABOUT, MODES, choose
 from mstrain.commands.plans.output import make_folder
+from mstrain.commands.plans.pod import PodConfig
 from mstrain.commands.train import load_config
 from mstrain.hardware.layer_profiles import read_profiles
 from mstrain.models.size import count_parameters
@@ -72,6 +73,14 @@ def test_pod_writes_plans_with_terms_and_reasons(pod):
     document = json.loads((pod / "plans.json").read_text())
     assert document["searched_whole_space"] and len(document["plans"]) == 5 and document["plans"][0]["stages"]
     assert (pod / "throughput_against_memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("model, seq", [("tiny", 256), ("gpt3_175b", 2048), ("llama2_7b", 2048), ("llama3_8b", 2048)])
+def test_a_sequence_has_no_more_tokens_than_a_model_has_positions(model, seq):
+    model = dataclasses.replace(load_preset(model), vocab_size=256)
+    assert PodConfig(model).seq == seq
+    with pytest.raises(ValueError, match="seq=0"):
+        PodConfig(model, seq=0)
 
 
 def test_a_folder_that_holds_files_is_named_before_they_are_replaced(tmp_path, capsys):

@@ -7,7 +7,7 @@ from mstrain.checks import at_least, mounted, one_of
 from mstrain.commands.plans.output import console, make_folder, no_time_to_simulate
 from mstrain.hardware.clusters import find_pod
 from mstrain.hardware.pod import Pod
-from mstrain.models.config import ModelConfig
+from mstrain.models.config import Automatic, ModelConfig
 from mstrain.models.parallel import ParallelConfig
 from mstrain.planner.clock import SEARCH_PART, Clock, OutOfTime, check_budget
 from mstrain.planner.plan_file import closing_lines, write_plan
@@ -17,6 +17,8 @@ from mstrain.planner.request import MEMORY_MARGIN, SCHEDULES, SHARDS, TENSOR, Fi
 from mstrain.planner.search import search_pod
 from mstrain.planner.simulated import simulate_plan
 from mstrain.program.optimizer import MOMENTS, OPTIMIZERS, OptimizerConfig
+
+SEQ = 2048  # tokens per sequence where a model has positions for them
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class PodConfig:
     """TPU slices (v5p-512, v6e:8x8, 4xv5p-512) or GPUs (h100:16384, a100-80gb:8x64@200GB/s: node x nodes @ network)."""
     batch: int = 256
     """Sequences per step of the whole job."""
-    seq: int = 2048
-    """Tokens per sequence."""
+    seq: Automatic = None  # type: ignore
+    """Tokens per sequence; null is 2048, or all learned positions of a model that has fewer."""
     algorithm: str = "auto"
     """Algorithm of the tensor-parallel products: auto (tries all), meshslice, collective, megatron or fsdp."""
     replicas: str = "auto"
@@ -78,6 +80,9 @@ class PodConfig:
 
     def __post_init__(self):
         mounted("run_dir", self.run_dir)
+        if self.seq is None:
+            learned = self.model.position == "learned"
+            object.__setattr__(self, "seq", min(SEQ, self.model.context) if learned else SEQ)
         at_least("", self, batch=1, seq=1, top_k=1, simulated_microbatches=1)
         one_of("algorithm", self.algorithm, ("auto", *TENSOR))
         one_of("schedule", self.schedule, ("auto", *SCHEDULES))
