@@ -67,6 +67,7 @@ def test_a_cpu_is_split_before_the_first_use_of_jax():
         ({"w": jnp.ones((5, 8))}, r"x \(4, 6\) times w \(5, 8\)"),
         ({"algorithm": "megatro"}, "megatron"),
         ({"dataflow": "rs"}, "os or ls"),
+        ({"algorithm": "gspmd", "dataflow": "ls"}, "gspmd leaves it to the compiler"),
         ({"slices": 5}, r"slice count 5 is illegal .* Type slices=1\b"),
         ({"algorithm": "collective", "slices": 2}, "does not slice"),
         ({"algorithm": "cannon"}, "square mesh .* or choose collective"),

@@ -54,6 +54,8 @@ def plan_of(
     if dataflow not in DATAFLOWS:
         raise ValueError(f"dataflow={dataflow!r} is not {' or '.join(DATAFLOWS)}.")
     plan = Plan(algorithm, dataflow, grid_of(algorithm, _with_auto_axes(mesh)))
+    if plan.kind.product and dataflow != plan.kind.only_dataflow:
+        raise ValueError(f"dataflow={dataflow!r}: {algorithm} leaves it to the compiler. Leave it out.")
     inputs, outputs = _spans(shape, plan)
     most = 4 if plan.kind.sliced and plan.grid.platform != "cpu" else 1
     return _with_slices(plan, inputs.stored, outputs.stored, slices, most)
