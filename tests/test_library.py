@@ -66,6 +66,7 @@ def test_a_cpu_is_split_before_the_first_use_of_jax():
     [
         ({"w": jnp.ones((5, 8))}, r"x \(4, 6\) times w \(5, 8\)"),
         ({"algorithm": "megatro"}, "megatron"),
+        ({"x": jnp.ones((4, 6), jnp.int32)}, r"x is int32 .* Type x.astype\('float32'\)"),
         ({"dataflow": "rs"}, "os or ls"),
         ({"algorithm": "gspmd", "dataflow": "ls"}, "gspmd leaves it to the compiler"),
         ({"slices": 5}, r"slice count 5 is illegal .* Type slices=1\b"),

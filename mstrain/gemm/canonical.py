@@ -42,6 +42,8 @@ def multiply(
     """
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"x {x.shape} times w {w.shape}: the last dim of x must be the first of the two dims of w.")
+    if jnp.issubdtype(w.dtype, jnp.inexact) and not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise ValueError(f"x is {x.dtype} and would round w, which is {w.dtype}. Type x.astype({str(w.dtype)!r}).")
     plan = plan_of((w.shape[0], w.shape[1]), mesh, algorithm, dataflow, slices)
     sharding = _output_sharding((*x.shape[:-1], w.shape[1]), plan) if _has_explicit_axes(x, w) else None
     return _multiply(x, w, plan, sharding)
