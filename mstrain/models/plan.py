@@ -314,6 +314,12 @@ class _Planner:
 
     def _check_sequences(self, unit: int) -> None:
         share = waste(self.microbatch, -(-self.microbatch // unit) * unit)
+        if share and self.model.expert_capacity is not None:
+            raise ValueError(
+                f"model.expert_capacity={self.model.expert_capacity} would count padding: {self.microbatch} sequences "
+                f"per microbatch are computed in multiples of {unit} on mesh {shape_of(self.mesh)}. Type a batch= that "
+                f"is a multiple of {unit} (times accumulate=), or model.expert_capacity=null."
+            )
         if share > MOST_WASTE:
             raise ValueError(
                 f"{self.microbatch} sequences per microbatch do not divide over mesh {shape_of(self.mesh)} with "

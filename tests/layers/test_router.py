@@ -119,3 +119,12 @@ def test_a_dataflow_that_an_algorithm_lacks_is_refused():
     model = ModelConfig(experts=4, bias="none", vocab_size=64)
     with pytest.raises(ValueError, match="parallel.dataflow=os or ls, or parallel.mlp=collective"):
         make_plan(ParallelConfig("wang", dataflow="rs"), model, mesh_of("2x4"), 8, 16)
+
+
+def test_a_capacity_counts_no_padding():
+    """Padded sequences would raise the mean load, so a mesh that pads would drop fewer tokens than others."""
+    model = ModelConfig(experts=4, bias="none", vocab_size=64, expert_capacity=1.0)
+    with pytest.raises(ValueError, match="expert_capacity=1.0 would count padding: 12 sequences .* multiple of 8"):
+        make_plan(ParallelConfig("collective"), model, mesh_of("8x1"), 12, 16)
+    make_plan(ParallelConfig("collective"), model, mesh_of("4x2"), 12, 16)
+    make_plan(ParallelConfig("collective"), dataclasses.replace(model, expert_capacity=None), mesh_of("8x1"), 12, 16)
