@@ -191,6 +191,9 @@ def test_every_example_of_the_page_runs(tmp_path, monkeypatch):
     exec(model, names)
     logits = names["model"].apply({"params": names["params"]}, jnp.zeros(names["model"].seq, jnp.int32))
     assert logits.shape == (names["model"].seq, 61)
+    for shape in ((3, names["model"].seq), (names["model"].seq + 1,), (0,)):
+        with pytest.raises(ValueError, match=r"one after the other.* Type tokens.reshape\(-1\)"):
+            names["model"].apply({"params": names["params"]}, jnp.zeros(shape, jnp.int32))
     short = f'"data.cache_dir={tmp_path}", "data.num_tokens=4096", "seq=8", "batch=16", "model.layers=1", "steps=20"'
     exec(loop.replace('"steps=20"', short).replace("range(20)", "range(3)"), names)
     assert int(names["state"]["step"]) == 3 and 5 < float(names["metrics"]["loss"]) < 6

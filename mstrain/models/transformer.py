@@ -192,7 +192,13 @@ class Transformer(nn.Module):
         return hash((self.model, self.plan, self.seq, self.dtype, self.remat, self.offload))
 
     def __call__(self, tokens_T, segments_T=None):
-        """Logits after the soft cap, float32 [T, V]: those whose loss is `loss`."""
+        """Logits after the soft cap, float32 [T, V]: those whose loss is `loss`. Raises ValueError for other shapes."""
+        shape = jnp.shape(tokens_T)
+        if len(shape) != 1 or not shape[0] or shape[0] % self.seq:
+            raise ValueError(
+                f"tokens {shape} are not sequences of {self.seq} one after the other, as int32 [n x {self.seq}]. Type "
+                "tokens.reshape(-1), or seq= with the length of your sequences."
+            )
         return self._logits_head().capped(self.raw_logits(tokens_T, segments_T))[:, : self.model.vocab_size]
 
     def raw_logits(self, tokens_T, segments_T=None):
