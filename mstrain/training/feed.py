@@ -23,10 +23,12 @@ class Feed(Generic[Batches]):
     def place(self, tokens, vocab_size: int) -> Batch:
         """A batch of one's own: integers [batch, seq + 1] below `vocab_size`.
 
-        Raises ValueError for other shapes and ids, and where batches are packed.
+        Raises ValueError for other shapes, dtypes and ids, and where batches are packed.
         """
         abstract = self.abstract.tokens
-        tokens = np.asarray(tokens, abstract.dtype)
+        tokens = np.asarray(tokens)
+        if not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(f"tokens are {tokens.dtype} and not integers. Type tokens.astype('int32').")
         wanted = (self._numbers.size, abstract.shape[-1])
         if tokens.shape != wanted:
             raise ValueError(f"tokens {tokens.shape} are not batch x (seq + 1) = {wanted}: type batch= and seq=.")
@@ -34,7 +36,7 @@ class Feed(Generic[Batches]):
             raise ValueError(f"tokens {tokens.min()} to {tokens.max()} are not within a vocabulary of {vocab_size}.")
         if self.abstract != Batch(abstract):
             raise ValueError("pack= gives batches segments and masks. Type pack=concat for tokens alone.")
-        return Batch(jax.device_put(tokens.reshape(abstract.shape), abstract.sharding))
+        return Batch(jax.device_put(tokens.astype(abstract.dtype).reshape(abstract.shape), abstract.sharding))
 
     def __call__(self, step: int) -> Batch:
         parts = {}  # devices along `col` share rows, and JAX calls `read` for each device and array

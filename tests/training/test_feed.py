@@ -86,3 +86,11 @@ def test_abstract_batches_are_those_that_come():
 def test_sequences_are_sharded_over_copies_and_then_rows_that_divide_them(batch, accumulate, shard):
     tokens = abstract_batch(make_mesh(parse_mesh("2x2x2")), batch, SEQ, accumulate).tokens
     assert tokens.sharding.shard_shape(tokens.shape) == shard
+
+
+@pytest.mark.parametrize("change, message", [(0.5, "float64 and not integers"), (2**32, "not within a vocabulary")])
+def test_tokens_that_would_be_rounded_or_wrapped_are_refused(change, message):
+    tokens = np.arange(BATCH * (SEQ + 1)).reshape(BATCH, -1)
+    np.testing.assert_array_equal(np.asarray(feed_on("2x4").place(tokens, 1000).tokens)[0], tokens)
+    with pytest.raises(ValueError, match=message):
+        feed_on("2x4").place(tokens + change, 1000)
