@@ -157,6 +157,12 @@ def test_mesh_dense_in_nnx():
     np.testing.assert_allclose(gradient.kernel[...], true, atol=1e-4)
 
 
+@pytest.mark.parametrize("key", ["target=v5p-64", "wandb=project", "coordinator=localhost:1234"])
+def test_the_trainer_refuses_keys_of_the_command_only(key):
+    with pytest.raises(ValueError, match=f"{key} has no effect on mstrain.trainer"):
+        mstrain.trainer("model=tiny", "data=synthetic", key, "check=false")
+
+
 SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "howto" / "library.md").read_text(), re.DOTALL)
 
 

@@ -14,6 +14,8 @@ from mstrain.training.feed import Feed
 from mstrain.training.prepare import prepare
 from mstrain.training.resume import new_state, newest_state
 
+_OF_COMMAND = ("check", "target", "wandb", "coordinator", "processes", "process")  # what no part of a Trainer reads
+
 
 class Trainer(NamedTuple):
     """The three parts of a training loop.
@@ -32,6 +34,9 @@ class Trainer(NamedTuple):
 def make_trainer(keys: list[str]) -> Trainer:
     """The trainer of `mstrain.trainer`, whose documentation has the arguments."""
     given = {key: value for key, _, value in (argument.partition("=") for argument in keys)}
+    for key in _OF_COMMAND:
+        if given.get(key, "null") not in ("null", "false"):
+            raise ValueError(f"{key}={given[key]} has no effect on mstrain.trainer. Remove it, or run mstrain train.")
     with tempfile.TemporaryDirectory() as folder:
         recorded = given.get("run_dir")
         if recorded is None:
