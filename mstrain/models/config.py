@@ -206,11 +206,11 @@ class ModelConfig:
         if not 0 < self.rotary_fraction <= 1:
             raise ValueError(f"model.rotary_fraction={self.rotary_fraction} is not above 0 and up to 1.")
         width = rotated_width(self.head_dim, self.rotary_fraction)
-        if self.position == "rotary" and not self.latent.key_rank and width % 2:
+        if self.position == "rotary" and not self.latent.key_rank and (width % 2 or not width):
             part = f"rotary_fraction={self.rotary_fraction} of " if self.rotary_fraction < 1 else ""
             raise ValueError(
-                f"Rotary positions need an even number of features, not {width}: {part}head_dim={self.head_dim}. "
-                "Set model.head_dim."
+                f"Rotary positions need an even number of features, 2 or more, not {width}: {part}head_dim="
+                f"{self.head_dim}. Set model.head_dim{' or model.rotary_fraction' if part else ''}."
             )
 
     def _check_latent(self) -> None:

@@ -27,11 +27,11 @@ class Feed(Generic[Batches]):
         """
         abstract = self.abstract.tokens
         tokens = np.asarray(tokens)
-        if not np.issubdtype(tokens.dtype, np.integer):
-            raise ValueError(f"tokens are {tokens.dtype} and not integers. Type tokens.astype('int32').")
         wanted = (self._numbers.size, abstract.shape[-1])
         if tokens.shape != wanted:
             raise ValueError(f"tokens {tokens.shape} are not batch x (seq + 1) = {wanted}: type batch= and seq=.")
+        if not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(f"tokens are {tokens.dtype} and not integers. Type tokens.astype('int32').")
         if tokens.min() < 0 or tokens.max() >= vocab_size:
             raise ValueError(f"tokens {tokens.min()} to {tokens.max()} are not within a vocabulary of {vocab_size}.")
         if self.abstract != Batch(abstract):
