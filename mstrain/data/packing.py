@@ -113,7 +113,7 @@ def _table(starts: np.ndarray, num_tokens: int, seq: int, together: bool) -> tup
         while place < len(starts):
             firsts.append(place)
             place = max(place + 1, int(np.searchsorted(ends, starts[place] + seq + 1, "right")))
-        starts, ends = starts[firsts], ends[np.append(firsts[1:], len(ends)) - 1]
+        starts, ends = starts[firsts], ends[np.array([*firsts[1:], len(ends)]) - 1]
     cuts = np.maximum(-(-(ends - starts - 1) // seq), 0)  # rows of each; a token that nothing follows is not one
     which = np.repeat(np.arange(len(starts)), cuts)
     number = np.arange(len(which)) - np.repeat(np.cumsum(cuts) - cuts, cuts)

@@ -95,6 +95,14 @@ def test_conversations_stay_whole_where_they_fit_and_only_answers_count(tmp_path
     assert pairs(batch) == wanted
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_conversations_that_all_fit_into_one_row(tmp_path, count):
+    conversations = [[10 * n + 1, 10 * n + 2, EOD] for n in range(count)]
+    file = write(tmp_path / "a.bin", conversations, [[START, ANSWER, ANSWER]] * count)
+    wanted = sorted(pair for one in conversations for pair in zip(one, one[1:], strict=False))
+    assert pairs(Batches(file, 3 * count, 1, pack="segments").batch(0)) == wanted
+
+
 def test_documents_that_cannot_be_told_apart_are_refused(make_file):
     with pytest.raises(ValueError, match="pack=segments needs an end-of-document token.*data.eos=TOKEN"):
         Batches(make_file(np.arange(100)), 9, 1, pack="segments")
