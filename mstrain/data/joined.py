@@ -11,7 +11,7 @@ import numpy as np
 from mstrain.data.config import DataConfig
 from mstrain.data.documents import text_digest
 from mstrain.data.file_digests import FileDigests
-from mstrain.data.listing import Files, is_address, listing
+from mstrain.data.listing import Files, is_address, split_listing
 from mstrain.data.token_file import TokenFile
 
 _SUFFIXES = (".bin", ".npy")  # ends of the names of files of token ids in a folder
@@ -77,10 +77,7 @@ def open_flat_tokens(config: DataConfig, vocab_size: int, eod: int | None) -> tu
     """
     if is_address(str(config.path)):
         raise ValueError(f"data=tokens reads local files: copy data.path={config.path}, or mount it")
-    found = listing(str(config.path), _SUFFIXES)
-    held_out = listing(config.validation, _SUFFIXES, "data.validation") if config.validation else None
-    if held_out is None:
-        found, held_out, _ = found.by_split()
+    found, held_out, _ = split_listing(str(config.path), config.validation, _SUFFIXES)
     train = _open_all(found, config, vocab_size, eod)
     if held_out is not None:
         validation = _open_all(held_out, config, vocab_size, eod)

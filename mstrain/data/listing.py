@@ -17,7 +17,7 @@ from mstrain.data.compressed import SUFFIXES, decompressed
 from mstrain.data.documents import printable, text_digest
 from mstrain.data.file_digests import FileDigests
 
-_TRAIN, _VALIDATION = "train|training", "validation|valid|val|dev|eval"
+_TRAIN, _VALIDATION, _TEST = "train|training", "validation|valid|val|dev|eval", "test"
 _CHECKSUMS = ("md5Hash", "sha256", "blob_id", "ETag", "etag", "crc32c")  # that a remote file system knows of a file
 
 
@@ -87,12 +87,31 @@ class Files:
 
     def by_split(self) -> tuple["Files", "Files | None", "Files | None"]:
         """(train, validation, neither) by the words train, validation, valid, val or dev in the names of several files,
-        as the Hub names them. All files are training files unless both words occur."""
+        as the Hub names them. Without both words, those of `of_training` are training files."""
         train, held_out = (tuple(n for n in self.names if _has_word(n, words)) for words in (_TRAIN, _VALIDATION))
         if not train or not held_out or set(train) & set(held_out):
-            return self, None, None
+            files, rest = self.of_training()
+            return files, None, rest
         rest = tuple(name for name in self.names if name not in {*train, *held_out})
         return self.only(train), self.only(held_out), self.only(rest) if rest else None
+
+    def of_training(self) -> tuple["Files", "Files | None"]:
+        """(training files, others): all are training files unless every name states a split, and some another one."""
+        train = tuple(name for name in self.names if _has_word(name, _TRAIN))
+        others = tuple(name for name in self.names if name not in set(train))
+        if not train or not others or not all(_has_word(name, f"{_VALIDATION}|{_TEST}") for name in others):
+            return self, None
+        return self.only(train), self.only(others)
+
+    def without(self, other: "Files") -> "Files":
+        """The files that are not among those of `other`."""
+        taken = {other._place(name) for name in other.names}
+        names = tuple(name for name in self.names if self._place(name) not in taken)
+        return self if names == self.names else self.only(names)
+
+    def _place(self, name: str) -> str:
+        """Equal for all paths of a file."""
+        return os.path.realpath(self.path(name)) if self.remote is None else self.where(name)
 
     def only(self, names: tuple[str, ...]) -> "Files":
         return dataclasses.replace(self, names=names, part=text_digest(*names))
@@ -128,6 +147,27 @@ def listing(path: str, suffixes: tuple[str, ...], key: str = "data.path") -> Fil
     if not names:
         raise ValueError(_no_files(f"the folder {key}={path}", suffixes, key))
     return Files(str(full), tuple(names))
+
+
+def split_listing(
+    path: str, validation: str | None, suffixes: tuple[str, ...]
+) -> tuple[Files, Files | None, Files | None]:
+    """(training, validation, other) files of data.path and data.validation; validation is None where there are none.
+
+    A file of `validation` is not a training file. Raises ValueError when no training file is left.
+    """
+    files = listing(path, suffixes)
+    if not validation:
+        return files.by_split()
+    held_out = listing(validation, suffixes, "data.validation")
+    left = files.without(held_out)
+    if not left.names:
+        raise ValueError(
+            f"data.validation={validation} names every file of data.path: type another one, or remove it to hold out "
+            "some of the documents"
+        )
+    train, rest = left.of_training()
+    return train, held_out, rest
 
 
 def _no_files(place: str, suffixes: tuple[str, ...], key: str) -> str:

@@ -13,7 +13,7 @@ from mstrain.data.config import DataConfig
 from mstrain.data.documents import Skips, Source, text_digest
 from mstrain.data.files import JsonLines, ParquetFiles, TextFiles
 from mstrain.data.hf import HuggingFace
-from mstrain.data.listing import Files, listing
+from mstrain.data.listing import Files, split_listing
 from mstrain.data.split import TRAIN, VALIDATION, Split, choose_split
 from mstrain.data.synthetic import markov_tokens
 from mstrain.data.token_file import TokenWriter
@@ -150,11 +150,7 @@ def document_names(config: DataConfig, tokenizer: Tokenizer | None) -> dict[str,
 
 def split_files(config: DataConfig) -> tuple[Files, Files | None, Files | None]:
     """(training, validation, other) files of a source of files; validation is None where documents are held out."""
-    endings = KINDS[config.source].endings
-    files = listing(str(config.path), endings)
-    if config.validation:
-        return files, listing(config.validation, endings, "data.validation"), None
-    return files.by_split()
+    return split_listing(str(config.path), config.validation, KINDS[config.source].endings)
 
 
 def _sources(

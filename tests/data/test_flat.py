@@ -163,3 +163,12 @@ def test_what_is_not_a_file_of_such_tokens_is_refused(nano, content, options, me
     with pytest.raises(ValueError, match=message):
         prepare(flat(nano), **{"vocab_size": 50257, **options})
     assert contents(nano) == before
+
+
+def test_a_file_of_data_validation_is_not_trained_on(tmp_path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    for name in ("a.bin", "b.bin", "c.bin"):
+        write(folder / name, np.arange(100))
+    corpus = prepare(flat(folder, validation=str(folder / "b.bin")), vocab_size=100)
+    assert (corpus.train.num_tokens, corpus.validation.num_tokens) == (200, 100)

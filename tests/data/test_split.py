@@ -1,8 +1,10 @@
 """The held-out documents: disjoint from training, stable when the corpus grows, never none."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mstrain.data import DataConfig, prepare
 from mstrain.data.documents import Document
 from mstrain.data.split import TRAIN, VALIDATION, choose_split
 
@@ -63,3 +65,44 @@ def test_a_single_document_is_cut_once_near_the_fraction_at_a_character(text, ch
         assert ends.count(True) == 1 and ends[-1]
     kept = sum(piece.num_bytes for piece in pieces if piece.split == TRAIN)
     assert abs(kept - len(text.encode()) * (1 - fraction)) <= 4
+
+
+def splits_read(root, names, validation=None):
+    """Names of the training and validation files that are read of files that hold their own names, and the warnings."""
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{name}\n" * 3)
+    options = {"validation": str(root / validation)} if validation else {}
+    corpus = prepare(DataConfig("text", str(root), cache_dir=f"{root}.cache", **options))
+    sides = (corpus.train, corpus.validation)
+    texts = (corpus.tokenizer.decode(side.read()) for side in sides)
+    train, held_out = (set(text.split()) for text in texts)
+    return train, held_out, corpus.warnings
+
+
+def test_a_file_of_data_validation_is_not_trained_on(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "link.txt").symlink_to(tmp_path / "a" / "v" / "held.txt")
+    train, held_out, _ = splits_read(tmp_path / "a", ["b.txt", "c.txt", "v/held.txt"], "v/held.txt")
+    assert (train, held_out) == ({"b.txt", "c.txt"}, {"v/held.txt"})
+    with pytest.raises(ValueError, match="names every file of data.path: type another one, or remove it"):
+        splits_read(tmp_path / "d", ["b.txt", "c.txt"], ".")
+
+
+@pytest.mark.parametrize(
+    "names, validation, others",
+    [
+        (["train-0.txt", "test.txt"], None, 1),
+        (["train.txt", "validation.txt", "test.txt"], "validation.txt", 1),
+        (["train.txt", "dev.txt", "test.txt"], "../outside.txt", 2),
+        (["train.txt", "test.txt", "notes.txt"], None, 0),  # names of some files alone state no split
+    ],
+)
+def test_files_of_other_splits_are_not_trained_on(tmp_path, names, validation, others):
+    (tmp_path / "outside.txt").write_text("outside\n")
+    train, held_out, warnings = splits_read(tmp_path / "a", names, validation)
+    if others:
+        assert {name[:5] for name in train} == {"train"}
+        assert warnings[0].startswith(f"{others} files of other splits are not read")
+    else:
+        assert train | held_out == set(names) and not warnings
