@@ -139,12 +139,11 @@ def _streamed(config: DataConfig, tokenizer: str, seed: int, on_progress: Callab
     def make(names: tuple[str, ...]) -> Corpus:
         return _made(text_recipe(config, tokenizer, None, names), config, on_progress)
 
-    identity = text_digest(files.digest(cache), held_out.digest(cache), load_tokenizer(tokenizer).digest)
+    # A run that stopped because too many lines were skipped continues with another data.max_skipped.
+    identity = text_recipe(dataclasses.replace(config, max_skipped=DataConfig.max_skipped), tokenizer, None).fingerprint
     stream = Stream(files.names, config.window or 1, identity, cache, make)
     first = stream.corpus(seed, 0)
-    return dataclasses.replace(
-        first, stream=stream, digest=text_digest("stream", identity, f"{config.bos} {config.eos}")
-    )
+    return dataclasses.replace(first, stream=stream, digest=text_digest("stream", identity))
 
 
 def _mixed(

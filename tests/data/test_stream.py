@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mstrain.data import DataConfig, prepare
+from mstrain.data.tokenizers import train_bpe
 
 SEQ, BATCH = 7, 4
 
@@ -68,6 +69,29 @@ def test_a_batch_does_not_depend_on_what_was_read_or_remembered(config):
     other = prepare(config, seed=2).batches("train", SEQ, BATCH, seed=2)
     assert not np.array_equal(other.batch(0).tokens, wanted[0])
     finish(other)
+
+
+@pytest.mark.parametrize(
+    "options, same", [({"field": "title"}, False), ({"eos": "none"}, False), ({"max_skipped": 1}, True)]
+)
+def test_row_counts_are_remembered_of_the_same_tokens_only(config, tmp_path, options, same):
+    for path in tmp_path.glob("**/*.jsonl"):
+        text = json.loads(path.read_text())["text"]
+        path.write_text(json.dumps({"text": text, "title": text[: len(text) // 3]}) + "\n")
+    tokenizer = str(train_bpe(["abc"], 257).save(tmp_path))
+
+    def read(**changes):
+        corpus = prepare(dataclasses.replace(config, **changes), tokenizer)
+        batches = corpus.batches("train", SEQ, BATCH)
+        tokens = [batches.batch(step).tokens for step in range(80)]
+        finish(batches)
+        return corpus.digest, np.concatenate(tokens)
+
+    before, _ = read()
+    digest, found = read(**options)
+    assert (digest == before) == same
+    _, fresh = read(**options, cache_dir=str(tmp_path / "fresh"))
+    np.testing.assert_array_equal(found, fresh)
 
 
 def test_what_a_window_cannot_do_is_refused(config, tmp_path):
