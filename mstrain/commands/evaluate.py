@@ -84,8 +84,8 @@ def _in_batches(batches: int, run, params) -> dict[str, Any]:
     from mstrain.training.measure import Measured
 
     evaluator = Evaluator(EvalConfig(batches=batches), run.module, run.corpus.validation, run.validation_feed)
-    nats, targets = evaluator.measure(params), evaluator.batches * run.config.tokens
-    found = Measured(nats * targets, targets).to_json()
+    nats = evaluator.measure(params)
+    found = Measured(nats * evaluator.targets, evaluator.targets).to_json()
     return found | {"bits_per_byte": evaluator.bits_per_byte, "unigram_loss": evaluator.unigram_nats}
 
 

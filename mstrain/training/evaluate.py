@@ -29,7 +29,7 @@ class EvalConfig:
 
 
 class Evaluator:
-    """A hook that evaluates the model. The last result is in `nats` and `bits_per_byte`."""
+    """A hook that evaluates the model. The last result is in `nats`, of `targets` tokens, and `bits_per_byte`."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class Evaluator:
         self._file, self._reporter = file, reporter
         self.unigram_nats = unigram_nats_per_token(self._file)
         self.nats: float | None = None
+        self.targets = 0
 
     @property
     def unigram_bits_per_byte(self) -> float | None:
@@ -63,6 +64,7 @@ class Evaluator:
         """Mean nats per token over the batches, also kept in `nats`."""
         measured = jax.device_get([self._loss(params, self._feed(i)) for i in range(self.batches)])
         losses, counts = np.array(measured, np.float64).T
+        self.targets = round(counts.sum() * self._feed.abstract.tokens.shape[0])
         self.nats = float(losses @ counts / counts.sum())
         return self.nats
 

@@ -53,6 +53,17 @@ def test_every_token_and_every_document_is_evaluated_once(copied, capsys):
     assert "lowest loss" in capsys.readouterr().out
 
 
+def test_batches_count_the_tokens_that_their_masks_select(copied, tmp_path):
+    words, found = [f"run_dir={copied / 'copy'}", "mesh=1x1", "pack=none", "seq=13", "allow=pack seq"], []
+    for options in (["batch=16"], ["batches=1", "batch=32", "accumulate=2"]):
+        out = tmp_path / f"{len(found)}.json"
+        assert evaluate.main([*words, *options, f"out={out}"]) == 0
+        found.append(json.loads(out.read_text()))
+    tokens = found[0]["tokens"]
+    assert math.ceil(tokens / 13) == 16 and tokens % 13  # 16 rows, the last one is not full; a batch has each twice
+    assert found[1]["tokens"] == 2 * tokens and found[1]["nats"] == pytest.approx(2 * found[0]["nats"], rel=1e-5)
+
+
 @pytest.mark.parametrize("part", ["batches=8", "split=all"])
 def test_weights_that_are_not_finite_are_refused(copied, monkeypatch, part):
     read = evaluate.EvaluateConfig.parameters
