@@ -70,6 +70,7 @@ class Rotary:
         frequencies = jnp.asarray(own)
         if self.local_base:
             frequencies = jnp.where(window < GLOBAL, _frequencies(self.local_base, width), frequencies)
+            gain = jnp.where(window < GLOBAL, 1.0, gain)
         angles = positions.astype(jnp.float32)[..., None] * frequencies
         return gain * jnp.sin(angles), gain * jnp.cos(angles)
 

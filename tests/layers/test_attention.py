@@ -186,6 +186,13 @@ def test_sharded_attention_equals_one_device(variant, mesh, dataflow, slices):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+def test_a_layer_with_a_base_of_its_own_has_no_factor_of_yarn():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 3, 6)), jnp.float32)
+    scaled = Rotary(100.0, scaling="yarn:4:32:1:8:1.5", local_base=10.0)
+    turned = scaled.rotate(x, jnp.int32(4), jnp.arange(8))
+    np.testing.assert_allclose(turned, Rotary(10.0).rotate(x, GLOBAL, jnp.arange(8)), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "rotary, window, positions",
     [
