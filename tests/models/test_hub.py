@@ -336,6 +336,16 @@ def test_a_window_on_every_nth_layer_and_scaling_in_either_spelling():
     assert one == other and (one.rotary_scaling, one.rotary_base, one.local_rotary_base) == ("linear:8", 500.0, 1e4)
 
 
+def test_windows_of_qwen3_moe_are_on_all_layers_if_asked_for():
+    sizes = dict(model_type="qwen3_moe", hidden_size=32, num_hidden_layers=4, num_attention_heads=8, vocab_size=61)
+    family, model = model_of(sizes | dict(use_sliding_window=True, sliding_window=4), "x")
+    assert model.window == 4 and all(model.is_local) and config_of(model, family)["use_sliding_window"]
+    assert config_of(dataclasses.replace(model, window_pattern="LG"), family) is None
+    assert model_of(sizes | dict(sliding_window=4, max_window_layers=48), "x")[1].window is None
+    with pytest.raises(ValueError, match="max_window_layers=2 is not supported"):
+        model_of(sizes | dict(use_sliding_window=True, sliding_window=4, max_window_layers=2), "x")
+
+
 def test_a_tokenizer_that_does_not_fit_is_refused_and_nothing_is_written(folders, tmp_path):
     words = [f"init={folders / 'llama2'}", "tokenizer=bytes", "data=text", f"data.path={__file__}"]
     with pytest.raises(ValueError, match="has 256 tokens, and the model .* has 61"):

@@ -213,14 +213,16 @@ def _check_padding(reader: Reader, vocab_size: int) -> None:
 
 def _windows(reader: Reader, layers: int) -> dict[str, Any]:
     kind, types = reader.family.window, _layer_types(reader, layers)
-    used = kind in ("all", "types") or (kind == "last" and reader.get("use_sliding_window", bool, False))
-    window = reader.get("sliding_window", int) if used else None
-    if kind in ("none", "all") and types and set(types) != {"G" if window is None else "L"}:
+    asked = kind not in ("asked", "last") or reader.get("use_sliding_window", bool, False)
+    window = reader.get("sliding_window", int) if asked and kind != "none" else None
+    if kind in ("none", "all", "asked") and types and set(types) != {"G" if window is None else "L"}:
         raise ValueError(f"layer_types is not supported for {reader.family.model_type}")
     if window is None:
         return {}
     if window < 1:
         raise ValueError(f"sliding_window={window} must be at least 1")
+    if kind == "asked" and (first := reader.get("max_window_layers", int)):  # read by transformers 4, not by 5
+        raise ValueError(f"max_window_layers={first} is not supported for {reader.family.model_type}")
     if types:
         pattern = types
     elif kind == "last":
@@ -256,8 +258,10 @@ def _write_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
     if family.window == "none":
         return {}
     config: dict[str, Any] = {"sliding_window": model.window}
-    if family.window != "all":
+    if family.window not in ("all", "asked"):
         config["layer_types"] = [LOCAL if local else ALL for local in model.is_local]
+    if family.window == "asked":
+        config["use_sliding_window"] = any(model.is_local)
     if family.window == "last":
         first = model.is_local.index(True) if any(model.is_local) else model.layers
         config |= {"use_sliding_window": any(model.is_local), "max_window_layers": first}

@@ -91,8 +91,8 @@ class Family:
       aliases: other names of keys -> key.
       required: values that keys of config.json must have where they are given; other values are not supported.
       bias: `bias` of ModelConfig -> the keys of config.json that say so.
-      window: how layers with a window are given: `none`, `all` (sliding_window), `types` (layer_types) or `last`
-        (layer_types, or those from max_window_layers on).
+      window: how layers with a window are given: `none`, `all` (sliding_window), `asked` (the same if
+        use_sliding_window), `types` (layer_types) or `last` (layer_types, or those from max_window_layers on).
       pattern: `window_pattern` where config.json has no layer_types.
       activation: name in config.json of `gelu_tanh`.
       transposed: whether kernels are stored [out, in].
@@ -271,7 +271,7 @@ _ALL = (
         required={"router_jitter_noise": 0.0},
     ),
     Family(
-        "qwen3_moe", "Qwen3MoeForCausalLM", fixed={**_LLAMA, "qk_norm": True}, window="last",
+        "qwen3_moe", "Qwen3MoeForCausalLM", fixed={**_LLAMA, "qk_norm": True}, window="asked",
         modules=_MODULES | _EXPERTS, keys=_SIZES | _CHOICE | {"mlp_dim": "moe_intermediate_size"},
         defaults={"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
                   "norm_topk_prob": False},
