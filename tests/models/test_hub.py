@@ -346,6 +346,13 @@ def test_windows_of_qwen3_moe_are_on_all_layers_if_asked_for():
         model_of(sizes | dict(use_sliding_window=True, sliding_window=4, max_window_layers=2), "x")
 
 
+def test_rope_parameters_that_are_null_are_those_of_the_family():
+    sizes = dict(model_type="gpt_oss", hidden_size=32, num_hidden_layers=4, num_attention_heads=8, vocab_size=61)
+    sizes |= dict(num_local_experts=4, intermediate_size=48)
+    assert model_of(sizes | {"rope_parameters": None}, "x")[1] == model_of(sizes, "x")[1]
+    assert model_of(sizes | {"rope_parameters": {}}, "x")[1].rotary_scaling is None
+
+
 def test_a_tokenizer_that_does_not_fit_is_refused_and_nothing_is_written(folders, tmp_path):
     words = [f"init={folders / 'llama2'}", "tokenizer=bytes", "data=text", f"data.path={__file__}"]
     with pytest.raises(ValueError, match="has 256 tokens, and the model .* has 61"):

@@ -19,7 +19,9 @@ _NUMBERS = {  # of each rope_type, in the order of `rotary_scaling`
 
 def rotary_of(reader: Reader, local: bool) -> dict[str, Any]:
     """Reads `rope_parameters` of transformers 5, for Gemma 3 of each layer type, or the keys before it."""
-    parameters, old = reader.get("rope_parameters", dict) or {}, reader.get("rope_scaling", dict) or {}
+    parameters, old = reader.get("rope_parameters", dict), reader.get("rope_scaling", dict) or {}
+    if parameters is None:  # null means the default of the family, too
+        parameters = reader.family.defaults.get("rope_parameters", {})
     per_type = {name: parameters.get(name) or {} for name in (ALL, LOCAL)}
     if "rope_local_base_freq" in reader.family.defaults:
         if parameters and not parameters.keys() & per_type.keys():
