@@ -346,6 +346,15 @@ def test_windows_of_qwen3_moe_are_on_all_layers_if_asked_for():
         model_of(sizes | dict(use_sliding_window=True, sliding_window=4, max_window_layers=2), "x")
 
 
+def test_keys_of_deepseek_mean_what_transformers_takes_them_for():
+    sizes = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8, vocab_size=61)
+    scaling = dict(rope_type="linear", factor=2.0, mscale_all_dim=1.0)
+    model = model_of(sizes | dict(model_type="deepseek_v3", rope_parameters=scaling), "x")[1]
+    assert model.attention_scale == pytest.approx(192**-0.5 * (0.1 * np.log(2) + 1) ** 2)
+    with pytest.raises(ValueError, match="rope_interleave=False is not supported for deepseek_v2"):
+        model_of(sizes | dict(model_type="deepseek_v2", num_experts_per_tok=2, rope_interleave=False), "x")
+
+
 def test_rope_parameters_that_are_null_are_those_of_the_family():
     sizes = dict(model_type="gpt_oss", hidden_size=32, num_hidden_layers=4, num_attention_heads=8, vocab_size=61)
     sizes |= dict(num_local_experts=4, intermediate_size=48)

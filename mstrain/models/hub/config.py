@@ -120,6 +120,8 @@ def _latent(reader: Reader) -> dict[str, Any]:
     """Fields of a model with latent attention, whose keys other families do not have."""
     of = {field: reader.get(key, bool if field == "alternating" else int) for key, field in LATENT.items() if field}
     of["alternating"] = of["alternating"] is not False
+    if not of["alternating"] and "rope_interleave" not in reader.family.defaults:  # transformers would ignore it
+        raise ValueError(f"rope_interleave=False is not supported for {reader.family.model_type}")
     plain = reader.get("qk_nope_head_dim", int)
     if plain is None or None in (of["key_rank"], of["rotary_dim"], of["value_dim"]):
         raise ValueError(f"one of {', '.join(LATENT)} is missing")
@@ -132,8 +134,8 @@ def _latent(reader: Reader) -> dict[str, Any]:
     if not reader.get("first_k_dense_replace", int):
         found |= {"dense_layers": 0, "dense_mlp_dim": None}
     rope = reader.get("rope_scaling", dict) or reader.get("rope_parameters", dict) or {}
-    all_scale = rope.get("mscale_all_dim")
-    if all_scale and rope.get("rope_type", rope.get("type")) == "yarn":
+    all_scale = Reader(rope, reader.family).get("mscale_all_dim", float)
+    if all_scale and rope.get("rope_type", rope.get("type", "default")) != "default":
         found["attention_scale"] = found["head_dim"] ** -0.5 * magnitude(rope["factor"], all_scale) ** 2
     return found
 
