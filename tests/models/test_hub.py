@@ -21,7 +21,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from mstrain.commands import evaluate, export, sample, train
 from mstrain.commands.train import load_config
 from mstrain.data.tokenizers import ByteTokenizer
-from mstrain.models.hub.config import config_of, differing_fields, family_for, model_of
+from mstrain.models.hub.config import config_of, differing_fields, family_for
 from mstrain.models.hub.families import FAMILIES, NEUTRAL
 from mstrain.models.hub.folder import Folder
 from mstrain.models.hub.tensors import parameters_of
@@ -317,49 +317,6 @@ def test_every_key_of_a_family_is_read_or_refused(family):
     fields -= {"intermediate_size"} if family.model_type == "qwen3_moe" else set()  # of layers without experts
     fields -= {"head_dim"} if family.latent else set()  # set to qk_rope_head_dim, whatever config.json says
     assert not fields - family.read - NEUTRAL.keys() - family.required.keys() - OTHERS
-
-
-def test_a_window_on_every_nth_layer_and_scaling_in_either_spelling():
-    """Of Gemma 3; another family's keys of the same names have no effect in transformers."""
-    sizes = dict(hidden_size=32, num_hidden_layers=4, vocab_size=61, sliding_window=4)
-    for every, windows in ((3, "LLGL"), (1, "GGGG")):
-        _, model = model_of(sizes | {"model_type": "gemma3_text", "sliding_window_pattern": every}, "x")
-        assert "".join("L" if local else "G" for local in model.is_local) == windows
-    assert model_of(sizes | {"model_type": "gemma2", "sliding_window_pattern": 3}, "x")[1].window_pattern == "LG"
-    old = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_theta": 500.0}
-    new = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0}}}
-    one, other = (model_of(sizes | {"model_type": "gemma3_text"} | keys, "x")[1] for keys in (old, new))
-    with pytest.raises(ValueError, match="rope_type=linear is not supported for phi3"):
-        model_of(sizes | {"model_type": "phi3", "num_attention_heads": 8} | old, "x")
-    with pytest.raises(ValueError, match="type=linear is ambiguous"):
-        model_of(sizes | {"model_type": "gemma3_text", "rope_scaling": {"type": "linear", "factor": 8.0}}, "x")
-    assert one == other and (one.rotary_scaling, one.rotary_base, one.local_rotary_base) == ("linear:8", 500.0, 1e4)
-
-
-def test_windows_of_qwen3_moe_are_on_all_layers_if_asked_for():
-    sizes = dict(model_type="qwen3_moe", hidden_size=32, num_hidden_layers=4, num_attention_heads=8, vocab_size=61)
-    family, model = model_of(sizes | dict(use_sliding_window=True, sliding_window=4), "x")
-    assert model.window == 4 and all(model.is_local) and config_of(model, family)["use_sliding_window"]
-    assert config_of(dataclasses.replace(model, window_pattern="LG"), family) is None
-    assert model_of(sizes | dict(sliding_window=4, max_window_layers=48), "x")[1].window is None
-    with pytest.raises(ValueError, match="max_window_layers=2 is not supported"):
-        model_of(sizes | dict(use_sliding_window=True, sliding_window=4, max_window_layers=2), "x")
-
-
-def test_keys_of_deepseek_mean_what_transformers_takes_them_for():
-    sizes = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8, vocab_size=61)
-    scaling = dict(rope_type="linear", factor=2.0, mscale_all_dim=1.0)
-    model = model_of(sizes | dict(model_type="deepseek_v3", rope_parameters=scaling), "x")[1]
-    assert model.attention_scale == pytest.approx(192**-0.5 * (0.1 * np.log(2) + 1) ** 2)
-    with pytest.raises(ValueError, match="rope_interleave=False is not supported for deepseek_v2"):
-        model_of(sizes | dict(model_type="deepseek_v2", num_experts_per_tok=2, rope_interleave=False), "x")
-
-
-def test_rope_parameters_that_are_null_are_those_of_the_family():
-    sizes = dict(model_type="gpt_oss", hidden_size=32, num_hidden_layers=4, num_attention_heads=8, vocab_size=61)
-    sizes |= dict(num_local_experts=4, intermediate_size=48)
-    assert model_of(sizes | {"rope_parameters": None}, "x")[1] == model_of(sizes, "x")[1]
-    assert model_of(sizes | {"rope_parameters": {}}, "x")[1].rotary_scaling is None
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused_and_nothing_is_written(folders, tmp_path):

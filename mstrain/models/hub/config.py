@@ -16,6 +16,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu", "swish": "silu",
     "relu": "relu",
 }  # fmt: skip
+REQUIRED = "layers width heads vocab_size norm_epsilon experts experts_per_token router_scale".split()
 _NUMBERS = {
     "norm_epsilon": float, "logit_soft_cap": float, "attention_soft_cap": float, "tied": bool,
     "router_normalized": bool, "router_scale": float,
@@ -48,7 +49,7 @@ def model_of(config: Any, name: str) -> tuple[Family, ModelConfig]:
         if key not in family.read and (config.get(key, value) or None) != (value or None):
             raise ValueError(f"{key}={config[key]!r} is not supported for {family.model_type}")
     fields = {field: _value(reader, field, key) for field, key in family.keys.items()}
-    for field in ("layers", "width", "heads", "vocab_size", "norm_epsilon", "experts", "experts_per_token"):
+    for field in REQUIRED:
         if field in fields and fields[field] is None:
             raise ValueError(f"{family.keys[field]} is missing")
     if fields.get("context") is None:
@@ -126,10 +127,18 @@ def _latent(reader: Reader) -> dict[str, Any]:
     if plain is None or None in (of["key_rank"], of["rotary_dim"], of["value_dim"]):
         raise ValueError(f"one of {', '.join(LATENT)} is missing")
     found = {"latent": LatentConfig(**of), "head_dim": plain + of["rotary_dim"]}
+    found["shared_experts"] = reader.get("n_shared_experts", int) or 0  # null in DeepSeek's own code
     groups = reader.get("n_group", int) or 1
-    if reader.get("topk_method", str) == "greedy":  # of DeepSeek-V2, with one group
+    method = reader.get("topk_method", str)
+    if method == "greedy":  # of DeepSeek-V2, with one group
         groups = 1
+    elif reader.family.model_type == "deepseek_v2" and method != "group_limited_greedy":
+        raise ValueError(
+            f"topk_method={method} is not supported for deepseek_v2. Supported: greedy, group_limited_greedy"
+        )
     best = reader.get("topk_group", int) if groups > 1 else 1
+    if best is None:
+        raise ValueError("topk_group is missing")
     found |= {"router_groups": groups, "router_best_groups": best}
     if not reader.get("first_k_dense_replace", int):
         found |= {"dense_layers": 0, "dense_mlp_dim": None}

@@ -22,7 +22,7 @@ def rotary_of(reader: Reader, local: bool) -> dict[str, Any]:
     parameters, old = reader.get("rope_parameters", dict), reader.get("rope_scaling", dict) or {}
     if parameters is None:  # null means the default of the family, too
         parameters = reader.family.defaults.get("rope_parameters", {})
-    per_type = {name: parameters.get(name) or {} for name in (ALL, LOCAL)}
+    per_type = {name: Reader(parameters, reader.family).get(name, dict) or {} for name in (ALL, LOCAL)}
     if "rope_local_base_freq" in reader.family.defaults:
         if parameters and not parameters.keys() & per_type.keys():
             raise ValueError(f"rope_parameters must have {ALL} and {LOCAL}")
@@ -46,7 +46,8 @@ def rotary_of(reader: Reader, local: bool) -> dict[str, Any]:
         inner = Reader(per_type[LOCAL], reader.family)
         if _scaling(inner, reader) or _fraction(reader, inner) != fraction:
             raise ValueError(f"rope_parameters: scaling of {LOCAL} is not supported")
-        found["local_rotary_base"] = inner.config.get("rope_theta") or reader.get("rope_local_base_freq", float)
+        given = inner.get("rope_theta", float) if "rope_theta" in inner.config else None
+        found["local_rotary_base"] = given or reader.get("rope_local_base_freq", float)
     return found
 
 
@@ -64,12 +65,13 @@ def _scaling(reader: Reader, outer: Reader) -> str | None:
     kind = reader.config.get("rope_type", reader.config.get("type", "default"))
     if kind == "default":
         return None
-    if kind not in _NUMBERS:
+    if not isinstance(kind, str) or kind not in _NUMBERS:
         raise ValueError(f"rope_type={kind} is not supported. Supported: default, {', '.join(_NUMBERS)}")
     numbers = {name: reader.get(name, float) for name in _NUMBERS[kind]}
     if TRAINED in numbers:  # transformers prefers the key outside, and takes the context where both are missing
         given = numbers[TRAINED]
-        numbers[TRAINED] = outer.get(TRAINED, float) or given or outer.get("max_position_embeddings", float)
+        lengths = (outer.get(TRAINED, float), given, outer.get("max_position_embeddings", float))
+        numbers[TRAINED] = next((length for length in lengths if length is not None), None)
         if given not in (None, numbers[TRAINED]):
             raise ValueError(f"{TRAINED} has two values, {given:g} and {numbers[TRAINED]:g}")
     if kind == "yarn":
@@ -105,7 +107,8 @@ def write_rotary(model: ModelConfig, family: Family) -> dict[str, Any]:
             numbers[TRAINED] = int(numbers[TRAINED])
         truncate = {"truncate": kind == "yarn"} if name == "yarn" else {}
         config["rope_scaling"] = {"rope_type": name, **numbers, **truncate}
-        if name == "yarn" and family.latent and model.attention_scale:  # transformers computes the scale of scores
+        grows = name == "yarn" and numbers["factor"] > 1
+        if grows and family.latent and model.attention_scale:  # transformers computes the scale of scores
             growth = (model.attention_scale * model.head_dim**0.5) ** 0.5
             config["rope_scaling"]["mscale_all_dim"] = (growth - 1) / (magnitude(numbers["factor"]) - 1)
     if family.model_type == "phi3":
