@@ -1,5 +1,6 @@
 """JSON files that people hand in, and those written for them and for other processes."""
 
+import functools
 import json
 import secrets
 from pathlib import Path
@@ -7,14 +8,14 @@ from pathlib import Path
 DIGITS = 18  # of an integer: larger ones are not measurements, and overflow where they become floats
 
 
-def read_json(path: str | Path, what: str):
+def read_json(path: str | Path, what: str, digits: int = DIGITS):
     """The document in `path`; `what` names it in messages.
 
     Raises ValueError, one message for each, for a file that is missing, unreadable, not UTF-8, not JSON, nested too
-    deeply, or with numbers of more than DIGITS digits.
+    deeply, or with whole numbers of more than `digits` digits.
     """
     try:
-        return parse_json(read_text(path, what))
+        return parse_json(read_text(path, what), digits)
     except json.JSONDecodeError as error:
         raise ValueError(f"{what} {path}: line {error.lineno}: not JSON ({error.msg}).") from None
 
@@ -29,16 +30,16 @@ def read_text(path: str | Path, what: str) -> str:
         raise ValueError(f"{what} {path} is not a UTF-8 text.") from None
 
 
-def parse_json(text: str):
+def parse_json(text: str, digits: int = DIGITS):
     """The document in `text`; raises json.JSONDecodeError for whatever cannot be read."""
     try:
-        return json.loads(text, parse_int=_integer)
+        return json.loads(text, parse_int=functools.partial(_integer, most=digits))
     except RecursionError:
         raise json.JSONDecodeError("nested too deeply", "", 0) from None
 
 
-def _integer(digits: str) -> int:
-    if len(digits.lstrip("-")) > DIGITS:
+def _integer(digits: str, most: int) -> int:
+    if len(digits.lstrip("-")) > most:
         raise json.JSONDecodeError(f"a whole number of {len(digits)} digits", "", 0)
     return int(digits)
 

@@ -19,6 +19,7 @@ SENTENCEPIECE_FILE = "tokenizer.model"
 _FILES = (TOKENIZER_FILE, SENTENCEPIECE_FILE)
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+_DIGITS = 31  # transformers writes 1e30 as the model_max_length of a tokenizer without a limit
 _SMALLEST_BPE = 257  # 256 bytes and the end-of-document token
 Spans = tuple[tuple[int, int], ...]
 
@@ -361,7 +362,7 @@ def _add_stated(inner: Any, stated: dict[str, dict[str, Any]]) -> None:
 def _settings(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json of a folder, with the chat template of its own file; empty without them."""
     path, template = folder / CONFIG_FILE, folder / TEMPLATE_FILE
-    settings = read_json(path, "the settings in") if path.is_file() else {}
+    settings = read_json(path, "the settings in", _DIGITS) if path.is_file() else {}
     if not isinstance(settings, dict):
         raise ValueError(f"{path} is not a JSON object")
     return settings | ({"chat_template": template.read_text()} if template.is_file() else {})

@@ -102,6 +102,13 @@ def test_a_token_with_two_numbers_is_refused(tmp_path):
         load_tokenizer(stated(tmp_path, {"300": "<end>"}))
 
 
+def test_the_length_that_transformers_writes_for_no_limit_is_read(tmp_path):
+    path = stated(tmp_path, {"260": "<end>"})
+    settings_file = tmp_path / "tokenizer_config.json"
+    settings_file.write_text(json.dumps(json.loads(settings_file.read_text()) | {"model_max_length": int(1e30)}))
+    assert load_tokenizer(path).settings["model_max_length"] == int(1e30)
+
+
 @pytest.mark.parametrize(
     "spec, message",
     [
