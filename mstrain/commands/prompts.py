@@ -17,7 +17,7 @@ def read_prompts(name: str, chat: bool) -> list[Prompt]:
     """
     path = Path(name).expanduser()
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text("utf-8-sig").split("\n")  # splitlines() would cut at U+2028 too, which JSON may contain
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"Cannot read prompts={name} ({getattr(error, 'strerror', None) or error}).") from None
     found = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]

@@ -151,6 +151,14 @@ def test_the_last_answer_of_a_conversation_is_not_part_of_its_prompt(tmp_path):
     assert read_prompts(str(tmp_path / "chats.jsonl"), chat=True) == [[question]] * 2
 
 
+def test_only_a_line_end_ends_a_prompt(tmp_path):
+    text = "one\u2028two\x85three\x0cfour"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n", "utf-8-sig")
+    (tmp_path / "a.txt").write_text(f"{text}\n\nfive\n", "utf-8-sig")
+    assert read_prompts(str(tmp_path / "a.jsonl"), chat=True) == [text]
+    assert read_prompts(str(tmp_path / "a.txt"), chat=False) == [text, "five"]
+
+
 def test_a_damaged_checkpoint_is_named_before_an_older_one_is_read(copied, tmp_path, capsys):
     shutil.copytree(copied / "copy", tmp_path / "run")
     checkpoints, words = tmp_path / "run" / "checkpoints", [f"run_dir={tmp_path / 'run'}", "mesh=1x1"]
