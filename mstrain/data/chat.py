@@ -123,8 +123,12 @@ class Template:
         import jinja2
 
         try:
-            return self._compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.tokens)
-        except jinja2.TemplateError as error:
+            # `transformers` passes the Nones too: templates compare them with none.
+            return self._compiled.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt,
+                **self.tokens,
+            )  # fmt: skip
+        except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses the conversation ({error})") from None
 
 
@@ -135,6 +139,9 @@ def _compile(source: str):
 
     def raise_exception(message: str):
         raise jinja2.TemplateError(message)
+
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     class Generation(jinja2.ext.Extension):
         """The tag {% generation %}, which marks answers for `transformers`, writes its content."""
@@ -148,7 +155,7 @@ def _compile(source: str):
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = tojson
     environment.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": lambda form: datetime.datetime.now().strftime(form),

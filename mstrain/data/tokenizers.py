@@ -17,7 +17,7 @@ from mstrain.json_files import read_json
 TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 SENTENCEPIECE_FILE = "tokenizer.model"
 _FILES = (TOKENIZER_FILE, SENTENCEPIECE_FILE)
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 _DIGITS = 31  # transformers writes 1e30 as the model_max_length of a tokenizer without a limit
 _SMALLEST_BPE = 257  # 256 bytes and the end-of-document token

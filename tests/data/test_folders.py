@@ -1,6 +1,7 @@
 """Tokenizers as folders and SentencePiece models, and chats as `transformers` writes and encodes them."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -87,6 +88,26 @@ def test_chats_are_encoded_as_transformers_does(hub_folder):
     assert ids.tolist() == theirs.apply_chat_template(CHAT, return_dict=True)["input_ids"]
     decoded = theirs.decode(ids[counted])
     assert decoded == "Because of é 😀.<|im_end|>\nBlue.<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if tools is not none or documents is not none %}tools{% endif %}",
+        "{% if tools is defined %}defined{% endif %}",
+        "{{ sep_token }}{{ cls_token }}{{ mask_token }}",
+        "{{ {'b': messages[0].content, 'a': 1} | tojson(ensure_ascii=True, sort_keys=True, separators=(',', ':')) }}",
+    ],
+)
+def test_templates_find_what_transformers_passes(hub_folder, tmp_path, source):
+    transformers = pytest.importorskip("transformers")
+    shutil.copytree(hub_folder, tmp_path / "copy")
+    path = tmp_path / "copy" / "tokenizer_config.json"
+    more = {"chat_template": source + "é", "sep_token": "<s>", "cls_token": "<|im_start|>"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "copy"))
+    ours = chat_template(DataConfig("chat", "x"), load_tokenizer(str(tmp_path / "copy")))
+    assert ours.question(CHAT) == theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])

@@ -131,6 +131,8 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     last = "{% for m in messages %}{% if loop.last %}!{% endif %}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="writes earlier turns differently.*data.template=FILE"):
         Template(last, {}).render(CHAT)
+    with pytest.raises(ValueError, match="refuses the conversation .*str"):
+        Template("{{ messages[0].content + 5 }}", {}).question(CHAT)
     with pytest.raises(ValueError, match="leaves out an answer.*data.template=FILE"):
         Template("{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", {}).render(
             CHAT
