@@ -46,6 +46,11 @@ def messages_of(record: Any) -> list[dict[str, Any]]:
     """The messages of a record. Raises ValueError when it is not a conversation with an answer."""
     if not isinstance(record, dict):
         raise ValueError('the line is not a JSON object: write {"messages": [...]}')
+    if record.get("tools"):
+        raise ValueError(
+            "the record has tools, which are not passed to the chat template: write them into a system message and "
+            "remove the key"
+        )
     messages = record.get("messages", record.get("conversations"))
     if messages is None:
         question = next((record[key] for key in QUESTIONS if key in record), None)

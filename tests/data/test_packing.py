@@ -172,6 +172,7 @@ def test_a_chat_corpus_marks_its_answers(tmp_path):
         ({"text": "x"}, "line 2: the record has neither messages nor instruction.*keys: text"),
         ([1], "line 2: the line is not a JSON object"),
         ({"messages": "hello"}, "line 2: messages is not a list"),
+        ({"messages": CHAT, "tools": [{"name": "x"}]}, "line 2: the record has tools.*write them into a system"),
     ],
 )
 def test_a_chat_without_an_answer_is_refused_with_file_and_line(tmp_path, record, message):
@@ -183,4 +184,4 @@ def test_a_chat_without_an_answer_is_refused_with_file_and_line(tmp_path, record
 
 def test_instructions_become_messages():
     record = {"system": "Be brief.", "instruction": "Add", "input": "1 2", "output": "3"}
-    assert [m["content"] for m in messages_of(record)] == ["Be brief.", "Add\n\n1 2", "3"]
+    assert [m["content"] for m in messages_of(record | {"tools": []})] == ["Be brief.", "Add\n\n1 2", "3"]
