@@ -202,6 +202,11 @@ def _flat(config: DataConfig, spec: str, vocab_size: int | None) -> Corpus:
             )
         eod = known.eod if known else None
     size = known.vocab_size if known else int(vocab_size or 0)
+    if eod is not None and eod >= size:
+        raise ValueError(
+            f"data.eos={eod} is outside the vocabulary of {size}, so it ends no document: type the number of the token "
+            "that does"
+        )
     files, train, validation = open_flat_tokens(config, size, eod)
     sides = JoinedTokens(train), JoinedTokens(validation)
     verification = Verification(files, Path(config.cache_dir).expanduser(), ours=False)

@@ -172,3 +172,9 @@ def test_a_file_of_data_validation_is_not_trained_on(tmp_path):
         write(folder / name, np.arange(100))
     corpus = prepare(flat(folder, validation=str(folder / "b.bin")), vocab_size=100)
     assert (corpus.train.num_tokens, corpus.validation.num_tokens) == (200, 100)
+
+
+def test_an_end_of_document_outside_the_vocabulary_is_refused(nano):
+    assert prepare(flat(nano, eos="50256"), vocab_size=50257).train.eod == 50256
+    with pytest.raises(ValueError, match="data.eos=50257 is outside the vocabulary of 50257"):
+        prepare(flat(nano, eos="50257"), vocab_size=50257)
