@@ -251,6 +251,9 @@ def test_a_loop_without_transfers_is_one_event_of_each_kind():
 def test_a_loop_that_cannot_be_counted_is_refused():
     with pytest.raises(ValueError, match="trip count"):
         read(X + WHILE, loop("  " + gemm("y", "x"), "parameter(1)"))
+    of_data = "parameter(1)\n  %device = u32[]{:T(128)} constant(0)"  # that has the element which ends the loop
+    with pytest.raises(ValueError, match="trip count"):
+        read(X + WHILE, loop("  " + gemm("y", "x"), of_data))
 
 
 FUSIONS = f"""
