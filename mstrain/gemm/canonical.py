@@ -142,6 +142,8 @@ def _with_auto_axes(mesh: Mesh | str) -> Mesh:
                 f"mstrain.emulate_devices({shape.devices}) before the first use of JAX, or pass a smaller mesh."
             )
         return make_mesh(shape)
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh={mesh!r} is neither a jax.sharding.Mesh nor text such as '2x4'.")
     if mesh.axis_names != tuple(axis for axis in AXES if axis in mesh.axis_names):
         raise ValueError(f"mesh has axes {mesh.axis_names}: take some of {', '.join(AXES)}, in this order.")
     return _retyped(mesh, AxisType.Auto)

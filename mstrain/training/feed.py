@@ -39,6 +39,8 @@ class Feed(Generic[Batches]):
         return Batch(jax.device_put(tokens.astype(abstract.dtype).reshape(abstract.shape), abstract.sharding))
 
     def __call__(self, step: int) -> Batch:
+        if step < 0:
+            raise ValueError(f"feed({step}): batches are numbered from 0.")
         parts = {}  # devices along `col` share rows, and JAX calls `read` for each device and array
 
         def read(name, index):

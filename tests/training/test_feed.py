@@ -94,3 +94,8 @@ def test_tokens_that_would_be_rounded_or_wrapped_are_refused(change, message):
     np.testing.assert_array_equal(np.asarray(feed_on("2x4").place(tokens, 1000).tokens)[0], tokens)
     with pytest.raises(ValueError, match=message):
         feed_on("2x4").place(tokens + change, 1000)
+
+
+def test_a_batch_before_the_first_one_is_an_error():
+    with pytest.raises(ValueError, match=r"feed\(-1\): batches are numbered from 0"):
+        feed_on("2x4")(-1)
