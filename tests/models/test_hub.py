@@ -353,6 +353,18 @@ def test_an_export_that_cannot_be_written_leaves_nothing(folders, tmp_path, monk
         export.main([words[0], f"out={tmp_path / 'file' / 'out'}"])
 
 
+def test_weights_that_a_dtype_cannot_hold_are_not_exported(folders, tmp_path):
+    shutil.copytree(folders / "llama2", tmp_path / "in")
+    file = next((tmp_path / "in").glob("*.safetensors"))
+    tensors, name = load_file(file), "model.norm.weight"
+    save_file(tensors | {name: tensors[name] * np.float32(1e5)}, file, metadata={"format": "pt"})
+    words = [f"init={tmp_path / 'in'}", f"out={tmp_path / 'out'}"]
+    with pytest.raises(ValueError, match=f"{name} has values that are not finite as float16. Type dtype=f32"):
+        export.main([*words, "dtype=f16"])
+    assert not (tmp_path / "out").exists()
+    assert export.main([*words, "dtype=bf16"]) == 0
+
+
 def test_the_exit_code_of_a_mistake_is_2(tmp_path):
     done = subprocess.run([sys.executable, "-m", "mstrain", "train", "init=/nowhere"], capture_output=True, text=True)
     assert done.returncode == 2 and "init=/nowhere" in done.stderr and "Traceback" not in done.stderr

@@ -102,7 +102,8 @@ def size_of(model: ModelConfig, target: Target) -> int:
 def write_model(folder: Path, module: Transformer, params, target: Target, leads: bool) -> int:
     """Writes config.json and weights of `module` with stored `params`; returns the bytes of the tensors.
 
-    All processes call it together; the one that `leads` writes. Host memory is that of one file of weights.
+    All processes call it together; the one that `leads` writes. Host memory is that of one file of weights. Raises
+    ValueError for values that are infinite or NaN in their dtype in the folder.
     """
     if (rate := module.model.balance_rate) and f"{STACK}/mlp/{BALANCE}" not in target.family.tensors:
         raise ValueError(
@@ -117,6 +118,11 @@ def write_model(folder: Path, module: Transformer, params, target: Target, leads
     waiting: dict[str, np.ndarray] = {}
     counts = [files.count(file) for file in range(files[-1] + 1)]
     for name, values in tensors_of(module, params, target):
+        if not np.isfinite(values).all():
+            raise ValueError(
+                f"{name} has values that are not finite as {values.dtype}. Type dtype=f32; if they were not finite "
+                "before, type step= of an earlier checkpoint."
+            )
         if leads:
             waiting[name] = values
             if len(waiting) == counts[places[name]]:
@@ -142,7 +148,9 @@ def tensors_of(module: Transformer, params, target: Target) -> Iterator[tuple[st
                 whole = canonical if part.expert is None else canonical[part.expert]
                 values = _alternated(whole[..., part.begin : part.end], part.alternating)
                 values = values.T if part.transposed else values
-                yield part.name, np.ascontiguousarray(values, target.dtype_of(part.source))
+                with np.errstate(over="ignore"):  # `write_model` reports what overflows
+                    values = np.ascontiguousarray(values, target.dtype_of(part.source))
+                yield part.name, values
 
 
 def _alternated(values: np.ndarray, segments: int) -> np.ndarray:
