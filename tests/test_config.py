@@ -59,6 +59,7 @@ MISTAKES = {
     "pattern without a window": (["model.window_pattern=LLG"], ["has no effect", "type model.window=N"]),
     "prompt without a sample": (["sample.tokens=0", "sample.prompt=x"], ["prompt=x has no effect", "tokens=100"]),
     "no rollbacks": (["guard.max_rollbacks=5"], ["has no effect", "guard.rollback=true"]),
+    "sums of one microbatch": (["optimizer.gradients=bf16"], ["=bf16 has no effect", "type accumulate=2"]),
     "travel on one device": (["travel=int8", "mesh=4x1x1"], ["travel=int8 has no effect", "mesh=2x2"]),
     "replicas of one device": (["check_replicas.every=5", "mesh=1x1"], ["check_replicas.every=5 has no effect"]),
     "halves of no layer": (["parallel.mlp=wang", "parallel.layers=0-:mlp:fsdp"], ["parallel.mlp=wang has no effect"]),

@@ -113,14 +113,6 @@ class OptimizerConfig:
                         f"another optimizer.{key}=."
                     )
 
-    def check_gradients(self, accumulate: int) -> None:
-        """Raises ValueError if `gradients` has no effect on a step of so many microbatches."""
-        if self.gradients != "f32" and accumulate == 1:
-            raise ValueError(
-                f"optimizer.gradients={self.gradients} has no effect: accumulate=1 sums no gradients. Remove it, or "
-                "type accumulate=2."
-            )
-
     def sums(self, seed: int) -> GradientSums:
         """How a step sums gradients."""
         return GradientSums(None if self.gradients == "f32" else self.rounding, seed)

@@ -172,7 +172,6 @@ class RunConfig:
             count = parse_mesh(self.mesh).stage
             if stages := count > 1 and make_stages(self.pipeline, count, self.model.layers - self.model.dense_layers):
                 stages.check_microbatches(self.accumulate)
-        self.optimizer.check_gradients(self.accumulate)
         if self.parallel.slices != "auto":
             parse_slices(self.parallel.slices)
         used = set(itertools.chain(*layer_algorithms(self.parallel, self.model.layers)))

@@ -1,7 +1,7 @@
 """Typed keys that the rest of the run does not read.
 
-A preset, a folder of a hub or a plan may set them. Typed on the command line, they would have no effect without a
-message.
+A preset, a folder of a hub, a plan or the record of a run may set them. Typed on the command line, they would have no
+effect without a message.
 """
 
 import functools
@@ -46,6 +46,7 @@ _NEEDS: dict[str, tuple[str, Callable[[RunConfig], bool]]] = {
     "sample.prompt": _SAMPLE,
     "sample.temperature": _SAMPLE,
     "guard.max_rollbacks": ("type guard.rollback=true", lambda run: run.guard.rollback),
+    "optimizer.gradients": ("type accumulate=2: one microbatch has no sum", lambda run: run.accumulate > 1),
     "parallel.attention": (_HALF, _is_used(0)),
     "parallel.mlp": (_HALF, _is_used(1)),
     "travel": (

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from mstrain.commands.recorded import run_config
 from mstrain.commands.train import load_config
 from mstrain.data import DataConfig
 from mstrain.data.tokenizers import train_bpe
@@ -198,6 +199,13 @@ def test_run_dir_alone_is_the_run_that_is_there(finished):
     longer = load_config([directory, "steps=20", "allow=steps", "mesh=4x2"])
     assert (longer.steps, longer.model, longer.mesh) == (20, same.model, "4x2")
     assert load_config([directory, "steps=20"]).model.name == "small"  # a command of its own, which is then refused
+
+
+def test_run_dir_alone_continues_sums_in_bf16(tmp_path):
+    summed = dataclasses.asdict(changed(optimizer__gradients="bf16", accumulate=2))
+    (tmp_path / record.RUN).write_text(json.dumps({"format": 1, **summed}))
+    assert load_config([f"run_dir={tmp_path}", "accumulate=1"]).optimizer.gradients == "bf16"
+    assert run_config(str(tmp_path), ["batch=1"]).optimizer.gradients == "bf16"
 
 
 def test_init_from_is_checked_before_the_corpus_is_read(finished, tmp_path, monkeypatch):
