@@ -29,6 +29,7 @@ CLASSES = {
 }
 ORIGINS = ("init", "init_from")  # what a new run starts from; a resume may omit them
 DIGESTS = ("data", "tokenizer")  # compared by content
+OPTIMIZER = "optimizer.name"  # allow= cannot permit another one: checkpoints hold the moments of one optimizer
 NO_RECORD, LOST_STEPS = "no_record", "lost_steps"
 
 
@@ -55,8 +56,8 @@ class Difference:
 
     @property
     def covered_by(self) -> set[str]:
-        """The names in `allow=` that permit it: the key or its group."""
-        return {self.name, self.group}
+        """The names in `allow=` that permit it: the key or its group; none for OPTIMIZER."""
+        return set() if self.name == OPTIMIZER else {self.name, self.group}
 
     def __str__(self) -> str:
         return f"{self.name}: {_shown(self.before)} recorded, {_shown(self.now)} now"
@@ -124,18 +125,29 @@ def refusal(place: str, found: list[Difference], allowed: set[str], instead: str
     lines = [f"{place} is the record of a different run:", *(f"  {difference}" for difference in no)]
     if others := [difference for difference in found if difference not in no]:
         lines += ["These may differ:", *(f"  {difference}" for difference in others)]
+    if OPTIMIZER in (difference.name for difference in no):
+        return "\n".join([*lines, f"{instead}. {_OTHER_OPTIMIZER}"])
     names = " ".join(dict.fromkeys("data" if x.group == "data" else x.name for x in no))
     return "\n".join([*lines, f'{instead}, or type allow="{names}" to change it.'])
+
+
+_OTHER_OPTIMIZER = (
+    f"A checkpoint holds the moments of its {OPTIMIZER}, so none is resumed with another: type init_from= with this "
+    "folder and another run_dir= to begin a run with its weights."
+)
 
 
 def parse_allow(text: str | None, keys) -> set[str]:
     """The names in `allow=`. Raises ValueError for a name that is not in `keys` (of a configuration)."""
     groups = {key.partition(".")[0] for key in keys}
     known = {key for key in [*keys, *groups] if class_of(key) in (KEPT, CONTENT)} | {NO_RECORD, *DIGESTS}
+    known -= {OPTIMIZER}
     names = set((text or "").split())
     for name in sorted(names):
         if name in known or re.fullmatch(LOST_STEPS + r":\d{1,12}", name):
             continue
+        if name == OPTIMIZER:
+            raise ValueError(f"allow={name} has no effect. {_OTHER_OPTIMIZER}")
         if name in keys or name in groups:
             raise ValueError(f"allow={name} has no effect: {name} may change without it. Remove it.")
         near = difflib.get_close_matches(name, sorted(known), 1)

@@ -24,6 +24,7 @@ from mstrain.training.identity import (
     CLASSES,
     KEPT,
     LOCAL,
+    OPTIMIZER,
     Record,
     class_of,
     differences,
@@ -64,7 +65,8 @@ def test_a_changed_key_is_found_and_refused_by_its_class(key):
     now = Record(BEFORE.config | {key: "another"}, BEFORE.digests)
     assert [difference.name for difference in differences(BEFORE, now, DEFAULTS)] == [key]
     assert names(BEFORE, now) == ([key] if class_of(key) == KEPT else [])
-    assert names(BEFORE, now, {key}) == names(BEFORE, now, {key.partition(".")[0]}) == []
+    refused_always = [key] if key == OPTIMIZER else []
+    assert names(BEFORE, now, {key}) == names(BEFORE, now, {key.partition(".")[0]}) == refused_always
 
 
 def test_changed_contents_are_refused_whatever_their_path():
@@ -73,6 +75,13 @@ def test_changed_contents_are_refused_whatever_their_path():
     assert names(BEFORE, dataclasses.replace(now, digests=BEFORE.digests)) == []
     message = refusal("run.json", differences(BEFORE, now, DEFAULTS), {"data"}, "Type A")
     assert "data.path: null recorded, elsewhere now" in message and 'allow="tokenizer"' in message
+
+
+def test_another_optimizer_is_refused_without_a_key_to_allow_it():
+    found = differences(BEFORE, changed(optimizer__name="muon", steps=9), DEFAULTS)
+    message = refusal("run.json", found, {"optimizer", "steps"}, "Type A")
+    assert "optimizer.name: adamw recorded, muon now" in message
+    assert "type init_from=" in message and "allow=" not in message
 
 
 def of_model(**sizes) -> Record:
@@ -110,6 +119,7 @@ def test_allow_names_what_it_can_permit():
     for text, words in {
         "mesh": "may change without it", "optimizer.learning": "Did you mean optimizer.learning_rate",
         "lost_steps": "unknown key of a run", "run_dir": "may change without it",
+        "optimizer.name": "has no effect. A checkpoint holds the moments of its optimizer.name, .* type init_from=",
     }.items():  # fmt: skip
         with pytest.raises(ValueError, match=words):
             parse_allow(text, DEFAULTS)
