@@ -289,9 +289,9 @@ class _Search:
     def _choices(self, plan: PodPlan) -> Iterator[PodPlan]:
         """The plan with every remat and schedule; remats that recompute least come first."""
         fixed, stages = self.request.fixed, plan.pipeline
-        schedules = [fixed.schedule] if fixed.schedule else SCHEDULES if stages > 1 else SCHEDULES[:1]
+        schedules = SCHEDULES[:1] if stages == 1 else [fixed.schedule] if fixed.schedule else SCHEDULES
         for remat, schedule in itertools.product([fixed.remat] if fixed.remat else REMATS, schedules):
-            if schedule != "interleaved" or stages == 1:
+            if schedule != "interleaved":
                 yield replace(plan, remat=remat, schedule=schedule)
                 continue
             for chunks in [fixed.interleave] if fixed.interleave else CHUNKS:

@@ -6,6 +6,7 @@ import math
 from mstrain.models import products
 from mstrain.models.zoo import load_preset
 from mstrain.planner.clock import Clock, OutOfTime
+from mstrain.planner.request import SCHEDULES
 from mstrain.planner.search import search
 from tests.planner.plans import ask
 
@@ -28,6 +29,7 @@ class Checks(Clock):
 
 
 REQUEST = ask(load_preset("olmoe_7b"), cluster="v5p-32", batch=16, seq=1024, remat="full", schedule="1f1b")
+TINY = dataclasses.replace(load_preset("tiny"), vocab_size=256)
 
 
 def test_a_search_that_ends_early_has_seen_the_best_layouts():
@@ -48,3 +50,9 @@ def test_what_only_the_model_says_is_computed_once(monkeypatch):
     model = dataclasses.replace(REQUEST.model, name="not in any cache")
     assert search(dataclasses.replace(REQUEST, model=model)).costed > 500
     assert calls == [model]
+
+
+def test_a_plan_of_one_stage_is_the_same_for_every_schedule():
+    keys = {"cluster": "v4-8", "batch": 16, "seq": 256, "accumulate": "4", "pipeline": "1"}
+    found = [search(ask(TINY, **keys, schedule=name)).ranked for name in (*SCHEDULES, "auto")]
+    assert all(ranked == found[0] for ranked in found) and found[0][0].plan.schedule == "1f1b"
