@@ -192,9 +192,13 @@ class _Search:
 
     def _outlook(self, layout: PodPlan) -> float:
         """Lower bound of the step's seconds with a typical number of microbatches; infinite for an illegal layout."""
-        counts = divisors(self.request.batch // layout.data)
+        counts = [
+            n for n in divisors(self.request.batch // layout.data) if self.request.fixed.allows("microbatches", n)
+        ]
+        if not counts:
+            return math.inf
         few = next((count for count in counts if count >= PASSES * (layout.pipeline - 1)), counts[-1])
-        plan = replace(layout, microbatches=self.request.fixed.microbatches or few)
+        plan = replace(layout, microbatches=few)
         products = plan_products(self.request, plan)
         return math.inf if isinstance(products, str) else self._least(plan, layer_works(self.request, plan, products))
 

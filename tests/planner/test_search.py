@@ -3,11 +3,13 @@
 import dataclasses
 import math
 
+import pytest
+
 from mstrain.models import products
 from mstrain.models.zoo import load_preset
 from mstrain.planner.clock import Clock, OutOfTime
 from mstrain.planner.request import SCHEDULES
-from mstrain.planner.search import search
+from mstrain.planner.search import search, search_pod
 from tests.planner.plans import ask
 
 
@@ -56,3 +58,9 @@ def test_a_plan_of_one_stage_is_the_same_for_every_schedule():
     keys = {"cluster": "v4-8", "batch": 16, "seq": 256, "accumulate": "4", "pipeline": "1"}
     found = [search(ask(TINY, **keys, schedule=name)).ranked for name in (*SCHEDULES, "auto")]
     assert all(ranked == found[0] for ranked in found) and found[0][0].plan.schedule == "1f1b"
+
+
+def test_more_microbatches_than_sequences_are_an_error_and_not_a_traceback():
+    request = ask(TINY, cluster="v4-8", batch=2, seq=256, accumulate="4")
+    with pytest.raises(ValueError, match="batch=2 does not divide into 4 microbatches"):
+        search_pod(request, Clock(60.0))
