@@ -12,10 +12,10 @@ from mstrain.layers.latent_attention import LatentPlans
 from mstrain.mesh import MeshShape, abstract_mesh
 from mstrain.models.config import ModelConfig
 from mstrain.models.model_plan import BlockPlan
-from mstrain.models.parallel import ParallelConfig
+from mstrain.models.parallel import ParallelConfig, layer_algorithms
 from mstrain.models.plan import make_plan
 from mstrain.models.products import SHARED, further_products, projections
-from mstrain.models.stages import Stages
+from mstrain.models.stages import Stages, check_division, even_layers
 from mstrain.parallel.dataflow import Projection
 from mstrain.parallel.product_cost import Layout
 from mstrain.planner.request import PlanRequest
@@ -221,12 +221,27 @@ def plan_products(request: PlanRequest, plan: PodPlan) -> Products | str:
         tokens = plan.sequences(request.batch) * request.seq // plan.context
         made = _ring_products(request.model, tokens, plan.tensor, request.element_bytes)
         return dataclasses.replace(made, parts=plan.context)
+    if refused := why_not_divided(request, plan):
+        return refused
     microbatch = request.batch // plan.microbatches
     constants = request.pod.tuning_constants(plan.sizes, request.dtype)
     return _products(
         request.model, plan.parallel, plan.shape, microbatch, request.seq, request.pod.chip, constants,
         request.element_bytes,
     )  # fmt: skip
+
+
+def why_not_divided(request: PlanRequest, plan: PodPlan) -> str:
+    """The reason why the stages of train.py do not support the layers; empty if they do."""
+    if plan.pipeline == 1:
+        return ""
+    model, chunks = request.model, plan.pipeline * plan.chunks
+    stages = Stages(plan.pipeline, plan.schedule, even_layers(model.layers - model.dense_layers, chunks))
+    try:
+        check_division(stages, layer_algorithms(plan.parallel, model.layers), model)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 @lru_cache(maxsize=1 << 14)

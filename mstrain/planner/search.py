@@ -23,7 +23,7 @@ from mstrain.planner.clock import Clock, OutOfTime, divisors
 from mstrain.planner.cost import Costed, Step, Terms
 from mstrain.planner.layer import Work, layer_works
 from mstrain.planner.memory import stage_parameters, state_bytes
-from mstrain.planner.plan import PodPlan, Products, plan_products
+from mstrain.planner.plan import PodPlan, Products, plan_products, why_not_divided
 from mstrain.planner.request import SCHEDULES, SHARDS, PlanRequest
 from mstrain.planner.trainer import why_not_trainable
 
@@ -299,8 +299,10 @@ class _Search:
                 yield replace(plan, remat=remat, schedule=schedule)
                 continue
             for chunks in [fixed.interleave] if fixed.interleave else CHUNKS:
-                if plan.microbatches % stages == 0 and stages * chunks <= self.request.layer_groups[-1][1]:
-                    yield replace(plan, remat=remat, schedule=schedule, interleave=chunks)
+                choice = replace(plan, remat=remat, schedule=schedule, interleave=chunks)
+                divided = plan.microbatches % stages == 0 and stages * chunks <= self.request.layer_groups[-1][1]
+                if divided and not why_not_divided(self.request, choice):
+                    yield choice
 
     def _least_state(self, layout: PodPlan) -> float:
         """Lower bound of the bytes of state on the device that has most."""

@@ -6,10 +6,11 @@ import math
 import pytest
 
 from mstrain.models import products
+from mstrain.models.parallel import ParallelConfig
 from mstrain.models.zoo import load_preset
 from mstrain.planner.clock import Clock, OutOfTime
 from mstrain.planner.request import SCHEDULES
-from mstrain.planner.search import search, search_pod
+from mstrain.planner.search import rank_meshes, search, search_pod
 from tests.planner.plans import ask
 
 
@@ -64,3 +65,15 @@ def test_more_microbatches_than_sequences_are_an_error_and_not_a_traceback():
     request = ask(TINY, cluster="v4-8", batch=2, seq=256, accumulate="4")
     with pytest.raises(ValueError, match="batch=2 does not divide into 4 microbatches"):
         search_pod(request, Clock(60.0))
+
+
+def test_a_pipeline_has_layers_that_its_stages_support():
+    """Stages run one program, in which losses of routers need as many layers in every stage."""
+    keys = {"cluster": "v4-16", "batch": 16, "seq": 256, "shard": "none"}
+    uneven = dataclasses.replace(REQUEST.model, layers=6, balance_loss=0.01)
+    found = search(ask(uneven, **keys)).ranked
+    assert {(c.plan.pipeline, c.plan.chunks) for c in found if c.plan.pipeline > 1} <= {(2, 1), (2, 3)}
+    with pytest.raises(ValueError, match="need as many layers in every stage, not 4 stages of 2\\+2\\+1\\+1 layers"):
+        search_pod(ask(uneven, **keys, pipeline="4"))
+    mixed = dataclasses.replace(ask(TINY, **keys), parallel=(ParallelConfig(layers="0:megatron"),))
+    assert {costed.plan.pipeline for costed in rank_meshes(mixed)} == {1}
