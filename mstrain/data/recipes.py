@@ -19,6 +19,7 @@ from mstrain.data.synthetic import markov_tokens
 from mstrain.data.token_file import TokenWriter
 from mstrain.data.token_header import VERSION
 from mstrain.data.tokenizers import (
+    EOD_NAMES,
     SPECIAL_TOKENS,
     TOKENIZER_FILE,
     Tokenizer,
@@ -190,7 +191,10 @@ def chat_template(config: DataConfig, tokenizer: Tokenizer) -> Template:
         own = next((entry["template"] for entry in own if entry.get("name") == "default"), None)
     if own is not None and not isinstance(own, str):
         raise ValueError(f"the tokenizer's chat_template is {own!r}, not a text: give another, data.template=FILE")
-    return Template(own or DEFAULT_TEMPLATE, {"bos_token": "", "eos_token": "", **tokens})
+    # Without a stated one, the token that ends documents, so that every answer of a conversation ends with it.
+    ends = (name for name in (config.eos, *EOD_NAMES) if tokenizer.eod is not None)
+    eos = next((name for name in ends if tokenizer.token_id(name) == tokenizer.eod), "")
+    return Template(own or DEFAULT_TEMPLATE, {"bos_token": "", "eos_token": eos, **tokens})
 
 
 def _trained(source: Source, split: Split, vocab_size: int, folder: Path) -> Tokenizer:

@@ -18,7 +18,7 @@ TOKENIZER_FILE, CONFIG_FILE, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config
 SENTENCEPIECE_FILE = "tokenizer.model"
 _FILES = (TOKENIZER_FILE, SENTENCEPIECE_FILE)
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-_EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 _DIGITS = 31  # transformers writes 1e30 as the model_max_length of a tokenizer without a limit
 _SMALLEST_BPE = 257  # 256 bytes and the end-of-document token
 Spans = tuple[tuple[int, int], ...]
@@ -214,7 +214,7 @@ def _marks(tokenizer: Tokenizer, before_texts: Callable[[], int | None]) -> tupl
     begins = tokenizer.token_id(asked) if asked else before_texts()
     if eos and (found := tokenizer.token_id(eos)) is not None:
         return begins, found
-    known = [tokenizer.token_id(name) for name in _EOD_NAMES]
+    known = [tokenizer.token_id(name) for name in EOD_NAMES]
     return begins, next((token for token in known if token is not None), None)
 
 
@@ -285,7 +285,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
     inner.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[_EOD_NAMES[0]],
+        special_tokens=[EOD_NAMES[0]],
         show_progress=False,
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
     )

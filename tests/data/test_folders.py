@@ -90,6 +90,12 @@ def test_chats_are_encoded_as_transformers_does(hub_folder):
     assert decoded == "Because of é 😀.<|im_end|>\nBlue.<|im_end|>\n"
 
 
+def test_every_answer_of_the_default_template_ends_with_the_token_that_ends_documents(tmp_path):
+    tokenizer = load_tokenizer(str(train_bpe([TEXT], 300).save(tmp_path)))  # no tokenizer_config.json states one
+    ids, counted = tokenizer.encode_spans(*chat_template(DataConfig("chat", "x"), tokenizer).render(CHAT))
+    assert (ids[counted] == tokenizer.eod).sum() == 2
+
+
 @pytest.mark.parametrize(
     "source",
     [
