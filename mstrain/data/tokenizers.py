@@ -124,11 +124,13 @@ class HuggingFaceTokenizer:
         return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
     def encode_spans(self, text: str, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+        post = self.library.post_processor
         self.library.encode_special_tokens = False
+        self.library.post_processor = None  # it may trim spaces off the offsets, but add no token here
         try:
             encoding = self.library.encode(text, add_special_tokens=False)
         finally:
-            self.library.encode_special_tokens = True
+            self.library.encode_special_tokens, self.library.post_processor = True, post
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         # A word's token may begin with the space before it, which belongs to the question.
         return np.array(encoding.ids, np.int64), _inside(np.maximum(offsets[:, 1] - 1, offsets[:, 0]), spans)

@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from tokenizers.processors import TemplateProcessing
+from tokenizers.processors import ByteLevel, TemplateProcessing
 
 from mstrain.data import DataConfig, prepare
 from mstrain.data.recipes import chat_template
@@ -94,6 +94,18 @@ def test_every_answer_of_the_default_template_ends_with_the_token_that_ends_docu
     tokenizer = load_tokenizer(str(train_bpe([TEXT], 300).save(tmp_path)))  # no tokenizer_config.json states one
     ids, counted = tokenizer.encode_spans(*chat_template(DataConfig("chat", "x"), tokenizer).render(CHAT))
     assert (ids[counted] == tokenizer.eod).sum() == 2
+
+
+def test_a_space_before_an_answer_is_not_part_of_it(tmp_path):
+    """Llama 3: the post-processor trims spaces off the offsets."""
+    inner = train_bpe([TEXT], 300).library
+    inner.post_processor = ByteLevel(trim_offsets=True)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    digest, text = tokenizer.digest, "sky? Zero"
+    ids, counted = tokenizer.encode_spans(text, ((5, 9),))
+    assert tokenizer.decode(ids[counted]) == text[5:] and tokenizer.decode(ids) == text
+    assert load_tokenizer(str(tokenizer.save(tmp_path))).digest == digest
 
 
 @pytest.mark.parametrize(
