@@ -74,7 +74,7 @@ class TextFiles(FileSource):
     def of_stdlib(cls) -> "TextFiles":
         """The *.py files of the running interpreter's standard library, without its tests."""
         root = sysconfig.get_paths()["stdlib"]
-        names = walk(root, (".py",), _NOT_STDLIB) if os.path.isdir(root) else []
+        names = walk(root, (".py",), _NOT_STDLIB)[0] if os.path.isdir(root) else []
         if not names:
             raise ValueError(
                 f"this Python ships no library sources ({root}): type data=synthetic, or data=text data.path=FOLDER"

@@ -30,6 +30,8 @@ class Files:
     remote: Any = None
     part: str = ""
     """Names the digests that are remembered of a part of a folder."""
+    links: tuple[str, ...] = ()
+    """Links to folders below `root`. They are not followed."""
 
     def path(self, name: str) -> str:
         return os.path.join(self.root, name) if self.remote is None else f"{self.root}/{name}"
@@ -143,10 +145,10 @@ def listing(path: str, suffixes: tuple[str, ...], key: str = "data.path") -> Fil
         meant = difflib.get_close_matches(full.name, siblings, n=1)
         hint = f", perhaps {full.parent / meant[0]}" if meant and not full.exists() else ""
         raise ValueError(printable(f"{key}={path} is not a file or folder: type one that exists{hint}"))
-    names = walk(full, suffixes, set())
+    names, links = walk(full, suffixes, set())
     if not names:
         raise ValueError(_no_files(f"the folder {key}={path}", suffixes, key))
-    return Files(str(full), tuple(names))
+    return Files(str(full), tuple(names), links=tuple(links))
 
 
 def split_listing(
@@ -215,11 +217,13 @@ def _matches(pattern: Path, key: str) -> Files:
     return Files(str(root), tuple(names))
 
 
-def walk(root: str | Path, suffixes: tuple[str, ...], skipped_folders: set[str]) -> list[str]:
-    """Sorted relative POSIX names of regular visible files; links to folders are not followed."""
-    names = []
+def walk(root: str | Path, suffixes: tuple[str, ...], skipped_folders: set[str]) -> tuple[list[str], list[str]]:
+    """Sorted relative POSIX names of regular visible files, and of links to visible folders, which are not followed."""
+    names, links = [], []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [sub for sub in subfolders if sub not in skipped_folders and not sub.startswith(".")]
         paths = [Path(folder, file) for file in files if file.endswith(suffixes) and not file.startswith(".")]
         names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
-    return sorted(names)
+        folders = [Path(folder, sub) for sub in subfolders]
+        links += [path.relative_to(root).as_posix() for path in folders if path.is_symlink()]
+    return sorted(names), sorted(links)

@@ -10,7 +10,7 @@ from pathlib import Path
 from mstrain.checks import TransientError
 from mstrain.data.chat import DEFAULT_TEMPLATE, Chats, Template
 from mstrain.data.config import DataConfig
-from mstrain.data.documents import Skips, Source, text_digest
+from mstrain.data.documents import Skips, Source, printable, text_digest
 from mstrain.data.files import JsonLines, ParquetFiles, TextFiles
 from mstrain.data.hf import HuggingFace
 from mstrain.data.listing import Files, split_listing
@@ -166,6 +166,9 @@ def _sources(
     train, held_out, rest = split_files(config)
     train = train.only(window) if window else train
     notes = [f"{len(rest.names)} files of other splits are not read, first: {rest.names[0]}"] if rest else []
+    if train.links:
+        links = f"{len(train.links)} links to folders are not followed, first: {printable(train.links[0])}"
+        notes.append(f"{links}: type a pattern, data.path='FOLDER/**/*', which follows them")
     return make(train), make(held_out) if held_out else None, notes
 
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from mstrain.data import DataConfig, prepare
 from mstrain.data.documents import Document
+from mstrain.data.listing import listing
 from mstrain.data.split import TRAIN, VALIDATION, choose_split
 
 
@@ -106,3 +107,15 @@ def test_files_of_other_splits_are_not_trained_on(tmp_path, names, validation, o
         assert warnings[0].startswith(f"{others} files of other splits are not read")
     else:
         assert train | held_out == set(names) and not warnings
+
+
+def test_links_to_folders_are_not_followed_and_counted(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "x.txt").write_text("x")
+    root = tmp_path / "a"
+    root.mkdir()
+    (root / "link").symlink_to(tmp_path / "other")
+    train, held_out, (warning,) = splits_read(root, ["b.txt", "c.txt"])
+    assert train | held_out == {"b.txt", "c.txt"}
+    assert warning.startswith("1 links to folders are not followed, first: link: type a pattern")
+    assert "link/x.txt" in listing(f"{root}/**/*", ("",)).names
