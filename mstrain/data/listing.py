@@ -119,6 +119,11 @@ class Files:
         return dataclasses.replace(self, names=names, part=text_digest(*names))
 
 
+def states_split(name: str) -> bool:
+    """Whether a file's name has the word of a split."""
+    return _has_word(name, f"{_TRAIN}|{_VALIDATION}|{_TEST}")
+
+
 def _has_word(name: str, words: str) -> bool:
     return bool(re.search(rf"(?<![a-zA-Z0-9])({words})(?![a-zA-Z])", name))
 

@@ -13,7 +13,7 @@ from mstrain.data.config import DataConfig
 from mstrain.data.documents import Skips, Source, printable, text_digest
 from mstrain.data.files import JsonLines, ParquetFiles, TextFiles
 from mstrain.data.hf import HuggingFace
-from mstrain.data.listing import Files, split_listing
+from mstrain.data.listing import Files, split_listing, states_split
 from mstrain.data.split import TRAIN, VALIDATION, Split, choose_split
 from mstrain.data.synthetic import markov_tokens
 from mstrain.data.token_file import TokenWriter
@@ -165,7 +165,11 @@ def _sources(
     make = _file_source(config, tokenizer)
     train, held_out, rest = split_files(config)
     train = train.only(window) if window else train
-    notes = [f"{len(rest.names)} files of other splits are not read, first: {rest.names[0]}"] if rest else []
+    notes = []
+    if rest:
+        notes.append(f"{len(rest.names)} files of other splits are not read, first: {printable(rest.names[0])}")
+        if not all(map(states_split, rest.names)):
+            notes[0] += f" ({len(train.names)} have train in their names; to read all, type data.validation=FILE)"
     if train.links:
         links = f"{len(train.links)} links to folders are not followed, first: {printable(train.links[0])}"
         notes.append(f"{links}: type a pattern, data.path='FOLDER/**/*', which follows them")

@@ -109,6 +109,15 @@ def test_files_of_other_splits_are_not_trained_on(tmp_path, names, validation, o
         assert train | held_out == set(names) and not warnings
 
 
+def test_files_of_no_split_beside_those_of_splits_are_counted_with_the_fix(tmp_path):
+    names = ["train.py", "dev.py", "README", "model.py"]
+    train, held_out, (warning,) = splits_read(tmp_path / "a", names)
+    assert (train, held_out) == ({"train.py"}, {"dev.py"})
+    assert warning.startswith("2 files of other splits are not read, first: README (1 have train in their names")
+    train, held_out, warnings = splits_read(tmp_path / "a", names, "README")
+    assert (train, held_out, warnings) == (set(names) - {"README"}, {"README"}, ())
+
+
 def test_links_to_folders_are_not_followed_and_counted(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "x.txt").write_text("x")
