@@ -44,6 +44,8 @@ RUN, CONFIG, HISTORY = "run.json", "config.yaml", "history.jsonl"
 FORMAT = 1  # of run.json; a reader refuses a higher one
 LARGEST = 2**20  # bytes of a run.json that is read
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
+# Keys that may change and that `run_dir=` alone takes from the record all the same; others are of a machine or command.
+CONTINUED = ("model.name", "checkpoint", "eval", "guard", "check_replicas", "watchdog", "sample", "log_every")
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # C: OmegaConf's own in Python takes 0.1 s at every start
 DEFAULTS = flat(RunConfig(ModelConfig(), DataConfig(), ParallelConfig()))
 
@@ -128,7 +130,8 @@ def recorded_overrides(arguments: list[str]) -> list[str]:
 
 
 def _is_taken(key: str) -> bool:
-    return key == "model.name" or (class_of(key) in (KEPT, CONTENT) and key not in ORIGINS)
+    of_run = key in CONTINUED or key.partition(".")[0] in CONTINUED or class_of(key) in (KEPT, CONTENT)
+    return of_run and key not in ORIGINS
 
 
 def argument_of(key: str, value: Any, directory: Path) -> str:

@@ -211,11 +211,22 @@ def test_run_dir_alone_is_the_run_that_is_there(finished):
     assert load_config([directory, "steps=20"]).model.name == "small"  # a command of its own, which is then refused
 
 
+def recorded(directory: Path, before: Record) -> str:
+    (directory / record.RUN).write_text(json.dumps(record.to_json(before)))
+    return f"run_dir={directory}"
+
+
 def test_run_dir_alone_continues_sums_in_bf16(tmp_path):
-    summed = dataclasses.asdict(changed(optimizer__gradients="bf16", accumulate=2))
-    (tmp_path / record.RUN).write_text(json.dumps({"format": 1, **summed}))
-    assert load_config([f"run_dir={tmp_path}", "accumulate=1"]).optimizer.gradients == "bf16"
+    alone = recorded(tmp_path, changed(optimizer__gradients="bf16", accumulate=2))
+    assert load_config([alone, "accumulate=1"]).optimizer.gradients == "bf16"
     assert run_config(str(tmp_path), ["batch=1"]).optimizer.gradients == "bf16"
+
+
+def test_run_dir_alone_keeps_checkpoints_and_guard_as_the_run_did(tmp_path):
+    alone = recorded(tmp_path, changed(checkpoint__keep_every=1000, guard__rollback=True, mesh="1x2", eval__batches=2))
+    config = load_config([alone, "steps=720", "allow=steps"])
+    assert (config.checkpoint.keep_every, config.guard.rollback, config.eval.batches) == (1000, True, 2)
+    assert config.mesh == "auto" and load_config([alone, "checkpoint.keep_every=null"]).checkpoint.keep_every is None
 
 
 def test_init_from_is_checked_before_the_corpus_is_read(finished, tmp_path, monkeypatch):
