@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,7 +38,7 @@ from mstrain.training.rollback import read_order, roll_back, saved_facts
 from mstrain.training.run import Run
 from mstrain.training.saver import Saver
 from mstrain.training.stopped import Stopped
-from mstrain.training.summary import summarize
+from mstrain.training.summary import is_summarized, summarize
 from mstrain.training.watchdog import Watchdog
 from mstrain.training.weights_and_biases import WandbRun
 
@@ -48,17 +47,19 @@ def train(run: Run, check_lock: Callable[[], None] = lambda: None) -> int:
     """Trains `run` in its run directory to its last step, or until a signal; returns the exit code.
 
     `check_lock` is called before every save; it raises Stopped when another trainer has taken the directory over. A
-    finished run returns before anything is compiled.
+    finished run returns before anything is compiled, unless it was ended before it was summarized.
     """
-    if (last := finished_step(run)) is not None:
+    last = finished_step(run)
+    if last is not None and (last > run.config.steps or is_summarized(run)):
         run.console.print(
             f"{run.config.run_dir} has all {last} steps. Type steps=N allow=steps with N above {last}, "
             f"another run_dir=, or mstrain sample run_dir={run.config.run_dir} prompt=TEXT."
         )
         return FINISHED
-    run = with_remat(run)
-    announce(run)
-    run.memory.check()
+    if last is None:
+        run = with_remat(run)
+        announce(run)
+        run.memory.check()
     directory = Path(run.config.run_dir)
     _make_folder(run, directory)
     keep = run.config.checkpoint
@@ -66,7 +67,7 @@ def train(run: Run, check_lock: Callable[[], None] = lambda: None) -> int:
     local = _local_checkpoints(run, directory)
     try:
         with BestEffort(run.job.log) as observers:
-            code = None
+            code = None if last is None else _summarize_finished(run, checkpoints, local, observers)
             while code is None:
                 code = _attempt(run, checkpoints, local, observers, check_lock)
             return code
@@ -126,7 +127,6 @@ def _train_from(run: Run, state: State, done: int, guard: Guard, saver: Saver, o
     evaluator = _evaluator(run, reporter)
     hooks = _hooks(run, steps, evaluator, saver, observers)
     step_fn, feed = goodput.fed(run.step, lambda index: run.feed(guard.order(index)))
-    begun = time.perf_counter()
     with reporter, watchdog.watching(), preemption.listening():
         state = loop.train(step_fn, feed, state, preemption.until_stopped(steps), hooks, reporter)
         finished = int(jax.device_get(state["step"]))
@@ -141,8 +141,27 @@ def _train_from(run: Run, state: State, done: int, guard: Guard, saver: Saver, o
             f"[bold]Stopped[/] after step {finished} of {config.steps}, which is saved. The same command resumes there."
         )
         return STOPPED
-    results = {"training_seconds": time.perf_counter() - begun, "bad_steps": guard.bad_steps}
-    summarize(run, state, evaluator, reporter, observers, results)
+    step_seconds = reporter.seconds / reporter.steps if reporter.steps else None
+    summarize(run, state, evaluator, step_seconds, observers, guard.bad_steps)
+    return FINISHED
+
+
+def _summarize_finished(
+    run: Run, checkpoints: Checkpoints, local: LocalCheckpoints | None, observers: BestEffort
+) -> int:
+    """Summarizes a run whose process ended between its last save and its summary; returns the exit code."""
+    with run.goodput.spend("restore"):
+        state, done = begin(run, checkpoints, local)
+    guard = _guard(run, saved_facts(done, checkpoints, local), done, observers)
+    if run.job.leads:
+        run.goodput.open(observers, Path(run.config.run_dir), done)
+    evaluator = Evaluator(run.config.eval, run.module, run.corpus.validation, run.validation_feed)
+    with run.goodput.spend("evaluate"):
+        evaluator.measure(state["params"])
+    if local:
+        local.finish(done=True)
+    run.goodput.write(finished=True)
+    summarize(run, state, evaluator, None, observers, guard.bad_steps)
     return FINISHED
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from mstrain.checkpoints.checkpoints import Checkpoints
 from mstrain.cli import Command, run_command
 from mstrain.program.step import init_state
 from mstrain.training import session
+from mstrain.training.goodput import Goodput
 from mstrain.training.session import train
 from tests.quick import QUICK
 from tests.training.runs import ARGUMENTS, lines, losses, make, saved_steps
@@ -89,6 +91,19 @@ def test_a_finished_run_says_so(finished, tmp_path):
     assert train(run) == 0
     assert "has all 6 steps. Type steps=N allow=steps with N above 6" in shown.getvalue()
     assert (directory / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_that_was_killed_before_its_summary_writes_it_at_the_next_start(finished, tmp_path):
+    directory = copy_cut_after(6, finished, tmp_path / "run")
+    whole = json.loads((directory / "summary.json").read_text())
+    (directory / "summary.json").write_text('{"steps": 4}')  # of the run before steps=6 allow=steps
+    assert train(dataclasses.replace(in_directory(finished, directory), goodput=Goodput())) == 0
+    summary = json.loads((directory / "summary.json").read_text())
+    for name in ("steps", "validation_loss", "unigram_bits_per_byte", "bad_steps"):
+        assert summary[name] == whole[name], name
+    assert summary["training_seconds"] >= whole["training_seconds"] > 0  # of all attempts
+    assert summary["attempts"] == 2 and summary["tokens_per_second"] is None
+    assert lines(directory) == lines(Path(finished.config.run_dir))
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_its_shapes(finished, tmp_path, monkeypatch, capsys):
