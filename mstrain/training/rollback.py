@@ -8,6 +8,7 @@ Checkpoints repeat the list, so the run does not depend on the file.
 import contextlib
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 from mstrain.checkpoints.checkpoints import Checkpoints
@@ -45,6 +46,14 @@ def saved_facts(step: int, checkpoints: Checkpoints, local: LocalCheckpoints | N
     if step in checkpoints.steps:
         return checkpoints.facts(step)
     return local.facts(step) if local and step else {}
+
+
+def tokens_before(saved: dict, done: int) -> int:
+    """Tokens of the first `done` steps by `saved`, the facts of their checkpoint: `batch` and `seq` of an earlier
+    attempt may have been others."""
+    counts = [saved.get(name) for name in ("batch", "seq")]
+    seen = saved.get("tokens_seen", done * math.prod(count for count in counts if isinstance(count, int)))
+    return seen if isinstance(seen, int) else 0
 
 
 def roll_back(

@@ -21,9 +21,11 @@ class Saver:
         checkpoints: Checkpoints,
         check_lock: Callable[[], None],
         guard: Guard,
+        tokens_seen: Callable[[int], int],
         local: LocalCheckpoints | None = None,
     ):
         self._run, self._checkpoints, self._check_lock, self._guard = run, checkpoints, check_lock, guard
+        self._tokens_seen = tokens_seen
         self._max_failures = run.config.checkpoint.max_failures
         self._failures, self._pending, self._local = 0, None, local
 
@@ -33,7 +35,7 @@ class Saver:
             self._run.corpus.verification.wait()
         self._settle()
         self._check_lock()
-        run, kept = self._run, self._facts()
+        run, kept = self._run, self._facts(step)
         first = 0 < step < run.config.steps and self._checkpoints.latest == 0
         self._attempt(step, lambda: self._checkpoints.save(step, state, run.module, run.optimizer, kept))
         if first and run.config.compile_cache:  # so that a restart compiles nothing; a short run needs none
@@ -44,7 +46,7 @@ class Saver:
         assert self._local, "the schedule has no local saves without local_dir"
         self._run.corpus.verification.wait()
         self._check_lock()
-        self._local.save(step, state, self._facts())
+        self._local.save(step, state, self._facts(step))
 
     def finish(self, step: int, state: State) -> None:
         """Ensures that the last `step` is saved. Raises Stopped when it cannot be saved."""
@@ -67,9 +69,10 @@ class Saver:
                 "the same command."
             )
 
-    def _facts(self) -> dict:
-        """The facts that a checkpoint stores beside the state."""
-        return {**facts(self._run), "guard": self._guard.history(), "skipped": self._guard.order.skipped}
+    def _facts(self, step: int) -> dict:
+        """The facts that the checkpoint of `step` stores beside the state."""
+        history, skipped = self._guard.history(), self._guard.order.skipped
+        return {**facts(self._run), "guard": history, "skipped": skipped, "tokens_seen": self._tokens_seen(step)}
 
     def _settle(self) -> None:
         """Waits for the save in flight."""

@@ -34,7 +34,7 @@ from mstrain.training.remat import with_remat
 from mstrain.training.replicas import ReplicaCheck
 from mstrain.training.reporter import METRICS, Reporter
 from mstrain.training.resume import begin, finished_step
-from mstrain.training.rollback import read_order, roll_back, saved_facts
+from mstrain.training.rollback import read_order, roll_back, saved_facts, tokens_before
 from mstrain.training.run import Run
 from mstrain.training.saver import Saver
 from mstrain.training.stopped import Stopped
@@ -102,27 +102,35 @@ def _attempt(
             run.corpus.verification.wait()
         state, done = begin(run, checkpoints, local)
     assert done < run.config.steps, "finished_step has returned"
-    guard = _guard(run, saved_facts(done, checkpoints, local), done, observers)
-    saver = Saver(run, checkpoints, check_lock, guard, local)
+    saved = saved_facts(done, checkpoints, local)
+    guard, before = _guard(run, saved, done, observers), tokens_before(saved, done)
+
+    def tokens_seen(step: int) -> int:
+        return before + (step - done) * run.config.tokens
+
+    saver = Saver(run, checkpoints, check_lock, guard, tokens_seen, local)
     if done == 0 and checkpoints.latest is None:  # before any file shows progress; see `mstrain.training.previous`
         with run.goodput.spend("save"):
             saver.ensure(0, state)
     try:
-        return _train_from(run, state, done, guard, saver, observers)
+        return _train_from(run, state, done, guard, saver, observers, tokens_seen)
     except RollBack as rolled_back:
         spike = rolled_back.spike
     roll_back(run, checkpoints, local, guard.order, spike)
     return None
 
 
-def _train_from(run: Run, state: State, done: int, guard: Guard, saver: Saver, observers: BestEffort) -> int:
+def _train_from(
+    run: Run, state: State, done: int, guard: Guard, saver: Saver, observers: BestEffort,
+    tokens_seen: Callable[[int], int],
+) -> int:  # fmt: skip
     config, job, goodput, directory = run.config, run.job, run.goodput, Path(run.config.run_dir)
     steps = range(done + 1, config.steps + 1)
     if job.leads:
         _open_files(run, observers, done)
     watchdog, preemption = Watchdog(config.watchdog, directory, job, observers), Preemption(job)
     per_step = (watchdog, goodput.step, guard)
-    reporter = Reporter(observers, directory, steps, config.log_every, _fields(run), run.console, per_step)
+    reporter = Reporter(observers, directory, steps, config.log_every, _fields(run, tokens_seen), run.console, per_step)
     _describe(run, reporter, steps)
     evaluator = _evaluator(run, reporter)
     hooks = _hooks(run, steps, evaluator, saver, observers)
@@ -240,7 +248,7 @@ def _make_folder(run: Run, directory: Path) -> None:
     run.job.barrier("run folder")
 
 
-def _fields(run: Run):
+def _fields(run: Run, tokens_seen: Callable[[int], int]):
     """Fields of a logged step that follow from its number and duration."""
     steps = run.config.steps
     # By NumPy: read from the device, a rate would wait for the next step.
@@ -252,7 +260,7 @@ def _fields(run: Run):
         return {
             "learning_rate": float(rates[step - 1]),
             "tokens_per_second": tokens / seconds,
-            "tokens_seen": step * tokens,
+            "tokens_seen": tokens_seen(step),
             "mfu": run.mfu(seconds),
             "memory_bytes": peak_bytes(device),
             "predicted_step_seconds": predicted,

@@ -106,6 +106,16 @@ def test_a_run_that_was_killed_before_its_summary_writes_it_at_the_next_start(fi
     assert lines(directory) == lines(Path(finished.config.run_dir))
 
 
+def test_tokens_are_counted_with_the_batches_that_were_seen(finished, tmp_path):
+    directory = copy_cut_after(CUT, finished, tmp_path / "run")
+    for steps in (6, 8):
+        words = ["mesh=2x4", f"steps={steps}", "batch=8", "seq=16", "allow=batch steps", "checkpoint.every=1"]
+        assert train(make(directory, *words)) == 0
+    assert [row["tokens_seen"] for row in lines(directory)] == [16 * 16 * k for k in range(1, CUT + 1)] + [
+        16 * 16 * CUT + 8 * 16 * k for k in range(1, 5)
+    ]
+
+
 def test_a_checkpoint_of_another_model_is_refused_with_its_shapes(finished, tmp_path, monkeypatch, capsys):
     directory = copy_cut_after(CUT, finished, tmp_path / "run")
     model = dataclasses.replace(finished.module.model, mlp_dim=128)
