@@ -58,6 +58,8 @@ MISTAKES = {
     "rotary without rotary": (["model.rotary_base=5000"], ["has no effect", "type model.position=rotary"]),
     "pattern without a window": (["model.window_pattern=LLG"], ["has no effect", "type model.window=N"]),
     "prompt without a sample": (["sample.tokens=0", "sample.prompt=x"], ["prompt=x has no effect", "tokens=100"]),
+    "sample of no text": (["sample.tokens=9"], ["sample.tokens=9 has no effect", "type data="]),
+    "sample of stages": (["data=stdlib", "mesh=stage2-row1-col2", "sample.tokens=9"], ["mesh= without stages"]),
     "no rollbacks": (["guard.max_rollbacks=5"], ["has no effect", "guard.rollback=true"]),
     "sums of one microbatch": (["optimizer.gradients=bf16"], ["=bf16 has no effect", "type accumulate=2"]),
     "travel on one device": (["travel=int8", "mesh=4x1x1"], ["travel=int8 has no effect", "mesh=2x2"]),

@@ -29,7 +29,11 @@ def _has_several(of):
 
 _ROTARY = ("type model.position=rotary", lambda run: run.model.position == "rotary")
 _WINDOW = ("type model.window=N", lambda run: run.model.window is not None)
-_SAMPLE = ("type a number of tokens, such as sample.tokens=100", lambda run: run.sample.tokens > 0)
+_SAMPLED = (
+    "type data= of a text and a mesh= without stages",
+    lambda run: run.data.has_tokenizer(run.tokenizer) and (run.mesh == "auto" or parse_mesh(run.mesh).stage == 1),
+)
+_SAMPLE = (f"{_SAMPLED[0]}, and sample.tokens=100", lambda run: run.sample.tokens > 0 and _SAMPLED[1](run))
 _HALF = "change parallel.layers=, which names other algorithms for every layer"
 # Key -> what to do for it to have an effect, and whether it has one.
 _NEEDS: dict[str, tuple[str, Callable[[RunConfig], bool]]] = {
@@ -43,6 +47,7 @@ _NEEDS: dict[str, tuple[str, Callable[[RunConfig], bool]]] = {
     "model.window_pattern": _WINDOW,
     "model.qk_norm_whole": ("type model.qk_norm=true", lambda run: run.model.qk_norm),
     "model.norm_bias": ("type model.norm=layernorm", lambda run: run.model.norm == "layernorm"),
+    "sample.tokens": _SAMPLED,
     "sample.prompt": _SAMPLE,
     "sample.temperature": _SAMPLE,
     "guard.max_rollbacks": ("type guard.rollback=true", lambda run: run.guard.rollback),
@@ -58,7 +63,7 @@ _NEEDS: dict[str, tuple[str, Callable[[RunConfig], bool]]] = {
         _has_several(lambda mesh: mesh.devices),
     ),
 }
-_OFF = {"model.norm_bias": False}  # values without an effect that are not the default
+_OFF = {"model.norm_bias": False, "sample.tokens": 0}  # values without an effect that are not the default
 
 
 def check_typed(run: RunConfig, arguments: Iterable[str]) -> None:
