@@ -215,6 +215,11 @@ def _open_files(run: Run, observers: BestEffort, done: int) -> None:
 def _hooks(run: Run, steps: range, evaluator: Evaluator, saver: Saver, observers: BestEffort) -> list[loop.Hook]:
     """Hooks in order: replicas are compared before a save, and a trace contains steps only."""
     config, goodput = run.config, run.goodput
+    if config.profile.start is not None and config.profile.start not in steps:
+        run.console.print(
+            f"[yellow]Profile:[/] profile.start={config.profile.start} is a step of an earlier attempt, so this one "
+            f"records no trace. Type a start from {steps[0]} on for another one."
+        )
     begin_profile, end_profile = profile_hooks(config.profile, Path(config.run_dir), steps, observers)
 
     def save_and_account(save, step: int, state: State) -> None:

@@ -116,6 +116,13 @@ def test_tokens_are_counted_with_the_batches_that_were_seen(finished, tmp_path):
     ]
 
 
+def test_a_trace_of_steps_that_are_done_says_so(finished, tmp_path, capsys):
+    directory = copy_cut_after(CUT, finished, tmp_path / "run")
+    assert train(make(directory, "mesh=2x4", "steps=6", "profile.start=3", "profile.steps=2")) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "profile.start=3 is a step of an earlier attempt" in shown and "Type a start from 5 on" in shown
+
+
 def test_a_checkpoint_of_another_model_is_refused_with_its_shapes(finished, tmp_path, monkeypatch, capsys):
     directory = copy_cut_after(CUT, finished, tmp_path / "run")
     model = dataclasses.replace(finished.module.model, mlp_dim=128)
