@@ -3,7 +3,7 @@ lost to restarts.
 
 Input is the time in which the devices wait for data. A batch is made while the step before it runs, and counts only
 where that step has ended. `goodput.jsonl` in the run directory gets a line at every save and at the end. The last line
-of each attempt is used.
+of each attempt is used. Lost time is not part of an attempt's total.
 """
 
 import collections
@@ -14,7 +14,6 @@ from pathlib import Path
 from mstrain.training import console as output
 from mstrain.training import json_lines
 from mstrain.training.best_effort import BestEffort
-from mstrain.training.reporter import METRICS
 
 FILE = "goodput.jsonl"
 KINDS = ("steps", "compile", "initialize", "save", "restore", "input", "evaluate", "lost")
@@ -29,6 +28,7 @@ class Goodput:
         self._files: BestEffort | None = None
         self.seconds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
         self._waited = 0.0  # for data, within the step that is not reported yet
+        self._step, self._written_at = 0, [(0, 0.0)]  # the last step, and at every line with the seconds of steps
 
     @contextlib.contextmanager
     def spend(self, kind: str):
@@ -75,18 +75,24 @@ class Goodput:
     def step(self, step: int, values: dict) -> None:
         """Counts the time of a step from its metrics, without its wait for data."""
         self.seconds["steps"] += max(values["step_seconds"] - self._waited, 0.0)
-        self._waited = 0.0
+        self._waited, self._step = 0.0, step
 
     def open(self, files: BestEffort, directory: Path, done: int) -> None:
-        """Reads the lines of earlier attempts and writes the first one of this attempt. `files` writes all lines."""
+        """Reads the lines of earlier attempts and writes the first one of this attempt. If this attempt is rolled back
+        instead, its steps after `done` count as lost. `files` writes all lines.
+        """
         self._files = files
-        files.attempt(FILE, self._count_lost_steps, directory, done)
+        if self._step:
+            self._roll_back(done)
+        else:
+            files.attempt(FILE, self._read_earlier, directory)
         self._log = json_lines.Log(files, directory / FILE)
         self.write()
 
     def write(self, finished: bool = False) -> None:
         """Adds a line for this attempt, on the process that has opened the file."""
         self._written = self._line(finished)
+        self._written_at.append((self._step, self.seconds["steps"]))
         if self._files:
             self._log.append(self._written)
 
@@ -114,18 +120,23 @@ class Goodput:
         return {"attempt": self._begun, "finished": finished, "total": total, **self.seconds,
                 "observer_failures": dict(failures)}  # fmt: skip
 
-    def _count_lost_steps(self, directory: Path, done: int) -> None:
-        """Counts as lost the time of steps after `done`, which are repeated, and the time since the last metrics of an
-        earlier attempt that did not finish.
+    def _roll_back(self, done: int) -> None:
+        """Counts the time of steps after `done` as lost, and no longer as that of steps or in the total."""
+        self._written_at = [(step, seconds) for step, seconds in self._written_at if step <= done]
+        lost = self.seconds["steps"] - self._written_at[-1][1]
+        self.seconds["steps"] -= lost
+        self.seconds["lost"] += lost
+        self._started += lost
+
+    def _read_earlier(self, directory: Path) -> None:
+        """Counts the time since the last line of an earlier attempt that did not finish as lost: it waited to be
+        restarted, or made steps that are repeated.
         """
         attempts = {line["attempt"]: line for line in map(_checked, json_lines.read(directory / FILE)) if line}
         attempts.pop(self._begun, None)
         self._earlier = list(attempts.values())
-        metrics = directory / METRICS
-        lost = [line for line in json_lines.read(metrics) if json_lines.step_of(line) > done]
-        self.seconds["lost"] += sum(_number(line.get("step_seconds")) for line in lost)
-        if metrics.exists() and not (self._earlier and self._earlier[-1]["finished"]):
-            self.seconds["lost"] += max(self._begun - metrics.stat().st_mtime, 0.0)
+        if self._earlier and not (last := self._earlier[-1])["finished"]:
+            self.seconds["lost"] += max(self._begun - (last["attempt"] + last["total"]), 0.0)
 
 
 def _checked(line: dict) -> dict | None:
