@@ -111,6 +111,13 @@ def _notes(fields: Fields, pod: Pod) -> tuple[str, ...]:
         if key not in known.split()
     ]
     notes = [f"Unknown keys are ignored: {', '.join(unread)}."] if unread else []
+    cluster, stated = fields.object("cluster").values, fields.object("plan").values
+    of_others = ("devices_per_node", "node_gbytes_per_s") if pod.tpu_slice else ("slices", "topology")
+    unused = [f"cluster.{key}" for key in of_others if key in cluster]
+    if "interleave" in stated and (stated.get("schedule") != "interleaved" or stated.get("pipeline", 1) == 1):
+        unused.append("plan.interleave")
+    if unused:
+        notes.append(f"Keys without effect on {pod.name} and this plan: {', '.join(unused)}.")
     if pod.slices > 1 and "slices" not in fields.object("cluster").values:
         notes.append(f"No TPU slice has {pod.devices} devices: predicted for {pod.name}.")
     return tuple(notes)

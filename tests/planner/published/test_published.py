@@ -57,6 +57,21 @@ def test_terms_add_up_and_rows_do_not_know_their_names(predictions, tmp_path):
     assert one.costed.seconds == pytest.approx(row["batch"] * row["seq"] / 128 / one.tokens_per_second)
 
 
+def test_notes_name_the_keys_that_do_not_affect_the_prediction(tmp_path):
+    rows = {row["name"]: row for row in json.loads(GOLDEN.read_text())["rows"]}
+    gpu, tpu = copy.deepcopy(rows["megatron-2021 1.7B"]), copy.deepcopy(rows["maxtext llama2-70b v5p"])
+    gpu["cluster"] |= {"slices": 2, "topology": "4x4x4"}
+    gpu["plan"]["interleave"] = 4
+    tpu["cluster"] |= {"node_gbytes_per_s": 1.0}
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"rows": [gpu, tpu]}))
+    found = [read.notes for read in read_rows(str(path))]
+    assert found == [
+        ("Keys without effect on a100-80gb:32 and this plan: cluster.slices, cluster.topology, plan.interleave.",),
+        ("Keys without effect on v5p-128 and this plan: cluster.node_gbytes_per_s.",),
+    ]
+
+
 def bad(change) -> str:
     """The first row of the golden file, changed, as a document."""
     row = copy.deepcopy(json.loads(GOLDEN.read_text())["rows"][0])
