@@ -6,6 +6,7 @@ from typing import Any
 
 from mstrain.cli import check_keys, compose, describe_keys, own_config
 from mstrain.commands import train
+from mstrain.data.tokenizers import tokenizer_file
 from mstrain.job.job import ALONE, Job
 from mstrain.models.hub.folder import Folder
 from mstrain.models.transformer import Transformer
@@ -85,6 +86,7 @@ def run_config(run_dir: str, given: list[str]) -> RunConfig:
     """The recorded configuration of `run_dir` with the keys of train that are `given` instead.
 
     `data=` replaces all recorded keys of data; `data.path=` and `data.mixture=` replace those of the recorded path.
+    Other data are read with the tokenizer of the run, not with one that is trained on them.
 
     Raises ValueError without a record, and for a key that is not one of train.
     """
@@ -92,10 +94,15 @@ def run_config(run_dir: str, given: list[str]) -> RunConfig:
         raise ValueError(f"run_dir={run_dir} has no {RUN}: no run has saved there. Type the run_dir of a run.")
     keys = {argument.partition("=")[0] for argument in given}
     replaced = {*keys, *(_OF_PATH if keys & {"data.path", "data.mixture"} else ())}
+    replaced |= {"vocab_size"} if "tokenizer" in keys else set()
     recorded = [(r.partition("=")[0], r) for r in recorded_overrides([f"run_dir={run_dir}"])]
     kept = [r for key, r in recorded if key not in replaced and not ("data" in keys and _is_data(key))]
     config = compose(RunConfig, "config", [f"run_dir='{run_dir}'", *given, *kept])
     config = dataclasses.replace(config, optimizer=config.optimizer.for_width(config.model.width))
+    other_data = any(key == "data" or _is_data(key) and key != "data.cache_dir" for key in keys)
+    copy = tokenizer_file(Path(run_dir))
+    if config.tokenizer == "bpe" and other_data and copy and "tokenizer" not in keys:
+        config = dataclasses.replace(config, tokenizer=str(copy), vocab_size=None)
     names = {key.partition(".")[0] for key in keys} & {"data", "seq", "batch"}  # may differ when reading
     return dataclasses.replace(config, allow=" ".join([config.allow or "", *sorted(names)]).strip() or None)
 

@@ -144,6 +144,17 @@ def test_another_path_keeps_the_recorded_source_and_another_source_does_not_keep
         run_config(str(copied / "copy"), ["data=jsonl"])
 
 
+def test_other_data_are_read_with_the_tokenizer_that_the_run_has_trained(copied):
+    run_dir = copied / "copy"
+    for keys in (["data=text", "data.path=other.txt"], ["data.path=other.txt"]):
+        found = run_config(str(run_dir), keys)
+        assert (found.tokenizer, found.vocab_size) == (str(run_dir / "tokenizer.json"), None)
+        found = run_config(str(run_dir), [*keys, "tokenizer=other.json"])
+        assert (found.tokenizer, found.vocab_size) == ("other.json", None)
+    for keys in ([], ["data.cache_dir=other"]):
+        assert (found := run_config(str(run_dir), keys)).tokenizer == "bpe" and found.vocab_size == 300
+
+
 def test_the_last_answer_of_a_conversation_is_not_part_of_its_prompt(tmp_path):
     question = {"role": "user", "content": "x"}
     lines = [json.dumps({"messages": [question, *rest]}) for rest in ([], [{"role": "assistant", "content": "y"}])]
