@@ -97,11 +97,16 @@ def _measured(own: EvaluateConfig, run, params) -> dict[str, Any]:
     if len(parts) == 1:
         return parts[0]
     loss = sum(weight * part["loss"] for weight, part in zip(weights, parts, strict=True))
+    text_bytes = None  # of a token of the mixture
+    if all(part["bits_per_byte"] for part in parts):
+        bits = [part["loss"] / math.log(2) for part in parts]
+        text_bytes = sum(w * b / part["bits_per_byte"] for w, b, part in zip(weights, bits, parts, strict=True))
     paths = [part.path for part, _ in run.config.data.parts]
     sources = [{"path": path, "weight": w, **part} for path, w, part in zip(paths, weights, parts, strict=True)]
     from mstrain.training.measure import Measured
 
-    return Measured(loss, 1).to_json() | {"tokens": sum(part["tokens"] for part in parts), "sources": sources}
+    tokens = sum(part["tokens"] for part in parts)
+    return Measured(loss * tokens, tokens, text_bytes and text_bytes * tokens).to_json() | {"sources": sources}
 
 
 def _of_corpus(own: EvaluateConfig, corpus, run, params) -> dict[str, Any]:

@@ -64,6 +64,24 @@ def test_batches_count_the_tokens_that_their_masks_select(copied, tmp_path):
     assert found[1]["tokens"] == 2 * tokens and found[1]["nats"] == pytest.approx(2 * found[0]["nats"], rel=1e-5)
 
 
+def test_the_result_of_a_mixture_is_that_of_its_sources_by_weight(copied, tmp_path):
+    weights = {"a": 0.75, "b": 0.25}
+    for name, text in (("a", "No play makes a run. "), ("b", "0123456789 é ")):
+        (tmp_path / name).mkdir()
+        for number in range(4):
+            (tmp_path / name / f"{number}.txt").write_text(text * 40)
+    mixture = " ".join(f"{tmp_path / name}:{weight}" for name, weight in weights.items())
+    words = [f"run_dir={copied / 'copy'}", "mesh=1x1", "data=text", "data.path=null", f"data.mixture={mixture}"]
+    assert evaluate.main([*words, f"data.cache_dir={tmp_path / 'cache'}", f"out={tmp_path / 'out.json'}"]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["tokens"] == sum(source["tokens"] for source in found["sources"])
+    bits = [source["loss"] / math.log(2) for source in found["sources"]]
+    sizes = [bit / source["bits_per_byte"] for bit, source in zip(bits, found["sources"], strict=True)]
+    bits, size = (np.dot(list(weights.values()), values) for values in (bits, sizes))
+    assert found["loss"] == pytest.approx(bits * math.log(2)) and found["bits_per_byte"] == pytest.approx(bits / size)
+    assert found["nats"] == pytest.approx(found["loss"] * found["tokens"])
+
+
 @pytest.mark.parametrize("part", ["batches=8", "split=all"])
 def test_weights_that_are_not_finite_are_refused(copied, monkeypatch, part):
     read = evaluate.EvaluateConfig.parameters
