@@ -5,12 +5,16 @@ from typing import Any
 import numpy as np
 
 from mstrain.data.mixture import MixedTokens
+from mstrain.data.token_file import ANSWER
 
 _BLOCK = 1 << 22
 
 
 def unigram_nats_per_token(file: Any) -> float:
-    """Entropy of the file's own token frequencies, nats per token: the minimum loss of unigram models."""
+    """Entropy of the file's own token frequencies, nats per token: the minimum loss of unigram models.
+
+    Of conversations, only answers count, as in the loss.
+    """
     if isinstance(file, MixedTokens):
         parts = zip(file.weights, file.files, strict=True)
         share = np.sum([weight * _shares(part, file.vocab_size) for weight, part in parts], axis=0)
@@ -21,11 +25,14 @@ def unigram_nats_per_token(file: Any) -> float:
 
 
 def _shares(file: Any, vocab_size: int) -> np.ndarray:
-    """Frequency of every token of a file, float64 [vocab_size]."""
+    """Frequency of every token of a file that counts in the loss, float64 [vocab_size]."""
     counts = np.zeros(vocab_size, np.int64)
     for start in range(0, file.num_tokens, _BLOCK):
-        counts += np.bincount(file.read(start, start + _BLOCK), minlength=vocab_size)
-    return counts / file.num_tokens
+        tokens = file.read(start, start + _BLOCK)
+        if file.marks:
+            tokens = tokens[(file.marks.read(start, start + _BLOCK) & ANSWER) > 0]
+        counts += np.bincount(tokens, minlength=vocab_size)
+    return counts / max(counts.sum(), 1)
 
 
 def unigram_bits_per_byte(file: Any) -> float | None:

@@ -7,6 +7,7 @@ import pytest
 
 from mstrain.data import unigram_bits_per_byte, unigram_nats_per_token
 from mstrain.data.synthetic import markov_tokens
+from mstrain.data.token_file import ANSWER, START
 
 ENTROPY_NATS = 1.75 * math.log(2)  # of the chain where its four moves lead to different states, as nearly always
 
@@ -17,6 +18,13 @@ def test_unigram_entropy_by_hand(make_file):
     assert unigram_nats_per_token(file) == pytest.approx(1.5 * math.log(2))
     assert unigram_bits_per_byte(file) == pytest.approx(0.5)
     assert unigram_bits_per_byte(make_file([7, 7, 2, 9])) is None
+
+
+def test_only_answers_of_conversations_count(make_file):
+    flags = [START, 0, ANSWER, ANSWER] * 25
+    make_file(flags, 4, name="chats.marks")
+    file = make_file([7, 7, 2, 9] * 25, 10, name="chats.bin")
+    assert unigram_nats_per_token(file) == pytest.approx(math.log(2))
 
 
 def test_unigram_counts_add_up_over_blocks(make_file, monkeypatch):
