@@ -61,7 +61,8 @@ def messages_of(record: Any) -> list[dict[str, Any]]:
                 'write {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
             )
         if extra := record.get("input"):
-            question = f"{question}\n\n{extra}"
+            texts = isinstance(question, str) and isinstance(extra, str)
+            question = f"{question}\n\n{extra}" if texts else None
         system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
         messages = [*system, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     if not isinstance(messages, list) or not all(

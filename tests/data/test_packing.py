@@ -169,6 +169,7 @@ def test_a_chat_corpus_marks_its_answers(tmp_path):
             "line 2: message 2 .assistant. is an answer without",
         ),
         ({"instruction": "x", "response": None}, "line 2: message 2 .assistant. is an answer without text"),
+        ({"instruction": "x", "input": {"y": 1}, "output": "z"}, "line 2: message 1 .user. is without text"),
         ({"text": "x"}, "line 2: the record has neither messages nor instruction.*keys: text"),
         ([1], "line 2: the line is not a JSON object"),
         ({"messages": "hello"}, "line 2: messages is not a list"),
