@@ -58,6 +58,8 @@ def main(arguments: list[str]) -> int:
             elif job.leads and tokenizer:
                 special = write_tokenizer(folder, tokenizer, module.model.context)
                 target = dataclasses.replace(target, config=target.config | special)
+            if job.leads and tokenizer:
+                _write_template(folder, config.data, tokenizer, console)
             size = write_model(folder, module, params, target, job.leads)
         console.print(f"{out}: {target.family.architecture} of {name}, {size:,} bytes of weights")
         if origin and origin.left_out:
@@ -69,6 +71,15 @@ def main(arguments: list[str]) -> int:
         if not tokenizer and not origin:
             console.print("The run has no tokenizer, so the folder has none.")
     return 0
+
+
+def _write_template(folder: Path, data, tokenizer, console) -> None:
+    from mstrain.models.hub.tokenizer import write_template
+
+    try:
+        write_template(folder, data, tokenizer)
+    except ValueError as error:
+        console.print(f"The folder has no chat template of the run: {error}.")
 
 
 def _target(own: ExportConfig, model, tokenizer):

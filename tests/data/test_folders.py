@@ -10,6 +10,7 @@ from tokenizers.processors import ByteLevel, TemplateProcessing
 from mstrain.data import DataConfig, prepare
 from mstrain.data.recipes import chat_template
 from mstrain.data.tokenizers import load_tokenizer, marked, train_bpe
+from mstrain.models.hub.tokenizer import write_template, write_tokenizer
 
 TEXT = "Why is the sky blue? Because of é 😀.\n" * 30
 CHATML = (
@@ -106,6 +107,27 @@ def test_a_space_before_an_answer_is_not_part_of_it(tmp_path):
     ids, counted = tokenizer.encode_spans(text, ((5, 9),))
     assert tokenizer.decode(ids[counted]) == text[5:] and tokenizer.decode(ids) == text
     assert load_tokenizer(str(tokenizer.save(tmp_path))).digest == digest
+
+
+@pytest.mark.parametrize("kind", ["bytes", "folder"])
+@pytest.mark.parametrize(
+    "template", [None, "{{ bos_token }}{{ eos_token }}{% for m in messages %}{{ m.content }}|{% endfor %}"]
+)
+def test_an_exported_folder_has_the_chat_template_of_the_run(hub_folder, tmp_path, kind, template):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "template").write_text(template or "")
+    config = DataConfig("chat", "x", template=str(tmp_path / "template") if template else None)
+    tokenizer = load_tokenizer("bytes" if kind == "bytes" else str(hub_folder))
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    write_tokenizer(folder, tokenizer, 128)
+    write_template(folder, config, tokenizer)
+    text, _ = chat_template(config, tokenizer).render(CHAT)
+    assert transformers.AutoTokenizer.from_pretrained(str(folder)).apply_chat_template(CHAT, tokenize=False) == text
+    again = load_tokenizer(str(folder))
+    assert chat_template(DataConfig("chat", "x"), again).render(CHAT)[0] == text
+    write_template(tmp_path, DataConfig("text", "x"), tokenizer)
+    assert not (tmp_path / "chat_template.jinja").exists()
 
 
 @pytest.mark.parametrize(

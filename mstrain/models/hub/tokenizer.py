@@ -5,7 +5,9 @@ from pathlib import Path
 
 import tokenizers
 
-from mstrain.data.tokenizers import SPECIAL_TOKENS, Tokenizer
+from mstrain.data import DataConfig
+from mstrain.data.recipes import chat_template
+from mstrain.data.tokenizers import CONFIG_FILE, SPECIAL_TOKENS, TEMPLATE_FILE, Tokenizer, special_token
 from mstrain.models.hub.folder import TOKENIZER
 
 BYTES_END = "<|endoftext|>"
@@ -30,6 +32,22 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, context: int) -> dict[st
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     return special
+
+
+def write_template(folder: Path, data: DataConfig, tokenizer: Tokenizer) -> None:
+    """Writes the chat template that the conversations of `data` had; without any, the folder keeps the tokenizer's own.
+
+    Raises ValueError when data.template cannot be read.
+    """
+    if "chat" not in ([part.source for part, _ in data.parts] if data.mixture else [data.source]):
+        return
+    template = chat_template(data, tokenizer)
+    config = folder / CONFIG_FILE
+    settings = json.loads(config.read_text()) if config.is_file() else {}
+    changed = [name for name, text in template.tokens.items() if text != (special_token(settings, name) or "")]
+    sets = "".join(f"{{% set {name} = {json.dumps(template.tokens[name])} %}}" for name in changed)
+    if sets + template.source != tokenizer.settings.get("chat_template"):
+        (folder / TEMPLATE_FILE).write_text(sets + template.source)
 
 
 def byte_tokenizer(end: int | None) -> tokenizers.Tokenizer:
