@@ -116,7 +116,7 @@ MISTAKES = {
     "exchange of whole sequences": (["mesh=4x4", "parallel.context=ring"], ["no effect", "parallel.rows=context"]),
     "rows of megatron": (["mesh=4x4", "parallel=megatron", "parallel.rows=context"], ["one row", "mesh=context2"]),
     "accumulate": (["batch=16", "accumulate=5"], ["accumulate=5", "Type accumulate=4"]),
-    "square": (["parallel=cannon", "mesh=2x8"], ["square mesh", "2x8", "parallel=collective"]),
+    "square": (["parallel=cannon", "mesh=2x8"], ["square mesh", "2x8", "parallel.algorithm=collective"]),
     "slice count": (["parallel.slices=5", "mesh=2x2x4"], ["slice count 5", "Type parallel.slices=2 or 4"]),
     "slice count zero": (["parallel.slices=0"], ["'0'", "Type a whole number such as 4"]),
     "slices without meshslice": (["parallel=megatron", "parallel.slices=2"],

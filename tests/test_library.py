@@ -71,7 +71,7 @@ def test_a_cpu_is_split_before_the_first_use_of_jax():
         ({"algorithm": "gspmd", "dataflow": "ls"}, "gspmd leaves it to the compiler"),
         ({"slices": 5}, r"slice count 5 is illegal .* Type slices=1\b"),
         ({"algorithm": "collective", "slices": 2}, "does not slice"),
-        ({"algorithm": "cannon"}, "square mesh .* or choose collective"),
+        ({"algorithm": "cannon"}, "square mesh .* or algorithm=collective"),
         ({"mesh": "8x4"}, r"needs 32 devices, .* Call mstrain.emulate_devices\(32\)"),
         ({"mesh": (2, 4)}, r"mesh=\(2, 4\) is neither a jax.sharding.Mesh nor text"),
         ({"mesh": Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("x", "y"))}, "axes"),

@@ -59,10 +59,10 @@ class Algorithm:
         rows, cols = (tuple(axis for axis in axes if axis in mesh.shape) for axes in (self.rows, self.cols))
         return Grid(mesh, rows, cols)
 
-    def check_grid(self, rows: int, cols: int, what: str) -> None:
-        """Raises ValueError if the algorithm does not support a grid of this shape."""
+    def check_grid(self, rows: int, cols: int, what: str, prefix: str) -> None:
+        """Raises ValueError, with `what` and keys after `prefix`, if the algorithm does not support such a grid."""
         if self.square and rows != cols:
             raise ValueError(
                 f"{what}: {self.name} needs a square mesh and this one is {rows}x{cols}. "
-                "Type mesh=2x2 or mesh=4x4, or choose collective."
+                f"Type mesh=2x2 or mesh=4x4, or {prefix}algorithm=collective."
             )

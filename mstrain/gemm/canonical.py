@@ -109,7 +109,7 @@ def _with_slices(plan: Plan, in_dim: int, out_dim: int, slices: int | None, most
     if slices > 1 and not plan.kind.sliced:
         raise ValueError(f"slices={slices}: {plan.algorithm} does not slice. Leave it out, or use meshslice.")
     chosen = Plan(plan.algorithm, plan.dataflow, plan.grid, slices)
-    chosen.check(in_dim, out_dim, 1, "mstrain.linear", "slices")
+    chosen.check(in_dim, out_dim, 1, "mstrain.linear", prefix="")
     return chosen
 
 

@@ -57,7 +57,7 @@ class Plan:
     def output_layout(self) -> Layout:
         return self.grid.layout
 
-    def check(self, in_dim: int, out_dim: int, batch: int, what: str, key: str = "parallel.slices") -> None:
+    def check(self, in_dim: int, out_dim: int, batch: int, what: str, prefix: str = "parallel.") -> None:
         """Raises ValueError, with the nearest legal choice, if this plan does not support these dims.
 
         Args:
@@ -65,17 +65,17 @@ class Plan:
           out_dim: output features.
           batch: sequences in one microbatch of one data-parallel replica.
           what: the projection's name, for the message.
-          key: the name of the slice count, for the message.
+          prefix: what precedes the names of keys in the message.
         """
         rows, cols = self.grid.num_rows, self.grid.num_cols
-        self.kind.check_grid(rows, cols, what)
+        self.kind.check_grid(rows, cols, what, prefix)
         self._check_divides(in_dim, out_dim, what)
         legal = legal_slices(self.dataflow, in_dim, out_dim, batch, rows, cols)
         if self.slices not in legal:
             near = sorted(sorted(legal, key=lambda s: abs(s - self.slices))[:3])
             raise ValueError(
                 f"{what}: slice count {self.slices} is illegal on {rows}x{cols} for a {in_dim} x {out_dim} weight with "
-                f"dataflow {self.dataflow} and {batch} sequences. Type {key}={_or(near)}."
+                f"dataflow {self.dataflow} and {batch} sequences. Type {prefix}slices={_or(near)}."
             )
 
     def storage(self, inputs: Span, segments: tuple[Span, ...], experts: int = 0) -> Storage:
