@@ -52,7 +52,7 @@ class LocalCheckpoints:
         self._job, self._warn = job, warn
         self._leaves, self._structure = jax.tree.flatten(abstract_state(module, optimizer))
         self._layout = _layout(module, self._leaves, self._structure)
-        identity = _identity(run_dir) if job.leads else ""
+        identity = _identity(run_dir, str(directory)) if job.leads else ""
         run, self._attempt = json.loads(job.all_gather("local run", json.dumps([identity, secrets.token_hex(8)]))[0])
         self._folder = directory.expanduser() / run / f"process_{job.process}"
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "local save")
@@ -103,11 +103,11 @@ class LocalCheckpoints:
         return set.intersection(*(set(json.loads(text)) for text in texts))
 
     def drop_after(self, step: int) -> None:
-        """Removes what was saved after `step`, from which the run resumes."""
+        """Removes what was saved after `step`, from which the run resumes, on this mesh or another."""
         self._settle()
-        for later in self._saves():
-            if later > step:
-                shutil.rmtree(self._folder / str(later), ignore_errors=True)
+        for folder in self._folder.glob("*"):
+            if folder.name.isdecimal() and int(folder.name) > step:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def finish(self, done: bool) -> None:
         """Waits for the last save. Removes all local files of the run on this host when it is `done`."""
@@ -181,19 +181,28 @@ def _layout(module: Transformer, leaves: list, structure) -> str:
     return hashlib.sha256(meaning.encode()).hexdigest()
 
 
-def _identity(run_dir: Path) -> str:
-    """A name of the run in `run_dir`, made at its first start; a copy of the folder elsewhere is another run.
+def forget(run_dir: Path) -> None:
+    """Local checkpoints until now are not found any more: the run continues without saving to `local_dir`, and would
+    later go back to them."""
+    with contextlib.suppress(OSError):
+        (run_dir / IDENTITY).unlink()
+
+
+def _identity(run_dir: Path, local_dir: str) -> str:
+    """A name of the run in `run_dir`, made at its first start with `local_dir`; a copy of the folder elsewhere is
+    another run.
 
     When it cannot be written, no later attempt finds the local checkpoints of this one.
     """
     path, place = run_dir / IDENTITY, str(run_dir.absolute())
     try:
         content = json.loads(path.read_text())
-        if content["run_dir"] == place and str(content["name"]).isalnum():
+        same = content["run_dir"] == place and content.get("local_dir", local_dir) == local_dir
+        if same and str(content["name"]).isalnum():
             return content["name"]
     except (OSError, ValueError, KeyError, TypeError):
         pass
     name = secrets.token_hex(8)
     with contextlib.suppress(OSError):
-        path.write_text(json.dumps({"name": name, "run_dir": place}) + "\n")
+        path.write_text(json.dumps({"name": name, "run_dir": place, "local_dir": local_dir}) + "\n")
     return name

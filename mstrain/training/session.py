@@ -12,7 +12,7 @@ import numpy as np
 from rich.markup import escape
 
 from mstrain.checkpoints.checkpoints import Checkpoints
-from mstrain.checkpoints.local import LocalCheckpoints
+from mstrain.checkpoints.local import LocalCheckpoints, forget
 from mstrain.checkpoints.schedule import Schedule
 from mstrain.data.token_file import DamagedTokens
 from mstrain.job.exit_codes import FINISHED, STOPPED
@@ -84,6 +84,8 @@ def train(run: Run, check_lock: Callable[[], None] = lambda: None) -> int:
 def _local_checkpoints(run: Run, directory: Path) -> LocalCheckpoints | None:
     local_dir = run.config.checkpoint.local_dir
     if not local_dir:
+        if run.job.leads:
+            forget(directory)
         return None
     return LocalCheckpoints(Path(local_dir), directory, run.module, run.optimizer, run.job, run.job.log)
 

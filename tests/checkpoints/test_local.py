@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mstrain.checkpoints import shards
-from mstrain.checkpoints.local import LocalCheckpoints
+from mstrain.checkpoints.local import LocalCheckpoints, forget
 from mstrain.job.exit_codes import RESTART
 from mstrain.job.job import ALONE
 from mstrain.program.step import abstract_state
@@ -68,6 +68,26 @@ def test_the_newest_undamaged_step_comes_back_bit_for_bit(tmp_path, module, stat
     assert open_local(module_on("2x2x2", slices="1")).resume(above=0) is None, "another order of features"
     (tmp_path / "local_checkpoints.json").unlink()
     assert open_local().resume(above=0) is None, "another run in the same folder"
+
+
+def test_saves_that_a_later_attempt_has_left_behind_are_not_found(tmp_path, module, state):
+    def open_local(folder="local", module=module):
+        return LocalCheckpoints(tmp_path / folder, tmp_path, module, OPTIMIZER, ALONE, print)
+
+    def saved(step):
+        local = open_local()
+        local.save(step, state, {})
+        local.finish(done=False)
+        return open_local().steps()
+
+    assert saved(4) == {4}
+    open_local(module=module_on("2x4", slices="2")).drop_after(3)  # an attempt on another mesh resumes after step 3
+    assert open_local().steps() == set()
+    assert saved(4) == {4}
+    assert open_local("other").steps() == set() and open_local().steps() == set(), "another folder in between"
+    assert saved(4) == {4}
+    forget(tmp_path)  # an attempt without local checkpoints
+    assert open_local().steps() == set()
 
 
 def test_a_full_disk_stops_nothing_and_a_finished_run_leaves_nothing(tmp_path, module, state):
