@@ -1,5 +1,6 @@
 """Records a profiler trace of a few steps in `run_dir`, in the format of TensorBoard's profile plugin."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -31,23 +32,28 @@ class ProfileConfig:
 
 
 def profile_hooks(
-    config: ProfileConfig, directory: Path, steps: range, observers: BestEffort
+    config: ProfileConfig, directory: Path, steps: range, observers: BestEffort, ending: contextlib.ExitStack
 ) -> tuple[list[Hook], list[Hook]]:
     """Hooks that begin the trace and hooks that end it; empty without a trace or when its steps are already done.
 
-    Run the first after all other hooks and the second before them, so that the trace contains steps only.
+    Run the first after all other hooks and the second before them, so that the trace contains steps only. `ending` is
+    closed after the attempt, which ends a trace that a signal or a rollback has cut short.
     """
     if config.start is None or config.steps is None or config.start not in steps:
         return [], []
     before, last = config.start - 1, min(config.start + config.steps - 1, steps[-1])
     logs = directory / TENSORBOARD
 
+    def stop():
+        observers.attempt("profile", jax.profiler.stop_trace, seconds=SECONDS)
+
     def start(*_):
         observers.attempt("profile", _start, logs)
+        ending.callback(stop)
 
     def end(step, state):
         jax.block_until_ready(state)
-        observers.attempt("profile", jax.profiler.stop_trace, seconds=SECONDS)
+        ending.close()
 
     ends = [Hook(lambda step: step == last, end)]
     if before < steps[0]:

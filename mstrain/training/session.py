@@ -1,5 +1,6 @@
 """One attempt of a run: create or restore its state, train to the last step or until a signal, and summarize."""
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -135,9 +136,10 @@ def _train_from(
     reporter = Reporter(observers, directory, steps, config.log_every, _fields(run, tokens_seen), run.console, per_step)
     _describe(run, reporter, steps)
     evaluator = _evaluator(run, reporter)
-    hooks = _hooks(run, steps, evaluator, saver, observers)
+    ending = contextlib.ExitStack()
+    hooks = _hooks(run, steps, evaluator, saver, observers, ending)
     step_fn, feed = goodput.fed(run.step, lambda index: run.feed(guard.order(index)))
-    with reporter, watchdog.watching(), preemption.listening():
+    with ending, reporter, watchdog.watching(), preemption.listening():
         state = loop.train(step_fn, feed, state, preemption.until_stopped(steps), hooks, reporter)
         finished = int(jax.device_get(state["step"]))
         with goodput.spend("save"):
@@ -214,15 +216,17 @@ def _open_files(run: Run, observers: BestEffort, done: int) -> None:
     run.goodput.open(observers, directory, done)
 
 
-def _hooks(run: Run, steps: range, evaluator: Evaluator, saver: Saver, observers: BestEffort) -> list[loop.Hook]:
-    """Hooks in order: replicas are compared before a save, and a trace contains steps only."""
+def _hooks(
+    run: Run, steps: range, evaluator: Evaluator, saver: Saver, observers: BestEffort, ending: contextlib.ExitStack
+) -> list[loop.Hook]:
+    """Hooks in order: replicas are compared before a save, and a trace contains steps only. `ending` ends a trace."""
     config, goodput = run.config, run.goodput
     if config.profile.start is not None and config.profile.start not in steps:
         run.console.print(
             f"[yellow]Profile:[/] profile.start={config.profile.start} is a step of an earlier attempt, so this one "
             f"records no trace. Type a start from {steps[0]} on for another one."
         )
-    begin_profile, end_profile = profile_hooks(config.profile, Path(config.run_dir), steps, observers)
+    begin_profile, end_profile = profile_hooks(config.profile, Path(config.run_dir), steps, observers, ending)
 
     def save_and_account(save, step: int, state: State) -> None:
         observers.wait()  # a checkpoint comes after the lines of its steps

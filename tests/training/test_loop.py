@@ -62,14 +62,14 @@ def test_hooks_see_the_state_of_their_step_with_its_metrics_read():
     ]  # fmt: skip
 
 
-def traced(config, steps, monkeypatch, tmp_path):
+def traced(config, steps, monkeypatch, tmp_path, stopped_after=99):
     """Steps after which a trace began and ended; a start before the first step is step `first - 1`."""
     calls, now = [], steps[0] - 1
     monkeypatch.setattr("jax.profiler.start_trace", lambda logs, profiler_options: calls.append(("begin", now)))
     monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls.append(("end", now)))
-    with BestEffort(print) as observers:
-        begin, end = profile_hooks(config, tmp_path, steps, observers)
-        for now in steps:
+    with BestEffort(print) as observers, contextlib.ExitStack() as ending:
+        begin, end = profile_hooks(config, tmp_path, steps, observers, ending)
+        for now in range(steps[0], min(steps[-1], stopped_after) + 1):
             for hook in (*end, *begin):
                 if hook.due(now):
                     hook.act(now, {})
@@ -85,6 +85,7 @@ def test_a_trace_covers_the_steps_asked_for(monkeypatch, tmp_path):
     assert of(8, 5, range(1, 10)) == [("begin", 7), ("end", 9)]  # cut at the last step
     assert of(5, 2, range(5, 10)) == [("begin", 4), ("end", 6)]  # resumed right there
     assert of(3, 2, range(5, 10)) == []  # behind us
+    assert traced(ProfileConfig(3, 5), range(1, 10), monkeypatch, tmp_path, stopped_after=4)[-1] == ("end", 4)
     assert traced(ProfileConfig(), range(1, 10), monkeypatch, tmp_path) == []
 
 
