@@ -112,7 +112,7 @@ class Calibration:
     def constants(self, derived: Constants) -> Constants:
         """The constants of the planner's cost model; constants that were not measured are those of `derived`."""
         axes = {
-            axis: AxisLinks(*(self.links[axis][kind] for kind in COLLECTIVES)) if axis in self.links else links
+            axis: self.along(axis) if axis in self.links else links
             for axis, links in (("row", derived.row), ("col", derived.col))
         }
         return dataclasses.replace(
@@ -120,6 +120,10 @@ class Calibration:
             hbm_bandwidth=self.memory_bandwidth, shaped=False, gemm=self.gemm,
             ring=None if self.links else derived.ring, **axes,
         )  # fmt: skip
+
+    def along(self, axis: str) -> AxisLinks:
+        """The measured links of mesh axis `axis`."""
+        return AxisLinks(*(self.links[axis][kind] for kind in COLLECTIVES))
 
     def save(self, path: str | Path) -> None:
         """Writes the JSON file that `load_calibration` reads."""

@@ -84,10 +84,22 @@ class Pod:
             known = self.measured or constants_for(self.chip, dtype)
             return Links(known.row, known.row, known.row, known.row, known.col, known.ring)
         found = _links(self, sizes)
-        if self.calibration and self.calibration.links:
-            known = self.calibration.constants(self._rates(found, dtype))
-            return Links(known.row, known.row, known.row, known.row, known.col, None)
-        return found
+        return self._measured(found, sizes, self.calibration) if self.calibration and self.calibration.links else found
+
+    def _measured(self, derived: Links, sizes: tuple[int, ...], calibration: Calibration) -> Links:
+        """The measured links, and those derived for axes that leave a node or slice if it was measured within one."""
+        stage, data, context, rows, cols = sizes
+        tensor, row, col = rows * cols, calibration.along("row"), calibration.along("col")
+        axes = {
+            "stage": (stage, tensor * context * data, row), "context": (context, tensor, row),
+            "replica": (data * context, tensor, row), "row": (rows, cols, row), "col": (cols, 1, col),
+            "ring": (tensor, 1, None),
+        }  # fmt: skip
+        within = calibration.devices <= self.per_node
+        return replace(derived, **{
+            name: link for name, (size, stride, link) in axes.items()
+            if not within or node_group(self.per_node, size, stride)[1] == 1
+        })  # fmt: skip
 
     def links_over(self, axes: tuple[int, ...]) -> AxisLinks:
         """Links of a collective over the torus axes `axes` of a slice, given by their numbers."""
@@ -103,7 +115,10 @@ class Pod:
             known = self.measured or constants_for(self.chip, dtype)
             return self.calibration.constants(known) if self.calibration else known
         known = self._rates(_links(self, sizes), dtype)
-        return self.calibration.constants(known) if self.calibration else known
+        if not self.calibration:
+            return known
+        links = self.links(sizes, dtype)
+        return replace(self.calibration.constants(known), row=links.row, col=links.col, ring=links.ring)
 
     def tuning_constants(self, sizes: tuple[int, ...], dtype: str) -> Constants | None:
         """The constants by which train.py chooses dataflows and slice counts, without calibration.

@@ -175,6 +175,20 @@ def test_one_device_keeps_the_links_of_the_table(tmp_path):
     assert measured.memory_bandwidth(measured.constants(sizes, "bf16")) == CALIBRATION.memory_bandwidth
 
 
+def test_axes_between_nodes_keep_the_network_if_one_node_was_measured(tmp_path):
+    kind = chip_named("h100").device_kinds[0]
+    one = dataclasses.replace(CALIBRATION, device_kind=kind, dtype="bfloat16", devices=8)
+    one.save(tmp_path / "one.json")
+    dataclasses.replace(one, devices=16).save(tmp_path / "two.json")
+    pod, sizes = find_pod("h100:8x4@1GB/s"), (1, 2, 1, 2, 8)
+    derived, constants = pod.links(sizes), pod.calibrated(tmp_path / "one.json", "bf16").constants(sizes, "bf16")
+    within = pod.calibrated(tmp_path / "one.json", "bf16").links(sizes)
+    assert (within.row, within.replica, within.ring) == (derived.row, derived.replica, derived.ring)
+    assert within.col.permute == LINK and (constants.row, constants.col) == (within.row, within.col)
+    between = pod.calibrated(tmp_path / "two.json", "bf16").links(sizes)
+    assert between.row.permute == between.replica.permute == LINK and between.ring is None
+
+
 def test_the_planner_takes_measured_rates(tmp_path):
     CALIBRATION.save(tmp_path / "c.json")
     constants = read_constants(tmp_path / "c.json")
