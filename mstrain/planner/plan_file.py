@@ -13,7 +13,9 @@ from mstrain.planner.trainer import spelled, train_keys
 
 PLAN_FILE = "plan.json"
 AUTO_PLAN = "auto"  # value of plan= instead of a file: the best plan for the devices present
-DEFAULTS = {"accumulate": "1", "remat": "none", "shard": "none"}  # defaults of train.py that plan=auto replaces
+DEFAULTS = {  # defaults of train.py that plan=auto replaces
+    "accumulate": "1", "remat": "none", "shard": "none", "parallel": "meshslice", "parallel.algorithm": "meshslice",
+}  # fmt: skip
 KEYS = (  # keys of train.py that a plan file may contain
     "mesh", "parallel", "parallel.slices", "accumulate", "remat", "shard", "offload", "pipeline.schedule",
     "pipeline.interleave",
@@ -95,10 +97,12 @@ def plan_overrides(arguments: list[str]) -> list[str]:
     if given.get("plan") in (None, "null"):
         return []
     if given["plan"] == AUTO_PLAN:
-        if same := next((f"{key}={value}" for key, value in DEFAULTS.items() if given.get(key) == value), None):
+        if same := next(((key, value) for key, value in DEFAULTS.items() if given.get(key) == value), None):
+            key, value = same
+            name = "algorithm" if key.startswith("parallel") else key
             raise ValueError(
-                f"plan=auto chooses every key that has its default value, such as {same}. Remove it, or type it to "
-                "plan.py, and type plan=FILE with the file that plan.py writes."
+                f"plan=auto chooses every key that has its default value, such as {key}={value}. Remove it, or type "
+                f"{name}={value} to plan.py, and type plan=FILE with the file that plan.py writes."
             )
         return []
     path = given["plan"]

@@ -100,9 +100,14 @@ def test_keys_of_a_pipeline_choose_a_mesh_with_stages():
     assert shape.stage > 1 and shape.devices == parse_target("v4-16").devices
 
 
-def test_plan_auto_names_a_default_that_it_would_replace():
-    with pytest.raises(ValueError, match="such as remat=none. Remove it"):
-        load_config(["model=tiny", "plan=auto", "remat=none"])
+@pytest.mark.parametrize(
+    ("key", "typed"),
+    [("remat=none", "remat=none"), ("parallel=meshslice", "algorithm=meshslice"),
+     ("parallel.algorithm=meshslice", "algorithm=meshslice")],
+)  # fmt: skip
+def test_plan_auto_names_a_default_that_it_would_replace(key, typed):
+    with pytest.raises(ValueError, match=f"such as {key}. Remove it, or type {typed} to plan.py"):
+        load_config(["model=tiny", "plan=auto", key])
 
 
 @pytest.mark.parametrize(("model", "target"), [("llama3_8b", "v4-128")])
