@@ -37,6 +37,7 @@ class Fixed:
       remat: remat= of train.py, or another policy of `mstrain.planner.remat`.
       shard: one of SHARDS.
       schedule: one of SCHEDULES; the interleaved one has `interleave` chunks per stage.
+      staged: whether plans without pipeline stages are excluded.
     """
 
     data: int | None = None
@@ -50,6 +51,7 @@ class Fixed:
     schedule: str | None = None
     interleave: int | None = None
     expert: int | None = None
+    staged: bool = False
 
     def allows(self, name: str, degree) -> bool:
         """Whether the choice `name` is open, or fixed to `degree`."""

@@ -79,7 +79,7 @@ def layouts(request: PlanRequest) -> Iterator[PodPlan]:
         if pipeline > request.layer_groups[-1][1] or not fixed.allows("pipeline", pipeline):
             continue
         for data in divisors(devices // pipeline):
-            if request.batch % data or not fixed.allows("data", data):
+            if request.batch % data or not fixed.allows("data", data) or (fixed.staged and pipeline == 1):
                 continue
             alone = fixed.shard in SHARDS[1:]  # sharding over one device has no effect
             for context in _contexts(request, devices // pipeline // data):
@@ -315,13 +315,16 @@ class _Search:
 
 def search_pod(
     request: PlanRequest, clock: Clock | None = None, say: Callable[[str], None] = lambda line: None,
-    best_only: bool = False,
+    best_only: bool = False, train: bool = False,
 ) -> PodResult:  # fmt: skip
-    """As `search`, but raises ValueError if no plan fits, with the plan that is closest to fitting and the fix."""
+    """As `search`, but raises ValueError if no plan fits, with the plan that is closest to fitting and the fix.
+
+    The fix has keys of plan.py, or those of train.py with `train`.
+    """
     clock = clock or Clock()
     result = search(request, clock, say, best_only)
     if not result.ranked:
-        raise ValueError(_nothing_fits(request, result, clock.budget))
+        raise ValueError(_nothing_fits(request, result, clock.budget, train))
     return result
 
 
@@ -348,7 +351,7 @@ def rank_meshes(request: PlanRequest, best_only: bool = False) -> list[Costed]:
         tight.sort(key=lambda costed: costed.seconds)
     if not found + tight:
         if not result.rejected:
-            raise ValueError(_nothing_fits(request, result, math.inf))
+            raise ValueError(_nothing_fits(request, result, math.inf, train=True))
         plans = [(r.plan.pipeline, r.plan.data, abs(math.log(r.plan.rows / r.plan.cols))) for r in result.rejected]
         square = result.rejected[plans.index(min(plans))]
         raise ValueError(square.reason)
@@ -363,28 +366,35 @@ def why_slower(loser: Costed, best: Costed) -> str:
     return f"{term.replace('_', ' ')} +{decimal(1e3 * seconds, 1e3 * best.seconds)} ms"
 
 
-def _nothing_fits(request: PlanRequest, result: PodResult, max_seconds: float) -> str:
+def _nothing_fits(request: PlanRequest, result: PodResult, max_seconds: float, train: bool) -> str:
     pod, fixed = request.pod, request.fixed
     if not result.finished:
         return f"no plan was found in {max_seconds:g} s of search. Type max_seconds={4 * max_seconds:g}."
     if not result.rejected:
         keys = {"replicas": fixed.data}
         keys |= {name: getattr(fixed, name) for name in ("tensor", "context", "pipeline", "expert")}
+        shard = ""
+        if fixed.shard in SHARDS[1:]:
+            keys, shard = keys | {"shard": fixed.shard}, f"shard={fixed.shard} needs replicas or context of 2 or more, "
         what = " and ".join(f"{key}={value}" for key, value in keys.items() if value) or f"batch={request.batch}"
-        torus = ""
+        what, torus = f"several stages and {what}" if fixed.staged else what, ""
+        fix = "another mesh= or batch=, or remove keys of pipeline. and shard="
         if pod.tpu_slice and fixed.pipeline in (None, 1):
             chips = "x".join(map(str, pod.tpu_slice.topology))
             torus = f"rows and columns of a plan of one stage are whole axes of {chips} chips or each a part of one, "
         return (
             f"no plan has {what} on the {pod.devices} devices of {pod.name}: the degrees multiply to "
-            f"{pod.devices}, {torus}replicas divide batch={request.batch}, expert divides replicas, pipeline is at "
-            f"most {request.layer_groups[-1][1]} layers. Type {' '.join(f'{key}=auto' for key in keys)}."
+            f"{pod.devices}, {torus}{shard}replicas divide batch={request.batch}, expert divides replicas, pipeline is "
+            f"at most {request.layer_groups[-1][1]} layers. Type "
+            f"{fix if train else ' '.join(f'{key}=auto' for key in keys)}."
         )
     full = [(r.costed.fullest.total, r) for r in result.rejected if r.costed]
     shown = min(full, key=lambda pair: pair[0])[1] if full else result.rejected[0]
     only_margin = shown.costed and shown.costed.fullest.total <= pod.memory_bytes
-    others = "another batch=, or a smaller memory_margin=" if only_margin else "or another batch="
+    fix = f"Type a larger cluster=, or another batch={', or a smaller memory_margin=' if only_margin else ''}"
+    if train:
+        fix = "Use more devices (with check=true, a larger target=), or type another batch= or model="
     return (
         f"no plan of {request.model.name} with batch={request.batch} fits {pod.name}. The nearest, "
-        f"{shown.plan.name}: {shown.reason}. Type a larger cluster=, {others}."
+        f"{shown.plan.name}: {shown.reason}. {fix}."
     )

@@ -14,7 +14,7 @@ from mstrain.models.remat import planned
 from mstrain.models.stages import PipelineConfig
 from mstrain.planner.cost import Costed
 from mstrain.planner.plan_file import AUTO_PLAN
-from mstrain.planner.request import TENSOR, Fixed, PlanRequest
+from mstrain.planner.request import SCHEDULES, TENSOR, PlanRequest
 from mstrain.planner.search import rank_meshes, search_pod
 from mstrain.planner.trainer import spelled, train_keys
 from mstrain.program.optimizer import OptimizerConfig
@@ -54,20 +54,23 @@ def with_plan(config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dtype,
     if config.plan != AUTO_PLAN:
         return config
     open_remat = config.remat == "none" and not config.offload
-    fixed = Fixed(
+    request, pipeline = plan_request(config, model, pod, dtype), config.pipeline
+    fixed = dataclasses.replace(
+        request.fixed,
         microbatches=config.accumulate if config.accumulate > 1 else None,
         remat=None if open_remat else planned(config.remat, config.offload),
         shard=config.shard if config.shard != "none" else None,
-        schedule=config.pipeline.schedule,
-        interleave=config.pipeline.interleave,
+        schedule=pipeline.schedule or (SCHEDULES[0] if pipeline.layers else None),
+        interleave=request.fixed.interleave if pipeline.layers else pipeline.interleave,
+        staged=config.mesh == "auto" and pipeline != PipelineConfig(),
     )
     if config.mesh != "auto":
         fixed = fixed.on(fit_to_devices(parse_mesh(config.mesh), pod.devices))
     chosen = config.parallel != ParallelConfig()
     parallel = (config.parallel,) if chosen else tuple(map(ParallelConfig, TENSOR))
-    request = dataclasses.replace(plan_request(config, model, pod, dtype), parallel=parallel, fixed=fixed)
+    request = dataclasses.replace(request, parallel=parallel, fixed=fixed)
     with console.status("Searching plans for plan=auto"):
-        result = search_pod(request, best_only=True)
+        result = search_pod(request, best_only=True, train=True)
     if not result.trainable:
         raise ValueError(f"plan=auto: {result.best.why_not_trainable}, and no other plan fits. Type plan=null.")
     plan, seconds = result.trainable[0].plan, result.trainable[0].seconds
@@ -76,11 +79,11 @@ def with_plan(config: RunConfig, model: ModelConfig, pod: Pod, dtype: jnp.dtype,
         f"[bold]Plan[/]   {spelled(keys)}, {1e3 * seconds:,.1f} ms a step by {cost_model(config)}", soft_wrap=True
     )
     interleave = plan.interleave if plan.chunks > 1 else None
-    stages = PipelineConfig(plan.schedule, interleave, config.pipeline.layers)
+    stages = PipelineConfig(plan.schedule, interleave, pipeline.layers)
     return dataclasses.replace(
         config, plan=None, mesh=keys["mesh"], parallel=plan.parallel, accumulate=plan.microbatches,
         remat=keys["remat"], offload=keys.get("offload"), shard=plan.shard,
-        pipeline=stages if plan.pipeline > 1 else PipelineConfig(),
+        pipeline=stages if plan.pipeline > 1 else pipeline,
     )  # fmt: skip
 
 

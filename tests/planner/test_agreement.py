@@ -17,9 +17,10 @@ from mstrain.commands.plans.modes import load as load_plan
 from mstrain.commands.train import load_config
 from mstrain.hardware import parse_target
 from mstrain.hardware.clusters import find_pod
+from mstrain.mesh import parse_mesh
 from mstrain.planner.search import search_pod
 from mstrain.planner.trainer import train_keys
-from mstrain.training.tuned import with_plan
+from mstrain.training.tuned import best_mesh, with_plan
 from mstrain.tuning.compiled import meshes_to_try
 
 # (model, target, batch, accumulate, remat, shard), sequences of 2048 tokens
@@ -98,6 +99,27 @@ def test_keys_of_a_pipeline_choose_a_mesh_with_stages():
                          "pipeline.schedule=gpipe", "remat=full"])  # fmt: skip
     shape = check_mesh(train, train.model, parse_target("v4-16"))
     assert shape.stage > 1 and shape.devices == parse_target("v4-16").devices
+
+
+@pytest.mark.parametrize(
+    ("key", "stages"),
+    [("pipeline.schedule=gpipe", 2), ("pipeline.layers=1 1 1 1", 4), ("pipeline.layers=2 2", 2)],
+)
+def test_plan_auto_with_keys_of_a_pipeline_chooses_a_plan_with_stages(key, stages):
+    given = ["model=tiny", "model.layers=4", "model.vocab_size=256", "batch=8", "seq=128", key]
+    train = load_config([*given, "target=v4-8", "check=true", "plan=auto"])
+    found = with_plan(train, train.model, find_pod("v4-8"), jnp.bfloat16, Console(quiet=True))
+    assert parse_mesh(found.mesh).stage == stages and found.pipeline.layers == train.pipeline.layers
+    assert found.pipeline.schedule == (train.pipeline.schedule or "1f1b")
+
+
+def test_errors_of_plan_auto_name_keys_of_train():
+    large = load_config(["model=gpt3_175b", "batch=8", "seq=128", "target=v4-8", "check=true", "plan=auto"])
+    with pytest.raises(ValueError, match="a larger target=.*or type another batch= or model=.$"):
+        with_plan(large, large.model, find_pod("v4-8"), jnp.bfloat16, Console(quiet=True))
+    staged = load_config(["model=gpt3_1_3b", "batch=8", "target=v4-8", "check=true", "pipeline.layers=8 8 8"])
+    with pytest.raises(ValueError, match="no plan has pipeline=3 .* Type another mesh= or batch=, or remove keys"):
+        best_mesh(staged, staged.model, find_pod("v4-8"), jnp.bfloat16)
 
 
 @pytest.mark.parametrize(

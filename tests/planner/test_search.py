@@ -77,3 +77,8 @@ def test_a_pipeline_has_layers_that_its_stages_support():
         search_pod(ask(uneven, **keys, pipeline="4"))
     mixed = dataclasses.replace(ask(TINY, **keys), parallel=(ParallelConfig(layers="0:megatron"),))
     assert {costed.plan.pipeline for costed in rank_meshes(mixed)} == {1}
+
+
+def test_what_is_sharded_over_one_device_is_the_reason():
+    with pytest.raises(ValueError, match="shard=optimizer needs replicas or context of 2 or more.* shard=auto"):
+        search_pod(ask(TINY, cluster="h100:1", batch=2, seq=256, shard="optimizer"))
