@@ -135,7 +135,8 @@ class Guard:
             raise RollBack(Spike(first, step, found))
         raise Stopped(
             f"Stopped after step {step}: {found}, the last of batch {self.order(step - 1)}. Look at the batches in "
-            f"{FILE}; type a lower optimizer.learning_rate=, guard.rollback=true to skip the batches, or {key}."
+            f"{FILE}. Type guard.rollback=true to resume before these steps without their batches, together with a "
+            f"lower optimizer.learning_rate= and allow=optimizer.learning_rate if it was too high; or {key}."
         )
 
     def _bad_step_reason(self, values: dict) -> str | None:

@@ -72,12 +72,12 @@ def roll_back(
     if restored is None:
         raise Stopped(
             f"Stopped: {spike.reason}, and no checkpoint from before step {spike.first} exists to roll back to. "
-            "Type a smaller checkpoint.every= or a larger checkpoint.keep=."
+            "Type another run_dir= with a smaller checkpoint.every= or a larger checkpoint.keep=."
         )
     if order.rollbacks >= run.config.guard.max_rollbacks:
         raise Stopped(
-            f"Stopped: {spike.reason}, after {order.rollbacks} rollbacks. Type a lower optimizer.learning_rate=, or "
-            "guard.max_rollbacks= above this number."
+            f"Stopped: {spike.reason}, after {order.rollbacks} rollbacks. Type guard.max_rollbacks= above this "
+            "number, with a lower optimizer.learning_rate= and allow=optimizer.learning_rate."
         )
     batches = [order(step - 1) for step in range(spike.first, spike.last + 1)]
     line = {**_data(facts(run)), **dataclasses.asdict(spike), "restored": restored, "skipped": batches}

@@ -104,6 +104,9 @@ def test_bad_steps_in_a_row_stop_the_run_and_keep_the_good_checkpoint(feed, tmp_
         stopped.value.code == 1 and "3 bad steps in a row" in stopped.value.reason and "batch 6" in stopped.value.reason
     )
     assert saved_steps(tmp_path / "run") == [0, 4] and len(lines(tmp_path / "run", FILE)) == 3
+    typed = "guard.rollback=true", "optimizer.learning_rate=0.001", "allow=optimizer.learning_rate"
+    assert all(word.partition("=")[0] in stopped.value.reason for word in typed)
+    assert train(make(tmp_path / "run", *WORDS, "guard.max_bad_steps=3", *typed)) == 0  # what the message says
 
 
 def guard(batches, last=1000, history=None, **config):
