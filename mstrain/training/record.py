@@ -45,7 +45,7 @@ FORMAT = 1  # of run.json; a reader refuses a higher one
 LARGEST = 2**20  # bytes of a run.json that is read
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
 # Keys that may change and that `run_dir=` alone takes from the record all the same; others are of a machine or command.
-CONTINUED = ("model.name", "checkpoint", "eval", "guard", "check_replicas", "watchdog", "sample", "log_every")
+CONTINUED = ("model.name", "checkpoint", "eval", "guard", "check_replicas", "watchdog", "log_every")
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # C: OmegaConf's own in Python takes 0.1 s at every start
 DEFAULTS = flat(RunConfig(ModelConfig(), DataConfig(), ParallelConfig()))
 
