@@ -155,7 +155,7 @@ def correct_cost(files, options: PlanOptions, best) -> str:
     left = {kind: kinds[kind].devices for kind in range(len(kinds))}
     order = sorted(left, key=lambda kind: best["node_sequence"].index(kinds[kind].name))
     samples = -(-options.batch // best["batches"])
-    times, ends = [], []
+    times, ends, generator_ms = [], [], 0.0
     for number, (count, (_, tp)) in enumerate(zip(best["device_groups"], best["strategies_dp_tp"])):
         begin, end = best["layer_partition"][number : number + 2]
         devices = [0] * len(kinds)
@@ -171,10 +171,11 @@ def correct_cost(files, options: PlanOptions, best) -> str:
             return f"none: stage {number} has no layers"
         if stage.fitting(*model.held(begin, end)) < 1:
             return f"none: stage {number} does not fit in memory"
+        generator_ms = generator_ms if number else stage.generator_ms
         found = stage.times(model, begin, end)
         times.append(float(found.stage))
         ends.append(float(found.end))
-    cost = sum(iteration_terms(best["batches"], max(times), sum(times), max(ends), model.generator_ms))
+    cost = sum(iteration_terms(best["batches"], max(times), sum(times), max(ends), generator_ms))
     return f"{cost:.1f} ms"
 
 

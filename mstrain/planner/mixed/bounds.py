@@ -17,7 +17,8 @@ def iteration_terms(microbatches, slowest, total, finish, generator_ms):
 
     The iteration is that of a synchronous pipeline (1F1B or GPipe) in which every stage runs every microbatch. All
     times are in ms. For one microbatch, `slowest` is the time of the slowest stage, `total` the sum over all stages and
-    `generator_ms` the time of the batch generator. `finish` is the longest gradient exchange and update of a stage.
+    `generator_ms` that of the batch generator on the first stage. `finish` is the longest gradient exchange and update
+    of a stage.
     """
     return (microbatches - 1) * slowest, total, finish, microbatches * generator_ms
 
@@ -88,7 +89,7 @@ def lower(least, before, ms):
 
 
 @numba.njit(cache=True)
-def child_costs(tables, box, tail, flight, microbatches, generator_ms):
+def child_costs(tables, box, tail, flight, microbatches, generators):
     """Lower bounds, in ms, of plans in which a choice runs layers from `begin` to the first layer of a tail.
 
     Args:
@@ -97,7 +98,8 @@ def child_costs(tables, box, tail, flight, microbatches, generator_ms):
       box: the result of `least_totals`, and the ranges of the slowest stage and of the finish.
       tail: first layer of the tail, state of the remaining devices, its slowest stage, sum of stages and finish (ms).
       flight: number of microbatches in flight in the new stage.
-      microbatches, generator_ms: as in `iteration_terms`.
+      microbatches: as in `iteration_terms`.
+      generators: (C,) `generator_ms` of an iteration whose first stage is the choice.
 
     Returns:
       (first layer of the tail, C) bounds by `begin` and choice, infinite if the stage is not allowed.
@@ -105,6 +107,7 @@ def child_costs(tables, box, tail, flight, microbatches, generator_ms):
     (stage_ms, end_ms, flights, offsets, fits), (total, slowest, finish) = tables, box
     end, state, tail_slowest, tail_total, tail_finish = tail
     costs = np.full((end, len(offsets)), np.inf)
+    least_generator = generators.min()
     for begin in range(end):
         # With begin = 0 the plan is complete. Otherwise its largest times are at least the low ends of the box.
         least_slowest = max(tail_slowest, slowest[0]) if begin else tail_slowest
@@ -116,6 +119,7 @@ def child_costs(tables, box, tail, flight, microbatches, generator_ms):
             if ms <= slowest[1] and last_ms <= finish[1]:
                 longest, last = max(least_slowest, ms), max(least_finish, last_ms)
                 rest = total[begin, state - offsets[choice]]
+                generator_ms = least_generator if begin else generators[choice]
                 steady, fill, final, data = iteration_terms(microbatches, longest, tail_total, last, generator_ms)
                 costs[begin, choice] = steady + fill + ms + rest + final + data
     return costs

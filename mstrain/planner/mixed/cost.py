@@ -45,10 +45,10 @@ class Model:
         return self.options.num_layers
 
     @cached_property
-    def generator_ms(self) -> float:
-        """Ms of the batch generator per microbatch: of the slowest type, at its smallest degree and batch."""
+    def generator_ms(self) -> dict[int, float]:
+        """Ms of the batch generator per microbatch of every kind, at its smallest degree and batch."""
         smallest = {kind: min(tp for index, tp in self.times if index == kind) for kind, _ in self.times}
-        return max(self.times[kind, tp].generator_ms for kind, tp in smallest.items())
+        return {kind: self.times[kind, tp].generator_ms for kind, tp in smallest.items()}
 
     def held(self, begin, end):
         """Bytes of (parameters, activations per sample) of layers [begin, end), or of arrays of them."""
@@ -116,6 +116,7 @@ class Stage:
     update_ms: float  # per parameter byte
     state_bytes: float  # per parameter byte and device
     memory_bytes: np.ndarray  # (kinds,) usable per device
+    generator_ms: float  # batch generator per microbatch, if this is the first stage
 
     def times(self, model: Model, begin, end) -> StageTimes:
         """Times of the stage with layers [begin, end); `begin` and `end` are numbers, or arrays that broadcast."""
@@ -171,6 +172,7 @@ def build_stage(model: Model, choice: Choice, samples: int) -> Stage | None:
         update_ms=max(time.optimizer_ms for time in times) / model.parameter_bytes[-1] / sharded,
         state_bytes=sum(options.state_factors(choice.dp).values()) / choice.tp,
         memory_bytes=np.array([kind.memory_gb * 1e9 * (1 - options.memory_margin) for kind in kinds]),
+        generator_ms=max(model.generator_ms[kind] for kind in present),
     )
 
 

@@ -135,7 +135,7 @@ def report_plan(model: Model, tables: Tables, stages: Sequence[tuple[int, int, i
     )
     times = [report.stage_ms for report in reports]
     end_ms = max(report.exchange_ms + report.update_ms for report in reports)
-    terms = iteration_terms(count, max(times), sum(times), end_ms, model.generator_ms)
+    terms = iteration_terms(count, max(times), sum(times), end_ms, tables.stages[stages[0][0]].generator_ms)
     cost, (steady, fill, *_) = sum(terms), terms
     assert math.isclose(cost, expected_ms, rel_tol=1e-9), (cost, expected_ms)
     assert all(report.state_gb + report.activation_gb <= report.usable_gb * (1 + 1e-9) for report in reports)

@@ -103,7 +103,8 @@ class Search:
             stages = usable_stages(self.model, self.space, samples)
             if stages:
                 slowest, total = quick_bound(self.model, stages)
-                bound = self.cost(microbatches, slowest, total, 0.0)
+                generator_ms = min(stage.generator_ms for stage in stages.values())
+                bound = sum(iteration_terms(microbatches, slowest, total, 0.0, generator_ms))
                 self.push(bound, 0, self.start, (samples, microbatches, stages, slowest, bound))
         seen, bound = finished, np.inf
         while self.queue:
@@ -121,10 +122,6 @@ class Search:
         """Queues a call; of calls with equal bounds, the one with the fewest remaining layers comes first."""
         if bound < self.limit:
             heapq.heappush(self.queue, (bound, layers_left, next(self.order), work, arguments))
-
-    def cost(self, microbatches: int, slowest: float, total: float, finish: float) -> float:
-        """Ms of an iteration, as in `iteration_terms`."""
-        return sum(iteration_terms(microbatches, slowest, total, finish, self.model.generator_ms))
 
     def start(self, samples: int, microbatches: int, stages: dict, slowest: float, bound: float) -> None:
         """Builds the tables of a microbatch size, and queues the box of its plans that may be below the limit."""
@@ -146,8 +143,9 @@ class Search:
         self.queue_box(root)
 
     def queue_box(self, root: Label) -> None:
-        box = root.box
-        bound = self.cost(box.tables.microbatches, box.slowest[0], box.total[root.begin, root.state], box.finish[0])
+        box, tables = root.box, root.box.tables
+        total, generator_ms = box.total[root.begin, root.state], tables.generator_ms.min()
+        bound = sum(iteration_terms(tables.microbatches, box.slowest[0], total, box.finish[0], generator_ms))
         self.push(bound, root.begin, self.divide, (root, bound))
 
     def divide(self, root: Label, bound: float) -> None:
@@ -179,7 +177,7 @@ class Search:
             (label.begin, label.state, label.slowest, label.total, label.finish),
             self.model.options.in_flight(tables.microbatches, len(label.stages) + 1),
             tables.microbatches,
-            self.model.generator_ms,
+            tables.generator_ms,
         )
 
     def child(self, label: Label, choice: int, begin: int) -> Label:
@@ -204,7 +202,9 @@ class Search:
             if bound[begin, choice] == np.inf:
                 return
             label = self.child(label, int(choice), int(begin))
-        self.keep(self.cost(label.box.tables.microbatches, label.slowest, label.total, label.finish), label)
+        tables, first = label.box.tables, label.stages[0][0]
+        terms = (label.slowest, label.total, label.finish, tables.generator_ms[first])
+        self.keep(sum(iteration_terms(tables.microbatches, *terms)), label)
 
     def keep(self, cost: float, label: Label) -> None:
         """Adds a complete plan to `found`; of plans with equal signatures only the cheapest is kept."""

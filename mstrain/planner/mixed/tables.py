@@ -56,6 +56,7 @@ class Tables:
     end_ms: np.ndarray  # (L + 1, L + 1, C) ms of gradient exchange and update
     flights: np.ndarray  # (L + 1, L + 1, C) microbatches that fit in memory
     groups: np.ndarray  # (C,) number of the device group of each choice
+    generator_ms: np.ndarray  # (C,) ms of the batch generator if the choice is the first stage
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def build_tables(model: Model, space: Space, samples: int, microbatches: int, st
     groups = space.group_of[list(stages)]
     return Tables(
         samples, microbatches, tuple(stages.values()), space.offsets[groups], space.fits[groups].T, stage_ms, end_ms,
-        flights, groups,
+        flights, groups, np.array([stage.generator_ms for stage in stages.values()]),
     )  # fmt: skip
 
 

@@ -81,7 +81,8 @@ def brute_force(files, options):
                     if parts[-1] is None:
                         continue
                     times, ends = zip(*parts)
-                    cost = (count - 1) * max(times) + sum(times) + max(ends) + count * model.generator_ms
+                    generator = max(model.generator_ms[kind] for kind in plan[0].kinds)
+                    cost = (count - 1) * max(times) + sum(times) + max(ends) + count * generator
                     name = samples, tuple(sorted(map(repr, plan)))
                     costs[name] = min(cost, costs.get(name, math.inf))
     return sorted(costs.values())
@@ -107,6 +108,18 @@ def test_top_plans_are_those_of_brute_force(small_cluster, hosts, cluster, given
     assert [plan.cost_ms for plan in result.plans] == pytest.approx(expected[:4], rel=1e-9)
     assert result.certificate.proven and result.gap == pytest.approx(0.0, abs=1e-9)
     assert result.certificate.lower_bound_ms <= result.best.cost_ms
+
+
+def test_the_batch_generator_is_that_of_the_first_stage(small_cluster):
+    """Generators of the types take 0.2 and 0.54 ms a microbatch; those of idle and later devices do not count."""
+    files = small_cluster([("fast", 2), ("slow", 2)]).files
+    result = plan_optimal(*files, PlanOptions(num_layers=4, batch=6, top_k=20, **SIZES))
+    seen = set()
+    for plan in result.plans:
+        slowest = max({"fast": 0.2, "slow": 0.54}[label.split()[0]] for label in plan.stages[0].devices)
+        assert plan.generator_ms == pytest.approx(plan.microbatches * slowest)
+        seen.add((slowest, len(plan.stages[0].devices)))
+    assert (0.2, 1) in seen and any(slowest == 0.54 for slowest, _ in seen)
 
 
 def random_case(random):
