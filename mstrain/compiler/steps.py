@@ -205,9 +205,9 @@ class Translator:
         if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
             return int(match[1])
         condition = self.module.computations[loop.computation("condition")]
-        counts = re.compile(r"s\d+\[\]")  # constants of u32 are the device that has the value of a condition on data
-        constants = [i for i in condition if i.opcode == "constant" and counts.match(i.shape)]
-        bounds = [int(i.operands[0]) for i in constants if i.operands[0].isdigit()]
+        constants = [i for i in condition if i.opcode == "constant" and i.operands[0].isdigit()]
+        # Those of u32 are the number of the device that has the value of a condition on data.
+        bounds = [int(i.operands[0]) for i in constants if re.match(r"s\d+\[\]", i.shape)]
         if not bounds:
             raise ValueError(f"loop {loop.name} has no trip count that can be read; use lax.scan")
         return max(bounds)

@@ -83,23 +83,17 @@ class Pod:
         if self.measured or self.chip.platform == "cpu":
             known = self.measured or constants_for(self.chip, dtype)
             return Links(known.row, known.row, known.row, known.row, known.col, known.ring)
-        found = _links(self, sizes)
-        return self._measured(found, sizes, self.calibration) if self.calibration and self.calibration.links else found
+        return _links(self, sizes)
 
-    def _measured(self, derived: Links, sizes: tuple[int, ...], calibration: Calibration) -> Links:
-        """The measured links, and those derived for axes that leave a node or slice if it was measured within one."""
-        stage, data, context, rows, cols = sizes
-        tensor, row, col = rows * cols, calibration.along("row"), calibration.along("col")
-        axes = {
-            "stage": (stage, tensor * context * data, row), "context": (context, tensor, row),
-            "replica": (data * context, tensor, row), "row": (rows, cols, row), "col": (cols, 1, col),
-            "ring": (tensor, 1, None),
-        }  # fmt: skip
-        within = calibration.devices <= self.per_node
-        return replace(derived, **{
-            name: link for name, (size, stride, link) in axes.items()
-            if not within or node_group(self.per_node, size, stride)[1] == 1
-        })  # fmt: skip
+    def along(self, axis: str, outer: int) -> AxisLinks | None:
+        """The measured links of mesh axis `axis` where it is on `outer` nodes or slices; None if they are derived.
+
+        What was measured within a node or slice says nothing about links between them.
+        """
+        known = self.calibration
+        if known is None or not known.links or (outer > 1 and known.devices <= self.per_node):
+            return None
+        return known.along(axis)
 
     def links_over(self, axes: tuple[int, ...]) -> AxisLinks:
         """Links of a collective over the torus axes `axes` of a slice, given by their numbers."""
@@ -117,8 +111,7 @@ class Pod:
         known = self._rates(_links(self, sizes), dtype)
         if not self.calibration:
             return known
-        links = self.links(sizes, dtype)
-        return replace(self.calibration.constants(known), row=links.row, col=links.col, ring=links.ring)
+        return replace(self.calibration.constants(known), row=known.row, col=known.col, ring=known.ring)
 
     def tuning_constants(self, sizes: tuple[int, ...], dtype: str) -> Constants | None:
         """The constants by which train.py chooses dataflows and slice counts, without calibration.
@@ -183,7 +176,7 @@ def factorizations(devices: int) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=4096)
 def _links(pod: Pod, sizes: tuple[int, ...]) -> Links:
-    """Links derived from the table of chips.
+    """Links that the pod's calibration has, and those derived from the table of chips.
 
     If every tensor-parallel axis within a slice consists of whole torus axes, or is a part of one, its collectives use
     all links of these torus axes. Otherwise, and if stages split a torus axis, some rings are open lines, and all axes
@@ -194,17 +187,24 @@ def _links(pod: Pod, sizes: tuple[int, ...]) -> Links:
     inside = _inside(pod, sizes)
     owned = _laid(pod.tpu_slice.physical_axes, inside) if pod.tpu_slice and inside else None
 
-    def links(first: int, size: int, stride: int, last: int | None = None, share: int = 1) -> AxisLinks:
+    def links(
+        first: int, size: int, stride: int, last: int | None = None, share: int = 1, axis: str = "row"
+    ) -> AxisLinks:
         inner, outer = node_group(pod.per_node, size, stride)
+        if measured := pod.along(axis, outer):
+            return measured
         mine = owned[first : (last or first) + 1] if owned else ()
         local = _local(pod, _joined(mine), share)
         return _two_levels(pod, local, inner, outer) if pod.per_node else local
 
     share = 2 if rows > 1 and cols > 1 else 1  # both tensor-parallel axes use the links of a GPU at the same time
-    ring = links(3, tensor, 1, 4) if owned or pod.chip.platform == "gpu" else _winding_ring(pod, tensor)
+    if pod.along("row", node_group(pod.per_node, tensor, 1)[1]):
+        ring = None  # no ring over both axes is measured
+    else:
+        ring = links(3, tensor, 1, 4) if owned or pod.chip.platform == "gpu" else _winding_ring(pod, tensor)
     return Links(
         links(0, stage, tensor * context * data), links(2, context, tensor), links(1, data * context, tensor, 2),
-        links(3, rows, cols, share=share), links(4, cols, 1, share=share), ring,
+        links(3, rows, cols, share=share), links(4, cols, 1, share=share, axis="col"), ring,
     )  # fmt: skip
 
 

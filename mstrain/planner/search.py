@@ -190,11 +190,13 @@ class _Search:
         first = sorted(seconds, key=lambda number: (seconds[number], number))
         return [layouts[number] for number in (*first, *(number for number in mixed if number not in seconds))]
 
+    def _microbatches(self, layout: PodPlan) -> list[int]:
+        """The numbers of microbatches that a layout may have, in ascending order."""
+        return [n for n in divisors(self.request.batch // layout.data) if self.request.fixed.allows("microbatches", n)]
+
     def _outlook(self, layout: PodPlan) -> float:
         """Lower bound of the step's seconds with a typical number of microbatches; infinite for an illegal layout."""
-        counts = [
-            n for n in divisors(self.request.batch // layout.data) if self.request.fixed.allows("microbatches", n)
-        ]
+        counts = self._microbatches(layout)
         if not counts:
             return math.inf
         few = next((count for count in counts if count >= PASSES * (layout.pipeline - 1)), counts[-1])
@@ -208,10 +210,8 @@ class _Search:
         tight, reason, refusal = None, "", ""
         if self.best_only and self.trainable and self._least_state(layout) > request.usable_bytes:
             return
-        for microbatches in divisors(request.batch // layout.data):
+        for microbatches in self._microbatches(layout):
             self.clock.check()
-            if not fixed.allows("microbatches", microbatches):
-                continue
             plan = replace(layout, microbatches=microbatches)
             products = plan_products(request, plan)
             if isinstance(products, str):

@@ -271,11 +271,10 @@ def _write_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
     config: dict[str, Any] = {"sliding_window": model.window}
     if family.window not in ("all", "asked"):
         config["layer_types"] = [LOCAL if local else ALL for local in model.is_local]
-    if family.window == "asked":
+    if family.window in ("asked", "last"):
         config["use_sliding_window"] = any(model.is_local)
     if family.window == "last":
-        first = model.is_local.index(True) if any(model.is_local) else model.layers
-        config |= {"use_sliding_window": any(model.is_local), "max_window_layers": first}
+        config["max_window_layers"] = model.is_local.index(True) if any(model.is_local) else model.layers
     if family.window == "types" and model.window is None:
         config["sliding_window"] = model.context
     return config

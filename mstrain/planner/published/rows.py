@@ -225,7 +225,7 @@ def _plan(fields: Fields, batch: int) -> tuple[PodPlan, frozenset[str]]:
     shard = ZERO.get(shard.lower().replace("-", ""), shard)
     one_of("plan.shard", shard, SHARDS)
     one_of("plan.schedule", schedule, SCHEDULES)
-    schedule = schedule if pipeline > 1 else SCHEDULES[0]  # without stages there is no schedule
+    schedule = schedule if pipeline > 1 else SCHEDULES[0]  # of one stage, all are the same
     remat = fields.text("remat")
     parse_remat(remat)
     search, microbatch, interleave = set(), 1, 1
